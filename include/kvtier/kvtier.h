@@ -1,0 +1,2642 @@
+/*
+ * kvtier: tiered KV-cache storage, weight streaming and eviction policies.
+ *
+ * Read docs/abi.md for the rules all functions share. In short: every function
+ * that can fail returns a kvt_status_t and writes no output when it does; handles
+ * are never followed, so a stale one is KVT_E_HANDLE and not a crash; structs start
+ * with their size (use KVT_..._INIT) and zero is every field's default; deadlines
+ * are CLOCK_MONOTONIC nanoseconds, 0 = none.
+ *
+ * Generated from src/ffi by cbindgen and committed; a test compares. Do not edit.
+ */
+
+#ifndef KVTIER_H
+#define KVTIER_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+/* C++ has no designated initialisers before C++20. */
+template <typename T> inline T kvt_sized_() {
+    T value = T();
+    value.struct_size = sizeof(T);
+    return value;
+}
+#define KVT_INIT_(T) (kvt_sized_<T>())
+#else
+#define KVT_INIT_(T) { .struct_size = sizeof(T) }
+#endif
+
+/* Initialisers: kvt_runtime_opts_t opts = KVT_RUNTIME_OPTS_INIT; */
+#define KVT_ACCOUNT_OPTS_INIT KVT_INIT_(kvt_account_opts_t)
+#define KVT_BUDGET_OPTS_INIT KVT_INIT_(kvt_budget_opts_t)
+#define KVT_BUDGET_REPORT_INIT KVT_INIT_(kvt_budget_report_t)
+#define KVT_BUFFER_INFO_INIT KVT_INIT_(kvt_buffer_info_t)
+#define KVT_BUFFER_OPTS_INIT KVT_INIT_(kvt_buffer_opts_t)
+#define KVT_CLOSE_REPORT_INIT KVT_INIT_(kvt_close_report_t)
+#define KVT_ERROR_INFO_INIT KVT_INIT_(kvt_error_info_t)
+#define KVT_FEATURE_INIT KVT_INIT_(kvt_feature_t)
+#define KVT_OP_INFO_INIT KVT_INIT_(kvt_op_info_t)
+#define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
+#define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
+#define KVT_RUNTIME_OPTS_INIT KVT_INIT_(kvt_runtime_opts_t)
+#define KVT_RUNTIME_STATS_INIT KVT_INIT_(kvt_runtime_stats_t)
+#define KVT_SUBMIT_OPTS_INIT KVT_INIT_(kvt_submit_opts_t)
+#define KVT_TIER_REPORT_INIT KVT_INIT_(kvt_tier_report_t)
+
+
+/**
+ * Major version of this header.
+ */
+#define KVT_VERSION_MAJOR 0
+
+/**
+ * Minor version of this header.
+ */
+#define KVT_VERSION_MINOR 1
+
+/**
+ * Patch version of this header.
+ */
+#define KVT_VERSION_PATCH 0
+
+/**
+ * Version of this header as one number: (major << 32) | (minor << 16) | patch.
+ */
+#define KVT_HEADER_VERSION 65536
+
+/**
+ * Nothing is logged.
+ */
+#define KVT_LOG_OFF 0
+
+/**
+ * Something failed that should not.
+ */
+#define KVT_LOG_ERROR 1
+
+/**
+ * Something degraded.
+ */
+#define KVT_LOG_WARN 2
+
+/**
+ * Something worth knowing, rarely.
+ */
+#define KVT_LOG_INFO 3
+
+/**
+ * For debugging.
+ */
+#define KVT_LOG_DEBUG 4
+
+/**
+ * Everything.
+ */
+#define KVT_LOG_TRACE 5
+
+/**
+ * The thread carries out ops.
+ */
+#define KVT_THREAD_WORKER 0
+
+/**
+ * The thread makes callbacks and keeps deadlines.
+ */
+#define KVT_THREAD_NOTIFIER 1
+
+/**
+ * Execution has begun (or was ended before it could).
+ */
+#define KVT_OP_ISSUED 1
+
+/**
+ * The result is known.
+ */
+#define KVT_OP_RESOLVED 2
+
+/**
+ * Your memory is yours again.
+ */
+#define KVT_OP_RELEASED 4
+
+/**
+ * A cancel was asked for.
+ */
+#define KVT_OP_CANCEL 8
+
+/**
+ * Each item becomes an op of its own; ops_out then receives one per item.
+ */
+#define KVT_SUBMIT_EACH 1
+
+/**
+ * Work somebody waits for.
+ */
+#define KVT_PRIORITY_DEMAND 0
+
+/**
+ * Work that will be wanted soon.
+ */
+#define KVT_PRIORITY_PREFETCH 1
+
+/**
+ * Work that can wait.
+ */
+#define KVT_PRIORITY_BACKGROUND 2
+
+/**
+ * Memory of the accelerator.
+ */
+#define KVT_TIER_DEVICE 0
+
+/**
+ * RAM.
+ */
+#define KVT_TIER_HOST 1
+
+/**
+ * Local files.
+ */
+#define KVT_TIER_DISK 2
+
+/**
+ * A store elsewhere.
+ */
+#define KVT_TIER_REMOTE 3
+
+/**
+ * RAM that is locked; counted beside KVT_TIER_HOST.
+ */
+#define KVT_TIER_PINNED 4
+
+/**
+ * Fail when the host or pinned limit is above what the machine has, instead of
+ * cutting it to that.
+ */
+#define KVT_BUDGET_STRICT 1
+
+/**
+ * host_bytes = 0 means none, not the default.
+ */
+#define KVT_BUDGET_ZERO_HOST 2
+
+/**
+ * pinned_bytes = 0 means none, not the default.
+ */
+#define KVT_BUDGET_ZERO_PINNED 4
+
+/**
+ * reserve_bytes = 0 means none, not the default.
+ */
+#define KVT_BUDGET_ZERO_RESERVE 8
+
+/**
+ * Lock the memory in RAM; fail when the quota does not allow it.
+ */
+#define KVT_BUFFER_PIN 1
+
+/**
+ * Lock the memory in RAM if the quota allows it.
+ */
+#define KVT_BUFFER_TRY_PIN 2
+
+/**
+ * Use huge pages of the reserved pool; fail when there are not enough.
+ */
+#define KVT_BUFFER_HUGETLB 4
+
+/**
+ * Ask the kernel for transparent huge pages.
+ */
+#define KVT_BUFFER_TRY_HUGE 8
+
+/**
+ * Make every page present before returning, on the workers in parallel.
+ */
+#define KVT_BUFFER_PREFAULT 16
+
+/**
+ * Normal pages.
+ */
+#define KVT_PAGES_NORMAL 0
+
+/**
+ * Pages the kernel was asked to merge into huge ones.
+ */
+#define KVT_PAGES_TRANSPARENT 1
+
+/**
+ * Huge pages of the reserved pool.
+ */
+#define KVT_PAGES_HUGETLB 2
+
+/**
+ * The caller's own memory.
+ */
+#define KVT_PAGES_FOREIGN 3
+
+/**
+ * Copy the source to the target; they may overlap.
+ */
+#define KVT_DO_COPY 1
+
+/**
+ * Report the checksum of the source as it was read.
+ */
+#define KVT_DO_CHECKSUM 2
+
+/**
+ * Compare that checksum with `expect`: KVT_E_CORRUPT if it differs (a copy
+ * asked for along with it has been made all the same).
+ */
+#define KVT_DO_VERIFY 4
+
+/**
+ * Make the target's pages present; contents stay. Alone only.
+ */
+#define KVT_DO_PREFAULT 8
+
+/**
+ * One owner's part in a budget. Internally locked: any thread may use it.
+ */
+typedef struct kvt_account_t kvt_account_t;
+
+/**
+ * The bytes that may be used, per tier; hard at every instant. Internally
+ * locked: any thread may use it.
+ */
+typedef struct kvt_budget_t kvt_budget_t;
+
+/**
+ * A range of host memory that ops may read and write. Internally locked; the
+ * bytes themselves are yours, except between submitting an op on them and its
+ * release: then the library's alone.
+ */
+typedef struct kvt_buffer_t kvt_buffer_t;
+
+/**
+ * A failure in words. Calls that take a `kvt_error_t **err` write one there
+ * when they fail (only then) and `err` is not null. The variable must be null
+ * or hold an error; that one is replaced. Free it with kvt_error_free.
+ */
+typedef struct kvt_error_t kvt_error_t;
+
+/**
+ * A submitted operation. It completes exactly once and has two moments:
+ * *resolved*, the result is known, and *released*, the library does not touch
+ * your memory any more. Usually both come together; a deadline or a defect may
+ * resolve an op earlier. Internally locked: any thread may use it.
+ */
+typedef struct kvt_op_t kvt_op_t;
+
+/**
+ * Where completions arrive: polled (with an eventfd on request) or called back
+ * on the notifier thread, never both. It never drops one: submitting fails
+ * with KVT_E_AGAIN while it is full. Internally locked: any thread may use it,
+ * several may drain it.
+ */
+typedef struct kvt_queue_t kvt_queue_t;
+
+/**
+ * The root: owns threads, clock and notifier. Everything is opened on one.
+ * Internally locked: any thread may use it at any time.
+ */
+typedef struct kvt_runtime_t kvt_runtime_t;
+
+/**
+ * Result of every call: 0 is success, negative is an error. Numbers are only
+ * ever added; a code your header does not know is still an error.
+ */
+typedef int32_t kvt_status_t;
+
+/**
+ * The particulars of an error.
+ */
+typedef struct kvt_error_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The message, UTF-8 and NUL-terminated. Lives until the error is freed
+     * or replaced.
+     */
+    const char *message;
+    /**
+     * Length of the message without the NUL.
+     */
+    uint64_t message_bytes;
+    /**
+     * Offset in the input text, for errors about one; else UINT64_MAX.
+     */
+    uint64_t offset;
+    /**
+     * The status the failed call returned.
+     */
+    kvt_status_t status;
+    /**
+     * errno, when the operating system was asked; else 0.
+     */
+    int32_t os_errno;
+} kvt_error_info_t;
+
+/**
+ * Receives a log message; texts are UTF-8, not NUL-terminated, borrowed for
+ * the call. May be called from any thread, and from several at once. It must
+ * not unwind.
+ */
+typedef void (*kvt_log_fn)(void *user_data,
+                           uint32_t level,
+                           const char *target,
+                           uint64_t target_bytes,
+                           const char *message,
+                           uint64_t message_bytes);
+
+/**
+ * Releases `user_data`. Called once, after the last call of the callback it
+ * was registered with. It must not unwind.
+ */
+typedef void (*kvt_destroy_fn)(void *user_data);
+
+/**
+ * An optional feature. Texts are UTF-8, not NUL-terminated, and live as long
+ * as the library.
+ */
+typedef struct kvt_feature_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Its name, such as "cuda".
+     */
+    const char *name;
+    /**
+     * Length of the name.
+     */
+    uint64_t name_bytes;
+    /**
+     * What it is for.
+     */
+    const char *note;
+    /**
+     * Length of the note.
+     */
+    uint64_t note_bytes;
+    /**
+     * 1 when the code for it is in this library.
+     */
+    uint32_t built;
+    /**
+     * 1 when this machine offers it, as probed now.
+     */
+    uint32_t present;
+} kvt_feature_t;
+
+/**
+ * Called first in every thread the runtime starts, so that the host can name
+ * it, place it on a core or a NUMA node, or set its priority. It must not
+ * unwind and must not call the library. `role` is KVT_THREAD_*, `index` counts
+ * the threads of that role. May be called from several threads at once.
+ */
+typedef void (*kvt_thread_fn)(void *user_data, uint32_t role, uint32_t index);
+
+/**
+ * How to open a runtime. Zero is the default everywhere.
+ */
+typedef struct kvt_runtime_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * None are defined yet: 0.
+     */
+    uint64_t flags;
+    /**
+     * Worker threads, at most 256; 0 = the number of cores, at most 4.
+     */
+    uint32_t workers;
+    /**
+     * Ops that may live (not freed) at once, at most 524288; 0 = 65536.
+     */
+    uint32_t max_ops;
+    /**
+     * Prefix of thread names, at most 10 bytes; empty = "kvt".
+     */
+    const char *name;
+    /**
+     * Length of the name.
+     */
+    uint64_t name_bytes;
+    /**
+     * Faults to plant, for tests of the host's own error paths, such as
+     * "faults(worker=at(panic=3), pin=at(fail=1))"; empty = none. See docs/abi.md.
+     */
+    const char *faults;
+    /**
+     * Length of the faults text.
+     */
+    uint64_t faults_bytes;
+    /**
+     * Called first in every thread; may be null.
+     */
+    kvt_thread_fn on_thread;
+    /**
+     * Handed to on_thread; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_runtime_opts_t;
+
+/**
+ * What was still there when a runtime was closed. Nothing of it is lost: open
+ * handles keep working as far as they can without a runtime, and are freed as usual.
+ */
+typedef struct kvt_close_report_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Queues not closed.
+     */
+    uint64_t queues;
+    /**
+     * Buffers not freed.
+     */
+    uint64_t buffers;
+    /**
+     * Budgets not closed.
+     */
+    uint64_t budgets;
+    /**
+     * Accounts not closed.
+     */
+    uint64_t accounts;
+    /**
+     * Ops not freed.
+     */
+    uint64_t ops;
+} kvt_close_report_t;
+
+/**
+ * Counters of a runtime.
+ */
+typedef struct kvt_runtime_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Ops submitted so far.
+     */
+    uint64_t ops_submitted;
+    /**
+     * Ops not yet released.
+     */
+    uint64_t ops_open;
+    /**
+     * Ops not yet freed.
+     */
+    uint64_t ops_live;
+    /**
+     * Ops waiting for a worker.
+     */
+    uint64_t ops_queued;
+    /**
+     * Submissions refused because max_ops lived.
+     */
+    uint64_t ops_refused;
+    /**
+     * Worker threads.
+     */
+    uint32_t workers;
+    /**
+     * 1 after a defect was caught inside; close the runtime then.
+     */
+    uint32_t poisoned;
+} kvt_runtime_stats_t;
+
+/**
+ * How far an op is.
+ */
+typedef struct kvt_op_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The word given at submission.
+     */
+    uint64_t tag;
+    /**
+     * Bytes of the items that are done and OK.
+     */
+    uint64_t bytes_done;
+    /**
+     * KVT_OP_* bits.
+     */
+    uint32_t state;
+    /**
+     * The result; meaningful once KVT_OP_RESOLVED is set.
+     */
+    kvt_status_t status;
+    /**
+     * Items in all.
+     */
+    uint32_t items;
+    /**
+     * Items that are done or were skipped.
+     */
+    uint32_t items_done;
+    /**
+     * Of those, the ones that are not OK.
+     */
+    uint32_t items_failed;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_op_info_t;
+
+/**
+ * How one item of an op went.
+ */
+typedef struct kvt_op_item_t {
+    /**
+     * What it computed, such as a checksum; 0 where nothing was.
+     */
+    uint64_t value;
+    /**
+     * Its result; meaningful once done.
+     */
+    kvt_status_t status;
+    /**
+     * 1 when it is done or was skipped.
+     */
+    uint32_t done;
+} kvt_op_item_t;
+
+/**
+ * One thing that happened to an op.
+ */
+typedef struct kvt_completion_t {
+    /**
+     * The op, still to be freed by you; null when it was submitted without a
+     * handle (ops_out null).
+     */
+    struct kvt_op_t *op;
+    /**
+     * The word given at submission.
+     */
+    uint64_t tag;
+    /**
+     * Bytes of the items that are done and OK.
+     */
+    uint64_t bytes_done;
+    /**
+     * What the first item computed, such as a checksum.
+     */
+    uint64_t value;
+    /**
+     * The op's result; KVT_OK for a KVT_OP_ISSUED alone.
+     */
+    kvt_status_t status;
+    /**
+     * KVT_OP_ISSUED, _RESOLVED, _RELEASED: the moments this entry tells of.
+     */
+    uint32_t events;
+    /**
+     * Items that are not OK.
+     */
+    uint32_t items_failed;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_completion_t;
+
+/**
+ * Receives completions on the notifier thread, never from two threads at once
+ * for one queue. `batch` is borrowed for the call; its entries lie
+ * `stride_bytes` apart. It must not unwind, and must not wait for work of the
+ * same runtime: kvt_op_wait, kvt_queue_close and kvt_runtime_close give
+ * KVT_E_REENTRANT in here. Submitting and freeing ops is fine.
+ */
+typedef void (*kvt_completion_fn)(void *user_data,
+                                  const struct kvt_completion_t *batch,
+                                  uint64_t count,
+                                  uint64_t stride_bytes);
+
+/**
+ * How to open a queue. Zero is the default everywhere.
+ */
+typedef struct kvt_queue_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * None are defined yet: 0.
+     */
+    uint64_t flags;
+    /**
+     * Completions that can be outstanding or waiting, at most 1048576; 0 = 4096.
+     */
+    uint64_t capacity;
+    /**
+     * Called back with completions; null = the queue is polled.
+     */
+    kvt_completion_fn callback;
+    /**
+     * Handed to the callback; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_queue_opts_t;
+
+/**
+ * Counters of a queue.
+ */
+typedef struct kvt_queue_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Places in all.
+     */
+    uint64_t capacity;
+    /**
+     * Completions waiting to be drained.
+     */
+    uint64_t pending;
+    /**
+     * Places kept for ops that have not completed.
+     */
+    uint64_t reserved;
+    /**
+     * Most places ever taken.
+     */
+    uint64_t peak;
+    /**
+     * Completions posted so far.
+     */
+    uint64_t posted;
+    /**
+     * Submissions refused because it was full.
+     */
+    uint64_t refused;
+} kvt_queue_stats_t;
+
+/**
+ * How to open a budget.
+ */
+typedef struct kvt_budget_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_BUDGET_*.
+     */
+    uint64_t flags;
+    /**
+     * Limit of the device tier; 0 = none.
+     */
+    uint64_t device_bytes;
+    /**
+     * Limit of the host tier; 0 = half of what this process may still use:
+     * min(cgroup headroom, available memory) less the reserve.
+     */
+    uint64_t host_bytes;
+    /**
+     * Limit of the disk tier; 0 = none.
+     */
+    uint64_t disk_bytes;
+    /**
+     * Limit of the remote tier; 0 = none.
+     */
+    uint64_t remote_bytes;
+    /**
+     * Limit of locked memory; 0 = the quota of this process, at most host_bytes.
+     */
+    uint64_t pinned_bytes;
+    /**
+     * Kept free of the memory this process may use; 0 = 512 MiB.
+     */
+    uint64_t reserve_bytes;
+} kvt_budget_opts_t;
+
+/**
+ * What a budget found on this machine.
+ */
+typedef struct kvt_budget_report_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * RAM of the machine.
+     */
+    uint64_t total_bytes;
+    /**
+     * What the kernel could give without swapping, now.
+     */
+    uint64_t available_bytes;
+    /**
+     * The tightest cgroup limit; UINT64_MAX when there is none.
+     */
+    uint64_t cgroup_limit_bytes;
+    /**
+     * What is left under it now; UINT64_MAX when there is none.
+     */
+    uint64_t cgroup_headroom_bytes;
+    /**
+     * min(cgroup headroom, available), now.
+     */
+    uint64_t effective_bytes;
+    /**
+     * Kept free of that.
+     */
+    uint64_t reserve_bytes;
+    /**
+     * What this process may lock in all; UINT64_MAX when unlimited.
+     */
+    uint64_t lock_quota_bytes;
+    /**
+     * What it has locked now.
+     */
+    uint64_t locked_bytes;
+    /**
+     * Accounts that are open.
+     */
+    uint64_t accounts;
+    /**
+     * 1 or 2; 0 when there is no limit.
+     */
+    uint32_t cgroup_version;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_budget_report_t;
+
+/**
+ * Counters of one tier of a budget.
+ */
+typedef struct kvt_tier_report_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The limit that was asked for.
+     */
+    uint64_t asked_bytes;
+    /**
+     * The limit that holds.
+     */
+    uint64_t limit_bytes;
+    /**
+     * Promised to accounts.
+     */
+    uint64_t reserved_bytes;
+    /**
+     * In use by accounts.
+     */
+    uint64_t committed_bytes;
+    /**
+     * Most ever promised and in use together.
+     */
+    uint64_t peak_bytes;
+    /**
+     * What can be reserved now.
+     */
+    uint64_t free_bytes;
+    /**
+     * Reservations that failed.
+     */
+    uint64_t refused;
+    /**
+     * Reservations that wait.
+     */
+    uint64_t waiting;
+    /**
+     * Bytes owners were asked to give back so far.
+     */
+    uint64_t reclaim_asked_bytes;
+} kvt_tier_report_t;
+
+/**
+ * Asked to give bytes of a tier back. Returns how many it promises to release
+ * soon (0 is allowed); the release itself may come later, from any thread, and
+ * matters only before `deadline_ns` (0 = none). Called on the notifier thread
+ * under no lock. It must not unwind and must not wait.
+ */
+typedef uint64_t (*kvt_reclaim_fn)(void *user_data,
+                                   uint32_t tier,
+                                   uint64_t bytes,
+                                   uint64_t deadline_ns);
+
+/**
+ * How to open an account.
+ */
+typedef struct kvt_account_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * None are defined yet: 0.
+     */
+    uint64_t flags;
+    /**
+     * Name in messages.
+     */
+    const char *name;
+    /**
+     * Length of the name, at most 64.
+     */
+    uint64_t name_bytes;
+    /**
+     * Owners of low priority are asked to give back first.
+     */
+    int64_t priority;
+    /**
+     * Asked to give back; null = never.
+     */
+    kvt_reclaim_fn reclaim;
+    /**
+     * Handed to reclaim; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_account_opts_t;
+
+/**
+ * How to submit. Zero is the default everywhere.
+ */
+typedef struct kvt_submit_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_SUBMIT_*.
+     */
+    uint64_t flags;
+    /**
+     * Where completions go; null = nowhere, the op handle must be kept.
+     */
+    const struct kvt_queue_t *queue;
+    /**
+     * Your own word, handed back in the completion.
+     */
+    uint64_t tag;
+    /**
+     * CLOCK_MONOTONIC; the op resolves with KVT_E_TIMEOUT then. 0 = never.
+     */
+    uint64_t deadline_ns;
+    /**
+     * Moments (KVT_OP_ISSUED, _RESOLVED, _RELEASED) that get a completion each;
+     * moments that come together share one. 0 = KVT_OP_RELEASED.
+     */
+    uint32_t notify;
+    /**
+     * KVT_PRIORITY_*.
+     */
+    uint32_t priority;
+} kvt_submit_opts_t;
+
+/**
+ * How to allocate a buffer.
+ */
+typedef struct kvt_buffer_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_BUFFER_*.
+     */
+    uint64_t flags;
+    /**
+     * Size.
+     */
+    uint64_t bytes;
+    /**
+     * Alignment, a power of two up to 1 GiB; 0 = one page.
+     */
+    uint64_t align_bytes;
+    /**
+     * Who pays, in KVT_TIER_HOST and, when locked, KVT_TIER_PINNED; null = nobody.
+     */
+    const struct kvt_account_t *account;
+} kvt_buffer_opts_t;
+
+/**
+ * What a buffer is.
+ */
+typedef struct kvt_buffer_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Where it starts.
+     */
+    void *address;
+    /**
+     * Its usable size.
+     */
+    uint64_t bytes;
+    /**
+     * What its account pays: the size in whole pages.
+     */
+    uint64_t charged_bytes;
+    /**
+     * Ops submitted on it and not yet released.
+     */
+    uint64_t in_flight;
+    /**
+     * 1 when it is locked in RAM.
+     */
+    uint32_t pinned;
+    /**
+     * KVT_PAGES_*.
+     */
+    uint32_t pages;
+} kvt_buffer_info_t;
+
+/**
+ * One piece of work on up to two buffers.
+ */
+typedef struct kvt_buffer_item_t {
+    /**
+     * KVT_DO_* bits.
+     */
+    uint32_t kind;
+    /**
+     * None are defined yet: 0.
+     */
+    uint32_t flags;
+    /**
+     * The target; null for work that only reads.
+     */
+    const struct kvt_buffer_t *dst;
+    /**
+     * Where in the target.
+     */
+    uint64_t dst_offset;
+    /**
+     * The source; null for KVT_DO_PREFAULT.
+     */
+    const struct kvt_buffer_t *src;
+    /**
+     * Where in the source.
+     */
+    uint64_t src_offset;
+    /**
+     * How much.
+     */
+    uint64_t bytes;
+    /**
+     * The checksum to compare with, for KVT_DO_VERIFY.
+     */
+    uint64_t expect;
+    /**
+     * Your own word, with KVT_SUBMIT_EACH.
+     */
+    uint64_t tag;
+} kvt_buffer_item_t;
+
+/**
+ * Success.
+ */
+#define KVT_OK 0
+
+/**
+ * An argument is null, out of range or has unknown flags.
+ */
+#define KVT_E_INVALID (-1)
+
+/**
+ * A handle is null, stale, of another type or not from this library.
+ */
+#define KVT_E_HANDLE (-2)
+
+/**
+ * A struct sets fields this library does not know yet.
+ */
+#define KVT_E_TOO_NEW (-3)
+
+/**
+ * An output buffer is too small; the size needed was reported.
+ */
+#define KVT_E_TOO_SMALL (-4)
+
+/**
+ * The system has no memory for this.
+ */
+#define KVT_E_NOMEM (-5)
+
+/**
+ * The budget of that tier has no room.
+ */
+#define KVT_E_BUDGET (-6)
+
+/**
+ * A bounded queue or table is full: drain, free, retry.
+ */
+#define KVT_E_AGAIN (-7)
+
+/**
+ * Still in use by work in flight.
+ */
+#define KVT_E_BUSY (-8)
+
+/**
+ * The object is closed or closing.
+ */
+#define KVT_E_CLOSED (-9)
+
+/**
+ * Cancelled before it was done.
+ */
+#define KVT_E_CANCELLED (-10)
+
+/**
+ * The deadline passed first.
+ */
+#define KVT_E_TIMEOUT (-11)
+
+/**
+ * Not allowed from inside a callback.
+ */
+#define KVT_E_REENTRANT (-12)
+
+/**
+ * This process is a fork of the one that opened the library.
+ */
+#define KVT_E_FORKED (-13)
+
+/**
+ * A defect inside the library was caught; the object is poisoned.
+ */
+#define KVT_E_PANIC (-14)
+
+/**
+ * Header and library do not fit together.
+ */
+#define KVT_E_ABI (-15)
+
+/**
+ * Not built into this library.
+ */
+#define KVT_E_UNSUPPORTED (-16)
+
+/**
+ * This machine does not offer it.
+ */
+#define KVT_E_UNAVAILABLE (-17)
+
+/**
+ * No such thing.
+ */
+#define KVT_E_NOT_FOUND (-18)
+
+/**
+ * Bytes do not match their checksum: treat them as absent.
+ */
+#define KVT_E_CORRUPT (-19)
+
+/**
+ * The operating system reported an error.
+ */
+#define KVT_E_IO (-20)
+
+/**
+ * A spec string is malformed; the error carries the offset.
+ */
+#define KVT_E_SPEC (-21)
+
+/**
+ * A documented limit was exceeded.
+ */
+#define KVT_E_LIMIT (-22)
+
+/**
+ * The locked-memory quota is too small.
+ */
+#define KVT_E_PIN_QUOTA (-23)
+
+/**
+ * The object is not in a state that allows this.
+ */
+#define KVT_E_STATE (-24)
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/**
+ * The constant's name of a status, such as "KVT_E_BUSY".
+ *
+ * @param status  Any number; one this library does not know is "KVT_E_UNKNOWN".
+ * @return A NUL-terminated string that lives as long as the library. Never null.
+ *
+ * Threading: any thread, also in callbacks and after fork. Since 0.1.
+ */
+const char *kvt_status_name(kvt_status_t status);
+
+/**
+ * What a status means and what the caller can do about it.
+ *
+ * @param status  Any number.
+ * @return A NUL-terminated sentence that lives as long as the library. Never null.
+ *
+ * Threading: any thread, also in callbacks and after fork. Since 0.1.
+ */
+const char *kvt_status_str(kvt_status_t status);
+
+/**
+ * The library's version as text, such as "0.1.0".
+ *
+ * @return A NUL-terminated string that lives as long as the library. Never null.
+ *
+ * Threading: any thread, also in callbacks and after fork. Since 0.1.
+ */
+const char *kvt_version_str(void);
+
+/**
+ * The library's version as a number: (major << 32) | (minor << 16) | patch.
+ *
+ * @param out  The number.
+ * @return KVT_OK; KVT_E_INVALID when `out` is null.
+ *
+ * Threading: any thread, also in callbacks and after fork. Since 0.1.
+ */
+kvt_status_t kvt_version(uint64_t *out);
+
+/**
+ * Whether a program compiled against a header can use this library. Call it
+ * once, first: kvt_abi_check(KVT_HEADER_VERSION, &err).
+ *
+ * Before 1.0 a program needs a library of the same minor version and at least
+ * the same patch; from 1.0 on one of the same major and at least the same minor.
+ *
+ * @param header_version  KVT_HEADER_VERSION as the program was compiled.
+ * @param err             Explains a mismatch; may be null.
+ * @return KVT_OK; KVT_E_ABI.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_abi_check(uint64_t header_version, struct kvt_error_t **err);
+
+/**
+ * Reads an error.
+ *
+ * @param error  The error.
+ * @param out    Filled in; start it with KVT_ERROR_INFO_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID.
+ *
+ * Ownership: `out->message` is borrowed until the error is freed or replaced.
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_error_info(const struct kvt_error_t *error, struct kvt_error_info_t *out);
+
+/**
+ * The message of an error, for printing.
+ *
+ * @param error  The error, or null.
+ * @return A NUL-terminated UTF-8 string, borrowed until the error is freed or
+ *         replaced. Never null: without an error it is an empty one.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+const char *kvt_error_message(const struct kvt_error_t *error);
+
+/**
+ * Frees an error and clears the variable.
+ *
+ * @param error  Pointer to the handle; null, or a null handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_error_free(struct kvt_error_t **error);
+
+/**
+ * Sets the process-wide log sink, or removes it. Without one the library says
+ * nothing; it never writes to standard output or error.
+ *
+ * @param level      KVT_LOG_*: the most detailed level that is passed on.
+ * @param callback   The sink; null removes the present one.
+ * @param user_data  Handed to the callback; taken over on success only.
+ * @param destroy    Releases user_data; may be null.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID; KVT_E_STATE in a Rust program with a logger of its own.
+ *
+ * Threading: any thread. The former sink may still be running in another
+ * thread when this returns; its destroy is called after that. Since 0.1.
+ */
+kvt_status_t kvt_log_set(uint32_t level,
+                         kvt_log_fn callback,
+                         void *user_data,
+                         kvt_destroy_fn destroy,
+                         struct kvt_error_t **err);
+
+/**
+ * How many features there are to ask about.
+ *
+ * @param out_count  The number.
+ * @return KVT_OK; KVT_E_INVALID.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_feature_count(uint64_t *out_count);
+
+/**
+ * A feature by its place in the list.
+ *
+ * @param index  0 to kvt_feature_count - 1.
+ * @param out    Filled in; start it with KVT_FEATURE_INIT.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+ *
+ * Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
+ */
+kvt_status_t kvt_feature_at(uint64_t index, struct kvt_feature_t *out);
+
+/**
+ * A feature by its name.
+ *
+ * @param name        Such as "cuda", "io_uring", "redis".
+ * @param name_bytes  Length of the name.
+ * @param out         Filled in; start it with KVT_FEATURE_INIT.
+ * @param err         Names the nearest feature; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+ *
+ * Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
+ */
+kvt_status_t kvt_feature_find(const char *name,
+                              uint64_t name_bytes,
+                              struct kvt_feature_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Checks the grammar of a spec string and gives its canonical form.
+ *
+ * A spec is a name with optional arguments, such as "qos(inner=s3fifo(small=10%))".
+ * Whether the name and its parameters exist is checked where the spec is used.
+ *
+ * @param spec          The text, UTF-8.
+ * @param spec_bytes    Its length.
+ * @param out           Receives the canonical form, not NUL-terminated; may be
+ *                      null with out_capacity 0 to learn the size.
+ * @param out_capacity  Room at `out`.
+ * @param out_bytes     Length of the canonical form; also written with
+ *                      KVT_E_TOO_SMALL. May be null.
+ * @param err           Explains a failure, with the offset; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_SMALL.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_spec_check(const char *spec,
+                            uint64_t spec_bytes,
+                            char *out,
+                            uint64_t out_capacity,
+                            uint64_t *out_bytes,
+                            struct kvt_error_t **err);
+
+/**
+ * Opens a runtime and starts its threads.
+ *
+ * @param opts  How; null for defaults.
+ * @param out   The runtime; close it with kvt_runtime_close.
+ * @param err   Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_SPEC,
+ *         KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED.
+ *
+ * Ownership: the caller owns the runtime. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_runtime_open(const struct kvt_runtime_opts_t *opts,
+                              struct kvt_runtime_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Closes a runtime: refuses new work, cancels what is open, waits for it and
+ * for the threads. Close queues and free buffers first where you can; what is
+ * left is reported, not destroyed.
+ *
+ * @param runtime      Pointer to the handle, cleared on success; null, or a null
+ *                     handle, is fine.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param report       What was left open; may be null. Start it with
+ *                     KVT_CLOSE_REPORT_INIT.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY at the deadline (the runtime stays closing and valid:
+ *         call again); KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread but the runtime's own. Since 0.1.
+ */
+kvt_status_t kvt_runtime_close(struct kvt_runtime_t **runtime,
+                               uint64_t deadline_ns,
+                               struct kvt_close_report_t *report,
+                               struct kvt_error_t **err);
+
+/**
+ * The runtime's clock: CLOCK_MONOTONIC nanoseconds, for deadlines.
+ *
+ * @param runtime  The runtime.
+ * @param out_ns   The time.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_runtime_now(const struct kvt_runtime_t *runtime, uint64_t *out_ns);
+
+/**
+ * Counters of a runtime; also of a poisoned one.
+ *
+ * @param runtime  The runtime.
+ * @param out      Filled in; start it with KVT_RUNTIME_STATS_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_runtime_stats(const struct kvt_runtime_t *runtime,
+                               struct kvt_runtime_stats_t *out);
+
+/**
+ * How far an op is.
+ *
+ * @param op   The op.
+ * @param out  Filled in; start it with KVT_OP_INFO_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_op_info(const struct kvt_op_t *op, struct kvt_op_info_t *out);
+
+/**
+ * Waits until an op has reached moments.
+ *
+ * @param op           The op.
+ * @param moments      KVT_OP_ISSUED, _RESOLVED, _RELEASED or several; all are
+ *                     waited for.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @return KVT_OK when they are reached, whatever the op's own result (see
+ *         kvt_op_info); KVT_E_TIMEOUT; KVT_E_REENTRANT inside a callback;
+ *         KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_op_wait(const struct kvt_op_t *op, uint32_t moments, uint64_t deadline_ns);
+
+/**
+ * Asks an op to end. One that has not been issued ends at once with
+ * KVT_E_CANCELLED; one that runs skips the items it has not begun. An op that
+ * is done stays as it is.
+ *
+ * @param op  The op.
+ * @return KVT_OK, also when it is too late; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_op_cancel(const struct kvt_op_t *op);
+
+/**
+ * How the items of an op went; also while it runs.
+ *
+ * @param op            The op.
+ * @param first         The first item wanted.
+ * @param out           Receives the entries.
+ * @param capacity      Room at `out`, in entries, at most 65536.
+ * @param stride_bytes  sizeof(kvt_op_item_t).
+ * @param out_count     How many were written.
+ * @return KVT_OK; KVT_E_INVALID when `first` is beyond the last item;
+ *         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_op_items(const struct kvt_op_t *op,
+                          uint64_t first,
+                          struct kvt_op_item_t *out,
+                          uint64_t capacity,
+                          uint64_t stride_bytes,
+                          uint64_t *out_count);
+
+/**
+ * The words behind an op's failure.
+ *
+ * @param op   The op.
+ * @param out  The error; free it with kvt_error_free.
+ * @return KVT_OK; KVT_E_NOT_FOUND when there is nothing to say beyond the
+ *         status; KVT_E_STATE before it is resolved; KVT_E_HANDLE,
+ *         KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_op_error(const struct kvt_op_t *op, struct kvt_error_t **out);
+
+/**
+ * Frees an op handle. The op must have been released: cancel and wait first
+ * to get there.
+ *
+ * @param op  Pointer to the handle, cleared on success; null, or a null handle,
+ *            is fine.
+ * @return KVT_OK; KVT_E_BUSY before the release; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_op_free(struct kvt_op_t **op);
+
+/**
+ * Frees many op handles; stops at the first that cannot be freed.
+ *
+ * @param ops    The handles, each cleared when freed; null handles are skipped.
+ * @param count  How many.
+ * @return KVT_OK; KVT_E_BUSY, KVT_E_HANDLE for the first handle that is not
+ *         null afterwards; KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_op_free_many(struct kvt_op_t **ops, uint64_t count);
+
+/**
+ * Opens a completion queue.
+ *
+ * @param runtime  Where it belongs.
+ * @param opts     How; null for defaults.
+ * @param out      The queue; close it with kvt_queue_close.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the queue. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_queue_open(const struct kvt_runtime_t *runtime,
+                            const struct kvt_queue_opts_t *opts,
+                            struct kvt_queue_t **out,
+                            struct kvt_error_t **err);
+
+/**
+ * Closes a queue: refuses new work, cancels the ops that report to it and
+ * waits for their release. A callback has then seen every completion;
+ * completions nobody polled are dropped, their ops stay until freed.
+ *
+ * @param queue        Pointer to the handle, cleared on success; null, or a null
+ *                     handle, is fine.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY at the deadline (the queue stays closing and valid:
+ *         call again); KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_queue_close(struct kvt_queue_t **queue,
+                             uint64_t deadline_ns,
+                             struct kvt_error_t **err);
+
+/**
+ * Takes completions without waiting; none is not an error.
+ *
+ * @param queue         A polled queue.
+ * @param out           Receives completions, oldest first.
+ * @param capacity      Room at `out`, in entries, at most 1048576.
+ * @param stride_bytes  sizeof(kvt_completion_t).
+ * @param out_count     How many were written.
+ * @return KVT_OK; KVT_E_STATE for a queue that calls back; KVT_E_INVALID,
+ *         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, several at once. Since 0.1.
+ */
+kvt_status_t kvt_queue_poll(const struct kvt_queue_t *queue,
+                            struct kvt_completion_t *out,
+                            uint64_t capacity,
+                            uint64_t stride_bytes,
+                            uint64_t *out_count);
+
+/**
+ * Takes completions, waiting for the first.
+ *
+ * @param queue         A polled queue.
+ * @param deadline_ns   CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param out           Receives completions, oldest first.
+ * @param capacity      Room at `out`, in entries, 1 to 1048576.
+ * @param stride_bytes  sizeof(kvt_completion_t).
+ * @param out_count     How many were written, at least 1.
+ * @return KVT_OK; KVT_E_TIMEOUT; KVT_E_CLOSED when the queue closes and nothing
+ *         is left; KVT_E_STATE for a queue that calls back; KVT_E_REENTRANT inside
+ *         a callback; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, several at once. Since 0.1.
+ */
+kvt_status_t kvt_queue_wait(const struct kvt_queue_t *queue,
+                            uint64_t deadline_ns,
+                            struct kvt_completion_t *out,
+                            uint64_t capacity,
+                            uint64_t stride_bytes,
+                            uint64_t *out_count);
+
+/**
+ * A descriptor for poll, select and epoll: readable exactly while completions
+ * are waiting. Do not read, write or close it: draining the queue resets it,
+ * closing the queue closes it.
+ *
+ * @param queue   A polled queue.
+ * @param out_fd  The descriptor (an eventfd, close-on-exec, non-blocking).
+ * @return KVT_OK; KVT_E_STATE for a queue that calls back; KVT_E_IO,
+ *         KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_queue_fd(const struct kvt_queue_t *queue, int32_t *out_fd);
+
+/**
+ * Counters of a queue.
+ *
+ * @param queue  The queue.
+ * @param out    Filled in; start it with KVT_QUEUE_STATS_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_queue_stats(const struct kvt_queue_t *queue, struct kvt_queue_stats_t *out);
+
+/**
+ * Opens a budget.
+ *
+ * @param runtime  Where it belongs.
+ * @param opts     Limits; null for defaults.
+ * @param out      The budget; close it with kvt_budget_close.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUDGET (strict alone), KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the budget. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_budget_open(const struct kvt_runtime_t *runtime,
+                             const struct kvt_budget_opts_t *opts,
+                             struct kvt_budget_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Closes a budget: reservations that wait end with KVT_E_CLOSED, nothing more
+ * is granted. Accounts stay until they are closed and can still give back.
+ *
+ * @param budget  Pointer to the handle, cleared on success; null, or a null
+ *                handle, is fine.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_budget_close(struct kvt_budget_t **budget, struct kvt_error_t **err);
+
+/**
+ * Changes a tier's limit. Below what is in use: nothing more is granted until
+ * the owners, who are asked to, have given back.
+ *
+ * @param budget  The budget.
+ * @param tier    KVT_TIER_*.
+ * @param bytes   The new limit; host and pinned are cut to what the machine has.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_budget_resize(const struct kvt_budget_t *budget,
+                               uint32_t tier,
+                               uint64_t bytes,
+                               struct kvt_error_t **err);
+
+/**
+ * What this process may use, measured now.
+ *
+ * @param budget  The budget.
+ * @param out     Filled in; start it with KVT_BUDGET_REPORT_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread; reads files, so not in a hot path. Since 0.1.
+ */
+kvt_status_t kvt_budget_report(const struct kvt_budget_t *budget, struct kvt_budget_report_t *out);
+
+/**
+ * Counters of one tier.
+ *
+ * @param budget  The budget.
+ * @param tier    KVT_TIER_*.
+ * @param out     Filled in; start it with KVT_TIER_REPORT_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_budget_tier(const struct kvt_budget_t *budget,
+                             uint32_t tier,
+                             struct kvt_tier_report_t *out);
+
+/**
+ * Opens an account in a budget.
+ *
+ * @param budget  The budget.
+ * @param opts    Name, priority and reclaimer; null for none.
+ * @param out     The account; close it with kvt_account_close.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the account. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_account_open(const struct kvt_budget_t *budget,
+                              const struct kvt_account_opts_t *opts,
+                              struct kvt_account_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Reserves bytes now, or fails. Never waits and never passes those who wait.
+ *
+ * @param account  The account.
+ * @param tier     KVT_TIER_*.
+ * @param bytes    How many.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUDGET when they do not fit; KVT_E_INVALID,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_account_reserve(const struct kvt_account_t *account,
+                                 uint32_t tier,
+                                 uint64_t bytes,
+                                 struct kvt_error_t **err);
+
+/**
+ * Reserves bytes when they can be had: first come, first served, and owners
+ * with a reclaimer are asked to give back. The op ends with KVT_OK when the
+ * bytes are reserved.
+ *
+ * @param account  The account.
+ * @param tier     KVT_TIER_*.
+ * @param bytes    How many.
+ * @param opts     Queue, tag, deadline; null for none.
+ * @param out      The op; null when a queue tells of it.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK when submitted; KVT_E_BUDGET when they can never fit;
+ *         KVT_E_AGAIN, KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the op. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_account_reserve_later(const struct kvt_account_t *account,
+                                       uint32_t tier,
+                                       uint64_t bytes,
+                                       const struct kvt_submit_opts_t *opts,
+                                       struct kvt_op_t **out,
+                                       struct kvt_error_t **err);
+
+/**
+ * Turns reserved bytes into used ones; the difference is free again.
+ *
+ * @param account         The account.
+ * @param tier            KVT_TIER_*.
+ * @param reserved_bytes  How many of the reserved bytes this settles.
+ * @param used_bytes      How many of those are used; 0 gives all back.
+ * @param err             Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID when fewer are reserved; KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_account_commit(const struct kvt_account_t *account,
+                                uint32_t tier,
+                                uint64_t reserved_bytes,
+                                uint64_t used_bytes,
+                                struct kvt_error_t **err);
+
+/**
+ * Gives used bytes back.
+ *
+ * @param account  The account.
+ * @param tier     KVT_TIER_*.
+ * @param bytes    How many.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID when fewer are used; KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_account_release(const struct kvt_account_t *account,
+                                 uint32_t tier,
+                                 uint64_t bytes,
+                                 struct kvt_error_t **err);
+
+/**
+ * What an account holds of a tier.
+ *
+ * @param account             The account.
+ * @param tier                KVT_TIER_*.
+ * @param out_reserved_bytes  Promised to it; may be null.
+ * @param out_used_bytes      In use by it; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_account_held(const struct kvt_account_t *account,
+                              uint32_t tier,
+                              uint64_t *out_reserved_bytes,
+                              uint64_t *out_used_bytes);
+
+/**
+ * Closes an account. Everything must have been given back.
+ *
+ * @param account  Pointer to the handle, cleared on success; null, or a null
+ *                 handle, is fine.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_account_close(struct kvt_account_t **account, struct kvt_error_t **err);
+
+/**
+ * Allocates a buffer.
+ *
+ * @param runtime  Where it belongs.
+ * @param opts     Size and kind; `bytes` must be set.
+ * @param out      The buffer; free it with kvt_buffer_free.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
+ *         (no reserved huge pages), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC; with KVT_BUFFER_PREFAULT also
+ *         KVT_E_AGAIN, and KVT_E_REENTRANT inside a callback.
+ *
+ * Ownership: the caller owns the buffer; it is not inherited by forked
+ * children. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_buffer_alloc(const struct kvt_runtime_t *runtime,
+                              const struct kvt_buffer_opts_t *opts,
+                              struct kvt_buffer_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Makes memory of yours usable for ops.
+ *
+ * @param runtime    Where it belongs.
+ * @param address    Where the memory starts.
+ * @param size       Its size in bytes.
+ * @param user_data  Handed to destroy; taken over on success only.
+ * @param destroy    Called once, when the buffer is freed and no op uses it any
+ *                   more; may be null.
+ * @param out        The buffer; free it with kvt_buffer_free.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the memory stays yours and must outlive the buffer. Threading:
+ * any thread. Since 0.1.
+ */
+kvt_status_t kvt_buffer_wrap(const struct kvt_runtime_t *runtime,
+                             void *address,
+                             uint64_t size,
+                             void *user_data,
+                             kvt_destroy_fn destroy,
+                             struct kvt_buffer_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Frees a buffer.
+ *
+ * @param buffer  Pointer to the handle, cleared on success; null, or a null
+ *                handle, is fine.
+ * @return KVT_OK; KVT_E_BUSY while an op uses it; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_buffer_free(struct kvt_buffer_t **buffer);
+
+/**
+ * Where a buffer's bytes are.
+ *
+ * @param buffer       The buffer.
+ * @param out_address  Where it starts; may be null.
+ * @param out_bytes    Its usable size; may be null.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Ownership: the address is borrowed until the buffer is freed. Threading: any
+ * thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_buffer_address(const struct kvt_buffer_t *buffer,
+                                void **out_address,
+                                uint64_t *out_bytes);
+
+/**
+ * What a buffer is.
+ *
+ * @param buffer  The buffer.
+ * @param out     Filled in; start it with KVT_BUFFER_INFO_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_buffer_info(const struct kvt_buffer_t *buffer, struct kvt_buffer_info_t *out);
+
+/**
+ * Submits work on buffers: one op for all items, or, with KVT_SUBMIT_EACH, one
+ * per item. All or nothing; never waits. Items of one op run in any order and
+ * on several workers, so they must not write what another reads.
+ *
+ * @param runtime       Who does it.
+ * @param opts          Queue, tag, deadline, priority; null for none.
+ * @param items         The work; copied, so yours again when this returns.
+ * @param count         How many items, 1 to 65536.
+ * @param stride_bytes  sizeof(kvt_buffer_item_t).
+ * @param ops_out       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
+ *                      freed by you; null when the queue alone tells of the end.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK when submitted; KVT_E_AGAIN when the queue or the runtime is
+ *         full; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the ops; the buffers' bytes are the library's
+ * until the release. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_buffer_submit(const struct kvt_runtime_t *runtime,
+                               const struct kvt_submit_opts_t *opts,
+                               const struct kvt_buffer_item_t *items,
+                               uint64_t count,
+                               uint64_t stride_bytes,
+                               struct kvt_op_t **ops_out,
+                               struct kvt_error_t **err);
+
+/**
+ * The checksum of bytes, as ops compute it: XXH3-64 of every 4096 bytes, then
+ * XXH3-64 of those sums as little-endian numbers.
+ *
+ * @param data       The bytes.
+ * @param size       How many.
+ * @param out_value  The checksum.
+ * @return KVT_OK; KVT_E_INVALID.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_checksum(const void *data, uint64_t size, uint64_t *out_value);
+
+/**
+ * Opens a budget.
+ *
+ * @param runtime  Where it belongs.
+ * @param opts     Limits; null for defaults.
+ * @param out      The budget; close it with kvt_budget_close.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUDGET (strict alone), KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the budget. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_budget_open(const struct kvt_runtime_t *runtime,
+                             const struct kvt_budget_opts_t *opts,
+                             struct kvt_budget_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Closes a budget: reservations that wait end with KVT_E_CLOSED, nothing more
+ * is granted. Accounts stay until they are closed and can still give back.
+ *
+ * @param budget  Pointer to the handle, cleared on success; null, or a null
+ *                handle, is fine.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_budget_close(struct kvt_budget_t **budget, struct kvt_error_t **err);
+
+/**
+ * Changes a tier's limit. Below what is in use: nothing more is granted until
+ * the owners, who are asked to, have given back.
+ *
+ * @param budget  The budget.
+ * @param tier    KVT_TIER_*.
+ * @param bytes   The new limit; host and pinned are cut to what the machine has.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_budget_resize(const struct kvt_budget_t *budget,
+                               uint32_t tier,
+                               uint64_t bytes,
+                               struct kvt_error_t **err);
+
+/**
+ * What this process may use, measured now.
+ *
+ * @param budget  The budget.
+ * @param out     Filled in; start it with KVT_BUDGET_REPORT_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread; reads files, so not in a hot path. Since 0.1.
+ */
+kvt_status_t kvt_budget_report(const struct kvt_budget_t *budget, struct kvt_budget_report_t *out);
+
+/**
+ * Counters of one tier.
+ *
+ * @param budget  The budget.
+ * @param tier    KVT_TIER_*.
+ * @param out     Filled in; start it with KVT_TIER_REPORT_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_budget_tier(const struct kvt_budget_t *budget,
+                             uint32_t tier,
+                             struct kvt_tier_report_t *out);
+
+/**
+ * Opens an account in a budget.
+ *
+ * @param budget  The budget.
+ * @param opts    Name, priority and reclaimer; null for none.
+ * @param out     The account; close it with kvt_account_close.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the account. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_account_open(const struct kvt_budget_t *budget,
+                              const struct kvt_account_opts_t *opts,
+                              struct kvt_account_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Reserves bytes now, or fails. Never waits and never passes those who wait.
+ *
+ * @param account  The account.
+ * @param tier     KVT_TIER_*.
+ * @param bytes    How many.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUDGET when they do not fit; KVT_E_INVALID,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_account_reserve(const struct kvt_account_t *account,
+                                 uint32_t tier,
+                                 uint64_t bytes,
+                                 struct kvt_error_t **err);
+
+/**
+ * Reserves bytes when they can be had: first come, first served, and owners
+ * with a reclaimer are asked to give back. The op ends with KVT_OK when the
+ * bytes are reserved.
+ *
+ * @param account  The account.
+ * @param tier     KVT_TIER_*.
+ * @param bytes    How many.
+ * @param opts     Queue, tag, deadline; null for none.
+ * @param out      The op; null when a queue tells of it.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK when submitted; KVT_E_BUDGET when they can never fit;
+ *         KVT_E_AGAIN, KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the op. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_account_reserve_later(const struct kvt_account_t *account,
+                                       uint32_t tier,
+                                       uint64_t bytes,
+                                       const struct kvt_submit_opts_t *opts,
+                                       struct kvt_op_t **out,
+                                       struct kvt_error_t **err);
+
+/**
+ * Turns reserved bytes into used ones; the difference is free again.
+ *
+ * @param account         The account.
+ * @param tier            KVT_TIER_*.
+ * @param reserved_bytes  How many of the reserved bytes this settles.
+ * @param used_bytes      How many of those are used; 0 gives all back.
+ * @param err             Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID when fewer are reserved; KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_account_commit(const struct kvt_account_t *account,
+                                uint32_t tier,
+                                uint64_t reserved_bytes,
+                                uint64_t used_bytes,
+                                struct kvt_error_t **err);
+
+/**
+ * Gives used bytes back.
+ *
+ * @param account  The account.
+ * @param tier     KVT_TIER_*.
+ * @param bytes    How many.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID when fewer are used; KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_account_release(const struct kvt_account_t *account,
+                                 uint32_t tier,
+                                 uint64_t bytes,
+                                 struct kvt_error_t **err);
+
+/**
+ * What an account holds of a tier.
+ *
+ * @param account             The account.
+ * @param tier                KVT_TIER_*.
+ * @param out_reserved_bytes  Promised to it; may be null.
+ * @param out_used_bytes      In use by it; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_account_held(const struct kvt_account_t *account,
+                              uint32_t tier,
+                              uint64_t *out_reserved_bytes,
+                              uint64_t *out_used_bytes);
+
+/**
+ * Closes an account. Everything must have been given back.
+ *
+ * @param account  Pointer to the handle, cleared on success; null, or a null
+ *                 handle, is fine.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_account_close(struct kvt_account_t **account, struct kvt_error_t **err);
+
+/**
+ * Allocates a buffer.
+ *
+ * @param runtime  Where it belongs.
+ * @param opts     Size and kind; `bytes` must be set.
+ * @param out      The buffer; free it with kvt_buffer_free.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
+ *         (no reserved huge pages), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC; with KVT_BUFFER_PREFAULT also
+ *         KVT_E_AGAIN, and KVT_E_REENTRANT inside a callback.
+ *
+ * Ownership: the caller owns the buffer; it is not inherited by forked
+ * children. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_buffer_alloc(const struct kvt_runtime_t *runtime,
+                              const struct kvt_buffer_opts_t *opts,
+                              struct kvt_buffer_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Makes memory of yours usable for ops.
+ *
+ * @param runtime    Where it belongs.
+ * @param address    Where the memory starts.
+ * @param size       Its size in bytes.
+ * @param user_data  Handed to destroy; taken over on success only.
+ * @param destroy    Called once, when the buffer is freed and no op uses it any
+ *                   more; may be null.
+ * @param out        The buffer; free it with kvt_buffer_free.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the memory stays yours and must outlive the buffer. Threading:
+ * any thread. Since 0.1.
+ */
+kvt_status_t kvt_buffer_wrap(const struct kvt_runtime_t *runtime,
+                             void *address,
+                             uint64_t size,
+                             void *user_data,
+                             kvt_destroy_fn destroy,
+                             struct kvt_buffer_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Frees a buffer.
+ *
+ * @param buffer  Pointer to the handle, cleared on success; null, or a null
+ *                handle, is fine.
+ * @return KVT_OK; KVT_E_BUSY while an op uses it; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_buffer_free(struct kvt_buffer_t **buffer);
+
+/**
+ * Where a buffer's bytes are.
+ *
+ * @param buffer       The buffer.
+ * @param out_address  Where it starts; may be null.
+ * @param out_bytes    Its usable size; may be null.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Ownership: the address is borrowed until the buffer is freed. Threading: any
+ * thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_buffer_address(const struct kvt_buffer_t *buffer,
+                                void **out_address,
+                                uint64_t *out_bytes);
+
+/**
+ * What a buffer is.
+ *
+ * @param buffer  The buffer.
+ * @param out     Filled in; start it with KVT_BUFFER_INFO_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_buffer_info(const struct kvt_buffer_t *buffer, struct kvt_buffer_info_t *out);
+
+/**
+ * Submits work on buffers: one op for all items, or, with KVT_SUBMIT_EACH, one
+ * per item. All or nothing; never waits. Items of one op run in any order and
+ * on several workers, so they must not write what another reads.
+ *
+ * @param runtime       Who does it.
+ * @param opts          Queue, tag, deadline, priority; null for none.
+ * @param items         The work; copied, so yours again when this returns.
+ * @param count         How many items, 1 to 65536.
+ * @param stride_bytes  sizeof(kvt_buffer_item_t).
+ * @param ops_out       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
+ *                      freed by you; null when the queue alone tells of the end.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK when submitted; KVT_E_AGAIN when the queue or the runtime is
+ *         full; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the ops; the buffers' bytes are the library's
+ * until the release. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_buffer_submit(const struct kvt_runtime_t *runtime,
+                               const struct kvt_submit_opts_t *opts,
+                               const struct kvt_buffer_item_t *items,
+                               uint64_t count,
+                               uint64_t stride_bytes,
+                               struct kvt_op_t **ops_out,
+                               struct kvt_error_t **err);
+
+/**
+ * The checksum of bytes, as ops compute it: XXH3-64 of every 4096 bytes, then
+ * XXH3-64 of those sums as little-endian numbers.
+ *
+ * @param data       The bytes.
+ * @param size       How many.
+ * @param out_value  The checksum.
+ * @return KVT_OK; KVT_E_INVALID.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_checksum(const void *data, uint64_t size, uint64_t *out_value);
+
+/**
+ * Reads an error.
+ *
+ * @param error  The error.
+ * @param out    Filled in; start it with KVT_ERROR_INFO_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID.
+ *
+ * Ownership: `out->message` is borrowed until the error is freed or replaced.
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_error_info(const struct kvt_error_t *error, struct kvt_error_info_t *out);
+
+/**
+ * The message of an error, for printing.
+ *
+ * @param error  The error, or null.
+ * @return A NUL-terminated UTF-8 string, borrowed until the error is freed or
+ *         replaced. Never null: without an error it is an empty one.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+const char *kvt_error_message(const struct kvt_error_t *error);
+
+/**
+ * Frees an error and clears the variable.
+ *
+ * @param error  Pointer to the handle; null, or a null handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_error_free(struct kvt_error_t **error);
+
+/**
+ * How many features there are to ask about.
+ *
+ * @param out_count  The number.
+ * @return KVT_OK; KVT_E_INVALID.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_feature_count(uint64_t *out_count);
+
+/**
+ * A feature by its place in the list.
+ *
+ * @param index  0 to kvt_feature_count - 1.
+ * @param out    Filled in; start it with KVT_FEATURE_INIT.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+ *
+ * Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
+ */
+kvt_status_t kvt_feature_at(uint64_t index, struct kvt_feature_t *out);
+
+/**
+ * A feature by its name.
+ *
+ * @param name        Such as "cuda", "io_uring", "redis".
+ * @param name_bytes  Length of the name.
+ * @param out         Filled in; start it with KVT_FEATURE_INIT.
+ * @param err         Names the nearest feature; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+ *
+ * Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
+ */
+kvt_status_t kvt_feature_find(const char *name,
+                              uint64_t name_bytes,
+                              struct kvt_feature_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Sets the process-wide log sink, or removes it. Without one the library says
+ * nothing; it never writes to standard output or error.
+ *
+ * @param level      KVT_LOG_*: the most detailed level that is passed on.
+ * @param callback   The sink; null removes the present one.
+ * @param user_data  Handed to the callback; taken over on success only.
+ * @param destroy    Releases user_data; may be null.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID; KVT_E_STATE in a Rust program with a logger of its own.
+ *
+ * Threading: any thread. The former sink may still be running in another
+ * thread when this returns; its destroy is called after that. Since 0.1.
+ */
+kvt_status_t kvt_log_set(uint32_t level,
+                         kvt_log_fn callback,
+                         void *user_data,
+                         kvt_destroy_fn destroy,
+                         struct kvt_error_t **err);
+
+/**
+ * How far an op is.
+ *
+ * @param op   The op.
+ * @param out  Filled in; start it with KVT_OP_INFO_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_op_info(const struct kvt_op_t *op, struct kvt_op_info_t *out);
+
+/**
+ * Waits until an op has reached moments.
+ *
+ * @param op           The op.
+ * @param moments      KVT_OP_ISSUED, _RESOLVED, _RELEASED or several; all are
+ *                     waited for.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @return KVT_OK when they are reached, whatever the op's own result (see
+ *         kvt_op_info); KVT_E_TIMEOUT; KVT_E_REENTRANT inside a callback;
+ *         KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_op_wait(const struct kvt_op_t *op, uint32_t moments, uint64_t deadline_ns);
+
+/**
+ * Asks an op to end. One that has not been issued ends at once with
+ * KVT_E_CANCELLED; one that runs skips the items it has not begun. An op that
+ * is done stays as it is.
+ *
+ * @param op  The op.
+ * @return KVT_OK, also when it is too late; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_op_cancel(const struct kvt_op_t *op);
+
+/**
+ * How the items of an op went; also while it runs.
+ *
+ * @param op            The op.
+ * @param first         The first item wanted.
+ * @param out           Receives the entries.
+ * @param capacity      Room at `out`, in entries, at most 65536.
+ * @param stride_bytes  sizeof(kvt_op_item_t).
+ * @param out_count     How many were written.
+ * @return KVT_OK; KVT_E_INVALID when `first` is beyond the last item;
+ *         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_op_items(const struct kvt_op_t *op,
+                          uint64_t first,
+                          struct kvt_op_item_t *out,
+                          uint64_t capacity,
+                          uint64_t stride_bytes,
+                          uint64_t *out_count);
+
+/**
+ * The words behind an op's failure.
+ *
+ * @param op   The op.
+ * @param out  The error; free it with kvt_error_free.
+ * @return KVT_OK; KVT_E_NOT_FOUND when there is nothing to say beyond the
+ *         status; KVT_E_STATE before it is resolved; KVT_E_HANDLE,
+ *         KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_op_error(const struct kvt_op_t *op, struct kvt_error_t **out);
+
+/**
+ * Frees an op handle. The op must have been released: cancel and wait first
+ * to get there.
+ *
+ * @param op  Pointer to the handle, cleared on success; null, or a null handle,
+ *            is fine.
+ * @return KVT_OK; KVT_E_BUSY before the release; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_op_free(struct kvt_op_t **op);
+
+/**
+ * Frees many op handles; stops at the first that cannot be freed.
+ *
+ * @param ops    The handles, each cleared when freed; null handles are skipped.
+ * @param count  How many.
+ * @return KVT_OK; KVT_E_BUSY, KVT_E_HANDLE for the first handle that is not
+ *         null afterwards; KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_op_free_many(struct kvt_op_t **ops, uint64_t count);
+
+/**
+ * Opens a completion queue.
+ *
+ * @param runtime  Where it belongs.
+ * @param opts     How; null for defaults.
+ * @param out      The queue; close it with kvt_queue_close.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the queue. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_queue_open(const struct kvt_runtime_t *runtime,
+                            const struct kvt_queue_opts_t *opts,
+                            struct kvt_queue_t **out,
+                            struct kvt_error_t **err);
+
+/**
+ * Closes a queue: refuses new work, cancels the ops that report to it and
+ * waits for their release. A callback has then seen every completion;
+ * completions nobody polled are dropped, their ops stay until freed.
+ *
+ * @param queue        Pointer to the handle, cleared on success; null, or a null
+ *                     handle, is fine.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY at the deadline (the queue stays closing and valid:
+ *         call again); KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_queue_close(struct kvt_queue_t **queue,
+                             uint64_t deadline_ns,
+                             struct kvt_error_t **err);
+
+/**
+ * Takes completions without waiting; none is not an error.
+ *
+ * @param queue         A polled queue.
+ * @param out           Receives completions, oldest first.
+ * @param capacity      Room at `out`, in entries, at most 1048576.
+ * @param stride_bytes  sizeof(kvt_completion_t).
+ * @param out_count     How many were written.
+ * @return KVT_OK; KVT_E_STATE for a queue that calls back; KVT_E_INVALID,
+ *         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, several at once. Since 0.1.
+ */
+kvt_status_t kvt_queue_poll(const struct kvt_queue_t *queue,
+                            struct kvt_completion_t *out,
+                            uint64_t capacity,
+                            uint64_t stride_bytes,
+                            uint64_t *out_count);
+
+/**
+ * Takes completions, waiting for the first.
+ *
+ * @param queue         A polled queue.
+ * @param deadline_ns   CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param out           Receives completions, oldest first.
+ * @param capacity      Room at `out`, in entries, 1 to 1048576.
+ * @param stride_bytes  sizeof(kvt_completion_t).
+ * @param out_count     How many were written, at least 1.
+ * @return KVT_OK; KVT_E_TIMEOUT; KVT_E_CLOSED when the queue closes and nothing
+ *         is left; KVT_E_STATE for a queue that calls back; KVT_E_REENTRANT inside
+ *         a callback; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, several at once. Since 0.1.
+ */
+kvt_status_t kvt_queue_wait(const struct kvt_queue_t *queue,
+                            uint64_t deadline_ns,
+                            struct kvt_completion_t *out,
+                            uint64_t capacity,
+                            uint64_t stride_bytes,
+                            uint64_t *out_count);
+
+/**
+ * A descriptor for poll, select and epoll: readable exactly while completions
+ * are waiting. Do not read, write or close it: draining the queue resets it,
+ * closing the queue closes it.
+ *
+ * @param queue   A polled queue.
+ * @param out_fd  The descriptor (an eventfd, close-on-exec, non-blocking).
+ * @return KVT_OK; KVT_E_STATE for a queue that calls back; KVT_E_IO,
+ *         KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_queue_fd(const struct kvt_queue_t *queue, int32_t *out_fd);
+
+/**
+ * Counters of a queue.
+ *
+ * @param queue  The queue.
+ * @param out    Filled in; start it with KVT_QUEUE_STATS_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_queue_stats(const struct kvt_queue_t *queue, struct kvt_queue_stats_t *out);
+
+/**
+ * Opens a runtime and starts its threads.
+ *
+ * @param opts  How; null for defaults.
+ * @param out   The runtime; close it with kvt_runtime_close.
+ * @param err   Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_SPEC,
+ *         KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED.
+ *
+ * Ownership: the caller owns the runtime. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_runtime_open(const struct kvt_runtime_opts_t *opts,
+                              struct kvt_runtime_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Closes a runtime: refuses new work, cancels what is open, waits for it and
+ * for the threads. Close queues and free buffers first where you can; what is
+ * left is reported, not destroyed.
+ *
+ * @param runtime      Pointer to the handle, cleared on success; null, or a null
+ *                     handle, is fine.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param report       What was left open; may be null. Start it with
+ *                     KVT_CLOSE_REPORT_INIT.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY at the deadline (the runtime stays closing and valid:
+ *         call again); KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread but the runtime's own. Since 0.1.
+ */
+kvt_status_t kvt_runtime_close(struct kvt_runtime_t **runtime,
+                               uint64_t deadline_ns,
+                               struct kvt_close_report_t *report,
+                               struct kvt_error_t **err);
+
+/**
+ * The runtime's clock: CLOCK_MONOTONIC nanoseconds, for deadlines.
+ *
+ * @param runtime  The runtime.
+ * @param out_ns   The time.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_runtime_now(const struct kvt_runtime_t *runtime, uint64_t *out_ns);
+
+/**
+ * Counters of a runtime; also of a poisoned one.
+ *
+ * @param runtime  The runtime.
+ * @param out      Filled in; start it with KVT_RUNTIME_STATS_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_runtime_stats(const struct kvt_runtime_t *runtime,
+                               struct kvt_runtime_stats_t *out);
+
+/**
+ * Checks the grammar of a spec string and gives its canonical form.
+ *
+ * A spec is a name with optional arguments, such as "qos(inner=s3fifo(small=10%))".
+ * Whether the name and its parameters exist is checked where the spec is used.
+ *
+ * @param spec          The text, UTF-8.
+ * @param spec_bytes    Its length.
+ * @param out           Receives the canonical form, not NUL-terminated; may be
+ *                      null with out_capacity 0 to learn the size.
+ * @param out_capacity  Room at `out`.
+ * @param out_bytes     Length of the canonical form; also written with
+ *                      KVT_E_TOO_SMALL. May be null.
+ * @param err           Explains a failure, with the offset; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_SMALL.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_spec_check(const char *spec,
+                            uint64_t spec_bytes,
+                            char *out,
+                            uint64_t out_capacity,
+                            uint64_t *out_bytes,
+                            struct kvt_error_t **err);
+
+/**
+ * The constant's name of a status, such as "KVT_E_BUSY".
+ *
+ * @param status  Any number; one this library does not know is "KVT_E_UNKNOWN".
+ * @return A NUL-terminated string that lives as long as the library. Never null.
+ *
+ * Threading: any thread, also in callbacks and after fork. Since 0.1.
+ */
+const char *kvt_status_name(kvt_status_t status);
+
+/**
+ * What a status means and what the caller can do about it.
+ *
+ * @param status  Any number.
+ * @return A NUL-terminated sentence that lives as long as the library. Never null.
+ *
+ * Threading: any thread, also in callbacks and after fork. Since 0.1.
+ */
+const char *kvt_status_str(kvt_status_t status);
+
+/**
+ * The library's version as text, such as "0.1.0".
+ *
+ * @return A NUL-terminated string that lives as long as the library. Never null.
+ *
+ * Threading: any thread, also in callbacks and after fork. Since 0.1.
+ */
+const char *kvt_version_str(void);
+
+/**
+ * The library's version as a number: (major << 32) | (minor << 16) | patch.
+ *
+ * @param out  The number.
+ * @return KVT_OK; KVT_E_INVALID when `out` is null.
+ *
+ * Threading: any thread, also in callbacks and after fork. Since 0.1.
+ */
+kvt_status_t kvt_version(uint64_t *out);
+
+/**
+ * Whether a program compiled against a header can use this library. Call it
+ * once, first: kvt_abi_check(KVT_HEADER_VERSION, &err).
+ *
+ * Before 1.0 a program needs a library of the same minor version and at least
+ * the same patch; from 1.0 on one of the same major and at least the same minor.
+ *
+ * @param header_version  KVT_HEADER_VERSION as the program was compiled.
+ * @param err             Explains a mismatch; may be null.
+ * @return KVT_OK; KVT_E_ABI.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_abi_check(uint64_t header_version, struct kvt_error_t **err);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* KVTIER_H */

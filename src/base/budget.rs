@@ -1,0 +1,569 @@
+//! The budget: the bytes that may be used, per tier, hard at every instant.
+//!
+//! Owners open an *account*; what it holds is *reserved* (promised to it) or
+//! *committed* (in use). A reservation that does not fit fails at once, or
+//! waits as an op while other owners are asked to give back.
+
+use std::collections::VecDeque;
+
+use crate::base::machine::MemoryFacts;
+use crate::base::op::{Op, OpOpts, OpRef, Owner};
+use crate::base::runtime::Core;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Mutex, Weak};
+use crate::fail;
+
+/// Where bytes are counted. `Pinned` is the part of `Host` that is locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Tier {
+    /// Memory of the accelerator.
+    Device = 0,
+    /// RAM.
+    Host = 1,
+    /// Local files.
+    Disk = 2,
+    /// A store elsewhere.
+    Remote = 3,
+    /// RAM that is locked.
+    Pinned = 4,
+}
+
+/// How many tiers there are.
+pub const TIERS: usize = 5;
+
+/// The tiers in the order of their numbers.
+pub const ALL_TIERS: [Tier; TIERS] =
+    [Tier::Device, Tier::Host, Tier::Disk, Tier::Remote, Tier::Pinned];
+
+/// Most accounts of one budget.
+pub const MAX_ACCOUNTS: usize = 1024;
+/// Most reservations that wait at once.
+pub const MAX_WAITERS: usize = 65_536;
+/// Share of the effective memory that is used when no number is given.
+pub const DEFAULT_HOST_PERCENT: u64 = 50;
+/// Kept free for the rest of the process when no number is given.
+pub const DEFAULT_RESERVE_BYTES: u64 = 512 << 20;
+
+impl Tier {
+    /// The tier of a number from outside.
+    pub fn from_code(code: u32) -> Result<Tier> {
+        ALL_TIERS.get(code as usize).copied().ok_or_else(|| {
+            Error::new(Status::Invalid, format!("tier {code} is none of 0 to {}", TIERS - 1))
+        })
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        ["device", "host", "disk", "remote", "pinned"][self as usize]
+    }
+}
+
+/// Asked to give bytes back; returns how many it promises to release soon.
+pub type Reclaim = Box<dyn Fn(Tier, u64, u64) -> u64 + Send + Sync>;
+
+/// How to open a budget.
+#[derive(Clone, Debug, Default)]
+pub struct BudgetOpts {
+    /// Limits per tier; `None` = the default (host and pinned from the machine,
+    /// the others nothing).
+    pub limits: [Option<u64>; TIERS],
+    /// Kept free of the effective host memory; `None` = [`DEFAULT_RESERVE_BYTES`].
+    pub reserve_bytes: Option<u64>,
+    /// Refuse a host limit above what the machine has, instead of cutting it.
+    pub strict: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Counters of one tier.
+pub struct Lane {
+    /// What was asked for.
+    pub asked_bytes: u64,
+    /// What holds.
+    pub limit_bytes: u64,
+    /// Promised.
+    pub reserved_bytes: u64,
+    /// In use.
+    pub committed_bytes: u64,
+    /// Most ever promised and in use together.
+    pub peak_bytes: u64,
+    /// Reservations that failed.
+    pub refused: u64,
+    /// Reservations that wait.
+    pub waiting: u64,
+    /// Bytes owners were asked to give back.
+    pub reclaim_asked_bytes: u64,
+}
+
+impl Lane {
+    fn used(&self) -> u64 {
+        self.reserved_bytes + self.committed_bytes
+    }
+
+    fn free(&self) -> u64 {
+        self.limit_bytes.saturating_sub(self.used())
+    }
+
+    fn reserve(&mut self, bytes: u64) {
+        self.reserved_bytes += bytes;
+        self.peak_bytes = self.peak_bytes.max(self.used());
+        assert!(self.used() <= self.limit_bytes, "a budget was overdrawn");
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What an account holds of one tier.
+pub struct Held {
+    /// Promised.
+    pub reserved_bytes: u64,
+    /// In use.
+    pub committed_bytes: u64,
+}
+
+struct Waiter {
+    account: Arc<Account>,
+    tier: Tier,
+    bytes: u64,
+    op: OpRef,
+}
+
+struct Inner {
+    lanes: [Lane; TIERS],
+    held: Vec<(u64, [Held; TIERS])>,
+    accounts: Vec<Weak<Account>>,
+    waiters: VecDeque<Waiter>,
+    next_account: u64,
+    asked: bool,
+    closed: bool,
+}
+
+/// Byte limits of all tiers.
+pub struct Budget {
+    core: Arc<Core>,
+    reserve_bytes: u64,
+    inner: Mutex<Inner>,
+}
+
+/// One owner's part in a budget.
+pub struct Account {
+    budget: Arc<Budget>,
+    id: u64,
+    name: String,
+    priority: i32,
+    reclaim: Option<Reclaim>,
+}
+
+impl Budget {
+    /// Opens a budget; host memory is measured now.
+    pub fn open(core: &Arc<Core>, opts: &BudgetOpts) -> Result<Arc<Budget>> {
+        Budget::open_on(core, opts, &MemoryFacts::probe())
+    }
+
+    /// Opens a budget on given facts.
+    pub fn open_on(
+        core: &Arc<Core>,
+        opts: &BudgetOpts,
+        facts: &MemoryFacts,
+    ) -> Result<Arc<Budget>> {
+        core.check_open()?;
+        let reserve_bytes = opts.reserve_bytes.unwrap_or(DEFAULT_RESERVE_BYTES);
+        let mut lanes = [Lane::default(); TIERS];
+        for tier in ALL_TIERS {
+            let asked = opts.limits[tier as usize];
+            lanes[tier as usize] = open_lane(tier, asked, reserve_bytes, facts, opts.strict)?;
+        }
+        let host = lanes[Tier::Host as usize].limit_bytes;
+        let pinned = &mut lanes[Tier::Pinned as usize];
+        pinned.limit_bytes = pinned.limit_bytes.min(host);
+        let budget = Arc::new(Budget {
+            core: core.clone(),
+            reserve_bytes,
+            inner: Mutex::new(Inner {
+                lanes,
+                held: Vec::new(),
+                accounts: Vec::new(),
+                waiters: VecDeque::new(),
+                next_account: 1,
+                asked: false,
+                closed: false,
+            }),
+        });
+        let owner: Weak<dyn Owner> = Arc::<Budget>::downgrade(&budget);
+        core.add_owner(owner);
+        Ok(budget)
+    }
+
+    /// The runtime it belongs to.
+    pub fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    /// Kept free of the machine's memory.
+    pub fn reserve_bytes(&self) -> u64 {
+        self.reserve_bytes
+    }
+
+    /// Counters of a tier.
+    pub fn lane(&self, tier: Tier) -> Lane {
+        let inner = self.inner.lock();
+        let waiting = inner.waiters.iter().filter(|w| w.tier == tier).count() as u64;
+        Lane { waiting, ..inner.lanes[tier as usize] }
+    }
+
+    /// Accounts that are open.
+    pub fn accounts(&self) -> usize {
+        self.inner.lock().held.len()
+    }
+
+    /// Sets a tier's limit. Below what is used: nothing more is granted until
+    /// the owners, who are asked to, have given back.
+    pub fn resize(self: &Arc<Budget>, tier: Tier, bytes: u64) -> Result<()> {
+        let cap = match tier {
+            Tier::Host => {
+                let own = self.lane(Tier::Host).committed_bytes;
+                let free = MemoryFacts::probe().effective_bytes() + own;
+                free.saturating_sub(self.reserve_bytes)
+            }
+            Tier::Pinned => self.lane(Tier::Host).limit_bytes,
+            _ => u64::MAX,
+        };
+        let mut inner = self.inner.lock();
+        if inner.closed {
+            return Err(Status::Closed.into());
+        }
+        let lane = &mut inner.lanes[tier as usize];
+        lane.asked_bytes = bytes;
+        lane.limit_bytes = bytes.min(cap);
+        drop(inner);
+        self.grant();
+        self.ask();
+        Ok(())
+    }
+
+    /// Opens an account. `reclaim` is called on the notifier thread, owners of
+    /// low priority first.
+    pub fn account(
+        self: &Arc<Budget>,
+        name: &str,
+        priority: i32,
+        reclaim: Option<Reclaim>,
+    ) -> Result<Arc<Account>> {
+        self.core.check_open()?;
+        let mut inner = self.inner.lock();
+        if inner.closed {
+            return Err(Status::Closed.into());
+        }
+        if inner.held.len() >= MAX_ACCOUNTS {
+            fail!(Limit, "a budget has at most {MAX_ACCOUNTS} accounts");
+        }
+        let id = inner.next_account;
+        inner.next_account += 1;
+        let budget = self.clone();
+        let account = Arc::new(Account { budget, id, name: name.to_string(), priority, reclaim });
+        inner.held.push((id, [Held::default(); TIERS]));
+        inner.accounts.retain(|a| a.strong_count() > 0);
+        inner.accounts.push(Arc::downgrade(&account));
+        Ok(account)
+    }
+
+    /// Refuses new accounts and reservations; what waits is cancelled.
+    pub fn close(&self) {
+        self.inner.lock().closed = true;
+        self.end_waiters(Status::Closed);
+    }
+
+    fn end_waiters(&self, status: Status) {
+        let waiters = std::mem::take(&mut self.inner.lock().waiters);
+        for waiter in waiters.into_iter().filter(|w| w.op.claim()) {
+            waiter.op.finish(status, None, None);
+        }
+    }
+
+    /// Grants waiting reservations in their order, tier by tier.
+    fn grant(&self) {
+        let mut granted: Vec<OpRef> = Vec::new();
+        let mut inner = self.inner.lock();
+        let mut blocked = [false; TIERS];
+        let mut i = 0;
+        while i < inner.waiters.len() {
+            let waiter = &inner.waiters[i];
+            let (tier, bytes, id) = (waiter.tier, waiter.bytes, waiter.account.id);
+            let gone = waiter.op.state() & crate::base::op::ISSUED != 0;
+            let fits = !blocked[tier as usize] && inner.lanes[tier as usize].free() >= bytes;
+            if !gone && !fits {
+                blocked[tier as usize] = true;
+                i += 1;
+                continue;
+            }
+            let Some(waiter) = inner.waiters.remove(i) else { break };
+            if waiter.op.claim() {
+                inner.lanes[tier as usize].reserve(bytes);
+                inner.held_of(id).expect("a waiter's account is open")[tier as usize]
+                    .reserved_bytes += bytes;
+                granted.push(waiter.op);
+            }
+        }
+        drop(inner);
+        granted.iter().for_each(|op| op.finish(Status::Ok, None, None));
+    }
+
+    /// Asks the notifier to talk to the owners, if anything is short.
+    fn ask(self: &Arc<Budget>) {
+        let mut inner = self.inner.lock();
+        if !inner.is_short() || std::mem::replace(&mut inner.asked, true) {
+            return;
+        }
+        drop(inner);
+        self.core.notifier().ask(self.clone());
+    }
+
+    /// Asks owners, the least important first, for what `tier` is short of.
+    fn reclaim(&self, tier: Tier) {
+        let inner = self.inner.lock();
+        let lane = inner.lanes[tier as usize];
+        let waiting = inner.waiters.iter().filter(|w| w.tier == tier);
+        let (wanted, deadline) = waiting.fold((0u64, u64::MAX), |(bytes, soonest), w| {
+            let deadline = w.op.deadline_ns();
+            let deadline = if deadline == 0 { u64::MAX } else { deadline };
+            (bytes.saturating_add(w.bytes), soonest.min(deadline))
+        });
+        let over = lane.used().saturating_sub(lane.limit_bytes);
+        let mut short = wanted.saturating_sub(lane.free()).saturating_add(over);
+        let mut owners: Vec<_> = inner.accounts.iter().filter_map(Weak::upgrade).collect();
+        drop(inner);
+        owners.sort_by_key(|account| (account.priority, account.id));
+        let deadline = if deadline == u64::MAX { 0 } else { deadline };
+        for account in owners {
+            let (true, Some(reclaim)) = (short > 0, &account.reclaim) else { continue };
+            self.inner.lock().lanes[tier as usize].reclaim_asked_bytes += short;
+            short = short.saturating_sub(reclaim(tier, short, deadline));
+        }
+    }
+}
+
+impl Inner {
+    fn held_of(&mut self, id: u64) -> Option<&mut [Held; TIERS]> {
+        self.held.iter_mut().find(|(held, _)| *held == id).map(|(_, held)| held)
+    }
+
+    fn is_short(&self) -> bool {
+        !self.waiters.is_empty() || self.lanes.iter().any(|l| l.used() > l.limit_bytes)
+    }
+}
+
+impl Owner for Budget {
+    fn abandoned(&self) {
+        self.grant(); // the one that went may have stood in the way
+    }
+
+    fn shut(&self) {
+        self.end_waiters(Status::Cancelled);
+    }
+
+    fn serve(&self) {
+        self.inner.lock().asked = false;
+        ALL_TIERS.iter().for_each(|tier| self.reclaim(*tier));
+    }
+}
+
+fn open_lane(
+    tier: Tier,
+    asked: Option<u64>,
+    reserve: u64,
+    facts: &MemoryFacts,
+    strict: bool,
+) -> Result<Lane> {
+    let usable = facts.effective_bytes().saturating_sub(reserve);
+    let (default, cap) = match tier {
+        Tier::Host => (usable / 100 * DEFAULT_HOST_PERCENT, usable),
+        Tier::Pinned => (facts.lockable_bytes(), facts.lockable_bytes()),
+        _ => (0, u64::MAX),
+    };
+    let asked = asked.unwrap_or(default);
+    if asked > cap {
+        let text = format!(
+            "{asked} bytes were asked for tier {}, {cap} can be had (cgroup headroom, available \
+             memory, reserve of {reserve} bytes, lock quota)",
+            tier.name()
+        );
+        if strict {
+            return Err(Error::new(Status::Budget, text));
+        }
+        log::warn!("{text}");
+    }
+    Ok(Lane { asked_bytes: asked, limit_bytes: asked.min(cap), ..Lane::default() })
+}
+
+impl Account {
+    /// Its budget.
+    pub fn budget(&self) -> &Arc<Budget> {
+        &self.budget
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its rank: low ones are asked to give back first.
+    pub fn priority(&self) -> i32 {
+        self.priority
+    }
+
+    /// What it holds of a tier.
+    pub fn held(&self, tier: Tier) -> Held {
+        let mut inner = self.budget.inner.lock();
+        inner.held_of(self.id).map_or(Held::default(), |held| held[tier as usize])
+    }
+
+    /// Reserves bytes now, or fails.
+    pub fn reserve(&self, tier: Tier, bytes: u64) -> Result<()> {
+        let mut inner = self.budget.inner.lock();
+        let inner = &mut *inner;
+        let Some(held) = inner.held.iter_mut().find(|(id, _)| *id == self.id) else {
+            return Err(Status::Closed.into());
+        };
+        if inner.closed {
+            return Err(Status::Closed.into());
+        }
+        let lane = &mut inner.lanes[tier as usize];
+        // Whoever waits came first: a reservation that fits may still not pass them.
+        if lane.free() < bytes || inner.waiters.iter().any(|w| w.tier == tier) {
+            lane.refused += 1;
+            let (free, limit) = (lane.free(), lane.limit_bytes);
+            let text = format!(
+                "{bytes} bytes of tier {} do not fit: {free} of {limit} are free",
+                tier.name()
+            );
+            return Err(Error::new(Status::Budget, text));
+        }
+        lane.reserve(bytes);
+        held.1[tier as usize].reserved_bytes += bytes;
+        Ok(())
+    }
+
+    /// Reserves bytes when they can be had: an op that ends with OK then.
+    pub fn reserve_later(
+        self: &Arc<Account>,
+        tier: Tier,
+        bytes: u64,
+        opts: &OpOpts,
+    ) -> Result<OpRef> {
+        let budget = &self.budget;
+        let limit = budget.lane(tier).limit_bytes;
+        if bytes > limit {
+            fail!(Budget, "{bytes} bytes can never fit in tier {} of {limit}", tier.name());
+        }
+        if budget.inner.lock().waiters.len() >= MAX_WAITERS {
+            return Err(Status::Again.into());
+        }
+        let op: OpRef = budget.core.promise(opts, budget.clone())?;
+        let mut inner = budget.inner.lock();
+        if inner.closed || inner.held_of(self.id).is_none() {
+            drop(inner);
+            if op.claim() {
+                Op::finish(&op, Status::Closed, None, None);
+            }
+            return Ok(op);
+        }
+        let waiter = Waiter { account: self.clone(), tier, bytes, op: op.clone() };
+        inner.waiters.push_back(waiter);
+        drop(inner);
+        budget.grant();
+        budget.ask();
+        Ok(op)
+    }
+
+    /// Turns `reserved` bytes into `used` ones; the difference is free again.
+    pub fn commit(&self, tier: Tier, reserved: u64, used: u64) -> Result<()> {
+        if used > reserved {
+            fail!(Invalid, "{used} bytes are committed out of a reservation of {reserved}");
+        }
+        self.change(tier, |lane, held| {
+            if held.reserved_bytes < reserved {
+                fail!(Invalid, "{reserved} bytes committed, {} reserved", held.reserved_bytes);
+            }
+            held.reserved_bytes -= reserved;
+            held.committed_bytes += used;
+            lane.reserved_bytes -= reserved;
+            lane.committed_bytes += used;
+            Ok(())
+        })
+    }
+
+    /// Gives committed bytes back.
+    pub fn release(&self, tier: Tier, bytes: u64) -> Result<()> {
+        self.change(tier, |lane, held| {
+            if held.committed_bytes < bytes {
+                fail!(Invalid, "{bytes} bytes released, {} committed", held.committed_bytes);
+            }
+            held.committed_bytes -= bytes;
+            lane.committed_bytes -= bytes;
+            Ok(())
+        })
+    }
+
+    fn change(
+        &self,
+        tier: Tier,
+        change: impl FnOnce(&mut Lane, &mut Held) -> Result<()>,
+    ) -> Result<()> {
+        let mut guard = self.budget.inner.lock();
+        let inner = &mut *guard;
+        let Some((_, held)) = inner.held.iter_mut().find(|(id, _)| *id == self.id) else {
+            return Err(Status::Closed.into());
+        };
+        change(&mut inner.lanes[tier as usize], &mut held[tier as usize])?;
+        let waited = !inner.waiters.is_empty();
+        drop(guard);
+        if waited {
+            self.budget.grant();
+        }
+        Ok(())
+    }
+
+    /// Reserves and commits in one step.
+    pub fn take(&self, tier: Tier, bytes: u64) -> Result<()> {
+        self.reserve(tier, bytes)?;
+        self.commit(tier, bytes, bytes)
+    }
+
+    /// Gives back what [`Account::take`] took.
+    pub fn give_back(&self, tier: Tier, bytes: u64) {
+        if let Err(error) = self.release(tier, bytes) {
+            log::error!("account '{}': {error}", self.name);
+        }
+    }
+
+    /// Closes the account; refused while it holds or awaits anything.
+    pub fn close(&self) -> Result<()> {
+        let mut inner = self.budget.inner.lock();
+        let Some(position) = inner.held.iter().position(|(id, _)| *id == self.id) else {
+            return Err(Status::Closed.into());
+        };
+        let held = inner.held[position].1;
+        let waits = inner.waiters.iter().any(|w| w.account.id == self.id);
+        let used = ALL_TIERS.iter().find(|t| held[**t as usize] != Held::default());
+        match used {
+            _ if self.budget.core.is_poisoned() => {} // leaked memory is never given back
+            Some(tier) => {
+                let Held { reserved_bytes, committed_bytes } = held[*tier as usize];
+                fail!(
+                    Busy,
+                    "account '{}' still has {reserved_bytes} bytes reserved and {committed_bytes} \
+                     committed in tier {}",
+                    self.name,
+                    tier.name()
+                );
+            }
+            None if waits => fail!(Busy, "a reservation of account '{}' waits", self.name),
+            None => {}
+        }
+        inner.held.swap_remove(position);
+        Ok(())
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+#[path = "budget_tests.rs"]
+mod tests;

@@ -1,0 +1,112 @@
+//! Planted faults: an engine author tests the degraded paths of their own code
+//! (and we ours) by naming a site, a count and what goes wrong there.
+//!
+//! `faults(worker=at(panic=3))`: at the third pass of
+//! the site `worker`, panic. Sites: `worker` (an item is executed), `notifier`
+//! (a callback is about to run), `map` (memory is mapped), `pin` (memory is
+//! locked), `thread` (a thread is started). Kinds: `panic`, `fail`, `stall_ns`.
+
+use crate::base::spec::{Reader, Spec};
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::atomic::{AtomicU64, Ordering};
+
+/// Places where a fault can be planted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Site {
+    /// A worker executes an item.
+    Worker = 0,
+    /// The notifier is about to run a callback.
+    Notifier = 1,
+    /// Memory is mapped.
+    Map = 2,
+    /// Memory is locked.
+    Pin = 3,
+    /// A thread is started.
+    Thread = 4,
+}
+
+/// The names of the sites, in the order of [`Site`].
+pub const SITES: [&str; 5] = ["worker", "notifier", "map", "pin", "thread"];
+
+#[derive(Default)]
+struct Plan {
+    panic_at: u64,
+    fail_at: u64,
+    stall_ns: u64,
+    passes: AtomicU64,
+}
+
+/// What is planted in one runtime.
+#[derive(Default)]
+pub struct Faults {
+    plans: [Plan; SITES.len()],
+}
+
+impl Faults {
+    /// Parses e.g. `faults(worker=at(panic=3), pin=at(fail=1))`.
+    pub fn parse(text: &str) -> Result<Faults> {
+        let spec = Spec::parse(text)?;
+        if spec.name != "faults" {
+            return Err(spec.unknown_name(&["faults"]));
+        }
+        let mut faults = Faults::default();
+        let mut reader = Reader::new(&spec);
+        for (plan, site) in faults.plans.iter_mut().zip(SITES) {
+            let Some(at) = reader.spec(site)? else { continue };
+            if at.name != "at" {
+                return Err(at.unknown_name(&["at"]));
+            }
+            let mut inner = Reader::new(at);
+            plan.panic_at = inner.u64("panic", 0, 0..=u64::MAX)?;
+            plan.fail_at = inner.u64("fail", 0, 0..=u64::MAX)?;
+            plan.stall_ns = inner.duration_ns("stall", 0)?;
+            inner.finish()?;
+        }
+        reader.finish()?;
+        Ok(faults)
+    }
+
+    /// Passes a site: stalls, fails or panics if that was asked for.
+    pub fn pass(&self, site: Site) -> Result<()> {
+        let plan = &self.plans[site as usize];
+        let pass = plan.passes.fetch_add(1, Ordering::Relaxed) + 1;
+        if plan.stall_ns > 0 {
+            std::thread::sleep(std::time::Duration::from_nanos(plan.stall_ns));
+        }
+        assert!(pass != plan.panic_at, "planted panic at {}", SITES[site as usize]);
+        if pass == plan.fail_at {
+            return Err(Error::new(
+                Status::Io,
+                format!("planted failure at {}", SITES[site as usize]),
+            ));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nth_pass_fails_and_no_other() {
+        let faults = Faults::parse("faults(pin=at(fail=2))").unwrap();
+        assert!(faults.pass(Site::Pin).is_ok());
+        assert_eq!(faults.pass(Site::Pin).unwrap_err().status(), Status::Io);
+        assert!(faults.pass(Site::Pin).is_ok());
+        assert!(faults.pass(Site::Worker).is_ok());
+    }
+
+    #[test]
+    fn the_nth_pass_panics() {
+        let faults = Faults::parse("faults(worker=at(panic=1))").unwrap();
+        let caught = std::panic::catch_unwind(|| faults.pass(Site::Worker).is_ok());
+        assert!(caught.is_err());
+    }
+
+    #[test]
+    fn a_misspelt_site_is_named() {
+        let error = Faults::parse("faults(wroker=at(panic=1))").err().unwrap();
+        assert!(error.message().contains("worker"), "{error}");
+    }
+}

@@ -1,0 +1,440 @@
+//! Aligned, pinned, huge-page memory straight from the kernel, and memory that
+//! the engine lends. Every operation works on [`Buffer`]s.
+
+use std::ffi::c_void;
+
+use crate::base::budget::{Account, Tier};
+use crate::base::fault::{Faults, Site};
+use crate::base::fork::page_bytes;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::base::sync::atomic::{AtomicU64, Ordering};
+use crate::fail;
+
+/// Largest buffer.
+pub const MAX_BUFFER_BYTES: u64 = 1 << 46;
+/// Largest alignment.
+pub const MAX_ALIGN_BYTES: u64 = 1 << 30;
+/// A huge page of x86-64 and, with 4 KiB base pages, aarch64.
+pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
+
+/// Must the memory have a property?
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Wish {
+    /// Not asked for.
+    #[default]
+    No,
+    /// If it can be had.
+    Try,
+    /// Else the allocation fails.
+    Must,
+}
+
+/// What kind of pages back a buffer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Pages {
+    /// The machine's normal pages.
+    #[default]
+    Normal = 0,
+    /// Normal pages that the kernel was asked to merge into huge ones.
+    Transparent = 1,
+    /// Explicit huge pages from the reserved pool.
+    HugeTlb = 2,
+    /// The caller's own memory; unknown.
+    Foreign = 3,
+}
+
+/// What is asked of the kernel.
+#[derive(Clone, Default)]
+pub struct MemoryWish {
+    /// Bytes wanted.
+    pub bytes: u64,
+    /// Alignment; 0 = one page.
+    pub align_bytes: u64,
+    /// Locked in RAM.
+    pub pin: Wish,
+    /// Huge pages: transparent ones with `Try`, reserved ones with `Must`.
+    pub huge: Wish,
+    /// Who pays.
+    pub account: Option<Arc<Account>>,
+}
+
+/// What else keeps a buffer's memory alive or pays for it.
+enum Owner {
+    Mapping { start: *mut c_void, bytes: usize },
+    Foreign { _guard: Box<dyn Send + Sync> },
+}
+
+/// A range of host memory that operations may read and write.
+pub struct Buffer {
+    address: *mut u8,
+    bytes: u64,
+    charged_bytes: u64,
+    pinned: bool,
+    pages: Pages,
+    in_flight: AtomicU64,
+    account: Option<Arc<Account>>,
+    owner: Owner,
+}
+
+// SAFETY: the buffer is a range of memory; who reads and writes it when is the
+// contract of operations (a buffer in flight is the library's until released).
+unsafe impl Send for Buffer {}
+// SAFETY: as above; the counters are atomics.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    /// Maps memory.
+    pub fn map(wish: &MemoryWish, faults: Option<&Faults>) -> Result<Buffer> {
+        let page = page_bytes() as u64;
+        if wish.bytes == 0 || wish.bytes > MAX_BUFFER_BYTES {
+            fail!(Invalid, "a buffer has 1 to {MAX_BUFFER_BYTES} bytes, not {}", wish.bytes);
+        }
+        let align = wish.align_bytes.max(page);
+        if !align.is_power_of_two() || align > MAX_ALIGN_BYTES {
+            fail!(Invalid, "alignment {align} is not a power of two up to {MAX_ALIGN_BYTES}");
+        }
+        let grain = if wish.huge == Wish::No { page } else { HUGE_PAGE_BYTES };
+        let mapped_bytes = wish.bytes.next_multiple_of(grain);
+        let charge = Charge::take(wish.account.as_ref(), mapped_bytes, wish.pin)?;
+        let mapping = Mapping::new(mapped_bytes, align, wish.huge, faults)?;
+        let pinned = mapping.pin(wish.pin, charge.pinned, faults)?;
+        charge.keep(pinned);
+        Ok(Buffer {
+            address: mapping.aligned.cast(),
+            bytes: wish.bytes,
+            charged_bytes: mapped_bytes,
+            pinned,
+            pages: mapping.pages,
+            in_flight: AtomicU64::new(0),
+            account: wish.account.clone(),
+            owner: mapping.into_owner(),
+        })
+    }
+
+    /// Wraps memory the caller owns; `guard` is dropped when the last operation
+    /// on it is released and the buffer is freed.
+    ///
+    /// # Safety
+    /// `address` must stay valid for reads and writes of `bytes` until then.
+    pub unsafe fn wrap(
+        address: *mut u8,
+        bytes: u64,
+        guard: Box<dyn Send + Sync>,
+    ) -> Result<Buffer> {
+        if address.is_null() || bytes == 0 || bytes > MAX_BUFFER_BYTES {
+            fail!(Invalid, "wrapped memory needs an address and 1 to {MAX_BUFFER_BYTES} bytes");
+        }
+        if (address as u64).checked_add(bytes).is_none() {
+            fail!(Invalid, "{bytes} bytes at {address:p} wrap around the address space");
+        }
+        Ok(Buffer {
+            address,
+            bytes,
+            charged_bytes: 0,
+            pinned: false,
+            pages: Pages::Foreign,
+            in_flight: AtomicU64::new(0),
+            account: None,
+            owner: Owner::Foreign { _guard: guard },
+        })
+    }
+
+    /// Where it starts.
+    pub fn address(&self) -> *mut u8 {
+        self.address
+    }
+
+    /// Its usable size.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// What its account pays for it.
+    pub fn charged_bytes(&self) -> u64 {
+        self.charged_bytes
+    }
+
+    /// Whether it is locked in RAM.
+    pub fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+
+    /// What backs it.
+    pub fn pages(&self) -> Pages {
+        self.pages
+    }
+
+    /// Operations submitted and not yet released.
+    pub fn in_flight(&self) -> u64 {
+        self.in_flight.load(Ordering::Acquire)
+    }
+
+    /// An operation begins to use it.
+    pub fn enter(&self) {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// That operation has released it.
+    pub fn leave(&self) {
+        let before = self.in_flight.fetch_sub(1, Ordering::Release);
+        debug_assert!(before > 0, "a buffer was left more often than entered");
+    }
+
+    /// The address of `offset`, if `bytes` from there lie inside.
+    pub fn range(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
+        let end = offset.checked_add(bytes)?;
+        // SAFETY: the range lies inside the allocation, which is below 2^63 bytes.
+        (end <= self.bytes).then(|| unsafe { self.address.add(offset as usize) })
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        debug_assert_eq!(self.in_flight(), 0, "a buffer in flight was freed");
+        if let Owner::Mapping { start, bytes } = self.owner {
+            // SAFETY: exactly what was mapped, and nobody uses it any more: every
+            // operation holds a reference until it is released.
+            unsafe { libc::munmap(start, bytes) };
+        }
+        if let Some(account) = &self.account {
+            account.give_back(Tier::Host, self.charged_bytes);
+            if self.pinned {
+                account.give_back(Tier::Pinned, self.charged_bytes);
+            }
+        }
+    }
+}
+
+/// Bytes taken from an account that go back unless they are kept.
+struct Charge<'a> {
+    account: Option<&'a Arc<Account>>,
+    bytes: u64,
+    pinned: bool,
+    kept: bool,
+}
+
+impl<'a> Charge<'a> {
+    fn take(account: Option<&'a Arc<Account>>, bytes: u64, pin: Wish) -> Result<Charge<'a>> {
+        let mut charge = Charge { account, bytes, pinned: pin != Wish::No, kept: false };
+        let Some(account) = account else { return Ok(charge) };
+        account.take(Tier::Host, bytes)?;
+        if charge.pinned {
+            match account.take(Tier::Pinned, bytes) {
+                Ok(()) => {}
+                Err(_) if pin == Wish::Try => charge.pinned = false,
+                Err(error) => {
+                    account.give_back(Tier::Host, bytes);
+                    charge.account = None;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(charge)
+    }
+
+    fn keep(mut self, pinned: bool) {
+        if let (Some(account), true, false) = (self.account, self.pinned, pinned) {
+            account.give_back(Tier::Pinned, self.bytes);
+        }
+        self.kept = true;
+    }
+}
+
+impl Drop for Charge<'_> {
+    fn drop(&mut self) {
+        let (Some(account), false) = (self.account, self.kept) else { return };
+        account.give_back(Tier::Host, self.bytes);
+        if self.pinned {
+            account.give_back(Tier::Pinned, self.bytes);
+        }
+    }
+}
+
+/// An anonymous mapping, unmapped unless it becomes a buffer's.
+struct Mapping {
+    start: *mut c_void,
+    mapped: usize,
+    aligned: *mut c_void,
+    bytes: usize,
+    pages: Pages,
+}
+
+impl Mapping {
+    fn new(bytes: u64, align: u64, huge: Wish, faults: Option<&Faults>) -> Result<Mapping> {
+        if let Some(faults) = faults {
+            faults.pass(Site::Map)?;
+        }
+        let bytes = usize::try_from(bytes).map_err(|_| Status::NoMem)?;
+        if huge == Wish::Must {
+            return Mapping::reserved(bytes, align);
+        }
+        let align = if huge == Wish::Try { align.max(HUGE_PAGE_BYTES) } else { align } as usize;
+        let slack = if align > page_bytes() { align } else { 0 };
+        let mut mapping = Mapping::anonymous(bytes + slack, 0)?;
+        let address = mapping.start as usize;
+        let skip = address.next_multiple_of(align) - address;
+        // SAFETY: `skip` < `align` <= slack, so the aligned start lies in the mapping.
+        mapping.aligned = unsafe { mapping.start.byte_add(skip) };
+        mapping.bytes = bytes;
+        // SAFETY: the ranges lie in the mapping made above. Both advices may fail
+        // on old kernels without harm: they only tell it what the memory is for.
+        unsafe {
+            libc::madvise(mapping.start, mapping.mapped, libc::MADV_DONTFORK);
+            if huge == Wish::Try && libc::madvise(mapping.aligned, bytes, libc::MADV_HUGEPAGE) == 0
+            {
+                mapping.pages = Pages::Transparent;
+            }
+        }
+        Ok(mapping)
+    }
+
+    fn reserved(bytes: usize, align: u64) -> Result<Mapping> {
+        if align > HUGE_PAGE_BYTES {
+            fail!(Invalid, "reserved huge pages are aligned to {HUGE_PAGE_BYTES} bytes at most");
+        }
+        let flags = libc::MAP_HUGETLB | libc::MAP_HUGE_2MB;
+        let mut mapping = Mapping::anonymous(bytes, flags).map_err(|_| {
+            let need = bytes as u64 / HUGE_PAGE_BYTES;
+            let text = format!("{need} huge pages are not free; raise vm.nr_hugepages");
+            Error::new(Status::Unavailable, text)
+        })?;
+        mapping.pages = Pages::HugeTlb;
+        // SAFETY: the whole mapping made above.
+        unsafe { libc::madvise(mapping.start, mapping.mapped, libc::MADV_DONTFORK) };
+        Ok(mapping)
+    }
+
+    fn anonymous(bytes: usize, flags: i32) -> Result<Mapping> {
+        // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags,
+                -1,
+                0,
+            )
+        };
+        if start == libc::MAP_FAILED {
+            return Err(Error::os(&format!("cannot map {bytes} bytes")));
+        }
+        Ok(Mapping { start, mapped: bytes, aligned: start, bytes, pages: Pages::Normal })
+    }
+
+    fn pin(&self, wish: Wish, allowed: bool, faults: Option<&Faults>) -> Result<bool> {
+        if wish == Wish::No || !allowed {
+            return Ok(false);
+        }
+        let planted = faults.map_or(Ok(()), |f| f.pass(Site::Pin));
+        // SAFETY: a range of the mapping made above.
+        let rc = planted.map(|()| unsafe { libc::mlock(self.aligned, self.bytes) });
+        match (rc, wish) {
+            (Ok(0), _) => Ok(true),
+            (_, Wish::Try) => Ok(false),
+            _ => {
+                let os = std::io::Error::last_os_error();
+                let text = format!("cannot lock {} bytes: {os}; raise RLIMIT_MEMLOCK", self.bytes);
+                Err(Error::new(Status::PinQuota, text))
+            }
+        }
+    }
+
+    fn into_owner(self) -> Owner {
+        let this = std::mem::ManuallyDrop::new(self);
+        Owner::Mapping { start: this.start, bytes: this.mapped }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: exactly what was mapped; it never became a buffer's.
+        unsafe { libc::munmap(self.start, self.mapped) };
+    }
+}
+
+/// Makes the pages of a range present, writable and, as far as the kernel
+/// gives them, huge. Contents are kept.
+///
+/// # Safety
+/// The range must be mapped, writable, and not written by others meanwhile.
+pub unsafe fn prefault(address: *mut u8, bytes: u64) {
+    let page = page_bytes();
+    let start = (address as usize) / page * page;
+    let end = (address as usize + bytes as usize).next_multiple_of(page);
+    // SAFETY: the pages that hold the caller's range; populating changes no content.
+    let rc = unsafe { libc::madvise(start as *mut c_void, end - start, libc::MADV_POPULATE_WRITE) };
+    if rc == 0 {
+        return;
+    }
+    // Kernels before 5.14: touch every page.
+    for offset in (0..bytes as usize).step_by(page) {
+        // SAFETY: inside the caller's range; volatile, so that it is not removed.
+        unsafe {
+            let at = address.add(offset);
+            at.write_volatile(at.read_volatile());
+        }
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+
+    fn wish(bytes: u64) -> MemoryWish {
+        MemoryWish { bytes, ..MemoryWish::default() }
+    }
+
+    #[test]
+    fn aligned_and_writable_to_the_last_byte() {
+        for align in [0, 4096, 1 << 16, 1 << 21, 1 << 24] {
+            let buffer =
+                Buffer::map(&MemoryWish { align_bytes: align, ..wish(100_001) }, None).unwrap();
+            assert_eq!(buffer.address() as u64 % align.max(4096), 0);
+            // SAFETY: the buffer is this test's alone.
+            unsafe {
+                prefault(buffer.address(), buffer.bytes());
+                buffer.address().add(100_000).write(7);
+                assert_eq!(buffer.address().add(100_000).read(), 7);
+            }
+        }
+    }
+
+    #[test]
+    fn ranges_do_not_leave_the_buffer() {
+        let buffer = Buffer::map(&wish(10), None).unwrap();
+        assert!(buffer.range(0, 10).is_some());
+        assert!(buffer.range(10, 0).is_some());
+        assert!(buffer.range(1, 10).is_none());
+        assert!(buffer.range(u64::MAX, 2).is_none());
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let status = |w: &MemoryWish| Buffer::map(w, None).err().unwrap().status();
+        assert_eq!(status(&wish(0)), Status::Invalid);
+        assert_eq!(status(&wish(u64::MAX)), Status::Invalid);
+        assert_eq!(status(&MemoryWish { align_bytes: 3 << 12, ..wish(1) }), Status::Invalid);
+        assert_eq!(status(&MemoryWish { align_bytes: 1 << 40, ..wish(1) }), Status::Invalid);
+    }
+
+    #[test]
+    fn a_planted_pin_failure_is_a_quota_error_or_a_fallback() {
+        let faults = Faults::parse("faults(pin=at(fail=1))").unwrap();
+        let must = MemoryWish { pin: Wish::Must, ..wish(4096) };
+        assert_eq!(Buffer::map(&must, Some(&faults)).err().unwrap().status(), Status::PinQuota);
+        let faults = Faults::parse("faults(pin=at(fail=1))").unwrap();
+        let soft = MemoryWish { pin: Wish::Try, ..wish(4096) };
+        assert!(!Buffer::map(&soft, Some(&faults)).unwrap().is_pinned());
+    }
+
+    #[test]
+    fn transparent_huge_pages_are_aligned() {
+        let huge = MemoryWish { huge: Wish::Try, ..wish(3 << 20) };
+        let buffer = Buffer::map(&huge, None).unwrap();
+        assert_eq!(buffer.address() as u64 % HUGE_PAGE_BYTES, 0);
+        assert_eq!(buffer.charged_bytes(), 4 << 20);
+    }
+}

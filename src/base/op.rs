@@ -1,0 +1,577 @@
+//! Operations: a promise that completes exactly once, in two moments.
+//!
+//! *Resolved*: the result is known. *Released*: the library does not touch the
+//! caller's memory any more. A deadline or a defect may resolve an op while a
+//! worker still holds its buffers; then the release follows later. Whoever
+//! sets [`ISSUED`] first owns the op's execution: a worker to run it, a cancel
+//! or a deadline to end it before it began.
+
+use crate::base::fault::Site;
+use crate::base::memory::Buffer;
+use crate::base::panic;
+use crate::base::queue::{Completion, Outbox, Queue};
+use crate::base::runtime::Core;
+use crate::base::slab::{Key, Pin, Slab};
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use crate::base::sync::{Arc, Condvar, Mutex};
+
+/// Execution has begun, or was ended before it could.
+pub const ISSUED: u32 = 1;
+/// The result is known.
+pub const RESOLVED: u32 = 2;
+/// The caller's memory is the caller's again.
+pub const RELEASED: u32 = 4;
+/// A cancel was asked for.
+pub const CANCEL: u32 = 8;
+const WAITED: u32 = 16;
+/// The moments a queue can be told of.
+pub const EVENTS: u32 = ISSUED | RESOLVED | RELEASED;
+
+const PENDING: i32 = 1;
+
+/// Most items of one op.
+pub const MAX_ITEMS: usize = 65_536;
+
+/// How one item went.
+pub struct Outcome {
+    /// What the item computed: a checksum, also when it is the wrong one.
+    pub value: u64,
+    /// What went wrong.
+    pub error: Option<Error>,
+}
+
+/// Carries out one item. Must not block on other ops.
+pub type RunFn = fn(&Item) -> Outcome;
+
+/// An op's items: one inline, many in recycled memory.
+pub(crate) enum Items {
+    None,
+    One([Item; 1]),
+    Many(Vec<Item>),
+}
+
+impl Items {
+    fn as_slice(&self) -> &[Item] {
+        match self {
+            Items::None => &[],
+            Items::One(one) => one,
+            Items::Many(many) => many,
+        }
+    }
+}
+
+/// Someone who holds promised ops and must hear when one ends without them.
+/// Called with no lock held.
+pub trait Owner: Send + Sync {
+    /// An op was ended by a cancel or a deadline before it was issued.
+    fn abandoned(&self);
+    /// The runtime closes: end everything promised.
+    fn shut(&self);
+    /// A turn on the notifier thread that was asked for.
+    fn serve(&self);
+}
+
+/// One piece of work on up to two buffers.
+pub struct Item {
+    /// What to do; the executor's own bits.
+    pub kind: u32,
+    dst: AtomicPtr<Buffer>,
+    src: AtomicPtr<Buffer>,
+    /// Where in the target.
+    pub dst_offset: u64,
+    /// Where in the source.
+    pub src_offset: u64,
+    /// How much.
+    pub bytes: u64,
+    /// A checksum to compare with.
+    pub expect: u64,
+    status: AtomicI32,
+    value: AtomicU64,
+}
+
+impl Item {
+    /// An item; the buffers stay alive, and count as in flight once submitted.
+    pub fn new(
+        kind: u32,
+        dst: Option<(Arc<Buffer>, u64)>,
+        src: Option<(Arc<Buffer>, u64)>,
+        bytes: u64,
+        expect: u64,
+    ) -> Item {
+        let raw = |b: Arc<Buffer>| {
+            b.enter();
+            Arc::into_raw(b).cast_mut()
+        };
+        let (dst, dst_offset) = dst.map_or((std::ptr::null_mut(), 0), |(b, o)| (raw(b), o));
+        let (src, src_offset) = src.map_or((std::ptr::null_mut(), 0), |(b, o)| (raw(b), o));
+        Item {
+            kind,
+            dst: AtomicPtr::new(dst),
+            src: AtomicPtr::new(src),
+            dst_offset,
+            src_offset,
+            bytes,
+            expect,
+            status: AtomicI32::new(PENDING),
+            value: AtomicU64::new(0),
+        }
+    }
+
+    fn buffer(slot: &AtomicPtr<Buffer>) -> Option<&Buffer> {
+        // SAFETY: the pointer came from Arc::into_raw and its count is given up
+        // only in `let_go`, which runs after the last executor is done.
+        unsafe { slot.load(Ordering::Acquire).as_ref() }
+    }
+
+    /// The target's bytes, checked against its size.
+    pub fn dst_ptr(&self) -> Option<*mut u8> {
+        Self::buffer(&self.dst)?.range(self.dst_offset, self.bytes)
+    }
+
+    /// The source's bytes, checked against its size.
+    pub fn src_ptr(&self) -> Option<*const u8> {
+        Some(Self::buffer(&self.src)?.range(self.src_offset, self.bytes)?.cast_const())
+    }
+
+    /// Gives the buffers back. `leak` keeps their memory for ever: after a panic
+    /// nobody knows who still writes there.
+    fn let_go(&self, leak: bool) {
+        for slot in [&self.dst, &self.src] {
+            let raw = slot.swap(std::ptr::null_mut(), Ordering::AcqRel);
+            if raw.is_null() {
+                continue;
+            }
+            // SAFETY: from Arc::into_raw, taken out exactly once by the swap.
+            let buffer = unsafe { Arc::from_raw(raw.cast_const()) };
+            buffer.leave();
+            if leak {
+                std::mem::forget(buffer);
+            }
+        }
+    }
+
+    /// Status (`None` while pending) and value.
+    pub fn outcome(&self) -> (Option<i32>, u64) {
+        match self.status.load(Ordering::Acquire) {
+            PENDING => (None, 0),
+            status => (Some(status), self.value.load(Ordering::Acquire)),
+        }
+    }
+}
+
+impl Drop for Item {
+    fn drop(&mut self) {
+        self.let_go(false);
+    }
+}
+
+/// What a submitter says about an op.
+#[derive(Clone, Default)]
+pub struct OpOpts {
+    /// Who is told.
+    pub queue: Option<Arc<Queue>>,
+    /// The caller's own word, handed back in the completion.
+    pub tag: u64,
+    /// Resolve with a timeout then; 0 = never.
+    pub deadline_ns: u64,
+    /// Moments to tell of; 0 = the release alone.
+    pub notify: u32,
+    /// Order among ops: 0 first.
+    pub lane: usize,
+    /// No handle is wanted: the op goes when its completion is posted.
+    pub detached: bool,
+}
+
+impl OpOpts {
+    fn events(&self) -> u32 {
+        if self.notify == 0 { RELEASED } else { self.notify & EVENTS }
+    }
+
+    /// Queue entries such an op may need.
+    pub fn entries(&self) -> u32 {
+        self.events().count_ones()
+    }
+}
+
+/// How an op ended, or how far it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OpInfo {
+    /// [`ISSUED`], [`RESOLVED`], [`RELEASED`], [`CANCEL`].
+    pub state: u32,
+    /// The result; `None` until resolved.
+    pub status: Option<i32>,
+    /// Items in all.
+    pub items: u32,
+    /// Items done or skipped.
+    pub items_done: u32,
+    /// Of those, not OK.
+    pub items_failed: u32,
+    /// Bytes of the items that are done and OK.
+    pub bytes_done: u64,
+    /// The caller's word.
+    pub tag: u64,
+}
+
+/// What is guarded by the op's lock: its detail text and what was not yet told.
+struct Told {
+    error: Option<Error>,
+    unsent: u32,
+}
+
+/// An operation. Lives in the slab [`ops`]; held by pins.
+pub struct Op {
+    pub(crate) core: Arc<Core>,
+    key: Key,
+    bits: AtomicU32,
+    status: AtomicI32,
+    next_item: AtomicU32,
+    items_done: AtomicU32,
+    items_failed: AtomicU32,
+    shares: AtomicU32,
+    bytes_done: AtomicU64,
+    told: Mutex<Told>,
+    changed: Condvar,
+    run: Option<RunFn>,
+    items: Items,
+    owner: Option<Arc<dyn Owner>>,
+    queue: Option<Arc<Queue>>,
+    tag: u64,
+    deadline_ns: u64,
+    detached: bool,
+    tells_issue: bool,
+    leak: AtomicBool,
+}
+
+/// A counted reference to an op.
+pub type OpRef = Pin<'static, Op>;
+
+#[cfg(not(feature = "shuttle"))]
+static OPS: Slab<Op> = Slab::new();
+
+/// The table of all ops of the process.
+#[cfg(not(feature = "shuttle"))]
+pub fn ops() -> &'static Slab<Op> {
+    &OPS
+}
+
+#[cfg(feature = "shuttle")]
+shuttle::lazy_static! {
+    static ref OPS: Slab<Op> = Slab::new();
+}
+
+/// The table of all ops of the process (of one model run).
+#[cfg(feature = "shuttle")]
+pub fn ops() -> &'static Slab<Op> {
+    &OPS
+}
+
+impl Op {
+    /// Makes an op. The caller has reserved its place among the runtime's ops
+    /// and its entries in the queue.
+    pub(crate) fn create(
+        core: &Arc<Core>,
+        opts: &OpOpts,
+        items: Items,
+        run: Option<RunFn>,
+        owner: Option<Arc<dyn Owner>>,
+    ) -> Result<OpRef> {
+        let key = ops().insert_with(|key| Op {
+            core: core.clone(),
+            key,
+            bits: AtomicU32::new(0),
+            status: AtomicI32::new(PENDING),
+            next_item: AtomicU32::new(0),
+            items_done: AtomicU32::new(0),
+            items_failed: AtomicU32::new(0),
+            shares: AtomicU32::new(1),
+            bytes_done: AtomicU64::new(0),
+            told: Mutex::new(Told { error: None, unsent: opts.events() }),
+            changed: Condvar::new(),
+            run,
+            items,
+            owner,
+            queue: opts.queue.clone(),
+            tag: opts.tag,
+            deadline_ns: opts.deadline_ns,
+            detached: opts.detached,
+            tells_issue: opts.events() & ISSUED != 0,
+            leak: AtomicBool::new(false),
+        })?;
+        let op = ops().pin(key).ok_or(Status::Limit)?;
+        core.op_opened();
+        if opts.detached {
+            op.remove(); // from here on only pins keep it
+        }
+        Ok(op)
+    }
+
+    /// Its key in [`ops`].
+    pub fn key(&self) -> Key {
+        self.key
+    }
+
+    /// When it resolves by itself; 0 = never.
+    pub fn deadline_ns(&self) -> u64 {
+        self.deadline_ns
+    }
+
+    /// The state bits.
+    pub fn state(&self) -> u32 {
+        self.bits.load(Ordering::Acquire) & (EVENTS | CANCEL)
+    }
+
+    /// How far it is.
+    pub fn info(&self) -> OpInfo {
+        let state = self.state();
+        let status = (state & RESOLVED != 0).then(|| self.status.load(Ordering::Acquire));
+        OpInfo {
+            state,
+            status,
+            items: self.items().len() as u32,
+            items_done: self.items_done.load(Ordering::Acquire),
+            items_failed: self.items_failed.load(Ordering::Acquire),
+            bytes_done: self.bytes_done.load(Ordering::Acquire),
+            tag: self.tag,
+        }
+    }
+
+    /// The items; buffers of a released op are gone, outcomes stay.
+    pub fn items(&self) -> &[Item] {
+        self.items.as_slice()
+    }
+
+    /// Bytes its items move.
+    pub fn bytes(&self) -> u64 {
+        self.items().iter().map(|i| i.bytes).sum()
+    }
+
+    /// Whether it reports to `queue`.
+    pub fn reports_to(&self, queue: &Arc<Queue>) -> bool {
+        self.queue.as_ref().is_some_and(|q| Arc::ptr_eq(q, queue))
+    }
+
+    /// The particulars of a failure.
+    pub fn error(&self) -> Option<Error> {
+        self.told.lock().error.clone()
+    }
+
+    /// Takes the right to execute the op, or to end it unexecuted.
+    pub fn claim(&self) -> bool {
+        self.bits.fetch_or(ISSUED, Ordering::AcqRel) & ISSUED == 0
+    }
+
+    fn wants_stop(&self) -> bool {
+        self.bits.load(Ordering::Relaxed) & (CANCEL | RESOLVED) != 0 || self.core.is_closing()
+    }
+
+    fn settle(&self, status: i32, error: Option<Error>, told: &mut Told) -> bool {
+        let won = self
+            .status
+            .compare_exchange(PENDING, status, Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok();
+        if won && error.is_some() {
+            told.error = error;
+        }
+        won
+    }
+
+    /// The result is known; memory may still be in use. The first word counts.
+    pub fn resolve(&self, status: Status, error: Option<Error>) {
+        let mut told = self.told.lock();
+        if !self.settle(status.code(), error, &mut told) {
+            return;
+        }
+        let before = self.bits.fetch_or(RESOLVED, Ordering::AcqRel);
+        self.tell(&mut told, RESOLVED, None);
+        drop(told);
+        self.wake(before);
+    }
+
+    /// Ends the op: resolves it if nobody has, and releases its memory.
+    pub fn finish(&self, status: Status, error: Option<Error>, outbox: Option<&mut Outbox>) {
+        let leak = self.leak.load(Ordering::Relaxed);
+        self.items().iter().for_each(|item| item.let_go(leak));
+        let mut told = self.told.lock();
+        let won = self.settle(status.code(), error, &mut told);
+        let events = if won { RESOLVED | RELEASED } else { RELEASED };
+        let before = self.bits.fetch_or(events | ISSUED, Ordering::AcqRel);
+        assert!(before & RELEASED == 0, "an op was released twice");
+        self.tell(&mut told, events, outbox);
+        drop(told);
+        self.wake(before);
+        self.core.op_released();
+    }
+
+    fn wake(&self, before: u32) {
+        if before & WAITED != 0 {
+            drop(self.told.lock()); // a waiter that saw the old bits now sleeps
+            self.changed.notify_all();
+        }
+    }
+
+    fn tell(&self, told: &mut Told, events: u32, outbox: Option<&mut Outbox>) {
+        let news = events & told.unsent;
+        let Some(queue) = self.queue.as_ref().filter(|_| news != 0) else { return };
+        told.unsent &= !news;
+        let status = match self.status.load(Ordering::Acquire) {
+            PENDING => Status::Ok.code(),
+            status => status,
+        };
+        let entry = Completion {
+            op: if self.detached { 0 } else { self.key.bits() },
+            tag: self.tag,
+            status,
+            events: news,
+            items_failed: self.items_failed.load(Ordering::Acquire),
+            bytes_done: self.bytes_done.load(Ordering::Acquire),
+            value: self.items().first().map_or(0, |i| i.value.load(Ordering::Acquire)),
+            // Moments told together need one entry: the others' places are free again.
+            spare: news.count_ones() - 1,
+        };
+        match outbox {
+            Some(outbox) => outbox.add(queue, entry),
+            None => queue.post(&[entry]),
+        }
+    }
+
+    /// Undoes a creation: the op was never queued and nobody hears of it.
+    pub(crate) fn discard(&self) {
+        self.items().iter().for_each(|item| item.let_go(false));
+        self.bits.fetch_or(EVENTS, Ordering::AcqRel);
+        self.core.op_released();
+    }
+
+    /// Asks for the end. An op that has not begun ends at once.
+    pub fn cancel(&self) {
+        self.bits.fetch_or(CANCEL, Ordering::AcqRel);
+        self.abandon(Status::Cancelled);
+    }
+
+    /// The deadline has passed.
+    pub fn expire(&self) {
+        self.abandon(Status::Timeout);
+        self.resolve(Status::Timeout, None);
+    }
+
+    fn abandon(&self, status: Status) {
+        if !self.claim() {
+            return;
+        }
+        self.skip_rest(status);
+        self.finish(status, None, None);
+        if let Some(owner) = &self.owner {
+            owner.abandoned();
+        }
+    }
+
+    fn skip_rest(&self, status: Status) {
+        for item in self.items() {
+            let skipped = item
+                .status
+                .compare_exchange(PENDING, status.code(), Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok();
+            if skipped {
+                self.items_done.fetch_add(1, Ordering::AcqRel);
+                self.items_failed.fetch_add(1, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Lets up to `n` workers share the items. Before the op is queued.
+    pub(crate) fn share(&self, n: u32) {
+        self.shares.store(n, Ordering::Release);
+    }
+
+    /// A worker's turn: executes items until none is left; the last one of the
+    /// sharers ends the op. Returns bytes moved.
+    pub(crate) fn work(&self, outbox: &mut Outbox) -> u64 {
+        let first = self.claim();
+        if !first && self.bits.load(Ordering::Acquire) & RELEASED != 0 {
+            return 0; // cancelled or expired while it waited
+        }
+        if first && self.tells_issue {
+            self.tell(&mut self.told.lock(), ISSUED, None);
+        }
+        let mut moved = 0;
+        while let Some(item) = self.take_item() {
+            moved += self.one(item);
+        }
+        if self.shares.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.end_work(outbox);
+        }
+        moved
+    }
+
+    fn take_item(&self) -> Option<&Item> {
+        let stop = self.wants_stop() || self.core.is_poisoned();
+        if stop {
+            return None;
+        }
+        let index = self.next_item.fetch_add(1, Ordering::AcqRel);
+        self.items().get(index as usize)
+    }
+
+    fn one(&self, item: &Item) -> u64 {
+        let run = self.run.expect("only ops with an executor are queued for workers");
+        let done = panic::catch(|| match self.core.pass(Site::Worker) {
+            Ok(()) => run(item),
+            Err(error) => Outcome { value: 0, error: Some(error) },
+        });
+        let (status, value) = match done {
+            Ok(Outcome { value, error: None }) => (Status::Ok, value),
+            Ok(Outcome { value, error: Some(error) }) => {
+                let status = error.status();
+                self.told.lock().error.get_or_insert(error);
+                (status, value)
+            }
+            Err(text) => {
+                self.leak.store(true, Ordering::Relaxed);
+                self.core.poison(&text);
+                (Status::Panic, 0)
+            }
+        };
+        item.value.store(value, Ordering::Release);
+        item.status.store(status.code(), Ordering::Release);
+        self.items_done.fetch_add(1, Ordering::AcqRel);
+        if status == Status::Ok {
+            self.bytes_done.fetch_add(item.bytes, Ordering::AcqRel);
+            return item.bytes;
+        }
+        self.items_failed.fetch_add(1, Ordering::AcqRel);
+        0
+    }
+
+    fn end_work(&self, outbox: &mut Outbox) {
+        let early = if self.core.is_poisoned() { Status::Panic } else { Status::Cancelled };
+        self.skip_rest(early);
+        let failed = |i: &Item| i.status.load(Ordering::Acquire);
+        let worst = self.items().iter().map(failed).find(|s| *s != 0).unwrap_or(0);
+        let status = Status::from_code(worst).unwrap_or(Status::Panic);
+        self.finish(status, None, Some(outbox));
+    }
+
+    /// Waits for all of `moments`, until `deadline_ns` (0 = for ever).
+    pub fn wait(&self, moments: u32, deadline_ns: u64) -> Result<()> {
+        let mut told = self.told.lock();
+        while self.bits.fetch_or(WAITED, Ordering::AcqRel) & moments != moments {
+            if deadline_ns == 0 {
+                self.changed.wait(&mut told);
+                continue;
+            }
+            let now = self.core.clock().now_ns();
+            if now >= deadline_ns {
+                return Err(Status::Timeout.into());
+            }
+            self.changed.wait_for(&mut told, deadline_ns - now);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Op {
+    fn drop(&mut self) {
+        let items = std::mem::replace(&mut self.items, Items::None);
+        self.core.op_freed(items);
+    }
+}

@@ -1,0 +1,61 @@
+//! Panics of the library's own code: caught, silent, turned into a sentence.
+//!
+//! Rust's default hook prints to standard error, which belongs to the host.
+//! Ours keeps the text of a panic that happens inside the library for whoever
+//! catches it, and passes every other panic on to the hook that was there.
+
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use once_cell::sync::OnceCell;
+
+thread_local! {
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+    static TEXT: RefCell<String> = const { RefCell::new(String::new()) };
+}
+
+static HOOK: OnceCell<()> = OnceCell::new();
+
+/// Installs the hook, once for the process.
+pub fn install_hook() {
+    HOOK.get_or_init(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let ours = DEPTH.try_with(|d| d.get() > 0).unwrap_or(false);
+            if !ours {
+                return before(info);
+            }
+            let text = info.to_string();
+            let _ = TEXT.try_with(|t| t.try_borrow_mut().map(|mut t| *t = text));
+        }));
+    });
+}
+
+/// Runs `body`; a panic inside becomes its text.
+#[inline]
+pub fn catch<R>(body: impl FnOnce() -> R) -> Result<R, String> {
+    DEPTH.with(|d| d.set(d.get() + 1));
+    let result = catch_unwind(AssertUnwindSafe(body));
+    DEPTH.with(|d| d.set(d.get() - 1));
+    result.map_err(payload_gone)
+}
+
+#[cold]
+fn payload_gone(payload: Box<dyn std::any::Any + Send>) -> String {
+    // Dropping a payload runs foreign code that may panic again: it is leaked.
+    std::mem::forget(payload);
+    TEXT.with(|t| std::mem::take(&mut *t.borrow_mut()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_its_text() {
+        install_hook();
+        let error = catch(|| panic!("planted {}", 7)).err();
+        assert!(error.is_some_and(|text| text.contains("planted 7")));
+        assert_eq!(catch(|| 3), Ok(3));
+    }
+}

@@ -1,0 +1,378 @@
+//! Completion queues: bounded, never dropping, polled or called back.
+//!
+//! A place is reserved when an op is submitted, so that a completion always
+//! finds room: a full queue is the submitter's `KVT_E_AGAIN`, not a lost entry.
+
+use std::collections::VecDeque;
+use std::os::fd::RawFd;
+
+use crate::base::callback::refuse_reentry;
+use crate::base::fault::Site;
+use crate::base::runtime::Core;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Condvar, Mutex};
+use crate::fail;
+
+/// Largest capacity.
+pub const MAX_CAPACITY: u32 = 1 << 20;
+/// Capacity when none is asked for.
+pub const DEFAULT_CAPACITY: u32 = 4096;
+/// Completions handed to a callback at once, and posted by a worker at once.
+pub const BATCH: usize = 64;
+
+/// One entry: what happened to which op.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Completion {
+    /// The op's key bits; 0 for a detached op.
+    pub op: u64,
+    /// The caller's word.
+    pub tag: u64,
+    /// The result.
+    pub status: i32,
+    /// The moments told by this entry.
+    pub events: u32,
+    /// Items that are not OK.
+    pub items_failed: u32,
+    /// Bytes of the items that are.
+    pub bytes_done: u64,
+    /// The value of the first item.
+    pub value: u64,
+    /// Reserved places this entry does not need.
+    pub spare: u32,
+}
+
+/// Called on the notifier thread with a batch.
+pub type Sink = Box<dyn Fn(&[Completion]) + Send + Sync>;
+
+struct Inner {
+    ring: VecDeque<Completion>,
+    reserved: u32,
+    closing: bool,
+    eventfd: Option<RawFd>,
+    /// The notifier has been told and has not yet looked.
+    signalled: bool,
+    posted: u64,
+    refused: u64,
+    peak: u32,
+}
+
+/// Counters of a queue.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueueStats {
+    /// Places in all.
+    pub capacity: u32,
+    /// Entries waiting to be drained.
+    pub pending: u32,
+    /// Places reserved by ops that have not completed.
+    pub reserved: u32,
+    /// Most places ever taken.
+    pub peak: u32,
+    /// Entries posted so far.
+    pub posted: u64,
+    /// Submissions refused because it was full.
+    pub refused: u64,
+}
+
+/// A completion queue.
+pub struct Queue {
+    core: Arc<Core>,
+    capacity: u32,
+    sink: Option<Sink>,
+    inner: Mutex<Inner>,
+    filled: Condvar,
+}
+
+impl Queue {
+    /// A queue; with a sink it is in callback mode.
+    pub fn open(core: &Arc<Core>, capacity: u32, sink: Option<Sink>) -> Result<Arc<Queue>> {
+        core.check_open()?;
+        let capacity = if capacity == 0 { DEFAULT_CAPACITY } else { capacity };
+        if capacity > MAX_CAPACITY {
+            fail!(Limit, "a queue has at most {MAX_CAPACITY} places, not {capacity}");
+        }
+        let mut ring = VecDeque::new();
+        ring.try_reserve_exact(capacity as usize).map_err(|_| Status::NoMem)?;
+        Ok(Arc::new(Queue {
+            core: core.clone(),
+            capacity,
+            sink,
+            inner: Mutex::new(Inner {
+                ring,
+                reserved: 0,
+                closing: false,
+                eventfd: None,
+                signalled: false,
+                posted: 0,
+                refused: 0,
+                peak: 0,
+            }),
+            filled: Condvar::new(),
+        }))
+    }
+
+    /// The runtime it belongs to.
+    pub fn core(&self) -> &Arc<Core> {
+        &self.core
+    }
+
+    /// Whether completions go to a callback.
+    pub fn is_callback(&self) -> bool {
+        self.sink.is_some()
+    }
+
+    /// Keeps `n` places for ops about to be submitted.
+    pub(crate) fn reserve(&self, n: u32) -> Result<()> {
+        let mut inner = self.inner.lock();
+        if inner.closing {
+            return Err(Status::Closed.into());
+        }
+        let taken = inner.reserved + inner.ring.len() as u32;
+        if n > self.capacity - taken {
+            inner.refused += 1;
+            return Err(Status::Again.into());
+        }
+        inner.reserved += n;
+        inner.peak = inner.peak.max(taken + n);
+        Ok(())
+    }
+
+    /// Gives places back that no op will use.
+    pub(crate) fn unreserve(&self, n: u32) {
+        let mut inner = self.inner.lock();
+        debug_assert!(inner.reserved >= n);
+        inner.reserved -= n;
+        drop(inner);
+        self.filled.notify_all(); // a close may wait for the last place
+    }
+
+    /// Posts completions whose places were reserved.
+    pub(crate) fn post(self: &Arc<Queue>, batch: &[Completion]) {
+        let mut inner = self.inner.lock();
+        let was_empty = inner.ring.is_empty();
+        for entry in batch {
+            let places = 1 + entry.spare;
+            assert!(inner.reserved >= places, "a completion without a reserved place");
+            inner.reserved -= places;
+            inner.ring.push_back(*entry);
+        }
+        inner.posted += batch.len() as u64;
+        if let (Some(fd), true) = (inner.eventfd, was_empty) {
+            raise(fd);
+        }
+        let tell = self.sink.is_some() && !std::mem::replace(&mut inner.signalled, true);
+        drop(inner);
+        if tell {
+            self.core.notifier().queue_filled(self);
+        } else {
+            self.filled.notify_one();
+        }
+    }
+
+    fn pop(&self, inner: &mut Inner, out: &mut dyn FnMut(Completion), max: usize) -> usize {
+        let n = inner.ring.len().min(max);
+        inner.ring.drain(..n).for_each(out);
+        if let (Some(fd), true) = (inner.eventfd, n > 0 && inner.ring.is_empty()) {
+            lower(fd);
+        }
+        n
+    }
+
+    fn polled(&self) -> Result<()> {
+        if self.sink.is_none() {
+            return Ok(());
+        }
+        Err(Error::new(Status::State, "this queue calls back: it cannot be polled"))
+    }
+
+    /// Drains up to `max` entries without waiting.
+    pub fn poll(&self, max: usize, out: &mut dyn FnMut(Completion)) -> Result<usize> {
+        self.polled()?;
+        Ok(self.pop(&mut self.inner.lock(), out, max))
+    }
+
+    /// Drains up to `max` entries, waiting for the first until `deadline_ns`
+    /// (0 = for ever).
+    pub fn wait(
+        &self,
+        max: usize,
+        deadline_ns: u64,
+        out: &mut dyn FnMut(Completion),
+    ) -> Result<usize> {
+        self.polled()?;
+        refuse_reentry()?;
+        let mut inner = self.inner.lock();
+        loop {
+            if !inner.ring.is_empty() {
+                let n = self.pop(&mut inner, out, max);
+                let more = !inner.ring.is_empty();
+                drop(inner);
+                if more {
+                    self.filled.notify_one(); // for another consumer
+                }
+                return Ok(n);
+            }
+            if inner.closing {
+                return Err(Status::Closed.into());
+            }
+            if deadline_ns == 0 {
+                self.filled.wait(&mut inner);
+                continue;
+            }
+            let now = self.core.clock().now_ns();
+            if now >= deadline_ns {
+                return Err(Status::Timeout.into());
+            }
+            self.filled.wait_for(&mut inner, deadline_ns - now);
+        }
+    }
+
+    /// An eventfd that is readable exactly while entries are waiting.
+    pub fn eventfd(&self) -> Result<RawFd> {
+        self.polled()?;
+        let mut inner = self.inner.lock();
+        if let Some(fd) = inner.eventfd {
+            return Ok(fd);
+        }
+        // SAFETY: no preconditions; the result is checked.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(Error::os("cannot make an eventfd"));
+        }
+        if !inner.ring.is_empty() {
+            raise(fd);
+        }
+        inner.eventfd = Some(fd);
+        Ok(fd)
+    }
+
+    /// Runs the callback until nothing is waiting. On the notifier thread.
+    pub(crate) fn deliver(&self) {
+        let Some(sink) = &self.sink else { return };
+        loop {
+            // Before anything is taken: a fault planted here loses no entry.
+            if let Err(error) = self.core.pass(Site::Notifier) {
+                log::warn!("{error}");
+            }
+            let mut batch = [Completion::default(); BATCH];
+            let mut inner = self.inner.lock();
+            let mut n = 0;
+            let mut take = |entry| {
+                batch[n] = entry;
+                n += 1;
+            };
+            self.pop(&mut inner, &mut take, BATCH);
+            if n == 0 {
+                inner.signalled = false;
+                drop(inner);
+                self.filled.notify_all();
+                return;
+            }
+            // A close waits until the callback has seen the last entry.
+            inner.reserved += n as u32;
+            drop(inner);
+            let _given_back = Undo { queue: self, places: n as u32 };
+            sink(&batch[..n]);
+        }
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> QueueStats {
+        let inner = self.inner.lock();
+        QueueStats {
+            capacity: self.capacity,
+            pending: inner.ring.len() as u32,
+            reserved: inner.reserved,
+            peak: inner.peak,
+            posted: inner.posted,
+            refused: inner.refused,
+        }
+    }
+
+    /// Refuses new work, cancels what is open and waits for it until
+    /// `deadline_ns` (0 = for ever). Entries nobody drained are dropped.
+    pub fn close(self: &Arc<Queue>, deadline_ns: u64) -> Result<()> {
+        refuse_reentry()?;
+        self.inner.lock().closing = true;
+        self.filled.notify_all();
+        self.core.cancel_ops_of(self);
+        let mut inner = self.inner.lock();
+        while inner.reserved > 0 || (self.sink.is_some() && inner.signalled) {
+            if deadline_ns == 0 {
+                self.filled.wait(&mut inner);
+                continue;
+            }
+            let now = self.core.clock().now_ns();
+            if now >= deadline_ns {
+                let text = format!("{} places of the queue are still in use", inner.reserved);
+                return Err(Error::new(Status::Busy, text));
+            }
+            self.filled.wait_for(&mut inner, deadline_ns - now);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if let Some(fd) = self.inner.lock().eventfd.take() {
+            // SAFETY: made by `eventfd` above and closed once.
+            unsafe { libc::close(fd) };
+        }
+    }
+}
+
+struct Undo<'a> {
+    queue: &'a Queue,
+    places: u32,
+}
+
+impl Drop for Undo<'_> {
+    fn drop(&mut self) {
+        self.queue.unreserve(self.places);
+    }
+}
+
+fn raise(fd: RawFd) {
+    let one = 1u64;
+    // SAFETY: an eventfd takes eight bytes; it is non-blocking and its counter is
+    // at most 1, so the write cannot fail for lack of room.
+    unsafe { libc::write(fd, (&raw const one).cast(), 8) };
+}
+
+fn lower(fd: RawFd) {
+    let mut count = 0u64;
+    // SAFETY: an eventfd gives eight bytes; non-blocking.
+    unsafe { libc::read(fd, (&raw mut count).cast(), 8) };
+}
+
+/// Gathers a worker's completions, so that a batch costs one lock and one wake.
+#[derive(Default)]
+pub struct Outbox {
+    queue: Option<Arc<Queue>>,
+    entries: Vec<Completion>,
+}
+
+impl Outbox {
+    /// An outbox with room for a batch.
+    pub fn new() -> Outbox {
+        Outbox { queue: None, entries: Vec::with_capacity(BATCH) }
+    }
+
+    /// Adds an entry; posts what is gathered when it is full or for another queue.
+    pub fn add(&mut self, queue: &Arc<Queue>, entry: Completion) {
+        let same = self.queue.as_ref().is_some_and(|q| Arc::ptr_eq(q, queue));
+        if !same || self.entries.len() == BATCH {
+            self.flush();
+            self.queue = Some(queue.clone());
+        }
+        self.entries.push(entry);
+    }
+
+    /// Posts what is gathered.
+    pub fn flush(&mut self) {
+        if let Some(queue) = self.queue.take() {
+            queue.post(&self.entries);
+            self.entries.clear();
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! The host copy engine: plain memory to plain memory, summed on the way.
+
+use crate::base::checksum::{BLOCK_BYTES, Summer};
+use crate::base::memory::prefault;
+use crate::base::op::{Item, Outcome};
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
+
+/// Copy the source to the target.
+pub const COPY: u32 = 1;
+/// Report the checksum of the source as it was read.
+pub const CHECKSUM: u32 = 2;
+/// Compare that checksum with the expected one.
+pub const VERIFY: u32 = 4;
+/// Make the target's pages present.
+pub const PREFAULT: u32 = 8;
+
+/// Which buffers a kind of item needs: target, source.
+pub fn needs(kind: u32) -> Result<(bool, bool)> {
+    match kind {
+        PREFAULT => Ok((true, false)),
+        0 => fail!(Invalid, "an item without a kind does nothing"),
+        kind if kind & !(COPY | CHECKSUM | VERIFY) == 0 => Ok((kind & COPY != 0, true)),
+        kind => fail!(Invalid, "kind {kind:#x} is not a combination that can be done"),
+    }
+}
+
+/// Carries out one item.
+pub fn run(item: &Item) -> Outcome {
+    match (item.kind, item.dst_ptr(), item.src_ptr()) {
+        (PREFAULT, Some(dst), _) => {
+            // SAFETY: a range inside a buffer that is the library's until release.
+            unsafe { prefault(dst, item.bytes) };
+            Outcome { value: 0, error: None }
+        }
+        (COPY, Some(dst), Some(src)) => {
+            // SAFETY: both ranges lie inside buffers kept alive by the item; they
+            // may overlap, which `copy` allows.
+            unsafe { std::ptr::copy(src, dst, item.bytes as usize) };
+            Outcome { value: 0, error: None }
+        }
+        (kind, dst, Some(src)) => {
+            let dst = dst.filter(|_| kind & COPY != 0);
+            // SAFETY: as above.
+            let value = unsafe { summed(src, dst, item.bytes as usize) };
+            let wrong = kind & VERIFY != 0 && value != item.expect;
+            Outcome { value, error: wrong.then(|| mismatch(item, value)) }
+        }
+        _ => {
+            let text = "an item reached the copy engine without its buffers";
+            Outcome { value: 0, error: Some(Error::new(Status::Invalid, text)) }
+        }
+    }
+}
+
+fn mismatch(item: &Item, value: u64) -> Error {
+    let text =
+        format!("{} bytes sum to {value:#018x}, {:#018x} was expected", item.bytes, item.expect);
+    Error::new(Status::Corrupt, text)
+}
+
+/// Sums a range block by block, copying each block while it is in cache.
+///
+/// # Safety
+/// `src`, and `dst` if given, must be valid for `bytes`; ranges that overlap
+/// are summed as read, and copied like `memmove` only when `dst` <= `src`.
+unsafe fn summed(src: *const u8, dst: Option<*mut u8>, bytes: usize) -> u64 {
+    let mut summer = Summer::default();
+    let overlaps =
+        dst.is_some_and(|d| (d as usize) > src as usize && (d as usize) < src as usize + bytes);
+    let mut at = 0;
+    while at < bytes {
+        let n = BLOCK_BYTES.min(bytes - at);
+        // SAFETY: inside the caller's ranges; nobody else writes the source while
+        // it is the library's.
+        let block = unsafe { std::slice::from_raw_parts(src.add(at), n) };
+        summer.block(block);
+        if let (Some(dst), false) = (dst, overlaps) {
+            // SAFETY: inside the caller's ranges; `copy` allows overlap in the block.
+            unsafe { std::ptr::copy(src.add(at), dst.add(at), n) };
+        }
+        at += n;
+    }
+    if let (Some(dst), true) = (dst, overlaps) {
+        // SAFETY: the caller's ranges; block order would overwrite the source.
+        unsafe { std::ptr::copy(src, dst, bytes) };
+    }
+    summer.finish()
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+    use crate::base::checksum::checksum;
+    use crate::base::memory::{Buffer, MemoryWish};
+    use crate::base::sync::Arc;
+    use proptest::prelude::*;
+
+    fn buffer(content: &[u8]) -> Arc<Buffer> {
+        let wish = MemoryWish { bytes: content.len() as u64, ..MemoryWish::default() };
+        let buffer = Buffer::map(&wish, None).unwrap();
+        // SAFETY: a fresh buffer of that size.
+        unsafe {
+            std::ptr::copy_nonoverlapping(content.as_ptr(), buffer.address(), content.len());
+        }
+        Arc::new(buffer)
+    }
+
+    fn content(buffer: &Buffer) -> Vec<u8> {
+        // SAFETY: nothing is in flight on it.
+        unsafe { std::slice::from_raw_parts(buffer.address(), buffer.bytes() as usize) }.to_vec()
+    }
+
+    proptest! {
+        #[test]
+        fn copies_like_memmove_and_sums_what_it_read(
+            len in 1usize..30_000, from in 0usize..30_000, to in 0usize..30_000,
+            n in 0usize..30_000, kind in prop_oneof![Just(COPY), Just(COPY | CHECKSUM)],
+        ) {
+            let (from, to) = (from % len, to % len);
+            let n = n.min(len - from).min(len - to);
+            let start: Vec<u8> = (0..len).map(|i| (i * 7 / 3) as u8).collect();
+            let shared = buffer(&start);
+            let item = Item::new(kind, Some((shared.clone(), to as u64)),
+                Some((shared.clone(), from as u64)), n as u64, 0);
+            let outcome = run(&item);
+            let mut want = start.clone();
+            want.copy_within(from..from + n, to);
+            prop_assert_eq!(content(&shared), want);
+            if kind & CHECKSUM != 0 {
+                prop_assert_eq!(outcome.value, checksum(&start[from..from + n]));
+            }
+        }
+    }
+
+    #[test]
+    fn a_wrong_sum_is_reported_with_the_true_one() {
+        let source = buffer(b"some bytes");
+        let item = Item::new(VERIFY, None, Some((source, 0)), 10, 1);
+        let outcome = run(&item);
+        assert_eq!(outcome.value, checksum(b"some bytes"));
+        assert_eq!(outcome.error.unwrap().status(), Status::Corrupt);
+    }
+
+    #[test]
+    fn kinds_are_checked() {
+        assert_eq!(needs(COPY | VERIFY).unwrap(), (true, true));
+        assert_eq!(needs(CHECKSUM).unwrap(), (false, true));
+        assert_eq!(needs(PREFAULT).unwrap(), (true, false));
+        for bad in [0, PREFAULT | COPY, 16, u32::MAX] {
+            assert!(needs(bad).is_err());
+        }
+    }
+}

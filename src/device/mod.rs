@@ -1,0 +1,3 @@
+//! Copy engines: who moves bytes, sums them and compares them.
+
+pub mod host;

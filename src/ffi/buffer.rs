@@ -1,0 +1,508 @@
+//! Buffers and the work on them.
+
+use std::ffi::c_void;
+
+use crate::base::callback::Foreign;
+use crate::base::checksum::checksum;
+use crate::base::memory::{Buffer, MemoryWish, Wish};
+use crate::base::op::{Item, MAX_ITEMS, Op, OpOpts, RELEASED};
+use crate::base::runtime::Core;
+use crate::base::slab::Slab;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::device::host;
+use crate::fail;
+use crate::ffi::budget::{AccountNoun, kvt_account_t};
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::handle::{Access, Noun, encode, free, insert, pin, with};
+use crate::ffi::logging::kvt_destroy_fn;
+use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
+use crate::ffi::slice::{bytes, require};
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Plain, Sized_, Strided, check_out, known_flags, read, write};
+
+/// A range of host memory that ops may read and write. Internally locked; the
+/// bytes themselves are yours, except between submitting an op on them and its
+/// release: then the library's alone.
+pub struct kvt_buffer_t(());
+
+/// Lock the memory in RAM; fail when the quota does not allow it.
+pub const KVT_BUFFER_PIN: u64 = 1;
+/// Lock the memory in RAM if the quota allows it.
+pub const KVT_BUFFER_TRY_PIN: u64 = 2;
+/// Use huge pages of the reserved pool; fail when there are not enough.
+pub const KVT_BUFFER_HUGETLB: u64 = 4;
+/// Ask the kernel for transparent huge pages.
+pub const KVT_BUFFER_TRY_HUGE: u64 = 8;
+/// Make every page present before returning, on the workers in parallel.
+pub const KVT_BUFFER_PREFAULT: u64 = 16;
+
+/// Normal pages.
+pub const KVT_PAGES_NORMAL: u32 = 0;
+/// Pages the kernel was asked to merge into huge ones.
+pub const KVT_PAGES_TRANSPARENT: u32 = 1;
+/// Huge pages of the reserved pool.
+pub const KVT_PAGES_HUGETLB: u32 = 2;
+/// The caller's own memory.
+pub const KVT_PAGES_FOREIGN: u32 = 3;
+
+/// Copy the source to the target; they may overlap.
+pub const KVT_DO_COPY: u32 = 1;
+/// Report the checksum of the source as it was read.
+pub const KVT_DO_CHECKSUM: u32 = 2;
+/// Compare that checksum with `expect`: KVT_E_CORRUPT if it differs (a copy
+/// asked for along with it has been made all the same).
+pub const KVT_DO_VERIFY: u32 = 4;
+/// Make the target's pages present; contents stay. Alone only.
+pub const KVT_DO_PREFAULT: u32 = 8;
+
+const _: () = assert!(KVT_DO_COPY == host::COPY && KVT_DO_CHECKSUM == host::CHECKSUM);
+const _: () = assert!(KVT_DO_VERIFY == host::VERIFY && KVT_DO_PREFAULT == host::PREFAULT);
+
+/// How to allocate a buffer.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_buffer_opts_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// KVT_BUFFER_*.
+    pub flags: u64,
+    /// Size.
+    pub bytes: u64,
+    /// Alignment, a power of two up to 1 GiB; 0 = one page.
+    pub align_bytes: u64,
+    /// Who pays, in KVT_TIER_HOST and, when locked, KVT_TIER_PINNED; null = nobody.
+    pub account: *const kvt_account_t,
+}
+
+/// What a buffer is.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_buffer_info_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// Where it starts.
+    pub address: *mut c_void,
+    /// Its usable size.
+    pub bytes: u64,
+    /// What its account pays: the size in whole pages.
+    pub charged_bytes: u64,
+    /// Ops submitted on it and not yet released.
+    pub in_flight: u64,
+    /// 1 when it is locked in RAM.
+    pub pinned: u32,
+    /// KVT_PAGES_*.
+    pub pages: u32,
+}
+
+/// One piece of work on up to two buffers.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_buffer_item_t {
+    /// KVT_DO_* bits.
+    pub kind: u32,
+    /// None are defined yet: 0.
+    pub flags: u32,
+    /// The target; null for work that only reads.
+    pub dst: *const kvt_buffer_t,
+    /// Where in the target.
+    pub dst_offset: u64,
+    /// The source; null for KVT_DO_PREFAULT.
+    pub src: *const kvt_buffer_t,
+    /// Where in the source.
+    pub src_offset: u64,
+    /// How much.
+    pub bytes: u64,
+    /// The checksum to compare with, for KVT_DO_VERIFY.
+    pub expect: u64,
+    /// Your own word, with KVT_SUBMIT_EACH.
+    pub tag: u64,
+}
+
+// SAFETY: integers and a raw pointer; the first field is the size.
+unsafe impl Plain for kvt_buffer_opts_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_buffer_opts_t {}
+// SAFETY: integers and a raw pointer; the first field is the size.
+unsafe impl Plain for kvt_buffer_info_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_buffer_info_t {}
+// SAFETY: integers and raw pointers.
+unsafe impl Plain for kvt_buffer_item_t {}
+
+pub(crate) struct BufferNoun {
+    pub(crate) core: Arc<Core>,
+    buffer: Arc<Buffer>,
+}
+
+static BUFFERS: Slab<BufferNoun> = Slab::new();
+
+impl Noun for BufferNoun {
+    type C = kvt_buffer_t;
+    const TYPE: u8 = 7;
+    const NAME: &'static str = "buffer";
+    fn table() -> &'static Slab<Self> {
+        &BUFFERS
+    }
+}
+
+/// Bytes made present by one piece of work.
+const PREFAULT_BYTES: u64 = 16 << 20;
+
+/// Allocates a buffer.
+///
+/// @param runtime  Where it belongs.
+/// @param opts     Size and kind; `bytes` must be set.
+/// @param out      The buffer; free it with kvt_buffer_free.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
+///         (no reserved huge pages), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
+///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC; with KVT_BUFFER_PREFAULT also
+///         KVT_E_AGAIN, and KVT_E_REENTRANT inside a callback.
+///
+/// Ownership: the caller owns the buffer; it is not inherited by forked
+/// children. Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `opts` is valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_buffer_alloc(
+    runtime: *const kvt_runtime_t,
+    opts: *const kvt_buffer_opts_t,
+    out: *mut *mut kvt_buffer_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let given = unsafe {
+            require(out)?;
+            read(opts)?
+        };
+        let wish = wish_of(&given)?;
+        let noun = on_runtime(runtime, |core| {
+            core.check_open()?;
+            let buffer = Arc::new(Buffer::map(&wish, core.faults())?);
+            if given.flags & KVT_BUFFER_PREFAULT != 0 {
+                prefault(core, &buffer)?;
+            }
+            Ok(BufferNoun { core: core.clone(), buffer })
+        })?;
+        let handle = insert(noun)?;
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out.write(handle) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+fn wish_of(given: &kvt_buffer_opts_t) -> Result<MemoryWish> {
+    let all = KVT_BUFFER_PIN
+        | KVT_BUFFER_TRY_PIN
+        | KVT_BUFFER_HUGETLB
+        | KVT_BUFFER_TRY_HUGE
+        | KVT_BUFFER_PREFAULT;
+    known_flags(given.flags, all)?;
+    let wish = |must: u64, soft: u64| match (given.flags & must, given.flags & soft) {
+        (0, 0) => Wish::No,
+        (0, _) => Wish::Try,
+        _ => Wish::Must,
+    };
+    let account = match given.account.is_null() {
+        true => None,
+        false => Some(pin::<AccountNoun>(given.account, Access::Use)?.0.clone()),
+    };
+    Ok(MemoryWish {
+        bytes: given.bytes,
+        align_bytes: given.align_bytes,
+        pin: wish(KVT_BUFFER_PIN, KVT_BUFFER_TRY_PIN),
+        huge: wish(KVT_BUFFER_HUGETLB, KVT_BUFFER_TRY_HUGE),
+        account,
+    })
+}
+
+fn prefault(core: &Arc<Core>, buffer: &Arc<Buffer>) -> Result<()> {
+    crate::base::callback::refuse_reentry()?;
+    let pieces = buffer.bytes().div_ceil(PREFAULT_BYTES);
+    let grain = PREFAULT_BYTES.max(buffer.bytes().div_ceil(MAX_ITEMS as u64));
+    let mut items = core.item_list(pieces.min(MAX_ITEMS as u64) as usize)?;
+    let mut at = 0;
+    while at < buffer.bytes() {
+        let n = grain.min(buffer.bytes() - at);
+        items.push(Item::new(host::PREFAULT, Some((buffer.clone(), at)), None, n, 0));
+        at += n;
+    }
+    let op = core.submit(&OpOpts::default(), items, host::run)?;
+    op.wait(RELEASED, 0)?;
+    op.remove();
+    match op.info().status.and_then(Status::from_code) {
+        Some(Status::Ok) => Ok(()),
+        status => Err(op.error().unwrap_or_else(|| status.unwrap_or(Status::Panic).into())),
+    }
+}
+
+/// Makes memory of yours usable for ops.
+///
+/// @param runtime    Where it belongs.
+/// @param address    Where the memory starts.
+/// @param size       Its size in bytes.
+/// @param user_data  Handed to destroy; taken over on success only.
+/// @param destroy    Called once, when the buffer is freed and no op uses it any
+///                   more; may be null.
+/// @param out        The buffer; free it with kvt_buffer_free.
+/// @param err        Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
+///         KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Ownership: the memory stays yours and must outlive the buffer. Threading:
+/// any thread. Since 0.1.
+///
+/// # Safety
+/// The memory must be readable and writable until the buffer is gone.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_buffer_wrap(
+    runtime: *const kvt_runtime_t,
+    address: *mut c_void,
+    size: u64,
+    user_data: *mut c_void,
+    destroy: kvt_destroy_fn,
+    out: *mut *mut kvt_buffer_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: a check of the pointer alone.
+        unsafe { require(out)? };
+        let foreign = Arc::new(Foreign::new((), user_data, destroy));
+        let noun = on_runtime(runtime, |core| {
+            core.check_open()?;
+            // SAFETY: the caller's promise about the memory.
+            let buffer = unsafe { Buffer::wrap(address.cast(), size, Box::new(foreign.clone()))? };
+            Ok(BufferNoun { core: core.clone(), buffer: Arc::new(buffer) })
+        })?;
+        let handle = insert(noun)?;
+        foreign.keep();
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out.write(handle) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Frees a buffer.
+///
+/// @param buffer  Pointer to the handle, cleared on success; null, or a null
+///                handle, is fine.
+/// @return KVT_OK; KVT_E_BUSY while an op uses it; KVT_E_HANDLE, KVT_E_FORKED.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// `buffer` is null or valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_buffer_free(buffer: *mut *mut kvt_buffer_t) -> kvt_status_t {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe {
+        free::<BufferNoun>(buffer, |noun| match noun.buffer.in_flight() {
+            0 => Ok(()),
+            _ => Err(Status::Busy.into()),
+        })
+    })
+}
+
+/// Where a buffer's bytes are.
+///
+/// @param buffer       The buffer.
+/// @param out_address  Where it starts; may be null.
+/// @param out_bytes    Its usable size; may be null.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+///
+/// Ownership: the address is borrowed until the buffer is freed. Threading: any
+/// thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid for writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_buffer_address(
+    buffer: *const kvt_buffer_t,
+    out_address: *mut *mut c_void,
+    out_bytes: *mut u64,
+) -> kvt_status_t {
+    guard(|| {
+        with::<BufferNoun, ()>(buffer, Access::Salvage, |noun| {
+            // SAFETY: null or valid, by the caller's promise.
+            unsafe {
+                if let Some(out) = out_address.as_mut() {
+                    *out = noun.buffer.address().cast();
+                }
+                if let Some(out) = out_bytes.as_mut() {
+                    *out = noun.buffer.bytes();
+                }
+            }
+            Ok(())
+        })
+    })
+}
+
+/// What a buffer is.
+///
+/// @param buffer  The buffer.
+/// @param out     Filled in; start it with KVT_BUFFER_INFO_INIT.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_buffer_info(
+    buffer: *const kvt_buffer_t,
+    out: *mut kvt_buffer_info_t,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { check_out(out)? };
+        with::<BufferNoun, ()>(buffer, Access::Salvage, |noun| {
+            let filled = kvt_buffer_info_t {
+                struct_size: 0,
+                address: noun.buffer.address().cast(),
+                bytes: noun.buffer.bytes(),
+                charged_bytes: noun.buffer.charged_bytes(),
+                in_flight: noun.buffer.in_flight(),
+                pinned: u32::from(noun.buffer.is_pinned()),
+                pages: noun.buffer.pages() as u32,
+            };
+            // SAFETY: checked above.
+            unsafe { write(out, &filled) };
+            Ok(())
+        })
+    })
+}
+
+/// Submits work on buffers: one op for all items, or, with KVT_SUBMIT_EACH, one
+/// per item. All or nothing; never waits. Items of one op run in any order and
+/// on several workers, so they must not write what another reads.
+///
+/// @param runtime       Who does it.
+/// @param opts          Queue, tag, deadline, priority; null for none.
+/// @param items         The work; copied, so yours again when this returns.
+/// @param count         How many items, 1 to 65536.
+/// @param stride_bytes  sizeof(kvt_buffer_item_t).
+/// @param ops_out       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
+///                      freed by you; null when the queue alone tells of the end.
+/// @param err           Explains a failure; may be null.
+/// @return KVT_OK when submitted; KVT_E_AGAIN when the queue or the runtime is
+///         full; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
+///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Ownership: the caller owns the ops; the buffers' bytes are the library's
+/// until the release. Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// `items` is valid for `count` * `stride_bytes`, `ops_out` null or valid for the
+/// handles it receives, `opts` for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_buffer_submit(
+    runtime: *const kvt_runtime_t,
+    opts: *const kvt_submit_opts_t,
+    items: *const kvt_buffer_item_t,
+    count: u64,
+    stride_bytes: u64,
+    ops_out: *mut *mut kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let (given, opts, each) = unsafe {
+            let max = MAX_ITEMS as u64;
+            let given = Strided::new(items.cast_mut(), count, stride_bytes, max)?;
+            let (opts, each) = submit_opts(opts, ops_out.is_null())?;
+            (given, opts, each)
+        };
+        if given.len() == 0 {
+            fail!(Invalid, "there is nothing to do: count is 0");
+        }
+        on_runtime(runtime, |core| {
+            let mut list = core.item_list(given.len())?;
+            for i in 0..given.len() {
+                let item = given.get(i).and_then(|item| item_of(&item));
+                list.push(item.map_err(|e: Error| e.within(&format!("item {i}")))?);
+            }
+            let hand_out = |i: usize, op: &crate::base::op::OpRef| {
+                if !ops_out.is_null() {
+                    // SAFETY: the caller has room for `count` handles, or for one.
+                    unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
+                }
+            };
+            if each {
+                let tag_of = |i| given.get(i).map_or(0, |item: kvt_buffer_item_t| item.tag);
+                return core.submit_each(&opts, list, tag_of, host::run, hand_out);
+            }
+            hand_out(0, &core.submit(&opts, list, host::run)?);
+            Ok(())
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+fn item_of(given: &kvt_buffer_item_t) -> Result<Item> {
+    if given.flags != 0 {
+        fail!(Invalid, "unknown flags {:#x}", given.flags);
+    }
+    let (wants_dst, wants_src) = host::needs(given.kind)?;
+    let dst = side("target", wants_dst, given.dst, given.dst_offset, given.bytes)?;
+    let src = side("source", wants_src, given.src, given.src_offset, given.bytes)?;
+    Ok(Item::new(given.kind, dst, src, given.bytes, given.expect))
+}
+
+fn side(
+    name: &str,
+    wanted: bool,
+    handle: *const kvt_buffer_t,
+    offset: u64,
+    bytes: u64,
+) -> Result<Option<(Arc<Buffer>, u64)>> {
+    if !wanted {
+        if !handle.is_null() {
+            fail!(Invalid, "this kind of work has no {name}");
+        }
+        return Ok(None);
+    }
+    let noun = pin::<BufferNoun>(handle, Access::Use).map_err(|e| e.within(name))?;
+    if noun.buffer.range(offset, bytes).is_none() {
+        let has = noun.buffer.bytes();
+        fail!(Invalid, "{bytes} bytes at {offset} leave the {name} of {has} bytes");
+    }
+    Ok(Some((noun.buffer.clone(), offset)))
+}
+
+/// The checksum of bytes, as ops compute it: XXH3-64 of every 4096 bytes, then
+/// XXH3-64 of those sums as little-endian numbers.
+///
+/// @param data       The bytes.
+/// @param size       How many.
+/// @param out_value  The checksum.
+/// @return KVT_OK; KVT_E_INVALID.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// `data` is null with a size of 0, or valid for reads; `out_value` for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_checksum(
+    data: *const c_void,
+    size: u64,
+    out_value: *mut u64,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            require(out_value)?;
+            out_value.write(checksum(bytes(data.cast(), size)?));
+        }
+        Ok(())
+    })
+}

@@ -1,0 +1,148 @@
+//! Errors that explain themselves.
+
+use std::ffi::{CString, c_char};
+
+use crate::base::slab::Slab;
+use crate::base::status::{Error, Result, Status};
+use crate::ffi::guard::guard;
+use crate::ffi::handle::{Access, Noun, encode, free, with};
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Plain, Sized_, check_out, write};
+
+/// A failure in words. Calls that take a `kvt_error_t **err` write one there
+/// when they fail (only then) and `err` is not null. The variable must be null
+/// or hold an error; that one is replaced. Free it with kvt_error_free.
+pub struct kvt_error_t(());
+
+/// The particulars of an error.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_error_info_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// The message, UTF-8 and NUL-terminated. Lives until the error is freed
+    /// or replaced.
+    pub message: *const c_char,
+    /// Length of the message without the NUL.
+    pub message_bytes: u64,
+    /// Offset in the input text, for errors about one; else UINT64_MAX.
+    pub offset: u64,
+    /// The status the failed call returned.
+    pub status: kvt_status_t,
+    /// errno, when the operating system was asked; else 0.
+    pub os_errno: i32,
+}
+
+// SAFETY: integers and a raw pointer; the first field is the size.
+unsafe impl Plain for kvt_error_info_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_error_info_t {}
+
+pub(crate) struct ErrorNoun {
+    error: Error,
+    text: CString,
+}
+
+static ERRORS: Slab<ErrorNoun> = Slab::new();
+
+impl Noun for ErrorNoun {
+    type C = kvt_error_t;
+    const TYPE: u8 = 1;
+    const NAME: &'static str = "error";
+    fn table() -> &'static Slab<Self> {
+        &ERRORS
+    }
+}
+
+/// Hands an error out; without room for it the status alone must do.
+///
+/// # Safety
+/// `err` is null or points to a handle that is null or an error's.
+pub(crate) unsafe fn report(err: *mut *mut kvt_error_t, error: Error) {
+    // SAFETY: the caller's promise.
+    let Some(slot) = (unsafe { err.as_mut() }) else { return };
+    // The error of an earlier call goes; a handle that is none stays unread.
+    if !slot.is_null() {
+        // SAFETY: `slot` is a valid handle variable.
+        let _ = unsafe { free::<ErrorNoun>(slot, |_| Ok(())) };
+    }
+    *slot = handle_of(error).unwrap_or(std::ptr::null_mut());
+}
+
+/// A new handle for an error.
+pub(crate) fn handle_of(error: Error) -> Result<*mut kvt_error_t> {
+    let clean = error.message().replace('\0', "?");
+    let text = CString::new(clean).unwrap_or_default();
+    ERRORS.insert(ErrorNoun { error, text }).map(encode::<ErrorNoun>)
+}
+
+/// Reads an error.
+///
+/// @param error  The error.
+/// @param out    Filled in; start it with KVT_ERROR_INFO_INIT.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID.
+///
+/// Ownership: `out->message` is borrowed until the error is freed or replaced.
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_error_info(
+    error: *const kvt_error_t,
+    out: *mut kvt_error_info_t,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { check_out(out)? };
+        with::<ErrorNoun, ()>(error, Access::Salvage, |noun| {
+            let detail = noun.error.detail();
+            let info = kvt_error_info_t {
+                struct_size: 0,
+                message: noun.text.as_ptr(),
+                message_bytes: noun.text.as_bytes().len() as u64,
+                offset: detail.and_then(|d| d.offset).unwrap_or(u64::MAX),
+                status: noun.error.status().code(),
+                os_errno: detail.map_or(0, |d| d.os_errno),
+            };
+            // SAFETY: checked above.
+            unsafe { write(out, &info) };
+            Ok(())
+        })
+    })
+}
+
+/// The message of an error, for printing.
+///
+/// @param error  The error, or null.
+/// @return A NUL-terminated UTF-8 string, borrowed until the error is freed or
+///         replaced. Never null: without an error it is an empty one.
+///
+/// Threading: any thread. Since 0.1.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char {
+    let mut text = c"".as_ptr();
+    let status = guard(|| {
+        with::<ErrorNoun, ()>(error, Access::Salvage, |noun| {
+            text = noun.text.as_ptr();
+            Ok(())
+        })
+    });
+    debug_assert!(status <= Status::Ok.code());
+    text
+}
+
+/// Frees an error and clears the variable.
+///
+/// @param error  Pointer to the handle; null, or a null handle, is fine.
+/// @return KVT_OK; KVT_E_HANDLE.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `error` is null or valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_error_free(error: *mut *mut kvt_error_t) -> kvt_status_t {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe { free::<ErrorNoun>(error, |_| Ok(())) })
+}

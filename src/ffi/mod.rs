@@ -1,0 +1,24 @@
+//! The C boundary: what `include/kvtier/kvtier.h` declares, and no logic.
+//!
+//! `guard` catches panics, `handle` checks who is meant, `structs` and `slice`
+//! read what the caller wrote; then one file a noun. Every exported function
+//! is written out (cbindgen does not see macros).
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
+#![allow(non_camel_case_types)]
+
+pub mod budget;
+pub mod buffer;
+pub mod error;
+pub mod feature;
+pub mod guard;
+pub mod handle;
+pub mod logging;
+pub mod op;
+pub mod queue;
+pub mod runtime;
+pub mod slice;
+pub mod spec;
+pub mod status;
+pub mod structs;
+pub mod version;

@@ -1,0 +1,362 @@
+//! Operations in flight and done.
+
+use crate::base::callback::refuse_reentry;
+use crate::base::op::{EVENTS, ISSUED, MAX_ITEMS, Op, OpOpts, RELEASED, RESOLVED, ops};
+use crate::base::slab::Slab;
+use crate::base::status::{Error, Result, Status};
+use crate::base::worker::LANES;
+use crate::fail;
+use crate::ffi::error::{handle_of, kvt_error_t};
+use crate::ffi::guard::guard;
+use crate::ffi::handle::{Access, Noun, free, pin, with};
+use crate::ffi::queue::{QueueNoun, kvt_queue_t};
+use crate::ffi::slice::require;
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Plain, Sized_, Strided, check_out, known_flags, read, write};
+
+/// A submitted operation. It completes exactly once and has two moments:
+/// *resolved*, the result is known, and *released*, the library does not touch
+/// your memory any more. Usually both come together; a deadline or a defect may
+/// resolve an op earlier. Internally locked: any thread may use it.
+pub struct kvt_op_t(());
+
+/// Execution has begun (or was ended before it could).
+pub const KVT_OP_ISSUED: u32 = 1;
+/// The result is known.
+pub const KVT_OP_RESOLVED: u32 = 2;
+/// Your memory is yours again.
+pub const KVT_OP_RELEASED: u32 = 4;
+/// A cancel was asked for.
+pub const KVT_OP_CANCEL: u32 = 8;
+
+/// Each item becomes an op of its own; ops_out then receives one per item.
+pub const KVT_SUBMIT_EACH: u64 = 1;
+
+/// Work somebody waits for.
+pub const KVT_PRIORITY_DEMAND: u32 = 0;
+/// Work that will be wanted soon.
+pub const KVT_PRIORITY_PREFETCH: u32 = 1;
+/// Work that can wait.
+pub const KVT_PRIORITY_BACKGROUND: u32 = 2;
+
+const _: () = assert!(KVT_OP_ISSUED == ISSUED && KVT_OP_RESOLVED == RESOLVED);
+const _: () = assert!(KVT_OP_RELEASED == RELEASED && KVT_OP_CANCEL == crate::base::op::CANCEL);
+
+/// How to submit. Zero is the default everywhere.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_submit_opts_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// KVT_SUBMIT_*.
+    pub flags: u64,
+    /// Where completions go; null = nowhere, the op handle must be kept.
+    pub queue: *const kvt_queue_t,
+    /// Your own word, handed back in the completion.
+    pub tag: u64,
+    /// CLOCK_MONOTONIC; the op resolves with KVT_E_TIMEOUT then. 0 = never.
+    pub deadline_ns: u64,
+    /// Moments (KVT_OP_ISSUED, _RESOLVED, _RELEASED) that get a completion each;
+    /// moments that come together share one. 0 = KVT_OP_RELEASED.
+    pub notify: u32,
+    /// KVT_PRIORITY_*.
+    pub priority: u32,
+}
+
+/// How far an op is.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_op_info_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// The word given at submission.
+    pub tag: u64,
+    /// Bytes of the items that are done and OK.
+    pub bytes_done: u64,
+    /// KVT_OP_* bits.
+    pub state: u32,
+    /// The result; meaningful once KVT_OP_RESOLVED is set.
+    pub status: kvt_status_t,
+    /// Items in all.
+    pub items: u32,
+    /// Items that are done or were skipped.
+    pub items_done: u32,
+    /// Of those, the ones that are not OK.
+    pub items_failed: u32,
+    /// Always 0.
+    pub reserved: u32,
+}
+
+/// How one item of an op went.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_op_item_t {
+    /// What it computed, such as a checksum; 0 where nothing was.
+    pub value: u64,
+    /// Its result; meaningful once done.
+    pub status: kvt_status_t,
+    /// 1 when it is done or was skipped.
+    pub done: u32,
+}
+
+// SAFETY: integers and raw pointers; the first field is the size.
+unsafe impl Plain for kvt_submit_opts_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_submit_opts_t {}
+// SAFETY: integers alone; the first field is the size.
+unsafe impl Plain for kvt_op_info_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_op_info_t {}
+// SAFETY: integers alone.
+unsafe impl Plain for kvt_op_item_t {}
+
+impl Noun for Op {
+    type C = kvt_op_t;
+    const TYPE: u8 = 3;
+    const NAME: &'static str = "op";
+    fn table() -> &'static Slab<Self> {
+        ops()
+    }
+}
+
+/// Reads submit options; the second result says whether every item is an op.
+///
+/// # Safety
+/// `opts` is null or valid for the size it states.
+pub(crate) unsafe fn submit_opts(
+    opts: *const kvt_submit_opts_t,
+    detached: bool,
+) -> Result<(OpOpts, bool)> {
+    // SAFETY: the caller's promise.
+    let given = unsafe { read(opts)? };
+    known_flags(given.flags, KVT_SUBMIT_EACH)?;
+    if given.notify & !EVENTS != 0 {
+        fail!(Invalid, "notify {:#x} has bits that are no moments", given.notify);
+    }
+    if given.priority as usize >= LANES {
+        fail!(Invalid, "priority {} is none of 0 to {}", given.priority, LANES - 1);
+    }
+    let queue = match given.queue.is_null() {
+        true => None,
+        false => Some(pin::<QueueNoun>(given.queue, Access::Use)?.0.clone()),
+    };
+    let opts = OpOpts {
+        queue,
+        tag: given.tag,
+        deadline_ns: given.deadline_ns,
+        notify: given.notify,
+        lane: given.priority as usize,
+        detached,
+    };
+    Ok((opts, given.flags & KVT_SUBMIT_EACH != 0))
+}
+
+/// How far an op is.
+///
+/// @param op   The op.
+/// @param out  Filled in; start it with KVT_OP_INFO_INIT.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_t) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { check_out(out)? };
+        with::<Op, ()>(op, Access::Salvage, |op| {
+            let info = op.info();
+            let filled = kvt_op_info_t {
+                struct_size: 0,
+                tag: info.tag,
+                bytes_done: info.bytes_done,
+                state: info.state,
+                status: info.status.unwrap_or(0),
+                items: info.items,
+                items_done: info.items_done,
+                items_failed: info.items_failed,
+                reserved: 0,
+            };
+            // SAFETY: checked above.
+            unsafe { write(out, &filled) };
+            Ok(())
+        })
+    })
+}
+
+/// Waits until an op has reached moments.
+///
+/// @param op           The op.
+/// @param moments      KVT_OP_ISSUED, _RESOLVED, _RELEASED or several; all are
+///                     waited for.
+/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+/// @return KVT_OK when they are reached, whatever the op's own result (see
+///         kvt_op_info); KVT_E_TIMEOUT; KVT_E_REENTRANT inside a callback;
+///         KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvt_op_wait(op: *const kvt_op_t, moments: u32, deadline_ns: u64) -> kvt_status_t {
+    guard(|| {
+        if moments == 0 || moments & !EVENTS != 0 {
+            fail!(Invalid, "moments {moments:#x} are not moments of an op");
+        }
+        refuse_reentry()?;
+        with::<Op, ()>(op, Access::Salvage, |op| op.wait(moments, deadline_ns))
+    })
+}
+
+/// Asks an op to end. One that has not been issued ends at once with
+/// KVT_E_CANCELLED; one that runs skips the items it has not begun. An op that
+/// is done stays as it is.
+///
+/// @param op  The op.
+/// @return KVT_OK, also when it is too late; KVT_E_HANDLE, KVT_E_FORKED.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvt_op_cancel(op: *const kvt_op_t) -> kvt_status_t {
+    guard(|| {
+        with::<Op, ()>(op, Access::Salvage, |op| {
+            op.cancel();
+            Ok(())
+        })
+    })
+}
+
+/// How the items of an op went; also while it runs.
+///
+/// @param op            The op.
+/// @param first         The first item wanted.
+/// @param out           Receives the entries.
+/// @param capacity      Room at `out`, in entries, at most 65536.
+/// @param stride_bytes  sizeof(kvt_op_item_t).
+/// @param out_count     How many were written.
+/// @return KVT_OK; KVT_E_INVALID when `first` is beyond the last item;
+///         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is valid for `capacity` * `stride_bytes`, `out_count` for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_op_items(
+    op: *const kvt_op_t,
+    first: u64,
+    out: *mut kvt_op_item_t,
+    capacity: u64,
+    stride_bytes: u64,
+    out_count: *mut u64,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let entries = unsafe {
+            require(out_count)?;
+            Strided::new(out, capacity, stride_bytes, MAX_ITEMS as u64)?
+        };
+        with::<Op, ()>(op, Access::Salvage, |op| {
+            let items = usize::try_from(first).ok().and_then(|first| op.items().get(first..));
+            let Some(items) = items else {
+                fail!(Invalid, "item {first} of an op with {}", op.items().len());
+            };
+            let n = items.len().min(entries.len());
+            for (i, item) in items.iter().take(n).enumerate() {
+                let (status, value) = item.outcome();
+                let done = u32::from(status.is_some());
+                entries.put(i, &kvt_op_item_t { value, status: status.unwrap_or(0), done });
+            }
+            // SAFETY: checked above.
+            unsafe { out_count.write(n as u64) };
+            Ok(())
+        })
+    })
+}
+
+/// The words behind an op's failure.
+///
+/// @param op   The op.
+/// @param out  The error; free it with kvt_error_free.
+/// @return KVT_OK; KVT_E_NOT_FOUND when there is nothing to say beyond the
+///         status; KVT_E_STATE before it is resolved; KVT_E_HANDLE,
+///         KVT_E_INVALID, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or valid for writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_op_error(
+    op: *const kvt_op_t,
+    out: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: a check of the pointer alone.
+        unsafe { require(out)? };
+        with::<Op, ()>(op, Access::Salvage, |op| {
+            if op.state() & RESOLVED == 0 {
+                return Err(Status::State.into());
+            }
+            let error = op.error().ok_or_else(|| Error::from(Status::NotFound))?;
+            let handle = handle_of(error)?;
+            // SAFETY: not null, and the caller's promise.
+            unsafe { out.write(handle) };
+            Ok(())
+        })
+    })
+}
+
+/// Frees an op handle. The op must have been released: cancel and wait first
+/// to get there.
+///
+/// @param op  Pointer to the handle, cleared on success; null, or a null handle,
+///            is fine.
+/// @return KVT_OK; KVT_E_BUSY before the release; KVT_E_HANDLE, KVT_E_FORKED.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// `op` is null or valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_op_free(op: *mut *mut kvt_op_t) -> kvt_status_t {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe { free_op(op) })
+}
+
+/// Frees many op handles; stops at the first that cannot be freed.
+///
+/// @param ops    The handles, each cleared when freed; null handles are skipped.
+/// @param count  How many.
+/// @return KVT_OK; KVT_E_BUSY, KVT_E_HANDLE for the first handle that is not
+///         null afterwards; KVT_E_INVALID, KVT_E_FORKED.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// `ops` is null with a count of 0, or valid for reads and writes of `count` handles.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -> kvt_status_t {
+    guard(|| {
+        if count == 0 {
+            return Ok(());
+        }
+        // SAFETY: a check of the pointer alone.
+        unsafe { require(ops)? };
+        for i in 0..count as usize {
+            // SAFETY: inside the caller's array.
+            unsafe { free_op(ops.add(i))? };
+        }
+        Ok(())
+    })
+}
+
+unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        free::<Op>(op, |op| match op.state() & RELEASED {
+            0 => Err(Status::Busy.into()),
+            _ => Ok(()),
+        })
+    }
+}

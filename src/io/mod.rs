@@ -1,0 +1,3 @@
+//! What this machine's kernel can do for files.
+
+pub mod probe;

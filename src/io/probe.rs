@@ -1,0 +1,144 @@
+//! Probes: io_uring, O_DIRECT alignment, and the list of optional features.
+
+use std::ffi::{CStr, CString};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
+
+use crate::base::fork;
+use crate::base::machine::MemoryFacts;
+use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::status::{Error, Result, Status};
+
+/// Something optional: is it in this build, and on this machine?
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Feature {
+    /// Its name.
+    pub name: &'static str,
+    /// What it is for.
+    pub note: &'static str,
+    /// The code for it is in this library.
+    pub built: bool,
+    /// This machine offers it.
+    pub present: bool,
+}
+
+/// Names and notes of all features.
+pub const FEATURES: [(&str, &str); 8] = [
+    ("cuda", "copies to and from NVIDIA devices; the driver is loaded at run time\0"),
+    ("faults", "faults can be planted in a runtime, for tests of error paths\0"),
+    ("hugetlb", "explicit huge pages from the reserved pool\0"),
+    ("io_uring", "asynchronous file I/O without a thread per request\0"),
+    ("mlock", "memory can be locked in RAM\0"),
+    ("redis", "a remote tier on servers that speak its protocol\0"),
+    ("thp", "transparent huge pages\0"),
+    ("wipeonfork", "the kernel tells a forked child apart at no cost\0"),
+];
+
+/// The feature at a place in the list.
+pub fn feature(index: usize) -> Option<Feature> {
+    let (name, note) = *FEATURES.get(index)?;
+    let facts = MemoryFacts::probe;
+    let (built, present) = match name {
+        "cuda" => (false, cuda_driver().is_some()),
+        "faults" => (true, true),
+        "hugetlb" => (true, facts().hugetlb_free_pages > 0),
+        "io_uring" => (false, io_uring().is_ok()),
+        "mlock" => (true, facts().lockable_bytes() > 0),
+        "thp" => (true, matches!(facts().thp_mode.as_str(), "always" | "madvise")),
+        "wipeonfork" => (true, fork::arm().unwrap_or(false)),
+        _ => (false, false),
+    };
+    Some(Feature { name, note: note.trim_end_matches('\0'), built, present })
+}
+
+/// Sets up a small ring and closes it: what the kernel and its seccomp filter
+/// say is what counts.
+pub fn io_uring() -> Result<()> {
+    let mut params = [0u8; 120]; // struct io_uring_params
+    // SAFETY: the kernel reads and writes 120 bytes at `params`; a descriptor comes back.
+    let fd = unsafe { libc::syscall(libc::SYS_io_uring_setup, 2u32, params.as_mut_ptr()) };
+    if fd < 0 {
+        return Err(Error::os("io_uring_setup"));
+    }
+    // SAFETY: a descriptor this call has just made and nobody else owns.
+    drop(unsafe { OwnedFd::from_raw_fd(fd as i32) });
+    Ok(())
+}
+
+/// The version of the CUDA driver (13010 = 13.1), when there is one.
+pub fn cuda_driver() -> Option<i32> {
+    const NAME: &CStr = c"libcuda.so.1";
+    const SYMBOL: &CStr = c"cuDriverGetVersion";
+    // SAFETY: loading the driver runs its initialisers, as every CUDA program
+    // does; the symbol has this signature in every version of the driver. It is
+    // not unloaded: drivers do not support that.
+    unsafe {
+        let library = libc::dlopen(NAME.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
+        if library.is_null() {
+            return None;
+        }
+        let symbol = libc::dlsym(library, SYMBOL.as_ptr());
+        if symbol.is_null() {
+            return None;
+        }
+        let version: extern "C" fn(*mut i32) -> i32 = std::mem::transmute(symbol);
+        let mut out = 0;
+        (version(&mut out) == 0).then_some(out)
+    }
+}
+
+/// The least alignment at which O_DIRECT reads work on a directory's file system.
+pub fn direct_alignment(directory: &Path) -> Result<u64> {
+    let name = directory.join(format!(".kvt-probe-{}", std::process::id()));
+    let path = CString::new(name.as_os_str().as_encoded_bytes())
+        .map_err(|_| Error::new(Status::Invalid, "the path contains a NUL"))?;
+    let flags = libc::O_RDWR | libc::O_CREAT | libc::O_EXCL | libc::O_CLOEXEC | libc::O_NOFOLLOW;
+    // SAFETY: a NUL-terminated path; the result is checked.
+    let fd = unsafe { libc::open(path.as_ptr(), flags | libc::O_DIRECT, 0o600) };
+    if fd < 0 {
+        return Err(Error::os(&format!("O_DIRECT in {}", directory.display())));
+    }
+    // SAFETY: a descriptor this call has just made and nobody else owns.
+    let file = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: the path opened above; the file lives on through its descriptor.
+    unsafe { libc::unlink(path.as_ptr()) };
+    let buffer = Buffer::map(&MemoryWish { bytes: 128 << 10, ..MemoryWish::default() }, None)?;
+    // SAFETY: 64 KiB inside the buffer.
+    let wrote = unsafe { libc::pwrite(file.as_raw_fd(), buffer.address().cast(), 64 << 10, 0) };
+    if wrote != 64 << 10 {
+        return Err(Error::os(&format!("writing with O_DIRECT in {}", directory.display())));
+    }
+    let works = |align: usize| {
+        // SAFETY: `align` bytes at offset `align` inside the buffer.
+        let got = unsafe {
+            let at = buffer.address().add(align).cast();
+            libc::pread(file.as_raw_fd(), at, align, align as i64)
+        };
+        got == align as isize
+    };
+    (9..=16)
+        .map(|bits| 1usize << bits)
+        .find(|align| works(*align))
+        .map(|align| align as u64)
+        .ok_or_else(|| Error::new(Status::Unavailable, "no alignment up to 64 KiB works"))
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn features_are_sorted_and_known() {
+        assert!(FEATURES.windows(2).all(|w| w[0].0 < w[1].0));
+        assert!((0..FEATURES.len()).all(|i| feature(i).is_some_and(|f| !f.note.is_empty())));
+        assert!(feature(FEATURES.len()).is_none());
+    }
+
+    #[test]
+    fn direct_alignment_is_a_power_of_two_or_an_error() {
+        if let Ok(align) = direct_alignment(&std::env::temp_dir()) {
+            assert!(align.is_power_of_two() && (512..=65_536).contains(&align));
+        }
+        assert!(direct_alignment(Path::new("/nonexistent")).is_err());
+    }
+}

@@ -1,0 +1,20 @@
+//! kvtier: tiered KV-cache storage, weight streaming and every eviction and
+//! sparse policy behind one stable C header.
+//!
+//! The map, one floor a line; imports point down only (`tests/arrows.rs`):
+//!
+//! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
+//! - [`device`]: who copies bytes (host memory today).
+//! - [`io`]: what files and kernels can do on this machine.
+//! - [`base`]: runtime, ops and queues, budget, memory, clock, locks, specs.
+
+#![warn(clippy::all)]
+
+#[cfg(panic = "abort")]
+compile_error!("kvtier turns panics into KVT_E_PANIC: build it with panic = \"unwind\"");
+
+pub mod base;
+pub mod device;
+#[cfg(not(feature = "shuttle"))]
+pub mod ffi;
+pub mod io;

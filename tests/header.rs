@@ -1,0 +1,140 @@
+//! The committed header is what the sources say. To bring it up to date:
+//! `KVTIER_BLESS=1 cargo test --test header`.
+
+use std::path::Path;
+
+fn generated() -> String {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("cbindgen.toml");
+    let sources = ["src/ffi"];
+    let mut builder = cbindgen::Builder::new().with_config(config);
+    let mut files: Vec<_> = sources
+        .iter()
+        .flat_map(|dir| std::fs::read_dir(root.join(dir)).expect(dir))
+        .map(|entry| entry.expect("entry").path())
+        .filter(|path| path.extension().is_some_and(|e| e == "rs"))
+        .collect();
+    // In the order a reader meets the nouns.
+    let order = [
+        "status", "version", "error", "logging", "feature", "spec", "runtime", "op", "queue",
+        "budget", "buffer",
+    ];
+    let rank = |path: &Path| {
+        let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or("");
+        order.iter().position(|name| *name == stem).unwrap_or(order.len())
+    };
+    files.sort_by_key(|path| (rank(path), path.clone()));
+    for file in files {
+        builder = builder.with_src(file);
+    }
+    let mut out = Vec::new();
+    builder.generate().expect("cbindgen").write(&mut out);
+    let text = without_rust_sections(&String::from_utf8(out).expect("UTF-8"));
+    text.lines().map(in_parentheses).collect::<Vec<_>>().join("\n") + "\n"
+}
+
+/// A negative constant must survive `-KVT_E_BUSY`.
+fn in_parentheses(line: &str) -> String {
+    match line.strip_prefix("#define ").and_then(|rest| rest.split_once(' ')) {
+        Some((name, value)) if value.starts_with('-') => format!("#define {name} ({value})"),
+        _ => line.to_string(),
+    }
+}
+
+/// `# Safety` sections tell Rust callers what the rest of the comment tells C ones.
+fn without_rust_sections(text: &str) -> String {
+    let mut out: Vec<&str> = Vec::new();
+    let mut inside = false;
+    for line in text.lines() {
+        let body = line.trim_start().trim_start_matches('*').trim();
+        inside = inside && line.trim() != "*/";
+        if body == "# Safety" {
+            inside = true;
+            if out.last().is_some_and(|l| l.trim() == "*") {
+                out.pop();
+            }
+        }
+        if !inside {
+            out.push(line);
+        }
+    }
+    out.join("\n") + "\n"
+}
+
+#[test]
+fn the_committed_header_is_current() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/kvtier/kvtier.h");
+    let fresh = generated();
+    if std::env::var_os("KVTIER_BLESS").is_some() {
+        std::fs::write(&path, &fresh).expect("writing the header");
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default();
+    let differs = fresh.lines().zip(committed.lines()).position(|(a, b)| a != b);
+    assert!(
+        fresh == committed,
+        "include/kvtier/kvtier.h is stale from line {}; run KVTIER_BLESS=1 cargo test --test header",
+        differs.map_or(committed.lines().count(), |i| i) + 1
+    );
+}
+
+#[test]
+fn every_sized_struct_has_an_initialiser() {
+    let header = generated();
+    for name in sized_structs(&header) {
+        let stem = name.trim_start_matches("kvt_").trim_end_matches("_t").to_uppercase();
+        let define = format!("#define KVT_{stem}_INIT KVT_INIT_({name})");
+        assert!(header.contains(&define), "{name} has no KVT_{stem}_INIT");
+    }
+}
+
+#[test]
+fn every_function_says_what_callers_need() {
+    let header = generated();
+    let mut functions = 0;
+    for (comment, declaration) in documented(&header) {
+        if !declaration.contains('(') || declaration.starts_with("typedef") {
+            continue;
+        }
+        functions += 1;
+        assert!(comment.contains("Threading:"), "no threading note: {declaration}");
+        assert!(comment.contains("Since 0."), "no version: {declaration}");
+        assert!(comment.contains("@return"), "no return values: {declaration}");
+    }
+    assert!(functions > 30, "only {functions} functions were found");
+}
+
+fn sized_structs(header: &str) -> Vec<String> {
+    let mut names = Vec::new();
+    let mut current = None;
+    for line in header.lines() {
+        if let Some(rest) = line.strip_prefix("typedef struct ") {
+            current = rest.strip_suffix(" {").map(str::to_string);
+        } else if line.trim() == "uint64_t struct_size;" {
+            names.extend(current.take());
+        }
+    }
+    assert!(names.len() > 10, "only {} sized structs were found", names.len());
+    names
+}
+
+/// Comments and the first line of what they document.
+fn documented(header: &str) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let mut comment = String::new();
+    let mut inside = false;
+    for line in header.lines() {
+        match line.trim() {
+            "/**" => {
+                inside = true;
+                comment.clear();
+            }
+            "*/" => inside = false,
+            text if inside => comment.push_str(text),
+            text if !comment.is_empty() && line.starts_with(|c: char| c.is_alphabetic()) => {
+                found.push((std::mem::take(&mut comment), text.to_string()));
+            }
+            _ => {}
+        }
+    }
+    found
+}
