@@ -1,0 +1,179 @@
+//! Benchmarks: groups of bars, each a number beside a baseline of the same run.
+
+mod abi;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+/// Counts the allocations of the benchmark's own process.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Allocations of this process so far.
+pub fn allocations() -> u64 {
+    ALLOCATIONS.load(Ordering::Relaxed)
+}
+
+/// Which way is good.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Better {
+    /// Less is better.
+    Lower,
+    /// More is better.
+    #[allow(dead_code)] // for the groups to come: every bar so far is a cost
+    Higher,
+}
+
+/// One measured bar.
+pub struct Bar {
+    /// Its name.
+    pub bar: &'static str,
+    /// What was measured; `None` when something needed is absent.
+    pub value: Option<f64>,
+    /// Of what.
+    pub unit: &'static str,
+    /// What it is compared with.
+    pub baseline: &'static str,
+    /// What that measured, in the same unit.
+    pub baseline_value: Option<f64>,
+    /// What is wanted of `value`.
+    pub goal: Option<f64>,
+    /// Which way is good.
+    pub better: Better,
+    /// Anything to say.
+    pub note: String,
+}
+
+impl Bar {
+    /// Whether the goal is met; `None` without a goal or a value.
+    pub fn ok(&self) -> Option<bool> {
+        let (value, goal) = (self.value?, self.goal?);
+        Some(match self.better {
+            Better::Lower => value <= goal,
+            Better::Higher => value >= goal,
+        })
+    }
+
+    fn json(&self, group: &str) -> serde_json::Value {
+        let mut line = serde_json::json!({
+            "group": group,
+            "bar": self.bar,
+            "value": self.value,
+            "unit": self.unit,
+            "baseline": self.baseline,
+            "baseline_value": self.baseline_value,
+            "goal": self.goal,
+            "better": if self.better == Better::Lower { "lower" } else { "higher" },
+            "ok": self.ok(),
+        });
+        if !self.note.is_empty() {
+            line["note"] = self.note.clone().into();
+        }
+        line
+    }
+
+    fn row(&self) -> String {
+        let number = |n: Option<f64>| n.map_or("-".to_string(), |n| format!("{n:.2}"));
+        let verdict = match self.ok() {
+            Some(true) => "ok",
+            Some(false) => "MISSED",
+            None => "-",
+        };
+        let goal = self.goal.map_or("-".to_string(), |goal| {
+            format!("{} {goal}", if self.better == Better::Lower { "<=" } else { ">=" })
+        });
+        format!(
+            "{:<24} {:>12} {:<10} {:>10}  {:<8} {:>12}  {} {}",
+            self.bar,
+            number(self.value),
+            self.unit,
+            goal,
+            verdict,
+            number(self.baseline_value),
+            self.baseline,
+            self.note
+        )
+    }
+}
+
+type Group = fn(quick: bool) -> Vec<Bar>;
+
+const GROUPS: [(&str, &str, Group); 1] =
+    [("abi", "calls through the C boundary, ops and queues", abi::run)];
+
+/// Prints the groups.
+pub fn list() {
+    for (name, what, _) in GROUPS {
+        println!("{name:<12} {what}");
+    }
+}
+
+/// Runs a group; false when there is none of that name. Bars that are missed
+/// are printed as such and fail nothing: time is not a test.
+pub fn run(group: &str, quick: bool, json: bool) -> bool {
+    let Some((_, _, measure)) = GROUPS.iter().find(|(name, _, _)| *name == group) else {
+        return false;
+    };
+    let bars = measure(quick);
+    if !json {
+        println!(
+            "{:<24} {:>12} {:<10} {:>10}  {:<8} {:>12}  baseline",
+            "bar", "value", "unit", "goal", "", "baseline"
+        );
+    }
+    for bar in bars {
+        match json {
+            true => println!("{}", bar.json(group)),
+            false => println!("{}", bar.row()),
+        }
+    }
+    true
+}
+
+/// The median; the slice is sorted by it.
+pub fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Nanoseconds per call of `body`, over `n` calls.
+pub fn per_call(n: u32, mut body: impl FnMut()) -> f64 {
+    let start = Instant::now();
+    (0..n).for_each(|_| body());
+    start.elapsed().as_nanos() as f64 / f64::from(n)
+}
+
+/// Medians of two things measured in turn, so that both see the same machine.
+pub fn pairs(rounds: u32, mut a: impl FnMut() -> f64, mut b: impl FnMut() -> f64) -> (f64, f64) {
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        left.push(a());
+        right.push(b());
+    }
+    (median(&mut left), median(&mut right))
+}
