@@ -6,8 +6,9 @@
 
 use std::collections::VecDeque;
 
+use crate::base::account::{Account, Held};
 use crate::base::machine::MemoryFacts;
-use crate::base::op::{Op, OpOpts, OpRef, Owner};
+use crate::base::op::{OpRef, Owner};
 use crate::base::runtime::Core;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex, Weak};
@@ -100,57 +101,43 @@ impl Lane {
         self.reserved_bytes + self.committed_bytes
     }
 
-    fn free(&self) -> u64 {
+    pub(crate) fn free(&self) -> u64 {
         self.limit_bytes.saturating_sub(self.used())
     }
 
-    fn reserve(&mut self, bytes: u64) {
+    pub(crate) fn fits(&self, bytes: u64) -> bool {
+        self.used().saturating_add(bytes) <= self.limit_bytes
+    }
+
+    pub(crate) fn reserve(&mut self, bytes: u64) {
         self.reserved_bytes += bytes;
         self.peak_bytes = self.peak_bytes.max(self.used());
         assert!(self.used() <= self.limit_bytes, "a budget was overdrawn");
     }
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-/// What an account holds of one tier.
-pub struct Held {
-    /// Promised.
-    pub reserved_bytes: u64,
-    /// In use.
-    pub committed_bytes: u64,
+pub(crate) struct Waiter {
+    pub(crate) account: Arc<Account>,
+    pub(crate) tier: Tier,
+    pub(crate) bytes: u64,
+    pub(crate) op: OpRef,
 }
 
-struct Waiter {
-    account: Arc<Account>,
-    tier: Tier,
-    bytes: u64,
-    op: OpRef,
-}
-
-struct Inner {
-    lanes: [Lane; TIERS],
-    held: Vec<(u64, [Held; TIERS])>,
+pub(crate) struct Inner {
+    pub(crate) lanes: [Lane; TIERS],
+    pub(crate) held: Vec<(u64, [Held; TIERS])>,
     accounts: Vec<Weak<Account>>,
-    waiters: VecDeque<Waiter>,
+    pub(crate) waiters: VecDeque<Waiter>,
     next_account: u64,
     asked: bool,
-    closed: bool,
+    pub(crate) closed: bool,
 }
 
 /// Byte limits of all tiers.
 pub struct Budget {
     core: Arc<Core>,
     reserve_bytes: u64,
-    inner: Mutex<Inner>,
-}
-
-/// One owner's part in a budget.
-pub struct Account {
-    budget: Arc<Budget>,
-    id: u64,
-    name: String,
-    priority: i32,
-    reclaim: Option<Reclaim>,
+    pub(crate) inner: Mutex<Inner>,
 }
 
 impl Budget {
@@ -259,7 +246,7 @@ impl Budget {
         let id = inner.next_account;
         inner.next_account += 1;
         let budget = self.clone();
-        let account = Arc::new(Account { budget, id, name: name.to_string(), priority, reclaim });
+        let account = Arc::new(Account::new(budget, id, name, priority, reclaim));
         inner.held.push((id, [Held::default(); TIERS]));
         inner.accounts.retain(|a| a.strong_count() > 0);
         inner.accounts.push(Arc::downgrade(&account));
@@ -280,16 +267,16 @@ impl Budget {
     }
 
     /// Grants waiting reservations in their order, tier by tier.
-    fn grant(&self) {
+    pub(crate) fn grant(&self) {
         let mut granted: Vec<OpRef> = Vec::new();
         let mut inner = self.inner.lock();
         let mut blocked = [false; TIERS];
         let mut i = 0;
         while i < inner.waiters.len() {
             let waiter = &inner.waiters[i];
-            let (tier, bytes, id) = (waiter.tier, waiter.bytes, waiter.account.id);
+            let (tier, bytes, id) = (waiter.tier, waiter.bytes, waiter.account.id());
             let gone = waiter.op.state() & crate::base::op::ISSUED != 0;
-            let fits = !blocked[tier as usize] && inner.lanes[tier as usize].free() >= bytes;
+            let fits = !blocked[tier as usize] && inner.lanes[tier as usize].fits(bytes);
             if !gone && !fits {
                 blocked[tier as usize] = true;
                 i += 1;
@@ -308,7 +295,7 @@ impl Budget {
     }
 
     /// Asks the notifier to talk to the owners, if anything is short.
-    fn ask(self: &Arc<Budget>) {
+    pub(crate) fn ask(self: &Arc<Budget>) {
         let mut inner = self.inner.lock();
         if !inner.is_short() || std::mem::replace(&mut inner.asked, true) {
             return;
@@ -331,10 +318,10 @@ impl Budget {
         let mut short = wanted.saturating_sub(lane.free()).saturating_add(over);
         let mut owners: Vec<_> = inner.accounts.iter().filter_map(Weak::upgrade).collect();
         drop(inner);
-        owners.sort_by_key(|account| (account.priority, account.id));
+        owners.sort_by_key(|account| (account.priority(), account.id()));
         let deadline = if deadline == u64::MAX { 0 } else { deadline };
         for account in owners {
-            let (true, Some(reclaim)) = (short > 0, &account.reclaim) else { continue };
+            let (true, Some(reclaim)) = (short > 0, account.reclaimer()) else { continue };
             self.inner.lock().lanes[tier as usize].reclaim_asked_bytes += short;
             short = short.saturating_sub(reclaim(tier, short, deadline));
         }
@@ -342,7 +329,7 @@ impl Budget {
 }
 
 impl Inner {
-    fn held_of(&mut self, id: u64) -> Option<&mut [Held; TIERS]> {
+    pub(crate) fn held_of(&mut self, id: u64) -> Option<&mut [Held; TIERS]> {
         self.held.iter_mut().find(|(held, _)| *held == id).map(|(_, held)| held)
     }
 
@@ -392,176 +379,6 @@ fn open_lane(
         log::warn!("{text}");
     }
     Ok(Lane { asked_bytes: asked, limit_bytes: asked.min(cap), ..Lane::default() })
-}
-
-impl Account {
-    /// Its budget.
-    pub fn budget(&self) -> &Arc<Budget> {
-        &self.budget
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Its rank: low ones are asked to give back first.
-    pub fn priority(&self) -> i32 {
-        self.priority
-    }
-
-    /// What it holds of a tier.
-    pub fn held(&self, tier: Tier) -> Held {
-        let mut inner = self.budget.inner.lock();
-        inner.held_of(self.id).map_or(Held::default(), |held| held[tier as usize])
-    }
-
-    /// Reserves bytes now, or fails.
-    pub fn reserve(&self, tier: Tier, bytes: u64) -> Result<()> {
-        let mut inner = self.budget.inner.lock();
-        let inner = &mut *inner;
-        let Some(held) = inner.held.iter_mut().find(|(id, _)| *id == self.id) else {
-            return Err(Status::Closed.into());
-        };
-        if inner.closed {
-            return Err(Status::Closed.into());
-        }
-        let lane = &mut inner.lanes[tier as usize];
-        // Whoever waits came first: a reservation that fits may still not pass them.
-        if lane.free() < bytes || inner.waiters.iter().any(|w| w.tier == tier) {
-            lane.refused += 1;
-            let (free, limit) = (lane.free(), lane.limit_bytes);
-            let text = format!(
-                "{bytes} bytes of tier {} do not fit: {free} of {limit} are free",
-                tier.name()
-            );
-            return Err(Error::new(Status::Budget, text));
-        }
-        lane.reserve(bytes);
-        held.1[tier as usize].reserved_bytes += bytes;
-        Ok(())
-    }
-
-    /// Reserves bytes when they can be had: an op that ends with OK then.
-    pub fn reserve_later(
-        self: &Arc<Account>,
-        tier: Tier,
-        bytes: u64,
-        opts: &OpOpts,
-    ) -> Result<OpRef> {
-        let budget = &self.budget;
-        let limit = budget.lane(tier).limit_bytes;
-        if bytes > limit {
-            fail!(Budget, "{bytes} bytes can never fit in tier {} of {limit}", tier.name());
-        }
-        if budget.inner.lock().waiters.len() >= MAX_WAITERS {
-            return Err(Status::Again.into());
-        }
-        let op: OpRef = budget.core.promise(opts, budget.clone())?;
-        let mut inner = budget.inner.lock();
-        if inner.closed || inner.held_of(self.id).is_none() {
-            drop(inner);
-            if op.claim() {
-                Op::finish(&op, Status::Closed, None, None);
-            }
-            return Ok(op);
-        }
-        let waiter = Waiter { account: self.clone(), tier, bytes, op: op.clone() };
-        inner.waiters.push_back(waiter);
-        drop(inner);
-        budget.grant();
-        budget.ask();
-        Ok(op)
-    }
-
-    /// Turns `reserved` bytes into `used` ones; the difference is free again.
-    pub fn commit(&self, tier: Tier, reserved: u64, used: u64) -> Result<()> {
-        if used > reserved {
-            fail!(Invalid, "{used} bytes are committed out of a reservation of {reserved}");
-        }
-        self.change(tier, |lane, held| {
-            if held.reserved_bytes < reserved {
-                fail!(Invalid, "{reserved} bytes committed, {} reserved", held.reserved_bytes);
-            }
-            held.reserved_bytes -= reserved;
-            held.committed_bytes += used;
-            lane.reserved_bytes -= reserved;
-            lane.committed_bytes += used;
-            Ok(())
-        })
-    }
-
-    /// Gives committed bytes back.
-    pub fn release(&self, tier: Tier, bytes: u64) -> Result<()> {
-        self.change(tier, |lane, held| {
-            if held.committed_bytes < bytes {
-                fail!(Invalid, "{bytes} bytes released, {} committed", held.committed_bytes);
-            }
-            held.committed_bytes -= bytes;
-            lane.committed_bytes -= bytes;
-            Ok(())
-        })
-    }
-
-    fn change(
-        &self,
-        tier: Tier,
-        change: impl FnOnce(&mut Lane, &mut Held) -> Result<()>,
-    ) -> Result<()> {
-        let mut guard = self.budget.inner.lock();
-        let inner = &mut *guard;
-        let Some((_, held)) = inner.held.iter_mut().find(|(id, _)| *id == self.id) else {
-            return Err(Status::Closed.into());
-        };
-        change(&mut inner.lanes[tier as usize], &mut held[tier as usize])?;
-        let waited = !inner.waiters.is_empty();
-        drop(guard);
-        if waited {
-            self.budget.grant();
-        }
-        Ok(())
-    }
-
-    /// Reserves and commits in one step.
-    pub fn take(&self, tier: Tier, bytes: u64) -> Result<()> {
-        self.reserve(tier, bytes)?;
-        self.commit(tier, bytes, bytes)
-    }
-
-    /// Gives back what [`Account::take`] took.
-    pub fn give_back(&self, tier: Tier, bytes: u64) {
-        if let Err(error) = self.release(tier, bytes) {
-            log::error!("account '{}': {error}", self.name);
-        }
-    }
-
-    /// Closes the account; refused while it holds or awaits anything.
-    pub fn close(&self) -> Result<()> {
-        let mut inner = self.budget.inner.lock();
-        let Some(position) = inner.held.iter().position(|(id, _)| *id == self.id) else {
-            return Err(Status::Closed.into());
-        };
-        let held = inner.held[position].1;
-        let waits = inner.waiters.iter().any(|w| w.account.id == self.id);
-        let used = ALL_TIERS.iter().find(|t| held[**t as usize] != Held::default());
-        match used {
-            _ if self.budget.core.is_poisoned() => {} // leaked memory is never given back
-            Some(tier) => {
-                let Held { reserved_bytes, committed_bytes } = held[*tier as usize];
-                fail!(
-                    Busy,
-                    "account '{}' still has {reserved_bytes} bytes reserved and {committed_bytes} \
-                     committed in tier {}",
-                    self.name,
-                    tier.name()
-                );
-            }
-            None if waits => fail!(Busy, "a reservation of account '{}' waits", self.name),
-            None => {}
-        }
-        inner.held.swap_remove(position);
-        Ok(())
-    }
 }
 
 #[cfg(all(test, not(feature = "shuttle")))]

@@ -3,7 +3,8 @@
 
 use std::ffi::c_void;
 
-use crate::base::budget::{Account, Tier};
+use crate::base::account::Account;
+use crate::base::budget::Tier;
 use crate::base::fault::{Faults, Site};
 use crate::base::fork::page_bytes;
 use crate::base::status::{Error, Result, Status};

@@ -1,11 +1,13 @@
 //! The ground floor: what every other room stands on. Imports nothing above.
 
+pub mod account;
 pub mod budget;
 pub mod callback;
 pub mod checksum;
 pub mod clock;
 pub mod fault;
 pub mod fork;
+pub mod item;
 pub mod logging;
 pub mod machine;
 pub mod memory;
@@ -15,6 +17,7 @@ pub mod panic;
 pub mod queue;
 pub mod runtime;
 pub mod slab;
+pub mod spare;
 pub mod spec;
 pub mod status;
 pub mod sync;

@@ -5,10 +5,12 @@ use crate::base::callback::refuse_reentry;
 use crate::base::clock::Clock;
 use crate::base::fault::{Faults, Site};
 use crate::base::fork;
+use crate::base::item::{Item, Items, MAX_ITEMS, RunFn};
 use crate::base::notifier::Notifier;
-use crate::base::op::{Item, Items, MAX_ITEMS, Op, OpOpts, OpRef, Owner, RunFn, ops};
+use crate::base::op::{Op, OpOpts, OpRef, Owner, ops};
 use crate::base::panic;
 use crate::base::queue::Queue;
+use crate::base::spare::Spare;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak, cores, spawn};
@@ -25,10 +27,6 @@ pub const MAX_OPS: u32 = 1 << 19;
 pub const DEFAULT_OPS: u32 = 65_536;
 /// Longest thread name prefix; the kernel shows 15 bytes.
 pub const MAX_NAME_BYTES: usize = 10;
-
-/// Recycled item memory: at most this many items lie idle.
-const SPARE_ITEMS: usize = 131_072;
-const SPARE_LISTS: usize = 64;
 
 /// What a thread of the runtime is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,14 +95,8 @@ pub struct Core {
     quiet: Mutex<()>,
     quieter: Condvar,
     owners: Mutex<Vec<Weak<dyn Owner>>>,
-    spare: Mutex<Spare>,
-}
-
-/// Lists that are used again, so that submitting does not allocate.
-#[derive(Default)]
-struct Spare {
-    items: Vec<Vec<Item>>,
-    refs: Vec<Vec<OpRef>>,
+    items: Spare<Item>,
+    refs: Spare<OpRef>,
 }
 
 impl Core {
@@ -176,16 +168,7 @@ impl Core {
     pub(crate) fn op_freed(&self, items: Items) {
         self.live.fetch_sub(1, Ordering::AcqRel);
         if let Items::Many(items) = items {
-            self.recycle(items);
-        }
-    }
-
-    fn recycle(&self, mut items: Vec<Item>) {
-        items.clear();
-        let spare = &mut self.spare.lock().items;
-        let idle: usize = spare.iter().map(Vec::capacity).sum();
-        if spare.len() < SPARE_LISTS && idle + items.capacity() <= SPARE_ITEMS {
-            spare.push(items);
+            self.items.give(items);
         }
     }
 
@@ -254,7 +237,7 @@ impl Core {
         if n > MAX_ITEMS {
             fail!(Limit, "an op has at most {MAX_ITEMS} items, not {n}");
         }
-        take_list(&mut self.spare.lock().items, n)
+        self.items.take(n)
     }
 
     /// Submits one op of many items for the workers.
@@ -279,7 +262,7 @@ impl Core {
         mut see: impl FnMut(usize, &OpRef),
     ) -> Result<()> {
         let n = items.len() as u32;
-        let mut made = take_list(&mut self.spare.lock().refs, items.len())?;
+        let mut made = self.refs.take(items.len())?;
         self.admit(n, opts)?;
         let mut each = opts.clone();
         for (i, item) in items.drain(..).enumerate() {
@@ -304,12 +287,8 @@ impl Core {
         made.iter().enumerate().for_each(|(i, op)| see(i, op));
         self.start(&made, opts);
         self.pool.push(opts.lane, &made);
-        made.clear();
-        self.recycle(items);
-        let spare = &mut self.spare.lock().refs;
-        if spare.len() < SPARE_LISTS && made.capacity() <= SPARE_ITEMS / SPARE_LISTS {
-            spare.push(made);
-        }
+        self.items.give(items);
+        self.refs.give(made);
         Ok(())
     }
 
@@ -351,15 +330,6 @@ impl Core {
             poisoned: self.is_poisoned(),
         }
     }
-}
-
-fn take_list<T>(spare: &mut Vec<Vec<T>>, n: usize) -> Result<Vec<T>> {
-    if let Some(i) = spare.iter().position(|list| list.capacity() >= n) {
-        return Ok(spare.swap_remove(i));
-    }
-    let mut list = Vec::new();
-    list.try_reserve_exact(n.next_power_of_two().max(64)).map_err(|_| Status::NoMem)?;
-    Ok(list)
 }
 
 /// An open runtime.
@@ -404,7 +374,8 @@ impl Runtime {
             quiet: Mutex::new(()),
             quieter: Condvar::new(),
             owners: Mutex::new(Vec::new()),
-            spare: Mutex::new(Spare::default()),
+            items: Spare::default(),
+            refs: Spare::default(),
         });
         let name = if opts.name.is_empty() { "kvt".to_string() } else { opts.name };
         let runtime = Runtime { core, threads: Mutex::new(Vec::new()) };

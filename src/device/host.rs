@@ -1,8 +1,8 @@
 //! The host copy engine: plain memory to plain memory, summed on the way.
 
 use crate::base::checksum::{BLOCK_BYTES, Summer};
+use crate::base::item::{Item, Outcome};
 use crate::base::memory::prefault;
-use crate::base::op::{Item, Outcome};
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 

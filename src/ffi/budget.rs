@@ -2,7 +2,8 @@
 
 use std::ffi::{c_char, c_void};
 
-use crate::base::budget::{Account, Budget, BudgetOpts, Reclaim, TIERS, Tier};
+use crate::base::account::Account;
+use crate::base::budget::{Budget, BudgetOpts, Reclaim, TIERS, Tier};
 use crate::base::callback::Foreign;
 use crate::base::machine::MemoryFacts;
 use crate::base::op::Op;

@@ -4,8 +4,9 @@ use std::ffi::c_void;
 
 use crate::base::callback::Foreign;
 use crate::base::checksum::checksum;
+use crate::base::item::{Item, MAX_ITEMS};
 use crate::base::memory::{Buffer, MemoryWish, Wish};
-use crate::base::op::{Item, MAX_ITEMS, Op, OpOpts, RELEASED};
+use crate::base::op::{Op, OpOpts, RELEASED};
 use crate::base::runtime::Core;
 use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};

@@ -1,7 +1,8 @@
 //! Operations in flight and done.
 
 use crate::base::callback::refuse_reentry;
-use crate::base::op::{EVENTS, ISSUED, MAX_ITEMS, Op, OpOpts, RELEASED, RESOLVED, ops};
+use crate::base::item::MAX_ITEMS;
+use crate::base::op::{EVENTS, ISSUED, Op, OpOpts, RELEASED, RESOLVED, ops};
 use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};
 use crate::base::worker::LANES;

@@ -11,9 +11,11 @@
 //! never look at the locale. Units: `%`, `B KiB MiB GiB TiB KB MB GB TB`,
 //! `ns us ms s m h d`. `true`, `false` and words are specs without arguments.
 
-use std::fmt;
-use std::ops::RangeInclusive;
+mod reader;
 
+use std::fmt;
+
+pub use crate::base::spec::reader::Reader;
 use crate::base::status::{Error, Result, Status};
 
 /// Longest accepted text.
@@ -337,154 +339,6 @@ fn scale(unit: &str) -> Option<(Dimension, f64)> {
     })
 }
 
-/// Reads the parameters of a spec by key, and in the end names any it was not
-/// asked for.
-pub struct Reader<'a> {
-    spec: &'a Spec,
-    asked: Vec<&'static str>,
-}
-
-impl<'a> Reader<'a> {
-    /// A reader of `spec`.
-    pub fn new(spec: &'a Spec) -> Reader<'a> {
-        Reader { spec, asked: Vec::new() }
-    }
-
-    fn find(&mut self, key: &'static str) -> Option<&'a Arg> {
-        self.asked.push(key);
-        self.spec.args.iter().find(|a| a.key == key)
-    }
-
-    fn scaled(
-        &mut self,
-        key: &'static str,
-        want: Option<Dimension>,
-    ) -> Result<Option<(f64, usize)>> {
-        let Some(arg) = self.find(key) else { return Ok(None) };
-        let Value::Number(n, unit) = &arg.value else {
-            return Err(mistyped(arg, "a number"));
-        };
-        match scale(unit) {
-            None => Ok(Some((*n, arg.offset))),
-            Some((dimension, factor)) if Some(dimension) == want => {
-                Ok(Some((*n * factor, arg.offset)))
-            }
-            Some(_) => Err(mistyped(arg, "a number with another unit, or none,")),
-        }
-    }
-
-    /// A real number within `range`; a `%` is a hundredth.
-    pub fn f64(
-        &mut self,
-        key: &'static str,
-        default: f64,
-        range: RangeInclusive<f64>,
-    ) -> Result<f64> {
-        let Some((n, offset)) = self.scaled(key, Some(Dimension::Ratio))? else {
-            return Ok(default);
-        };
-        if range.contains(&n) {
-            return Ok(n);
-        }
-        let text = format!("'{key}' is {n}, allowed is {} to {}", range.start(), range.end());
-        Err(Error::at(Status::Spec, offset, text))
-    }
-
-    fn whole(
-        &mut self,
-        key: &'static str,
-        dimension: Option<Dimension>,
-        default: u64,
-        range: RangeInclusive<u64>,
-    ) -> Result<u64> {
-        let Some((n, offset)) = self.scaled(key, dimension)? else { return Ok(default) };
-        // Whole numbers above 2^53 are not exact in the text's f64; none is needed.
-        let exact = (0.0..=9_007_199_254_740_992.0).contains(&n) && n.fract() == 0.0;
-        if exact && range.contains(&(n as u64)) {
-            return Ok(n as u64);
-        }
-        let (low, high) = (range.start(), (*range.end()).min(1 << 53));
-        let text = format!("'{key}' is {n}, allowed are whole numbers from {low} to {high}");
-        Err(Error::at(Status::Spec, offset, text))
-    }
-
-    /// A whole number within `range`.
-    pub fn u64(
-        &mut self,
-        key: &'static str,
-        default: u64,
-        range: RangeInclusive<u64>,
-    ) -> Result<u64> {
-        self.whole(key, None, default, range)
-    }
-
-    /// A number of bytes, with or without a unit.
-    pub fn bytes(&mut self, key: &'static str, default: u64) -> Result<u64> {
-        self.whole(key, Some(Dimension::Bytes), default, 0..=u64::MAX)
-    }
-
-    /// A duration, with a unit, or in nanoseconds without one.
-    pub fn duration_ns(&mut self, key: &'static str, default: u64) -> Result<u64> {
-        self.whole(key, Some(Dimension::Time), default, 0..=u64::MAX)
-    }
-
-    /// `true` or `false`.
-    pub fn bool(&mut self, key: &'static str, default: bool) -> Result<bool> {
-        Ok(match self.choice(key, &["true", "false"])? {
-            None => default,
-            Some(index) => index == 0,
-        })
-    }
-
-    /// One of several words; the index of the one given.
-    pub fn choice(&mut self, key: &'static str, words: &[&str]) -> Result<Option<usize>> {
-        let Some(arg) = self.find(key) else { return Ok(None) };
-        let Value::Spec(Spec { name, args, .. }) = &arg.value else {
-            return Err(mistyped(arg, "a word"));
-        };
-        match words.iter().position(|w| w == name) {
-            Some(index) if args.is_empty() => Ok(Some(index)),
-            _ => Err(unknown("value", name, arg.offset + key.len() + 1, words)),
-        }
-    }
-
-    /// A nested spec.
-    pub fn spec(&mut self, key: &'static str) -> Result<Option<&'a Spec>> {
-        match self.find(key) {
-            None => Ok(None),
-            Some(Arg { value: Value::Spec(spec), .. }) => Ok(Some(spec)),
-            Some(arg) => Err(mistyped(arg, "a name")),
-        }
-    }
-
-    /// A quoted text or a bare word.
-    pub fn text(&mut self, key: &'static str) -> Result<Option<&'a str>> {
-        match self.find(key) {
-            None => Ok(None),
-            Some(Arg { value: Value::Text(text), .. }) => Ok(Some(text)),
-            Some(Arg { value: Value::Spec(s), .. }) if s.args.is_empty() => Ok(Some(&s.name)),
-            Some(arg) => Err(mistyped(arg, "a text")),
-        }
-    }
-
-    /// Fails on the first argument nobody asked for.
-    pub fn finish(self) -> Result<()> {
-        match self.spec.args.iter().find(|a| !self.asked.contains(&a.key.as_str())) {
-            None => Ok(()),
-            Some(arg) if arg.key.is_empty() => Err(Error::at(
-                Status::Spec,
-                arg.offset,
-                format!("'{}' takes key=value arguments", self.spec.name),
-            )),
-            Some(arg) => Err(unknown("parameter", &arg.key, arg.offset, &self.asked)),
-        }
-    }
-}
-
-fn mistyped(arg: &Arg, want: &str) -> Error {
-    Error::at(Status::Spec, arg.offset, format!("'{}' takes {want} here", arg.key))
-}
-
 /// The error for a word that is none of `known`, naming the nearest one.
 pub fn unknown(what: &str, word: &str, offset: usize, known: &[&str]) -> Error {
     let text = match nearest(word, known) {
@@ -515,5 +369,4 @@ fn edit_distance(a: &str, b: &str) -> usize {
 }
 
 #[cfg(test)]
-#[path = "spec_tests.rs"]
 mod tests;

@@ -1,0 +1,160 @@
+//! The house rules that a reader of `src/` relies on, checked by reading it:
+//! imports point down, system facilities are reached through `base` and `io`,
+//! files and functions stay readable.
+
+use std::path::{Path, PathBuf};
+
+/// The floors from the top down; a room may use rooms of lower floors only.
+const FLOORS: [&[&str]; 6] = [
+    &["ffi"],
+    &["kv", "offload", "stream", "lab"],
+    &["policy", "sparse", "tier"],
+    &["attention", "device", "format", "io"],
+    &["meta"],
+    &["base"],
+];
+
+/// Same-floor imports that the design allows.
+const BESIDE: [(&str, &str); 2] = [("offload", "kv"), ("stream", "kv")];
+
+/// What only `base` and `io` may name.
+const SYSTEM: [&str; 6] =
+    ["std::sync::Mutex", "std::thread", "parking_lot", "std::fs", "Instant", "SystemTime"];
+
+const MAX_FILE_LINES: usize = 500;
+const MAX_FUNCTION_LINES: usize = 70;
+
+fn sources() -> Vec<(PathBuf, String)> {
+    fn walk(dir: &Path, out: &mut Vec<(PathBuf, String)>) {
+        let mut entries: Vec<_> =
+            std::fs::read_dir(dir).expect("src").map(|e| e.expect("entry").path()).collect();
+        entries.sort();
+        for path in entries {
+            if path.is_dir() {
+                walk(&path, out);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                let text = std::fs::read_to_string(&path).expect("source");
+                out.push((path, text));
+            }
+        }
+    }
+    let mut out = Vec::new();
+    walk(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut out);
+    assert!(out.len() > 20, "the sources were not found");
+    out
+}
+
+fn room(path: &Path) -> String {
+    let inside = path.strip_prefix(Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
+    let first = inside.expect("in src").components().next().expect("a name");
+    first.as_os_str().to_string_lossy().trim_end_matches(".rs").to_string()
+}
+
+fn floor(room: &str) -> Option<usize> {
+    FLOORS.iter().position(|rooms| rooms.contains(&room))
+}
+
+/// Code without its unit tests, which may reach for anything.
+fn production(text: &str) -> &str {
+    text.split("\n#[cfg(all(test")
+        .next()
+        .and_then(|t| t.split("\n#[cfg(test)]").next())
+        .unwrap_or(text)
+}
+
+fn allowed(from: &str, to: &str) -> bool {
+    let (Some(above), Some(below)) = (floor(from), floor(to)) else { return false };
+    from == to || above < below || BESIDE.contains(&(from, to))
+}
+
+/// Rooms named by `crate::room` in a line.
+fn named(line: &str) -> Vec<String> {
+    line.split("crate::")
+        .skip(1)
+        .map(|rest| rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect())
+        .filter(|name: &String| !name.is_empty() && name != "fail")
+        .collect()
+}
+
+#[test]
+fn imports_point_down() {
+    let mut wrong = Vec::new();
+    for (path, text) in sources() {
+        let here = room(&path);
+        if matches!(here.as_str(), "lib" | "bin") {
+            continue;
+        }
+        assert!(floor(&here).is_some(), "{here} is on no floor: {}", path.display());
+        for (i, line) in text.lines().enumerate() {
+            for there in named(line.split("//").next().unwrap_or("")) {
+                if !allowed(&here, &there) {
+                    wrong.push(format!("{}:{}: {here} -> {there}", path.display(), i + 1));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "arrows that point up or beside:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_check_sees_an_arrow_that_points_up() {
+    assert_eq!(named("use crate::kv::store;"), ["kv"]);
+    assert!(!allowed("base", "kv") && !allowed("tier", "policy") && !allowed("meta", "io"));
+    assert!(allowed("ffi", "base") && allowed("offload", "kv") && !allowed("kv", "offload"));
+}
+
+#[test]
+fn system_facilities_are_reached_through_base_and_io() {
+    let mut wrong = Vec::new();
+    for (path, text) in sources() {
+        if matches!(room(&path).as_str(), "base" | "io" | "bin") {
+            continue;
+        }
+        for (i, line) in production(&text).lines().enumerate() {
+            let code = line.split("//").next().unwrap_or("");
+            wrong.extend(
+                SYSTEM
+                    .iter()
+                    .filter(|name| code.contains(**name))
+                    .map(|name| format!("{}:{}: {name}", path.display(), i + 1)),
+            );
+        }
+    }
+    assert!(wrong.is_empty(), "reach these through base:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn files_and_functions_stay_readable() {
+    let mut wrong = Vec::new();
+    for (path, text) in sources() {
+        // Two thirds of a boundary file are the header's comments.
+        let code = |l: &&str| room(&path) != "ffi" || !l.trim_start().starts_with("///");
+        let lines = production(&text).lines().filter(code).count();
+        if lines > MAX_FILE_LINES {
+            wrong.push(format!("{}: {lines} lines", path.display()));
+        }
+        wrong.extend(long_functions(&text).map(|f| format!("{}: {f}", path.display())));
+    }
+    assert!(wrong.is_empty(), "too long:\n{}", wrong.join("\n"));
+}
+
+fn long_functions(text: &str) -> impl Iterator<Item = String> + '_ {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (start, line) in lines.iter().enumerate() {
+        let trimmed = line.trim_start();
+        let is_fn = ["fn ", "pub fn ", "pub(crate) fn ", "unsafe fn ", "pub unsafe extern "]
+            .iter()
+            .any(|head| trimmed.starts_with(head));
+        if !is_fn {
+            continue;
+        }
+        let indent = line.len() - trimmed.len();
+        let close = format!("{}}}", " ".repeat(indent));
+        let end = lines[start..].iter().position(|l| *l == close).unwrap_or(0);
+        if end > MAX_FUNCTION_LINES {
+            found.push(format!("{} lines: {trimmed}", end));
+        }
+    }
+    found.into_iter()
+}

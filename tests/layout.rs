@@ -1,0 +1,112 @@
+//! What Rust thinks of the C structs, compared with the committed table that C
+//! compilers have agreed on (`ffi-tests/abi/layout.txt`, made by `layout.py`).
+
+use std::collections::BTreeMap;
+use std::mem::{align_of, offset_of, size_of};
+use std::path::Path;
+
+use kvtier::ffi::budget::*;
+use kvtier::ffi::buffer::*;
+use kvtier::ffi::error::*;
+use kvtier::ffi::feature::*;
+use kvtier::ffi::op::*;
+use kvtier::ffi::queue::*;
+use kvtier::ffi::runtime::*;
+
+fn size_of_field<T, F>(_: impl Fn(&T) -> &F) -> usize {
+    size_of::<F>()
+}
+
+macro_rules! layout {
+    ($($name:ident { $($field:ident),* $(,)? })*) => {{
+        let mut table = BTreeMap::new();
+        $(
+            table.insert(
+                stringify!($name).to_string(),
+                format!("{} {}", size_of::<$name>(), align_of::<$name>()),
+            );
+            $(
+                table.insert(
+                    format!("{}.{}", stringify!($name), stringify!($field)),
+                    format!(
+                        "{} {}",
+                        offset_of!($name, $field),
+                        size_of_field(|s: &$name| &s.$field)
+                    ),
+                );
+            )*
+        )*
+        table
+    }};
+}
+
+fn rust_table() -> BTreeMap<String, String> {
+    layout! {
+        kvt_error_info_t { struct_size, message, message_bytes, offset, status, os_errno }
+        kvt_feature_t { struct_size, name, name_bytes, note, note_bytes, built, present }
+        kvt_runtime_opts_t {
+            struct_size, flags, workers, max_ops, name, name_bytes, faults, faults_bytes,
+            on_thread, user_data, destroy,
+        }
+        kvt_close_report_t { struct_size, queues, buffers, budgets, accounts, ops }
+        kvt_runtime_stats_t {
+            struct_size, ops_submitted, ops_open, ops_live, ops_queued, ops_refused, workers,
+            poisoned,
+        }
+        kvt_op_info_t {
+            struct_size, tag, bytes_done, state, status, items, items_done, items_failed,
+            reserved,
+        }
+        kvt_op_item_t { value, status, done }
+        kvt_completion_t {
+            op, tag, bytes_done, value, status, events, items_failed, reserved,
+        }
+        kvt_queue_opts_t { struct_size, flags, capacity, callback, user_data, destroy }
+        kvt_queue_stats_t { struct_size, capacity, pending, reserved, peak, posted, refused }
+        kvt_budget_opts_t {
+            struct_size, flags, device_bytes, host_bytes, disk_bytes, remote_bytes, pinned_bytes,
+            reserve_bytes,
+        }
+        kvt_budget_report_t {
+            struct_size, total_bytes, available_bytes, cgroup_limit_bytes, cgroup_headroom_bytes,
+            effective_bytes, reserve_bytes, lock_quota_bytes, locked_bytes, accounts,
+            cgroup_version, reserved,
+        }
+        kvt_tier_report_t {
+            struct_size, asked_bytes, limit_bytes, reserved_bytes, committed_bytes, peak_bytes,
+            free_bytes, refused, waiting, reclaim_asked_bytes,
+        }
+        kvt_account_opts_t {
+            struct_size, flags, name, name_bytes, priority, reclaim, user_data, destroy,
+        }
+        kvt_submit_opts_t { struct_size, flags, queue, tag, deadline_ns, notify, priority }
+        kvt_buffer_opts_t { struct_size, flags, bytes, align_bytes, account }
+        kvt_buffer_info_t {
+            struct_size, address, bytes, charged_bytes, in_flight, pinned, pages,
+        }
+        kvt_buffer_item_t {
+            kind, flags, dst, dst_offset, src, src_offset, bytes, expect, tag,
+        }
+    }
+}
+
+/// The struct lines of the committed table: `name size align`, `name.field offset size`.
+fn c_table() -> BTreeMap<String, String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("ffi-tests/abi/layout.txt");
+    let text = std::fs::read_to_string(path).expect("ffi-tests/abi/layout.txt");
+    text.lines()
+        .filter(|line| line.starts_with("kvt_"))
+        .filter_map(|line| line.split_once(' '))
+        .map(|(name, rest)| (name.to_string(), rest.to_string()))
+        .collect()
+}
+
+#[test]
+fn rust_and_c_agree_on_every_field() {
+    let (rust, c) = (rust_table(), c_table());
+    assert!(c.len() > 100, "the table has {} lines only", c.len());
+    for (name, layout) in &c {
+        assert_eq!(rust.get(name), Some(layout), "{name}: C says {layout}");
+    }
+    assert_eq!(rust.len(), c.len(), "the header has fewer fields than this test names");
+}
