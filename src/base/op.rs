@@ -25,6 +25,8 @@ pub const RELEASED: u32 = 4;
 /// A cancel was asked for.
 pub const CANCEL: u32 = 8;
 const WAITED: u32 = 16;
+/// Issued to the workers, not ended unexecuted.
+const RUNNING: u32 = 32;
 /// The moments a queue can be told of.
 pub const EVENTS: u32 = ISSUED | RESOLVED | RELEASED;
 
@@ -61,9 +63,15 @@ impl OpOpts {
         if self.notify == 0 { RELEASED } else { self.notify & EVENTS }
     }
 
-    /// Queue entries such an op may need.
+    /// Moments that keep a place in the queue. The release always does, told or
+    /// not: so a queue knows when nothing that reports to it runs any more.
+    fn moments(&self) -> u32 {
+        self.events() | RELEASED
+    }
+
+    /// Places in a queue such an op keeps.
     pub fn entries(&self) -> u32 {
-        self.events().count_ones()
+        self.moments().count_ones()
     }
 }
 
@@ -112,7 +120,7 @@ pub struct Op {
     tag: u64,
     deadline_ns: u64,
     detached: bool,
-    tells_issue: bool,
+    notify: u32,
     leak: AtomicBool,
 }
 
@@ -159,7 +167,7 @@ impl Op {
             items_failed: AtomicU32::new(0),
             shares: AtomicU32::new(1),
             bytes_done: AtomicU64::new(0),
-            told: Mutex::new(Told { error: None, unsent: opts.events() }),
+            told: Mutex::new(Told { error: None, unsent: opts.moments() }),
             changed: Condvar::new(),
             run,
             items,
@@ -168,7 +176,7 @@ impl Op {
             tag: opts.tag,
             deadline_ns: opts.deadline_ns,
             detached: opts.detached,
-            tells_issue: opts.events() & ISSUED != 0,
+            notify: opts.events(),
             leak: AtomicBool::new(false),
         })?;
         let op = ops().pin(key).ok_or(Status::Limit)?;
@@ -229,9 +237,23 @@ impl Op {
         self.told.lock().error.clone()
     }
 
-    /// Takes the right to execute the op, or to end it unexecuted.
+    /// Takes the right to end the op unexecuted.
     pub fn claim(&self) -> bool {
         self.bits.fetch_or(ISSUED, Ordering::AcqRel) & ISSUED == 0
+    }
+
+    /// A worker takes the right to execute it, for itself and for its helpers;
+    /// true for the first.
+    fn claim_to_run(&self) -> bool {
+        let mut bits = self.bits.load(Ordering::Acquire);
+        while bits & ISSUED == 0 {
+            let run = bits | ISSUED | RUNNING;
+            match self.bits.compare_exchange(bits, run, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return true,
+                Err(now) => bits = now,
+            }
+        }
+        false
     }
 
     fn wants_stop(&self) -> bool {
@@ -267,10 +289,11 @@ impl Op {
         self.items().iter().for_each(|item| item.let_go(leak));
         let mut told = self.told.lock();
         let won = self.settle(status.code(), error, &mut told);
-        let events = if won { RESOLVED | RELEASED } else { RELEASED };
-        let before = self.bits.fetch_or(events | ISSUED, Ordering::AcqRel);
+        debug_assert!(won || self.bits.load(Ordering::Acquire) & RESOLVED != 0);
+        let before = self.bits.fetch_or(EVENTS, Ordering::AcqRel);
         assert!(before & RELEASED == 0, "an op was released twice");
-        self.tell(&mut told, events, outbox);
+        // Whatever was not told yet has happened by now, an issue included.
+        self.tell(&mut told, EVENTS, outbox);
         drop(told);
         self.wake(before);
         self.core.op_released();
@@ -284,9 +307,14 @@ impl Op {
     }
 
     fn tell(&self, told: &mut Told, events: u32, outbox: Option<&mut Outbox>) {
-        let news = events & told.unsent;
-        let Some(queue) = self.queue.as_ref().filter(|_| news != 0) else { return };
-        told.unsent &= !news;
+        let due = events & told.unsent;
+        let Some(queue) = self.queue.as_ref().filter(|_| due != 0) else { return };
+        told.unsent &= !due;
+        let news = due & self.notify;
+        if news == 0 {
+            queue.unreserve(due.count_ones()); // a release nobody wants to hear of
+            return;
+        }
         let status = match self.status.load(Ordering::Acquire) {
             PENDING => Status::Ok.code(),
             status => status,
@@ -300,7 +328,7 @@ impl Op {
             bytes_done: self.bytes_done.load(Ordering::Acquire),
             value: self.items().first().map_or(0, |i| i.value.load(Ordering::Acquire)),
             // Moments told together need one entry: the others' places are free again.
-            spare: news.count_ones() - 1,
+            spare: due.count_ones() - 1,
         };
         match outbox {
             Some(outbox) => outbox.add(queue, entry),
@@ -359,11 +387,11 @@ impl Op {
     /// A worker's turn: executes items until none is left; the last one of the
     /// sharers ends the op. Returns bytes moved.
     pub(crate) fn work(&self, outbox: &mut Outbox) -> u64 {
-        let first = self.claim();
-        if !first && self.bits.load(Ordering::Acquire) & RELEASED != 0 {
+        let first = self.claim_to_run();
+        if self.bits.load(Ordering::Acquire) & RUNNING == 0 {
             return 0; // cancelled or expired while it waited
         }
-        if first && self.tells_issue {
+        if first && self.notify & ISSUED != 0 {
             self.tell(&mut self.told.lock(), ISSUED, None);
         }
         let mut moved = 0;

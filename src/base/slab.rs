@@ -19,8 +19,16 @@ pub const GENERATION_BITS: u32 = 36;
 /// Most objects of one kind that live at once.
 pub const MAX_SLOTS: u32 = 1 << SLOT_BITS;
 
+#[cfg(not(feature = "shuttle"))]
 const SEGMENT_SLOTS: u32 = 256;
+#[cfg(not(feature = "shuttle"))]
 const SEGMENTS: usize = (MAX_SLOTS / SEGMENT_SLOTS) as usize;
+
+// A modelled atomic is large and made anew for every interleaving.
+#[cfg(feature = "shuttle")]
+const SEGMENT_SLOTS: u32 = 4;
+#[cfg(feature = "shuttle")]
+const SEGMENTS: usize = 8;
 const NIL: u32 = u32::MAX;
 
 // A slot's word: pins in the low bits, then flags, then the generation.

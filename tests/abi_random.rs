@@ -1,0 +1,29 @@
+//! Random programs over the whole C ABI: a clear status each time, nothing
+//! lost, nothing undefined. `fuzz/` runs the same machine under libFuzzer.
+
+#[path = "support/abi_machine.rs"]
+mod machine;
+
+use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
+
+/// One test alone: the log sink and the counters are the process's.
+#[test]
+fn any_program_ends_well() {
+    // A runtime, a queue, buffers and a budget, so that programs get somewhere.
+    let mut start = Vec::new();
+    for opcode in [0u8, 1, 3, 4, 5, 5, 7] {
+        start.extend([1, opcode]);
+        start.extend([0u8; 6]);
+    }
+    let config = ProptestConfig { cases: 2000, failure_persistence: None, ..Default::default() };
+    let programs = proptest::collection::vec(any::<u8>(), 0..4000);
+    TestRunner::new(config)
+        .run(&programs, |program| {
+            machine::run(&[start.clone(), program].concat());
+            Ok(())
+        })
+        .unwrap();
+    let (submitted, called) = machine::reached();
+    assert!(submitted > 1000 && called > 200, "{submitted} submissions, {called} callbacks");
+}
