@@ -7,41 +7,73 @@
 #   OUTDIR/lib/libkvtier.a
 #
 # One cargo call for each crate type: a call that makes both silently drops LTO.
-# Honours CARGO, CARGO_TARGET_DIR, CARGO_BUILD_TARGET, CARGO_NET_OFFLINE and RUSTFLAGS.
+# Honours CARGO, CARGO_TARGET_DIR, CARGO_BUILD_TARGET, CARGO_NET_OFFLINE, RUSTFLAGS,
+# LD, OBJCOPY and AR. KVTIER_CARGO_ARGS is handed to cargo (cmake/vendor.sh prints some).
+# KVTIER_PLAIN_ARCHIVE=1 leaves the archive as rustc makes it.
 set -eu
 out=${1:?usage: cmake/build.sh OUTDIR [PROFILE]}
 profile=${2:-release}
-root=$(cd "$(dirname "$0")/.." && pwd)
-cargo=${CARGO:-cargo}
 mkdir -p "$out/lib"
 out=$(cd "$out" && pwd)
+# The target directory is the caller's: relative to where it was called.
+case ${CARGO_TARGET_DIR:-} in '' | /*) ;; *) CARGO_TARGET_DIR=$(pwd)/$CARGO_TARGET_DIR ;; esac
+root=$(cd "$(dirname "$0")/.." && pwd -P)
+cargo=${CARGO:-cargo}
 cd "$root"
 
 target_dir=${CARGO_TARGET_DIR:-$root/target}
+export CARGO_TARGET_DIR="$target_dir"
 case $profile in dev) sub=debug ;; *) sub=$profile ;; esac
 artifacts=$target_dir/${CARGO_BUILD_TARGET:+$CARGO_BUILD_TARGET/}$sub
 
 # Messages of caught panics carry source paths: not those of this machine.
 sysroot=$(${RUSTC:-rustc} --print sysroot)
 cargo_home=${CARGO_HOME:-$HOME/.cargo}
-RUSTFLAGS="${RUSTFLAGS:-} --remap-path-prefix=$root=kvtier --remap-path-prefix=$cargo_home=cargo --remap-path-prefix=$sysroot=rust"
+remap="--remap-path-prefix=$root=kvtier --remap-path-prefix=$cargo_home=cargo --remap-path-prefix=$sysroot=rust"
+if [ -n "${KVTIER_VENDOR_DIR:-}" ]; then
+    remap="$remap --remap-path-prefix=$KVTIER_VENDOR_DIR=vendor"
+fi
+RUSTFLAGS="${RUSTFLAGS:+$RUSTFLAGS }$remap"
 export RUSTFLAGS
 
+# Makes the archive one object in which only kvt_* is visible, so that it can be linked
+# beside another Rust static library: their copies of the standard library would clash,
+# and so would their COMDAT groups, which are dissolved.
+# Embedded bitcode goes: once merged, tools that read it stumble over it.
+seal() {
+    whole=$1.whole.o
+    one=$(dirname "$1")/kvtier.o
+    "${LD:-ld}" -r --force-group-allocation --whole-archive "$1" -o "$whole"
+    "${OBJCOPY:-objcopy}" --wildcard --keep-global-symbol='kvt_*' --strip-debug \
+        --remove-section=.llvmbc --remove-section=.llvmcmd "$whole" "$one"
+    rm -f "$1" "$whole"
+    "${AR:-ar}" crsD "$1" "$one"
+    rm -f "$one"
+}
+
 for type in cdylib staticlib; do
-    "$cargo" rustc --locked --lib --no-default-features --profile "$profile" --crate-type $type
+    # shellcheck disable=SC2086
+    "$cargo" rustc --locked --lib --no-default-features --profile "$profile" \
+        --crate-type $type ${KVTIER_CARGO_ARGS:-}
     case $type in
         cdylib) built=libkvtier.so ;;
         staticlib) built=libkvtier.a ;;
     esac
     cp "$artifacts/$built" "$out/lib/$built.new"
 done
+if [ -z "${KVTIER_PLAIN_ARCHIVE:-}" ]; then
+    seal "$out/lib/libkvtier.a.new"
+fi
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 minor=${version%.*}
 case $version in 0.*) soversion=$minor ;; *) soversion=${version%%.*} ;; esac
 cd "$out/lib"
-mv libkvtier.a.new libkvtier.a
-mv libkvtier.so.new "libkvtier.so.$version"
-chmod 755 "libkvtier.so.$version"
+# An unchanged file keeps its time, so that nothing is linked again for it.
+place() {
+    if cmp -s "$1" "$2"; then rm -f "$1"; else chmod "$3" "$1" && mv -f "$1" "$2"; fi
+}
+place libkvtier.a.new libkvtier.a 644
+place libkvtier.so.new "libkvtier.so.$version" 755
 ln -sf "libkvtier.so.$version" "libkvtier.so.$soversion"
 ln -sf "libkvtier.so.$soversion" libkvtier.so

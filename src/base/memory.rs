@@ -92,9 +92,10 @@ impl Buffer {
         if wish.bytes == 0 || wish.bytes > MAX_BUFFER_BYTES {
             fail!(Invalid, "a buffer has 1 to {MAX_BUFFER_BYTES} bytes, not {}", wish.bytes);
         }
-        let align = wish.align_bytes.max(page);
-        if !align.is_power_of_two() || align > MAX_ALIGN_BYTES {
-            fail!(Invalid, "alignment {align} is not a power of two up to {MAX_ALIGN_BYTES}");
+        let asked = wish.align_bytes;
+        let align = asked.max(page);
+        if (asked != 0 && !asked.is_power_of_two()) || align > MAX_ALIGN_BYTES {
+            fail!(Invalid, "alignment {asked} is not a power of two up to {MAX_ALIGN_BYTES}");
         }
         let grain = if wish.huge == Wish::No { page } else { HUGE_PAGE_BYTES };
         let mapped_bytes = wish.bytes.next_multiple_of(grain);
@@ -418,6 +419,7 @@ mod tests {
         assert_eq!(status(&wish(0)), Status::Invalid);
         assert_eq!(status(&wish(u64::MAX)), Status::Invalid);
         assert_eq!(status(&MemoryWish { align_bytes: 3 << 12, ..wish(1) }), Status::Invalid);
+        assert_eq!(status(&MemoryWish { align_bytes: 3, ..wish(1) }), Status::Invalid);
         assert_eq!(status(&MemoryWish { align_bytes: 1 << 40, ..wish(1) }), Status::Invalid);
     }
 

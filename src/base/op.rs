@@ -206,12 +206,14 @@ impl Op {
     pub fn info(&self) -> OpInfo {
         let state = self.state();
         let status = (state & RESOLVED != 0).then(|| self.status.load(Ordering::Acquire));
+        // In this order: what is done is counted before what of it failed.
+        let items_failed = self.items_failed.load(Ordering::Acquire);
         OpInfo {
             state,
             status,
             items: self.items().len() as u32,
             items_done: self.items_done.load(Ordering::Acquire),
-            items_failed: self.items_failed.load(Ordering::Acquire),
+            items_failed,
             bytes_done: self.bytes_done.load(Ordering::Acquire),
             tag: self.tag,
         }
@@ -249,7 +251,10 @@ impl Op {
         while bits & ISSUED == 0 {
             let run = bits | ISSUED | RUNNING;
             match self.bits.compare_exchange(bits, run, Ordering::AcqRel, Ordering::Acquire) {
-                Ok(_) => return true,
+                Ok(_) => {
+                    self.wake(bits); // for who waits for the issue
+                    return true;
+                }
                 Err(now) => bits = now,
             }
         }
@@ -429,6 +434,7 @@ impl Op {
             Err(text) => {
                 self.leak.store(true, Ordering::Relaxed);
                 self.core.poison(&text);
+                self.told.lock().error.get_or_insert(Error::new(Status::Panic, text));
                 (Status::Panic, 0)
             }
         };

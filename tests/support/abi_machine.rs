@@ -40,7 +40,8 @@ unsafe extern "C" fn on_batch(
     count: u64,
     stride: u64,
 ) {
-    assert_eq!(user_data as usize, 0x7777);
+    // A short options struct may end before the user data.
+    assert!(user_data.is_null() || user_data == USER);
     assert_eq!(stride as usize, size_of::<kvt_completion_t>());
     for i in 0..count as usize {
         // SAFETY: the library's promise about the batch.

@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Makes the wheel: the package with the shared library in it, for any Python 3.
+
+    build_wheel.py [--prebuilt DIR] [--out DIR]
+
+DIR/lib/libkvtier.so is taken as it is (also named by KVTIER_PREBUILT_DIR);
+without one, cmake/build.sh makes it with cargo. This file is also the PEP 517
+backend that `pip install` calls. No build dependency: a wheel is a zip file.
+The same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import io
+import os
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PACKAGE = HERE / "kvtier"
+
+MACHINES = {62: "x86_64", 183: "aarch64"}
+#: The C runtime's own libraries; a manylinux wheel may need no others.
+SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1",
+          "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+SHT_DYNAMIC, SHT_GNU_VERNEED = 6, 0x6FFFFFFE
+DT_NEEDED = 1
+
+
+class Elf:
+    """As much of a 64-bit little-endian ELF file as the wheel's tag needs."""
+
+    def __init__(self, data: bytes) -> None:
+        if data[:6] != b"\x7fELF\x02\x01":
+            raise SystemExit("not a 64-bit little-endian ELF file")
+        self.data = data
+        self.machine = struct.unpack_from("<H", data, 18)[0]
+        offset, = struct.unpack_from("<Q", data, 40)
+        size, count = struct.unpack_from("<HH", data, 58)
+        # name, type, flags, addr, offset, size, link, info, addralign, entsize
+        self.sections = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size)
+                         for i in range(count)]
+
+    def _text(self, section: int, offset: int) -> str:
+        start = self.sections[section][4] + offset
+        return self.data[start : self.data.index(b"\0", start)].decode()
+
+    def needed_libraries(self) -> List[str]:
+        names = []
+        for section in self.sections:
+            if section[1] != SHT_DYNAMIC:
+                continue
+            for at in range(section[4], section[4] + section[5], 16):
+                tag, value = struct.unpack_from("<QQ", self.data, at)
+                if tag == DT_NEEDED:
+                    names.append(self._text(section[6], value))
+        return names
+
+    def needed_versions(self) -> Iterator[Tuple[str, str]]:
+        """Pairs of library and symbol version."""
+        for section in self.sections:
+            if section[1] != SHT_GNU_VERNEED:
+                continue
+            at = section[4]
+            while True:
+                _, count, file, aux, following = struct.unpack_from("<HHIII", self.data, at)
+                entry = at + aux
+                for _ in range(count):
+                    _, _, _, name, step = struct.unpack_from("<IHHII", self.data, entry)
+                    yield self._text(section[6], file), self._text(section[6], name)
+                    entry += step
+                if not following:
+                    break
+                at += following
+
+
+def platform_tag(library: bytes) -> str:
+    """The oldest manylinux that has every symbol version the library needs."""
+    elf = Elf(library)
+    machine = MACHINES.get(elf.machine)
+    if machine is None:
+        raise SystemExit(f"ELF machine {elf.machine} is not supported")
+    foreign = set(elf.needed_libraries()) - SYSTEM
+    if foreign:
+        raise SystemExit(f"the library needs {sorted(foreign)}, which no manylinux promises")
+    minor = 17  # the oldest tag that pip knows by version
+    for _, version in elf.needed_versions():
+        found = re.fullmatch(r"GLIBC_2\.(\d+)(?:\.\d+)?", version)
+        if found:
+            minor = max(minor, int(found.group(1)))
+        elif version.startswith("GLIBC_") and version != "GLIBC_ABI_DT_RELR":
+            raise SystemExit(f"the library needs {version}, which is no numbered version")
+        elif version == "GLIBC_ABI_DT_RELR":
+            minor = max(minor, 36)  # the first that loads packed relocations
+    return f"manylinux_2_{minor}_{machine}"
+
+
+def package_version() -> str:
+    text = (PACKAGE / "_abi.py").read_text(encoding="utf-8")
+    parts = dict(re.findall(r"^KVT_VERSION_(MAJOR|MINOR|PATCH) = (\d+)$", text, re.M))
+    return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}"
+
+
+def metadata() -> str:
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    return (
+        "Metadata-Version: 2.1\n"
+        "Name: kvtier\n"
+        f"Version: {package_version()}\n"
+        "Summary: Tiered KV-cache storage for LLM inference engines\n"
+        "Requires-Python: >=3.9\n"
+        "Classifier: Operating System :: POSIX :: Linux\n"
+        "Classifier: Typing :: Typed\n"
+        "Description-Content-Type: text/markdown\n"
+        f"\n{readme}"
+    )
+
+
+def library(prebuilt: Optional[str]) -> bytes:
+    """The shared library's bytes, built if there are none."""
+    prebuilt = prebuilt or os.environ.get("KVTIER_PREBUILT_DIR")
+    if prebuilt:
+        return (Path(prebuilt) / "lib" / "libkvtier.so").read_bytes()
+    script = ROOT / "cmake" / "build.sh"
+    if not script.exists():
+        raise SystemExit("set KVTIER_PREBUILT_DIR to a directory with lib/libkvtier.so: "
+                         "this is not a source checkout")
+    with tempfile.TemporaryDirectory() as out:
+        subprocess.run(["sh", str(script), out], check=True, stdout=sys.stderr)
+        return (Path(out) / "lib" / "libkvtier.so").read_bytes()
+
+
+def entries(tag: str, shared: Optional[bytes]) -> Dict[str, bytes]:
+    """The wheel's files, less RECORD."""
+    found = {f"kvtier/{path.name}": path.read_bytes()
+             for path in sorted(PACKAGE.iterdir())
+             if path.suffix in (".py", ".pyi") or path.name == "py.typed"}
+    if shared is not None:
+        found["kvtier/lib/libkvtier.so"] = shared
+    info = f"kvtier-{package_version()}.dist-info"
+    found[f"{info}/METADATA"] = metadata().encode()
+    wheel = f"Wheel-Version: 1.0\nGenerator: kvtier\nRoot-Is-Purelib: false\nTag: {tag}\n"
+    found[f"{info}/WHEEL"] = wheel.encode()
+    licence = ROOT / "LICENSE"
+    if licence.exists():
+        found[f"{info}/LICENSE"] = licence.read_bytes()
+    return found
+
+
+def write_wheel(out: Path, shared: bytes) -> Path:
+    """Writes the wheel; returns where it is."""
+    tag = f"py3-none-{platform_tag(shared)}"
+    return _pack(out, tag, entries(tag, shared))
+
+
+def _pack(out: Path, tag: str, files: Dict[str, bytes]) -> Path:
+    info = f"kvtier-{package_version()}.dist-info"
+    record = []
+    for name, data in sorted(files.items()):
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        record.append(f"{name},sha256={digest},{len(data)}\n")
+    record.append(f"{info}/RECORD,,\n")
+    files = dict(sorted(files.items()))
+    files[f"{info}/RECORD"] = "".join(record).encode()
+    out.mkdir(parents=True, exist_ok=True)
+    target = out / f"kvtier-{package_version()}-{tag}.whl"
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            # A fixed time, so that the same input gives the same bytes.
+            entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            entry.create_system = 3
+            mode = 0o755 if name.endswith(".so") else 0o644
+            entry.external_attr = (0o100000 | mode) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, data, compresslevel=9)
+    return target
+
+
+# The PEP 517 backend.
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> List[str]:
+    return []
+
+
+def get_requires_for_build_sdist(config_settings: Any = None) -> List[str]:
+    return []
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> List[str]:
+    return []
+
+
+def build_wheel(wheel_directory: str, config_settings: Any = None,
+                metadata_directory: Optional[str] = None) -> str:
+    return write_wheel(Path(wheel_directory), library(None)).name
+
+
+def build_editable(wheel_directory: str, config_settings: Any = None,
+                   metadata_directory: Optional[str] = None) -> str:
+    """Points at this directory; the library is found by KVTIER_LIBRARY or the
+    system's loader, as nothing is put into the source tree."""
+    tag = "py3-none-any"
+    files = {name: data for name, data in entries(tag, None).items() if ".dist-info/" in name}
+    files["kvtier.pth"] = f"{HERE}\n".encode()
+    return _pack(Path(wheel_directory), tag, files).name
+
+
+def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
+    """This directory alone: building from it needs KVTIER_PREBUILT_DIR."""
+    base = f"kvtier-{package_version()}"
+    names = ["README.md", "build_wheel.py", "generate.py", "pyproject.toml"]
+    paths = [HERE / name for name in names]
+    paths += [path for path in sorted(PACKAGE.iterdir()) if path.is_file()]
+    target = Path(sdist_directory) / f"{base}.tar.gz"
+    with tarfile.open(target, "w:gz", format=tarfile.PAX_FORMAT) as archive:
+        for path in paths:
+            _add(archive, f"{base}/{path.relative_to(HERE)}", path.read_bytes())
+        _add(archive, f"{base}/PKG-INFO", metadata().encode())
+    return target.name
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode = len(data), 0o644
+    archive.addfile(entry, io.BytesIO(data))
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description="Makes the kvtier wheel.")
+    options.add_argument("--prebuilt", help="directory with lib/libkvtier.so")
+    options.add_argument("--out", type=Path, default=Path("dist"))
+    given = options.parse_args()
+    print(write_wheel(given.out, library(given.prebuilt)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Host memory that ops may read and write, shared with Python without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional, Tuple, Union
+
+from . import _abi, _callbacks, _reaper
+from ._lib import check, check_err, lib, status_error, u64
+from ._pybuffer import Export
+from ._resource import Resource, byref, new_error, refuse_fork
+
+if TYPE_CHECKING:
+    from ._budget import Account
+    from ._runtime import Runtime
+
+_PAGES = {
+    _abi.KVT_PAGES_NORMAL: "normal",
+    _abi.KVT_PAGES_TRANSPARENT: "transparent",
+    _abi.KVT_PAGES_HUGETLB: "hugetlb",
+    _abi.KVT_PAGES_FOREIGN: "foreign",
+}
+
+#: What `pin` and `huge` may be: no, must, or where it can be had.
+Wish = Union[bool, str]
+
+
+class BufferInfo(NamedTuple):
+    """What a buffer is."""
+
+    address: int
+    nbytes: int
+    charged_bytes: int
+    in_flight: int
+    pinned: bool
+    pages: str
+
+
+class BufferJob(_reaper.Job):
+    """Frees a buffer; busy while an op uses it."""
+
+    __slots__ = ()
+    swift = True
+
+    def attempt(self) -> int:
+        return int(lib.kvt_buffer_free(byref(self.handle)))
+
+
+class _Memory(Resource):
+    """The handle itself. The buffer holds it, and so does every view: the last
+    of them to go frees it."""
+
+    _noun = "buffer"
+
+    def __init__(self, handle: _abi.kvt_buffer_p, runtime: "Runtime",
+                 account: "Optional[Account]") -> None:
+        # What it stands on must not be closed before it.
+        self._runtime, self._account = runtime, account
+        address, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
+        check(lib.kvt_buffer_address(handle, byref(address), byref(nbytes)))
+        self.address: int = address.value or 0
+        self.nbytes: int = nbytes.value
+        self._own(BufferJob(handle, _reaper.RANK_BUFFER))
+
+    def close(self) -> None:
+        check(lib.kvt_buffer_free(byref(self._job.handle)))
+        self._released()
+
+
+def _flag(value: Wish, must: int, soft: int, what: str) -> int:
+    if value == "try":
+        return soft
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} is True, False or 'try', not {value!r}")
+    return must if value else 0
+
+
+class Buffer:
+    """A range of host memory.
+
+    `view()` (and on Python 3.12 `memoryview(buffer)`) is the memory itself.
+    Closing never pulls memory away from under a view: it lives until the last
+    view is gone. Between submitting an op on it and the op's release the bytes
+    are the library's alone.
+    """
+
+    def __init__(self, runtime: "Runtime", nbytes: int, *, align_bytes: int = 0,
+                 account: "Optional[Account]" = None, pin: Wish = False, huge: Wish = False,
+                 prefault: bool = False) -> None:
+        opts = _abi.kvt_buffer_opts_t(bytes=u64(nbytes), align_bytes=u64(align_bytes))
+        opts.flags = (
+            _flag(pin, _abi.KVT_BUFFER_PIN, _abi.KVT_BUFFER_TRY_PIN, "pin")
+            | _flag(huge, _abi.KVT_BUFFER_HUGETLB, _abi.KVT_BUFFER_TRY_HUGE, "huge")
+            | (_abi.KVT_BUFFER_PREFAULT if prefault else 0)
+        )
+        if account is not None:
+            opts.account = account._raw.value
+        handle, err = _abi.kvt_buffer_p(), new_error()
+        check_err(lib.kvt_buffer_alloc(runtime._raw, byref(opts), byref(handle), byref(err)), err)
+        self._adopt(_Memory(handle, runtime, account))
+
+    @classmethod
+    def wrap(cls, runtime: "Runtime", source: Any) -> "Buffer":
+        """Makes the memory of a writable, contiguous object (a bytearray, a
+        numpy array, an mmap) usable for ops. The object is held until the
+        buffer is freed and no op uses it."""
+        raw = runtime._raw
+        export = Export(source, writable=True)
+        number = _callbacks.register(export)
+        handle, err = _abi.kvt_buffer_p(), new_error()
+        status = lib.kvt_buffer_wrap(raw, export.address, export.nbytes, number,
+                                     _callbacks.on_destroy, byref(handle), byref(err))
+        if status != _abi.KVT_OK:
+            _callbacks.forget(number)
+            export.release()
+        check_err(status, err)
+        self = cls.__new__(cls)
+        self._adopt(_Memory(handle, runtime, None))
+        return self
+
+    def _adopt(self, memory: _Memory) -> None:
+        self._memory: Optional[_Memory] = memory
+        self._array: "Optional[weakref.ref[Any]]" = None
+
+    def _open(self) -> _Memory:
+        memory = self._memory
+        if memory is None:
+            raise status_error(_abi.KVT_E_CLOSED, "this buffer is closed")
+        refuse_fork()  # the child does not even have the memory
+        return memory
+
+    @property
+    def _raw(self) -> Any:
+        return self._open()._raw
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed. Views may still keep the memory."""
+        return self._memory is None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._open().nbytes
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where it starts; borrowed until it is closed."""
+        return self._open().address
+
+    @property
+    def exported(self) -> bool:
+        """Whether views of it exist, each of which keeps the memory."""
+        return self._array is not None and self._array() is not None
+
+    def view(self) -> memoryview:
+        """The bytes themselves, writable."""
+        memory = self._open()
+        array = self._array() if self._array is not None else None
+        if array is None:
+            array = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
+            setattr(array, "kvtier_memory", memory)
+            self._array = weakref.ref(array)
+        return memoryview(array).cast("B")
+
+    def __buffer__(self, flags: int) -> memoryview:
+        return self.view()
+
+    @property
+    def __array_interface__(self) -> Dict[str, Any]:
+        # Before Python 3.12 numpy finds the memory this way. The view, and not
+        # an address, so that the array keeps the memory alive.
+        shape: Tuple[int, ...] = (self.nbytes,)
+        return {"version": 3, "typestr": "|u1", "shape": shape, "data": self.view()}
+
+    def info(self) -> BufferInfo:
+        """What it is."""
+        info = _abi.kvt_buffer_info_t()
+        check(lib.kvt_buffer_info(self._raw, byref(info)))
+        return BufferInfo(info.address or 0, info.bytes, info.charged_bytes, info.in_flight,
+                          bool(info.pinned), _PAGES.get(info.pages, str(info.pages)))
+
+    def close(self) -> None:
+        """Gives it up; `BusyError` while an op uses it. The memory goes now, or
+        with the last view."""
+        if self._memory is None:
+            return
+        if self.info().in_flight:
+            raise status_error(_abi.KVT_E_BUSY, "an op still uses this buffer")
+        self._memory = None
+
+    def __enter__(self) -> "Buffer":
+        self._open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Also with an op in flight: then the memory goes with that op.
+        self._memory = None
+
+    def __repr__(self) -> str:
+        memory = self._memory
+        what = "closed" if memory is None else f"{memory.nbytes} bytes"
+        return f"<kvtier.Buffer {what}>"

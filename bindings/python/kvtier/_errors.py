@@ -1,0 +1,172 @@
+"""The exception classes: one for each status, all of them `Error`."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Dict, Optional, Type
+
+from . import _abi
+
+
+class Error(Exception):
+    """A failed call.
+
+    `status` is the number, `name` the constant's name, `message` the words,
+    `offset` a place in the input text for errors about one, `errno` what the
+    operating system said, when it was asked.
+    """
+
+    status: int
+    name: str
+    message: str
+    offset: Optional[int]
+    errno: Optional[int]
+
+    def __init__(
+        self,
+        message: str,
+        status: int,
+        name: str,
+        offset: Optional[int] = None,
+        errno: Optional[int] = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.name = name
+        self.offset = offset
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.name}]"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Plain Exception pickling would pass the message alone.
+        return type(self), (self.message, self.status, self.name, self.offset, self.errno)
+
+
+class InvalidError(Error, ValueError):
+    """An argument is out of range or has unknown flags."""
+
+
+class HandleError(Error, ValueError):
+    """A handle is stale or of another type."""
+
+
+class NoMemoryError(Error, builtins.MemoryError):
+    """The system has no memory for this."""
+
+
+class BudgetError(Error):
+    """The budget of that tier has no room."""
+
+
+class AgainError(Error):
+    """A bounded queue or table is full: drain, free, retry."""
+
+
+class BusyError(Error):
+    """Still in use by work in flight."""
+
+
+class ClosedError(Error, ValueError):
+    """The object is closed or closing."""
+
+
+class CancelledError(Error):
+    """The op was cancelled before it was done."""
+
+
+class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001
+    """The deadline passed first."""
+
+
+class ReentrantError(Error, RuntimeError):
+    """Not allowed from inside a callback."""
+
+
+class ForkedError(Error, RuntimeError):
+    """This process is a fork of the one that opened the library."""
+
+
+class PanicError(Error, RuntimeError):
+    """A defect inside the library was caught; the object is poisoned."""
+
+
+class AbiError(Error):
+    """Header and library do not fit together."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """Not built into this library."""
+
+
+class UnavailableError(Error):
+    """This machine does not offer it."""
+
+
+class NotFoundError(Error, LookupError):
+    """No such thing."""
+
+
+class CorruptError(Error):
+    """Bytes do not match their checksum: treat them as absent."""
+
+
+class IoError(Error, OSError):
+    """The operating system reported an error."""
+
+
+class SpecError(Error, ValueError):
+    """A spec string is malformed; `offset` says where."""
+
+
+class LimitError(Error, ValueError):
+    """A documented limit was exceeded."""
+
+
+class PinQuotaError(Error, builtins.MemoryError):
+    """The locked-memory quota is too small."""
+
+
+class StateError(Error, RuntimeError):
+    """The object is not in a state that allows this."""
+
+
+CLASSES: Dict[int, Type[Error]] = {
+    _abi.KVT_E_INVALID: InvalidError,
+    _abi.KVT_E_HANDLE: HandleError,
+    _abi.KVT_E_NOMEM: NoMemoryError,
+    _abi.KVT_E_BUDGET: BudgetError,
+    _abi.KVT_E_AGAIN: AgainError,
+    _abi.KVT_E_BUSY: BusyError,
+    _abi.KVT_E_CLOSED: ClosedError,
+    _abi.KVT_E_CANCELLED: CancelledError,
+    _abi.KVT_E_TIMEOUT: TimeoutError,
+    _abi.KVT_E_REENTRANT: ReentrantError,
+    _abi.KVT_E_FORKED: ForkedError,
+    _abi.KVT_E_PANIC: PanicError,
+    _abi.KVT_E_ABI: AbiError,
+    _abi.KVT_E_UNSUPPORTED: UnsupportedError,
+    _abi.KVT_E_UNAVAILABLE: UnavailableError,
+    _abi.KVT_E_NOT_FOUND: NotFoundError,
+    _abi.KVT_E_CORRUPT: CorruptError,
+    _abi.KVT_E_IO: IoError,
+    _abi.KVT_E_SPEC: SpecError,
+    _abi.KVT_E_LIMIT: LimitError,
+    _abi.KVT_E_PIN_QUOTA: PinQuotaError,
+    _abi.KVT_E_STATE: StateError,
+}
+
+NAMES: Dict[int, str] = {
+    value: name
+    for name, value in vars(_abi).items()
+    if name == "KVT_OK" or name.startswith("KVT_E_")
+}
+
+
+def make(status: int, message: str, offset: Optional[int] = None,
+         errno: Optional[int] = None) -> Error:
+    """The exception of a status; a status this package does not know is an `Error`."""
+    name = NAMES.get(status, "KVT_E_UNKNOWN")
+    return CLASSES.get(status, Error)(message, status, name, offset, errno)

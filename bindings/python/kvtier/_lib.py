@@ -1,0 +1,119 @@
+"""Finds and loads the shared library, and turns statuses into exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+import os
+from pathlib import Path
+from typing import List, Optional
+
+from . import _abi
+from ._errors import Error, make
+
+NO_OFFSET = 2**64 - 1
+FOR_EVER = 0
+
+
+def _candidates() -> List[str]:
+    named = os.environ.get("KVTIER_LIBRARY")
+    if named:
+        return [named]  # who names one wants that one and no other
+    packaged = Path(__file__).parent / "lib" / "libkvtier.so"
+    if packaged.exists():
+        return [str(packaged)]
+    major, minor = _abi.KVT_VERSION_MAJOR, _abi.KVT_VERSION_MINOR
+    version = f"{major}.{minor}" if major == 0 else f"{major}"
+    return [f"libkvtier.so.{version}", "libkvtier.so"]
+
+
+def _load() -> ctypes.CDLL:
+    reasons = []
+    for name in _candidates():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError as error:
+            reasons.append(str(error))
+            continue
+        try:
+            _abi.bind(library)
+        except AttributeError as error:
+            raise make(_abi.KVT_E_ABI, f"{name} lacks a function: {error}") from error
+        return library
+    tried = "; ".join(reasons)
+    raise ImportError(f"the kvtier library was not found (set KVTIER_LIBRARY): {tried}")
+
+
+lib = _load()
+
+
+def take_error(status: int, err: _abi.kvt_error_p) -> Error:
+    """The exception of a failed call; frees the C error."""
+    if not err.value:
+        text = lib.kvt_status_str(status).decode("utf-8", "replace")
+        return make(status, text)
+    info = _abi.kvt_error_info_t()
+    try:
+        if lib.kvt_error_info(err, ctypes.byref(info)) != _abi.KVT_OK:
+            return make(status, lib.kvt_status_str(status).decode("utf-8", "replace"))
+        text = ctypes.string_at(info.message, info.message_bytes).decode("utf-8", "replace")
+        offset: Optional[int] = None if info.offset == NO_OFFSET else int(info.offset)
+        return make(status, text, offset, info.os_errno or None)
+    finally:
+        lib.kvt_error_free(ctypes.byref(err))
+
+
+def check(status: int) -> None:
+    """Raises what a failed status means."""
+    if status != _abi.KVT_OK:
+        raise take_error(status, _abi.kvt_error_p())
+
+
+def check_err(status: int, err: _abi.kvt_error_p) -> None:
+    """Like `check`, with the words of the call's own error."""
+    if status != _abi.KVT_OK:
+        raise take_error(status, err)
+
+
+def status_error(status: int, message: Optional[str] = None) -> Error:
+    """The exception of a status, with the library's sentence for it."""
+    return make(status, message or lib.kvt_status_str(status).decode("utf-8", "replace"))
+
+
+def deadline_after(now_ns: int, timeout: Optional[float]) -> int:
+    """A deadline `timeout` seconds after `now_ns`; None and infinity are for ever."""
+    if timeout is None:
+        return FOR_EVER
+    if math.isnan(timeout):
+        raise ValueError("a timeout that is not a number")
+    if timeout == math.inf:
+        return FOR_EVER
+    # At least 1: 0 would mean for ever.
+    return max(1, min(now_ns + max(0, int(timeout * 1e9)), 2**64 - 1))
+
+
+def u64(value: int, bits: int = 64) -> int:
+    """An integer for C. ctypes would cut what does not fit without a word."""
+    number = operator.index(value)
+    if not 0 <= number < 1 << bits:
+        raise make(_abi.KVT_E_INVALID, f"{number} is not an unsigned {bits}-bit number")
+    return number
+
+
+def u32(value: int) -> int:
+    """Likewise, of 32 bits."""
+    return u64(value, 32)
+
+
+def text_pointer(data: bytes) -> "ctypes._Pointer[ctypes.c_char]":
+    """Bytes for a struct field; the field keeps them alive."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_char))
+
+
+def _check_abi() -> None:
+    err = _abi.kvt_error_p()
+    check_err(lib.kvt_abi_check(_abi.KVT_HEADER_VERSION, ctypes.byref(err)), err)
+
+
+_check_abi()

@@ -1,0 +1,137 @@
+"""The generated file: fresh, and of the sizes and offsets a C compiler finds."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import generate
+import kvtier
+import pytest
+from kvtier import _abi, _errors, _lib
+
+HERE = Path(__file__).resolve().parent
+HEADER = generate.parse(generate.HEADER.read_text(encoding="utf-8"))
+COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+
+
+def test_the_committed_file_is_fresh() -> None:
+    done = subprocess.run([sys.executable, str(generate.HERE / "generate.py"), "--check"])
+    assert done.returncode == 0
+
+
+def test_a_stale_file_is_shown(tmp_path: Path) -> None:
+    stale = tmp_path / "_abi.py"
+    stale.write_text(generate.TARGET.read_text().replace("KVT_OK = 0", "KVT_OK = 1"))
+    command = [sys.executable, str(generate.HERE / "generate.py"), "--check",
+               "--output", str(stale)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "-KVT_OK = 1" in done.stdout and "+KVT_OK = 0" in done.stdout
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+def test_sizes_offsets_and_constants_are_what_the_compiler_says(tmp_path: Path) -> None:
+    lines = ["#include <stddef.h>", "#include <stdio.h>", "#include <kvtier/kvtier.h>",
+             "int main(void) {"]
+    expected = []
+    for name, fields in HEADER.structs.items():
+        struct = getattr(_abi, name)
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        expected.append(f"{name} {ctypes.sizeof(struct)}")
+        assert [field[0] for field in struct._fields_] == [field[0] for field in fields]
+        for field, _ in fields:
+            place = getattr(struct, field)
+            lines.append(f'printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), '
+                         f"sizeof((({name} *)0)->{field}));")
+            expected.append(f"{name}.{field} {place.offset} {place.size}")
+    for name in HEADER.constants:
+        lines.append(f'printf("{name} %lld\\n", (long long)({name}));')
+        expected.append(f"{name} {getattr(_abi, name)}")
+    for name in HEADER.sized:
+        lines.append("{ %s v = %s; printf(\"%s init %%d\\n\", (int)v.struct_size); }"
+                     % (name, f"KVT_{name[4:-2].upper()}_INIT", name))
+        expected.append(f"{name} init {getattr(_abi, name)().struct_size}")
+    # A type each function does not have is a warning, and that an error here.
+    for name, function in HEADER.functions.items():
+        lines.append(f"(void)&{name};")
+    lines.append("return 0; }")
+    source, program = tmp_path / "layout.c", tmp_path / "layout"
+    source.write_text("\n".join(lines))
+    include = generate.HEADER.parent.parent
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-std=c99", "-Wall", "-Werror", "-O1", f"-I{include}", str(source),
+                    "-o", str(program)], check=True)
+    said = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == expected
+    assert len(HEADER.structs) > 10 and len(expected) > 150
+
+
+def test_every_function_is_bound_with_its_parameters() -> None:
+    assert set(_abi.FUNCTIONS) == set(HEADER.functions)
+    for name, function in HEADER.functions.items():
+        bound = getattr(_lib.lib, name)
+        assert len(bound.argtypes) == len(function.params)
+        assert name != "kvt_op_wait" or bound.restype is ctypes.c_int32
+
+
+def test_every_error_has_the_librarys_name() -> None:
+    for name, status in HEADER.constants.items():
+        if name.startswith("KVT_E_"):
+            error = _errors.make(status, "words")
+            assert isinstance(error, kvtier.Error) and error.name == name
+            assert _lib.lib.kvt_status_name(status).decode() == name
+    assert set(_errors.CLASSES) <= {HEADER.constants[n] for n in HEADER.constants}
+    unknown = _errors.make(-9999, "words")
+    assert type(unknown) is kvtier.Error and unknown.name == "KVT_E_UNKNOWN"
+
+
+def test_handles_of_different_nouns_are_not_confused() -> None:
+    with pytest.raises(ctypes.ArgumentError):
+        _lib.lib.kvt_op_cancel(_abi.kvt_buffer_p(5))
+
+
+BAD = [
+    ("typedef union kvt_x_t { int32_t a; } kvt_x_t;", "near"),
+    ("typedef enum kvt_x_t { A } kvt_x_t;", "near"),
+    ("typedef struct kvt_x_t { long a; } kvt_x_t;", "type"),
+    ("typedef struct kvt_x_t { uint64_t a : 3; } kvt_x_t;", "declaration"),
+    ("typedef struct kvt_x_t { uint64_t struct_size; } kvt_x_t;", "no initialiser"),
+    ("#define KVT_X (1 << 3)", "define"),
+    ('#define KVT_X "text"', "define"),
+    ("#pragma pack(1)", "directive"),
+    ("kvt_status_t kvt_x(uint8_t ***a);", "type"),
+    ("kvt_status_t kvt_x(int a, ...);", "declaration"),
+    ("kvt_status_t kvt_x(struct kvt_completion_t by_value);", "type"),
+    ("kvt_status_t kvt_op_cancel(uint32_t other);", "two different"),
+    ("extern int32_t kvt_global;", "near"),
+]
+
+
+@pytest.mark.parametrize(("construct", "complaint"), BAD)
+def test_what_the_generator_does_not_know_is_an_error(construct: str, complaint: str) -> None:
+    text = generate.HEADER.read_text(encoding="utf-8")
+    marker = '#ifdef __cplusplus\nextern "C" {'
+    assert text.count(marker) == 1
+    with pytest.raises(generate.Unknown, match=complaint):
+        generate.emit(generate.parse(text.replace(marker, f"{construct}\n{marker}")))
+
+
+def test_arrays_and_nested_structs_would_be_understood() -> None:
+    text = generate.HEADER.read_text(encoding="utf-8")
+    marker = '#ifdef __cplusplus\nextern "C" {'
+    more = ("typedef struct kvt_key_t { uint8_t bytes[32]; struct kvt_op_item_t item; } kvt_key_t;"
+            "\n")
+    made = generate.emit(generate.parse(text.replace(marker, more + marker)))
+    assert '("bytes", ctypes.c_uint8 * 32),' in made and '("item", kvt_op_item_t),' in made
+
+
+def test_the_package_is_python_3_9() -> None:
+    files = [*generate.TARGET.parent.glob("*.py"), *generate.HERE.glob("*.py")]
+    assert len(files) > 10
+    for path in files:
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))

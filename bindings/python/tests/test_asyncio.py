@@ -1,0 +1,207 @@
+"""asyncio: hundreds of ops at once, cancellation that waits for the memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from typing import Any, List
+
+import kvtier
+import pytest
+from kvtier import TIER_HOST, Work
+
+
+def test_hundreds_at_once(runtime: kvtier.Runtime) -> None:
+    async def main() -> None:
+        async with runtime.queue() as queue:
+            source = runtime.buffer(800 * 1024)
+            source.view()[:] = random.Random(5).randbytes(800 * 1024)
+            target = runtime.buffer(800 * 1024)
+
+            async def move(i: int) -> int:
+                at = i * 1024
+                work = Work.copy(target, source, 1024, dst_offset=at, src_offset=at, checksum=True)
+                result = await runtime.submit(work, queue=queue, timeout=30)
+                assert bytes(target.view()[at : at + 1024]) == bytes(source.view()[at : at + 1024])
+                return result.value
+
+            values = await asyncio.gather(*(move(i) for i in range(800)))
+            expected = [kvtier.checksum(source.view()[i * 1024 : (i + 1) * 1024])
+                        for i in range(800)]
+            assert values == expected and not queue._state.known
+
+    asyncio.run(main())
+    assert runtime.stats().ops_live == 0
+
+
+def test_many_awaiters_and_an_op_already_done(runtime: kvtier.Runtime) -> None:
+    async def main() -> None:
+        async with runtime.queue() as queue:
+            buffer = runtime.buffer(1 << 20)
+            op = runtime.submit(Work.checksum(buffer), queue=queue)
+
+            async def wait() -> Any:
+                return await op
+
+            results = await asyncio.gather(*(wait() for _ in range(5)))
+            assert len(set(results)) == 1 and await op == results[0]
+
+    asyncio.run(main())
+
+
+def test_errors_come_out_of_await(slow: kvtier.Runtime) -> None:
+    async def main() -> None:
+        async with slow.queue() as queue:
+            buffer = slow.buffer(4096)
+            with pytest.raises(kvtier.CorruptError):
+                await slow.submit(Work.verify(buffer, 1), queue=queue)
+            with pytest.raises(TimeoutError):
+                op = slow.submit(Work.prefault(buffer), queue=queue, timeout=0.001)
+                await op
+            assert op.info().released
+            op = slow.submit(Work.prefault(buffer), queue=queue)
+            op.cancel()
+            try:
+                await op
+            except kvtier.CancelledError:
+                pass  # or it had begun, and ends well
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_task_waits_for_the_release(slow: kvtier.Runtime) -> None:
+    async def main() -> None:
+        async with slow.queue() as queue:
+            buffer = slow.buffer(4096)
+            op = slow.submit([Work.prefault(buffer)] * 50, queue=queue)
+
+            async def wait() -> Any:
+                return await op
+
+            task = asyncio.ensure_future(wait())
+            await asyncio.sleep(0)  # it must have begun to await
+            while not op.info().state & kvtier.ISSUED:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            await asyncio.sleep(0)
+            assert not task.done(), "the worker still holds the memory"
+            task.cancel()  # a second one changes nothing
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert op.info().released and buffer.info().in_flight == 0
+            assert op.info().items_failed > 40
+
+    start = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - start < 1.4, "fifty items were not worth waiting for"
+
+
+def test_wait_for(slow: kvtier.Runtime) -> None:
+    async def main() -> None:
+        async with slow.queue() as queue:
+            buffer = slow.buffer(4096)
+            op = slow.submit([Work.prefault(buffer)] * 50, queue=queue)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(op, 0.02)
+            assert op.info().released
+
+    asyncio.run(main())
+
+
+def test_reservations_can_be_awaited(runtime: kvtier.Runtime) -> None:
+    async def main() -> None:
+        async with runtime.queue() as queue:
+            with runtime.budget(host_bytes=1 << 20) as budget, budget.account("a") as account:
+                await account.reserve_later(TIER_HOST, 1 << 20, queue=queue)
+                later = account.reserve_later(TIER_HOST, 1 << 19, queue=queue)
+                asyncio.get_running_loop().call_later(
+                    0.01, account.commit, TIER_HOST, 1 << 20, 0)
+                await later
+                account.commit(TIER_HOST, 1 << 19, 0)
+                later.close()
+
+    asyncio.run(main())
+
+
+def test_await_needs_an_attached_queue(runtime: kvtier.Runtime) -> None:
+    async def main() -> None:
+        buffer = runtime.buffer(4096)
+        with runtime.queue() as queue:
+            for op in (slow_op(queue), slow_op(None)):
+                with pytest.raises(RuntimeError, match="attached"):
+                    await op._wait_released()
+            queue.attach()
+            with pytest.raises(kvtier.StateError):
+                queue.poll()
+            with pytest.raises(kvtier.StateError):
+                queue.wait(0)
+            await runtime.submit(Work.checksum(buffer), queue=queue)
+            queue.detach()
+            queue.poll()
+
+    def slow_op(queue: Any) -> kvtier.Op:
+        return runtime.submit(Work.prefault(runtime.buffer(4096)), queue=queue)
+
+    asyncio.run(main())
+
+
+def test_closing_the_queue_wakes_who_awaits(slow: kvtier.Runtime) -> None:
+    async def main() -> None:
+        queue = slow.queue().attach()
+        buffer = slow.buffer(4096)
+        ops = slow.submit_each([Work.prefault(buffer)] * 10, queue=queue)
+
+        async def wait(op: kvtier.Op) -> Any:
+            return await op
+
+        tasks = [asyncio.ensure_future(wait(op)) for op in ops]
+        await asyncio.sleep(0.01)
+        await queue.aclose()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert sum(isinstance(r, kvtier.CancelledError) for r in results) >= 8
+
+    asyncio.run(main())
+
+
+def test_close_from_another_thread_while_attached(runtime: kvtier.Runtime) -> None:
+    async def main() -> None:
+        queue = runtime.queue().attach()
+        buffer = runtime.buffer(4096)
+        await runtime.submit(Work.checksum(buffer), queue=queue)
+        thread = threading.Thread(target=queue.close)
+        thread.start()
+        while thread.is_alive():
+            await asyncio.sleep(0.001)
+        assert queue.closed
+
+    asyncio.run(main())
+
+
+def test_ops_submitted_by_threads_are_awaited_in_the_loop(runtime: kvtier.Runtime) -> None:
+    async def main() -> None:
+        async with runtime.queue() as queue:
+            buffer = runtime.buffer(65_536)
+            loop = asyncio.get_running_loop()
+
+            def submit() -> List[kvtier.Op]:
+                return [runtime.submit(Work.checksum(buffer), queue=queue) for _ in range(100)]
+
+            batches = await asyncio.gather(*(loop.run_in_executor(None, submit) for _ in range(4)))
+            for ops in batches:
+                for op in ops:
+                    await op
+
+    asyncio.run(main())
+
+
+def test_a_loop_may_end_before_its_queue(runtime: kvtier.Runtime) -> None:
+    queue = runtime.queue()
+
+    async def main() -> None:
+        queue.attach()
+        await runtime.submit(Work.checksum(runtime.buffer(4096)), queue=queue)
+
+    asyncio.run(main())
+    queue.close(5)

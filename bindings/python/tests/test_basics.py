@@ -1,0 +1,154 @@
+"""Versions, features, specs, checksums, the log, errors."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+import struct
+from typing import List
+
+import kvtier
+import numpy as np
+import pytest
+import xxhash
+
+
+def oracle(data: bytes) -> int:
+    """The checksum, by another implementation."""
+    sums = [xxhash.xxh3_64_intdigest(data[at : at + 4096]) for at in range(0, len(data), 4096)]
+    return int(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(sums)}Q", *sums)))
+
+
+@pytest.mark.parametrize("size", [1, 7, 4095, 4096, 4097, 8192, 100_000, 1 << 20, (1 << 20) + 3])
+def test_checksum_matches_the_oracle(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    assert kvtier.checksum(data) == oracle(data)
+    assert kvtier.checksum(bytearray(data)) == oracle(data)
+    assert kvtier.checksum(memoryview(data)) == oracle(data)
+
+
+def test_checksum_of_other_things() -> None:
+    array = np.arange(6000, dtype=np.float32).reshape(60, 100)
+    assert kvtier.checksum(array) == oracle(array.tobytes())
+    assert kvtier.checksum(b"") == oracle(b"")
+    with pytest.raises((ValueError, BufferError)):
+        kvtier.checksum(array[:, ::2])
+    with pytest.raises(TypeError):
+        kvtier.checksum("text")
+
+
+def test_an_ops_checksum_is_the_same(runtime: kvtier.Runtime) -> None:
+    data = random.Random(1).randbytes(300_000)
+    buffer = runtime.buffer(len(data))
+    buffer.view()[:] = data
+    assert runtime.submit(kvtier.Work.checksum(buffer)).result().value == oracle(data)
+    part = kvtier.Work.checksum(buffer, 10_000, src_offset=5_000)
+    assert runtime.submit(part).result().value == oracle(data[5_000:15_000])
+
+
+def test_version_and_features() -> None:
+    assert kvtier.version() == kvtier.__version__
+    listed = kvtier.features()
+    assert listed and all(f.name and f.note for f in listed)
+    assert kvtier.feature(listed[0].name).name == listed[0].name
+    with pytest.raises(kvtier.NotFoundError, match=listed[0].name) as caught:
+        kvtier.feature(listed[0].name + "x")
+    assert isinstance(caught.value, LookupError)
+
+
+def test_spec_check() -> None:
+    assert kvtier.spec_check("qos( inner = s3fifo(small=10%) )") == "qos(inner=s3fifo(small=10%))"
+    with pytest.raises(kvtier.SpecError) as caught:
+        kvtier.spec_check("a(b=")
+    error = caught.value
+    assert error.offset == 4 and error.name == "KVT_E_SPEC" and error.status == -21
+    assert "offset 4" in error.message and "[KVT_E_SPEC]" in str(error)
+    assert isinstance(error, ValueError) and error.errno is None
+
+
+def test_errors_can_be_pickled() -> None:
+    with pytest.raises(kvtier.SpecError) as caught:
+        kvtier.spec_check("a(b=")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is kvtier.SpecError
+    assert (again.offset, again.message, str(again)) == (4, caught.value.message, str(caught.value))
+
+
+def test_timeout_and_memory_are_the_builtins_too() -> None:
+    assert issubclass(kvtier.TimeoutError, TimeoutError)
+    assert issubclass(kvtier.NoMemoryError, MemoryError)
+    assert issubclass(kvtier.IoError, OSError)
+    for name in kvtier.__all__:
+        made = getattr(kvtier, name)
+        if isinstance(made, type) and issubclass(made, kvtier.Error):
+            error = made("words", -1, "KVT_E_INVALID", 3, 5)
+            assert (error.offset, error.errno, error.message) == (3, 5, "words")
+            assert str(error) == "words [KVT_E_INVALID]"
+
+
+def test_arguments_that_do_not_fit_are_refused(runtime: kvtier.Runtime) -> None:
+    for size in (-1, 2**64, 2**64 + 4096):
+        with pytest.raises(kvtier.InvalidError):
+            runtime.buffer(size)
+    with pytest.raises(TypeError):
+        runtime.buffer("big")  # type: ignore[arg-type]
+    with pytest.raises(kvtier.Error):
+        kvtier.Runtime(workers=100_000)
+    with pytest.raises(kvtier.InvalidError, match="10 bytes"):
+        kvtier.Runtime(name="a name much too long")
+
+
+def test_a_misspelt_fault_is_named() -> None:
+    with pytest.raises(kvtier.SpecError, match="worker") as caught:
+        kvtier.Runtime(faults="faults(wroker=at(panic=1))")
+    assert caught.value.offset is not None
+
+
+class Keep(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(5)
+        self.records: List[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_log_goes_to_logging() -> None:
+    logger, keep = logging.getLogger("kvtier-test"), Keep()
+    logger.addHandler(keep)
+    logger.setLevel(5)
+    try:
+        kvtier.log_to(logger)
+        provoke()
+        errors = [r for r in keep.records if r.levelno == logging.ERROR]
+        assert any("planted panic" in r.getMessage() for r in errors)
+        assert all(r.name.startswith("kvtier-test") for r in keep.records)
+        kvtier.log_to(None)
+        keep.records.clear()
+        provoke()
+        assert not keep.records
+    finally:
+        kvtier.log_to(None)
+        logger.removeHandler(keep)
+
+
+def test_a_log_handler_that_raises_harms_nobody(unraisable: List[BaseException]) -> None:
+    class Broken(logging.Logger):
+        def getChild(self, suffix: str) -> logging.Logger:
+            raise RuntimeError("no child")
+
+    try:
+        kvtier.log_to(Broken("broken"), logging.DEBUG)
+        provoke()
+        assert unraisable and "no child" in str(unraisable[0])
+    finally:
+        kvtier.log_to(None)
+
+
+def provoke() -> None:
+    """Makes the library log an error."""
+    with kvtier.Runtime(workers=1, faults="faults(worker=at(panic=1))") as runtime:
+        with runtime.buffer(4096) as buffer, runtime.submit(kvtier.Work.prefault(buffer)) as op:
+            with pytest.raises(kvtier.PanicError):
+                op.result(10)

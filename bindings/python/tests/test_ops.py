@@ -1,0 +1,375 @@
+"""Ops and queues: results, deadlines, cancels, callbacks, threads."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from typing import Any, List
+
+import kvtier
+import pytest
+from kvtier import Work, _reaper
+
+
+def until_issued(op: kvtier.Op) -> None:
+    while not op.info().state & kvtier.ISSUED:
+        time.sleep(0.0005)
+
+
+def test_result_and_info(runtime: kvtier.Runtime) -> None:
+    source, target = runtime.buffer(8192), runtime.buffer(8192)
+    op = runtime.submit(Work.copy(target, source, checksum=True), tag={"any": "object"})
+    result = op.result(10)
+    assert result.bytes_done == 8192 and result.value == kvtier.checksum(bytes(8192))
+    info = op.info()
+    assert info.released and info.resolved and (info.items, info.items_done) == (1, 1)
+    assert op.tag == {"any": "object"} and op.error() is None
+    op.close()
+    op.close()
+    with pytest.raises(kvtier.ClosedError, match="this op is closed"):
+        op.info()
+
+
+def test_corrupt_bytes_are_found(runtime: kvtier.Runtime) -> None:
+    data = bytearray(random.Random(3).randbytes(100_000))
+    expect = kvtier.checksum(data)
+    buffer = runtime.wrap(data)
+    runtime.submit(Work.verify(buffer, expect)).result(10)
+    data[77_777] ^= 1
+    op = runtime.submit(Work.verify(buffer, expect))
+    with pytest.raises(kvtier.CorruptError) as caught:
+        op.result(10)
+    assert caught.value.status == kvtier.abi.KVT_E_CORRUPT
+    assert op.items()[0].value == kvtier.checksum(data) != expect
+    with pytest.raises(kvtier.CorruptError):
+        runtime.submit(Work.copy(runtime.buffer(100_000), buffer, expect=expect)).result(10)
+    buffer.close()
+
+
+def test_one_bad_item_among_many(runtime: kvtier.Runtime) -> None:
+    buffer = runtime.buffer(40_960)
+    good = kvtier.checksum(bytes(4096))
+    work = [Work.verify(buffer, good + (i == 3), 4096, src_offset=i * 4096) for i in range(10)]
+    op = runtime.submit(work)
+    with pytest.raises(kvtier.CorruptError):
+        op.result(10)
+    items = op.items()
+    assert [i for i, item in enumerate(items) if item.status] == [3]
+    assert op.info().items_failed == 1 and op.info().bytes_done == 9 * 4096
+    assert [item.value for item in op.items(8)] == [good, good]
+    with pytest.raises(kvtier.InvalidError):
+        op.items(11, 1)
+
+
+def test_wait_times_out_and_goes_on(slow: kvtier.Runtime) -> None:
+    buffer = slow.buffer(4096)
+    op = slow.submit(Work.prefault(buffer))
+    assert op.wait(0) is False and op.wait(-5) is False
+    with pytest.raises(TimeoutError):
+        op.result(0.001)
+    with pytest.raises(kvtier.BusyError):
+        op.close()
+    assert op.wait(float("inf")) is True
+    with pytest.raises(ValueError):
+        op.wait(float("nan"))
+
+
+def test_a_deadline_resolves_before_the_release(slow: kvtier.Runtime) -> None:
+    buffer = slow.buffer(4096)
+    start = time.monotonic()
+    op = slow.submit(Work.prefault(buffer), timeout=0.005)
+    assert op.wait(10, kvtier.RESOLVED)
+    resolved = time.monotonic() - start
+    with pytest.raises(kvtier.TimeoutError) as caught:
+        op.result(10)
+    assert op.info().released and caught.value.name == "KVT_E_TIMEOUT"
+    assert resolved >= 0.005
+
+
+def test_cancel(slow: kvtier.Runtime) -> None:
+    buffer = slow.buffer(4096)
+    first = slow.submit(Work.prefault(buffer))
+    ops = slow.submit_each([Work.prefault(buffer)] * 20)
+    for op in ops:
+        op.cancel()
+    for op in ops:
+        with pytest.raises(kvtier.CancelledError):
+            op.result(10)
+    first.result(10)
+
+
+def test_with_cancels_and_waits(slow: kvtier.Runtime) -> None:
+    buffer = slow.buffer(4096)
+    with slow.submit([Work.prefault(buffer)] * 100) as op:
+        pass
+    assert op.closed and buffer.info().in_flight == 0
+
+
+def test_submit_each_is_all_or_none(runtime: kvtier.Runtime) -> None:
+    buffer = runtime.buffer(4096)
+    with runtime.queue(capacity=8) as queue:
+        work = [Work.checksum(buffer)] * 9
+        with pytest.raises(kvtier.AgainError):
+            runtime.submit_each(work, queue=queue)
+        assert queue.stats().refused == 1 and not queue._state.known
+        ops = runtime.submit_each(work[:8], queue=queue, tags=list("abcdefgh"))
+        got: List[kvtier.Completion] = []
+        while len(got) < 8:
+            got += queue.wait(10)
+        assert sorted(str(c.tag) for c in got) == list("abcdefgh")
+        assert {c.op for c in got} == set(ops) and all(c.ok for c in got)
+        assert queue.poll() == [] and queue.wait(0.01) == []
+        with pytest.raises(ValueError, match="tags"):
+            runtime.submit_each(work, tags=[1])
+
+
+def test_post_needs_no_handle(runtime: kvtier.Runtime) -> None:
+    buffer = runtime.buffer(4096)
+    with runtime.queue() as queue:
+        tag = object()
+        runtime.post(Work.checksum(buffer), queue, tag=tag)
+        done, = queue.wait(10)
+        assert done.op is None and done.tag is tag
+        assert done.value == kvtier.checksum(bytes(4096))
+        runtime.post(Work.verify(buffer, 1), queue)
+        bad, = queue.wait(10)
+        assert not bad.ok and isinstance(bad.error, kvtier.CorruptError)
+    assert runtime.stats().ops_live == 0
+
+
+def test_moments_are_told(slow: kvtier.Runtime) -> None:
+    buffer = slow.buffer(4096)
+    with slow.queue() as queue:
+        op = slow.submit(Work.prefault(buffer), queue=queue, notify=kvtier.ISSUED, tag=1)
+        events = 0
+        while not events & kvtier.RELEASED:
+            for done in queue.wait(10):
+                assert done.op is op and done.tag == 1
+                events |= done.events
+        assert events & kvtier.ISSUED
+
+
+def test_callback_queue(runtime: kvtier.Runtime) -> None:
+    buffer, lock, seen = runtime.buffer(1 << 16), threading.Lock(), []
+    threads = set()
+
+    def called(batch: List[kvtier.Completion]) -> None:
+        threads.add(threading.get_ident())
+        with lock:
+            for done in batch:
+                assert done.op is not None and done.op.info().released
+                seen.append((done.tag, done.value))
+                done.op.close()  # possibly before submit returned
+
+    with runtime.queue(callback=called) as queue:
+        for i in range(500):
+            runtime.submit(Work.checksum(buffer), queue=queue, tag=i)
+        while len(seen) < 500:  # a close cancels what has not begun
+            time.sleep(0.001)
+        with pytest.raises(kvtier.StateError):
+            queue.poll()
+        with pytest.raises(kvtier.StateError):
+            queue.fileno()
+    assert sorted(tag for tag, _ in seen) == list(range(500))
+    assert {value for _, value in seen} == {kvtier.checksum(bytes(1 << 16))}
+    assert len(threads) == 1 and threading.get_ident() not in threads
+    assert runtime.stats().ops_live == 0
+
+
+def test_what_a_callback_raises_stays_in_python(
+    runtime: kvtier.Runtime, unraisable: List[Any]
+) -> None:
+    buffer = runtime.buffer(4096)
+
+    def called(batch: List[kvtier.Completion]) -> None:
+        raise KeyError(batch[0].tag)
+
+    with runtime.queue(callback=called) as queue:
+        runtime.submit(Work.checksum(buffer), queue=queue, tag="mine").wait(10)
+    assert len(unraisable) == 1 and unraisable[0].args == ("mine",)
+    assert not runtime.stats().poisoned
+
+
+def test_waiting_in_a_callback_is_refused(runtime: kvtier.Runtime) -> None:
+    buffer, caught = runtime.buffer(4096), []
+
+    def called(batch: List[kvtier.Completion]) -> None:
+        for attempt in (lambda: batch[0].op.wait(1), queue.close, runtime.close):
+            try:
+                attempt()
+            except kvtier.ReentrantError as error:
+                caught.append(error.name)
+
+    queue = runtime.queue(callback=called)
+    runtime.submit(Work.checksum(buffer), queue=queue)
+    while len(caught) < 3:
+        time.sleep(0.001)
+    queue.close()
+    assert caught == ["KVT_E_REENTRANT"] * 3
+
+
+def test_a_callback_may_drop_the_last_reference() -> None:
+    dropped = threading.Event()
+    holder: List[Any] = [kvtier.Runtime(workers=1)]
+    buffer = holder[0].buffer(4096)
+
+    def called(batch: List[kvtier.Completion]) -> None:
+        holder.clear()
+        gc.collect()
+        dropped.set()
+
+    holder.append(holder[0].queue(callback=called))
+    holder[0].submit(Work.checksum(buffer), queue=holder[1])
+    assert dropped.wait(10)
+    del buffer
+    gc.collect()
+
+
+def test_closing_a_queue_cancels_its_ops(slow: kvtier.Runtime) -> None:
+    buffer = slow.buffer(4096)
+    queue = slow.queue()
+    ops = slow.submit_each([Work.prefault(buffer)] * 10, queue=queue)
+    until_issued(ops[0])
+    with pytest.raises(kvtier.BusyError):
+        queue.close(timeout=0)
+    queue.close(timeout=10)
+    assert queue.closed
+    states = [op.info() for op in ops]
+    assert all(s.released for s in states)
+    assert sum(s.status == kvtier.abi.KVT_E_CANCELLED for s in states) >= 8
+    with pytest.raises(kvtier.ClosedError, match="this queue is closed"):
+        slow.submit(Work.prefault(buffer), queue=queue)
+
+
+def test_a_dropped_op_runs_to_its_end(slow: kvtier.Runtime) -> None:
+    source, target = slow.buffer(4096), slow.buffer(4096)
+    source.view()[:] = b"\7" * 4096
+    slow.copy(target, source)
+    assert _reaper.flush(5)
+    assert bytes(target.view()) == b"\7" * 4096 and slow.stats().ops_live == 0
+
+
+def test_planted_panic(runtime: kvtier.Runtime) -> None:
+    with kvtier.Runtime(workers=1, faults="faults(worker=at(panic=1))") as poisoned:
+        with poisoned.queue() as queue, poisoned.buffer(4096) as buffer:
+            op = poisoned.submit(Work.checksum(buffer), queue=queue, tag="t")
+            done, = queue.wait(10)
+            assert done.tag == "t" and isinstance(done.error, kvtier.PanicError)
+            with pytest.raises(kvtier.PanicError, match="defect"):
+                op.result(10)
+            stats = poisoned.stats()
+            assert stats.poisoned and stats.ops_submitted == 1 and stats.ops_open == 0
+            with pytest.raises(kvtier.PanicError):
+                poisoned.submit(Work.checksum(buffer))
+            op.close()
+        report = poisoned.close(timeout=10)
+        assert report.ops == 0 and poisoned.closed
+    other = runtime.buffer(4096)
+    runtime.submit(Work.checksum(other)).result(10)  # another one is not touched
+
+
+def test_close_reports_what_was_open() -> None:
+    runtime = kvtier.Runtime(workers=1)
+    queue, buffer, budget = runtime.queue(), runtime.buffer(4096), runtime.budget()
+    account = budget.account("a")
+    op = runtime.submit(Work.checksum(buffer))
+    op.wait()
+    assert runtime.close(10) == kvtier.CloseReport(1, 1, 1, 1, 1)
+    assert runtime.close() == kvtier.CloseReport(0, 0, 0, 0, 0)
+    assert op.result().bytes_done == 4096  # results outlive it
+    with pytest.raises(kvtier.ClosedError):
+        runtime.buffer(4096)
+    with pytest.raises(kvtier.ClosedError):
+        runtime.stats()
+    for thing in (op, buffer, account, budget, queue):
+        thing.close()
+
+
+def test_runtime_close_that_times_out_can_be_repeated() -> None:
+    other = kvtier.Runtime(workers=1, faults="faults(worker=at(stall=50ms))")
+    buffer = other.buffer(4096)
+    op = other.submit(Work.prefault(buffer))
+    until_issued(op)
+    with pytest.raises(kvtier.BusyError):
+        other.close(timeout=0)
+    assert not other.closed
+    other.close(timeout=10)
+    op.close()
+
+
+def test_thread_hook_sees_every_thread(unraisable: List[Any]) -> None:
+    seen = []
+
+    def hook(role: str, index: int) -> None:
+        seen.append((role, index))
+        if index == 1:
+            raise OSError("no such core")
+
+    with kvtier.Runtime(workers=3, on_thread=hook) as runtime:
+        with runtime.buffer(4096) as buffer:
+            runtime.submit(Work.checksum(buffer)).result(10)
+    assert sorted(seen) == [("notifier", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
+    assert [str(e) for e in unraisable] == ["no such core"]
+
+
+def test_threads_hammer_one_runtime(runtime: kvtier.Runtime) -> None:
+    queue = runtime.queue(capacity=4096)
+    per_thread, n_threads = 300, 8
+    failures: List[BaseException] = []
+    got: List[Any] = []
+    stop = threading.Event()
+
+    def produce(seed: int) -> None:
+        try:
+            rng = random.Random(seed)
+            data = rng.randbytes(16_384)
+            source, target = runtime.buffer(16_384), runtime.buffer(16_384)
+            source.view()[:] = data
+            expect = kvtier.checksum(data)
+            for i in range(per_thread):
+                op = runtime.submit(Work.copy(target, source, expect=expect), queue=queue,
+                                    tag=(seed, i))
+                choice = rng.random()
+                if choice < 0.3:
+                    op.cancel()
+                elif choice < 0.6:
+                    op.result(20)
+                assert op.wait(20)
+                if choice >= 0.3:
+                    assert bytes(target.view()) == data
+        except BaseException as error:  # noqa: BLE001: reported by the main thread
+            failures.append(error)
+
+    def consume() -> None:
+        while not stop.is_set() or queue.stats().pending:
+            got.extend(c.tag for c in queue.wait(0.05))
+
+    producers = [threading.Thread(target=produce, args=(i,)) for i in range(n_threads)]
+    consumers = [threading.Thread(target=consume) for _ in range(2)]
+    for thread in producers + consumers:
+        thread.start()
+    for thread in producers:
+        thread.join(60)
+    stop.set()
+    for thread in consumers:
+        thread.join(60)
+    queue.close(10)
+    assert not failures
+    assert sorted(got) == [(s, i) for s in range(n_threads) for i in range(per_thread)]
+
+
+def test_everything_dropped_at_once_in_cycles() -> None:
+    for _ in range(5):
+        runtime = kvtier.Runtime(workers=1)
+        queue, buffer, budget = runtime.queue(), runtime.buffer(1 << 16), runtime.budget()
+        account = budget.account("gone")
+        account.reserve(kvtier.TIER_HOST, 100)
+        paid = runtime.buffer(8192, account=account)
+        ops = [runtime.submit(Work.checksum(buffer), queue=queue) for _ in range(20)]
+        cycle: List[Any] = [runtime, queue, buffer, budget, account, paid, ops]
+        cycle.append(cycle)
+        del runtime, queue, buffer, budget, account, paid, ops, cycle
+        gc.collect()
+        assert _reaper.flush(10)

@@ -1,0 +1,193 @@
+"""Forked children, the end of the interpreter, the wheel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+from typing import Dict, Optional
+
+import build_wheel
+import kvtier
+import pytest
+
+LIBRARY = build_wheel.PACKAGE.parent
+
+
+def run(code: str, env: Optional[Dict[str, str]] = None) -> "subprocess.CompletedProcess[str]":
+    """Runs a program; what the library lets slip at exit shows in its code and output."""
+    command = [sys.executable, "-X", "dev", "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60,
+                          env={**os.environ, **(env or {})}, cwd="/")
+
+
+def test_a_forked_child_is_refused_and_can_exit() -> None:
+    done = run("""
+        import gc, os, sys
+        import kvtier
+        runtime = kvtier.Runtime(workers=2)
+        queue, buffer = runtime.queue(), runtime.buffer(4096)
+        budget = runtime.budget()
+        account = budget.account("a")
+        op = runtime.submit(kvtier.Work.checksum(buffer), queue=queue)
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            uses = [runtime.stats, runtime.now_ns, lambda: runtime.buffer(4096), runtime.close,
+                    buffer.view, lambda: len(buffer), buffer.info, buffer.close, queue.poll,
+                    queue.close, queue.fileno, op.info, op.wait, op.cancel, op.close,
+                    lambda: runtime.submit(kvtier.Work.checksum(buffer, 1)), kvtier.Runtime,
+                    budget.report, budget.close, account.close,
+                    lambda: account.reserve(1, 1), lambda: runtime.wrap(bytearray(8))]
+            for i, use in enumerate(uses):
+                try:
+                    use()
+                except kvtier.ForkedError as error:
+                    assert error.name == "KVT_E_FORKED"
+                else:
+                    print("not refused:", i, flush=True)
+            assert kvtier.checksum(b"works") and kvtier.spec_check("lru")
+            del runtime, queue, buffer, op, budget, account, uses, use
+            gc.collect()
+            sys.exit(7)  # the atexit handlers run
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        op.result(10)
+        queue.close()
+        runtime.submit(kvtier.Work.checksum(buffer)).result(10)
+        buffer.close()
+        print("parent goes on")
+    """)
+    assert (done.returncode, done.stdout.strip()) == (0, "parent goes on"), done
+
+
+def test_a_child_of_a_process_without_runtimes_may_use_the_library() -> None:
+    done = run("""
+        import os, kvtier
+        pid = os.fork()
+        with kvtier.Runtime(workers=1) as runtime, runtime.buffer(4096) as buffer:
+            runtime.submit(kvtier.Work.checksum(buffer)).result(10)
+        if pid:
+            assert os.waitpid(pid, 0)[1] == 0
+    """)
+    assert done.returncode == 0 and not done.stderr, done
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(0)", "raise SystemExit"])
+def test_the_interpreter_ends_with_everything_open(ending: str) -> None:
+    done = run(f"""
+        import logging, sys, threading, kvtier
+        kvtier.log_to("kvtier", logging.DEBUG)
+        runtime = kvtier.Runtime(workers=2, on_thread=lambda role, index: None)
+        seen = []
+        queue = runtime.queue(callback=seen.extend)
+        budget = runtime.budget()
+        account = budget.account("a", reclaim=lambda *args: 0)
+        buffer = runtime.buffer(1 << 20, account=account)
+        wrapped = runtime.wrap(bytearray(1 << 20))
+        view = buffer.view()
+        ops = [runtime.submit(kvtier.Work.copy(wrapped, buffer), queue=queue) for _ in range(500)]
+        {ending}
+    """)
+    assert done.returncode == 0 and not done.stderr, done
+
+
+def test_many_programs_end_while_callbacks_arrive() -> None:
+    for _ in range(5):
+        done = run("""
+            import kvtier
+            runtime = kvtier.Runtime(workers=2)
+            seen = []
+            queue = runtime.queue(callback=seen.extend)
+            buffer = runtime.buffer(4096)
+            for _ in range(3000):
+                runtime.post(kvtier.Work.checksum(buffer), queue)
+        """)
+        assert done.returncode == 0 and not done.stderr, done
+
+
+def test_a_missing_library_is_an_import_error(tmp_path: Path) -> None:
+    done = run("import kvtier", {"KVTIER_LIBRARY": str(tmp_path / "none.so")})
+    assert done.returncode == 1 and "KVTIER_LIBRARY" in done.stderr
+    assert "ImportError" in done.stderr
+
+
+def test_another_library_is_refused() -> None:
+    done = run("import kvtier", {"KVTIER_LIBRARY": "libm.so.6"})
+    assert done.returncode == 1 and "AbiError" in done.stderr, done
+
+
+def test_ctrl_c_is_heard_while_waiting() -> None:
+    done = run("""
+        import os, signal, threading, time, kvtier
+        runtime = kvtier.Runtime(workers=1)
+        budget = runtime.budget(host_bytes=4096)
+        account = budget.account("a")
+        account.reserve(kvtier.TIER_HOST, 4096)
+        op = account.reserve_later(kvtier.TIER_HOST, 4096)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            op.wait()
+        except KeyboardInterrupt:
+            print("heard")
+    """)
+    assert done.stdout.strip() == "heard" and done.returncode == 0, done
+
+
+def shared_library(tmp_path: Path) -> Path:
+    """A prebuilt directory made of the library that is loaded here."""
+    from kvtier import _lib
+
+    prebuilt = tmp_path / "prebuilt"
+    (prebuilt / "lib").mkdir(parents=True)
+    shutil.copy(_lib.lib._name, prebuilt / "lib" / "libkvtier.so")
+    return prebuilt
+
+
+def test_the_wheel_is_reproducible_and_complete(tmp_path: Path) -> None:
+    prebuilt = shared_library(tmp_path)
+    data = build_wheel.library(str(prebuilt))
+    first = build_wheel.write_wheel(tmp_path / "a", data)
+    second = build_wheel.write_wheel(tmp_path / "b", data)
+    assert first.read_bytes() == second.read_bytes() and first.name == second.name
+    assert first.name.startswith(f"kvtier-{kvtier.__version__}-py3-none-manylinux_2_")
+    with zipfile.ZipFile(first) as archive:
+        names = archive.namelist()
+        record = archive.read(names[-1]).decode().splitlines()
+    assert names[-1].endswith("RECORD") and len(record) == len(names)
+    assert {"kvtier/py.typed", "kvtier/_abi.py", "kvtier/lib/libkvtier.so"} <= set(names)
+
+
+def test_the_tag_is_what_readelf_says(tmp_path: Path) -> None:
+    readelf = shutil.which("readelf")
+    if readelf is None:
+        pytest.skip("no readelf")
+    path = shared_library(tmp_path) / "lib" / "libkvtier.so"
+    said = subprocess.run([readelf, "-V", "-W", str(path)], capture_output=True, text=True,
+                          check=True).stdout
+    needed = [int(word.split(".")[1]) for word in said.split() if word.startswith("GLIBC_2.")]
+    tag = build_wheel.platform_tag(path.read_bytes())
+    assert f"_2_{max([17, *needed])}_" in tag
+
+
+def test_pip_builds_and_installs_from_the_directory(tmp_path: Path) -> None:
+    prebuilt = shared_library(tmp_path)
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    env = {**os.environ, "KVTIER_PREBUILT_DIR": str(prebuilt), "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+           "PYTHONDONTWRITEBYTECODE": "1"}
+    env.pop("KVTIER_LIBRARY", None)
+    python = str(venv / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "--no-index", "-q", str(build_wheel.HERE)],
+                   check=True, env=env)
+    smoke = ("import kvtier; r = kvtier.Runtime(workers=1); b = r.buffer(4096);"
+             "print(r.submit(kvtier.Work.checksum(b)).result().value == kvtier.checksum(b.view()),"
+             "kvtier.abi.__file__)")
+    said = subprocess.run([python, "-c", smoke], capture_output=True, text=True, env=env,
+                          check=True, cwd="/").stdout.split()
+    assert said[0] == "True" and said[1].startswith(str(venv))
+    subprocess.run([python, "-m", "pip", "check"], check=True, env=env)
+    subprocess.run([python, "-m", "pip", "uninstall", "-y", "-q", "kvtier"], check=True, env=env)

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""The layout of every struct and the value of every constant, as C compilers see
+them, compared between compilers and with the committed table:
+
+    layout.py [--bless] [--functions] [--emit]
+
+    --bless      write layout.txt anew
+    --functions  print the names of the functions the header declares
+    --emit       print the C program
+
+Lines are `type size align`, `type.field offset size` and `CONSTANT value`, in the
+order of the header.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+INCLUDE = os.path.join(HERE, "..", "..", "include")
+TABLE = os.path.join(HERE, "layout.txt")
+COMPILERS = ["gcc", "clang"]
+
+
+def header():
+    with open(os.path.join(INCLUDE, "kvtier", "kvtier.h"), encoding="utf-8") as f:
+        text = f.read()
+    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
+    return re.sub(r"//[^\n]*", " ", text)
+
+
+def structs(text):
+    for match in re.finditer(r"typedef struct (\w+) \{(.*?)\} (\w+);", text, flags=re.S):
+        tag, body, name = match.groups()
+        if tag != name:
+            sys.exit(f"struct {tag} is called {name}")
+        fields = []
+        for field in filter(None, (part.strip() for part in body.split(";"))):
+            found = re.fullmatch(r".*?(\w+)(\s*\[[^]]*\])*", field, flags=re.S)
+            if not found:
+                sys.exit(f"cannot read field '{field}' of {name}")
+            fields.append(found.group(1))
+        yield name, fields
+
+
+def constants(text):
+    for match in re.finditer(r"^#define (KVT_\w+)[ \t]+\(?(-?\w+)\)?[ \t]*$", text, flags=re.M):
+        name, value = match.groups()
+        if re.fullmatch(r"-?(0x[0-9a-fA-F]+|\d+)[uUlL]*", value):
+            yield name
+
+
+def functions(text):
+    declared = re.findall(r"^[\w \t*]*?\b(kvt_\w+)\s*\([^;{]*\)\s*;", text, flags=re.M)
+    return sorted(set(declared))
+
+
+def program(text):
+    out = ["#include <kvtier/kvtier.h>", "#include <stddef.h>", "#include <stdio.h>", ""]
+    out += ["int main(void) {"]
+    for name, fields in structs(text):
+        out.append(f'    printf("{name} %zu %zu\\n", sizeof({name}), _Alignof({name}));')
+        for field in fields:
+            out.append(
+                f'    printf("{name}.{field} %zu %zu\\n", offsetof({name}, {field}), '
+                f"sizeof((({name} *)0)->{field}));"
+            )
+    for name in constants(text):
+        out.append(f'    printf("{name} %lld\\n", (long long)({name}));')
+    return "\n".join(out + ["    return 0;", "}", ""])
+
+
+def table_of(compiler, source, folder):
+    path = os.path.join(folder, "layout.c")
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(source)
+    binary = os.path.join(folder, compiler)
+    flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-I", INCLUDE]
+    subprocess.run([compiler, *flags, path, "-o", binary], check=True)
+    return subprocess.run([binary], check=True, capture_output=True, text=True).stdout
+
+
+def difference(left, right):
+    import difflib
+
+    return "".join(difflib.unified_diff(left.splitlines(True), right.splitlines(True), n=0))
+
+
+def main():
+    text = header()
+    if "--functions" in sys.argv:
+        print("\n".join(functions(text)))
+        return
+    source = program(text)
+    if "--emit" in sys.argv:
+        print(source, end="")
+        return
+    found = [c for c in COMPILERS if shutil.which(c)]
+    if not found:
+        sys.exit("layout: no C compiler is here")
+    with tempfile.TemporaryDirectory() as folder:
+        tables = {c: table_of(c, source, folder) for c in found}
+    first = tables[found[0]]
+    for compiler in found[1:]:
+        if tables[compiler] != first:
+            sys.exit(f"layout: {found[0]} and {compiler} differ:\n"
+                     + difference(first, tables[compiler]))
+    if first.count("\n") < 100 or "kvt_runtime_opts_t.workers" not in first:
+        sys.exit("layout: the header was not understood: too little was found in it")
+    if "--bless" in sys.argv:
+        with open(TABLE, "w", encoding="utf-8") as f:
+            f.write(first)
+    with open(TABLE, encoding="utf-8") as f:
+        committed = f.read()
+    if committed != first:
+        sys.exit("layout: layout.txt and the header differ (--bless renews it):\n"
+                 + difference(committed, first))
+    print(f"layout: {first.count(chr(10))} lines agree, with {' and '.join(found)}")
+
+
+if __name__ == "__main__":
+    main()

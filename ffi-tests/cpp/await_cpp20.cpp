@@ -1,0 +1,157 @@
+// co_await on ops: pumped and on the notifier, failing, cancelled, abandoned, shut down.
+#include <kvtier/kvtier.hpp>
+
+#include "check.hpp"
+
+#if !defined(KVTIER_HAS_COROUTINES)
+int main() { return 77; }
+#else
+
+#include <cstring>
+#include <span>
+#include <thread>
+
+static_assert(std::is_same_v<kvt::span<int>, std::span<int>>);
+
+// The least coroutine: starts at once, is destroyed by its owner.
+struct task {
+    struct promise_type {
+        task get_return_object() {
+            return task{std::coroutine_handle<promise_type>::from_promise(*this)};
+        }
+        std::suspend_never initial_suspend() noexcept { return {}; }
+        std::suspend_always final_suspend() noexcept { return {}; }
+        void return_void() {}
+        void unhandled_exception() { throw; }
+    };
+    std::coroutine_handle<promise_type> self;
+    explicit task(std::coroutine_handle<promise_type> h) : self(h) {}
+    task(task &&other) noexcept : self(std::exchange(other.self, nullptr)) {}
+    ~task() {
+        if (self) self.destroy();
+    }
+};
+
+static std::atomic<int> defects{0};
+static void count_defect(const char *, kvt_status_t, const char *) noexcept { ++defects; }
+
+static task copies(kvt::reactor &reactor, kvt::runtime &rt, std::atomic<int> &finished) {
+    kvt::buffer from = rt.alloc(1 << 16), to = rt.alloc(1 << 16);
+    std::memset(from.data(), 0x42, from.size());
+    for (int i = 0; i < 10; ++i) {
+        kvt::async_op op = reactor.submit(rt, kvt::item::copy(to, 0, from, 0, 1 << 16));
+        const kvt::outcome copied = co_await op;
+        CHECK(copied.bytes_done == 1 << 16);
+        const kvt::outcome sum = co_await reactor.submit(rt, kvt::item::checksum(to, 0, 1 << 16));
+        CHECK(sum.value == kvt::checksum(from.bytes()));
+        std::memset(to.data(), 0, to.size());
+    }
+    kvt_status_t status = KVT_OK;
+    try {
+        co_await reactor.submit(rt, kvt::item::verify(to, 0, 4096, 1));
+    } catch (const kvt::exception &e) {
+        status = e.status();
+    }
+    CHECK(status == KVT_E_CORRUPT);
+    ++finished;
+}
+
+static void driven() {
+    kvt::runtime rt = kvt::runtime::open();
+    kvt::reactor reactor = kvt::reactor::open(rt);
+    std::atomic<int> finished{0};
+    std::vector<task> tasks;
+    for (int i = 0; i < 8; ++i) tasks.push_back(copies(reactor, rt, finished));
+    CHECK(reactor.fd() >= 0);
+    kvt::reactor moved = std::move(reactor);  // what is in flight does not notice
+    reactor = std::move(moved);
+    while (finished < 8)
+        CHECK(reactor.run_once(kvt::deadline::in(std::chrono::seconds(20))) > 0);
+    reactor.run();
+    CHECK(reactor.in_flight() == 0 && reactor.poll() == 0 && reactor.run_once() == 0);
+}
+
+static void spontaneous() {
+    kvt::runtime rt = kvt::runtime::open();
+    std::atomic<int> finished{0};
+    std::vector<task> tasks;
+    {
+        kvt::reactor reactor = kvt::reactor::open(rt, kvt::reactor::mode::spontaneous);
+        for (int i = 0; i < 8; ++i) tasks.push_back(copies(reactor, rt, finished));
+        for (int i = 0; i < 2000 && finished < 8; ++i)
+            std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        CHECK(finished == 8);
+    }
+    // The coroutine is suspended for good a moment after it says so; the reactor's
+    // destructor has waited for that.
+    for (task &t : tasks) CHECK(t.self.done());
+}
+
+static task reserves(kvt::reactor &reactor, kvt::account &a, std::atomic<kvt_status_t> &how) {
+    how = 1;
+    try {
+        co_await reactor.reserve(a, kvt::tier::host, 4096);
+        how = KVT_OK;
+    } catch (const kvt::exception &e) {
+        how = e.status();
+    }
+}
+
+static void abandoned_and_shut() {
+    kvt::runtime rt = kvt::runtime::open();
+    kvt::budget_opts limits;
+    limits.host_bytes = 1 << 20;
+    limits.reserve_bytes = 1;
+    kvt::budget budget = rt.open_budget(limits);
+    kvt::account a = budget.open_account();
+    a.reserve(kvt::tier::host, 1 << 20);
+    for (auto mode : {kvt::reactor::mode::driven, kvt::reactor::mode::spontaneous}) {
+        std::atomic<kvt_status_t> first{0}, second{0}, third{0}, ready{0};
+        kvt::reactor reactor = kvt::reactor::open(rt, mode);
+        {
+            task gone = reserves(reactor, a, first);
+            CHECK(first == 1 && reactor.in_flight() == 1);
+        }  // destroyed while it awaits: cancelled, never resumed
+        CHECK(first == 1);
+        task granted = reserves(reactor, a, second);
+        a.commit(kvt::tier::host, 4096, 0);
+        for (int i = 0; i < 1000 && second == 1; ++i) {
+            if (mode == kvt::reactor::mode::driven)
+                (void)reactor.run_once(kvt::deadline::in(std::chrono::seconds(5)));
+            else
+                std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        }
+        CHECK(second == KVT_OK);
+        task stays = reserves(reactor, a, third);
+        reactor = kvt::reactor();  // resumes everybody: what is in flight is cancelled
+        CHECK(third == KVT_E_CANCELLED && stays.self.done());
+        task refused = reserves(reactor, a, ready);
+        CHECK(ready == KVT_E_HANDLE);
+    }
+    a.commit(kvt::tier::host, a.held(kvt::tier::host).reserved_bytes, 0);
+    a.close();
+    CHECK(rt.stats().ops_live == 0);
+}
+
+static task throws_out(kvt::reactor &reactor, kvt::runtime &rt, kvt::buffer &b) {
+    co_await reactor.submit(rt, kvt::item::checksum(b, 0, 4096));
+    throw 5;
+}
+
+int main() {
+    kvt::set_defect_hook(count_defect);
+    driven();
+    spontaneous();
+    abandoned_and_shut();
+    CHECK(defects == 0);
+    {
+        kvt::runtime rt = kvt::runtime::open();
+        kvt::buffer b = rt.alloc(4096);
+        kvt::reactor reactor = kvt::reactor::open(rt);
+        task t = throws_out(reactor, rt, b);
+        reactor.run();
+        CHECK(defects == 1);
+    }
+    return done();
+}
+#endif

@@ -1,0 +1,188 @@
+// Callables behind the C callbacks: queue, reclaimer, threads, log; throwing ones too.
+#include <kvtier/kvtier.hpp>
+
+#include "check.hpp"
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+static std::mutex lock;
+static std::vector<std::string> defects;
+static void note(const char *where, kvt_status_t, const char *what) noexcept {
+    std::lock_guard<std::mutex> held(lock);
+    defects.push_back(std::string(where) + ": " + what);
+}
+static bool noted(const std::string &text) {
+    std::lock_guard<std::mutex> held(lock);
+    for (const std::string &d : defects)
+        if (d.find(text) != std::string::npos) return true;
+    return false;
+}
+
+static void called_back() {
+    auto alive = std::make_shared<int>(0);
+    std::mutex m;
+    std::condition_variable more;
+    std::vector<kvt_completion_t> seen;
+    kvt_status_t wait_inside = KVT_OK;
+    {
+        kvt::runtime rt = kvt::runtime::open();
+        kvt::buffer b = rt.alloc(1 << 16);
+        kvt::queue_opts opts;
+        opts.callback = [&, alive](const kvt::batch &batch) {
+            std::lock_guard<std::mutex> held(m);
+            for (const kvt_completion_t &c : batch) {
+                kvt::op mine = kvt::op::adopt(c.op);  // freeing in here is fine
+                wait_inside = kvt_op_wait(mine.get(), KVT_OP_RELEASED, 0);
+                seen.push_back(c);
+            }
+            more.notify_all();
+        };
+        kvt::queue queue = rt.open_queue(std::move(opts));
+        CHECK(alive.use_count() == 2);
+        kvt::submit_opts submit;
+        submit.queue = &queue;
+        for (std::uint64_t i = 0; i < 100; ++i) {
+            submit.tag = i;
+            (void)rt.submit(kvt::item::checksum(b, 0, 1 << 16), submit).release();
+        }
+        kvt_completion_t none[1];
+        CHECK_THROWS(queue.poll(none), KVT_E_STATE);
+        std::unique_lock<std::mutex> held(m);
+        CHECK(more.wait_for(held, std::chrono::seconds(20), [&] { return seen.size() == 100; }));
+        held.unlock();
+        queue.close();
+        CHECK(alive.use_count() == 1);
+        CHECK(rt.close().ops == 0);
+    }
+    CHECK(wait_inside == KVT_E_REENTRANT);
+    for (const kvt_completion_t &c : seen) CHECK(c.status == KVT_OK && c.tag < 100);
+}
+
+// Whatever flies out of a callback stops in the trampoline, and the runtime goes on.
+static void throwing() {
+    kvt::runtime_opts opts;
+    opts.workers = 2;
+    opts.on_thread = [](kvt::thread_role, std::uint32_t) { throw 7; };
+    kvt::runtime rt = kvt::runtime::open(std::move(opts));
+    kvt::buffer b = rt.alloc(4096);
+    std::atomic<int> calls{0};
+    kvt::queue_opts queue_opts;
+    queue_opts.callback = [&](const kvt::batch &batch) {
+        calls += static_cast<int>(batch.size());
+        throw std::runtime_error("out of the callback");
+    };
+    kvt::queue queue = rt.open_queue(std::move(queue_opts));
+    kvt::submit_opts submit;
+    submit.queue = &queue;
+    for (int i = 0; i < 10; ++i) rt.submit(kvt::item::checksum(b, 0, 4096), submit).finish();
+    queue.close();
+    CHECK(calls == 10);
+    CHECK(rt.stats().poisoned == 0);
+    std::vector<std::byte> memory(4096);
+    kvt::buffer wrapped = rt.wrap(memory, [] { throw std::logic_error("out of on_free"); });
+    wrapped.reset();
+    rt.close();
+    CHECK(noted("out of the callback") && noted("out of on_free"));
+    CHECK(noted("no std::exception"));
+}
+
+static void threads_named() {
+    std::atomic<int> workers{0}, notifiers{0};
+    kvt::runtime_opts opts;
+    opts.workers = 3;
+    opts.name = "cpp";
+    opts.on_thread = [&](kvt::thread_role role, std::uint32_t index) {
+        CHECK(index < 3);
+        ++(role == kvt::thread_role::worker ? workers : notifiers);
+    };
+    kvt::runtime rt = kvt::runtime::open(std::move(opts));
+    CHECK(rt.stats().workers == 3);
+    rt.close();
+    CHECK(workers == 3 && notifiers >= 1);
+}
+
+// One owner gives back what another waits for.
+static void reclaims(bool throws) {
+    kvt::runtime rt = kvt::runtime::open();
+    kvt::budget_opts limits;
+    limits.host_bytes = 1 << 20;
+    limits.reserve_bytes = 1;
+    kvt::budget budget = rt.open_budget(limits);
+    kvt::account cache, *cache_at = &cache;
+    std::atomic<int> asked{0};
+    kvt::account_opts opts;
+    opts.name = "cache";
+    opts.priority = -1;
+    opts.reclaim = [&, cache_at](kvt::tier tier, std::uint64_t bytes, kvt::deadline) {
+        CHECK(tier == kvt::tier::host && bytes > 0);
+        ++asked;
+        if (throws) throw std::runtime_error("out of the reclaimer");
+        cache_at->release_bytes(tier, 1 << 20);
+        return std::uint64_t(1) << 20;
+    };
+    cache = budget.open_account(std::move(opts));
+    cache.reserve(kvt::tier::host, 1 << 20);
+    cache.commit(kvt::tier::host, 1 << 20, 1 << 20);
+    kvt::account store = budget.open_account();
+    CHECK_THROWS(store.reserve(kvt::tier::host, 4096), KVT_E_BUDGET);
+    CHECK_THROWS(store.reserve_later(kvt::tier::host, 1 << 21), KVT_E_BUDGET);
+    kvt::submit_opts submit;
+    if (throws) submit.deadline = kvt::deadline::in(std::chrono::milliseconds(200));
+    kvt::op later = store.reserve_later(kvt::tier::host, 4096, submit);
+    if (throws) {
+        CHECK_THROWS(later.finish(), KVT_E_TIMEOUT);
+        CHECK(noted("out of the reclaimer"));
+        cache.release_bytes(kvt::tier::host, 1 << 20);
+    } else {
+        later.finish();
+        CHECK(store.held(kvt::tier::host).reserved_bytes == 4096);
+        store.commit(kvt::tier::host, 4096, 0);
+    }
+    CHECK(asked >= 1);
+    CHECK(budget.tier_report(kvt::tier::host).waiting == 0);
+    later.reset();
+    store.close();
+    cache.close();
+}
+
+static void waiting_destroyed() {
+    kvt::runtime rt = kvt::runtime::open();
+    kvt::budget_opts limits;
+    limits.host_bytes = 1 << 20;
+    limits.reserve_bytes = 1;
+    kvt::budget budget = rt.open_budget(limits);
+    kvt::account a = budget.open_account();
+    a.reserve(kvt::tier::host, 1 << 20);
+    {
+        kvt::op never = a.reserve_later(kvt::tier::host, 4096);
+    }  // cancelled by its destructor, which would wait for ever otherwise
+    a.commit(kvt::tier::host, 1 << 20, 0);
+    a.close();
+}
+
+static void logs() {
+    auto alive = std::make_shared<int>(0);
+    kvt::set_log(kvt::log_level::trace,
+                 [alive](kvt::log_level, std::string_view, std::string_view) { throw 1; });
+    kvt::runtime::open().close();
+    kvt::clear_log();
+    CHECK(alive.use_count() == 1);
+}
+
+int main() {
+    kvt::set_defect_hook(note);
+    called_back();
+    CHECK(defects.empty());
+    throwing();
+    threads_named();
+    reclaims(false);
+    reclaims(true);
+    waiting_destroyed();
+    logs();
+    return done();
+}

@@ -1,0 +1,64 @@
+#!/bin/sh
+# The C programs under memcheck: no invalid access, no use of undefined bytes, no leak.
+#
+#   ffi-tests/memory.sh LIBDIR WORKDIR
+#
+# memory.supp says what is suppressed, and why. What the library keeps for ever (slots of
+# handles, the page that tells a fork) stays reachable, which is no error to memcheck.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/.." && pwd)
+libdir=$(cd "${1:?usage: memory.sh LIBDIR WORKDIR}" && pwd)
+mkdir -p "${2:?usage: memory.sh LIBDIR WORKDIR}"
+work=$(cd "$2" && pwd)
+command -v valgrind >/dev/null || { echo "SKIP: valgrind is not here"; exit 77; }
+cc=${CC:-cc}
+passed=0
+failed=0
+KVT_TEST_SECONDS=200
+export KVT_TEST_SECONDS
+
+# one NAME [ARGUMENT]: counts are lowered, memcheck is some thirty times slower. Its
+# threads take turns, fairly, or one that waits by looking would starve the rest.
+one() {
+    name=$1
+    shift
+    "$cc" -std=c11 -g -O1 -Wall -Wextra -pedantic -Werror -pthread -I"$root/include" \
+        "$here/c/$name.c" -o "$work/$name" -L"$libdir" -lkvtier "-Wl,-rpath,$libdir"
+    status=0
+    valgrind --tool=memcheck "--leak-check=$leaks" "--suppressions=$here/memory.supp" --show-leak-kinds=definite,possible \
+        --errors-for-leak-kinds=definite,possible --error-exitcode=9 --fair-sched=yes \
+        --trace-children=no --child-silent-after-fork=yes --log-file="$work/$name.log" \
+        "$work/$name" "$@" >"$work/$name.out" 2>&1 || status=$?
+    if [ "$status" -eq 0 ]; then
+        passed=$((passed + 1))
+        echo "ok    $name"
+    else
+        failed=$((failed + 1))
+        echo "FAIL  $name (status $status)"
+        cat "$work/$name.out"
+        head -n 60 "$work/$name.log"
+    fi
+}
+
+leaks=full
+one version
+one readme
+one handles
+one structs
+one spec 3000
+one lifecycle 30
+one ops 150
+one queue
+one budget 400
+one log 60
+one panic
+# A forked child is checked at its end, too, and there the stacks of its parent's threads
+# belong to nobody.
+leaks=no
+one fork 3
+leaks=full
+one quiet
+one stress 20000
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
