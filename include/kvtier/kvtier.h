@@ -278,7 +278,8 @@ typedef struct kvt_buffer_t kvt_buffer_t;
 /**
  * A failure in words. Calls that take a `kvt_error_t **err` write one there
  * when they fail (only then) and `err` is not null. The variable must be null
- * or hold an error; that one is replaced. Free it with kvt_error_free.
+ * or hold an error; that one is replaced. Free it with kvt_error_free. In a
+ * forked child (KVT_E_FORKED) none is written.
  */
 typedef struct kvt_error_t kvt_error_t;
 
@@ -1210,7 +1211,7 @@ kvt_status_t kvt_abi_check(uint64_t header_version, struct kvt_error_t **err);
  *
  * @param error  The error.
  * @param out    Filled in; start it with KVT_ERROR_INFO_INIT.
- * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
  *
  * Ownership: `out->message` is borrowed until the error is freed or replaced.
  * Threading: any thread. Since 0.1.
@@ -1232,7 +1233,7 @@ const char *kvt_error_message(const struct kvt_error_t *error);
  * Frees an error and clears the variable.
  *
  * @param error  Pointer to the handle; null, or a null handle, is fine.
- * @return KVT_OK; KVT_E_HANDLE.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
  *
  * Threading: any thread. Since 0.1.
  */

@@ -102,9 +102,14 @@ impl Account {
         if bytes > limit {
             fail!(Budget, "{bytes} bytes can never fit in tier {} of {limit}", tier.name());
         }
-        if budget.inner.lock().waiters.len() >= MAX_WAITERS {
+        let inner = budget.inner.lock();
+        if inner.closed {
+            return Err(Status::Closed.into());
+        }
+        if inner.waiters.len() >= MAX_WAITERS {
             return Err(Status::Again.into());
         }
+        drop(inner);
         let op: OpRef = budget.core().promise(opts, budget.clone())?;
         let mut inner = budget.inner.lock();
         if inner.closed || inner.held_of(self.id).is_none() {
@@ -161,11 +166,16 @@ impl Account {
         let Some((_, held)) = inner.held.iter_mut().find(|(id, _)| *id == self.id) else {
             return Err(Status::Closed.into());
         };
-        change(&mut inner.lanes[tier as usize], &mut held[tier as usize])?;
+        let lane = &mut inner.lanes[tier as usize];
+        let before = lane.used();
+        change(lane, &mut held[tier as usize])?;
+        let returned = before - lane.used();
+        inner.returned(tier, returned);
         let waited = !inner.waiters.is_empty();
         drop(guard);
         if waited {
             self.budget.grant();
+            self.budget.ask(); // for whoever still waits when a promise fell short
         }
         Ok(())
     }

@@ -7,9 +7,9 @@
 use std::collections::VecDeque;
 
 use crate::base::account::{Account, Held};
+use crate::base::core::Core;
 use crate::base::machine::MemoryFacts;
 use crate::base::op::{OpRef, Owner};
-use crate::base::runtime::Core;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex, Weak};
 use crate::fail;
@@ -97,7 +97,7 @@ pub struct Lane {
 }
 
 impl Lane {
-    fn used(&self) -> u64 {
+    pub(crate) fn used(&self) -> u64 {
         self.reserved_bytes + self.committed_bytes
     }
 
@@ -106,7 +106,7 @@ impl Lane {
     }
 
     pub(crate) fn fits(&self, bytes: u64) -> bool {
-        self.used().saturating_add(bytes) <= self.limit_bytes
+        self.used() <= self.limit_bytes && bytes <= self.limit_bytes - self.used()
     }
 
     pub(crate) fn reserve(&mut self, bytes: u64) {
@@ -129,6 +129,8 @@ pub(crate) struct Inner {
     accounts: Vec<Weak<Account>>,
     pub(crate) waiters: VecDeque<Waiter>,
     next_account: u64,
+    /// Bytes owners have promised to give back and have not yet.
+    promised: [u64; TIERS],
     asked: bool,
     pub(crate) closed: bool,
 }
@@ -171,6 +173,7 @@ impl Budget {
                 accounts: Vec::new(),
                 waiters: VecDeque::new(),
                 next_account: 1,
+                promised: [0; TIERS],
                 asked: false,
                 closed: false,
             }),
@@ -205,22 +208,24 @@ impl Budget {
     /// Sets a tier's limit. Below what is used: nothing more is granted until
     /// the owners, who are asked to, have given back.
     pub fn resize(self: &Arc<Budget>, tier: Tier, bytes: u64) -> Result<()> {
-        let cap = match tier {
-            Tier::Host => {
-                let own = self.lane(Tier::Host).committed_bytes;
-                let free = MemoryFacts::probe().effective_bytes() + own;
-                free.saturating_sub(self.reserve_bytes)
-            }
-            Tier::Pinned => self.lane(Tier::Host).limit_bytes,
-            _ => u64::MAX,
-        };
+        let facts = MemoryFacts::probe();
         let mut inner = self.inner.lock();
         if inner.closed {
             return Err(Status::Closed.into());
         }
-        let lane = &mut inner.lanes[tier as usize];
-        lane.asked_bytes = bytes;
-        lane.limit_bytes = bytes.min(cap);
+        let own = |tier: Tier, inner: &Inner| inner.lanes[tier as usize].committed_bytes;
+        let usable = facts.effective_bytes().saturating_add(own(Tier::Host, &inner));
+        let lockable = facts.lockable_bytes().saturating_add(own(Tier::Pinned, &inner));
+        inner.lanes[tier as usize].asked_bytes = bytes;
+        let cap = match tier {
+            Tier::Host => usable.saturating_sub(self.reserve_bytes),
+            _ => u64::MAX,
+        };
+        inner.lanes[tier as usize].limit_bytes = bytes.min(cap);
+        // What is pinned is host memory: its limit follows.
+        let host = inner.lanes[Tier::Host as usize].limit_bytes;
+        let pinned = &mut inner.lanes[Tier::Pinned as usize];
+        pinned.limit_bytes = pinned.asked_bytes.min(lockable).min(host);
         drop(inner);
         self.grant();
         self.ask();
@@ -316,6 +321,7 @@ impl Budget {
         });
         let over = lane.used().saturating_sub(lane.limit_bytes);
         let mut short = wanted.saturating_sub(lane.free()).saturating_add(over);
+        short = short.saturating_sub(inner.promised[tier as usize]);
         let mut owners: Vec<_> = inner.accounts.iter().filter_map(Weak::upgrade).collect();
         drop(inner);
         owners.sort_by_key(|account| (account.priority(), account.id()));
@@ -323,7 +329,9 @@ impl Budget {
         for account in owners {
             let (true, Some(reclaim)) = (short > 0, account.reclaimer()) else { continue };
             self.inner.lock().lanes[tier as usize].reclaim_asked_bytes += short;
-            short = short.saturating_sub(reclaim(tier, short, deadline));
+            let promise = reclaim(tier, short, deadline).min(short);
+            self.inner.lock().promise(tier, promise);
+            short -= promise;
         }
     }
 }
@@ -331,6 +339,17 @@ impl Budget {
 impl Inner {
     pub(crate) fn held_of(&mut self, id: u64) -> Option<&mut [Held; TIERS]> {
         self.held.iter_mut().find(|(held, _)| *held == id).map(|(_, held)| held)
+    }
+
+    fn promise(&mut self, tier: Tier, bytes: u64) {
+        let promised = &mut self.promised[tier as usize];
+        *promised = promised.saturating_add(bytes);
+    }
+
+    /// Bytes came back: a promise is kept, or more is given than was promised.
+    pub(crate) fn returned(&mut self, tier: Tier, bytes: u64) {
+        let promised = &mut self.promised[tier as usize];
+        *promised = promised.saturating_sub(bytes);
     }
 
     fn is_short(&self) -> bool {
@@ -343,8 +362,8 @@ impl Owner for Budget {
         self.grant(); // the one that went may have stood in the way
     }
 
-    fn shut(&self) {
-        self.end_waiters(Status::Cancelled);
+    fn shut(&self, status: Status) {
+        self.end_waiters(status);
     }
 
     fn serve(&self) {

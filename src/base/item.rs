@@ -23,6 +23,7 @@ pub struct Outcome {
 pub type RunFn = fn(&Item) -> Outcome;
 
 /// An op's items: one inline, many in recycled memory.
+#[cfg_attr(feature = "shuttle", allow(clippy::large_enum_variant))] // modelled atomics are large
 pub(crate) enum Items {
     None,
     One([Item; 1]),

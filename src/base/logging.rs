@@ -55,8 +55,10 @@ pub fn set(sink: Option<Sink>, level: LevelFilter) -> Result<()> {
             "this program has installed a logger of the log crate; messages go there",
         ));
     }
+    let mut slot = SINK.write();
     log::set_max_level(if sink.is_some() { level } else { LevelFilter::Off });
-    let before = std::mem::replace(&mut *SINK.write(), sink);
+    let before = std::mem::replace(&mut *slot, sink);
+    drop(slot);
     drop(before); // outside the lock: it may run the caller's destroy
     Ok(())
 }

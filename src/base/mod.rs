@@ -5,6 +5,7 @@ pub mod budget;
 pub mod callback;
 pub mod checksum;
 pub mod clock;
+pub mod core;
 pub mod fault;
 pub mod fork;
 pub mod item;

@@ -6,11 +6,11 @@
 //! sets [`ISSUED`] first owns the op's execution: a worker to run it, a cancel
 //! or a deadline to end it before it began.
 
+use crate::base::core::Core;
 use crate::base::fault::Site;
 use crate::base::item::{Item, Items, Outcome, PENDING, RunFn};
 use crate::base::panic;
 use crate::base::queue::{Completion, Outbox, Queue};
-use crate::base::runtime::Core;
 use crate::base::slab::{Key, Pin, Slab};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
@@ -35,8 +35,8 @@ pub const EVENTS: u32 = ISSUED | RESOLVED | RELEASED;
 pub trait Owner: Send + Sync {
     /// An op was ended by a cancel or a deadline before it was issued.
     fn abandoned(&self);
-    /// The runtime closes: end everything promised.
-    fn shut(&self);
+    /// The runtime closes or is poisoned: end everything promised.
+    fn shut(&self, status: Status);
     /// A turn on the notifier thread that was asked for.
     fn serve(&self);
 }
@@ -180,7 +180,6 @@ impl Op {
             leak: AtomicBool::new(false),
         })?;
         let op = ops().pin(key).ok_or(Status::Limit)?;
-        core.op_opened();
         if opts.detached {
             op.remove(); // from here on only pins keep it
         }

@@ -7,8 +7,8 @@ use std::collections::VecDeque;
 use std::os::fd::RawFd;
 
 use crate::base::callback::refuse_reentry;
+use crate::base::core::Core;
 use crate::base::fault::Site;
-use crate::base::runtime::Core;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::fail;
@@ -115,6 +115,11 @@ impl Queue {
         &self.core
     }
 
+    /// Whether it takes no new work.
+    pub fn is_closing(&self) -> bool {
+        self.inner.lock().closing
+    }
+
     /// Whether completions go to a callback.
     pub fn is_callback(&self) -> bool {
         self.sink.is_some()
@@ -160,9 +165,12 @@ impl Queue {
             raise(fd);
         }
         let tell = self.sink.is_some() && !std::mem::replace(&mut inner.signalled, true);
+        let closing = inner.closing;
         drop(inner);
         if tell {
             self.core.notifier().queue_filled(self);
+        } else if closing {
+            self.filled.notify_all(); // consumers and the close itself
         } else {
             self.filled.notify_one();
         }
@@ -211,7 +219,7 @@ impl Queue {
                 }
                 return Ok(n);
             }
-            if inner.closing {
+            if inner.closing && inner.reserved == 0 {
                 return Err(Status::Closed.into());
             }
             if deadline_ns == 0 {

@@ -56,7 +56,8 @@ mod tests {
         spare.give(list);
         let again = spare.take(90).unwrap();
         assert!(again.is_empty() && again.as_ptr() == at);
-        assert!(spare.take(90).unwrap().as_ptr() != at);
+        let other = spare.take(90).unwrap();
+        assert!(other.as_ptr() != at);
     }
 
     #[test]

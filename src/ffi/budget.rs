@@ -10,7 +10,7 @@ use crate::base::op::Op;
 use crate::base::slab::Slab;
 use crate::base::sync::Arc;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::guard::{foreign, guard, guard_err};
 use crate::ffi::handle::{Access, Noun, encode, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
@@ -430,8 +430,7 @@ pub unsafe extern "C" fn kvt_account_open(
         };
         // SAFETY: the caller's promise.
         let name = unsafe { text(given.name, given.name_bytes)? };
-        let foreign =
-            given.reclaim.map(|f| Arc::new(Foreign::new(f, given.user_data, given.destroy)));
+        let foreign = foreign(given.reclaim, given.user_data, given.destroy)?;
         let account = with::<BudgetNoun, _>(budget, Access::Use, |noun| {
             noun.0.account(name, priority, foreign.clone().map(reclaim))
         })?;

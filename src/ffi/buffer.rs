@@ -4,10 +4,10 @@ use std::ffi::c_void;
 
 use crate::base::callback::Foreign;
 use crate::base::checksum::checksum;
+use crate::base::core::Core;
 use crate::base::item::{Item, MAX_ITEMS};
 use crate::base::memory::{Buffer, MemoryWish, Wish};
 use crate::base::op::{Op, OpOpts, RELEASED};
-use crate::base::runtime::Core;
 use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;

@@ -2,6 +2,7 @@
 
 use std::ffi::{CString, c_char};
 
+use crate::base::fork;
 use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};
 use crate::ffi::guard::guard;
@@ -11,7 +12,8 @@ use crate::ffi::structs::{Plain, Sized_, check_out, write};
 
 /// A failure in words. Calls that take a `kvt_error_t **err` write one there
 /// when they fail (only then) and `err` is not null. The variable must be null
-/// or hold an error; that one is replaced. Free it with kvt_error_free.
+/// or hold an error; that one is replaced. Free it with kvt_error_free. In a
+/// forked child (KVT_E_FORKED) none is written.
 pub struct kvt_error_t(());
 
 /// The particulars of an error.
@@ -59,6 +61,10 @@ impl Noun for ErrorNoun {
 /// # Safety
 /// `err` is null or points to a handle that is null or an error's.
 pub(crate) unsafe fn report(err: *mut *mut kvt_error_t, error: Error) {
+    // In a forked child a lock may be held for ever by a thread that is not there.
+    if fork::check().is_err() {
+        return;
+    }
     // SAFETY: the caller's promise.
     let Some(slot) = (unsafe { err.as_mut() }) else { return };
     // The error of an earlier call goes; a handle that is none stays unread.
@@ -80,7 +86,7 @@ pub(crate) fn handle_of(error: Error) -> Result<*mut kvt_error_t> {
 ///
 /// @param error  The error.
 /// @param out    Filled in; start it with KVT_ERROR_INFO_INIT.
-/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
 ///
 /// Ownership: `out->message` is borrowed until the error is freed or replaced.
 /// Threading: any thread. Since 0.1.
@@ -135,7 +141,7 @@ pub extern "C" fn kvt_error_message(error: *const kvt_error_t) -> *const c_char 
 /// Frees an error and clears the variable.
 ///
 /// @param error  Pointer to the handle; null, or a null handle, is fine.
-/// @return KVT_OK; KVT_E_HANDLE.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
 ///
 /// Threading: any thread. Since 0.1.
 ///

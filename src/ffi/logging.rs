@@ -9,7 +9,7 @@ use crate::base::logging;
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::guard_err;
+use crate::ffi::guard::{foreign, guard_err};
 use crate::ffi::status::kvt_status_t;
 
 /// Nothing is logged.
@@ -76,8 +76,9 @@ pub unsafe extern "C" fn kvt_log_set(
             KVT_LOG_TRACE => LevelFilter::Trace,
             _ => fail!(Invalid, "log level {level} is none of 0 to {KVT_LOG_TRACE}"),
         };
-        let Some(function) = callback else { return logging::set(None, LevelFilter::Off) };
-        let foreign = Arc::new(Foreign::new(function, user_data, destroy));
+        let Some(foreign) = foreign(callback, user_data, destroy)? else {
+            return logging::set(None, LevelFilter::Off);
+        };
         let inside = foreign.clone();
         logging::set(Some(Arc::new(move |l, t, m| pass_on(&inside, l, t, m))), filter)?;
         foreign.keep();

@@ -9,7 +9,7 @@ use crate::base::slab::Slab;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::guard::{foreign, guard, guard_err};
 use crate::ffi::handle::{Access, Noun, encode_bits, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::op::kvt_op_t;
@@ -181,8 +181,7 @@ pub unsafe extern "C" fn kvt_queue_open(
         };
         known_flags(given.flags, 0)?;
         let capacity = u32::try_from(given.capacity).unwrap_or(u32::MAX);
-        let foreign =
-            given.callback.map(|f| Arc::new(Foreign::new(f, given.user_data, given.destroy)));
+        let foreign = foreign(given.callback, given.user_data, given.destroy)?;
         let queue =
             on_runtime(runtime, |core| Queue::open(core, capacity, foreign.clone().map(sink)))?;
         let handle = insert(QueueNoun(queue))?;

@@ -3,16 +3,17 @@
 use std::ffi::{c_char, c_void};
 
 use crate::base::callback::Foreign;
+use crate::base::core::Core;
 use crate::base::fault::Faults;
 use crate::base::op::ops;
-use crate::base::runtime::{Core, OnThread, Role, Runtime, RuntimeOpts};
+use crate::base::runtime::{OnThread, Role, Runtime, RuntimeOpts};
 use crate::base::slab::Slab;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::ffi::budget::{AccountNoun, BudgetNoun};
 use crate::ffi::buffer::BufferNoun;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::guard::{foreign, guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::queue::QueueNoun;
@@ -159,17 +160,19 @@ pub unsafe extern "C" fn kvt_runtime_open(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
-        // SAFETY: the caller's promise, here and below.
-        unsafe { require(out)? };
-        let given = unsafe { read(opts)? };
+        // SAFETY: the caller's promise.
+        let (given, name, faults) = unsafe {
+            require(out)?;
+            let given = read(opts)?;
+            let name = text(given.name, given.name_bytes)?;
+            (given, name, text(given.faults, given.faults_bytes)?)
+        };
         known_flags(given.flags, 0)?;
-        let faults = unsafe { text(given.faults, given.faults_bytes)? };
-        let foreign =
-            given.on_thread.map(|f| Arc::new(Foreign::new(f, given.user_data, given.destroy)));
+        let foreign = foreign(given.on_thread, given.user_data, given.destroy)?;
         let runtime = Runtime::open(RuntimeOpts {
             workers: given.workers,
             max_ops: given.max_ops,
-            name: unsafe { text(given.name, given.name_bytes)? }.to_string(),
+            name: name.to_string(),
             faults: if faults.is_empty() { None } else { Some(Faults::parse(faults)?) },
             on_thread: foreign.clone().map(on_thread),
             ..RuntimeOpts::default()

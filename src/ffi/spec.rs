@@ -4,9 +4,10 @@ use std::ffi::c_char;
 
 use crate::base::spec::Spec;
 use crate::base::status::{Error, Status};
+use crate::fail;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
-use crate::ffi::slice::{require, text};
+use crate::ffi::slice::text;
 use crate::ffi::status::kvt_status_t;
 
 /// Checks the grammar of a spec string and gives its canonical form.
@@ -38,6 +39,9 @@ pub unsafe extern "C" fn kvt_spec_check(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
+        if out.is_null() && out_capacity > 0 {
+            fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
+        }
         // SAFETY: the caller's promise.
         let canonical = Spec::parse(unsafe { text(spec, spec_bytes)? })?.to_string();
         let needed = canonical.len() as u64;
@@ -45,11 +49,9 @@ pub unsafe extern "C" fn kvt_spec_check(
             // SAFETY: not null, and the caller's promise.
             unsafe { out_bytes.write(needed) };
         }
-        if out.is_null() && out_capacity == 0 {
+        if out.is_null() {
             return Ok(());
         }
-        // SAFETY: a check of the pointer alone.
-        unsafe { require(out)? };
         if out_capacity < needed {
             let text = format!("the canonical form has {needed} bytes, room is {out_capacity}");
             return Err(Error::new(Status::TooSmall, text));

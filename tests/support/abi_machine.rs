@@ -266,7 +266,8 @@ impl Machine {
                 o.workers = t.number() as u32 | 1 << 20;
             }
             o.user_data = USER;
-            o.destroy = Some(destroy);
+            // Without a callback it belongs to, this is refused.
+            o.destroy = if t.byte() > 250 { Some(destroy) } else { None };
         });
         // SAFETY: valid pointers.
         let status = check(unsafe { kvt_runtime_open(opts.ptr(), &mut handle, err) });
@@ -286,7 +287,7 @@ impl Machine {
             o.flags = u64::from(t.byte() > 250);
             o.callback = if calls { Some(on_batch) } else { None };
             o.user_data = USER;
-            o.destroy = Some(destroy);
+            o.destroy = if calls { Some(destroy) } else { None };
         });
         let size = u64::from_le_bytes(opts.0[..8].try_into().expect("eight bytes"));
         // SAFETY: valid pointers.
@@ -334,7 +335,7 @@ impl Machine {
             o.name_bytes = name.len() as u64;
             o.reclaim = if reclaims { Some(on_reclaim) } else { None };
             o.user_data = USER;
-            o.destroy = Some(destroy);
+            o.destroy = if reclaims { Some(destroy) } else { None };
         });
         // SAFETY: valid pointers.
         let status = check(unsafe { kvt_account_open(budget, opts.ptr(), &mut handle, err) });

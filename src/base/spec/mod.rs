@@ -360,7 +360,7 @@ fn edit_distance(a: &str, b: &str) -> usize {
         let mut diagonal = row[0];
         row[0] = i + 1;
         for (j, y) in b.iter().enumerate() {
-            let change = diagonal + usize::from(x.to_ascii_lowercase() != y.to_ascii_lowercase());
+            let change = diagonal + usize::from(!x.eq_ignore_ascii_case(y));
             diagonal = row[j + 1];
             row[j + 1] = change.min(row[j] + 1).min(diagonal + 1);
         }

@@ -150,10 +150,10 @@ fn call(rounds: u32) -> Bar {
     let (mut address, mut bytes) = (null_mut(), 0u64);
     let (abi, rust) = pairs(
         rounds,
-        // SAFETY: a live handle and valid outputs.
         || {
-            per_call(100_000, || unsafe {
-                black_box(through(bench.buffer, &mut address, &mut bytes));
+            per_call(100_000, || {
+                // SAFETY: a live handle and valid outputs.
+                black_box(unsafe { through(bench.buffer, &mut address, &mut bytes) });
             })
         },
         || {

@@ -1,0 +1,326 @@
+//! What the threads, ops and nouns of a runtime share: its counters, its pool,
+//! and the one way in for ops.
+
+use crate::base::clock::Clock;
+use crate::base::fault::{Faults, Site};
+use crate::base::item::{Item, Items, MAX_ITEMS, RunFn};
+use crate::base::notifier::Notifier;
+use crate::base::op::{Op, OpOpts, OpRef, Owner, ops};
+use crate::base::panic;
+use crate::base::queue::Queue;
+use crate::base::spare::Spare;
+use crate::base::status::{Result, Status};
+use crate::base::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use crate::base::sync::{Arc, Condvar, Mutex, Weak};
+use crate::base::worker::Pool;
+use crate::fail;
+
+/// Counters of a runtime.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RuntimeStats {
+    /// Worker threads.
+    pub workers: u32,
+    /// Ops not yet freed.
+    pub ops_live: u32,
+    /// Ops not yet released.
+    pub ops_open: u64,
+    /// Ops submitted so far.
+    pub ops_submitted: u64,
+    /// Ops waiting for a worker.
+    pub ops_queued: u64,
+    /// Submissions refused because too many ops lived.
+    pub refused: u64,
+    /// A panic was caught.
+    pub poisoned: bool,
+}
+
+/// What threads, ops and nouns share of a runtime.
+pub struct Core {
+    pub(super) clock: Clock,
+    pub(super) faults: Option<Faults>,
+    pub(super) pool: Pool,
+    pub(super) notifier: Notifier,
+    pub(super) workers: u32,
+    pub(super) max_ops: u32,
+    pub(super) live: AtomicU32,
+    pub(super) open: AtomicU64,
+    pub(super) submitted: AtomicU64,
+    pub(super) refused: AtomicU64,
+    pub(super) closing: AtomicBool,
+    pub(super) poisoned: AtomicBool,
+    /// Threads that live, by role.
+    pub(super) alive: [AtomicU32; 2],
+    pub(super) quiet: Mutex<()>,
+    pub(super) quieter: Condvar,
+    pub(super) owners: Mutex<Vec<Weak<dyn Owner>>>,
+    pub(super) items: Spare<Item>,
+    pub(super) refs: Spare<OpRef>,
+}
+
+impl Core {
+    /// The clock.
+    pub fn clock(&self) -> &Clock {
+        &self.clock
+    }
+
+    /// The notifier thread's inbox.
+    pub fn notifier(&self) -> &Notifier {
+        &self.notifier
+    }
+
+    /// Planted faults.
+    pub fn faults(&self) -> Option<&Faults> {
+        self.faults.as_ref()
+    }
+
+    /// Passes a site where a fault may be planted.
+    pub fn pass(&self, site: Site) -> Result<()> {
+        self.faults.as_ref().map_or(Ok(()), |faults| faults.pass(site))
+    }
+
+    /// Whether the runtime refuses new work.
+    pub fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
+    }
+
+    /// Whether a panic was caught.
+    pub fn is_poisoned(&self) -> bool {
+        self.poisoned.load(Ordering::Acquire)
+    }
+
+    /// A panic was caught: what is queued ends with `KVT_E_PANIC`.
+    pub fn poison(&self, text: &str) {
+        let before = self.poisoned.swap(true, Ordering::AcqRel);
+        log::error!("caught a defect, the runtime is poisoned: {text}");
+        if !before {
+            self.shut_owners(Status::Panic);
+        }
+    }
+
+    pub(super) fn shut_owners(&self, status: Status) {
+        let owners: Vec<_> = self.owners.lock().iter().filter_map(Weak::upgrade).collect();
+        owners.iter().for_each(|owner| owner.shut(status));
+    }
+
+    /// Fails when the runtime takes no new work.
+    pub fn check_open(&self) -> Result<()> {
+        if self.is_poisoned() {
+            return Err(Status::Panic.into());
+        }
+        if self.is_closing() {
+            return Err(Status::Closed.into());
+        }
+        Ok(())
+    }
+
+    /// Registers someone who promises ops.
+    pub fn add_owner(&self, owner: Weak<dyn Owner>) {
+        let mut owners = self.owners.lock();
+        owners.retain(|o| o.strong_count() > 0);
+        owners.push(owner);
+    }
+
+    pub(crate) fn op_released(&self) {
+        self.open_less(1);
+    }
+
+    fn open_less(&self, n: u32) {
+        let n = u64::from(n);
+        if self.open.fetch_sub(n, Ordering::SeqCst) == n && self.is_closing() {
+            self.stir();
+        }
+    }
+
+    pub(crate) fn op_freed(&self, items: Items) {
+        self.live.fetch_sub(1, Ordering::AcqRel);
+        if let Items::Many(items) = items {
+            self.items.give(items);
+        }
+    }
+
+    pub(super) fn stir(&self) {
+        drop(self.quiet.lock()); // whoever looked before the change now waits
+        self.quieter.notify_all();
+    }
+
+    /// Waits until `quiet` holds; false when the deadline came first.
+    pub(super) fn settle(&self, deadline_ns: u64, quiet: impl Fn() -> bool) -> bool {
+        let mut guard = self.quiet.lock();
+        while !quiet() {
+            if deadline_ns == 0 {
+                self.quieter.wait(&mut guard);
+                continue;
+            }
+            let now = self.clock.now_ns();
+            if now >= deadline_ns {
+                return false;
+            }
+            self.quieter.wait_for(&mut guard, deadline_ns - now);
+        }
+        true
+    }
+
+    /// Reserves room for `n` ops that tell `queue`.
+    fn admit(&self, n: u32, opts: &OpOpts) -> Result<()> {
+        // Counted before the look at `closing`, which a close sets before it looks
+        // at the count: one of the two sees the other.
+        self.open.fetch_add(u64::from(n), Ordering::SeqCst);
+        let admitted = self.check_open().and_then(|()| self.make_room(n, opts));
+        match admitted {
+            Ok(()) => {
+                self.submitted.fetch_add(u64::from(n), Ordering::Relaxed);
+            }
+            Err(_) => self.open_less(n),
+        }
+        admitted
+    }
+
+    fn make_room(&self, n: u32, opts: &OpOpts) -> Result<()> {
+        if opts.detached && opts.queue.is_none() {
+            fail!(Invalid, "an op without a handle needs a queue, or nobody hears of its end");
+        }
+        if opts.queue.as_ref().is_some_and(|q| !std::ptr::eq(Arc::as_ptr(q.core()), self)) {
+            fail!(Invalid, "the queue belongs to another runtime");
+        }
+        let before = self.live.fetch_add(n, Ordering::AcqRel);
+        if before.saturating_add(n) > self.max_ops {
+            self.live.fetch_sub(n, Ordering::AcqRel);
+            self.refused.fetch_add(1, Ordering::Relaxed);
+            return Err(Status::Again.into());
+        }
+        if let Some(queue) = &opts.queue {
+            if let Err(error) = queue.reserve(n * opts.entries()) {
+                self.live.fetch_sub(n, Ordering::AcqRel);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes back what [`Core::admit`] reserved for `n` ops that were not made.
+    fn dismiss(&self, n: u32, opts: &OpOpts) {
+        self.open_less(n);
+        self.live.fetch_sub(n, Ordering::AcqRel);
+        if let Some(queue) = &opts.queue {
+            queue.unreserve(n * opts.entries());
+        }
+    }
+
+    fn start(&self, ops: &[OpRef], opts: &OpOpts) {
+        if opts.deadline_ns != 0 {
+            ops.iter().for_each(|op| self.notifier.watch(opts.deadline_ns, op.key()));
+        }
+        // A close that began meanwhile may have looked for ops before these existed.
+        if self.is_closing() || opts.queue.as_ref().is_some_and(|queue| queue.is_closing()) {
+            ops.iter().for_each(|op| op.cancel());
+        }
+    }
+
+    /// Room for `n` items, recycled where possible.
+    pub fn item_list(&self, n: usize) -> Result<Vec<Item>> {
+        if n > MAX_ITEMS {
+            fail!(Limit, "an op has at most {MAX_ITEMS} items, not {n}");
+        }
+        self.items.take(n)
+    }
+
+    /// Submits one op of many items for the workers.
+    pub fn submit(self: &Arc<Core>, opts: &OpOpts, items: Vec<Item>, run: RunFn) -> Result<OpRef> {
+        self.admit(1, opts)?;
+        let op = Op::create(self, opts, Items::Many(items), Some(run), None)
+            .inspect_err(|_| self.dismiss(1, opts))?;
+        let ops = std::slice::from_ref(&op);
+        self.start(ops, opts);
+        self.pool.push(opts.lane, ops);
+        Ok(op)
+    }
+
+    /// Submits an op for each item; `tag_of` gives each its tag,
+    /// `see` is shown each before it can complete. All or none.
+    pub fn submit_each(
+        self: &Arc<Core>,
+        opts: &OpOpts,
+        mut items: Vec<Item>,
+        tag_of: impl Fn(usize) -> u64,
+        run: RunFn,
+        mut see: impl FnMut(usize, &OpRef),
+    ) -> Result<()> {
+        let n = items.len() as u32;
+        let mut made = self.refs.take(items.len())?;
+        self.admit(n, opts)?;
+        let mut each = opts.clone();
+        for (i, item) in items.drain(..).enumerate() {
+            each.tag = tag_of(i);
+            match Op::create(self, &each, Items::One([item]), Some(run), None) {
+                Ok(op) => made.push(op),
+                Err(error) => {
+                    // Made ops give their places back one by one as they are dropped.
+                    let missing = n - made.len() as u32;
+                    self.dismiss(missing, opts);
+                    for op in made.drain(..) {
+                        op.discard();
+                        if let Some(queue) = &opts.queue {
+                            queue.unreserve(opts.entries());
+                        }
+                        op.remove();
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        made.iter().enumerate().for_each(|(i, op)| see(i, op));
+        self.start(&made, opts);
+        self.pool.push(opts.lane, &made);
+        self.items.give(items);
+        self.refs.give(made);
+        Ok(())
+    }
+
+    /// Makes an op that `owner` will finish.
+    pub fn promise(self: &Arc<Core>, opts: &OpOpts, owner: Arc<dyn Owner>) -> Result<OpRef> {
+        self.admit(1, opts)?;
+        let op = Op::create(self, opts, Items::None, None, Some(owner))
+            .inspect_err(|_| self.dismiss(1, opts))?;
+        self.start(std::slice::from_ref(&op), opts);
+        Ok(op)
+    }
+
+    /// Cancels every open op that reports to `queue`.
+    pub fn cancel_ops_of(&self, queue: &Arc<Queue>) {
+        ops().visit(|op| {
+            if op.reports_to(queue) {
+                op.cancel();
+            }
+        });
+    }
+
+    pub(super) fn cancel_all(&self) {
+        ops().visit(|op| {
+            if std::ptr::eq(Arc::as_ptr(&op.core), self) {
+                op.cancel();
+            }
+        });
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> RuntimeStats {
+        RuntimeStats {
+            workers: self.workers,
+            ops_live: self.live.load(Ordering::Acquire),
+            ops_open: self.open.load(Ordering::Acquire),
+            ops_submitted: self.submitted.load(Ordering::Relaxed),
+            ops_queued: self.pool.depth(),
+            refused: self.refused.load(Ordering::Relaxed),
+            poisoned: self.is_poisoned(),
+        }
+    }
+}
+
+impl Core {
+    pub(super) fn work(&self) {
+        // Items are guarded one by one; this catches a defect of ours around them.
+        while let Err(text) = panic::catch(|| self.pool.serve()) {
+            self.poison(&text);
+        }
+    }
+}

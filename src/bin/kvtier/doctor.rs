@@ -1,0 +1,226 @@
+//! `kvtier doctor`: what this machine has, and what that means for you.
+
+use std::path::Path;
+
+use kvtier::base::budget::{DEFAULT_HOST_PERCENT, DEFAULT_RESERVE_BYTES};
+use kvtier::base::fork;
+use kvtier::base::machine::MemoryFacts;
+use kvtier::base::sync::cores;
+use kvtier::io::probe;
+
+use crate::human;
+
+/// How good a finding is.
+#[derive(Clone, Copy)]
+enum Mark {
+    Good,
+    Limited,
+    Absent,
+}
+
+struct Finding {
+    check: &'static str,
+    mark: Mark,
+    value: String,
+    means: String,
+}
+
+impl Finding {
+    fn new(check: &'static str, mark: Mark, value: impl Into<String>, means: &str) -> Finding {
+        Finding { check, mark, value: value.into(), means: means.to_string() }
+    }
+}
+
+/// Prints the findings.
+pub fn run(path: &Path, json: bool) {
+    let facts = MemoryFacts::probe();
+    let findings = [
+        cpu(),
+        memory(&facts),
+        cgroup(&facts),
+        default_budget(&facts),
+        pin_quota(&facts),
+        transparent(&facts),
+        reserved(&facts),
+        fork_detection(),
+        io_uring(),
+        direct(path),
+        cuda(),
+    ];
+    for finding in findings {
+        let mark = match finding.mark {
+            Mark::Good => "good",
+            Mark::Limited => "limited",
+            Mark::Absent => "absent",
+        };
+        if json {
+            println!(
+                "{}",
+                serde_json::json!({
+                    "check": finding.check,
+                    "mark": mark,
+                    "value": finding.value,
+                    "means": finding.means,
+                })
+            );
+        } else {
+            println!("{:<18} {:<8} {}", finding.check, mark, finding.value);
+            println!("{:<18} {:<8} {}\n", "", "", finding.means);
+        }
+    }
+}
+
+fn cpu() -> Finding {
+    let n = cores();
+    Finding::new(
+        "cores",
+        if n > 1 { Mark::Good } else { Mark::Limited },
+        n.to_string(),
+        "a runtime starts as many workers, at most 4, unless told otherwise",
+    )
+}
+
+fn memory(facts: &MemoryFacts) -> Finding {
+    let value = format!("{} of {}", human(facts.available_bytes), human(facts.total_bytes));
+    Finding::new(
+        "memory",
+        Mark::Good,
+        value,
+        "available without swapping, by the kernel's estimate",
+    )
+}
+
+fn cgroup(facts: &MemoryFacts) -> Finding {
+    match facts.cgroup {
+        None => Finding::new(
+            "cgroup limit",
+            Mark::Good,
+            "none",
+            "no container limit: a host budget is bounded by available memory alone",
+        ),
+        Some(c) => Finding::new(
+            "cgroup limit",
+            Mark::Limited,
+            format!(
+                "v{}: {} of {} left ({} of the use is reclaimable cache)",
+                c.version,
+                human(c.headroom_bytes()),
+                human(c.limit_bytes),
+                human(c.reclaimable_bytes)
+            ),
+            "a host budget never exceeds this headroom: beyond it the kernel kills the process",
+        ),
+    }
+}
+
+fn default_budget(facts: &MemoryFacts) -> Finding {
+    let usable = facts.effective_bytes().saturating_sub(DEFAULT_RESERVE_BYTES);
+    Finding::new(
+        "default budget",
+        if usable > 0 { Mark::Good } else { Mark::Absent },
+        human(usable / 100 * DEFAULT_HOST_PERCENT),
+        "what the host tier gets when no number is given: half of what can be had, less a reserve",
+    )
+}
+
+fn pin_quota(facts: &MemoryFacts) -> Finding {
+    match facts.lock_limit_bytes {
+        None => Finding::new(
+            "pin quota",
+            Mark::Good,
+            "unlimited",
+            "buffers can be locked in RAM, as fast device copies want them",
+        ),
+        Some(limit) => Finding::new(
+            "pin quota",
+            if facts.lockable_bytes() >= 1 << 30 { Mark::Good } else { Mark::Limited },
+            format!("{} of {} left", human(facts.lockable_bytes()), human(limit)),
+            "pinning more fails with KVT_E_PIN_QUOTA: raise RLIMIT_MEMLOCK (ulimit -l)",
+        ),
+    }
+}
+
+fn transparent(facts: &MemoryFacts) -> Finding {
+    let (mark, means) = match facts.thp_mode.as_str() {
+        "always" | "madvise" => (Mark::Good, "KVT_BUFFER_TRY_HUGE gets huge pages"),
+        "never" => (Mark::Limited, "KVT_BUFFER_TRY_HUGE has no effect: more TLB misses"),
+        _ => (Mark::Absent, "this kernel has none"),
+    };
+    let value = if facts.thp_mode.is_empty() { "none" } else { &facts.thp_mode };
+    Finding::new("transparent huge", mark, value, means)
+}
+
+fn reserved(facts: &MemoryFacts) -> Finding {
+    Finding::new(
+        "reserved huge",
+        if facts.hugetlb_free_pages > 0 { Mark::Good } else { Mark::Absent },
+        format!("{} free pages of {}", facts.hugetlb_free_pages, human(facts.hugetlb_page_bytes)),
+        "for KVT_BUFFER_HUGETLB; set vm.nr_hugepages to have some",
+    )
+}
+
+fn fork_detection() -> Finding {
+    match fork::arm() {
+        Ok(true) => Finding::new(
+            "fork detection",
+            Mark::Good,
+            "kernel",
+            "a forked child is told KVT_E_FORKED",
+        ),
+        Ok(false) => Finding::new(
+            "fork detection",
+            Mark::Limited,
+            "atfork handler",
+            "this kernel lacks MADV_WIPEONFORK: a child made by a raw clone is not noticed",
+        ),
+        Err(error) => {
+            Finding::new("fork detection", Mark::Absent, error.to_string(), "do not fork")
+        }
+    }
+}
+
+fn io_uring() -> Finding {
+    match probe::io_uring() {
+        Ok(()) => Finding::new(
+            "io_uring",
+            Mark::Good,
+            "allowed",
+            "the kernel offers asynchronous file I/O (this build does not use it yet)",
+        ),
+        Err(error) => Finding::new(
+            "io_uring",
+            Mark::Absent,
+            error.message(),
+            "file I/O will use a thread pool; container profiles often forbid io_uring",
+        ),
+    }
+}
+
+fn direct(path: &Path) -> Finding {
+    match probe::direct_alignment(path) {
+        Ok(align) => Finding::new(
+            "direct I/O",
+            Mark::Good,
+            format!("{align} bytes in {}", path.display()),
+            "a disk tier here bypasses the page cache, with this alignment",
+        ),
+        Err(error) => Finding::new(
+            "direct I/O",
+            Mark::Absent,
+            error.message(),
+            "a disk tier here would go through the page cache and count against the cgroup",
+        ),
+    }
+}
+
+fn cuda() -> Finding {
+    match probe::cuda_driver() {
+        Some(version) => Finding::new(
+            "cuda driver",
+            Mark::Good,
+            format!("{}.{}", version / 1000, version % 1000 / 10),
+            "an NVIDIA driver is there (this build has no device tier yet)",
+        ),
+        None => Finding::new("cuda driver", Mark::Absent, "none", "no device tier on this machine"),
+    }
+}
