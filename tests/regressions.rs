@@ -52,3 +52,27 @@ fn a_wait_for_the_issue_ends_with_it() {
     op.wait(RELEASED, 0).unwrap();
     op.remove();
 }
+
+/// A reservation granted in the moment of its deadline ended as a timeout and
+/// kept its bytes.
+#[test]
+fn a_reservation_is_granted_or_late_and_never_both() {
+    use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+    let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
+    let mut opts = BudgetOpts::default();
+    opts.limits[Tier::Disk as usize] = Some(10);
+    let budget = Budget::open(runtime.core(), &opts).unwrap();
+    let account = budget.account("a", 0, None).unwrap();
+    for i in 0..4000u64 {
+        account.take(Tier::Disk, 10).unwrap();
+        let deadline_ns = runtime.core().clock().now_ns() + 1 + i % 64 * 1000;
+        let late = OpOpts { deadline_ns, ..OpOpts::default() };
+        let op = account.reserve_later(Tier::Disk, 10, &late).unwrap();
+        account.give_back(Tier::Disk, 10);
+        op.wait(RELEASED, 0).unwrap();
+        let held = account.held(Tier::Disk).reserved_bytes;
+        assert_eq!(held, if op.info().status == Some(0) { 10 } else { 0 });
+        account.commit(Tier::Disk, held, 0).unwrap();
+        op.remove();
+    }
+}

@@ -131,6 +131,8 @@ pub(crate) struct Inner {
     next_account: u64,
     /// Bytes owners have promised to give back and have not yet.
     promised: [u64; TIERS],
+    /// Bytes given back so far.
+    returned: [u64; TIERS],
     asked: bool,
     pub(crate) closed: bool,
 }
@@ -174,6 +176,7 @@ impl Budget {
                 waiters: VecDeque::new(),
                 next_account: 1,
                 promised: [0; TIERS],
+                returned: [0; TIERS],
                 asked: false,
                 closed: false,
             }),
@@ -328,9 +331,9 @@ impl Budget {
         let deadline = if deadline == u64::MAX { 0 } else { deadline };
         for account in owners {
             let (true, Some(reclaim)) = (short > 0, account.reclaimer()) else { continue };
-            self.inner.lock().lanes[tier as usize].reclaim_asked_bytes += short;
+            let before = self.inner.lock().asking(tier, short);
             let promise = reclaim(tier, short, deadline).min(short);
-            self.inner.lock().promise(tier, promise);
+            self.inner.lock().promise(tier, promise, before);
             short -= promise;
         }
     }
@@ -341,13 +344,23 @@ impl Inner {
         self.held.iter_mut().find(|(held, _)| *held == id).map(|(_, held)| held)
     }
 
-    fn promise(&mut self, tier: Tier, bytes: u64) {
+    /// An owner is about to be asked; what came back in all until now.
+    fn asking(&mut self, tier: Tier, bytes: u64) -> u64 {
+        self.lanes[tier as usize].reclaim_asked_bytes += bytes;
+        self.returned[tier as usize]
+    }
+
+    /// It has promised bytes; some may have come back while it was asked.
+    fn promise(&mut self, tier: Tier, bytes: u64, returned_before: u64) {
+        let meanwhile = self.returned[tier as usize].wrapping_sub(returned_before);
         let promised = &mut self.promised[tier as usize];
-        *promised = promised.saturating_add(bytes);
+        *promised = promised.saturating_add(bytes.saturating_sub(meanwhile));
     }
 
     /// Bytes came back: a promise is kept, or more is given than was promised.
     pub(crate) fn returned(&mut self, tier: Tier, bytes: u64) {
+        let returned = &mut self.returned[tier as usize];
+        *returned = returned.wrapping_add(bytes);
         let promised = &mut self.promised[tier as usize];
         *promised = promised.saturating_sub(bytes);
     }

@@ -356,7 +356,11 @@ impl Op {
     /// The deadline has passed.
     pub fn expire(&self) {
         self.abandon(Status::Timeout);
-        self.resolve(Status::Timeout, None);
+        // What runs is late now. What was claimed otherwise is being ended this
+        // moment by who claimed it, with the result that goes with their deed.
+        if self.bits.load(Ordering::Acquire) & RUNNING != 0 {
+            self.resolve(Status::Timeout, None);
+        }
     }
 
     fn abandon(&self, status: Status) {
