@@ -140,3 +140,13 @@ fn documented(header: &str) -> Vec<(String, String)> {
     }
     found
 }
+
+#[test]
+fn the_readme_shows_the_program_that_is_tested() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let text = |path: &str| std::fs::read_to_string(root.join(path)).expect(path);
+    let (readme, program) = (text("README.md"), text("ffi-tests/c/readme.c"));
+    let shown = readme.split("```c\n").nth(1).and_then(|rest| rest.split("```").next());
+    let shown = shown.expect("a C program in README.md");
+    assert!(program.ends_with(shown) && shown.len() > 500, "README.md and readme.c differ");
+}
