@@ -257,7 +257,7 @@ def test_planted_panic(runtime: kvtier.Runtime) -> None:
             op = poisoned.submit(Work.checksum(buffer), queue=queue, tag="t")
             done, = queue.wait(10)
             assert done.tag == "t" and isinstance(done.error, kvtier.PanicError)
-            with pytest.raises(kvtier.PanicError, match="defect"):
+            with pytest.raises(kvtier.PanicError, match="planted panic at worker"):
                 op.result(10)
             stats = poisoned.stats()
             assert stats.poisoned and stats.ops_submitted == 1 and stats.ops_open == 0
