@@ -413,8 +413,8 @@ impl Machine {
             byte => 1 + byte as usize % 3,
         };
         let items: Vec<kvt_buffer_item_t> = (0..count).map(|_| self.item(tape)).collect();
-        let stride =
-            size_field(tape, size_of::<kvt_buffer_item_t>()).min(72 * u64::from(count > 0));
+        let right = size_of::<kvt_buffer_item_t>();
+        let stride = size_field(tape, right).min(right as u64);
         let wants = tape.byte() > 60;
         let mut handles = vec![null_mut(); count.max(1)];
         let to = if wants { handles.as_mut_ptr() } else { null_mut() };
