@@ -19,7 +19,7 @@ fn generated() -> String {
     // In the order a reader meets the nouns.
     let order = [
         "status", "version", "error", "logging", "feature", "spec", "runtime", "op", "queue",
-        "budget", "buffer",
+        "budget", "account", "buffer", "work",
     ];
     let rank = |path: &Path| {
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or("");

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::mem::{align_of, offset_of, size_of};
 use std::path::Path;
 
+use kvtier::ffi::account::*;
 use kvtier::ffi::budget::*;
 use kvtier::ffi::buffer::*;
 use kvtier::ffi::error::*;
@@ -12,6 +13,7 @@ use kvtier::ffi::feature::*;
 use kvtier::ffi::op::*;
 use kvtier::ffi::queue::*;
 use kvtier::ffi::runtime::*;
+use kvtier::ffi::work::*;
 
 fn size_of_field<T, F>(_: impl Fn(&T) -> &F) -> usize {
     size_of::<F>()

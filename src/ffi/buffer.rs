@@ -1,28 +1,25 @@
-//! Buffers and the work on them.
+//! Buffers.
 
 use std::ffi::c_void;
 
-use crate::base::callback::Foreign;
-use crate::base::checksum::checksum;
+use crate::base::callback::{Foreign, refuse_reentry};
 use crate::base::core::Core;
 use crate::base::item::{Item, MAX_ITEMS};
 use crate::base::memory::{Buffer, MemoryWish, Wish};
-use crate::base::op::{Op, OpOpts, RELEASED};
+use crate::base::op::{OpOpts, RELEASED};
 use crate::base::slab::Slab;
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::host;
-use crate::fail;
-use crate::ffi::budget::{AccountNoun, kvt_account_t};
+use crate::ffi::account::{AccountNoun, kvt_account_t};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, Noun, encode, free, insert, pin, with};
+use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::logging::kvt_destroy_fn;
-use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::{bytes, require};
+use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, Strided, check_out, known_flags, read, write};
+use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// A range of host memory that ops may read and write. Internally locked; the
 /// bytes themselves are yours, except between submitting an op on them and its
@@ -48,19 +45,6 @@ pub const KVT_PAGES_TRANSPARENT: u32 = 1;
 pub const KVT_PAGES_HUGETLB: u32 = 2;
 /// The caller's own memory.
 pub const KVT_PAGES_FOREIGN: u32 = 3;
-
-/// Copy the source to the target; they may overlap.
-pub const KVT_DO_COPY: u32 = 1;
-/// Report the checksum of the source as it was read.
-pub const KVT_DO_CHECKSUM: u32 = 2;
-/// Compare that checksum with `expect`: KVT_E_CORRUPT if it differs (a copy
-/// asked for along with it has been made all the same).
-pub const KVT_DO_VERIFY: u32 = 4;
-/// Make the target's pages present; contents stay. Alone only.
-pub const KVT_DO_PREFAULT: u32 = 8;
-
-const _: () = assert!(KVT_DO_COPY == host::COPY && KVT_DO_CHECKSUM == host::CHECKSUM);
-const _: () = assert!(KVT_DO_VERIFY == host::VERIFY && KVT_DO_PREFAULT == host::PREFAULT);
 
 /// How to allocate a buffer.
 #[repr(C)]
@@ -98,30 +82,6 @@ pub struct kvt_buffer_info_t {
     pub pages: u32,
 }
 
-/// One piece of work on up to two buffers.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct kvt_buffer_item_t {
-    /// KVT_DO_* bits.
-    pub kind: u32,
-    /// None are defined yet: 0.
-    pub flags: u32,
-    /// The target; null for work that only reads.
-    pub dst: *const kvt_buffer_t,
-    /// Where in the target.
-    pub dst_offset: u64,
-    /// The source; null for KVT_DO_PREFAULT.
-    pub src: *const kvt_buffer_t,
-    /// Where in the source.
-    pub src_offset: u64,
-    /// How much.
-    pub bytes: u64,
-    /// The checksum to compare with, for KVT_DO_VERIFY.
-    pub expect: u64,
-    /// Your own word, with KVT_SUBMIT_EACH.
-    pub tag: u64,
-}
-
 // SAFETY: integers and a raw pointer; the first field is the size.
 unsafe impl Plain for kvt_buffer_opts_t {}
 // SAFETY: as above.
@@ -130,12 +90,9 @@ unsafe impl Sized_ for kvt_buffer_opts_t {}
 unsafe impl Plain for kvt_buffer_info_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_buffer_info_t {}
-// SAFETY: integers and raw pointers.
-unsafe impl Plain for kvt_buffer_item_t {}
-
 pub(crate) struct BufferNoun {
     pub(crate) core: Arc<Core>,
-    buffer: Arc<Buffer>,
+    pub(crate) buffer: Arc<Buffer>,
 }
 
 static BUFFERS: Slab<BufferNoun> = Slab::new();
@@ -225,7 +182,7 @@ fn wish_of(given: &kvt_buffer_opts_t) -> Result<MemoryWish> {
 }
 
 fn prefault(core: &Arc<Core>, buffer: &Arc<Buffer>) -> Result<()> {
-    crate::base::callback::refuse_reentry()?;
+    refuse_reentry()?;
     let pieces = buffer.bytes().div_ceil(PREFAULT_BYTES);
     let grain = PREFAULT_BYTES.max(buffer.bytes().div_ceil(MAX_ITEMS as u64));
     let mut items = core.item_list(pieces.min(MAX_ITEMS as u64) as usize)?;
@@ -379,131 +336,5 @@ pub unsafe extern "C" fn kvt_buffer_info(
             unsafe { write(out, &filled) };
             Ok(())
         })
-    })
-}
-
-/// Submits work on buffers: one op for all items, or, with KVT_SUBMIT_EACH, one
-/// per item. All or nothing; never waits. Items of one op run in any order and
-/// on several workers, so they must not write what another reads.
-///
-/// @param runtime       Who does it.
-/// @param opts          Queue, tag, deadline, priority; null for none.
-/// @param items         The work; copied, so yours again when this returns.
-/// @param count         How many items, 1 to 65536.
-/// @param stride_bytes  sizeof(kvt_buffer_item_t).
-/// @param ops_out       Receives the op (`count` ops with KVT_SUBMIT_EACH), to be
-///                      freed by you; null when the queue alone tells of the end.
-/// @param err           Explains a failure; may be null.
-/// @return KVT_OK when submitted; KVT_E_AGAIN when the queue or the runtime is
-///         full; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_CLOSED,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Ownership: the caller owns the ops; the buffers' bytes are the library's
-/// until the release. Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `items` is valid for `count` * `stride_bytes`, `ops_out` null or valid for the
-/// handles it receives, `opts` for the size it states.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_buffer_submit(
-    runtime: *const kvt_runtime_t,
-    opts: *const kvt_submit_opts_t,
-    items: *const kvt_buffer_item_t,
-    count: u64,
-    stride_bytes: u64,
-    ops_out: *mut *mut kvt_op_t,
-    err: *mut *mut kvt_error_t,
-) -> kvt_status_t {
-    let body = || {
-        // SAFETY: the caller's promise.
-        let (given, opts, each) = unsafe {
-            let max = MAX_ITEMS as u64;
-            let given = Strided::new(items.cast_mut(), count, stride_bytes, max)?;
-            let (opts, each) = submit_opts(opts, ops_out.is_null())?;
-            (given, opts, each)
-        };
-        if given.len() == 0 {
-            fail!(Invalid, "there is nothing to do: count is 0");
-        }
-        on_runtime(runtime, |core| {
-            let mut list = core.item_list(given.len())?;
-            for i in 0..given.len() {
-                let item = given.get(i).and_then(|item| item_of(&item));
-                list.push(item.map_err(|e: Error| e.within(&format!("item {i}")))?);
-            }
-            let hand_out = |i: usize, op: &crate::base::op::OpRef| {
-                if !ops_out.is_null() {
-                    // SAFETY: the caller has room for `count` handles, or for one.
-                    unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
-                }
-            };
-            if each {
-                let tag_of = |i| given.get(i).map_or(0, |item: kvt_buffer_item_t| item.tag);
-                return core.submit_each(&opts, list, tag_of, host::run, hand_out);
-            }
-            hand_out(0, &core.submit(&opts, list, host::run)?);
-            Ok(())
-        })
-    };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
-}
-
-fn item_of(given: &kvt_buffer_item_t) -> Result<Item> {
-    if given.flags != 0 {
-        fail!(Invalid, "unknown flags {:#x}", given.flags);
-    }
-    let (wants_dst, wants_src) = host::needs(given.kind)?;
-    let dst = side("target", wants_dst, given.dst, given.dst_offset, given.bytes)?;
-    let src = side("source", wants_src, given.src, given.src_offset, given.bytes)?;
-    Ok(Item::new(given.kind, dst, src, given.bytes, given.expect))
-}
-
-fn side(
-    name: &str,
-    wanted: bool,
-    handle: *const kvt_buffer_t,
-    offset: u64,
-    bytes: u64,
-) -> Result<Option<(Arc<Buffer>, u64)>> {
-    if !wanted {
-        if !handle.is_null() {
-            fail!(Invalid, "this kind of work has no {name}");
-        }
-        return Ok(None);
-    }
-    let noun = pin::<BufferNoun>(handle, Access::Use).map_err(|e| e.within(name))?;
-    if noun.buffer.range(offset, bytes).is_none() {
-        let has = noun.buffer.bytes();
-        fail!(Invalid, "{bytes} bytes at {offset} leave the {name} of {has} bytes");
-    }
-    Ok(Some((noun.buffer.clone(), offset)))
-}
-
-/// The checksum of bytes, as ops compute it: XXH3-64 of every 4096 bytes, then
-/// XXH3-64 of those sums as little-endian numbers.
-///
-/// @param data       The bytes.
-/// @param size       How many.
-/// @param out_value  The checksum.
-/// @return KVT_OK; KVT_E_INVALID.
-///
-/// Threading: any thread, also in callbacks. Since 0.1.
-///
-/// # Safety
-/// `data` is null with a size of 0, or valid for reads; `out_value` for a write.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_checksum(
-    data: *const c_void,
-    size: u64,
-    out_value: *mut u64,
-) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            require(out_value)?;
-            out_value.write(checksum(bytes(data.cast(), size)?));
-        }
-        Ok(())
     })
 }

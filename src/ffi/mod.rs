@@ -7,6 +7,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)]
 #![allow(non_camel_case_types)]
 
+pub mod account;
 pub mod budget;
 pub mod buffer;
 pub mod error;
@@ -22,3 +23,4 @@ pub mod spec;
 pub mod status;
 pub mod structs;
 pub mod version;
+pub mod work;

@@ -352,6 +352,8 @@ pub unsafe extern "C" fn kvt_op_free_many(ops: *mut *mut kvt_op_t, count: u64) -
     })
 }
 
+/// # Safety
+/// `op` is null or valid for reads and writes.
 unsafe fn free_op(op: *mut *mut kvt_op_t) -> Result<()> {
     // SAFETY: the caller's promise.
     unsafe {

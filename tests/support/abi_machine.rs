@@ -7,6 +7,7 @@ use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvtier::ffi::account::*;
 use kvtier::ffi::budget::*;
 use kvtier::ffi::buffer::*;
 use kvtier::ffi::error::*;
@@ -18,6 +19,7 @@ use kvtier::ffi::runtime::*;
 use kvtier::ffi::spec::*;
 use kvtier::ffi::status::*;
 use kvtier::ffi::version::*;
+use kvtier::ffi::work::*;
 
 static DESTROYED: AtomicU64 = AtomicU64::new(0);
 static CALLED: AtomicU64 = AtomicU64::new(0);

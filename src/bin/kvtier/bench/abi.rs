@@ -11,6 +11,7 @@ use kvtier::ffi::op::*;
 use kvtier::ffi::queue::*;
 use kvtier::ffi::runtime::*;
 use kvtier::ffi::status::{KVT_E_AGAIN, KVT_OK};
+use kvtier::ffi::work::*;
 
 use super::{Bar, Better, allocations, pairs, per_call};
 
