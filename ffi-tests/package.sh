@@ -102,9 +102,12 @@ static_list() {
 }
 
 no_build_paths() {
-    local file path
+    local file path sysroot
+    # A distribution's toolchain lies in /usr on every machine: no trace of this one.
+    sysroot=$(rustc --print sysroot)
+    [ "$sysroot" != /usr ] || sysroot=/nonesuch
     for file in "$work/inst/lib/libkvtier.so" "$work/inst/lib/libkvtier.a"; do
-        for path in "$root/" "$work/" "$CARGO_TARGET_DIR/" "${HOME:-/nonesuch}/" "$(rustc --print sysroot)/"; do
+        for path in "$root/" "$work/" "$CARGO_TARGET_DIR/" "${HOME:-/nonesuch}/" "$sysroot/"; do
             if strings -a "$file" | grep -F "$path"; then return 1; fi
         done
     done
@@ -215,7 +218,8 @@ offline() {
         KVTIER_CARGO_ARGS=$args CARGO_TARGET_DIR=$work/target-offline \
         RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} \
         "$root/cmake/build.sh" "$work/vendor-out" dev
-    [ ! -e "$work/home/registry" ]
+    # Nothing was fetched. (Some cargos make an empty registry folder all the same.)
+    [ -z "$(find "$work/home" -name '*.crate' -print -quit)" ]
     "$root/cmake/install.sh" --prefix "$work/vendor-inst" --from "$work/vendor-out"
     by_pc offline static "$work/vendor-inst" lib
 }

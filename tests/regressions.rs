@@ -76,3 +76,107 @@ fn a_reservation_is_granted_or_late_and_never_both() {
         op.remove();
     }
 }
+
+/// What was pushed to a pool that had stopped stayed there, and with it the
+/// runtime's shared part, for ever.
+#[test]
+fn submitting_beside_a_close_leaks_nothing() {
+    for _ in 0..300 {
+        let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
+        let core = std::sync::Arc::downgrade(runtime.core());
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                let core = runtime.core().clone();
+                scope.spawn(move || {
+                    while let Ok(op) = core.submit(&OpOpts::default(), items(1), quick) {
+                        op.wait(RELEASED, 0).unwrap();
+                        op.remove();
+                    }
+                });
+            }
+            runtime.close(0).unwrap();
+        });
+        drop(runtime);
+        assert_eq!(core.strong_count(), 0);
+    }
+}
+
+/// A budget asked its runtime's notifier for a turn after that had ended, and
+/// was kept by it.
+#[test]
+fn a_budget_used_after_its_runtime_goes_away() {
+    use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+    let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
+    let mut opts = BudgetOpts::default();
+    opts.limits[Tier::Disk as usize] = Some(10);
+    let budget = Budget::open(runtime.core(), &opts).unwrap();
+    let account = budget.account("a", 0, None).unwrap();
+    account.take(Tier::Disk, 10).unwrap();
+    runtime.close(0).unwrap();
+    budget.resize(Tier::Disk, 5).unwrap();
+    account.give_back(Tier::Disk, 10);
+    let watched = std::sync::Arc::downgrade(&budget);
+    drop((account, budget, runtime));
+    assert_eq!(watched.strong_count(), 0);
+}
+
+/// A promise that was not kept stood in the way of asking anybody else.
+#[test]
+fn a_broken_promise_does_not_silence_the_others() {
+    use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+    let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
+    let mut opts = BudgetOpts::default();
+    opts.limits[Tier::Disk as usize] = Some(100);
+    let budget = Budget::open(runtime.core(), &opts).unwrap();
+    let asked = std::sync::Arc::new(AtomicBool::new(false));
+    let liar = budget.account("liar", 0, Some(Box::new(|_, bytes, _| bytes))).unwrap();
+    let seen = asked.clone();
+    let honest = move |_, _, _| {
+        seen.store(true, Ordering::SeqCst);
+        0
+    };
+    let other = budget.account("other", 1, Some(Box::new(honest))).unwrap();
+    liar.take(Tier::Disk, 50).unwrap();
+    other.take(Tier::Disk, 50).unwrap();
+    let wanting = budget.account("wanting", 2, None).unwrap();
+    let soon = runtime.core().clock().now_ns() + 2_000_000;
+    let late = OpOpts { deadline_ns: soon, ..OpOpts::default() };
+    let first = wanting.reserve_later(Tier::Disk, 50, &late).unwrap();
+    first.wait(RELEASED, 0).unwrap();
+    assert_eq!(first.info().status, Some(Status::Timeout.code()));
+    // The liar is asked again and promises again; what it does not promise is the
+    // honest one's turn.
+    let second = wanting.reserve_later(Tier::Disk, 60, &OpOpts::default()).unwrap();
+    liar.close().unwrap_err();
+    liar.give_back(Tier::Disk, 50);
+    while !asked.load(Ordering::SeqCst) {
+        std::thread::yield_now();
+    }
+    other.give_back(Tier::Disk, 50);
+    second.wait(RELEASED, 0).unwrap();
+    assert_eq!(second.info().status, Some(0));
+    [first, second].iter().for_each(|op| assert!(op.remove()));
+}
+
+/// A small op's completion waited until a large one behind it was done.
+#[test]
+fn a_completion_is_not_kept_behind_a_large_op() {
+    use kvtier::base::queue::Queue;
+    static HOLD: AtomicBool = AtomicBool::new(true);
+    fn held(item: &Item) -> Outcome {
+        while item.kind == 2 && HOLD.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        Outcome { value: 0, error: None }
+    }
+    let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
+    let queue = Queue::open(runtime.core(), 8, None).unwrap();
+    let opts = OpOpts { queue: Some(queue.clone()), detached: true, ..OpOpts::default() };
+    let pair = vec![Item::new(1, None, None, 1, 0), Item::new(2, None, None, 1 << 20, 0)];
+    runtime.core().submit_each(&opts, pair, |i| i as u64, held, |_, _| ()).unwrap();
+    let mut tags = Vec::new();
+    queue.wait(8, 0, &mut |entry| tags.push(entry.tag)).unwrap(); // for ever, if it is kept
+    assert_eq!(tags, [0]);
+    HOLD.store(false, Ordering::SeqCst);
+    queue.close(0).unwrap();
+}

@@ -1248,7 +1248,8 @@ kvt_status_t kvt_error_free(struct kvt_error_t **error);
  * @param user_data  Handed to the callback; taken over on success only.
  * @param destroy    Releases user_data; may be null.
  * @param err        Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID; KVT_E_STATE in a Rust program with a logger of its own.
+ * @return KVT_OK; KVT_E_INVALID; KVT_E_STATE in a Rust program with a logger of its own;
+ *         KVT_E_FORKED.
  *
  * Threading: any thread. The former sink may still be running in another
  * thread when this returns; its destroy is called after that. Since 0.1.
@@ -1287,7 +1288,7 @@ kvt_status_t kvt_feature_at(uint64_t index, struct kvt_feature_t *out);
  * @param name_bytes  Length of the name.
  * @param out         Filled in; start it with KVT_FEATURE_INIT.
  * @param err         Names the nearest feature; may be null.
- * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_LIMIT, KVT_E_INVALID.
  *
  * Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
  */
@@ -1328,7 +1329,7 @@ kvt_status_t kvt_spec_check(const char *spec,
  * @param out   The runtime; close it with kvt_runtime_close.
  * @param err   Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_SPEC,
- *         KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED.
+ *         KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Ownership: the caller owns the runtime. Threading: any thread. Since 0.1.
  */
@@ -1348,7 +1349,8 @@ kvt_status_t kvt_runtime_open(const struct kvt_runtime_opts_t *opts,
  *                     KVT_CLOSE_REPORT_INIT.
  * @param err          Explains a failure; may be null.
  * @return KVT_OK; KVT_E_BUSY at the deadline (the runtime stays closing and valid:
- *         call again); KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED.
+ *         call again); KVT_E_REENTRANT inside a callback; KVT_E_INVALID, KVT_E_HANDLE,
+ *         KVT_E_FORKED.
  *
  * Threading: any thread but the runtime's own. Since 0.1.
  */
@@ -1695,8 +1697,9 @@ kvt_status_t kvt_account_reserve(const struct kvt_account_t *account,
  * @param out      The op; null when a queue tells of it.
  * @param err      Explains a failure; may be null.
  * @return KVT_OK when submitted; KVT_E_BUDGET when they can never fit;
- *         KVT_E_AGAIN, KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
- *         KVT_E_PANIC.
+ *         KVT_E_AGAIN (at most 4096 wait), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
+ *         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. The op ends with
+ *         KVT_E_BUDGET when the limit shrinks below it.
  *
  * Ownership: the caller owns the op. Threading: any thread. Since 0.1.
  */
@@ -1765,7 +1768,8 @@ kvt_status_t kvt_account_held(const struct kvt_account_t *account,
  * @param account  Pointer to the handle, cleared on success; null, or a null
  *                 handle, is fine.
  * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes; KVT_E_HANDLE, KVT_E_FORKED.
+ * @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes, or its
+ *         reclaimer is being called; KVT_E_HANDLE, KVT_E_FORKED.
  *
  * Threading: any thread. Since 0.1.
  */
@@ -1778,10 +1782,11 @@ kvt_status_t kvt_account_close(struct kvt_account_t **account, struct kvt_error_
  * @param opts     Size and kind; `bytes` must be set.
  * @param out      The buffer; free it with kvt_buffer_free.
  * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
+ * @return KVT_OK; KVT_E_NOMEM, KVT_E_IO, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
  *         (no reserved huge pages), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
  *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC; with KVT_BUFFER_PREFAULT also
- *         KVT_E_AGAIN, and KVT_E_REENTRANT inside a callback.
+ *         KVT_E_AGAIN, KVT_E_CANCELLED beside a close, and KVT_E_REENTRANT inside a
+ *         callback.
  *
  * Ownership: the caller owns the buffer; it is not inherited by forked
  * children. Threading: any thread. Since 0.1.

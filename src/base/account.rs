@@ -4,6 +4,7 @@ use crate::base::budget::{ALL_TIERS, Budget, Lane, MAX_WAITERS, Reclaim, Tier, W
 use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
+use crate::base::sync::atomic::{AtomicU32, Ordering};
 use crate::fail;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,7 +23,11 @@ pub struct Account {
     name: String,
     priority: i32,
     reclaim: Option<Reclaim>,
+    /// Calls of the reclaimer that run now; [`CLOSED`] once there will be none.
+    calls: AtomicU32,
 }
+
+const CLOSED: u32 = 1 << 31;
 
 impl Account {
     pub(crate) fn new(
@@ -32,11 +37,26 @@ impl Account {
         priority: i32,
         reclaim: Option<Reclaim>,
     ) -> Account {
-        Account { budget, id, name: name.to_string(), priority, reclaim }
+        let name = name.to_string();
+        Account { budget, id, name, priority, reclaim, calls: AtomicU32::new(0) }
     }
 
     pub(crate) fn id(&self) -> u64 {
         self.id
+    }
+
+    /// The reclaimer is about to be called; false when the account has closed.
+    pub(crate) fn enter_reclaim(&self) -> bool {
+        let entered = self.calls.fetch_add(1, Ordering::AcqRel) & CLOSED == 0;
+        if !entered {
+            self.leave_reclaim();
+        }
+        entered
+    }
+
+    /// That call has returned.
+    pub(crate) fn leave_reclaim(&self) {
+        self.calls.fetch_sub(1, Ordering::AcqRel);
     }
 
     pub(crate) fn reclaimer(&self) -> Option<&Reclaim> {
@@ -76,7 +96,7 @@ impl Account {
         }
         let lane = &mut inner.lanes[tier as usize];
         // Whoever waits came first: a reservation that fits may still not pass them.
-        if !lane.fits(bytes) || inner.waiters.iter().any(|w| w.tier == tier) {
+        if !lane.fits(bytes) || !inner.lines[tier as usize].is_empty() {
             lane.refused += 1;
             let (free, limit) = (lane.free(), lane.limit_bytes);
             let text = format!(
@@ -106,21 +126,27 @@ impl Account {
         if inner.closed {
             return Err(Status::Closed.into());
         }
-        if inner.waiters.len() >= MAX_WAITERS {
+        if inner.lines.iter().map(|line| line.len()).sum::<usize>() >= MAX_WAITERS {
             return Err(Status::Again.into());
         }
         drop(inner);
         let op: OpRef = budget.core().promise(opts, budget.clone())?;
         let mut inner = budget.inner.lock();
-        if inner.closed || inner.held_of(self.id).is_none() {
+        // Whoever ends what waits does so under this lock: what comes later is too late.
+        let late = match () {
+            () if budget.core().is_poisoned() => Some(Status::Panic),
+            () if inner.closed || inner.held_of(self.id).is_none() => Some(Status::Closed),
+            () => None,
+        };
+        if let Some(status) = late {
             drop(inner);
             if op.claim() {
-                op.finish(Status::Closed, None, None);
+                op.finish(status, None, None);
             }
             return Ok(op);
         }
-        let waiter = Waiter { account: self.clone(), tier, bytes, op: op.clone() };
-        inner.waiters.push_back(waiter);
+        let waiter = Waiter { account: self.clone(), bytes, op: op.clone() };
+        inner.lines[tier as usize].push_back(waiter);
         drop(inner);
         budget.grant();
         budget.ask();
@@ -171,7 +197,7 @@ impl Account {
         change(lane, &mut held[tier as usize])?;
         let returned = before - lane.used();
         inner.returned(tier, returned);
-        let waited = !inner.waiters.is_empty();
+        let waited = inner.lines.iter().any(|line| !line.is_empty());
         drop(guard);
         if waited {
             self.budget.grant();
@@ -200,9 +226,10 @@ impl Account {
             return Err(Status::Closed.into());
         };
         let held = inner.held[position].1;
-        let waits = inner.waiters.iter().any(|w| w.account.id == self.id);
+        let waits = inner.lines.iter().flatten().any(|w| w.account.id == self.id);
         let used = ALL_TIERS.iter().find(|t| held[**t as usize] != Held::default());
         match used {
+            _ if waits => fail!(Busy, "a reservation of account '{}' waits", self.name),
             _ if self.budget.core().is_poisoned() => {} // leaked memory is never given back
             Some(tier) => {
                 let Held { reserved_bytes, committed_bytes } = held[*tier as usize];
@@ -214,8 +241,11 @@ impl Account {
                     tier.name()
                 );
             }
-            None if waits => fail!(Busy, "a reservation of account '{}' waits", self.name),
             None => {}
+        }
+        let idle = self.calls.compare_exchange(0, CLOSED, Ordering::AcqRel, Ordering::Acquire);
+        if idle.is_err() {
+            fail!(Busy, "the reclaimer of account '{}' is being called", self.name);
         }
         inner.held.swap_remove(position);
         Ok(())

@@ -9,7 +9,8 @@ use std::collections::VecDeque;
 use crate::base::account::{Account, Held};
 use crate::base::core::Core;
 use crate::base::machine::MemoryFacts;
-use crate::base::op::{OpRef, Owner};
+use crate::base::op::{ISSUED, OpRef};
+use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex, Weak};
 use crate::fail;
@@ -40,7 +41,7 @@ pub const ALL_TIERS: [Tier; TIERS] =
 /// Most accounts of one budget.
 pub const MAX_ACCOUNTS: usize = 1024;
 /// Most reservations that wait at once.
-pub const MAX_WAITERS: usize = 65_536;
+pub const MAX_WAITERS: usize = 4096;
 /// Share of the effective memory that is used when no number is given.
 pub const DEFAULT_HOST_PERCENT: u64 = 50;
 /// Kept free for the rest of the process when no number is given.
@@ -118,19 +119,28 @@ impl Lane {
 
 pub(crate) struct Waiter {
     pub(crate) account: Arc<Account>,
-    pub(crate) tier: Tier,
     pub(crate) bytes: u64,
     pub(crate) op: OpRef,
+}
+
+impl Waiter {
+    /// Whether its op was ended while it waited.
+    fn is_gone(&self) -> bool {
+        self.op.state() & ISSUED != 0
+    }
 }
 
 pub(crate) struct Inner {
     pub(crate) lanes: [Lane; TIERS],
     pub(crate) held: Vec<(u64, [Held; TIERS])>,
     accounts: Vec<Weak<Account>>,
-    pub(crate) waiters: VecDeque<Waiter>,
+    /// Who waits, tier by tier, in the order they came.
+    pub(crate) lines: [VecDeque<Waiter>; TIERS],
     next_account: u64,
     /// Bytes owners have promised to give back and have not yet.
     promised: [u64; TIERS],
+    /// When the latest of those promises stops to matter; 0 = never.
+    promised_until: [u64; TIERS],
     /// Bytes given back so far.
     returned: [u64; TIERS],
     asked: bool,
@@ -140,6 +150,7 @@ pub(crate) struct Inner {
 /// Byte limits of all tiers.
 pub struct Budget {
     core: Arc<Core>,
+    this: Weak<Budget>,
     reserve_bytes: u64,
     pub(crate) inner: Mutex<Inner>,
 }
@@ -166,16 +177,18 @@ impl Budget {
         let host = lanes[Tier::Host as usize].limit_bytes;
         let pinned = &mut lanes[Tier::Pinned as usize];
         pinned.limit_bytes = pinned.limit_bytes.min(host);
-        let budget = Arc::new(Budget {
+        let budget = Arc::new_cyclic(|this| Budget {
             core: core.clone(),
+            this: this.clone(),
             reserve_bytes,
             inner: Mutex::new(Inner {
                 lanes,
                 held: Vec::new(),
                 accounts: Vec::new(),
-                waiters: VecDeque::new(),
+                lines: [const { VecDeque::new() }; TIERS],
                 next_account: 1,
                 promised: [0; TIERS],
+                promised_until: [0; TIERS],
                 returned: [0; TIERS],
                 asked: false,
                 closed: false,
@@ -199,7 +212,7 @@ impl Budget {
     /// Counters of a tier.
     pub fn lane(&self, tier: Tier) -> Lane {
         let inner = self.inner.lock();
-        let waiting = inner.waiters.iter().filter(|w| w.tier == tier).count() as u64;
+        let waiting = inner.lines[tier as usize].len() as u64;
         Lane { waiting, ..inner.lanes[tier as usize] }
     }
 
@@ -268,38 +281,42 @@ impl Budget {
     }
 
     fn end_waiters(&self, status: Status) {
-        let waiters = std::mem::take(&mut self.inner.lock().waiters);
-        for waiter in waiters.into_iter().filter(|w| w.op.claim()) {
+        let lines = std::mem::take(&mut self.inner.lock().lines);
+        for waiter in lines.into_iter().flatten().filter(|w| w.op.claim()) {
             waiter.op.finish(status, None, None);
         }
     }
 
-    /// Grants waiting reservations in their order, tier by tier.
+    /// Grants waiting reservations, in each tier in the order they came.
     pub(crate) fn grant(&self) {
-        let mut granted: Vec<OpRef> = Vec::new();
+        let (mut granted, mut refused) = (Vec::new(), Vec::new());
         let mut inner = self.inner.lock();
-        let mut blocked = [false; TIERS];
-        let mut i = 0;
-        while i < inner.waiters.len() {
-            let waiter = &inner.waiters[i];
-            let (tier, bytes, id) = (waiter.tier, waiter.bytes, waiter.account.id());
-            let gone = waiter.op.state() & crate::base::op::ISSUED != 0;
-            let fits = !blocked[tier as usize] && inner.lanes[tier as usize].fits(bytes);
-            if !gone && !fits {
-                blocked[tier as usize] = true;
-                i += 1;
-                continue;
-            }
-            let Some(waiter) = inner.waiters.remove(i) else { break };
-            if waiter.op.claim() {
-                inner.lanes[tier as usize].reserve(bytes);
-                inner.held_of(id).expect("a waiter's account is open")[tier as usize]
-                    .reserved_bytes += bytes;
-                granted.push(waiter.op);
+        for tier in 0..TIERS {
+            while let Some(waiter) = inner.lines[tier].front() {
+                let (bytes, id) = (waiter.bytes, waiter.account.id());
+                let lane = inner.lanes[tier];
+                // A limit that shrank below it: it can never fit, and must not stop others.
+                let never = bytes > lane.limit_bytes || inner.held_of(id).is_none();
+                if !inner.lines[tier][0].is_gone() && !never && !lane.fits(bytes) {
+                    break;
+                }
+                let Some(waiter) = inner.lines[tier].pop_front() else { break };
+                if never {
+                    refused.push(waiter);
+                } else if waiter.op.claim() {
+                    inner.lanes[tier].reserve(bytes);
+                    if let Some(held) = inner.held_of(id) {
+                        held[tier].reserved_bytes += bytes;
+                    }
+                    granted.push(waiter);
+                }
             }
         }
         drop(inner);
-        granted.iter().for_each(|op| op.finish(Status::Ok, None, None));
+        granted.iter().for_each(|w| w.op.finish(Status::Ok, None, None));
+        for waiter in refused.iter().filter(|w| w.op.claim()) {
+            waiter.op.finish(Status::Budget, None, None);
+        }
     }
 
     /// Asks the notifier to talk to the owners, if anything is short.
@@ -314,9 +331,9 @@ impl Budget {
 
     /// Asks owners, the least important first, for what `tier` is short of.
     fn reclaim(&self, tier: Tier) {
-        let inner = self.inner.lock();
+        let mut inner = self.inner.lock();
         let lane = inner.lanes[tier as usize];
-        let waiting = inner.waiters.iter().filter(|w| w.tier == tier);
+        let waiting = inner.lines[tier as usize].iter().filter(|w| !w.is_gone());
         let (wanted, deadline) = waiting.fold((0u64, u64::MAX), |(bytes, soonest), w| {
             let deadline = w.op.deadline_ns();
             let deadline = if deadline == 0 { u64::MAX } else { deadline };
@@ -324,6 +341,11 @@ impl Budget {
         });
         let over = lane.used().saturating_sub(lane.limit_bytes);
         let mut short = wanted.saturating_sub(lane.free()).saturating_add(over);
+        let now = self.core.clock().now_ns();
+        let until = inner.promised_until[tier as usize];
+        if wanted == 0 || (until != 0 && until <= now) {
+            inner.promised[tier as usize] = 0; // nobody waits for it, or it came too late
+        }
         short = short.saturating_sub(inner.promised[tier as usize]);
         let mut owners: Vec<_> = inner.accounts.iter().filter_map(Weak::upgrade).collect();
         drop(inner);
@@ -331,9 +353,13 @@ impl Budget {
         let deadline = if deadline == u64::MAX { 0 } else { deadline };
         for account in owners {
             let (true, Some(reclaim)) = (short > 0, account.reclaimer()) else { continue };
+            if !account.enter_reclaim() {
+                continue; // closed since the list was made
+            }
             let before = self.inner.lock().asking(tier, short);
             let promise = reclaim(tier, short, deadline).min(short);
-            self.inner.lock().promise(tier, promise, before);
+            account.leave_reclaim();
+            self.inner.lock().promise(tier, promise, before, deadline);
             short -= promise;
         }
     }
@@ -346,12 +372,14 @@ impl Inner {
 
     /// An owner is about to be asked; what came back in all until now.
     fn asking(&mut self, tier: Tier, bytes: u64) -> u64 {
-        self.lanes[tier as usize].reclaim_asked_bytes += bytes;
+        let lane = &mut self.lanes[tier as usize];
+        lane.reclaim_asked_bytes = lane.reclaim_asked_bytes.saturating_add(bytes);
         self.returned[tier as usize]
     }
 
     /// It has promised bytes; some may have come back while it was asked.
-    fn promise(&mut self, tier: Tier, bytes: u64, returned_before: u64) {
+    fn promise(&mut self, tier: Tier, bytes: u64, returned_before: u64, deadline_ns: u64) {
+        self.promised_until[tier as usize] = deadline_ns;
         let meanwhile = self.returned[tier as usize].wrapping_sub(returned_before);
         let promised = &mut self.promised[tier as usize];
         *promised = promised.saturating_add(bytes.saturating_sub(meanwhile));
@@ -366,13 +394,27 @@ impl Inner {
     }
 
     fn is_short(&self) -> bool {
-        !self.waiters.is_empty() || self.lanes.iter().any(|l| l.used() > l.limit_bytes)
+        self.lines.iter().any(|line| !line.is_empty())
+            || self.lanes.iter().any(|l| l.used() > l.limit_bytes)
     }
 }
 
 impl Owner for Budget {
     fn abandoned(&self) {
-        self.grant(); // the one that went may have stood in the way
+        // The one that went may have stood in the way, and what was promised to it
+        // is not what the next one needs.
+        let mut gone = Vec::new();
+        for line in &mut self.inner.lock().lines {
+            let (left, stay) = std::mem::take(line).into_iter().partition(Waiter::is_gone);
+            *line = stay;
+            gone.push(left);
+        }
+        drop::<Vec<VecDeque<Waiter>>>(gone); // outside the lock: the last pins of ops
+        self.grant();
+        let short = self.inner.lock().is_short();
+        if short && let Some(this) = self.this.upgrade() {
+            this.ask();
+        }
     }
 
     fn shut(&self, status: Status) {

@@ -5,7 +5,8 @@ use crate::base::clock::Clock;
 use crate::base::fault::{Faults, Site};
 use crate::base::item::{Item, Items, MAX_ITEMS, RunFn};
 use crate::base::notifier::Notifier;
-use crate::base::op::{Op, OpOpts, OpRef, Owner, ops};
+use crate::base::op::{Op, OpOpts, OpRef, ops};
+use crate::base::owner::Owner;
 use crate::base::panic;
 use crate::base::queue::Queue;
 use crate::base::spare::Spare;
@@ -90,11 +91,11 @@ impl Core {
 
     /// A panic was caught: what is queued ends with `KVT_E_PANIC`.
     pub fn poison(&self, text: &str) {
-        let before = self.poisoned.swap(true, Ordering::AcqRel);
-        log::error!("caught a defect, the runtime is poisoned: {text}");
-        if !before {
+        // Before the log: a sink may take its time, and may call back in.
+        if !self.poisoned.swap(true, Ordering::AcqRel) {
             self.shut_owners(Status::Panic);
         }
+        log::error!("caught a defect, the runtime is poisoned: {text}");
     }
 
     pub(super) fn shut_owners(&self, status: Status) {
@@ -259,9 +260,6 @@ impl Core {
                     self.dismiss(missing, opts);
                     for op in made.drain(..) {
                         op.discard();
-                        if let Some(queue) = &opts.queue {
-                            queue.unreserve(opts.entries());
-                        }
                         op.remove();
                     }
                     return Err(error);

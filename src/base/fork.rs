@@ -40,6 +40,14 @@ pub fn arm() -> Result<bool> {
         .copied()
 }
 
+/// Whether the kernel does the wiping. Asking arms nothing.
+pub fn kernel_wipes() -> bool {
+    let Some(page) = wiped_page() else { return false };
+    // SAFETY: the page mapped just now, which nobody else knows.
+    unsafe { libc::munmap(page.cast(), page_bytes()) };
+    true
+}
+
 fn wiped_page() -> Option<*mut AtomicU32> {
     let bytes = page_bytes();
     // SAFETY: a fresh private anonymous mapping; checked before use, never unmapped.

@@ -61,6 +61,9 @@ pub struct MemoryWish {
     pub account: Option<Arc<Account>>,
 }
 
+/// Marks a buffer that was freed, in the count of its operations.
+const FREED: u64 = 1 << 63;
+
 /// What else keeps a buffer's memory alive or pays for it.
 enum Owner {
     Mapping { start: *mut c_void, bytes: usize },
@@ -170,18 +173,28 @@ impl Buffer {
 
     /// Operations submitted and not yet released.
     pub fn in_flight(&self) -> u64 {
-        self.in_flight.load(Ordering::Acquire)
+        self.in_flight.load(Ordering::Acquire) & !FREED
+    }
+
+    /// Keeps new operations out, if none is in flight.
+    pub fn retire(&self) -> bool {
+        self.in_flight.compare_exchange(0, FREED, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Whether it takes no more operations: one that entered late must leave.
+    pub fn is_retired(&self) -> bool {
+        self.in_flight.load(Ordering::Acquire) & FREED != 0
     }
 
     /// An operation begins to use it.
     pub fn enter(&self) {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        self.in_flight.fetch_add(1, Ordering::AcqRel);
     }
 
     /// That operation has released it.
     pub fn leave(&self) {
         let before = self.in_flight.fetch_sub(1, Ordering::Release);
-        debug_assert!(before > 0, "a buffer was left more often than entered");
+        debug_assert!(before & !FREED > 0, "a buffer was left more often than entered");
     }
 
     /// The address of `offset`, if `bytes` from there lie inside.

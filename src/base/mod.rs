@@ -14,6 +14,8 @@ pub mod machine;
 pub mod memory;
 pub mod notifier;
 pub mod op;
+pub mod op_table;
+pub mod owner;
 pub mod panic;
 pub mod queue;
 pub mod runtime;

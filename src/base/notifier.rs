@@ -4,7 +4,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use crate::base::clock::Clock;
-use crate::base::op::{Owner, RELEASED, ops};
+use crate::base::op::{RELEASED, ops};
+use crate::base::owner::Owner;
 use crate::base::panic;
 use crate::base::queue::Queue;
 use crate::base::slab::Key;
@@ -20,6 +21,8 @@ struct Inner {
     tasks: VecDeque<Task>,
     timers: BinaryHeap<Reverse<(u64, Key)>>,
     stop: bool,
+    /// The thread has left: nobody will look in here again.
+    ended: bool,
 }
 
 /// The notifier's inbox.
@@ -49,18 +52,29 @@ impl Notifier {
     }
 
     fn add(&self, task: Task) {
-        self.inner.lock().tasks.push_back(task);
+        let mut inner = self.inner.lock();
+        if inner.ended {
+            drop(inner);
+            return drop(task); // kept in here it would keep its runtime for ever
+        }
+        inner.tasks.push_back(task);
+        drop(inner);
         self.filled.notify_one();
     }
 
     /// Watches the deadline of an op.
     pub fn watch(&self, deadline_ns: u64, key: Key) {
+        let mut swept = Vec::new();
         let mut inner = self.inner.lock();
         let timers = &mut inner.timers;
         if timers.len() >= SWEEP_TIMERS && timers.len() == timers.capacity() {
             // Before it grows: drop the timers of ops that are gone.
             timers.retain(|Reverse((_, key))| {
-                ops().pin_inside(*key).is_some_and(|op| op.state() & RELEASED == 0)
+                let Some(op) = ops().pin_inside(*key) else { return false };
+                let lives = op.state() & RELEASED == 0;
+                // This pin may have become the last one: it goes outside the lock.
+                swept.push(op);
+                lives
             });
         }
         let sooner = timers.peek().is_none_or(|Reverse((first, _))| deadline_ns < *first);
@@ -96,10 +110,13 @@ impl Notifier {
     /// The notifier's life; `trouble` is called when a task panics.
     pub fn serve(&self, clock: &Clock, trouble: &dyn Fn(&str)) {
         loop {
-            self.tick(clock.now_ns());
+            if let Err(text) = panic::catch(|| self.tick(clock.now_ns())) {
+                trouble(&text);
+            }
             let mut inner = self.inner.lock();
             let Some(task) = inner.tasks.pop_front() else {
                 if inner.stop {
+                    inner.ended = true;
                     return;
                 }
                 self.sleep(&mut inner, clock);
@@ -108,13 +125,17 @@ impl Notifier {
             drop(inner);
             let run = || match &task {
                 Task::Queue(queue) => queue.deliver(),
-                Task::Owner(owner) => owner.serve(),
-            };
-            if let Err(text) = panic::catch(run) {
-                trouble(&text);
-                if let Task::Queue(_) = task {
-                    self.add(task); // its other entries are still owed
+                Task::Owner(owner) => {
+                    owner.serve();
+                    false
                 }
+            };
+            let more = panic::catch(run).unwrap_or_else(|text| {
+                trouble(&text);
+                matches!(task, Task::Queue(_)) // its other entries are still owed
+            });
+            if more {
+                self.add(task); // behind whatever else waits for a turn
             }
         }
     }

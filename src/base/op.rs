@@ -9,6 +9,8 @@
 use crate::base::core::Core;
 use crate::base::fault::Site;
 use crate::base::item::{Item, Items, Outcome, PENDING, RunFn};
+pub use crate::base::op_table::ops;
+use crate::base::owner::Owner;
 use crate::base::panic;
 use crate::base::queue::{Completion, Outbox, Queue};
 use crate::base::slab::{Key, Pin, Slab};
@@ -29,17 +31,6 @@ const WAITED: u32 = 16;
 const RUNNING: u32 = 32;
 /// The moments a queue can be told of.
 pub const EVENTS: u32 = ISSUED | RESOLVED | RELEASED;
-
-/// Someone who holds promised ops and must hear when one ends without them.
-/// Called with no lock held.
-pub trait Owner: Send + Sync {
-    /// An op was ended by a cancel or a deadline before it was issued.
-    fn abandoned(&self);
-    /// The runtime closes or is poisoned: end everything promised.
-    fn shut(&self, status: Status);
-    /// A turn on the notifier thread that was asked for.
-    fn serve(&self);
-}
 
 /// What a submitter says about an op.
 #[derive(Clone, Default)]
@@ -126,26 +117,6 @@ pub struct Op {
 
 /// A counted reference to an op.
 pub type OpRef = Pin<'static, Op>;
-
-#[cfg(not(feature = "shuttle"))]
-static OPS: Slab<Op> = Slab::new();
-
-/// The table of all ops of the process.
-#[cfg(not(feature = "shuttle"))]
-pub fn ops() -> &'static Slab<Op> {
-    &OPS
-}
-
-#[cfg(feature = "shuttle")]
-shuttle::lazy_static! {
-    static ref OPS: Slab<Op> = Slab::new();
-}
-
-/// The table of all ops of the process (of one model run).
-#[cfg(feature = "shuttle")]
-pub fn ops() -> &'static Slab<Op> {
-    &OPS
-}
 
 impl Op {
     /// Makes an op. The caller has reserved its place among the runtime's ops
@@ -282,7 +253,7 @@ impl Op {
             return;
         }
         let before = self.bits.fetch_or(RESOLVED, Ordering::AcqRel);
-        self.tell(&mut told, RESOLVED, None);
+        self.tell(&mut told, RESOLVED);
         drop(told);
         self.wake(before);
     }
@@ -297,8 +268,13 @@ impl Op {
         let before = self.bits.fetch_or(EVENTS, Ordering::AcqRel);
         assert!(before & RELEASED == 0, "an op was released twice");
         // Whatever was not told yet has happened by now, an issue included.
-        self.tell(&mut told, EVENTS, outbox);
+        let news = self.news(&mut told, EVENTS);
         drop(told);
+        match (news, outbox) {
+            (Some((queue, entry)), Some(outbox)) => outbox.add(queue, entry),
+            (Some((queue, entry)), None) => queue.post(&[entry]),
+            (None, _) => {}
+        }
         self.wake(before);
         self.core.op_released();
     }
@@ -310,14 +286,15 @@ impl Op {
         }
     }
 
-    fn tell(&self, told: &mut Told, events: u32, outbox: Option<&mut Outbox>) {
+    /// What the queue is to hear of `events`; the caller posts it.
+    fn news(&self, told: &mut Told, events: u32) -> Option<(&Arc<Queue>, Completion)> {
         let due = events & told.unsent;
-        let Some(queue) = self.queue.as_ref().filter(|_| due != 0) else { return };
+        let queue = self.queue.as_ref().filter(|_| due != 0)?;
         told.unsent &= !due;
         let news = due & self.notify;
         if news == 0 {
             queue.unreserve(due.count_ones()); // a release nobody wants to hear of
-            return;
+            return None;
         }
         let status = match self.status.load(Ordering::Acquire) {
             PENDING => Status::Ok.code(),
@@ -334,17 +311,37 @@ impl Op {
             // Moments told together need one entry: the others' places are free again.
             spare: due.count_ones() - 1,
         };
-        match outbox {
-            Some(outbox) => outbox.add(queue, entry),
-            None => queue.post(&[entry]),
+        Some((queue, entry))
+    }
+
+    /// Tells at once, under the op's lock: moments are told in their order.
+    fn tell(&self, told: &mut Told, events: u32) {
+        if let Some((queue, entry)) = self.news(told, events) {
+            queue.post(&[entry]);
         }
     }
 
-    /// Undoes a creation: the op was never queued and nobody hears of it.
+    /// Undoes a creation: the op was never queued and nobody hears of it. A close
+    /// beside it may have been first to end the op; then nothing is left to undo.
     pub(crate) fn discard(&self) {
+        if !self.claim() {
+            return;
+        }
         self.items().iter().for_each(|item| item.let_go(false));
         self.bits.fetch_or(EVENTS, Ordering::AcqRel);
+        if let Some(queue) = &self.queue {
+            queue.unreserve(self.told.lock().unsent.count_ones());
+        }
         self.core.op_released();
+    }
+
+    /// After a defect: ends the op if it has not ended.
+    pub(crate) fn give_up(&self, status: Status) {
+        if self.bits.load(Ordering::Acquire) & RELEASED == 0 {
+            self.leak.store(true, Ordering::Relaxed);
+            self.skip_rest(status);
+            self.finish(status, None, None);
+        }
     }
 
     /// Asks for the end. An op that has not begun ends at once.
@@ -400,7 +397,7 @@ impl Op {
             return 0; // cancelled or expired while it waited
         }
         if first && self.notify & ISSUED != 0 {
-            self.tell(&mut self.told.lock(), ISSUED, None);
+            self.tell(&mut self.told.lock(), ISSUED);
         }
         let mut moved = 0;
         while let Some(item) = self.take_item() {

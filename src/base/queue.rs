@@ -9,8 +9,9 @@ use std::os::fd::RawFd;
 use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
 use crate::base::fault::Site;
+use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Arc, Condvar, Mutex};
+use crate::base::sync::{Arc, Condvar, Mutex, Weak};
 use crate::fail;
 
 /// Largest capacity.
@@ -48,6 +49,7 @@ struct Inner {
     ring: VecDeque<Completion>,
     reserved: u32,
     closing: bool,
+    closed: bool,
     eventfd: Option<RawFd>,
     /// The notifier has been told and has not yet looked.
     signalled: bool,
@@ -77,7 +79,8 @@ pub struct QueueStats {
 pub struct Queue {
     core: Arc<Core>,
     capacity: u32,
-    sink: Option<Sink>,
+    calls_back: bool,
+    sink: Mutex<Option<Arc<Sink>>>,
     inner: Mutex<Inner>,
     filled: Condvar,
 }
@@ -92,14 +95,16 @@ impl Queue {
         }
         let mut ring = VecDeque::new();
         ring.try_reserve_exact(capacity as usize).map_err(|_| Status::NoMem)?;
-        Ok(Arc::new(Queue {
+        let queue = Arc::new(Queue {
             core: core.clone(),
             capacity,
-            sink,
+            calls_back: sink.is_some(),
+            sink: Mutex::new(sink.map(Arc::new)),
             inner: Mutex::new(Inner {
                 ring,
                 reserved: 0,
                 closing: false,
+                closed: false,
                 eventfd: None,
                 signalled: false,
                 posted: 0,
@@ -107,7 +112,10 @@ impl Queue {
                 peak: 0,
             }),
             filled: Condvar::new(),
-        }))
+        });
+        let owner: Weak<dyn Owner> = Arc::<Queue>::downgrade(&queue);
+        core.add_owner(owner);
+        Ok(queue)
     }
 
     /// The runtime it belongs to.
@@ -122,7 +130,7 @@ impl Queue {
 
     /// Whether completions go to a callback.
     pub fn is_callback(&self) -> bool {
-        self.sink.is_some()
+        self.calls_back
     }
 
     /// Keeps `n` places for ops about to be submitted.
@@ -164,7 +172,7 @@ impl Queue {
         if let (Some(fd), true) = (inner.eventfd, was_empty) {
             raise(fd);
         }
-        let tell = self.sink.is_some() && !std::mem::replace(&mut inner.signalled, true);
+        let tell = self.calls_back && !std::mem::replace(&mut inner.signalled, true);
         let closing = inner.closing;
         drop(inner);
         if tell {
@@ -186,7 +194,7 @@ impl Queue {
     }
 
     fn polled(&self) -> Result<()> {
-        if self.sink.is_none() {
+        if !self.calls_back {
             return Ok(());
         }
         Err(Error::new(Status::State, "this queue calls back: it cannot be polled"))
@@ -238,6 +246,9 @@ impl Queue {
     pub fn eventfd(&self) -> Result<RawFd> {
         self.polled()?;
         let mut inner = self.inner.lock();
+        if inner.closed {
+            return Err(Status::Closed.into());
+        }
         if let Some(fd) = inner.eventfd {
             return Ok(fd);
         }
@@ -253,34 +264,34 @@ impl Queue {
         Ok(fd)
     }
 
-    /// Runs the callback until nothing is waiting. On the notifier thread.
-    pub(crate) fn deliver(&self) {
-        let Some(sink) = &self.sink else { return };
-        loop {
-            // Before anything is taken: a fault planted here loses no entry.
-            if let Err(error) = self.core.pass(Site::Notifier) {
-                log::warn!("{error}");
-            }
-            let mut batch = [Completion::default(); BATCH];
-            let mut inner = self.inner.lock();
-            let mut n = 0;
-            let mut take = |entry| {
-                batch[n] = entry;
-                n += 1;
-            };
-            self.pop(&mut inner, &mut take, BATCH);
-            if n == 0 {
-                inner.signalled = false;
-                drop(inner);
-                self.filled.notify_all();
-                return;
-            }
-            // A close waits until the callback has seen the last entry.
-            inner.reserved += n as u32;
-            drop(inner);
-            let _given_back = Undo { queue: self, places: n as u32 };
-            sink(&batch[..n]);
+    /// Runs the callback with one batch; true when more may be waiting. On the
+    /// notifier thread, which has deadlines and other queues to serve, too.
+    pub(crate) fn deliver(&self) -> bool {
+        let Some(sink) = self.sink.lock().clone() else { return false };
+        // Before anything is taken: a fault planted here loses no entry.
+        if let Err(error) = self.core.pass(Site::Notifier) {
+            log::warn!("{error}");
         }
+        let mut batch = [Completion::default(); BATCH];
+        let mut inner = self.inner.lock();
+        let mut n = 0;
+        let mut take = |entry| {
+            batch[n] = entry;
+            n += 1;
+        };
+        self.pop(&mut inner, &mut take, BATCH);
+        if n == 0 {
+            inner.signalled = false;
+            drop(inner);
+            self.filled.notify_all();
+            return false;
+        }
+        // A close waits until the callback has seen the last entry.
+        inner.reserved += n as u32;
+        drop(inner);
+        let _given_back = Undo { queue: self, places: n as u32 };
+        sink(&batch[..n]);
+        true
     }
 
     /// Counters.
@@ -304,7 +315,7 @@ impl Queue {
         self.filled.notify_all();
         self.core.cancel_ops_of(self);
         let mut inner = self.inner.lock();
-        while inner.reserved > 0 || (self.sink.is_some() && inner.signalled) {
+        while inner.reserved > 0 || (self.calls_back && inner.signalled) {
             if deadline_ns == 0 {
                 self.filled.wait(&mut inner);
                 continue;
@@ -316,16 +327,41 @@ impl Queue {
             }
             self.filled.wait_for(&mut inner, deadline_ns - now);
         }
+        // Ops that are not freed yet keep the queue itself: what it holds goes now.
+        inner.closed = true;
+        let ring = std::mem::take(&mut inner.ring);
+        let eventfd = inner.eventfd.take();
+        drop(inner);
+        close_fd(eventfd);
+        let sink = self.sink.lock().take();
+        drop((ring, sink)); // under no lock: the sink may run the caller's destroy
         Ok(())
+    }
+}
+
+impl Owner for Queue {
+    fn abandoned(&self) {}
+
+    fn shut(&self, status: Status) {
+        if status == Status::Cancelled {
+            self.inner.lock().closing = true; // whoever waits for more waits in vain
+            self.filled.notify_all();
+        }
+    }
+
+    fn serve(&self) {}
+}
+
+fn close_fd(fd: Option<RawFd>) {
+    if let Some(fd) = fd {
+        // SAFETY: made by `eventfd`, taken out of the queue, so closed once.
+        unsafe { libc::close(fd) };
     }
 }
 
 impl Drop for Queue {
     fn drop(&mut self) {
-        if let Some(fd) = self.inner.lock().eventfd.take() {
-            // SAFETY: made by `eventfd` above and closed once.
-            unsafe { libc::close(fd) };
-        }
+        close_fd(self.inner.lock().eventfd.take());
     }
 }
 

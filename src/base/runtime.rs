@@ -144,6 +144,10 @@ impl Runtime {
     /// until `deadline_ns` (0 = for ever). On `KVT_E_BUSY` it can be called again.
     pub fn close(&self, deadline_ns: u64) -> Result<()> {
         refuse_reentry()?;
+        self.end(deadline_ns)
+    }
+
+    fn end(&self, deadline_ns: u64) -> Result<()> {
         let core = &self.core;
         core.closing.store(true, Ordering::SeqCst);
         core.shut_owners(Status::Cancelled);
@@ -181,7 +185,9 @@ impl Drop for Alive {
 
 impl Drop for Runtime {
     fn drop(&mut self) {
-        if let Err(error) = self.close(0) {
+        // Also where a callback opens a runtime and fails half-way: the threads that
+        // end here are the new ones, not the one the callback runs on.
+        if let Err(error) = self.end(0) {
             log::error!("a runtime was dropped and could not be closed: {error}");
         }
     }

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::base::op::OpRef;
+use crate::base::panic;
 use crate::base::queue::Outbox;
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Condvar, Mutex};
@@ -35,6 +36,18 @@ pub struct Pool {
     filled: Condvar,
 }
 
+/// Works on an op; a defect around its items ends it all the same.
+fn guarded(op: &OpRef, outbox: &mut Outbox) -> u64 {
+    panic::catch(|| op.work(outbox)).unwrap_or_else(|text| {
+        op.core.poison(&text);
+        let rest = || op.give_up(Status::Panic);
+        if panic::catch(rest).is_err() {
+            log::error!("an op could not be ended after a defect");
+        }
+        0
+    })
+}
+
 impl Pool {
     /// A pool whose lanes hold `max_ops` without allocating.
     pub fn new(workers: u32, max_ops: u32) -> Result<Pool> {
@@ -53,6 +66,9 @@ impl Pool {
     pub fn push(&self, lane: usize, ops: &[OpRef]) {
         let lane = lane.min(LANES - 1);
         let mut inner = self.inner.lock();
+        if inner.stop {
+            return; // the runtime has closed meanwhile, and has ended these ops
+        }
         for op in ops {
             let queue = &mut inner.lanes[lane];
             let helpers = if op.items().len() > 1 && op.bytes() >= SHARE_BYTES {
@@ -129,9 +145,14 @@ impl Pool {
         let mut taken = Vec::with_capacity(TAKE_OPS);
         let mut outbox = Outbox::new();
         while self.take(&mut taken) {
-            let mut moved = 0;
+            let mut moved: u64 = 0;
             for op in taken.drain(..) {
-                moved += op.work(&mut outbox);
+                // What is done is not kept waiting for something large.
+                if moved.saturating_add(op.bytes()) >= FLUSH_BYTES {
+                    outbox.flush();
+                    moved = 0;
+                }
+                moved += guarded(&op, &mut outbox);
                 if moved >= FLUSH_BYTES {
                     outbox.flush();
                     moved = 0;

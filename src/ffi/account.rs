@@ -170,8 +170,9 @@ pub unsafe extern "C" fn kvt_account_reserve(
 /// @param out      The op; null when a queue tells of it.
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK when submitted; KVT_E_BUDGET when they can never fit;
-///         KVT_E_AGAIN, KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
+///         KVT_E_AGAIN (at most 4096 wait), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
+///         KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. The op ends with
+///         KVT_E_BUDGET when the limit shrinks below it.
 ///
 /// Ownership: the caller owns the op. Threading: any thread. Since 0.1.
 ///
@@ -308,7 +309,8 @@ pub unsafe extern "C" fn kvt_account_held(
 /// @param account  Pointer to the handle, cleared on success; null, or a null
 ///                 handle, is fine.
 /// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes; KVT_E_HANDLE, KVT_E_FORKED.
+/// @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes, or its
+///         reclaimer is being called; KVT_E_HANDLE, KVT_E_FORKED.
 ///
 /// Threading: any thread. Since 0.1.
 ///

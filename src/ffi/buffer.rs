@@ -115,10 +115,11 @@ const PREFAULT_BYTES: u64 = 16 << 20;
 /// @param opts     Size and kind; `bytes` must be set.
 /// @param out      The buffer; free it with kvt_buffer_free.
 /// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
+/// @return KVT_OK; KVT_E_NOMEM, KVT_E_IO, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_PIN_QUOTA, KVT_E_UNAVAILABLE
 ///         (no reserved huge pages), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED,
 ///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC; with KVT_BUFFER_PREFAULT also
-///         KVT_E_AGAIN, and KVT_E_REENTRANT inside a callback.
+///         KVT_E_AGAIN, KVT_E_CANCELLED beside a close, and KVT_E_REENTRANT inside a
+///         callback.
 ///
 /// Ownership: the caller owns the buffer; it is not inherited by forked
 /// children. Threading: any thread. Since 0.1.
@@ -263,9 +264,10 @@ pub unsafe extern "C" fn kvt_buffer_wrap(
 pub unsafe extern "C" fn kvt_buffer_free(buffer: *mut *mut kvt_buffer_t) -> kvt_status_t {
     // SAFETY: the caller's promise.
     guard(|| unsafe {
-        free::<BufferNoun>(buffer, |noun| match noun.buffer.in_flight() {
-            0 => Ok(()),
-            _ => Err(Status::Busy.into()),
+        free::<BufferNoun>(buffer, |noun| match noun.buffer.retire() {
+            true => Ok(()),
+            false if noun.buffer.is_retired() => Err(Status::Handle.into()),
+            false => Err(Status::Busy.into()),
         })
     })
 }

@@ -65,14 +65,16 @@ pub(crate) unsafe fn report(err: *mut *mut kvt_error_t, error: Error) {
     if fork::check().is_err() {
         return;
     }
-    // SAFETY: the caller's promise.
-    let Some(slot) = (unsafe { err.as_mut() }) else { return };
-    // The error of an earlier call goes; a handle that is none stays unread.
-    if !slot.is_null() {
-        // SAFETY: `slot` is a valid handle variable.
-        let _ = unsafe { free::<ErrorNoun>(slot, |_| Ok(())) };
+    if err.is_null() {
+        return;
     }
-    *slot = handle_of(error).unwrap_or(std::ptr::null_mut());
+    // SAFETY: not null, and the caller's promise, here and below.
+    unsafe {
+        // The error of an earlier call goes; a handle that is none stays unread.
+        let mut before = err.read();
+        let _ = free::<ErrorNoun>(&raw mut before, |_| Ok(()));
+        err.write(handle_of(error).unwrap_or(std::ptr::null_mut()));
+    }
 }
 
 /// A new handle for an error.

@@ -103,7 +103,7 @@ pub unsafe extern "C" fn kvt_feature_at(index: u64, out: *mut kvt_feature_t) -> 
 /// @param name_bytes  Length of the name.
 /// @param out         Filled in; start it with KVT_FEATURE_INIT.
 /// @param err         Names the nearest feature; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+/// @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_LIMIT, KVT_E_INVALID.
 ///
 /// Threading: any thread; probes the machine, so not in a hot path. Since 0.1.
 ///

@@ -112,15 +112,21 @@ pub(crate) unsafe fn free<N: Noun>(
     handle: *mut *mut N::C,
     close: impl FnOnce(&Pin<'static, N>) -> Result<()>,
 ) -> Result<()> {
-    // SAFETY: the caller's promise.
-    let Some(slot) = (unsafe { handle.as_mut() }) else { return Ok(()) };
-    if slot.is_null() {
+    if handle.is_null() {
         return Ok(());
     }
-    with::<N, ()>(*slot, Access::Salvage, |pin| {
+    // Read and written as plain memory: while a close waits, a callback of the
+    // caller's may look at the variable.
+    // SAFETY: not null, and the caller's promise.
+    let value = unsafe { handle.read() };
+    if value.is_null() {
+        return Ok(());
+    }
+    with::<N, ()>(value, Access::Salvage, |pin| {
         close(pin)?;
-        if pin.remove() { Ok(()) } else { Err(no_such::<N>(*slot)) }
+        if pin.remove() { Ok(()) } else { Err(no_such::<N>(value)) }
     })?;
-    *slot = std::ptr::null_mut();
+    // SAFETY: as above.
+    unsafe { handle.write(std::ptr::null_mut()) };
     Ok(())
 }

@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_void};
 use log::{Level, LevelFilter};
 
 use crate::base::callback::Foreign;
+use crate::base::fork;
 use crate::base::logging;
 use crate::base::sync::Arc;
 use crate::fail;
@@ -51,7 +52,8 @@ pub type kvt_log_fn = Option<
 /// @param user_data  Handed to the callback; taken over on success only.
 /// @param destroy    Releases user_data; may be null.
 /// @param err        Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_INVALID; KVT_E_STATE in a Rust program with a logger of its own.
+/// @return KVT_OK; KVT_E_INVALID; KVT_E_STATE in a Rust program with a logger of its own;
+///         KVT_E_FORKED.
 ///
 /// Threading: any thread. The former sink may still be running in another
 /// thread when this returns; its destroy is called after that. Since 0.1.
@@ -67,6 +69,7 @@ pub unsafe extern "C" fn kvt_log_set(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let body = || {
+        fork::check()?;
         let filter = match level {
             KVT_LOG_OFF => LevelFilter::Off,
             KVT_LOG_ERROR => LevelFilter::Error,

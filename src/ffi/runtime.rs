@@ -148,7 +148,7 @@ pub(crate) fn on_runtime<R>(
 /// @param out   The runtime; close it with kvt_runtime_close.
 /// @param err   Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_SPEC,
-///         KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED.
+///         KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Ownership: the caller owns the runtime. Threading: any thread. Since 0.1.
 ///
@@ -208,7 +208,8 @@ fn on_thread(foreign: Arc<Foreign<unsafe extern "C" fn(*mut c_void, u32, u32)>>)
 ///                     KVT_CLOSE_REPORT_INIT.
 /// @param err          Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_BUSY at the deadline (the runtime stays closing and valid:
-///         call again); KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED.
+///         call again); KVT_E_REENTRANT inside a callback; KVT_E_INVALID, KVT_E_HANDLE,
+///         KVT_E_FORKED.
 ///
 /// Threading: any thread but the runtime's own. Since 0.1.
 ///

@@ -134,7 +134,14 @@ fn item_of(given: &kvt_buffer_item_t) -> Result<Item> {
     let (wants_dst, wants_src) = host::needs(given.kind)?;
     let dst = side("target", wants_dst, given.dst, given.dst_offset, given.bytes)?;
     let src = side("source", wants_src, given.src, given.src_offset, given.bytes)?;
-    Ok(Item::new(given.kind, dst, src, given.bytes, given.expect))
+    let freed = |side: &Option<(Arc<Buffer>, u64)>| side.as_ref().is_some_and(|b| b.0.is_retired());
+    let (target, source) = (dst.clone(), src.clone());
+    let item = Item::new(given.kind, dst, src, given.bytes, given.expect);
+    // Entered now: a free that came first is seen here, a later one finds it busy.
+    if freed(&target) || freed(&source) {
+        fail!(Handle, "a buffer was freed meanwhile");
+    }
+    Ok(item)
 }
 
 fn side(

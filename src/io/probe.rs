@@ -45,7 +45,7 @@ pub fn feature(index: usize) -> Option<Feature> {
         "io_uring" => (false, io_uring().is_ok()),
         "mlock" => (true, facts().lockable_bytes() > 0),
         "thp" => (true, matches!(facts().thp_mode.as_str(), "always" | "madvise")),
-        "wipeonfork" => (true, fork::arm().unwrap_or(false)),
+        "wipeonfork" => (true, fork::kernel_wipes()),
         _ => (false, false),
     };
     Some(Feature { name, note: note.trim_end_matches('\0'), built, present })

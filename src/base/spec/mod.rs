@@ -93,7 +93,11 @@ impl fmt::Display for Spec {
                 write!(f, "{}=", arg.key)?;
             }
             match &arg.value {
-                Value::Number(n, unit) => write!(f, "{n}{unit}")?,
+                // In full where that is short: the canonical form must be parsable again.
+                Value::Number(n, unit) if *n == 0.0 || (1e-6..1e15).contains(&n.abs()) => {
+                    write!(f, "{n}{unit}")?;
+                }
+                Value::Number(n, unit) => write!(f, "{n:e}{unit}")?,
                 Value::Text(text) => {
                     f.write_str("\"")?;
                     for c in text.chars() {

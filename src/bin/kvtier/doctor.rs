@@ -160,22 +160,19 @@ fn reserved(facts: &MemoryFacts) -> Finding {
 }
 
 fn fork_detection() -> Finding {
-    match fork::arm() {
-        Ok(true) => Finding::new(
+    match fork::kernel_wipes() {
+        true => Finding::new(
             "fork detection",
             Mark::Good,
             "kernel",
             "a forked child is told KVT_E_FORKED",
         ),
-        Ok(false) => Finding::new(
+        false => Finding::new(
             "fork detection",
             Mark::Limited,
             "atfork handler",
             "this kernel lacks MADV_WIPEONFORK: a child made by a raw clone is not noticed",
         ),
-        Err(error) => {
-            Finding::new("fork detection", Mark::Absent, error.to_string(), "do not fork")
-        }
     }
 }
 
