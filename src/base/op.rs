@@ -13,7 +13,7 @@ pub use crate::base::op_table::ops;
 use crate::base::owner::Owner;
 use crate::base::panic;
 use crate::base::queue::{Completion, Outbox, Queue};
-use crate::base::slab::{Key, Pin, Slab};
+use crate::base::slab::{Key, Pin};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, Mutex};
