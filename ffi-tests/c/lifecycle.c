@@ -263,6 +263,10 @@ static void *submitter(void *data) {
             race->reserve
                 ? kvt_account_reserve_later(race->account, KVT_TIER_DISK, 1, NULL, op, NULL)
                 : kvt_buffer_submit(race->runtime, NULL, &item, 1, sizeof item, op, NULL);
+        if (status == KVT_E_AGAIN) { /* 4096 reservations wait already: until it closes */
+            breathe();
+            continue;
+        }
         if (status != KVT_OK) {
             CHECK(status == KVT_E_CLOSED || status == KVT_E_HANDLE);
             break;
