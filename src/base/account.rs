@@ -2,7 +2,7 @@
 
 use crate::base::budget::{ALL_TIERS, Budget, Lane, MAX_WAITERS, Reclaim, Tier, Waiter};
 use crate::base::op::{OpOpts, OpRef};
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicU32, Ordering};
 use crate::fail;
@@ -86,8 +86,8 @@ impl Account {
 
     /// Reserves bytes now, or fails.
     pub fn reserve(&self, tier: Tier, bytes: u64) -> Result<()> {
-        let mut inner = self.budget.inner.lock();
-        let inner = &mut *inner;
+        let mut guard = self.budget.inner.lock();
+        let inner = &mut *guard;
         let Some(held) = inner.held.iter_mut().find(|(id, _)| *id == self.id) else {
             return Err(Status::Closed.into());
         };
@@ -96,18 +96,16 @@ impl Account {
         }
         let lane = &mut inner.lanes[tier as usize];
         // Whoever waits came first: a reservation that fits may still not pass them.
-        if !lane.fits(bytes) || !inner.lines[tier as usize].is_empty() {
-            lane.refused += 1;
-            let (free, limit) = (lane.free(), lane.limit_bytes);
-            let text = format!(
-                "{bytes} bytes of tier {} do not fit: {free} of {limit} are free",
-                tier.name()
-            );
-            return Err(Error::new(Status::Budget, text));
+        if lane.fits(bytes) && inner.lines[tier as usize].is_empty() {
+            lane.reserve(bytes);
+            held.1[tier as usize].reserved_bytes += bytes;
+            return Ok(());
         }
-        lane.reserve(bytes);
-        held.1[tier as usize].reserved_bytes += bytes;
-        Ok(())
+        lane.refused += 1;
+        let (free, limit) = (lane.free(), lane.limit_bytes);
+        drop(guard); // the words are made outside the lock
+        let name = tier.name();
+        fail!(Budget, "{bytes} bytes of tier {name} do not fit: {free} of {limit} are free");
     }
 
     /// Reserves bytes when they can be had: an op that ends with OK then.

@@ -106,6 +106,8 @@ pub struct Op {
     changed: Condvar,
     run: Option<RunFn>,
     items: Items,
+    /// Summed once: the pool asks under its lock.
+    bytes: u64,
     owner: Option<Arc<dyn Owner>>,
     queue: Option<Arc<Queue>>,
     tag: u64,
@@ -128,6 +130,7 @@ impl Op {
         run: Option<RunFn>,
         owner: Option<Arc<dyn Owner>>,
     ) -> Result<OpRef> {
+        let bytes = items.as_slice().iter().fold(0u64, |sum, i| sum.saturating_add(i.bytes));
         let key = ops().insert_with(|key| Op {
             core: core.clone(),
             key,
@@ -142,6 +145,7 @@ impl Op {
             changed: Condvar::new(),
             run,
             items,
+            bytes,
             owner,
             queue: opts.queue.clone(),
             tag: opts.tag,
@@ -196,7 +200,7 @@ impl Op {
 
     /// Bytes its items move.
     pub fn bytes(&self) -> u64 {
-        self.items().iter().map(|i| i.bytes).sum()
+        self.bytes
     }
 
     /// Whether it reports to `queue`.
