@@ -219,6 +219,7 @@ def test_a_callback_may_drop_the_last_reference() -> None:
         holder.clear()
         gc.collect()
         dropped.set()
+        time.sleep(0.05)  # the batch, and so the runtime, is still held here
 
     holder.append(holder[0].queue(callback=called))
     holder[0].submit(Work.checksum(buffer), queue=holder[1])
