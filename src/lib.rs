@@ -4,8 +4,10 @@
 //! The map, one floor a line; imports point down only (`tests/arrows.rs`):
 //!
 //! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
+//! - [`policy`]: who leaves first. One file a policy, one registry.
 //! - [`device`]: who copies bytes (host memory today).
 //! - [`io`]: what files and kernels can do on this machine.
+//! - [`meta`]: facts without payload. Objects, their tree, recompute cost.
 //! - [`base`]: runtime, ops and queues, budget, memory, clock, locks, specs.
 
 #![warn(clippy::all)]
@@ -18,3 +20,5 @@ pub mod device;
 #[cfg(not(feature = "shuttle"))]
 pub mod ffi;
 pub mod io;
+pub mod meta;
+pub mod policy;

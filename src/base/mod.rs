@@ -25,3 +25,4 @@ pub mod spec;
 pub mod status;
 pub mod sync;
 pub mod worker;
+pub mod zeroed;

@@ -1,0 +1,56 @@
+//! What it costs to compute KV again.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+
+/// The recompute cost of tokens after a context: a part that each token costs,
+/// and a part that grows with what it attends to.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Cost {
+    /// Per token and token of context.
+    pub alpha: f64,
+    /// Per token.
+    pub beta: f64,
+}
+
+impl Default for Cost {
+    /// A model of the 70B class: attention costs as much as everything else at
+    /// a context of 53,800 tokens.
+    fn default() -> Cost {
+        Cost { alpha: 1.0 / 53_800.0, beta: 1.0 }
+    }
+}
+
+impl Cost {
+    /// The cost of `tokens` after `context` earlier ones: the exact sum over
+    /// tokens, with the attention of the tokens on each other.
+    #[inline]
+    pub fn of(&self, context: u64, tokens: u64) -> f64 {
+        let (l, n) = (context as f64, tokens as f64);
+        n * self.beta + self.alpha * (n * l + n * n / 2.0)
+    }
+
+    /// Reads `alpha` and `beta` from a spec, with these as the defaults.
+    pub fn read(self, reader: &mut Reader) -> Result<Cost> {
+        Ok(Cost {
+            alpha: reader.f64("alpha", self.alpha, 0.0..=1e12)?,
+            beta: reader.f64("beta", self.beta, 0.0..=1e12)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn splitting_a_range_does_not_change_its_cost() {
+        let cost = Cost { alpha: 0.25, beta: 3.0 };
+        for (context, a, b) in [(0, 1, 1), (10, 512, 512), (100_000, 7, 64)] {
+            let parts = cost.of(context, a) + cost.of(context + a, b);
+            let whole = cost.of(context, a + b);
+            assert!((parts - whole).abs() <= 1e-9 * whole, "{parts} {whole}");
+        }
+        assert_eq!(cost.of(1000, 0), 0.0);
+    }
+}

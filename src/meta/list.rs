@@ -1,0 +1,112 @@
+//! Doubly linked lists that live in the objects' own links.
+
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::Objects;
+
+/// A list of objects, hot end first. An object is in one list at most.
+#[derive(Clone, Copy, Debug)]
+pub struct List {
+    /// The hot end.
+    pub head: Slot,
+    /// The cold end.
+    pub tail: Slot,
+    /// How many.
+    pub len: u32,
+    /// The sum of their sizes.
+    pub units: u64,
+}
+
+impl Default for List {
+    fn default() -> List {
+        List { head: NONE, tail: NONE, len: 0, units: 0 }
+    }
+}
+
+impl List {
+    /// Whether it is empty.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Puts an object at the hot end.
+    #[inline]
+    pub fn push_hot(&mut self, objects: &mut Objects, slot: Slot) {
+        let old = self.head;
+        let node = objects.node_mut(slot);
+        (node.prev, node.next) = (NONE, old);
+        self.units += u64::from(node.units);
+        match old {
+            NONE => self.tail = slot,
+            old => objects.node_mut(old).prev = slot,
+        }
+        self.head = slot;
+        self.len += 1;
+    }
+
+    /// Puts an object next to `before`, on its colder side; at the hot end if
+    /// that is none.
+    pub fn insert_after(&mut self, objects: &mut Objects, before: Slot, slot: Slot) {
+        if before == NONE {
+            return self.push_hot(objects, slot);
+        }
+        let after = std::mem::replace(&mut objects.node_mut(before).next, slot);
+        let node = objects.node_mut(slot);
+        (node.prev, node.next) = (before, after);
+        self.units += u64::from(node.units);
+        match after {
+            NONE => self.tail = slot,
+            after => objects.node_mut(after).prev = slot,
+        }
+        self.len += 1;
+    }
+
+    /// Takes an object out.
+    #[inline]
+    pub fn unlink(&mut self, objects: &mut Objects, slot: Slot) {
+        let node = objects.node(slot);
+        let (prev, next) = (node.prev, node.next);
+        self.units -= u64::from(node.units);
+        match prev {
+            NONE => self.head = next,
+            prev => objects.node_mut(prev).next = next,
+        }
+        match next {
+            NONE => self.tail = prev,
+            next => objects.node_mut(next).prev = prev,
+        }
+        self.len -= 1;
+    }
+
+    /// Makes an object of the list its hottest.
+    #[inline]
+    pub fn to_hot(&mut self, objects: &mut Objects, slot: Slot) {
+        if self.head != slot {
+            self.unlink(objects, slot);
+            self.push_hot(objects, slot);
+        }
+    }
+
+    /// Puts an object that had been held back where its stamp belongs, starting
+    /// at the cold end. Only objects that had been held too are passed.
+    pub fn put_back(&mut self, objects: &mut Objects, slot: Slot) {
+        let stamp = objects.node(slot).stamp;
+        let mut before = self.tail;
+        while before != NONE && objects.node(before).stamp < stamp {
+            before = objects.node(before).prev;
+        }
+        self.insert_after(objects, before, slot);
+    }
+
+    /// The objects from the cold end.
+    pub fn from_cold<'a>(&self, objects: &'a Objects) -> impl Iterator<Item = Slot> + use<'a> {
+        let mut at = self.tail;
+        std::iter::from_fn(move || {
+            let slot = at;
+            (slot != NONE).then(|| {
+                at = objects.node(slot).prev;
+                slot
+            })
+        })
+    }
+}

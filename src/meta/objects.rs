@@ -1,0 +1,444 @@
+//! The objects a policy chooses among: a table of slots, and the tree of
+//! prefixes they form. An object is what the user says it is: a block, a chunk,
+//! a cell or a whole sequence.
+
+use crate::base::status::Result;
+use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
+use crate::fail;
+use crate::meta::index::{Index, NONE, Slot};
+use crate::meta::sessions::{MAX_SESSIONS, Sessions};
+
+/// Largest size of one object.
+pub const MAX_UNITS: u64 = u32::MAX as u64;
+/// Most references to one object.
+pub const MAX_REFS: u32 = PINNED - 1;
+
+const PINNED: u32 = 1 << 31;
+const LIVE: u8 = 0x80;
+const HELD: u8 = 0x40;
+const CHOSEN: u8 = 0x20;
+/// Largest value of [`Node::freq`].
+pub const MAX_FREQ: u8 = 0x1F;
+
+/// What is known of every object. 48 bytes.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Node {
+    /// The caller's number for it.
+    pub id: u64,
+    /// When the policy last moved it, in ns of the caller's clock; no two are
+    /// equal, so it is an order too.
+    pub stamp: i64,
+    /// Hotter neighbour; the policy's own.
+    pub prev: Slot,
+    /// Colder neighbour; the policy's own.
+    pub next: Slot,
+    /// The object whose prefix this one continues, or NONE.
+    pub parent: Slot,
+    /// Resident objects that continue this one.
+    pub children: u32,
+    /// Its size.
+    pub units: u32,
+    /// References, and the pin.
+    refs: u32,
+    /// Who used it last.
+    pub session: Slot,
+    /// Uses since it was inserted, saturating.
+    pub hits: u16,
+    /// Which of the policy's lists it is in; the policy's own.
+    pub tag: u8,
+    marks: u8,
+}
+
+const _: () = assert!(std::mem::size_of::<Node>() == 48);
+
+// SAFETY: integers only.
+unsafe impl Zeroable for Node {}
+
+impl Node {
+    /// A counter of the policy's own, up to MAX_FREQ.
+    #[inline]
+    pub fn freq(&self) -> u8 {
+        self.marks & MAX_FREQ
+    }
+
+    /// Sets the policy's own counter.
+    #[inline]
+    pub fn set_freq(&mut self, freq: u8) {
+        self.marks = (self.marks & !MAX_FREQ) | freq.min(MAX_FREQ);
+    }
+
+    /// Whether the policy was asked to keep it out of its lists.
+    #[inline]
+    pub fn is_held(&self) -> bool {
+        self.marks & HELD != 0
+    }
+
+    /// Marks it as out of, or in, the policy's lists.
+    #[inline]
+    pub fn set_held(&mut self, held: bool) {
+        self.marks = if held { self.marks | HELD } else { self.marks & !HELD };
+    }
+
+    /// Whether it is among the victims being chosen.
+    #[inline]
+    pub fn is_chosen(&self) -> bool {
+        self.marks & CHOSEN != 0
+    }
+
+    /// Whether it is pinned.
+    #[inline]
+    pub fn is_pinned(&self) -> bool {
+        self.refs & PINNED != 0
+    }
+
+    /// How many hold it.
+    #[inline]
+    pub fn ref_count(&self) -> u32 {
+        self.refs & !PINNED
+    }
+}
+
+/// What only some policies need to know of an object. Kept when one does.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[repr(C)]
+pub struct Facts {
+    /// Tokens before it.
+    pub context: u32,
+    /// Tokens in it.
+    pub tokens: u32,
+    /// Its layer, when an object is a cell.
+    pub layer: u16,
+    /// Layers of the model; 0 = an object has all.
+    pub layers: u16,
+    /// Which chunk of its sequence it is.
+    pub chunk: u32,
+    /// Chunks of that sequence.
+    pub chunks: u32,
+    /// Recompute cost as the caller has it; 0 = from the tokens.
+    pub cost: f32,
+    /// When it is used next, as the caller expects; 0 = unknown.
+    pub next_use_ns: i64,
+}
+
+// SAFETY: numbers only.
+unsafe impl Zeroable for Facts {}
+
+/// The table.
+pub struct Objects {
+    nodes: Zeroed<Node>,
+    facts: Zeroed<Facts>,
+    index: Index,
+    /// First free slot, chained through `next`; beyond `fresh` none was used.
+    free: Slot,
+    fresh: Slot,
+    units: u64,
+    leaf_first: bool,
+    /// Who uses them.
+    pub sessions: Sessions,
+}
+
+impl Objects {
+    /// A table for up to `limit` objects. With `leaf_first` an object may not
+    /// leave before those that continue it.
+    pub fn new(limit: usize, leaf_first: bool, facts: bool) -> Result<Objects> {
+        let index = Index::new(limit)?;
+        Ok(Objects {
+            nodes: Zeroed::new(limit)?,
+            facts: Zeroed::new(if facts { limit } else { 0 })?,
+            index,
+            free: NONE,
+            fresh: 0,
+            units: 0,
+            leaf_first,
+            sessions: Sessions::new(limit.min(MAX_SESSIONS))?,
+        })
+    }
+
+    /// How many objects there are.
+    pub fn len(&self) -> usize {
+        self.index.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.index.is_empty()
+    }
+
+    /// How many there can be.
+    pub fn limit(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// The sum of their sizes.
+    pub fn units(&self) -> u64 {
+        self.units
+    }
+
+    /// Whether children leave before their parents.
+    pub fn leaf_first(&self) -> bool {
+        self.leaf_first
+    }
+
+    /// Bytes of metadata for each object of a full table.
+    pub fn bytes_per_object(&self) -> f64 {
+        let facts = if self.facts.is_empty() { 0 } else { size_of::<Facts>() };
+        let nodes = (size_of::<Node>() + facts) * self.limit().max(1);
+        (nodes + self.index.bytes()) as f64 / self.limit().max(1) as f64
+    }
+
+    /// An object's node.
+    #[inline]
+    pub fn node(&self, slot: Slot) -> &Node {
+        &self.nodes[slot as usize]
+    }
+
+    /// An object's node.
+    #[inline]
+    pub fn node_mut(&mut self, slot: Slot) -> &mut Node {
+        &mut self.nodes[slot as usize]
+    }
+
+    /// Whether facts are kept.
+    pub fn has_facts(&self) -> bool {
+        !self.facts.is_empty()
+    }
+
+    /// An object's facts; defaults where none are kept.
+    #[inline]
+    pub fn facts(&self, slot: Slot) -> Facts {
+        self.facts.get(slot as usize).copied().unwrap_or_default()
+    }
+
+    /// An object's facts, to be changed, if they are kept.
+    #[inline]
+    pub fn facts_mut(&mut self, slot: Slot) -> Option<&mut Facts> {
+        self.facts.get_mut(slot as usize)
+    }
+
+    /// Starts to keep facts: those so far are unknown.
+    pub fn keep_facts(&mut self) -> Result<()> {
+        if self.facts.is_empty() {
+            self.facts = Zeroed::new(self.limit())?;
+        }
+        Ok(())
+    }
+
+    /// The slot of an id.
+    #[inline]
+    pub fn find(&self, id: u64) -> Option<Slot> {
+        self.index.find(id, |slot| self.nodes[slot as usize].id == id)
+    }
+
+    /// Has the way to an id fetched: its cell first, its node when called again.
+    #[inline]
+    pub fn prefetch(&self, id: u64, node: bool) {
+        if !node {
+            self.index.prefetch(id);
+        } else if let Some(slot) = self.index.guess(id) {
+            prefetch(&self.nodes, slot as usize);
+        }
+    }
+
+    /// Adds an object that is not in the table. Its parent counts only where
+    /// children leave first.
+    pub fn insert(&mut self, id: u64, parent: Slot, units: u64, facts: &Facts) -> Result<Slot> {
+        if units > MAX_UNITS {
+            fail!(Limit, "object {id} has a size of {units}, the limit is {MAX_UNITS}");
+        }
+        let recycled = self.free != NONE;
+        let slot = if recycled { self.free } else { self.fresh };
+        if slot as usize >= self.nodes.len() || !self.index.insert(id, slot) {
+            fail!(Limit, "the table holds {} objects, its limit", self.limit());
+        }
+        match recycled {
+            true => self.free = self.nodes[slot as usize].next,
+            false => self.fresh += 1,
+        }
+        self.nodes[slot as usize] = Node {
+            id,
+            stamp: 0,
+            prev: NONE,
+            next: NONE,
+            parent: NONE,
+            children: 0,
+            units: units as u32,
+            refs: 0,
+            session: NONE,
+            hits: 0,
+            tag: 0,
+            marks: LIVE,
+        };
+        self.units += units;
+        if let Some(known) = self.facts.get_mut(slot as usize) {
+            *known = *facts;
+        }
+        if self.leaf_first {
+            self.attach(slot, parent);
+        }
+        Ok(slot)
+    }
+
+    /// Frees the slot of an object that nothing continues.
+    pub fn remove(&mut self, slot: Slot) {
+        self.detach(slot);
+        let Node { id, units, children, session, .. } = self.nodes[slot as usize];
+        assert_eq!(children, 0, "object {id} is continued by others");
+        let gone = self.index.remove(id, |s| s == slot);
+        assert_eq!(gone, Some(slot), "the index lost object {id}");
+        self.units -= u64::from(units);
+        self.sessions.leave(session);
+        let node = &mut self.nodes[slot as usize];
+        node.marks = 0;
+        node.next = std::mem::replace(&mut self.free, slot);
+    }
+
+    /// Takes an object out of the count of its parent; the parent, if it may
+    /// leave now.
+    pub fn detach(&mut self, slot: Slot) -> Option<Slot> {
+        let node = &mut self.nodes[slot as usize];
+        let parent = std::mem::replace(&mut node.parent, NONE);
+        if parent == NONE {
+            return None;
+        }
+        let above = &mut self.nodes[parent as usize];
+        above.children -= 1;
+        (above.children == 0 && above.refs == 0).then_some(parent)
+    }
+
+    /// Undoes `detach`.
+    pub fn attach(&mut self, slot: Slot, parent: Slot) {
+        if parent != NONE {
+            self.nodes[slot as usize].parent = parent;
+            self.nodes[parent as usize].children += 1;
+        }
+    }
+
+    /// Notes who used an object last.
+    #[inline]
+    pub fn set_session(&mut self, slot: Slot, session: Slot) {
+        let node = &mut self.nodes[slot as usize];
+        if node.session != session {
+            let before = std::mem::replace(&mut node.session, session);
+            self.sessions.leave(before);
+            self.sessions.join(session);
+        }
+    }
+
+    /// Marks an object as chosen to leave, or not.
+    pub fn set_chosen(&mut self, slot: Slot, chosen: bool) {
+        let marks = &mut self.nodes[slot as usize].marks;
+        *marks = if chosen { *marks | CHOSEN } else { *marks & !CHOSEN };
+    }
+
+    /// Whether an object must stay: referenced, pinned, or continued by another.
+    #[inline]
+    pub fn is_blocked(&self, slot: Slot) -> bool {
+        let node = &self.nodes[slot as usize];
+        node.refs != 0 || (self.leaf_first && node.children != 0)
+    }
+
+    /// One more holds it.
+    pub fn acquire(&mut self, slot: Slot) -> Result<()> {
+        let node = &mut self.nodes[slot as usize];
+        if node.ref_count() == MAX_REFS {
+            fail!(Limit, "object {} has {MAX_REFS} references, the limit", node.id);
+        }
+        node.refs += 1;
+        Ok(())
+    }
+
+    /// One less holds it; whether it may leave now and could not before.
+    pub fn release(&mut self, slot: Slot) -> Result<bool> {
+        let node = &mut self.nodes[slot as usize];
+        if node.ref_count() == 0 {
+            fail!(State, "object {} has no reference to release", node.id);
+        }
+        node.refs -= 1;
+        Ok(!self.is_blocked(slot))
+    }
+
+    /// Pins or unpins; whether it may leave now and could not before.
+    pub fn set_pinned(&mut self, slot: Slot, pinned: bool) -> bool {
+        let node = &mut self.nodes[slot as usize];
+        let was = node.is_pinned();
+        node.refs = if pinned { node.refs | PINNED } else { node.refs & !PINNED };
+        was && !pinned && !self.is_blocked(slot)
+    }
+
+    /// Changes the size kept in the table; lists with sums must be told first.
+    pub fn set_units(&mut self, slot: Slot, units: u32) {
+        let node = &mut self.nodes[slot as usize];
+        self.units = self.units - u64::from(node.units) + u64::from(units);
+        node.units = units;
+    }
+
+    /// Every slot in use, in no meaningful order.
+    pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        (0..self.fresh).filter(|&slot| self.nodes[slot as usize].marks & LIVE != 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::status::Status;
+
+    fn table(limit: usize) -> Objects {
+        Objects::new(limit, true, true).expect("small")
+    }
+
+    #[test]
+    fn slots_are_used_again_and_limits_hold() {
+        let mut objects = table(2);
+        let a = objects.insert(10, NONE, 3, &Facts::default()).expect("room");
+        let b = objects.insert(11, a, 4, &Facts { tokens: 9, ..Facts::default() }).expect("room");
+        let full = objects.insert(12, NONE, 1, &Facts::default()).expect_err("full");
+        assert_eq!(full.status(), Status::Limit);
+        assert_eq!((objects.len(), objects.units()), (2, 7));
+        assert!(objects.is_blocked(a) && !objects.is_blocked(b));
+        assert_eq!(objects.facts(b).tokens, 9);
+        assert_eq!(objects.detach(b), Some(a));
+        objects.remove(b);
+        assert_eq!(objects.find(11), None);
+        let c = objects.insert(12, a, 1, &Facts::default()).expect("room again");
+        assert_eq!((c, objects.units()), (b, 4));
+        assert!(objects.insert(13, NONE, MAX_UNITS + 1, &Facts::default()).is_err());
+    }
+
+    #[test]
+    fn references_and_pins_are_counted_apart() {
+        let mut objects = table(1);
+        let a = objects.insert(1, NONE, 1, &Facts::default()).expect("room");
+        assert_eq!(objects.release(a).expect_err("none").status(), Status::State);
+        objects.acquire(a).expect("one");
+        assert!(!objects.set_pinned(a, true));
+        assert!(!objects.release(a).expect("one"), "still pinned");
+        assert!(objects.set_pinned(a, false));
+        assert!(!objects.set_pinned(a, false), "was not pinned");
+    }
+
+    #[test]
+    fn where_holes_are_allowed_nothing_waits_for_children() {
+        let mut objects = Objects::new(3, false, false).expect("small");
+        let a = objects.insert(1, NONE, 1, &Facts::default()).expect("room");
+        let b = objects.insert(2, a, 1, &Facts::default()).expect("room");
+        assert!(!objects.is_blocked(a));
+        objects.remove(a);
+        assert_eq!(objects.slots().collect::<Vec<_>>(), [b]);
+    }
+
+    #[test]
+    fn who_used_an_object_last_is_counted() {
+        let mut objects = table(2);
+        let a = objects.insert(1, NONE, 1, &Facts::default()).expect("room");
+        let first = objects.sessions.get_or_add(7);
+        let second = objects.sessions.get_or_add(8);
+        objects.set_session(a, first);
+        objects.set_session(a, second);
+        assert_eq!(objects.sessions.of(first).map(|s| s.objects), Some(0));
+        assert_eq!(objects.sessions.of(second).map(|s| s.objects), Some(1));
+        objects.remove(a);
+        assert_eq!(objects.sessions.of(second).map(|s| s.objects), Some(0));
+    }
+}

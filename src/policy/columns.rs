@@ -1,0 +1,182 @@
+//! The caller's own table of candidates, one column a fact.
+
+use crate::base::status::Result;
+use crate::fail;
+
+/// Most rows of one table.
+pub const MAX_ROWS: usize = 1 << 28;
+
+/// Candidates as columns. An empty column is absent: its default holds for
+/// every row.
+#[derive(Clone, Copy, Default)]
+pub struct Columns<'a> {
+    /// Who; required.
+    pub ids: &'a [u64],
+    /// Blocks that each holds; default 1.
+    pub blocks: &'a [u64],
+    /// When it was made; default 0.
+    pub created_ns: &'a [i64],
+    /// When it was used last; default: when it was made.
+    pub last_access_ns: &'a [i64],
+    /// How often it was used; default 1.
+    pub count: &'a [u64],
+    /// Its class, 0 leaves first; default 1.
+    pub priority: &'a [u8],
+    /// Not 0: stays; default 0.
+    pub pinned: &'a [u8],
+    /// Time until its next use or its end, below 0 = unknown; default unknown.
+    pub lifetime_ns: &'a [i64],
+    /// How sure that is, 0 to 1; default 1.
+    pub confidence: &'a [f32],
+    /// Tokens it has; default 0.
+    pub length: &'a [u64],
+    /// Tokens it can have; default unknown.
+    pub max_length: &'a [u64],
+    /// Who else holds it: above 1 it is shared and stays; default 1.
+    pub refs: &'a [u32],
+    /// Whose it is; default 0.
+    pub tenant: &'a [u32],
+    /// Recompute cost; default: from context and tokens.
+    pub cost: &'a [f64],
+    /// Tokens before it; default 0.
+    pub context: &'a [u64],
+    /// Tokens in it; default: its length.
+    pub tokens: &'a [u64],
+    /// Its layer; default 0.
+    pub layer: &'a [u32],
+    /// Layers of the model, for candidates that are cells; default 0.
+    pub layers: &'a [u32],
+    /// Which chunk of its sequence it is; default 0.
+    pub chunk: &'a [u32],
+    /// Chunks of its sequence; default 0.
+    pub chunks: &'a [u32],
+}
+
+macro_rules! column {
+    ($(#[$doc:meta] $name:ident: $type:ty = $default:expr;)*) => {
+        $(#[$doc]
+        #[inline]
+        pub fn $name(&self, row: usize) -> $type {
+            match self.$name.get(row) {
+                Some(&value) => value,
+                None => $default,
+            }
+        })*
+    };
+}
+
+impl Columns<'_> {
+    column! {
+        /// Blocks of a row.
+        blocks: u64 = 1;
+        /// When a row was made.
+        created_ns: i64 = 0;
+        /// How often a row was used.
+        count: u64 = 1;
+        /// Class of a row.
+        priority: u8 = 1;
+        /// Whether a row is pinned.
+        pinned: u8 = 0;
+        /// Time to a row's next use.
+        lifetime_ns: i64 = -1;
+        /// How sure that is.
+        confidence: f32 = 1.0;
+        /// Tokens of a row.
+        length: u64 = 0;
+        /// Tokens a row can have.
+        max_length: u64 = 0;
+        /// Who holds a row.
+        refs: u32 = 1;
+        /// Whose a row is.
+        tenant: u32 = 0;
+        /// Tokens before a row.
+        context: u64 = 0;
+        /// Layer of a row.
+        layer: u32 = 0;
+        /// Layers of the model.
+        layers: u32 = 0;
+        /// Chunk number of a row.
+        chunk: u32 = 0;
+        /// Chunks of a row's sequence.
+        chunks: u32 = 0;
+    }
+
+    /// How many rows there are.
+    pub fn rows(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// When a row was used last.
+    #[inline]
+    pub fn last_access_ns(&self, row: usize) -> i64 {
+        match self.last_access_ns.get(row) {
+            Some(&ns) => ns,
+            None => self.created_ns(row),
+        }
+    }
+
+    /// Tokens in a row.
+    #[inline]
+    pub fn tokens(&self, row: usize) -> u64 {
+        match self.tokens.get(row) {
+            Some(&tokens) => tokens,
+            None => self.length(row),
+        }
+    }
+
+    /// Recompute cost of a row, if the caller says.
+    #[inline]
+    pub fn cost(&self, row: usize) -> Option<f64> {
+        self.cost.get(row).copied()
+    }
+
+    /// Whether a row must stay.
+    #[inline]
+    pub fn is_blocked(&self, row: usize) -> bool {
+        self.pinned(row) != 0 || self.refs(row) > 1
+    }
+
+    /// Checks lengths and numbers.
+    pub fn validate(&self) -> Result<()> {
+        let rows = self.rows();
+        if rows > MAX_ROWS {
+            fail!(Limit, "{rows} candidates are more than the limit of {MAX_ROWS}");
+        }
+        let lengths = [
+            ("blocks", self.blocks.len()),
+            ("created_ns", self.created_ns.len()),
+            ("last_access_ns", self.last_access_ns.len()),
+            ("count", self.count.len()),
+            ("priority", self.priority.len()),
+            ("pinned", self.pinned.len()),
+            ("lifetime_ns", self.lifetime_ns.len()),
+            ("confidence", self.confidence.len()),
+            ("length", self.length.len()),
+            ("max_length", self.max_length.len()),
+            ("refs", self.refs.len()),
+            ("tenant", self.tenant.len()),
+            ("cost", self.cost.len()),
+            ("context", self.context.len()),
+            ("tokens", self.tokens.len()),
+            ("layer", self.layer.len()),
+            ("layers", self.layers.len()),
+            ("chunk", self.chunk.len()),
+            ("chunks", self.chunks.len()),
+        ];
+        for (name, len) in lengths {
+            if len != 0 && len != rows {
+                fail!(Invalid, "column {name} has {len} rows, ids has {rows}");
+            }
+        }
+        if let Some(row) = self.confidence.iter().position(|c| !(0.0..=1.0).contains(c)) {
+            fail!(Invalid, "confidence in row {row} is {}, not 0 to 1", self.confidence[row]);
+        }
+        if let Some(row) = self.cost.iter().position(|c| !c.is_finite() || *c < 0.0) {
+            fail!(Invalid, "cost in row {row} is {}", self.cost[row]);
+        }
+        if let Some(row) = self.blocks.iter().position(|b| *b > u64::from(u32::MAX)) {
+            fail!(Limit, "row {row} has {} blocks, the limit is {}", self.blocks[row], u32::MAX);
+        }
+        Ok(())
+    }
+}

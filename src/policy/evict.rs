@@ -1,0 +1,168 @@
+//! Choosing victims: as many as free what is needed, and none more.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::index::{NONE, Slot};
+use crate::policy::evictor::Evictor;
+use crate::policy::log::Entry;
+use crate::policy::metrics::SAMPLE;
+use crate::policy::registry;
+
+/// One that leaves.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Victim {
+    /// Who.
+    pub id: u64,
+    /// What it frees.
+    pub units: u64,
+}
+
+/// What a call came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Outcome {
+    /// What the victims free.
+    pub freed_units: u64,
+    /// What is missing to what was asked.
+    pub shortfall_units: u64,
+    /// How long it took to choose, by the machine's clock; 0 = not timed.
+    pub decision_ns: u64,
+    /// Who decided.
+    pub decided_by: &'static str,
+}
+
+impl Evictor {
+    /// Evicts until `required` units are free, or nothing may leave any more.
+    /// Victims are added to `out`, and are gone from the table.
+    pub fn evict(&mut self, now: i64, required: u64, out: &mut Vec<Victim>) -> Result<Outcome> {
+        let now = self.tick(now, 1)?;
+        let count = self.metrics.counts.decisions;
+        let start = if count % SAMPLE == 0 { self.clock.now_ns() } else { 0 };
+        let (freed, chosen) = self.choose(now, required, usize::MAX)?;
+        let mut by = self.policy.decided_by();
+        if chosen == 0 {
+            by = self.policy.name();
+        }
+        for i in 0..chosen {
+            let slot = self.chosen[i].slot;
+            let node = *self.objects.node(slot);
+            out.push(Victim { id: node.id, units: u64::from(node.units) });
+            if self.log.is_on() {
+                self.log_eviction(slot, by, now);
+            }
+            self.history.add(node.id, node.units, 0);
+            self.metrics.counts.evicted_units += u64::from(node.units);
+            self.policy.remove(&mut self.objects, slot, true, now);
+            self.objects.remove(slot);
+        }
+        self.metrics.counts.evictions += chosen as u64;
+        self.metrics.counts.decisions += 1;
+        let decision_ns = if start > 0 { self.clock.now_ns().saturating_sub(start) } else { 0 };
+        if start > 0 {
+            self.metrics.decision.add(decision_ns);
+        }
+        Ok(self.outcome(required, freed, decision_ns, by))
+    }
+
+    /// Says who would leave, without anything leaving. The order is as before.
+    pub fn preview(&mut self, now: i64, required: u64, out: &mut Vec<Victim>) -> Result<Outcome> {
+        let now = self.tick(now, 1)?;
+        let (freed, chosen) = self.choose(now, required, usize::MAX)?;
+        for i in 0..chosen {
+            let node = self.objects.node(self.chosen[i].slot);
+            out.push(Victim { id: node.id, units: u64::from(node.units) });
+        }
+        let by = self.policy.decided_by();
+        for i in (0..chosen).rev() {
+            self.unchoose(i, now);
+        }
+        Ok(self.outcome(required, freed, 0, by))
+    }
+
+    fn outcome(&mut self, required: u64, freed: u64, ns: u64, by: &'static str) -> Outcome {
+        let shortfall = required.saturating_sub(freed);
+        self.metrics.counts.shortfalls += u64::from(shortfall > 0);
+        Outcome { freed_units: freed, shortfall_units: shortfall, decision_ns: ns, decided_by: by }
+    }
+
+    /// Fills `chosen` with those that leave, held and detached; what they free.
+    fn choose(&mut self, now: i64, required: u64, most: usize) -> Result<(u64, usize)> {
+        self.chosen.clear();
+        let mut freed = 0u64;
+        while freed < required && self.chosen.len() < most {
+            let Some(slot) = self.policy.victim(&mut self.objects, now) else { break };
+            debug_assert!(!self.objects.is_blocked(slot), "a blocked victim");
+            debug_assert!(self.objects.node(slot).is_held(), "a victim in the order");
+            if self.chosen.try_reserve(1).is_err() {
+                self.freed(slot, now);
+                (0..self.chosen.len()).rev().for_each(|i| self.unchoose(i, now));
+                fail!(NoMem, "no memory to note another victim");
+            }
+            let parent = self.objects.node(slot).parent;
+            self.objects.set_chosen(slot, true);
+            self.chosen.push(Chosen { slot, parent });
+            freed += u64::from(self.objects.node(slot).units);
+            if let Some(free) = self.objects.detach(slot) {
+                self.freed(free, now);
+            }
+        }
+        let freed = self.spare_superfluous(now, required, freed);
+        Ok((freed, self.chosen.len()))
+    }
+
+    /// Lets those stay without which enough is free: sizes differ, and the last
+    /// one may have made earlier ones needless.
+    fn spare_superfluous(&mut self, now: i64, required: u64, mut freed: u64) -> u64 {
+        if freed <= required {
+            return freed;
+        }
+        let mut kept = self.chosen.len();
+        for i in (0..self.chosen.len()).rev() {
+            let Chosen { slot, parent } = self.chosen[i];
+            let units = u64::from(self.objects.node(slot).units);
+            let alone = parent == NONE || !self.objects.node(parent).is_chosen();
+            if alone && freed - units >= required {
+                freed -= units;
+                self.unchoose(i, now);
+                self.chosen[i].slot = NONE;
+                kept -= 1;
+            }
+        }
+        if kept < self.chosen.len() {
+            self.chosen.retain(|c| c.slot != NONE);
+        }
+        freed
+    }
+
+    /// Undoes the choice of one. Its parent, if it was chosen, must be back.
+    fn unchoose(&mut self, i: usize, now: i64) {
+        let Chosen { slot, parent } = self.chosen[i];
+        self.objects.set_chosen(slot, false);
+        self.objects.attach(slot, parent);
+        self.policy.put_back(&mut self.objects, slot, now);
+    }
+
+    fn log_eviction(&mut self, slot: Slot, by: &'static str, now: i64) {
+        let node = *self.objects.node(slot);
+        let session = self.objects.sessions.of(node.session);
+        self.log.add(Entry {
+            at_ns: now,
+            id: node.id,
+            session: session.map_or(0, |s| s.id),
+            has_session: u32::from(session.is_some()),
+            stamp_ns: node.stamp,
+            score: self.policy.score(&self.objects, slot, now),
+            units: node.units,
+            hits: u32::from(node.hits),
+            queue: u32::from(node.tag),
+            policy: registry::number(by),
+            ..Entry::default()
+        });
+    }
+}
+
+/// A victim and what it continued.
+#[derive(Clone, Copy)]
+pub(super) struct Chosen {
+    pub(super) slot: Slot,
+    pub(super) parent: Slot,
+}

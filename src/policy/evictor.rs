@@ -1,0 +1,531 @@
+//! One policy at work on a table of objects: what an engine, a store or the lab
+//! calls. Every call is O(1) or O(log n) an object; nothing is scanned.
+
+use crate::base::clock::Clock;
+use crate::base::spec::Spec;
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::cost::Cost;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::{Facts, Objects};
+use crate::policy::Policy;
+use crate::policy::advice::Advice;
+use crate::policy::evict::Chosen;
+use crate::policy::ghosts::Ghosts;
+use crate::policy::log::Log;
+use crate::policy::metrics::Metrics;
+use crate::policy::registry::{self, Setting};
+
+/// Most objects of one evictor.
+pub const MAX_OBJECTS: usize = 1 << 28;
+/// What the table holds unless told otherwise.
+pub const DEFAULT_OBJECTS: usize = 1 << 20;
+/// Most ids in one call.
+pub const MAX_BATCH: usize = 1 << 24;
+
+/// How to open one.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Most objects at once.
+    pub max_objects: usize,
+    /// What fits, in units; 0 = not known.
+    pub capacity_units: u64,
+    /// The engine can use what lies behind a hole: objects leave in any order.
+    /// Without it those that continue an object leave before it.
+    pub holes: bool,
+    /// Evictions that the log keeps.
+    pub log_entries: usize,
+    /// Evicted ids that are remembered, to tell what is computed again.
+    pub remember: usize,
+    /// What recomputing costs.
+    pub cost: Cost,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            max_objects: DEFAULT_OBJECTS,
+            capacity_units: 0,
+            holes: false,
+            log_entries: 0,
+            remember: DEFAULT_OBJECTS,
+            cost: Cost::default(),
+        }
+    }
+}
+
+/// Who asks: all optional, zeros are unknown.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Who {
+    /// The session.
+    pub session: Option<u64>,
+    /// Its tenant.
+    pub tenant: u32,
+    /// Its class, 0 leaves first; None = as before, at first 1.
+    pub priority: Option<u8>,
+    /// Tokens of the whole request.
+    pub length: u32,
+    /// Tokens it can have.
+    pub max_length: u32,
+    /// Tokens of one object of its path; the last may have fewer.
+    pub tokens_each: u32,
+}
+
+/// An object to be inserted.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct New {
+    /// Its id.
+    pub id: u64,
+    /// The id of the object that it continues.
+    pub parent: Option<u64>,
+    /// Its size.
+    pub units: u64,
+    /// What some policies want to know.
+    pub facts: Facts,
+}
+
+/// A policy and its table.
+pub struct Evictor {
+    pub(super) objects: Objects,
+    pub(super) policy: Box<dyn Policy>,
+    pub(super) history: Ghosts,
+    pub(super) options: Options,
+    pub(super) clock: Clock,
+    pub(super) slots: Vec<Slot>,
+    pub(super) chosen: Vec<Chosen>,
+    spec: String,
+    last_ns: i64,
+    pub(super) stamp: i64,
+    /// What is counted.
+    pub metrics: Metrics,
+    /// The last evictions.
+    pub log: Log,
+    /// What a scheduler is advised.
+    pub advice: Advice,
+}
+
+impl Evictor {
+    /// Opens one with the policy that `spec` describes.
+    pub fn open(spec: &str, options: &Options) -> Result<Evictor> {
+        let parsed = Spec::parse(spec)?;
+        if options.max_objects == 0 || options.max_objects > MAX_OBJECTS {
+            fail!(Limit, "max_objects is {}, allowed is 1 to {MAX_OBJECTS}", options.max_objects);
+        }
+        let policy = registry::make(&parsed, &setting(options))?;
+        let facts = policy.wants_facts();
+        Ok(Evictor {
+            objects: Objects::new(options.max_objects, !options.holes, facts)?,
+            policy,
+            history: Ghosts::new(options.remember.min(MAX_OBJECTS))?,
+            options: *options,
+            clock: Clock::real(),
+            slots: Vec::new(),
+            chosen: Vec::new(),
+            spec: parsed.to_string(),
+            last_ns: i64::MIN,
+            stamp: i64::MIN,
+            metrics: Metrics::default(),
+            log: Log::new(options.log_entries)?,
+            advice: Advice::default(),
+        })
+    }
+
+    /// The spec, in canonical form.
+    pub fn spec(&self) -> &str {
+        &self.spec
+    }
+
+    /// The policy's name.
+    pub fn name(&self) -> &'static str {
+        self.policy.name()
+    }
+
+    /// The table.
+    pub fn objects(&self) -> &Objects {
+        &self.objects
+    }
+
+    /// The policy, to be looked at.
+    pub fn policy(&self) -> &dyn Policy {
+        &*self.policy
+    }
+
+    /// What it was opened with.
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Accepts the caller's time, or takes the machine's (0). An error when it
+    /// lies before an earlier one; `count` stamps after the result are taken.
+    pub(super) fn tick(&mut self, now_ns: i64, count: usize) -> Result<i64> {
+        let now = match now_ns {
+            0 => i64::try_from(self.clock.now_ns()).unwrap_or(i64::MAX / 2).max(self.last_ns),
+            now => now,
+        };
+        if now < self.last_ns {
+            let by = self.last_ns.abs_diff(now);
+            fail!(Invalid, "the clock went back by {by} ns: now_ns is {now}");
+        }
+        if !(i64::MIN / 2..=i64::MAX / 2).contains(&now) {
+            fail!(Limit, "now_ns is {now}, beyond what can be counted on from");
+        }
+        self.last_ns = now;
+        let first = now.max(self.stamp.saturating_add(1));
+        self.stamp = first + count as i64;
+        Ok(first)
+    }
+
+    /// Looks up a path of objects, first to last, and counts it. Found ones are
+    /// touched, the last first, so that none is older than what continues it.
+    /// How many from the start on are there; `found`, if it is not empty, says it
+    /// for each. Where holes are allowed, objects behind one are found too.
+    pub fn lookup(&mut self, now: i64, who: &Who, ids: &[u64], found: &mut [u8]) -> Result<usize> {
+        if !found.is_empty() && found.len() != ids.len() {
+            fail!(Invalid, "found has {} entries for {} ids", found.len(), ids.len());
+        }
+        let now = self.begin(now, ids.len())?;
+        let leading = self.find_all(ids);
+        let session = self.see_session(now, who);
+        self.count_lookup(who, session, ids, leading);
+        let mut stamp = now;
+        for i in (0..ids.len()).rev() {
+            let slot = self.slots[i];
+            let hit = slot != NONE && (i < leading || self.options.holes);
+            if let Some(out) = found.get_mut(i) {
+                *out = u8::from(hit);
+            }
+            if hit {
+                self.use_slot(slot, session, stamp);
+                stamp += 1;
+            }
+        }
+        for (i, &id) in ids.iter().enumerate().skip(leading) {
+            if self.slots[i] == NONE {
+                self.policy.miss(&self.objects, id, stamp);
+                stamp += 1;
+            }
+        }
+        self.advice.observe(&self.metrics.counts);
+        Ok(leading)
+    }
+
+    /// Touches objects, the last first, without counting a lookup. How many were
+    /// there.
+    pub fn touch(&mut self, now: i64, who: &Who, ids: &[u64]) -> Result<usize> {
+        let now = self.begin(now, ids.len())?;
+        self.find_all(ids);
+        let session = self.see_session(now, who);
+        let (mut stamp, mut touched) = (now, 0);
+        for i in (0..ids.len()).rev() {
+            if self.slots[i] != NONE {
+                self.use_slot(self.slots[i], session, stamp);
+                stamp += 1;
+                touched += 1;
+            }
+        }
+        Ok(touched)
+    }
+
+    pub(super) fn begin(&mut self, now: i64, ids: usize) -> Result<i64> {
+        if ids > MAX_BATCH {
+            fail!(Limit, "{ids} ids in one call, the limit is {MAX_BATCH}");
+        }
+        if self.slots.try_reserve(ids.saturating_sub(self.slots.len())).is_err() {
+            fail!(NoMem, "no memory for a batch of {ids} ids");
+        }
+        self.tick(now, ids)
+    }
+
+    #[inline]
+    fn use_slot(&mut self, slot: Slot, session: Slot, stamp: i64) {
+        let node = self.objects.node_mut(slot);
+        node.hits = node.hits.saturating_add(1);
+        if session != NONE {
+            self.objects.set_session(slot, session);
+        }
+        self.policy.touch(&mut self.objects, slot, stamp);
+    }
+
+    /// Fills `slots`; how many from the start on are there. Looks ahead in two
+    /// steps so that the misses of several ids overlap.
+    pub(super) fn find_all(&mut self, ids: &[u64]) -> usize {
+        const AHEAD: usize = 12;
+        self.slots.clear();
+        ids.iter().take(2 * AHEAD).for_each(|&id| self.objects.prefetch(id, false));
+        ids.iter().take(AHEAD).for_each(|&id| self.objects.prefetch(id, true));
+        let mut leading = 0;
+        for (i, &id) in ids.iter().enumerate() {
+            if let Some(&id) = ids.get(i + 2 * AHEAD) {
+                self.objects.prefetch(id, false);
+            }
+            if let Some(&id) = ids.get(i + AHEAD) {
+                self.objects.prefetch(id, true);
+            }
+            let slot = self.objects.find(id).unwrap_or(NONE);
+            leading += usize::from(leading == i && slot != NONE);
+            self.slots.push(slot);
+        }
+        leading
+    }
+
+    /// Notes the session of a call; its slot.
+    pub(super) fn see_session(&mut self, now: i64, who: &Who) -> Slot {
+        let Some(id) = who.session else { return NONE };
+        let slot = self.objects.sessions.get_or_add(id);
+        if let Some(row) = self.objects.sessions.of_mut(slot) {
+            row.active_ns = now;
+            row.tenant = who.tenant;
+            row.priority = who.priority.unwrap_or(row.priority);
+            row.length = who.length.max(row.length);
+            row.max_length = who.max_length.max(row.max_length);
+            row.turns = row.turns.saturating_add(1);
+        }
+        slot
+    }
+
+    fn count_lookup(&mut self, who: &Who, session: Slot, ids: &[u64], leading: usize) {
+        let each = u64::from(who.tokens_each.max(1));
+        let all = if who.length > 0 { u64::from(who.length) } else { each * ids.len() as u64 };
+        let (mut hit_tokens, mut wanted_tokens) = (0, 0);
+        let counts = &mut self.metrics.counts;
+        counts.requests += 1;
+        counts.references += ids.len() as u64;
+        counts.tokens += all;
+        counts.cost += self.options.cost.of(0, all);
+        for (i, &id) in ids.iter().enumerate() {
+            let context = (each * i as u64).min(all);
+            let tokens = each.min(all - context);
+            let there = self.slots[i] != NONE;
+            if there && (i < leading || self.options.holes) {
+                counts.hits += 1;
+                hit_tokens += tokens;
+                counts.hit_cost += self.options.cost.of(context, tokens);
+            }
+            let known = there || self.history.get(id).is_some();
+            counts.evicted_references += u64::from(known && !there);
+            wanted_tokens += if known { tokens } else { 0 };
+        }
+        counts.hit_tokens += hit_tokens;
+        if let Some(row) = self.objects.sessions.of_mut(session) {
+            row.hit_tokens += hit_tokens;
+            row.wanted_tokens += wanted_tokens;
+            self.metrics.tenant(who.tenant, hit_tokens, wanted_tokens);
+        }
+    }
+
+    /// Inserts objects, all or none.
+    pub fn insert(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
+        let mut stamp = self.begin(now, new.len())?;
+        let session = self.see_session_quietly(who);
+        for (i, one) in new.iter().enumerate() {
+            match self.insert_one(one, session, stamp) {
+                Ok(()) => stamp += 1,
+                Err(error) => {
+                    new[..i].iter().rev().for_each(|one| self.undo_insert(one.id, stamp));
+                    return Err(error);
+                }
+            }
+        }
+        self.metrics.counts.inserts += new.len() as u64;
+        for one in new {
+            self.history.remove(one.id);
+        }
+        Ok(())
+    }
+
+    /// The slot of a session that may not have been looked up with.
+    pub(super) fn see_session_quietly(&mut self, who: &Who) -> Slot {
+        let Some(id) = who.session else { return NONE };
+        match self.objects.sessions.find(id) {
+            Some(slot) => slot,
+            None => self.see_session(self.last_ns, who),
+        }
+    }
+
+    fn insert_one(&mut self, new: &New, session: Slot, stamp: i64) -> Result<()> {
+        if self.objects.find(new.id).is_some() {
+            fail!(Invalid, "object {} is in the table already", new.id);
+        }
+        let parent = new.parent.and_then(|id| self.objects.find(id)).unwrap_or(NONE);
+        let slot = self.objects.insert(new.id, parent, new.units, &new.facts)?;
+        self.objects.set_session(slot, session);
+        self.policy.insert(&mut self.objects, slot, stamp);
+        Ok(())
+    }
+
+    fn undo_insert(&mut self, id: u64, stamp: i64) {
+        if let Some(slot) = self.objects.find(id) {
+            self.take_out(slot, false, stamp);
+        }
+    }
+
+    /// Takes an object out of policy and table.
+    pub(super) fn take_out(&mut self, slot: Slot, evicted: bool, now: i64) {
+        let parent = self.objects.detach(slot);
+        self.policy.remove(&mut self.objects, slot, evicted, now);
+        self.objects.remove(slot);
+        if let Some(parent) = parent {
+            self.freed(parent, now);
+        }
+    }
+
+    /// An object may leave that could not: back into the order, if it was out.
+    pub(super) fn freed(&mut self, slot: Slot, now: i64) {
+        let node = self.objects.node(slot);
+        if node.is_held() && !node.is_chosen() {
+            self.policy.put_back(&mut self.objects, slot, now);
+        }
+    }
+
+    pub(super) fn slot_of(&self, id: u64) -> Result<Slot> {
+        match self.objects.find(id) {
+            Some(slot) => Ok(slot),
+            None => fail!(NotFound, "object {id} is not in the table"),
+        }
+    }
+
+    /// Changes what fits.
+    pub fn set_capacity(&mut self, units: u64) {
+        self.options.capacity_units = units;
+        self.policy.set_capacity(units);
+    }
+
+    /// Goes on with another policy. Objects keep their order: the new policy is
+    /// told of them, coldest first, with their uses since they came.
+    pub fn switch(&mut self, spec: &str) -> Result<()> {
+        let parsed = Spec::parse(spec)?;
+        let mut policy = registry::make(&parsed, &setting(&self.options))?;
+        if policy.wants_facts() {
+            self.objects.keep_facts()?;
+        }
+        let mut order: Vec<Slot> = Vec::new();
+        if order.try_reserve_exact(self.objects.len()).is_err() {
+            fail!(NoMem, "no memory to sort {} objects", self.objects.len());
+        }
+        order.extend(self.objects.slots());
+        let now = self.stamp.max(i64::MIN / 2);
+        order.sort_by_cached_key(|&slot| self.policy.rank(&self.objects, slot, now));
+        for slot in order {
+            let node = self.objects.node_mut(slot);
+            let (uses, stamp) = (node.hits.min(3), node.stamp);
+            node.tag = 0;
+            node.set_freq(0);
+            node.set_held(false);
+            policy.insert(&mut self.objects, slot, stamp);
+            (0..uses).for_each(|_| policy.touch(&mut self.objects, slot, stamp));
+        }
+        self.policy = policy;
+        self.spec = parsed.to_string();
+        Ok(())
+    }
+
+    /// Checks tables and the policy's structures; for tests.
+    pub fn check(&self) -> Result<()> {
+        let units: u64 = self.objects.slots().map(|s| u64::from(self.objects.node(s).units)).sum();
+        if units != self.objects.units() || self.objects.slots().count() != self.objects.len() {
+            fail!(State, "the table counts {} units, has {units}", self.objects.units());
+        }
+        self.policy.check(&self.objects)
+    }
+}
+
+fn setting(options: &Options) -> Setting {
+    Setting {
+        max_objects: options.max_objects,
+        capacity_units: options.capacity_units,
+        holes: options.holes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::status::Status;
+
+    fn chain(spec: &str, ids: std::ops::Range<u64>) -> Evictor {
+        let options = Options { max_objects: 64, remember: 64, ..Options::default() };
+        let mut e = Evictor::open(spec, &options).expect("a known policy");
+        for id in ids.clone() {
+            let parent = (id > ids.start).then(|| id - 1);
+            let new = New { id, parent, units: 1, ..New::default() };
+            e.insert(1, &Who::default(), &[new]).expect("room");
+        }
+        e
+    }
+
+    fn evicted(e: &mut Evictor, now: i64, required: u64) -> Vec<u64> {
+        let mut out = Vec::new();
+        e.evict(now, required, &mut out).expect("a time");
+        e.check().expect("sound");
+        out.iter().map(|v| v.id).collect()
+    }
+
+    #[test]
+    fn a_prefix_leaves_from_its_end() {
+        let mut e = chain("lru", 10..14);
+        assert_eq!(evicted(&mut e, 2, 2), [13, 12]);
+        assert_eq!(e.lookup(3, &Who::default(), &[10, 11, 12, 13], &mut []).expect("ids"), 2);
+        assert_eq!(e.metrics.counts.evicted_references, 2);
+        assert_eq!(evicted(&mut e, 4, 0), [] as [u64; 0]);
+    }
+
+    #[test]
+    fn what_is_held_or_pinned_stays_and_a_shortfall_is_told() {
+        let mut e = chain("lru", 1..4);
+        e.acquire(&[2]).expect("there");
+        e.pin(&[3], true).expect("there");
+        let mut out = Vec::new();
+        let outcome = e.evict(2, 5, &mut out).expect("a time");
+        assert_eq!((out.len(), outcome.freed_units, outcome.shortfall_units), (0, 0, 5));
+        e.pin(&[3], false).expect("there");
+        assert_eq!(evicted(&mut e, 3, 5), [3]);
+        e.release(&[2]).expect("held");
+        assert_eq!(evicted(&mut e, 4, 5), [2, 1]);
+    }
+
+    #[test]
+    fn no_victim_is_superfluous() {
+        let options = Options { max_objects: 8, ..Options::default() };
+        let mut e = Evictor::open("lru", &options).expect("a known policy");
+        for (id, units) in [(1, 1), (2, 1), (3, 10), (4, 1)] {
+            e.insert(id as i64, &Who::default(), &[New { id, units, ..New::default() }]).expect("");
+        }
+        let mut seen = Vec::new();
+        e.preview(8, 10, &mut seen).expect("a time");
+        assert_eq!(seen, [crate::policy::evict::Victim { id: 3, units: 10 }]);
+        assert_eq!(evicted(&mut e, 9, 10), [3]);
+        assert_eq!(evicted(&mut e, 9, 3), [1, 2, 4]);
+    }
+
+    #[test]
+    fn errors_change_nothing() {
+        let mut e = chain("fifo", 1..4);
+        let who = Who::default();
+        let new = |id| New { id, units: 1, ..New::default() };
+        assert!(e.insert(5, &who, &[new(7), new(8), new(2)]).is_err());
+        assert_eq!((e.objects().len(), e.objects().find(7)), (3, None));
+        assert_eq!(e.lookup(4, &who, &[1], &mut []).expect_err("back").status(), Status::Invalid);
+        assert_eq!(e.remove(5, &[2]).expect_err("has 3").status(), Status::State);
+        assert_eq!(e.remove(5, &[3, 9]).expect_err("no 9").status(), Status::NotFound);
+        assert_eq!(e.remove(5, &[3, 3]).expect_err("twice").status(), Status::Invalid);
+        e.remove(6, &[2, 3]).expect("a tail");
+        assert_eq!(e.acquire(&[1, 99]).expect_err("no 99").status(), Status::NotFound);
+        assert_eq!(evicted(&mut e, 7, 1), [1]);
+        assert_eq!(
+            Evictor::open("lur", &Options::default()).err().map(|e| e.status()),
+            Some(Status::Spec)
+        );
+    }
+
+    #[test]
+    fn switching_keeps_the_order() {
+        let mut e = chain("lru", 1..2);
+        for id in 10..15 {
+            e.insert(2, &Who::default(), &[New { id, units: 1, ..New::default() }]).expect("room");
+        }
+        e.touch(3, &Who::default(), &[10]).expect("there");
+        e.switch("fifo").expect("known");
+        assert_eq!(e.name(), "fifo");
+        assert_eq!(evicted(&mut e, 4, 6), [1, 11, 12, 13, 14, 10]);
+    }
+}

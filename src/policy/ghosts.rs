@@ -1,0 +1,173 @@
+//! Ids of objects that are gone, remembered in order: 24 bytes each and the
+//! index.
+
+use crate::base::status::Result;
+use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::meta::index::{Index, NONE, Slot};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Ghost {
+    id: u64,
+    /// Older neighbour, or the next free one.
+    older: Slot,
+    newer: Slot,
+    units: u32,
+    data: u32,
+}
+
+// SAFETY: integers only.
+unsafe impl Zeroable for Ghost {}
+
+/// Ids in the order in which they were added, up to a limit.
+pub struct Ghosts {
+    ghosts: Zeroed<Ghost>,
+    index: Index,
+    free: Slot,
+    fresh: Slot,
+    newest: Slot,
+    oldest: Slot,
+    units: u64,
+}
+
+impl Ghosts {
+    /// Room for `limit` ids.
+    pub fn new(limit: usize) -> Result<Ghosts> {
+        Ok(Ghosts {
+            ghosts: Zeroed::new(limit)?,
+            index: Index::new(limit)?,
+            free: NONE,
+            fresh: 0,
+            newest: NONE,
+            oldest: NONE,
+            units: 0,
+        })
+    }
+
+    /// How many ids are remembered.
+    pub fn len(&self) -> usize {
+        self.index.len()
+    }
+
+    /// Whether none is.
+    pub fn is_empty(&self) -> bool {
+        self.index.is_empty()
+    }
+
+    /// The sum of their sizes.
+    pub fn units(&self) -> u64 {
+        self.units
+    }
+
+    fn find(&self, id: u64) -> Option<Slot> {
+        self.index.find(id, |slot| self.ghosts[slot as usize].id == id)
+    }
+
+    /// What was noted of an id.
+    pub fn get(&self, id: u64) -> Option<u32> {
+        self.find(id).map(|slot| self.ghosts[slot as usize].data)
+    }
+
+    /// Remembers an id as the newest, with its size and a note. Forgets the
+    /// oldest when there is no room.
+    pub fn add(&mut self, id: u64, units: u32, data: u32) {
+        if self.ghosts.is_empty() {
+            return;
+        }
+        self.remove(id);
+        if self.len() == self.ghosts.len() {
+            self.pop_oldest();
+        }
+        let slot = if self.free == NONE {
+            self.fresh += 1;
+            self.fresh - 1
+        } else {
+            let slot = self.free;
+            self.free = self.ghosts[slot as usize].older;
+            slot
+        };
+        let fits = self.index.insert(id, slot);
+        assert!(fits, "room was made");
+        self.ghosts[slot as usize] = Ghost { id, older: self.newest, newer: NONE, units, data };
+        match self.newest {
+            NONE => self.oldest = slot,
+            newest => self.ghosts[newest as usize].newer = slot,
+        }
+        self.newest = slot;
+        self.units += u64::from(units);
+    }
+
+    /// Forgets an id; its size and note.
+    pub fn remove(&mut self, id: u64) -> Option<(u32, u32)> {
+        let slot = self.find(id)?;
+        Some(self.take(slot))
+    }
+
+    /// Forgets the oldest.
+    pub fn pop_oldest(&mut self) -> Option<u64> {
+        let slot = self.oldest;
+        if slot == NONE {
+            return None;
+        }
+        let id = self.ghosts[slot as usize].id;
+        self.take(slot);
+        Some(id)
+    }
+
+    fn take(&mut self, slot: Slot) -> (u32, u32) {
+        let Ghost { id, older, newer, units, data } = self.ghosts[slot as usize];
+        match newer {
+            NONE => self.newest = older,
+            newer => self.ghosts[newer as usize].older = older,
+        }
+        match older {
+            NONE => self.oldest = newer,
+            older => self.ghosts[older as usize].newer = newer,
+        }
+        self.index.remove(id, |s| s == slot);
+        self.ghosts[slot as usize].older = std::mem::replace(&mut self.free, slot);
+        self.units -= u64::from(units);
+        (units, data)
+    }
+
+    /// Forgets all.
+    pub fn clear(&mut self) {
+        while self.pop_oldest().is_some() {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::VecDeque;
+
+    #[test]
+    fn agrees_with_a_queue_over_random_calls() {
+        let mut ghosts = Ghosts::new(37).expect("small");
+        let mut model: VecDeque<(u64, u32, u32)> = VecDeque::new();
+        let mut state = 9u64;
+        for step in 0..40_000u32 {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let id = (state >> 33) % 90;
+            let at = model.iter().position(|g| g.0 == id);
+            assert_eq!(ghosts.get(id), at.map(|i| model[i].2));
+            match state >> 61 {
+                0 => {
+                    assert_eq!(ghosts.remove(id), at.map(|i| (model[i].1, model[i].2)));
+                    at.map(|i| model.remove(i));
+                }
+                1 => assert_eq!(ghosts.pop_oldest(), model.pop_front().map(|g| g.0)),
+                _ => {
+                    at.map(|i| model.remove(i));
+                    if model.len() == 37 {
+                        model.pop_front();
+                    }
+                    model.push_back((id, step % 7, step));
+                    ghosts.add(id, step % 7, step);
+                }
+            }
+            assert_eq!(ghosts.len(), model.len());
+            assert_eq!(ghosts.units(), model.iter().map(|g| u64::from(g.1)).sum::<u64>());
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! A fixed number of lists over the objects' links: what most policies are made
+//! of. `Node::tag` says in which list an object is, or was when it was held.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::list::List;
+use crate::meta::objects::Objects;
+
+/// `N` lists.
+pub struct Lists<const N: usize>(pub [List; N]);
+
+impl<const N: usize> Default for Lists<N> {
+    fn default() -> Lists<N> {
+        Lists([List::default(); N])
+    }
+}
+
+impl<const N: usize> Lists<N> {
+    /// Puts an object that is in none at the hot end of one.
+    #[inline]
+    pub fn push_hot(&mut self, objects: &mut Objects, list: usize, slot: Slot) {
+        let node = objects.node_mut(slot);
+        node.tag = list as u8;
+        node.set_held(false);
+        self.0[list].push_hot(objects, slot);
+    }
+
+    /// Takes an object out of its list; nothing happens to a held one.
+    #[inline]
+    pub fn unlink(&mut self, objects: &mut Objects, slot: Slot) {
+        let node = objects.node(slot);
+        if !node.is_held() {
+            self.0[usize::from(node.tag)].unlink(objects, slot);
+        }
+    }
+
+    /// Moves an object, held or not, to the hot end of a list.
+    #[inline]
+    pub fn move_hot(&mut self, objects: &mut Objects, list: usize, slot: Slot) {
+        let node = objects.node(slot);
+        if !node.is_held() && usize::from(node.tag) == list {
+            return self.0[list].to_hot(objects, slot);
+        }
+        self.unlink(objects, slot);
+        self.push_hot(objects, list, slot);
+    }
+
+    /// Takes an object out of its list, which stays noted.
+    #[inline]
+    pub fn hold(&mut self, objects: &mut Objects, slot: Slot) {
+        self.unlink(objects, slot);
+        objects.node_mut(slot).set_held(true);
+    }
+
+    /// Puts a held object back into its list, by its stamp from the cold end.
+    pub fn put_back(&mut self, objects: &mut Objects, slot: Slot) {
+        let node = objects.node_mut(slot);
+        if node.is_held() {
+            node.set_held(false);
+            let list = usize::from(node.tag);
+            self.0[list].put_back(objects, slot);
+        }
+    }
+
+    /// The coldest object of a list that may leave; blocked ones are held.
+    #[inline]
+    pub fn coldest(&mut self, objects: &mut Objects, list: usize) -> Option<Slot> {
+        loop {
+            let slot = self.0[list].tail;
+            if slot == NONE {
+                return None;
+            }
+            if !objects.is_blocked(slot) {
+                return Some(slot);
+            }
+            self.hold(objects, slot);
+        }
+    }
+
+    /// Changes an object's size, in its list too.
+    pub fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        let node = objects.node(slot);
+        if !node.is_held() {
+            let sum = &mut self.0[usize::from(node.tag)].units;
+            *sum = *sum - u64::from(node.units) + u64::from(units);
+        }
+        objects.set_units(slot, units);
+    }
+
+    /// Whether every list is sound, and every object of the table is in the list
+    /// that its tag names, or held.
+    pub fn check(&self, objects: &Objects) -> Result<()> {
+        let mut linked = 0;
+        for (i, list) in self.0.iter().enumerate() {
+            let (mut len, mut units, mut next) = (0, 0, NONE);
+            for slot in list.from_cold(objects) {
+                let node = objects.node(slot);
+                if usize::from(node.tag) != i || node.is_held() || node.next != next {
+                    fail!(State, "list {i} has object {} that is not in it", node.id);
+                }
+                (len, units, next) = (len + 1, units + u64::from(node.units), slot);
+            }
+            if (len, units, next) != (list.len, list.units, list.head) {
+                fail!(State, "list {i} counts {} objects, has {len}", list.len);
+            }
+            linked += len as usize;
+        }
+        let held = objects.slots().filter(|&slot| objects.node(slot).is_held()).count();
+        if linked + held != objects.len() {
+            fail!(State, "{linked} in lists and {held} held of {} objects", objects.len());
+        }
+        Ok(())
+    }
+}

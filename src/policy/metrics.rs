@@ -1,0 +1,219 @@
+//! What happened: counts, shares, fairness, decision times.
+
+use crate::meta::sessions::Sessions;
+
+/// Buckets of a histogram: four for each doubling, from 1 ns to over a minute.
+pub const BUCKETS: usize = 144;
+/// Most tenants that are told apart; those beyond share the last row.
+pub const MAX_TENANTS: usize = 1024;
+
+/// Times in buckets that grow by a fourth of a doubling.
+#[derive(Clone)]
+pub struct Histogram {
+    counts: [u64; BUCKETS],
+    total: u64,
+    sum_ns: u64,
+    max_ns: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Histogram {
+        Histogram { counts: [0; BUCKETS], total: 0, sum_ns: 0, max_ns: 0 }
+    }
+}
+
+fn bucket(ns: u64) -> usize {
+    let ns = ns.max(1);
+    let octave = ns.ilog2() as usize;
+    let quarter = if octave >= 2 { (ns >> (octave - 2)) & 3 } else { (ns << (2 - octave)) & 3 };
+    (octave * 4 + quarter as usize).min(BUCKETS - 1)
+}
+
+impl Histogram {
+    /// Counts a time.
+    pub fn add(&mut self, ns: u64) {
+        self.counts[bucket(ns)] += 1;
+        self.total += 1;
+        self.sum_ns += ns;
+        self.max_ns = self.max_ns.max(ns);
+    }
+
+    /// How many were counted.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// The mean; 0 of none.
+    pub fn mean_ns(&self) -> u64 {
+        self.sum_ns.checked_div(self.total).unwrap_or(0)
+    }
+
+    /// The largest.
+    pub fn max_ns(&self) -> u64 {
+        self.max_ns
+    }
+
+    /// The time that `share` (0 to 1) of those counted do not exceed: the upper
+    /// end of its bucket, never more than the largest seen.
+    pub fn quantile_ns(&self, share: f64) -> u64 {
+        let want = ((self.total as f64 * share).ceil() as u64).clamp(1, self.total.max(1));
+        let mut seen = 0;
+        for (i, count) in self.counts.iter().enumerate() {
+            seen += count;
+            if seen >= want {
+                let end = ((1u64 << (i / 4)) as f64 * (1.0 + (i % 4 + 1) as f64 / 4.0)) as u64;
+                return end.min(self.max_ns);
+            }
+        }
+        self.max_ns
+    }
+}
+
+/// Totals of lookups, inserts and evictions.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Counts {
+    /// Lookups.
+    pub requests: u64,
+    /// Objects that they asked for.
+    pub references: u64,
+    /// Of those, found and usable.
+    pub hits: u64,
+    /// Of those, evicted before and not there: to be computed again.
+    pub evicted_references: u64,
+    /// Tokens asked for.
+    pub tokens: u64,
+    /// Tokens found.
+    pub hit_tokens: u64,
+    /// Recompute cost of what was asked for.
+    pub cost: f64,
+    /// Recompute cost of what was found.
+    pub hit_cost: f64,
+    /// Objects inserted.
+    pub inserts: u64,
+    /// Objects evicted.
+    pub evictions: u64,
+    /// Units they had.
+    pub evicted_units: u64,
+    /// Calls that asked for victims.
+    pub decisions: u64,
+    /// Calls that freed less than asked.
+    pub shortfalls: u64,
+}
+
+impl Counts {
+    /// A part of a whole; 0 of nothing.
+    pub fn share(part: f64, whole: f64) -> f64 {
+        if whole > 0.0 { part / whole } else { 0.0 }
+    }
+
+    /// Found per asked for.
+    pub fn hit_ratio(&self) -> f64 {
+        Counts::share(self.hits as f64, self.references as f64)
+    }
+
+    /// The same by tokens.
+    pub fn token_hit_ratio(&self) -> f64 {
+        Counts::share(self.hit_tokens as f64, self.tokens as f64)
+    }
+
+    /// The same by recompute cost.
+    pub fn cost_hit_ratio(&self) -> f64 {
+        Counts::share(self.hit_cost, self.cost)
+    }
+
+    /// References to something evicted and wanted again, per reference.
+    pub fn re_prefill_rate(&self) -> f64 {
+        Counts::share(self.evicted_references as f64, self.references as f64)
+    }
+}
+
+/// Everything that is counted.
+#[derive(Default)]
+pub struct Metrics {
+    /// Totals.
+    pub counts: Counts,
+    /// Time of decisions; one in [`SAMPLE`] is measured.
+    pub decision: Histogram,
+    tenants: Vec<Tenant>,
+}
+
+/// One decision of so many is timed.
+pub const SAMPLE: u64 = 16;
+
+#[derive(Clone, Copy)]
+struct Tenant {
+    id: u32,
+    hit_tokens: u64,
+    wanted_tokens: u64,
+}
+
+impl Metrics {
+    /// Counts what a tenant found, and would have found in an unbounded cache.
+    pub fn tenant(&mut self, id: u32, hit_tokens: u64, wanted_tokens: u64) {
+        let at = match self.tenants.binary_search_by_key(&id, |t| t.id) {
+            Ok(at) => at,
+            Err(_) if self.tenants.len() == MAX_TENANTS => MAX_TENANTS - 1,
+            Err(at) => {
+                self.tenants.insert(at, Tenant { id, hit_tokens: 0, wanted_tokens: 0 });
+                at
+            }
+        };
+        self.tenants[at].hit_tokens += hit_tokens;
+        self.tenants[at].wanted_tokens += wanted_tokens;
+    }
+
+    /// How many tenants are told apart.
+    pub fn tenants(&self) -> usize {
+        self.tenants.len()
+    }
+
+    /// Fairness over tenants.
+    pub fn tenant_fairness(&self) -> f64 {
+        jain(self.tenants.iter().map(|t| (t.hit_tokens, t.wanted_tokens)))
+    }
+}
+
+/// Fairness over the sessions that are known.
+pub fn session_fairness(sessions: &Sessions) -> f64 {
+    jain(sessions.known().map(|(_, s)| (s.hit_tokens, s.wanted_tokens)))
+}
+
+/// Jain's index of what each found in parts of what it could have found: 1 when
+/// all fare alike, 1/n when one has everything. Those who could have found
+/// nothing do not count.
+pub fn jain(pairs: impl Iterator<Item = (u64, u64)>) -> f64 {
+    let (mut n, mut sum, mut squares) = (0.0, 0.0, 0.0);
+    for (hit, wanted) in pairs.filter(|&(_, wanted)| wanted > 0) {
+        let x = hit as f64 / wanted as f64;
+        n += 1.0;
+        sum += x;
+        squares += x * x;
+    }
+    if squares > 0.0 { sum * sum / (n * squares) } else { 1.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fairness_is_one_when_equal_and_one_nth_when_one_has_all() {
+        assert_eq!(jain([(5, 10), (50, 100), (0, 0)].into_iter()), 1.0);
+        assert_eq!(jain([(10, 10), (0, 10), (0, 7), (0, 1)].into_iter()), 0.25);
+        assert_eq!(jain(std::iter::empty()), 1.0);
+    }
+
+    #[test]
+    fn quantiles_are_within_a_quarter() {
+        let mut h = Histogram::default();
+        (1..=1000u64).for_each(|n| h.add(n * 7));
+        for share in [0.01, 0.5, 0.9, 0.99, 1.0] {
+            let exact = (1000.0 * share) * 7.0;
+            let told = h.quantile_ns(share) as f64;
+            assert!(told >= exact && told <= exact * 1.26, "{share}: {told} for {exact}");
+        }
+        assert_eq!((h.total(), h.max_ns(), h.mean_ns()), (1000, 7000, 3503));
+        assert_eq!(Histogram::default().quantile_ns(0.5), 0);
+        h.add(u64::MAX / 2000);
+    }
+}

@@ -1,0 +1,172 @@
+//! What owners of objects do to them: take away, resize, hold, pin, tell.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::MAX_UNITS;
+use crate::meta::sessions::Sessions;
+use crate::policy::Hint;
+use crate::policy::evictor::{Evictor, Who};
+
+impl Evictor {
+    /// Takes away objects that their owner gave up; all or none. Whether they
+    /// are pinned does not matter; what continues one must go with it.
+    pub fn remove(&mut self, now: i64, ids: &[u64]) -> Result<()> {
+        let now = self.begin(now, ids.len())?;
+        for (i, &id) in ids.iter().enumerate() {
+            let checked = self.slot_of(id).and_then(|slot| {
+                if self.objects.node(slot).is_chosen() {
+                    fail!(Invalid, "object {id} is given twice");
+                }
+                self.objects.set_chosen(slot, true);
+                Ok(())
+            });
+            if let Err(error) = checked {
+                self.unmark(&ids[..i]);
+                return Err(error);
+            }
+        }
+        if let Some(id) = self.continued_outside(ids)? {
+            self.unmark(ids);
+            fail!(State, "object {id} is continued by others: remove those too");
+        }
+        self.remove_marked(ids, now);
+        Ok(())
+    }
+
+    /// One of the marked that an unmarked one continues.
+    fn continued_outside(&mut self, ids: &[u64]) -> Result<Option<u64>> {
+        let mut parents: Vec<Slot> = Vec::new();
+        if parents.try_reserve_exact(ids.len()).is_err() {
+            self.unmark(ids);
+            fail!(NoMem, "no memory to check {} ids", ids.len());
+        }
+        let slots = ids.iter().filter_map(|&id| self.objects.find(id));
+        parents.extend(slots.map(|slot| self.objects.node(slot).parent));
+        parents.sort_unstable();
+        Ok(ids.iter().copied().find(|&id| {
+            let slot = self.objects.find(id).unwrap_or(NONE);
+            let from = parents.partition_point(|&p| p < slot);
+            let inside = parents[from..].partition_point(|&p| p == slot);
+            inside < self.objects.node(slot).children as usize
+        }))
+    }
+
+    fn unmark(&mut self, ids: &[u64]) {
+        for &id in ids {
+            if let Some(slot) = self.objects.find(id) {
+                self.objects.set_chosen(slot, false);
+            }
+        }
+    }
+
+    /// Removes the marked, each after those that continue it.
+    fn remove_marked(&mut self, ids: &[u64], now: i64) {
+        for &id in ids {
+            let mut at = self.objects.find(id).unwrap_or(NONE);
+            while at != NONE {
+                let node = self.objects.node(at);
+                if node.children > 0 || !node.is_chosen() {
+                    break;
+                }
+                let parent = node.parent;
+                self.take_out(at, false, now);
+                at = parent;
+            }
+        }
+    }
+
+    /// Changes sizes; all or none.
+    pub fn resize(&mut self, ids: &[u64], units: &[u64]) -> Result<()> {
+        if ids.len() != units.len() {
+            fail!(Invalid, "{} sizes for {} ids", units.len(), ids.len());
+        }
+        if let Some(row) = units.iter().position(|&u| u > MAX_UNITS) {
+            fail!(Limit, "size {} of object {} exceeds {MAX_UNITS}", units[row], ids[row]);
+        }
+        ids.iter().try_for_each(|&id| self.slot_of(id).map(drop))?;
+        for (&id, &units) in ids.iter().zip(units) {
+            let slot = self.slot_of(id)?;
+            self.policy.resize(&mut self.objects, slot, units as u32);
+        }
+        Ok(())
+    }
+
+    /// Takes a reference to each; all or none.
+    pub fn acquire(&mut self, ids: &[u64]) -> Result<()> {
+        for (i, &id) in ids.iter().enumerate() {
+            let taken = self.slot_of(id).and_then(|slot| self.objects.acquire(slot));
+            if let Err(error) = taken {
+                let now = self.stamp;
+                ids[..i].iter().for_each(|&id| drop(self.release_one(id, now)));
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives a reference to each back; all or none.
+    pub fn release(&mut self, ids: &[u64]) -> Result<()> {
+        let now = self.stamp;
+        for (i, &id) in ids.iter().enumerate() {
+            if let Err(error) = self.release_one(id, now) {
+                self.acquire(&ids[..i])?;
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn release_one(&mut self, id: u64, now: i64) -> Result<()> {
+        let slot = self.slot_of(id)?;
+        if self.objects.release(slot)? {
+            self.freed(slot, now);
+        }
+        Ok(())
+    }
+
+    /// Pins or unpins; all or none.
+    pub fn pin(&mut self, ids: &[u64], pinned: bool) -> Result<()> {
+        ids.iter().try_for_each(|&id| self.slot_of(id).map(drop))?;
+        for &id in ids {
+            let slot = self.slot_of(id)?;
+            if self.objects.set_pinned(slot, pinned) {
+                self.freed(slot, self.stamp);
+            }
+        }
+        Ok(())
+    }
+
+    /// Passes on what the engine says of the future of objects, usually the path
+    /// of a request that ended. Unknown ids are passed over; how many were known.
+    pub fn hint(&mut self, now: i64, who: &Who, ids: &[u64], hint: &Hint) -> Result<usize> {
+        let now = self.begin(now, ids.len())?;
+        let session = self.see_session_quietly(who);
+        note_hint(&mut self.objects.sessions, session, hint);
+        self.find_all(ids);
+        let mut known = 0;
+        for i in 0..ids.len() {
+            let slot = self.slots[i];
+            if slot != NONE {
+                if let (Some(facts), Some((ns, _))) = (self.objects.facts_mut(slot), hint.next_use)
+                {
+                    facts.next_use_ns = ns;
+                }
+                self.policy.hint(&mut self.objects, slot, hint, now + i as i64);
+                known += 1;
+            }
+        }
+        Ok(known)
+    }
+}
+
+fn note_hint(sessions: &mut Sessions, session: Slot, hint: &Hint) {
+    let Some(row) = sessions.of_mut(session) else { return };
+    if let Some(stop) = hint.stop {
+        row.stop = stop as u8;
+    }
+    if let Some((ns, confidence)) = hint.next_use {
+        row.next_use_ns = ns;
+        row.confidence = (confidence.clamp(0.0, 1.0) * 255.0) as u8;
+    }
+}
