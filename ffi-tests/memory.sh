@@ -52,6 +52,8 @@ one ops 150
 one queue
 one budget 400
 one log 60
+one policy 200
+one pool 2000
 one panic
 # A forked child is checked at its end, too, and there the stacks of its parent's threads
 # belong to nobody.

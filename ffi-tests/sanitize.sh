@@ -90,6 +90,8 @@ one lifecycle 60
 one ops 300
 one queue
 one budget 1000
+one policy 2000
+one pool 6000
 one panic
 one stress 60000
 echo "$passed passed, $failed failed"

@@ -4,6 +4,7 @@
 //! The map, one floor a line; imports point down only (`tests/arrows.rs`):
 //!
 //! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
+//! - [`lab`]: traces, and policies replayed on them.
 //! - [`policy`]: who leaves first. One file a policy, one registry.
 //! - [`device`]: who copies bytes (host memory today).
 //! - [`io`]: what files and kernels can do on this machine.
@@ -20,5 +21,6 @@ pub mod device;
 #[cfg(not(feature = "shuttle"))]
 pub mod ffi;
 pub mod io;
+pub mod lab;
 pub mod meta;
 pub mod policy;

@@ -10,9 +10,9 @@ use proptest::test_runner::TestRunner;
 /// One test alone: the log sink and the counters are the process's.
 #[test]
 fn any_program_ends_well() {
-    // A runtime, a queue, buffers and a budget, so that programs get somewhere.
+    // A runtime, a queue, buffers, a budget and a policy, so that programs get somewhere.
     let mut start = Vec::new();
-    for opcode in [0u8, 1, 3, 4, 5, 5, 7] {
+    for opcode in [0u8, 1, 3, 4, 5, 5, 7, 24] {
         start.extend([1, opcode]);
         start.extend([0u8; 6]);
     }

@@ -18,8 +18,26 @@ fn generated() -> String {
         .collect();
     // In the order a reader meets the nouns.
     let order = [
-        "status", "version", "error", "logging", "feature", "spec", "runtime", "op", "queue",
-        "budget", "account", "buffer", "work",
+        "status",
+        "version",
+        "error",
+        "logging",
+        "feature",
+        "spec",
+        "runtime",
+        "op",
+        "queue",
+        "budget",
+        "account",
+        "buffer",
+        "work",
+        "policy",
+        "policy_use",
+        "policy_keep",
+        "policy_evict",
+        "policy_select",
+        "policy_stats",
+        "policy_advice",
     ];
     let rank = |path: &Path| {
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or("");

@@ -11,6 +11,12 @@ use kvtier::ffi::buffer::*;
 use kvtier::ffi::error::*;
 use kvtier::ffi::feature::*;
 use kvtier::ffi::op::*;
+use kvtier::ffi::policy::*;
+use kvtier::ffi::policy_advice::*;
+use kvtier::ffi::policy_evict::*;
+use kvtier::ffi::policy_select::*;
+use kvtier::ffi::policy_stats::*;
+use kvtier::ffi::policy_use::*;
 use kvtier::ffi::queue::*;
 use kvtier::ffi::runtime::*;
 use kvtier::ffi::work::*;
@@ -89,6 +95,54 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_buffer_item_t {
             kind, flags, dst, dst_offset, src, src_offset, bytes, expect, tag,
         }
+        kvt_policy_custom_t { struct_size, score, user_data, destroy }
+        kvt_policy_predictor_t { struct_size, predict, user_data, destroy }
+        kvt_policy_opts_t {
+            struct_size, flags, spec, spec_bytes, max_objects, capacity_units, log_entries,
+            remember, alpha, beta, custom, predictor,
+        }
+        kvt_policy_info_t { struct_size, name, name_bytes, about, about_bytes }
+        kvt_policy_who_t {
+            struct_size, flags, session, tenant, priority, length, max_length, tokens_each,
+            reserved,
+        }
+        kvt_policy_row_t {
+            id, parent, units, flags, next_use_ns, cost, context, tokens, layer, layers, chunk,
+            chunks,
+        }
+        kvt_policy_hint_t { struct_size, flags, next_use_ns, confidence, stop, reserved }
+        kvt_policy_victim_t { id, units }
+        kvt_policy_outcome_t {
+            struct_size, victims, freed_units, shortfall_units, decision_ns, decided_by,
+            decided_by_bytes,
+        }
+        kvt_policy_columns_t {
+            struct_size, rows, ids, blocks, created_ns, last_access_ns, count, priority, pinned,
+            lifetime_ns, confidence, length, max_length, refs, tenant, cost, context, tokens,
+            layer, layers, chunk, chunks, block_offsets, block_ids, block_refs, block_entries,
+        }
+        kvt_policy_pick_t { row, id, freed_blocks, kept_blocks, first_block }
+        kvt_policy_selection_t {
+            struct_size, victims, victim_capacity, stride_bytes, block_ids, block_capacity,
+            victim_count, block_count, freed_blocks, shortfall_blocks, decision_ns, decided_by,
+            decided_by_bytes,
+        }
+        kvt_policy_stats_t {
+            struct_size, objects, max_objects, units, capacity_units, sessions, tenants, requests,
+            references, hits, evicted_references, tokens, hit_tokens, cost, hit_cost, inserts,
+            evictions, evicted_units, decisions, shortfalls, decisions_timed, decision_p50_ns,
+            decision_p99_ns, decision_max_ns, decision_mean_ns, hit_ratio, token_hit_ratio,
+            cost_hit_ratio, re_prefill_rate, jain_sessions, jain_tenants, bytes_per_object,
+            next_log_number, name, name_bytes,
+        }
+        kvt_policy_log_entry_t {
+            number, at_ns, id, session, stamp_ns, score, units, hits, queue, has_session, policy,
+            reserved,
+        }
+        kvt_policy_rules_t {
+            struct_size, flags, shrink_above, grow_below, min_batch, max_batch, window, patience,
+        }
+        kvt_policy_advice_t { struct_size, batch, re_prefill_rate, evictions }
     }
 }
 

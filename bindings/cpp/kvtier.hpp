@@ -1391,6 +1391,8 @@ private:
 }  // namespace KVTIER_FACE_
 }  // namespace kvt
 
+#include "kvtier_policy.hpp"
+
 #undef KVTIER_FACE_
 
 #endif  // KVTIER_HPP

@@ -37,6 +37,18 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_ERROR_INFO_INIT KVT_INIT_(kvt_error_info_t)
 #define KVT_FEATURE_INIT KVT_INIT_(kvt_feature_t)
 #define KVT_OP_INFO_INIT KVT_INIT_(kvt_op_info_t)
+#define KVT_POLICY_ADVICE_INIT KVT_INIT_(kvt_policy_advice_t)
+#define KVT_POLICY_COLUMNS_INIT KVT_INIT_(kvt_policy_columns_t)
+#define KVT_POLICY_CUSTOM_INIT KVT_INIT_(kvt_policy_custom_t)
+#define KVT_POLICY_HINT_INIT KVT_INIT_(kvt_policy_hint_t)
+#define KVT_POLICY_INFO_INIT KVT_INIT_(kvt_policy_info_t)
+#define KVT_POLICY_OPTS_INIT KVT_INIT_(kvt_policy_opts_t)
+#define KVT_POLICY_OUTCOME_INIT KVT_INIT_(kvt_policy_outcome_t)
+#define KVT_POLICY_PREDICTOR_INIT KVT_INIT_(kvt_policy_predictor_t)
+#define KVT_POLICY_RULES_INIT KVT_INIT_(kvt_policy_rules_t)
+#define KVT_POLICY_SELECTION_INIT KVT_INIT_(kvt_policy_selection_t)
+#define KVT_POLICY_STATS_INIT KVT_INIT_(kvt_policy_stats_t)
+#define KVT_POLICY_WHO_INIT KVT_INIT_(kvt_policy_who_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
 #define KVT_RUNTIME_OPTS_INIT KVT_INIT_(kvt_runtime_opts_t)
@@ -258,6 +270,87 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_DO_PREFAULT 8
 
 /**
+ * The engine can use what lies behind a hole: objects leave in any order.
+ * Without it those that continue an object leave before it.
+ */
+#define KVT_POLICY_HOLES 1
+
+/**
+ * remember = 0 means nothing, not the default.
+ */
+#define KVT_POLICY_ZERO_REMEMBER 2
+
+/**
+ * alpha and beta are meant as they are, also when they are 0.
+ */
+#define KVT_POLICY_COST 4
+
+/**
+ * `session` is given.
+ */
+#define KVT_WHO_SESSION 1
+
+/**
+ * `priority` is given, also when it is 0.
+ */
+#define KVT_WHO_PRIORITY 2
+
+/**
+ * `parent` is given.
+ */
+#define KVT_ROW_PARENT 1
+
+/**
+ * It will not be used again.
+ */
+#define KVT_HINT_DONE 1
+
+/**
+ * `confidence` is meant as it is; without this flag it is 1.
+ */
+#define KVT_HINT_CONFIDENCE 2
+
+/**
+ * Why a sequence stopped: not said.
+ */
+#define KVT_STOP_UNKNOWN 0
+
+/**
+ * It waits for a tool and goes on soon.
+ */
+#define KVT_STOP_TOOL_USE 1
+
+/**
+ * The turn ended; a person reads it.
+ */
+#define KVT_STOP_END_TURN 2
+
+/**
+ * The length limit was reached.
+ */
+#define KVT_STOP_LENGTH 3
+
+/**
+ * It was cancelled.
+ */
+#define KVT_STOP_CANCELLED 4
+
+/**
+ * The last victim may give a tail of its blocks and keep the rest.
+ */
+#define KVT_SELECT_TAIL 1
+
+/**
+ * shrink_above = 0 is meant, not the default.
+ */
+#define KVT_ADVICE_ZERO_SHRINK 1
+
+/**
+ * grow_below = 0 is meant, not the default.
+ */
+#define KVT_ADVICE_ZERO_GROW 2
+
+/**
  * One owner's part in a budget. Internally locked: any thread may use it.
  */
 typedef struct kvt_account_t kvt_account_t;
@@ -290,6 +383,12 @@ typedef struct kvt_error_t kvt_error_t;
  * resolve an op earlier. Internally locked: any thread may use it.
  */
 typedef struct kvt_op_t kvt_op_t;
+
+/**
+ * An eviction policy at work. Needs no runtime. Internally locked: any thread
+ * may use it.
+ */
+typedef struct kvt_policy_t kvt_policy_t;
 
 /**
  * Where completions arrive: polled (with an eventfd on request) or called back
@@ -1022,6 +1121,798 @@ typedef struct kvt_buffer_item_t {
      */
     uint64_t tag;
 } kvt_buffer_item_t;
+
+/**
+ * Candidates as columns: one array a fact, each with `rows` entries. Null = the
+ * default holds for every row. Arrays are aligned as C has them.
+ */
+typedef struct kvt_policy_columns_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How many candidates there are, at most 2^28.
+     */
+    uint64_t rows;
+    /**
+     * Who; required.
+     */
+    const uint64_t *ids;
+    /**
+     * Blocks that each holds; default 1.
+     */
+    const uint64_t *blocks;
+    /**
+     * When it was made; default 0.
+     */
+    const int64_t *created_ns;
+    /**
+     * When it was used last; default: when it was made.
+     */
+    const int64_t *last_access_ns;
+    /**
+     * How often it was used; default 1.
+     */
+    const uint64_t *count;
+    /**
+     * Its class, 0 leaves first; default 1.
+     */
+    const uint8_t *priority;
+    /**
+     * Not 0: stays.
+     */
+    const uint8_t *pinned;
+    /**
+     * Time until its next use or its end, below 0 = unknown; default unknown.
+     */
+    const int64_t *lifetime_ns;
+    /**
+     * How sure that is, 0 to 1; default 1.
+     */
+    const float *confidence;
+    /**
+     * Tokens it has; default 0.
+     */
+    const uint64_t *length;
+    /**
+     * Tokens it can have; default unknown.
+     */
+    const uint64_t *max_length;
+    /**
+     * Who holds it: above 1 it is shared and stays; default 1.
+     */
+    const uint32_t *refs;
+    /**
+     * Whose it is; default 0.
+     */
+    const uint32_t *tenant;
+    /**
+     * Recompute cost; default: from context and tokens.
+     */
+    const double *cost;
+    /**
+     * Tokens before it; default 0.
+     */
+    const uint64_t *context;
+    /**
+     * Tokens in it; default: its length.
+     */
+    const uint64_t *tokens;
+    /**
+     * Its layer; default 0.
+     */
+    const uint32_t *layer;
+    /**
+     * Layers of the model, for candidates that are cells; default 0.
+     */
+    const uint32_t *layers;
+    /**
+     * Which chunk of its sequence it is; default 0.
+     */
+    const uint32_t *chunk;
+    /**
+     * Chunks of its sequence; default 0.
+     */
+    const uint32_t *chunks;
+    /**
+     * Where the blocks of each row start in `block_ids`, and the end of the last:
+     * rows + 1 entries. Null: blocks are only counted.
+     */
+    const uint64_t *block_offsets;
+    /**
+     * The blocks of all rows, each row's in the order of its tokens. One that
+     * several rows list is shared: it counts once, and is free when all who hold
+     * it have left.
+     */
+    const uint64_t *block_ids;
+    /**
+     * Who holds each of `block_ids`, in all; 0, and null: the rows that list it.
+     */
+    const uint32_t *block_refs;
+    /**
+     * Entries of block_ids, and of block_refs.
+     */
+    uint64_t block_entries;
+} kvt_policy_columns_t;
+
+/**
+ * Scores candidates for the policy "custom": one number a row into
+ * `out_scores`, the least leaves first, NaN is an error. Anything but KVT_OK
+ * ends the call that asked, with that status and without any effect. Columns
+ * and scores are borrowed for the call. Called on the thread that evicts or
+ * selects, under no lock, so from several at once if several do; it may use the
+ * policy. It must not unwind.
+ */
+typedef kvt_status_t (*kvt_policy_score_fn)(void *user_data,
+                                            const struct kvt_policy_columns_t *columns,
+                                            int64_t now_ns,
+                                            double *out_scores);
+
+/**
+ * The callback table of the policy "custom".
+ */
+typedef struct kvt_policy_custom_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Scores candidates.
+     */
+    kvt_policy_score_fn score;
+    /**
+     * Handed to score; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_policy_custom_t;
+
+/**
+ * Says when a sequence is used next or ends: seconds from now and how sure
+ * that is (0 to 1). Returns 1, or 0 when it does not know; what is no number or
+ * out of range counts as that. Called as kvt_policy_score_fn is: in lookups and
+ * records with a session (that is the sequence), where the answer acts as a
+ * hint, and in selections for rows without a lifetime (the sequence is the id).
+ */
+typedef uint32_t (*kvt_policy_predict_fn)(void *user_data,
+                                          uint64_t sequence,
+                                          uint64_t length,
+                                          uint64_t max_length,
+                                          double *out_seconds,
+                                          double *out_confidence);
+
+/**
+ * The engine's own predictor of lifetimes.
+ */
+typedef struct kvt_policy_predictor_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Says when a sequence is used next.
+     */
+    kvt_policy_predict_fn predict;
+    /**
+     * Handed to predict; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_policy_predictor_t;
+
+/**
+ * How to open a policy.
+ */
+typedef struct kvt_policy_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_POLICY_*.
+     */
+    uint64_t flags;
+    /**
+     * The spec, such as "arc" or "qos(inner=s3fifo)"; null = "lru".
+     */
+    const char *spec;
+    /**
+     * Length of the spec.
+     */
+    uint64_t spec_bytes;
+    /**
+     * Most objects at once; 0 = 1048576, at most 2^28.
+     */
+    uint64_t max_objects;
+    /**
+     * What fits, in units; 0 = not known.
+     */
+    uint64_t capacity_units;
+    /**
+     * Evictions that the log keeps; 0 = none, at most 2^20.
+     */
+    uint64_t log_entries;
+    /**
+     * Evicted ids that are remembered, to tell what is computed again; 0 =
+     * 1048576.
+     */
+    uint64_t remember;
+    /**
+     * Recompute cost of n tokens after l tokens of context: n * beta +
+     * alpha * (n * l + n * n / 2). 0 = as for a model of the 70B class.
+     */
+    double alpha;
+    /**
+     * See alpha.
+     */
+    double beta;
+    /**
+     * Scores for the spec "custom", which needs them; else may be null.
+     */
+    const struct kvt_policy_custom_t *custom;
+    /**
+     * The engine's predictor; may be null.
+     */
+    const struct kvt_policy_predictor_t *predictor;
+} kvt_policy_opts_t;
+
+/**
+ * A policy that can be opened. Texts are UTF-8, not NUL-terminated, and live as
+ * long as the library.
+ */
+typedef struct kvt_policy_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Its name in specs.
+     */
+    const char *name;
+    /**
+     * Length of the name.
+     */
+    uint64_t name_bytes;
+    /**
+     * What it does, in a line.
+     */
+    const char *about;
+    /**
+     * Length of that line.
+     */
+    uint64_t about_bytes;
+} kvt_policy_info_t;
+
+/**
+ * Who asks. All of it is optional.
+ */
+typedef struct kvt_policy_who_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_WHO_*.
+     */
+    uint64_t flags;
+    /**
+     * The session: the caller's number for a sequence.
+     */
+    uint64_t session;
+    /**
+     * Its tenant.
+     */
+    uint32_t tenant;
+    /**
+     * Its class, at most 255: 0 leaves first; without KVT_WHO_PRIORITY as before,
+     * at first 1.
+     */
+    uint32_t priority;
+    /**
+     * Tokens of the whole request; 0 = tokens_each for each id.
+     */
+    uint32_t length;
+    /**
+     * Tokens it can have; 0 = unknown.
+     */
+    uint32_t max_length;
+    /**
+     * Tokens of one object of its path, the last may have fewer; 0 = 1.
+     */
+    uint32_t tokens_each;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_policy_who_t;
+
+/**
+ * An object to be inserted. Stands in arrays only.
+ */
+typedef struct kvt_policy_row_t {
+    /**
+     * The caller's number for it.
+     */
+    uint64_t id;
+    /**
+     * The object that it continues, with KVT_ROW_PARENT; one that is not there
+     * counts as none.
+     */
+    uint64_t parent;
+    /**
+     * Its size, 1 to 2^32 - 1.
+     */
+    uint64_t units;
+    /**
+     * KVT_ROW_*.
+     */
+    uint64_t flags;
+    /**
+     * When it is used next, as the caller expects; 0 = unknown.
+     */
+    int64_t next_use_ns;
+    /**
+     * Recompute cost; 0 = from the tokens.
+     */
+    double cost;
+    /**
+     * Tokens before it.
+     */
+    uint32_t context;
+    /**
+     * Tokens in it.
+     */
+    uint32_t tokens;
+    /**
+     * Its layer, when objects are cells.
+     */
+    uint32_t layer;
+    /**
+     * Layers of the model; 0 = an object has all.
+     */
+    uint32_t layers;
+    /**
+     * Which chunk of its sequence it is.
+     */
+    uint32_t chunk;
+    /**
+     * Chunks of that sequence.
+     */
+    uint32_t chunks;
+} kvt_policy_row_t;
+
+/**
+ * What the engine says of the future of objects.
+ */
+typedef struct kvt_policy_hint_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_HINT_*.
+     */
+    uint64_t flags;
+    /**
+     * When they are used next, by the clock of now_ns; 0 = not said.
+     */
+    int64_t next_use_ns;
+    /**
+     * How sure that is, 0 to 1.
+     */
+    double confidence;
+    /**
+     * KVT_STOP_*: why the request that used them stopped.
+     */
+    uint32_t stop;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_policy_hint_t;
+
+/**
+ * One that leaves. Stands in arrays only.
+ */
+typedef struct kvt_policy_victim_t {
+    /**
+     * Who.
+     */
+    uint64_t id;
+    /**
+     * What it frees.
+     */
+    uint64_t units;
+} kvt_policy_victim_t;
+
+/**
+ * What an eviction came to. The text lives as long as the library.
+ */
+typedef struct kvt_policy_outcome_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How many leave.
+     */
+    uint64_t victims;
+    /**
+     * What they free.
+     */
+    uint64_t freed_units;
+    /**
+     * What is missing to what was asked.
+     */
+    uint64_t shortfall_units;
+    /**
+     * How long it took to choose; 0 = not timed (one in 16 is).
+     */
+    uint64_t decision_ns;
+    /**
+     * The policy that decided, which may be another than the one that was opened.
+     */
+    const char *decided_by;
+    /**
+     * Length of that name.
+     */
+    uint64_t decided_by_bytes;
+} kvt_policy_outcome_t;
+
+/**
+ * A candidate that was chosen. Stands in arrays only.
+ */
+typedef struct kvt_policy_pick_t {
+    /**
+     * Its row.
+     */
+    uint64_t row;
+    /**
+     * Who.
+     */
+    uint64_t id;
+    /**
+     * Blocks that are free by it.
+     */
+    uint64_t freed_blocks;
+    /**
+     * Of its blocks it keeps so many, the first ones; 0 = it leaves.
+     */
+    uint64_t kept_blocks;
+    /**
+     * Where its freed blocks start in the selection's block_ids.
+     */
+    uint64_t first_block;
+} kvt_policy_pick_t;
+
+/**
+ * What was chosen: the caller's arrays, and what the library says. Start it with
+ * KVT_POLICY_SELECTION_INIT and set the arrays.
+ */
+typedef struct kvt_policy_selection_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * In: receives who was chosen, in the order of leaving.
+     */
+    struct kvt_policy_pick_t *victims;
+    /**
+     * In: room there; as many as there are rows is always enough.
+     */
+    uint64_t victim_capacity;
+    /**
+     * In: sizeof(kvt_policy_pick_t).
+     */
+    uint64_t stride_bytes;
+    /**
+     * In: receives the blocks that are free, by victim, where the columns list
+     * blocks; may be null.
+     */
+    uint64_t *block_ids;
+    /**
+     * In: room there.
+     */
+    uint64_t block_capacity;
+    /**
+     * How many were chosen; the number needed with KVT_E_TOO_SMALL.
+     */
+    uint64_t victim_count;
+    /**
+     * How many block_ids there are; the number needed with KVT_E_TOO_SMALL.
+     */
+    uint64_t block_count;
+    /**
+     * How many blocks are free.
+     */
+    uint64_t freed_blocks;
+    /**
+     * What is missing to what was asked.
+     */
+    uint64_t shortfall_blocks;
+    /**
+     * How long it took to choose.
+     */
+    uint64_t decision_ns;
+    /**
+     * The policy that decided, which may be another than the one that was
+     * opened. The text lives as long as the library.
+     */
+    const char *decided_by;
+    /**
+     * Length of that name.
+     */
+    uint64_t decided_by_bytes;
+} kvt_policy_selection_t;
+
+/**
+ * What a policy has counted.
+ */
+typedef struct kvt_policy_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Objects in the table.
+     */
+    uint64_t objects;
+    /**
+     * Most there can be.
+     */
+    uint64_t max_objects;
+    /**
+     * The sum of their sizes.
+     */
+    uint64_t units;
+    /**
+     * What fits; 0 = not known.
+     */
+    uint64_t capacity_units;
+    /**
+     * Sessions that are known.
+     */
+    uint64_t sessions;
+    /**
+     * Tenants that are told apart.
+     */
+    uint64_t tenants;
+    /**
+     * Lookups.
+     */
+    uint64_t requests;
+    /**
+     * Objects that they asked for.
+     */
+    uint64_t references;
+    /**
+     * Of those, found and usable.
+     */
+    uint64_t hits;
+    /**
+     * Of those, evicted before and not there: to be computed again.
+     */
+    uint64_t evicted_references;
+    /**
+     * Tokens asked for.
+     */
+    uint64_t tokens;
+    /**
+     * Tokens found.
+     */
+    uint64_t hit_tokens;
+    /**
+     * Recompute cost of what was asked for.
+     */
+    double cost;
+    /**
+     * Recompute cost of what was found.
+     */
+    double hit_cost;
+    /**
+     * Objects inserted.
+     */
+    uint64_t inserts;
+    /**
+     * Objects evicted.
+     */
+    uint64_t evictions;
+    /**
+     * Units they had.
+     */
+    uint64_t evicted_units;
+    /**
+     * Calls that asked for victims, selections included.
+     */
+    uint64_t decisions;
+    /**
+     * Calls that freed less than asked.
+     */
+    uint64_t shortfalls;
+    /**
+     * Decisions that were timed: every selection, one eviction in 16.
+     */
+    uint64_t decisions_timed;
+    /**
+     * Half of those took no longer.
+     */
+    uint64_t decision_p50_ns;
+    /**
+     * 99 of 100 took no longer.
+     */
+    uint64_t decision_p99_ns;
+    /**
+     * The longest.
+     */
+    uint64_t decision_max_ns;
+    /**
+     * The mean.
+     */
+    uint64_t decision_mean_ns;
+    /**
+     * hits / references; this and the ratios below are 0 of nothing.
+     */
+    double hit_ratio;
+    /**
+     * hit_tokens / tokens.
+     */
+    double token_hit_ratio;
+    /**
+     * hit_cost / cost.
+     */
+    double cost_hit_ratio;
+    /**
+     * evicted_references / references.
+     */
+    double re_prefill_rate;
+    /**
+     * Jain's index over sessions of tokens found in parts of those that an unbounded
+     * cache would have found: 1 when all fare alike, 1/n when one has everything.
+     */
+    double jain_sessions;
+    /**
+     * The same over tenants.
+     */
+    double jain_tenants;
+    /**
+     * Metadata of the table for each object when it is full.
+     */
+    double bytes_per_object;
+    /**
+     * The number that the next eviction has in the log.
+     */
+    uint64_t next_log_number;
+    /**
+     * The policy's name. The text lives as long as the library.
+     */
+    const char *name;
+    /**
+     * Length of that name.
+     */
+    uint64_t name_bytes;
+} kvt_policy_stats_t;
+
+/**
+ * An eviction in the log. Stands in arrays only.
+ */
+typedef struct kvt_policy_log_entry_t {
+    /**
+     * Counts evictions from 1; a gap means that entries were overwritten.
+     */
+    uint64_t number;
+    /**
+     * When, by the caller's clock.
+     */
+    int64_t at_ns;
+    /**
+     * Who.
+     */
+    uint64_t id;
+    /**
+     * Its session; meaningful when `has_session` is not 0.
+     */
+    uint64_t session;
+    /**
+     * When it was used last, as far as the policy noted.
+     */
+    int64_t stamp_ns;
+    /**
+     * Why: what counted in the policy's order, the less the earlier.
+     */
+    double score;
+    /**
+     * What was freed.
+     */
+    uint32_t units;
+    /**
+     * Uses since it was inserted.
+     */
+    uint32_t hits;
+    /**
+     * Which of the policy's queues it came from.
+     */
+    uint32_t queue;
+    /**
+     * Not 0: `session` is known.
+     */
+    uint32_t has_session;
+    /**
+     * The policy that decided: its index for kvt_policy_info.
+     */
+    uint32_t policy;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_policy_log_entry_t;
+
+/**
+ * What a scheduler is advised.
+ */
+typedef struct kvt_policy_advice_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The batch to run.
+     */
+    uint64_t batch;
+    /**
+     * Re-prefill rate of the last full window.
+     */
+    double re_prefill_rate;
+    /**
+     * Evictions in it.
+     */
+    uint64_t evictions;
+} kvt_policy_advice_t;
+
+/**
+ * What advice goes by.
+ */
+typedef struct kvt_policy_rules_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_ADVICE_*.
+     */
+    uint64_t flags;
+    /**
+     * Above this share of references computed again, batches are halved; 0 = 0.3.
+     */
+    double shrink_above;
+    /**
+     * Below this many evictions in a window, batches are doubled; 0 = 10.
+     */
+    uint64_t grow_below;
+    /**
+     * Smallest batch; 0 = 1.
+     */
+    uint64_t min_batch;
+    /**
+     * Largest batch; 0 = 128.
+     */
+    uint64_t max_batch;
+    /**
+     * Lookups that make a window; 0 = 100.
+     */
+    uint64_t window;
+    /**
+     * Windows in a row that must agree; 0 = 2.
+     */
+    uint64_t patience;
+} kvt_policy_rules_t;
 
 /**
  * Success.
@@ -1898,6 +2789,507 @@ kvt_status_t kvt_buffer_submit(const struct kvt_runtime_t *runtime,
  * Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_checksum(const void *data, uint64_t size, uint64_t *out_value);
+
+/**
+ * Opens a policy.
+ *
+ * @param opts  What and how large; null for an lru with defaults.
+ * @param out   The policy; close it with kvt_policy_close.
+ * @param err   Explains a failure, with the offset in the spec and the nearest
+ *              name that exists; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the policy. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_open(const struct kvt_policy_opts_t *opts,
+                             struct kvt_policy_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Closes a policy. Calls that are inside it end first; its callbacks' user data
+ * is released after them.
+ *
+ * @param policy  Pointer to the handle, cleared on success; null, or a null
+ *                handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_policy_close(struct kvt_policy_t **policy);
+
+/**
+ * Goes on with another policy. Objects stay, in their order; what carries over
+ * from the old policy does (times, counts, references, pins, sessions).
+ *
+ * @param policy      The policy.
+ * @param spec        The new spec, UTF-8.
+ * @param spec_bytes  Its length.
+ * @param err         Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID ("custom" without a score function),
+ *         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread; others wait while it sorts all objects. Since 0.1.
+ */
+kvt_status_t kvt_policy_switch(const struct kvt_policy_t *policy,
+                               const char *spec,
+                               uint64_t spec_bytes,
+                               struct kvt_error_t **err);
+
+/**
+ * Changes what fits; nothing is evicted by that.
+ *
+ * @param policy          The policy.
+ * @param capacity_units  What fits, in units; 0 = not known.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_set_capacity(const struct kvt_policy_t *policy, uint64_t capacity_units);
+
+/**
+ * How many policies can be opened.
+ *
+ * @param out_count  The number.
+ * @return KVT_OK; KVT_E_INVALID.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_count(uint64_t *out_count);
+
+/**
+ * A policy that can be opened, by its place in the list: the number that the
+ * log gives for it.
+ *
+ * @param index  0 to kvt_policy_count - 1.
+ * @param out    Filled in; start it with KVT_POLICY_INFO_INIT.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_info(uint64_t index, struct kvt_policy_info_t *out);
+
+/**
+ * Looks up a path of objects, first to last, and counts it in the statistics.
+ * Found ones are touched, the last first, so that none is older than what
+ * continues it. Where holes are allowed, objects behind one are found too.
+ *
+ * @param policy       The policy.
+ * @param now_ns       The caller's clock, which must not go back; 0 = the
+ *                     library's (CLOCK_MONOTONIC).
+ * @param who          Who asks; may be null.
+ * @param ids          The path.
+ * @param count        How many, at most 2^24.
+ * @param out_found    1 or 0 for each id; may be null.
+ * @param out_leading  How many from the start on are there; may be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (also a clock that went back), KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_lookup(const struct kvt_policy_t *policy,
+                               int64_t now_ns,
+                               const struct kvt_policy_who_t *who,
+                               const uint64_t *ids,
+                               uint64_t count,
+                               uint8_t *out_found,
+                               uint64_t *out_leading,
+                               struct kvt_error_t **err);
+
+/**
+ * Touches objects, the last first, without counting a lookup. Those that are
+ * not there are passed over.
+ *
+ * @param policy       The policy.
+ * @param now_ns       See kvt_policy_lookup.
+ * @param who          Who uses them; may be null.
+ * @param ids          The objects.
+ * @param count        How many.
+ * @param out_touched  How many were there; may be null.
+ * @param err          Explains a failure; may be null.
+ * @return As kvt_policy_lookup.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_touch(const struct kvt_policy_t *policy,
+                              int64_t now_ns,
+                              const struct kvt_policy_who_t *who,
+                              const uint64_t *ids,
+                              uint64_t count,
+                              uint64_t *out_touched,
+                              struct kvt_error_t **err);
+
+/**
+ * Notes a use of objects ("update access"): those that are there are touched,
+ * the others inserted; all or none. For engines that keep their own tables and
+ * choose by kvt_policy_select: what is recorded wins over columns.
+ *
+ * @param policy     The policy.
+ * @param now_ns     See kvt_policy_lookup.
+ * @param who        Who uses them; may be null.
+ * @param ids        The objects.
+ * @param units      Sizes of those that are new; null = 1 each.
+ * @param count      How many.
+ * @param out_added  How many were new; may be null.
+ * @param err        Explains a failure; may be null.
+ * @return As kvt_policy_lookup; KVT_E_LIMIT when the table is full.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_record(const struct kvt_policy_t *policy,
+                               int64_t now_ns,
+                               const struct kvt_policy_who_t *who,
+                               const uint64_t *ids,
+                               const uint64_t *units,
+                               uint64_t count,
+                               uint64_t *out_added,
+                               struct kvt_error_t **err);
+
+/**
+ * Inserts objects, all or none.
+ *
+ * @param policy        The policy.
+ * @param now_ns        See kvt_policy_lookup.
+ * @param who           Who brought them; may be null.
+ * @param rows          The objects; a parent stands before what continues it.
+ * @param count         How many.
+ * @param stride_bytes  sizeof(kvt_policy_row_t).
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (an id that is there, a size of 0, a clock that
+ *         went back), KVT_E_LIMIT (the table is full: evict), KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_insert(const struct kvt_policy_t *policy,
+                               int64_t now_ns,
+                               const struct kvt_policy_who_t *who,
+                               const struct kvt_policy_row_t *rows,
+                               uint64_t count,
+                               uint64_t stride_bytes,
+                               struct kvt_error_t **err);
+
+/**
+ * Takes objects away that their owner gave up, pinned or not; all or none. It
+ * is no eviction. What continues one of them must go with it.
+ *
+ * @param policy  The policy.
+ * @param now_ns  See kvt_policy_lookup.
+ * @param ids     The objects, each once.
+ * @param count   How many.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_STATE when others continue one,
+ *         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_remove(const struct kvt_policy_t *policy,
+                               int64_t now_ns,
+                               const uint64_t *ids,
+                               uint64_t count,
+                               struct kvt_error_t **err);
+
+/**
+ * Changes sizes; all or none.
+ *
+ * @param policy  The policy.
+ * @param ids     The objects.
+ * @param units   Their new sizes, 1 to 2^32 - 1.
+ * @param count   How many.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_resize(const struct kvt_policy_t *policy,
+                               const uint64_t *ids,
+                               const uint64_t *units,
+                               uint64_t count,
+                               struct kvt_error_t **err);
+
+/**
+ * Takes a reference to each of some objects; all or none. A referenced object
+ * never leaves.
+ *
+ * @param policy  The policy.
+ * @param ids     The objects; one that is there twice gets two references.
+ * @param count   How many.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_acquire(const struct kvt_policy_t *policy,
+                                const uint64_t *ids,
+                                uint64_t count,
+                                struct kvt_error_t **err);
+
+/**
+ * Gives a reference to each of some objects back; all or none.
+ *
+ * @param policy  The policy.
+ * @param ids     The objects.
+ * @param count   How many.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_STATE when one has no reference,
+ *         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_release(const struct kvt_policy_t *policy,
+                                const uint64_t *ids,
+                                uint64_t count,
+                                struct kvt_error_t **err);
+
+/**
+ * Pins objects, which never leave then; all or none. Pins do not count: one
+ * kvt_policy_unpin ends any number.
+ *
+ * @param policy  The policy.
+ * @param ids     The objects.
+ * @param count   How many.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_pin(const struct kvt_policy_t *policy,
+                            const uint64_t *ids,
+                            uint64_t count,
+                            struct kvt_error_t **err);
+
+/**
+ * Unpins objects; all or none. One that is not pinned stays so.
+ *
+ * @param policy  The policy.
+ * @param ids     The objects.
+ * @param count   How many.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_unpin(const struct kvt_policy_t *policy,
+                              const uint64_t *ids,
+                              uint64_t count,
+                              struct kvt_error_t **err);
+
+/**
+ * Tells what the engine knows of the future of objects, usually of the path of
+ * a request that ended. Those that are not there are passed over.
+ *
+ * @param policy     The policy.
+ * @param now_ns     See kvt_policy_lookup.
+ * @param who        Whose they are; may be null.
+ * @param ids        The objects.
+ * @param count      How many.
+ * @param told       The hint.
+ * @param out_known  How many were there; may be null.
+ * @param err        Explains a failure; may be null.
+ * @return As kvt_policy_lookup.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_hint(const struct kvt_policy_t *policy,
+                             int64_t now_ns,
+                             const struct kvt_policy_who_t *who,
+                             const uint64_t *ids,
+                             uint64_t count,
+                             const struct kvt_policy_hint_t *told,
+                             uint64_t *out_known,
+                             struct kvt_error_t **err);
+
+/**
+ * Evicts until enough is free: the victims are gone from the table, and what
+ * they held is the caller's to free. None leaves without which it would be
+ * enough. Too few that may leave, or too little room for them, is a shortfall
+ * and no error.
+ *
+ * @param policy          The policy.
+ * @param now_ns          See kvt_policy_lookup.
+ * @param required_units  What must be free; 0 frees nothing.
+ * @param victims         Receives who leaves, in the order of leaving.
+ * @param capacity        Room there: the most that leave, at most 2^28.
+ * @param stride_bytes    sizeof(kvt_policy_victim_t).
+ * @param out             What it came to; start it with KVT_POLICY_OUTCOME_INIT.
+ * @param err             Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (also a clock that went back, a score that is no
+ *         number), KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC; what a custom policy's score function gives.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_evict(const struct kvt_policy_t *policy,
+                              int64_t now_ns,
+                              uint64_t required_units,
+                              struct kvt_policy_victim_t *victims,
+                              uint64_t capacity,
+                              uint64_t stride_bytes,
+                              struct kvt_policy_outcome_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Says who would leave now, without anything leaving.
+ *
+ * @param policy          The policy.
+ * @param now_ns          See kvt_policy_lookup.
+ * @param required_units  What must be free.
+ * @param victims         Receives who would leave, in the order of leaving.
+ * @param capacity        Room there.
+ * @param stride_bytes    sizeof(kvt_policy_victim_t).
+ * @param out             What it came to; start it with KVT_POLICY_OUTCOME_INIT.
+ * @param err             Explains a failure; may be null.
+ * @return As kvt_policy_evict.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_preview(const struct kvt_policy_t *policy,
+                                int64_t now_ns,
+                                uint64_t required_units,
+                                struct kvt_policy_victim_t *victims,
+                                uint64_t capacity,
+                                uint64_t stride_bytes,
+                                struct kvt_policy_outcome_t *out,
+                                struct kvt_error_t **err);
+
+/**
+ * Chooses candidates that free enough blocks, in the policy's order, the least
+ * first, and none without which it would be enough. What was recorded of an id
+ * (kvt_policy_record and the like) wins over its columns. Rows that are pinned
+ * or shared are never chosen, nor are those whose object in the table is
+ * referenced, pinned or continued by another. Nothing is evicted: the caller
+ * frees what was chosen, and removes it from the table where it is in one. The
+ * order of the rows does not matter.
+ *
+ * @param policy           The policy.
+ * @param now_ns           See kvt_policy_lookup.
+ * @param candidates       The columns.
+ * @param required_blocks  What must be free; 0 frees nothing. When it cannot be,
+ *                         everything that may leave is chosen and the shortfall
+ *                         told.
+ * @param flags            KVT_SELECT_*.
+ * @param selection        Filled in. When its arrays are too small nothing but
+ *                         the counts is, with KVT_E_TOO_SMALL.
+ * @param err              Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (an id that is there twice, a confidence or cost
+ *         that is no number, a clock that went back), KVT_E_TOO_SMALL,
+ *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC; what a custom policy's score function gives.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_select(const struct kvt_policy_t *policy,
+                               int64_t now_ns,
+                               const struct kvt_policy_columns_t *candidates,
+                               uint64_t required_blocks,
+                               uint64_t flags,
+                               struct kvt_policy_selection_t *selection,
+                               struct kvt_error_t **err);
+
+/**
+ * What a policy has counted since it was opened.
+ *
+ * @param policy  The policy.
+ * @param out     Filled in; start it with KVT_POLICY_STATS_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread; looks at every session, so not in a hot path. Since 0.1.
+ */
+kvt_status_t kvt_policy_stats(const struct kvt_policy_t *policy, struct kvt_policy_stats_t *out);
+
+/**
+ * The spec of a policy, in canonical form.
+ *
+ * @param policy        The policy.
+ * @param out           Receives it, not NUL-terminated; may be null with
+ *                      out_capacity 0 to learn the size.
+ * @param out_capacity  Room at `out`.
+ * @param out_bytes     Its length; also written with KVT_E_TOO_SMALL. May be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_spec(const struct kvt_policy_t *policy,
+                             char *out,
+                             uint64_t out_capacity,
+                             uint64_t *out_bytes);
+
+/**
+ * A number of the policy's own, such as arc's "p".
+ *
+ * @param policy      The policy.
+ * @param name        Which, UTF-8.
+ * @param name_bytes  Length of the name.
+ * @param out_value   The number.
+ * @param err         Names what there is; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_gauge(const struct kvt_policy_t *policy,
+                              const char *name,
+                              uint64_t name_bytes,
+                              double *out_value,
+                              struct kvt_error_t **err);
+
+/**
+ * Reads the log of evictions, the oldest first.
+ *
+ * @param policy        The policy.
+ * @param from_number   The first that is wanted, such as the last one read plus
+ *                      1; those that were overwritten are missing.
+ * @param entries       Receives them.
+ * @param capacity      Room there.
+ * @param stride_bytes  sizeof(kvt_policy_log_entry_t).
+ * @param out_count     How many were written.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_log(const struct kvt_policy_t *policy,
+                            uint64_t from_number,
+                            struct kvt_policy_log_entry_t *entries,
+                            uint64_t capacity,
+                            uint64_t stride_bytes,
+                            uint64_t *out_count);
+
+/**
+ * Advises a scheduler how large a batch to run: half when too much is computed
+ * again, twice as much when hardly anything is evicted, judged by windows of
+ * lookups that must agree. A change is advised once.
+ *
+ * @param policy  The policy.
+ * @param batch   The batch that runs.
+ * @param out     Filled in; start it with KVT_POLICY_ADVICE_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_advise(const struct kvt_policy_t *policy,
+                               uint64_t batch,
+                               struct kvt_policy_advice_t *out);
+
+/**
+ * Changes what advice goes by, from the next window on.
+ *
+ * @param policy  The policy.
+ * @param given   The rules; null for the defaults.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_set_advice(const struct kvt_policy_t *policy,
+                                   const struct kvt_policy_rules_t *given,
+                                   struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,3 +1,4 @@
-//! What this machine's kernel can do for files.
+//! Files: reading them, and what this machine's kernel can do for them.
 
 pub mod probe;
+pub mod source;

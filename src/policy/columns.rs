@@ -50,6 +50,15 @@ pub struct Columns<'a> {
     pub chunk: &'a [u32],
     /// Chunks of its sequence; default 0.
     pub chunks: &'a [u32],
+    /// Where the blocks of each row start in `block_ids`, and the end of the
+    /// last: one more than rows. Absent: blocks are only counted.
+    pub block_offsets: &'a [u64],
+    /// The blocks of all rows, each row's in the order of its tokens. One that
+    /// several rows list is shared.
+    pub block_ids: &'a [u64],
+    /// Who holds each of `block_ids`, in all; 0 = the rows that list it, which is
+    /// also the default.
+    pub block_refs: &'a [u32],
 }
 
 macro_rules! column {
@@ -174,8 +183,37 @@ impl Columns<'_> {
         if let Some(row) = self.cost.iter().position(|c| !c.is_finite() || *c < 0.0) {
             fail!(Invalid, "cost in row {row} is {}", self.cost[row]);
         }
-        if let Some(row) = self.blocks.iter().position(|b| *b > u64::from(u32::MAX)) {
-            fail!(Limit, "row {row} has {} blocks, the limit is {}", self.blocks[row], u32::MAX);
+        if self.blocks.iter().fold(0, |all, b| all | b) > u64::from(u32::MAX) {
+            let most = self.blocks.iter().max().copied().unwrap_or(0);
+            fail!(Limit, "a row has {most} blocks, the limit is {}", u32::MAX);
+        }
+        self.validate_blocks()
+    }
+
+    fn validate_blocks(&self) -> Result<()> {
+        let (offsets, ids) = (self.block_offsets, self.block_ids);
+        let refs = self.block_refs.len();
+        if refs != 0 && refs != ids.len() {
+            fail!(Invalid, "{refs} reference counts for {} blocks", ids.len());
+        }
+        if offsets.is_empty() {
+            if !ids.is_empty() {
+                fail!(Invalid, "block_ids without block_offsets");
+            }
+            return Ok(());
+        }
+        if ids.len() > MAX_ROWS {
+            fail!(Limit, "{} blocks are more than the limit of {MAX_ROWS}", ids.len());
+        }
+        if offsets.len() != self.rows() + 1 {
+            fail!(Invalid, "{} block offsets for {} rows", offsets.len(), self.rows());
+        }
+        if offsets[0] != 0 || offsets[self.rows()] != ids.len() as u64 || !offsets.is_sorted() {
+            fail!(Invalid, "block_offsets do not rise from 0 to {}", ids.len());
+        }
+        let told = self.blocks.iter().zip(offsets.windows(2));
+        if let Some(row) = told.into_iter().position(|(&n, pair)| n != pair[1] - pair[0]) {
+            fail!(Invalid, "row {row} has {} blocks, and lists others", self.blocks[row]);
         }
         Ok(())
     }

@@ -34,15 +34,65 @@ impl Evictor {
     /// Evicts until `required` units are free, or nothing may leave any more.
     /// Victims are added to `out`, and are gone from the table.
     pub fn evict(&mut self, now: i64, required: u64, out: &mut Vec<Victim>) -> Result<Outcome> {
+        self.evict_most(now, required, usize::MAX, out)
+    }
+
+    /// The same with a limit on the number of victims.
+    pub fn evict_most(
+        &mut self,
+        now: i64,
+        required: u64,
+        most: usize,
+        out: &mut Vec<Victim>,
+    ) -> Result<Outcome> {
         let now = self.tick(now, 1)?;
         let count = self.metrics.counts.decisions;
         let start = if count % SAMPLE == 0 { self.clock.now_ns() } else { 0 };
-        let (freed, chosen) = self.choose(now, required, usize::MAX)?;
-        let mut by = self.policy.decided_by();
-        if chosen == 0 {
-            by = self.policy.name();
-        }
-        for i in 0..chosen {
+        let freed = self.choose(now, required, most, |this| this.next_victim(now))?;
+        let by = self.decider();
+        Ok(self.carry_out(now, required, freed, start, by, out))
+    }
+
+    /// Says who would leave, without anything leaving. The order is as before.
+    pub fn preview(&mut self, now: i64, required: u64, out: &mut Vec<Victim>) -> Result<Outcome> {
+        self.preview_most(now, required, usize::MAX, out)
+    }
+
+    /// The same with a limit on the number of victims.
+    pub fn preview_most(
+        &mut self,
+        now: i64,
+        required: u64,
+        most: usize,
+        out: &mut Vec<Victim>,
+    ) -> Result<Outcome> {
+        let now = self.tick(now, 1)?;
+        let freed = self.choose(now, required, most, |this| this.next_victim(now))?;
+        let by = self.decider();
+        Ok(self.only_say(now, required, freed, by, out))
+    }
+
+    fn next_victim(&mut self, now: i64) -> Option<Slot> {
+        let slot = self.policy.victim(&mut self.objects, now)?;
+        debug_assert!(self.objects.node(slot).is_held(), "a victim in the order");
+        Some(slot)
+    }
+
+    fn decider(&self) -> &'static str {
+        if self.chosen.is_empty() { self.policy.name() } else { self.policy.decided_by() }
+    }
+
+    /// The chosen leave. `start` is when the decision began, 0 = not timed.
+    pub(super) fn carry_out(
+        &mut self,
+        now: i64,
+        required: u64,
+        freed: u64,
+        start: u64,
+        by: &'static str,
+        out: &mut Vec<Victim>,
+    ) -> Outcome {
+        for i in 0..self.chosen.len() {
             let slot = self.chosen[i].slot;
             let node = *self.objects.node(slot);
             out.push(Victim { id: node.id, units: u64::from(node.units) });
@@ -54,28 +104,33 @@ impl Evictor {
             self.policy.remove(&mut self.objects, slot, true, now);
             self.objects.remove(slot);
         }
-        self.metrics.counts.evictions += chosen as u64;
+        self.metrics.counts.evictions += self.chosen.len() as u64;
         self.metrics.counts.decisions += 1;
         let decision_ns = if start > 0 { self.clock.now_ns().saturating_sub(start) } else { 0 };
         if start > 0 {
             self.metrics.decision.add(decision_ns);
         }
-        Ok(self.outcome(required, freed, decision_ns, by))
+        self.outcome(required, freed, decision_ns, by)
     }
 
-    /// Says who would leave, without anything leaving. The order is as before.
-    pub fn preview(&mut self, now: i64, required: u64, out: &mut Vec<Victim>) -> Result<Outcome> {
-        let now = self.tick(now, 1)?;
-        let (freed, chosen) = self.choose(now, required, usize::MAX)?;
-        for i in 0..chosen {
-            let node = self.objects.node(self.chosen[i].slot);
+    /// The chosen are told, and stay.
+    pub(super) fn only_say(
+        &mut self,
+        now: i64,
+        required: u64,
+        freed: u64,
+        by: &'static str,
+        out: &mut Vec<Victim>,
+    ) -> Outcome {
+        for chosen in &self.chosen {
+            let node = self.objects.node(chosen.slot);
             out.push(Victim { id: node.id, units: u64::from(node.units) });
         }
-        let by = self.policy.decided_by();
-        for i in (0..chosen).rev() {
+        for i in (0..self.chosen.len()).rev() {
             self.unchoose(i, now);
         }
-        Ok(self.outcome(required, freed, 0, by))
+        let shortfall_units = required.saturating_sub(freed);
+        Outcome { freed_units: freed, shortfall_units, decision_ns: 0, decided_by: by }
     }
 
     fn outcome(&mut self, required: u64, freed: u64, ns: u64, by: &'static str) -> Outcome {
@@ -84,14 +139,20 @@ impl Evictor {
         Outcome { freed_units: freed, shortfall_units: shortfall, decision_ns: ns, decided_by: by }
     }
 
-    /// Fills `chosen` with those that leave, held and detached; what they free.
-    fn choose(&mut self, now: i64, required: u64, most: usize) -> Result<(u64, usize)> {
+    /// Fills `chosen` with those that leave, detached, each named by `next`; what
+    /// they free.
+    pub(super) fn choose(
+        &mut self,
+        now: i64,
+        required: u64,
+        most: usize,
+        mut next: impl FnMut(&mut Evictor) -> Option<Slot>,
+    ) -> Result<u64> {
         self.chosen.clear();
         let mut freed = 0u64;
         while freed < required && self.chosen.len() < most {
-            let Some(slot) = self.policy.victim(&mut self.objects, now) else { break };
+            let Some(slot) = next(self) else { break };
             debug_assert!(!self.objects.is_blocked(slot), "a blocked victim");
-            debug_assert!(self.objects.node(slot).is_held(), "a victim in the order");
             if self.chosen.try_reserve(1).is_err() {
                 self.freed(slot, now);
                 (0..self.chosen.len()).rev().for_each(|i| self.unchoose(i, now));
@@ -105,8 +166,7 @@ impl Evictor {
                 self.freed(free, now);
             }
         }
-        let freed = self.spare_superfluous(now, required, freed);
-        Ok((freed, self.chosen.len()))
+        Ok(self.spare_superfluous(now, required, freed))
     }
 
     /// Lets those stay without which enough is free: sizes differ, and the last

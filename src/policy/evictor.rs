@@ -10,8 +10,10 @@ use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, Objects};
 use crate::policy::Policy;
 use crate::policy::advice::Advice;
+use crate::policy::batch::Scratch;
 use crate::policy::evict::Chosen;
 use crate::policy::ghosts::Ghosts;
+use crate::policy::handover::hand_over;
 use crate::policy::log::Log;
 use crate::policy::metrics::Metrics;
 use crate::policy::registry::{self, Setting};
@@ -93,6 +95,7 @@ pub struct Evictor {
     pub(super) clock: Clock,
     pub(super) slots: Vec<Slot>,
     pub(super) chosen: Vec<Chosen>,
+    pub(super) scratch: Scratch,
     spec: String,
     last_ns: i64,
     pub(super) stamp: i64,
@@ -121,6 +124,7 @@ impl Evictor {
             clock: Clock::real(),
             slots: Vec::new(),
             chosen: Vec::new(),
+            scratch: Scratch::default(),
             spec: parsed.to_string(),
             last_ns: i64::MIN,
             stamp: i64::MIN,
@@ -148,6 +152,11 @@ impl Evictor {
     /// The policy, to be looked at.
     pub fn policy(&self) -> &dyn Policy {
         &*self.policy
+    }
+
+    /// The time of the last call that gave one.
+    pub fn now_ns(&self) -> i64 {
+        self.last_ns
     }
 
     /// What it was opened with.
@@ -237,7 +246,7 @@ impl Evictor {
     }
 
     #[inline]
-    fn use_slot(&mut self, slot: Slot, session: Slot, stamp: i64) {
+    pub(super) fn use_slot(&mut self, slot: Slot, session: Slot, stamp: i64) {
         let node = self.objects.node_mut(slot);
         node.hits = node.hits.saturating_add(1);
         if session != NONE {
@@ -342,7 +351,7 @@ impl Evictor {
         }
     }
 
-    fn insert_one(&mut self, new: &New, session: Slot, stamp: i64) -> Result<()> {
+    pub(super) fn insert_one(&mut self, new: &New, session: Slot, stamp: i64) -> Result<()> {
         if self.objects.find(new.id).is_some() {
             fail!(Invalid, "object {} is in the table already", new.id);
         }
@@ -390,30 +399,15 @@ impl Evictor {
         self.policy.set_capacity(units);
     }
 
-    /// Goes on with another policy. Objects keep their order: the new policy is
-    /// told of them, coldest first, with their uses since they came.
+    /// Goes on with another policy, which is told of every object with its last
+    /// use and its uses.
     pub fn switch(&mut self, spec: &str) -> Result<()> {
         let parsed = Spec::parse(spec)?;
         let mut policy = registry::make(&parsed, &setting(&self.options))?;
         if policy.wants_facts() {
             self.objects.keep_facts()?;
         }
-        let mut order: Vec<Slot> = Vec::new();
-        if order.try_reserve_exact(self.objects.len()).is_err() {
-            fail!(NoMem, "no memory to sort {} objects", self.objects.len());
-        }
-        order.extend(self.objects.slots());
-        let now = self.stamp.max(i64::MIN / 2);
-        order.sort_by_cached_key(|&slot| self.policy.rank(&self.objects, slot, now));
-        for slot in order {
-            let node = self.objects.node_mut(slot);
-            let (uses, stamp) = (node.hits.min(3), node.stamp);
-            node.tag = 0;
-            node.set_freq(0);
-            node.set_held(false);
-            policy.insert(&mut self.objects, slot, stamp);
-            (0..uses).for_each(|_| policy.touch(&mut self.objects, slot, stamp));
-        }
+        hand_over(&mut self.objects, &mut *policy)?;
         self.policy = policy;
         self.spec = parsed.to_string();
         Ok(())

@@ -9,17 +9,42 @@
 //! that they are never scanned twice.
 
 pub mod advice;
+pub mod arc;
+pub mod batch;
+pub mod belady;
 pub mod columns;
+pub mod custom;
 pub mod evict;
 pub mod evictor;
 pub mod fifo;
+pub mod frequency;
+pub mod gdsf;
 pub mod ghosts;
+pub mod handover;
+pub mod heap;
+pub mod horizon;
+pub mod lfu;
 pub mod lists;
 pub mod log;
 pub mod lru;
+pub mod lru_k;
 pub mod metrics;
+pub mod pensieve;
+pub mod pick;
+pub mod predictive;
+pub mod qos;
+pub mod queues;
+pub mod recall;
 pub mod registry;
+pub mod s3fifo;
+pub mod shadow;
+pub mod share;
+pub mod sieve;
+pub mod slru;
+pub mod tlru;
+pub mod two_q;
 pub mod upkeep;
+pub mod wtinylfu;
 
 use crate::base::status::Result;
 use crate::meta::index::Slot;

@@ -3,7 +3,13 @@
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
 use crate::policy::Policy;
-use crate::policy::{fifo::Fifo, lru::Lru};
+use crate::policy::custom::Custom;
+use crate::policy::horizon::Horizon;
+use crate::policy::shadow::Auto;
+use crate::policy::{arc::Arc, belady::Belady, s3fifo::S3Fifo, sieve::Sieve, slru::Slru};
+use crate::policy::{fifo::Fifo, gdsf::Gdsf, lfu::Lfu, lru::Lru, lru_k::LruK, tlru::Tlru};
+use crate::policy::{pensieve::Pensieve, predictive::Predictive, qos::Qos};
+use crate::policy::{two_q::TwoQ, wtinylfu::WTinyLfu};
 
 /// What a policy may need to know when it is made.
 #[derive(Clone, Copy, Debug)]
@@ -36,16 +42,118 @@ fn boxed<P: Policy + 'static>(made: Result<P>) -> Result<Box<dyn Policy>> {
 /// All of them, by name.
 pub const ENTRIES: &[Entry] = &[
     Entry {
+        name: "2q",
+        aliases: &[],
+        about: "newcomers in a queue, those that came back by last use",
+        make: |r, s| boxed(TwoQ::read(r, s)),
+    },
+    Entry {
+        name: "arc",
+        aliases: &[],
+        about: "recency and frequency, balanced by what was wanted again",
+        make: |r, s| boxed(Arc::read(r, s)),
+    },
+    Entry {
+        name: "auto",
+        aliases: &[],
+        about: "copies of several run beside the live one on metadata; the best takes over",
+        make: |r, s| boxed(Auto::read(r, s)),
+    },
+    Entry {
+        name: "belady",
+        aliases: &[],
+        about: "the one used again last leaves first; needs to be told the future",
+        make: |r, s| boxed(Belady::read(r, s)),
+    },
+    Entry {
+        name: "custom",
+        aliases: &[],
+        about: "the caller's own scores decide: the least leaves first",
+        make: |r, _| boxed(Custom::read(r)),
+    },
+    Entry {
         name: "fifo",
         aliases: &[],
         about: "the one that came first leaves first",
         make: |r, _| boxed(Fifo::read(r)),
     },
     Entry {
+        name: "gdsf",
+        aliases: &[],
+        about: "the one with the least uses times cost by size leaves first, aged",
+        make: |r, s| boxed(Gdsf::read(r, s)),
+    },
+    Entry {
+        name: "horizon",
+        aliases: &[],
+        about: "what earns least for the memory it takes leaves first; learns while it runs",
+        make: |r, s| boxed(Horizon::read(r, s)),
+    },
+    Entry {
+        name: "lfu",
+        aliases: &[],
+        about: "the one used least leaves first; what was used long ago counts less",
+        make: |r, s| boxed(Lfu::read(r, s)),
+    },
+    Entry {
         name: "lru",
         aliases: &[],
         about: "the one used longest ago leaves first",
         make: |r, _| boxed(Lru::read(r)),
+    },
+    Entry {
+        name: "lru-k",
+        aliases: &[],
+        about: "the one whose k-th last use lies longest ago leaves first",
+        make: |r, s| boxed(LruK::read(r, s)),
+    },
+    Entry {
+        name: "pensieve",
+        aliases: &[],
+        about: "the one with the least recompute cost by time since its use leaves first",
+        make: |r, s| boxed(Pensieve::read(r, s)),
+    },
+    Entry {
+        name: "predictive",
+        aliases: &[],
+        about: "the one whose next use is expected farthest away leaves first",
+        make: |r, s| boxed(Predictive::read(r, s)),
+    },
+    Entry {
+        name: "qos",
+        aliases: &["qos_aware"],
+        about: "low classes leave first, with ageing and floors for tenants",
+        make: |r, s| boxed(Qos::read(r, s)),
+    },
+    Entry {
+        name: "s3fifo",
+        aliases: &[],
+        about: "newcomers in a small queue, those used in a main one",
+        make: |r, s| boxed(S3Fifo::read(r, s)),
+    },
+    Entry {
+        name: "sieve",
+        aliases: &[],
+        about: "a hand passes those used since it came by",
+        make: |r, _| boxed(Sieve::read(r)),
+    },
+    Entry {
+        name: "slru",
+        aliases: &[],
+        about: "segments by use, each by last use",
+        make: |r, s| boxed(Slru::read(r, s)),
+    },
+    Entry {
+        name: "tlru",
+        aliases: &[],
+        about: "what a session's next turn can do without leaves first",
+        make: |r, _| boxed(Tlru::read(r)),
+    },
+    Entry {
+        name: "wtinylfu",
+        aliases: &[],
+        about: "a window for newcomers, then a contest by frequency",
+        make: |r, s| boxed(WTinyLfu::read(r, s)),
     },
 ];
 

@@ -5,8 +5,27 @@
 
 #![allow(missing_docs)]
 
+mod arc;
+mod belady;
 mod fifo;
+mod gdsf;
+mod holding;
+mod horizon;
+mod lfu;
 mod lru;
+mod lru_k;
+mod pensieve;
+mod predictive;
+mod qos;
+mod rich;
+mod s3fifo;
+mod sieve;
+mod slru;
+mod sound;
+mod switching;
+mod tlru;
+mod two_q;
+mod wtinylfu;
 
 use std::collections::BTreeMap;
 
@@ -194,8 +213,14 @@ impl World<'_> {
 /// Runs `spec` against what `model` makes, with prefixes and with holes.
 /// `capacity` is told to both, in units.
 pub fn compare(spec: &str, capacity: u64, model: impl Fn(u64) -> Box<dyn Model>) {
+    compare_cases(spec, capacity, 256, model);
+}
+
+/// The same with a number of sequences.
+pub fn compare_cases(spec: &str, capacity: u64, cases: u32, model: impl Fn(u64) -> Box<dyn Model>) {
     for leaf_first in [false, true] {
-        let config = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
+        let config =
+            ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
         proptest!(config, |(calls in prop::collection::vec(call(), 1..300))| {
             let options = Options {
                 max_objects: 64,

@@ -14,12 +14,16 @@ use kvtier::ffi::error::*;
 use kvtier::ffi::feature::*;
 use kvtier::ffi::logging::*;
 use kvtier::ffi::op::*;
+use kvtier::ffi::policy::*;
 use kvtier::ffi::queue::*;
 use kvtier::ffi::runtime::*;
 use kvtier::ffi::spec::*;
 use kvtier::ffi::status::*;
 use kvtier::ffi::version::*;
 use kvtier::ffi::work::*;
+
+#[path = "abi_policy.rs"]
+mod policy;
 
 static DESTROYED: AtomicU64 = AtomicU64::new(0);
 static CALLED: AtomicU64 = AtomicU64::new(0);
@@ -149,6 +153,7 @@ struct Machine {
     budgets: Shelf<kvt_budget_t>,
     accounts: Shelf<kvt_account_t>,
     buffers: Shelf<kvt_buffer_t>,
+    policies: Shelf<kvt_policy_t>,
     err: *mut kvt_error_t,
     memory: Vec<Box<[u8]>>,
     taken: u64,
@@ -207,6 +212,7 @@ pub fn run(program: &[u8]) {
         budgets: Shelf::new(),
         accounts: Shelf::new(),
         buffers: Shelf::new(),
+        policies: Shelf::new(),
         err: null_mut(),
         memory: Vec::new(),
         taken: 0,
@@ -226,7 +232,7 @@ impl Machine {
     fn step(&mut self, tape: &mut Tape) {
         let err: *mut *mut kvt_error_t =
             if tape.byte() & 1 == 0 { null_mut() } else { &mut self.err };
-        match tape.byte() % 24 {
+        match tape.byte() % 28 {
             0 => self.open_runtime(tape, err),
             1 | 2 => self.open_queue(tape, err),
             3 => self.open_budget(tape, err),
@@ -243,6 +249,8 @@ impl Machine {
             20 => self.close_something(tape, err),
             21 => self.statistics(tape),
             22 => self.texts(tape, err),
+            24 => self.open_policy(tape, err),
+            25.. => self.use_policy(tape, err),
             _ => self.budget_calls(tape, err),
         }
     }
@@ -660,6 +668,9 @@ impl Machine {
                 assert!(waited == KVT_OK || waited == KVT_E_HANDLE);
                 let freed = kvt_op_free(op);
                 assert!(freed == KVT_OK || freed == KVT_E_HANDLE, "{freed}");
+            }
+            for policy in &mut self.policies.live {
+                assert_eq!(kvt_policy_close(policy), KVT_OK);
             }
             for queue in &mut self.queues.live {
                 assert_eq!(kvt_queue_close(queue, 0, null_mut()), KVT_OK);

@@ -20,6 +20,8 @@ class Sized(ctypes.Structure):
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 
+KVT_ADVICE_ZERO_GROW = 2
+KVT_ADVICE_ZERO_SHRINK = 1
 KVT_BUDGET_STRICT = 1
 KVT_BUDGET_ZERO_HOST = 2
 KVT_BUDGET_ZERO_PINNED = 4
@@ -58,6 +60,8 @@ KVT_E_TOO_SMALL = -4
 KVT_E_UNAVAILABLE = -17
 KVT_E_UNSUPPORTED = -16
 KVT_HEADER_VERSION = 65536
+KVT_HINT_CONFIDENCE = 2
+KVT_HINT_DONE = 1
 KVT_LOG_DEBUG = 4
 KVT_LOG_ERROR = 1
 KVT_LOG_INFO = 3
@@ -73,9 +77,19 @@ KVT_PAGES_FOREIGN = 3
 KVT_PAGES_HUGETLB = 2
 KVT_PAGES_NORMAL = 0
 KVT_PAGES_TRANSPARENT = 1
+KVT_POLICY_COST = 4
+KVT_POLICY_HOLES = 1
+KVT_POLICY_ZERO_REMEMBER = 2
 KVT_PRIORITY_BACKGROUND = 2
 KVT_PRIORITY_DEMAND = 0
 KVT_PRIORITY_PREFETCH = 1
+KVT_ROW_PARENT = 1
+KVT_SELECT_TAIL = 1
+KVT_STOP_CANCELLED = 4
+KVT_STOP_END_TURN = 2
+KVT_STOP_LENGTH = 3
+KVT_STOP_TOOL_USE = 1
+KVT_STOP_UNKNOWN = 0
 KVT_SUBMIT_EACH = 1
 KVT_THREAD_NOTIFIER = 1
 KVT_THREAD_WORKER = 0
@@ -87,6 +101,8 @@ KVT_TIER_REMOTE = 3
 KVT_VERSION_MAJOR = 0
 KVT_VERSION_MINOR = 1
 KVT_VERSION_PATCH = 0
+KVT_WHO_PRIORITY = 2
+KVT_WHO_SESSION = 1
 
 kvt_status_t = ctypes.c_int32
 
@@ -109,6 +125,10 @@ class kvt_error_p(Handle):
 
 class kvt_op_p(Handle):
     """kvt_op_t *"""
+
+
+class kvt_policy_p(Handle):
+    """kvt_policy_t *"""
 
 
 class kvt_queue_p(Handle):
@@ -365,6 +385,259 @@ class kvt_buffer_item_t(ctypes.Structure):
     ]
 
 
+class kvt_policy_columns_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("rows", ctypes.c_uint64),
+        ("ids", ctypes.POINTER(ctypes.c_uint64)),
+        ("blocks", ctypes.POINTER(ctypes.c_uint64)),
+        ("created_ns", ctypes.POINTER(ctypes.c_int64)),
+        ("last_access_ns", ctypes.POINTER(ctypes.c_int64)),
+        ("count", ctypes.POINTER(ctypes.c_uint64)),
+        ("priority", ctypes.POINTER(ctypes.c_uint8)),
+        ("pinned", ctypes.POINTER(ctypes.c_uint8)),
+        ("lifetime_ns", ctypes.POINTER(ctypes.c_int64)),
+        ("confidence", ctypes.POINTER(ctypes.c_float)),
+        ("length", ctypes.POINTER(ctypes.c_uint64)),
+        ("max_length", ctypes.POINTER(ctypes.c_uint64)),
+        ("refs", ctypes.POINTER(ctypes.c_uint32)),
+        ("tenant", ctypes.POINTER(ctypes.c_uint32)),
+        ("cost", ctypes.POINTER(ctypes.c_double)),
+        ("context", ctypes.POINTER(ctypes.c_uint64)),
+        ("tokens", ctypes.POINTER(ctypes.c_uint64)),
+        ("layer", ctypes.POINTER(ctypes.c_uint32)),
+        ("layers", ctypes.POINTER(ctypes.c_uint32)),
+        ("chunk", ctypes.POINTER(ctypes.c_uint32)),
+        ("chunks", ctypes.POINTER(ctypes.c_uint32)),
+        ("block_offsets", ctypes.POINTER(ctypes.c_uint64)),
+        ("block_ids", ctypes.POINTER(ctypes.c_uint64)),
+        ("block_refs", ctypes.POINTER(ctypes.c_uint32)),
+        ("block_entries", ctypes.c_uint64),
+    ]
+
+
+kvt_policy_score_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+    ctypes.POINTER(kvt_policy_columns_t), ctypes.c_int64, ctypes.POINTER(ctypes.c_double))
+
+
+class kvt_policy_custom_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("score", kvt_policy_score_fn),
+        ("user_data", ctypes.c_void_p),
+        ("destroy", kvt_destroy_fn),
+    ]
+
+
+kvt_policy_predict_fn = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_double),
+    ctypes.POINTER(ctypes.c_double))
+
+
+class kvt_policy_predictor_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("predict", kvt_policy_predict_fn),
+        ("user_data", ctypes.c_void_p),
+        ("destroy", kvt_destroy_fn),
+    ]
+
+
+class kvt_policy_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("spec", ctypes.POINTER(ctypes.c_char)),
+        ("spec_bytes", ctypes.c_uint64),
+        ("max_objects", ctypes.c_uint64),
+        ("capacity_units", ctypes.c_uint64),
+        ("log_entries", ctypes.c_uint64),
+        ("remember", ctypes.c_uint64),
+        ("alpha", ctypes.c_double),
+        ("beta", ctypes.c_double),
+        ("custom", ctypes.POINTER(kvt_policy_custom_t)),
+        ("predictor", ctypes.POINTER(kvt_policy_predictor_t)),
+    ]
+
+
+class kvt_policy_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("about", ctypes.POINTER(ctypes.c_char)),
+        ("about_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_who_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("session", ctypes.c_uint64),
+        ("tenant", ctypes.c_uint32),
+        ("priority", ctypes.c_uint32),
+        ("length", ctypes.c_uint32),
+        ("max_length", ctypes.c_uint32),
+        ("tokens_each", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_policy_row_t(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint64),
+        ("parent", ctypes.c_uint64),
+        ("units", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("next_use_ns", ctypes.c_int64),
+        ("cost", ctypes.c_double),
+        ("context", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
+        ("layers", ctypes.c_uint32),
+        ("chunk", ctypes.c_uint32),
+        ("chunks", ctypes.c_uint32),
+    ]
+
+
+class kvt_policy_hint_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("next_use_ns", ctypes.c_int64),
+        ("confidence", ctypes.c_double),
+        ("stop", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_policy_victim_t(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint64),
+        ("units", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_outcome_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("victims", ctypes.c_uint64),
+        ("freed_units", ctypes.c_uint64),
+        ("shortfall_units", ctypes.c_uint64),
+        ("decision_ns", ctypes.c_uint64),
+        ("decided_by", ctypes.POINTER(ctypes.c_char)),
+        ("decided_by_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_pick_t(ctypes.Structure):
+    _fields_ = [
+        ("row", ctypes.c_uint64),
+        ("id", ctypes.c_uint64),
+        ("freed_blocks", ctypes.c_uint64),
+        ("kept_blocks", ctypes.c_uint64),
+        ("first_block", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_selection_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("victims", ctypes.POINTER(kvt_policy_pick_t)),
+        ("victim_capacity", ctypes.c_uint64),
+        ("stride_bytes", ctypes.c_uint64),
+        ("block_ids", ctypes.POINTER(ctypes.c_uint64)),
+        ("block_capacity", ctypes.c_uint64),
+        ("victim_count", ctypes.c_uint64),
+        ("block_count", ctypes.c_uint64),
+        ("freed_blocks", ctypes.c_uint64),
+        ("shortfall_blocks", ctypes.c_uint64),
+        ("decision_ns", ctypes.c_uint64),
+        ("decided_by", ctypes.POINTER(ctypes.c_char)),
+        ("decided_by_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_stats_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("objects", ctypes.c_uint64),
+        ("max_objects", ctypes.c_uint64),
+        ("units", ctypes.c_uint64),
+        ("capacity_units", ctypes.c_uint64),
+        ("sessions", ctypes.c_uint64),
+        ("tenants", ctypes.c_uint64),
+        ("requests", ctypes.c_uint64),
+        ("references", ctypes.c_uint64),
+        ("hits", ctypes.c_uint64),
+        ("evicted_references", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("hit_tokens", ctypes.c_uint64),
+        ("cost", ctypes.c_double),
+        ("hit_cost", ctypes.c_double),
+        ("inserts", ctypes.c_uint64),
+        ("evictions", ctypes.c_uint64),
+        ("evicted_units", ctypes.c_uint64),
+        ("decisions", ctypes.c_uint64),
+        ("shortfalls", ctypes.c_uint64),
+        ("decisions_timed", ctypes.c_uint64),
+        ("decision_p50_ns", ctypes.c_uint64),
+        ("decision_p99_ns", ctypes.c_uint64),
+        ("decision_max_ns", ctypes.c_uint64),
+        ("decision_mean_ns", ctypes.c_uint64),
+        ("hit_ratio", ctypes.c_double),
+        ("token_hit_ratio", ctypes.c_double),
+        ("cost_hit_ratio", ctypes.c_double),
+        ("re_prefill_rate", ctypes.c_double),
+        ("jain_sessions", ctypes.c_double),
+        ("jain_tenants", ctypes.c_double),
+        ("bytes_per_object", ctypes.c_double),
+        ("next_log_number", ctypes.c_uint64),
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_log_entry_t(ctypes.Structure):
+    _fields_ = [
+        ("number", ctypes.c_uint64),
+        ("at_ns", ctypes.c_int64),
+        ("id", ctypes.c_uint64),
+        ("session", ctypes.c_uint64),
+        ("stamp_ns", ctypes.c_int64),
+        ("score", ctypes.c_double),
+        ("units", ctypes.c_uint32),
+        ("hits", ctypes.c_uint32),
+        ("queue", ctypes.c_uint32),
+        ("has_session", ctypes.c_uint32),
+        ("policy", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_policy_advice_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("batch", ctypes.c_uint64),
+        ("re_prefill_rate", ctypes.c_double),
+        ("evictions", ctypes.c_uint64),
+    ]
+
+
+class kvt_policy_rules_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("shrink_above", ctypes.c_double),
+        ("grow_below", ctypes.c_uint64),
+        ("min_batch", ctypes.c_uint64),
+        ("max_batch", ctypes.c_uint64),
+        ("window", ctypes.c_uint64),
+        ("patience", ctypes.c_uint64),
+    ]
+
+
 #: Result and arguments of every function.
 FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_abi_check": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
@@ -423,6 +696,65 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_op_items": (kvt_status_t, (kvt_op_p, ctypes.c_uint64, ctypes.POINTER(kvt_op_item_t),
         ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_op_wait": (kvt_status_t, (kvt_op_p, ctypes.c_uint32, ctypes.c_uint64,)),
+    "kvt_policy_acquire": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_advise": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_advice_t),)),
+    "kvt_policy_close": (kvt_status_t, (ctypes.POINTER(kvt_policy_p),)),
+    "kvt_policy_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_policy_evict": (kvt_status_t, (kvt_policy_p, ctypes.c_int64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_victim_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_outcome_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_gauge": (kvt_status_t, (kvt_policy_p, ctypes.c_char_p, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_double), ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_hint": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_hint_t), ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_info": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_policy_info_t),)),
+    "kvt_policy_insert": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(kvt_policy_row_t), ctypes.c_uint64,
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_log": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_log_entry_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_policy_lookup": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_open": (kvt_status_t, (ctypes.POINTER(kvt_policy_opts_t),
+        ctypes.POINTER(kvt_policy_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_pin": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_preview": (kvt_status_t, (kvt_policy_p, ctypes.c_int64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_victim_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_outcome_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_record": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_release": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_remove": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_resize": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_select": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(kvt_policy_columns_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_policy_selection_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_set_advice": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(kvt_policy_rules_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_set_capacity": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,)),
+    "kvt_policy_spec": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_char),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_policy_stats": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(kvt_policy_stats_t),)),
+    "kvt_policy_switch": (kvt_status_t, (kvt_policy_p, ctypes.c_char_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_touch": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(kvt_policy_who_t), ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_unpin": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_queue_close": (kvt_status_t, (ctypes.POINTER(kvt_queue_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_queue_fd": (kvt_status_t, (kvt_queue_p, ctypes.POINTER(ctypes.c_int32),)),

@@ -3,6 +3,7 @@
 mod bench;
 mod demo;
 mod doctor;
+mod lab;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -51,6 +52,11 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Read, make and replay traces; compare eviction policies on them
+    Lab {
+        #[command(subcommand)]
+        command: lab::Command,
+    },
 }
 
 fn main() -> ExitCode {
@@ -70,6 +76,7 @@ fn main() -> ExitCode {
             true => Ok(()),
             false => Err(format!("there is no group '{group}'; `kvtier bench` lists them").into()),
         },
+        Command::Lab { command } => lab::run(command),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

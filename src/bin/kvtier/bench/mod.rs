@@ -1,6 +1,7 @@
 //! Benchmarks: groups of bars, each a number beside a baseline of the same run.
 
 mod abi;
+mod policy;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -123,8 +124,10 @@ impl Bar {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 1] =
-    [("abi", "calls through the C boundary, ops and queues", abi::run)];
+const GROUPS: [(&str, &str, Group); 2] = [
+    ("abi", "calls through the C boundary, ops and queues", abi::run),
+    ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
+];
 
 /// Prints the groups.
 pub fn list() {

@@ -1,0 +1,228 @@
+//! Decisions: what it costs to choose victims, in tables of the caller's and
+//! among a million objects of the evictor's own.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use kvtier::policy::batch::{SelectOptions, Selection};
+use kvtier::policy::columns::Columns;
+use kvtier::policy::evict::Victim;
+use kvtier::policy::evictor::{Evictor, New, Options, Who};
+use kvtier::policy::registry::ENTRIES;
+
+use super::{Bar, Better, median};
+
+/// Made of lists alone: their goals are the tightest.
+const LISTS: [&str; 8] = ["2q", "arc", "fifo", "lru", "s3fifo", "sieve", "slru", "wtinylfu"];
+/// No goal: one looks ahead, the others call foreign code or run copies.
+const EXEMPT: [&str; 3] = ["auto", "belady", "custom"];
+const MILLION: u64 = 1_000_000;
+
+/// A name that lives as long as the tool.
+fn named(text: String) -> &'static str {
+    Box::leak(text.into_boxed_str())
+}
+
+fn random(state: &mut u64) -> u64 {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state
+}
+
+struct Table {
+    ids: Vec<u64>,
+    blocks: Vec<u64>,
+    created: Vec<i64>,
+    last: Vec<i64>,
+    count: Vec<u64>,
+    priority: Vec<u8>,
+    lifetime: Vec<i64>,
+    length: Vec<u64>,
+    max_length: Vec<u64>,
+}
+
+impl Table {
+    fn random(rows: usize) -> Table {
+        let mut seed = 88_172_645_463_325_252;
+        let mut column =
+            |below: u64| -> Vec<u64> { (0..rows).map(|_| random(&mut seed) % below).collect() };
+        let signed = |column: Vec<u64>| column.into_iter().map(|x| x as i64).collect();
+        let created = column(1_000_000_000_000);
+        let ages = column(1_000_000_000);
+        Table {
+            ids: column(u64::MAX),
+            blocks: column(64).into_iter().map(|b| b + 1).collect(),
+            last: created.iter().zip(ages).map(|(c, a)| (c + a) as i64).collect(),
+            created: signed(created),
+            count: column(100),
+            priority: column(3).into_iter().map(|p| p as u8).collect(),
+            lifetime: signed(column(60_000_000_000)),
+            length: column(8192),
+            max_length: column(16_384).into_iter().map(|n| n + 8192).collect(),
+        }
+    }
+
+    fn columns(&self) -> Columns<'_> {
+        Columns {
+            ids: &self.ids,
+            blocks: &self.blocks,
+            created_ns: &self.created,
+            last_access_ns: &self.last,
+            count: &self.count,
+            priority: &self.priority,
+            lifetime_ns: &self.lifetime,
+            length: &self.length,
+            max_length: &self.max_length,
+            ..Columns::default()
+        }
+    }
+
+    /// What a straightforward engine does: sort everybody by the last use.
+    fn sorted(&self, required: u64) -> u64 {
+        let mut rows: Vec<usize> = (0..self.ids.len()).collect();
+        rows.sort_unstable_by_key(|&row| self.last[row]);
+        let mut freed = 0;
+        for row in rows {
+            if freed >= required {
+                break;
+            }
+            freed += self.blocks[row];
+        }
+        freed
+    }
+}
+
+fn open(spec: &str, objects: u64) -> Result<Evictor, String> {
+    let options = Options {
+        max_objects: objects as usize,
+        capacity_units: objects,
+        holes: true,
+        remember: objects as usize,
+        ..Options::default()
+    };
+    Evictor::open(spec, &options).map_err(|error| error.to_string())
+}
+
+fn micros(mut body: impl FnMut() -> u64) -> f64 {
+    let start = Instant::now();
+    black_box(body());
+    start.elapsed().as_nanos() as f64 / 1000.0
+}
+
+/// Columns of `rows` candidates, a tenth of their blocks wanted.
+fn select(spec: &str, rows: usize, known: bool, rounds: usize, goal: f64) -> Bar {
+    let of = if rows >= 1000 { format!("{}k", rows / 1000) } else { rows.to_string() };
+    let mut bar = Bar {
+        bar: named(format!("select_{of}{}_{spec}", if known { "_known" } else { "" })),
+        value: None,
+        unit: "us",
+        baseline: "sorting all by last use",
+        baseline_value: None,
+        goal: (!EXEMPT.contains(&spec)).then_some(goal),
+        better: Better::Lower,
+        note: String::new(),
+    };
+    let mut evictor = match open(spec, 2 * rows as u64) {
+        Ok(evictor) => evictor,
+        Err(why) => return Bar { note: why, ..bar },
+    };
+    let table = Table::random(rows);
+    let now = 2_000_000_000_000;
+    if known {
+        let recorded = evictor.record(now, &Who::default(), &table.ids, &table.blocks);
+        recorded.expect("a table twice as large");
+    }
+    let required = table.blocks.iter().sum::<u64>() / 10;
+    let mut out = Selection::default();
+    let (mut times, mut sorting) = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        sorting.push(micros(|| table.sorted(required)));
+        times.push(micros(|| {
+            let options = SelectOptions::default();
+            let done = evictor.select(now, &table.columns(), required, &options, &mut out);
+            done.expect("a sound table");
+            out.freed_blocks
+        }));
+        assert!(out.freed_blocks >= required || EXEMPT.contains(&spec), "{spec}");
+    }
+    bar.value = Some(median(&mut times));
+    bar.baseline_value = Some(median(&mut sorting));
+    bar
+}
+
+/// One in, one out, with a million objects there and a skewed mix of uses.
+fn victims(spec: &str, turns: u64) -> Vec<Bar> {
+    let bar = |what: &str, unit, goal| Bar {
+        bar: named(format!("{what}_{spec}")),
+        value: None,
+        unit,
+        baseline: "reading the clock",
+        baseline_value: None,
+        goal,
+        better: Better::Lower,
+        note: String::new(),
+    };
+    let list = LISTS.contains(&spec);
+    let bound = !EXEMPT.contains(&spec);
+    let p50 = bar("victim_p50", "ns", list.then_some(100.0));
+    let p99 = bar("victim_p99", "ns", bound.then_some(10_000.0));
+    let bytes = bar("bytes", "B/object", list.then_some(64.0));
+    let mut evictor = match open(spec, MILLION + 1) {
+        Ok(evictor) => evictor,
+        Err(why) => return vec![Bar { note: why, ..p50 }],
+    };
+    let (who, mut seed) = (Who::default(), 7_u64);
+    let mut now = 1_000_000_000;
+    let new = |id: u64| New { id, units: 1, ..New::default() };
+    for id in 0..MILLION {
+        now += 1000;
+        evictor.insert(now, &who, &[new(id)]).expect("room");
+    }
+    let (mut times, mut clock) = (Vec::new(), Vec::new());
+    let mut out: Vec<Victim> = Vec::with_capacity(4);
+    for turn in 0..turns {
+        // The square of a random number: low ids are used more.
+        let x = (random(&mut seed) >> 11) as f64 / (1u64 << 53) as f64;
+        let id = (x * x * (MILLION + turn) as f64) as u64;
+        now += 1000;
+        evictor.lookup(now, &who, &[id], &mut []).expect("a time");
+        out.clear();
+        let start = Instant::now();
+        let empty = start.elapsed();
+        let start = Instant::now();
+        evictor.evict(now, 1, &mut out).expect("a time");
+        let took = start.elapsed();
+        clock.push(empty.as_nanos() as f64);
+        times.push(took.as_nanos() as f64);
+        evictor.insert(now, &who, &[new(MILLION + turn)]).expect("room");
+    }
+    let reading = median(&mut clock);
+    let middle = median(&mut times);
+    let late = times[times.len() * 99 / 100];
+    let measured = |bar: Bar, value: f64| Bar {
+        value: Some((value - reading).max(0.0)),
+        baseline_value: Some(reading),
+        ..bar
+    };
+    let size = evictor.objects().bytes_per_object();
+    vec![
+        measured(p50, middle),
+        measured(p99, late),
+        Bar { value: Some(size), baseline: "", ..bytes },
+    ]
+}
+
+/// Measures every bar of the group.
+pub fn run(quick: bool) -> Vec<Bar> {
+    let (rounds, large, turns) = if quick { (51, 7, 50_000) } else { (1001, 31, 500_000) };
+    let mut bars = Vec::new();
+    for entry in ENTRIES {
+        bars.push(select(entry.name, 1000, false, rounds, 10.0));
+        bars.push(select(entry.name, 1000, true, rounds, 60.0));
+        bars.push(select(entry.name, 100_000, false, large, 1000.0));
+        bars.push(select(entry.name, 100_000, true, large, 8000.0));
+        bars.extend(victims(entry.name, turns));
+    }
+    bars
+}

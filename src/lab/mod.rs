@@ -1,0 +1,15 @@
+//! The laboratory: traces of requests, read or made up, and their replay on the
+//! same policies that run in production.
+//!
+//! A [`trace::Trace`] is what came in; [`replay`] runs one policy on it and
+//! [`report::Report`] says how it did.
+
+pub mod explain;
+pub mod format;
+pub mod generate;
+pub mod reader;
+pub mod replay;
+pub mod report;
+pub mod study;
+pub mod tiers;
+pub mod trace;

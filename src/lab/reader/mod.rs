@@ -1,0 +1,128 @@
+//! Trace files of others, read as they come. All input is untrusted: every size
+//! has a limit, and errors name the place.
+
+pub mod azure;
+pub mod csv;
+pub mod json;
+pub mod mooncake;
+pub mod oracle;
+pub mod sharegpt;
+pub mod weka;
+
+use std::path::Path;
+
+use crate::base::spec::unknown;
+use crate::base::status::Result;
+use crate::fail;
+use crate::io::source::Source;
+use crate::lab::format;
+use crate::lab::trace::Trace;
+
+/// The kinds of files that can be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// kvtier's own.
+    Kvtier,
+    /// Mooncake jsonl.
+    Mooncake,
+    /// Sessions of coding agents, jsonl.
+    Weka,
+    /// Conversations as text.
+    ShareGpt,
+    /// Azure csv: arrivals and lengths.
+    Azure,
+    /// libCacheSim, 24 bytes a request.
+    Oracle,
+    /// libCacheSim csv.
+    Csv,
+}
+
+/// Every kind and its name.
+pub const KINDS: [(&str, Kind); 7] = [
+    ("kvtier", Kind::Kvtier),
+    ("mooncake", Kind::Mooncake),
+    ("weka", Kind::Weka),
+    ("sharegpt", Kind::ShareGpt),
+    ("azure", Kind::Azure),
+    ("oracle", Kind::Oracle),
+    ("csv", Kind::Csv),
+];
+
+/// How to read what a file leaves open.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadOpts {
+    /// What the file is; None = by its content.
+    pub kind: Option<Kind>,
+    /// Tokens of a block, where blocks are made here.
+    pub block_tokens: u32,
+    /// For starts that the file does not tell.
+    pub seed: u64,
+    /// Mean time between such starts; 0 = what is usual for the kind.
+    pub gap_ns: i64,
+    /// What comes later is left out, where starts are chosen here.
+    pub duration_ns: i64,
+}
+
+impl Default for ReadOpts {
+    fn default() -> ReadOpts {
+        ReadOpts {
+            kind: None,
+            block_tokens: 512,
+            seed: 7,
+            gap_ns: 0,
+            duration_ns: 24 * 3600 * 1_000_000_000,
+        }
+    }
+}
+
+/// The kind of a name.
+pub fn kind_of(name: &str) -> Result<Kind> {
+    match KINDS.iter().find(|(known, _)| *known == name) {
+        Some((_, kind)) => Ok(*kind),
+        None => Err(unknown("trace format", name, 0, &KINDS.map(|(name, _)| name))),
+    }
+}
+
+/// Opens and reads a file.
+pub fn open(path: &Path, opts: &ReadOpts) -> Result<Trace> {
+    let place = path.display().to_string();
+    read(&mut Source::open(path)?, opts).map_err(|e| e.within(&place))
+}
+
+/// Reads a trace to its end.
+pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
+    let kind = match opts.kind {
+        Some(kind) => kind,
+        None => detect(source.peek()?)?,
+    };
+    match kind {
+        Kind::Kvtier => format::read(source),
+        Kind::Mooncake => mooncake::read(source),
+        Kind::Weka => weka::read(source, opts),
+        Kind::ShareGpt => sharegpt::read(source, opts),
+        Kind::Azure => azure::read(source, opts),
+        Kind::Oracle => oracle::read(source),
+        Kind::Csv => csv::read(source),
+    }
+}
+
+/// Says what a file is by how it starts.
+pub fn detect(start: &[u8]) -> Result<Kind> {
+    let has = |word: &str| start.windows(word.len()).any(|w| w == word.as_bytes());
+    let first = start.iter().find(|b| !b.is_ascii_whitespace());
+    let text = start.iter().take(256).all(|&b| b.is_ascii_graphic() || b.is_ascii_whitespace());
+    if start.is_empty() {
+        fail!(Invalid, "the file is empty");
+    }
+    Ok(match first {
+        _ if start.starts_with(&format::MAGIC) => Kind::Kvtier,
+        Some(b'{') if has("\"timestamp\"") => Kind::Mooncake,
+        Some(b'{') if has("\"hash_id_scope\"") || has("\"requests\"") => Kind::Weka,
+        Some(b'{' | b'[') if has("\"conversations\"") => Kind::ShareGpt,
+        Some(b'{' | b'[') => fail!(Invalid, "JSON, but of no kind of trace that is known"),
+        _ if text && has("ContextTokens") => Kind::Azure,
+        _ if text && has(",") => Kind::Csv,
+        _ if text => fail!(Invalid, "text, but of no kind of trace that is known"),
+        _ => Kind::Oracle,
+    })
+}

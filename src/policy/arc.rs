@@ -1,0 +1,256 @@
+//! `arc`: recency and frequency balance themselves (Megiddo and Modha, FAST'03).
+//!
+//! Objects used once are in T1, others in T2, both in the order of last use. Ids
+//! that left T1 stay in B1 and ids that left T2 in B2, without their objects. A
+//! miss that B1 remembers says that T1 is too small, one that B2 remembers that
+//! T2 is: the target `p` for the size of T1 moves by `max(1, |other| / |this|)`
+//! times the object's size, between 0 and what fits. The coldest of T1 leaves
+//! when T1 is larger than `p` (or as large, and the miss was in B2), else the
+//! coldest of T2. T1 and B1 together never exceed what fits, all four never
+//! twice that. All sizes are in units; with objects of one unit this is the
+//! published algorithm, call by call.
+//!
+//! `p` moves when a lookup misses, once for each time an id left; an id that is
+//! inserted without a lookup moves it then. Objects that their owner takes away
+//! are not remembered.
+//!
+//! No parameters. Gauges: `arc_p`, `arc_t1`, `arc_t2`, `arc_b1`, `arc_b2`, all in
+//! units.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::index::Slot;
+use crate::meta::objects::Objects;
+use crate::policy::columns::Columns;
+use crate::policy::ghosts::Ghosts;
+use crate::policy::queues::Queues;
+use crate::policy::registry::Setting;
+use crate::policy::{Policy, Rank, order_of_i64};
+
+const T1: usize = 0;
+const T2: usize = 1;
+
+/// A ghost's note: a lookup has moved the target for it.
+const COUNTED: u32 = 1;
+
+/// Adaptive replacement.
+pub struct Arc {
+    queues: Queues<2>,
+    ghosts: [Ghosts; 2],
+    /// What T1 should have.
+    p: f64,
+    capacity: u64,
+    /// The last miss was remembered by B2.
+    b2_missed: bool,
+}
+
+impl Arc {
+    /// Reads `arc`, which has no parameters.
+    pub fn read(_: &mut Reader, setting: &Setting) -> Result<Arc> {
+        let limit = setting.max_objects;
+        Ok(Arc {
+            queues: Queues::default(),
+            ghosts: [Ghosts::new(limit)?, Ghosts::new(limit)?],
+            p: 0.0,
+            capacity: setting.capacity_units,
+            b2_missed: false,
+        })
+    }
+
+    /// What fits: as told, else what is there.
+    fn fits(&self, objects: &Objects) -> u64 {
+        if self.capacity > 0 { self.capacity } else { objects.units() }
+    }
+
+    /// Moves the target for a miss that `list`'s ghosts remember.
+    fn adapt(&mut self, list: usize, units: u32, fits: u64) {
+        let (this, other) =
+            (self.ghosts[list].units() as f64, self.ghosts[1 - list].units() as f64);
+        let ratio = if this > 0.0 { (other / this).max(1.0) } else { 1.0 };
+        let step = ratio * f64::from(units);
+        let wanted = if list == T1 { self.p + step } else { self.p - step };
+        self.p = wanted.clamp(0.0, fits as f64);
+    }
+
+    /// Forgets the oldest ids until the directory is as large as it may be.
+    fn trim(&mut self, fits: u64) {
+        let t1 = self.queues.units(T1);
+        while t1 + self.ghosts[T1].units() > fits && self.ghosts[T1].pop_oldest().is_some() {}
+        let rest = self.queues.total() + self.ghosts[T1].units();
+        let most = fits.saturating_mul(2);
+        while rest + self.ghosts[T2].units() > most && self.ghosts[T2].pop_oldest().is_some() {}
+    }
+
+    /// The list that gives the next victim.
+    fn first(&self) -> usize {
+        let t1 = self.queues.units(T1) as f64;
+        let over = t1 > self.p || (self.b2_missed && t1 == self.p);
+        if t1 > 0.0 && over { T1 } else { T2 }
+    }
+
+    fn rank_in(&self, list: usize, stamp: i64) -> Rank {
+        Rank { major: u64::from(list != self.first()), minor: order_of_i64(stamp) }
+    }
+}
+
+impl Policy for Arc {
+    fn name(&self) -> &'static str {
+        "arc"
+    }
+
+    fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let node = objects.node(slot);
+        let (id, units, fits) = (node.id, node.units, self.fits(objects));
+        let known = [T1, T2].into_iter().find_map(|list| Some((list, self.ghosts[list].get(id)?)));
+        if let Some((list, note)) = known {
+            if note != COUNTED {
+                self.adapt(list, units, fits);
+            }
+            self.ghosts[list].remove(id);
+        }
+        let list = if known.is_some() { T2 } else { T1 };
+        self.queues.push(objects, list, slot, now);
+        self.b2_missed = false;
+        self.trim(fits);
+    }
+
+    fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        self.queues.move_hot(objects, T2, slot, now);
+    }
+
+    fn miss(&mut self, objects: &Objects, id: u64, _now: i64) {
+        let fits = self.fits(objects);
+        self.b2_missed = false;
+        for list in [T1, T2] {
+            let Some((units, note)) = self.ghosts[list].remove(id) else { continue };
+            // The youngest again, so that it is still known when it comes.
+            self.ghosts[list].add(id, units, COUNTED);
+            if note != COUNTED {
+                self.adapt(list, units, fits);
+            }
+            self.b2_missed = list == T2;
+        }
+    }
+
+    fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, _now: i64) {
+        let list = self.queues.remove(objects, slot);
+        if evicted {
+            let node = objects.node(slot);
+            self.ghosts[list].add(node.id, node.units, 0);
+            if self.capacity > 0 {
+                self.trim(self.capacity);
+            }
+        }
+    }
+
+    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
+        let first = self.first();
+        let slot = self.queues.coldest(objects, first);
+        let slot = slot.or_else(|| self.queues.coldest(objects, 1 - first))?;
+        self.queues.take(objects, slot);
+        Some(slot)
+    }
+
+    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
+        self.queues.put_back(objects, slot);
+    }
+
+    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        self.queues.resize(objects, slot, units);
+        self.trim(self.fits(objects));
+    }
+
+    fn set_capacity(&mut self, units: u64) {
+        self.capacity = units;
+        if units > 0 {
+            self.p = self.p.min(units as f64);
+            self.trim(units);
+        }
+    }
+
+    fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
+        let node = objects.node(slot);
+        self.rank_in(usize::from(node.tag), node.stamp)
+    }
+
+    fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
+        for (row, rank) in ranks.iter_mut().enumerate() {
+            let list = if columns.count(row) > 1 { T2 } else { T1 };
+            *rank = self.rank_in(list, columns.last_access_ns(row));
+        }
+    }
+
+    fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
+        out("arc_p", self.p);
+        out("arc_t1", self.queues.units(T1) as f64);
+        out("arc_t2", self.queues.units(T2) as f64);
+        out("arc_b1", self.ghosts[T1].units() as f64);
+        out("arc_b2", self.ghosts[T2].units() as f64);
+    }
+
+    fn check(&self, objects: &Objects) -> Result<()> {
+        self.queues.check(objects)?;
+        if self.capacity == 0 {
+            return Ok(());
+        }
+        let (t1, all) = (self.queues.units(T1), self.queues.total());
+        let (b1, b2) = (self.ghosts[T1].units(), self.ghosts[T2].units());
+        if b1 > 0 && t1 + b1 > self.capacity {
+            fail!(State, "T1 {t1} and B1 {b1} exceed what fits, {}", self.capacity);
+        }
+        if b2 > 0 && all + b1 + b2 > self.capacity.saturating_mul(2) {
+            fail!(State, "the directory of {} exceeds twice what fits", all + b1 + b2);
+        }
+        if !(0.0..=self.capacity as f64).contains(&self.p) {
+            fail!(State, "the target is {}", self.p);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::policy::queues::testing::Cache;
+
+    #[test]
+    fn the_target_follows_the_ghosts() {
+        let mut cache = Cache::new("arc", 2);
+        assert_eq!(cache.get([1, 2, 1, 3]), [2], "T1 is over its target of 0");
+        assert_eq!((cache.gauge("arc_b1"), cache.gauge("arc_p")), (1.0, 0.0));
+        assert_eq!(cache.get([2]), [1], "B1 knew 2, T1 may have one");
+        assert_eq!((cache.gauge("arc_b2"), cache.gauge("arc_p")), (1.0, 1.0));
+        assert_eq!(cache.get([1]), [3], "B2 knew 1, T1 shall be empty");
+        assert_eq!((cache.gauge("arc_t2"), cache.gauge("arc_p")), (2.0, 0.0));
+        assert_eq!(cache.order(), [2, 1]);
+    }
+
+    #[test]
+    fn a_miss_in_b2_breaks_the_tie_against_t1() {
+        let mut cache = Cache::new("arc", 3);
+        assert_eq!(cache.get([1, 1, 2, 2, 3, 4, 3, 5, 6, 4]), [3, 1, 2, 4, 3]);
+        assert_eq!((cache.gauge("arc_t1"), cache.gauge("arc_p")), (2.0, 3.0));
+        assert_eq!((cache.get([1]), cache.gauge("arc_p")), (vec![5], 2.0));
+    }
+
+    #[test]
+    fn a_scan_leaves_what_is_used_again() {
+        let mut cache = Cache::new("arc", 8);
+        cache.get([1, 2, 3, 1, 2, 3]);
+        cache.get(100..140);
+        assert_eq!(cache.get([1, 2, 3]), []);
+    }
+
+    #[test]
+    fn an_owner_takes_away_without_a_trace_and_an_insert_alone_counts() {
+        use crate::policy::evictor::{New, Who};
+        let mut cache = Cache::new("arc", 2);
+        cache.get([1, 2]);
+        cache.evictor.remove(2, &[1]).expect("there");
+        assert_eq!(cache.gauge("arc_b1"), 0.0);
+        assert_eq!(cache.order(), [2]);
+        let new = New { id: 2, units: 1, ..New::default() };
+        cache.evictor.insert(2, &Who::default(), &[new]).expect("room");
+        assert_eq!((cache.gauge("arc_t2"), cache.gauge("arc_p")), (1.0, 1.0));
+    }
+}

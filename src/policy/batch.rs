@@ -1,0 +1,622 @@
+//! Choosing among candidates that the caller keeps in tables of its own.
+//!
+//! What the evictor knows of an id (from `record`, `insert` and the like) wins;
+//! of ids it does not know the columns tell. Rows that are pinned or shared
+//! never leave, neither do those whose object in the table is referenced,
+//! pinned, or continued by another. Nothing is evicted here: the caller frees
+//! what was chosen, and removes it from the table where it is in one.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::index::NONE;
+use crate::policy::Rank;
+use crate::policy::columns::Columns;
+use crate::policy::evictor::{Evictor, New, Who};
+use crate::policy::pick::{Entry, Front, Twins, in_order, reserve};
+use crate::policy::share::Shares;
+
+/// How to choose.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SelectOptions {
+    /// The last victim may give a tail of its blocks and keep the rest.
+    pub allow_tail: bool,
+}
+
+/// One that leaves, or gives its tail.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Pick {
+    /// Its row.
+    pub row: usize,
+    /// Who.
+    pub id: u64,
+    /// Blocks that are free by this; a shared one counts where its last holder
+    /// leaves.
+    pub freed_blocks: u64,
+    /// Of its blocks it keeps so many, the first ones; 0 = it leaves.
+    pub kept_blocks: u64,
+    /// Where its freed blocks start in [`Selection::block_ids`].
+    pub first_block: usize,
+}
+
+/// What was chosen.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Selection {
+    /// In their order of leaving.
+    pub victims: Vec<Pick>,
+    /// Blocks that are free, by victim; where the columns tell blocks.
+    pub block_ids: Vec<u64>,
+    /// How many blocks are free.
+    pub freed_blocks: u64,
+    /// What is missing to what was asked.
+    pub shortfall_blocks: u64,
+    /// How long it took to choose.
+    pub decision_ns: u64,
+    /// Who decided.
+    pub decided_by: &'static str,
+}
+
+/// What is kept from call to call so that none allocates.
+#[derive(Default)]
+pub(super) struct Scratch {
+    twins: Twins,
+    front: Front,
+    ranks: Vec<Rank>,
+    /// What a row frees at most; 0 where it stays.
+    weights: Vec<u32>,
+    entries: Vec<Entry>,
+    spare: Vec<Entry>,
+    /// Victims, the last first while they are weighed again.
+    chosen: Vec<Entry>,
+    shares: Shares,
+}
+
+impl Evictor {
+    /// Notes a use of objects, the last first; those that are not in the table
+    /// come into it with the sizes given (`units` empty: 1 each). All or none.
+    /// How many are new.
+    pub fn record(&mut self, now: i64, who: &Who, ids: &[u64], units: &[u64]) -> Result<usize> {
+        if !units.is_empty() && units.len() != ids.len() {
+            fail!(Invalid, "{} sizes for {} ids", units.len(), ids.len());
+        }
+        if let Some(row) = units.iter().position(|&u| u > crate::meta::objects::MAX_UNITS) {
+            fail!(Limit, "object {} has a size of {}", ids[row], units[row]);
+        }
+        let mut stamp = self.begin(now, ids.len())?;
+        self.find_all(ids);
+        let unknown = self.slots.iter().filter(|&&slot| slot == NONE).count();
+        if unknown > self.objects.limit() - self.objects.len() {
+            fail!(Limit, "{unknown} new objects in a table of {}", self.objects.limit());
+        }
+        let session = self.see_session(stamp, who);
+        let mut added = 0;
+        for i in (0..ids.len()).rev() {
+            // Looked up again where it was unknown: an id may be there twice.
+            let known =
+                if self.slots[i] != NONE { Some(self.slots[i]) } else { self.objects.find(ids[i]) };
+            match known {
+                Some(slot) => self.use_slot(slot, session, stamp),
+                None => {
+                    let units = units.get(i).copied().unwrap_or(1);
+                    let new = New { id: ids[i], units, ..New::default() };
+                    self.insert_one(&new, session, stamp)?;
+                    self.history.remove(ids[i]);
+                    added += 1;
+                }
+            }
+            stamp += 1;
+        }
+        self.metrics.counts.inserts += added as u64;
+        Ok(added)
+    }
+
+    /// Chooses rows that free `required` blocks, the least first, and none that
+    /// is not needed for that. Ties are broken by the id.
+    pub fn select(
+        &mut self,
+        now: i64,
+        columns: &Columns,
+        required: u64,
+        options: &SelectOptions,
+        out: &mut Selection,
+    ) -> Result<()> {
+        self.select_by(now, columns, &[], required, options, out)
+    }
+
+    /// The same by the caller's scores, one a row, instead of the policy; ties
+    /// are broken by the time of the last access. Without scores: the policy.
+    pub fn select_by(
+        &mut self,
+        now: i64,
+        columns: &Columns,
+        scores: &[f64],
+        required: u64,
+        options: &SelectOptions,
+        out: &mut Selection,
+    ) -> Result<()> {
+        let start = self.clock.now_ns();
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let done = self.select_into(&mut scratch, now, columns, scores, required, options, out);
+        self.scratch = scratch;
+        done?;
+        let by = self.policy.decided_by();
+        out.decided_by = if out.victims.is_empty() { self.policy.name() } else { by };
+        out.shortfall_blocks = required.saturating_sub(out.freed_blocks);
+        out.decision_ns = self.clock.now_ns().saturating_sub(start);
+        self.metrics.counts.decisions += 1;
+        self.metrics.counts.shortfalls += u64::from(out.shortfall_blocks > 0);
+        self.metrics.decision.add(out.decision_ns);
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)] // the parts of one call
+    fn select_into(
+        &mut self,
+        scratch: &mut Scratch,
+        now: i64,
+        columns: &Columns,
+        scores: &[f64],
+        required: u64,
+        options: &SelectOptions,
+        out: &mut Selection,
+    ) -> Result<()> {
+        columns.validate()?;
+        if let Some(id) = scratch.twins.find(columns.ids)? {
+            fail!(Invalid, "candidate {id} is given twice");
+        }
+        let shared = !columns.block_offsets.is_empty();
+        if shared {
+            scratch.shares.read(columns)?;
+        }
+        let now = self.tick(now, 0)?;
+        out.victims.clear();
+        out.block_ids.clear();
+        out.freed_blocks = 0;
+        if required == 0 || columns.rows() == 0 {
+            return Ok(());
+        }
+        scratch.weigh(columns, shared)?;
+        self.rank_rows(scratch, now, columns, scores)?;
+        match shared {
+            false => scratch.choose(columns, required, options.allow_tail)?,
+            true => scratch.choose_shared(columns, required, options.allow_tail)?,
+        }
+        scratch.tell(columns, required, shared, options.allow_tail, out)
+    }
+
+    /// Fills `ranks`; takes rows out whose object in the table must stay.
+    fn rank_rows(
+        &mut self,
+        scratch: &mut Scratch,
+        now: i64,
+        columns: &Columns,
+        scores: &[f64],
+    ) -> Result<()> {
+        let Scratch { ranks, weights, .. } = scratch;
+        // What is left in it from another call is written over.
+        reserve(ranks, columns.rows())?;
+        ranks.resize(columns.rows(), Rank::default());
+        if scores.is_empty() {
+            self.policy.seed(columns, now, ranks);
+        } else if let Some(row) = scores.iter().position(|score| score.is_nan()) {
+            fail!(Invalid, "the score of candidate {} is not a number", columns.ids[row]);
+        } else {
+            for (row, (rank, &score)) in ranks.iter_mut().zip(scores).enumerate() {
+                *rank = Rank::score(score, columns.last_access_ns(row));
+            }
+        }
+        if self.objects.is_empty() {
+            return Ok(());
+        }
+        reserve(&mut self.slots, columns.rows())?;
+        self.find_all(columns.ids);
+        for (row, &slot) in self.slots.iter().enumerate().filter(|(_, slot)| **slot != NONE) {
+            if scores.is_empty() {
+                ranks[row] = self.policy.rank(&self.objects, slot, now);
+            }
+            if self.objects.is_blocked(slot) {
+                weights[row] = 0;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Scratch {
+    /// Fills `weights`.
+    fn weigh(&mut self, columns: &Columns, shared: bool) -> Result<()> {
+        let Scratch { weights, shares, .. } = self;
+        weights.clear();
+        reserve(weights, columns.rows())?;
+        if shared {
+            let weight = |row| if shares.is_stuck(row) { 0 } else { shares.len(row) as u32 };
+            weights.extend((0..columns.rows()).map(weight));
+        } else {
+            weights.extend((0..columns.rows()).map(|row| columns.blocks(row) as u32));
+        }
+        for (weight, &pinned) in weights.iter_mut().zip(columns.pinned) {
+            *weight = if pinned != 0 { 0 } else { *weight };
+        }
+        for (weight, &refs) in weights.iter_mut().zip(columns.refs) {
+            *weight = if refs > 1 { 0 } else { *weight };
+        }
+        Ok(())
+    }
+
+    /// Chooses where blocks are not shared: sums decide.
+    fn choose(&mut self, columns: &Columns, required: u64, tail: bool) -> Result<()> {
+        let Scratch { front, ranks, weights, entries, spare, chosen, .. } = self;
+        front.gather(ranks, columns.ids, weights, required, entries)?;
+        grow(spare, entries.len())?;
+        let (mut freed, mut taken) = (0u64, 0);
+        in_order(entries, spare, &mut |entry| {
+            freed += u64::from(entry.blocks);
+            taken += 1;
+            freed < required
+        });
+        chosen.clear();
+        reserve(chosen, taken)?;
+        chosen.extend_from_slice(&entries[..taken]);
+        if !tail {
+            spare_superfluous(chosen, freed.saturating_sub(required));
+        }
+        Ok(())
+    }
+
+    /// Chooses where blocks are shared: what a row frees depends on who left
+    /// before it.
+    fn choose_shared(&mut self, columns: &Columns, required: u64, tail: bool) -> Result<()> {
+        let Scratch { front, ranks, weights, entries, spare, chosen, shares, .. } = self;
+        front.gather(ranks, columns.ids, weights, u64::MAX, entries)?;
+        grow(spare, entries.len())?;
+        let (mut freed, mut taken) = (0u64, 0);
+        in_order(entries, spare, &mut |entry| {
+            freed += shares.leave(entry.row as usize, 0, |_| ());
+            taken += 1;
+            freed < required
+        });
+        chosen.clear();
+        reserve(chosen, taken)?;
+        chosen.extend_from_slice(&entries[..taken]);
+        let mut whole = taken;
+        if tail && freed > required {
+            // The last one gives no more than is needed; then nobody is spared
+            // who frees anything.
+            whole -= 1;
+            if let Some(last) = entries[..taken].last() {
+                let row = last.row as usize;
+                freed -= shares.owed(row);
+                shares.stay(row);
+                freed += shares.leave_tail(row, required - freed).0;
+            }
+        }
+        let target = freed.min(required);
+        for entry in chosen[..whole].iter_mut().rev() {
+            let owed = shares.owed(entry.row as usize);
+            if freed - owed >= target {
+                freed -= owed;
+                shares.stay(entry.row as usize);
+                entry.blocks = 0;
+            }
+        }
+        chosen.retain(|entry| entry.blocks > 0);
+        Ok(())
+    }
+
+    /// Writes the choice down.
+    fn tell(
+        &mut self,
+        columns: &Columns,
+        required: u64,
+        shared: bool,
+        tail: bool,
+        out: &mut Selection,
+    ) -> Result<()> {
+        let Scratch { chosen, shares, .. } = self;
+        reserve(&mut out.victims, chosen.len())?;
+        if shared {
+            shares.start_over();
+            reserve(&mut out.block_ids, chosen.iter().map(|e| shares.len(e.row as usize)).sum())?;
+        }
+        for (i, entry) in chosen.iter().enumerate() {
+            let (row, first_block) = (entry.row as usize, out.block_ids.len());
+            let missing = required - out.freed_blocks;
+            let cut = tail && i + 1 == chosen.len();
+            let blocks = u64::from(entry.blocks);
+            let (freed_blocks, kept) = if !shared {
+                let freed = if cut { blocks.min(missing) } else { blocks };
+                (freed, blocks - freed)
+            } else {
+                let mut kept = 0;
+                if cut {
+                    kept = shares.leave_tail(row, missing).1;
+                    shares.take_back(row, kept);
+                }
+                (shares.leave(row, kept, |id| out.block_ids.push(id)), kept as u64)
+            };
+            out.freed_blocks += freed_blocks;
+            let id = columns.ids[row];
+            out.victims.push(Pick { row, id, freed_blocks, kept_blocks: kept, first_block });
+        }
+        Ok(())
+    }
+}
+
+fn grow(spare: &mut Vec<Entry>, len: usize) -> Result<()> {
+    if spare.len() < len {
+        reserve(spare, len)?;
+        spare.resize(len, Entry::default());
+    }
+    Ok(())
+}
+
+/// Lets those stay without which enough is free, the last first. What is too
+/// large for the surplus once stays so: one pass does it.
+fn spare_superfluous(chosen: &mut Vec<Entry>, mut surplus: u64) {
+    if surplus == 0 {
+        return;
+    }
+    for entry in chosen.iter_mut().rev() {
+        if u64::from(entry.blocks) <= surplus {
+            surplus -= u64::from(std::mem::take(&mut entry.blocks));
+        }
+    }
+    chosen.retain(|entry| entry.blocks > 0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::status::Status;
+    use crate::policy::evictor::Options;
+    use proptest::prelude::*;
+    use std::collections::{BTreeMap, BTreeSet};
+
+    fn evictor(spec: &str) -> Evictor {
+        let options = Options { max_objects: 4096, remember: 64, ..Options::default() };
+        Evictor::open(spec, &options).expect("a known policy")
+    }
+
+    #[derive(Clone, Debug, Default)]
+    struct Table {
+        ids: Vec<u64>,
+        blocks: Vec<u64>,
+        created: Vec<i64>,
+        last: Vec<i64>,
+        pinned: Vec<u8>,
+        refs: Vec<u32>,
+        offsets: Vec<u64>,
+        block_ids: Vec<u64>,
+        block_refs: Vec<u32>,
+    }
+
+    impl Table {
+        fn columns(&self) -> Columns<'_> {
+            Columns {
+                ids: &self.ids,
+                blocks: &self.blocks,
+                created_ns: &self.created,
+                last_access_ns: &self.last,
+                pinned: &self.pinned,
+                refs: &self.refs,
+                block_offsets: &self.offsets,
+                block_ids: &self.block_ids,
+                block_refs: &self.block_refs,
+                ..Columns::default()
+            }
+        }
+
+        /// Rows that may leave, in their order of leaving by `time`.
+        fn order(&self, time: impl Fn(usize) -> i64) -> Vec<usize> {
+            let free = |&row: &usize| self.pinned[row] == 0 && self.refs[row] <= 1;
+            let mut rows: Vec<usize> = (0..self.ids.len()).filter(free).collect();
+            rows.sort_by_key(|&row| (time(row), self.ids[row]));
+            rows
+        }
+    }
+
+    fn table(most: usize) -> impl Strategy<Value = Table> {
+        let time = prop_oneof![0..3i64, -500..500i64, any::<i64>()];
+        let row = (0..9u64, time.clone(), time, 0..9u8, 0..9u8);
+        let ids = prop::collection::btree_set(any::<u64>(), 0..most);
+        ids.prop_flat_map(move |ids| {
+            let ids: Vec<u64> = ids.into_iter().collect();
+            let rows = prop::collection::vec(row.clone(), ids.len());
+            (Just(ids).prop_shuffle(), rows)
+        })
+        .prop_map(|(ids, rows)| {
+            let mut table = Table { ids, ..Table::default() };
+            for (blocks, created, last, pinned, refs) in rows {
+                table.blocks.push(blocks);
+                table.created.push(created);
+                table.last.push(last);
+                table.pinned.push(u8::from(pinned == 0));
+                table.refs.push(if refs == 0 { 2 } else { 1 });
+            }
+            table
+        })
+    }
+
+    /// The definition: least first until enough, then back from the last.
+    fn reference(table: &Table, order: &[usize], required: u64, tail: bool) -> Vec<(u64, u64)> {
+        let (mut freed, mut taken) = (0, Vec::new());
+        for &row in order.iter().filter(|&&row| table.blocks[row] > 0) {
+            if freed >= required {
+                break;
+            }
+            freed += table.blocks[row];
+            taken.push((table.ids[row], table.blocks[row]));
+        }
+        if tail && freed > required {
+            let last = taken.last_mut().expect("freed something");
+            last.1 -= freed - required;
+            return taken;
+        }
+        for i in (0..taken.len()).rev() {
+            if freed - taken[i].1 >= required {
+                freed -= taken.remove(i).1;
+            }
+        }
+        taken
+    }
+
+    fn select(evictor: &mut Evictor, table: &Table, required: u64, tail: bool) -> Selection {
+        let mut out = Selection::default();
+        let options = SelectOptions { allow_tail: tail };
+        let done = evictor.select(0, &table.columns(), required, &options, &mut out);
+        done.expect("a sound table");
+        let missing = required.saturating_sub(out.freed_blocks);
+        assert_eq!(out.shortfall_blocks, missing);
+        out
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+
+        #[test]
+        fn agrees_with_sorting_everything(
+            table in table(300),
+            required in 0..900u64,
+            tail: bool,
+            fifo: bool,
+        ) {
+            let mut evictor = evictor(if fifo { "fifo" } else { "lru" });
+            let out = select(&mut evictor, &table, required, tail);
+            let times = if fifo { &table.created } else { &table.last };
+            let want = reference(&table, &table.order(|row| times[row]), required, tail);
+            let got: Vec<_> = out.victims.iter().map(|v| (v.id, v.freed_blocks)).collect();
+            prop_assert_eq!(got, want);
+            for pick in &out.victims {
+                prop_assert_eq!(table.ids[pick.row], pick.id);
+                prop_assert_eq!(pick.freed_blocks + pick.kept_blocks, table.blocks[pick.row]);
+            }
+        }
+
+        #[test]
+        fn what_was_recorded_wins(table in table(60), known in 0..60usize, required in 0..200u64) {
+            let mut evictor = evictor("lru");
+            let known = known.min(table.ids.len());
+            let who = Who::default();
+            for (i, &id) in table.ids[..known].iter().enumerate() {
+                evictor.record(1000 + i as i64, &who, &[id], &[]).expect("room");
+            }
+            let time = |row: usize| if row < known { 1000 + row as i64 } else { table.last[row] };
+            let order = table.order(time);
+            let out = select(&mut evictor, &table, required, false);
+            let got: Vec<_> = out.victims.iter().map(|v| (v.id, v.freed_blocks)).collect();
+            prop_assert_eq!(got, reference(&table, &order, required, false));
+        }
+
+        #[test]
+        fn shared_blocks_count_once(
+            mut table in table(30),
+            lists in prop::collection::vec(prop::collection::btree_set(0..40u64, 0..6), 30),
+            others in prop::collection::vec(any::<bool>(), 40),
+            required in 0..60u64,
+            tail: bool,
+        ) {
+            table.blocks.clear();
+            table.offsets.push(0);
+            let mut holders: BTreeMap<u64, u32> = BTreeMap::new();
+            for list in &lists[..table.ids.len()] {
+                table.block_ids.extend(list);
+                table.offsets.push(table.block_ids.len() as u64);
+                list.iter().for_each(|&block| *holders.entry(block).or_default() += 1);
+            }
+            for (&block, count) in &mut holders {
+                *count += u32::from(others[block as usize]);
+            }
+            table.block_refs = table.block_ids.iter().map(|block| holders[block]).collect();
+            let out = select(&mut evictor("lru"), &table, required, tail);
+            check_shared(&table, &lists, &holders, &out, required, tail)?;
+        }
+    }
+
+    /// What the victims free, by its definition; nobody in vain; least first.
+    fn check_shared(
+        table: &Table,
+        lists: &[BTreeSet<u64>],
+        holders: &BTreeMap<u64, u32>,
+        out: &Selection,
+        required: u64,
+        tail: bool,
+    ) -> std::result::Result<(), TestCaseError> {
+        let free = |without: Option<usize>| -> BTreeSet<u64> {
+            let mut left = holders.clone();
+            for pick in out.victims.iter().filter(|pick| Some(pick.row) != without) {
+                for block in lists[pick.row].iter().skip(pick.kept_blocks as usize) {
+                    *left.get_mut(block).expect("listed") -= 1;
+                }
+            }
+            left.into_iter().filter(|&(_, n)| n == 0).map(|(block, _)| block).collect()
+        };
+        let told: BTreeSet<u64> = out.block_ids.iter().copied().collect();
+        prop_assert_eq!(&told, &free(None));
+        prop_assert_eq!(told.len(), out.block_ids.len());
+        prop_assert_eq!(out.freed_blocks, told.len() as u64);
+        prop_assert_eq!(out.victims.iter().map(|v| v.freed_blocks).sum::<u64>(), out.freed_blocks);
+        let order = table.order(|row| table.last[row]);
+        let places: Vec<_> =
+            out.victims.iter().map(|v| order.iter().position(|&row| row == v.row)).collect();
+        prop_assert!(places.iter().all(Option::is_some) && places.is_sorted());
+        let enough = required.min(out.freed_blocks);
+        for pick in &out.victims {
+            prop_assert!(
+                (free(Some(pick.row)).len() as u64) < enough,
+                "{} is superfluous",
+                pick.id
+            );
+        }
+        if tail {
+            prop_assert!(out.freed_blocks <= required);
+        }
+        if out.shortfall_blocks > 0 {
+            // Nothing that may leave and was not chosen would have helped.
+            let mut left = holders.clone();
+            order.iter().flat_map(|&row| &lists[row]).for_each(|block| {
+                *left.get_mut(block).expect("listed") -= 1;
+            });
+            let most = left.values().filter(|&&n| n == 0).count() as u64;
+            prop_assert_eq!(most, out.freed_blocks);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn bad_tables_are_refused_and_change_nothing() {
+        let mut evictor = evictor("lru");
+        let mut out = Selection::default();
+        let options = SelectOptions::default();
+        let columns = Columns { ids: &[5, 3, 5], ..Columns::default() };
+        let error = evictor.select(7, &columns, 1, &options, &mut out).expect_err("twice");
+        assert_eq!(error.status(), Status::Invalid);
+        let columns = Columns { ids: &[5, 3], blocks: &[1 << 40, 1], ..Columns::default() };
+        let error = evictor.select(7, &columns, 1, &options, &mut out).expect_err("huge");
+        assert_eq!(error.status(), Status::Limit);
+        let columns = Columns { ids: &[5, 3], confidence: &[0.5, f32::NAN], ..Columns::default() };
+        assert!(evictor.select(7, &columns, 1, &options, &mut out).is_err());
+        for offsets in [&[0, 1][..], &[0, 2, 1], &[1, 1, 1], &[0, 1, 2]] {
+            let block_ids = &[9][..];
+            let columns =
+                Columns { ids: &[5, 3], block_offsets: offsets, block_ids, ..Columns::default() };
+            assert!(evictor.select(7, &columns, 1, &options, &mut out).is_err(), "{offsets:?}");
+        }
+        assert_eq!((evictor.metrics.counts.decisions, out), (0, Selection::default()));
+        // The clock did not move either: an earlier time is still fine.
+        evictor.select(3, &Columns::default(), 1, &options, &mut Selection::default()).expect("ok");
+        assert!(
+            evictor.select(2, &Columns::default(), 1, &options, &mut Selection::default()).is_err()
+        );
+    }
+
+    #[test]
+    fn records_are_all_or_none() {
+        let mut evictor = evictor("lru");
+        let who = Who::default();
+        assert_eq!(evictor.record(1, &who, &[1, 2, 1], &[4, 5, 6]).expect("room"), 2);
+        assert_eq!(evictor.objects().units(), 11, "the last of the two came first");
+        let many: Vec<u64> = (0..5000).collect();
+        assert_eq!(evictor.record(2, &who, &many, &[]).expect_err("full").status(), Status::Limit);
+        assert_eq!(evictor.objects().len(), 2);
+        assert!(evictor.record(2, &who, &[7], &[1 << 40]).is_err());
+    }
+}

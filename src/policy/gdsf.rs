@@ -1,0 +1,192 @@
+//! `gdsf`: greedy dual size with frequency. An object's value is the clock at
+//! its last use plus uses times recompute cost by size; the least value leaves
+//! first, the one used longest ago among equals. The clock is the greatest value
+//! of those evicted so far.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `alpha` | 1/53800 | recompute cost per token and token of context |
+//! | `beta` | 1 | recompute cost per token |
+//!
+//! The cost is the caller's own where it gives one ([`Facts::cost`]), else that
+//! of the object's tokens after its context, else 1. A size of 0 counts as 1.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::base::zeroed::Zeroed;
+use crate::meta::cost::Cost;
+use crate::meta::index::Slot;
+use crate::meta::objects::{Facts, Objects};
+use crate::policy::columns::Columns;
+use crate::policy::heap::Heap;
+use crate::policy::registry::Setting;
+use crate::policy::{Policy, Rank};
+
+/// Greedy dual size with frequency.
+pub struct Gdsf {
+    heap: Heap,
+    uses: Zeroed<u32>,
+    /// The clock at the last use of each, as bits.
+    clocks: Zeroed<u64>,
+    clock: f64,
+    cost: Cost,
+}
+
+impl Gdsf {
+    /// Reads `gdsf` and its parameters.
+    pub fn read(reader: &mut Reader, setting: &Setting) -> Result<Gdsf> {
+        Ok(Gdsf {
+            cost: Cost::default().read(reader)?,
+            heap: Heap::new(setting.max_objects)?,
+            uses: Zeroed::new(setting.max_objects)?,
+            clocks: Zeroed::new(setting.max_objects)?,
+            clock: 0.0,
+        })
+    }
+
+    fn cost(&self, own: f64, context: u64, tokens: u64) -> f64 {
+        // Not below zero or infinite, whatever a caller says: the order needs it.
+        if own > 0.0 && own.is_finite() {
+            own
+        } else if tokens > 0 {
+            self.cost.of(context, tokens)
+        } else {
+            1.0
+        }
+    }
+
+    fn value(&self, objects: &Objects, slot: Slot) -> f64 {
+        let Facts { cost, context, tokens, .. } = objects.facts(slot);
+        let cost = self.cost(f64::from(cost), context.into(), tokens.into());
+        let clock = f64::from_bits(self.clocks[slot as usize]);
+        let size = f64::from(objects.node(slot).units.max(1));
+        clock + f64::from(self.uses[slot as usize]) * cost / size
+    }
+
+    fn used(&mut self, objects: &mut Objects, slot: Slot, uses: u32, now: i64) {
+        self.uses[slot as usize] = uses;
+        self.clocks[slot as usize] = self.clock.to_bits();
+        objects.node_mut(slot).stamp = now;
+        let rank = self.rank(objects, slot, now);
+        self.heap.update(objects, slot, rank);
+    }
+
+    fn revalue(&mut self, objects: &mut Objects, slot: Slot) {
+        if !objects.node(slot).is_held() {
+            let rank = self.rank(objects, slot, 0);
+            self.heap.update(objects, slot, rank);
+        }
+    }
+}
+
+impl Policy for Gdsf {
+    fn name(&self) -> &'static str {
+        "gdsf"
+    }
+
+    fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        self.used(objects, slot, 1, now);
+    }
+
+    fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let uses = self.uses[slot as usize].saturating_add(1);
+        self.used(objects, slot, uses, now);
+    }
+
+    fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, _now: i64) {
+        self.heap.remove(objects, slot);
+        if evicted {
+            self.clock = self.clock.max(self.value(objects, slot));
+        }
+    }
+
+    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
+        let (_, slot) = self.heap.least(objects)?;
+        self.heap.hold(objects, slot);
+        Some(slot)
+    }
+
+    fn put_back(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let rank = self.rank(objects, slot, now);
+        self.heap.update(objects, slot, rank);
+    }
+
+    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        objects.set_units(slot, units);
+        self.revalue(objects, slot);
+    }
+
+    fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
+        Rank::score(self.value(objects, slot), objects.node(slot).stamp)
+    }
+
+    fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
+        for (row, rank) in ranks.iter_mut().enumerate() {
+            let own = columns.cost(row).unwrap_or(0.0);
+            let cost = self.cost(own, columns.context(row), columns.tokens(row));
+            let size = columns.blocks(row).max(1) as f64;
+            let value = self.clock + columns.count(row) as f64 * cost / size;
+            *rank = Rank::score(value, columns.last_access_ns(row));
+        }
+    }
+
+    fn score(&self, objects: &Objects, slot: Slot, _now: i64) -> f64 {
+        self.value(objects, slot)
+    }
+
+    fn wants_facts(&self) -> bool {
+        true
+    }
+
+    fn facts_changed(&mut self, objects: &mut Objects, slot: Slot, _old: &Facts, _now: i64) {
+        self.revalue(objects, slot);
+    }
+
+    fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
+        out("clock", self.clock);
+    }
+
+    fn check(&self, objects: &Objects) -> Result<()> {
+        self.heap.check_all(objects)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::meta::objects::Facts;
+    use crate::policy::evictor::{Evictor, New, Options, Who};
+
+    fn order(facts: &[(u64, Facts)]) -> Vec<u64> {
+        let options = Options { max_objects: 16, holes: true, ..Options::default() };
+        let mut e = Evictor::open("gdsf(alpha=0.01)", &options).expect("a known policy");
+        for (id, &(units, facts)) in facts.iter().enumerate() {
+            let new = New { id: id as u64, units, facts, ..New::default() };
+            e.insert(1, &Who::default(), &[new]).expect("room");
+        }
+        let mut out = Vec::new();
+        e.evict(2, u64::MAX, &mut out).expect("a time");
+        out.iter().map(|v| v.id).collect()
+    }
+
+    #[test]
+    fn cost_by_size_decides() {
+        let tokens = |context, tokens| Facts { context, tokens, ..Facts::default() };
+        let own = |cost| Facts { cost, ..Facts::default() };
+        // 100.5, 116.5 (later), 50.25 (twice the size), 70 (its own), 1 (unknown).
+        let facts = [
+            (1, tokens(0, 10)),
+            (1, tokens(160, 10)),
+            (2, tokens(0, 10)),
+            (1, own(20.0)),
+            (1, Facts::default()),
+        ];
+        assert_eq!(order(&facts), [4, 2, 0, 3, 1]);
+    }
+
+    #[test]
+    fn nonsense_costs_do_not_upset_the_order() {
+        let own = |cost| Facts { cost, ..Facts::default() };
+        let facts = [(1, own(f32::NAN)), (1, own(-5.0)), (1, own(f32::INFINITY)), (0, own(0.5))];
+        assert_eq!(order(&facts), [3, 0, 1, 2]);
+    }
+}

@@ -1,0 +1,139 @@
+//! What tells objects with different futures apart. Each class belongs to
+//! coarser ones, so that what is rare borrows from what is common.
+
+use crate::meta::sessions::Stop;
+
+/// Uses before: 0, 1, 2, 3 to 5, 6 and more.
+const USES: usize = 5;
+/// How long the last wait was: none yet, then up to 10 s, 1 min, 5 min, 30 min,
+/// more; or what the engine expects: up to 1 s, 10 s, 1 min, 5 min, 30 min, 4 h,
+/// more; or that it is done.
+const WAITS: usize = 6 + 7 + 1;
+const STOPS: usize = Stop::ALL.len();
+const ENDS: usize = 2;
+
+const SECOND_NS: i64 = 1_000_000_000;
+const SEEN_NS: [i64; 4] = [10 * SECOND_NS, 60 * SECOND_NS, 300 * SECOND_NS, 1800 * SECOND_NS];
+const EXPECTED_NS: [i64; 6] = [
+    SECOND_NS,
+    10 * SECOND_NS,
+    60 * SECOND_NS,
+    300 * SECOND_NS,
+    1800 * SECOND_NS,
+    14_400 * SECOND_NS,
+];
+
+/// What is known of an object that bears on its future. 4 bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Traits {
+    /// Uses since it was first seen, evictions notwithstanding.
+    uses: u8,
+    /// Bucket of its wait.
+    wait: u8,
+    /// Why the request that used it last stopped.
+    stop: u8,
+    /// 1: the unfilled end of a prompt.
+    end: u8,
+}
+
+// SAFETY: integers only.
+unsafe impl crate::base::zeroed::Zeroable for Traits {}
+
+impl Traits {
+    /// Of an object first seen.
+    pub fn new(is_end: bool) -> Traits {
+        Traits { end: u8::from(is_end), ..Traits::default() }
+    }
+
+    /// The same after a number of uses.
+    pub fn with_uses(self, uses: u64) -> Traits {
+        Traits { uses: uses.min(255) as u8, ..self }
+    }
+
+    /// Uses since it was first seen.
+    pub fn uses(self) -> u8 {
+        self.uses
+    }
+
+    /// After one more use, `gap_ns` after the one before.
+    pub fn used(self, gap_ns: i64) -> Traits {
+        let wait = 1 + SEEN_NS.partition_point(|&limit| limit < gap_ns) as u8;
+        Traits { uses: self.uses.saturating_add(1), wait, stop: 0, ..self }
+    }
+
+    /// After the request that used it stopped.
+    pub fn stopped(self, stop: Stop) -> Traits {
+        Traits { stop: stop as u8, ..self }
+    }
+
+    /// When the engine expects its next use after a time.
+    pub fn expected(self, in_ns: i64) -> Traits {
+        let wait = 6 + EXPECTED_NS.partition_point(|&limit| limit < in_ns) as u8;
+        Traits { wait, ..self }
+    }
+
+    /// When the engine says that it is done with.
+    pub fn done(self) -> Traits {
+        Traits { wait: (WAITS - 1) as u8, ..self }
+    }
+}
+
+/// Rows of the tables: all classes, and what they are parts of.
+pub const ROWS: usize = 1 + COARSE + MIDDLE + CLASSES;
+/// How many classes there are.
+pub const CLASSES: usize = MIDDLE * WAITS;
+/// From a class up to the row of everything.
+pub const LEVELS: usize = 4;
+
+const COARSE: usize = ENDS * USES;
+const MIDDLE: usize = COARSE * STOPS;
+
+/// The class of an object.
+pub fn class(traits: Traits) -> u16 {
+    let uses = match traits.uses {
+        n @ 0..=2 => usize::from(n),
+        3..=5 => 3,
+        _ => 4,
+    };
+    let coarse = usize::from(traits.end).min(ENDS - 1) * USES + uses;
+    let middle = coarse * STOPS + usize::from(traits.stop).min(STOPS - 1);
+    (middle * WAITS + usize::from(traits.wait).min(WAITS - 1)) as u16
+}
+
+/// The rows that a class counts in, the coarsest first.
+pub fn rows(class: u16) -> [usize; LEVELS] {
+    let class = usize::from(class);
+    let middle = class / WAITS;
+    [0, 1 + middle / STOPS, 1 + COARSE + middle, 1 + COARSE + MIDDLE + class]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_are_dense_and_rows_nest() {
+        let mut seen = vec![false; CLASSES];
+        for end in [false, true] {
+            for uses in 0..8 {
+                for stop in Stop::ALL {
+                    let gaps = [0, SECOND_NS, 50 * SECOND_NS, 100 * SECOND_NS, 1 << 60];
+                    let mut t = Traits { uses, ..Traits::new(end) };
+                    seen[usize::from(class(t.stopped(stop)))] = true;
+                    for gap in gaps {
+                        t = Traits { uses: uses.wrapping_sub(1), ..t }.used(gap).stopped(stop);
+                        seen[usize::from(class(t))] = true;
+                        seen[usize::from(class(t.expected(gap)))] = true;
+                    }
+                    seen[usize::from(class(t.done()))] = true;
+                }
+            }
+        }
+        assert!(seen.iter().filter(|s| **s).count() > CLASSES / 2);
+        for c in 0..CLASSES as u16 {
+            let rows = rows(c);
+            assert!(rows[3] < ROWS && rows[3] >= rows[2] && rows[2] >= rows[1]);
+        }
+    }
+}

@@ -1,0 +1,382 @@
+//! The order of leaving: objects of one class and weight that were used at about
+//! the same time form a cohort, a list with one score. Cohorts merge as they
+//! age, so that their number grows with the logarithm of time, and choosing
+//! looks at cohorts, never at objects.
+
+use crate::base::status::Result;
+use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::fail;
+use crate::meta::index::Slot;
+use crate::meta::objects::Objects;
+use crate::policy::horizon::classes::CLASSES;
+use crate::policy::horizon::hazard::Hazards;
+use crate::policy::horizon::tournament::Tournament;
+
+/// Weights that are told apart: steps of a tenth, so that a score is within a
+/// twentieth of the true one.
+pub const WEIGHTS: usize = 64;
+const MIDDLE: f64 = 40.0;
+const STEP: f64 = 1.1;
+
+/// The bin of a weight relative to the usual one.
+pub fn weight_bin(relative: f64) -> u8 {
+    let steps = relative.max(1e-9).ln() / STEP.ln();
+    (steps.round() + MIDDLE).clamp(0.0, (WEIGHTS - 1) as f64) as u8
+}
+
+/// When there are more cohorts, objects join the newest of theirs if there is one.
+pub const MAX_COHORTS: usize = 8192;
+/// Uses this close belong together from the start.
+const QUANTUM_NS: i64 = 50_000_000;
+/// Cohorts merge when together they span at most this part of their age.
+const SPAN: f64 = 0.05;
+/// A score is computed again when the age has grown by this part.
+const STALE: f64 = 0.02;
+const SHORTEST_NS: i64 = 40_000_000;
+/// Scores computed in one call; the rest waits for the next.
+const REFRESHES: usize = 48;
+
+/// Marks a link that leads to a cohort's ends, not to an object.
+const END: u32 = 1 << 31;
+const NO_COHORT: u32 = 0;
+
+#[derive(Clone, Copy, Default)]
+struct Cohort {
+    /// Uses from this time on, to that.
+    oldest_ns: i64,
+    newest_ns: i64,
+    /// Links of the ring: its hottest and its coldest object.
+    next: u32,
+    prev: u32,
+    /// The neighbours of the same class and weight; NO_COHORT = none.
+    older: u32,
+    newer: u32,
+    class: u16,
+    weight: u8,
+    live: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Queue {
+    oldest: u32,
+    newest: u32,
+}
+
+// SAFETY: integers only; 0 is NO_COHORT.
+unsafe impl Zeroable for Queue {}
+
+/// All cohorts.
+pub struct Cohorts {
+    cohorts: Vec<Cohort>,
+    /// Infinite for those that are free.
+    scores: Tournament<f32>,
+    /// When each score is to be computed again; never for those that are free.
+    due: Tournament<i64>,
+    free: Vec<u32>,
+    queues: Zeroed<Queue>,
+    weights: [f32; WEIGHTS],
+}
+
+impl Cohorts {
+    /// None yet.
+    pub fn new() -> Result<Cohorts> {
+        let weights = std::array::from_fn(|i| STEP.powf(i as f64 - MIDDLE) as f32);
+        Ok(Cohorts {
+            cohorts: vec![Cohort::default()],
+            scores: Tournament::new(f32::INFINITY),
+            due: Tournament::new(i64::MAX),
+            free: Vec::new(),
+            queues: Zeroed::new(CLASSES * WEIGHTS)?,
+            weights,
+        })
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.cohorts.len() - 1 - self.free.len()
+    }
+
+    #[inline]
+    fn queue(class: u16, weight: u8) -> usize {
+        usize::from(class) * WEIGHTS + usize::from(weight)
+    }
+
+    #[inline]
+    fn set_next(&mut self, objects: &mut Objects, link: u32, next: u32) {
+        match link & END {
+            0 => objects.node_mut(link).next = next,
+            _ => self.cohorts[(link & !END) as usize].next = next,
+        }
+    }
+
+    #[inline]
+    fn set_prev(&mut self, objects: &mut Objects, link: u32, prev: u32) {
+        match link & END {
+            0 => objects.node_mut(link).prev = prev,
+            _ => self.cohorts[(link & !END) as usize].prev = prev,
+        }
+    }
+
+    /// Links an object between two neighbours, hotter and colder.
+    #[inline]
+    fn link(&mut self, objects: &mut Objects, slot: Slot, hotter: u32, colder: u32) {
+        let node = objects.node_mut(slot);
+        (node.prev, node.next) = (hotter, colder);
+        self.set_next(objects, hotter, slot);
+        self.set_prev(objects, colder, slot);
+    }
+
+    /// Takes an object out; which cohort it was in need not be known.
+    #[inline]
+    pub fn unlink(&mut self, objects: &mut Objects, slot: Slot) {
+        let node = objects.node(slot);
+        let (hotter, colder) = (node.prev, node.next);
+        self.set_next(objects, hotter, colder);
+        self.set_prev(objects, colder, hotter);
+    }
+
+    /// Adds an object used now.
+    pub fn add(&mut self, objects: &mut Objects, slot: Slot, class: u16, weight: u8, now: i64) {
+        let newest = self.queues[Self::queue(class, weight)].newest;
+        let fits =
+            newest != NO_COHORT && now - self.cohorts[newest as usize].oldest_ns <= QUANTUM_NS;
+        let at = if fits { newest } else { self.create(class, weight, newest, now) };
+        let cohort = &mut self.cohorts[at as usize];
+        cohort.newest_ns = now;
+        let hottest = cohort.next;
+        self.link(objects, slot, END | at, hottest);
+    }
+
+    /// A new cohort on the newer side of `older`, or `older` itself when no more
+    /// can be had.
+    fn create(&mut self, class: u16, weight: u8, older: u32, stamp: i64) -> u32 {
+        let at = match self.free.pop() {
+            Some(at) => at,
+            None if older != NO_COHORT && self.cohorts.len() > MAX_COHORTS => return older,
+            None => {
+                self.cohorts.push(Cohort::default());
+                self.scores.grow();
+                self.due.grow();
+                (self.cohorts.len() - 1) as u32
+            }
+        };
+        let queue = &mut self.queues[Self::queue(class, weight)];
+        let newer = match older {
+            NO_COHORT => std::mem::replace(&mut queue.oldest, at),
+            older => std::mem::replace(&mut self.cohorts[older as usize].newer, at),
+        };
+        match newer {
+            NO_COHORT => queue.newest = at,
+            newer => self.cohorts[newer as usize].older = at,
+        }
+        self.cohorts[at as usize] = Cohort {
+            oldest_ns: stamp,
+            newest_ns: stamp,
+            next: END | at,
+            prev: END | at,
+            older,
+            newer,
+            class,
+            weight,
+            live: true,
+        };
+        self.scores.set(at, f32::MAX);
+        self.due.set(at, i64::MIN);
+        at
+    }
+
+    /// Merges a cohort's newer neighbour into it.
+    fn absorb(&mut self, objects: &mut Objects, at: u32) {
+        let newer = self.cohorts[at as usize].newer;
+        let n = self.cohorts[newer as usize];
+        if n.next != END | newer {
+            let hottest = self.cohorts[at as usize].next;
+            self.set_next(objects, END | at, n.next);
+            self.set_prev(objects, n.next, END | at);
+            self.set_next(objects, n.prev, hottest);
+            self.set_prev(objects, hottest, n.prev);
+        }
+        self.cohorts[at as usize].newest_ns = n.newest_ns;
+        self.cohorts[newer as usize].next = END | newer;
+        self.discard(newer);
+    }
+
+    /// Gives up a cohort without objects.
+    fn discard(&mut self, at: u32) {
+        let Cohort { older, newer, class, weight, .. } = self.cohorts[at as usize];
+        let queue = &mut self.queues[Self::queue(class, weight)];
+        match older {
+            NO_COHORT => queue.oldest = newer,
+            older => self.cohorts[older as usize].newer = newer,
+        }
+        match newer {
+            NO_COHORT => queue.newest = older,
+            newer => self.cohorts[newer as usize].older = older,
+        }
+        self.cohorts[at as usize].live = false;
+        self.scores.set(at, f32::INFINITY);
+        self.due.set(at, i64::MAX);
+        self.free.push(at);
+    }
+
+    /// Brings a cohort up to date. Its coldest object is looked at only with
+    /// `exact`: else it may have been touched since, and the cohort look older
+    /// than it is until it is about to be chosen.
+    fn refresh(
+        &mut self,
+        objects: &mut Objects,
+        hazards: &Hazards,
+        at: u32,
+        now: i64,
+        exact: bool,
+    ) {
+        let coldest = self.cohorts[at as usize].prev;
+        if coldest & END != 0 {
+            return self.discard(at);
+        }
+        if exact {
+            self.cohorts[at as usize].oldest_ns = objects.node(coldest).stamp;
+        }
+        let oldest_ns = self.cohorts[at as usize].oldest_ns;
+        loop {
+            let newer = self.cohorts[at as usize].newer;
+            if newer == NO_COHORT {
+                break;
+            }
+            let newest_ns = self.cohorts[newer as usize].newest_ns;
+            if (newest_ns - oldest_ns) as f64 > SPAN * (now - newest_ns) as f64 {
+                break;
+            }
+            self.absorb(objects, at);
+        }
+        let cohort = &self.cohorts[at as usize];
+        let age = now - oldest_ns;
+        let score = hazards.score(cohort.class, age) * self.weights[usize::from(cohort.weight)];
+        let soon = ((age as f64 * STALE) as i64).max(SHORTEST_NS);
+        self.scores.set(at, score);
+        self.due.set(at, now + soon);
+    }
+
+    /// A score of a class with a weight.
+    pub fn weighted(&self, score: f32, weight: u8) -> f64 {
+        f64::from(score * self.weights[usize::from(weight)])
+    }
+
+    /// The scores of a class changed: they are computed again. That happens
+    /// each time an eighth of what is known of the class is new, so ever more
+    /// rarely, and never while a victim is chosen.
+    pub fn class_changed(
+        &mut self,
+        objects: &mut Objects,
+        hazards: &Hazards,
+        class: u16,
+        now: i64,
+    ) {
+        for weight in 0..WEIGHTS as u8 {
+            let mut at = self.queues[Self::queue(class, weight)].oldest;
+            while at != NO_COHORT {
+                let newer = self.cohorts[at as usize].newer;
+                self.refresh(objects, hazards, at, now, false);
+                at = if self.cohorts[at as usize].live {
+                    self.cohorts[at as usize].newer
+                } else {
+                    newer
+                };
+            }
+        }
+    }
+
+    /// Computes scores again whose time has come, up to `most`.
+    pub fn refresh_due(&mut self, objects: &mut Objects, hazards: &Hazards, now: i64, most: usize) {
+        for _ in 0..most {
+            let at = self.due.least();
+            if self.due.get(at) > now {
+                break;
+            }
+            self.refresh(objects, hazards, at, now, false);
+        }
+    }
+
+    /// Takes out the coldest object of the cohort with the least score. Blocked
+    /// ones on the way are held.
+    pub fn victim(&mut self, objects: &mut Objects, hazards: &Hazards, now: i64) -> Option<Slot> {
+        self.refresh_due(objects, hazards, now, REFRESHES);
+        let mut checked = NO_COHORT;
+        loop {
+            let at = self.scores.least();
+            if self.scores.get(at) == f32::INFINITY {
+                return None;
+            }
+            if checked != at {
+                checked = at;
+                self.refresh(objects, hazards, at, now, true);
+                continue;
+            }
+            let slot = self.cohorts[at as usize].prev;
+            if slot & END != 0 {
+                self.discard(at);
+                continue;
+            }
+            let blocked = objects.is_blocked(slot);
+            self.unlink(objects, slot);
+            objects.node_mut(slot).set_held(true);
+            if !blocked {
+                return Some(slot);
+            }
+            checked = NO_COHORT;
+        }
+    }
+
+    /// Puts an object back where its stamp belongs.
+    pub fn put_back(&mut self, objects: &mut Objects, slot: Slot, class: u16, weight: u8) {
+        let stamp = objects.node(slot).stamp;
+        let mut at = self.queues[Self::queue(class, weight)].oldest;
+        let mut older = NO_COHORT;
+        while at != NO_COHORT && self.cohorts[at as usize].newest_ns < stamp {
+            older = at;
+            at = self.cohorts[at as usize].newer;
+        }
+        let close = |c: u32| stamp - self.cohorts[c as usize].newest_ns <= QUANTUM_NS;
+        if at == NO_COHORT || self.cohorts[at as usize].oldest_ns > stamp + QUANTUM_NS {
+            at = match older != NO_COHORT && close(older) {
+                true => older,
+                false => self.create(class, weight, older, stamp),
+            };
+        }
+        let cohort = &mut self.cohorts[at as usize];
+        cohort.newest_ns = cohort.newest_ns.max(stamp);
+        cohort.oldest_ns = cohort.oldest_ns.min(stamp);
+        let mut hotter = cohort.prev;
+        let mut colder = END | at;
+        while hotter & END == 0 && objects.node(hotter).stamp < stamp {
+            colder = hotter;
+            hotter = objects.node(hotter).prev;
+        }
+        self.link(objects, slot, hotter, colder);
+        self.due.set(at, i64::MIN);
+    }
+
+    /// Whether rings are sound and hold every object that is not held.
+    pub fn check(&self, objects: &Objects) -> Result<()> {
+        let mut linked = 0;
+        for (at, cohort) in self.cohorts.iter().enumerate().filter(|(_, c)| c.live) {
+            let (mut slot, mut colder) = (cohort.prev, END | at as u32);
+            let mut stamp = i64::MIN;
+            while slot & END == 0 {
+                let node = objects.node(slot);
+                if node.next != colder || node.is_held() || node.stamp < stamp {
+                    fail!(State, "cohort {at} has object {} out of order", node.id);
+                }
+                (linked, stamp, colder, slot) = (linked + 1, node.stamp, slot, node.prev);
+            }
+            if slot != END | at as u32 || cohort.next != colder {
+                fail!(State, "the ring of cohort {at} ends elsewhere");
+            }
+        }
+        let held = objects.slots().filter(|&s| objects.node(s).is_held()).count();
+        if linked + held != objects.len() {
+            fail!(State, "{linked} in cohorts and {held} held of {}", objects.len());
+        }
+        Ok(())
+    }
+}

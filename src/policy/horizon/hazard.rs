@@ -1,0 +1,245 @@
+//! How likely objects of a class are used again, by how long they have waited:
+//! counted, smoothed towards coarser classes, and turned into what a unit of
+//! memory earns by keeping them.
+
+use crate::policy::horizon::classes::{CLASSES, LEVELS, ROWS, rows};
+
+/// Buckets of waiting time: an eighth of a second, then two for each doubling,
+/// up to twelve days.
+pub const AGES: usize = 48;
+const FIRST_NS: i64 = 125_000_000;
+
+/// The bucket of a waiting time.
+pub fn age_bucket(age_ns: i64) -> usize {
+    if age_ns < FIRST_NS {
+        return 0;
+    }
+    let ratio = age_ns as f64 / FIRST_NS as f64;
+    let octave = (ratio.to_bits() >> 52) as usize - 1023;
+    let half = ratio >= (1u64 << octave) as f64 * std::f64::consts::SQRT_2;
+    (1 + 2 * octave + usize::from(half)).min(AGES - 1)
+}
+
+/// Where a bucket starts.
+pub fn age_start_ns(bucket: usize) -> i64 {
+    match bucket {
+        0 => 0,
+        b => {
+            let whole = FIRST_NS << ((b - 1) / 2);
+            let half = (b - 1) % 2 == 1;
+            if half { (whole as f64 * std::f64::consts::SQRT_2) as i64 + 1 } else { whole }
+        }
+    }
+}
+
+/// Where among the buckets a waiting time lies, as a real number: what the
+/// scores are interpolated by.
+fn position(age_ns: i64) -> f32 {
+    if age_ns < FIRST_NS {
+        return age_ns.max(0) as f32 / FIRST_NS as f32;
+    }
+    1.0 + 2.0 * (age_ns as f32 / FIRST_NS as f32).log2()
+}
+
+/// Waits that a class borrows from the coarser one.
+const PRIOR_WAITS: f32 = 24.0;
+/// What is believed of a bucket before anything was seen.
+const PRIOR_HAZARD: f32 = 0.04;
+/// Waits after which what was counted weighs half.
+const MEMORY_WAITS: f32 = 65_536.0;
+
+#[derive(Clone, Copy)]
+struct Row {
+    /// Waits that lasted into the bucket.
+    entered: [f32; AGES],
+    /// Waits that a use ended in it.
+    ended: [f32; AGES],
+}
+
+/// The counts, and the scores fitted to them.
+pub struct Hazards {
+    rows: Vec<Row>,
+    /// What a unit of memory earns, at the start of each bucket, in uses a
+    /// second: the logarithm to base 2, so that between buckets no part of the
+    /// way is steeper than another.
+    scores: Vec<[f32; AGES]>,
+    /// Counts since a class was fitted.
+    fresh: Vec<f32>,
+    fitted: Vec<f32>,
+    hand: usize,
+    widths: [f32; AGES],
+}
+
+impl Default for Hazards {
+    fn default() -> Hazards {
+        Hazards::new()
+    }
+}
+
+impl Hazards {
+    /// Nothing known yet: longer waits are worth less, all classes the same.
+    pub fn new() -> Hazards {
+        let mut widths = [0.0; AGES];
+        for (b, width) in widths.iter_mut().enumerate() {
+            let end = if b + 1 < AGES { age_start_ns(b + 1) } else { age_start_ns(b) * 2 };
+            *width = (end - age_start_ns(b)) as f32 / 1e9;
+        }
+        let nothing = Row { entered: [0.0; AGES], ended: [0.0; AGES] };
+        let mut hazards = Hazards {
+            rows: vec![nothing; ROWS],
+            scores: vec![[0.0; AGES]; CLASSES],
+            fresh: vec![0.0; CLASSES],
+            fitted: vec![0.0; CLASSES],
+            hand: 0,
+            widths,
+        };
+        let score = hazards.score_row(&[PRIOR_HAZARD; AGES]);
+        hazards.scores.fill(score);
+        hazards
+    }
+
+    /// A wait of a class lasted into a bucket.
+    pub fn enter(&mut self, class: u16, bucket: usize) {
+        for row in rows(class) {
+            self.rows[row].entered[bucket] += 1.0;
+        }
+        self.fresh[usize::from(class)] += 1.0;
+        if bucket == 0 {
+            self.forget(class);
+        }
+    }
+
+    /// A wait just begun turned out to be of another class.
+    pub fn leave(&mut self, class: u16) {
+        for row in rows(class) {
+            let entered = &mut self.rows[row].entered[0];
+            *entered = (*entered - 1.0).max(0.0);
+        }
+    }
+
+    /// A use ended a wait of a class in a bucket.
+    pub fn end(&mut self, class: u16, bucket: usize) {
+        for row in rows(class) {
+            self.rows[row].ended[bucket] += 1.0;
+        }
+        self.fresh[usize::from(class)] += 1.0;
+    }
+
+    fn forget(&mut self, class: u16) {
+        for row in rows(class) {
+            let row = &mut self.rows[row];
+            if row.entered[0] > 2.0 * MEMORY_WAITS {
+                row.entered.iter_mut().chain(&mut row.ended).for_each(|n| *n *= 0.5);
+            }
+        }
+    }
+
+    /// Looks at the next few classes and fits one that has news. Which, if any.
+    pub fn fit_one(&mut self) -> Option<u16> {
+        const LOOK: usize = 8;
+        for _ in 0..LOOK {
+            let class = self.hand;
+            self.hand = (self.hand + 1) % CLASSES;
+            // A class is fitted anew when an eighth of what it knows is new.
+            if self.fresh[class] > 0.0 && self.fresh[class] * 8.0 >= self.fitted[class] {
+                self.fit(class as u16);
+                return Some(class as u16);
+            }
+        }
+        None
+    }
+
+    fn fit(&mut self, class: u16) {
+        let mut hazard = [PRIOR_HAZARD; AGES];
+        let chain: [usize; LEVELS] = rows(class);
+        for row in chain.map(|r| &self.rows[r]) {
+            for b in 0..AGES {
+                let ended = row.ended[b] + PRIOR_WAITS * hazard[b];
+                hazard[b] = (ended / (row.entered[b].max(row.ended[b]) + PRIOR_WAITS)).min(0.99);
+            }
+        }
+        self.scores[usize::from(class)] = self.score_row(&hazard);
+        let known: f32 = self.rows[chain[LEVELS - 1]].entered.iter().sum();
+        self.fitted[usize::from(class)] = known;
+        self.fresh[usize::from(class)] = 0.0;
+    }
+
+    /// For each bucket, the best over all horizons of: chance of a use before
+    /// it, over the memory time spent waiting until then. This is Gittins'
+    /// index of keeping: the horizon at which keeping pays best decides.
+    fn score_row(&self, hazard: &[f32; AGES]) -> [f32; AGES] {
+        let mut scores = [0.0f32; AGES];
+        for (start, score) in scores.iter_mut().enumerate() {
+            let (mut alive, mut used, mut spent) = (1.0f32, 0.0f32, 0.0f32);
+            let mut best = (0.0f32, 1.0f32);
+            for b in start..AGES {
+                let h = hazard[b];
+                used += alive * h;
+                spent += alive * self.widths[b] * (1.0 - 0.5 * h);
+                alive *= 1.0 - h;
+                if used * best.1 > best.0 * spent {
+                    best = (used, spent);
+                }
+            }
+            *score = (best.0 / best.1).max(f32::MIN_POSITIVE).log2();
+        }
+        scores
+    }
+
+    /// What keeping a unit of a class earns after a wait.
+    pub fn score(&self, class: u16, age_ns: i64) -> f32 {
+        let at = position(age_ns).min((AGES - 1) as f32);
+        let b = (at as usize).min(AGES - 2);
+        let part = at - b as f32;
+        let scores = &self.scores[usize::from(class)];
+        (scores[b] + (scores[b + 1] - scores[b]) * part).exp2()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_start_where_they_say() {
+        for b in 0..AGES {
+            let start = age_start_ns(b);
+            assert_eq!(age_bucket(start), b, "{start}");
+            assert!(b == 0 || age_bucket(start - 2) == b - 1);
+            assert!(b == 0 || (position(start) - b as f32).abs() < 1e-3);
+        }
+        assert_eq!((age_bucket(-5), age_bucket(i64::MAX)), (0, AGES - 1));
+    }
+
+    #[test]
+    fn before_anything_is_seen_the_longest_wait_is_worth_least() {
+        let hazards = Hazards::new();
+        let mut last = f32::INFINITY;
+        for age in (0..60).map(|n| 100_000_000i64 << (n / 3)) {
+            let score = hazards.score(3, age);
+            assert!(score <= last && score > 0.0);
+            last = score;
+        }
+    }
+
+    #[test]
+    fn a_class_that_returns_after_a_minute_is_kept_that_long() {
+        let mut hazards = Hazards::new();
+        let (returns, dies) = (0u16, (CLASSES - 1) as u16);
+        let minute = age_bucket(60_000_000_000);
+        for _ in 0..2000 {
+            (0..=minute).for_each(|b| hazards.enter(returns, b));
+            hazards.end(returns, minute);
+            (0..AGES).for_each(|b| hazards.enter(dies, b));
+        }
+        hazards.fit(returns);
+        hazards.fit(dies);
+        for seconds in [1, 10, 30, 44] {
+            let age = seconds * 1_000_000_000;
+            assert!(hazards.score(returns, age) > 20.0 * hazards.score(dies, age), "{seconds}");
+        }
+        let near = hazards.score(returns, 45_000_000_000);
+        assert!(near > 1.5 * hazards.score(returns, 10_000_000_000), "worth more as it nears");
+        assert!(near > 20.0 * hazards.score(returns, 600_000_000_000), "late: not coming");
+    }
+}

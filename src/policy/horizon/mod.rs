@@ -1,0 +1,291 @@
+//! `horizon(objective=tokens, alpha, beta, history=4, watch=65536)`: what earns
+//! least for the memory it takes leaves first.
+//!
+//! Objects are told apart by what bears on their future: how often they were
+//! used, how long they waited the last time, why the request that used them
+//! stopped, what the engine expects, whether they are the unfilled end of a
+//! prompt. For each such class the policy counts after how long a wait objects
+//! are used again, evicted ones included, so that what it learns does not depend
+//! on what it kept. What an object is worth follows: over all horizons, the best
+//! ratio of the chance that it is used before it to the time it occupies memory
+//! until then (Gittins' index), by how long it has waited already. It learns
+//! while it runs, starts as LRU, and looks at no future.
+//!
+//! - `objective`: `tokens` weighs an object by the tokens in it, `cost` by what
+//!   recomputing them costs (`alpha`, `beta`: see [`Cost`], or the caller's own
+//!   figure), `uses` not at all.
+//! - `history`: evicted ids whose past is remembered, in multiples of the objects
+//!   that are resident at most.
+//! - `watch`: waits observed at a time to learn from; a sample beyond that.
+
+mod classes;
+mod cohorts;
+mod hazard;
+mod tournament;
+mod watch;
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::base::zeroed::Zeroed;
+use crate::meta::cost::Cost;
+use crate::meta::index::Slot;
+use crate::meta::objects::Objects;
+use crate::policy::columns::Columns;
+use crate::policy::ghosts::Ghosts;
+use crate::policy::horizon::classes::{Traits, class};
+use crate::policy::horizon::cohorts::{Cohorts, weight_bin};
+use crate::policy::horizon::hazard::Hazards;
+use crate::policy::horizon::watch::Watch;
+use crate::policy::registry::Setting;
+use crate::policy::{Hint, Policy, Rank};
+
+#[derive(Clone, Copy, PartialEq)]
+enum Objective {
+    Tokens,
+    Cost,
+    Uses,
+}
+
+/// The policy.
+pub struct Horizon {
+    objective: Objective,
+    cost: Cost,
+    hazards: Hazards,
+    watch: Watch,
+    cohorts: Cohorts,
+    /// Traits and weight bin of each resident object.
+    traits: Zeroed<Traits>,
+    weights: Zeroed<u8>,
+    /// Evicted ids: their uses, and when they were used last.
+    past: Ghosts,
+    epoch_ns: Option<i64>,
+    /// Tokens of a full object: the most seen.
+    full_tokens: u32,
+    /// The weight of a full object at the start of a sequence.
+    usual_weight: f64,
+    steps: u64,
+}
+
+/// Time in the history counts in these.
+const TICK_NS: i64 = 10_000_000;
+
+impl Horizon {
+    /// Reads the parameters.
+    pub fn read(reader: &mut Reader, setting: &Setting) -> Result<Horizon> {
+        let words = ["tokens", "cost", "uses"];
+        let objective = match reader.choice("objective", &words)? {
+            Some(1) => Objective::Cost,
+            Some(2) => Objective::Uses,
+            _ => Objective::Tokens,
+        };
+        let cost = Cost::default().read(reader)?;
+        let history = reader.u64("history", 4, 0..=64)? as usize;
+        let watch = reader.u64("watch", 65_536, 64..=1 << 22)? as usize;
+        Ok(Horizon {
+            objective,
+            cost,
+            hazards: Hazards::new(),
+            watch: Watch::new(watch)?,
+            cohorts: Cohorts::new()?,
+            traits: Zeroed::new(setting.max_objects)?,
+            weights: Zeroed::new(setting.max_objects)?,
+            past: Ghosts::new((setting.max_objects * history).min(1 << 28))?,
+            epoch_ns: None,
+            full_tokens: 0,
+            usual_weight: 0.0,
+            steps: 0,
+        })
+    }
+
+    fn tick(&mut self, now: i64) -> u32 {
+        let epoch = *self.epoch_ns.get_or_insert(now);
+        ((now - epoch) / TICK_NS) as u32
+    }
+
+    /// A little of the upkeep, at each call.
+    fn step(&mut self, objects: &mut Objects, now: i64) {
+        self.steps += 1;
+        self.watch.age(&mut self.hazards, now);
+        self.cohorts.refresh_due(objects, &self.hazards, now, 2);
+        if self.steps % 16 == 0 {
+            if let Some(class) = self.hazards.fit_one() {
+                self.cohorts.class_changed(objects, &self.hazards, class, now);
+            }
+            self.watch.sample_for(objects.len());
+        }
+    }
+
+    /// The bin of what a use of the object saves, for each unit of memory.
+    fn weigh(&mut self, objects: &Objects, slot: Slot) -> u8 {
+        let (facts, units) = (objects.facts(slot), objects.node(slot).units.max(1));
+        let tokens = u64::from(facts.tokens.max(1));
+        let worth = match self.objective {
+            Objective::Uses => 1.0,
+            Objective::Tokens => tokens as f64,
+            Objective::Cost if facts.cost > 0.0 => f64::from(facts.cost),
+            Objective::Cost => self.cost.of(u64::from(facts.context), tokens),
+        };
+        let weight = worth / f64::from(units);
+        if self.usual_weight <= 0.0 {
+            self.usual_weight = weight;
+        }
+        weight_bin(weight / self.usual_weight)
+    }
+
+    fn place(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let class = class(self.traits[slot as usize]);
+        let weight = self.weights[slot as usize];
+        let node = objects.node_mut(slot);
+        node.stamp = now;
+        node.set_held(false);
+        self.cohorts.add(objects, slot, class, weight, now);
+    }
+
+    fn take(&mut self, objects: &mut Objects, slot: Slot) {
+        if !objects.node(slot).is_held() {
+            self.cohorts.unlink(objects, slot);
+        }
+    }
+}
+
+impl Policy for Horizon {
+    fn name(&self) -> &'static str {
+        "horizon"
+    }
+
+    fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        self.step(objects, now);
+        let (id, facts) = (objects.node(slot).id, objects.facts(slot));
+        self.full_tokens = self.full_tokens.max(facts.tokens);
+        let fresh = Traits::new(facts.tokens > 0 && facts.tokens < self.full_tokens);
+        let tick = self.tick(now);
+        self.traits[slot as usize] = match self.past.remove(id) {
+            None => fresh,
+            Some((uses, last)) => {
+                let gap = i64::from(tick.wrapping_sub(last)) * TICK_NS;
+                fresh.with_uses(u64::from(uses)).used(gap)
+            }
+        };
+        self.weights[slot as usize] = self.weigh(objects, slot);
+        self.watch.end(&mut self.hazards, id, now);
+        let class = class(self.traits[slot as usize]);
+        self.watch.begin(&mut self.hazards, id, class, now);
+        self.place(objects, slot, now);
+    }
+
+    fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        self.step(objects, now);
+        let node = objects.node(slot);
+        let (id, gap) = (node.id, now - node.stamp);
+        self.take(objects, slot);
+        let traits = self.traits[slot as usize].used(gap);
+        self.traits[slot as usize] = traits;
+        self.watch.end(&mut self.hazards, id, now);
+        self.watch.begin(&mut self.hazards, id, class(traits), now);
+        self.place(objects, slot, now);
+    }
+
+    fn miss(&mut self, _objects: &Objects, id: u64, now: i64) {
+        self.watch.end(&mut self.hazards, id, now);
+    }
+
+    fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, now: i64) {
+        self.take(objects, slot);
+        let (id, last) = (objects.node(slot).id, objects.node(slot).stamp);
+        if evicted {
+            let ago = ((now - last) / TICK_NS) as u32;
+            let tick = self.tick(now).wrapping_sub(ago);
+            self.past.add(id, u32::from(self.traits[slot as usize].uses()), tick);
+        }
+    }
+
+    fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot> {
+        self.cohorts.victim(objects, &self.hazards, now)
+    }
+
+    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
+        if objects.node(slot).is_held() {
+            objects.node_mut(slot).set_held(false);
+            let class = class(self.traits[slot as usize]);
+            self.cohorts.put_back(objects, slot, class, self.weights[slot as usize]);
+        }
+    }
+
+    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        objects.set_units(slot, units);
+        let held = objects.node(slot).is_held();
+        self.take(objects, slot);
+        objects.node_mut(slot).set_held(true);
+        self.weights[slot as usize] = self.weigh(objects, slot);
+        if !held {
+            self.put_back(objects, slot, 0);
+        }
+    }
+
+    fn hint(&mut self, objects: &mut Objects, slot: Slot, hint: &Hint, now: i64) {
+        let before = self.traits[slot as usize];
+        let mut traits = before;
+        if let Some(stop) = hint.stop {
+            traits = traits.stopped(stop);
+        }
+        if let Some((ns, _)) = hint.next_use {
+            traits = traits.expected(ns.saturating_sub(now));
+        }
+        if hint.done {
+            traits = traits.done();
+        }
+        if class(traits) == class(before) {
+            return;
+        }
+        let (held, id) = (objects.node(slot).is_held(), objects.node(slot).id);
+        self.take(objects, slot);
+        self.traits[slot as usize] = traits;
+        self.watch.reclass(&mut self.hazards, id, class(traits));
+        objects.node_mut(slot).set_held(true);
+        if !held {
+            self.put_back(objects, slot, now);
+        }
+    }
+
+    fn rank(&self, objects: &Objects, slot: Slot, now: i64) -> Rank {
+        Rank::score(self.score(objects, slot, now), objects.node(slot).stamp)
+    }
+
+    fn score(&self, objects: &Objects, slot: Slot, now: i64) -> f64 {
+        let age = now - objects.node(slot).stamp;
+        let class = class(self.traits[slot as usize]);
+        self.cohorts.weighted(self.hazards.score(class, age), self.weights[slot as usize])
+    }
+
+    fn seed(&self, columns: &Columns, now: i64, ranks: &mut [Rank]) {
+        for (row, rank) in ranks.iter_mut().enumerate() {
+            let last = columns.last_access_ns(row);
+            let mut traits = Traits::default();
+            if columns.count(row) > 1 {
+                let span = last - columns.created_ns(row);
+                let waits = columns.count(row) - 1;
+                let mean = span / i64::try_from(waits).unwrap_or(i64::MAX);
+                traits = traits.with_uses(waits - 1).used(mean);
+            }
+            if columns.lifetime_ns(row) >= 0 {
+                traits = traits.expected(columns.lifetime_ns(row));
+            }
+            let score = self.hazards.score(class(traits), now.saturating_sub(last));
+            *rank = Rank::score(f64::from(score), last);
+        }
+    }
+
+    fn wants_facts(&self) -> bool {
+        true
+    }
+
+    fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
+        out("cohorts", self.cohorts.len() as f64);
+        out("watched", self.watch.len() as f64);
+        out("remembered", self.past.len() as f64);
+    }
+
+    fn check(&self, objects: &Objects) -> Result<()> {
+        self.cohorts.check(objects)
+    }
+}

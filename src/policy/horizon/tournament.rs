@@ -1,0 +1,88 @@
+//! The least of many keys that change: a tree of winners. A change costs the
+//! height of the tree; the least is known at once.
+
+/// Keys by number, and who has the least.
+pub struct Tournament<K> {
+    keys: Vec<K>,
+    /// Winners: of all at 1, of the halves at 2 and 3, and so on.
+    winners: Vec<u32>,
+    highest: K,
+}
+
+impl<K: Copy + PartialOrd> Tournament<K> {
+    /// No keys; `highest` loses against all others.
+    pub fn new(highest: K) -> Tournament<K> {
+        Tournament { keys: vec![highest], winners: vec![0; 2], highest }
+    }
+
+    /// Adds one more key, the highest.
+    pub fn grow(&mut self) {
+        let places = self.winners.len() / 2;
+        self.keys.push(self.highest);
+        if self.keys.len() > places {
+            self.winners = vec![0; places * 4];
+            let places = places * 2;
+            for i in 0..places {
+                self.winners[places + i] = i as u32;
+            }
+            for at in (1..places).rev() {
+                self.winners[at] = self.better(self.winners[2 * at], self.winners[2 * at + 1]);
+            }
+        }
+    }
+
+    #[inline]
+    fn better(&self, a: u32, b: u32) -> u32 {
+        let key = |i: u32| self.keys.get(i as usize).copied().unwrap_or(self.highest);
+        if key(b) < key(a) { b } else { a }
+    }
+
+    /// A key.
+    #[inline]
+    pub fn get(&self, at: u32) -> K {
+        self.keys[at as usize]
+    }
+
+    /// Changes a key.
+    #[inline]
+    pub fn set(&mut self, at: u32, key: K) {
+        self.keys[at as usize] = key;
+        let mut up = (self.winners.len() / 2 + at as usize) / 2;
+        while up > 0 {
+            self.winners[up] = self.better(self.winners[2 * up], self.winners[2 * up + 1]);
+            up /= 2;
+        }
+    }
+
+    /// Who has the least key; the lowest number of equals.
+    #[inline]
+    pub fn least(&self) -> u32 {
+        self.winners[1]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_least_is_found_after_every_change() {
+        let mut tree = Tournament::new(f32::INFINITY);
+        let mut model = vec![f32::INFINITY];
+        let mut state = 3u64;
+        for _ in 0..5_000 {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            if state >> 60 == 0 {
+                tree.grow();
+                model.push(f32::INFINITY);
+            }
+            let at = ((state >> 20) % model.len() as u64) as u32;
+            let key = if state >> 61 == 1 { f32::INFINITY } else { (state >> 50) as f32 };
+            tree.set(at, key);
+            model[at as usize] = key;
+            let least = model.iter().copied().fold(f32::INFINITY, f32::min);
+            let want = model.iter().position(|&k| k == least).expect("some");
+            assert_eq!((tree.least() as usize, tree.get(tree.least())), (want, least));
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! Waits that are going on: of resident objects and of evicted ones, so that
+//! what is learned does not depend on what was kept. A sample, when there are
+//! more than it holds.
+
+use crate::base::status::Result;
+use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::meta::index::{Index, NONE, Slot, hash};
+use crate::policy::horizon::hazard::{AGES, Hazards, age_bucket, age_start_ns};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Wait {
+    id: u64,
+    start_ns: i64,
+    older: Slot,
+    newer: Slot,
+    class: u16,
+    bucket: u16,
+    reserved: u32,
+}
+
+// SAFETY: integers only.
+unsafe impl Zeroable for Wait {}
+
+#[derive(Clone, Copy)]
+struct Queue {
+    oldest: Slot,
+    newest: Slot,
+}
+
+/// The waits, in queues by how long they have lasted.
+pub struct Watch {
+    waits: Zeroed<Wait>,
+    index: Index,
+    queues: [Queue; AGES],
+    free: Slot,
+    fresh: Slot,
+    /// An id is watched when so many low bits of its hash are 0: the high ones
+    /// say where it lies in the index.
+    shift: u32,
+    hand: usize,
+}
+
+/// Waits moved to the next bucket in one go.
+const MOVES: usize = 24;
+
+impl Watch {
+    /// Room for `limit` waits.
+    pub fn new(limit: usize) -> Result<Watch> {
+        Ok(Watch {
+            waits: Zeroed::new(limit)?,
+            index: Index::new(limit)?,
+            queues: [Queue { oldest: NONE, newest: NONE }; AGES],
+            free: NONE,
+            fresh: 0,
+            shift: 0,
+            hand: 0,
+        })
+    }
+
+    /// How many are watched.
+    pub fn len(&self) -> usize {
+        self.index.len()
+    }
+
+    /// Watches a part of ids so that four times the residents would fit.
+    pub fn sample_for(&mut self, residents: usize) {
+        let room = (self.waits.len() / 4).max(1);
+        while self.shift < 20 && residents >> self.shift > room {
+            self.shift += 1;
+        }
+    }
+
+    #[inline]
+    fn is_sampled(&self, id: u64) -> bool {
+        hash(id) & ((1 << self.shift) - 1) == 0
+    }
+
+    fn find(&self, id: u64) -> Option<Slot> {
+        self.index.find(id, |slot| self.waits[slot as usize].id == id)
+    }
+
+    fn push(&mut self, slot: Slot, bucket: usize) {
+        let queue = &mut self.queues[bucket];
+        let newest = std::mem::replace(&mut queue.newest, slot);
+        if newest == NONE {
+            queue.oldest = slot;
+        } else {
+            self.waits[newest as usize].newer = slot;
+        }
+        let wait = &mut self.waits[slot as usize];
+        (wait.older, wait.newer, wait.bucket) = (newest, NONE, bucket as u16);
+    }
+
+    fn unlink(&mut self, slot: Slot) {
+        let Wait { older, newer, bucket, .. } = self.waits[slot as usize];
+        let queue = &mut self.queues[usize::from(bucket)];
+        match newer {
+            NONE => queue.newest = older,
+            newer => self.waits[newer as usize].older = older,
+        }
+        match older {
+            NONE => queue.oldest = newer,
+            older => self.waits[older as usize].newer = newer,
+        }
+    }
+
+    fn drop_wait(&mut self, slot: Slot) {
+        self.unlink(slot);
+        let id = self.waits[slot as usize].id;
+        self.index.remove(id, |s| s == slot);
+        self.waits[slot as usize].older = std::mem::replace(&mut self.free, slot);
+    }
+
+    /// An object begins to wait.
+    pub fn begin(&mut self, hazards: &mut Hazards, id: u64, class: u16, now: i64) {
+        if !self.is_sampled(id) || self.waits.is_empty() {
+            return;
+        }
+        if let Some(slot) = self.find(id) {
+            self.drop_wait(slot);
+        }
+        if self.len() == self.waits.len() {
+            let longest = self.queues.iter().rev().find(|q| q.oldest != NONE);
+            if let Some(slot) = longest.map(|q| q.oldest) {
+                self.drop_wait(slot);
+            }
+        }
+        let slot = match self.free {
+            NONE => {
+                self.fresh += 1;
+                self.fresh - 1
+            }
+            slot => {
+                self.free = self.waits[slot as usize].older;
+                slot
+            }
+        };
+        let fits = self.index.insert(id, slot);
+        assert!(fits, "room was made");
+        self.waits[slot as usize] =
+            Wait { id, start_ns: now, older: NONE, newer: NONE, class, bucket: 0, reserved: 0 };
+        self.push(slot, 0);
+        hazards.enter(class, 0);
+    }
+
+    /// What an object waits as turned out otherwise, shortly after it began.
+    pub fn reclass(&mut self, hazards: &mut Hazards, id: u64, class: u16) {
+        let Some(slot) = self.find(id) else { return };
+        let wait = &mut self.waits[slot as usize];
+        if wait.bucket == 0 && wait.class != class {
+            hazards.leave(wait.class);
+            wait.class = class;
+            hazards.enter(class, 0);
+        }
+    }
+
+    /// An object is used: its wait, if it is watched, is over.
+    pub fn end(&mut self, hazards: &mut Hazards, id: u64, now: i64) {
+        let Some(slot) = self.find(id) else { return };
+        let Wait { start_ns, class, bucket, .. } = self.waits[slot as usize];
+        let last = age_bucket(now - start_ns);
+        (usize::from(bucket) + 1..=last).for_each(|b| hazards.enter(class, b));
+        hazards.end(class, last);
+        self.drop_wait(slot);
+    }
+
+    /// Counts those that have waited into their next bucket: a few of them, of
+    /// one bucket after the other.
+    pub fn age(&mut self, hazards: &mut Hazards, now: i64) {
+        let bucket = self.hand;
+        self.hand = if bucket + 2 == AGES { 0 } else { bucket + 1 };
+        let limit = age_start_ns(bucket + 1);
+        for _ in 0..MOVES {
+            let slot = self.queues[bucket].oldest;
+            if slot == NONE || now - self.waits[slot as usize].start_ns < limit {
+                break;
+            }
+            self.unlink(slot);
+            self.push(slot, bucket + 1);
+            hazards.enter(self.waits[slot as usize].class, bucket + 1);
+        }
+    }
+}

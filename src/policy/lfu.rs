@@ -1,0 +1,169 @@
+//! `lfu`: the one used least leaves first, the one used longest ago among
+//! equals.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `aged` | true | dynamic ageing: an object's key is the clock at its last use plus its uses (its insert is the first); the clock is the greatest key of those evicted so far. What was used often long ago falls behind. False: the uses alone, for ever |
+//!
+//! Uses before an eviction are forgotten with it.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::base::zeroed::Zeroed;
+use crate::meta::index::Slot;
+use crate::meta::objects::Objects;
+use crate::policy::columns::Columns;
+use crate::policy::heap::Heap;
+use crate::policy::registry::Setting;
+use crate::policy::{Policy, Rank};
+
+/// Least frequently used.
+pub struct Lfu {
+    heap: Heap,
+    uses: Zeroed<u32>,
+    keys: Zeroed<u64>,
+    clock: u64,
+    aged: bool,
+}
+
+impl Lfu {
+    /// Reads `lfu` and its parameters.
+    pub fn read(reader: &mut Reader, setting: &Setting) -> Result<Lfu> {
+        Ok(Lfu {
+            aged: reader.bool("aged", true)?,
+            heap: Heap::new(setting.max_objects)?,
+            uses: Zeroed::new(setting.max_objects)?,
+            keys: Zeroed::new(setting.max_objects)?,
+            clock: 0,
+        })
+    }
+
+    fn used(&mut self, objects: &mut Objects, slot: Slot, uses: u32, now: i64) {
+        let at = slot as usize;
+        self.uses[at] = uses;
+        self.keys[at] = self.clock + u64::from(uses);
+        objects.node_mut(slot).stamp = now;
+        self.heap.update(objects, slot, Rank::count(self.keys[at], now));
+    }
+}
+
+impl Policy for Lfu {
+    fn name(&self) -> &'static str {
+        "lfu"
+    }
+
+    fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        self.used(objects, slot, 1, now);
+    }
+
+    fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let uses = self.uses[slot as usize].saturating_add(1);
+        self.used(objects, slot, uses, now);
+    }
+
+    fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, _now: i64) {
+        self.heap.remove(objects, slot);
+        if evicted && self.aged {
+            self.clock = self.clock.max(self.keys[slot as usize]);
+        }
+    }
+
+    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
+        let (_, slot) = self.heap.least(objects)?;
+        self.heap.hold(objects, slot);
+        Some(slot)
+    }
+
+    fn put_back(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let rank = self.rank(objects, slot, now);
+        self.heap.update(objects, slot, rank);
+    }
+
+    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        objects.set_units(slot, units);
+    }
+
+    fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
+        Rank::count(self.keys[slot as usize], objects.node(slot).stamp)
+    }
+
+    fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
+        for (row, rank) in ranks.iter_mut().enumerate() {
+            let key = self.clock.saturating_add(columns.count(row));
+            *rank = Rank::count(key, columns.last_access_ns(row));
+        }
+    }
+
+    fn score(&self, _objects: &Objects, slot: Slot, _now: i64) -> f64 {
+        self.keys[slot as usize] as f64
+    }
+
+    fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
+        out("clock", self.clock as f64);
+    }
+
+    fn check(&self, objects: &Objects) -> Result<()> {
+        self.heap.check_all(objects)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::policy::evictor::{Evictor, New, Options, Who};
+
+    fn open(spec: &str) -> Evictor {
+        let options = Options { max_objects: 16, holes: true, ..Options::default() };
+        Evictor::open(spec, &options).expect("a known policy")
+    }
+
+    fn insert(e: &mut Evictor, now: i64, id: u64) {
+        e.insert(now, &Who::default(), &[New { id, units: 1, ..New::default() }]).expect("room");
+    }
+
+    fn evict(e: &mut Evictor, now: i64) -> u64 {
+        let mut out = Vec::new();
+        e.evict(now, 1, &mut out).expect("a time");
+        out[0].id
+    }
+
+    /// One object is used often, then never again; others come and are used
+    /// twice each.
+    fn survivor(spec: &str) -> bool {
+        let mut e = open(spec);
+        insert(&mut e, 1, 999);
+        for now in 2..12 {
+            e.touch(now, &Who::default(), &[999]).expect("there");
+        }
+        for id in 0..100u64 {
+            let now = 100 + id as i64 * 10;
+            insert(&mut e, now, id);
+            e.touch(now + 1, &Who::default(), &[id]).expect("there");
+            if e.objects().len() > 4 {
+                evict(&mut e, now + 2);
+            }
+        }
+        e.check().expect("sound");
+        e.objects().find(999).is_some()
+    }
+
+    #[test]
+    fn old_fame_fades_with_ageing_only() {
+        assert!(!survivor("lfu"));
+        assert!(survivor("lfu(aged=false)"));
+    }
+
+    #[test]
+    fn a_preview_does_not_move_the_clock() {
+        let mut e = open("lfu");
+        (0..3).for_each(|id| insert(&mut e, 1, id));
+        let mut out = Vec::new();
+        e.preview(2, 2, &mut out).expect("a time");
+        let mut clock = None;
+        e.policy().gauges(e.objects(), &mut |name, value| {
+            assert_eq!(name, "clock");
+            clock = Some(value);
+        });
+        assert_eq!(clock, Some(0.0));
+        assert_eq!((evict(&mut e, 3), evict(&mut e, 4)), (out[0].id, out[1].id));
+    }
+}

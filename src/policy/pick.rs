@@ -1,0 +1,305 @@
+//! The first few of many in order, without sorting the rest: entries fall into
+//! buckets by the leading part of their rank, and only buckets that are needed
+//! are looked into.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::policy::Rank;
+
+/// A row that may leave, in its order of leaving. Equal ranks are told apart by
+/// the id, so that the order of the rows does not matter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Entry {
+    /// Where it stands.
+    pub rank: Rank,
+    /// Who.
+    pub id: u64,
+    /// Its row.
+    pub row: u32,
+    /// What it frees, at most.
+    pub blocks: u32,
+}
+
+/// Fewer are simply sorted.
+const SMALL: usize = 24;
+
+/// Room for `len` in a vector that is kept from call to call.
+pub fn reserve<T>(vec: &mut Vec<T>, len: usize) -> Result<()> {
+    if vec.try_reserve(len.saturating_sub(vec.len())).is_err() {
+        fail!(NoMem, "no memory for {len} candidates");
+    }
+    Ok(())
+}
+
+/// The rows that can be among the first.
+#[derive(Default)]
+pub struct Front {
+    sample: Vec<(u64, u32)>,
+    rows: Vec<u32>,
+}
+
+impl Front {
+    /// Gathers into `out` the entries that can be among the first whose blocks
+    /// reach `required`: a few too many, not in order. Rows of weight 0 stay out.
+    pub fn gather(
+        &mut self,
+        ranks: &[Rank],
+        ids: &[u64],
+        weights: &[u32],
+        required: u64,
+        out: &mut Vec<Entry>,
+    ) -> Result<()> {
+        let total: u64 = weights.iter().map(|&w| u64::from(w)).sum();
+        let mut bound = self.guess(ranks, weights, total, required);
+        if self.rows.len() < ranks.len() {
+            reserve(&mut self.rows, ranks.len())?;
+            self.rows.resize(ranks.len(), 0);
+        }
+        let rows = loop {
+            // Without a branch that the processor would have to guess.
+            let (mut count, mut sum) = (0, 0);
+            for (row, (rank, &weight)) in ranks.iter().zip(weights).enumerate() {
+                let inside = (rank.major <= bound) & (weight > 0);
+                self.rows[count] = row as u32;
+                count += usize::from(inside);
+                sum += u64::from(weight) * u64::from(inside);
+            }
+            if sum >= required || bound == u64::MAX {
+                break &self.rows[..count];
+            }
+            bound = u64::MAX;
+        };
+        out.clear();
+        reserve(out, rows.len())?;
+        out.extend(rows.iter().map(|&row| {
+            let at = row as usize;
+            Entry { rank: ranks[at], id: ids[at], row, blocks: weights[at] }
+        }));
+        Ok(())
+    }
+
+    /// A rank below which there is probably enough, by a look at some rows: the
+    /// share that is wanted and twice its standard error.
+    fn guess(&mut self, ranks: &[Rank], weights: &[u32], total: u64, required: u64) -> u64 {
+        let step = (ranks.len() / 1024).max(16);
+        if total <= required || ranks.len() < 4 * step {
+            return u64::MAX;
+        }
+        self.sample.clear();
+        let rows = (step / 2..ranks.len()).step_by(step);
+        if self.sample.try_reserve(rows.len()).is_err() {
+            return u64::MAX;
+        }
+        self.sample.extend(rows.map(|row| (ranks[row].major, weights[row])));
+        self.sample.sort_unstable();
+        let (share, n) = (required as f64 / total as f64, self.sample.len() as f64);
+        let want = share + 2.0 * (share * (1.0 - share) / n).sqrt() + 2.0 / n;
+        let all: u64 = self.sample.iter().map(|&(_, w)| u64::from(w)).sum();
+        let (want, mut sum) = (want * all as f64, 0);
+        for &(major, weight) in &self.sample {
+            sum += u64::from(weight);
+            if sum as f64 > want {
+                return major;
+            }
+        }
+        u64::MAX
+    }
+}
+
+fn part(entry: &Entry, which: u32) -> u64 {
+    match which {
+        0 => entry.rank.major,
+        1 => entry.rank.minor,
+        _ => entry.id,
+    }
+}
+
+/// The first part in which entries differ, its least value and its span.
+fn differ(entries: &[Entry]) -> Option<(u32, u64, u64)> {
+    (0..3).find_map(|which| {
+        let (mut low, mut high) = (u64::MAX, 0);
+        for entry in entries {
+            low = low.min(part(entry, which));
+            high = high.max(part(entry, which));
+        }
+        (high > low).then(|| (which, low, high - low))
+    })
+}
+
+/// Shows entries in order until `visit` says false. Those shown stand in order
+/// at the front afterwards. `spare` is as long as `entries`. Whether all were
+/// shown.
+pub fn in_order(
+    entries: &mut [Entry],
+    spare: &mut [Entry],
+    visit: &mut dyn FnMut(&Entry) -> bool,
+) -> bool {
+    match entries.len() {
+        0..=SMALL => {
+            entries.sort_unstable();
+            entries.iter().all(visit)
+        }
+        0..=255 => by_bucket::<4, 16>(entries, spare, visit),
+        0..=4095 => by_bucket::<7, 128>(entries, spare, visit),
+        _ => by_bucket::<11, 2048>(entries, spare, visit),
+    }
+}
+
+fn by_bucket<const BITS: u32, const BUCKETS: usize>(
+    entries: &mut [Entry],
+    spare: &mut [Entry],
+    visit: &mut dyn FnMut(&Entry) -> bool,
+) -> bool {
+    let Some((which, low, span)) = differ(entries) else {
+        return entries.iter().all(visit);
+    };
+    let shift = (u64::BITS - span.leading_zeros()).saturating_sub(BITS);
+    let bucket = |entry: &Entry| ((part(entry, which) - low) >> shift) as usize & (BUCKETS - 1);
+    let mut ends = [0u32; BUCKETS];
+    for entry in entries.iter() {
+        ends[bucket(entry)] += 1;
+    }
+    let mut start = 0;
+    for end in &mut ends {
+        start += std::mem::replace(end, start);
+    }
+    for entry in entries.iter() {
+        let at = &mut ends[bucket(entry)];
+        spare[*at as usize] = *entry;
+        *at += 1;
+    }
+    let len = entries.len();
+    entries.copy_from_slice(&spare[..len]);
+    let mut start = 0;
+    for end in ends {
+        let end = end as usize;
+        if end > start && !in_order(&mut entries[start..end], spare, visit) {
+            return false;
+        }
+        start = end;
+    }
+    true
+}
+
+/// Finds an id that is given twice. Exact: a bit a hash tells which ids can be
+/// equal at all, and only those are compared.
+#[derive(Default)]
+pub struct Twins {
+    seen: Vec<u64>,
+    /// Bits of those that met a bit that was set, folded to fit close by.
+    again: Vec<u64>,
+    suspects: Vec<u64>,
+}
+
+/// Words of the small map.
+const AGAIN: usize = 1024;
+
+impl Twins {
+    /// An id that is in `ids` twice.
+    pub fn find(&mut self, ids: &[u64]) -> Result<Option<u64>> {
+        if ids.is_sorted_by(|a, b| a < b) {
+            return Ok(None);
+        }
+        // 16 to 32 bits an id: one in some 40 meets a bit that is set.
+        let bits = (ids.len().ilog2() + 5).max(6);
+        let words = 1usize << (bits - 6);
+        reserve(&mut self.seen, words)?;
+        self.seen.clear();
+        self.seen.resize(words, 0);
+        let small = words.min(AGAIN);
+        reserve(&mut self.again, small)?;
+        self.again.clear();
+        self.again.resize(small, 0);
+        let (seen, again) = (&mut self.seen[..words], &mut self.again[..small]);
+        let hash = |id: u64| id.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - bits);
+        for &id in ids {
+            let hash = hash(id);
+            let (word, bit) = (&mut seen[(hash >> 6) as usize & (words - 1)], 1 << (hash & 63));
+            again[(hash >> 6) as usize & (small - 1)] |= *word & bit;
+            *word |= bit;
+        }
+        self.suspects.clear();
+        for &id in ids {
+            let hash = hash(id);
+            if again[(hash >> 6) as usize & (small - 1)] >> (hash & 63) & 1 != 0 {
+                if self.suspects.try_reserve(1).is_err() {
+                    fail!(NoMem, "no memory to compare {} ids", ids.len());
+                }
+                self.suspects.push(id);
+            }
+        }
+        self.suspects.sort_unstable();
+        Ok(self.suspects.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn entries() -> impl Strategy<Value = Vec<Entry>> {
+        // Narrow, wide and equal parts.
+        let part = prop_oneof![Just(7u64), 0..4u64, any::<u64>()];
+        prop::collection::vec((part.clone(), part, any::<u64>(), 0..9u32), 0..600).prop_map(|all| {
+            let entry = |(row, (major, minor, id, blocks))| {
+                let row = row as u32;
+                Entry { rank: Rank { major, minor }, id, row, blocks }
+            };
+            all.into_iter().enumerate().map(entry).collect()
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+
+        #[test]
+        fn the_first_come_in_order(mut all in entries(), most in 0..700usize) {
+            let mut want = all.clone();
+            want.sort();
+            let (mut spare, mut seen) = (vec![Entry::default(); all.len()], Vec::new());
+            in_order(&mut all, &mut spare, &mut |e| {
+                seen.push(*e);
+                seen.len() < most
+            });
+            want.truncate(most.max(1));
+            prop_assert_eq!(&seen, &want);
+            prop_assert_eq!(&all[..seen.len()], &want[..]);
+        }
+
+        #[test]
+        fn no_row_that_could_leave_is_left_out(all in entries(), required in 0..3000u64) {
+            let ranks: Vec<Rank> = all.iter().map(|e| e.rank).collect();
+            let ids: Vec<u64> = all.iter().map(|e| e.id).collect();
+            let weights: Vec<u32> = all.iter().map(|e| e.blocks).collect();
+            let mut got = Vec::new();
+            Front::default().gather(&ranks, &ids, &weights, required, &mut got).expect("memory");
+            let mut want: Vec<Entry> = all.iter().copied().filter(|e| e.blocks > 0).collect();
+            want.sort();
+            got.sort();
+            let mut sum = 0;
+            for (i, entry) in want.iter().enumerate() {
+                if sum >= required {
+                    break;
+                }
+                prop_assert_eq!(got.get(i), Some(entry));
+                sum += u64::from(entry.blocks);
+            }
+        }
+
+        #[test]
+        fn twins_are_found(mut ids in prop::collection::vec(0..5000u64, 1..300)) {
+            let mut sorted = ids.clone();
+            sorted.sort();
+            let twice = sorted.windows(2).any(|pair| pair[0] == pair[1]);
+            let mut twins = Twins::default();
+            let found = twins.find(&ids).expect("memory");
+            prop_assert_eq!(found.is_some(), twice);
+            sorted.dedup();
+            sorted.reverse();
+            prop_assert_eq!(twins.find(&sorted).expect("memory"), None);
+            ids.push(ids[0]);
+            prop_assert!(twins.find(&ids).expect("memory").is_some());
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! Objects that were passed over because their tenant holds too little: a queue
+//! for each class and tenant, in the order of the inner policy.
+
+use crate::base::status::Result;
+use crate::base::zeroed::Zeroed;
+use crate::fail;
+use crate::meta::index::{NONE, Slot};
+use crate::policy::Rank;
+use crate::policy::qos::CLASSES;
+use crate::policy::qos::tenants::MAX_TENANTS;
+
+/// How far back a newcomer is moved to where it belongs. They come in order but
+/// for those that had been blocked, so a step or two is the rule.
+const MOST_STEPS: usize = 64;
+
+#[derive(Clone, Copy)]
+struct Ends {
+    first: Slot,
+    last: Slot,
+}
+
+/// The queues.
+pub struct Parked {
+    ends: [[Ends; MAX_TENANTS + 1]; CLASSES],
+    /// Which queues of a class are not empty.
+    used: [u128; CLASSES],
+    /// Neighbours; the objects' own links are the inner policy's.
+    before: Zeroed<u32>,
+    after: Zeroed<u32>,
+    len: usize,
+}
+
+impl Parked {
+    /// Queues for up to `max_objects`.
+    pub fn new(max_objects: usize) -> Result<Parked> {
+        Ok(Parked {
+            ends: [[Ends { first: NONE, last: NONE }; MAX_TENANTS + 1]; CLASSES],
+            used: [0; CLASSES],
+            before: Zeroed::new(max_objects)?,
+            after: Zeroed::new(max_objects)?,
+            len: 0,
+        })
+    }
+
+    /// How many are parked.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Rows of tenants with something parked in a class, a bit each.
+    #[inline]
+    pub fn used(&self, class: usize) -> u128 {
+        self.used[class]
+    }
+
+    /// The first of a queue that is not empty.
+    #[inline]
+    pub fn first(&self, class: usize, row: u8) -> Slot {
+        self.ends[class][usize::from(row)].first
+    }
+
+    /// Adds an object behind those that leave before it.
+    pub fn add(&mut self, class: usize, row: u8, slot: Slot, rank: impl Fn(Slot) -> Rank) {
+        let mut before = self.ends[class][usize::from(row)].last;
+        let own = rank(slot);
+        for _ in 0..MOST_STEPS {
+            if before == NONE || rank(before) <= own {
+                break;
+            }
+            before = self.before[before as usize];
+        }
+        let ends = &mut self.ends[class][usize::from(row)];
+        let after = match before {
+            NONE => std::mem::replace(&mut ends.first, slot),
+            before => std::mem::replace(&mut self.after[before as usize], slot),
+        };
+        match after {
+            NONE => ends.last = slot,
+            after => self.before[after as usize] = slot,
+        }
+        (self.before[slot as usize], self.after[slot as usize]) = (before, after);
+        self.used[class] |= 1 << row;
+        self.len += 1;
+    }
+
+    /// Takes an object out of the queue that it is in.
+    pub fn remove(&mut self, class: usize, row: u8, slot: Slot) {
+        let (before, after) = (self.before[slot as usize], self.after[slot as usize]);
+        let ends = &mut self.ends[class][usize::from(row)];
+        match before {
+            NONE => ends.first = after,
+            before => self.after[before as usize] = after,
+        }
+        match after {
+            NONE => ends.last = before,
+            after => self.before[after as usize] = before,
+        }
+        if ends.first == NONE {
+            self.used[class] &= !(1 << row);
+        }
+        self.len -= 1;
+    }
+
+    /// Whether every queue is sound and has what `is` says.
+    pub fn check(&self, is: impl Fn(usize, u8, Slot) -> bool) -> Result<()> {
+        let mut seen = 0;
+        for class in 0..CLASSES {
+            for row in 0..=MAX_TENANTS as u8 {
+                let Ends { first, last } = self.ends[class][usize::from(row)];
+                let (mut at, mut before) = (first, NONE);
+                while at != NONE {
+                    if self.before[at as usize] != before || !is(class, row, at) {
+                        fail!(State, "slot {at} is parked in a queue that it is not in");
+                    }
+                    (before, at, seen) = (at, self.after[at as usize], seen + 1);
+                }
+                if before != last || (self.used[class] >> row & 1 == 1) != (first != NONE) {
+                    fail!(State, "queue {row} of class {class} does not know its ends");
+                }
+            }
+        }
+        if seen != self.len {
+            fail!(State, "{seen} are parked, {} are counted", self.len);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_comes_late_is_put_where_it_belongs() {
+        let mut parked = Parked::new(8).expect("small");
+        let rank = |slot: Slot| Rank { major: slot.into(), minor: 0 };
+        [2, 5, 3, 1, 7].into_iter().for_each(|slot| parked.add(1, 4, slot, rank));
+        parked.check(|class, row, _| (class, row) == (1, 4)).expect("sound");
+        assert_eq!((parked.len(), parked.used(1), parked.used(0)), (5, 1 << 4, 0));
+        parked.remove(1, 4, 5);
+        let mut order = Vec::new();
+        while parked.used(1) != 0 {
+            let first = parked.first(1, 4);
+            order.push(first);
+            parked.remove(1, 4, first);
+        }
+        assert_eq!(order, [1, 2, 3, 7]);
+        assert_eq!(parked.len(), 0);
+    }
+}

@@ -1,0 +1,252 @@
+//! Lists whose sizes decide: each counts what belongs to it, those held because
+//! they must stay included, a chosen victim not.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::{Node, Objects};
+use crate::policy::lists::Lists;
+
+/// Bit of `Node::freq`: the object is a chosen victim, and not counted.
+const TAKEN: u8 = 0x10;
+/// Largest counter that fits beside it.
+pub const MAX_COUNT: u8 = TAKEN - 1;
+
+/// `N` lists with the sums of their sizes. Every move gives an object a new
+/// stamp, later than any before, so that a list's order is the order of stamps
+/// and a held object finds its place again.
+pub struct Queues<const N: usize> {
+    lists: Lists<N>,
+    units: [u64; N],
+    last: i64,
+}
+
+impl<const N: usize> Default for Queues<N> {
+    fn default() -> Queues<N> {
+        Queues { lists: Lists::default(), units: [0; N], last: i64::MIN }
+    }
+}
+
+/// A counter of the policy's own, up to MAX_COUNT.
+#[inline]
+pub fn count(node: &Node) -> u8 {
+    node.freq() & MAX_COUNT
+}
+
+/// Sets the counter.
+#[inline]
+pub fn set_count(node: &mut Node, count: u8) {
+    let taken = node.freq() & TAKEN;
+    node.set_freq(taken | count.min(MAX_COUNT));
+}
+
+impl<const N: usize> Queues<N> {
+    /// A search moves several objects at one time: all get stamps of their own.
+    #[inline]
+    fn stamp(&mut self, now: i64) -> i64 {
+        self.last = now.max(self.last.saturating_add(1));
+        self.last
+    }
+
+    /// What belongs to a list, in units.
+    #[inline]
+    pub fn units(&self, list: usize) -> u64 {
+        self.units[list]
+    }
+
+    /// What belongs to any of them, in units.
+    #[inline]
+    pub fn total(&self) -> u64 {
+        self.units.iter().sum()
+    }
+
+    /// The coldest object of a list that is not held, blocked or not.
+    #[inline]
+    pub fn tail(&self, list: usize) -> Option<Slot> {
+        Some(self.lists.0[list].tail).filter(|&slot| slot != NONE)
+    }
+
+    /// Puts a new object at the hot end of a list.
+    #[inline]
+    pub fn push(&mut self, objects: &mut Objects, list: usize, slot: Slot, now: i64) {
+        let stamp = self.stamp(now);
+        let node = objects.node_mut(slot);
+        node.stamp = stamp;
+        node.set_freq(0);
+        self.units[list] += u64::from(node.units);
+        self.lists.push_hot(objects, list, slot);
+    }
+
+    /// Moves an object, held or not, to the hot end of a list.
+    #[inline]
+    pub fn move_hot(&mut self, objects: &mut Objects, list: usize, slot: Slot, now: i64) {
+        let stamp = self.stamp(now);
+        let node = objects.node_mut(slot);
+        node.stamp = stamp;
+        let units = u64::from(node.units);
+        self.units[usize::from(node.tag)] -= units;
+        self.units[list] += units;
+        self.lists.move_hot(objects, list, slot);
+    }
+
+    /// The coldest object of a list that may leave; blocked ones are held.
+    #[inline]
+    pub fn coldest(&mut self, objects: &mut Objects, list: usize) -> Option<Slot> {
+        self.lists.coldest(objects, list)
+    }
+
+    /// Takes a victim out; it counts no longer.
+    #[inline]
+    pub fn take(&mut self, objects: &mut Objects, slot: Slot) {
+        self.lists.hold(objects, slot);
+        let node = objects.node_mut(slot);
+        node.set_freq(node.freq() | TAKEN);
+        self.units[usize::from(node.tag)] -= u64::from(node.units);
+    }
+
+    /// Puts a held object or a victim back where its stamp belongs.
+    pub fn put_back(&mut self, objects: &mut Objects, slot: Slot) {
+        let node = objects.node_mut(slot);
+        if node.freq() & TAKEN != 0 {
+            node.set_freq(count(node));
+            self.units[usize::from(node.tag)] += u64::from(node.units);
+        }
+        self.lists.put_back(objects, slot);
+    }
+
+    /// Forgets an object that goes; the list that it was in.
+    #[inline]
+    pub fn remove(&mut self, objects: &mut Objects, slot: Slot) -> usize {
+        let node = objects.node(slot);
+        let list = usize::from(node.tag);
+        if node.freq() & TAKEN == 0 {
+            self.units[list] -= u64::from(node.units);
+        }
+        self.lists.unlink(objects, slot);
+        list
+    }
+
+    /// Changes an object's size.
+    pub fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        let node = objects.node(slot);
+        if node.freq() & TAKEN == 0 {
+            let sum = &mut self.units[usize::from(node.tag)];
+            *sum = *sum - u64::from(node.units) + u64::from(units);
+        }
+        self.lists.resize(objects, slot, units);
+    }
+
+    /// Whether the lists are sound, their sums right and their stamps in order.
+    pub fn check(&self, objects: &Objects) -> Result<()> {
+        self.lists.check(objects)?;
+        let mut units = [0; N];
+        for slot in objects.slots() {
+            let node = objects.node(slot);
+            if node.freq() & TAKEN == 0 {
+                units[usize::from(node.tag)] += u64::from(node.units);
+            }
+        }
+        if units != self.units {
+            fail!(State, "the queues count {:?} units, have {units:?}", self.units);
+        }
+        for list in &self.lists.0 {
+            if !list.from_cold(objects).is_sorted_by_key(|slot| objects.node(slot).stamp) {
+                fail!(State, "a queue is not in the order of its stamps");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A cache of objects of one unit, for the tests of policies.
+#[cfg(test)]
+pub(crate) mod testing {
+    use crate::policy::evictor::{Evictor, New, Options, Who};
+
+    pub(crate) struct Cache {
+        pub(crate) evictor: Evictor,
+        capacity: u64,
+        now: i64,
+    }
+
+    impl Cache {
+        pub(crate) fn new(spec: &str, capacity: u64) -> Cache {
+            let max_objects = 64;
+            let options = Options {
+                max_objects,
+                capacity_units: capacity,
+                holes: true,
+                ..Options::default()
+            };
+            let evictor = Evictor::open(spec, &options).expect("a known policy");
+            Cache { evictor, capacity, now: 0 }
+        }
+
+        /// Asks for each; those that left to make room.
+        pub(crate) fn get(&mut self, ids: impl IntoIterator<Item = u64>) -> Vec<u64> {
+            let (mut out, who) = (Vec::new(), Who::default());
+            for id in ids {
+                self.now += 1;
+                let e = &mut self.evictor;
+                if e.lookup(self.now, &who, &[id], &mut []).expect("a time") == 0 {
+                    while e.objects().units() >= self.capacity {
+                        e.evict(self.now, 1, &mut out).expect("a time");
+                    }
+                    e.insert(self.now, &who, &[New { id, units: 1, ..New::default() }]).expect("");
+                }
+                e.check().expect("sound");
+            }
+            out.iter().map(|victim| victim.id).collect()
+        }
+
+        /// Who would leave, to the last.
+        pub(crate) fn order(&mut self) -> Vec<u64> {
+            let mut out = Vec::new();
+            self.evictor.evict(self.now, u64::MAX, &mut out).expect("a time");
+            self.evictor.check().expect("sound");
+            out.iter().map(|victim| victim.id).collect()
+        }
+
+        pub(crate) fn gauge(&self, name: &str) -> f64 {
+            let mut found = f64::NAN;
+            let objects = self.evictor.objects();
+            self.evictor.policy().gauges(objects, &mut |n, x| {
+                if n == name {
+                    found = x;
+                }
+            });
+            found
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::meta::objects::Facts;
+
+    #[test]
+    fn the_held_count_and_the_chosen_do_not() {
+        let mut objects = Objects::new(4, false, false).expect("small");
+        let mut queues = Queues::<2>::default();
+        for id in 0..3 {
+            let slot = objects.insert(id, NONE, 10, &Facts::default()).expect("room");
+            queues.push(&mut objects, 0, slot, 5);
+        }
+        objects.acquire(0).expect("free");
+        assert_eq!(queues.coldest(&mut objects, 0), Some(1));
+        assert_eq!((queues.units(0), queues.total()), (30, 30));
+        queues.take(&mut objects, 1);
+        assert_eq!(queues.units(0), 20);
+        queues.check(&objects).expect("sound");
+        queues.move_hot(&mut objects, 1, 2, 5);
+        assert_eq!((queues.units(0), queues.units(1), queues.tail(0)), (10, 10, None));
+        queues.put_back(&mut objects, 1);
+        assert!(!objects.release(0).is_ok_and(|free| !free));
+        queues.put_back(&mut objects, 0);
+        assert_eq!((queues.tail(0), queues.units(0)), (Some(0), 20));
+        queues.resize(&mut objects, 0, 3);
+        queues.check(&objects).expect("sound");
+        assert_eq!((queues.remove(&mut objects, 0), queues.units(0)), (0, 10));
+    }
+}

@@ -1,0 +1,161 @@
+//! `tlru`: tail-optimised LRU. Of a session's history only as much is kept by
+//! preference as its next turn needs to stay below a bound on tokens to be
+//! computed; what lies beyond leaves first, by LRU, then the rest, by LRU.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `threshold` | 4096 | xi: tokens that a turn may compute without being late |
+//! | `turn` | 200 | Q: tokens that the next turn is expected to add |
+//!
+//! With H tokens of history, the next turn computes H + Q less what is cached.
+//! It is on time if that is at most xi: if the first B = max(0, H + Q - xi)
+//! tokens are cached. Only a leading part can be used, so the tokens beyond B are
+//! those at the *end* of the history: an object whose context (tokens before it)
+//! is B or more can go without any turn being late. One that reaches across B is
+//! kept with the rest. A session with H + Q up to xi needs nothing cached at all.
+//!
+//! H is the session's length, or where the object ends, if that is more. An
+//! object that no session used is kept with the rest. On which side one is is
+//! decided when it is inserted or used; it does not move while its session
+//! grows, until it is used again.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::meta::index::Slot;
+use crate::meta::objects::Objects;
+use crate::policy::columns::Columns;
+use crate::policy::lists::Lists;
+use crate::policy::{Policy, Rank};
+
+const BEYOND: usize = 0;
+const REST: usize = 1;
+
+/// LRU in two parts.
+pub struct Tlru {
+    lists: Lists<2>,
+    threshold: u64,
+    turn: u64,
+}
+
+impl Tlru {
+    /// Reads `tlru` and its parameters.
+    pub fn read(reader: &mut Reader) -> Result<Tlru> {
+        Ok(Tlru {
+            threshold: reader.u64("threshold", 4096, 0..=1 << 32)?,
+            turn: reader.u64("turn", 200, 0..=1 << 32)?,
+            lists: Lists::default(),
+        })
+    }
+
+    fn part(&self, history: u64, context: u64) -> usize {
+        let needed = history.saturating_add(self.turn).saturating_sub(self.threshold);
+        if context >= needed { BEYOND } else { REST }
+    }
+
+    fn part_of(&self, objects: &Objects, slot: Slot) -> usize {
+        let Some(session) = objects.sessions.of(objects.node(slot).session) else { return REST };
+        let facts = objects.facts(slot);
+        let end = u64::from(facts.context) + u64::from(facts.tokens);
+        self.part(u64::from(session.length).max(end), facts.context.into())
+    }
+}
+
+impl Policy for Tlru {
+    fn name(&self) -> &'static str {
+        "tlru"
+    }
+
+    fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        objects.node_mut(slot).stamp = now;
+        let part = self.part_of(objects, slot);
+        self.lists.push_hot(objects, part, slot);
+    }
+
+    fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        objects.node_mut(slot).stamp = now;
+        let part = self.part_of(objects, slot);
+        self.lists.move_hot(objects, part, slot);
+    }
+
+    fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
+        self.lists.unlink(objects, slot);
+    }
+
+    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
+        let beyond = self.lists.coldest(objects, BEYOND);
+        let slot = beyond.or_else(|| self.lists.coldest(objects, REST))?;
+        self.lists.hold(objects, slot);
+        Some(slot)
+    }
+
+    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
+        self.lists.put_back(objects, slot);
+    }
+
+    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        self.lists.resize(objects, slot, units);
+    }
+
+    fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
+        let node = objects.node(slot);
+        Rank::count(node.tag.into(), node.stamp)
+    }
+
+    fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
+        for (row, rank) in ranks.iter_mut().enumerate() {
+            let part = match columns.length(row) {
+                0 => REST,
+                history => self.part(history, columns.context(row)),
+            };
+            *rank = Rank::count(part as u64, columns.last_access_ns(row));
+        }
+    }
+
+    fn wants_facts(&self) -> bool {
+        true
+    }
+
+    fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
+        out("beyond_units", self.lists.0[BEYOND].units as f64);
+        out("rest_units", self.lists.0[REST].units as f64);
+    }
+
+    fn check(&self, objects: &Objects) -> Result<()> {
+        self.lists.check(objects)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::meta::objects::Facts;
+    use crate::policy::evictor::{Evictor, New, Options, Who};
+
+    #[test]
+    fn the_end_of_a_long_history_leaves_before_older_objects() {
+        let options = Options { max_objects: 64, ..Options::default() };
+        let spec = "tlru(threshold=200,turn=100)";
+        let mut e = Evictor::open(spec, &options).expect("a known policy");
+        let path = |ids: std::ops::Range<u64>| -> Vec<New> {
+            let block = |(i, id)| New {
+                id,
+                parent: (i > 0).then(|| id - 1),
+                units: 1,
+                facts: Facts { context: i as u32 * 50, tokens: 50, ..Facts::default() },
+            };
+            ids.enumerate().map(block).collect()
+        };
+        let who = |session, length| Who { session: Some(session), length, ..Who::default() };
+        // No session: by LRU, after what lies beyond.
+        e.insert(1, &Who::default(), &path(100..101)).expect("room");
+        // 300 + 100 - 200: what starts at 200 or later is not needed.
+        e.lookup(2, &who(7, 300), &[1], &mut []).expect("a time");
+        e.insert(3, &who(7, 300), &path(1..7)).expect("room");
+        // 100 + 100 - 200: nothing is needed.
+        e.lookup(4, &who(8, 100), &[11], &mut []).expect("a time");
+        e.insert(5, &who(8, 100), &path(11..13)).expect("room");
+        let mut out = Vec::new();
+        e.evict(6, u64::MAX, &mut out).expect("a time");
+        let order: Vec<u64> = out.iter().map(|v| v.id).collect();
+        assert_eq!(order, [6, 5, 12, 11, 100, 4, 3, 2, 1]);
+    }
+}

@@ -1,0 +1,170 @@
+//! `2q`: a first-in-first-out queue for newcomers, least recently used for those
+//! that came back (Johnson and Shasha, VLDB'94, the full version).
+//!
+//! A newcomer enters A1in, where uses do not count: they are the burst in which
+//! it came. What leaves A1in is remembered in A1out for a while; what comes back
+//! meanwhile enters Am, which is in the order of last use. The oldest of A1in
+//! leaves when A1in exceeds its share, else the coldest of Am.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `in` | 25% | share of A1in (Kin) |
+//! | `out` | 50% | share of what fits that A1out remembers (Kout) |
+//!
+//! Shares are of what fits, in units, rounded down. When this policy takes over
+//! from another, objects that had been used start in Am. Gauges: `2q_in`,
+//! `2q_out`, `2q_main`, in units.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::Objects;
+use crate::policy::columns::Columns;
+use crate::policy::queues::Queues;
+use crate::policy::recall::Recall;
+use crate::policy::registry::Setting;
+use crate::policy::{Policy, Rank, order_of_i64};
+
+const IN: usize = 0;
+const MAIN: usize = 1;
+
+/// Two queues.
+pub struct TwoQ {
+    queues: Queues<2>,
+    recall: Recall,
+    share_in: f64,
+    share_out: f64,
+    capacity: u64,
+    /// The last newcomer, and when it came.
+    newest: (Slot, i64),
+}
+
+impl TwoQ {
+    /// Reads `2q` with its parameters.
+    pub fn read(reader: &mut Reader, setting: &Setting) -> Result<TwoQ> {
+        Ok(TwoQ {
+            queues: Queues::default(),
+            recall: Recall::new(setting.max_objects)?,
+            share_in: reader.f64("in", 0.25, 0.0..=1.0)?,
+            share_out: reader.f64("out", 0.5, 0.0..=10.0)?,
+            capacity: setting.capacity_units,
+            newest: (NONE, i64::MIN),
+        })
+    }
+
+    /// What fits: as told, else what is there.
+    fn fits(&self, objects: &Objects) -> u64 {
+        if self.capacity > 0 { self.capacity } else { objects.units() }
+    }
+
+    /// The queue that gives the next victim.
+    fn first(&self, fits: u64) -> usize {
+        let most = (fits as f64 * self.share_in) as u64;
+        if self.queues.units(IN) > most { IN } else { MAIN }
+    }
+
+    fn rank_in(&self, fits: u64, list: usize, stamp: i64) -> Rank {
+        Rank { major: u64::from(list != self.first(fits)), minor: order_of_i64(stamp) }
+    }
+}
+
+impl Policy for TwoQ {
+    fn name(&self) -> &'static str {
+        "2q"
+    }
+
+    fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let list = if self.recall.take(objects.node(slot).id) { MAIN } else { IN };
+        self.queues.push(objects, list, slot, now);
+        self.newest = (slot, now);
+    }
+
+    fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        // A use at the very time of its coming is one from before a switch.
+        if usize::from(objects.node(slot).tag) == MAIN || self.newest == (slot, now) {
+            self.queues.move_hot(objects, MAIN, slot, now);
+        }
+    }
+
+    fn miss(&mut self, _objects: &Objects, id: u64, _now: i64) {
+        self.recall.ask(id);
+    }
+
+    fn remove(&mut self, objects: &mut Objects, slot: Slot, evicted: bool, _now: i64) {
+        let list = self.queues.remove(objects, slot);
+        if evicted && list == IN {
+            let most = (self.fits(objects) as f64 * self.share_out) as u64;
+            let node = objects.node(slot);
+            self.recall.add(node.id, node.units, most);
+        }
+    }
+
+    fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
+        let first = self.first(self.fits(objects));
+        let slot = self.queues.coldest(objects, first);
+        let slot = slot.or_else(|| self.queues.coldest(objects, IN + MAIN - first))?;
+        self.queues.take(objects, slot);
+        Some(slot)
+    }
+
+    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
+        self.queues.put_back(objects, slot);
+    }
+
+    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        self.queues.resize(objects, slot, units);
+    }
+
+    fn set_capacity(&mut self, units: u64) {
+        self.capacity = units;
+    }
+
+    fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
+        let node = objects.node(slot);
+        self.rank_in(self.fits(objects), usize::from(node.tag), node.stamp)
+    }
+
+    fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
+        let fits = self.capacity.max(self.queues.total());
+        for (row, rank) in ranks.iter_mut().enumerate() {
+            *rank = self.rank_in(fits, IN, columns.created_ns(row));
+        }
+    }
+
+    fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
+        out("2q_in", self.queues.units(IN) as f64);
+        out("2q_out", self.recall.units() as f64);
+        out("2q_main", self.queues.units(MAIN) as f64);
+    }
+
+    fn check(&self, objects: &Objects) -> Result<()> {
+        self.queues.check(objects)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::policy::queues::testing::Cache;
+
+    #[test]
+    fn what_comes_back_is_kept() {
+        let mut cache = Cache::new("2q", 8);
+        assert_eq!(cache.get([1, 2, 3, 4, 5, 6, 7, 8, 1, 1]), []);
+        assert_eq!(cache.get([9, 10]), [1, 2], "uses in A1in do not count");
+        assert_eq!(cache.get([1]), [3]);
+        assert_eq!((cache.gauge("2q_main"), cache.gauge("2q_out")), (1.0, 2.0));
+        cache.get(11..30);
+        assert_eq!(cache.gauge("2q_out"), 4.0);
+        assert_eq!(cache.order().last(), Some(&29), "A1in is within its share at the end");
+    }
+
+    #[test]
+    fn a_switch_keeps_the_used_in_the_main_queue() {
+        let mut cache = Cache::new("lru", 8);
+        cache.get([1, 2, 3, 4, 2]);
+        cache.evictor.switch("2q").expect("known");
+        assert_eq!(cache.gauge("2q_main"), 1.0);
+        cache.get([3]);
+        assert_eq!(cache.gauge("2q_main"), 1.0);
+    }
+}

@@ -1,0 +1,207 @@
+//! `wtinylfu`: a small window for newcomers, and a contest by frequency for the
+//! rest (Einziger, Friedman and Manes, 2017).
+//!
+//! A newcomer enters a window in the order of last use. What exceeds the window
+//! moves on to the main part, a segmented list of a probation and a protected
+//! segment, as long as that has room. When something must leave, the coldest of
+//! the window and the coldest of the main part compete: the one seen less often
+//! leaves, on a tie the one from the window; a winner from the window moves on.
+//! Lookups, found or not, are counted in a sketch of 4-bit counters that are
+//! halved periodically.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `window` | 1% | share of the window; at least one unit |
+//! | `protected` | 80% | share of the protected segment in the main part |
+//! | `sample` | 10 | counters are halved after so many lookups for each object, 1 to 1000 |
+//!
+//! Shares are of what fits, in units, rounded down. Gauges: `wtinylfu_window`,
+//! `wtinylfu_probation`, `wtinylfu_protected`, in units, and
+//! `wtinylfu_halvings`.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::meta::index::Slot;
+use crate::meta::objects::Objects;
+use crate::policy::columns::Columns;
+use crate::policy::frequency::Frequency;
+use crate::policy::queues::Queues;
+use crate::policy::registry::Setting;
+use crate::policy::{Policy, Rank, order_of_i64};
+
+const WINDOW: usize = 0;
+const PROBATION: usize = 1;
+const PROTECTED: usize = 2;
+
+/// Objects for which the sketch counts at least before it is halved.
+const MIN_OBJECTS: u64 = 16;
+
+/// Window and sketched frequency.
+pub struct WTinyLfu {
+    queues: Queues<3>,
+    seen: Frequency,
+    window: f64,
+    protected: f64,
+    sample: u64,
+    capacity: u64,
+}
+
+impl WTinyLfu {
+    /// Reads `wtinylfu` with its parameters.
+    pub fn read(reader: &mut Reader, setting: &Setting) -> Result<WTinyLfu> {
+        Ok(WTinyLfu {
+            queues: Queues::default(),
+            seen: Frequency::new(setting.max_objects)?,
+            window: reader.f64("window", 0.01, 0.0..=1.0)?,
+            protected: reader.f64("protected", 0.8, 0.0..=1.0)?,
+            sample: reader.u64("sample", 10, 1..=1000)?,
+            capacity: setting.capacity_units,
+        })
+    }
+
+    /// The shares of window and main part: of what fits, or of what is there.
+    fn shares(&self, objects: &Objects) -> (u64, u64) {
+        let fits = if self.capacity > 0 { self.capacity } else { objects.units() };
+        let window = ((fits as f64 * self.window) as u64).max(1);
+        (window, fits.saturating_sub(window))
+    }
+
+    fn main_units(&self) -> u64 {
+        self.queues.units(PROBATION) + self.queues.units(PROTECTED)
+    }
+
+    fn see(&mut self, objects: &Objects, id: u64) {
+        let period = self.sample * (objects.len() as u64).max(MIN_OBJECTS);
+        self.seen.add(id, period);
+    }
+
+    /// Moves on what exceeds the window, while the main part has room.
+    fn overflow(&mut self, objects: &mut Objects, now: i64) {
+        let (window, main) = self.shares(objects);
+        while self.queues.units(WINDOW) > window {
+            let Some(slot) = self.queues.tail(WINDOW) else { break };
+            if self.main_units() + u64::from(objects.node(slot).units) > main {
+                break;
+            }
+            self.queues.move_hot(objects, PROBATION, slot, now);
+        }
+    }
+
+    /// Puts an object of the main part on top of it, and moves down what exceeds
+    /// the protected segment.
+    fn protect(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        self.queues.move_hot(objects, PROTECTED, slot, now);
+        let most = (self.shares(objects).1 as f64 * self.protected) as u64;
+        while self.queues.units(PROTECTED) > most {
+            let Some(slot) = self.queues.tail(PROTECTED) else { break };
+            self.queues.move_hot(objects, PROBATION, slot, now);
+        }
+    }
+}
+
+impl Policy for WTinyLfu {
+    fn name(&self) -> &'static str {
+        "wtinylfu"
+    }
+
+    fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let id = objects.node(slot).id;
+        if self.seen.of(id) == 0 {
+            // No lookup went before; its coming is one.
+            self.see(objects, id);
+        }
+        self.queues.push(objects, WINDOW, slot, now);
+        self.overflow(objects, now);
+    }
+
+    fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
+        let node = *objects.node(slot);
+        self.see(objects, node.id);
+        match usize::from(node.tag) {
+            WINDOW => self.queues.move_hot(objects, WINDOW, slot, now),
+            _ => self.protect(objects, slot, now),
+        }
+    }
+
+    fn miss(&mut self, objects: &Objects, id: u64, _now: i64) {
+        self.see(objects, id);
+    }
+
+    fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
+        self.queues.remove(objects, slot);
+    }
+
+    fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot> {
+        self.overflow(objects, now);
+        let new = self.queues.coldest(objects, WINDOW);
+        let old = self.queues.coldest(objects, PROBATION);
+        let old = old.or_else(|| self.queues.coldest(objects, PROTECTED));
+        let slot = match (new, old) {
+            (Some(new), Some(old)) => {
+                let seen = |slot| self.seen.of(objects.node(slot).id);
+                let wins = seen(new) > seen(old);
+                if wins {
+                    self.queues.move_hot(objects, PROBATION, new, now);
+                }
+                if wins { old } else { new }
+            }
+            (new, old) => new.or(old)?,
+        };
+        self.queues.take(objects, slot);
+        Some(slot)
+    }
+
+    fn put_back(&mut self, objects: &mut Objects, slot: Slot, _now: i64) {
+        self.queues.put_back(objects, slot);
+    }
+
+    fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
+        self.queues.resize(objects, slot, units);
+    }
+
+    fn set_capacity(&mut self, units: u64) {
+        self.capacity = units;
+    }
+
+    fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
+        let node = objects.node(slot);
+        Rank::count(u64::from(node.tag), node.stamp)
+    }
+
+    fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
+        for (row, rank) in ranks.iter_mut().enumerate() {
+            let list = if columns.count(row) > 1 { PROTECTED } else { PROBATION };
+            let minor = order_of_i64(columns.last_access_ns(row));
+            *rank = Rank { major: list as u64, minor };
+        }
+    }
+
+    fn score(&self, objects: &Objects, slot: Slot, _now: i64) -> f64 {
+        f64::from(self.seen.of(objects.node(slot).id))
+    }
+
+    fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
+        out("wtinylfu_window", self.queues.units(WINDOW) as f64);
+        out("wtinylfu_probation", self.queues.units(PROBATION) as f64);
+        out("wtinylfu_protected", self.queues.units(PROTECTED) as f64);
+        out("wtinylfu_halvings", self.seen.halvings() as f64);
+    }
+
+    fn check(&self, objects: &Objects) -> Result<()> {
+        self.queues.check(objects)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::policy::queues::testing::Cache;
+
+    #[test]
+    fn the_more_frequent_stays() {
+        let mut cache = Cache::new("wtinylfu(window=10%)", 10);
+        cache.get((0..10).chain(0..10));
+        assert_eq!(cache.get(20..30), [9, 20, 21, 22, 23, 24, 25, 26, 27, 28]);
+        assert_eq!((cache.gauge("wtinylfu_window"), cache.gauge("wtinylfu_protected")), (1.0, 7.0));
+        assert_eq!(cache.get([29, 29, 29, 30]), [0], "29 was seen more often than 0");
+    }
+}
