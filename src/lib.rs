@@ -12,6 +12,8 @@
 //! - [`base`]: runtime, ops and queues, budget, memory, clock, locks, specs.
 
 #![warn(clippy::all)]
+// `n % m == 0` is what everybody reads.
+#![allow(clippy::manual_is_multiple_of)]
 
 #[cfg(panic = "abort")]
 compile_error!("kvtier turns panics into KVT_E_PANIC: build it with panic = \"unwind\"");

@@ -48,6 +48,17 @@ fn lru_agrees_with_published_results() {
         assert!((100.0 * r.token_miss_ratio() - percent).abs() < 0.06, "{blocks}");
         assert!((100.0 * r.token_floor() - 62.6).abs() < 0.06);
     }
+    let r = replay::run(&trace, &study, "lru", 5_859, &opts, &mut go).expect("a run");
+    assert!((r.re_prefill_rate - 0.230).abs() < 0.0006);
+    for (blocks, percent) in [(1_828, 74.9), (5_859, 64.0), (18_279, 62.6)] {
+        let r = replay::run(&trace, &study, "belady", blocks, &opts, &mut go).expect("a run");
+        assert!((100.0 * r.token_miss_ratio() - percent).abs() < 0.06, "{blocks}");
+    }
+    let half = ReplayOpts { warm_up: trace.requests().len() / 2, ..opts };
+    for (blocks, found) in [(1_828, 0.0546), (5_859, 0.1367), (18_279, 0.2939)] {
+        let r = replay::run(&trace, &study, "lru", blocks, &half, &mut go).expect("a run");
+        assert!((1.0 - r.token_miss_ratio() - found).abs() < 0.00006, "{blocks}");
+    }
     let flat = trace.flat().expect("memory");
     let study = Study::of(&flat, &opts.cost).expect("memory");
     for (blocks, ratio) in
@@ -253,6 +264,60 @@ fn the_own_format_round_trips_and_survives_hostile_files() {
     let mut newer = file.clone();
     newer[8] = 2;
     assert_eq!(read(&newer).expect_err("newer").status(), Status::TooNew);
+}
+
+/// Cuts and changes bytes at places that a fixed sequence picks.
+fn damaged(text: &[u8], times: u64) -> impl Iterator<Item = Vec<u8>> + '_ {
+    const BYTES: &[u8] = b"{}[]\",:0-9.eE\\u\n \x00\xff\xc3";
+    let mut state = 5u64;
+    let mut next = move |n: usize| {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % n.max(1)
+    };
+    (0..times).map(move |_| {
+        let mut bytes = text.to_vec();
+        for _ in 0..=next(3) {
+            let at = next(bytes.len());
+            match next(4) {
+                0 => bytes.truncate(at),
+                1 => bytes.insert(at, BYTES[next(BYTES.len())]),
+                2 => drop(bytes.splice(at..at, text[next(text.len())..].iter().copied())),
+                _ => {
+                    if let Some(byte) = bytes.get_mut(at) {
+                        *byte = BYTES[next(BYTES.len())];
+                    }
+                }
+            }
+        }
+        bytes
+    })
+}
+
+#[test]
+fn no_reader_panics_whatever_it_is_given() {
+    let talk = r#"[{"id":"x","conversations":[{"from":"human","value":"a\u00e9"},{"from":"gpt","value":"b"}]}]"#;
+    let azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n";
+    let own = format::write(&small()).expect("memory");
+    let samples: [&[u8]; 6] = [
+        MOONCAKE.as_bytes(),
+        WEKA.as_bytes(),
+        talk.as_bytes(),
+        azure.as_bytes(),
+        b"time,obj_id\n1,9\n2,abc\n",
+        &own,
+    ];
+    for (sample, (_, kind)) in samples.iter().flat_map(|s| reader::KINDS.map(|k| (s, k))) {
+        for bytes in damaged(sample, 300) {
+            let opts = ReadOpts { kind: Some(kind), ..ReadOpts::default() };
+            let Ok(trace) = reader::read(&mut Source::bytes(bytes).expect("bytes"), &opts) else {
+                continue;
+            };
+            let opts = ReplayOpts::default();
+            let study = Study::of(&trace, &opts.cost).expect("memory");
+            replay::run(&trace, &study, "lru", 3, &opts, &mut |_| true).expect("a run");
+        }
+    }
 }
 
 #[test]

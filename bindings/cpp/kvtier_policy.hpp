@@ -303,11 +303,8 @@ public:
     /// Chooses among candidates in the caller's own tables.
     ret<selection> select(const kvt_policy_columns_t &candidates, std::uint64_t required_blocks,
                           std::uint64_t flags = 0, std::int64_t now_ns = 0) const {
-        selection out;
-        const kvt_status_t done = select_into(out, candidates, required_blocks, flags, now_ns);
-        if (done == KVT_OK) return ret<selection>(std::move(out));
         detail::failure f;
-        // Again for the words: what failed once changed nothing.
+        selection out;
         const kvt_status_t status =
             select_into(out, candidates, required_blocks, flags, now_ns, f.out());
         return detail::give(status, f, std::move(out));

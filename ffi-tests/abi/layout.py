@@ -54,7 +54,9 @@ def constants(text):
 
 
 def functions(text):
-    declared = re.findall(r"^[\w \t*]*?\b(kvt_\w+)\s*\([^;{]*\)\s*;", text, flags=re.M)
+    # Not the type of a callback: "typedef kvt_status_t (*kvt_..._fn)(...)".
+    pattern = r"^(?!typedef\b)[\w \t*]*?\b(kvt_\w+)\s*\([^;{]*\)\s*;"
+    declared = re.findall(pattern, text, flags=re.M)
     return sorted(set(declared))
 
 

@@ -223,9 +223,9 @@ pub unsafe extern "C" fn kvt_policy_lookup(
     let body = || {
         // SAFETY: the caller's promise.
         let (who, ids) = unsafe { (self::who(who)?, self::ids(ids, count)?) };
-        // SAFETY: null, or room for `count` bytes, by the caller's promise.
         let found = match out_found.is_null() {
             true => &mut [][..],
+            // SAFETY: not null, with room for `count` bytes, by the caller's promise.
             false => unsafe { std::slice::from_raw_parts_mut(out_found, ids.len()) },
         };
         let leading = with::<PolicyNoun, _>(policy, Access::Use, |noun| {

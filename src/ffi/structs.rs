@@ -61,7 +61,7 @@ pub(crate) unsafe fn read<T: Sized_>(from: *const T) -> Result<T> {
 
 fn check_size(given: u64) -> Result<()> {
     // Structs grow by whole words: anything else would cut a pointer in two.
-    if (8..=MAX_STRUCT_BYTES).contains(&given) && given % 8 == 0 {
+    if (8..=MAX_STRUCT_BYTES).contains(&given) && given.is_multiple_of(8) {
         return Ok(());
     }
     let text = format!("struct_size is {given}: initialise the struct with its KVT_..._INIT");
@@ -112,7 +112,7 @@ impl<T: Plain> Strided<T> {
         if count > 0 && base.is_null() {
             fail!(Invalid, "the array is null and has {count} entries");
         }
-        let whole = (8..=MAX_STRUCT_BYTES).contains(&stride) && stride % 8 == 0;
+        let whole = (8..=MAX_STRUCT_BYTES).contains(&stride) && stride.is_multiple_of(8);
         if count > 0 && !whole {
             fail!(Invalid, "stride_bytes is {stride}: pass the sizeof of one entry");
         }

@@ -220,6 +220,21 @@ mod tests {
     }
 
     #[test]
+    fn damaged_packs_are_refused_and_nothing_panics() {
+        let text: Vec<u8> = (0..9_000u32).flat_map(|n| (n * n % 977).to_le_bytes()).collect();
+        let packed = compress_to_vec(&text[..], CompressionLevel::Fastest);
+        let step = (packed.len() * 8 / 1500).max(1);
+        for bit in (32..packed.len() * 8).step_by(step) {
+            let mut damaged = packed.clone();
+            damaged[bit / 8] ^= 1 << (bit % 8);
+            let mut source = Source::bytes(damaged).expect("the magic is there");
+            if let Ok(bytes) = source.rest(16 << 20) {
+                assert!(bytes == text, "bit {bit} changed what came out");
+            }
+        }
+    }
+
+    #[test]
     fn pieces_are_filled() {
         let mut source = Source::bytes((0..100).collect()).expect("readable");
         assert_eq!(source.peek().expect("bytes").len(), 100);

@@ -58,14 +58,26 @@ pub struct ReplayOpts {
     pub hints: Hints,
     /// What recomputing costs.
     pub cost: Cost,
+    /// So many requests are replayed before counting starts.
+    pub warm_up: usize,
     /// Points of the timeline.
     pub points: usize,
+    /// Time every decision; costs two looks at the clock.
+    pub timed: bool,
 }
 
 impl Default for ReplayOpts {
     fn default() -> ReplayOpts {
         let cost = Cost::default();
-        ReplayOpts { holes: false, layers: 1, hints: Hints::Stop, cost, points: 60 }
+        ReplayOpts {
+            holes: false,
+            layers: 1,
+            hints: Hints::Stop,
+            cost,
+            warm_up: 0,
+            points: 60,
+            timed: true,
+        }
     }
 }
 
@@ -103,6 +115,8 @@ pub struct Replay<'a> {
     victims: Vec<Victim>,
     sessions: Shares,
     tenants: Shares,
+    /// Whether any session has more than one request.
+    sessions_tell: bool,
     used: (f64, u64),
     window: Point,
     report: Report,
@@ -163,17 +177,14 @@ impl<'a> Replay<'a> {
             capacity_units: capacity,
             holes: opts.holes,
             log_entries: 0,
-            remember: trace.uniques().saturating_mul(opts.layers as usize).min(MAX_OBJECTS),
+            // What was evicted and is wanted again follows from the study.
+            remember: 0,
             cost: opts.cost,
         };
         let evictor = Evictor::open(spec, &options)?;
         let tenants = trace.requests().iter().map(|r| r.tenant as usize + 1).max().unwrap_or(0);
-        let report = Report {
-            spec: evictor.spec().to_string(),
-            capacity_blocks,
-            floor: study.floor,
-            ..Report::default()
-        };
+        let report =
+            Report { spec: evictor.spec().to_string(), capacity_blocks, ..Report::default() };
         Ok(Replay {
             trace,
             study,
@@ -191,6 +202,7 @@ impl<'a> Replay<'a> {
             victims: Vec::new(),
             sessions: Shares::of(zeros(study.session_count)?),
             tenants: Shares::of(zeros(tenants.min(MAX_TENANTS))?),
+            sessions_tell: study.session_count < trace.requests().len(),
             used: (0.0, 0),
             window: Point::default(),
             report,
@@ -226,7 +238,7 @@ impl<'a> Replay<'a> {
         let first = trace.requests()[0].at_ns;
         self.now = (request.at_ns - first).saturating_add(START_NS).max(self.now + 1);
         let who = Who {
-            session: Some(u64::from(self.study.sessions[self.at])),
+            session: self.sessions_tell.then(|| u64::from(self.study.sessions[self.at])),
             tenant: request.tenant,
             priority: Some(request.priority),
             length: request.input_tokens,
@@ -308,9 +320,11 @@ impl<'a> Replay<'a> {
 
     fn evict(&mut self, need: usize) -> Result<usize> {
         self.victims.clear();
-        let start = self.clock.now_ns();
+        let start = if self.opts.timed { self.clock.now_ns() } else { 0 };
         self.evictor.evict(self.now, need as u64, &mut self.victims)?;
-        self.report.decision.add(self.clock.now_ns().saturating_sub(start));
+        if self.opts.timed {
+            self.report.decision.add(self.clock.now_ns().saturating_sub(start));
+        }
         self.report.victims += self.victims.len() as u64;
         Ok(self.victims.len())
     }
@@ -391,19 +405,23 @@ impl<'a> Replay<'a> {
     }
 
     fn count(&mut self, request: &Request, step: &Step) {
+        self.report.evictions += step.evicted as u64;
+        self.report.inserts += step.inserted as u64;
+        if self.at < self.opts.warm_up {
+            return;
+        }
         let all = u64::from(request.input_tokens);
+        let (leading, each) = (self.study.wanted[self.at] as usize, self.trace.block_tokens());
+        self.report.requests += 1;
+        self.report.floor.add(request, leading, each, &self.opts.cost);
         let done = &mut self.report.done;
         done.references += request.len() as u64;
         done.hits += step.hits as u64;
         done.tokens += all;
         done.hit_tokens += step.hit_tokens;
-        done.cost += self.opts.cost.of(0, all);
+        done.cost = self.report.floor.cost;
         done.hit_cost += step.hit_cost;
-        self.report.evictions += step.evicted as u64;
-        self.report.inserts += step.inserted as u64;
-        self.report.requests += 1;
-        let wanted = self.study.wanted[self.at] as usize;
-        let wanted = request.tokens_of(wanted, self.trace.block_tokens());
+        let wanted = request.tokens_of(leading, each);
         self.sessions.add(self.study.sessions[self.at] as usize, step.hit_tokens, wanted);
         let tenant = (request.tenant as usize).min(MAX_TENANTS - 1);
         self.tenants.add(tenant, step.hit_tokens, wanted);
@@ -428,7 +446,9 @@ impl<'a> Replay<'a> {
         let resident = self.evictor.objects().len() as f64 / self.capacity as f64;
         self.report.utilisation =
             if self.used.1 > 0 { self.used.0 / self.used.1 as f64 } else { resident };
-        self.report.re_prefill_rate = self.evictor.metrics.counts.re_prefill_rate();
+        let again = self.report.floor.hits.saturating_sub(self.report.done.hits);
+        self.report.re_prefill_rate =
+            if again > 0 { again as f64 / self.report.done.references as f64 } else { 0.0 };
         self.report.session_fairness = self.sessions.fairness();
         self.report.tenant_fairness = self.tenants.fairness();
         self.report

@@ -36,7 +36,8 @@ pub struct Report {
     pub evictions: u64,
     /// Blocks (cells) inserted.
     pub inserts: u64,
-    /// References to what was evicted and is wanted again, per reference.
+    /// References to what was there before, was evicted or did not fit, and is
+    /// wanted again, per reference.
     pub re_prefill_rate: f64,
     /// Jain's index over sessions of what they found in parts of what they
     /// could have found.

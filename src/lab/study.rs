@@ -98,7 +98,7 @@ impl Study {
 }
 
 impl Floor {
-    fn add(&mut self, request: &Request, leading: usize, each: u32, cost: &Cost) {
+    pub(super) fn add(&mut self, request: &Request, leading: usize, each: u32, cost: &Cost) {
         let (all, hit) = (u64::from(request.input_tokens), request.tokens_of(leading, each));
         self.references += request.len() as u64;
         self.hits += leading as u64;

@@ -14,11 +14,13 @@ pub struct List {
     pub len: u32,
     /// The sum of their sizes.
     pub units: u64,
+    /// Who was put back last, or a neighbour of it since.
+    finger: Slot,
 }
 
 impl Default for List {
     fn default() -> List {
-        List { head: NONE, tail: NONE, len: 0, units: 0 }
+        List { head: NONE, tail: NONE, len: 0, units: 0, finger: NONE }
     }
 }
 
@@ -67,6 +69,9 @@ impl List {
         let node = objects.node(slot);
         let (prev, next) = (node.prev, node.next);
         self.units -= u64::from(node.units);
+        if self.finger == slot {
+            self.finger = if prev != NONE { prev } else { next };
+        }
         match prev {
             NONE => self.head = next,
             prev => objects.node_mut(prev).next = next,
@@ -87,15 +92,36 @@ impl List {
         }
     }
 
-    /// Puts an object that had been held back where its stamp belongs, starting
-    /// at the cold end. Only objects that had been held too are passed.
+    /// Puts an object that had been held back where its stamp belongs.
     pub fn put_back(&mut self, objects: &mut Objects, slot: Slot) {
-        let stamp = objects.node(slot).stamp;
-        let mut before = self.tail;
-        while before != NONE && objects.node(before).stamp < stamp {
-            before = objects.node(before).prev;
-        }
+        let before = self.place(objects, objects.node(slot).stamp);
         self.insert_after(objects, before, slot);
+        self.finger = slot;
+    }
+
+    /// The coldest object that is not older than `stamp`. Searched from the cold
+    /// end, where only objects are passed that had been held too, and in turns
+    /// from where one was put back last: many that are put back in the order of
+    /// their stamps, or against it, cost one step each.
+    fn place(&self, objects: &Objects, stamp: i64) -> Slot {
+        let older = |slot: Slot| objects.node(slot).stamp < stamp;
+        let (mut cold, mut near) = (self.tail, self.finger);
+        while cold != NONE && older(cold) {
+            cold = objects.node(cold).prev;
+            if near == NONE {
+                continue;
+            }
+            let (up, down) = (objects.node(near).prev, objects.node(near).next);
+            let climbs = older(near);
+            if climbs && (up == NONE || !older(up)) {
+                return up;
+            }
+            if !climbs && (down == NONE || older(down)) {
+                return near;
+            }
+            near = if climbs { up } else { down };
+        }
+        cold
     }
 
     /// The objects from the cold end.

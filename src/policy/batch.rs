@@ -81,15 +81,15 @@ impl Evictor {
         if let Some(row) = units.iter().position(|&u| u > crate::meta::objects::MAX_UNITS) {
             fail!(Limit, "object {} has a size of {}", ids[row], units[row]);
         }
-        let mut stamp = self.begin(now, ids.len())?;
+        let first = self.begin(now, ids.len())?;
         self.find_all(ids);
         let unknown = self.slots.iter().filter(|&&slot| slot == NONE).count();
         if unknown > self.objects.limit() - self.objects.len() {
             fail!(Limit, "{unknown} new objects in a table of {}", self.objects.limit());
         }
-        let session = self.see_session(stamp, who);
+        let session = self.see_session(first, who);
         let mut added = 0;
-        for i in (0..ids.len()).rev() {
+        for (i, stamp) in (0..ids.len()).rev().zip(first..) {
             // Looked up again where it was unknown: an id may be there twice.
             let known =
                 if self.slots[i] != NONE { Some(self.slots[i]) } else { self.objects.find(ids[i]) };
@@ -103,7 +103,6 @@ impl Evictor {
                     added += 1;
                 }
             }
-            stamp += 1;
         }
         self.metrics.counts.inserts += added as u64;
         Ok(added)

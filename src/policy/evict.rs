@@ -47,7 +47,7 @@ impl Evictor {
     ) -> Result<Outcome> {
         let now = self.tick(now, 1)?;
         let count = self.metrics.counts.decisions;
-        let start = if count % SAMPLE == 0 { self.clock.now_ns() } else { 0 };
+        let start = if count.is_multiple_of(SAMPLE) { self.clock.now_ns() } else { 0 };
         let freed = self.choose(now, required, most, |this| this.next_victim(now))?;
         let by = self.decider();
         Ok(self.carry_out(now, required, freed, start, by, out))

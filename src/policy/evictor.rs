@@ -322,18 +322,25 @@ impl Evictor {
         }
     }
 
-    /// Inserts objects, all or none.
+    /// Inserts objects, all or none, each after the one that it continues. The
+    /// first counts as used last, as in a lookup: what continues an object is
+    /// never younger.
     pub fn insert(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
-        let mut stamp = self.begin(now, new.len())?;
+        let stamp = self.begin(now, new.len())?;
         let session = self.see_session_quietly(who);
-        for (i, one) in new.iter().enumerate() {
-            match self.insert_one(one, session, stamp) {
-                Ok(()) => stamp += 1,
+        self.slots.clear();
+        for one in new {
+            match self.enter(one, session) {
+                Ok(slot) => self.slots.push(slot),
                 Err(error) => {
-                    new[..i].iter().rev().for_each(|one| self.undo_insert(one.id, stamp));
+                    let entered = self.slots.iter().rev();
+                    entered.for_each(|&slot| self.objects.remove(slot));
                     return Err(error);
                 }
             }
+        }
+        for (i, slot) in self.slots.iter().rev().enumerate() {
+            self.policy.insert(&mut self.objects, *slot, stamp + i as i64);
         }
         self.metrics.counts.inserts += new.len() as u64;
         for one in new {
@@ -351,21 +358,21 @@ impl Evictor {
         }
     }
 
-    pub(super) fn insert_one(&mut self, new: &New, session: Slot, stamp: i64) -> Result<()> {
+    /// Adds an object to the table; the policy is not told yet.
+    fn enter(&mut self, new: &New, session: Slot) -> Result<Slot> {
         if self.objects.find(new.id).is_some() {
             fail!(Invalid, "object {} is in the table already", new.id);
         }
         let parent = new.parent.and_then(|id| self.objects.find(id)).unwrap_or(NONE);
         let slot = self.objects.insert(new.id, parent, new.units, &new.facts)?;
         self.objects.set_session(slot, session);
-        self.policy.insert(&mut self.objects, slot, stamp);
-        Ok(())
+        Ok(slot)
     }
 
-    fn undo_insert(&mut self, id: u64, stamp: i64) {
-        if let Some(slot) = self.objects.find(id) {
-            self.take_out(slot, false, stamp);
-        }
+    pub(super) fn insert_one(&mut self, new: &New, session: Slot, stamp: i64) -> Result<()> {
+        let slot = self.enter(new, session)?;
+        self.policy.insert(&mut self.objects, slot, stamp);
+        Ok(())
     }
 
     /// Takes an object out of policy and table.

@@ -68,7 +68,7 @@ impl Gdsf {
         self.clocks[slot as usize] = self.clock.to_bits();
         objects.node_mut(slot).stamp = now;
         let rank = self.rank(objects, slot, now);
-        self.heap.update(objects, slot, rank);
+        self.heap.place(objects, slot, rank);
     }
 
     fn revalue(&mut self, objects: &mut Objects, slot: Slot) {

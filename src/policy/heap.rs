@@ -48,7 +48,7 @@ impl<const NEXT: bool> Heap<NEXT> {
     }
 
     #[inline]
-    fn place(objects: &Objects, slot: Slot) -> usize {
+    fn index(objects: &Objects, slot: Slot) -> usize {
         let node = objects.node(slot);
         (if NEXT { node.next } else { node.prev }) as usize
     }
@@ -63,13 +63,13 @@ impl<const NEXT: bool> Heap<NEXT> {
     /// Whether an object is in it.
     #[inline]
     pub fn contains(&self, objects: &Objects, slot: Slot) -> bool {
-        let at = Self::place(objects, slot);
+        let at = Self::index(objects, slot);
         at < self.len && self.entries[at].slot == slot
     }
 
     /// The rank with which an object is in it.
     pub fn rank(&self, objects: &Objects, slot: Slot) -> Option<Rank> {
-        self.contains(objects, slot).then(|| self.entries[Self::place(objects, slot)].rank)
+        self.contains(objects, slot).then(|| self.entries[Self::index(objects, slot)].rank)
     }
 
     /// The least.
@@ -92,7 +92,7 @@ impl<const NEXT: bool> Heap<NEXT> {
         if !self.contains(objects, slot) {
             return self.push(objects, slot, rank);
         }
-        let at = Self::place(objects, slot);
+        let at = Self::index(objects, slot);
         let entry = Entry { rank, slot };
         if entry < self.entries[at] {
             self.rise(objects, at, entry);
@@ -104,7 +104,7 @@ impl<const NEXT: bool> Heap<NEXT> {
     /// Takes an object out; its rank, if it was in.
     pub fn remove(&mut self, objects: &mut Objects, slot: Slot) -> Option<Rank> {
         let rank = self.rank(objects, slot)?;
-        let at = Self::place(objects, slot);
+        let at = Self::index(objects, slot);
         self.len -= 1;
         let last = self.entries[self.len];
         if at < self.len {
@@ -130,6 +130,20 @@ impl<const NEXT: bool> Heap<NEXT> {
     pub fn hold(&mut self, objects: &mut Objects, slot: Slot) {
         self.remove(objects, slot);
         objects.node_mut(slot).set_held(true);
+    }
+
+    /// Gives an object its rank, or holds it where it must stay anyway. Its parent
+    /// must stay now, and is held too. So the inner part of a prefix tree costs
+    /// nothing: an object comes in when nothing continues it any more.
+    pub fn place(&mut self, objects: &mut Objects, slot: Slot, rank: Rank) {
+        if objects.is_blocked(slot) {
+            return self.hold(objects, slot);
+        }
+        self.update(objects, slot, rank);
+        let parent = objects.node(slot).parent;
+        if parent != NONE && self.contains(objects, parent) {
+            self.hold(objects, parent);
+        }
     }
 
     /// The least that may leave; blocked ones above it are held, so that each is
@@ -178,7 +192,7 @@ impl<const NEXT: bool> Heap<NEXT> {
     pub fn check(&self, objects: &Objects) -> Result<()> {
         for at in 0..self.len {
             let Entry { slot, .. } = self.entries[at];
-            if Self::place(objects, slot) != at {
+            if Self::index(objects, slot) != at {
                 fail!(State, "object {} stands at {at} and does not know", objects.node(slot).id);
             }
             if at > 0 && self.entries[at] < self.entries[(at - 1) / ARITY] {

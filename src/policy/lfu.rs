@@ -43,7 +43,7 @@ impl Lfu {
         self.uses[at] = uses;
         self.keys[at] = self.clock + u64::from(uses);
         objects.node_mut(slot).stamp = now;
-        self.heap.update(objects, slot, Rank::count(self.keys[at], now));
+        self.heap.place(objects, slot, Rank::count(self.keys[at], now));
     }
 }
 

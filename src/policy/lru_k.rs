@@ -104,7 +104,7 @@ impl LruK {
     fn place(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         objects.node_mut(slot).stamp = now;
         let rank = self.rank_of(slot, now);
-        self.heap.update(objects, slot, rank);
+        self.heap.place(objects, slot, rank);
     }
 }
 
@@ -167,16 +167,21 @@ impl Policy for LruK {
     fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
         for (row, rank) in ranks.iter_mut().enumerate() {
             let (last, count) = (columns.last_access_ns(row), columns.count(row));
+            let created = columns.created_ns(row);
             let minor = order_of_i64(last);
             *rank = if self.k == 1 {
                 Rank { major: minor, minor: 0 }
             } else if count < self.k as u64 {
                 Rank { major: 0, minor }
             } else {
-                let whole = i128::from(last) - i128::from(columns.created_ns(row));
-                let back = whole.max(0) * (self.k as i128 - 1) / i128::from(count - 1);
-                // Between created and last, so it is an i64.
-                let at = (i128::from(last) - back) as i64;
+                let steps = (self.k - 1) as u64;
+                let whole = if created < last { last.abs_diff(created) } else { 0 };
+                let mut back = whole / (count - 1) * steps;
+                if steps > 1 {
+                    back += (whole % (count - 1)).saturating_mul(steps) / (count - 1);
+                }
+                // Not before it was created, so it is an i64.
+                let at = last.wrapping_sub_unsigned(back);
                 Rank { major: order_of_i64(at), minor }
             };
         }

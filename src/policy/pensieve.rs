@@ -47,6 +47,8 @@ const BINS: usize = 2048;
 const FINE: u32 = 5;
 /// Exponent of the first bin.
 const FIRST: i64 = -32;
+/// In `bins`: the object is in the list of its bin.
+const LINKED: u16 = 1 << 15;
 /// Shorter times count as this.
 const SHORTEST_S: f64 = 0.001;
 
@@ -148,7 +150,7 @@ struct Bins {
     used: [u64; BINS / 64],
     /// Cost and stamp of the oldest, side by side for the search.
     oldest: Vec<(f64, i64, Slot)>,
-    /// The bin of each object.
+    /// The bin of each object, and whether it is in it.
     bins: Zeroed<u16>,
 }
 
@@ -183,9 +185,25 @@ impl Bins {
         }
     }
 
+    fn bin(&self, slot: Slot) -> usize {
+        usize::from(self.bins[slot as usize] & !LINKED)
+    }
+
+    /// Puts an object that is in no bin at the hot end of one; one that must stay
+    /// anyway is held instead. Its parent must stay now, and is held too: the
+    /// search would meet it first.
     fn push(&mut self, objects: &mut Objects, value: &Value, bin: usize, slot: Slot) {
-        objects.node_mut(slot).set_held(false);
+        let blocked = objects.is_blocked(slot);
+        objects.node_mut(slot).set_held(blocked);
         self.bins[slot as usize] = bin as u16;
+        if blocked {
+            return;
+        }
+        let parent = objects.node(slot).parent;
+        if parent != NONE && self.bins[parent as usize] & LINKED != 0 {
+            self.hold(objects, value, parent);
+        }
+        self.bins[slot as usize] |= LINKED;
         self.lists[bin].push_hot(objects, slot);
         if self.lists[bin].tail == slot {
             self.refresh(objects, value, bin);
@@ -195,7 +213,8 @@ impl Bins {
     /// Takes an object out of its bin; nothing happens to a held one.
     fn unlink(&mut self, objects: &mut Objects, value: &Value, slot: Slot) {
         if !objects.node(slot).is_held() {
-            let bin = usize::from(self.bins[slot as usize]);
+            let bin = self.bin(slot);
+            self.bins[slot as usize] &= !LINKED;
             self.lists[bin].unlink(objects, slot);
             if self.oldest[bin].2 == slot {
                 self.refresh(objects, value, bin);
@@ -212,7 +231,8 @@ impl Bins {
         let node = objects.node_mut(slot);
         if node.is_held() {
             node.set_held(false);
-            let bin = usize::from(self.bins[slot as usize]);
+            let bin = self.bin(slot);
+            self.bins[slot as usize] |= LINKED;
             self.lists[bin].put_back(objects, slot);
             if self.lists[bin].tail == slot {
                 self.refresh(objects, value, bin);
@@ -245,7 +265,8 @@ impl Bins {
             for slot in list.from_cold(objects) {
                 let node = objects.node(slot);
                 let home = bin_of(value.cost(&Shape::of(&objects.facts(slot))));
-                if home != bin || usize::from(self.bins[slot as usize]) != bin || node.is_held() {
+                let noted = self.bins[slot as usize] == bin as u16 | LINKED;
+                if home != bin || !noted || node.is_held() {
                     fail!(State, "bin {bin} has object {} of bin {home}", node.id);
                 }
                 if node.stamp < stamp {
@@ -315,7 +336,7 @@ impl Policy for Pensieve {
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.bins.unlink(objects, &self.value, slot);
         objects.node_mut(slot).stamp = now;
-        let bin = usize::from(self.bins.bins[slot as usize]);
+        let bin = self.bins.bin(slot);
         self.bins.push(objects, &self.value, bin, slot);
     }
 
@@ -340,7 +361,8 @@ impl Policy for Pensieve {
     fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
         let node = objects.node(slot);
         if !node.is_held() {
-            let sum = &mut self.bins.lists[usize::from(self.bins.bins[slot as usize])].units;
+            let bin = self.bins.bin(slot);
+            let sum = &mut self.bins.lists[bin].units;
             *sum = *sum - u64::from(node.units) + u64::from(units);
         }
         objects.set_units(slot, units);

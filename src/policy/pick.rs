@@ -31,10 +31,19 @@ pub fn reserve<T>(vec: &mut Vec<T>, len: usize) -> Result<()> {
     Ok(())
 }
 
+/// No rank is above it.
+const LAST: Rank = Rank { major: u64::MAX, minor: u64::MAX };
+
+/// Both parts as one number: compared without a branch.
+#[inline]
+fn wide(rank: &Rank) -> u128 {
+    u128::from(rank.major) << 64 | u128::from(rank.minor)
+}
+
 /// The rows that can be among the first.
 #[derive(Default)]
 pub struct Front {
-    sample: Vec<(u64, u32)>,
+    sample: Vec<(Rank, u32)>,
     rows: Vec<u32>,
 }
 
@@ -59,15 +68,15 @@ impl Front {
             // Without a branch that the processor would have to guess.
             let (mut count, mut sum) = (0, 0);
             for (row, (rank, &weight)) in ranks.iter().zip(weights).enumerate() {
-                let inside = (rank.major <= bound) & (weight > 0);
+                let inside = (wide(rank) <= wide(&bound)) & (weight > 0);
                 self.rows[count] = row as u32;
                 count += usize::from(inside);
                 sum += u64::from(weight) * u64::from(inside);
             }
-            if sum >= required || bound == u64::MAX {
+            if sum >= required || bound == LAST {
                 break &self.rows[..count];
             }
-            bound = u64::MAX;
+            bound = LAST;
         };
         out.clear();
         reserve(out, rows.len())?;
@@ -80,29 +89,29 @@ impl Front {
 
     /// A rank below which there is probably enough, by a look at some rows: the
     /// share that is wanted and twice its standard error.
-    fn guess(&mut self, ranks: &[Rank], weights: &[u32], total: u64, required: u64) -> u64 {
+    fn guess(&mut self, ranks: &[Rank], weights: &[u32], total: u64, required: u64) -> Rank {
         let step = (ranks.len() / 1024).max(16);
         if total <= required || ranks.len() < 4 * step {
-            return u64::MAX;
+            return LAST;
         }
         self.sample.clear();
         let rows = (step / 2..ranks.len()).step_by(step);
         if self.sample.try_reserve(rows.len()).is_err() {
-            return u64::MAX;
+            return LAST;
         }
-        self.sample.extend(rows.map(|row| (ranks[row].major, weights[row])));
+        self.sample.extend(rows.map(|row| (ranks[row], weights[row])));
         self.sample.sort_unstable();
         let (share, n) = (required as f64 / total as f64, self.sample.len() as f64);
         let want = share + 2.0 * (share * (1.0 - share) / n).sqrt() + 2.0 / n;
         let all: u64 = self.sample.iter().map(|&(_, w)| u64::from(w)).sum();
         let (want, mut sum) = (want * all as f64, 0);
-        for &(major, weight) in &self.sample {
+        for &(rank, weight) in &self.sample {
             sum += u64::from(weight);
             if sum as f64 > want {
-                return major;
+                return rank;
             }
         }
-        u64::MAX
+        LAST
     }
 }
 
@@ -134,13 +143,13 @@ pub fn in_order(
     spare: &mut [Entry],
     visit: &mut dyn FnMut(&Entry) -> bool,
 ) -> bool {
+    if entries.len() <= SMALL {
+        entries.sort_unstable();
+        return entries.iter().all(visit);
+    }
     match entries.len() {
-        0..=SMALL => {
-            entries.sort_unstable();
-            entries.iter().all(visit)
-        }
         0..=255 => by_bucket::<4, 16>(entries, spare, visit),
-        0..=4095 => by_bucket::<7, 128>(entries, spare, visit),
+        256..=4095 => by_bucket::<7, 128>(entries, spare, visit),
         _ => by_bucket::<11, 2048>(entries, spare, visit),
     }
 }

@@ -48,6 +48,24 @@ from ._errors import (
 )
 from ._misc import Feature, checksum, feature, features, log_to, spec_check, version
 from ._op import ISSUED, RELEASED, RESOLVED, ItemOutcome, Op, OpInfo, Result
+from ._policy import (
+    STOP_CANCELLED,
+    STOP_END_TURN,
+    STOP_LENGTH,
+    STOP_TOOL_USE,
+    STOP_UNKNOWN,
+    Advice,
+    Eviction,
+    LogEntry,
+    Pick,
+    Policy,
+    PolicyInfo,
+    Row,
+    Selection,
+    Victim,
+    Who,
+    policies,
+)
 from ._queue import Completion, Queue, QueueStats
 from ._runtime import (
     PRIORITY_BACKGROUND,
@@ -62,14 +80,16 @@ from ._runtime import (
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
 __all__ = [
-    "AbiError", "Account", "AgainError", "Budget", "BudgetError", "BudgetReport", "Buffer",
-    "BufferInfo", "BusyError", "CancelledError", "CloseReport", "ClosedError", "Completion",
-    "CorruptError", "Error", "Feature", "ForkedError", "HandleError", "Held", "ISSUED",
-    "InvalidError", "IoError", "ItemOutcome", "LimitError", "NoMemoryError", "NotFoundError",
-    "Op", "OpInfo", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH",
-    "PanicError", "PinQuotaError", "Queue", "QueueStats", "RELEASED", "RESOLVED",
-    "ReentrantError", "Result", "Runtime", "RuntimeStats", "SpecError", "StateError",
-    "TIER_DEVICE", "TIER_DISK", "TIER_HOST", "TIER_PINNED", "TIER_REMOTE", "TierReport",
-    "TimeoutError", "UnavailableError", "UnsupportedError", "Work", "abi", "checksum",
-    "feature", "features", "log_to", "spec_check", "version",
+    "AbiError", "Account", "Advice", "AgainError", "Budget", "BudgetError", "BudgetReport",
+    "Buffer", "BufferInfo", "BusyError", "CancelledError", "CloseReport", "ClosedError",
+    "Completion", "CorruptError", "Error", "Eviction", "Feature", "ForkedError", "HandleError",
+    "Held", "ISSUED", "InvalidError", "IoError", "ItemOutcome", "LimitError", "LogEntry",
+    "NoMemoryError", "NotFoundError", "Op", "OpInfo", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND",
+    "PRIORITY_PREFETCH", "PanicError", "Pick", "PinQuotaError", "Policy", "PolicyInfo", "Queue",
+    "QueueStats", "RELEASED", "RESOLVED", "ReentrantError", "Result", "Row", "Runtime",
+    "RuntimeStats", "STOP_CANCELLED", "STOP_END_TURN", "STOP_LENGTH", "STOP_TOOL_USE",
+    "STOP_UNKNOWN", "Selection", "SpecError", "StateError", "TIER_DEVICE", "TIER_DISK",
+    "TIER_HOST", "TIER_PINNED", "TIER_REMOTE", "TierReport", "TimeoutError", "UnavailableError",
+    "UnsupportedError", "Victim", "Who", "Work", "abi", "checksum", "feature", "features",
+    "log_to", "policies", "spec_check", "version",
 ]

@@ -11,6 +11,9 @@ const USES: usize = 5;
 const WAITS: usize = 6 + 7 + 1;
 const STOPS: usize = Stop::ALL.len();
 const ENDS: usize = 2;
+/// Tokens before it: none to 4k, to 16k, to 64k, more.
+const DEPTHS: usize = 4;
+const DEPTH_TOKENS: [u32; DEPTHS - 1] = [4 << 10, 16 << 10, 64 << 10];
 
 const SECOND_NS: i64 = 1_000_000_000;
 const SEEN_NS: [i64; 4] = [10 * SECOND_NS, 60 * SECOND_NS, 300 * SECOND_NS, 1800 * SECOND_NS];
@@ -33,17 +36,18 @@ pub struct Traits {
     wait: u8,
     /// Why the request that used it last stopped.
     stop: u8,
-    /// 1: the unfilled end of a prompt.
-    end: u8,
+    /// 1: the unfilled end of a prompt; the rest is its bucket of depth.
+    place: u8,
 }
 
 // SAFETY: integers only.
 unsafe impl crate::base::zeroed::Zeroable for Traits {}
 
 impl Traits {
-    /// Of an object first seen.
-    pub fn new(is_end: bool) -> Traits {
-        Traits { end: u8::from(is_end), ..Traits::default() }
+    /// Of an object first seen, with so many tokens before it.
+    pub fn new(is_end: bool, context: u32) -> Traits {
+        let depth = DEPTH_TOKENS.partition_point(|&limit| limit <= context) as u8;
+        Traits { place: u8::from(is_end) | depth << 1, ..Traits::default() }
     }
 
     /// The same after a number of uses.
@@ -80,14 +84,15 @@ impl Traits {
 }
 
 /// Rows of the tables: all classes, and what they are parts of.
-pub const ROWS: usize = 1 + COARSE + MIDDLE + CLASSES;
+pub const ROWS: usize = 1 + COARSE + MIDDLE + FINE + CLASSES;
 /// How many classes there are.
-pub const CLASSES: usize = MIDDLE * WAITS;
+pub const CLASSES: usize = FINE * WAITS;
 /// From a class up to the row of everything.
-pub const LEVELS: usize = 4;
+pub const LEVELS: usize = 5;
 
 const COARSE: usize = ENDS * USES;
 const MIDDLE: usize = COARSE * STOPS;
+const FINE: usize = MIDDLE * DEPTHS;
 
 /// The class of an object.
 pub fn class(traits: Traits) -> u16 {
@@ -96,16 +101,19 @@ pub fn class(traits: Traits) -> u16 {
         3..=5 => 3,
         _ => 4,
     };
-    let coarse = usize::from(traits.end).min(ENDS - 1) * USES + uses;
+    let coarse = usize::from(traits.place & 1) * USES + uses;
     let middle = coarse * STOPS + usize::from(traits.stop).min(STOPS - 1);
-    (middle * WAITS + usize::from(traits.wait).min(WAITS - 1)) as u16
+    let fine = middle * DEPTHS + usize::from(traits.place >> 1).min(DEPTHS - 1);
+    (fine * WAITS + usize::from(traits.wait).min(WAITS - 1)) as u16
 }
 
 /// The rows that a class counts in, the coarsest first.
 pub fn rows(class: u16) -> [usize; LEVELS] {
     let class = usize::from(class);
-    let middle = class / WAITS;
-    [0, 1 + middle / STOPS, 1 + COARSE + middle, 1 + COARSE + MIDDLE + class]
+    let fine = class / WAITS;
+    let middle = fine / DEPTHS;
+    let (coarse, above) = (middle / STOPS, 1 + COARSE);
+    [0, 1 + coarse, above + middle, above + MIDDLE + fine, above + MIDDLE + FINE + class]
 }
 
 #[cfg(test)]
@@ -119,7 +127,7 @@ mod tests {
             for uses in 0..8 {
                 for stop in Stop::ALL {
                     let gaps = [0, SECOND_NS, 50 * SECOND_NS, 100 * SECOND_NS, 1 << 60];
-                    let mut t = Traits { uses, ..Traits::new(end) };
+                    let mut t = Traits { uses, ..Traits::new(end, u32::from(uses) << 13) };
                     seen[usize::from(class(t.stopped(stop)))] = true;
                     for gap in gaps {
                         t = Traits { uses: uses.wrapping_sub(1), ..t }.used(gap).stopped(stop);
@@ -130,10 +138,10 @@ mod tests {
                 }
             }
         }
-        assert!(seen.iter().filter(|s| **s).count() > CLASSES / 2);
+        assert!(seen.iter().filter(|s| **s).count() > CLASSES / 8);
         for c in 0..CLASSES as u16 {
             let rows = rows(c);
-            assert!(rows[3] < ROWS && rows[3] >= rows[2] && rows[2] >= rows[1]);
+            assert!(rows[LEVELS - 1] < ROWS && rows.is_sorted());
         }
     }
 }

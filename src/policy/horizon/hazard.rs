@@ -41,8 +41,10 @@ fn position(age_ns: i64) -> f32 {
     1.0 + 2.0 * (age_ns as f32 / FIRST_NS as f32).log2()
 }
 
-/// Waits that a class borrows from the coarser one.
-const PRIOR_WAITS: f32 = 24.0;
+/// Waits that a class borrows from the coarser one. More than a handful: the
+/// objects of a request come and go together, so that their waits tell less
+/// than their number.
+const PRIOR_WAITS: f32 = 64.0;
 /// What is believed of a bucket before anything was seen.
 const PRIOR_HAZARD: f32 = 0.04;
 /// Waits after which what was counted weighs half.

@@ -157,7 +157,8 @@ impl Policy for Horizon {
         self.step(objects, now);
         let (id, facts) = (objects.node(slot).id, objects.facts(slot));
         self.full_tokens = self.full_tokens.max(facts.tokens);
-        let fresh = Traits::new(facts.tokens > 0 && facts.tokens < self.full_tokens);
+        let is_end = facts.tokens > 0 && facts.tokens < self.full_tokens;
+        let fresh = Traits::new(is_end, facts.context);
         let tick = self.tick(now);
         self.traits[slot as usize] = match self.past.remove(id) {
             None => fresh,

@@ -10,7 +10,7 @@ use kvtier::policy::evict::Victim;
 use kvtier::policy::evictor::{Evictor, New, Options, Who};
 use kvtier::policy::registry::ENTRIES;
 
-use super::{Bar, Better, median};
+use super::{Bar, Better, allocations, median};
 
 /// Made of lists alone: their goals are the tightest.
 const LISTS: [&str; 8] = ["2q", "arc", "fifo", "lru", "s3fifo", "sieve", "slru", "wtinylfu"];
@@ -213,10 +213,40 @@ fn victims(spec: &str, turns: u64) -> Vec<Bar> {
     ]
 }
 
+/// Once warm, neither a selection nor a lookup nor an eviction allocates.
+fn steady_allocations() -> Bar {
+    let mut evictor = open("lru", 4096).expect("a known policy");
+    let table = Table::random(1000);
+    let (mut chosen, mut out) = (Selection::default(), Vec::new());
+    let (who, mut now) = (Who::default(), 2_000_000_000_000);
+    let mut turn = || {
+        now += 1000;
+        out.clear();
+        evictor.record(now, &who, &table.ids, &table.blocks).expect("room");
+        evictor.lookup(now, &who, &table.ids, &mut []).expect("a time");
+        let options = SelectOptions { allow_tail: true };
+        evictor.select(now, &table.columns(), 5000, &options, &mut chosen).expect("sound");
+        evictor.evict(now, 5000, &mut out).expect("a time");
+    };
+    (0..3).for_each(|_| turn());
+    let before = allocations();
+    (0..100).for_each(|_| turn());
+    Bar {
+        bar: "steady_allocations",
+        value: Some((allocations() - before) as f64),
+        unit: "in 400",
+        baseline: "",
+        baseline_value: None,
+        goal: Some(0.0),
+        better: Better::Lower,
+        note: String::new(),
+    }
+}
+
 /// Measures every bar of the group.
 pub fn run(quick: bool) -> Vec<Bar> {
     let (rounds, large, turns) = if quick { (51, 7, 50_000) } else { (1001, 31, 500_000) };
-    let mut bars = Vec::new();
+    let mut bars = vec![steady_allocations()];
     for entry in ENTRIES {
         bars.push(select(entry.name, 1000, false, rounds, 10.0));
         bars.push(select(entry.name, 1000, true, rounds, 60.0));

@@ -42,6 +42,9 @@ pub struct Args {
     /// Only so many requests
     #[arg(long)]
     head: Option<usize>,
+    /// Requests replayed before counting starts: a number, or percent of all
+    #[arg(long, default_value = "0")]
+    warm_up: String,
     /// What policies are told: none, stop (reasons), think (also when the next turn comes)
     #[arg(long, default_value = "stop")]
     hints: String,
@@ -101,7 +104,7 @@ struct Work<'a> {
 /// Compares.
 pub fn run(args: &Args) -> Outcome<()> {
     let trace = load(args)?;
-    let opts = options(args)?;
+    let opts = ReplayOpts { warm_up: warm_up(args, &trace)?, ..options(args)? };
     let tiers = tiers_of(args, &trace)?;
     let sizes = match tiers.is_empty() {
         true => parse::sizes(&args.sizes, &trace)?,
@@ -145,6 +148,18 @@ fn load(args: &Args) -> Outcome<Trace> {
     Ok(if args.flat { trace.flat()? } else { trace })
 }
 
+fn warm_up(args: &Args, trace: &Trace) -> Outcome<usize> {
+    let total = trace.requests().len();
+    let count = match args.warm_up.strip_suffix('%') {
+        Some(percent) => percent.parse::<f64>().ok().map(|p| (total as f64 * p / 100.0) as usize),
+        None => args.warm_up.parse().ok(),
+    };
+    match count {
+        Some(count) if count < total || count == 0 => Ok(count),
+        _ => Err(format!("--warm-up {} leaves nothing of {total} requests", args.warm_up).into()),
+    }
+}
+
 fn options(args: &Args) -> Outcome<ReplayOpts> {
     let hints = match args.hints.as_str() {
         "none" => Hints::None,
@@ -162,8 +177,8 @@ fn options(args: &Args) -> Outcome<ReplayOpts> {
     if !(args.prefill_us > 0.0 && args.prefill_us <= 1e9) {
         return Err(format!("--prefill-us {} is out of range", args.prefill_us).into());
     }
-    let ReplayOpts { points, .. } = ReplayOpts::default();
-    Ok(ReplayOpts { holes: args.holes, layers: args.layers, hints, cost, points })
+    let (holes, layers) = (args.holes, args.layers);
+    Ok(ReplayOpts { holes, layers, hints, cost, ..ReplayOpts::default() })
 }
 
 fn tiers_of(args: &Args, trace: &Trace) -> Outcome<Vec<Tier>> {

@@ -24,7 +24,7 @@ type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 #[derive(Subcommand)]
 pub enum Command {
     /// Replay a trace under several policies and sizes
-    Compare(compare::Args),
+    Compare(Box<compare::Args>),
     /// Say who would leave next at a point of a trace, and why
     Explain(explain::Args),
     /// Make up a workload

@@ -196,8 +196,11 @@ pub fn lines(x: &Axis, y: &Axis, lines: &[Line]) -> String {
     out + "</svg>"
 }
 
+/// One bar: its number (for the colour), its value, what it says.
+pub type Bar = (usize, f64, String);
+
 /// Bars, some for each group.
-pub fn bars(y: &Axis, groups: &[(String, Vec<(usize, f64, String)>)]) -> String {
+pub fn bars(y: &Axis, groups: &[(String, Vec<Bar>)]) -> String {
     let mut out = String::new();
     frame(&mut out, None, y);
     let room = (WIDTH - LEFT - RIGHT) / groups.len().max(1) as f64;
