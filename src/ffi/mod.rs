@@ -29,5 +29,6 @@ pub mod slice;
 pub mod spec;
 pub mod status;
 pub mod structs;
+pub mod trace;
 pub mod version;
 pub mod work;

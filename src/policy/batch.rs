@@ -230,7 +230,9 @@ impl Scratch {
             let weight = |row| if shares.is_stuck(row) { 0 } else { shares.len(row) as u32 };
             weights.extend((0..columns.rows()).map(weight));
         } else {
-            weights.extend((0..columns.rows()).map(|row| columns.blocks(row) as u32));
+            // The column's own loop is one that the compiler can widen.
+            weights.extend(columns.blocks.iter().map(|&blocks| blocks as u32));
+            weights.resize(columns.rows(), 1);
         }
         for (weight, &pinned) in weights.iter_mut().zip(columns.pinned) {
             *weight = if pinned != 0 { 0 } else { *weight };

@@ -155,9 +155,9 @@ impl Hazards {
         let mut hazard = [PRIOR_HAZARD; AGES];
         let chain: [usize; LEVELS] = rows(class);
         for row in chain.map(|r| &self.rows[r]) {
-            for b in 0..AGES {
-                let ended = row.ended[b] + PRIOR_WAITS * hazard[b];
-                hazard[b] = (ended / (row.entered[b].max(row.ended[b]) + PRIOR_WAITS)).min(0.99);
+            for (h, (entered, ended)) in hazard.iter_mut().zip(row.entered.iter().zip(&row.ended)) {
+                let waits = entered.max(*ended) + PRIOR_WAITS;
+                *h = ((ended + PRIOR_WAITS * *h) / waits).min(0.99);
             }
         }
         self.scores[usize::from(class)] = self.score_row(&hazard);
@@ -174,10 +174,9 @@ impl Hazards {
         for (start, score) in scores.iter_mut().enumerate() {
             let (mut alive, mut used, mut spent) = (1.0f32, 0.0f32, 0.0f32);
             let mut best = (0.0f32, 1.0f32);
-            for b in start..AGES {
-                let h = hazard[b];
+            for (&h, width) in hazard.iter().zip(&self.widths).skip(start) {
                 used += alive * h;
-                spent += alive * self.widths[b] * (1.0 - 0.5 * h);
+                spent += alive * width * (1.0 - 0.5 * h);
                 alive *= 1.0 - h;
                 if used * best.1 > best.0 * spent {
                     best = (used, spent);

@@ -1,6 +1,7 @@
 //! Benchmarks: groups of bars, each a number beside a baseline of the same run.
 
 mod abi;
+mod peers;
 mod policy;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -124,8 +125,9 @@ impl Bar {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 2] = [
+const GROUPS: [(&str, &str, Group); 3] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
+    ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
     ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
 ];
 

@@ -1,0 +1,395 @@
+//! Beside other caches: what a lookup and an insert with eviction cost at a
+//! million entries, in the same run. The peers need the feature `peers`.
+
+use std::hint::black_box;
+
+use kvtier::meta::index::hash;
+use kvtier::policy::evict::Victim;
+use kvtier::policy::evictor::{Evictor, New, Options, Who};
+
+use super::{Bar, Better, median};
+
+const ENTRIES: usize = 1_000_000;
+/// Keys of lookups, all resident.
+const RESIDENT: usize = 900_000;
+/// Keys of the mix: a miss inserts, and mostly evicts.
+const MIXED: usize = 4_000_000;
+const BATCH: usize = 64;
+const SPECS: [&str; 4] = ["lru", "sieve", "s3fifo", "fifo"];
+
+/// What a stretch of ids does to a cache.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Load {
+    /// Every id is there.
+    Get,
+    /// What is not there is inserted.
+    Mix,
+}
+
+/// A cache in the contest.
+trait Runner {
+    fn name(&self) -> &'static str;
+    /// Serves the ids; how many were there.
+    fn run(&mut self, ids: &[u64], load: Load) -> usize;
+    /// It serves only one in so many ids of a stretch: it is that slow.
+    fn part(&self) -> usize {
+        1
+    }
+}
+
+/// Processor time of this thread: others share the machine.
+fn thread_ns() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: a valid place for the answer.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
+}
+
+/// Ids whose use falls with their rank as 1/rank; neighbours in rank are
+/// neighbours nowhere else.
+struct Zipf {
+    ends: Vec<f64>,
+    state: u64,
+}
+
+impl Zipf {
+    fn new(keys: usize) -> Zipf {
+        let mut sum = 0.0;
+        let weights = (1..=keys).map(|rank| 1.0 / rank as f64);
+        let ends = weights.map(|weight| {
+            sum += weight;
+            sum
+        });
+        Zipf { ends: ends.collect(), state: 88_172_645_463_325_252 }
+    }
+
+    fn next(&mut self) -> u64 {
+        self.state ^= self.state << 13;
+        self.state ^= self.state >> 7;
+        self.state ^= self.state << 17;
+        let total = self.ends.last().copied().unwrap_or(1.0);
+        let at = (self.state >> 11) as f64 / (1u64 << 53) as f64 * total;
+        hash(self.ends.partition_point(|&end| end <= at) as u64)
+    }
+
+    fn draw(&mut self, count: usize) -> Vec<u64> {
+        (0..count).map(|_| self.next()).collect()
+    }
+}
+
+/// Ours: ids a batch.
+struct Ours {
+    name: &'static str,
+    evictor: Evictor,
+    batch: usize,
+    now: i64,
+    found: Vec<u8>,
+    new: Vec<New>,
+    victims: Vec<Victim>,
+}
+
+impl Ours {
+    fn open(spec: &'static str, batch: usize) -> Ours {
+        let options = Options {
+            max_objects: ENTRIES,
+            capacity_units: ENTRIES as u64,
+            holes: true,
+            remember: 0,
+            ..Options::default()
+        };
+        Ours {
+            name: spec,
+            evictor: Evictor::open(spec, &options).expect("a known policy"),
+            batch,
+            now: 1 << 40,
+            found: Vec::with_capacity(BATCH),
+            new: Vec::with_capacity(BATCH),
+            victims: Vec::with_capacity(BATCH),
+        }
+    }
+
+    fn insert(&mut self, ids: &[u64]) {
+        self.new.clear();
+        for (i, &id) in ids.iter().enumerate() {
+            // An id twice in a batch is missed twice.
+            if self.found[i] == 0 && !self.new.iter().any(|one| one.id == id) {
+                self.new.push(New { id, units: 1, ..New::default() });
+            }
+        }
+        if self.new.is_empty() {
+            return;
+        }
+        let (who, need) = (Who::default(), self.evictor.objects().len() + self.new.len());
+        if need > ENTRIES {
+            self.victims.clear();
+            let evicted =
+                self.evictor.evict(self.now, (need - ENTRIES) as u64, &mut self.victims);
+            evicted.expect("a time");
+        }
+        self.evictor.insert(self.now, &who, &self.new).expect("room was made");
+    }
+}
+
+impl Runner for Ours {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn run(&mut self, ids: &[u64], load: Load) -> usize {
+        let mut hits = 0;
+        let who = Who::default();
+        for ids in ids.chunks(self.batch) {
+            self.now += 4 * BATCH as i64;
+            self.found.clear();
+            self.found.resize(ids.len(), 0);
+            let looked = self.evictor.lookup(self.now, &who, ids, &mut self.found);
+            looked.expect("a time");
+            let there = self.found.iter().map(|&f| usize::from(f)).sum::<usize>();
+            hits += there;
+            if load == Load::Mix && there < ids.len() {
+                self.insert(ids);
+            }
+        }
+        hits
+    }
+}
+
+#[cfg(feature = "peers")]
+mod others {
+    use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+    use std::num::NonZeroUsize;
+
+    use super::{ENTRIES, Load, Runner};
+
+    /// Ids are spread already: what an engine's block hashes are.
+    #[derive(Default)]
+    struct Same(u64);
+
+    impl Hasher for Same {
+        fn finish(&self) -> u64 {
+            self.0
+        }
+
+        fn write(&mut self, bytes: &[u8]) {
+            bytes.iter().for_each(|&b| self.0 = self.0.rotate_left(8) ^ u64::from(b));
+        }
+
+        fn write_u64(&mut self, id: u64) {
+            self.0 = id;
+        }
+    }
+
+    type Identity = BuildHasherDefault<Same>;
+
+    /// A map that forgets.
+    trait Peer {
+        const PART: usize = 1;
+        fn get(&mut self, id: u64) -> Option<u64>;
+        fn put(&mut self, id: u64);
+    }
+
+    struct Named<P>(&'static str, P);
+
+    impl<P: Peer> Runner for Named<P> {
+        fn name(&self) -> &'static str {
+            self.0
+        }
+
+        fn run(&mut self, ids: &[u64], load: Load) -> usize {
+            let (mut hits, mut sum) = (0, 0u64);
+            for &id in ids {
+                match self.1.get(id) {
+                    Some(value) => {
+                        hits += 1;
+                        sum = sum.wrapping_add(value);
+                    }
+                    None if load == Load::Mix => self.1.put(id),
+                    None => {}
+                }
+            }
+            std::hint::black_box(sum);
+            hits
+        }
+
+        fn part(&self) -> usize {
+            P::PART
+        }
+    }
+
+    impl<S: BuildHasher> Peer for lru::LruCache<u64, u64, S> {
+        fn get(&mut self, id: u64) -> Option<u64> {
+            lru::LruCache::get(self, &id).copied()
+        }
+
+        fn put(&mut self, id: u64) {
+            lru::LruCache::put(self, id, id);
+        }
+    }
+
+    impl<S: BuildHasher> Peer for schnellru::LruMap<u64, u64, schnellru::ByLength, S> {
+        fn get(&mut self, id: u64) -> Option<u64> {
+            schnellru::LruMap::get(self, &id).copied()
+        }
+
+        fn put(&mut self, id: u64) {
+            self.insert(id, id);
+        }
+    }
+
+    impl<S: BuildHasher> Peer
+        for quick_cache::unsync::Cache<u64, u64, quick_cache::UnitWeighter, S>
+    {
+        fn get(&mut self, id: u64) -> Option<u64> {
+            quick_cache::unsync::Cache::get(self, &id).copied()
+        }
+
+        fn put(&mut self, id: u64) {
+            self.insert(id, id);
+        }
+    }
+
+    impl<S: BuildHasher + Clone + Send + Sync + 'static> Peer for moka::sync::Cache<u64, u64, S> {
+        const PART: usize = 16;
+
+        fn get(&mut self, id: u64) -> Option<u64> {
+            moka::sync::Cache::get(self, &id)
+        }
+
+        fn put(&mut self, id: u64) {
+            self.insert(id, id);
+        }
+    }
+
+    fn quick<S: BuildHasher>(hasher: S) -> impl Peer + 'static
+    where
+        S: 'static,
+    {
+        let weighter = quick_cache::UnitWeighter;
+        let life = quick_cache::unsync::DefaultLifecycle::default();
+        let entries = ENTRIES;
+        QuickCache(quick_cache::unsync::Cache::with(entries, entries as u64, weighter, hasher, life))
+    }
+
+    struct QuickCache<P>(P);
+
+    impl<P: Peer> Peer for QuickCache<P> {
+        fn get(&mut self, id: u64) -> Option<u64> {
+            self.0.get(id)
+        }
+
+        fn put(&mut self, id: u64) {
+            self.0.put(id);
+        }
+    }
+
+    /// Each with its own hasher, and with none to speak of.
+    pub fn all() -> Vec<Box<dyn Runner>> {
+        let entries = NonZeroUsize::new(ENTRIES).unwrap_or(NonZeroUsize::MIN);
+        let length = || schnellru::ByLength::new(ENTRIES as u32);
+        let same = Identity::default;
+        let moka = moka::sync::Cache::builder().max_capacity(ENTRIES as u64);
+        vec![
+            Box::new(Named("quick_cache", quick(quick_cache::DefaultHashBuilder::default()))),
+            Box::new(Named("quick_cache, ids as hashes", quick(same()))),
+            Box::new(Named("schnellru", schnellru::LruMap::<u64, u64>::new(length()))),
+            Box::new(Named(
+                "schnellru, ids as hashes",
+                schnellru::LruMap::<u64, u64, _, _>::with_hasher(length(), same()),
+            )),
+            Box::new(Named("lru", lru::LruCache::<u64, u64>::new(entries))),
+            Box::new(Named(
+                "lru, ids as hashes",
+                lru::LruCache::<u64, u64, _>::with_hasher(entries, same()),
+            )),
+            Box::new(Named("moka", moka.build_with_hasher(same()))),
+        ]
+    }
+}
+
+#[cfg(feature = "peers")]
+use others::all as peers;
+
+#[cfg(not(feature = "peers"))]
+fn peers() -> Vec<Box<dyn Runner>> {
+    Vec::new()
+}
+
+fn bar(name: String) -> Bar {
+    Bar {
+        bar: Box::leak(name.into_boxed_str()),
+        value: None,
+        unit: "x",
+        baseline: "the fastest peer",
+        baseline_value: Some(1.0),
+        goal: Some(1.0),
+        better: Better::Lower,
+        note: "built without the feature `peers`".to_string(),
+    }
+}
+
+/// Ours and the peers in turn over the same ids; medians of ns an id, and of
+/// what ours take in parts of what the fastest peer takes.
+fn contest(load: Load, rounds: usize, stretch: usize) -> Vec<Bar> {
+    let (what, keys) = match load {
+        Load::Get => ("get", RESIDENT),
+        Load::Mix => ("mix", MIXED),
+    };
+    let mut bars = Vec::new();
+    let mut ours: Vec<Ours> =
+        SPECS.iter().flat_map(|spec| [BATCH, 1].map(|batch| Ours::open(spec, batch))).collect();
+    let mut peers = peers();
+    if peers.is_empty() {
+        let name = |one: &Ours| bar(format!("{what}_{}_by_{}", one.name, one.batch));
+        return ours.iter().map(name).collect();
+    }
+    let mut zipf = Zipf::new(keys);
+    let warm = match load {
+        // The order of ranks is no order of ids, nor of places.
+        Load::Get => {
+            let mut ids: Vec<u64> = (0..keys as u64).map(hash).collect();
+            ids.sort_unstable();
+            ids
+        }
+        Load::Mix => zipf.draw(MIXED),
+    };
+    let mut all: Vec<&mut dyn Runner> = Vec::new();
+    all.extend(ours.iter_mut().map(|one| one as &mut dyn Runner));
+    all.extend(peers.iter_mut().map(|one| &mut **one as &mut dyn Runner));
+    all.iter_mut().for_each(|one| drop(black_box(one.run(&warm, Load::Mix))));
+    let mut times = vec![Vec::new(); all.len()];
+    for _ in 0..rounds {
+        let ids = zipf.draw(stretch);
+        for (one, times) in all.iter_mut().zip(&mut times) {
+            let ids = &ids[..stretch / one.part()];
+            let start = thread_ns();
+            let hits = black_box(one.run(ids, load));
+            times.push((thread_ns() - start) / ids.len() as f64);
+            assert!(load == Load::Mix || hits == ids.len() || one.part() > 1, "all are there");
+        }
+    }
+    let names: Vec<&str> = all.iter().map(|one| one.name()).collect();
+    let middle: Vec<f64> = times.iter().map(|t| median(&mut t.clone())).collect();
+    let first = SPECS.len() * 2;
+    let best = (first..names.len()).min_by(|&a, &b| middle[a].total_cmp(&middle[b]));
+    let best = best.unwrap_or(first);
+    let rivals: Vec<String> =
+        (first..names.len()).map(|i| format!("{} {:.0}", names[i], middle[i])).collect();
+    for i in 0..first {
+        let batch = if i % 2 == 0 { BATCH } else { 1 };
+        let mut ratios: Vec<f64> = times[i].iter().zip(&times[best]).map(|(a, b)| a / b).collect();
+        let mut bar = bar(format!("{what}_{}_by_{batch}", names[i]));
+        bar.value = Some(median(&mut ratios));
+        bar.baseline = names[best];
+        bar.note = format!("({:.0} ns against {})", middle[i], rivals.join(", "));
+        bars.push(bar);
+    }
+    bars
+}
+
+/// Measures every bar of the group.
+pub fn run(quick: bool) -> Vec<Bar> {
+    let (rounds, stretch) = if quick { (5, 300_000) } else { (15, 1_000_000) };
+    let mut bars = contest(Load::Get, rounds, stretch);
+    bars.extend(contest(Load::Mix, rounds, stretch));
+    bars
+}
