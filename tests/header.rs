@@ -38,6 +38,7 @@ fn generated() -> String {
         "policy_select",
         "policy_stats",
         "policy_advice",
+        "trace",
     ];
     let rank = |path: &Path| {
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or("");

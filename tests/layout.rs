@@ -19,6 +19,7 @@ use kvtier::ffi::policy_stats::*;
 use kvtier::ffi::policy_use::*;
 use kvtier::ffi::queue::*;
 use kvtier::ffi::runtime::*;
+use kvtier::ffi::trace::*;
 use kvtier::ffi::work::*;
 
 fn size_of_field<T, F>(_: impl Fn(&T) -> &F) -> usize {
@@ -143,6 +144,23 @@ fn rust_table() -> BTreeMap<String, String> {
             struct_size, flags, shrink_above, grow_below, min_batch, max_batch, window, patience,
         }
         kvt_policy_advice_t { struct_size, batch, re_prefill_rate, evictions }
+        kvt_trace_opts_t {
+            struct_size, flags, path, path_bytes, kind, kind_bytes, block_tokens, seed, gap_ns,
+            duration_ns, rate,
+        }
+        kvt_trace_info_t {
+            struct_size, requests, references, blocks, block_tokens, sessions, duration_ns,
+            tokens, known_tokens,
+        }
+        kvt_replay_opts_t {
+            struct_size, flags, spec, spec_bytes, capacity_blocks, warm_up, layers, hints, alpha,
+            progress, user_data,
+        }
+        kvt_replay_report_t {
+            struct_size, requests, references, hits, tokens, hit_tokens, cost, hit_cost, inserts,
+            evictions, re_prefill_rate, jain_sessions, jain_tenants, utilisation, decision_p50_ns,
+            decision_p99_ns, decision_max_ns, run_ns,
+        }
     }
 }
 

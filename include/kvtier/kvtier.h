@@ -51,10 +51,14 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_POLICY_WHO_INIT KVT_INIT_(kvt_policy_who_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
+#define KVT_REPLAY_OPTS_INIT KVT_INIT_(kvt_replay_opts_t)
+#define KVT_REPLAY_REPORT_INIT KVT_INIT_(kvt_replay_report_t)
 #define KVT_RUNTIME_OPTS_INIT KVT_INIT_(kvt_runtime_opts_t)
 #define KVT_RUNTIME_STATS_INIT KVT_INIT_(kvt_runtime_stats_t)
 #define KVT_SUBMIT_OPTS_INIT KVT_INIT_(kvt_submit_opts_t)
 #define KVT_TIER_REPORT_INIT KVT_INIT_(kvt_tier_report_t)
+#define KVT_TRACE_INFO_INIT KVT_INIT_(kvt_trace_info_t)
+#define KVT_TRACE_OPTS_INIT KVT_INIT_(kvt_trace_opts_t)
 
 
 /**
@@ -351,6 +355,36 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_ADVICE_ZERO_GROW 2
 
 /**
+ * kvt_trace_opts_t.flags: every block becomes a request of its own, without prefixes.
+ */
+#define KVT_TRACE_FLAT 1
+
+/**
+ * kvt_replay_opts_t.flags: the engine can use what lies behind a hole.
+ */
+#define KVT_REPLAY_HOLES 1
+
+/**
+ * kvt_replay_opts_t.flags: decisions are not timed, which makes the replay faster.
+ */
+#define KVT_REPLAY_UNTIMED 2
+
+/**
+ * kvt_replay_opts_t.hints: the policy is told why requests stopped.
+ */
+#define KVT_HINTS_STOP 0
+
+/**
+ * kvt_replay_opts_t.hints: the policy is told nothing of the future.
+ */
+#define KVT_HINTS_NONE 1
+
+/**
+ * kvt_replay_opts_t.hints: also when a session's next request comes.
+ */
+#define KVT_HINTS_THINK 2
+
+/**
  * One owner's part in a budget. Internally locked: any thread may use it.
  */
 typedef struct kvt_account_t kvt_account_t;
@@ -403,6 +437,11 @@ typedef struct kvt_queue_t kvt_queue_t;
  * Internally locked: any thread may use it at any time.
  */
 typedef struct kvt_runtime_t kvt_runtime_t;
+
+/**
+ * Requests to a KV cache over time. Never changes: any thread may use it.
+ */
+typedef struct kvt_trace_t kvt_trace_t;
 
 /**
  * Result of every call: 0 is success, negative is an error. Numbers are only
@@ -1915,6 +1954,234 @@ typedef struct kvt_policy_rules_t {
 } kvt_policy_rules_t;
 
 /**
+ * What to read or make.
+ */
+typedef struct kvt_trace_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_TRACE_*.
+     */
+    uint64_t flags;
+    /**
+     * To read: the file, plain or zstd.
+     */
+    const char *path;
+    /**
+     * Length of the path.
+     */
+    uint64_t path_bytes;
+    /**
+     * To read: kvtier, mooncake, weka, sharegpt, azure, oracle or csv; empty = by
+     * the content. To make: chat, agent, batch, multitenant or burst.
+     */
+    const char *kind;
+    /**
+     * Length of the kind.
+     */
+    uint64_t kind_bytes;
+    /**
+     * Tokens of a block, where the file leaves it open; 0 = 512.
+     */
+    uint64_t block_tokens;
+    /**
+     * For whatever the file leaves to chance, and for everything made; 0 = 7.
+     */
+    uint64_t seed;
+    /**
+     * Mean time between starts of sessions that the file does not tell; 0 = usual.
+     */
+    uint64_t gap_ns;
+    /**
+     * How long it goes on, where that is chosen here; 0 = a day.
+     */
+    uint64_t duration_ns;
+    /**
+     * To make: sessions that start in a second; 0 = usual.
+     */
+    double rate;
+} kvt_trace_opts_t;
+
+/**
+ * What is in a trace.
+ */
+typedef struct kvt_trace_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Requests.
+     */
+    uint64_t requests;
+    /**
+     * Blocks they ask for.
+     */
+    uint64_t references;
+    /**
+     * Different ones of those.
+     */
+    uint64_t blocks;
+    /**
+     * Tokens of a block.
+     */
+    uint64_t block_tokens;
+    /**
+     * Sessions, named or told from the paths.
+     */
+    uint64_t sessions;
+    /**
+     * From the first request to the last.
+     */
+    uint64_t duration_ns;
+    /**
+     * Tokens asked for.
+     */
+    uint64_t tokens;
+    /**
+     * Of those, what an unbounded cache finds.
+     */
+    uint64_t known_tokens;
+} kvt_trace_info_t;
+
+/**
+ * Hears of the progress of a replay; returns 0 to stop it. Called on the calling
+ * thread, under no lock. It must not unwind.
+ */
+typedef int32_t (*kvt_progress_fn)(void *user_data, uint64_t requests_done, uint64_t requests);
+
+/**
+ * How to replay.
+ */
+typedef struct kvt_replay_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_REPLAY_*.
+     */
+    uint64_t flags;
+    /**
+     * The policy, such as "lru".
+     */
+    const char *spec;
+    /**
+     * Length of the spec.
+     */
+    uint64_t spec_bytes;
+    /**
+     * Blocks that fit; at least 1.
+     */
+    uint64_t capacity_blocks;
+    /**
+     * Requests that are replayed before counting starts.
+     */
+    uint64_t warm_up;
+    /**
+     * Objects are cells of so many layers; 0 = whole blocks.
+     */
+    uint32_t layers;
+    /**
+     * KVT_HINTS_*.
+     */
+    uint32_t hints;
+    /**
+     * Attention cost of a token per token of context, where computing a token costs
+     * 1; 0 = as a model of the 70B class.
+     */
+    double alpha;
+    /**
+     * Hears of the progress; may be null.
+     */
+    kvt_progress_fn progress;
+    /**
+     * Handed to progress.
+     */
+    void *user_data;
+} kvt_replay_opts_t;
+
+/**
+ * How a policy did.
+ */
+typedef struct kvt_replay_report_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Requests counted.
+     */
+    uint64_t requests;
+    /**
+     * Blocks asked for.
+     */
+    uint64_t references;
+    /**
+     * Of those, found and usable.
+     */
+    uint64_t hits;
+    /**
+     * Tokens asked for.
+     */
+    uint64_t tokens;
+    /**
+     * Of those, found.
+     */
+    uint64_t hit_tokens;
+    /**
+     * Recompute cost of everything asked for.
+     */
+    double cost;
+    /**
+     * Of that, found.
+     */
+    double hit_cost;
+    /**
+     * Objects inserted.
+     */
+    uint64_t inserts;
+    /**
+     * Objects evicted.
+     */
+    uint64_t evictions;
+    /**
+     * References to what was evicted and wanted again, per reference.
+     */
+    double re_prefill_rate;
+    /**
+     * Jain's index over sessions.
+     */
+    double jain_sessions;
+    /**
+     * Jain's index over tenants.
+     */
+    double jain_tenants;
+    /**
+     * Mean share of the capacity in use since the first eviction.
+     */
+    double utilisation;
+    /**
+     * Half of the eviction calls took at most this.
+     */
+    uint64_t decision_p50_ns;
+    /**
+     * 99 of 100 took at most this.
+     */
+    uint64_t decision_p99_ns;
+    /**
+     * The longest.
+     */
+    uint64_t decision_max_ns;
+    /**
+     * The whole replay, by the machine's clock.
+     */
+    uint64_t run_ns;
+} kvt_replay_report_t;
+
+/**
  * Success.
  */
 #define KVT_OK 0
@@ -3290,6 +3557,77 @@ kvt_status_t kvt_policy_advise(const struct kvt_policy_t *policy,
 kvt_status_t kvt_policy_set_advice(const struct kvt_policy_t *policy,
                                    const struct kvt_policy_rules_t *given,
                                    struct kvt_error_t **err);
+
+/**
+ * Reads a trace from a file of one of the known kinds, whole.
+ *
+ * @param opts  What to read.
+ * @param out   The trace; free it with kvt_trace_free.
+ * @param err   Explains a failure, with the place in the file; may be null.
+ * @return KVT_OK; KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_CORRUPT, KVT_E_SPEC, KVT_E_LIMIT,
+ *         KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the trace. Threading: any thread; takes as long as the
+ * file is long. Since 0.1.
+ */
+kvt_status_t kvt_trace_open(const struct kvt_trace_opts_t *opts,
+                            struct kvt_trace_t **out,
+                            struct kvt_error_t **err);
+
+/**
+ * Makes a workload up: the same for the same options on every machine.
+ *
+ * @param opts  What to make; its path is not used.
+ * @param out   The trace; free it with kvt_trace_free.
+ * @param err   Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the trace. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_trace_generate(const struct kvt_trace_opts_t *opts,
+                                struct kvt_trace_t **out,
+                                struct kvt_error_t **err);
+
+/**
+ * Frees a trace. Replays that are going on go on to their end.
+ *
+ * @param trace  Pointer to the handle, which is cleared; null is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_trace_free(struct kvt_trace_t **trace);
+
+/**
+ * What is in a trace.
+ *
+ * @param trace  The trace.
+ * @param out    Filled in; start it with KVT_TRACE_INFO_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread; goes through the whole trace. Since 0.1.
+ */
+kvt_status_t kvt_trace_info(const struct kvt_trace_t *trace, struct kvt_trace_info_t *out);
+
+/**
+ * Replays a trace under a policy: the code that decides in production, driven as an
+ * engine would.
+ *
+ * @param trace  The trace.
+ * @param opts   Policy, capacity and the rest.
+ * @param out    Filled in; start it with KVT_REPLAY_REPORT_INIT.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_CANCELLED (progress said so), KVT_E_REENTRANT (in a callback),
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, several at a time; takes as long as the trace. Since 0.1.
+ */
+kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
+                              const struct kvt_replay_opts_t *opts,
+                              struct kvt_replay_report_t *out,
+                              struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -24,12 +24,12 @@ use crate::meta::cost::Cost;
 pub struct kvt_trace_t(());
 
 /// kvt_trace_opts_t.flags: every block becomes a request of its own, without prefixes.
-pub const KVT_TRACE_FLAT: u64 = 1 << 0;
+pub const KVT_TRACE_FLAT: u64 = 1;
 
 /// kvt_replay_opts_t.flags: the engine can use what lies behind a hole.
-pub const KVT_REPLAY_HOLES: u64 = 1 << 0;
+pub const KVT_REPLAY_HOLES: u64 = 1;
 /// kvt_replay_opts_t.flags: decisions are not timed, which makes the replay faster.
-pub const KVT_REPLAY_UNTIMED: u64 = 1 << 1;
+pub const KVT_REPLAY_UNTIMED: u64 = 2;
 
 /// kvt_replay_opts_t.hints: the policy is told why requests stopped.
 pub const KVT_HINTS_STOP: u32 = 0;

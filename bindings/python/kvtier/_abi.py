@@ -60,6 +60,9 @@ KVT_E_TOO_SMALL = -4
 KVT_E_UNAVAILABLE = -17
 KVT_E_UNSUPPORTED = -16
 KVT_HEADER_VERSION = 65536
+KVT_HINTS_NONE = 1
+KVT_HINTS_STOP = 0
+KVT_HINTS_THINK = 2
 KVT_HINT_CONFIDENCE = 2
 KVT_HINT_DONE = 1
 KVT_LOG_DEBUG = 4
@@ -83,6 +86,8 @@ KVT_POLICY_ZERO_REMEMBER = 2
 KVT_PRIORITY_BACKGROUND = 2
 KVT_PRIORITY_DEMAND = 0
 KVT_PRIORITY_PREFETCH = 1
+KVT_REPLAY_HOLES = 1
+KVT_REPLAY_UNTIMED = 2
 KVT_ROW_PARENT = 1
 KVT_SELECT_TAIL = 1
 KVT_STOP_CANCELLED = 4
@@ -98,6 +103,7 @@ KVT_TIER_DISK = 2
 KVT_TIER_HOST = 1
 KVT_TIER_PINNED = 4
 KVT_TIER_REMOTE = 3
+KVT_TRACE_FLAT = 1
 KVT_VERSION_MAJOR = 0
 KVT_VERSION_MINOR = 1
 KVT_VERSION_PATCH = 0
@@ -137,6 +143,10 @@ class kvt_queue_p(Handle):
 
 class kvt_runtime_p(Handle):
     """kvt_runtime_t *"""
+
+
+class kvt_trace_p(Handle):
+    """kvt_trace_t *"""
 
 
 class kvt_error_info_t(Sized):
@@ -638,6 +648,79 @@ class kvt_policy_rules_t(Sized):
     ]
 
 
+class kvt_trace_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("path", ctypes.POINTER(ctypes.c_char)),
+        ("path_bytes", ctypes.c_uint64),
+        ("kind", ctypes.POINTER(ctypes.c_char)),
+        ("kind_bytes", ctypes.c_uint64),
+        ("block_tokens", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("gap_ns", ctypes.c_uint64),
+        ("duration_ns", ctypes.c_uint64),
+        ("rate", ctypes.c_double),
+    ]
+
+
+class kvt_trace_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("requests", ctypes.c_uint64),
+        ("references", ctypes.c_uint64),
+        ("blocks", ctypes.c_uint64),
+        ("block_tokens", ctypes.c_uint64),
+        ("sessions", ctypes.c_uint64),
+        ("duration_ns", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("known_tokens", ctypes.c_uint64),
+    ]
+
+
+kvt_progress_fn = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64)
+
+
+class kvt_replay_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("spec", ctypes.POINTER(ctypes.c_char)),
+        ("spec_bytes", ctypes.c_uint64),
+        ("capacity_blocks", ctypes.c_uint64),
+        ("warm_up", ctypes.c_uint64),
+        ("layers", ctypes.c_uint32),
+        ("hints", ctypes.c_uint32),
+        ("alpha", ctypes.c_double),
+        ("progress", kvt_progress_fn),
+        ("user_data", ctypes.c_void_p),
+    ]
+
+
+class kvt_replay_report_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("requests", ctypes.c_uint64),
+        ("references", ctypes.c_uint64),
+        ("hits", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("hit_tokens", ctypes.c_uint64),
+        ("cost", ctypes.c_double),
+        ("hit_cost", ctypes.c_double),
+        ("inserts", ctypes.c_uint64),
+        ("evictions", ctypes.c_uint64),
+        ("re_prefill_rate", ctypes.c_double),
+        ("jain_sessions", ctypes.c_double),
+        ("jain_tenants", ctypes.c_double),
+        ("utilisation", ctypes.c_double),
+        ("decision_p50_ns", ctypes.c_uint64),
+        ("decision_p99_ns", ctypes.c_uint64),
+        ("decision_max_ns", ctypes.c_uint64),
+        ("run_ns", ctypes.c_uint64),
+    ]
+
+
 #: Result and arguments of every function.
 FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_abi_check": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
@@ -777,6 +860,14 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_status_name": (ctypes.c_char_p, (kvt_status_t,)),
     "kvt_status_str": (ctypes.c_char_p, (kvt_status_t,)),
+    "kvt_trace_free": (kvt_status_t, (ctypes.POINTER(kvt_trace_p),)),
+    "kvt_trace_generate": (kvt_status_t, (ctypes.POINTER(kvt_trace_opts_t),
+        ctypes.POINTER(kvt_trace_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_trace_info": (kvt_status_t, (kvt_trace_p, ctypes.POINTER(kvt_trace_info_t),)),
+    "kvt_trace_open": (kvt_status_t, (ctypes.POINTER(kvt_trace_opts_t),
+        ctypes.POINTER(kvt_trace_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_trace_replay": (kvt_status_t, (kvt_trace_p, ctypes.POINTER(kvt_replay_opts_t),
+        ctypes.POINTER(kvt_replay_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_version": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_version_str": (ctypes.c_char_p, ()),
 }

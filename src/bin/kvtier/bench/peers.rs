@@ -260,26 +260,10 @@ mod others {
         }
     }
 
-    fn quick<S: BuildHasher>(hasher: S) -> impl Peer + 'static
-    where
-        S: 'static,
-    {
-        let weighter = quick_cache::UnitWeighter;
-        let life = quick_cache::unsync::DefaultLifecycle::default();
-        let entries = ENTRIES;
-        QuickCache(quick_cache::unsync::Cache::with(entries, entries as u64, weighter, hasher, life))
-    }
-
-    struct QuickCache<P>(P);
-
-    impl<P: Peer> Peer for QuickCache<P> {
-        fn get(&mut self, id: u64) -> Option<u64> {
-            self.0.get(id)
-        }
-
-        fn put(&mut self, id: u64) {
-            self.0.put(id);
-        }
+    /// The form for one thread: it takes no locks.
+    fn quick<S: BuildHasher + 'static>(hasher: S) -> impl Peer + 'static {
+        let (weighter, life) = (quick_cache::UnitWeighter, Default::default());
+        quick_cache::unsync::Cache::with(ENTRIES, ENTRIES as u64, weighter, hasher, life)
     }
 
     /// Each with its own hasher, and with none to speak of.
@@ -291,7 +275,10 @@ mod others {
         vec![
             Box::new(Named("quick_cache", quick(quick_cache::DefaultHashBuilder::default()))),
             Box::new(Named("quick_cache, ids as hashes", quick(same()))),
-            Box::new(Named("schnellru", schnellru::LruMap::<u64, u64>::new(length()))),
+            Box::new(Named(
+                "schnellru",
+                schnellru::LruMap::<u64, u64>::with_seed(length(), [1, 2, 3, 4]),
+            )),
             Box::new(Named(
                 "schnellru, ids as hashes",
                 schnellru::LruMap::<u64, u64, _, _>::with_hasher(length(), same()),
