@@ -1,8 +1,9 @@
-//! From a 64-bit id to a slot: open addressing, 8 bytes a cell, 32 bits of the
-//! hash in each cell so that a probe touches another table only for a match.
+//! From a 64-bit id to a slot: open addressing in buckets of one cache line, 32
+//! bits of the hash beside each slot so that a probe touches another table only
+//! for a match.
 
 use crate::base::status::Result;
-use crate::base::zeroed::{Zeroed, prefetch};
+use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
 use crate::fail;
 
 /// Number of an object in its table.
@@ -14,10 +15,38 @@ pub const NONE: Slot = u32::MAX;
 /// Most entries of an index.
 pub const MAX_ENTRIES: usize = 1 << 30;
 
+const WIDTH: usize = 8;
+
+/// A cache line. All its tags are compared at once: a search that goes cell by
+/// cell ends at a different place each time, which processors cannot guess.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Bucket {
+    /// 0 = empty.
+    tags: [u32; WIDTH],
+    slots: [Slot; WIDTH],
+}
+
+// SAFETY: integers only.
+unsafe impl Zeroable for Bucket {}
+
+impl Bucket {
+    /// A bit for each cell with a tag.
+    #[inline]
+    fn with(&self, tag: u32) -> u32 {
+        let bit = |(lane, &t): (usize, &u32)| u32::from(t == tag) << lane;
+        self.tags.iter().enumerate().map(bit).fold(0, |bits, bit| bits | bit)
+    }
+
+    #[inline]
+    fn has_room(&self) -> bool {
+        self.with(0) != 0
+    }
+}
+
 /// Maps ids to slots. Fixed size; no randomness, so runs repeat.
 pub struct Index {
-    /// `hash << 32 | slot + 1`; 0 = empty.
-    cells: Zeroed<u64>,
+    buckets: Zeroed<Bucket>,
     live: usize,
     limit: usize,
 }
@@ -30,74 +59,94 @@ pub fn hash(id: u64) -> u64 {
     folded.wrapping_mul(0xA076_1D64_78BD_642F)
 }
 
+/// What stands for an id in its bucket; says where that is, too.
+#[inline]
+fn tag_of(id: u64) -> u32 {
+    ((hash(id) >> 32) as u32).max(1)
+}
+
 impl Index {
     /// An index for up to `limit` ids.
     pub fn new(limit: usize) -> Result<Index> {
         if limit > MAX_ENTRIES {
             fail!(Limit, "{limit} objects are more than the limit of {MAX_ENTRIES}");
         }
-        // Four cells of five in use at most: a search then takes some three
-        // neighbouring cells.
-        let cells = limit + limit / 4 + 8;
-        Ok(Index { cells: Zeroed::new(cells)?, live: 0, limit })
+        // Four cells of five in use at most: hardly an id is then outside its
+        // own bucket. At least one cell is always empty.
+        let buckets = (limit + limit / 4) / WIDTH + 1;
+        Ok(Index { buckets: Zeroed::new(buckets)?, live: 0, limit })
     }
 
     /// How many ids are in it.
+    #[inline]
     pub fn len(&self) -> usize {
         self.live
     }
 
     /// Whether none is.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         self.live == 0
     }
 
     /// Bytes of a full index.
     pub fn bytes(&self) -> usize {
-        self.cells.len() * 8
+        self.buckets.len() * size_of::<Bucket>()
     }
 
     #[inline]
-    fn home(&self, hash: u64) -> usize {
-        (((hash >> 32) * self.cells.len() as u64) >> 32) as usize
+    fn home(&self, tag: u32) -> usize {
+        ((u64::from(tag) * self.buckets.len() as u64) >> 32) as usize
     }
 
     #[inline]
     fn after(&self, at: usize) -> usize {
-        if at + 1 == self.cells.len() { 0 } else { at + 1 }
+        if at + 1 == self.buckets.len() { 0 } else { at + 1 }
     }
 
-    /// Has the cells of an id fetched.
+    /// How many steps forward lead from one bucket to another.
+    #[inline]
+    fn steps(&self, from: usize, to: usize) -> usize {
+        if to >= from { to - from } else { to + self.buckets.len() - from }
+    }
+
+    /// Has the bucket of an id fetched.
     #[inline]
     pub fn prefetch(&self, id: u64) {
-        prefetch(&self.cells, self.home(hash(id)));
+        prefetch(&self.buckets, self.home(tag_of(id)));
     }
 
-    /// The slot that probably holds an id, for prefetching what it names.
+    /// The slot that probably holds an id, or NONE: to fetch what it names.
     #[inline]
-    pub fn guess(&self, id: u64) -> Option<Slot> {
-        let hash = hash(id);
-        let cell = self.cells[self.home(hash)];
-        (cell >> 32 == hash >> 32 && cell != 0).then(|| (cell as u32).wrapping_sub(1))
+    pub fn guess(&self, id: u64) -> Slot {
+        let tag = tag_of(id);
+        let bucket = &self.buckets[self.home(tag)];
+        let lanes = bucket.with(tag);
+        if lanes == 0 { NONE } else { bucket.slots[lanes.trailing_zeros() as usize % WIDTH] }
     }
 
     /// The slot of an id; `is` says whether a slot holds it.
     #[inline]
     pub fn find(&self, id: u64, is: impl Fn(Slot) -> bool) -> Option<Slot> {
-        self.search(id, is).map(|at| (self.cells[at] as u32).wrapping_sub(1))
+        self.search(id, is).map(|(at, lane)| self.buckets[at].slots[lane])
     }
 
     #[inline]
-    fn search(&self, id: u64, is: impl Fn(Slot) -> bool) -> Option<usize> {
-        let hash = hash(id);
-        let mut at = self.home(hash);
+    fn search(&self, id: u64, is: impl Fn(Slot) -> bool) -> Option<(usize, usize)> {
+        let tag = tag_of(id);
+        let mut at = self.home(tag);
         loop {
-            let cell = self.cells[at];
-            if cell == 0 {
-                return None;
+            let bucket = &self.buckets[at];
+            let mut lanes = bucket.with(tag);
+            while lanes != 0 {
+                let lane = lanes.trailing_zeros() as usize % WIDTH;
+                if is(bucket.slots[lane]) {
+                    return Some((at, lane));
+                }
+                lanes &= lanes - 1;
             }
-            if cell >> 32 == hash >> 32 && is((cell as u32).wrapping_sub(1)) {
-                return Some(at);
+            if bucket.has_room() {
+                return None;
             }
             at = self.after(at);
         }
@@ -110,45 +159,60 @@ impl Index {
         if self.live == self.limit {
             return false;
         }
-        let hash = hash(id);
-        let mut at = self.home(hash);
-        while self.cells[at] != 0 {
+        let tag = tag_of(id);
+        let mut at = self.home(tag);
+        while !self.buckets[at].has_room() {
             at = self.after(at);
         }
-        self.cells[at] = (hash >> 32 << 32) | u64::from(slot + 1);
+        let bucket = &mut self.buckets[at];
+        let lane = bucket.with(0).trailing_zeros() as usize % WIDTH;
+        bucket.tags[lane] = tag;
+        bucket.slots[lane] = slot;
         self.live += 1;
         true
     }
 
     /// Takes an id out; its slot, if it was in.
+    #[inline]
     pub fn remove(&mut self, id: u64, is: impl Fn(Slot) -> bool) -> Option<Slot> {
-        let mut hole = self.search(id, is)?;
-        let slot = (self.cells[hole] as u32).wrapping_sub(1);
+        let (at, lane) = self.search(id, is)?;
+        let slot = self.buckets[at].slots[lane];
         self.live -= 1;
-        // Entries behind the hole move up unless that would put them before
-        // their home; so there are no tombstones.
-        let mut at = hole;
-        loop {
-            at = self.after(at);
-            let cell = self.cells[at];
-            if cell == 0 {
-                break;
-            }
-            let home = self.home(cell);
-            let reach = if at >= home { at - home } else { at + self.cells.len() - home };
-            let gap = if at >= hole { at - hole } else { at + self.cells.len() - hole };
-            if reach >= gap {
-                self.cells[hole] = cell;
-                hole = at;
-            }
+        let was_full = !self.buckets[at].has_room();
+        self.buckets[at].tags[lane] = 0;
+        if was_full {
+            self.close_gap(at, lane);
         }
-        self.cells[hole] = 0;
         Some(slot)
+    }
+
+    /// Searches pass a full bucket only. One that is full no longer takes back
+    /// an entry that had to go further, and so on from where that was.
+    #[cold]
+    fn close_gap(&mut self, mut gap: usize, mut empty: usize) {
+        let mut at = self.after(gap);
+        while at != gap {
+            let bucket = self.buckets[at];
+            let passed = |tag: u32| {
+                tag != 0 && self.steps(self.home(tag), at) >= self.steps(gap, at)
+            };
+            let mover = bucket.tags.iter().position(|&tag| passed(tag));
+            if let Some(lane) = mover {
+                self.buckets[gap].tags[empty] = bucket.tags[lane];
+                self.buckets[gap].slots[empty] = bucket.slots[lane];
+                self.buckets[at].tags[lane] = 0;
+                (gap, empty) = (at, lane);
+            }
+            if bucket.has_room() {
+                return;
+            }
+            at = self.after(at);
+        }
     }
 
     /// Forgets everything.
     pub fn clear(&mut self) {
-        self.cells.fill(0);
+        self.buckets.fill(Bucket { tags: [0; WIDTH], slots: [0; WIDTH] });
         self.live = 0;
     }
 }

@@ -86,9 +86,22 @@ impl List {
     /// Makes an object of the list its hottest.
     #[inline]
     pub fn to_hot(&mut self, objects: &mut Objects, slot: Slot) {
-        if self.head != slot {
-            self.unlink(objects, slot);
-            self.push_hot(objects, slot);
+        if self.head == slot {
+            return;
+        }
+        let old = std::mem::replace(&mut self.head, slot);
+        let node = objects.node_mut(slot);
+        let (prev, next) = (node.prev, node.next);
+        (node.prev, node.next) = (NONE, old);
+        objects.node_mut(old).prev = slot;
+        // Not the head, so there is a hotter one.
+        objects.node_mut(prev).next = next;
+        match next {
+            NONE => self.tail = prev,
+            next => objects.node_mut(next).prev = prev,
+        }
+        if self.finger == slot {
+            self.finger = prev;
         }
     }
 

@@ -20,7 +20,7 @@ const CHOSEN: u8 = 0x20;
 /// Largest value of [`Node::freq`].
 pub const MAX_FREQ: u8 = 0x1F;
 
-/// What is known of every object. 48 bytes.
+/// What is known of every object. 48 bytes; what a use changes comes first.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct Node {
@@ -33,6 +33,13 @@ pub struct Node {
     pub prev: Slot,
     /// Colder neighbour; the policy's own.
     pub next: Slot,
+    /// Who used it last.
+    pub session: Slot,
+    /// Uses since it was inserted, saturating.
+    pub hits: u16,
+    /// Which of the policy's lists it is in; the policy's own.
+    pub tag: u8,
+    marks: u8,
     /// The object whose prefix this one continues, or NONE.
     pub parent: Slot,
     /// Resident objects that continue this one.
@@ -41,13 +48,6 @@ pub struct Node {
     pub units: u32,
     /// References, and the pin.
     refs: u32,
-    /// Who used it last.
-    pub session: Slot,
-    /// Uses since it was inserted, saturating.
-    pub hits: u16,
-    /// Which of the policy's lists it is in; the policy's own.
-    pub tag: u8,
-    marks: u8,
 }
 
 const _: () = assert!(std::mem::size_of::<Node>() == 48);
@@ -230,14 +230,33 @@ impl Objects {
         self.index.find(id, |slot| self.nodes[slot as usize].id == id)
     }
 
-    /// Has the way to an id fetched: its cell first, its node when called again.
-    #[inline]
-    pub fn prefetch(&self, id: u64, node: bool) {
-        if !node {
-            self.index.prefetch(id);
-        } else if let Some(slot) = self.index.guess(id) {
-            prefetch(&self.nodes, slot as usize);
+    /// The slots of many ids, NONE where one is not in the table: the memory of
+    /// several is fetched at a time.
+    pub fn find_many(&self, ids: &[u64], slots: &mut [Slot]) {
+        const GROUP: usize = 64;
+        // A single one has nothing to overlap with.
+        if let ([id], [slot]) = (ids, &mut *slots) {
+            *slot = self.find(*id).unwrap_or(NONE);
+            return;
         }
+        for (ids, slots) in ids.chunks(GROUP).zip(slots.chunks_mut(GROUP)) {
+            ids.iter().for_each(|&id| self.index.prefetch(id));
+            for (slot, &id) in slots.iter_mut().zip(ids) {
+                *slot = self.index.guess(id);
+                self.prefetch(*slot);
+            }
+            for (slot, &id) in slots.iter_mut().zip(ids) {
+                if self.nodes.get(*slot as usize).is_none_or(|node| node.id != id) {
+                    *slot = self.find(id).unwrap_or(NONE);
+                }
+            }
+        }
+    }
+
+    /// Has a node fetched; nothing happens for NONE.
+    #[inline]
+    pub fn prefetch(&self, slot: Slot) {
+        prefetch(&self.nodes, slot as usize);
     }
 
     /// Adds an object that is not in the table. Its parent counts only where
@@ -322,6 +341,16 @@ impl Objects {
             let before = std::mem::replace(&mut node.session, session);
             self.sessions.leave(before);
             self.sessions.join(session);
+        }
+    }
+
+    /// Counts a use of an object by a session, if there is one.
+    #[inline]
+    pub fn count_use(&mut self, slot: Slot, session: Slot) {
+        let node = &mut self.nodes[slot as usize];
+        node.hits = node.hits.saturating_add(1);
+        if session != NONE {
+            self.set_session(slot, session);
         }
     }
 

@@ -195,21 +195,15 @@ impl Evictor {
         let now = self.begin(now, ids.len())?;
         let leading = self.find_all(ids);
         let session = self.see_session(now, who);
-        self.count_lookup(who, session, ids, leading);
-        let mut stamp = now;
-        for i in (0..ids.len()).rev() {
-            let slot = self.slots[i];
-            let hit = slot != NONE && (i < leading || self.options.holes);
-            if let Some(out) = found.get_mut(i) {
-                *out = u8::from(hit);
-            }
-            if hit {
-                self.use_slot(slot, session, stamp);
-                stamp += 1;
-            }
+        let usable = if self.options.holes { ids.len() } else { leading };
+        self.count_lookup(who, session, ids, leading, usable);
+        for (i, out) in found.iter_mut().enumerate() {
+            *out = u8::from(i < usable && self.slots[i] != NONE);
         }
-        for (i, &id) in ids.iter().enumerate().skip(leading) {
-            if self.slots[i] == NONE {
+        let slots = &self.slots[..usable];
+        let mut stamp = self.policy.touch_all(&mut self.objects, slots, session, now);
+        for (&id, &slot) in ids.iter().zip(&self.slots).skip(leading) {
+            if slot == NONE {
                 self.policy.miss(&self.objects, id, stamp);
                 stamp += 1;
             }
@@ -224,15 +218,8 @@ impl Evictor {
         let now = self.begin(now, ids.len())?;
         self.find_all(ids);
         let session = self.see_session(now, who);
-        let (mut stamp, mut touched) = (now, 0);
-        for i in (0..ids.len()).rev() {
-            if self.slots[i] != NONE {
-                self.use_slot(self.slots[i], session, stamp);
-                stamp += 1;
-                touched += 1;
-            }
-        }
-        Ok(touched)
+        let end = self.policy.touch_all(&mut self.objects, &self.slots, session, now);
+        Ok((end - now) as usize)
     }
 
     pub(super) fn begin(&mut self, now: i64, ids: usize) -> Result<i64> {
@@ -247,34 +234,16 @@ impl Evictor {
 
     #[inline]
     pub(super) fn use_slot(&mut self, slot: Slot, session: Slot, stamp: i64) {
-        let node = self.objects.node_mut(slot);
-        node.hits = node.hits.saturating_add(1);
-        if session != NONE {
-            self.objects.set_session(slot, session);
-        }
+        self.objects.count_use(slot, session);
         self.policy.touch(&mut self.objects, slot, stamp);
     }
 
-    /// Fills `slots`; how many from the start on are there. Looks ahead in two
-    /// steps so that the misses of several ids overlap.
+    /// Fills `slots`; how many from the start on are there.
     pub(super) fn find_all(&mut self, ids: &[u64]) -> usize {
-        const AHEAD: usize = 12;
         self.slots.clear();
-        ids.iter().take(2 * AHEAD).for_each(|&id| self.objects.prefetch(id, false));
-        ids.iter().take(AHEAD).for_each(|&id| self.objects.prefetch(id, true));
-        let mut leading = 0;
-        for (i, &id) in ids.iter().enumerate() {
-            if let Some(&id) = ids.get(i + 2 * AHEAD) {
-                self.objects.prefetch(id, false);
-            }
-            if let Some(&id) = ids.get(i + AHEAD) {
-                self.objects.prefetch(id, true);
-            }
-            let slot = self.objects.find(id).unwrap_or(NONE);
-            leading += usize::from(leading == i && slot != NONE);
-            self.slots.push(slot);
-        }
-        leading
+        self.slots.resize(ids.len(), NONE);
+        self.objects.find_many(ids, &mut self.slots);
+        self.slots.iter().position(|&slot| slot == NONE).unwrap_or(ids.len())
     }
 
     /// Notes the session of a call; its slot.
@@ -292,33 +261,49 @@ impl Evictor {
         slot
     }
 
-    fn count_lookup(&mut self, who: &Who, session: Slot, ids: &[u64], leading: usize) {
+    /// Counts what was asked for, and what of it was there and `usable`.
+    fn count_lookup(
+        &mut self,
+        who: &Who,
+        session: Slot,
+        ids: &[u64],
+        leading: usize,
+        usable: usize,
+    ) {
         let each = u64::from(who.tokens_each.max(1));
         let all = if who.length > 0 { u64::from(who.length) } else { each * ids.len() as u64 };
-        let (mut hit_tokens, mut wanted_tokens) = (0, 0);
+        let until = |i: usize| (each * i as u64).min(all);
         let counts = &mut self.metrics.counts;
         counts.requests += 1;
         counts.references += ids.len() as u64;
         counts.tokens += all;
         counts.cost += self.options.cost.of(0, all);
-        for (i, &id) in ids.iter().enumerate() {
-            let context = (each * i as u64).min(all);
-            let tokens = each.min(all - context);
-            let there = self.slots[i] != NONE;
-            if there && (i < leading || self.options.holes) {
+        counts.hits += leading as u64;
+        let (mut hit_tokens, mut missed_tokens, mut hit_cost) = (until(leading), 0, 0.0);
+        if leading > 0 {
+            hit_cost = self.options.cost.of(0, hit_tokens);
+        }
+        // What was evicted is asked for only where something is missing.
+        for (i, &id) in ids.iter().enumerate().skip(leading) {
+            let (context, tokens) = (until(i), until(i + 1) - until(i));
+            if self.slots[i] == NONE {
+                let known = !self.history.is_empty() && self.history.get(id).is_some();
+                counts.evicted_references += u64::from(known);
+                missed_tokens += if known { tokens } else { 0 };
+            } else if i < usable {
                 counts.hits += 1;
                 hit_tokens += tokens;
-                counts.hit_cost += self.options.cost.of(context, tokens);
+                hit_cost += self.options.cost.of(context, tokens);
+            } else {
+                missed_tokens += tokens;
             }
-            let known = there || self.history.get(id).is_some();
-            counts.evicted_references += u64::from(known && !there);
-            wanted_tokens += if known { tokens } else { 0 };
         }
         counts.hit_tokens += hit_tokens;
+        counts.hit_cost += hit_cost;
         if let Some(row) = self.objects.sessions.of_mut(session) {
             row.hit_tokens += hit_tokens;
-            row.wanted_tokens += wanted_tokens;
-            self.metrics.tenant(who.tenant, hit_tokens, wanted_tokens);
+            row.wanted_tokens += hit_tokens + missed_tokens;
+            self.metrics.tenant(who.tenant, hit_tokens, hit_tokens + missed_tokens);
         }
     }
 

@@ -47,7 +47,7 @@ pub mod upkeep;
 pub mod wtinylfu;
 
 use crate::base::status::Result;
-use crate::meta::index::Slot;
+use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, Objects};
 use crate::meta::sessions::Stop;
 use crate::policy::columns::Columns;
@@ -118,6 +118,26 @@ pub trait Policy: Send {
 
     /// The object in `slot` was used.
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64);
+
+    /// The objects in `slots` were used, the last first, by `session`; those that
+    /// are NONE are passed over. The time after that of the last use.
+    fn touch_all(
+        &mut self,
+        objects: &mut Objects,
+        slots: &[Slot],
+        session: Slot,
+        now: i64,
+    ) -> i64 {
+        let mut stamp = now;
+        for &slot in slots.iter().rev() {
+            if slot != NONE {
+                objects.count_use(slot, session);
+                self.touch(objects, slot, stamp);
+                stamp += 1;
+            }
+        }
+        stamp
+    }
 
     /// `id` was looked up and is not there.
     fn miss(&mut self, _objects: &Objects, _id: u64, _now: i64) {}

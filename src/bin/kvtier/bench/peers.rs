@@ -342,7 +342,9 @@ fn contest(load: Load, rounds: usize, stretch: usize) -> Vec<Bar> {
     let mut all: Vec<&mut dyn Runner> = Vec::new();
     all.extend(ours.iter_mut().map(|one| one as &mut dyn Runner));
     all.extend(peers.iter_mut().map(|one| &mut **one as &mut dyn Runner));
-    all.iter_mut().for_each(|one| drop(black_box(one.run(&warm, Load::Mix))));
+    for one in &mut all {
+        black_box(one.run(&warm, Load::Mix));
+    }
     let mut times = vec![Vec::new(); all.len()];
     for _ in 0..rounds {
         let ids = zipf.draw(stretch);
