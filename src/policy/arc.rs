@@ -169,6 +169,10 @@ impl Policy for Arc {
         }
     }
 
+    fn leaves_by_links(&self) -> bool {
+        true
+    }
+
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         let node = objects.node(slot);
         self.rank_in(usize::from(node.tag), node.stamp)

@@ -92,9 +92,11 @@ impl Evictor {
         by: &'static str,
         out: &mut Vec<Victim>,
     ) -> Outcome {
+        let mut ahead = None;
         for i in 0..self.chosen.len() {
             let slot = self.chosen[i].slot;
             let node = *self.objects.node(slot);
+            ahead = Some(node.prev);
             out.push(Victim { id: node.id, units: u64::from(node.units) });
             if self.log.is_on() {
                 self.log_eviction(slot, by, now);
@@ -103,6 +105,11 @@ impl Evictor {
             self.metrics.counts.evicted_units += u64::from(node.units);
             self.policy.remove(&mut self.objects, slot, true, now);
             self.objects.remove(slot);
+        }
+        if let (Some(ahead), true) = (ahead, self.policy.leaves_by_links()) {
+            if let Some(id) = self.objects.prefetch_leaving(ahead) {
+                self.history.prefetch(id);
+            }
         }
         self.metrics.counts.evictions += self.chosen.len() as u64;
         self.metrics.counts.decisions += 1;

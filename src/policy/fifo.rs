@@ -51,6 +51,10 @@ impl Policy for Fifo {
         self.lists.resize(objects, slot, units);
     }
 
+    fn leaves_by_links(&self) -> bool {
+        true
+    }
+
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         Rank::time(objects.node(slot).stamp)
     }

@@ -63,6 +63,12 @@ impl Ghosts {
         self.index.find(id, |slot| self.ghosts[slot as usize].id == id)
     }
 
+    /// Has the cells of an id fetched.
+    #[inline]
+    pub fn prefetch(&self, id: u64) {
+        self.index.prefetch(id);
+    }
+
     /// What was noted of an id.
     pub fn get(&self, id: u64) -> Option<u32> {
         self.find(id).map(|slot| self.ghosts[slot as usize].data)

@@ -156,6 +156,10 @@ impl Policy for S3Fifo {
         self.capacity = units;
     }
 
+    fn leaves_by_links(&self) -> bool {
+        true
+    }
+
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         let node = objects.node(slot);
         self.rank_in(self.fits(objects), usize::from(node.tag), count(node), node.stamp)

@@ -99,6 +99,10 @@ impl Policy for Sieve {
         self.lists.resize(objects, slot, units);
     }
 
+    fn leaves_by_links(&self) -> bool {
+        true
+    }
+
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         let node = objects.node(slot);
         self.rank_at(Some(objects), node.freq() > 0, node.stamp)

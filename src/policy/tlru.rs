@@ -96,6 +96,10 @@ impl Policy for Tlru {
         self.lists.resize(objects, slot, units);
     }
 
+    fn leaves_by_links(&self) -> bool {
+        true
+    }
+
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         let node = objects.node(slot);
         Rank::count(node.tag.into(), node.stamp)

@@ -163,6 +163,10 @@ impl Policy for WTinyLfu {
         self.capacity = units;
     }
 
+    fn leaves_by_links(&self) -> bool {
+        true
+    }
+
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {
         let node = objects.node(slot);
         Rank::count(u64::from(node.tag), node.stamp)
