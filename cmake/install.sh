@@ -46,7 +46,8 @@ ln -sf "libkvtier.so.$version" "$lib/libkvtier.so.$soversion"
 ln -sf "libkvtier.so.$soversion" "$lib/libkvtier.so"
 install -m 644 "$from/lib/libkvtier.a" "$lib/"
 install -m 644 "$root/include/kvtier/kvtier.h" "$root/bindings/cpp/kvtier.hpp" \
-    "$root/bindings/cpp/kvtier_policy.hpp" "$to/include/kvtier/"
+    "$root/bindings/cpp/kvtier_policy.hpp" "$root/bindings/cpp/kvtier_lab.hpp" \
+    "$to/include/kvtier/"
 
 fill() {
     sed -e "s|@VERSION@|$version|g" -e "s|@SOVERSION@|$soversion|g" -e "s|@LIBDIR@|$libdir|g" \

@@ -53,6 +53,7 @@ one queue
 one budget 400
 one log 60
 one policy 200
+one trace 300
 one pool 2000
 one panic
 # A forked child is checked at its end, too, and there the stacks of its parent's threads

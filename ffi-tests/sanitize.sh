@@ -91,6 +91,7 @@ one ops 300
 one queue
 one budget 1000
 one policy 2000
+one trace 1200
 one pool 6000
 one panic
 one stress 60000

@@ -10,9 +10,10 @@ use proptest::test_runner::TestRunner;
 /// One test alone: the log sink and the counters are the process's.
 #[test]
 fn any_program_ends_well() {
-    // A runtime, a queue, buffers, a budget and a policy, so that programs get somewhere.
+    // A runtime, a queue, buffers, a budget, a policy and a trace, so that programs get
+    // somewhere.
     let mut start = Vec::new();
-    for opcode in [0u8, 1, 3, 4, 5, 5, 7, 24] {
+    for opcode in [0u8, 1, 3, 4, 5, 5, 7, 24, 28] {
         start.extend([1, opcode]);
         start.extend([0u8; 6]);
     }
@@ -24,6 +25,7 @@ fn any_program_ends_well() {
             Ok(())
         })
         .unwrap();
-    let (submitted, called) = machine::reached();
+    let (submitted, called, replayed) = machine::reached();
     assert!(submitted > 1000 && called > 200, "{submitted} submissions, {called} callbacks");
+    assert!(replayed > 200, "{replayed} replays");
 }

@@ -1392,6 +1392,7 @@ private:
 }  // namespace kvt
 
 #include "kvtier_policy.hpp"
+#include "kvtier_lab.hpp"
 
 #undef KVTIER_FACE_
 

@@ -91,6 +91,13 @@ struct selection {
     std::string_view decided_by;
 };
 
+/// A number of a policy's own.
+struct gauge_value {
+    /// Lives as long as the library.
+    std::string_view name;
+    double value = 0;
+};
+
 struct policy_info {
     std::string_view name;
     std::string_view about;
@@ -361,6 +368,22 @@ public:
         const kvt_status_t status =
             kvt_policy_gauge(raw_, name.data(), name.size(), &value, f.out());
         return detail::give(status, f, value);
+    }
+    /// All numbers of the policy's own.
+    ret<std::vector<gauge_value>> gauges() const {
+        std::vector<gauge_value> all;
+        kvt_status_t status = KVT_OK;
+        while (true) {
+            const char *name = nullptr;
+            std::uint64_t bytes = 0;
+            gauge_value one;
+            status = kvt_policy_gauge_at(raw_, all.size(), &name, &bytes, &one.value);
+            if (status != KVT_OK) break;
+            one.name = std::string_view(name, static_cast<std::size_t>(bytes));
+            all.push_back(one);
+        }
+        if (status == KVT_E_NOT_FOUND) status = KVT_OK; // that was the last
+        return detail::give(status, std::move(all));
     }
     /// Evictions from number `from` on that the log still has, at most `most`.
     ret<std::vector<kvt_policy_log_entry_t>> log(std::uint64_t from = 0,

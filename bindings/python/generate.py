@@ -218,6 +218,9 @@ def spell(out: Header, kind: CType, place: str) -> str:
         # Only these are known to end in NUL: the other texts carry a length.
         nul_ended = place == "result" or (place == "param" and kind.const)
         text = "ctypes.c_char_p" if nul_ended else "ctypes.POINTER(ctypes.c_char)"
+    elif base == "char" and stars == 2 and place == "param":
+        # Where a text that lives as long as the library is written; its length is too.
+        text = "ctypes.POINTER(ctypes.POINTER(ctypes.c_char))"
     elif base in out.opaque:
         text = {1: handle(base), 2: f"ctypes.POINTER({handle(base)})"}.get(stars)
     elif base in out.callbacks:

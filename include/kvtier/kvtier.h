@@ -3190,7 +3190,7 @@ kvt_status_t kvt_policy_touch(const struct kvt_policy_t *policy,
 /**
  * Notes a use of objects ("update access"): those that are there are touched,
  * the others inserted; all or none. For engines that keep their own tables and
- * choose by kvt_policy_select: what is recorded wins over columns.
+ * choose by kvt_policy_select: recorded uses win over columns.
  *
  * @param policy     The policy.
  * @param now_ns     See kvt_policy_lookup.
@@ -3427,8 +3427,10 @@ kvt_status_t kvt_policy_preview(const struct kvt_policy_t *policy,
 
 /**
  * Chooses candidates that free enough blocks, in the policy's order, the least
- * first, and none without which it would be enough. What was recorded of an id
- * (kvt_policy_record and the like) wins over its columns. Rows that are pinned
+ * first, and none without which it would be enough. Uses that were recorded of
+ * an id (kvt_policy_record and the like) win over its columns; what these say of
+ * its context, tokens, layer, layers, chunk, chunks and cost is noted of the
+ * object in the table, for policies that want to know. Rows that are pinned
  * or shared are never chosen, nor are those whose object in the table is
  * referenced, pinned or continued by another. Nothing is evicted: the caller
  * frees what was chosen, and removes it from the table where it is in one. The
@@ -3488,7 +3490,7 @@ kvt_status_t kvt_policy_spec(const struct kvt_policy_t *policy,
                              uint64_t *out_bytes);
 
 /**
- * A number of the policy's own, such as arc's "p".
+ * A number of the policy's own, such as arc's "arc_p".
  *
  * @param policy      The policy.
  * @param name        Which, UTF-8.
@@ -3505,6 +3507,27 @@ kvt_status_t kvt_policy_gauge(const struct kvt_policy_t *policy,
                               uint64_t name_bytes,
                               double *out_value,
                               struct kvt_error_t **err);
+
+/**
+ * The numbers of a policy's own one after the other, such as all that an exporter
+ * shows. Another policy (kvt_policy_switch) has others.
+ *
+ * @param policy          The policy.
+ * @param index           Which, from 0.
+ * @param out_name        Its name, UTF-8, not terminated; lives as long as the
+ *                        library. May be null.
+ * @param out_name_bytes  Length of the name; may be null.
+ * @param out_value       The number; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND past the last, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_gauge_at(const struct kvt_policy_t *policy,
+                                 uint64_t index,
+                                 const char **out_name,
+                                 uint64_t *out_name_bytes,
+                                 double *out_value);
 
 /**
  * Reads the log of evictions, the oldest first.

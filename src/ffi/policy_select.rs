@@ -2,7 +2,7 @@
 
 use std::ffi::c_char;
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
@@ -11,7 +11,7 @@ use crate::ffi::policy::{PolicyNoun, State, kvt_policy_t};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, known_flags, read, write};
-use crate::policy::batch::{SelectOptions, Selection};
+use crate::policy::batch::{Room, SelectOptions, Selection};
 use crate::policy::columns::{Columns, MAX_ROWS};
 use crate::policy::custom;
 
@@ -277,8 +277,14 @@ fn select(
         state = noun.state.lock();
     }
     let State { evictor, selection, .. } = &mut *state;
-    evictor.select_by(now_ns, &columns, &scores, required, options, selection)?;
-    tell(selection, by, out, picks)
+    let done = evictor.select_by(now_ns, &columns, &scores, required, options, selection);
+    if done.as_ref().err().is_none_or(|error| error.status() == Status::TooSmall) {
+        out.victim_count = selection.victims.len() as u64;
+        out.block_count = selection.block_ids.len() as u64;
+    }
+    done?;
+    tell(selection, by, out, picks);
+    Ok(())
 }
 
 fn tell(
@@ -286,15 +292,8 @@ fn tell(
     by: Option<&'static str>,
     out: &mut kvt_policy_selection_t,
     picks: &Strided<kvt_policy_pick_t>,
-) -> Result<()> {
+) {
     let blocks = if out.block_ids.is_null() { 0 } else { selection.block_ids.len() };
-    out.victim_count = selection.victims.len() as u64;
-    out.block_count = selection.block_ids.len() as u64;
-    if selection.victims.len() > picks.len() || blocks as u64 > out.block_capacity {
-        let (v, b) = (out.victim_count, out.block_count);
-        let text = format!("{v} victims and {b} blocks do not fit into the arrays");
-        return Err(Error::new(Status::TooSmall, text));
-    }
     for (i, pick) in selection.victims.iter().enumerate() {
         let pick = kvt_policy_pick_t {
             row: pick.row as u64,
@@ -317,12 +316,13 @@ fn tell(
     out.decision_ns = selection.decision_ns;
     out.decided_by = decided_by.as_ptr().cast();
     out.decided_by_bytes = decided_by.len() as u64;
-    Ok(())
 }
 
 /// Chooses candidates that free enough blocks, in the policy's order, the least
-/// first, and none without which it would be enough. What was recorded of an id
-/// (kvt_policy_record and the like) wins over its columns. Rows that are pinned
+/// first, and none without which it would be enough. Uses that were recorded of
+/// an id (kvt_policy_record and the like) win over its columns; what these say of
+/// its context, tokens, layer, layers, chunk, chunks and cost is noted of the
+/// object in the table, for policies that want to know. Rows that are pinned
 /// or shared are never chosen, nor are those whose object in the table is
 /// referenced, pinned or continued by another. Nothing is evicted: the caller
 /// frees what was chosen, and removes it from the table where it is in one. The
@@ -369,7 +369,14 @@ pub unsafe extern "C" fn kvt_policy_select(
             let room = out.victim_capacity.min(columns.rows() as u64);
             Strided::new(out.victims, room, out.stride_bytes, MAX_ROWS as u64)?
         };
-        let options = SelectOptions { allow_tail: flags & KVT_SELECT_TAIL != 0 };
+        let blocks = match out.block_ids.is_null() {
+            true => usize::MAX,
+            false => usize::try_from(out.block_capacity).unwrap_or(usize::MAX),
+        };
+        let options = SelectOptions {
+            allow_tail: flags & KVT_SELECT_TAIL != 0,
+            room: Some(Room { victims: picks.len(), blocks }),
+        };
         let done = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
             select(noun, now_ns, &columns, required_blocks, &options, &mut out, &picks)
         });

@@ -260,7 +260,7 @@ fn gauge(evictor: &Evictor, name: &str) -> Result<f64> {
     })
 }
 
-/// A number of the policy's own, such as arc's "p".
+/// A number of the policy's own, such as arc's "arc_p".
 ///
 /// @param policy      The policy.
 /// @param name        Which, UTF-8.
@@ -297,6 +297,60 @@ pub unsafe extern "C" fn kvt_policy_gauge(
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }
+}
+
+/// The numbers of a policy's own one after the other, such as all that an exporter
+/// shows. Another policy (kvt_policy_switch) has others.
+///
+/// @param policy          The policy.
+/// @param index           Which, from 0.
+/// @param out_name        Its name, UTF-8, not terminated; lives as long as the
+///                        library. May be null.
+/// @param out_name_bytes  Length of the name; may be null.
+/// @param out_value       The number; may be null.
+/// @return KVT_OK; KVT_E_NOT_FOUND past the last, KVT_E_HANDLE, KVT_E_FORKED,
+///         KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid for writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_policy_gauge_at(
+    policy: *const kvt_policy_t,
+    index: u64,
+    out_name: *mut *const c_char,
+    out_name_bytes: *mut u64,
+    out_value: *mut f64,
+) -> kvt_status_t {
+    guard(|| {
+        let (mut at, mut found) = (0, None);
+        with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
+            let state = noun.state.lock();
+            let evictor = &state.evictor;
+            evictor.policy().gauges(evictor.objects(), &mut |name, value| {
+                if at == index {
+                    found = Some((name, value));
+                }
+                at += 1;
+            });
+            Ok(())
+        })?;
+        let Some((name, value)) = found else { return Err(Status::NotFound.into()) };
+        // SAFETY: each is written where it is not null, and the caller's promise.
+        unsafe {
+            if !out_name.is_null() {
+                out_name.write(name.as_ptr().cast());
+            }
+            if !out_name_bytes.is_null() {
+                out_name_bytes.write(name.len() as u64);
+            }
+            if !out_value.is_null() {
+                out_value.write(value);
+            }
+        }
+        Ok(())
+    })
 }
 
 fn log_entry(entry: &Entry) -> kvt_policy_log_entry_t {

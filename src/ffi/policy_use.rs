@@ -287,7 +287,7 @@ pub unsafe extern "C" fn kvt_policy_touch(
 
 /// Notes a use of objects ("update access"): those that are there are touched,
 /// the others inserted; all or none. For engines that keep their own tables and
-/// choose by kvt_policy_select: what is recorded wins over columns.
+/// choose by kvt_policy_select: recorded uses win over columns.
 ///
 /// @param policy     The policy.
 /// @param now_ns     See kvt_policy_lookup.

@@ -2,8 +2,9 @@
 
 use std::ffi::{c_char, c_void};
 
-use crate::base::callback::refuse_reentry;
+use crate::base::callback::{Foreign, refuse_reentry};
 use crate::base::slab::Slab;
+use crate::base::spec::Spec;
 use crate::base::status::Result;
 use crate::fail;
 use crate::ffi::error::kvt_error_t;
@@ -19,6 +20,7 @@ use crate::lab::report::Report;
 use crate::lab::study::Study;
 use crate::lab::trace::Trace;
 use crate::meta::cost::Cost;
+use crate::policy::custom;
 
 /// Requests to a KV cache over time. Never changes: any thread may use it.
 pub struct kvt_trace_t(());
@@ -471,12 +473,17 @@ pub unsafe extern "C" fn kvt_trace_replay(
         };
         refuse_reentry()?;
         let opts = replay_opts(&given)?;
+        if Spec::parse(spec)?.name == custom::NAME {
+            fail!(Invalid, "'custom' needs a score function, and a replay has none");
+        }
         let filled = with::<TraceNoun, _>(trace, Access::Use, |noun| {
             let study = Study::of(&noun.0, &opts.cost)?;
             let total = noun.0.requests().len() as u64;
-            let mut watch = |done: usize| match given.progress {
+            let progress = given.progress.map(|hear| Foreign::new(hear, given.user_data, None));
+            let mut watch = |done: usize| match &progress {
                 // SAFETY: function and data came together from the caller.
-                Some(hear) => unsafe { hear(given.user_data, done as u64, total) != 0 },
+                Some(foreign) => foreign
+                    .call(|hear, user_data| unsafe { hear(user_data, done as u64, total) != 0 }),
                 None => true,
             };
             let blocks = given.capacity_blocks;

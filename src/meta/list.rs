@@ -24,6 +24,44 @@ impl Default for List {
     }
 }
 
+/// Walks a list some way ahead of who leaves: the order of a list is no order in
+/// memory, so that a search which takes several finds each only after it has
+/// waited for the one before. What it says is a guess, and only fetched.
+#[derive(Clone, Copy, Debug)]
+pub struct Scout {
+    at: Slot,
+    ahead: u32,
+}
+
+impl Default for Scout {
+    fn default() -> Scout {
+        Scout { at: NONE, ahead: 0 }
+    }
+}
+
+impl Scout {
+    /// As many as one call is likely to take.
+    const FAR: u32 = 16;
+
+    /// One step further towards the hot end; from `start` after a search has
+    /// caught up.
+    #[inline]
+    pub fn step(&mut self, objects: &Objects, start: Slot) {
+        if self.ahead < Self::FAR {
+            let from = if self.ahead == 0 { start } else { self.at };
+            self.at = if from == NONE { NONE } else { objects.node(from).prev };
+            objects.prefetch(self.at);
+            self.ahead += 1;
+        }
+    }
+
+    /// The search took one.
+    #[inline]
+    pub fn passed(&mut self) {
+        self.ahead = self.ahead.saturating_sub(1);
+    }
+}
+
 impl List {
     /// Whether it is empty.
     #[inline]

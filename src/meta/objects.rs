@@ -256,7 +256,39 @@ impl Objects {
     /// Has a node fetched; nothing happens for NONE.
     #[inline]
     pub fn prefetch(&self, slot: Slot) {
-        prefetch(&self.nodes, slot as usize);
+        if let Some(node) = self.nodes.get(slot as usize) {
+            // It may lie on two lines.
+            prefetch(std::slice::from_ref(&node.id), 0);
+            prefetch(std::slice::from_ref(&node.marks), 0);
+        }
+    }
+
+    /// Has fetched what the removal of an object will need, and the next hotter
+    /// one; the object's id, if there is one in the slot.
+    pub fn prefetch_leaving(&self, slot: Slot) -> Option<u64> {
+        let node = self.nodes.get(slot as usize)?;
+        self.index.prefetch(node.id);
+        prefetch(&self.nodes, node.prev as usize);
+        Some(node.id)
+    }
+
+    /// Has the neighbours of objects in their lists fetched.
+    pub fn prefetch_neighbours(&self, slots: &[Slot]) {
+        let links = |slot: Slot| {
+            if let Some(node) = self.nodes.get(slot as usize) {
+                prefetch(std::slice::from_ref(&node.prev), 0);
+            }
+        };
+        for node in slots.iter().filter_map(|&slot| self.nodes.get(slot as usize)) {
+            links(node.prev);
+            links(node.next);
+        }
+    }
+
+    /// Has what leads from an id to an object fetched.
+    #[inline]
+    pub fn prefetch_id(&self, id: u64) {
+        self.index.prefetch(id);
     }
 
     /// Adds an object that is not in the table. Its parent counts only where

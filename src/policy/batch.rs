@@ -1,14 +1,18 @@
 //! Choosing among candidates that the caller keeps in tables of its own.
 //!
-//! What the evictor knows of an id (from `record`, `insert` and the like) wins;
-//! of ids it does not know the columns tell. Rows that are pinned or shared
+//! What the evictor knows of the uses of an id (from `record`, `insert` and the
+//! like) wins; of ids it does not know the columns tell. What columns say of an
+//! object itself (`context`, `tokens`, `layer`, `layers`, `chunk`, `chunks`,
+//! `cost`) is newer than what the table has and is noted there, when the policy
+//! keeps such facts: `record` could not say it. Rows that are pinned or shared
 //! never leave, neither do those whose object in the table is referenced,
 //! pinned, or continued by another. Nothing is evicted here: the caller frees
 //! what was chosen, and removes it from the table where it is in one.
 
-use crate::base::status::Result;
+use crate::base::status::{Error, Result, Status};
 use crate::fail;
-use crate::meta::index::NONE;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::Facts;
 use crate::policy::Rank;
 use crate::policy::columns::Columns;
 use crate::policy::evictor::{Evictor, New, Who};
@@ -20,6 +24,18 @@ use crate::policy::share::Shares;
 pub struct SelectOptions {
     /// The last victim may give a tail of its blocks and keep the rest.
     pub allow_tail: bool,
+    /// An answer beyond this is an error (`TooSmall`), is in the [`Selection`]
+    /// nevertheless, and counts as if it had not been asked for.
+    pub room: Option<Room>,
+}
+
+/// What the caller has room for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Room {
+    /// Victims.
+    pub victims: usize,
+    /// Entries of [`Selection::block_ids`].
+    pub blocks: usize,
 }
 
 /// One that leaves, or gives its tail.
@@ -68,6 +84,8 @@ pub(super) struct Scratch {
     /// Victims, the last first while they are weighed again.
     chosen: Vec<Entry>,
     shares: Shares,
+    /// What the columns say of objects of the table, where it is news.
+    news: Vec<(Slot, Facts)>,
 }
 
 impl Evictor {
@@ -81,6 +99,10 @@ impl Evictor {
         if let Some(row) = units.iter().position(|&u| u > crate::meta::objects::MAX_UNITS) {
             fail!(Limit, "object {} has a size of {}", ids[row], units[row]);
         }
+        self.in_time(|this| this.record_all(now, who, ids, units))
+    }
+
+    fn record_all(&mut self, now: i64, who: &Who, ids: &[u64], units: &[u64]) -> Result<usize> {
         let first = self.begin(now, ids.len())?;
         self.find_all(ids);
         let unknown = self.slots.iter().filter(|&&slot| slot == NONE).count();
@@ -134,7 +156,12 @@ impl Evictor {
     ) -> Result<()> {
         let start = self.clock.now_ns();
         let mut scratch = std::mem::take(&mut self.scratch);
-        let done = self.select_into(&mut scratch, now, columns, scores, required, options, out);
+        let done = self.in_time(|this| {
+            this.select_into(&mut scratch, now, columns, scores, required, options, out)
+        });
+        if let Ok(now) = done {
+            self.note_facts(&scratch.news, now);
+        }
         self.scratch = scratch;
         done?;
         let by = self.policy.decided_by();
@@ -157,7 +184,7 @@ impl Evictor {
         required: u64,
         options: &SelectOptions,
         out: &mut Selection,
-    ) -> Result<()> {
+    ) -> Result<i64> {
         columns.validate()?;
         if let Some(id) = scratch.twins.find(columns.ids)? {
             fail!(Invalid, "candidate {id} is given twice");
@@ -170,8 +197,9 @@ impl Evictor {
         out.victims.clear();
         out.block_ids.clear();
         out.freed_blocks = 0;
+        scratch.news.clear();
         if required == 0 || columns.rows() == 0 {
-            return Ok(());
+            return Ok(now);
         }
         scratch.weigh(columns, shared)?;
         self.rank_rows(scratch, now, columns, scores)?;
@@ -179,7 +207,35 @@ impl Evictor {
             false => scratch.choose(columns, required, options.allow_tail)?,
             true => scratch.choose_shared(columns, required, options.allow_tail)?,
         }
-        scratch.tell(columns, required, shared, options.allow_tail, out)
+        scratch.tell(columns, required, shared, options.allow_tail, out)?;
+        match options.room {
+            Some(room) => out.fits(room).map(|()| now),
+            None => Ok(now),
+        }
+    }
+
+    /// Notes what the columns said of objects, now that the call succeeds.
+    fn note_facts(&mut self, news: &[(Slot, Facts)], now: i64) {
+        for &(slot, facts) in news {
+            if let Some(known) = self.objects.facts_mut(slot) {
+                let old = std::mem::replace(known, facts);
+                self.policy.facts_changed(&mut self.objects, slot, &old, now);
+            }
+        }
+    }
+
+    /// The rank of an object if its facts were these. They are put there only
+    /// for that long: the call may still fail.
+    fn rank_if(&mut self, slot: Slot, facts: Facts, now: i64) -> Rank {
+        let old = self.objects.facts(slot);
+        if let Some(known) = self.objects.facts_mut(slot) {
+            *known = facts;
+        }
+        let rank = self.policy.rank(&self.objects, slot, now);
+        if let Some(known) = self.objects.facts_mut(slot) {
+            *known = old;
+        }
+        rank
     }
 
     /// Fills `ranks`; takes rows out whose object in the table must stay.
@@ -190,7 +246,7 @@ impl Evictor {
         columns: &Columns,
         scores: &[f64],
     ) -> Result<()> {
-        let Scratch { ranks, weights, .. } = scratch;
+        let Scratch { ranks, weights, news, .. } = scratch;
         // What is left in it from another call is written over.
         reserve(ranks, columns.rows())?;
         ranks.resize(columns.rows(), Rank::default());
@@ -208,15 +264,75 @@ impl Evictor {
         }
         reserve(&mut self.slots, columns.rows())?;
         self.find_all(columns.ids);
-        for (row, &slot) in self.slots.iter().enumerate().filter(|(_, slot)| **slot != NONE) {
-            if scores.is_empty() {
-                ranks[row] = self.policy.rank(&self.objects, slot, now);
+        let news_possible = self.objects.has_facts() && tells_facts(columns);
+        for row in 0..columns.rows() {
+            let slot = self.slots[row];
+            if slot == NONE {
+                continue;
             }
             if self.objects.is_blocked(slot) {
                 weights[row] = 0;
             }
+            let known = self.objects.facts(slot);
+            let facts = if news_possible { with_columns(known, columns, row) } else { known };
+            let is_news = facts != known;
+            if is_news {
+                reserve_one(news)?;
+                news.push((slot, facts));
+            }
+            if scores.is_empty() {
+                ranks[row] = match is_news {
+                    true => self.rank_if(slot, facts, now),
+                    false => self.policy.rank(&self.objects, slot, now),
+                };
+            }
         }
         Ok(())
+    }
+}
+
+/// Whether any column is one of facts.
+fn tells_facts(columns: &Columns) -> bool {
+    let Columns { context, tokens, length, layer, layers, chunk, chunks, cost, .. } = columns;
+    let wide = [context, tokens, length].iter().any(|column| !column.is_empty());
+    let narrow = [layer, layers, chunk, chunks].iter().any(|column| !column.is_empty());
+    wide || narrow || !cost.is_empty()
+}
+
+/// Facts with what the columns say of a row; the rest stays. Numbers beyond what
+/// facts hold become the largest.
+fn with_columns(known: Facts, columns: &Columns, row: usize) -> Facts {
+    let wide = |x: u64| u32::try_from(x).unwrap_or(u32::MAX);
+    let small = |x: u32| u16::try_from(x).unwrap_or(u16::MAX);
+    let tokens = columns.tokens.get(row).or(columns.length.get(row));
+    let cost = |x: f64| x.min(f64::from(f32::MAX)) as f32;
+    Facts {
+        context: columns.context.get(row).map_or(known.context, |&x| wide(x)),
+        tokens: tokens.map_or(known.tokens, |&x| wide(x)),
+        layer: columns.layer.get(row).map_or(known.layer, |&x| small(x)),
+        layers: columns.layers.get(row).map_or(known.layers, |&x| small(x)),
+        chunk: columns.chunk.get(row).copied().unwrap_or(known.chunk),
+        chunks: columns.chunks.get(row).copied().unwrap_or(known.chunks),
+        cost: columns.cost.get(row).map_or(known.cost, |&x| cost(x)),
+        next_use_ns: known.next_use_ns,
+    }
+}
+
+fn reserve_one<T>(list: &mut Vec<T>) -> Result<()> {
+    match list.try_reserve(1) {
+        Ok(()) => Ok(()),
+        Err(_) => fail!(NoMem, "no memory for facts of {} objects", list.len() + 1),
+    }
+}
+
+impl Selection {
+    fn fits(&self, room: Room) -> Result<()> {
+        let (victims, blocks) = (self.victims.len(), self.block_ids.len());
+        if victims <= room.victims && blocks <= room.blocks {
+            return Ok(());
+        }
+        let text = format!("{victims} victims and {blocks} blocks do not fit into the arrays");
+        Err(Error::new(Status::TooSmall, text))
     }
 }
 
@@ -462,7 +578,7 @@ mod tests {
 
     fn select(evictor: &mut Evictor, table: &Table, required: u64, tail: bool) -> Selection {
         let mut out = Selection::default();
-        let options = SelectOptions { allow_tail: tail };
+        let options = SelectOptions { allow_tail: tail, room: None };
         let done = evictor.select(0, &table.columns(), required, &options, &mut out);
         done.expect("a sound table");
         let missing = required.saturating_sub(out.freed_blocks);
@@ -619,5 +735,92 @@ mod tests {
         assert_eq!(evictor.record(2, &who, &many, &[]).expect_err("full").status(), Status::Limit);
         assert_eq!(evictor.objects().len(), 2);
         assert!(evictor.record(2, &who, &[7], &[1 << 40]).is_err());
+    }
+
+    #[test]
+    fn what_fails_was_never_asked() {
+        let mut evictor = evictor("gdsf");
+        let who = Who::default();
+        evictor.record(10, &who, &[1, 2, 3], &[]).expect("room");
+        let columns = Columns { ids: &[1, 2, 3], cost: &[3.0, 2.0, 1.0], ..Columns::default() };
+        let mut out = Selection::default();
+        let nan = [0.0, f64::NAN, 1.0];
+        let any = SelectOptions::default();
+        let error = evictor.select_by(50, &columns, &nan, 2, &any, &mut out).expect_err("NaN");
+        assert_eq!(error.status(), Status::Invalid);
+        for room in [Room { victims: 1, blocks: 9 }, Room { victims: 0, blocks: 9 }] {
+            let little = SelectOptions { room: Some(room), ..any };
+            let error = evictor.select(50, &columns, 2, &little, &mut out).expect_err("no room");
+            assert_eq!((error.status(), out.victims.len()), (Status::TooSmall, 2));
+        }
+        let many: Vec<u64> = (0..5000).collect();
+        evictor.record(50, &who, &many, &[]).expect_err("full");
+        assert_eq!(evictor.now_ns(), 10);
+        assert_eq!((evictor.metrics.counts.decisions, evictor.metrics.decision.total()), (0, 0));
+        assert_eq!(evictor.objects.facts(0), Facts::default());
+        evictor.check().expect("sound");
+        let enough = SelectOptions { room: Some(Room { victims: 2, blocks: 0 }), ..any };
+        evictor.select(11, &columns, 2, &enough, &mut out).expect("room");
+        assert_eq!((evictor.now_ns(), evictor.metrics.counts.decisions), (11, 1));
+    }
+
+    fn ids_of(out: &Selection) -> Vec<u64> {
+        out.victims.iter().map(|pick| pick.id).collect()
+    }
+
+    #[test]
+    fn columns_say_what_record_could_not() {
+        for spec in ["gdsf(alpha=0.01)", "auto(of=any(gdsf(alpha=0.01),lru))"] {
+            let mut evictor = evictor(spec);
+            evictor.record(1, &Who::default(), &[1, 2, 3, 4], &[]).expect("room");
+            let mut out = Selection::default();
+            let any = SelectOptions::default();
+            let context = [0, 500, 1000, 2000];
+            let columns = Columns {
+                ids: &[4, 3, 2, 1],
+                context: &context,
+                tokens: &[10; 4],
+                ..Columns::default()
+            };
+            evictor.select(2, &columns, 3, &any, &mut out).expect("a sound table");
+            assert_eq!(ids_of(&out), [4, 3, 2], "{spec}");
+            // It is the object's from now on: in evictions, and where columns are silent.
+            evictor.check().expect("sound");
+            let silent = Columns { ids: &[1, 2, 3, 4], ..Columns::default() };
+            evictor.select(3, &silent, 2, &any, &mut out).expect("a sound table");
+            assert_eq!(ids_of(&out), [4, 3], "{spec}");
+            let dear = Columns { ids: &[4], cost: &[1e300], ..Columns::default() };
+            evictor.select(4, &dear, 1, &any, &mut out).expect("a sound table");
+            let mut victims = Vec::new();
+            evictor.evict(5, 4, &mut victims).expect("a time");
+            let order: Vec<u64> = victims.iter().map(|victim| victim.id).collect();
+            assert_eq!(order, [3, 2, 1, 4], "{spec}");
+        }
+    }
+
+    #[test]
+    fn layers_and_chunks_count_for_recorded_cells() {
+        let mut evictor = evictor("pensieve(time_weight=false)");
+        evictor.record(1, &Who::default(), &[1, 2, 3, 4], &[]).expect("room");
+        let columns = Columns {
+            ids: &[1, 2, 3, 4],
+            context: &[0, 0, 32, 32],
+            tokens: &[32; 4],
+            layer: &[0, 1, 0, 1 << 20],
+            layers: &[2, 2, 2, 1 << 20],
+            chunk: &[0, 0, 1, 1],
+            chunks: &[2; 4],
+            ..Columns::default()
+        };
+        let mut out = Selection::default();
+        let any = SelectOptions::default();
+        evictor.select(2, &columns, 4, &any, &mut out).expect("a sound table");
+        assert_eq!(ids_of(&out), [4, 2, 1, 3]);
+        evictor.check().expect("sound");
+        let mut victims = Vec::new();
+        evictor.evict(3, 4, &mut victims).expect("a time");
+        let order: Vec<u64> = victims.iter().map(|victim| victim.id).collect();
+        assert_eq!(order, [4, 2, 1, 3]);
+        evictor.check().expect("sound");
     }
 }

@@ -93,16 +93,22 @@ impl Evictor {
         out: &mut Vec<Victim>,
     ) -> Outcome {
         let mut ahead = None;
+        for chosen in &self.chosen {
+            let id = self.objects.node(chosen.slot).id;
+            self.objects.prefetch_id(id);
+            self.history.prefetch(id);
+        }
         for i in 0..self.chosen.len() {
             let slot = self.chosen[i].slot;
-            let node = *self.objects.node(slot);
+            let node = self.objects.node(slot);
+            let (id, units) = (node.id, node.units);
             ahead = Some(node.prev);
-            out.push(Victim { id: node.id, units: u64::from(node.units) });
+            out.push(Victim { id, units: u64::from(units) });
             if self.log.is_on() {
                 self.log_eviction(slot, by, now);
             }
-            self.history.add(node.id, node.units, 0);
-            self.metrics.counts.evicted_units += u64::from(node.units);
+            self.history.add(id, units, 0);
+            self.metrics.counts.evicted_units += u64::from(units);
             self.policy.remove(&mut self.objects, slot, true, now);
             self.objects.remove(slot);
         }

@@ -184,6 +184,20 @@ impl Evictor {
         Ok(first)
     }
 
+    /// Makes a change; when it fails the time is what it was before, as if the
+    /// call had never come.
+    pub(super) fn in_time<R>(
+        &mut self,
+        change: impl FnOnce(&mut Evictor) -> Result<R>,
+    ) -> Result<R> {
+        let before = (self.last_ns, self.stamp);
+        let done = change(self);
+        if done.is_err() {
+            (self.last_ns, self.stamp) = before;
+        }
+        done
+    }
+
     /// Looks up a path of objects, first to last, and counts it. Found ones are
     /// touched, the last first, so that none is older than what continues it.
     /// How many from the start on are there; `found`, if it is not empty, says it
@@ -311,6 +325,10 @@ impl Evictor {
     /// first counts as used last, as in a lookup: what continues an object is
     /// never younger.
     pub fn insert(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
+        self.in_time(|this| this.insert_all(now, who, new))
+    }
+
+    fn insert_all(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
         let stamp = self.begin(now, new.len())?;
         let session = self.see_session_quietly(who);
         self.slots.clear();
@@ -328,8 +346,10 @@ impl Evictor {
             self.policy.insert(&mut self.objects, *slot, stamp + i as i64);
         }
         self.metrics.counts.inserts += new.len() as u64;
-        for one in new {
-            self.history.remove(one.id);
+        if !self.history.is_empty() {
+            for one in new {
+                self.history.remove(one.id);
+            }
         }
         Ok(())
     }
@@ -490,11 +510,13 @@ mod tests {
         let new = |id| New { id, units: 1, ..New::default() };
         assert!(e.insert(5, &who, &[new(7), new(8), new(2)]).is_err());
         assert_eq!((e.objects().len(), e.objects().find(7)), (3, None));
-        assert_eq!(e.lookup(4, &who, &[1], &mut []).expect_err("back").status(), Status::Invalid);
+        // Neither did the time go on.
+        assert_eq!(e.lookup(4, &who, &[1], &mut []).expect("a time"), 1);
+        assert_eq!(e.lookup(3, &who, &[1], &mut []).expect_err("back").status(), Status::Invalid);
         assert_eq!(e.remove(5, &[2]).expect_err("has 3").status(), Status::State);
         assert_eq!(e.remove(5, &[3, 9]).expect_err("no 9").status(), Status::NotFound);
         assert_eq!(e.remove(5, &[3, 3]).expect_err("twice").status(), Status::Invalid);
-        e.remove(6, &[2, 3]).expect("a tail");
+        e.remove(4, &[2, 3]).expect("a tail");
         assert_eq!(e.acquire(&[1, 99]).expect_err("no 99").status(), Status::NotFound);
         assert_eq!(evicted(&mut e, 7, 1), [1]);
         assert_eq!(

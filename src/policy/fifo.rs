@@ -3,6 +3,7 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::meta::index::Slot;
+use crate::meta::list::Scout;
 use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
 use crate::policy::lists::Lists;
@@ -12,6 +13,7 @@ use crate::policy::{Policy, Rank};
 #[derive(Default)]
 pub struct Fifo {
     lists: Lists<1>,
+    scout: Scout,
 }
 
 impl Fifo {
@@ -33,6 +35,10 @@ impl Policy for Fifo {
 
     fn touch(&mut self, _objects: &mut Objects, _slot: Slot, _now: i64) {}
 
+    fn look_ahead(&mut self, objects: &Objects) {
+        self.scout.step(objects, self.lists.0[0].tail);
+    }
+
     fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
         self.lists.unlink(objects, slot);
     }
@@ -40,6 +46,7 @@ impl Policy for Fifo {
     fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
         let slot = self.lists.coldest(objects, 0)?;
         self.lists.hold(objects, slot);
+        self.scout.passed();
         Some(slot)
     }
 

@@ -3,15 +3,17 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::meta::index::Slot;
+use crate::meta::list::Scout;
 use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
 use crate::policy::lists::Lists;
-use crate::policy::{Policy, Rank};
+use crate::policy::{Policy, Rank, touch_each};
 
 /// Least recently used.
 #[derive(Default)]
 pub struct Lru {
     lists: Lists<1>,
+    scout: Scout,
 }
 
 impl Lru {
@@ -36,6 +38,18 @@ impl Policy for Lru {
         self.lists.move_hot(objects, 0, slot);
     }
 
+    fn touch_all(&mut self, objects: &mut Objects, slots: &[Slot], session: Slot, now: i64) -> i64 {
+        // Whoever moves leaves two neighbours that change too.
+        if slots.len() > 1 {
+            objects.prefetch_neighbours(slots);
+        }
+        touch_each(self, objects, slots, session, now)
+    }
+
+    fn look_ahead(&mut self, objects: &Objects) {
+        self.scout.step(objects, self.lists.0[0].tail);
+    }
+
     fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
         self.lists.unlink(objects, slot);
     }
@@ -43,6 +57,7 @@ impl Policy for Lru {
     fn victim(&mut self, objects: &mut Objects, _now: i64) -> Option<Slot> {
         let slot = self.lists.coldest(objects, 0)?;
         self.lists.hold(objects, slot);
+        self.scout.passed();
         Some(slot)
     }
 
@@ -52,6 +67,10 @@ impl Policy for Lru {
 
     fn resize(&mut self, objects: &mut Objects, slot: Slot, units: u32) {
         self.lists.resize(objects, slot, units);
+    }
+
+    fn leaves_by_links(&self) -> bool {
+        true
     }
 
     fn rank(&self, objects: &Objects, slot: Slot, _now: i64) -> Rank {

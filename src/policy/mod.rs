@@ -106,6 +106,32 @@ pub struct Hint {
     pub done: bool,
 }
 
+/// A policy looks ahead once in so many uses: about the time that memory takes.
+const LOOK_AHEAD: usize = 8;
+
+/// What [`Policy::touch_all`] does unless told otherwise.
+#[inline]
+pub fn touch_each<P: Policy + ?Sized>(
+    policy: &mut P,
+    objects: &mut Objects,
+    slots: &[Slot],
+    session: Slot,
+    now: i64,
+) -> i64 {
+    let mut stamp = now;
+    for (i, &slot) in slots.iter().rev().enumerate() {
+        if i % LOOK_AHEAD == 1 {
+            policy.look_ahead(objects);
+        }
+        if slot != NONE {
+            objects.count_use(slot, session);
+            policy.touch(objects, slot, stamp);
+            stamp += 1;
+        }
+    }
+    stamp
+}
+
 /// A whole-object eviction policy. `now` is the caller's clock in ns, made
 /// strictly increasing: no two calls see the same.
 pub trait Policy: Send {
@@ -128,16 +154,12 @@ pub trait Policy: Send {
         session: Slot,
         now: i64,
     ) -> i64 {
-        let mut stamp = now;
-        for &slot in slots.iter().rev() {
-            if slot != NONE {
-                objects.count_use(slot, session);
-                self.touch(objects, slot, stamp);
-                stamp += 1;
-            }
-        }
-        stamp
+        touch_each(self, objects, slots, session, now)
     }
+
+    /// Time to fetch what a search for a victim will need.
+    #[inline]
+    fn look_ahead(&mut self, _objects: &Objects) {}
 
     /// `id` was looked up and is not there.
     fn miss(&mut self, _objects: &Objects, _id: u64, _now: i64) {}
@@ -183,6 +205,12 @@ pub trait Policy: Send {
     /// Who decided last: a name other than its own where it delegates.
     fn decided_by(&self) -> &'static str {
         self.name()
+    }
+
+    /// Whether `Node::prev` of an object names one that probably leaves soon after
+    /// it: its data is then fetched ahead.
+    fn leaves_by_links(&self) -> bool {
+        false
     }
 
     /// Whether it needs [`Facts`] of objects.

@@ -21,7 +21,8 @@
 
 use crate::base::spec::Reader;
 use crate::base::status::Result;
-use crate::meta::index::Slot;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::list::Scout;
 use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
 use crate::policy::queues::{Queues, count, set_count};
@@ -44,6 +45,7 @@ pub struct S3Fifo {
     promote: u8,
     capacity: u64,
     has_evicted: bool,
+    scouts: [Scout; 2],
 }
 
 impl S3Fifo {
@@ -57,6 +59,7 @@ impl S3Fifo {
             promote: reader.u64("promote", 2, 1..=u64::from(MOST_USES))? as u8,
             capacity: setting.capacity_units,
             has_evicted: false,
+            scouts: [Scout::default(); 2],
         })
     }
 
@@ -86,6 +89,7 @@ impl S3Fifo {
     fn search(&mut self, objects: &mut Objects, list: usize, now: i64) -> Option<Slot> {
         loop {
             let slot = self.queues.coldest(objects, list)?;
+            self.scouts[list].passed();
             let uses = count(objects.node(slot));
             if !self.survives(list, uses) {
                 return Some(slot);
@@ -120,6 +124,12 @@ impl Policy for S3Fifo {
         let node = objects.node_mut(slot);
         let uses = count(node);
         set_count(node, (uses + 1).min(MOST_USES));
+    }
+
+    fn look_ahead(&mut self, objects: &Objects) {
+        for (list, scout) in self.scouts.iter_mut().enumerate() {
+            scout.step(objects, self.queues.tail(list).unwrap_or(NONE));
+        }
     }
 
     fn miss(&mut self, _objects: &Objects, id: u64, _now: i64) {

@@ -12,6 +12,7 @@ use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
+use crate::meta::list::Scout;
 use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
 use crate::policy::lists::Lists;
@@ -22,12 +23,13 @@ pub struct Sieve {
     lists: Lists<1>,
     /// Whom it looks at next; none is the oldest.
     hand: Slot,
+    scout: Scout,
 }
 
 impl Sieve {
     /// Reads `sieve`, which has no parameters.
     pub fn read(_: &mut Reader) -> Result<Sieve> {
-        Ok(Sieve { lists: Lists::default(), hand: NONE })
+        Ok(Sieve { lists: Lists::default(), hand: NONE, scout: Scout::default() })
     }
 
     /// Ahead of the hand comes before behind it.
@@ -56,6 +58,11 @@ impl Policy for Sieve {
         objects.node_mut(slot).set_freq(1);
     }
 
+    fn look_ahead(&mut self, objects: &Objects) {
+        let start = if self.hand == NONE { self.lists.0[0].tail } else { self.hand };
+        self.scout.step(objects, start);
+    }
+
     fn remove(&mut self, objects: &mut Objects, slot: Slot, _evicted: bool, _now: i64) {
         if self.hand == slot {
             self.hand = objects.node(slot).prev;
@@ -70,6 +77,7 @@ impl Policy for Sieve {
                 return None;
             }
             self.hand = objects.node(slot).prev;
+            self.scout.passed();
             if objects.is_blocked(slot) {
                 self.lists.hold(objects, slot);
             } else if objects.node(slot).freq() > 0 {

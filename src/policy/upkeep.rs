@@ -8,13 +8,14 @@ use crate::meta::sessions::Sessions;
 use crate::policy::Hint;
 use crate::policy::evictor::{Evictor, Who};
 
-/// From this confidence on an expected next use is noted as a fact.
-const SURE: f32 = 0.9;
-
 impl Evictor {
     /// Takes away objects that their owner gave up; all or none. Whether they
     /// are pinned does not matter; what continues one must go with it.
     pub fn remove(&mut self, now: i64, ids: &[u64]) -> Result<()> {
+        self.in_time(|this| this.remove_all(now, ids))
+    }
+
+    fn remove_all(&mut self, now: i64, ids: &[u64]) -> Result<()> {
         let now = self.begin(now, ids.len())?;
         for (i, &id) in ids.iter().enumerate() {
             let checked = self.slot_of(id).and_then(|slot| {
@@ -147,13 +148,13 @@ impl Evictor {
         let session = self.see_session_quietly(who);
         note_hint(&mut self.objects.sessions, session, hint);
         self.find_all(ids);
-        // Facts do not say how sure they are.
-        let sure = hint.next_use.filter(|(_, confidence)| *confidence >= SURE);
         let mut known = 0;
         for i in 0..ids.len() {
             let slot = self.slots[i];
             if slot != NONE {
-                if let (Some(facts), Some((ns, _))) = (self.objects.facts_mut(slot), sure) {
+                // Noted whatever its confidence; a policy that minds takes it back.
+                if let (Some(facts), Some((ns, _))) = (self.objects.facts_mut(slot), hint.next_use)
+                {
                     facts.next_use_ns = ns;
                 }
                 self.policy.hint(&mut self.objects, slot, hint, now + i as i64);

@@ -19,20 +19,26 @@ use kvtier::ffi::queue::*;
 use kvtier::ffi::runtime::*;
 use kvtier::ffi::spec::*;
 use kvtier::ffi::status::*;
+use kvtier::ffi::trace::*;
 use kvtier::ffi::version::*;
 use kvtier::ffi::work::*;
 
 #[path = "abi_policy.rs"]
 mod policy;
+#[path = "abi_trace.rs"]
+mod trace;
 
 static DESTROYED: AtomicU64 = AtomicU64::new(0);
 static CALLED: AtomicU64 = AtomicU64::new(0);
 static SUBMITTED: AtomicU64 = AtomicU64::new(0);
+static REPLAYED: AtomicU64 = AtomicU64::new(0);
 
-/// Submissions that were accepted and completions that were called back, so far:
-/// a test of what never gets that far would prove little.
-pub fn reached() -> (u64, u64) {
-    (SUBMITTED.load(Ordering::SeqCst), CALLED.load(Ordering::SeqCst))
+/// Submissions that were accepted, completions that were called back and replays
+/// that came to their end, so far: a test of what never gets that far would prove
+/// little.
+pub fn reached() -> (u64, u64, u64) {
+    let load = |count: &AtomicU64| count.load(Ordering::SeqCst);
+    (load(&SUBMITTED), load(&CALLED), load(&REPLAYED))
 }
 
 unsafe extern "C" fn destroy(user_data: *mut c_void) {
@@ -154,6 +160,7 @@ struct Machine {
     accounts: Shelf<kvt_account_t>,
     buffers: Shelf<kvt_buffer_t>,
     policies: Shelf<kvt_policy_t>,
+    traces: Shelf<kvt_trace_t>,
     err: *mut kvt_error_t,
     memory: Vec<Box<[u8]>>,
     taken: u64,
@@ -213,6 +220,7 @@ pub fn run(program: &[u8]) {
         accounts: Shelf::new(),
         buffers: Shelf::new(),
         policies: Shelf::new(),
+        traces: Shelf::new(),
         err: null_mut(),
         memory: Vec::new(),
         taken: 0,
@@ -232,7 +240,7 @@ impl Machine {
     fn step(&mut self, tape: &mut Tape) {
         let err: *mut *mut kvt_error_t =
             if tape.byte() & 1 == 0 { null_mut() } else { &mut self.err };
-        match tape.byte() % 28 {
+        match tape.byte() % 30 {
             0 => self.open_runtime(tape, err),
             1 | 2 => self.open_queue(tape, err),
             3 => self.open_budget(tape, err),
@@ -250,7 +258,9 @@ impl Machine {
             21 => self.statistics(tape),
             22 => self.texts(tape, err),
             24 => self.open_policy(tape, err),
-            25.. => self.use_policy(tape, err),
+            25..=27 => self.use_policy(tape, err),
+            28 => self.make_trace(tape, err),
+            29 => self.use_trace(tape, err),
             _ => self.budget_calls(tape, err),
         }
     }
@@ -671,6 +681,9 @@ impl Machine {
             }
             for policy in &mut self.policies.live {
                 assert_eq!(kvt_policy_close(policy), KVT_OK);
+            }
+            for trace in &mut self.traces.live {
+                assert_eq!(kvt_trace_free(trace), KVT_OK);
             }
             for queue in &mut self.queues.live {
                 assert_eq!(kvt_queue_close(queue, 0, null_mut()), KVT_OK);

@@ -1,7 +1,7 @@
 //! The machine's instructions for policies.
 
 use std::ffi::{c_char, c_void};
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 
 use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::policy::*;
@@ -299,7 +299,11 @@ impl Machine {
                 assert!((0.0..=1.0).contains(&stats.re_prefill_rate));
             }
             check(kvt_policy_log(policy, tape.number(), log.as_mut_ptr(), 4, stride, &mut n));
-            check(kvt_policy_gauge(policy, c"p".as_ptr(), 1, &mut value, err));
+            check(kvt_policy_gauge(policy, c"arc_p".as_ptr(), 5, &mut value, err));
+            let (index, mut name) = (tape.number(), null());
+            if check(kvt_policy_gauge_at(policy, index, &mut name, &mut n, &mut value)) == KVT_OK {
+                assert!(!name.is_null() && n > 0 && index < 64);
+            }
             check(kvt_policy_spec(policy, text.as_mut_ptr(), 16, &mut n));
             check(kvt_policy_info(tape.number(), info.ptr()));
             check(kvt_policy_count(&mut n));

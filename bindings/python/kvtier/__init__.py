@@ -76,20 +76,30 @@ from ._runtime import (
     RuntimeStats,
     Work,
 )
+from ._trace import (
+    HINTS_NONE,
+    HINTS_STOP,
+    HINTS_THINK,
+    Comparison,
+    Replay,
+    Trace,
+    TraceInfo,
+)
 
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
 __all__ = [
     "AbiError", "Account", "Advice", "AgainError", "Budget", "BudgetError", "BudgetReport",
     "Buffer", "BufferInfo", "BusyError", "CancelledError", "CloseReport", "ClosedError",
-    "Completion", "CorruptError", "Error", "Eviction", "Feature", "ForkedError", "HandleError",
-    "Held", "ISSUED", "InvalidError", "IoError", "ItemOutcome", "LimitError", "LogEntry",
-    "NoMemoryError", "NotFoundError", "Op", "OpInfo", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND",
-    "PRIORITY_PREFETCH", "PanicError", "Pick", "PinQuotaError", "Policy", "PolicyInfo", "Queue",
-    "QueueStats", "RELEASED", "RESOLVED", "ReentrantError", "Result", "Row", "Runtime",
-    "RuntimeStats", "STOP_CANCELLED", "STOP_END_TURN", "STOP_LENGTH", "STOP_TOOL_USE",
-    "STOP_UNKNOWN", "Selection", "SpecError", "StateError", "TIER_DEVICE", "TIER_DISK",
-    "TIER_HOST", "TIER_PINNED", "TIER_REMOTE", "TierReport", "TimeoutError", "UnavailableError",
-    "UnsupportedError", "Victim", "Who", "Work", "abi", "checksum", "feature", "features",
-    "log_to", "policies", "spec_check", "version",
+    "Comparison", "Completion", "CorruptError", "Error", "Eviction", "Feature", "ForkedError",
+    "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError", "Held", "ISSUED", "InvalidError",
+    "IoError", "ItemOutcome", "LimitError", "LogEntry", "NoMemoryError", "NotFoundError", "Op",
+    "OpInfo", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH", "PanicError", "Pick",
+    "PinQuotaError", "Policy", "PolicyInfo", "Queue", "QueueStats", "RELEASED", "RESOLVED",
+    "ReentrantError", "Replay", "Result", "Row", "Runtime", "RuntimeStats", "STOP_CANCELLED",
+    "STOP_END_TURN", "STOP_LENGTH", "STOP_TOOL_USE", "STOP_UNKNOWN", "Selection", "SpecError",
+    "StateError", "TIER_DEVICE", "TIER_DISK", "TIER_HOST", "TIER_PINNED", "TIER_REMOTE",
+    "TierReport", "TimeoutError", "Trace", "TraceInfo", "UnavailableError", "UnsupportedError",
+    "Victim", "Who", "Work", "abi", "checksum", "feature", "features", "log_to", "policies",
+    "spec_check", "version",
 ]

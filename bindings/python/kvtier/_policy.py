@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import operator
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
@@ -402,6 +403,20 @@ class Policy(Resource):
         text, value, err = name.encode(), ctypes.c_double(), new_error()
         check_err(lib.kvt_policy_gauge(self._raw, text, len(text), byref(value), byref(err)), err)
         return value.value
+
+    def gauges(self) -> Dict[str, float]:
+        """All numbers of the policy's own, by name."""
+        found: Dict[str, float] = {}
+        for index in itertools.count():
+            name, size = ctypes.POINTER(ctypes.c_char)(), ctypes.c_uint64()
+            value = ctypes.c_double()
+            status = lib.kvt_policy_gauge_at(self._raw, index, byref(name), byref(size),
+                                             byref(value))
+            if status == _abi.KVT_E_NOT_FOUND:
+                break
+            check(status)
+            found[_text(name, size.value)] = value.value
+        return found
 
     def log(self, since: int = 0, most: int = 1024) -> List[LogEntry]:
         """Evictions from number `since` on that the log still has."""

@@ -24,6 +24,11 @@ pub fn weight_bin(relative: f64) -> u8 {
     (steps.round() + MIDDLE).clamp(0.0, (WEIGHTS - 1) as f64) as u8
 }
 
+/// The logarithm to base 2 of the weight that a bin stands for.
+pub fn weight_log2(bin: u8) -> f64 {
+    (f64::from(bin) - MIDDLE) * STEP.log2()
+}
+
 /// When there are more cohorts, objects join the newest of theirs if there is one.
 pub const MAX_COHORTS: usize = 8192;
 /// Uses this close belong together from the start.

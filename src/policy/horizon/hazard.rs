@@ -189,11 +189,16 @@ impl Hazards {
 
     /// What keeping a unit of a class earns after a wait.
     pub fn score(&self, class: u16, age_ns: i64) -> f32 {
+        self.log_score(class, age_ns).exp2()
+    }
+
+    /// Its logarithm to base 2: enough to compare.
+    pub fn log_score(&self, class: u16, age_ns: i64) -> f32 {
         let at = position(age_ns).min((AGES - 1) as f32);
         let b = (at as usize).min(AGES - 2);
         let part = at - b as f32;
         let scores = &self.scores[usize::from(class)];
-        (scores[b] + (scores[b + 1] - scores[b]) * part).exp2()
+        scores[b] + (scores[b + 1] - scores[b]) * part
     }
 }
 

@@ -33,7 +33,7 @@ use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::horizon::classes::{Traits, class};
-use crate::policy::horizon::cohorts::{Cohorts, weight_bin};
+use crate::policy::horizon::cohorts::{Cohorts, weight_bin, weight_log2};
 use crate::policy::horizon::hazard::Hazards;
 use crate::policy::horizon::watch::Watch;
 use crate::policy::registry::Setting;
@@ -118,18 +118,22 @@ impl Horizon {
     /// The bin of what a use of the object saves, for each unit of memory.
     fn weigh(&mut self, objects: &Objects, slot: Slot) -> u8 {
         let (facts, units) = (objects.facts(slot), objects.node(slot).units.max(1));
-        let tokens = u64::from(facts.tokens.max(1));
-        let worth = match self.objective {
-            Objective::Uses => 1.0,
-            Objective::Tokens => tokens as f64,
-            Objective::Cost if facts.cost > 0.0 => f64::from(facts.cost),
-            Objective::Cost => self.cost.of(u64::from(facts.context), tokens),
-        };
-        let weight = worth / f64::from(units);
+        let (context, tokens) = (u64::from(facts.context), u64::from(facts.tokens));
+        let weight = self.worth(context, tokens, facts.cost.into()) / f64::from(units);
         if self.usual_weight <= 0.0 {
             self.usual_weight = weight;
         }
         weight_bin(weight / self.usual_weight)
+    }
+
+    /// What a use saves. A cost of 0 is not known.
+    fn worth(&self, context: u64, tokens: u64, cost: f64) -> f64 {
+        match self.objective {
+            Objective::Uses => 1.0,
+            Objective::Tokens => tokens.max(1) as f64,
+            Objective::Cost if cost > 0.0 => cost,
+            Objective::Cost => self.cost.of(context, tokens.max(1)),
+        }
     }
 
     fn place(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
@@ -249,7 +253,10 @@ impl Policy for Horizon {
     }
 
     fn rank(&self, objects: &Objects, slot: Slot, now: i64) -> Rank {
-        Rank::score(self.score(objects, slot, now), objects.node(slot).stamp)
+        let stamp = objects.node(slot).stamp;
+        let class = class(self.traits[slot as usize]);
+        let log = f64::from(self.hazards.log_score(class, now - stamp));
+        Rank::score(log + weight_log2(self.weights[slot as usize]), stamp)
     }
 
     fn score(&self, objects: &Objects, slot: Slot, now: i64) -> f64 {
@@ -259,6 +266,9 @@ impl Policy for Horizon {
     }
 
     fn seed(&self, columns: &Columns, now: i64, ranks: &mut [Rank]) {
+        let usual = if self.usual_weight > 0.0 { self.usual_weight } else { 1.0 };
+        let sized = !columns.tokens.is_empty() || !columns.length.is_empty();
+        let weighs = self.objective != Objective::Uses && (sized || !columns.cost.is_empty());
         for (row, rank) in ranks.iter_mut().enumerate() {
             let last = columns.last_access_ns(row);
             let mut traits = Traits::default();
@@ -271,8 +281,14 @@ impl Policy for Horizon {
             if columns.lifetime_ns(row) >= 0 {
                 traits = traits.expected(columns.lifetime_ns(row));
             }
-            let score = self.hazards.score(class(traits), now.saturating_sub(last));
-            *rank = Rank::score(f64::from(score), last);
+            let log = self.hazards.log_score(class(traits), now.saturating_sub(last));
+            let mut log = f64::from(log);
+            if weighs {
+                let cost = columns.cost(row).unwrap_or(0.0);
+                let worth = self.worth(columns.context(row), columns.tokens(row), cost);
+                log += (worth / columns.blocks(row).max(1) as f64 / usual).log2();
+            }
+            *rank = Rank::score(log, last);
         }
     }
 

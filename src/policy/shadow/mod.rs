@@ -261,6 +261,10 @@ impl Policy for Auto {
         self.wants_facts
     }
 
+    fn facts_changed(&mut self, objects: &mut Objects, slot: Slot, old: &Facts, now: i64) {
+        self.policy.facts_changed(objects, slot, old, now);
+    }
+
     fn gauges(&self, objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {
         out("live", self.live as f64);
         out("switches", self.switches as f64);

@@ -1,6 +1,7 @@
 //! Benchmarks: groups of bars, each a number beside a baseline of the same run.
 
 mod abi;
+mod lab;
 mod peers;
 mod policy;
 
@@ -47,7 +48,6 @@ pub enum Better {
     /// Less is better.
     Lower,
     /// More is better.
-    #[allow(dead_code)] // for the groups to come: every bar so far is a cost
     Higher,
 }
 
@@ -125,9 +125,10 @@ impl Bar {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 3] = [
+const GROUPS: [(&str, &str, Group); 4] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
+    ("lab", "replaying a trace on one thread", lab::run),
     ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
 ];
 

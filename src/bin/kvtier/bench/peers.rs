@@ -38,7 +38,7 @@ trait Runner {
 }
 
 /// Processor time of this thread: others share the machine.
-fn thread_ns() -> f64 {
+pub fn thread_ns() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: a valid place for the answer.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
@@ -47,13 +47,14 @@ fn thread_ns() -> f64 {
 
 /// Ids whose use falls with their rank as 1/rank; neighbours in rank are
 /// neighbours nowhere else.
-struct Zipf {
+pub struct Zipf {
     ends: Vec<f64>,
     state: u64,
 }
 
 impl Zipf {
-    fn new(keys: usize) -> Zipf {
+    /// So many different ids.
+    pub fn new(keys: usize) -> Zipf {
         let mut sum = 0.0;
         let weights = (1..=keys).map(|rank| 1.0 / rank as f64);
         let ends = weights.map(|weight| {
@@ -72,7 +73,8 @@ impl Zipf {
         hash(self.ends.partition_point(|&end| end <= at) as u64)
     }
 
-    fn draw(&mut self, count: usize) -> Vec<u64> {
+    /// The next ids.
+    pub fn draw(&mut self, count: usize) -> Vec<u64> {
         (0..count).map(|_| self.next()).collect()
     }
 }
@@ -122,8 +124,7 @@ impl Ours {
         let (who, need) = (Who::default(), self.evictor.objects().len() + self.new.len());
         if need > ENTRIES {
             self.victims.clear();
-            let evicted =
-                self.evictor.evict(self.now, (need - ENTRIES) as u64, &mut self.victims);
+            let evicted = self.evictor.evict(self.now, (need - ENTRIES) as u64, &mut self.victims);
             evicted.expect("a time");
         }
         self.evictor.insert(self.now, &who, &self.new).expect("room was made");
@@ -236,9 +237,7 @@ mod others {
         }
     }
 
-    impl<S: BuildHasher> Peer
-        for quick_cache::unsync::Cache<u64, u64, quick_cache::UnitWeighter, S>
-    {
+    impl<S: BuildHasher> Peer for quick_cache::unsync::Cache<u64, u64, quick_cache::UnitWeighter, S> {
         fn get(&mut self, id: u64) -> Option<u64> {
             quick_cache::unsync::Cache::get(self, &id).copied()
         }

@@ -224,7 +224,7 @@ fn steady_allocations() -> Bar {
         out.clear();
         evictor.record(now, &who, &table.ids, &table.blocks).expect("room");
         evictor.lookup(now, &who, &table.ids, &mut []).expect("a time");
-        let options = SelectOptions { allow_tail: true };
+        let options = SelectOptions { allow_tail: true, room: None };
         evictor.select(now, &table.columns(), 5000, &options, &mut chosen).expect("sound");
         evictor.evict(now, 5000, &mut out).expect("a time");
     };

@@ -1,0 +1,126 @@
+// kvt::trace: requests over time, and how a policy does on them. Part of kvtier.hpp,
+// which includes it.
+
+#ifndef KVTIER_LAB_HPP
+#define KVTIER_LAB_HPP
+
+#ifndef KVTIER_HPP
+#error "include <kvtier/kvtier.hpp>"
+#endif
+
+namespace kvt {
+inline namespace KVTIER_FACE_ {
+
+/// What to read or make. Zeros are defaults.
+struct trace_opts {
+    /// To read: the format, empty = by the content. To make: the workload.
+    std::string_view kind;
+    std::uint64_t flags = 0;
+    std::uint64_t block_tokens = 0;
+    std::uint64_t seed = 0;
+    std::chrono::nanoseconds gap{0};
+    std::chrono::nanoseconds duration{0};
+    double rate = 0;
+};
+
+/// Hears how many requests are done and how many there are; false stops the replay.
+using progress_fn = std::function<bool(std::uint64_t, std::uint64_t)>;
+
+/// How to replay.
+struct replay_opts {
+    std::uint64_t flags = 0;
+    std::uint64_t warm_up = 0;
+    std::uint32_t layers = 0;
+    std::uint32_t hints = KVT_HINTS_STOP;
+    double alpha = 0;
+    /// A copy is called on the calling thread. One that throws stops the replay.
+    progress_fn progress;
+};
+
+namespace detail {
+inline kvt_trace_opts_t lower(const trace_opts &opts, std::string_view path) noexcept {
+    kvt_trace_opts_t c = KVT_TRACE_OPTS_INIT;
+    c.flags = opts.flags;
+    c.path = path.data();
+    c.path_bytes = path.size();
+    c.kind = opts.kind.data();
+    c.kind_bytes = opts.kind.size();
+    c.block_tokens = opts.block_tokens;
+    c.seed = opts.seed;
+    // What is below zero becomes too large, which the library refuses.
+    c.gap_ns = static_cast<std::uint64_t>(opts.gap.count());
+    c.duration_ns = static_cast<std::uint64_t>(opts.duration.count());
+    c.rate = opts.rate;
+    return c;
+}
+
+struct progress_box {
+    progress_fn call;
+    static std::int32_t run(void *user_data, std::uint64_t done, std::uint64_t total) noexcept {
+        return guarded<bool>("kvt progress", false, static_cast<progress_box *>(user_data)->call,
+                             done, total);
+    }
+};
+}  // namespace detail
+
+/// Requests to a KV cache over time. Never changes; any thread may use it.
+class trace : public detail::owner<trace, kvt_trace_t> {
+    friend class detail::owner<trace, kvt_trace_t>;
+    static void drop(kvt_trace_t *raw) noexcept {
+        const kvt_status_t status = kvt_trace_free(&raw);
+        if (!detail::ended(status)) detail::report("kvt::trace", status);
+    }
+
+public:
+    /// Reads a file, plain or zstd.
+    static ret<trace> open(std::string_view path, const trace_opts &opts = {}) {
+        detail::failure f;
+        const kvt_trace_opts_t c = detail::lower(opts, path);
+        kvt_trace_t *raw = nullptr;
+        const kvt_status_t status = kvt_trace_open(&c, &raw, f.out());
+        return detail::give(status, f, trace::adopt(raw));
+    }
+    /// Makes a workload up, such as "chat".
+    static ret<trace> generate(const trace_opts &opts) {
+        detail::failure f;
+        const kvt_trace_opts_t c = detail::lower(opts, {});
+        kvt_trace_t *raw = nullptr;
+        const kvt_status_t status = kvt_trace_generate(&c, &raw, f.out());
+        return detail::give(status, f, trace::adopt(raw));
+    }
+    ret<void> close() { return detail::check(kvt_trace_free(&raw_)); }
+
+    ret<kvt_trace_info_t> info() const {
+        kvt_trace_info_t info = KVT_TRACE_INFO_INIT;
+        const kvt_status_t status = kvt_trace_info(raw_, &info);
+        return detail::give(status, info);
+    }
+    /// Replays it under a policy with room for so many blocks.
+    ret<kvt_replay_report_t> replay(std::string_view spec, std::uint64_t capacity_blocks,
+                                    const replay_opts &opts = {}) const {
+        detail::failure f;
+        kvt_replay_opts_t c = KVT_REPLAY_OPTS_INIT;
+        c.flags = opts.flags;
+        c.spec = spec.data();
+        c.spec_bytes = spec.size();
+        c.capacity_blocks = capacity_blocks;
+        c.warm_up = opts.warm_up;
+        c.layers = opts.layers;
+        c.hints = opts.hints;
+        c.alpha = opts.alpha;
+        // Of its own: the callable may free what holds the options.
+        detail::progress_box box{opts.progress};
+        if (box.call) {
+            c.progress = &detail::progress_box::run;
+            c.user_data = &box;
+        }
+        kvt_replay_report_t report = KVT_REPLAY_REPORT_INIT;
+        const kvt_status_t status = kvt_trace_replay(raw_, &c, &report, f.out());
+        return detail::give(status, f, report);
+    }
+};
+
+}  // namespace KVTIER_FACE_
+}  // namespace kvt
+
+#endif  // KVTIER_LAB_HPP

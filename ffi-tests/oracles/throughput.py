@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""How fast LRU replays a trace: kvtier against libCacheSim, in turn, in one run.
+
+    throughput.py TOOL          TOOL is the kvtier program, a release build
+    throughput.py TOOL --quick
+
+Prints one JSON object a line, as `kvtier bench` does. Both read the same file of
+oracleGeneral records, one thread each, and are timed by the processor time of
+that thread; ids are as they stand in the trace, hashing them is timed. The misses
+must be equal. Needs the package libcachesim, and zstandard for the mooncake traces
+in KVTIER_TRACE_DIR; a skewed sequence is replayed where there are none.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+GOAL = 1.5
+
+
+def skip(why):
+    line = {"group": "lab", "bar": "replay_lru", "value": None, "ok": None, "note": why}
+    print(json.dumps(line))
+    sys.exit(0)
+
+
+def mooncake(path):
+    import zstandard
+
+    with open(path, "rb") as file:
+        text = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(file).read()
+    return [block for line in text.splitlines() for block in json.loads(line)["hash_ids"]]
+
+
+def skewed(keys, count):
+    """Weights 1/rank, from integers alone; the rank is spread over 63 bits."""
+    state, ends, total = 88172645463325252, [], 0
+    for rank in range(1, keys + 1):
+        total += (1 << 32) // rank
+        ends.append(total)
+    import bisect
+
+    for _ in range(count):
+        state ^= state << 13 & (1 << 64) - 1
+        state ^= state >> 7
+        state ^= state << 17 & (1 << 64) - 1
+        rank = bisect.bisect_right(ends, (state >> 11) % total)
+        yield rank * 0x9E3779B97F4A7C15 & (1 << 63) - 1
+
+
+def write(path, ids):
+    record = struct.Struct("<IQIq")
+    with open(path, "wb") as file:
+        for at, one in enumerate(ids):
+            file.write(record.pack(at, one, 1, -2))
+
+
+def theirs(lcs, path, size, power):
+    """Nanoseconds of the thread and misses."""
+    count = os.path.getsize(path) // 24
+    reader = lcs.TraceReader(str(path), lcs.TraceType.ORACLE_GENERAL_TRACE)
+    cache = lcs.LRU(size, hashpower=power)
+    start = time.thread_time_ns()
+    ratio, _ = cache.process_trace(reader)
+    return time.thread_time_ns() - start, round(ratio * count)
+
+
+def ours(tool, path, size):
+    """Millions of requests a second and misses, by bar."""
+    names = {"KVTIER_BENCH_TRACE": str(path), "KVTIER_BENCH_OBJECTS": str(size)}
+    command = [tool, "bench", "lab", "--quick", "--json"]
+    done = subprocess.run(command, env={**os.environ, **names}, capture_output=True, check=True)
+    lines = map(json.loads, done.stdout.splitlines())
+    return {b["bar"]: (b["value"], b["note"]) for b in lines if b["bar"].startswith("replay_lru")}
+
+
+def compare(lcs, tool, name, path, size, rounds):
+    """One line a bar; whether the misses agree."""
+    count = os.path.getsize(path) // 24
+    # A table that fits the cache, or the usual one: whichever is faster there.
+    powers = [max(16, size.bit_length()), 24]
+    ratios, speeds, same = {}, [], True
+    for _ in range(rounds):
+        runs = [theirs(lcs, path, size, power) for power in powers]
+        took, missed = min(runs)
+        speeds.append(count * 1e3 / took)
+        for bar, (speed, note) in ours(tool, path, size).items():
+            ratios.setdefault(bar, []).append(speed / speeds[-1])
+            if bar == "replay_lru" and f" {missed} missed" not in note:
+                print(f"{name}: libCacheSim misses {missed}, kvtier {note}", file=sys.stderr)
+                same = False
+    for bar, values in ratios.items():
+        ratio = statistics.median(values)
+        line = {
+            "group": "lab",
+            "bar": f"{bar}_{name}",
+            "value": round(ratio, 3),
+            "unit": "x",
+            "baseline": "libCacheSim's LRU, per thread",
+            "baseline_value": 1.0,
+            "goal": GOAL,
+            "better": "higher",
+            "ok": ratio >= GOAL,
+            "note": f"({statistics.median(speeds):.2f} M/s there, {count} requests, {size} objects)",
+        }
+        print(json.dumps(line), flush=True)
+    return same
+
+
+def main():
+    parser = argparse.ArgumentParser(description="replay speed beside libCacheSim")
+    parser.add_argument("tool")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    try:
+        import libcachesim as lcs
+    except ImportError as why:
+        skip(f"the package libcachesim is not there: {why}")
+    rounds = 3 if args.quick else 9
+    same = True
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [("zipf", list(skewed(1_000_000, 1_000_000 if args.quick else 3_000_000)))]
+        if source := os.environ.get("KVTIER_TRACE_DIR"):
+            for path in sorted(pathlib.Path(source).glob("mooncake_*.jsonl.zst")):
+                jobs.append((path.name.split("_")[1], mooncake(path)))
+        for name, ids in jobs:
+            path, unique = pathlib.Path(folder) / name, len(set(ids))
+            write(path, ids)
+            same &= compare(lcs, args.tool, name, path, max(64, unique // 20), rounds)
+    sys.exit(not same)
+
+
+if __name__ == "__main__":
+    main()

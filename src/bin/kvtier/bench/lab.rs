@@ -1,0 +1,123 @@
+//! Replay: how many requests of a trace one thread serves in a second.
+//!
+//! `KVTIER_BENCH_TRACE` names a file of libCacheSim's oracleGeneral records and
+//! `KVTIER_BENCH_OBJECTS` the capacity; `ffi-tests/oracles/throughput.py` sets
+//! them, and replays the same file by libCacheSim in turn.
+
+use kvtier::policy::evict::Victim;
+use kvtier::policy::evictor::{Evictor, New, Options, Who};
+
+use super::peers::{Zipf, thread_ns};
+use super::{Bar, Better, median};
+
+/// Seconds, id, size, next use: 4, 8, 4 and 8 bytes.
+const RECORD: usize = 24;
+const BATCH: usize = 64;
+
+fn record(bytes: &[u8]) -> u64 {
+    bytes.get(4..12).and_then(|id| id.try_into().ok()).map_or(0, u64::from_le_bytes)
+}
+
+/// Serves every record, ids as they stand there; requests that were not there.
+fn replay(spec: &str, records: &[u8], objects: usize, batch: usize) -> Result<usize, String> {
+    let options = Options {
+        max_objects: objects,
+        capacity_units: objects as u64,
+        holes: true,
+        remember: 0,
+        ..Options::default()
+    };
+    let say = |error: kvtier::base::status::Error| error.to_string();
+    let mut evictor = Evictor::open(spec, &options).map_err(say)?;
+    let (who, mut now, mut misses) = (Who::default(), 1 << 40, 0);
+    let (mut ids, mut found) = (Vec::<u64>::with_capacity(batch), vec![0u8; batch]);
+    let (mut new, mut victims) = (Vec::<New>::new(), Vec::<Victim>::new());
+    for records in records.chunks(batch * RECORD) {
+        now += 4 * batch as i64;
+        ids.clear();
+        ids.extend(records.chunks_exact(RECORD).map(record));
+        let found = &mut found[..ids.len()];
+        evictor.lookup(now, &who, &ids, found).map_err(say)?;
+        new.clear();
+        for (&id, _) in ids.iter().zip(&*found).filter(|(_, f)| **f == 0) {
+            // An id twice in a batch is there the second time.
+            if !new.iter().any(|one: &New| one.id == id) {
+                new.push(New { id, units: 1, ..New::default() });
+            }
+        }
+        if new.is_empty() {
+            continue;
+        }
+        misses += new.len();
+        let over = (evictor.objects().len() + new.len()).saturating_sub(objects);
+        if over > 0 {
+            victims.clear();
+            evictor.evict(now, over as u64, &mut victims).map_err(say)?;
+        }
+        evictor.insert(now, &who, &new).map_err(say)?;
+    }
+    Ok(misses)
+}
+
+/// What to replay, and in how large a cache.
+fn source(quick: bool) -> Result<(Vec<u8>, usize), String> {
+    let objects = std::env::var("KVTIER_BENCH_OBJECTS").ok();
+    let objects = objects.map(|text| text.parse().map_err(|_| format!("{text} objects")));
+    let objects = objects.transpose()?.unwrap_or(100_000_usize).max(BATCH);
+    let Some(path) = std::env::var_os("KVTIER_BENCH_TRACE") else {
+        let ids = Zipf::new(1_000_000).draw(if quick { 1_000_000 } else { 4_000_000 });
+        let records = ids.iter().flat_map(|id| {
+            let mut record = [0; RECORD];
+            record[4..12].copy_from_slice(&id.to_le_bytes());
+            record
+        });
+        return Ok((records.collect(), objects));
+    };
+    let mut bytes = std::fs::read(&path)
+        .map_err(|e| format!("{}: {e}", std::path::Path::new(&path).display()))?;
+    bytes.truncate(bytes.len() / RECORD * RECORD);
+    Ok((bytes, objects))
+}
+
+fn measure(
+    bar: &mut Bar,
+    source: &(Vec<u8>, usize),
+    batch: usize,
+    rounds: u32,
+) -> Result<(), String> {
+    let (records, objects) = source;
+    let (mut times, mut misses) = (Vec::new(), 0);
+    for _ in 0..rounds {
+        let start = thread_ns();
+        misses = replay("lru", records, *objects, batch)?;
+        times.push(thread_ns() - start);
+    }
+    let requests = records.len() / RECORD;
+    bar.value = Some(requests as f64 * 1e3 / median(&mut times));
+    bar.note = format!("(of {requests} requests {misses} missed)");
+    Ok(())
+}
+
+/// Measures every bar of the group.
+pub fn run(quick: bool) -> Vec<Bar> {
+    let source = source(quick);
+    let of = |(name, batch): (&'static str, usize)| {
+        let mut bar = Bar {
+            bar: name,
+            value: None,
+            unit: "M/s",
+            baseline: "libCacheSim: by ffi-tests/oracles/throughput.py",
+            baseline_value: None,
+            goal: None,
+            better: Better::Higher,
+            note: String::new(),
+        };
+        let done = source.as_ref().map_err(String::clone);
+        let rounds = if quick { 3 } else { 7 };
+        if let Err(why) = done.and_then(|source| measure(&mut bar, source, batch, rounds)) {
+            bar.note = why;
+        }
+        bar
+    };
+    [("replay_lru", 1), ("replay_lru_by_64", BATCH)].map(of).into()
+}
