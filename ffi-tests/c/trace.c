@@ -3,7 +3,7 @@
 #include "check.h"
 
 #include <math.h>
-#include <sys/stat.h>
+#include <sys/wait.h>
 
 static const char *const kinds[] = {"chat", "agent", "batch", "multitenant", "burst"};
 static const char *const formats[] = {"kvtier", "mooncake", "weka", "sharegpt",
@@ -525,11 +525,39 @@ static void threads(uint64_t seconds) {
     same_outcome(reports[0], reports[2]);
 }
 
+/* A process that opened nothing but a trace is told of a fork as well. */
+static void forking(void) {
+    kvt_trace_t *trace = generate("chat", 60, 0.1);
+    fflush(stdout);
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        alarm(30);
+        kvt_trace_t *other = NULL;
+        kvt_trace_opts_t chat = asked("chat"), file = asked("");
+        kvt_trace_info_t info = KVT_TRACE_INFO_INIT;
+        kvt_replay_opts_t opts = how("lru", 10);
+        kvt_replay_report_t report = KVT_REPLAY_REPORT_INIT;
+        CHECK_IS(kvt_trace_generate(&chat, &other, NULL), KVT_E_FORKED);
+        CHECK_IS(kvt_trace_open(&file, &other, NULL), KVT_E_FORKED);
+        CHECK_IS(kvt_trace_info(trace, &info), KVT_E_FORKED);
+        CHECK_IS(kvt_trace_replay(trace, &opts, &report, NULL), KVT_E_FORKED);
+        CHECK_IS(kvt_trace_free(&trace), KVT_E_FORKED);
+        CHECK(other == NULL && trace != NULL);
+        _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(pid, &status, 0) == pid);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    free_trace(&trace);
+}
+
 int main(int argc, char **argv) {
     check_begin();
-    const uint64_t seconds = count_arg(argc, argv, 3600);
+    const uint64_t seconds = count_arg(argc, argv, 1800);
     const int fd = mkstemp(scratch);
     CHECK(fd >= 0 && close(fd) == 0);
+    forking();
     making();
     wrong_making();
     reading();

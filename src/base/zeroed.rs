@@ -25,6 +25,9 @@ unsafe impl Zeroable for u32 {}
 // SAFETY: as above.
 unsafe impl Zeroable for u64 {}
 
+/// Largest sparse table in huge pages.
+const SPARSE_HUGE_BYTES: usize = 32 << 20;
+
 /// A slice of fixed length that starts as zeros and costs memory only where it
 /// was written.
 pub struct Zeroed<T: Zeroable> {
@@ -38,8 +41,20 @@ unsafe impl<T: Zeroable + Send> Send for Zeroed<T> {}
 unsafe impl<T: Zeroable + Sync> Sync for Zeroed<T> {}
 
 impl<T: Zeroable> Zeroed<T> {
-    /// `len` zeros.
+    /// `len` zeros, in huge pages if the table is large: for those that fill from
+    /// the front.
     pub fn new(len: usize) -> Result<Zeroed<T>> {
+        Zeroed::map(len, usize::MAX)
+    }
+
+    /// `len` zeros of a table that is touched here and there from the start. Huge
+    /// pages would then make a large one present at once, so only a small one has
+    /// them.
+    pub fn sparse(len: usize) -> Result<Zeroed<T>> {
+        Zeroed::map(len, SPARSE_HUGE_BYTES)
+    }
+
+    fn map(len: usize, most_huge_bytes: usize) -> Result<Zeroed<T>> {
         let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|b| isize::try_from(*b).is_ok())
         else {
             fail!(NoMem, "a table of {len} entries is larger than memory can be");
@@ -54,7 +69,7 @@ impl<T: Zeroable> Zeroed<T> {
         if start == libc::MAP_FAILED {
             fail!(NoMem, "no memory for a table of {bytes} bytes");
         }
-        if bytes as u64 >= 4 * HUGE_PAGE_BYTES {
+        if bytes as u64 >= 4 * HUGE_PAGE_BYTES && bytes <= most_huge_bytes {
             // Random probes of a large table cost mostly TLB misses. A wish only.
             // SAFETY: the mapping just made.
             unsafe { libc::madvise(start, bytes, libc::MADV_HUGEPAGE) };

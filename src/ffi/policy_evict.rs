@@ -118,26 +118,47 @@ fn evict_custom(
     ask: &Ask,
     out: &Strided<kvt_policy_victim_t>,
 ) -> Result<(Outcome, usize)> {
+    noun.state.lock().evictor.check_time(now_ns)?;
     let (mut whole, mut count) = (Outcome::default(), 0);
     for _ in 0..ROUNDS {
-        let snapshot = noun.state.lock().evictor.snapshot()?;
-        let scores = noun.score_rows(&snapshot.view(), now_ns)?;
-        let mut state = noun.state.lock();
-        let State { evictor, victims, .. } = &mut *state;
         let required = ask.required - whole.freed_units;
         let left = Ask { required, most: ask.most - count, ..*ask };
-        make_room(victims, left.most.min(snapshot.len()))?;
-        let one = evictor.evict_ids(now_ns, &snapshot, &scores, &left, victims)?;
-        put(victims, out, count);
-        count += victims.len();
+        let (one, found) = match evict_round(noun, now_ns, &left, out, count) {
+            // What earlier rounds evicted is gone: it must be told.
+            Err(_) if count > 0 => break,
+            round => round?,
+        };
+        count += found;
         let freed_units = whole.freed_units + one.freed_units;
         let decision_ns = whole.decision_ns + one.decision_ns;
         whole = Outcome { freed_units, decision_ns, ..one };
-        if one.shortfall_units == 0 || ask.keep || count == ask.most || victims.is_empty() {
+        if one.shortfall_units == 0 || ask.keep || count == ask.most || found == 0 {
             break;
         }
     }
     Ok((whole, count))
+}
+
+/// One round; its victims are put behind `from` others.
+fn evict_round(
+    noun: &PolicyNoun,
+    now_ns: i64,
+    ask: &Ask,
+    out: &Strided<kvt_policy_victim_t>,
+    from: usize,
+) -> Result<(Outcome, usize)> {
+    let snapshot = noun.state.lock().evictor.snapshot()?;
+    // A scorer is never asked about nobody.
+    let scores = match snapshot.len() {
+        0 => Vec::new(),
+        _ => noun.score_rows(&snapshot.view(), now_ns)?,
+    };
+    let mut state = noun.state.lock();
+    let State { evictor, victims, .. } = &mut *state;
+    make_room(victims, ask.most.min(snapshot.len()))?;
+    let one = evictor.evict_ids(now_ns, &snapshot, &scores, ask, victims)?;
+    put(victims, out, from);
+    Ok((one, victims.len()))
 }
 
 fn put(victims: &[Victim], out: &Strided<kvt_policy_victim_t>, from: usize) {

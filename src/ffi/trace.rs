@@ -220,6 +220,7 @@ struct Given {
 /// # Safety
 /// `opts` is null or valid for the size it states, its strings for their lengths.
 unsafe fn given(opts: *const kvt_trace_opts_t) -> Result<Given> {
+    crate::base::fork::check()?;
     // SAFETY: the caller's promise.
     let o = unsafe { read(opts)? };
     known_flags(o.flags, KVT_TRACE_FLAT)?;
@@ -249,6 +250,7 @@ unsafe fn given(opts: *const kvt_trace_opts_t) -> Result<Given> {
 }
 
 fn keep(trace: Trace, flat: bool) -> Result<*mut kvt_trace_t> {
+    crate::base::fork::arm()?;
     insert(TraceNoun(if flat { trace.flat()? } else { trace }))
 }
 

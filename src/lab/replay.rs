@@ -22,7 +22,7 @@ use crate::meta::objects::Facts;
 use crate::meta::sessions::Stop;
 use crate::policy::Hint;
 use crate::policy::evict::Victim;
-use crate::policy::evictor::{Evictor, MAX_OBJECTS, New, Options, Who};
+use crate::policy::evictor::{Evictor, MAX_BATCH, MAX_OBJECTS, New, Options, Who};
 
 /// Most layers of a replay by cells.
 pub const MAX_LAYERS: u32 = 1024;
@@ -260,8 +260,15 @@ impl<'a> Replay<'a> {
     fn look_up(&mut self, request: &Request, who: &Who) -> Result<Step> {
         let path = self.trace.blocks(request);
         let layers = self.opts.layers;
+        let cells = path.len().saturating_mul(layers as usize);
+        if cells > MAX_BATCH {
+            fail!(Limit, "a path of {} blocks in {layers} layers is too long", path.len());
+        }
         let mut ids = std::mem::take(&mut self.ids);
         ids.clear();
+        if ids.try_reserve(cells).is_err() {
+            fail!(NoMem, "no memory for a path of {cells} cells");
+        }
         if layers == 1 {
             ids.extend_from_slice(path);
         } else {

@@ -12,6 +12,9 @@ pub type Slot = u32;
 /// No slot.
 pub const NONE: Slot = u32::MAX;
 
+/// No slot either: what [`Index::guess`] says when it cannot tell.
+pub const UNSURE: Slot = u32::MAX - 1;
+
 /// Most entries of an index.
 pub const MAX_ENTRIES: usize = 1 << 30;
 
@@ -91,7 +94,7 @@ impl Index {
         // Two cells of three in use at most: hardly an id is then outside its
         // own bucket. At least one cell is always empty.
         let buckets = (limit + limit / 2) / WIDTH + 1;
-        Ok(Index { buckets: Zeroed::new(buckets)?, live: 0, limit })
+        Ok(Index { buckets: Zeroed::sparse(buckets)?, live: 0, limit })
     }
 
     /// How many ids are in it.
@@ -133,13 +136,20 @@ impl Index {
         prefetch(&self.buckets, self.home(tag_of(id)));
     }
 
-    /// The slot that probably holds an id, or NONE: to fetch what it names.
+    /// The slot that probably holds an id, to fetch what it names; NONE when the
+    /// id is not there, UNSURE when only a search can tell.
     #[inline]
     pub fn guess(&self, id: u64) -> Slot {
         let tag = tag_of(id);
         let bucket = &self.buckets[self.home(tag)];
         let lanes = bucket.with(tag);
-        if lanes == 0 { NONE } else { bucket.slots[lanes.trailing_zeros() as usize % WIDTH] }
+        if lanes != 0 {
+            bucket.slots[lanes.trailing_zeros() as usize % WIDTH]
+        } else if bucket.has_room() {
+            NONE
+        } else {
+            UNSURE
+        }
     }
 
     /// The slot of an id; `is` says whether a slot holds it.
@@ -172,21 +182,44 @@ impl Index {
     /// Adds an id that is not in it. False when it is full.
     #[inline]
     pub fn insert(&mut self, id: u64, slot: Slot) -> bool {
+        self.insert_new(id, slot, |_| false).is_ok()
+    }
+
+    /// Adds an id unless it is in it already: then its slot, or NONE when there
+    /// is no room.
+    #[inline]
+    pub fn insert_new(
+        &mut self,
+        id: u64,
+        slot: Slot,
+        is: impl Fn(Slot) -> bool,
+    ) -> std::result::Result<(), Slot> {
         debug_assert!(slot != NONE);
-        if self.live == self.limit {
-            return false;
-        }
         let tag = tag_of(id);
         let mut at = self.home(tag);
-        while !self.buckets[at].has_room() {
+        let lane = loop {
+            let bucket = &self.buckets[at];
+            let mut lanes = bucket.with(tag);
+            while lanes != 0 {
+                let there = bucket.slots[lanes.trailing_zeros() as usize % WIDTH];
+                if is(there) {
+                    return Err(there);
+                }
+                lanes &= lanes - 1;
+            }
+            let empty = bucket.with(0);
+            if empty != 0 {
+                break empty.trailing_zeros() as usize % WIDTH;
+            }
             at = self.after(at);
+        };
+        if self.live == self.limit {
+            return Err(NONE);
         }
-        let bucket = &mut self.buckets[at];
-        let lane = bucket.with(0).trailing_zeros() as usize % WIDTH;
-        bucket.tags[lane] = tag;
-        bucket.slots[lane] = slot;
+        self.buckets[at].tags[lane] = tag;
+        self.buckets[at].slots[lane] = slot;
         self.live += 1;
-        true
+        Ok(())
     }
 
     /// Takes an id out; its slot, if it was in.
@@ -210,8 +243,11 @@ impl Index {
         let mut at = self.after(gap);
         while at != gap {
             let bucket = self.buckets[at];
-            let passed =
-                |tag: u32| tag != 0 && self.steps(self.home(tag), at) >= self.steps(gap, at);
+            let far = self.steps(gap, at);
+            let passed = |tag: u32| {
+                let home = self.home(tag);
+                tag != 0 && home != at && (far == 1 || self.steps(home, at) >= far)
+            };
             let mover = bucket.tags.iter().position(|&tag| passed(tag));
             if let Some(lane) = mover {
                 self.buckets[gap].tags[empty] = bucket.tags[lane];

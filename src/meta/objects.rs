@@ -246,7 +246,8 @@ impl Objects {
                 self.prefetch(*slot);
             }
             for (slot, &id) in slots.iter_mut().zip(ids) {
-                if self.nodes.get(*slot as usize).is_none_or(|node| node.id != id) {
+                let other = || self.nodes.get(*slot as usize).is_none_or(|node| node.id != id);
+                if *slot != NONE && other() {
                     *slot = self.find(id).unwrap_or(NONE);
                 }
             }
@@ -291,16 +292,19 @@ impl Objects {
         self.index.prefetch(id);
     }
 
-    /// Adds an object that is not in the table. Its parent counts only where
-    /// children leave first.
+    /// Adds an object; an error when it is in the table. Its parent counts only
+    /// where children leave first.
     pub fn insert(&mut self, id: u64, parent: Slot, units: u64, facts: &Facts) -> Result<Slot> {
         if units > MAX_UNITS {
             fail!(Limit, "object {id} has a size of {units}, the limit is {MAX_UNITS}");
         }
         let recycled = self.free != NONE;
         let slot = if recycled { self.free } else { self.fresh };
-        if slot as usize >= self.nodes.len() || !self.index.insert(id, slot) {
-            fail!(Limit, "the table holds {} objects, its limit", self.limit());
+        let Objects { index, nodes, .. } = self;
+        match index.insert_new(id, slot, |s| nodes[s as usize].id == id) {
+            Ok(()) => {}
+            Err(NONE) => fail!(Limit, "the table holds {} objects, its limit", nodes.len()),
+            Err(_) => fail!(Invalid, "object {id} is in the table already"),
         }
         match recycled {
             true => self.free = self.nodes[slot as usize].next,
@@ -487,6 +491,22 @@ mod tests {
         assert!(!objects.is_blocked(a));
         objects.remove(a);
         assert_eq!(objects.slots().collect::<Vec<_>>(), [b]);
+    }
+
+    #[test]
+    fn many_are_found_like_one() {
+        let mut objects = table(1000);
+        for id in 0..1000 {
+            objects.insert(id * 3, NONE, 1, &Facts::default()).expect("room");
+        }
+        for len in [0, 1, 2, 64, 65, 3000] {
+            let ids: Vec<u64> = (0..len).map(|i| (i * 7) % 3001).collect();
+            let mut slots = vec![7; ids.len()];
+            objects.find_many(&ids, &mut slots);
+            let alone = |&id: &u64| objects.find(id).unwrap_or(NONE);
+            assert_eq!(slots, ids.iter().map(alone).collect::<Vec<_>>());
+        }
+        assert!(objects.insert(3, NONE, 1, &Facts::default()).is_err(), "there already");
     }
 
     #[test]

@@ -67,26 +67,35 @@ pub struct Session {
     /// How sure the engine is of `next_use_ns`, in 1/255.
     pub confidence: u8,
     live: u8,
+    /// Neighbours among those without objects: who was left earlier, and later.
+    earlier: Slot,
+    later: Slot,
 }
 
 // SAFETY: integers only.
 unsafe impl Zeroable for Session {}
 
-/// The table of sessions. When it is full, one without objects makes room; when
-/// there is none, a newcomer goes unknown.
+/// The table of sessions. When it is full, the one that has been without objects
+/// for longest makes room; when there is none, a newcomer goes unknown.
 pub struct Sessions {
     rows: Zeroed<Session>,
     index: Index,
-    hand: usize,
+    fresh: usize,
+    /// The ends of the list of those without objects.
+    earliest: Slot,
+    latest: Slot,
 }
-
-/// How far the search for a session without objects goes.
-const PROBES: usize = 64;
 
 impl Sessions {
     /// A table for up to `limit` sessions.
     pub fn new(limit: usize) -> Result<Sessions> {
-        Ok(Sessions { rows: Zeroed::new(limit)?, index: Index::new(limit)?, hand: 0 })
+        Ok(Sessions {
+            rows: Zeroed::new(limit)?,
+            index: Index::new(limit)?,
+            fresh: 0,
+            earliest: NONE,
+            latest: NONE,
+        })
     }
 
     /// The slot of a session.
@@ -112,22 +121,46 @@ impl Sessions {
         if let Some(slot) = self.find(id) {
             return slot;
         }
-        for _ in 0..PROBES.min(self.rows.len()) {
-            let at = self.hand;
-            self.hand = if at + 1 == self.rows.len() { 0 } else { at + 1 };
-            let row = self.rows[at];
-            if row.objects > 0 {
-                continue;
-            }
-            if row.live != 0 {
-                self.index.remove(row.id, |slot| slot as usize == at);
-            }
-            self.rows[at] = Session { id, priority: 1, live: 1, ..Session::default() };
-            let fits = self.index.insert(id, at as Slot);
-            assert!(fits, "as many ids as rows");
-            return at as Slot;
+        let slot = if self.fresh < self.rows.len() {
+            self.fresh += 1;
+            (self.fresh - 1) as Slot
+        } else if self.earliest != NONE {
+            let slot = self.earliest;
+            self.unlink(slot);
+            let before = self.rows[slot as usize].id;
+            self.index.remove(before, |s| s == slot);
+            slot
+        } else {
+            return NONE;
+        };
+        self.rows[slot as usize] = Session { id, priority: 1, live: 1, ..Session::default() };
+        let fits = self.index.insert(id, slot);
+        assert!(fits, "as many ids as rows");
+        self.link(slot);
+        slot
+    }
+
+    /// Adds a session to those without objects, as the latest.
+    fn link(&mut self, slot: Slot) {
+        let earlier = std::mem::replace(&mut self.latest, slot);
+        match earlier {
+            NONE => self.earliest = slot,
+            earlier => self.rows[earlier as usize].later = slot,
         }
-        NONE
+        let row = &mut self.rows[slot as usize];
+        (row.earlier, row.later) = (earlier, NONE);
+    }
+
+    fn unlink(&mut self, slot: Slot) {
+        let Session { earlier, later, .. } = self.rows[slot as usize];
+        match earlier {
+            NONE => self.earliest = later,
+            earlier => self.rows[earlier as usize].later = later,
+        }
+        match later {
+            NONE => self.latest = earlier,
+            later => self.rows[later as usize].earlier = earlier,
+        }
     }
 
     /// One object more is a session's.
@@ -135,6 +168,9 @@ impl Sessions {
     pub fn join(&mut self, slot: Slot) {
         if let Some(row) = self.rows.get_mut(slot as usize) {
             row.objects += 1;
+            if row.objects == 1 {
+                self.unlink(slot);
+            }
         }
     }
 
@@ -143,6 +179,9 @@ impl Sessions {
     pub fn leave(&mut self, slot: Slot) {
         if let Some(row) = self.rows.get_mut(slot as usize) {
             row.objects -= 1;
+            if row.objects == 0 {
+                self.link(slot);
+            }
         }
     }
 
@@ -169,5 +208,20 @@ mod tests {
         assert_eq!((sessions.find(100), sessions.find(300)), (None, Some(a)));
         assert_eq!(sessions.known().count(), 2);
         sessions.leave(NONE);
+        // One object a session, as many sessions as rows: none goes unknown.
+        let mut sessions = Sessions::new(100).expect("small");
+        for id in 0..10_000u64 {
+            let slot = sessions.get_or_add(id);
+            assert_ne!(slot, NONE, "{id}");
+            sessions.join(slot);
+            if id >= 99 {
+                // Not in the order of coming: 7 and 100 have no common divisor.
+                let leaves = id - 99 + 7 * id % 50;
+                let row = sessions
+                    .find(leaves)
+                    .filter(|&s| sessions.of(s).is_some_and(|s| s.objects > 0));
+                sessions.leave(row.unwrap_or(slot));
+            }
+        }
     }
 }

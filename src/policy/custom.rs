@@ -177,7 +177,8 @@ impl Evictor {
         if waiting.try_reserve_exact(snapshot.len()).is_err() {
             fail!(NoMem, "no memory to order {} candidates", snapshot.len());
         }
-        let now = self.tick(now, 1)?;
+        // The scorer, or another thread meanwhile, may have told a later time.
+        let now = self.tick(self.not_before(now), 1)?;
         let start = self.clock.now_ns();
         let turn = |row: usize| {
             let rank = Rank::score(scores[row], snapshot.stamps[row]);

@@ -93,10 +93,12 @@ impl Evictor {
         out: &mut Vec<Victim>,
     ) -> Outcome {
         let mut ahead = None;
-        for chosen in &self.chosen {
-            let id = self.objects.node(chosen.slot).id;
-            self.objects.prefetch_id(id);
-            self.history.prefetch(id);
+        if self.chosen.len() > 1 {
+            for chosen in &self.chosen {
+                let id = self.objects.node(chosen.slot).id;
+                self.objects.prefetch_id(id);
+                self.history.prefetch(id);
+            }
         }
         for i in 0..self.chosen.len() {
             let slot = self.chosen[i].slot;

@@ -184,6 +184,20 @@ impl Evictor {
         Ok(first)
     }
 
+    /// Whether the caller's time would be accepted.
+    pub fn check_time(&self, now_ns: i64) -> Result<()> {
+        if now_ns != 0 && now_ns < self.last_ns {
+            let by = self.last_ns.abs_diff(now_ns);
+            fail!(Invalid, "the clock went back by {by} ns: now_ns is {now_ns}");
+        }
+        Ok(())
+    }
+
+    /// The caller's time, or the last one told if that is later.
+    pub(super) fn not_before(&self, now_ns: i64) -> i64 {
+        if now_ns == 0 { 0 } else { now_ns.max(self.last_ns) }
+    }
+
     /// Makes a change; when it fails the time is what it was before, as if the
     /// call had never come.
     pub(super) fn in_time<R>(
@@ -299,17 +313,17 @@ impl Evictor {
         }
         // What was evicted is asked for only where something is missing.
         for (i, &id) in ids.iter().enumerate().skip(leading) {
-            let (context, tokens) = (until(i), until(i + 1) - until(i));
+            let tokens = || until(i + 1) - until(i);
             if self.slots[i] == NONE {
                 let known = !self.history.is_empty() && self.history.get(id).is_some();
                 counts.evicted_references += u64::from(known);
-                missed_tokens += if known { tokens } else { 0 };
+                missed_tokens += if known { tokens() } else { 0 };
             } else if i < usable {
                 counts.hits += 1;
-                hit_tokens += tokens;
-                hit_cost += self.options.cost.of(context, tokens);
+                hit_tokens += tokens();
+                hit_cost += self.options.cost.of(until(i), tokens());
             } else {
-                missed_tokens += tokens;
+                missed_tokens += tokens();
             }
         }
         counts.hit_tokens += hit_tokens;
@@ -365,9 +379,6 @@ impl Evictor {
 
     /// Adds an object to the table; the policy is not told yet.
     fn enter(&mut self, new: &New, session: Slot) -> Result<Slot> {
-        if self.objects.find(new.id).is_some() {
-            fail!(Invalid, "object {} is in the table already", new.id);
-        }
         let parent = new.parent.and_then(|id| self.objects.find(id)).unwrap_or(NONE);
         let slot = self.objects.insert(new.id, parent, new.units, &new.facts)?;
         self.objects.set_session(slot, session);
@@ -419,7 +430,7 @@ impl Evictor {
         if policy.wants_facts() {
             self.objects.keep_facts()?;
         }
-        hand_over(&mut self.objects, &mut *policy)?;
+        hand_over(&mut self.objects, &mut *policy, self.stamp)?;
         self.policy = policy;
         self.spec = parsed.to_string();
         Ok(())

@@ -54,7 +54,7 @@ impl Frequency {
     /// A sketch for tables of `max_objects`: 8 bytes for each.
     pub fn new(max_objects: usize) -> Result<Frequency> {
         let blocks = (max_objects / OBJECTS_PER_BLOCK).max(MIN_BLOCKS);
-        Ok(Frequency { blocks: Zeroed::new(blocks)?, halvings: 0, seen: 0 })
+        Ok(Frequency { blocks: Zeroed::sparse(blocks)?, halvings: 0, seen: 0 })
     }
 
     /// The block of an id, and its counter in each row.

@@ -66,7 +66,9 @@ impl Ghosts {
     /// Has the cells of an id fetched.
     #[inline]
     pub fn prefetch(&self, id: u64) {
-        self.index.prefetch(id);
+        if !self.ghosts.is_empty() {
+            self.index.prefetch(id);
+        }
     }
 
     /// What was noted of an id.

@@ -147,13 +147,7 @@ pub trait Policy: Send {
 
     /// The objects in `slots` were used, the last first, by `session`; those that
     /// are NONE are passed over. The time after that of the last use.
-    fn touch_all(
-        &mut self,
-        objects: &mut Objects,
-        slots: &[Slot],
-        session: Slot,
-        now: i64,
-    ) -> i64 {
+    fn touch_all(&mut self, objects: &mut Objects, slots: &[Slot], session: Slot, now: i64) -> i64 {
         touch_each(self, objects, slots, session, now)
     }
 

@@ -149,7 +149,9 @@ impl Policy for S3Fifo {
         self.has_evicted = true;
         let first = self.first(self.fits(objects));
         let slot = self.search(objects, first, now);
-        let slot = slot.or_else(|| self.search(objects, SMALL + MAIN - first, now))?;
+        let slot = slot.or_else(|| self.search(objects, SMALL + MAIN - first, now));
+        // The search of the small queue may have promoted all that can leave.
+        let slot = slot.or_else(|| self.search(objects, MAIN, now))?;
         self.queues.take(objects, slot);
         Some(slot)
     }

@@ -53,7 +53,7 @@ fn scan(maker: &mut Maker) -> Result<()> {
             ..Request::default()
         };
         maker.request(request, &document)?;
-        let gap_ns = (2 * maker.gap_ns).max(SECOND / 2);
+        let gap_ns = (maker.gap_ns.saturating_mul(2)).max(SECOND / 2);
         at_ns = at_ns.saturating_add(rng.wait_ns(gap_ns).max(1));
     }
     Ok(())

@@ -21,6 +21,8 @@ use crate::meta::sessions::Stop;
 pub const MAX_FILE_BYTES: usize = 4 << 30;
 /// Longest conversation.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
+/// Most blocks that the requests of one conversation ask for together.
+pub const MAX_BLOCKS: usize = 1 << 22;
 /// Mean time between starts unless told otherwise.
 pub const GAP_NS: i64 = 2_000_000_000;
 
@@ -130,6 +132,7 @@ impl Maker {
         };
         let mut at_ns = self.start_ns;
         let mut made: Vec<(Request, Vec<u64>)> = Vec::new();
+        let mut blocks = 0;
         json.object(|json, key| match key {
             "conversations" | "conversation" | "messages" => json.array(|json| {
                 let (from, value) = turn(json)?;
@@ -148,7 +151,12 @@ impl Maker {
                         ..Request::default()
                     };
                     if !text.bytes.is_empty() {
-                        made.push((request, text.path()));
+                        let path = text.path();
+                        blocks += path.len();
+                        if blocks > MAX_BLOCKS {
+                            fail!(Limit, "a conversation has more than {MAX_BLOCKS} blocks");
+                        }
+                        made.push((request, path));
                         at_ns = at_ns.saturating_add(think_ns);
                     }
                 }

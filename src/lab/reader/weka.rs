@@ -41,7 +41,7 @@ pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
         }
         let session = Session::parse(&line, number, opts.block_tokens).map_err(place)?;
         for (request, path) in session.requests {
-            let at_ns = start_ns + request.at_ns;
+            let at_ns = start_ns.saturating_add(request.at_ns);
             if at_ns <= opts.duration_ns {
                 builder.push(Request { at_ns, ..request }, &path).map_err(place)?;
             }

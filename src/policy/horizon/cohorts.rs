@@ -332,15 +332,49 @@ impl Cohorts {
         }
     }
 
+    /// The oldest cohort of a queue that reaches up to `stamp`, and the one before
+    /// it. Searched from both ends: what comes back is old, what is hinted young.
+    fn around(&self, queue: usize, stamp: i64) -> (u32, u32) {
+        let Queue { oldest, newest } = self.queues[queue];
+        let reaches = |at: u32| self.cohorts[at as usize].newest_ns >= stamp;
+        let (mut low, mut high) = (oldest, newest);
+        loop {
+            if low == NO_COHORT {
+                return (newest, NO_COHORT);
+            }
+            if reaches(low) {
+                return (self.cohorts[low as usize].older, low);
+            }
+            if high == NO_COHORT || !reaches(high) {
+                let newer =
+                    if high == NO_COHORT { oldest } else { self.cohorts[high as usize].newer };
+                return (high, newer);
+            }
+            low = self.cohorts[low as usize].newer;
+            high = self.cohorts[high as usize].older;
+        }
+    }
+
+    /// The coldest object of a cohort that is not older than `stamp`, or its end.
+    fn hotter(&self, objects: &Objects, at: u32, stamp: i64) -> u32 {
+        let Cohort { prev, next, .. } = self.cohorts[at as usize];
+        let (mut cold, mut hot) = (prev, next);
+        loop {
+            if cold & END != 0 || objects.node(cold).stamp >= stamp {
+                return cold;
+            }
+            if objects.node(hot).stamp < stamp {
+                return objects.node(hot).prev;
+            }
+            cold = objects.node(cold).prev;
+            hot = objects.node(hot).next;
+        }
+    }
+
     /// Puts an object back where its stamp belongs.
     pub fn put_back(&mut self, objects: &mut Objects, slot: Slot, class: u16, weight: u8) {
         let stamp = objects.node(slot).stamp;
-        let mut at = self.queues[Self::queue(class, weight)].oldest;
-        let mut older = NO_COHORT;
-        while at != NO_COHORT && self.cohorts[at as usize].newest_ns < stamp {
-            older = at;
-            at = self.cohorts[at as usize].newer;
-        }
+        let (older, mut at) = self.around(Self::queue(class, weight), stamp);
         let close = |c: u32| stamp - self.cohorts[c as usize].newest_ns <= QUANTUM_NS;
         if at == NO_COHORT || self.cohorts[at as usize].oldest_ns > stamp + QUANTUM_NS {
             at = match older != NO_COHORT && close(older) {
@@ -351,12 +385,11 @@ impl Cohorts {
         let cohort = &mut self.cohorts[at as usize];
         cohort.newest_ns = cohort.newest_ns.max(stamp);
         cohort.oldest_ns = cohort.oldest_ns.min(stamp);
-        let mut hotter = cohort.prev;
-        let mut colder = END | at;
-        while hotter & END == 0 && objects.node(hotter).stamp < stamp {
-            colder = hotter;
-            hotter = objects.node(hotter).prev;
-        }
+        let hotter = self.hotter(objects, at, stamp);
+        let colder = match hotter & END {
+            0 => objects.node(hotter).next,
+            _ => self.cohorts[at as usize].next,
+        };
         self.link(objects, slot, hotter, colder);
         self.due.set(at, i64::MIN);
     }

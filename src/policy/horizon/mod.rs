@@ -99,7 +99,7 @@ impl Horizon {
 
     fn tick(&mut self, now: i64) -> u32 {
         let epoch = *self.epoch_ns.get_or_insert(now);
-        ((now - epoch) / TICK_NS) as u32
+        (now.saturating_sub(epoch) / TICK_NS) as u32
     }
 
     /// A little of the upkeep, at each call.
@@ -273,7 +273,7 @@ impl Policy for Horizon {
             let last = columns.last_access_ns(row);
             let mut traits = Traits::default();
             if columns.count(row) > 1 {
-                let span = last - columns.created_ns(row);
+                let span = last.saturating_sub(columns.created_ns(row));
                 let waits = columns.count(row) - 1;
                 let mean = span / i64::try_from(waits).unwrap_or(i64::MAX);
                 traits = traits.with_uses(waits - 1).used(mean);

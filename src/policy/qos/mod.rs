@@ -92,8 +92,10 @@ impl Qos {
     pub fn read(reader: &mut Reader, setting: &Setting) -> Result<Qos> {
         let default = Spec::parse("lru")?;
         let spec = reader.spec("inner")?.unwrap_or(&default);
-        if registry::find(&spec.name).is_some_and(|entry| entry.name == "qos") {
-            fail!(Spec, "'inner' of qos cannot be qos");
+        // auto tells a winner of all objects of the table, whosever they are.
+        let inner = registry::find(&spec.name).map_or("", |entry| entry.name);
+        if matches!(inner, "qos" | "auto") {
+            fail!(Spec, "'inner' of qos cannot be {inner}");
         }
         let strict = reader.bool("strict", false)?;
         let ageing = reader.duration_ns("ageing", 60_000_000_000)?;
@@ -188,7 +190,7 @@ impl Qos {
     /// The first parked object of a class in the inner order.
     fn first_parked(
         &mut self,
-        objects: &Objects,
+        objects: &mut Objects,
         class: usize,
         protected: u128,
         now: i64,
@@ -200,7 +202,7 @@ impl Qos {
             let slot = self.parked.first(class, row);
             if objects.is_blocked(slot) {
                 // Held as any blocked one; the next in its queue comes up.
-                self.unpark(slot);
+                self.give_back(objects, slot, now);
                 rows &= self.parked.used(class);
                 continue;
             }

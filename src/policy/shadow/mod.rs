@@ -105,7 +105,7 @@ impl Auto {
         }
     }
 
-    fn close_window(&mut self, objects: &mut Objects) {
+    fn close_window(&mut self, objects: &mut Objects, now: i64) {
         self.asked = 0;
         self.fit_copies(objects);
         let rates: Vec<f64> = self.candidates.iter_mut().map(|c| c.copy.close_window()).collect();
@@ -122,15 +122,15 @@ impl Auto {
         let again = if self.ahead.0 == best { self.ahead.1 } else { 0 };
         self.ahead = (best, again + 1);
         if self.ahead.1 >= self.patience {
-            self.switch(objects, best);
+            self.switch(objects, best, now);
         }
     }
 
     /// Another one decides from now on. Without memory for that, nothing changes.
-    fn switch(&mut self, objects: &mut Objects, to: usize) {
+    fn switch(&mut self, objects: &mut Objects, to: usize, now: i64) {
         let made = registry::make(&self.candidates[to].spec, &self.setting);
         let Ok(mut next) = made else { return };
-        if hand_over(objects, &mut *next).is_ok() {
+        if hand_over(objects, &mut *next, now).is_ok() {
             self.policy = next;
             self.live = to;
             self.switches += 1;
@@ -192,7 +192,7 @@ impl Policy for Auto {
         self.ask(&seen(objects, slot), true, now);
         self.asked += 1;
         if self.asked >= self.window {
-            self.close_window(objects);
+            self.close_window(objects, now);
         }
     }
 
@@ -213,7 +213,7 @@ impl Policy for Auto {
 
     fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot> {
         if self.asked >= self.window {
-            self.close_window(objects);
+            self.close_window(objects, now);
         }
         self.policy.victim(objects, now)
     }
