@@ -3402,7 +3402,9 @@ kvt_status_t kvt_policy_evict(const struct kvt_policy_t *policy,
                               struct kvt_error_t **err);
 
 /**
- * Says who would leave now, without anything leaving.
+ * Says who would leave now, without anything leaving. A policy that moves objects
+ * while it searches (arc's kin, queues with a hand), or that learns, may choose others
+ * when it is asked again.
  *
  * @param policy          The policy.
  * @param now_ns          See kvt_policy_lookup.

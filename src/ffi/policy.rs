@@ -272,6 +272,7 @@ pub unsafe extern "C" fn kvt_policy_open(
             (given, read(given.custom)?, read(given.predictor)?)
         };
         crate::base::fork::check()?;
+        crate::base::fork::arm()?;
         let options = options(&given)?;
         // SAFETY: the caller's promise.
         let spec = match unsafe { text(given.spec, given.spec_bytes)? } {

@@ -262,7 +262,9 @@ pub unsafe extern "C" fn kvt_policy_evict(
     }
 }
 
-/// Says who would leave now, without anything leaving.
+/// Says who would leave now, without anything leaving. A policy that moves objects
+/// while it searches (arc's kin, queues with a hand), or that learns, may choose others
+/// when it is asked again.
 ///
 /// @param policy          The policy.
 /// @param now_ns          See kvt_policy_lookup.

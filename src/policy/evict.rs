@@ -53,7 +53,8 @@ impl Evictor {
         Ok(self.carry_out(now, required, freed, start, by, out))
     }
 
-    /// Says who would leave, without anything leaving. The order is as before.
+    /// Says who would leave, without anything leaving. Policies that move objects
+    /// while they search, or that learn, may choose others the next time.
     pub fn preview(&mut self, now: i64, required: u64, out: &mut Vec<Victim>) -> Result<Outcome> {
         self.preview_most(now, required, usize::MAX, out)
     }

@@ -344,10 +344,9 @@ impl Evictor {
 
     fn insert_all(&mut self, now: i64, who: &Who, new: &[New]) -> Result<()> {
         let stamp = self.begin(now, new.len())?;
-        let session = self.see_session_quietly(who);
         self.slots.clear();
         for one in new {
-            match self.enter(one, session) {
+            match self.enter(one, NONE) {
                 Ok(slot) => self.slots.push(slot),
                 Err(error) => {
                     let entered = self.slots.iter().rev();
@@ -356,7 +355,9 @@ impl Evictor {
                 }
             }
         }
+        let session = self.see_session_quietly(who);
         for (i, slot) in self.slots.iter().rev().enumerate() {
+            self.objects.set_session(*slot, session);
             self.policy.insert(&mut self.objects, *slot, stamp + i as i64);
         }
         self.metrics.counts.inserts += new.len() as u64;

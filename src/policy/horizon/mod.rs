@@ -29,7 +29,7 @@ use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
 use crate::meta::cost::Cost;
 use crate::meta::index::Slot;
-use crate::meta::objects::Objects;
+use crate::meta::objects::{Facts, Objects};
 use crate::policy::columns::Columns;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::horizon::classes::{Traits, class};
@@ -290,6 +290,11 @@ impl Policy for Horizon {
             }
             *rank = Rank::score(log, last);
         }
+    }
+
+    fn facts_changed(&mut self, objects: &mut Objects, slot: Slot, _old: &Facts, _now: i64) {
+        let units = objects.node(slot).units;
+        self.resize(objects, slot, units);
     }
 
     fn wants_facts(&self) -> bool {

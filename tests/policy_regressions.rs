@@ -1,0 +1,135 @@
+//! Defects of policies that were found once, each by the smallest call that
+//! showed it.
+
+#![allow(missing_docs)]
+
+use kvtier::base::status::Status;
+use kvtier::policy::batch::{SelectOptions, Selection};
+use kvtier::policy::columns::Columns;
+use kvtier::policy::evict::Victim;
+use kvtier::policy::evictor::{Evictor, New, Options, Who};
+
+const WHO: Who =
+    Who { session: None, tenant: 0, priority: None, length: 0, max_length: 0, tokens_each: 0 };
+
+fn open(spec: &str, max_objects: usize, capacity_units: u64) -> Evictor {
+    let options = Options { max_objects, capacity_units, holes: true, ..Options::default() };
+    Evictor::open(spec, &options).expect("a known policy")
+}
+
+fn put(e: &mut Evictor, now: i64, who: &Who, ids: impl IntoIterator<Item = u64>) {
+    for id in ids {
+        e.insert(now, who, &[New { id, units: 1, ..New::default() }]).expect("room");
+    }
+}
+
+fn evict(e: &mut Evictor, now: i64, required: u64) -> Vec<Victim> {
+    let mut out = Vec::new();
+    e.evict(now, required, &mut out).expect("a time");
+    e.check().expect("sound");
+    out
+}
+
+/// The search of the small queue promoted all that could leave into the main
+/// queue, which had been searched before.
+#[test]
+fn s3fifo_finds_what_it_has_just_promoted() {
+    let mut e = open("s3fifo", 100, 10);
+    put(&mut e, 1, &WHO, 0..10);
+    for now in [20, 21] {
+        e.touch(now, &WHO, &[0]).expect("a time");
+    }
+    e.acquire(&(1..10).collect::<Vec<_>>()).expect("there");
+    e.set_capacity(5);
+    assert_eq!(evict(&mut e, 30, 1).len(), 1);
+}
+
+/// Queues that move objects in a search stamp them ahead of the time; the policy
+/// that took over then took the one used last for the oldest.
+#[test]
+fn stamps_do_not_lie_in_the_future_after_a_switch() {
+    let mut e = open("s3fifo", 200, 100);
+    put(&mut e, 1, &WHO, 0..100);
+    for _ in 0..3 {
+        e.touch(102, &WHO, &(0..99).collect::<Vec<_>>()).expect("a time");
+    }
+    evict(&mut e, 500, 1);
+    e.switch("lru").expect("a known policy");
+    e.touch(501, &WHO, &[7]).expect("a time");
+    let columns = Columns { ids: &[7, 8, 9], ..Columns::default() };
+    let mut chosen = Selection::default();
+    e.select(502, &columns, 1, &SelectOptions::default(), &mut chosen).expect("valid");
+    assert_ne!(chosen.victims[0].id, 7);
+}
+
+/// One that a floor kept back and that was then referenced was taken out of
+/// qos's books, but not put back into those of the policy within.
+#[test]
+fn qos_gives_back_what_became_blocked_while_it_was_passed_over() {
+    for inner in ["arc", "slru", "2q", "wtinylfu", "s3fifo", "sieve", "lru", "horizon"] {
+        let mut e = open(&format!("qos(inner={inner})"), 64, 20);
+        let who = |session, tenant| Who { session: Some(session), tenant, ..WHO };
+        put(&mut e, 1, &who(1, 1), [1]);
+        put(&mut e, 2, &who(2, 2), 10..20);
+        evict(&mut e, 30, 1);
+        e.acquire(&[1]).expect("there");
+        assert_eq!(evict(&mut e, 40, 100).len(), 9, "{inner}");
+        e.touch(50, &WHO, &[1]).expect("a time");
+        e.release(&[1]).expect("held");
+        assert_eq!(evict(&mut e, 60, 100).len(), 1, "{inner}");
+    }
+}
+
+/// A winner inside of auto is told of all objects, whatever class they are in.
+#[test]
+fn auto_is_not_taken_into_qos() {
+    for spec in ["qos(inner=auto)", "auto(of=any(qos(inner=auto),lru))", "qos(inner=qos)"] {
+        let error = Evictor::open(spec, &Options::default()).err().expect("refused");
+        assert_eq!(error.status(), Status::Spec, "{spec}");
+    }
+}
+
+/// Numbers of the caller's at the ends of their types.
+#[test]
+fn columns_may_hold_any_numbers() {
+    let ends = [i64::MIN, -1, 0, 1, i64::MAX];
+    for entry in kvtier::policy::registry::ENTRIES {
+        let mut e = open(entry.name, 16, 100);
+        for (v, w) in ends.into_iter().flat_map(|v| ends.map(|w| (v, w))) {
+            for n in [0, 1, 3, u64::MAX] {
+                let columns = Columns {
+                    ids: &[1, 2],
+                    created_ns: &[v, w],
+                    last_access_ns: &[w, v],
+                    count: &[n, n],
+                    lifetime_ns: &[v, w],
+                    length: &[n, 5],
+                    max_length: &[u64::MAX, n],
+                    context: &[n, 7],
+                    blocks: &[0, 4_000_000_000],
+                    tenant: &[0, u32::MAX],
+                    layer: &[u32::MAX, 1],
+                    layers: &[1, u32::MAX],
+                    cost: &[f64::MAX, 5e-324],
+                    ..Columns::default()
+                };
+                let mut chosen = Selection::default();
+                e.select(1, &columns, 1, &SelectOptions::default(), &mut chosen).expect("valid");
+            }
+        }
+    }
+}
+
+/// In a full table a session found no row although one was free.
+#[test]
+fn a_sequence_that_is_one_object_keeps_its_session() {
+    let mut e = open("qos", 1000, 0);
+    for id in 0..5_000u64 {
+        let now = 1 + id as i64;
+        if e.objects().len() == 1000 {
+            evict(&mut e, now, 1);
+        }
+        put(&mut e, now, &Who { session: Some(id), ..WHO }, [id]);
+        assert!(e.objects().sessions.find(id).is_some(), "{id}");
+    }
+}
