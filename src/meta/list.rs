@@ -3,6 +3,9 @@
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
 
+/// Most steps in search of a place for what comes back.
+const MOST_STEPS: usize = 256;
+
 /// A list of objects, hot end first. An object is in one list at most.
 #[derive(Clone, Copy, Debug)]
 pub struct List {
@@ -153,11 +156,16 @@ impl List {
     /// The coldest object that is not older than `stamp`. Searched from the cold
     /// end, where only objects are passed that had been held too, and in turns
     /// from where one was put back last: many that are put back in the order of
-    /// their stamps, or against it, cost one step each.
+    /// their stamps, or against it, cost one step each. In no order they would
+    /// cost ever more: after some steps it stays where it has come to, which is
+    /// among others that came back.
     fn place(&self, objects: &Objects, stamp: i64) -> Slot {
         let older = |slot: Slot| objects.node(slot).stamp < stamp;
         let (mut cold, mut near) = (self.tail, self.finger);
-        while cold != NONE && older(cold) {
+        for _ in 0..MOST_STEPS {
+            if cold == NONE || !older(cold) {
+                break;
+            }
             cold = objects.node(cold).prev;
             if near == NONE {
                 continue;
