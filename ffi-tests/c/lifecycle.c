@@ -180,7 +180,7 @@ static void report(void) {
 }
 
 static void busy_until_the_work_is_done(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=200ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=1500ms))");
     kvt_buffer_t *buffer = open_buffer(runtime, 4096, NULL);
     const kvt_buffer_item_t item = sum_item(buffer, 4096);
     kvt_op_t *running = submit(runtime, NULL, &item, 1);

@@ -231,7 +231,7 @@ static void all_or_nothing(kvt_runtime_t *runtime) {
 
 /* Cancelling what waits, what runs and what is done; the first result counts. */
 static void cancels(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=60ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=300ms))");
     kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
     kvt_buffer_item_t items[8];
     for (int i = 0; i < 8; i++) items[i] = sum_item(buffer, 8);
@@ -279,7 +279,7 @@ static void cancels(void) {
 
 /* Who waits for the beginning is woken by it, not by the end. */
 static void issue_wakes(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=300ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=700ms))");
     kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
     const kvt_buffer_item_t items[2] = {sum_item(buffer, 8), sum_item(buffer, 8)};
     kvt_op_t *first = submit(runtime, NULL, items, 1);
@@ -513,7 +513,7 @@ static void full(void) {
 
 /* With one worker busy, what waits is begun by priority; and yet none starves. */
 static void priorities(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=30ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=150ms))");
     kvt_queue_t *queue = open_queue(runtime, 64);
     kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
     const kvt_buffer_item_t item = sum_item(buffer, 8);

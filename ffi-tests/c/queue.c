@@ -284,7 +284,7 @@ static void callbacks(int reentrant) {
 /* A close cancels what reports to the queue, waits for it, and drops what nobody
  * polled; the ops stay. */
 static void closing(void) {
-    kvt_runtime_t *slow = open_runtime(1, "faults(worker=at(stall=100ms))");
+    kvt_runtime_t *slow = open_runtime(1, "faults(worker=at(stall=500ms))");
     kvt_buffer_t *own = open_buffer(slow, 64, NULL);
     kvt_queue_t *queue = open_queue(slow, 16), *other = open_queue(slow, 16);
     const kvt_buffer_item_t item = sum_item(own, 8);

@@ -24,8 +24,8 @@ def runtime() -> Iterator[kvtier.Runtime]:
 
 @pytest.fixture
 def slow() -> Iterator[kvtier.Runtime]:
-    """One worker that takes 30 ms for each item."""
-    with kvtier.Runtime(workers=1, faults="faults(worker=at(stall=30ms))") as runtime:
+    """One worker that takes 80 ms for each item."""
+    with kvtier.Runtime(workers=1, faults="faults(worker=at(stall=80ms))") as runtime:
         yield runtime
 
 

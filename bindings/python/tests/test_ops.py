@@ -289,7 +289,7 @@ def test_close_reports_what_was_open() -> None:
 
 
 def test_runtime_close_that_times_out_can_be_repeated() -> None:
-    other = kvtier.Runtime(workers=1, faults="faults(worker=at(stall=50ms))")
+    other = kvtier.Runtime(workers=1, faults="faults(worker=at(stall=500ms))")
     buffer = other.buffer(4096)
     op = other.submit(Work.prefault(buffer))
     until_issued(op)
