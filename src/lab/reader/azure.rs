@@ -61,7 +61,7 @@ fn time_ns(text: &str) -> Result<i64> {
     let (year, month, day) = (part(0, 4)?, part(5, 7)?, part(8, 10)?);
     let (hour, minute, second) = (part(11, 13)?, part(14, 16)?, part(17, 19)?);
     let marks = [4, 7, 13, 16].map(|at| text.as_bytes()[at]);
-    let sound = marks == [b'-', b'-', b':', b':']
+    let sound = marks == *b"--::"
         && (1970..=2200).contains(&year)
         && (1..=12).contains(&month)
         && (1..=31).contains(&day)
