@@ -210,7 +210,12 @@ prebuilt() {
 }
 
 offline() {
-    [ -d "$work/vendor" ] || "$root/cmake/vendor.sh" "$work/vendor"
+    # Not what an earlier run left when it was cut off.
+    if [ ! -e "$work/vendored" ]; then
+        rm -rf "$work/vendor"
+        "$root/cmake/vendor.sh" "$work/vendor"
+        touch "$work/vendored"
+    fi
     local args
     args=$("$root/cmake/vendor.sh" --args "$work/vendor")
     mkdir -p "$work/home"
