@@ -133,3 +133,33 @@ fn a_sequence_that_is_one_object_keeps_its_session() {
         assert!(e.objects().sessions.find(id).is_some(), "{id}");
     }
 }
+
+#[test]
+fn an_unknown_id_recorded_twice_needs_room_for_one() {
+    let mut e = Evictor::open("lru", &Options { max_objects: 2, ..Options::default() }).unwrap();
+    assert_eq!(e.record(1, &Who::default(), &[5, 5, 6], &[]).unwrap(), 2);
+    assert!(e.record(2, &Who::default(), &[7], &[]).is_err());
+}
+
+#[test]
+fn more_to_remember_than_can_be_is_an_error() {
+    let options = Options { max_objects: 8, remember: (1 << 28) + 1, ..Options::default() };
+    assert!(Evictor::open("lru", &options).is_err());
+}
+
+#[test]
+fn tlru_moves_an_object_whose_facts_change() {
+    let options = Options { max_objects: 8, ..Options::default() };
+    let mut e = Evictor::open("tlru(threshold=100,turn=10)", &options).unwrap();
+    let who = Who { session: Some(1), length: 200, ..Who::default() };
+    e.lookup(1, &who, &[1, 2], &mut []).unwrap();
+    let new = [1, 2].map(|id| New { id, units: 1, ..New::default() });
+    e.insert(2, &who, &new).unwrap();
+    let columns = Columns { ids: &[1, 2], context: &[150, 0], ..Columns::default() };
+    let mut out = Selection::default();
+    e.select(3, &columns, 1, &SelectOptions::default(), &mut out).unwrap();
+    e.check().unwrap();
+    let mut gone = Vec::new();
+    e.evict(4, 1, &mut gone).unwrap();
+    assert_eq!(gone[0].id, 1, "it lies beyond what the threshold leaves");
+}

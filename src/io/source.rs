@@ -2,7 +2,7 @@
 //! up to 128 MiB), in lines or in pieces, with limits.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Cursor, Read};
+use std::io::{BufRead, BufReader, Cursor, ErrorKind, Read};
 use std::path::Path;
 
 use ruzstd::decoding::FrameDecoder;
@@ -43,7 +43,7 @@ impl Source {
 
     fn new(raw: Box<dyn Read>) -> Result<Source> {
         let mut packed = BufReader::with_capacity(BUFFER_BYTES, raw);
-        let start = packed.fill_buf().map_err(|e| io_error(&e))?;
+        let start = buffered(&mut packed)?;
         let inner: Box<dyn Read> = match start.starts_with(&ZSTD_MAGIC) {
             true => Box::new(Unpacked::new(packed)),
             false => Box::new(packed),
@@ -54,7 +54,7 @@ impl Source {
 
     /// The bytes that come next, at most what is buffered; none at the end.
     pub fn peek(&mut self) -> Result<&[u8]> {
-        self.reader.fill_buf().map_err(|e| io_error(&e))
+        buffered(&mut self.reader)
     }
 
     fn used(&mut self, bytes: usize) -> Result<()> {
@@ -70,7 +70,7 @@ impl Source {
         line.clear();
         let mut any = false;
         loop {
-            let buffer = self.reader.fill_buf().map_err(|e| io_error(&e))?;
+            let buffer = self.peek()?;
             if buffer.is_empty() {
                 return Ok(any);
             }
@@ -103,7 +103,7 @@ impl Source {
             match self.reader.read(&mut out[filled..]) {
                 Ok(0) => break,
                 Ok(n) => filled += n,
-                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => return Err(io_error(&e)),
             }
         }
@@ -115,7 +115,7 @@ impl Source {
     pub fn rest(&mut self, limit: usize) -> Result<Vec<u8>> {
         let mut out = Vec::new();
         loop {
-            let buffer = self.reader.fill_buf().map_err(|e| io_error(&e))?;
+            let buffer = self.peek()?;
             let len = buffer.len();
             if len == 0 {
                 return Ok(out);
@@ -133,10 +133,21 @@ impl Source {
     }
 }
 
+/// What is buffered, after reading if that is nothing. A signal is no end.
+fn buffered(reader: &mut BufReader<Box<dyn Read>>) -> Result<&[u8]> {
+    loop {
+        match reader.fill_buf() {
+            Ok(_) => return Ok(reader.buffer()),
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(io_error(&e)),
+        }
+    }
+}
+
 fn io_error(error: &std::io::Error) -> Error {
     match error.kind() {
-        std::io::ErrorKind::InvalidData => Error::new(Status::Corrupt, error.to_string()),
-        std::io::ErrorKind::NotFound => Error::new(Status::NotFound, error.to_string()),
+        ErrorKind::InvalidData => Error::new(Status::Corrupt, error.to_string()),
+        ErrorKind::NotFound => Error::new(Status::NotFound, error.to_string()),
         _ => Error::new(Status::Io, error.to_string()),
     }
 }
@@ -149,7 +160,7 @@ struct Unpacked<R> {
 }
 
 fn damaged(what: impl std::fmt::Display) -> std::io::Error {
-    std::io::Error::new(std::io::ErrorKind::InvalidData, format!("damaged zstd data: {what}"))
+    std::io::Error::new(ErrorKind::InvalidData, format!("damaged zstd data: {what}"))
 }
 
 impl<R: BufRead> Unpacked<R> {
@@ -193,6 +204,28 @@ impl<R: BufRead> Read for Unpacked<R> {
 mod tests {
     use super::*;
     use ruzstd::encoding::{CompressionLevel, compress_to_vec};
+
+    /// Every other read is interrupted by a signal.
+    struct Signalled(Cursor<Vec<u8>>, bool);
+
+    impl Read for Signalled {
+        fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+            self.1 = !self.1;
+            if self.1 { Err(ErrorKind::Interrupted.into()) } else { self.0.read(out) }
+        }
+    }
+
+    #[test]
+    fn a_signal_ends_nothing() {
+        let bytes = b"one\ntwo\n".repeat(100_000);
+        let open = || Source::new(Box::new(Signalled(Cursor::new(bytes.clone()), false)));
+        assert_eq!(open().expect("readable").rest(1 << 20).expect("all"), bytes);
+        let (mut source, mut line, mut lines) = (open().expect("readable"), Vec::new(), 0);
+        while source.line(&mut line).expect("sound") {
+            lines += 1;
+        }
+        assert_eq!(lines, 200_000);
+    }
 
     #[test]
     fn lines_come_out_of_plain_and_packed_bytes() {

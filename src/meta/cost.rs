@@ -26,7 +26,12 @@ impl Cost {
     /// tokens, with the attention of the tokens on each other.
     #[inline]
     pub fn of(&self, context: u64, tokens: u64) -> f64 {
-        let (l, n) = (context as f64, tokens as f64);
+        self.of_floats(context as f64, tokens as f64)
+    }
+
+    /// The same with numbers to reckon with.
+    #[inline]
+    pub fn of_floats(&self, l: f64, n: f64) -> f64 {
         n * self.beta + self.alpha * (n * l + n * n / 2.0)
     }
 

@@ -91,9 +91,9 @@ impl Index {
         if limit > MAX_ENTRIES {
             fail!(Limit, "{limit} objects are more than the limit of {MAX_ENTRIES}");
         }
-        // Two cells of three in use at most: hardly an id is then outside its
-        // own bucket. At least one cell is always empty.
-        let buckets = (limit + limit / 2) / WIDTH + 1;
+        // Every other cell in use: hardly an id is then outside its own bucket. At
+        // least one cell is always empty.
+        let buckets = (limit / (WIDTH / 2)).max(1);
         Ok(Index { buckets: Zeroed::sparse(buckets)?, live: 0, limit })
     }
 
@@ -143,13 +143,10 @@ impl Index {
         let tag = tag_of(id);
         let bucket = &self.buckets[self.home(tag)];
         let lanes = bucket.with(tag);
-        if lanes != 0 {
-            bucket.slots[lanes.trailing_zeros() as usize % WIDTH]
-        } else if bucket.has_room() {
-            NONE
-        } else {
-            UNSURE
-        }
+        // No branches: whether it is there nobody can guess.
+        let there = bucket.slots[lanes.trailing_zeros() as usize % WIDTH];
+        let gone = if bucket.has_room() { NONE } else { UNSURE };
+        if lanes != 0 { there } else { gone }
     }
 
     /// The slot of an id; `is` says whether a slot holds it.

@@ -5,7 +5,7 @@
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
 use crate::fail;
-use crate::meta::index::{Index, NONE, Slot};
+use crate::meta::index::{Index, NONE, Slot, UNSURE};
 use crate::meta::sessions::{MAX_SESSIONS, Sessions};
 
 /// Largest size of one object.
@@ -239,15 +239,19 @@ impl Objects {
             *slot = self.find(*id).unwrap_or(NONE);
             return;
         }
+        let Some(last) = self.nodes.len().checked_sub(1) else { return slots.fill(NONE) };
+        // Which ids are there nobody can guess: no branches on that. Whether a guess
+        // of the index is right is another matter.
+        let last = last as Slot;
         for (ids, slots) in ids.chunks(GROUP).zip(slots.chunks_mut(GROUP)) {
             ids.iter().for_each(|&id| self.index.prefetch(id));
             for (slot, &id) in slots.iter_mut().zip(ids) {
                 *slot = self.index.guess(id);
-                self.prefetch(*slot);
+                self.prefetch((*slot).min(last));
             }
             for (slot, &id) in slots.iter_mut().zip(ids) {
-                let other = || self.nodes.get(*slot as usize).is_none_or(|node| node.id != id);
-                if *slot != NONE && other() {
+                let other = self.nodes[(*slot).min(last) as usize].id != id;
+                if (other | (*slot == UNSURE)) & (*slot != NONE) {
                     *slot = self.find(id).unwrap_or(NONE);
                 }
             }

@@ -119,6 +119,10 @@ impl Policy for Arc {
         self.queues.move_hot(objects, T2, slot, now);
     }
 
+    fn prefetch(&self, ids: &[u64]) {
+        self.ghosts.iter().for_each(|ghosts| ghosts.prefetch(ids));
+    }
+
     fn miss(&mut self, objects: &Objects, id: u64, _now: i64) {
         let fits = self.fits(objects);
         self.b2_missed = false;

@@ -105,7 +105,10 @@ impl Evictor {
     fn record_all(&mut self, now: i64, who: &Who, ids: &[u64], units: &[u64]) -> Result<usize> {
         let first = self.begin(now, ids.len())?;
         self.find_all(ids);
-        let unknown = self.slots.iter().filter(|&&slot| slot == NONE).count();
+        let mut unknown = self.slots.iter().filter(|&&slot| slot == NONE).count();
+        if unknown > self.objects.limit() - self.objects.len() {
+            unknown = self.different_unknown(ids)?;
+        }
         if unknown > self.objects.limit() - self.objects.len() {
             fail!(Limit, "{unknown} new objects in a table of {}", self.objects.limit());
         }
@@ -128,6 +131,18 @@ impl Evictor {
         }
         self.metrics.counts.inserts += added as u64;
         Ok(added)
+    }
+
+    /// How many different ids have no slot.
+    #[cold]
+    fn different_unknown(&self, ids: &[u64]) -> Result<usize> {
+        let mut unknown = Vec::new();
+        reserve(&mut unknown, ids.len())?;
+        let slots = ids.iter().zip(&self.slots);
+        unknown.extend(slots.filter(|&(_, &slot)| slot == NONE).map(|(&id, _)| id));
+        unknown.sort_unstable();
+        unknown.dedup();
+        Ok(unknown.len())
     }
 
     /// Chooses rows that free `required` blocks, the least first, and none that

@@ -6,6 +6,9 @@ use crate::fail;
 /// Most rows of one table.
 pub const MAX_ROWS: usize = 1 << 28;
 
+/// Most rows that are reckoned at a time.
+pub const STRIDE: usize = 128;
+
 /// Candidates as columns. An empty column is absent: its default holds for
 /// every row.
 #[derive(Clone, Copy, Default)]
@@ -137,6 +140,35 @@ impl Columns<'_> {
     #[inline]
     pub fn cost(&self, row: usize) -> Option<f64> {
         self.cost.get(row).copied()
+    }
+
+    /// A column as numbers to reckon with, from a row on.
+    #[inline]
+    pub fn floats(column: &[u64], default: f64, first: usize, out: &mut [f64]) {
+        match column.get(first..first + out.len()) {
+            Some(part) => out.iter_mut().zip(part).for_each(|(x, &n)| *x = n as f64),
+            None => out.fill(default),
+        }
+    }
+
+    /// Recompute costs of rows, from one on: what the caller says where that is
+    /// above zero, else `model` of context and tokens. In steps of one kind, which
+    /// processors do for several rows at once.
+    #[inline]
+    pub fn costs(&self, first: usize, out: &mut [f64], model: impl Fn(f64, f64) -> f64) {
+        let mut context = [0.0; STRIDE];
+        let context = &mut context[..out.len()];
+        let tokens = if self.tokens.is_empty() { self.length } else { self.tokens };
+        Columns::floats(self.context, 0.0, first, context);
+        Columns::floats(tokens, 0.0, first, out);
+        for (cost, &context) in out.iter_mut().zip(&*context) {
+            *cost = model(context, *cost);
+        }
+        if let Some(own) = self.cost.get(first..first + out.len()) {
+            for (cost, &own) in out.iter_mut().zip(own) {
+                *cost = if own > 0.0 { own } else { *cost };
+            }
+        }
     }
 
     /// Whether a row must stay.

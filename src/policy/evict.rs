@@ -5,6 +5,7 @@ use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::policy::evictor::Evictor;
 use crate::policy::log::Entry;
+use crate::policy::lookup::AHEAD;
 use crate::policy::metrics::SAMPLE;
 use crate::policy::registry;
 
@@ -94,14 +95,10 @@ impl Evictor {
         out: &mut Vec<Victim>,
     ) -> Outcome {
         let mut ahead = None;
-        if self.chosen.len() > 1 {
-            for chosen in &self.chosen {
-                let id = self.objects.node(chosen.slot).id;
-                self.objects.prefetch_id(id);
-                self.history.prefetch(id);
-            }
-        }
         for i in 0..self.chosen.len() {
+            if i % AHEAD == 0 && self.chosen.len() > 1 {
+                self.prefetch_chosen(i);
+            }
             let slot = self.chosen[i].slot;
             let node = self.objects.node(slot);
             let (id, units) = (node.id, node.units);
@@ -117,7 +114,8 @@ impl Evictor {
         }
         if let (Some(ahead), true) = (ahead, self.policy.leaves_by_links()) {
             if let Some(id) = self.objects.prefetch_leaving(ahead) {
-                self.history.prefetch(id);
+                self.history.prefetch(&[id]);
+                self.policy.prefetch(&[id]);
             }
         }
         self.metrics.counts.evictions += self.chosen.len() as u64;
@@ -127,6 +125,18 @@ impl Evictor {
             self.metrics.decision.add(decision_ns);
         }
         self.outcome(required, freed, decision_ns, by)
+    }
+
+    /// Has fetched what the next chosen from one on need to leave.
+    fn prefetch_chosen(&self, from: usize) {
+        let (mut ids, mut count) = ([0; AHEAD], 0);
+        for (id, chosen) in ids.iter_mut().zip(&self.chosen[from..]) {
+            *id = self.objects.node(chosen.slot).id;
+            self.objects.prefetch_id(*id);
+            count += 1;
+        }
+        self.history.prefetch(&ids[..count]);
+        self.policy.prefetch(&ids[..count]);
     }
 
     /// The chosen are told, and stay.

@@ -15,6 +15,7 @@ use crate::policy::evict::Chosen;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::handover::hand_over;
 use crate::policy::log::Log;
+use crate::policy::lookup::Sorted;
 use crate::policy::metrics::Metrics;
 use crate::policy::registry::{self, Setting};
 
@@ -94,6 +95,7 @@ pub struct Evictor {
     pub(super) options: Options,
     pub(super) clock: Clock,
     pub(super) slots: Vec<Slot>,
+    pub(super) sorted: Sorted,
     pub(super) chosen: Vec<Chosen>,
     pub(super) scratch: Scratch,
     spec: String,
@@ -114,15 +116,19 @@ impl Evictor {
         if options.max_objects == 0 || options.max_objects > MAX_OBJECTS {
             fail!(Limit, "max_objects is {}, allowed is 1 to {MAX_OBJECTS}", options.max_objects);
         }
+        if options.remember > MAX_OBJECTS {
+            fail!(Limit, "remember is {}, at most {MAX_OBJECTS} is allowed", options.remember);
+        }
         let policy = registry::make(&parsed, &setting(options))?;
         let facts = policy.wants_facts();
         Ok(Evictor {
             objects: Objects::new(options.max_objects, !options.holes, facts)?,
             policy,
-            history: Ghosts::new(options.remember.min(MAX_OBJECTS))?,
+            history: Ghosts::new(options.remember)?,
             options: *options,
             clock: Clock::real(),
             slots: Vec::new(),
+            sorted: Sorted::default(),
             chosen: Vec::new(),
             scratch: Scratch::default(),
             spec: parsed.to_string(),
@@ -166,22 +172,25 @@ impl Evictor {
 
     /// Accepts the caller's time, or takes the machine's (0). An error when it
     /// lies before an earlier one; `count` stamps after the result are taken.
+    #[inline]
     pub(super) fn tick(&mut self, now_ns: i64, count: usize) -> Result<i64> {
-        let now = match now_ns {
-            0 => i64::try_from(self.clock.now_ns()).unwrap_or(i64::MAX / 2).max(self.last_ns),
-            now => now,
-        };
-        if now < self.last_ns {
-            let by = self.last_ns.abs_diff(now);
-            fail!(Invalid, "the clock went back by {by} ns: now_ns is {now}");
-        }
-        if !(i64::MIN / 2..=i64::MAX / 2).contains(&now) {
-            fail!(Limit, "now_ns is {now}, beyond what can be counted on from");
-        }
+        let known = now_ns != 0 && now_ns >= self.last_ns && now_ns <= i64::MAX / 2;
+        let now = if known && now_ns >= i64::MIN / 2 { now_ns } else { self.odd_time(now_ns)? };
         self.last_ns = now;
         let first = now.max(self.stamp.saturating_add(1));
         self.stamp = first + count as i64;
         Ok(first)
+    }
+
+    /// The machine's time, or what is wrong with the caller's.
+    #[cold]
+    fn odd_time(&self, now_ns: i64) -> Result<i64> {
+        if now_ns == 0 {
+            let machine = i64::try_from(self.clock.now_ns()).unwrap_or(i64::MAX / 2);
+            return Ok(machine.min(i64::MAX / 2).max(self.last_ns));
+        }
+        self.check_time(now_ns)?;
+        fail!(Limit, "now_ns is {now_ns}, beyond what can be counted on from");
     }
 
     /// Whether the caller's time would be accepted.
@@ -212,49 +221,13 @@ impl Evictor {
         done
     }
 
-    /// Looks up a path of objects, first to last, and counts it. Found ones are
-    /// touched, the last first, so that none is older than what continues it.
-    /// How many from the start on are there; `found`, if it is not empty, says it
-    /// for each. Where holes are allowed, objects behind one are found too.
-    pub fn lookup(&mut self, now: i64, who: &Who, ids: &[u64], found: &mut [u8]) -> Result<usize> {
-        if !found.is_empty() && found.len() != ids.len() {
-            fail!(Invalid, "found has {} entries for {} ids", found.len(), ids.len());
-        }
-        let now = self.begin(now, ids.len())?;
-        let leading = self.find_all(ids);
-        let session = self.see_session(now, who);
-        let usable = if self.options.holes { ids.len() } else { leading };
-        self.count_lookup(who, session, ids, leading, usable);
-        for (i, out) in found.iter_mut().enumerate() {
-            *out = u8::from(i < usable && self.slots[i] != NONE);
-        }
-        let slots = &self.slots[..usable];
-        let mut stamp = self.policy.touch_all(&mut self.objects, slots, session, now);
-        for (&id, &slot) in ids.iter().zip(&self.slots).skip(leading) {
-            if slot == NONE {
-                self.policy.miss(&self.objects, id, stamp);
-                stamp += 1;
-            }
-        }
-        self.advice.observe(&self.metrics.counts);
-        Ok(leading)
-    }
-
-    /// Touches objects, the last first, without counting a lookup. How many were
-    /// there.
-    pub fn touch(&mut self, now: i64, who: &Who, ids: &[u64]) -> Result<usize> {
-        let now = self.begin(now, ids.len())?;
-        self.find_all(ids);
-        let session = self.see_session(now, who);
-        let end = self.policy.touch_all(&mut self.objects, &self.slots, session, now);
-        Ok((end - now) as usize)
-    }
-
     pub(super) fn begin(&mut self, now: i64, ids: usize) -> Result<i64> {
         if ids > MAX_BATCH {
             fail!(Limit, "{ids} ids in one call, the limit is {MAX_BATCH}");
         }
-        if self.slots.try_reserve(ids.saturating_sub(self.slots.len())).is_err() {
+        if self.slots.try_reserve(ids.saturating_sub(self.slots.len())).is_err()
+            || !self.sorted.reserve(ids)
+        {
             fail!(NoMem, "no memory for a batch of {ids} ids");
         }
         self.tick(now, ids)
@@ -287,52 +260,6 @@ impl Evictor {
             row.turns = row.turns.saturating_add(1);
         }
         slot
-    }
-
-    /// Counts what was asked for, and what of it was there and `usable`.
-    fn count_lookup(
-        &mut self,
-        who: &Who,
-        session: Slot,
-        ids: &[u64],
-        leading: usize,
-        usable: usize,
-    ) {
-        let each = u64::from(who.tokens_each.max(1));
-        let all = if who.length > 0 { u64::from(who.length) } else { each * ids.len() as u64 };
-        let until = |i: usize| (each * i as u64).min(all);
-        let counts = &mut self.metrics.counts;
-        counts.requests += 1;
-        counts.references += ids.len() as u64;
-        counts.tokens += all;
-        counts.cost += self.options.cost.of(0, all);
-        counts.hits += leading as u64;
-        let (mut hit_tokens, mut missed_tokens, mut hit_cost) = (until(leading), 0, 0.0);
-        if leading > 0 {
-            hit_cost = self.options.cost.of(0, hit_tokens);
-        }
-        // What was evicted is asked for only where something is missing.
-        for (i, &id) in ids.iter().enumerate().skip(leading) {
-            let tokens = || until(i + 1) - until(i);
-            if self.slots[i] == NONE {
-                let known = !self.history.is_empty() && self.history.get(id).is_some();
-                counts.evicted_references += u64::from(known);
-                missed_tokens += if known { tokens() } else { 0 };
-            } else if i < usable {
-                counts.hits += 1;
-                hit_tokens += tokens();
-                hit_cost += self.options.cost.of(until(i), tokens());
-            } else {
-                missed_tokens += tokens();
-            }
-        }
-        counts.hit_tokens += hit_tokens;
-        counts.hit_cost += hit_cost;
-        if let Some(row) = self.objects.sessions.of_mut(session) {
-            row.hit_tokens += hit_tokens;
-            row.wanted_tokens += hit_tokens + missed_tokens;
-            self.metrics.tenant(who.tenant, hit_tokens, hit_tokens + missed_tokens);
-        }
     }
 
     /// Inserts objects, all or none, each after the one that it continues. The

@@ -2,7 +2,7 @@
 //! counters, halved now and then. One cache line an id.
 
 use crate::base::status::Result;
-use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
 use crate::meta::index::hash;
 
 /// Largest count.
@@ -64,6 +64,12 @@ impl Frequency {
         let block = ((hash >> 32) * self.blocks.len() as u64) >> 32;
         let place = |row: usize| row as u64 * ROW + ((((hash >> (8 * row)) & 0xFF) * ROW) >> 8);
         (block as usize, std::array::from_fn(place))
+    }
+
+    /// Has the counters of an id fetched.
+    #[inline]
+    pub fn prefetch(&self, id: u64) {
+        prefetch(&self.blocks, self.places(id).0);
     }
 
     /// How often an id was seen lately, at least.

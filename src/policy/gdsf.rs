@@ -17,7 +17,7 @@ use crate::base::zeroed::Zeroed;
 use crate::meta::cost::Cost;
 use crate::meta::index::Slot;
 use crate::meta::objects::{Facts, Objects};
-use crate::policy::columns::Columns;
+use crate::policy::columns::{Columns, STRIDE};
 use crate::policy::heap::Heap;
 use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank};
@@ -121,12 +121,20 @@ impl Policy for Gdsf {
     }
 
     fn seed(&self, columns: &Columns, _now: i64, ranks: &mut [Rank]) {
-        for (row, rank) in ranks.iter_mut().enumerate() {
-            let own = columns.cost(row).unwrap_or(0.0);
-            let cost = self.cost(own, columns.context(row), columns.tokens(row));
-            let size = columns.blocks(row).max(1) as f64;
-            let value = self.clock + columns.count(row) as f64 * cost / size;
-            *rank = Rank::score(value, columns.last_access_ns(row));
+        let (mut costs, mut counts, mut sizes) = ([0.0; STRIDE], [0.0; STRIDE], [0.0; STRIDE]);
+        for (part, ranks) in ranks.chunks_mut(STRIDE).enumerate() {
+            let (first, len) = (part * STRIDE, ranks.len());
+            columns.costs(first, &mut costs[..len], |context, tokens| {
+                if tokens > 0.0 { self.cost.of_floats(context, tokens) } else { 1.0 }
+            });
+            Columns::floats(columns.count, 1.0, first, &mut counts[..len]);
+            Columns::floats(columns.blocks, 1.0, first, &mut sizes[..len]);
+            for ((cost, count), size) in costs.iter_mut().zip(&counts).zip(&sizes) {
+                *cost = self.clock + count * *cost / size.max(1.0);
+            }
+            for (row, (rank, &value)) in (first..).zip(ranks.iter_mut().zip(&costs)) {
+                *rank = Rank::score(value, columns.last_access_ns(row));
+            }
         }
     }
 

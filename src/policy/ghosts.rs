@@ -2,7 +2,7 @@
 //! index.
 
 use crate::base::status::Result;
-use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
 use crate::meta::index::{Index, NONE, Slot};
 
 #[derive(Clone, Copy)]
@@ -59,19 +59,30 @@ impl Ghosts {
         self.units
     }
 
+    #[inline]
     fn find(&self, id: u64) -> Option<Slot> {
+        if self.is_empty() {
+            return None;
+        }
         self.index.find(id, |slot| self.ghosts[slot as usize].id == id)
     }
 
-    /// Has the cells of an id fetched.
-    #[inline]
-    pub fn prefetch(&self, id: u64) {
-        if !self.ghosts.is_empty() {
-            self.index.prefetch(id);
+    /// Has what is remembered of ids fetched.
+    pub fn prefetch(&self, ids: &[u64]) {
+        if self.is_empty() {
+            return;
+        }
+        ids.iter().for_each(|&id| self.index.prefetch(id));
+        // A single one would be waited for here, not later.
+        if ids.len() > 1 {
+            for &id in ids {
+                prefetch(&self.ghosts, self.index.guess(id) as usize);
+            }
         }
     }
 
     /// What was noted of an id.
+    #[inline]
     pub fn get(&self, id: u64) -> Option<u32> {
         self.find(id).map(|slot| self.ghosts[slot as usize].data)
     }
@@ -119,6 +130,10 @@ impl Ghosts {
         }
         let id = self.ghosts[slot as usize].id;
         self.take(slot);
+        // Mostly the next to be forgotten, some calls from now.
+        if let Some(next) = self.ghosts.get(self.oldest as usize) {
+            self.index.prefetch(next.id);
+        }
         Some(id)
     }
 

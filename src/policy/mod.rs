@@ -26,6 +26,7 @@ pub mod horizon;
 pub mod lfu;
 pub mod lists;
 pub mod log;
+pub mod lookup;
 pub mod lru;
 pub mod lru_k;
 pub mod metrics;
@@ -154,6 +155,9 @@ pub trait Policy: Send {
     /// Time to fetch what a search for a victim will need.
     #[inline]
     fn look_ahead(&mut self, _objects: &Objects) {}
+
+    /// Soon these are missed, or leave: time to fetch what is remembered of them.
+    fn prefetch(&self, _ids: &[u64]) {}
 
     /// `id` was looked up and is not there.
     fn miss(&mut self, _objects: &Objects, _id: u64, _now: i64) {}

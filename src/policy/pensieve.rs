@@ -38,7 +38,7 @@ use crate::meta::cost::Cost;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::list::List;
 use crate::meta::objects::{Facts, Objects};
-use crate::policy::columns::Columns;
+use crate::policy::columns::{Columns, STRIDE};
 use crate::policy::registry::Setting;
 use crate::policy::{Policy, Rank};
 
@@ -374,11 +374,25 @@ impl Policy for Pensieve {
     }
 
     fn seed(&self, columns: &Columns, now: i64, ranks: &mut [Rank]) {
-        for (row, rank) in ranks.iter_mut().enumerate() {
-            let shape = Shape::of_row(columns, row);
-            let cost = self.value.cost(&shape);
-            let value = self.value.of(cost, columns.last_access_ns(row), now);
-            *rank = Rank { minor: self.value.tie(shape.context), ..Rank::score(value, 0) };
+        let Value { mode, cost, fixed, .. } = &self.value;
+        let cells = *mode == Mode::Cell || (*mode == Mode::Auto && !columns.layers.is_empty());
+        let mut costs = [0.0; STRIDE];
+        for (part, ranks) in ranks.chunks_mut(STRIDE).enumerate() {
+            let first = part * STRIDE;
+            let costs = &mut costs[..ranks.len()];
+            match cells {
+                true => (first..).zip(costs.iter_mut()).for_each(|(row, cost)| {
+                    *cost = self.value.cost(&Shape::of_row(columns, row));
+                }),
+                false => columns.costs(first, costs, |context, tokens| {
+                    cost.of_floats(context, tokens.max(1.0)) + fixed
+                }),
+            }
+            for (row, (rank, &cost)) in (first..).zip(ranks.iter_mut().zip(&*costs)) {
+                let value = self.value.of(cost, columns.last_access_ns(row), now);
+                let minor = self.value.tie(columns.context(row));
+                *rank = Rank { minor, ..Rank::score(value, 0) };
+            }
         }
     }
 

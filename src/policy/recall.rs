@@ -44,6 +44,12 @@ impl Recall {
         while self.left.units() > most && self.left.pop_oldest().is_some() {}
     }
 
+    /// Has what is remembered of ids fetched.
+    pub fn prefetch(&self, ids: &[u64]) {
+        self.left.prefetch(ids);
+        self.wanted.prefetch(ids);
+    }
+
     /// An object that is not there was looked up.
     #[inline]
     pub fn ask(&mut self, id: u64) {

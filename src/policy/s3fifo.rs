@@ -132,6 +132,10 @@ impl Policy for S3Fifo {
         }
     }
 
+    fn prefetch(&self, ids: &[u64]) {
+        self.recall.prefetch(ids);
+    }
+
     fn miss(&mut self, _objects: &Objects, id: u64, _now: i64) {
         self.recall.ask(id);
     }

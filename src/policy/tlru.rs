@@ -22,7 +22,7 @@
 use crate::base::spec::Reader;
 use crate::base::status::Result;
 use crate::meta::index::Slot;
-use crate::meta::objects::Objects;
+use crate::meta::objects::{Facts, Objects};
 use crate::policy::columns::Columns;
 use crate::policy::lists::Lists;
 use crate::policy::{Policy, Rank};
@@ -117,6 +117,18 @@ impl Policy for Tlru {
 
     fn wants_facts(&self) -> bool {
         true
+    }
+
+    fn facts_changed(&mut self, objects: &mut Objects, slot: Slot, _old: &Facts, _now: i64) {
+        let part = self.part_of(objects, slot);
+        if part != usize::from(objects.node(slot).tag) {
+            let held = objects.node(slot).is_held();
+            self.lists.hold(objects, slot);
+            objects.node_mut(slot).tag = part as u8;
+            if !held {
+                self.lists.put_back(objects, slot);
+            }
+        }
     }
 
     fn gauges(&self, _objects: &Objects, out: &mut dyn FnMut(&'static str, f64)) {

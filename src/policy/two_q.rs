@@ -86,6 +86,10 @@ impl Policy for TwoQ {
         }
     }
 
+    fn prefetch(&self, ids: &[u64]) {
+        self.recall.prefetch(ids);
+    }
+
     fn miss(&mut self, _objects: &Objects, id: u64, _now: i64) {
         self.recall.ask(id);
     }

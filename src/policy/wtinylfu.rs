@@ -123,6 +123,10 @@ impl Policy for WTinyLfu {
         }
     }
 
+    fn prefetch(&self, ids: &[u64]) {
+        ids.iter().for_each(|&id| self.seen.prefetch(id));
+    }
+
     fn miss(&mut self, objects: &Objects, id: u64, _now: i64) {
         self.see(objects, id);
     }

@@ -142,8 +142,10 @@ impl Qos {
         if self.strict || self.ageing_ns == 0 {
             return class;
         }
-        let periods = now.saturating_sub(used).max(0) / self.ageing_ns;
-        class.saturating_sub(usize::try_from(periods).unwrap_or(CLASSES))
+        // How often the period fits, up to the number of steps there are.
+        let (age, once) = (now.saturating_sub(used), self.ageing_ns);
+        let steps = usize::from(age >= once) + usize::from(age >= once.saturating_mul(2));
+        class.saturating_sub(steps)
     }
 
     /// The first part of a rank, before the inner policy's.
@@ -322,6 +324,10 @@ impl Policy for Qos {
         node.set_freq(0);
         node.set_held(false);
         self.inner[usize::from(class)].insert(objects, slot, now);
+    }
+
+    fn prefetch(&self, ids: &[u64]) {
+        self.inner.iter().for_each(|inner| inner.prefetch(ids));
     }
 
     fn miss(&mut self, objects: &Objects, id: u64, now: i64) {

@@ -196,6 +196,10 @@ impl Policy for Auto {
         }
     }
 
+    fn prefetch(&self, ids: &[u64]) {
+        self.policy.prefetch(ids);
+    }
+
     fn miss(&mut self, objects: &Objects, id: u64, now: i64) {
         self.policy.miss(objects, id, now);
         let seen = Seen { id, parent: None, units: 1, facts: Facts::default() };

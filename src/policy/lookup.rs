@@ -1,0 +1,190 @@
+//! What is asked for: lookups and touches of paths of objects.
+//!
+//! In a path with gaps no processor can guess which id is there. So those that
+//! are and those that are not are told apart once, without a branch, and then
+//! each kind is served in a row.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::index::{NONE, Slot};
+use crate::policy::evictor::{Evictor, Who};
+
+/// So many ids have their memory fetched at a time.
+pub(super) const AHEAD: usize = 64;
+
+/// The ids of a call by whether they are there, in their order. Kept from call
+/// to call; only the first few count.
+#[derive(Default)]
+pub(super) struct Sorted {
+    present: Vec<Slot>,
+    missing: Vec<u64>,
+    missing_at: Vec<u32>,
+}
+
+impl Sorted {
+    /// Makes room; whether there is.
+    pub(super) fn reserve(&mut self, ids: usize) -> bool {
+        let Sorted { present, missing, missing_at } = self;
+        let more = ids.saturating_sub(present.len());
+        if more == 0 {
+            return true;
+        }
+        if present.try_reserve(more).is_err()
+            || missing.try_reserve(more).is_err()
+            || missing_at.try_reserve(more).is_err()
+        {
+            return false;
+        }
+        present.resize(ids, NONE);
+        missing.resize(ids, 0);
+        missing_at.resize(ids, 0);
+        true
+    }
+
+    /// Sorts out; how many are there, and how many are not.
+    fn fill(&mut self, ids: &[u64], slots: &[Slot]) -> (usize, usize) {
+        let (mut here, mut gone) = (0, 0);
+        for (at, (&id, &slot)) in ids.iter().zip(slots).enumerate() {
+            let there = slot != NONE;
+            self.present[here] = slot;
+            self.missing[gone] = id;
+            self.missing_at[gone] = at as u32;
+            here += usize::from(there);
+            gone += usize::from(!there);
+        }
+        (here, gone)
+    }
+}
+
+/// A lookup that is being counted.
+struct Asked<'a> {
+    who: &'a Who,
+    session: Slot,
+    ids: usize,
+    /// How many from the start on are there.
+    leading: usize,
+    /// How many are not.
+    gone: usize,
+}
+
+impl Evictor {
+    /// Looks up a path of objects, first to last, and counts it. Found ones are
+    /// touched, the last first, so that none is older than what continues it.
+    /// How many from the start on are there; `found`, if it is not empty, says it
+    /// for each. Where holes are allowed, objects behind one are found too.
+    pub fn lookup(&mut self, now: i64, who: &Who, ids: &[u64], found: &mut [u8]) -> Result<usize> {
+        if !found.is_empty() && found.len() != ids.len() {
+            fail!(Invalid, "found has {} entries for {} ids", found.len(), ids.len());
+        }
+        if let ([id], None) = (ids, who.session) {
+            return self.lookup_one(now, who, *id, found);
+        }
+        let now = self.begin(now, ids.len())?;
+        let leading = self.find_all(ids);
+        let session = self.see_session(now, who);
+        let (here, gone) = self.sorted.fill(ids, &self.slots);
+        let (usable, used) =
+            if self.options.holes { (ids.len(), here) } else { (leading, leading) };
+        for (i, out) in found.iter_mut().enumerate() {
+            *out = u8::from((i < usable) & (self.slots[i] != NONE));
+        }
+        self.count_lookup(&Asked { who, session, ids: ids.len(), leading, gone });
+        let slots = &self.sorted.present[..used];
+        let mut stamp = self.policy.touch_all(&mut self.objects, slots, session, now);
+        for ids in self.sorted.missing[..gone].chunks(AHEAD) {
+            self.policy.prefetch(ids);
+            for &id in ids {
+                self.policy.miss(&self.objects, id, stamp);
+                stamp += 1;
+            }
+        }
+        self.advice.observe(&self.metrics.counts);
+        Ok(leading)
+    }
+
+    /// The same for a single id that no session asks for: so few steps that the
+    /// processor has the next call's memory on its way before this one's is here.
+    fn lookup_one(&mut self, now: i64, who: &Who, id: u64, found: &mut [u8]) -> Result<usize> {
+        let now = self.tick(now, 1)?;
+        let each = who.tokens_each.max(1);
+        let all = u64::from(if who.length > 0 { who.length } else { each });
+        let cost = self.options.cost.of(0, all);
+        let counts = &mut self.metrics.counts;
+        counts.requests += 1;
+        counts.references += 1;
+        counts.tokens += all;
+        counts.cost += cost;
+        let slot = self.objects.find(id);
+        if let Some(out) = found.first_mut() {
+            *out = u8::from(slot.is_some());
+        }
+        if let Some(slot) = slot {
+            let tokens = all.min(u64::from(each));
+            counts.hits += 1;
+            counts.hit_tokens += tokens;
+            counts.hit_cost += if tokens == all { cost } else { self.options.cost.of(0, tokens) };
+            self.use_slot(slot, NONE, now);
+        } else {
+            counts.evicted_references += u64::from(self.history.get(id).is_some());
+            self.policy.miss(&self.objects, id, now);
+        }
+        self.advice.observe(&self.metrics.counts);
+        Ok(usize::from(slot.is_some()))
+    }
+
+    /// Touches objects, the last first, without counting a lookup. How many were
+    /// there.
+    pub fn touch(&mut self, now: i64, who: &Who, ids: &[u64]) -> Result<usize> {
+        let now = self.begin(now, ids.len())?;
+        self.find_all(ids);
+        let session = self.see_session(now, who);
+        let (here, _) = self.sorted.fill(ids, &self.slots);
+        let slots = &self.sorted.present[..here];
+        let end = self.policy.touch_all(&mut self.objects, slots, session, now);
+        Ok((end - now) as usize)
+    }
+
+    /// Counts what was asked for, and what of it was there and usable.
+    fn count_lookup(&mut self, asked: &Asked) {
+        let &Asked { who, session, ids, leading, gone } = asked;
+        let each = u64::from(who.tokens_each.max(1));
+        let all = if who.length > 0 { u64::from(who.length) } else { each * ids as u64 };
+        let until = |i: usize| (each * i as u64).min(all);
+        let counts = &mut self.metrics.counts;
+        counts.requests += 1;
+        counts.references += ids as u64;
+        counts.tokens += all;
+        counts.cost += self.options.cost.of(0, all);
+        let (mut hits, mut hit_tokens, mut missed_tokens) = (leading as u64, until(leading), 0);
+        let mut hit_cost = self.options.cost.of(0, hit_tokens);
+        // What is there behind a gap: found, or computed again for the gap's sake.
+        let usable = u64::from(self.options.holes);
+        for (i, &slot) in self.slots.iter().enumerate().skip(leading) {
+            let there = u64::from(slot != NONE);
+            let tokens = (until(i + 1) - until(i)) * there;
+            hits += there * usable;
+            hit_tokens += tokens * usable;
+            missed_tokens += tokens * (1 - usable);
+            hit_cost += self.options.cost.of(until(i), tokens * usable);
+        }
+        if !self.history.is_empty() {
+            let missing = self.sorted.missing[..gone].chunks(AHEAD);
+            for (ids, at) in missing.zip(self.sorted.missing_at[..gone].chunks(AHEAD)) {
+                self.history.prefetch(ids);
+                for (&id, &i) in ids.iter().zip(at) {
+                    let known = u64::from(self.history.get(id).is_some());
+                    counts.evicted_references += known;
+                    missed_tokens += known * (until(i as usize + 1) - until(i as usize));
+                }
+            }
+        }
+        counts.hits += hits;
+        counts.hit_tokens += hit_tokens;
+        counts.hit_cost += hit_cost;
+        if let Some(row) = self.objects.sessions.of_mut(session) {
+            row.hit_tokens += hit_tokens;
+            row.wanted_tokens += hit_tokens + missed_tokens;
+            self.metrics.tenant(who.tenant, hit_tokens, hit_tokens + missed_tokens);
+        }
+    }
+}
