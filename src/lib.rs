@@ -5,6 +5,7 @@
 //!
 //! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
 //! - [`lab`]: traces, and policies replayed on them.
+//! - [`kv`]: what an engine keeps its KV with: plans so far.
 //! - [`policy`]: who leaves first. One file a policy, one registry.
 //! - [`device`]: who copies bytes (host memory today).
 //! - [`io`]: what files and kernels can do on this machine.
@@ -23,6 +24,7 @@ pub mod device;
 #[cfg(not(feature = "shuttle"))]
 pub mod ffi;
 pub mod io;
+pub mod kv;
 pub mod lab;
 pub mod meta;
 pub mod policy;
