@@ -1,4 +1,7 @@
-//! What an engine calls to keep KV: plans, and what they go by.
+//! What an engine calls to keep KV: so far what its decisions go by.
 
+pub mod admission;
 pub mod calibrate;
+pub mod events;
 pub mod plan;
+pub mod queues;

@@ -1,0 +1,213 @@
+//! What may go down to a slower tier, and how much of it: disks wear out, and what
+//! is never asked for again only takes the place of what is. Every refusal is
+//! counted by its reason.
+//!
+//! | spec | meaning |
+//! |---|---|
+//! | `all` | everything |
+//! | `none` | nothing |
+//! | `select` | what passes every rule below |
+//!
+//! | parameter of `select` | default | meaning |
+//! |---|---|---|
+//! | `hits` | 1 | uses since it came, at least |
+//! | `priority` | 0 | class of its session, at least |
+//! | `min_bytes`, `max_bytes` | 0, 1TiB | its size |
+//! | `free` | 25% | as long as so much of the tier is free, `hits` is not asked for: an empty disk helps nobody |
+//! | `wear` | 0B | bytes a day that may be written, saved up for a day; 0: as many as there are |
+
+use crate::base::spec::{Reader, Spec};
+use crate::base::status::Result;
+
+/// Why something was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// Nothing is admitted.
+    Never = 0,
+    /// Too few uses.
+    Hits = 1,
+    /// Too low a class.
+    Priority = 2,
+    /// Too small or too large.
+    Size = 3,
+    /// The day's writes are used up.
+    Wear = 4,
+}
+
+/// The names of the refusals, in the order of [`Refusal`].
+pub const REFUSALS: [&str; 5] = ["never", "hits", "priority", "size", "wear"];
+
+const DAY_NS: f64 = 86_400e9;
+
+/// Something that could go down.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Candidate {
+    /// Its bytes there.
+    pub bytes: u64,
+    /// Uses since it came.
+    pub hits: u32,
+    /// Its class.
+    pub priority: u8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Rules {
+    hits: u32,
+    priority: u8,
+    min_bytes: u64,
+    max_bytes: u64,
+    free: f64,
+    wear_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Mode {
+    All,
+    None,
+    Select(Rules),
+}
+
+/// Decides, and counts.
+pub struct Admission {
+    mode: Mode,
+    /// What may still be written now, and when that was so.
+    saved_bytes: f64,
+    at_ns: u64,
+    admitted: u64,
+    admitted_bytes: u64,
+    refused: [u64; REFUSALS.len()],
+}
+
+impl Admission {
+    /// Reads a spec.
+    pub fn open(text: &str, now_ns: u64) -> Result<Admission> {
+        let spec = Spec::parse(text)?;
+        let mut reader = Reader::new(&spec);
+        let mode = match spec.name.as_str() {
+            "all" => Mode::All,
+            "none" => Mode::None,
+            "select" => Mode::Select(Rules {
+                hits: reader.u64("hits", 1, 0..=u64::from(u32::MAX))? as u32,
+                priority: reader.u64("priority", 0, 0..=2)? as u8,
+                min_bytes: reader.bytes("min_bytes", 0)?,
+                max_bytes: reader.bytes("max_bytes", 1 << 40)?,
+                free: reader.f64("free", 0.25, 0.0..=1.0)?,
+                wear_bytes: reader.bytes("wear", 0)?,
+            }),
+            _ => return Err(spec.unknown_name(&["all", "none", "select"])),
+        };
+        reader.finish()?;
+        let saved_bytes =
+            if let Mode::Select(rules) = mode { rules.wear_bytes as f64 } else { 0.0 };
+        let (admitted, admitted_bytes, refused) = (0, 0, [0; REFUSALS.len()]);
+        Ok(Admission { mode, saved_bytes, at_ns: now_ns, admitted, admitted_bytes, refused })
+    }
+
+    /// Whether a candidate may go down, to a tier of which the share `free` is
+    /// free. Its writes are counted when it may.
+    pub fn admit(
+        &mut self,
+        one: &Candidate,
+        free: f64,
+        now_ns: u64,
+    ) -> std::result::Result<(), Refusal> {
+        let decided = match self.mode {
+            Mode::All => Ok(()),
+            Mode::None => Err(Refusal::Never),
+            Mode::Select(rules) => self.select(&rules, one, free, now_ns),
+        };
+        match decided {
+            Ok(()) => {
+                self.admitted += 1;
+                self.admitted_bytes += one.bytes;
+            }
+            Err(why) => self.refused[why as usize] += 1,
+        }
+        decided
+    }
+
+    fn select(
+        &mut self,
+        rules: &Rules,
+        one: &Candidate,
+        free: f64,
+        now_ns: u64,
+    ) -> std::result::Result<(), Refusal> {
+        if one.priority < rules.priority {
+            return Err(Refusal::Priority);
+        }
+        if !(rules.min_bytes..=rules.max_bytes).contains(&one.bytes) {
+            return Err(Refusal::Size);
+        }
+        if one.hits < rules.hits && free < rules.free {
+            return Err(Refusal::Hits);
+        }
+        if rules.wear_bytes > 0 {
+            let (most, past) = (rules.wear_bytes as f64, now_ns.saturating_sub(self.at_ns));
+            self.saved_bytes = (self.saved_bytes + most * past as f64 / DAY_NS).min(most);
+            self.at_ns = self.at_ns.max(now_ns);
+            if one.bytes as f64 > self.saved_bytes {
+                return Err(Refusal::Wear);
+            }
+            self.saved_bytes -= one.bytes as f64;
+        }
+        Ok(())
+    }
+
+    /// How many were admitted, and their bytes.
+    pub fn admitted(&self) -> (u64, u64) {
+        (self.admitted, self.admitted_bytes)
+    }
+
+    /// How many were refused, in the order of [`REFUSALS`].
+    pub fn refused(&self) -> [u64; REFUSALS.len()] {
+        self.refused
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rule_refuses_and_is_counted() {
+        let spec = "select(hits=2, priority=1, min_bytes=4KiB, max_bytes=1MiB, free=10%)";
+        let mut admission = Admission::open(spec, 0).unwrap();
+        let good = Candidate { bytes: 8192, hits: 2, priority: 1 };
+        let mut ask = |one: Candidate, free| admission.admit(&one, free, 5);
+        assert_eq!(ask(good, 0.0), Ok(()));
+        assert_eq!(ask(Candidate { hits: 1, ..good }, 0.0), Err(Refusal::Hits));
+        assert_eq!(ask(Candidate { hits: 0, ..good }, 0.5), Ok(()), "there is room");
+        assert_eq!(ask(Candidate { priority: 0, ..good }, 0.5), Err(Refusal::Priority));
+        assert_eq!(ask(Candidate { bytes: 4095, ..good }, 0.5), Err(Refusal::Size));
+        assert_eq!(ask(Candidate { bytes: (1 << 20) + 1, ..good }, 0.5), Err(Refusal::Size));
+        assert_eq!(admission.admitted(), (2, 16_384));
+        assert_eq!(admission.refused(), [0, 1, 1, 2, 0]);
+    }
+
+    #[test]
+    fn writes_of_a_day_are_saved_up_for_one_day() {
+        let mut admission = Admission::open("select(hits=0, wear=24MiB)", 0).unwrap();
+        let one = Candidate { bytes: 1 << 20, ..Candidate::default() };
+        let mut day =
+            |now_ns: u64| (0..100).filter(|_| admission.admit(&one, 0.0, now_ns).is_ok()).count();
+        let hour_ns = 3_600_000_000_000;
+        assert_eq!(day(0), 24);
+        assert_eq!(day(hour_ns), 1);
+        assert_eq!(day(3 * hour_ns), 2);
+        assert_eq!(day(1000 * hour_ns), 24, "not more than a day's");
+        assert_eq!(day(5), 0, "a clock that goes back adds nothing");
+    }
+
+    #[test]
+    fn the_simple_ones_and_mistakes() {
+        let one = Candidate::default();
+        assert!(Admission::open("all", 0).unwrap().admit(&one, 0.0, 0).is_ok());
+        let never = Admission::open("none", 0).unwrap().admit(&one, 1.0, 0);
+        assert_eq!(never, Err(Refusal::Never));
+        assert!(Admission::open("selct", 0).err().unwrap().message().contains("select"));
+        for bad in ["all(hits=1)", "select(hit=1)", "select(free=2)", "select(priority=3)"] {
+            assert!(Admission::open(bad, 0).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! What changed, for routers that want to know where a prefix is: a bounded ring
+//! that any number of readers follow, each from where it stopped. One that is too
+//! slow is told how much it missed, and reads the state anew.
+
+use crate::base::status::Result;
+use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::fail;
+
+/// What happened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Kind {
+    /// Nothing.
+    #[default]
+    None = 0,
+    /// A whole chunk came to a tier.
+    Stored = 1,
+    /// A chunk is whole in a tier no more.
+    Removed = 2,
+    /// Everything of a namespace is gone.
+    Cleared = 3,
+}
+
+/// An event. Plain memory: it goes out through the C boundary as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Event {
+    /// Its number; each has the one after that of the event before it.
+    pub number: u64,
+    /// When, by the runtime's clock.
+    pub at_ns: u64,
+    /// A [`Kind`].
+    pub kind: u32,
+    /// Which tier, as in budgets.
+    pub tier: u32,
+    /// Tokens of the chunk.
+    pub tokens: u32,
+    /// Which chunk of its sequence it is.
+    pub position: u32,
+    /// Its key.
+    pub key: [u8; 32],
+    /// The key before it in its chain: the namespace's for the first.
+    pub parent: [u8; 32],
+    /// The namespace's key.
+    pub namespace: [u8; 32],
+}
+
+// SAFETY: integers only, none of which has a forbidden value.
+unsafe impl Zeroable for Event {}
+
+/// Most events that are kept.
+pub const MAX_EVENTS: usize = 1 << 22;
+
+/// The ring.
+pub struct Events {
+    ring: Zeroed<Event>,
+    next: u64,
+}
+
+impl Events {
+    /// A ring of so many events; 0 = none are kept.
+    pub fn new(events: usize) -> Result<Events> {
+        if events > MAX_EVENTS {
+            fail!(Limit, "{events} events are more than the limit of {MAX_EVENTS}");
+        }
+        Ok(Events { ring: Zeroed::new(events)?, next: 0 })
+    }
+
+    /// The number that the next event will have.
+    pub fn next_number(&self) -> u64 {
+        self.next
+    }
+
+    /// Adds an event; its number is given here.
+    pub fn add(&mut self, event: Event) {
+        if !self.ring.is_empty() {
+            let at = self.next % self.ring.len() as u64;
+            self.ring[at as usize] = Event { number: self.next, ..event };
+        }
+        self.next += 1;
+    }
+
+    /// Copies events from number `from` on into `out`. How many, and how many
+    /// before them are lost.
+    pub fn read(&self, from: u64, out: &mut [Event]) -> (usize, u64) {
+        let oldest = self.next.saturating_sub(self.ring.len() as u64);
+        let start = from.max(oldest).min(self.next);
+        let lost = start.saturating_sub(from);
+        let count = ((self.next - start) as usize).min(out.len());
+        for (i, out) in out.iter_mut().take(count).enumerate() {
+            *out = self.ring[((start + i as u64) % self.ring.len() as u64) as usize];
+        }
+        (count, lost)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(events: &Events, from: u64, room: usize) -> (Vec<u64>, u64) {
+        let mut out = vec![Event::default(); room];
+        let (count, lost) = events.read(from, &mut out);
+        (out[..count].iter().map(|e| e.number).collect(), lost)
+    }
+
+    #[test]
+    fn readers_go_on_from_where_they_stopped_and_hear_what_they_missed() {
+        let mut events = Events::new(4).unwrap();
+        assert_eq!(numbers(&events, 0, 9), (vec![], 0));
+        (0..3).for_each(|_| events.add(Event { kind: Kind::Stored as u32, ..Event::default() }));
+        assert_eq!(numbers(&events, 0, 2), (vec![0, 1], 0));
+        assert_eq!(numbers(&events, 2, 2), (vec![2], 0));
+        (0..5).for_each(|_| events.add(Event::default()));
+        assert_eq!(numbers(&events, 3, 9), (vec![4, 5, 6, 7], 1));
+        assert_eq!(numbers(&events, 8, 9), (vec![], 0));
+        assert_eq!(numbers(&events, u64::MAX, 9), (vec![], 0), "from the future");
+    }
+
+    #[test]
+    fn none_are_kept_when_none_are_wanted() {
+        let mut events = Events::new(0).unwrap();
+        events.add(Event::default());
+        assert_eq!((numbers(&events, 0, 3), events.next_number()), ((vec![], 1), 1));
+        assert!(Events::new(MAX_EVENTS + 1).is_err());
+    }
+}
