@@ -6,6 +6,7 @@ pub mod callback;
 pub mod checksum;
 pub mod clock;
 pub mod core;
+pub mod exposition;
 pub mod fault;
 pub mod fork;
 pub mod item;
