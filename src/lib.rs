@@ -5,9 +5,11 @@
 //!
 //! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
 //! - [`lab`]: traces, and policies replayed on them.
-//! - [`kv`]: what an engine keeps its KV with: plans so far.
+//! - [`kv`]: what an engine keeps its KV with: plans and paths so far.
 //! - [`policy`]: who leaves first. One file a policy, one registry.
+//! - [`tier`]: where bytes rest.
 //! - [`device`]: who copies bytes (host memory today).
+//! - [`format`]: what is written down for others to read: keys, records.
 //! - [`io`]: what files and kernels can do on this machine.
 //! - [`meta`]: facts without payload. Objects, their tree, recompute cost.
 //! - [`base`]: runtime, ops and queues, budget, memory, clock, locks, specs.
@@ -23,8 +25,10 @@ pub mod base;
 pub mod device;
 #[cfg(not(feature = "shuttle"))]
 pub mod ffi;
+pub mod format;
 pub mod io;
 pub mod kv;
 pub mod lab;
 pub mod meta;
 pub mod policy;
+pub mod tier;

@@ -163,3 +163,48 @@ fn tlru_moves_an_object_whose_facts_change() {
     e.evict(4, 1, &mut gone).unwrap();
     assert_eq!(gone[0].id, 1, "it lies beyond what the threshold leaves");
 }
+
+#[test]
+fn an_insert_hears_of_the_class_of_a_known_session() {
+    let mut e = open("qos(ageing=0,floor=0)", 8, 8);
+    let who = |id, priority| Who { session: Some(id), priority, ..WHO };
+    e.lookup(1, &who(5, None), &[1], &mut []).unwrap();
+    put(&mut e, 2, &who(5, Some(2)), [1]);
+    put(&mut e, 3, &who(6, Some(1)), [2]);
+    assert_eq!(evict(&mut e, 4, 1)[0].id, 2);
+}
+
+#[test]
+fn rows_that_list_their_blocks_have_that_size() {
+    for spec in ["gdsf", "horizon"] {
+        let mut e = open(spec, 8, 8);
+        let blocks: Vec<u64> = (0..12).collect();
+        let listed = Columns {
+            ids: &[1, 2, 3],
+            length: &[100; 3],
+            block_offsets: &[0, 10, 11, 12],
+            block_ids: &blocks,
+            ..Columns::default()
+        };
+        let told = Columns { blocks: &[10, 1, 1], block_offsets: &[], block_ids: &[], ..listed };
+        let mut order = |columns: &Columns| {
+            let mut out = Selection::default();
+            e.select(5, columns, 12, &SelectOptions::default(), &mut out).unwrap();
+            out.victims.iter().map(|v| v.id).collect::<Vec<_>>()
+        };
+        assert_eq!(order(&listed), order(&told), "{spec}");
+    }
+}
+
+#[test]
+fn tenants_count_even_where_sessions_have_no_room() {
+    let mut e = open("lru", 2, 2);
+    let who = |session, tenant| Who { session: Some(session), tenant, ..WHO };
+    put(&mut e, 1, &who(1, 1), [1]);
+    put(&mut e, 2, &who(2, 2), [2]);
+    for session in 1..8 {
+        let tenant = session as u32;
+        e.lookup(2 + session as i64, &who(session, tenant), &[session], &mut []).unwrap();
+    }
+    assert_eq!(e.metrics.tenants(), 7);
+}

@@ -231,3 +231,18 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_buffer_that_is_refused_gives_nothing_back() {
+    use crate::base::memory::{Buffer, MemoryWish};
+    let runtime = runtime();
+    let budget = open(&runtime, 1 << 20);
+    let account = budget.account("a", 0, None).unwrap();
+    let wish =
+        |bytes| MemoryWish { bytes, account: Some(account.clone()), ..MemoryWish::default() };
+    let kept = Buffer::map(&wish(768 << 10), None).unwrap();
+    assert_eq!(Buffer::map(&wish(512 << 10), None).err().unwrap().status(), Status::Budget);
+    assert_eq!(budget.lane(Tier::Host).committed_bytes, 768 << 10);
+    drop(kept);
+    assert_eq!(budget.lane(Tier::Host).committed_bytes, 0);
+}

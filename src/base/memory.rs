@@ -232,21 +232,20 @@ struct Charge<'a> {
 
 impl<'a> Charge<'a> {
     fn take(account: Option<&'a Arc<Account>>, bytes: u64, pin: Wish) -> Result<Charge<'a>> {
-        let mut charge = Charge { account, bytes, pinned: pin != Wish::No, kept: false };
-        let Some(account) = account else { return Ok(charge) };
-        account.take(Tier::Host, bytes)?;
-        if charge.pinned {
-            match account.take(Tier::Pinned, bytes) {
+        let mut pinned = pin != Wish::No;
+        if let Some(account) = account {
+            // A charge gives back what it holds: there is none before it does.
+            account.take(Tier::Host, bytes)?;
+            match if pinned { account.take(Tier::Pinned, bytes) } else { Ok(()) } {
                 Ok(()) => {}
-                Err(_) if pin == Wish::Try => charge.pinned = false,
+                Err(_) if pin == Wish::Try => pinned = false,
                 Err(error) => {
                     account.give_back(Tier::Host, bytes);
-                    charge.account = None;
                     return Err(error);
                 }
             }
         }
-        Ok(charge)
+        Ok(Charge { account, bytes, pinned, kept: false })
     }
 
     fn keep(mut self, pinned: bool) {

@@ -1,9 +1,14 @@
-//! The host copy engine: plain memory to plain memory, summed on the way.
+//! The host copy engine: the calling thread copies and sums. As items of ops, from
+//! plain memory to plain memory; as a [`Device`], between tensors and planes.
 
 use crate::base::checksum::{BLOCK_BYTES, Summer};
+use crate::base::clock::Clock;
 use crate::base::item::{Item, Outcome};
 use crate::base::memory::prefault;
 use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Condvar, Mutex};
+use crate::device::strips::{gather, scatter};
+use crate::device::{Copy, Device, Event, Facts, MAX_STREAMS, State, Stream, Way, check};
 use crate::fail;
 
 /// Copy the source to the target.
@@ -86,6 +91,126 @@ unsafe fn summed(src: *const u8, dst: Option<*mut u8>, bytes: usize) -> u64 {
         unsafe { std::ptr::copy(src, dst, bytes) };
     }
     summer.finish()
+}
+
+/// Copies in host memory, done when `submit` returns.
+pub struct Host {
+    calls: Mutex<Calls>,
+    idle: Condvar,
+}
+
+#[derive(Default)]
+struct Calls {
+    /// The event made last.
+    last: u64,
+    /// Calls that copy now.
+    under_way: u32,
+    closed: bool,
+}
+
+impl Default for Host {
+    fn default() -> Host {
+        Host { calls: Mutex::new(Calls::default()), idle: Condvar::new() }
+    }
+}
+
+impl Host {
+    fn begin(&self, after: Option<Event>) -> Result<()> {
+        let mut calls = self.calls.lock();
+        if calls.closed {
+            return Err(Status::Closed.into());
+        }
+        if let Some(event) = after {
+            calls.known(event)?;
+        }
+        calls.under_way += 1;
+        Ok(())
+    }
+
+    fn end(&self) -> Event {
+        let mut calls = self.calls.lock();
+        calls.last += 1;
+        calls.under_way -= 1;
+        if calls.under_way == 0 && calls.closed {
+            self.idle.notify_all();
+        }
+        Event(calls.last)
+    }
+}
+
+impl Calls {
+    fn known(&self, event: Event) -> Result<()> {
+        if event.0 == 0 || event.0 > self.last {
+            fail!(Handle, "event {} is none of this device", event.0);
+        }
+        Ok(())
+    }
+}
+
+impl Device for Host {
+    fn facts(&self) -> Facts {
+        Facts {
+            name: "host",
+            asynchronous: false,
+            sums: true,
+            reaches_device: false,
+            wants_pinned: false,
+            streams: MAX_STREAMS,
+        }
+    }
+
+    unsafe fn submit(
+        &self,
+        stream: Stream,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+    ) -> Result<Event> {
+        check(&self.facts(), stream, copies)?;
+        self.begin(after)?;
+        for copy in copies {
+            // SAFETY: the caller's promise.
+            let sum = unsafe {
+                match copy.way {
+                    Way::Gather => gather(&copy.tensor, copy.plane, copy.wants_sum),
+                    Way::Scatter => scatter(&copy.tensor, copy.plane, copy.wants_sum),
+                }
+            };
+            copy.sum = sum.unwrap_or(0);
+        }
+        Ok(self.end())
+    }
+
+    fn state(&self, event: Event) -> Result<State> {
+        self.calls.lock().known(event).map(|()| State::Done)
+    }
+
+    fn wait(&self, event: Event, _deadline_ns: u64) -> Result<()> {
+        self.calls.lock().known(event)
+    }
+
+    fn poll(&self, _ended: &mut [Event]) -> usize {
+        0
+    }
+
+    fn release(&self, event: Event) -> Result<()> {
+        self.calls.lock().known(event)
+    }
+
+    fn close(&self, deadline_ns: u64) -> Result<()> {
+        let mut calls = self.calls.lock();
+        calls.closed = true;
+        while calls.under_way > 0 {
+            let left = match deadline_ns {
+                0 => u64::from(u32::MAX),
+                deadline => deadline.saturating_sub(Clock::real().now_ns()),
+            };
+            if left == 0 {
+                fail!(Busy, "{} batches are under way", calls.under_way);
+            }
+            self.idle.wait_for(&mut calls, left);
+        }
+        Ok(())
+    }
 }
 
 #[cfg(all(test, not(feature = "shuttle")))]

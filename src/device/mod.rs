@@ -1,3 +1,163 @@
 //! Copy engines: who moves bytes, sums them and compares them.
+//!
+//! A [`Device`] copies between the tensors of an engine and the canonical planes of
+//! the store. Work is put on *streams*: in order within one, in any order across
+//! them. Each batch ends with an *event*. What a caller must wait for:
+//!
+//! - a source must be complete, and a target no longer in use by others, when the
+//!   event given as `after` is done (none: when the batch is submitted);
+//! - a source must stay as it is, and a target is not to be read or written, until
+//!   the batch's own event is done.
+//!
+//! An event may be given as `after`, or waited on, from when `submit` has returned it.
+
+use crate::base::status::{Result, Status};
+use crate::fail;
+use crate::meta::view::{Side, Span, View};
 
 pub mod host;
+pub mod simulated;
+mod strips;
+
+/// Most streams of a device.
+pub const MAX_STREAMS: u32 = 64;
+/// Most copies of one batch.
+pub const MAX_COPIES: usize = 65_536;
+
+/// A queue of a device: 0 to [`Facts::streams`] - 1.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stream(pub u32);
+
+/// A moment on a stream, of one device. Numbers are not used again soon.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event(pub u64);
+
+/// How far an event is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Not yet.
+    Pending,
+    /// It has come to pass.
+    Done,
+}
+
+/// Where an address is valid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// The processor reaches it.
+    Host,
+    /// Only the device does.
+    Device,
+}
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// From the tensor into the plane.
+    Gather,
+    /// From the plane into the tensor.
+    Scatter,
+}
+
+/// What a device is and can do.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts {
+    /// Its kind.
+    pub name: &'static str,
+    /// Work goes on after `submit` has returned. Where not, events are done by then.
+    pub asynchronous: bool,
+    /// It sums planes on the way. Where not, whoever wants a sum makes it after.
+    pub sums: bool,
+    /// It reaches [`Memory::Device`].
+    pub reaches_device: bool,
+    /// Planes must be in pinned memory, or copies are slow and not asynchronous.
+    pub wants_pinned: bool,
+    /// How many streams it has.
+    pub streams: u32,
+}
+
+/// One plane to copy, between a tensor and canonical order.
+pub struct Copy<'a> {
+    /// The tokens of the tensor; for [`Way::Scatter`] checked as a target.
+    pub tensor: Span<'a>,
+    /// Where the tensor is valid.
+    pub memory: Memory,
+    /// The plane in host memory: as many bytes as the span has.
+    pub plane: *mut u8,
+    /// Which way.
+    pub way: Way,
+    /// Its checksum is wanted.
+    pub wants_sum: bool,
+    /// The checksum of the plane, if that was wanted and the device makes sums.
+    pub sum: u64,
+}
+
+impl<'a> Copy<'a> {
+    /// A copy of tokens of a view in host memory, without a sum.
+    pub fn new(view: &View<'a>, first: u32, tokens: u32, plane: *mut u8, way: Way) -> Result<Self> {
+        let side = if way == Way::Gather { Side::Source } else { Side::Target };
+        let tensor = view.span(first, tokens, side)?;
+        Ok(Copy { tensor, memory: Memory::Host, plane, way, wants_sum: false, sum: 0 })
+    }
+}
+
+/// A copy engine.
+pub trait Device: Send + Sync {
+    /// What it is.
+    fn facts(&self) -> Facts;
+
+    /// Puts a batch on a stream, behind what is there and behind `after`. A batch
+    /// without copies only marks the place. What is refused was not begun; when
+    /// `after` has failed, that is its status.
+    ///
+    /// # Safety
+    /// The memory of every copy is valid for its way, tensor and plane of a copy do
+    /// not overlap, and nobody touches them but as this module says, until the event
+    /// is done or has failed.
+    unsafe fn submit(
+        &self,
+        stream: Stream,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+    ) -> Result<Event>;
+
+    /// How far an event is. The error it failed with, if it did: what its targets
+    /// have is then not known, and the device touches them no more.
+    fn state(&self, event: Event) -> Result<State>;
+
+    /// Waits for an event until a deadline (0 = none), then [`Status::Timeout`].
+    fn wait(&self, event: Event, deadline_ns: u64) -> Result<()>;
+
+    /// Reports events that have ended, well or not; how many were written. An
+    /// asynchronous device reports each event once, unless it is released before;
+    /// others report none.
+    fn poll(&self, ended: &mut [Event]) -> usize;
+
+    /// Forgets an event that has ended; [`Status::Busy`] for one that has not. An
+    /// asynchronous device has room for so many, then it refuses with [`Status::Again`].
+    fn release(&self, event: Event) -> Result<()>;
+
+    /// Refuses new batches and waits for what is under way until a deadline (0 =
+    /// none), then [`Status::Busy`]. Memory may be freed after it has succeeded;
+    /// events are known until the device is dropped.
+    fn close(&self, deadline_ns: u64) -> Result<()>;
+}
+
+/// Checks what all devices refuse.
+fn check(facts: &Facts, stream: Stream, copies: &[Copy<'_>]) -> Result<()> {
+    if stream.0 >= facts.streams {
+        fail!(Invalid, "stream {} of {}", stream.0, facts.streams);
+    }
+    if copies.len() > MAX_COPIES {
+        fail!(Limit, "{} copies in a batch, {MAX_COPIES} can be", copies.len());
+    }
+    for copy in copies {
+        if copy.plane.is_null() {
+            return Err(Status::Invalid.into());
+        }
+        if copy.memory == Memory::Device && !facts.reaches_device {
+            fail!(Unsupported, "the {} device does not reach device memory", facts.name);
+        }
+    }
+    Ok(())
+}

@@ -16,6 +16,8 @@ pub struct FileId(pub u32);
 pub const MAX_FILES: usize = 1 << 16;
 /// Longest name: letters, digits, `-`, `_` and `.`, not first a dot.
 pub const MAX_NAME_BYTES: usize = 64;
+/// The one name that is not for files: who holds the directory has it locked.
+pub const LOCK_NAME: &str = "LOCK";
 /// Most ranges of memory in one piece.
 pub const MAX_PARTS: usize = 4;
 /// Most bytes of one piece.
@@ -82,11 +84,42 @@ impl Piece {
 
     /// How long it is.
     pub fn bytes(&self) -> u64 {
-        self.parts.iter().map(|part| part.bytes).sum()
+        self.parts.iter().fold(0, |sum, part| sum.saturating_add(part.bytes))
+    }
+
+    /// Whether it can be carried out where everything is a multiple of `align`.
+    pub fn check(&self, align: u64) -> Result<()> {
+        let bytes = self.bytes();
+        let end = self.offset.checked_add(bytes).filter(|end| i64::try_from(*end).is_ok());
+        if bytes > MAX_PIECE_BYTES || end.is_none() {
+            crate::fail!(Invalid, "{bytes} bytes at {} are out of range", self.offset);
+        }
+        let crooked = |x: u64| x % align.max(1) != 0;
+        for part in self.parts.iter().filter(|part| part.bytes > 0) {
+            if part.address.is_null() {
+                crate::fail!(Invalid, "{} bytes of a piece are nowhere in memory", part.bytes);
+            }
+            if crooked(self.offset) || crooked(part.bytes) || crooked(part.address as u64) {
+                let Part { address, bytes } = *part;
+                crate::fail!(
+                    Invalid,
+                    "{bytes} bytes from {address:p} for offset {} are not multiples of {align}",
+                    self.offset
+                );
+            }
+        }
+        Ok(())
     }
 }
 
 /// The files of one directory.
+///
+/// What errors mean: [`Status::NotFound`], there is no regular file of that name;
+/// [`Status::State`], there is one already; [`Status::Closed`], the file is not
+/// open any more, or nothing is; [`Status::Forked`], a parent process has it open;
+/// [`Status::Budget`], the disk or a quota is full; [`Status::Busy`], somebody else
+/// has the directory open; [`Status::Invalid`], the call is wrong; [`Status::Io`],
+/// all else that went wrong outside.
 pub trait Files: Send + Sync {
     /// What offsets, lengths and addresses must be a multiple of; 1 where the
     /// page cache is used.
@@ -125,10 +158,13 @@ pub trait Files: Send + Sync {
     fn sync_names(&self) -> Result<()>;
 
     /// Makes a file's bytes durable: all writes that returned before. After a
-    /// failure nobody knows what is on the disk: it is not tried again.
+    /// failure ([`Status::Io`], whatever the reason) nobody knows what is on the
+    /// disk: it is not tried again.
     fn sync(&self, file: FileId) -> Result<()>;
 
-    /// Carries out a batch; each piece says how it went.
+    /// Carries out a batch; each piece says how it went. A write past the end makes
+    /// the file longer. After an error nobody knows what is in the memory, or in the
+    /// stretch of the file. In which order pieces of a batch run is not said.
     ///
     /// # Safety
     /// The memory of every piece is valid for its way, and nobody else touches it,
@@ -151,6 +187,9 @@ pub fn check_name(name: &str) -> Result<()> {
     if !name.bytes().all(fine) {
         crate::fail!(Invalid, "{name:?} has more than letters, digits, '-', '_' and '.'");
     }
+    if name == LOCK_NAME {
+        crate::fail!(Invalid, "{name} is the lock of the directory");
+    }
     Ok(())
 }
 
@@ -160,7 +199,7 @@ mod tests {
 
     #[test]
     fn names_stay_inside() {
-        for bad in ["", ".", "..", ".x", "a/b", "a\0", "a b", &"x".repeat(65)] {
+        for bad in ["", ".", "..", ".x", "a/b", "a\0", "a b", LOCK_NAME, &"x".repeat(65)] {
             assert!(check_name(bad).is_err(), "{bad:?}");
         }
         assert!(check_name("seg-00000001.kvt").is_ok());
@@ -171,5 +210,21 @@ mod tests {
         let mut piece = Piece::one(FileId(0), Way::Read, 0, std::ptr::null_mut(), 5);
         piece.parts[2].bytes = 7;
         assert_eq!((piece.bytes(), piece.result.is_err()), (12, true));
+        piece.parts[1].bytes = u64::MAX;
+        assert_eq!(piece.bytes(), u64::MAX);
+    }
+
+    #[test]
+    fn a_piece_is_checked() {
+        let at = |address: usize, offset, bytes| {
+            Piece::one(FileId(0), Way::Read, offset, address as *mut u8, bytes)
+        };
+        let fine = |piece: Piece, align| piece.check(align).is_ok();
+        assert!(fine(at(4096, 0, 512), 512) && fine(at(4097, 1, 1), 1) && fine(at(0, 3, 0), 512));
+        assert!(!fine(at(4097, 0, 512), 512) && !fine(at(4096, 1, 512), 512));
+        assert!(!fine(at(4096, 0, 511), 512) && !fine(at(0, 0, 512), 512));
+        assert!(!fine(at(4096, u64::MAX, 512), 1) && !fine(at(4096, i64::MAX as u64, 1), 1));
+        assert!(fine(at(4096, 0, MAX_PIECE_BYTES), 1));
+        assert!(!fine(at(4096, 0, MAX_PIECE_BYTES + 1), 1));
     }
 }

@@ -1,5 +1,19 @@
 //! Files: reading them, and what this machine's kernel can do for them.
 
+pub mod directory;
+pub mod errno;
 pub mod files;
+pub mod lock;
+pub mod open_file;
+pub mod open_files;
 pub mod probe;
+pub mod real;
+pub mod simulated;
 pub mod source;
+pub mod span;
+pub mod uring;
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod contract;
+#[cfg(all(test, not(feature = "shuttle")))]
+mod measure;

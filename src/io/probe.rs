@@ -42,7 +42,7 @@ pub fn feature(index: usize) -> Option<Feature> {
         "cuda" => (false, cuda_driver().is_some()),
         "faults" => (true, true),
         "hugetlb" => (true, facts().hugetlb_free_pages > 0),
-        "io_uring" => (false, io_uring().is_ok()),
+        "io_uring" => (true, io_uring().is_ok()),
         "mlock" => (true, facts().lockable_bytes() > 0),
         "thp" => (true, matches!(facts().thp_mode.as_str(), "always" | "madvise")),
         "wipeonfork" => (true, fork::kernel_wipes()),

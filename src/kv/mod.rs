@@ -3,5 +3,6 @@
 pub mod admission;
 pub mod calibrate;
 pub mod events;
+pub mod path;
 pub mod plan;
 pub mod queues;

@@ -1,8 +1,14 @@
 //! Facts without payload: objects by id, their tree and counts, lists over
 //! them, and what it costs to compute them again.
 
+pub mod chunks;
 pub mod cost;
+pub mod dtype;
 pub mod index;
+pub mod key;
+pub mod layout;
 pub mod list;
 pub mod objects;
+pub mod reuse;
 pub mod sessions;
+pub mod view;

@@ -79,8 +79,6 @@ macro_rules! column {
 
 impl Columns<'_> {
     column! {
-        /// Blocks of a row.
-        blocks: u64 = 1;
         /// When a row was made.
         created_ns: i64 = 0;
         /// How often a row was used.
@@ -116,6 +114,27 @@ impl Columns<'_> {
     /// How many rows there are.
     pub fn rows(&self) -> usize {
         self.ids.len()
+    }
+
+    /// Blocks of a row: as many as it lists, if it does.
+    #[inline]
+    pub fn blocks(&self, row: usize) -> u64 {
+        if let Some(&blocks) = self.blocks.get(row) {
+            return blocks;
+        }
+        match self.block_offsets.get(row..=row + 1) {
+            Some(&[start, end]) => end.saturating_sub(start),
+            _ => 1,
+        }
+    }
+
+    /// Blocks of rows as numbers to reckon with, from one on.
+    pub fn sizes(&self, first: usize, out: &mut [f64]) {
+        if self.blocks.is_empty() && !self.block_offsets.is_empty() {
+            out.iter_mut().zip(first..).for_each(|(x, row)| *x = self.blocks(row) as f64);
+        } else {
+            Columns::floats(self.blocks, 1.0, first, out);
+        }
     }
 
     /// When a row was used last.

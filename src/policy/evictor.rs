@@ -251,12 +251,9 @@ impl Evictor {
     pub(super) fn see_session(&mut self, now: i64, who: &Who) -> Slot {
         let Some(id) = who.session else { return NONE };
         let slot = self.objects.sessions.get_or_add(id);
+        self.note_who(slot, who);
         if let Some(row) = self.objects.sessions.of_mut(slot) {
             row.active_ns = now;
-            row.tenant = who.tenant;
-            row.priority = who.priority.unwrap_or(row.priority);
-            row.length = who.length.max(row.length);
-            row.max_length = who.max_length.max(row.max_length);
             row.turns = row.turns.saturating_add(1);
         }
         slot
@@ -296,11 +293,24 @@ impl Evictor {
         Ok(())
     }
 
-    /// The slot of a session that may not have been looked up with.
+    fn note_who(&mut self, slot: Slot, who: &Who) {
+        if let Some(row) = self.objects.sessions.of_mut(slot) {
+            row.tenant = who.tenant;
+            row.priority = who.priority.unwrap_or(row.priority);
+            row.length = who.length.max(row.length);
+            row.max_length = who.max_length.max(row.max_length);
+        }
+    }
+
+    /// The slot of a session that may not have been looked up with. This is no turn
+    /// of one that is known.
     pub(super) fn see_session_quietly(&mut self, who: &Who) -> Slot {
         let Some(id) = who.session else { return NONE };
         match self.objects.sessions.find(id) {
-            Some(slot) => slot,
+            Some(slot) => {
+                self.note_who(slot, who);
+                slot
+            }
             None => self.see_session(self.last_ns, who),
         }
     }

@@ -128,7 +128,7 @@ impl Policy for Gdsf {
                 if tokens > 0.0 { self.cost.of_floats(context, tokens) } else { 1.0 }
             });
             Columns::floats(columns.count, 1.0, first, &mut counts[..len]);
-            Columns::floats(columns.blocks, 1.0, first, &mut sizes[..len]);
+            columns.sizes(first, &mut sizes[..len]);
             for ((cost, count), size) in costs.iter_mut().zip(&counts).zip(&sizes) {
                 *cost = self.clock + count * *cost / size.max(1.0);
             }

@@ -184,6 +184,9 @@ impl Evictor {
         if let Some(row) = self.objects.sessions.of_mut(session) {
             row.hit_tokens += hit_tokens;
             row.wanted_tokens += hit_tokens + missed_tokens;
+        }
+        // A session without a row is one of its tenant's all the same.
+        if who.session.is_some() {
             self.metrics.tenant(who.tenant, hit_tokens, hit_tokens + missed_tokens);
         }
     }

@@ -1,0 +1,471 @@
+//! A device that takes its time, for tests and dry runs: given bandwidth and
+//! latency, on a clock that can be moved by hand, without threads.
+//!
+//! It punishes whoever does not wait. From the moment a batch may begin, its targets
+//! are *poisoned*; they are right from its event on. Sources are read at a moment that
+//! the seed chooses. Across streams, batches overtake each other. One seed and one
+//! order of calls give one run.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::base::clock::Clock;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Condvar, Guard, Mutex};
+use crate::device::strips::{copy_strip, there};
+use crate::device::{Copy, Device, Event, Facts, MAX_STREAMS, State, Stream, Way, check};
+use crate::fail;
+use crate::meta::view::Strip;
+
+/// What targets have until their event is done.
+pub const POISON: u8 = 0xDB;
+/// Most events that are known at once.
+pub const MAX_EVENTS: usize = 65_536;
+/// Longest wait of a real clock before it is looked at again.
+const LONGEST_SLEEP_NS: u64 = 1_000_000_000;
+
+/// How a simulated device behaves.
+#[derive(Clone, Debug)]
+pub struct SimulatedOpts {
+    /// How many streams it has.
+    pub streams: u32,
+    /// What each batch with copies takes at least.
+    pub latency_ns: u64,
+    /// What a stream moves in a second; 0 = no limit.
+    pub bytes_per_second: u64,
+    /// Batches take up to this much longer, as the seed says.
+    pub jitter_percent: u64,
+    /// Chooses all that is left to chance.
+    pub seed: u64,
+    /// Batches, counted from 1, whose events fail.
+    pub fail_at: Vec<u64>,
+    /// The batch, counted from 1, with which the device is lost; 0 = none.
+    pub lost_at: u64,
+}
+
+impl Default for SimulatedOpts {
+    fn default() -> SimulatedOpts {
+        SimulatedOpts {
+            streams: 4,
+            latency_ns: 10_000,
+            bytes_per_second: 20_000_000_000,
+            jitter_percent: 200,
+            seed: 0,
+            fail_at: Vec::new(),
+            lost_at: 0,
+        }
+    }
+}
+
+/// A copy, lowered: the caller's tables need not outlive `submit`. Addresses are
+/// numbers: the memory behind them is the caller's promise.
+struct Moved {
+    strips: Vec<Strip>,
+    plane: u64,
+    way: Way,
+    /// Poison at first, then what was read from the source.
+    bytes: Vec<u8>,
+}
+
+struct Batch {
+    number: u64,
+    after: Option<Event>,
+    finish_ns: u64,
+    /// What it will fail with.
+    doom: Option<Status>,
+    /// It touches its targets although it fails: what came before did not.
+    spoils: bool,
+    loses: bool,
+    copies: Vec<Moved>,
+}
+
+enum Phase {
+    Free,
+    Pending(Batch),
+    Ended(std::result::Result<(), Status>),
+}
+
+struct Slot {
+    generation: u32,
+    phase: Phase,
+}
+
+#[derive(Clone, Copy)]
+enum Step {
+    Start,
+    Read(usize),
+    Finish,
+}
+
+struct Inner {
+    random: u64,
+    batches: u64,
+    lost: bool,
+    closed: bool,
+    /// When each stream has done what it was given.
+    free_ns: Vec<u64>,
+    /// What happens next: by time, then by the order in which it was planned.
+    agenda: BTreeMap<(u64, u64), (usize, Step)>,
+    planned: u64,
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    pending: usize,
+    ended: VecDeque<Event>,
+}
+
+/// A device that exists only in time.
+pub struct Simulated {
+    opts: SimulatedOpts,
+    clock: Clock,
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+impl Simulated {
+    /// A device on a clock.
+    pub fn new(clock: Clock, opts: SimulatedOpts) -> Result<Simulated> {
+        if opts.streams == 0 || opts.streams > MAX_STREAMS {
+            fail!(Invalid, "{} streams, 1 to {MAX_STREAMS} can be", opts.streams);
+        }
+        let inner = Inner {
+            random: opts.seed,
+            batches: 0,
+            lost: false,
+            closed: false,
+            free_ns: vec![0; opts.streams as usize],
+            agenda: BTreeMap::new(),
+            planned: 0,
+            slots: Vec::new(),
+            free: Vec::new(),
+            pending: 0,
+            ended: VecDeque::new(),
+        };
+        Ok(Simulated { opts, clock, inner: Mutex::new(inner), changed: Condvar::new() })
+    }
+
+    /// When something happens next; nothing does while nothing is under way.
+    pub fn next_ns(&self) -> Option<u64> {
+        let inner = self.now();
+        inner.agenda.first_key_value().map(|((time, _), _)| *time)
+    }
+
+    /// The device is gone: what is under way fails, and all that follows.
+    pub fn lose(&self) {
+        self.now().lose();
+        self.changed.notify_all();
+    }
+
+    /// Whether it is gone.
+    pub fn is_lost(&self) -> bool {
+        self.now().lost
+    }
+
+    /// All that should have happened by now has.
+    fn now(&self) -> Guard<'_, Inner> {
+        let mut inner = self.inner.lock();
+        inner.run_until(self.clock.now_ns());
+        inner
+    }
+
+    /// Lets time pass until `until` or the deadline; false when that has passed.
+    fn sleep(&self, inner: &mut Guard<'_, Inner>, until_ns: u64, deadline_ns: u64) -> bool {
+        let now = self.clock.now_ns();
+        if deadline_ns != 0 && now >= deadline_ns {
+            return false;
+        }
+        let until = if deadline_ns == 0 { until_ns } else { until_ns.min(deadline_ns) };
+        let left = until.saturating_sub(now);
+        if self.clock.is_manual() {
+            // Nobody else moves the clock for one who waits.
+            self.clock.advance(left);
+        } else {
+            self.changed.wait_for(inner, left.clamp(1, LONGEST_SLEEP_NS));
+        }
+        inner.run_until(self.clock.now_ns());
+        true
+    }
+
+    fn duration_ns(&self, inner: &mut Inner, bytes: u64) -> u64 {
+        let moving = match self.opts.bytes_per_second {
+            0 => 0,
+            rate => u128::from(bytes) * 1_000_000_000 / u128::from(rate),
+        };
+        let least = self.opts.latency_ns.saturating_add(moving.min(u128::from(u64::MAX)) as u64);
+        let most_more = least / 100 * self.opts.jitter_percent.min(10_000);
+        least.saturating_add(inner.up_to(most_more))
+    }
+}
+
+impl Inner {
+    /// The next number of the seed's sequence (splitmix64).
+    fn random(&mut self) -> u64 {
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn up_to(&mut self, most: u64) -> u64 {
+        ((u128::from(self.random()) * (u128::from(most) + 1)) >> 64) as u64
+    }
+
+    fn find(&self, event: Event) -> Result<&Phase> {
+        let (slot, generation) = (event.0 as u32 as usize, (event.0 >> 32) as u32);
+        match self.slots.get(slot) {
+            Some(Slot { generation: there, phase }) if *there == generation => Ok(phase),
+            _ => fail!(Handle, "event {:#x} is none of this device, or was released", event.0),
+        }
+    }
+
+    fn event(&self, slot: usize) -> Event {
+        Event(u64::from(self.slots[slot].generation) << 32 | slot as u64)
+    }
+
+    /// A slot for one more event.
+    fn take_slot(&mut self) -> Result<usize> {
+        if let Some(slot) = self.free.pop() {
+            return Ok(slot);
+        }
+        if self.slots.len() == MAX_EVENTS {
+            return Err(Status::Again.into());
+        }
+        self.slots.push(Slot { generation: 1, phase: Phase::Free });
+        Ok(self.slots.len() - 1)
+    }
+
+    fn free_slot(&mut self, slot: usize) {
+        self.slots[slot].generation = self.slots[slot].generation.wrapping_add(1).max(1);
+        self.slots[slot].phase = Phase::Free;
+        self.free.push(slot);
+    }
+
+    fn plan(&mut self, time: u64, slot: usize, step: Step) {
+        self.planned += 1;
+        self.agenda.insert((time, self.planned), (slot, step));
+    }
+
+    fn run_until(&mut self, now: u64) {
+        while let Some(next) = self.agenda.first_entry().filter(|entry| entry.key().0 <= now) {
+            let (slot, step) = next.remove();
+            let Phase::Pending(batch) = &mut self.slots[slot].phase else { continue };
+            match step {
+                Step::Start if batch.touches() => batch.copies.iter().for_each(Moved::write),
+                Step::Read(copy) if batch.touches() => batch.copies[copy].read(),
+                Step::Finish => self.finish(slot),
+                _ => {}
+            }
+        }
+    }
+
+    fn finish(&mut self, slot: usize) {
+        let Phase::Pending(batch) = &self.slots[slot].phase else { return };
+        if batch.loses {
+            return self.lose();
+        }
+        if batch.doom.is_none() {
+            batch.copies.iter().for_each(Moved::write);
+        }
+        let outcome = batch.doom.map_or(Ok(()), Err);
+        self.end(slot, outcome);
+        // Whoever was to run after it has no input.
+        let (event, Err(status)) = (self.event(slot), outcome) else { return };
+        for slot in &mut self.slots {
+            if let Phase::Pending(batch) = &mut slot.phase
+                && batch.after == Some(event)
+            {
+                (batch.doom, batch.spoils) = (Some(status), false);
+            }
+        }
+    }
+
+    fn end(&mut self, slot: usize, outcome: std::result::Result<(), Status>) {
+        self.slots[slot].phase = Phase::Ended(outcome);
+        self.pending -= 1;
+        self.ended.push_back(self.event(slot));
+    }
+
+    fn lose(&mut self) {
+        self.lost = true;
+        self.agenda.clear();
+        let number = |slot: usize| match &self.slots[slot].phase {
+            Phase::Pending(batch) => Some((batch.number, slot)),
+            _ => None,
+        };
+        let mut gone: Vec<_> = (0..self.slots.len()).filter_map(number).collect();
+        gone.sort_unstable();
+        gone.into_iter().for_each(|(_, slot)| self.end(slot, Err(Status::Unavailable)));
+    }
+}
+
+impl Batch {
+    fn touches(&self) -> bool {
+        self.doom.is_none() || self.spoils
+    }
+}
+
+impl Moved {
+    fn lower(copy: &Copy<'_>) -> Result<Moved> {
+        let (mut strips, mut bytes) = (Vec::new(), Vec::new());
+        let (count, len) = (copy.tensor.strips().count(), copy.tensor.bytes() as usize);
+        if strips.try_reserve_exact(count).is_err() || bytes.try_reserve_exact(len).is_err() {
+            return Err(Status::NoMem.into());
+        }
+        strips.extend(copy.tensor.strips());
+        bytes.resize(len, POISON);
+        let plane = copy.plane.expose_provenance() as u64;
+        Ok(Moved { strips, plane, way: copy.way, bytes })
+    }
+
+    /// Takes the source as it is now.
+    fn read(&mut self) {
+        let bytes = self.bytes.as_mut_ptr();
+        // SAFETY: `submit` was promised that the memory is valid until the event has
+        // ended, and it has not; `bytes` are as long as the strips.
+        unsafe {
+            match self.way {
+                Way::Gather => self
+                    .strips
+                    .iter()
+                    .for_each(|strip| copy_strip::<true>(strip, bytes.add(strip.at as usize))),
+                Way::Scatter => {
+                    std::ptr::copy_nonoverlapping(there(self.plane), bytes, self.bytes.len());
+                }
+            }
+        }
+    }
+
+    /// Puts what it holds into the target.
+    fn write(&self) {
+        // Only read on this way.
+        let bytes = self.bytes.as_ptr().cast_mut();
+        // SAFETY: as in `read`.
+        unsafe {
+            match self.way {
+                Way::Gather => {
+                    std::ptr::copy_nonoverlapping(bytes, there(self.plane), self.bytes.len());
+                }
+                Way::Scatter => self
+                    .strips
+                    .iter()
+                    .for_each(|strip| copy_strip::<false>(strip, bytes.add(strip.at as usize))),
+            }
+        }
+    }
+}
+
+impl Device for Simulated {
+    fn facts(&self) -> Facts {
+        Facts {
+            name: "simulated",
+            asynchronous: true,
+            sums: false,
+            reaches_device: true,
+            wants_pinned: false,
+            streams: self.opts.streams,
+        }
+    }
+
+    unsafe fn submit(
+        &self,
+        stream: Stream,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+    ) -> Result<Event> {
+        check(&self.facts(), stream, copies)?;
+        let lowered: Vec<Moved> = copies.iter().map(Moved::lower).collect::<Result<_>>()?;
+        let mut inner = self.now();
+        let now = self.clock.now_ns();
+        if inner.lost || inner.closed {
+            let status = if inner.lost { Status::Unavailable } else { Status::Closed };
+            return Err(status.into());
+        }
+        let mut start = now.max(inner.free_ns[stream.0 as usize]);
+        if let Some(event) = after {
+            match inner.find(event)? {
+                Phase::Pending(batch) => start = start.max(batch.finish_ns),
+                Phase::Ended(Err(status)) => return Err(Error::from(*status)),
+                _ => {}
+            }
+        }
+        let slot = inner.take_slot()?;
+        inner.batches += 1;
+        let bytes = lowered.iter().map(|copy| copy.bytes.len() as u64).sum();
+        let length = if lowered.is_empty() { 0 } else { self.duration_ns(&mut inner, bytes) };
+        let finish_ns = start.saturating_add(length);
+        inner.plan(start, slot, Step::Start);
+        for copy in 0..lowered.len() {
+            let time = start + inner.up_to(finish_ns - start);
+            inner.plan(time, slot, Step::Read(copy));
+        }
+        inner.plan(finish_ns, slot, Step::Finish);
+        inner.free_ns[stream.0 as usize] = finish_ns;
+        let number = inner.batches;
+        let fails = self.opts.fail_at.contains(&number);
+        inner.slots[slot].phase = Phase::Pending(Batch {
+            number,
+            after,
+            finish_ns,
+            doom: fails.then_some(Status::Io),
+            spoils: fails,
+            loses: self.opts.lost_at == number,
+            copies: lowered,
+        });
+        inner.pending += 1;
+        let event = inner.event(slot);
+        inner.run_until(now);
+        Ok(event)
+    }
+
+    fn state(&self, event: Event) -> Result<State> {
+        match self.now().find(event)? {
+            Phase::Pending(_) => Ok(State::Pending),
+            Phase::Ended(Err(status)) => Err(Error::from(*status)),
+            Phase::Ended(Ok(())) | Phase::Free => Ok(State::Done),
+        }
+    }
+
+    fn wait(&self, event: Event, deadline_ns: u64) -> Result<()> {
+        let mut inner = self.now();
+        loop {
+            let until = match inner.find(event)? {
+                Phase::Pending(batch) => batch.finish_ns,
+                Phase::Ended(Err(status)) => return Err(Error::from(*status)),
+                Phase::Ended(Ok(())) | Phase::Free => return Ok(()),
+            };
+            if !self.sleep(&mut inner, until, deadline_ns) {
+                return Err(Status::Timeout.into());
+            }
+        }
+    }
+
+    fn poll(&self, ended: &mut [Event]) -> usize {
+        let mut inner = self.now();
+        let count = ended.len().min(inner.ended.len());
+        for (slot, event) in ended.iter_mut().zip(inner.ended.drain(..count)) {
+            *slot = event;
+        }
+        count
+    }
+
+    fn release(&self, event: Event) -> Result<()> {
+        let mut inner = self.now();
+        if let Phase::Pending(_) = inner.find(event)? {
+            return Err(Status::Busy.into());
+        }
+        inner.ended.retain(|ended| *ended != event);
+        inner.free_slot(event.0 as u32 as usize);
+        Ok(())
+    }
+
+    fn close(&self, deadline_ns: u64) -> Result<()> {
+        let mut inner = self.now();
+        inner.closed = true;
+        while inner.pending > 0 {
+            let until = inner.agenda.first_key_value().map_or(0, |((time, _), _)| *time);
+            if !self.sleep(&mut inner, until, deadline_ns) {
+                fail!(Busy, "{} batches are under way", inner.pending);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,193 @@
+//! Copies between strided tensors and canonical planes, by the calling thread.
+//!
+//! All goes block by block: what is small enough to stay in the nearest cache is
+//! gathered or read, summed, and written. Larger units are slower: the processor
+//! then finishes one step before it begins to fetch for the next.
+
+use std::mem::MaybeUninit;
+
+use crate::base::checksum::{BLOCK_BYTES, Summer};
+use crate::meta::view::{Span, Strip};
+
+/// Copies a tensor into a plane; its checksum, if wanted.
+///
+/// # Safety
+/// The span's memory is valid for reads and the plane for writes of as many bytes
+/// as the span has; they do not overlap, and nobody else touches them meanwhile.
+pub unsafe fn gather(span: &Span<'_>, plane: *mut u8, sum: bool) -> Option<u64> {
+    let mut strips = span.strips();
+    let mut summer = sum.then(Summer::default);
+    let mut gathered = Block(MaybeUninit::uninit());
+    let gathered = gathered.0.as_mut_ptr().cast::<u8>();
+    let bytes = span.bytes();
+    let mut at = 0;
+    while at < bytes {
+        let block = (bytes - at).min(BLOCK_BYTES as u64);
+        let Some(first) = strips.up_to(block) else { break };
+        // SAFETY: the caller's promise: strips stay inside the span, `at` inside the
+        // plane, and the strips taken have the length of the block.
+        unsafe {
+            let mut from = there(first.address).cast_const();
+            if first.count > 1 || first.run_bytes < block {
+                from = gathered.cast_const();
+                copy_strip::<true>(&first, gathered);
+                let mut have = first.bytes();
+                while let Some(strip) = strips.up_to(block - have) {
+                    copy_strip::<true>(&strip, gathered.add(have as usize));
+                    have += strip.bytes();
+                }
+            }
+            if let Some(summer) = &mut summer {
+                summer.block(std::slice::from_raw_parts(from, block as usize));
+            }
+            write_past_caches(from, plane.add(at as usize), block as usize);
+        }
+        at += block;
+    }
+    fence_writes();
+    summer.map(Summer::finish)
+}
+
+/// Copies a plane into a tensor; the plane's checksum, if wanted.
+///
+/// # Safety
+/// As for [`gather`], with the plane read and the span written.
+pub unsafe fn scatter(span: &Span<'_>, plane: *const u8, sum: bool) -> Option<u64> {
+    let plane = plane.cast_mut(); // only read on this way
+    let mut strips = span.strips();
+    if !sum {
+        for strip in strips {
+            // SAFETY: the caller's promise; strips stay inside the span and the plane.
+            unsafe { copy_strip::<false>(&strip, plane.add(strip.at as usize)) };
+        }
+        return None;
+    }
+    let mut summer = Summer::default();
+    let bytes = span.bytes();
+    let mut at = 0;
+    while at < bytes {
+        let mut left = (bytes - at).min(BLOCK_BYTES as u64);
+        // SAFETY: as above.
+        unsafe {
+            let block = std::slice::from_raw_parts(plane.add(at as usize), left as usize);
+            summer.block(block);
+            at += left;
+            while let Some(strip) = strips.up_to(left) {
+                copy_strip::<false>(&strip, plane.add(strip.at as usize));
+                left -= strip.bytes();
+            }
+        }
+    }
+    Some(summer.finish())
+}
+
+#[repr(align(64))]
+struct Block(MaybeUninit<[u8; BLOCK_BYTES]>);
+
+/// Copies one strip to (`IN`) or from where it is in the plane.
+///
+/// # Safety
+/// The runs of the strip are valid for reads (`IN`) or writes, the plane's bytes for
+/// the other; they do not overlap.
+#[inline]
+pub unsafe fn copy_strip<const IN: bool>(strip: &Strip, plane: *mut u8) {
+    // Runs of a length known here are a few instructions, others a call each.
+    // SAFETY: the caller's promise.
+    unsafe {
+        match strip.run_bytes {
+            1 => copy_fixed::<IN, 1>(strip, plane),
+            2 => copy_fixed::<IN, 2>(strip, plane),
+            4 => copy_fixed::<IN, 4>(strip, plane),
+            8 => copy_fixed::<IN, 8>(strip, plane),
+            16 => copy_fixed::<IN, 16>(strip, plane),
+            32 => copy_fixed::<IN, 32>(strip, plane),
+            64 => copy_fixed::<IN, 64>(strip, plane),
+            128 => copy_fixed::<IN, 128>(strip, plane),
+            256 => copy_fixed::<IN, 256>(strip, plane),
+            _ => copy_any::<IN>(strip, plane),
+        }
+    }
+}
+
+/// # Safety
+/// As for [`copy_strip`].
+unsafe fn copy_any<const IN: bool>(strip: &Strip, plane: *mut u8) {
+    let run = strip.run_bytes as usize;
+    let mut address = strip.address;
+    for at in (0..strip.bytes() as usize).step_by(run) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (tensor, here) = (there(address), plane.add(at));
+            let (from, to) = if IN { (tensor, here) } else { (here, tensor) };
+            std::ptr::copy_nonoverlapping(from, to, run);
+        }
+        address = address.wrapping_add(strip.stride_bytes);
+    }
+}
+
+/// # Safety
+/// As for [`copy_strip`]; runs have `N` bytes.
+unsafe fn copy_fixed<const IN: bool, const N: usize>(strip: &Strip, plane: *mut u8) {
+    let mut here = plane.cast::<[u8; N]>();
+    let mut address = strip.address;
+    for _ in 0..strip.count {
+        let tensor = there(address).cast::<[u8; N]>();
+        // SAFETY: the caller's promise; an array of bytes may lie anywhere.
+        unsafe {
+            let (from, to) = if IN { (tensor, here) } else { (here, tensor) };
+            std::ptr::copy_nonoverlapping(from, to, 1);
+            here = here.add(1);
+        }
+        address = address.wrapping_add(strip.stride_bytes);
+    }
+}
+
+/// The memory at an address that an engine gave.
+pub fn there(address: u64) -> *mut u8 {
+    std::ptr::with_exposed_provenance_mut(address as usize)
+}
+
+/// Writes without fetching what is overwritten: what is stored is mostly not read
+/// soon. A third faster than `memcpy` where both sides are larger than the caches.
+/// [`fence_writes`] must follow before others are told.
+///
+/// # Safety
+/// As for `copy_nonoverlapping`.
+#[cfg(target_arch = "x86_64")]
+unsafe fn write_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    if to as usize % 64 != 0 || bytes % 64 != 0 {
+        // SAFETY: the caller's promise.
+        return unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+    }
+    for at in (0..bytes).step_by(64) {
+        // SAFETY: a line of both ranges; the target is aligned for these stores.
+        unsafe {
+            let from = from.add(at).cast::<__m128i>();
+            let to = to.add(at).cast::<__m128i>();
+            let line = [0, 1, 2, 3].map(|i| _mm_loadu_si128(from.add(i)));
+            _mm_stream_si128(to, line[0]);
+            _mm_stream_si128(to.add(1), line[1]);
+            _mm_stream_si128(to.add(2), line[2]);
+            _mm_stream_si128(to.add(3), line[3]);
+        }
+    }
+}
+
+/// Orders what [`write_past_caches`] wrote before what follows.
+#[cfg(target_arch = "x86_64")]
+fn fence_writes() {
+    // SAFETY: part of x86-64; it touches no memory.
+    unsafe { std::arch::x86_64::_mm_sfence() }
+}
+
+/// # Safety
+/// As for `copy_nonoverlapping`.
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn write_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn fence_writes() {}

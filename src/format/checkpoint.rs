@@ -1,0 +1,475 @@
+//! Checkpoints: the index at one moment, in frames that each have a sum of their
+//! own, so that a file of any size is read with one frame of memory. The bytes
+//! are in `docs/store.md`.
+
+use crate::format::fields::{array_at, put, put_u16, put_u32, put_u64, u16_at, u32_at, u64_at};
+use crate::format::keys::{Fingerprint, Key};
+use crate::format::record::{Chunk, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES};
+use crate::format::segment::{BLOCK_BYTES, StoreId, VERSION, is_signed, sign};
+
+/// Bytes of a frame; a session of the longest name and content fits.
+pub const FRAME_BYTES: usize = 128 << 10;
+
+const HEADER_MAGIC: &[u8; 4] = b"KVTI";
+const FRAME_MAGIC: &[u8; 4] = b"KVTF";
+const FRAME_HEAD_BYTES: usize = 32;
+const FRAME_END: usize = FRAME_BYTES - 8;
+const SEGMENT_BYTES: usize = 40;
+const CHUNK_BYTES: usize = 144;
+const PLACE_BYTES: usize = 32;
+const SESSION_BYTES: usize = 32;
+
+/// Most cells of one entry: more are written as several entries of the chunk.
+pub const MAX_PLACES: usize = 1024;
+
+/// The first block of a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Whose it is.
+    pub store: StoreId,
+    /// The number of the checkpoint, as in its name.
+    pub number: u64,
+    /// Records from this number on may be missing in it.
+    pub next_record: u64,
+    /// Segments from this number on are not in it.
+    pub next_segment: u64,
+    /// Frames that follow.
+    pub frames: u32,
+}
+
+/// What a checkpoint knows of a segment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Covered {
+    /// Its number.
+    pub number: u64,
+    /// Records that start before this block are in the checkpoint or gone.
+    pub blocks: u32,
+    /// Records of kind *forget* among them.
+    pub forgets: u32,
+    /// The smallest number under which one of its records was born.
+    pub oldest: u64,
+    /// The largest number of its records.
+    pub newest: u64,
+}
+
+/// Where a cell is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Place {
+    /// Segment, block and record, as `tier/disk` packs them.
+    pub spot: u64,
+    /// The seal of the cell.
+    pub seal: u64,
+    /// Bytes that are stored.
+    pub stored_bytes: u32,
+    /// Its layer.
+    pub layer: u32,
+    /// How its bytes are coded.
+    pub codec: u16,
+    /// How many planes it has.
+    pub planes: u16,
+}
+
+/// A session and what is noted of it; no content = it is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Session<'a> {
+    /// Its name.
+    pub name: &'a [u8],
+    /// What the store noted.
+    pub payload: &'a [u8],
+    /// The number under which that was first written.
+    pub born: u64,
+    /// The segment that has its newest record.
+    pub segment: u64,
+    /// The blocks of that record.
+    pub blocks: u32,
+}
+
+/// An entry of a checkpoint.
+#[derive(Clone, Copy, Debug)]
+pub enum Item<'a> {
+    /// A segment.
+    Segment(Covered),
+    /// Some cells of a chunk.
+    Chunk(Chunk, Places<'a>),
+    /// A session.
+    Session(Session<'a>),
+}
+
+/// The cells of an entry.
+#[derive(Clone, Copy, Debug)]
+pub struct Places<'a>(&'a [u8]);
+
+impl<'a> Places<'a> {
+    /// Them all.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Place> + use<'a> {
+        self.0.chunks_exact(PLACE_BYTES).map(|at| Place {
+            spot: u64_at(at, 0),
+            seal: u64_at(at, 8),
+            stored_bytes: u32_at(at, 16),
+            layer: u32_at(at, 20),
+            codec: u16_at(at, 24),
+            planes: u16_at(at, 26),
+        })
+    }
+}
+
+impl Header {
+    /// Fills a block.
+    pub fn encode(&self, block: &mut [u8; BLOCK_BYTES]) {
+        block.fill(0);
+        put(block, 0, HEADER_MAGIC);
+        put_u16(block, 4, VERSION);
+        put_u32(block, 8, FRAME_BYTES as u32);
+        put_u32(block, 12, self.frames);
+        put(block, 16, &self.store);
+        put_u64(block, 32, self.number);
+        put_u64(block, 40, self.next_record);
+        put_u64(block, 48, self.next_segment);
+        sign(block);
+    }
+
+    /// Reads a block, if it is sound.
+    pub fn decode(bytes: &[u8]) -> Option<Header> {
+        let block = bytes.get(..BLOCK_BYTES)?;
+        let fits = &array_at::<4>(block, 0) == HEADER_MAGIC
+            && is_signed(block)
+            && u16_at(block, 4) == VERSION
+            && u32_at(block, 8) == FRAME_BYTES as u32;
+        fits.then(|| Header {
+            store: array_at(block, 16),
+            number: u64_at(block, 32),
+            next_record: u64_at(block, 40),
+            next_segment: u64_at(block, 48),
+            frames: u32_at(block, 12),
+        })
+    }
+
+    /// How long the file is.
+    pub fn file_bytes(&self) -> u64 {
+        BLOCK_BYTES as u64 + u64::from(self.frames) * FRAME_BYTES as u64
+    }
+}
+
+/// Frames that entries take at most: so many segments and cells of so many chunks,
+/// and sessions of so many bytes as [`session_bytes`] says. None if that is more
+/// than a file has.
+pub fn frames_for(segments: usize, chunks: usize, cells: usize, sessions: usize) -> Option<u32> {
+    let places = cells.checked_mul(PLACE_BYTES + CHUNK_BYTES / 64)?;
+    let plain = segments
+        .checked_mul(SEGMENT_BYTES)?
+        .checked_add(chunks.checked_mul(CHUNK_BYTES)?)?
+        .checked_add(places)?;
+    // A frame ends when the next entry does not fit: the longest is lost at most.
+    let room = FRAME_END - FRAME_HEAD_BYTES - CHUNK_BYTES - PLACE_BYTES * MAX_PLACES;
+    let session_room =
+        FRAME_END - FRAME_HEAD_BYTES - session_bytes(MAX_NAME_BYTES, MAX_PAYLOAD_BYTES);
+    let frames = plain.div_ceil(room).checked_add(sessions.div_ceil(session_room))?;
+    u32::try_from(frames.checked_add(1)?).ok()
+}
+
+/// Bytes of the entry of a session.
+pub fn session_bytes(name: usize, payload: usize) -> usize {
+    (SESSION_BYTES + 8 + name + payload).next_multiple_of(8)
+}
+
+/// Fills one frame.
+pub struct FrameWriter<'a> {
+    frame: &'a mut [u8],
+    used: usize,
+}
+
+impl<'a> FrameWriter<'a> {
+    /// An empty frame in `frame`, of [`FRAME_BYTES`].
+    pub fn new(frame: &'a mut [u8]) -> FrameWriter<'a> {
+        frame.fill(0);
+        FrameWriter { frame, used: FRAME_HEAD_BYTES }
+    }
+
+    /// A frame that was begun before: so many bytes of it are [`FrameWriter::used`].
+    pub fn resume(frame: &'a mut [u8], used: usize) -> FrameWriter<'a> {
+        FrameWriter { frame, used: used.max(FRAME_HEAD_BYTES) }
+    }
+
+    /// How far it is filled.
+    pub fn used(&self) -> usize {
+        self.used
+    }
+
+    fn take(&mut self, kind: u32, bytes: usize) -> Option<usize> {
+        let at = self.used;
+        let end = at.checked_add(bytes.checked_next_multiple_of(8)?)?;
+        if end > FRAME_END.min(self.frame.len()) {
+            return None;
+        }
+        put_u32(self.frame, at, kind);
+        put_u32(self.frame, at + 4, (end - at) as u32);
+        self.used = end;
+        Some(at)
+    }
+
+    /// Adds a segment; false if there is no room.
+    pub fn segment(&mut self, segment: &Covered) -> bool {
+        let Some(at) = self.take(1, SEGMENT_BYTES) else { return false };
+        put_u64(self.frame, at + 8, segment.number);
+        put_u32(self.frame, at + 16, segment.blocks);
+        put_u32(self.frame, at + 20, segment.forgets);
+        put_u64(self.frame, at + 24, segment.oldest);
+        put_u64(self.frame, at + 32, segment.newest);
+        true
+    }
+
+    /// Adds cells of a chunk, up to [`MAX_PLACES`]; false if there is no room.
+    pub fn chunk(&mut self, chunk: &Chunk, places: &[Place]) -> bool {
+        if places.len() > MAX_PLACES {
+            return false;
+        }
+        let Some(at) = self.take(2, CHUNK_BYTES + places.len() * PLACE_BYTES) else {
+            return false;
+        };
+        put(self.frame, at + 8, &chunk.namespace.0);
+        put(self.frame, at + 40, &chunk.parent.0);
+        put(self.frame, at + 72, &chunk.key.0);
+        put(self.frame, at + 104, &chunk.fingerprint.0);
+        put_u32(self.frame, at + 136, chunk.position);
+        put_u32(self.frame, at + 140, chunk.valid_tokens);
+        for (i, place) in places.iter().enumerate() {
+            let at = at + CHUNK_BYTES + i * PLACE_BYTES;
+            put_u64(self.frame, at, place.spot);
+            put_u64(self.frame, at + 8, place.seal);
+            put_u32(self.frame, at + 16, place.stored_bytes);
+            put_u32(self.frame, at + 20, place.layer);
+            put_u16(self.frame, at + 24, place.codec);
+            put_u16(self.frame, at + 26, place.planes);
+        }
+        true
+    }
+
+    /// Adds a session; false if there is no room, or its name or content is too long.
+    pub fn session(&mut self, session: &Session<'_>) -> bool {
+        let (name, payload) = (session.name, session.payload);
+        if name.len() > MAX_NAME_BYTES || payload.len() > MAX_PAYLOAD_BYTES {
+            return false;
+        }
+        let Some(at) = self.take(3, session_bytes(name.len(), payload.len())) else {
+            return false;
+        };
+        put_u32(self.frame, at + 8, name.len() as u32);
+        put_u32(self.frame, at + 12, payload.len() as u32);
+        put_u64(self.frame, at + 16, session.born);
+        put_u64(self.frame, at + 24, session.segment);
+        put_u32(self.frame, at + 32, session.blocks);
+        put(self.frame, at + 40, name);
+        put(self.frame, at + 40 + name.len(), payload);
+        true
+    }
+
+    /// Writes head and sum: the frame is `index` of the checkpoint `number`.
+    pub fn finish(self, store: &StoreId, number: u64, index: u32) {
+        put(self.frame, 0, FRAME_MAGIC);
+        put_u32(self.frame, 4, index);
+        put(self.frame, 8, &store[..8]);
+        put_u64(self.frame, 16, number);
+        put_u32(self.frame, 24, self.used as u32);
+        sign(self.frame);
+    }
+}
+
+/// The entries of a frame of [`FRAME_BYTES`], if it is sound and the one looked
+/// for. Entries of unknown kinds are passed by; None in their midst = malformed.
+pub fn items<'a>(
+    frame: &'a [u8],
+    header: &Header,
+    index: u32,
+) -> Option<impl Iterator<Item = Option<Item<'a>>> + use<'a>> {
+    let used = u32_at(frame, 24) as usize;
+    let fits = frame.len() == FRAME_BYTES
+        && &array_at::<4>(frame, 0) == FRAME_MAGIC
+        && is_signed(frame)
+        && u32_at(frame, 4) == index
+        && array_at::<8>(frame, 8) == array_at::<8>(&header.store, 0)
+        && u64_at(frame, 16) == header.number
+        && (FRAME_HEAD_BYTES..=FRAME_END).contains(&used);
+    if !fits {
+        return None;
+    }
+    let mut rest = &frame[FRAME_HEAD_BYTES..used];
+    Some(std::iter::from_fn(move || {
+        while !rest.is_empty() {
+            let bytes = u32_at(rest, 4) as usize;
+            if bytes < 8 {
+                rest = &[];
+                return Some(None);
+            }
+            let Some((entry, after)) = rest.split_at_checked(bytes) else {
+                rest = &[];
+                return Some(None);
+            };
+            rest = after;
+            match u32_at(entry, 0) {
+                1 => return Some(segment(entry)),
+                2 => return Some(chunk(entry)),
+                3 => return Some(session(entry)),
+                _ => {}
+            }
+        }
+        None
+    }))
+}
+
+fn segment(entry: &[u8]) -> Option<Item<'_>> {
+    (entry.len() >= SEGMENT_BYTES).then(|| {
+        Item::Segment(Covered {
+            number: u64_at(entry, 8),
+            blocks: u32_at(entry, 16),
+            forgets: u32_at(entry, 20),
+            oldest: u64_at(entry, 24),
+            newest: u64_at(entry, 32),
+        })
+    })
+}
+
+fn chunk(entry: &[u8]) -> Option<Item<'_>> {
+    let (_, places) = entry.split_at_checked(CHUNK_BYTES)?;
+    if places.is_empty() || places.len() % PLACE_BYTES != 0 {
+        return None;
+    }
+    let chunk = Chunk {
+        namespace: Key(array_at(entry, 8)),
+        parent: Key(array_at(entry, 40)),
+        key: Key(array_at(entry, 72)),
+        fingerprint: Fingerprint(array_at(entry, 104)),
+        position: u32_at(entry, 136),
+        valid_tokens: u32_at(entry, 140),
+    };
+    Some(Item::Chunk(chunk, Places(places)))
+}
+
+fn session(entry: &[u8]) -> Option<Item<'_>> {
+    let (name, payload) = (u32_at(entry, 8) as usize, u32_at(entry, 12) as usize);
+    if name > MAX_NAME_BYTES || payload > MAX_PAYLOAD_BYTES {
+        return None;
+    }
+    let rest = entry.get(SESSION_BYTES + 8..)?.get(..name + payload)?;
+    let (name, payload) = rest.split_at_checked(name)?;
+    let (born, segment) = (u64_at(entry, 16), u64_at(entry, 24));
+    Some(Item::Session(Session { name, payload, born, segment, blocks: u32_at(entry, 32) }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn header() -> Header {
+        Header { store: [5; 16], number: 3, next_record: 100, next_segment: 9, frames: 1 }
+    }
+
+    fn place(i: u64) -> Place {
+        Place { spot: i << 40, seal: !i, stored_bytes: 77, layer: i as u32, codec: 1, planes: 2 }
+    }
+
+    fn some_chunk() -> Chunk {
+        Chunk { key: Key([3; 32]), position: 4, valid_tokens: 256, ..Chunk::NONE }
+    }
+
+    fn filled() -> Vec<u8> {
+        let mut frame = vec![0xEE; FRAME_BYTES];
+        let mut writer = FrameWriter::new(&mut frame);
+        assert_eq!(writer.used(), FRAME_HEAD_BYTES);
+        let covered = Covered { number: 8, blocks: 700, forgets: 1, oldest: 5, newest: 90 };
+        assert!(writer.segment(&covered));
+        assert!(writer.chunk(&some_chunk(), &[place(1), place(2)]));
+        let session = Session { name: b"me", payload: b"12345", born: 4, segment: 8, blocks: 1 };
+        assert!(writer.session(&session));
+        writer.finish(&header().store, 3, 0);
+        frame
+    }
+
+    #[test]
+    fn entries_round_trip() {
+        let frame = filled();
+        let all: Vec<_> = items(&frame, &header(), 0).expect("sound").collect();
+        assert_eq!(all.len(), 3);
+        let Some(Item::Segment(covered)) = all[0] else { panic!("a segment") };
+        assert_eq!((covered.number, covered.blocks, covered.newest), (8, 700, 90));
+        let Some(Item::Chunk(chunk, places)) = all[1] else { panic!("a chunk") };
+        assert_eq!(chunk, some_chunk());
+        assert_eq!(places.iter().collect::<Vec<_>>(), [place(1), place(2)]);
+        let Some(Item::Session(session)) = all[2] else { panic!("a session") };
+        assert_eq!((session.name, session.payload, session.born), (&b"me"[..], &b"12345"[..], 4));
+        let mut block = [0; BLOCK_BYTES];
+        header().encode(&mut block);
+        assert_eq!(Header::decode(&block), Some(header()));
+    }
+
+    #[test]
+    fn damage_and_other_places_show() {
+        let mut frame = filled();
+        assert!(items(&frame, &header(), 1).is_none());
+        assert!(items(&frame, &Header { number: 4, ..header() }, 0).is_none());
+        assert!(items(&frame, &Header { store: [6; 16], ..header() }, 0).is_none());
+        assert!(items(&frame[..FRAME_BYTES - 1], &header(), 0).is_none());
+        for bit in (0..256).chain((256..FRAME_BYTES * 8).step_by(9001)) {
+            frame[bit / 8] ^= 1 << (bit % 8);
+            assert!(items(&frame, &header(), 0).is_none(), "bit {bit}");
+            frame[bit / 8] ^= 1 << (bit % 8);
+        }
+        let mut block = [0; BLOCK_BYTES];
+        header().encode(&mut block);
+        for bit in (0..BLOCK_BYTES * 8).step_by(3) {
+            block[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(Header::decode(&block), None, "bit {bit}");
+            block[bit / 8] ^= 1 << (bit % 8);
+        }
+    }
+
+    #[test]
+    fn the_number_of_frames_is_enough() {
+        for (segments, chunks, cells_each, sessions) in
+            [(0, 0, 0, 0), (5000, 1, 1, 0), (3, 900, 1000, 0), (1, 4000, 3, 40), (0, 0, 0, 300)]
+        {
+            let bytes = sessions * session_bytes(256, MAX_PAYLOAD_BYTES);
+            let limit = frames_for(segments, chunks, chunks * cells_each, bytes);
+            let mut frame = vec![0; FRAME_BYTES];
+            let mut frames = 1u32;
+            let mut writer = FrameWriter::new(&mut frame);
+            let mut used = FRAME_HEAD_BYTES;
+            let mut add = |add: &dyn Fn(&mut FrameWriter<'_>) -> bool| {
+                writer.used = used;
+                if !add(&mut writer) {
+                    frames += 1;
+                    writer.used = FRAME_HEAD_BYTES;
+                    assert!(add(&mut writer));
+                }
+                used = writer.used;
+            };
+            let places = vec![place(1); cells_each.max(1)];
+            let payload = vec![7; MAX_PAYLOAD_BYTES];
+            let session =
+                Session { name: &[1; 256], payload: &payload, born: 0, segment: 0, blocks: 1 };
+            (0..segments).for_each(|_| add(&|w| w.segment(&Covered::default())));
+            (0..chunks).for_each(|_| add(&|w| w.chunk(&some_chunk(), &places)));
+            (0..sessions).for_each(|_| add(&|w| w.session(&session)));
+            assert!(Some(frames) <= limit, "{frames} {limit:?}");
+        }
+        assert_eq!(frames_for(0, 0, usize::MAX / 8, 0), None);
+    }
+
+    proptest! {
+        #[test]
+        fn signed_noise_is_read_without_harm(
+            edits in proptest::collection::vec((24usize..500, any::<u8>()), 0..12)
+        ) {
+            let mut frame = filled();
+            edits.iter().for_each(|&(at, value)| frame[at] = value);
+            sign(&mut frame);
+            if let Some(all) = items(&frame, &header(), 0) {
+                for item in all.flatten() {
+                    if let Item::Chunk(_, places) = item {
+                        places.iter().for_each(drop);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The seal of a cell: 64 bits that bind its planes to who it is. The tables in
+//! memory keep it, so that a cell that is read is checked against its full
+//! identity without a look at its header.
+
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::format::keys::{Fingerprint, Key};
+
+/// Plane of keys.
+pub const PLANE_K: u16 = 1;
+/// Plane of values.
+pub const PLANE_V: u16 = 2;
+/// Plane of a sparse policy; its id says of which one.
+pub const PLANE_META: u16 = 3;
+/// Plane of a recurrent state.
+pub const PLANE_STATE: u16 = 4;
+
+/// Most planes of one cell.
+pub const MAX_PLANES: usize = 16;
+
+/// A plane as it rests: what it is, how long, and the checksum of its bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Plane {
+    /// [`PLANE_K`] and so on; others are kept and not understood.
+    pub kind: u16,
+    /// Which one of its kind.
+    pub id: u16,
+    /// Version of what its content means.
+    pub version: u32,
+    /// Stored bytes.
+    pub bytes: u64,
+    /// Checksum of the stored bytes, as `base/checksum` defines it.
+    pub sum: u64,
+}
+
+/// Who a cell is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// Key of its chunk.
+    pub key: Key,
+    /// Fingerprint of the layout it was stored under.
+    pub fingerprint: Fingerprint,
+    /// Its layer.
+    pub layer: u32,
+    /// Tokens that it has.
+    pub valid_tokens: u32,
+    /// How its bytes are coded; 0 = as they are.
+    pub codec: u16,
+}
+
+const FIXED_BYTES: usize = 80;
+const PLANE_BYTES: usize = 24;
+
+/// The seal of a cell: XXH3-64 of 80 bytes that say who it is and 24 for each
+/// plane. The bytes are in `docs/store.md`.
+pub fn seal(who: &Identity, planes: impl ExactSizeIterator<Item = Plane>) -> u64 {
+    let mut bytes = [0u8; FIXED_BYTES + 4 * PLANE_BYTES];
+    bytes[..4].copy_from_slice(b"KVTC");
+    bytes[4..6].copy_from_slice(&who.codec.to_le_bytes());
+    bytes[6..8].copy_from_slice(&(planes.len() as u16).to_le_bytes());
+    bytes[8..40].copy_from_slice(&who.key.0);
+    bytes[40..72].copy_from_slice(&who.fingerprint.0);
+    bytes[72..76].copy_from_slice(&who.layer.to_le_bytes());
+    bytes[76..80].copy_from_slice(&who.valid_tokens.to_le_bytes());
+    // Most cells have two planes: all in one call then. More go through the
+    // streaming form, which gives the same sum.
+    let mut used = FIXED_BYTES;
+    let mut long: Option<Xxh3> = None;
+    for plane in planes {
+        if used == bytes.len() {
+            long.get_or_insert_default().update(&bytes);
+            used = 0;
+        }
+        let at = &mut bytes[used..used + PLANE_BYTES];
+        at[..2].copy_from_slice(&plane.kind.to_le_bytes());
+        at[2..4].copy_from_slice(&plane.id.to_le_bytes());
+        at[4..8].copy_from_slice(&plane.version.to_le_bytes());
+        at[8..16].copy_from_slice(&plane.bytes.to_le_bytes());
+        at[16..].copy_from_slice(&plane.sum.to_le_bytes());
+        used += PLANE_BYTES;
+        if used < bytes.len() && used + PLANE_BYTES > bytes.len() {
+            long.get_or_insert_default().update(&bytes[..used]);
+            used = 0;
+        }
+    }
+    match long {
+        None => xxhash_rust::xxh3::xxh3_64(&bytes[..used]),
+        Some(mut long) => {
+            long.update(&bytes[..used]);
+            long.digest()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn who() -> Identity {
+        Identity {
+            key: Key([7; 32]),
+            fingerprint: Fingerprint([9; 32]),
+            layer: 3,
+            valid_tokens: 256,
+            codec: 0,
+        }
+    }
+
+    fn plane(i: u64) -> Plane {
+        Plane { kind: i as u16 + 1, id: 5, version: 6, bytes: 4096 + i, sum: 77 * i }
+    }
+
+    /// Field after field, as the page has it.
+    fn plain(who: &Identity, planes: &[Plane]) -> u64 {
+        let mut all = b"KVTC".to_vec();
+        all.extend(who.codec.to_le_bytes());
+        all.extend((planes.len() as u16).to_le_bytes());
+        all.extend(who.key.0);
+        all.extend(who.fingerprint.0);
+        all.extend(who.layer.to_le_bytes());
+        all.extend(who.valid_tokens.to_le_bytes());
+        for p in planes {
+            all.extend(p.kind.to_le_bytes());
+            all.extend(p.id.to_le_bytes());
+            all.extend(p.version.to_le_bytes());
+            all.extend(p.bytes.to_le_bytes());
+            all.extend(p.sum.to_le_bytes());
+        }
+        xxhash_rust::xxh3::xxh3_64(&all)
+    }
+
+    #[test]
+    fn agrees_with_the_definition_for_any_number_of_planes() {
+        for n in 0..=MAX_PLANES as u64 {
+            let planes: Vec<Plane> = (0..n).map(plane).collect();
+            assert_eq!(seal(&who(), planes.iter().copied()), plain(&who(), &planes), "{n}");
+        }
+    }
+
+    #[test]
+    fn every_field_counts() {
+        let planes = [plane(0), plane(1)];
+        let of = |w: Identity, p: [Plane; 2]| seal(&w, p.into_iter());
+        let mut key = who();
+        key.key.0[31] ^= 1;
+        let mut seals = vec![
+            of(who(), planes),
+            of(key, planes),
+            of(Identity { fingerprint: Fingerprint([8; 32]), ..who() }, planes),
+            of(Identity { layer: 4, ..who() }, planes),
+            of(Identity { valid_tokens: 255, ..who() }, planes),
+            of(Identity { codec: 1, ..who() }, planes),
+            of(who(), [planes[1], planes[0]]),
+            of(who(), [planes[0], Plane { kind: 9, ..planes[1] }]),
+            of(who(), [planes[0], Plane { id: 9, ..planes[1] }]),
+            of(who(), [planes[0], Plane { version: 9, ..planes[1] }]),
+            of(who(), [planes[0], Plane { bytes: 9, ..planes[1] }]),
+            of(who(), [planes[0], Plane { sum: 9, ..planes[1] }]),
+            seal(&who(), [planes[0]].into_iter()),
+        ];
+        let n = seals.len();
+        seals.sort_unstable();
+        seals.dedup();
+        assert_eq!(seals.len(), n);
+    }
+}

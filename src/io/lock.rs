@@ -1,0 +1,225 @@
+//! One opener per directory: a record lock on its file `LOCK` keeps other
+//! processes out. Record locks do not keep the own process out, and closing any
+//! descriptor of the file gives the lock up; so a table of the process is asked
+//! first, and the file is opened by its one holder only.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use once_cell::sync::Lazy;
+
+use crate::base::status::{Result, Status};
+use crate::base::sync::Mutex;
+use crate::fail;
+use crate::io::directory::Directory;
+use crate::io::errno;
+use crate::io::files::LOCK_NAME;
+
+type Identity = (u64, u64);
+
+/// The directories this process has open.
+static HELD: Lazy<Mutex<Vec<Identity>>> = Lazy::new(|| Mutex::new(Vec::new()));
+
+/// A directory that nobody else has open.
+pub struct Lock {
+    /// Empty only while it is dropped.
+    file: Option<OwnedFd>,
+    identity: Identity,
+}
+
+impl Lock {
+    /// Locks a directory, or says who has it.
+    pub fn take(directory: &Directory) -> Result<Lock> {
+        let place = directory.path().display();
+        let identity = directory.identity()?;
+        let mut held = HELD.lock();
+        if held.contains(&identity) {
+            drop(held);
+            fail!(Busy, "{place} is open already, in this process");
+        }
+        held.try_reserve(1).map_err(|_| Status::NoMem)?;
+        held.push(identity);
+        drop(held);
+        // From here on dropping it undoes what was done.
+        let mut lock = Lock { file: None, identity };
+        let file = directory.open_file(LOCK_NAME, libc::O_CREAT)?;
+        let mut wish = whole_file();
+        // SAFETY: a valid flock.
+        let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &wish) };
+        if rc == 0 {
+            lock.file = Some(file);
+            return Ok(lock);
+        }
+        let number = errno::last_number();
+        if !matches!(number, libc::EAGAIN | libc::EACCES) {
+            return Err(errno::error(number, &format!("locking {place}")));
+        }
+        // SAFETY: a valid, writable flock.
+        let told = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLK, &mut wish) };
+        if told == 0 && wish.l_type != libc::F_UNLCK as libc::c_short && wish.l_pid > 0 {
+            fail!(Busy, "{place} is open already, in process {}", wish.l_pid);
+        }
+        fail!(Busy, "{place} is open already, in another process")
+    }
+
+    /// The file that is locked: an ordinary one of its directory.
+    pub fn file(&self) -> Option<&OwnedFd> {
+        self.file.as_ref()
+    }
+}
+
+fn whole_file() -> libc::flock {
+    // SAFETY: integers only, which may be zero; from 0 on, 0 bytes: all.
+    let mut wish: libc::flock = unsafe { std::mem::zeroed() };
+    wish.l_type = libc::F_WRLCK as libc::c_short;
+    wish.l_whence = libc::SEEK_SET as libc::c_short;
+    wish
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // In this order: once the table has no entry, another may open the file,
+        // and closing ours would then take its lock away.
+        drop(self.file.take());
+        // A child of a fork has a copy of the table, maybe locked for ever.
+        if crate::base::fork::check().is_ok() {
+            HELD.lock().retain(|other| *other != self.identity);
+        }
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+    use crate::io::contract::Scratch;
+    use crate::io::real::{RealFiles, RealOpts};
+    use std::ffi::CString;
+    use std::path::PathBuf;
+
+    const CHILD: &str = "KVTIER_TEST_LOCK";
+
+    fn open(scratch: &Scratch) -> Result<RealFiles> {
+        RealFiles::open(&scratch.0, &RealOpts::default())
+    }
+
+    /// Run by the tests below, in a process of its own.
+    #[test]
+    fn child_opens_what_it_is_told() {
+        let Some(path) = std::env::var_os(CHILD) else { return };
+        let opened = RealFiles::open(&PathBuf::from(path), &RealOpts::default());
+        std::process::exit(match opened {
+            Ok(_) => 40,
+            Err(error) if error.status() == Status::Busy => {
+                let parent = format!("in process {}", std::os::unix::process::parent_id());
+                if error.message().contains(&parent) { 41 } else { 42 }
+            }
+            Err(_) => 43,
+        });
+    }
+
+    fn child(scratch: &Scratch) -> Option<i32> {
+        let test = "io::lock::tests::child_opens_what_it_is_told";
+        let exe = std::env::current_exe().expect("this test");
+        let mut command = std::process::Command::new(exe);
+        command.args(["--exact", test]).env(CHILD, &scratch.0);
+        command.output().expect("started").status.code()
+    }
+
+    #[test]
+    fn a_second_opener_is_kept_out() {
+        let scratch = Scratch::new();
+        let first = open(&scratch).expect("free");
+        // However often somebody tries and fails, the lock stays.
+        for _ in 0..3 {
+            let error = open(&scratch).err().expect("held");
+            assert_eq!(error.status(), Status::Busy);
+            assert!(error.message().contains("in this process"), "{error}");
+            assert_eq!(child(&scratch), Some(41), "another process is told who has it");
+        }
+        let elsewhere = Scratch::new();
+        assert!(open(&elsewhere).is_ok(), "another directory is free");
+        drop(first);
+        assert_eq!(child(&scratch), Some(40));
+        drop(open(&scratch).expect("free again"));
+        assert_eq!(child(&scratch), Some(40));
+    }
+
+    #[test]
+    fn another_name_of_the_directory_does_not_help() {
+        let scratch = Scratch::new();
+        let _first = open(&scratch).expect("free");
+        let name = scratch.0.file_name().expect("a name");
+        let other = scratch.0.join("..").join(name);
+        let error = RealFiles::open(&other, &RealOpts::default()).err().expect("held");
+        assert_eq!(error.status(), Status::Busy);
+    }
+
+    /// Forks a child that takes the lock by itself, says so, and holds it until it
+    /// is told to end.
+    fn holder(scratch: &Scratch) -> (i32, [i32; 2]) {
+        let path = CString::new(scratch.0.join(LOCK_NAME).to_str().expect("text")).expect("text");
+        let (mut said, mut told) = ([0; 2], [0; 2]);
+        let wish = whole_file();
+        // SAFETY: the child makes system calls only, and ends in `_exit`.
+        unsafe {
+            assert_eq!((libc::pipe(said.as_mut_ptr()), libc::pipe(told.as_mut_ptr())), (0, 0));
+            let pid = libc::fork();
+            if pid == 0 {
+                let fd = libc::open(path.as_ptr(), libc::O_RDWR);
+                let held = libc::fcntl(fd, libc::F_SETLK, &wish) == 0;
+                let mut word = u8::from(held);
+                libc::write(said[1], (&raw const word).cast(), 1);
+                libc::close(told[1]);
+                libc::read(told[0], (&raw mut word).cast(), 1);
+                libc::_exit(0);
+            }
+            let mut word = 0u8;
+            assert_eq!(libc::read(said[0], (&raw mut word).cast(), 1), 1);
+            assert_eq!(word, 1, "the child holds the lock");
+            libc::close(said[0]);
+            libc::close(said[1]);
+            (pid, told)
+        }
+    }
+
+    #[test]
+    fn a_process_that_dies_gives_the_lock_up() {
+        let scratch = Scratch::new();
+        drop(open(&scratch).expect("free"));
+        let (pid, told) = holder(&scratch);
+        let error = open(&scratch).err().expect("held");
+        assert_eq!(error.status(), Status::Busy);
+        assert!(error.message().contains(&format!("in process {pid}")), "{error}");
+        // SAFETY: the child made above, and its pipe.
+        unsafe {
+            assert_eq!(libc::kill(pid, libc::SIGKILL), 0);
+            assert_eq!(libc::waitpid(pid, std::ptr::null_mut(), 0), pid);
+            libc::close(told[0]);
+            libc::close(told[1]);
+        }
+        assert!(open(&scratch).is_ok());
+    }
+
+    #[test]
+    fn a_forked_child_can_do_nothing_and_takes_nothing_away() {
+        let scratch = Scratch::new();
+        let files = open(&scratch).expect("free");
+        // SAFETY: the child asks, drops its copies and ends in `_exit`.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            use crate::io::files::Files;
+            let forked = |status| status == Status::Forked;
+            let refused = files.list().is_err_and(|e| forked(e.status()))
+                && files.create("x", 1).is_err_and(|e| forked(e.status()))
+                && open(&scratch).is_err_and(|e| forked(e.status()));
+            drop(files);
+            // SAFETY: ends the child without the parent's destructors.
+            unsafe { libc::_exit(i32::from(refused)) };
+        }
+        let mut status = 0;
+        // SAFETY: the child made above.
+        assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
+        assert_eq!(libc::WEXITSTATUS(status), 1);
+        assert_eq!(child(&scratch), Some(41), "the lock is still held");
+        assert_eq!(crate::io::files::Files::list(&files), Ok(vec![]));
+    }
+}

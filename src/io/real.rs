@@ -1,0 +1,517 @@
+//! The files of a real directory: O_DIRECT and io_uring where both work, a plainer
+//! way where one does not, and a word about that.
+
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use once_cell::sync::OnceCell;
+
+use crate::base::fork;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::atomic::{AtomicU32, Ordering};
+use crate::base::sync::{Arc, Mutex};
+use crate::fail;
+use crate::io::directory::{Directory, facts_of};
+use crate::io::files::{Entry, FileId, Files, Piece, check_name};
+use crate::io::lock::Lock;
+use crate::io::open_file::{OpenFile, Poison};
+use crate::io::open_files::OpenFiles;
+use crate::io::probe;
+use crate::io::span::Span;
+use crate::io::uring::{MAX_DEPTH, Rings};
+
+/// Largest alignment for which O_DIRECT is used if nothing else is said: a block
+/// of the store.
+pub const MAX_ALIGN_BYTES: u64 = 4096;
+/// How often a ring may fail before a directory does without.
+const MAX_FAILURES: u32 = 2;
+
+/// How to open a directory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RealOpts {
+    /// Through the page cache.
+    pub buffered: bool,
+    /// Without io_uring.
+    pub no_uring: bool,
+    /// Transfers that one caller has in flight; 0 = [`MAX_DEPTH`].
+    pub depth: u32,
+    /// Through the page cache if direct transfers have to be aligned to more; 0 =
+    /// [`MAX_ALIGN_BYTES`].
+    pub max_align_bytes: u64,
+}
+
+/// A directory that is open.
+pub struct RealFiles {
+    directory: Directory,
+    files: Mutex<OpenFiles<Arc<OpenFile>>>,
+    rings: Option<Rings>,
+    ring_failures: AtomicU32,
+    align: u64,
+    direct: bool,
+    names_poison: Poison,
+    /// What was found when it was opened.
+    fallback: Option<String>,
+    /// That, and why the rings were given up.
+    rings_off: OnceCell<String>,
+    /// Given up last: fields are dropped in this order.
+    _lock: Lock,
+}
+
+impl RealFiles {
+    /// Opens a directory, makes it if it is absent, and keeps everybody else out.
+    pub fn open(path: &Path, opts: &RealOpts) -> Result<RealFiles> {
+        fork::arm()?;
+        fork::check()?;
+        let directory = Directory::open(path)?;
+        let lock = Lock::take(&directory)?;
+        let mut reasons: Vec<String> = Vec::new();
+        let mut align = 1;
+        if !opts.buffered {
+            match direct_alignment(&directory, &lock, opts.max_align_bytes) {
+                Ok(found) => align = found,
+                Err(error) => reasons.push(format!("no direct transfers: {}", error.message())),
+            }
+        }
+        let mut rings = None;
+        if !opts.no_uring {
+            let depth = if opts.depth == 0 { MAX_DEPTH } else { opts.depth };
+            match Rings::new(depth) {
+                Ok(found) => rings = Some(found),
+                Err(error) => reasons.push(format!("no io_uring: {}", error.message())),
+            }
+        }
+        let fallback = (!reasons.is_empty()).then(|| reasons.join("; "));
+        if let Some(reason) = &fallback {
+            log::warn!("{}: {reason}", directory.path().display());
+        }
+        Ok(RealFiles {
+            directory,
+            files: Mutex::new(OpenFiles::default()),
+            rings,
+            ring_failures: AtomicU32::new(0),
+            align,
+            direct: align > 1,
+            names_poison: Poison::default(),
+            fallback,
+            rings_off: OnceCell::new(),
+            _lock: lock,
+        })
+    }
+
+    /// The rings, while they are in use.
+    fn rings(&self) -> Option<&Rings> {
+        self.rings.as_ref().filter(|_| self.rings_off.get().is_none())
+    }
+
+    fn file(&self, id: FileId) -> Result<Arc<OpenFile>> {
+        self.files.lock().get(id).cloned()
+    }
+
+    fn flags(&self) -> i32 {
+        if self.direct { libc::O_DIRECT } else { 0 }
+    }
+
+    /// A ring failed. What it left undone was done without.
+    fn ring_failed(&self, reason: &str) {
+        let place = self.directory.path().display();
+        if self.ring_failures.fetch_add(1, Ordering::AcqRel) + 1 < MAX_FAILURES {
+            log::warn!("{place}: a ring of io_uring failed: {reason}");
+            return;
+        }
+        let late = format!("no io_uring any more: {reason}");
+        let all = self.fallback.iter().map(String::as_str).chain([late.as_str()]);
+        if self.rings_off.set(all.collect::<Vec<_>>().join("; ")).is_ok() {
+            log::warn!("{place}: {late}");
+        }
+    }
+
+    /// Carries out what is left of a batch, piece by piece.
+    ///
+    /// # Safety
+    /// As for [`Files::transfer`].
+    unsafe fn one_by_one(&self, pieces: &mut [Piece]) -> bool {
+        let mut any = false;
+        let open = |piece: &&mut Piece| match &piece.result {
+            Err(error) => error.status() == Status::Again,
+            Ok(()) => false,
+        };
+        for piece in pieces.iter_mut().filter(open) {
+            piece.result = self.file(piece.file).and_then(|file| {
+                let mut span = Span::new(piece, &*file);
+                // SAFETY: the caller's promise.
+                let result = unsafe { span.carry_out(self.align) };
+                result.map_err(|error| error.within(file.name()))
+            });
+            any |= piece.result.is_ok();
+        }
+        any
+    }
+}
+
+/// What direct transfers have to be aligned to, if they work.
+fn direct_alignment(directory: &Directory, lock: &Lock, most: u64) -> Result<u64> {
+    let align = match lock.file().map_or(Ok(0), told_alignment)? {
+        0 => tried_alignment(directory)?,
+        told => told,
+    };
+    let most = if most == 0 { MAX_ALIGN_BYTES } else { most };
+    if align > most || !align.is_power_of_two() {
+        fail!(Unavailable, "O_DIRECT wants multiples of {align} bytes, more than {most}");
+    }
+    Ok(align)
+}
+
+/// What is found out by trying. The second choice: it takes room on the disk, and
+/// what works may be less than what is promised.
+fn tried_alignment(directory: &Directory) -> Result<u64> {
+    // Left behind by a process that was killed while it tried, it would be in the
+    // way for ever: in a container every process has the same number.
+    let left = format!(".kvt-probe-{}", std::process::id());
+    if directory.remove(&left).is_ok() {
+        log::info!("removed {left}, left behind by a probe");
+    }
+    probe::direct_alignment(directory.path())
+}
+
+/// What the kernel says of a file (since Linux 6.1); 0 when it says nothing.
+fn told_alignment(file: &impl AsRawFd) -> Result<u64> {
+    // SAFETY: integers only, which may be zero.
+    let mut facts: libc::statx = unsafe { std::mem::zeroed() };
+    let (fd, flags) = (file.as_raw_fd(), libc::AT_EMPTY_PATH);
+    // SAFETY: an empty path means the descriptor; `facts` is a writable statx.
+    let rc = unsafe { libc::statx(fd, c"".as_ptr(), flags, libc::STATX_DIOALIGN, &mut facts) };
+    if rc != 0 || facts.stx_mask & libc::STATX_DIOALIGN == 0 {
+        return Ok(0);
+    }
+    let (memory, offset) = (facts.stx_dio_mem_align, facts.stx_dio_offset_align);
+    if memory == 0 || offset == 0 {
+        fail!(Unavailable, "the file system has no O_DIRECT for its files");
+    }
+    Ok(u64::from(memory.max(offset)))
+}
+
+impl Files for RealFiles {
+    fn align_bytes(&self) -> u64 {
+        self.align
+    }
+
+    fn engine(&self) -> &str {
+        match (self.rings().is_some(), self.direct) {
+            (true, true) => "io_uring, direct",
+            (true, false) => "io_uring, buffered",
+            (false, true) => "threads, direct",
+            (false, false) => "threads, buffered",
+        }
+    }
+
+    fn fallback(&self) -> Option<&str> {
+        self.rings_off.get().or(self.fallback.as_ref()).map(String::as_str)
+    }
+
+    fn list(&self) -> Result<Vec<Entry>> {
+        fork::check()?;
+        self.directory.list()
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> Result<FileId> {
+        fork::check()?;
+        check_name(name)?;
+        let flags = self.flags() | libc::O_CREAT | libc::O_EXCL;
+        let file = OpenFile::new(self.directory.open_file(name, flags)?, name);
+        let added = file.allocate(bytes).and_then(|()| self.files.lock().add(Arc::new(file)));
+        if added.is_err() {
+            // Half a file is of no use to anybody.
+            if let Err(error) = self.directory.remove(name) {
+                log::warn!("a file that could not be made stays: {error}");
+            }
+        }
+        added
+    }
+
+    fn open(&self, name: &str) -> Result<FileId> {
+        fork::check()?;
+        check_name(name)?;
+        let file = OpenFile::new(self.directory.open_file(name, self.flags())?, name);
+        self.files.lock().add(Arc::new(file))
+    }
+
+    fn len(&self, file: FileId) -> Result<u64> {
+        fork::check()?;
+        let file = self.file(file)?;
+        Ok(facts_of(file.fd())?.bytes)
+    }
+
+    fn close(&self, file: FileId) {
+        if fork::check().is_ok() {
+            let file = self.files.lock().remove(file);
+            drop(file); // outside the lock: closing may write
+        }
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<()> {
+        fork::check()?;
+        check_name(from)?;
+        check_name(to)?;
+        self.directory.rename(from, to)
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        fork::check()?;
+        check_name(name)?;
+        self.directory.remove(name)
+    }
+
+    fn sync_names(&self) -> Result<()> {
+        fork::check()?;
+        self.names_poison.sync("the directory", || self.directory.sync())
+    }
+
+    fn sync(&self, file: FileId) -> Result<()> {
+        fork::check()?;
+        self.file(file)?.sync()
+    }
+
+    unsafe fn transfer(&self, pieces: &mut [Piece]) {
+        let forked = fork::check();
+        for piece in pieces.iter_mut() {
+            // What nobody has carried out yet says `Again`.
+            let fine = forked.clone().and_then(|()| piece.check(self.align));
+            piece.result = fine.and(Err(Error::from(Status::Again)));
+        }
+        let mut outcome = Default::default();
+        if let (Some(rings), 2..) = (self.rings(), pieces.len()) {
+            // SAFETY: the caller's promise.
+            outcome = unsafe { rings.transfer(pieces, self.align, &|file| self.file(file)) };
+        }
+        // SAFETY: the caller's promise; no ring has any of the memory any more.
+        let any = unsafe { self.one_by_one(pieces) };
+        if let Some(error) = outcome.failed {
+            self.ring_failed(error.message());
+        } else if let (Some(number), true) = (outcome.refused, any) {
+            self.ring_failed(&std::io::Error::from_raw_os_error(number).to_string());
+        }
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        fork::check()?;
+        self.directory.free_bytes()
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+    use crate::io::contract::{Scratch, bytes_of, memory, read, write};
+    use crate::io::files::{LOCK_NAME, Way};
+    use crate::io::uring::Damage;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    fn open(path: &Path) -> Result<RealFiles> {
+        RealFiles::open(path, &RealOpts::default())
+    }
+
+    fn refused(path: &Path, status: Status, words: &str) {
+        let error = open(path).err().expect("refused");
+        assert_eq!(error.status(), status, "{error}");
+        assert!(error.message().contains(words), "{error}");
+    }
+
+    fn mode(path: &Path) -> u32 {
+        std::fs::metadata(path).expect("there").mode() & 0o777
+    }
+
+    fn chmod(path: &Path, mode: u32) {
+        let wanted = std::fs::Permissions::from_mode(mode);
+        std::fs::set_permissions(path, wanted).expect("changed");
+    }
+
+    #[test]
+    fn directory_and_files_are_private() {
+        let scratch = Scratch::new();
+        let files = open(&scratch.0).expect("made");
+        files.create("x", 4096).expect("created");
+        assert_eq!(mode(&scratch.0), 0o700);
+        assert_eq!(mode(&scratch.0.join("x")), 0o600);
+        assert_eq!(mode(&scratch.0.join(LOCK_NAME)), 0o600);
+        drop(files);
+        chmod(&scratch.0, 0o750);
+        refused(&scratch.0, Status::Invalid, "chmod 700");
+        chmod(&scratch.0, 0o700);
+        assert!(open(&scratch.0).is_ok());
+        let empty = Scratch::new();
+        std::fs::create_dir(&empty.0).expect("made");
+        chmod(&empty.0, 0o755);
+        assert!(open(&empty.0).is_ok(), "nothing is in it yet: it becomes private");
+        assert_eq!(mode(&empty.0), 0o700);
+    }
+
+    #[test]
+    fn nothing_is_followed_and_nothing_strange_is_opened() {
+        let (scratch, outside) = (Scratch::new(), Scratch::new());
+        let files = open(&scratch.0).expect("made");
+        std::fs::create_dir(&outside.0).expect("made");
+        let inside = |name: &str| scratch.0.join(name);
+        std::fs::write(outside.0.join("secret"), "secret").expect("written");
+        symlink(outside.0.join("secret"), inside("link")).expect("linked");
+        std::fs::create_dir(inside("directory")).expect("made");
+        std::fs::write(inside(".hidden"), "").expect("written");
+        std::fs::write(inside("no name"), "").expect("written");
+        let pipe = std::ffi::CString::new(inside("pipe").to_str().expect("text")).expect("text");
+        // SAFETY: a NUL-terminated path.
+        assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
+        assert_eq!(files.list(), Ok(vec![]));
+        files.create("x", 1).expect("created");
+        for name in ["link", "directory", "pipe"] {
+            let status = |result: Result<FileId>| result.map_err(|error| error.status());
+            assert_eq!(status(files.open(name)), Err(Status::NotFound), "{name}");
+            assert_eq!(status(files.create(name, 1)), Err(Status::State), "{name}");
+            assert!(files.remove(name).is_err() && files.rename(name, "y").is_err(), "{name}");
+        }
+        assert_eq!(files.rename("x", "link"), Ok(()), "the link goes, not what it leads to");
+        assert_eq!(std::fs::read(outside.0.join("secret")).expect("there"), b"secret");
+        drop(files);
+        let link = Scratch::new();
+        symlink(&scratch.0, &link.0).expect("linked");
+        refused(&link.0, Status::Invalid, "link");
+        let slash = format!("{}/", link.0.display());
+        refused(Path::new(&slash), Status::Invalid, "link");
+        refused(&link.0.join("."), Status::Invalid, "link");
+        std::fs::remove_file(&link.0).expect("removed");
+        refused(&outside.0.join("secret"), Status::Invalid, "not a directory");
+        refused(&outside.0.join("no/such"), Status::NotFound, "no/such");
+        std::fs::remove_file(inside(LOCK_NAME)).expect("removed");
+        symlink(outside.0.join("secret"), inside(LOCK_NAME)).expect("linked");
+        refused(&scratch.0, Status::NotFound, LOCK_NAME);
+    }
+
+    #[test]
+    fn a_directory_of_somebody_else_is_refused() {
+        let scratch = Scratch::new();
+        std::fs::create_dir(&scratch.0).expect("made");
+        if std::os::unix::fs::chown(&scratch.0, Some(12_345), None).is_err() {
+            return; // only root can give things away
+        }
+        refused(&scratch.0, Status::Invalid, "12345");
+    }
+
+    #[test]
+    fn a_failed_sync_is_not_forgotten() {
+        let scratch = Scratch::new();
+        let files = open(&scratch.0).expect("made");
+        let (x, y) = (files.create("x", 4096), files.create("y", 4096));
+        let (x, y) = (x.expect("created"), y.expect("created"));
+        let open_x = files.file(x).expect("open");
+        assert_eq!((files.sync(x), files.sync(y)), (Ok(()), Ok(())));
+        // A pipe cannot be synced: it stands in for a disk that cannot.
+        let mut ends = [0; 2];
+        // SAFETY: descriptors of this test; `kept` is put back below.
+        unsafe {
+            assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
+            let kept = libc::dup(open_x.as_raw_fd());
+            assert!(kept >= 0 && libc::dup2(ends[0], open_x.as_raw_fd()) >= 0);
+            assert!(files.sync(x).is_err());
+            assert!(libc::dup2(kept, open_x.as_raw_fd()) >= 0);
+            [kept, ends[0], ends[1]].iter().for_each(|fd| assert_eq!(libc::close(*fd), 0));
+        }
+        let error = files.sync(x).expect_err("the disk works again, but who knows what is on it");
+        assert!(error.status() == Status::Io && error.message().contains("failed before"));
+        assert_eq!(files.sync(y), Ok(()), "another file is another matter");
+    }
+
+    #[test]
+    fn a_full_disk_is_told_apart() {
+        let shm = Path::new("/dev/shm");
+        let scratch = Scratch(shm.join(format!("kvtier-io-full-{}", std::process::id())));
+        let Ok(files) = open(&scratch.0) else { return };
+        // Refused at once there, without filling it.
+        let error = files.create("x", 1 << 50).expect_err("too large");
+        assert_eq!(error.status(), Status::Budget, "{error}");
+        assert_eq!(files.list(), Ok(vec![]));
+        let x = files.create("x", 8192).expect("created");
+        assert_eq!(write(&files, x, 0, 5, 4096), Ok(()));
+        assert_eq!(read(&files, x, 0, 4096).expect("read"), [5; 4096]);
+    }
+
+    /// Writes and reads a batch, and says through which engine that went.
+    fn batch(files: &RealFiles, file: FileId, fill: u8) -> String {
+        let stock = memory(32 << 12);
+        for way in [Way::Write, Way::Read] {
+            bytes_of(&stock).fill(if way == Way::Write { fill } else { 0 });
+            let piece = |i: u64| {
+                let address = stock.range(i << 12, 1 << 12).expect("inside");
+                Piece::one(file, way, i << 12, address, 1 << 12)
+            };
+            let mut pieces: Vec<Piece> = (0..32).map(piece).collect();
+            // SAFETY: the memory is this test's own.
+            unsafe { files.transfer(&mut pieces) };
+            assert!(pieces.iter().all(|piece| piece.result == Ok(())));
+        }
+        assert!(bytes_of(&stock).iter().all(|byte| *byte == fill));
+        files.engine().to_string()
+    }
+
+    #[test]
+    fn without_rings_it_goes_on() {
+        for how in [Damage::Cut, Damage::Restricted] {
+            let scratch = Scratch::new();
+            let files = open(&scratch.0).expect("made");
+            let Some(rings) = files.rings() else { return };
+            let file = files.create("x", 32 << 12).expect("created");
+            assert!(batch(&files, file, 1).starts_with("io_uring"));
+            rings.damage(how);
+            let after = batch(&files, file, 2);
+            // A ring that was cut is replaced by a sound one.
+            let expected = if matches!(how, Damage::Cut) { "io_uring" } else { "threads" };
+            assert!(after.starts_with(expected), "{how:?}: {after}");
+            rings.damage(how);
+            assert!(batch(&files, file, 3).starts_with("threads"), "{how:?}");
+            assert!(files.fallback().expect("a reason").contains("no io_uring any more"));
+            assert!(batch(&files, file, 4).starts_with("threads"));
+        }
+    }
+
+    #[test]
+    fn many_threads_share_the_rings() {
+        let scratch = Scratch::new();
+        let files = open(&scratch.0).expect("made");
+        let ids: Vec<FileId> =
+            (0..24).map(|i| files.create(&format!("f{i}"), 32 << 12).expect("created")).collect();
+        std::thread::scope(|scope| {
+            for (i, file) in ids.iter().enumerate() {
+                let files = &files;
+                scope.spawn(move || (0..20).for_each(|n| drop(batch(files, *file, (i + n) as u8))));
+            }
+        });
+        let said = files.fallback().unwrap_or("").to_string();
+        assert!(!said.contains("any more"), "{said}");
+    }
+
+    #[test]
+    fn alignment_above_what_callers_can_is_not_used() {
+        let scratch = Scratch::new();
+        let files =
+            RealFiles::open(&scratch.0, &RealOpts { max_align_bytes: 1, ..RealOpts::default() })
+                .expect("made");
+        assert_eq!(files.align_bytes(), 1);
+        assert!(files.engine().ends_with("buffered"));
+        assert!(files.fallback().expect("a reason").contains("no direct transfers"));
+    }
+
+    #[test]
+    fn what_the_kernel_says_works_and_so_does_trying() {
+        let scratch = Scratch::new();
+        let directory = Directory::open(&scratch.0).expect("made");
+        // What a process left behind that was killed while it tried.
+        let left = scratch.0.join(format!(".kvt-probe-{}", std::process::id()));
+        std::fs::write(&left, "").expect("written");
+        let tried = tried_alignment(&directory);
+        assert!(!left.exists() && directory.list() == Ok(vec![]));
+        let lock = Lock::take(&directory).expect("free");
+        let told = lock.file().map_or(Ok(0), told_alignment);
+        if let (Ok(tried), Ok(told)) = (&tried, &told) {
+            // Less may work than is promised, never more.
+            assert!(*told == 0 || tried <= told, "tried {tried}, told {told}");
+        }
+        println!("tried {tried:?}, told {told:?}");
+    }
+}

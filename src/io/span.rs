@@ -1,0 +1,183 @@
+//! What is left of a piece, as system calls want it.
+
+use std::os::fd::{AsRawFd, RawFd};
+
+use crate::base::status::{Error, Result};
+use crate::fail;
+use crate::io::errno;
+use crate::io::files::{MAX_PARTS, Piece, Way};
+
+/// Calls that pass without a byte, before it is called an error.
+const MAX_IDLE_CALLS: u32 = 10_000;
+
+/// A stretch of a file and the ranges of memory for it.
+#[derive(Clone, Copy)]
+pub struct Span {
+    fd: RawFd,
+    way: Way,
+    offset: u64,
+    left: u64,
+    parts: [libc::iovec; MAX_PARTS],
+}
+
+// SAFETY: it names memory as a piece does, under the same promise.
+unsafe impl Send for Span {}
+
+const NOWHERE: libc::iovec = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+
+impl Span {
+    /// No transfer.
+    pub const NONE: Span =
+        Span { fd: -1, way: Way::Read, offset: 0, left: 0, parts: [NOWHERE; MAX_PARTS] };
+
+    /// All of a piece that was checked.
+    pub fn new(piece: &Piece, fd: &impl AsRawFd) -> Span {
+        let parts = piece.parts.map(|part| libc::iovec {
+            iov_base: part.address.cast(),
+            iov_len: part.bytes as usize, // at most MAX_PIECE_BYTES
+        });
+        let (way, offset) = (piece.way, piece.offset);
+        Span { fd: fd.as_raw_fd(), way, offset, left: piece.bytes(), parts }
+    }
+
+    /// Whether nothing is left.
+    pub fn is_done(&self) -> bool {
+        self.left == 0
+    }
+
+    /// Where, which way and from which ranges the rest goes.
+    pub fn rest(&self) -> (RawFd, Way, u64, &[libc::iovec; MAX_PARTS]) {
+        (self.fd, self.way, self.offset, &self.parts)
+    }
+
+    /// Takes note of bytes that were moved. An error when there will be no more.
+    pub fn moved(&mut self, bytes: u64, align: u64) -> Result<()> {
+        if bytes == 0 {
+            fail!(
+                Io,
+                "{} of {} bytes at {} that are not there",
+                self.verb(),
+                self.left,
+                self.offset
+            );
+        }
+        let mut on = bytes.min(self.left);
+        self.left -= on;
+        self.offset += on;
+        for part in &mut self.parts {
+            let step = on.min(part.iov_len as u64);
+            // SAFETY: at most to the end of the range.
+            part.iov_base = unsafe { part.iov_base.byte_add(step as usize) };
+            part.iov_len -= step as usize;
+            on -= step;
+        }
+        if self.left > 0 && bytes % align.max(1) != 0 {
+            // Only the end of a file is not aligned.
+            fail!(Io, "{} ended at {}, {} bytes too early", self.verb(), self.offset, self.left);
+        }
+        Ok(())
+    }
+
+    /// An error of the call for the rest.
+    pub fn failed(&self, number: i32) -> Error {
+        let text = format!("{} of {} bytes at {}", self.verb(), self.left, self.offset);
+        errno::error(number, &text)
+    }
+
+    fn verb(&self) -> &'static str {
+        match self.way {
+            Way::Read => "a read",
+            Way::Write => "a write",
+        }
+    }
+
+    /// Carries out the rest, call by call.
+    ///
+    /// # Safety
+    /// The memory is valid for its way, and nobody else touches it meanwhile.
+    pub unsafe fn carry_out(&mut self, align: u64) -> Result<()> {
+        let mut idle = 0;
+        while !self.is_done() {
+            let (fd, way, offset, parts) = self.rest();
+            let (at, count) = (offset as libc::off_t, MAX_PARTS as libc::c_int);
+            // SAFETY: the caller's promise; empty ranges are not touched.
+            let got = unsafe {
+                match way {
+                    Way::Read => libc::preadv(fd, parts.as_ptr(), count, at),
+                    Way::Write => libc::pwritev(fd, parts.as_ptr(), count, at),
+                }
+            };
+            match u64::try_from(got) {
+                Ok(bytes) => self.moved(bytes, align)?,
+                Err(_) => {
+                    let number = errno::last_number();
+                    idle += 1;
+                    if !errno::is_passing(number) || idle > MAX_IDLE_CALLS {
+                        return Err(self.failed(number));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::status::Status;
+    use crate::io::files::{FileId, Part};
+    use std::os::fd::OwnedFd;
+
+    fn piece(memory: &mut [u8], cuts: [u64; 3]) -> Piece {
+        let mut piece = Piece::one(FileId(0), Way::Write, 100, memory.as_mut_ptr(), 0);
+        let mut from = 0;
+        for (part, to) in piece.parts.iter_mut().zip([cuts[0], cuts[1], cuts[2], 64]) {
+            // SAFETY: inside the slice.
+            let address = unsafe { memory.as_mut_ptr().add(from as usize) };
+            *part = Part { address, bytes: to - from };
+            from = to;
+        }
+        piece
+    }
+
+    fn null() -> OwnedFd {
+        std::fs::File::open("/dev/null").expect("the null device").into()
+    }
+
+    #[test]
+    fn every_cut_leaves_the_right_rest() {
+        let mut memory = [0u8; 64];
+        for cuts in [[16, 32, 48], [0, 1, 1], [64, 64, 64], [0, 0, 63]] {
+            for first in 1..64u64 {
+                let mut span = Span::new(&piece(&mut memory, cuts), &null());
+                assert_eq!(span.moved(first, 1), Ok(()));
+                let (_, _, offset, parts) = span.rest();
+                assert_eq!((offset, span.left), (100 + first, 64 - first));
+                let ranges = parts.iter().filter(|part| part.iov_len > 0);
+                let bytes: Vec<usize> = ranges
+                    .flat_map(|p| (0..p.iov_len).map(|i| p.iov_base as usize + i))
+                    .map(|at| at - memory.as_ptr() as usize)
+                    .collect();
+                assert_eq!(bytes, (first as usize..64).collect::<Vec<_>>());
+                assert_eq!(span.moved(64 - first, 1), Ok(()));
+                assert!(span.is_done());
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_more_and_crooked_ends_are_errors() {
+        let mut memory = [0u8; 64];
+        let span = Span::new(&piece(&mut memory, [16, 32, 48]), &null());
+        let status = |bytes, align| {
+            let mut span = span;
+            span.moved(bytes, align).map_err(|error| error.status())
+        };
+        assert_eq!(status(0, 1), Err(Status::Io));
+        assert_eq!(status(5, 4), Err(Status::Io));
+        assert_eq!(status(8, 4), Ok(()));
+        assert_eq!(status(64, 128), Ok(()), "all of it is never too short");
+        assert_eq!(status(1000, 1), Ok(()), "no more than all is ever moved");
+    }
+}

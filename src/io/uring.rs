@@ -1,0 +1,485 @@
+//! Transfers by io_uring: a batch is handed to the kernel at once. A few rings are
+//! shared by all threads; a call takes a free one and has it to itself.
+//!
+//! The memory of a caller is never in flight when a call returns: a `Flight`
+//! counts what the kernel has taken from the ring and not yet given back, and
+//! whichever way it ends, also by an error of the ring or a panic, its drop waits
+//! until that is nothing. What the kernel has not taken yet is never started,
+//! since the ring is not entered again: one that failed is dropped.
+
+use std::mem::ManuallyDrop;
+
+use io_uring::{IoUring, opcode, types};
+
+use crate::base::fork;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Mutex};
+use crate::io::errno;
+use crate::io::files::{FileId, MAX_PARTS, Piece, Way};
+use crate::io::open_file::OpenFile;
+use crate::io::span::Span;
+
+/// Most transfers that one ring has in flight.
+pub const MAX_DEPTH: u32 = 64;
+/// Most rings of one directory: more callers than that do without.
+pub const MAX_RINGS: usize = 16;
+/// How often a transfer that the kernel puts off is given to it again.
+const MAX_TRIES: u32 = 16;
+
+/// How a batch went.
+#[derive(Default)]
+pub struct Outcome {
+    /// The ring failed: what says [`Status::Again`] was not carried out.
+    pub failed: Option<Error>,
+    /// The number of an error that is not one of a device, if there was any. What
+    /// it befell says [`Status::Again`] too.
+    pub refused: Option<i32>,
+}
+
+/// The rings of a directory.
+pub struct Rings {
+    idle: Mutex<Idle>,
+    depth: u32,
+}
+
+struct Idle {
+    rings: Vec<Ring>,
+    /// How many there may be beside those.
+    more: usize,
+}
+
+impl Rings {
+    /// Sets up a first ring: an error where the kernel does not allow it.
+    pub fn new(depth: u32) -> Result<Rings> {
+        let depth = depth.clamp(1, MAX_DEPTH);
+        let mut rings = Vec::new();
+        rings.try_reserve_exact(MAX_RINGS).map_err(|_| Status::NoMem)?;
+        rings.push(Ring::new(depth)?);
+        Ok(Rings { idle: Mutex::new(Idle { rings, more: MAX_RINGS - 1 }), depth })
+    }
+
+    fn take(&self) -> Option<Ring> {
+        let mut idle = self.idle.lock();
+        if let Some(ring) = idle.rings.pop() {
+            return Some(ring);
+        }
+        if idle.more == 0 {
+            return None;
+        }
+        idle.more -= 1;
+        drop(idle);
+        match Ring::new(self.depth) {
+            Ok(ring) => Some(ring),
+            Err(error) => {
+                // Too many descriptors, or too much locked memory: those there are do.
+                self.idle.lock().more = 0;
+                log::warn!("no more rings of io_uring: {error}");
+                None
+            }
+        }
+    }
+
+    /// Carries out those pieces that say [`Status::Again`], as far as it can; none
+    /// when all rings are taken.
+    ///
+    /// # Safety
+    /// As for [`crate::io::files::Files::transfer`].
+    pub unsafe fn transfer(
+        &self,
+        pieces: &mut [Piece],
+        align: u64,
+        open: &dyn Fn(FileId) -> Result<Arc<OpenFile>>,
+    ) -> Outcome {
+        let Some(mut ring) = self.take() else { return Outcome::default() };
+        // SAFETY: the caller's promise.
+        match unsafe { ring.transfer(pieces, align, open) } {
+            Ok(refused) => {
+                self.idle.lock().rings.push(ring);
+                Outcome { failed: None, refused }
+            }
+            Err(error) => {
+                drop(ring);
+                self.idle.lock().more += 1;
+                Outcome { failed: Some(error), refused: None }
+            }
+        }
+    }
+}
+
+/// One ring, and what is in its transfers.
+struct Ring {
+    ring: ManuallyDrop<IoUring>,
+    /// What the kernel reads stays where it is.
+    slots: Box<[Slot]>,
+    free: Vec<u32>,
+}
+
+struct Slot {
+    piece: usize,
+    file: Option<Arc<OpenFile>>,
+    span: Span,
+    tries: u32,
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // A child of a fork has no mapping of it (MADV_DONTFORK): what lies there now
+        // is somebody else's.
+        if fork::check().is_ok() {
+            // SAFETY: dropped once, here.
+            unsafe { ManuallyDrop::drop(&mut self.ring) };
+        }
+    }
+}
+
+fn is_open(piece: &Piece) -> bool {
+    matches!(&piece.result, Err(error) if error.status() == Status::Again)
+}
+
+impl Ring {
+    fn new(depth: u32) -> Result<Ring> {
+        let ring = IoUring::builder().dontfork().build(depth.next_power_of_two());
+        let ring =
+            ring.map_err(|e| errno::error(e.raw_os_error().unwrap_or(0), "io_uring_setup"))?;
+        let mut slots = Vec::new();
+        slots.try_reserve_exact(depth as usize).map_err(|_| Status::NoMem)?;
+        slots.extend((0..depth).map(|_| Slot { piece: 0, file: None, span: Span::NONE, tries: 0 }));
+        let mut free = Vec::new();
+        free.try_reserve_exact(depth as usize).map_err(|_| Status::NoMem)?;
+        free.extend(0..depth);
+        Ok(Ring { ring: ManuallyDrop::new(ring), slots: slots.into(), free })
+    }
+
+    /// An error when the ring cannot be used any more; else the first refusal.
+    ///
+    /// # Safety
+    /// As for [`crate::io::files::Files::transfer`].
+    unsafe fn transfer(
+        &mut self,
+        pieces: &mut [Piece],
+        align: u64,
+        open: &dyn Fn(FileId) -> Result<Arc<OpenFile>>,
+    ) -> Result<Option<i32>> {
+        let mut flight = Flight { ring: self, given: 0, returned: 0 };
+        let mut refused = None;
+        let mut next = 0;
+        loop {
+            while let Some(piece) = pieces.get_mut(next) {
+                if flight.ring.free.is_empty() {
+                    break;
+                }
+                if is_open(piece) {
+                    match open(piece.file) {
+                        Ok(file) => flight.start(next, piece, file)?,
+                        Err(error) => piece.result = Err(error),
+                    }
+                }
+                next += 1;
+            }
+            let there = flight.given - flight.returned;
+            if there == 0 {
+                return Ok(refused);
+            }
+            // With more to come, a place is filled as soon as there is one.
+            flight.enter(if next < pieces.len() { 1 } else { there as usize })?;
+            while let Some((slot, result)) = flight.next_return() {
+                match flight.settle(slot, result, align)? {
+                    Settled::Not => {}
+                    Settled::Refused(number) => refused = refused.or(Some(number)),
+                    Settled::Done(index, result) => {
+                        if let Some(piece) = pieces.get_mut(index) {
+                            piece.result = result;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Transfers that are under way on a ring.
+struct Flight<'a> {
+    ring: &'a mut Ring,
+    /// Put into the ring so far.
+    given: u64,
+    /// Come back so far.
+    returned: u64,
+}
+
+impl Flight<'_> {
+    fn start(&mut self, index: usize, piece: &mut Piece, file: Arc<OpenFile>) -> Result<()> {
+        let span = Span::new(piece, &*file);
+        if span.is_done() {
+            piece.result = Ok(());
+            return Ok(());
+        }
+        let Some(place) = self.ring.free.pop() else { return Err(Status::State.into()) };
+        if let Some(slot) = self.ring.slots.get_mut(place as usize) {
+            *slot = Slot { piece: index, file: Some(file), span, tries: 0 };
+        }
+        self.give(place)
+    }
+
+    fn give(&mut self, place: u32) -> Result<()> {
+        let Some(slot) = self.ring.slots.get(place as usize) else {
+            return Err(Status::State.into());
+        };
+        let (fd, way, offset, parts) = slot.span.rest();
+        let (fd, count) = (types::Fd(fd), MAX_PARTS as u32);
+        let entry = match way {
+            Way::Read => opcode::Readv::new(fd, parts.as_ptr(), count).offset(offset).build(),
+            Way::Write => opcode::Writev::new(fd, parts.as_ptr(), count).offset(offset).build(),
+        };
+        let entry = entry.user_data(u64::from(place));
+        // SAFETY: the ranges lie in the slot, which stays where it is and as it is
+        // until the kernel has returned it; the memory they name is the caller's, who
+        // promised it until `transfer` returns, which is not before this is dropped.
+        let pushed = unsafe { self.ring.ring.submission().push(&entry) };
+        pushed.map_err(|_| Error::new(Status::State, "the ring is full"))?;
+        self.given += 1;
+        Ok(())
+    }
+
+    /// What the kernel has taken and not returned. What waits in the ring it has not
+    /// seen: it moves the head of the queue only in `enter`.
+    fn in_kernel(&mut self) -> u64 {
+        let waiting = self.ring.ring.submission().len() as u64;
+        self.given.saturating_sub(self.returned).saturating_sub(waiting)
+    }
+
+    /// Hands over what waits, and waits for some to come back.
+    fn enter(&mut self, want: usize) -> Result<()> {
+        let Err(error) = self.ring.ring.submit_and_wait(want) else { return Ok(()) };
+        let number = error.raw_os_error().unwrap_or(0);
+        // EAGAIN and EBUSY: the kernel is short of something that returns free.
+        let passing = errno::is_passing(number) || number == libc::EBUSY;
+        let interrupted = number == libc::EINTR;
+        if interrupted || (passing && self.in_kernel() > 0) {
+            if !interrupted {
+                pause();
+            }
+            return Ok(());
+        }
+        Err(errno::error(number, "io_uring_enter"))
+    }
+
+    fn next_return(&mut self) -> Option<(u32, i32)> {
+        let entry = self.ring.ring.completion().next()?;
+        self.returned += 1;
+        Some((entry.user_data() as u32, entry.result()))
+    }
+
+    /// Takes note of what came back, and hands the rest over again if there is any.
+    fn settle(&mut self, place: u32, result: i32, align: u64) -> Result<Settled> {
+        let Some(slot) = self.ring.slots.get_mut(place as usize) else {
+            return Err(Error::new(Status::State, "the ring returned what it was not given"));
+        };
+        slot.tries += 1;
+        let settled = match u32::try_from(result).map_err(|_| result.saturating_neg()) {
+            Ok(bytes) => match slot.span.moved(u64::from(bytes), align) {
+                Ok(()) if !slot.span.is_done() => None,
+                result => Some(Settled::Done(slot.piece, result)),
+            },
+            Err(number) if errno::is_passing(number) && slot.tries < MAX_TRIES => None,
+            Err(number) if errno::is_of_device(number) => {
+                Some(Settled::Done(slot.piece, Err(slot.span.failed(number))))
+            }
+            Err(number) => Some(Settled::Refused(number)),
+        };
+        let Some(settled) = settled else {
+            self.give(place)?;
+            return Ok(Settled::Not);
+        };
+        let file = slot.file.take();
+        slot.span = Span::NONE;
+        self.ring.free.push(place);
+        match (settled, file) {
+            (Settled::Done(piece, Err(error)), Some(file)) => {
+                Ok(Settled::Done(piece, Err(error.within(file.name()))))
+            }
+            (settled, _) => Ok(settled),
+        }
+    }
+}
+
+/// What became of a transfer that came back.
+enum Settled {
+    /// It goes on.
+    Not,
+    /// A piece has its result.
+    Done(usize, Result<()>),
+    /// An error that another way to transfer may not have.
+    Refused(i32),
+}
+
+impl Drop for Flight<'_> {
+    fn drop(&mut self) {
+        // Nothing is left here unless the ring failed. Then it is not entered again:
+        // returns show up by themselves, the kernel posts them when this thread is in
+        // any system call.
+        while self.in_kernel() > 0 {
+            if self.next_return().is_none() {
+                pause();
+            }
+        }
+    }
+}
+
+/// Lets a millisecond pass.
+fn pause() {
+    // SAFETY: no descriptors, no memory.
+    unsafe { libc::poll(std::ptr::null_mut(), 0, 1) };
+}
+
+/// Ways in which tests break rings.
+#[cfg(all(test, not(feature = "shuttle")))]
+#[derive(Clone, Copy, Debug)]
+pub enum Damage {
+    /// Entering them fails.
+    Cut,
+    /// They carry nothing out.
+    Restricted,
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+impl Rings {
+    /// Breaks every ring that is idle.
+    pub fn damage(&self, how: Damage) {
+        for ring in &mut self.idle.lock().rings {
+            match how {
+                Damage::Cut => ring.cut(),
+                Damage::Restricted => {
+                    let kernel = IoUring::builder().dontfork().setup_r_disabled().build(64);
+                    let kernel = kernel.expect("a ring");
+                    let mut none = [io_uring::register::Restriction::sqe_op(opcode::Nop::CODE)];
+                    kernel.submitter().register_restrictions(&mut none).expect("restricted");
+                    kernel.submitter().register_enable_rings().expect("enabled");
+                    *ring.ring = kernel;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+impl Ring {
+    /// Its descriptor leads elsewhere from now on; what the kernel has goes on.
+    fn cut(&mut self) {
+        use std::os::fd::AsRawFd;
+        let null = std::fs::File::open("/dev/null").expect("the null device");
+        // SAFETY: two open descriptors.
+        let rc = unsafe { libc::dup2(null.as_raw_fd(), self.ring.as_raw_fd()) };
+        assert!(rc >= 0);
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+    use crate::io::contract::{Scratch, bytes_of, memory};
+    use std::os::unix::fs::OpenOptionsExt;
+
+    /// A ring, unless this machine has none.
+    fn ring(depth: u32) -> Option<Ring> {
+        Ring::new(depth).inspect_err(|error| println!("skipped: {error}")).ok()
+    }
+
+    /// A file of 16 MiB whose every MiB is filled with its number, and one.
+    fn file(scratch: &Scratch) -> Arc<OpenFile> {
+        std::fs::create_dir(&scratch.0).expect("made");
+        let path = scratch.0.join("x");
+        let all: Vec<u8> = (0..16 << 20).map(|i| (i >> 20) as u8 + 1).collect();
+        std::fs::write(&path, all).expect("written");
+        let mut options = std::fs::OpenOptions::new();
+        options.read(true).write(true);
+        let direct = options.clone().custom_flags(libc::O_DIRECT).open(&path);
+        let file = direct.or_else(|_| options.open(&path)).expect("opened");
+        Arc::new(OpenFile::new(file.into(), "x"))
+    }
+
+    #[test]
+    fn memory_is_not_in_flight_after_a_ring_failed() {
+        let Some(mut ring) = ring(16) else { return };
+        let scratch = Scratch::new();
+        let file = file(&scratch);
+        for _ in 0..4 {
+            let stock = memory(16 << 20);
+            let mut flight = Flight { ring: &mut ring, given: 0, returned: 0 };
+            for i in 0..16 {
+                let address = stock.range(i << 20, 1 << 20).expect("inside");
+                let mut piece = Piece::one(FileId(0), Way::Read, i << 20, address, 1 << 20);
+                flight.start(i as usize, &mut piece, file.clone()).expect("room");
+                if i == 11 {
+                    flight.ring.ring.submit().expect("taken by the kernel");
+                }
+            }
+            flight.ring.cut();
+            assert!(flight.enter(1).is_err());
+            drop(flight);
+            let whole = bytes_of(&stock).chunks(1 << 20).enumerate();
+            let came = whole.filter(|(i, mib)| mib.iter().all(|b| *b == *i as u8 + 1)).count();
+            assert_eq!(came, 12, "what the kernel took has come, the rest never will");
+            ring = Ring::new(16).expect("another");
+        }
+    }
+
+    #[test]
+    fn what_comes_back_is_judged() {
+        let Some(mut ring) = ring(4) else { return };
+        let scratch = Scratch::new();
+        let file = file(&scratch);
+        let stock = memory(8192);
+        let mut flight = Flight { ring: &mut ring, given: 0, returned: 0 };
+        let judged = |flight: &mut Flight, results: &[i32]| {
+            let mut piece = Piece::one(FileId(0), Way::Read, 0, stock.address(), 8192);
+            flight.start(7, &mut piece, file.clone()).expect("room");
+            let mut last = Settled::Not;
+            for result in results {
+                assert!(matches!(last, Settled::Not), "it goes on");
+                // Never handed to the kernel: what it would say is made up here.
+                let place = (0..4).find(|place| !flight.ring.free.contains(place)).expect("one");
+                *flight.ring.ring = IoUring::new(4).expect("an empty ring");
+                last = flight.settle(place, *result, 4096).expect("sound");
+                flight.given = flight.ring.ring.submission().len() as u64;
+            }
+            match last {
+                Settled::Not => "goes on".to_string(),
+                Settled::Refused(number) => format!("refused {number}"),
+                Settled::Done(7, Ok(())) => "done".to_string(),
+                Settled::Done(7, Err(error)) => error.status().name().to_string(),
+                Settled::Done(..) => "another piece".to_string(),
+            }
+        };
+        assert_eq!(judged(&mut flight, &[8192]), "done");
+        assert_eq!(judged(&mut flight, &[4096, 4096]), "done");
+        assert_eq!(judged(&mut flight, &[-libc::EAGAIN, 4096, -libc::EINTR, 4096]), "done");
+        assert_eq!(judged(&mut flight, &[4096, 0]), "KVT_E_IO");
+        assert_eq!(judged(&mut flight, &[100]), "KVT_E_IO");
+        assert_eq!(judged(&mut flight, &[-libc::EIO]), "KVT_E_IO");
+        assert_eq!(judged(&mut flight, &[-libc::ENOSPC]), "KVT_E_BUDGET");
+        let number = libc::EINVAL;
+        assert_eq!(judged(&mut flight, &[-number]), format!("refused {number}"));
+        let often = [-libc::EAGAIN; MAX_TRIES as usize];
+        assert_eq!(judged(&mut flight, &often), format!("refused {}", libc::EAGAIN));
+        assert_eq!(flight.ring.free.len(), 4, "every place is free again");
+        assert!(flight.settle(99, 0, 1).is_err());
+    }
+
+    #[test]
+    fn there_are_so_many_rings_and_no_more() {
+        let Ok(rings) = Rings::new(2) else { return };
+        let taken: Vec<Ring> = std::iter::from_fn(|| rings.take()).collect();
+        assert!(taken.len() <= MAX_RINGS && !taken.is_empty());
+        let outcome = unsafe_nothing(&rings);
+        assert!(outcome.failed.is_none() && outcome.refused.is_none());
+    }
+
+    fn unsafe_nothing(rings: &Rings) -> Outcome {
+        let mut pieces = [Piece::one(FileId(0), Way::Read, 0, std::ptr::null_mut(), 0)];
+        let open = |_| Err(Status::Closed.into());
+        // SAFETY: there is no memory in it.
+        let outcome = unsafe { rings.transfer(&mut pieces, 1, &open) };
+        assert!(is_open(&pieces[0]), "all rings were taken: it is left to the caller");
+        outcome
+    }
+}

@@ -1,0 +1,372 @@
+//! The path of a session: its tokens, the keys of its chunks, and which of them
+//! are in the table. A path holds a reference to each chunk that it has found or
+//! made, so that none leaves while the session lives.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::format::keys::chain::Chain;
+use crate::format::keys::private::private_key;
+use crate::meta::chunks::{Chunks, NewChunk};
+use crate::meta::index::{NONE, Slot};
+use crate::meta::key::Key;
+
+/// Most tokens of a session.
+pub const MAX_TOKENS: usize = 1 << 27;
+
+/// What a path is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Home {
+    /// The key of the namespace.
+    pub key: Key,
+    /// Its number in the table.
+    pub namespace: u32,
+    /// Tokens of a chunk.
+    pub chunk_tokens: u32,
+    /// Its engine can compute holes.
+    pub holes: bool,
+    /// The session's number.
+    pub session: u32,
+}
+
+/// The chunk of what does not fill one yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tail {
+    slot: Slot,
+    tokens: u32,
+}
+
+/// A path.
+pub struct Path {
+    home: Home,
+    /// What the session is called in keys of its own.
+    name: Vec<u8>,
+    tokens: Vec<u32>,
+    keys: Vec<Key>,
+    /// A slot a key, NONE where the chunk is not in the table. Each is held.
+    slots: Vec<Slot>,
+    tail: Option<Tail>,
+}
+
+impl Path {
+    /// An empty path. The name must differ from those of all other sessions of the
+    /// namespace.
+    pub fn new(home: Home, name: &[u8]) -> Result<Path> {
+        Chain::new(home.key, home.chunk_tokens)?;
+        let mut own = Vec::new();
+        if own.try_reserve_exact(name.len()).is_err() {
+            fail!(NoMem, "no memory for a name of {} bytes", name.len());
+        }
+        own.extend_from_slice(name);
+        let (tokens, keys, slots) = (Vec::new(), Vec::new(), Vec::new());
+        Ok(Path { home, name: own, tokens, keys, slots, tail: None })
+    }
+
+    /// Its tokens.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// The keys of its full chunks.
+    pub fn keys(&self) -> &[Key] {
+        &self.keys
+    }
+
+    /// The slots of its full chunks, NONE where one is not in the table.
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// The slot of the chunk that is not full, if that was made since it grew last.
+    pub fn tail(&self) -> Option<Slot> {
+        let rest = self.tokens.len() as u32 % self.home.chunk_tokens;
+        self.tail.filter(|tail| tail.tokens == rest).map(|tail| tail.slot)
+    }
+
+    fn key_before(&self, chunk: usize) -> Key {
+        chunk.checked_sub(1).and_then(|i| self.keys.get(i)).copied().unwrap_or(self.home.key)
+    }
+
+    /// Adds tokens, and finds the chunks that they fill. Nothing changes on failure.
+    pub fn append(&mut self, chunks: &mut Chunks, tokens: &[u32]) -> Result<()> {
+        let each = self.home.chunk_tokens as usize;
+        let all = self.tokens.len().saturating_add(tokens.len());
+        if all > MAX_TOKENS {
+            fail!(Limit, "a session of {all} tokens, the limit is {MAX_TOKENS}");
+        }
+        let more = all / each - self.keys.len();
+        if self.tokens.try_reserve(tokens.len()).is_err()
+            || self.keys.try_reserve(more).is_err()
+            || self.slots.try_reserve(more).is_err()
+        {
+            fail!(NoMem, "no memory for {} more tokens", tokens.len());
+        }
+        let known = self.keys.len();
+        let mut chain = Chain::after(self.key_before(known), known as u64, self.home.chunk_tokens)?;
+        let before = self.tokens.len();
+        self.tokens.extend_from_slice(tokens);
+        if let Err(error) = chain.extend(&self.tokens[known * each..], &[], &mut self.keys) {
+            self.tokens.truncate(before);
+            return Err(error);
+        }
+        self.slots.resize(self.keys.len(), NONE);
+        self.find(chunks, known)
+    }
+
+    /// Looks again for chunks that were not in the table: others may have stored them.
+    pub fn refresh(&mut self, chunks: &mut Chunks) -> Result<()> {
+        match self.slots.iter().position(|&slot| slot == NONE) {
+            Some(first) => self.find(chunks, first),
+            None => Ok(()),
+        }
+    }
+
+    /// Finds and holds the chunks from one on.
+    fn find(&mut self, chunks: &mut Chunks, first: usize) -> Result<()> {
+        const GROUP: usize = 64;
+        let mut found = [NONE; GROUP];
+        let parts = self.keys[first..].chunks(GROUP).zip(self.slots[first..].chunks_mut(GROUP));
+        for (keys, slots) in parts {
+            let found = &mut found[..keys.len()];
+            chunks.find_many(keys, found);
+            for (slot, &found) in slots.iter_mut().zip(&*found) {
+                if *slot == NONE && found != NONE {
+                    chunks.retain(found)?;
+                    *slot = found;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes rows for the full chunks before `until` that have none.
+    pub fn make(&mut self, chunks: &mut Chunks, until: usize) -> Result<()> {
+        for at in 0..until.min(self.slots.len()) {
+            if self.slots[at] != NONE {
+                continue;
+            }
+            let parent = at.checked_sub(1).map_or(NONE, |above| self.slots[above]);
+            let new = NewChunk {
+                key: self.keys[at],
+                namespace: self.home.namespace,
+                parent,
+                position: at as u32,
+                valid_tokens: self.home.chunk_tokens,
+                owner: NONE,
+                holes: self.home.holes,
+            };
+            let slot = chunks.add(&new)?.slot();
+            chunks.retain(slot)?;
+            self.slots[at] = slot;
+        }
+        Ok(())
+    }
+
+    /// Makes a row for what does not fill a chunk, with all chunks before it; none
+    /// if nothing is left over. `freed` hears of an earlier one that may leave.
+    pub fn make_tail(
+        &mut self,
+        chunks: &mut Chunks,
+        freed: &mut dyn FnMut(Slot),
+    ) -> Result<Option<Slot>> {
+        let (full, each) = (self.keys.len(), self.home.chunk_tokens as usize);
+        let rest = &self.tokens[full * each..];
+        let tokens = rest.len() as u32;
+        if tokens == 0 {
+            return Ok(None);
+        }
+        if let Some(slot) = self.tail() {
+            return Ok(Some(slot));
+        }
+        let key = private_key(&self.key_before(full), &self.name, rest, None)?;
+        self.make(chunks, full)?;
+        let new = NewChunk {
+            key,
+            namespace: self.home.namespace,
+            parent: full.checked_sub(1).map_or(NONE, |above| self.slots[above]),
+            position: full as u32,
+            valid_tokens: tokens,
+            owner: self.home.session,
+            holes: self.home.holes,
+        };
+        let slot = chunks.add(&new)?.slot();
+        chunks.retain(slot)?;
+        self.drop_tail(chunks, freed)?;
+        self.tail = Some(Tail { slot, tokens });
+        Ok(Some(slot))
+    }
+
+    fn drop_tail(&mut self, chunks: &mut Chunks, freed: &mut dyn FnMut(Slot)) -> Result<()> {
+        if let Some(tail) = self.tail.take() {
+            if chunks.release(tail.slot)? {
+                freed(tail.slot);
+            }
+        }
+        Ok(())
+    }
+
+    /// Cuts the path to so many tokens. `freed` hears of chunks that may leave.
+    pub fn truncate(
+        &mut self,
+        chunks: &mut Chunks,
+        tokens: usize,
+        freed: &mut dyn FnMut(Slot),
+    ) -> Result<()> {
+        if tokens > self.tokens.len() {
+            fail!(Invalid, "{} tokens cannot be cut to {tokens}", self.tokens.len());
+        }
+        let full = tokens / self.home.chunk_tokens as usize;
+        if tokens < self.tokens.len() {
+            self.drop_tail(chunks, freed)?;
+        }
+        // From the end, so that what continues a chunk is let go before it.
+        for slot in self.slots.drain(full..).rev() {
+            if slot != NONE && chunks.release(slot)? {
+                freed(slot);
+            }
+        }
+        self.keys.truncate(full);
+        self.tokens.truncate(tokens);
+        Ok(())
+    }
+
+    /// Another session that goes on from here: it holds the same chunks, the tail
+    /// excepted, which is nobody else's.
+    pub fn fork(&self, chunks: &mut Chunks, session: u32, name: &[u8]) -> Result<Path> {
+        let mut other = Path::new(Home { session, ..self.home }, name)?;
+        if other.tokens.try_reserve_exact(self.tokens.len()).is_err()
+            || other.keys.try_reserve_exact(self.keys.len()).is_err()
+            || other.slots.try_reserve_exact(self.slots.len()).is_err()
+        {
+            fail!(NoMem, "no memory for a fork of {} tokens", self.tokens.len());
+        }
+        for &slot in &self.slots {
+            if slot != NONE {
+                if let Err(error) = chunks.retain(slot) {
+                    other.truncate(chunks, 0, &mut |_| ())?;
+                    return Err(error);
+                }
+            }
+            other.slots.push(slot);
+        }
+        other.tokens.extend_from_slice(&self.tokens);
+        other.keys.extend_from_slice(&self.keys);
+        Ok(other)
+    }
+
+    /// Lets all chunks go. `freed` hears of those that may leave.
+    pub fn close(mut self, chunks: &mut Chunks, freed: &mut dyn FnMut(Slot)) -> Result<()> {
+        self.truncate(chunks, 0, freed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::meta::chunks::Shape;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    const EACH: u32 = 4;
+
+    fn table() -> Chunks {
+        Chunks::new(Shape { layers: 2, chunk_tokens: EACH, max_chunks: 4096 }).expect("small")
+    }
+
+    fn home(session: u32) -> Home {
+        let key = Key([7; 32]);
+        Home { key, namespace: 0, chunk_tokens: EACH, holes: false, session }
+    }
+
+    fn path(session: u32) -> Path {
+        Path::new(home(session), &session.to_le_bytes()).expect("a name")
+    }
+
+    fn held(chunks: &Chunks) -> BTreeMap<Slot, u32> {
+        let refs = |slot| chunks.chunk(slot).map_or(0, |row| row.refs());
+        chunks.slots().map(|slot| (slot, refs(slot))).filter(|&(_, refs)| refs > 0).collect()
+    }
+
+    #[test]
+    fn sessions_with_the_same_tokens_share_chunks_and_tails_are_their_own() {
+        let mut chunks = table();
+        let (mut a, mut b) = (path(1), path(2));
+        a.append(&mut chunks, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]).expect("few");
+        assert_eq!((a.keys().len(), a.slots()), (2, &[NONE, NONE][..]));
+        let tail = a.make_tail(&mut chunks, &mut |_| ()).expect("room");
+        assert_eq!((tail, a.tail()), (Some(2), Some(2)));
+        b.append(&mut chunks, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]).expect("few");
+        assert_eq!((b.slots(), b.tail()), (&[0, 1][..], None));
+        assert_ne!(b.make_tail(&mut chunks, &mut |_| ()).expect("room"), tail);
+        a.append(&mut chunks, &[11]).expect("few");
+        assert_eq!(a.tail(), None, "it grew");
+        let mut freed = Vec::new();
+        let grown = a.make_tail(&mut chunks, &mut |slot| freed.push(slot)).expect("room");
+        assert!(grown.is_some() && grown != tail);
+        assert_eq!(freed, [2]);
+        freed.clear();
+        a.close(&mut chunks, &mut |slot| freed.push(slot)).expect("sound");
+        assert_eq!(held(&chunks).into_values().collect::<Vec<_>>(), [1, 1, 1]);
+        b.close(&mut chunks, &mut |slot| freed.push(slot)).expect("sound");
+        assert!(held(&chunks).is_empty());
+    }
+
+    #[test]
+    fn a_longer_session_finds_what_others_made_later() {
+        let mut chunks = table();
+        let (mut a, mut b) = (path(1), path(2));
+        let tokens: Vec<u32> = (0..40).collect();
+        a.append(&mut chunks, &tokens).expect("few");
+        b.append(&mut chunks, &tokens).expect("few");
+        b.make(&mut chunks, 7).expect("room");
+        assert_eq!(a.slots().iter().filter(|&&slot| slot != NONE).count(), 0);
+        a.refresh(&mut chunks).expect("sound");
+        assert_eq!(a.slots()[..7], b.slots()[..7]);
+        assert_eq!(a.slots()[7..], [NONE; 3]);
+    }
+
+    proptest! {
+        /// Whatever is done in pieces, keys are those of the tokens at once, and what
+        /// is held is what paths say.
+        #[test]
+        fn keys_follow_tokens_and_references_follow_paths(
+            calls in proptest::collection::vec((0u8..6, 0usize..3, 0u32..3, 0usize..20), 1..60),
+        ) {
+            let mut chunks = table();
+            let mut paths: Vec<Path> = (0..3).map(path).collect();
+            let mut names = 3;
+            for (what, at, token, count) in calls {
+                let tokens = vec![token; count];
+                match what {
+                    0 | 1 => paths[at].append(&mut chunks, &tokens).expect("few"),
+                    2 => paths[at].make(&mut chunks, count).expect("room"),
+                    3 => drop(paths[at].make_tail(&mut chunks, &mut |_| ()).expect("room")),
+                    4 => {
+                        let keep = count.min(paths[at].tokens().len());
+                        paths[at].truncate(&mut chunks, keep, &mut |_| ()).expect("shorter");
+                    }
+                    _ => {
+                        names += 1;
+                        let name = u32::to_le_bytes(names);
+                        let fork = paths[at].fork(&mut chunks, names, &name).expect("room");
+                        let old = std::mem::replace(&mut paths[(at + 1) % 3], fork);
+                        old.close(&mut chunks, &mut |_| ()).expect("sound");
+                    }
+                }
+                let mut want = BTreeMap::new();
+                for path in &paths {
+                    let mut chain = Chain::new(home(0).key, EACH).expect("a size");
+                    let mut keys = Vec::new();
+                    chain.extend(path.tokens(), &[], &mut keys).expect("few");
+                    prop_assert_eq!(path.keys(), &keys[..]);
+                    let tail = path.tail.map(|tail| tail.slot);
+                    let slots = path.slots().iter().copied().filter(|&slot| slot != NONE);
+                    slots.chain(tail).for_each(|slot| *want.entry(slot).or_insert(0) += 1);
+                    for (&slot, key) in path.slots().iter().zip(path.keys()) {
+                        prop_assert!(slot == NONE || chunks.key(slot) == Some(key));
+                    }
+                }
+                prop_assert_eq!(held(&chunks), want);
+            }
+        }
+    }
+}

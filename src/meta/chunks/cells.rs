@@ -1,0 +1,299 @@
+//! What is known of cells: in which tiers each is, where there, and who is at
+//! it. [`CELL_BYTES`] a cell, in columns: a lookup reads the marks only.
+
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::fail;
+
+/// Tiers that a cell can be in: the first ones of [`Tier`], the nearest first.
+pub const PLACES: usize = 4;
+
+/// Bytes kept for each cell.
+pub const CELL_BYTES: usize =
+    size_of::<Marks>() + 1 + size_of::<Readers>() + size_of::<u32>() + 2 * size_of::<u64>();
+
+const LOADING: u32 = 4;
+const STORING: u32 = 8;
+const LEAVING: u32 = 12;
+
+/// A bit for each tier: is the cell there, is it copied there from another tier,
+/// is it stored there from outside, does it leave as soon as nobody reads it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Marks(u16);
+
+// SAFETY: an integer.
+unsafe impl Zeroable for Marks {}
+
+impl Marks {
+    #[inline]
+    fn bits(self, from: u32) -> u8 {
+        (self.0 >> from & 0xF) as u8
+    }
+
+    /// The tiers in which it can be read, bit 0 for the device.
+    #[inline]
+    pub fn there(self) -> u8 {
+        self.bits(0)
+    }
+
+    /// The tiers to which it is copied from another.
+    #[inline]
+    pub fn loading(self) -> u8 {
+        self.bits(LOADING)
+    }
+
+    /// The tiers in which it is stored from outside.
+    #[inline]
+    pub fn storing(self) -> u8 {
+        self.bits(STORING)
+    }
+
+    /// The tiers in which it will be soon, if all goes well.
+    #[inline]
+    pub fn arriving(self) -> u8 {
+        self.loading() | self.storing()
+    }
+
+    /// The tiers that it left while it was read there: its place is still taken.
+    #[inline]
+    pub fn leaving(self) -> u8 {
+        self.bits(LEAVING)
+    }
+
+    /// The nearest tier in which it can be read.
+    #[inline]
+    pub fn nearest(self) -> Option<usize> {
+        let tier = self.there().trailing_zeros() as usize;
+        (tier < PLACES).then_some(tier)
+    }
+}
+
+/// How many read a cell in each tier.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(transparent)]
+pub struct Readers([u16; PLACES]);
+
+// SAFETY: integers only.
+unsafe impl Zeroable for Readers {}
+
+/// Where a cell is in a tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On the device; where, the engine knows.
+    Device,
+    /// A piece of the host tier.
+    Host(u32),
+    /// A spot of the disk tier, and the seal of what was written there.
+    Disk {
+        /// Where.
+        spot: u64,
+        /// What it must be.
+        seal: u64,
+    },
+    /// In a store elsewhere, under its key.
+    Remote,
+}
+
+impl Place {
+    /// The tier it is in.
+    #[inline]
+    pub fn tier(self) -> Tier {
+        match self {
+            Place::Device => Tier::Device,
+            Place::Host(_) => Tier::Host,
+            Place::Disk { .. } => Tier::Disk,
+            Place::Remote => Tier::Remote,
+        }
+    }
+}
+
+/// Where a tier's bit is. Pinned memory is a kind of host memory, not a place.
+#[inline]
+pub fn bit_of(tier: Tier) -> Result<usize> {
+    let at = tier as usize;
+    if at >= PLACES {
+        fail!(Invalid, "a cell cannot be in the tier {}", tier.name());
+    }
+    Ok(at)
+}
+
+/// The columns. Cells have numbers here; which chunk they are of is the table's
+/// matter, and so is whether a change is allowed: these only assert.
+pub(super) struct Cells {
+    marks: Zeroed<Marks>,
+    /// Two bits for each tier that it is copied to: from which.
+    sources: Zeroed<u8>,
+    readers: Zeroed<Readers>,
+    pieces: Zeroed<u32>,
+    spots: Zeroed<u64>,
+    seals: Zeroed<u64>,
+}
+
+impl Cells {
+    pub(super) fn new(limit: usize) -> Result<Cells> {
+        Ok(Cells {
+            marks: Zeroed::new(limit)?,
+            sources: Zeroed::new(limit)?,
+            readers: Zeroed::new(limit)?,
+            pieces: Zeroed::new(limit)?,
+            spots: Zeroed::new(limit)?,
+            seals: Zeroed::new(limit)?,
+        })
+    }
+
+    #[inline]
+    pub(super) fn marks(&self) -> &[Marks] {
+        &self.marks
+    }
+
+    /// How many read a cell in a tier.
+    #[inline]
+    pub(super) fn readers(&self, at: usize, tier: usize) -> u16 {
+        self.readers[at].0[tier]
+    }
+
+    /// Marks a cell as on its way into a tier, from another or from outside.
+    #[inline]
+    pub(super) fn expect(&mut self, at: usize, tier: usize, source: Option<usize>) {
+        let Marks(bits) = &mut self.marks[at];
+        let taken = |from: u32| *bits & 1 << (from + tier as u32) != 0;
+        let free = ![0, LOADING, STORING, LEAVING].into_iter().any(taken);
+        assert!(free && source != Some(tier), "its place is taken");
+        *bits |= 1 << (source.map_or(STORING, |_| LOADING) + tier as u32);
+        let from = source.unwrap_or(0) as u8;
+        let sources = &mut self.sources[at];
+        *sources = *sources & !(3 << (2 * tier)) | from << (2 * tier);
+    }
+
+    /// The tier from which a cell is copied to one.
+    #[inline]
+    pub(super) fn source(&self, at: usize, tier: usize) -> Option<usize> {
+        let loading = self.marks[at].loading() & 1 << tier != 0;
+        loading.then(|| usize::from(self.sources[at] >> (2 * tier) & 3))
+    }
+
+    /// How many read a cell in a tier beside those who copy it to another.
+    #[inline]
+    pub(super) fn plain_readers(&self, at: usize, tier: usize) -> usize {
+        let copies = (0..PLACES).filter(|&to| self.source(at, to) == Some(tier)).count();
+        usize::from(self.readers(at, tier)) - copies
+    }
+
+    /// It is no longer on its way.
+    #[inline]
+    pub(super) fn end_wait(&mut self, at: usize, tier: usize) {
+        let Marks(bits) = &mut self.marks[at];
+        *bits &= !(1 << (LOADING + tier as u32) | 1 << (STORING + tier as u32));
+    }
+
+    /// Puts a cell in a place. Returns whether it was nowhere before.
+    #[inline]
+    pub(super) fn place(&mut self, at: usize, place: Place) -> bool {
+        match place {
+            Place::Host(piece) => self.pieces[at] = piece,
+            Place::Disk { spot, seal } => (self.spots[at], self.seals[at]) = (spot, seal),
+            Place::Device | Place::Remote => {}
+        }
+        let marks = &mut self.marks[at];
+        let nowhere = marks.there() == 0;
+        marks.0 |= 1 << place.tier() as u32;
+        nowhere
+    }
+
+    /// Where a cell is, or was until it left, in a tier.
+    #[inline]
+    pub(super) fn place_in(&self, at: usize, tier: usize) -> Place {
+        match tier {
+            0 => Place::Device,
+            1 => Place::Host(self.pieces[at]),
+            2 => Place::Disk { spot: self.spots[at], seal: self.seals[at] },
+            _ => Place::Remote,
+        }
+    }
+
+    /// Gives a cell another spot on disk.
+    #[inline]
+    pub(super) fn set_spot(&mut self, at: usize, spot: u64) {
+        self.spots[at] = spot;
+    }
+
+    /// Takes a cell out of a tier. Returns whether it is nowhere now, and whether its
+    /// place is free: if not, it is leaving.
+    #[inline]
+    pub(super) fn take(&mut self, at: usize, tier: usize) -> (bool, bool) {
+        let free = self.readers(at, tier) == 0;
+        let marks = &mut self.marks[at];
+        assert!(marks.there() & 1 << tier != 0, "it is not there");
+        marks.0 &= !(1 << tier);
+        if !free {
+            marks.0 |= 1 << (LEAVING + tier as u32);
+        }
+        (marks.there() == 0, free)
+    }
+
+    /// One more reads it; false when that is one too many.
+    #[inline]
+    pub(super) fn read(&mut self, at: usize, tier: usize) -> bool {
+        let readers = &mut self.readers[at].0[tier];
+        let more = readers.checked_add(1);
+        *readers = more.unwrap_or(*readers);
+        more.is_some()
+    }
+
+    /// One less reads it; whether that was the last one of a cell that was leaving,
+    /// and its place is free now.
+    #[inline]
+    pub(super) fn end_read(&mut self, at: usize, tier: usize) -> bool {
+        let readers = &mut self.readers[at].0[tier];
+        assert!(*readers > 0, "nobody reads it");
+        *readers -= 1;
+        let Marks(bits) = &mut self.marks[at];
+        let leaving = 1 << (LEAVING + tier as u32);
+        let freed = *readers == 0 && *bits & leaving != 0;
+        if freed {
+            *bits &= !leaving;
+        }
+        freed
+    }
+
+    /// Forgets all of some cells, which nobody is at.
+    pub(super) fn clear(&mut self, from: usize, count: usize) {
+        for marks in &mut self.marks[from..from + count] {
+            assert_eq!(marks.0 >> LOADING, 0, "somebody is at a cell");
+            *marks = Marks(0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cell_costs_what_is_said() {
+        assert_eq!(CELL_BYTES, 31);
+    }
+
+    #[test]
+    fn marks_of_tiers_do_not_touch_each_other() {
+        let mut cells = Cells::new(2).expect("small");
+        cells.expect(1, 1, None);
+        cells.expect(1, 0, Some(3));
+        assert_eq!((cells.source(1, 0), cells.source(1, 1)), (Some(3), None));
+        let marks = cells.marks()[1];
+        assert_eq!((marks.storing(), marks.loading(), marks.arriving()), (2, 1, 3));
+        cells.end_wait(1, 1);
+        assert!(cells.place(1, Place::Host(7)));
+        assert!(!cells.place(1, Place::Disk { spot: 8, seal: 9 }));
+        assert_eq!((cells.marks()[1].there(), cells.marks()[1].nearest()), (6, Some(1)));
+        assert!(cells.read(1, 1) && cells.read(1, 1));
+        assert_eq!(cells.take(1, 1), (false, false));
+        assert_eq!((cells.marks()[1].leaving(), cells.marks()[1].nearest()), (2, Some(2)));
+        assert!(!cells.end_read(1, 1) && cells.end_read(1, 1));
+        assert_eq!(cells.place_in(1, 1), Place::Host(7));
+        assert_eq!(cells.take(1, 2), (true, true));
+        assert_eq!((cells.marks()[1].nearest(), cells.marks()[0]), (None, Marks(0)));
+    }
+}

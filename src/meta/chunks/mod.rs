@@ -1,0 +1,391 @@
+//! The table of chunks and their cells: what the store knows of KV without
+//! touching it. Nothing is decided here; what is not allowed is refused: what is
+//! held, pinned or needed by others stays, a place is free only when nobody reads
+//! it, who comes second finds what the first one left.
+//!
+//! [`CHUNK_BYTES`] a chunk, [`CELL_BYTES`] a cell, and the index: 16 bytes a chunk.
+
+mod cells;
+mod chunk;
+mod find;
+mod motion;
+
+pub use cells::{CELL_BYTES, Marks, PLACES, Place, bit_of};
+pub use chunk::{Chunk, NewChunk, Pin};
+pub use find::WHOLE;
+pub use motion::{Arrival, Begin, Gone};
+
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::fail;
+use crate::meta::chunks::cells::Cells;
+use crate::meta::index::{Index, MAX_ENTRIES, NONE, Slot};
+use crate::meta::key::Key;
+use crate::meta::layout::{MAX_CHUNK_TOKENS, MAX_LAYERS};
+
+/// Bytes kept for each chunk, beside its cells and the index.
+pub const CHUNK_BYTES: usize = size_of::<Chunk>() + size_of::<KeyRow>();
+/// Most cells of a table.
+pub const MAX_CELLS: usize = 1 << 32;
+/// Most that hold one chunk.
+pub const MAX_REFS: u32 = u32::MAX - 1;
+
+/// A key where searches compare it: two in a line of the cache.
+#[derive(Clone, Copy)]
+#[repr(C, align(32))]
+struct KeyRow(Key);
+
+// SAFETY: bytes only.
+unsafe impl Zeroable for KeyRow {}
+
+/// What a table is sized for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Layers of the model.
+    pub layers: usize,
+    /// Tokens of a full chunk.
+    pub chunk_tokens: u32,
+    /// Most chunks.
+    pub max_chunks: usize,
+}
+
+/// A cell: the part of a chunk that one layer has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cell {
+    /// The chunk's slot.
+    pub chunk: Slot,
+    /// The layer.
+    pub layer: usize,
+}
+
+/// Sums over the table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Chunks in the table.
+    pub chunks: u64,
+    /// Cells in each tier.
+    pub cells: [u64; PLACES],
+    /// Cells in any tier.
+    pub cells_somewhere: u64,
+    /// Ways and reads under way, and cells that are leaving.
+    pub moving: u64,
+    /// Cells that were found lost or damaged in each tier, since the start.
+    pub lost: [u64; PLACES],
+    /// Ways to each tier that failed, since the start.
+    pub failed: [u64; PLACES],
+}
+
+/// Where a chunk is after it was added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Added {
+    /// It is new.
+    New(Slot),
+    /// It was there already.
+    There(Slot),
+}
+
+impl Added {
+    /// Its slot.
+    pub fn slot(self) -> Slot {
+        match self {
+            Added::New(slot) | Added::There(slot) => slot,
+        }
+    }
+}
+
+/// The table.
+pub struct Chunks {
+    shape: Shape,
+    keys: Zeroed<KeyRow>,
+    rows: Zeroed<Chunk>,
+    cells: Cells,
+    index: Index,
+    /// First free slot, chained through `parent`; beyond `fresh` none was used.
+    free: Slot,
+    fresh: Slot,
+    counts: Counts,
+}
+
+impl Chunks {
+    /// An empty table. All memory is mapped now and costs something only where it
+    /// is used.
+    pub fn new(shape: Shape) -> Result<Chunks> {
+        let Shape { layers, chunk_tokens, max_chunks } = shape;
+        if !(1..=MAX_LAYERS).contains(&layers) || !(1..=MAX_CHUNK_TOKENS).contains(&chunk_tokens) {
+            fail!(Invalid, "no table has {layers} layers and {chunk_tokens} tokens a chunk");
+        }
+        let cells = layers.checked_mul(max_chunks).filter(|&cells| cells <= MAX_CELLS);
+        let Some(cells) = cells.filter(|_| max_chunks <= MAX_ENTRIES) else {
+            fail!(Limit, "{max_chunks} chunks of {layers} cells, the limit is {MAX_CELLS} cells");
+        };
+        Ok(Chunks {
+            shape,
+            keys: Zeroed::new(max_chunks)?,
+            rows: Zeroed::new(max_chunks)?,
+            cells: Cells::new(cells)?,
+            index: Index::new(max_chunks)?,
+            free: NONE,
+            fresh: 0,
+            counts: Counts::default(),
+        })
+    }
+
+    /// What it was sized for.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// How many chunks there are.
+    pub fn len(&self) -> usize {
+        self.index.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.index.is_empty()
+    }
+
+    /// Sums over the table.
+    pub fn counts(&self) -> Counts {
+        Counts { chunks: self.len() as u64, ..self.counts }
+    }
+
+    /// Bytes of a table for `shape` when it is full.
+    pub fn bytes_of(shape: Shape) -> u64 {
+        let chunk = (CHUNK_BYTES as u64).saturating_add(shape.layers as u64 * CELL_BYTES as u64);
+        (shape.max_chunks as u64).saturating_mul(chunk.saturating_add(16)).saturating_add(64)
+    }
+
+    /// Bytes that the table has used so far, the index as if it were full. Rows are
+    /// used from the front, and again; the last page of a column may be a huge one.
+    pub fn used_bytes(&self) -> u64 {
+        let row = (CHUNK_BYTES + self.shape.layers * CELL_BYTES) as u64;
+        u64::from(self.fresh) * row + self.index.bytes() as u64
+    }
+
+    /// A chunk's row, if there is one in the slot.
+    #[inline]
+    pub fn chunk(&self, slot: Slot) -> Option<&Chunk> {
+        self.rows.get(slot as usize).filter(|row| row.is_live())
+    }
+
+    /// A chunk's key.
+    #[inline]
+    pub fn key(&self, slot: Slot) -> Option<&Key> {
+        self.chunk(slot)?;
+        Some(&self.keys[slot as usize].0)
+    }
+
+    /// The slot's chunk, if it is still the one it was when its generation was read.
+    #[inline]
+    pub fn chunk_of(&self, slot: Slot, generation: u32) -> Option<&Chunk> {
+        self.chunk(slot).filter(|row| row.generation == generation)
+    }
+
+    /// The chunk that one continues, if that is in the table.
+    pub fn parent(&self, slot: Slot) -> Option<Slot> {
+        let Chunk { parent, parent_generation, .. } = *self.chunk(slot)?;
+        self.chunk_of(parent, parent_generation).map(|_| parent)
+    }
+
+    /// The marks of a chunk's cells, by layer.
+    #[inline]
+    pub fn marks(&self, slot: Slot) -> Option<&[Marks]> {
+        self.chunk(slot)?;
+        let from = slot as usize * self.shape.layers;
+        self.cells.marks().get(from..from + self.shape.layers)
+    }
+
+    /// Where a cell can be read in a tier.
+    pub fn place(&self, cell: Cell, tier: Tier) -> Result<Option<Place>> {
+        let (at, bit) = (self.at(cell)?, bit_of(tier)?);
+        let there = self.cells.marks()[at].there() & 1 << bit != 0;
+        Ok(there.then(|| self.cells.place_in(at, bit)))
+    }
+
+    /// How many read a cell in a tier.
+    pub fn readers(&self, cell: Cell, tier: Tier) -> Result<u32> {
+        Ok(u32::from(self.cells.readers(self.at(cell)?, bit_of(tier)?)))
+    }
+
+    /// The number of a cell, once that of its chunk is known to be sound.
+    #[inline]
+    fn at(&self, cell: Cell) -> Result<usize> {
+        if self.chunk(cell.chunk).is_none() || cell.layer >= self.shape.layers {
+            fail!(NotFound, "there is no layer {} of a chunk {}", cell.layer, cell.chunk);
+        }
+        Ok(cell.chunk as usize * self.shape.layers + cell.layer)
+    }
+
+    #[inline]
+    fn row_mut(&mut self, slot: Slot) -> Result<&mut Chunk> {
+        match self.rows.get_mut(slot as usize).filter(|row| row.is_live()) {
+            Some(row) => Ok(row),
+            None => fail!(NotFound, "there is no chunk {slot}"),
+        }
+    }
+
+    /// Adds a chunk without cells, or finds the one that has its key.
+    pub fn add(&mut self, new: &NewChunk) -> Result<Added> {
+        if let Some(slot) = self.find(&new.key) {
+            let row = &self.rows[slot as usize];
+            let known = (row.namespace, row.position, row.owner, row.valid_tokens());
+            if known != (new.namespace, new.position, new.owner, new.valid_tokens) {
+                fail!(Invalid, "chunk {slot} has that key, and is another");
+            }
+            return Ok(Added::There(slot));
+        }
+        self.check_new(new)?;
+        let recycled = self.free != NONE;
+        let slot = if recycled { self.free } else { self.fresh };
+        let Some(row) = self.rows.get(slot as usize) else {
+            fail!(Limit, "the table holds {} chunks, its limit", self.rows.len());
+        };
+        let (generation, next) = (row.generation, row.parent);
+        let fits = self.index.insert(id_of(&new.key), slot);
+        assert!(fits, "as many ids as rows");
+        match recycled {
+            true => self.free = next,
+            false => self.fresh += 1,
+        }
+        let mut above = 0;
+        if let Some(parent) = self.rows.get_mut(new.parent as usize) {
+            parent.children += 1;
+            above = parent.generation;
+        }
+        self.rows[slot as usize] = Chunk::new(new, generation, above);
+        self.keys[slot as usize] = KeyRow(new.key);
+        Ok(Added::New(slot))
+    }
+
+    fn check_new(&self, new: &NewChunk) -> Result<()> {
+        let NewChunk { position, valid_tokens: valid, owner, .. } = *new;
+        let full = self.shape.chunk_tokens;
+        if valid == 0 || valid > full || (valid < full && owner == NONE) {
+            fail!(Invalid, "{valid} of {full} tokens: only private chunks may have less, none 0");
+        }
+        if new.parent == NONE {
+            if position > 0 && !new.holes {
+                fail!(Invalid, "chunk {position} of its sequence continues none");
+            }
+            return Ok(());
+        }
+        let Some(above) = self.chunk(new.parent) else {
+            fail!(NotFound, "there is no chunk {} to continue", new.parent);
+        };
+        if above.namespace != new.namespace || above.position.checked_add(1) != Some(position) {
+            fail!(Invalid, "chunk {} is not the one before {position}", new.parent);
+        }
+        if above.valid_tokens() < full || (above.owner != NONE && above.owner != owner) {
+            fail!(Invalid, "chunk {} is partial, or private to another", new.parent);
+        }
+        Ok(())
+    }
+
+    /// Whether a chunk may be removed now.
+    pub fn may_leave(&self, slot: Slot) -> bool {
+        self.chunk(slot).is_some_and(|row| !row.is_blocked() && !row.is_moving())
+    }
+
+    /// Removes a chunk that nobody holds or is at. Each place that it had is told, and
+    /// is free. Returns the chunk that it continued, if that may leave now.
+    pub fn remove(
+        &mut self,
+        slot: Slot,
+        mut free: impl FnMut(Cell, Place),
+    ) -> Result<Option<Slot>> {
+        let row = *self.row_mut(slot)?;
+        if row.is_blocked() || row.is_moving() {
+            fail!(Busy, "chunk {slot} is held, pinned, continued or in motion");
+        }
+        let from = slot as usize * self.shape.layers;
+        if row.cells_somewhere > 0 {
+            for layer in 0..self.shape.layers {
+                let there = self.cells.marks()[from + layer].there();
+                for tier in (0..PLACES).filter(|tier| there & 1 << tier != 0) {
+                    free(Cell { chunk: slot, layer }, self.cells.place_in(from + layer, tier));
+                }
+            }
+            self.cells.clear(from, self.shape.layers);
+        }
+        for (sum, &cells) in self.counts.cells.iter_mut().zip(&row.cells) {
+            *sum -= u64::from(cells);
+        }
+        self.counts.cells_somewhere -= u64::from(row.cells_somewhere);
+        let above = self.parent(slot);
+        let id = id_of(&self.keys[slot as usize].0);
+        let gone = self.index.remove(id, |s| s == slot);
+        assert_eq!(gone, Some(slot), "the index lost a chunk");
+        let row = &mut self.rows[slot as usize];
+        row.set_dead();
+        row.parent = std::mem::replace(&mut self.free, slot);
+        if let Some(above) = above {
+            self.rows[above as usize].children -= 1;
+        }
+        Ok(above.filter(|&above| self.may_leave(above)))
+    }
+
+    /// Changes how many tokens a private chunk has, while it has no cells.
+    pub fn set_valid_tokens(&mut self, slot: Slot, tokens: u32) -> Result<()> {
+        let full = self.shape.chunk_tokens;
+        let row = self.row_mut(slot)?;
+        if row.owner == NONE || row.cells_somewhere > 0 || row.is_moving() || row.children > 0 {
+            fail!(State, "chunk {slot} is shared, continued, or has cells");
+        }
+        if tokens == 0 || tokens > full {
+            fail!(Invalid, "a chunk has 1 to {full} tokens, not {tokens}");
+        }
+        row.valid_tokens = tokens as u16;
+        Ok(())
+    }
+
+    /// One more holds it.
+    pub fn retain(&mut self, slot: Slot) -> Result<()> {
+        let row = self.row_mut(slot)?;
+        if row.refs == MAX_REFS {
+            fail!(Limit, "chunk {slot} is held {MAX_REFS} times, the limit");
+        }
+        row.refs += 1;
+        Ok(())
+    }
+
+    /// One less holds it; whether it may leave now.
+    pub fn release(&mut self, slot: Slot) -> Result<bool> {
+        let row = self.row_mut(slot)?;
+        if row.refs == 0 {
+            fail!(State, "nobody holds chunk {slot}");
+        }
+        row.refs -= 1;
+        Ok(self.may_leave(slot))
+    }
+
+    /// Pins a chunk, or makes its pin stronger and longer.
+    pub fn pin(&mut self, slot: Slot, pin: Pin) -> Result<()> {
+        let row = self.row_mut(slot)?;
+        let was = row.pin().unwrap_or_default();
+        let until_ns = was.until_ns.max(pin.until_ns);
+        row.set_pin(Some(Pin { priority: was.priority.max(pin.priority), until_ns }));
+        Ok(())
+    }
+
+    /// Takes a pin away; whether the chunk was pinned and may leave now.
+    pub fn unpin(&mut self, slot: Slot) -> Result<bool> {
+        let row = self.row_mut(slot)?;
+        let was = row.pin().is_some();
+        row.set_pin(None);
+        Ok(was && self.may_leave(slot))
+    }
+
+    /// Every slot in use, in no meaningful order.
+    pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        (0..self.fresh).filter(|&slot| self.rows[slot as usize].is_live())
+    }
+}
+
+/// What stands for a key in the index; a match is compared as a whole.
+#[inline]
+fn id_of(key: &Key) -> u64 {
+    let [a, b, c, d, e, f, g, h, ..] = key.0;
+    u64::from_le_bytes([a, b, c, d, e, f, g, h])
+}

@@ -1,0 +1,244 @@
+//! How cells come into tiers and leave them. Each way has a beginning and an end;
+//! between them whoever carries it out touches the bytes, and the table sees to it
+//! that nobody gives their place away.
+
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::chunks::{Cell, Chunks, PLACES, Place, bit_of};
+use crate::meta::index::Slot;
+
+/// What came of the wish to bring a cell into a tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Begin {
+    /// Begun: it must be ended.
+    Begun,
+    /// Nothing to do: it can be read there, or, for one from outside, in any tier.
+    There,
+    /// Nothing to do: somebody brings it.
+    Coming,
+    /// Not now: it left, but is still read there. Once that ends, its place is free.
+    Leaving,
+}
+
+/// How a way ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// It can be read there now.
+    Here(Place),
+    /// Nothing came; where it came from is as good as it was.
+    Failed,
+    /// Nothing came, for what was to be copied is lost or damaged.
+    BadSource,
+}
+
+/// What became of a cell's place in a tier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gone {
+    /// It is free.
+    Now(Place),
+    /// It is read: the end of the last read returns it.
+    Later,
+    /// It was not there.
+    Not,
+}
+
+impl Chunks {
+    /// Begins to store a cell in a tier from outside. The first writer wins: one that
+    /// is in any tier, or on its way, is not written again.
+    pub fn begin_store(&mut self, cell: Cell, tier: Tier) -> Result<Begin> {
+        let (at, bit) = (self.at(cell)?, bit_of(tier)?);
+        let marks = self.cells.marks()[at];
+        if marks.there() != 0 {
+            return Ok(Begin::There);
+        }
+        if marks.arriving() != 0 {
+            return Ok(Begin::Coming);
+        }
+        Ok(self.begin_way(cell.chunk, at, bit, None))
+    }
+
+    /// Ends it. What had been allocated for a cell that did not come stays the
+    /// caller's.
+    pub fn end_store(&mut self, cell: Cell, tier: Tier, place: Option<Place>) -> Result<()> {
+        let (at, bit) = (self.at(cell)?, bit_of(tier)?);
+        if self.cells.marks()[at].storing() & 1 << bit == 0 {
+            fail!(State, "layer {} of chunk {} is not stored there", cell.layer, cell.chunk);
+        }
+        self.check_place(tier, place)?;
+        self.end_way(cell.chunk, at, bit, place);
+        Ok(())
+    }
+
+    /// Begins to copy a cell between tiers, up or down. Until the end it is read in
+    /// the one.
+    pub fn begin_copy(&mut self, cell: Cell, from: Tier, to: Tier) -> Result<Begin> {
+        let (at, source, target) = (self.at(cell)?, bit_of(from)?, bit_of(to)?);
+        let marks = self.cells.marks()[at];
+        if marks.there() & 1 << target != 0 {
+            return Ok(Begin::There);
+        }
+        if marks.arriving() & 1 << target != 0 {
+            return Ok(Begin::Coming);
+        }
+        if marks.leaving() & 1 << target != 0 {
+            return Ok(Begin::Leaving);
+        }
+        self.begin_read(cell, from)?;
+        Ok(self.begin_way(cell.chunk, at, target, Some(source)))
+    }
+
+    /// Ends it. Returns the place it was copied from, if that is free now.
+    pub fn end_copy(&mut self, cell: Cell, to: Tier, arrival: Arrival) -> Result<Option<Place>> {
+        let (at, target) = (self.at(cell)?, bit_of(to)?);
+        let Some(source) = self.cells.source(at, target) else {
+            fail!(State, "layer {} of chunk {} is not copied there", cell.layer, cell.chunk);
+        };
+        let place = match arrival {
+            Arrival::Here(place) => Some(place),
+            Arrival::Failed | Arrival::BadSource => None,
+        };
+        self.check_place(to, place)?;
+        self.end_way(cell.chunk, at, target, place);
+        if arrival == Arrival::BadSource && self.cells.marks()[at].there() & 1 << source != 0 {
+            self.counts.lost[source] += 1;
+            let gone = self.take(cell.chunk, at, source);
+            debug_assert_eq!(gone, Gone::Later, "this way still reads it");
+        }
+        Ok(self.stop_reading(cell.chunk, at, source))
+    }
+
+    /// One more reads a cell in a tier: its place there stays until the end.
+    pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Result<Place> {
+        let (at, bit) = (self.at(cell)?, bit_of(tier)?);
+        if self.cells.marks()[at].there() & 1 << bit == 0 {
+            fail!(NotFound, "layer {} of chunk {} is not there", cell.layer, cell.chunk);
+        }
+        if !self.cells.read(at, bit) {
+            fail!(Again, "layer {} of chunk {} is read too often", cell.layer, cell.chunk);
+        }
+        self.start(cell.chunk);
+        Ok(self.cells.place_in(at, bit))
+    }
+
+    /// One less. Returns the place, if it is free now.
+    pub fn end_read(&mut self, cell: Cell, tier: Tier) -> Result<Option<Place>> {
+        let (at, bit) = (self.at(cell)?, bit_of(tier)?);
+        if self.cells.plain_readers(at, bit) == 0 {
+            fail!(State, "nobody reads layer {} of chunk {}", cell.layer, cell.chunk);
+        }
+        Ok(self.stop_reading(cell.chunk, at, bit))
+    }
+
+    /// Takes a cell out of a tier. What is held, pinned or continued by others
+    /// keeps its last place.
+    pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Result<Gone> {
+        let (at, bit) = (self.at(cell)?, bit_of(tier)?);
+        let last = self.cells.marks()[at].there() == 1 << bit;
+        if last && self.chunk(cell.chunk).is_some_and(|row| row.is_blocked()) {
+            fail!(Busy, "chunk {} is held, pinned or continued", cell.chunk);
+        }
+        Ok(self.take(cell.chunk, at, bit))
+    }
+
+    /// Takes a cell out of a tier where it was found lost or damaged: what is not
+    /// there cannot be kept.
+    pub fn lose(&mut self, cell: Cell, tier: Tier) -> Result<Gone> {
+        let (at, bit) = (self.at(cell)?, bit_of(tier)?);
+        let gone = self.take(cell.chunk, at, bit);
+        self.counts.lost[bit] += u64::from(gone != Gone::Not);
+        Ok(gone)
+    }
+
+    /// Notes that a cell on disk is at another spot now. False when it is not at the
+    /// old one: then the new one is the caller's to free.
+    pub fn relocate(&mut self, cell: Cell, from: u64, to: u64) -> Result<bool> {
+        let (at, bit) = (self.at(cell)?, bit_of(Tier::Disk)?);
+        let there = self.cells.marks()[at].there() & 1 << bit != 0;
+        let Place::Disk { spot, .. } = self.cells.place_in(at, bit) else { return Ok(false) };
+        if !there || spot != from {
+            return Ok(false);
+        }
+        if self.cells.readers(at, bit) > 0 {
+            fail!(Busy, "layer {} of chunk {} is read where it is", cell.layer, cell.chunk);
+        }
+        self.cells.set_spot(at, to);
+        Ok(true)
+    }
+
+    fn check_place(&self, tier: Tier, place: Option<Place>) -> Result<()> {
+        match place {
+            Some(place) if place.tier() != tier => {
+                fail!(Invalid, "a place in {} for a way to {}", place.tier().name(), tier.name())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    #[inline]
+    fn begin_way(&mut self, slot: Slot, at: usize, tier: usize, source: Option<usize>) -> Begin {
+        if self.cells.marks()[at].leaving() & 1 << tier != 0 {
+            return Begin::Leaving;
+        }
+        self.cells.expect(at, tier, source);
+        self.start(slot);
+        Begin::Begun
+    }
+
+    #[inline]
+    fn end_way(&mut self, slot: Slot, at: usize, tier: usize, place: Option<Place>) {
+        self.cells.end_wait(at, tier);
+        self.stop(slot);
+        let Some(place) = place else {
+            self.counts.failed[tier] += 1;
+            return;
+        };
+        let first = self.cells.place(at, place);
+        let row = &mut self.rows[slot as usize];
+        row.cells[tier] += 1;
+        row.cells_somewhere += u16::from(first);
+        self.counts.cells[tier] += 1;
+        self.counts.cells_somewhere += u64::from(first);
+    }
+
+    #[inline]
+    fn take(&mut self, slot: Slot, at: usize, tier: usize) -> Gone {
+        if self.cells.marks()[at].there() & 1 << tier == 0 {
+            return Gone::Not;
+        }
+        let (nowhere, free) = self.cells.take(at, tier);
+        let row = &mut self.rows[slot as usize];
+        row.cells[tier] -= 1;
+        row.cells_somewhere -= u16::from(nowhere);
+        self.counts.cells[tier] -= 1;
+        self.counts.cells_somewhere -= u64::from(nowhere);
+        if free {
+            return Gone::Now(self.cells.place_in(at, tier));
+        }
+        Gone::Later
+    }
+
+    #[inline]
+    fn stop_reading(&mut self, slot: Slot, at: usize, tier: usize) -> Option<Place> {
+        self.stop(slot);
+        self.cells.end_read(at, tier).then(|| self.cells.place_in(at, tier))
+    }
+
+    /// Something more is under way with a chunk. What is leaving is read, and so
+    /// counted already.
+    #[inline]
+    fn start(&mut self, slot: Slot) {
+        self.rows[slot as usize].moving += 1;
+        self.counts.moving += 1;
+    }
+
+    #[inline]
+    fn stop(&mut self, slot: Slot) {
+        let moving = &mut self.rows[slot as usize].moving;
+        assert!(*moving > 0, "nothing is under way");
+        *moving -= 1;
+        self.counts.moving -= 1;
+    }
+}
+
+const _: () = assert!(PLACES <= 4, "a nibble of marks");

@@ -1,0 +1,33 @@
+//! What the KV of a chunk is called.
+
+use std::fmt;
+
+/// The key of a namespace or of a chunk: a hash of all that its KV depends on. The
+/// default, zeros, is nobody's.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key(pub [u8; 32]);
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_written_first_byte_first() {
+        let mut key = Key::default();
+        (key.0[0], key.0[31]) = (0xA1, 2);
+        assert_eq!(key.to_string(), format!("a1{}02", "0".repeat(60)));
+        assert_eq!(format!("{key:?}"), key.to_string());
+    }
+}

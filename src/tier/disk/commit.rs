@@ -1,0 +1,59 @@
+//! Making writes durable: one sync serves all who wait.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::tier::disk::DiskTier;
+use crate::tier::disk::batch::Mark;
+
+impl DiskTier {
+    /// Waits until a write is durable. The first who asks syncs the segment, for all
+    /// that was written to it until then; others wait for that. After a sync that
+    /// failed nobody knows what is on the disk: the segment takes no more records,
+    /// and what was not durable before never is (IO).
+    pub fn commit(&self, mark: Mark) -> Result<()> {
+        let mut state = self.state.lock();
+        let upto = loop {
+            // A segment goes only when its cells are dropped, or durable elsewhere.
+            let Some(segment) = state.segments.get_mut(&mark.segment) else { return Ok(()) };
+            if segment.clean >= mark.write {
+                return Ok(());
+            }
+            if segment.poisoned {
+                fail!(Io, "a sync of segment {} failed: this write is not durable", mark.segment);
+            }
+            if !segment.syncing {
+                segment.syncing = true;
+                break segment.dirty;
+            }
+            self.changed.wait(&mut state);
+        };
+        drop(state);
+        let synced = self.pin(mark.segment).and_then(|pinned| self.files.sync(pinned.file));
+        let mut state = self.state.lock();
+        if let Some(segment) = state.segments.get_mut(&mark.segment) {
+            segment.syncing = false;
+            match synced {
+                Ok(()) => segment.clean = segment.clean.max(upto),
+                Err(_) => segment.poisoned = true,
+            }
+        }
+        state.stats.syncs += 1;
+        if synced.is_err() {
+            state.stats.failed_syncs += 1;
+            state.leave_front(mark.segment);
+        }
+        drop(state);
+        self.changed.notify_all();
+        synced.map_err(|error| error.within(&format!("a sync of segment {} failed", mark.segment)))
+    }
+
+    /// Waits until everything that was written is durable; the first failure.
+    pub fn commit_all(&self) -> Result<()> {
+        let marks: Vec<Mark> = {
+            let state = self.state.lock();
+            let dirty = state.segments.iter().filter(|(_, segment)| segment.dirty > segment.clean);
+            dirty.map(|(&segment, s)| Mark { segment, write: s.dirty }).collect()
+        };
+        marks.into_iter().map(|mark| self.commit(mark)).fold(Ok(()), Result::and)
+    }
+}

@@ -1,0 +1,191 @@
+//! Names of files, and segments that are open.
+
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
+use crate::io::files::{FileId, Piece, Way};
+use crate::tier::disk::DiskTier;
+
+/// The file that names the store.
+pub(super) const STORE: &str = "store.kvt";
+
+/// Tells a directory's files apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Name {
+    Segment(u64),
+    Checkpoint(u64),
+    /// What was being made when the store was last used.
+    Unfinished,
+    Other,
+}
+
+pub(super) fn segment(number: u64) -> String {
+    format!("seg-{number:016x}.kvt")
+}
+
+pub(super) fn checkpoint(number: u64) -> String {
+    format!("index-{number:016x}.kvt")
+}
+
+/// The name of a file while it is made.
+pub(super) fn unfinished(name: &str) -> String {
+    format!("new-{name}")
+}
+
+pub(super) fn parse(name: &str) -> Name {
+    if name.starts_with("new-") && name.ends_with(".kvt") {
+        return Name::Unfinished;
+    }
+    let number = |prefix: &str| {
+        let digits = name.strip_prefix(prefix)?.strip_suffix(".kvt")?;
+        let plain = digits.len() == 16
+            && digits.bytes().all(|c| c.is_ascii_digit() || (b'a'..=b'f').contains(&c));
+        if plain { u64::from_str_radix(digits, 16).ok() } else { None }
+    };
+    match (number("seg-"), number("index-")) {
+        (Some(number), _) => Name::Segment(number),
+        (_, Some(number)) => Name::Checkpoint(number),
+        _ => Name::Other,
+    }
+}
+
+/// The file of a segment, open until this is dropped.
+pub(super) struct Pinned<'a> {
+    tier: &'a DiskTier,
+    pub segment: u64,
+    pub file: FileId,
+    pub blocks: u32,
+}
+
+impl Drop for Pinned<'_> {
+    fn drop(&mut self) {
+        let mut state = self.tier.state.lock();
+        if let Some(segment) = state.segments.get_mut(&self.segment) {
+            segment.users -= 1;
+        }
+    }
+}
+
+impl DiskTier {
+    /// Opens a segment's file, if it is not open, and keeps it so.
+    pub(super) fn pin(&self, number: u64) -> Result<Pinned<'_>> {
+        let blocks = {
+            let mut state = self.state.lock();
+            state.uses += 1;
+            let uses = state.uses;
+            let there = state.segments.get_mut(&number).filter(|segment| !segment.leaving);
+            let Some(segment) = there else {
+                fail!(NotFound, "segment {number} is not there");
+            };
+            segment.users += 1;
+            segment.touched = uses;
+            if let Some(file) = segment.file {
+                return Ok(Pinned { tier: self, segment: number, file, blocks: segment.blocks });
+            }
+            segment.blocks
+        };
+        // Counted as used: it stays while the lock is not held.
+        let opened = self.files.open(&self::segment(number));
+        let mut state = self.state.lock();
+        let Some(segment) = state.segments.get_mut(&number) else {
+            fail!(NotFound, "segment {number} is not there");
+        };
+        let file = match (opened, segment.file) {
+            (Ok(ours), None) => {
+                segment.file = Some(ours);
+                state.open_files += 1;
+                ours
+            }
+            (Ok(ours), Some(theirs)) => {
+                self.files.close(ours);
+                theirs
+            }
+            (Err(_), Some(theirs)) => theirs,
+            (Err(error), None) => {
+                segment.users -= 1;
+                return Err(error);
+            }
+        };
+        drop(state);
+        self.close_surplus();
+        Ok(Pinned { tier: self, segment: number, file, blocks })
+    }
+
+    /// Closes those that were not used for longest, when too many are open. One
+    /// with writes that were not synced stays open: the system reports a failure of
+    /// theirs to whoever had the file open.
+    fn close_surplus(&self) {
+        let mut state = self.state.lock();
+        while state.open_files > self.options.max_open {
+            let idle = state.segments.values_mut().filter(|s| {
+                let settled = s.writing == 0 && (s.old || s.dirty == s.clean);
+                s.file.is_some() && s.users == 0 && settled
+            });
+            let Some(oldest) = idle.min_by_key(|s| s.touched) else { return };
+            if let Some(file) = oldest.file.take() {
+                self.files.close(file);
+            }
+            state.open_files -= 1;
+        }
+    }
+
+    /// Reads or writes one stretch of memory.
+    ///
+    /// # Safety
+    /// The memory is valid for the way and nobody else's meanwhile.
+    pub(super) unsafe fn transfer_one(
+        &self,
+        file: FileId,
+        way: Way,
+        offset: u64,
+        address: *mut u8,
+        bytes: u64,
+    ) -> Result<()> {
+        let mut pieces = [Piece::one(file, way, offset, address, bytes)];
+        // SAFETY: the caller's promise.
+        unsafe { self.files.transfer(&mut pieces) };
+        let [piece] = pieces;
+        piece.result
+    }
+}
+
+/// What a failed transfer or creation means to callers: a full disk is a budget.
+pub(super) fn refusal(error: Error) -> Error {
+    let errno = error.detail().map_or(0, |detail| detail.os_errno);
+    if errno == libc::ENOSPC || errno == libc::EDQUOT {
+        return Error::new(Status::Budget, error.message());
+    }
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_round_trip_and_others_are_left_alone() {
+        for number in [0, 1, 0xABCDEF, u64::MAX] {
+            assert_eq!(parse(&segment(number)), Name::Segment(number));
+            assert_eq!(parse(&checkpoint(number)), Name::Checkpoint(number));
+            assert_eq!(parse(&unfinished(&segment(number))), Name::Unfinished);
+            assert!(crate::io::files::check_name(&unfinished(&checkpoint(number))).is_ok());
+        }
+        for name in ["LOCK", STORE, "seg-1.kvt", "seg-000000000000000G.kvt", "seg-", "x"] {
+            assert_eq!(parse(name), Name::Other, "{name}");
+        }
+        assert_eq!(parse("seg-+00000000000001a.kvt"), Name::Other);
+        assert_eq!(parse("seg-000000000000001A.kvt"), Name::Other);
+    }
+
+    #[test]
+    fn a_full_disk_is_a_budget() {
+        for (errno, status) in [
+            (libc::ENOSPC, Status::Budget),
+            (libc::EDQUOT, Status::Budget),
+            (libc::EIO, Status::Io),
+        ] {
+            // SAFETY: this thread's own errno.
+            unsafe { *libc::__errno_location() = errno };
+            assert_eq!(refusal(Error::os("a write")).status(), status);
+        }
+    }
+}

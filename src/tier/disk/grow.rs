@@ -1,0 +1,215 @@
+//! Segments: making them under the budget, removing those that are empty.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::format::segment::{BLOCK_BYTES, SegmentHeader};
+use crate::io::files::{FileId, Way};
+use crate::tier::disk::files::{refusal, segment as segment_name};
+use crate::tier::disk::spot::MAX_SEGMENT;
+use crate::tier::disk::state::{Front, Grant, Segment};
+use crate::tier::disk::{DiskTier, offset_of};
+
+impl DiskTier {
+    /// Room for a record at a front, in a new segment if need be.
+    pub(super) fn room_for(&self, front: Front, blocks: u32, born: u64) -> Result<Grant> {
+        if blocks >= self.segment_blocks() {
+            fail!(Limit, "a record of {blocks} blocks is longer than a segment");
+        }
+        if let Some(grant) = self.state.lock().grant(front, blocks, born) {
+            return Ok(grant);
+        }
+        let growth = self.growth.lock();
+        // Somebody else may have made one while this thread waited.
+        if let Some(grant) = self.state.lock().grant(front, blocks, born) {
+            return Ok(grant);
+        }
+        self.end(front);
+        self.sweep();
+        let number = self.make_segment(front)?;
+        let mut state = self.state.lock();
+        state.fronts[front as usize] = Some(number);
+        // Room is taken before anybody else can: the segment cannot be too full.
+        let grant = state.grant(front, blocks, born);
+        drop(state);
+        drop(growth);
+        match grant {
+            Some(grant) => Ok(grant),
+            None => fail!(Limit, "a new segment has no room for {blocks} blocks"),
+        }
+    }
+
+    /// Ends the segment of a front; what is left of it is said to be nothing, so
+    /// that an opening need not look there.
+    pub(super) fn end(&self, front: Front) {
+        let ended = self.state.lock().end_front(front);
+        let Some((grant, rest)) = ended else { return };
+        if let Ok(pinned) = self.pin(grant.segment) {
+            let _ = self.write_void(pinned.file, &grant, rest);
+        }
+        let mut state = self.state.lock();
+        if let Some(segment) = state.segments.get_mut(&grant.segment) {
+            segment.writing -= 1;
+        }
+    }
+
+    fn make_segment(&self, front: Front) -> Result<u64> {
+        let bytes = self.options.segment_bytes;
+        // Callers leave room for one more segment: cleaning can always go on.
+        let spare = if front == Front::Callers { bytes } else { 0 };
+        let number = {
+            let mut state = self.state.lock();
+            let number = state.next_segment;
+            if number > MAX_SEGMENT {
+                fail!(Limit, "segment numbers are used up");
+            }
+            state.take(bytes, spare, self.options.budget_bytes)?;
+            state.next_segment += 1;
+            number
+        };
+        let blocks = self.segment_blocks();
+        let name = segment_name(number);
+        let made = self.files.create(&name, bytes);
+        let begun = made.and_then(|file| {
+            let begun = self.begin_segment(file, number, blocks);
+            if begun.is_err() {
+                self.files.close(file);
+            }
+            begun.map(|()| file)
+        });
+        match begun {
+            Ok(file) => {
+                let mut state = self.state.lock();
+                let segment = Segment {
+                    file: Some(file),
+                    blocks,
+                    next: 1,
+                    oldest: u64::MAX,
+                    ..Segment::default()
+                };
+                state.segments.insert(number, segment);
+                state.open_files += 1;
+                state.stats.segments_made += 1;
+                state.stats.overhead_bytes += BLOCK_BYTES as u64;
+                Ok(number)
+            }
+            Err(error) => {
+                let error = refusal(error);
+                self.state.lock().stats.refused += 1;
+                self.unmake(&name, bytes, number);
+                Err(error)
+            }
+        }
+    }
+
+    /// The header, and a name that lasts.
+    fn begin_segment(&self, file: FileId, number: u64, blocks: u32) -> Result<()> {
+        let buffer = self.staging.take()?;
+        let mut block = [0; BLOCK_BYTES];
+        SegmentHeader { store: self.store, number, blocks }.encode(&mut block);
+        // SAFETY: a staging buffer is longer than a block, and nobody else's.
+        let written = unsafe {
+            buffer.address().copy_from_nonoverlapping(block.as_ptr(), BLOCK_BYTES);
+            self.transfer_one(file, Way::Write, 0, buffer.address(), BLOCK_BYTES as u64)
+        };
+        self.staging.give_back(buffer);
+        written?;
+        self.files.sync_names()
+    }
+
+    /// Removes what could not be made. Its bytes count until that is certain.
+    fn unmake(&self, name: &str, bytes: u64, number: u64) {
+        let removed = match self.files.remove(name) {
+            Ok(()) => self.files.sync_names().is_ok(),
+            // It may not have been made at all.
+            Err(_) => self.files.list().is_ok_and(|all| all.iter().all(|e| e.name != name)),
+        };
+        let mut state = self.state.lock();
+        if removed {
+            state.give_back(bytes);
+            return;
+        }
+        let blocks = (bytes / BLOCK_BYTES as u64) as u32;
+        let segment = Segment { blocks, next: blocks, oldest: u64::MAX, ..Segment::default() };
+        state.segments.insert(number, segment);
+    }
+
+    /// Removes segments in which nothing lives and that nobody uses; the bytes that
+    /// came free. What cannot be removed keeps counting, and is tried again.
+    pub fn sweep(&self) -> u64 {
+        // What replaced a session's record must last before that goes.
+        let mut lasting: Vec<u64> = {
+            let mut state = self.state.lock();
+            state.can_go().filter(|(_, s)| s.superseded).map(|(&number, _)| number).collect()
+        };
+        if !lasting.is_empty() && self.commit_all().is_err() {
+            lasting.clear();
+        }
+        let mut gone = Vec::new();
+        {
+            let mut state = self.state.lock();
+            for (&number, segment) in state.can_go() {
+                if !segment.superseded || lasting.contains(&number) {
+                    segment.leaving = true;
+                    gone.push((number, segment.file.take(), segment.file_bytes()));
+                }
+            }
+            let open = gone.iter().filter(|(_, file, _)| file.is_some()).count();
+            state.open_files -= open;
+        }
+        if gone.is_empty() {
+            return 0;
+        }
+        gone.retain(|&(number, file, _)| {
+            if let Some(file) = file {
+                self.files.close(file);
+            }
+            let removed = self.files.remove(&segment_name(number)).is_ok();
+            if !removed {
+                self.keep(number);
+            }
+            removed
+        });
+        // A name that comes back after a crash would not fit in the budget.
+        let lasts = self.files.sync_names().is_ok();
+        let mut state = self.state.lock();
+        let mut freed = 0;
+        for (number, _, bytes) in gone {
+            state.segments.remove(&number);
+            state.stats.segments_removed += 1;
+            if lasts {
+                state.give_back(bytes);
+                freed += bytes;
+            } else {
+                state.lingering_bytes += bytes;
+            }
+        }
+        if lasts {
+            let lingering = std::mem::take(&mut state.lingering_bytes);
+            state.give_back(lingering);
+            freed += lingering;
+        }
+        freed
+    }
+
+    fn keep(&self, number: u64) {
+        if let Some(segment) = self.state.lock().segments.get_mut(&number) {
+            segment.leaving = false;
+        }
+    }
+
+    /// Says that blocks of a segment hold nothing.
+    pub(super) fn write_void(&self, file: FileId, grant: &Grant, blocks: u32) -> Result<()> {
+        let buffer = self.staging.take()?;
+        let address = buffer.address();
+        // SAFETY: a staging buffer is longer than a block, and nobody else's.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(address, BLOCK_BYTES) };
+        self.encode_void(bytes, grant, blocks);
+        let offset = offset_of(grant.at);
+        // SAFETY: as above.
+        let written =
+            unsafe { self.transfer_one(file, Way::Write, offset, address, BLOCK_BYTES as u64) };
+        self.staging.give_back(buffer);
+        self.state.lock().stats.overhead_bytes += BLOCK_BYTES as u64;
+        written
+    }
+}

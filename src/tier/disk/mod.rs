@@ -1,0 +1,152 @@
+//! The disk tier: a log of records in segments, under a hard budget.
+//!
+//! It keeps nothing per cell: callers keep a [`Spot`] and a seal for each, and
+//! say which cells live. Everything else is in the headers on disk. What the bytes
+//! are stands in `docs/store.md`.
+//!
+//! Calls block while files are read and written, and may come from any thread;
+//! no lock is held meanwhile but that of making a segment. A segment is written
+//! at one end only and never after the store was opened again: what follows a
+//! hole in it is found by looking for it block by block, so nobody waits for
+//! records that others write before theirs.
+
+mod append;
+mod batch;
+mod checkpoint;
+mod clean;
+mod commit;
+mod files;
+mod grow;
+mod note;
+mod open;
+mod read;
+mod recovered;
+mod scan;
+mod spot;
+mod staging;
+mod state;
+mod stats;
+
+use crate::base::account::Account;
+use crate::base::clock::Clock;
+use crate::base::sync::{Arc, Condvar, Mutex};
+use crate::format::segment::{BLOCK_BYTES, StoreId};
+use crate::io::files::Files;
+use crate::tier::disk::staging::Staging;
+use crate::tier::disk::state::State;
+
+pub use crate::tier::disk::batch::{Get, GetPlane, Gets, Mark, Put, PutCell, PutPlane, Puts};
+pub use crate::tier::disk::checkpoint::{Cover, Sink};
+pub use crate::tier::disk::clean::{CellAt, Cleaned, Keeper};
+pub use crate::tier::disk::recovered::{Recovered, RecoveredSession};
+pub use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS, Spot};
+pub use crate::tier::disk::stats::{OpenReport, SegmentInfo, Stats};
+
+/// Bytes of a segment unless something else is asked for.
+pub const DEFAULT_SEGMENT_BYTES: u64 = 64 << 20;
+/// Fewest segments that a budget must have room for: one that callers write, one
+/// that cleaning writes, one that is kept back.
+pub const MIN_SEGMENTS: u64 = 3;
+
+/// How a tier is opened.
+#[derive(Clone)]
+pub struct Options {
+    /// Most bytes of all files together.
+    pub budget_bytes: u64,
+    /// Bytes of new segments, a multiple of the block; 0 = [`DEFAULT_SEGMENT_BYTES`].
+    pub segment_bytes: u64,
+    /// Random bytes: the name of the store if it must be made.
+    pub random: StoreId,
+    /// Most segments that are open at once; 0 = 512.
+    pub max_open: usize,
+    /// Who pays for staging memory.
+    pub account: Option<Arc<Account>>,
+    /// What opening is timed by.
+    pub clock: Clock,
+}
+
+impl Options {
+    /// A budget and some random bytes; all else as it is by default.
+    pub fn new(budget_bytes: u64, random: StoreId) -> Options {
+        Options {
+            budget_bytes,
+            segment_bytes: 0,
+            random,
+            max_open: 0,
+            account: None,
+            clock: Clock::real(),
+        }
+    }
+}
+
+/// A directory of segments.
+pub struct DiskTier {
+    files: Arc<dyn Files>,
+    options: Options,
+    store: StoreId,
+    align: u64,
+    state: Mutex<State>,
+    /// A sync ended.
+    changed: Condvar,
+    /// Held while a segment is made: one at a time.
+    growth: Mutex<()>,
+    staging: Staging,
+}
+
+impl DiskTier {
+    /// The random name of the store.
+    pub fn store(&self) -> &StoreId {
+        &self.store
+    }
+
+    /// Counters, and what is used.
+    pub fn stats(&self) -> Stats {
+        let state = self.state.lock();
+        Stats {
+            used_bytes: state.used_bytes,
+            budget_bytes: self.options.budget_bytes,
+            ..state.stats
+        }
+    }
+
+    /// All segments, by number.
+    pub fn segments(&self) -> Vec<SegmentInfo> {
+        let state = self.state.lock();
+        let info = |(&number, segment): (&u64, &state::Segment)| SegmentInfo {
+            number,
+            blocks: segment.blocks,
+            live_blocks: segment.live,
+            dead_blocks: segment.next.saturating_sub(1).saturating_sub(segment.live),
+            age_records: state.next_record.saturating_sub(segment.newest).saturating_sub(1),
+            is_front: state.is_front(number),
+            has_notes: segment.forgets > 0 || segment.sessions > 0,
+            poisoned: segment.poisoned,
+            damaged: segment.damaged,
+        };
+        state.segments.iter().map(info).collect()
+    }
+
+    /// Says that cells are no longer wanted: their places, and the bytes that were
+    /// stored. Nothing is written; when no cell of a segment is left,
+    /// [`DiskTier::sweep`] removes it.
+    pub fn drop_cells(&self, cells: impl IntoIterator<Item = (Spot, u64)>) {
+        let mut state = self.state.lock();
+        for (spot, stored_bytes) in cells {
+            state.drop_blocks(spot.segment(), blocks_u32(stored_bytes));
+        }
+    }
+
+    /// Blocks of segments that are made from now on.
+    fn segment_blocks(&self) -> u32 {
+        (self.options.segment_bytes / BLOCK_BYTES as u64) as u32
+    }
+}
+
+/// Blocks that some bytes take, in a segment.
+fn blocks_u32(bytes: u64) -> u32 {
+    u32::try_from(crate::format::record::blocks_of(bytes)).unwrap_or(u32::MAX)
+}
+
+fn offset_of(block: u32) -> u64 {
+    u64::from(block) * BLOCK_BYTES as u64
+}

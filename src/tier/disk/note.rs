@@ -1,0 +1,169 @@
+//! Records without cells: what is gone, what sessions are, blocks that hold
+//! nothing.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::format::keys::Key;
+use crate::format::record::{
+    Chunk, Encoder, Head, Kind, MAX_CELLS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, header_blocks_of,
+};
+use crate::format::segment::BLOCK_BYTES;
+use crate::io::files::Way;
+use crate::tier::disk::batch::Mark;
+use crate::tier::disk::state::{Front, Grant, Note};
+use crate::tier::disk::{DiskTier, offset_of};
+
+/// A record without cells that is to be written.
+pub(super) struct NoteRecord<'a> {
+    pub kind: Kind,
+    pub key: Key,
+    pub items: u32,
+    pub body: [&'a [u8]; 2],
+    /// 0 = the record's own number, for both.
+    pub born: u64,
+    pub until: u64,
+}
+
+impl DiskTier {
+    /// Writes down that cells of a chunk are gone, those of some layers or, with
+    /// none named, all: they do not come back when the store is opened again. Cells
+    /// that are stored later do. The caller drops the cells themselves.
+    pub fn forget(&self, key: Key, layers: &[u32]) -> Result<Mark> {
+        if layers.len() > MAX_CELLS {
+            fail!(Limit, "{} layers are more than {MAX_CELLS}", layers.len());
+        }
+        self.note_forget(Front::Callers, key, layers, 0, 0)
+    }
+
+    pub(super) fn note_forget(
+        &self,
+        front: Front,
+        key: Key,
+        layers: &[u32],
+        born: u64,
+        until: u64,
+    ) -> Result<Mark> {
+        let body: Vec<u8> = layers.iter().flat_map(|layer| layer.to_le_bytes()).collect();
+        let items = layers.len() as u32;
+        let note = NoteRecord { kind: Kind::Forget, key, items, body: [&body, &[]], born, until };
+        let (grant, mark) = self.note(front, &note)?;
+        if let Some(segment) = self.state.lock().segments.get_mut(&grant.segment) {
+            segment.forgets += 1;
+        }
+        Ok(mark)
+    }
+
+    /// Notes what a session is, in place of what was noted of that name before. No
+    /// content = it is gone.
+    pub fn put_session(&self, name: &[u8], payload: &[u8]) -> Result<Mark> {
+        if name.is_empty() || name.len() > MAX_NAME_BYTES || payload.len() > MAX_PAYLOAD_BYTES {
+            fail!(
+                Limit,
+                "a session has a name of 1 to {MAX_NAME_BYTES} bytes and content of up to {MAX_PAYLOAD_BYTES}"
+            );
+        }
+        let (note, mark) = self.note_session(Front::Callers, name, payload, 0)?;
+        self.settle_session(name, note, false);
+        Ok(mark)
+    }
+
+    /// Writes what a session is; where that is then.
+    pub(super) fn note_session(
+        &self,
+        front: Front,
+        name: &[u8],
+        payload: &[u8],
+        born: u64,
+    ) -> Result<(Note, Mark)> {
+        let (kind, items) = (Kind::Session, name.len() as u32);
+        let key = Chunk::NONE.key;
+        let record = NoteRecord { kind, key, items, body: [name, payload], born, until: 0 };
+        let (grant, mark) = self.note(front, &record)?;
+        let born = if born == 0 { grant.number } else { born };
+        let blocks = header_blocks_of(name.len() + payload.len()).unwrap_or(1);
+        Ok((Note { payload: payload.into(), born, segment: grant.segment, blocks }, mark))
+    }
+
+    /// The newest record of a session is the one that was written, unless a newer
+    /// one was written meanwhile: of two threads the one with the larger number is
+    /// the later.
+    pub(super) fn settle_session(&self, name: &[u8], note: Note, lasts: bool) {
+        let mut state = self.state.lock();
+        if state.sessions.get(name).is_none_or(|old| old.born <= note.born) {
+            state.move_session(name, note, lasts);
+        }
+    }
+
+    fn note(&self, front: Front, note: &NoteRecord<'_>) -> Result<(Grant, Mark)> {
+        let length = note.body.iter().map(|part| part.len()).sum();
+        let Some(blocks) = header_blocks_of(length) else {
+            fail!(Limit, "a record of {length} bytes is too long");
+        };
+        let grant = self.room_for(front, blocks, note.born)?;
+        let written = self.write_note(&grant, blocks, note);
+        let mut state = self.state.lock();
+        if written.is_err() {
+            state.leave_front(grant.segment);
+            state.stats.failed_records += 1;
+        } else {
+            state.stats.records += 1;
+            state.stats.overhead_bytes += u64::from(blocks) * BLOCK_BYTES as u64;
+        }
+        let mut mark = Mark { segment: grant.segment, write: 0 };
+        if let Some(segment) = state.segments.get_mut(&grant.segment) {
+            segment.writing -= 1;
+            segment.dirty += 1;
+            mark.write = segment.dirty;
+        }
+        written.map(|()| (grant, mark))
+    }
+
+    fn write_note(&self, grant: &Grant, blocks: u32, note: &NoteRecord<'_>) -> Result<()> {
+        let pinned = self.pin(grant.segment)?;
+        let buffer = self.staging.take()?;
+        let address = buffer.address();
+        let bytes = blocks as usize * BLOCK_BYTES;
+        // SAFETY: a staging buffer is longer than any header, and nobody else's.
+        let header = unsafe { std::slice::from_raw_parts_mut(address, bytes) };
+        let mut encoder = Encoder::new(header);
+        note.body.iter().for_each(|part| encoder.bytes(part));
+        encoder.finish(&Head {
+            kind: note.kind as u16,
+            items: note.items,
+            born: if note.born == 0 { grant.number } else { note.born },
+            until: if note.until == 0 { grant.number } else { note.until },
+            chunk: Chunk { key: note.key, ..Chunk::NONE },
+            ..self.plain_head(grant, blocks)
+        });
+        let (file, offset) = (pinned.file, offset_of(grant.at));
+        // SAFETY: as above.
+        let written = unsafe { self.transfer_one(file, Way::Write, offset, address, bytes as u64) };
+        self.staging.give_back(buffer);
+        if written.is_err() {
+            let _ = self.write_void(file, grant, blocks);
+        }
+        written.map_err(crate::tier::disk::files::refusal)
+    }
+
+    /// The header of blocks that hold nothing.
+    pub(super) fn encode_void(&self, bytes: &mut [u8], grant: &Grant, blocks: u32) {
+        Encoder::new(bytes).finish(&self.plain_head(grant, blocks));
+    }
+
+    fn plain_head(&self, grant: &Grant, blocks: u32) -> Head {
+        Head {
+            kind: Kind::Void as u16,
+            header_blocks: 1,
+            blocks,
+            number: grant.number,
+            born: grant.number,
+            segment: grant.segment,
+            at: grant.at,
+            items: 0,
+            store: self.store,
+            chunk: Chunk::NONE,
+            body_bytes: 0,
+            until: 0,
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! Opening: what the newest sound checkpoint says, and what is behind it.
+
+use std::collections::BTreeMap;
+
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Condvar, Mutex};
+use crate::fail;
+use crate::format::checkpoint::Covered;
+use crate::format::record::{Kind, Record, blocks_of};
+use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreHeader, StoreId, Unsound, VERSION};
+use crate::io::files::{Entry, FileId, Files, Piece, Way};
+use crate::tier::disk::files::{Name, STORE, parse, refusal, unfinished};
+use crate::tier::disk::recovered::{Finder, Recovered};
+use crate::tier::disk::scan::Found;
+use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS};
+use crate::tier::disk::staging::Staging;
+use crate::tier::disk::state::{Front, Segment, State};
+use crate::tier::disk::stats::OpenReport;
+use crate::tier::disk::{DEFAULT_SEGMENT_BYTES, DiskTier, MIN_SEGMENTS, Options, Spot};
+
+const STORE_BYTES: u64 = (STORE_BLOCKS * BLOCK_BYTES) as u64;
+const DEFAULT_MAX_OPEN: usize = 512;
+
+impl DiskTier {
+    /// Opens the store of a directory, or makes one: the tier, the cells that it
+    /// has, and how that went. What is on disk is trusted in nothing: cells are
+    /// checked when they are read, and after [`DiskTier::commit_all`] those that
+    /// were found are durable, unless a sync had failed before the process ended.
+    /// CORRUPT = the file that names the store is damaged; UNSUPPORTED = it is of
+    /// another version.
+    pub fn open(
+        files: Arc<dyn Files>,
+        options: Options,
+    ) -> Result<(DiskTier, Recovered, OpenReport)> {
+        let options = checked(options)?;
+        let align = files.align_bytes();
+        if align == 0 || BLOCK_BYTES as u64 % align != 0 {
+            fail!(Unsupported, "files want an alignment of {align} bytes");
+        }
+        let begun_ns = options.clock.now_ns();
+        let mut report = OpenReport::default();
+        let staging = Staging::new(options.account.clone());
+        let names = clear_unfinished(&*files)?;
+        let is_new = names.iter().all(|entry| entry.name != STORE);
+        report.is_new = is_new;
+        let store = match is_new {
+            true => make_store(&*files, &staging, &options)?,
+            false => read_store(&*files, &staging)?,
+        };
+        let clock = options.clock.clone();
+        let tier = DiskTier {
+            files,
+            options,
+            store,
+            align,
+            state: Mutex::new(State { next_record: 1, next_segment: 1, ..State::default() }),
+            changed: Condvar::new(),
+            growth: Mutex::new(()),
+            staging,
+        };
+        tier.note_files(&names, is_new, &mut report);
+        let recovered = tier.recover(&mut report)?;
+        tier.sweep();
+        report.cells = recovered.cells();
+        report.elapsed_ns = clock.now_ns().saturating_sub(begun_ns);
+        Ok((tier, recovered, report))
+    }
+
+    /// Ends the segments that are written to and makes all durable. Not needed: it
+    /// makes the next opening faster.
+    pub fn close(&self) -> Result<()> {
+        let growth = self.growth.lock();
+        self.end(Front::Callers);
+        self.end(Front::Cleaning);
+        drop(growth);
+        self.commit_all()
+    }
+
+    /// The directory's files, as far as their names and lengths say what they are.
+    fn note_files(&self, names: &[Entry], is_new: bool, report: &mut OpenReport) {
+        let mut state = self.state.lock();
+        state.used_bytes = if is_new { STORE_BYTES } else { 0 };
+        for entry in names {
+            state.used_bytes = state.used_bytes.saturating_add(entry.bytes);
+            match parse(&entry.name) {
+                Name::Segment(number) => {
+                    let blocks = entry.bytes / BLOCK_BYTES as u64;
+                    state.next_segment = state.next_segment.max(number.saturating_add(1));
+                    if number == 0 || number > MAX_SEGMENT || blocks > MAX_SEGMENT_BLOCKS.into() {
+                        report.foreign_segments += 1;
+                        continue;
+                    }
+                    let blocks = blocks as u32;
+                    let (old, oldest) = (true, u64::MAX);
+                    let segment =
+                        Segment { blocks, next: blocks, old, oldest, ..Segment::default() };
+                    state.segments.insert(number, segment);
+                }
+                Name::Checkpoint(number) => {
+                    state.checkpoints.insert(number, entry.bytes);
+                    state.next_checkpoint = state.next_checkpoint.max(number.saturating_add(1));
+                }
+                Name::Unfinished | Name::Other => {}
+            }
+        }
+        state.next_checkpoint = state.next_checkpoint.max(1);
+        state.stats.most_used_bytes = state.used_bytes;
+    }
+
+    fn recover(&self, report: &mut OpenReport) -> Result<Recovered> {
+        let mut finder = Finder::default();
+        let covered = self.newest_checkpoint(&mut finder, report)?;
+        let starts: Vec<(u64, u32)> = {
+            let state = self.state.lock();
+            let from = |(&number, segment): (&u64, &Segment)| {
+                let from = covered.get(&number).map_or(0, |covered| covered.blocks);
+                (from < segment.blocks || from == 0).then_some((number, from))
+            };
+            state.segments.iter().filter_map(from).collect()
+        };
+        let mut notes: BTreeMap<u64, Covered> = covered;
+        let found = self.scan(&starts, &mut |record| {
+            note(&mut notes, record);
+            finder.record(record)
+        })?;
+        self.note_segments(&notes, &found, report);
+        let (recovered, sessions) = {
+            let state = self.state.lock();
+            finder.finish(|spot, bytes| {
+                let end = u64::from(spot.block()) + blocks_of(bytes);
+                let segment = state.segments.get(&spot.segment());
+                spot.block() > 0 && segment.is_some_and(|s| end <= u64::from(s.blocks))
+            })?
+        };
+        let mut state = self.state.lock();
+        for place in recovered.chunks().flat_map(|(_, places)| places) {
+            if let Some(segment) = state.segments.get_mut(&Spot(place.spot).segment()) {
+                segment.live =
+                    segment.live.saturating_add(blocks_of(place.stored_bytes.into()) as u32);
+            }
+        }
+        sessions.into_iter().for_each(|(name, note)| state.move_session(&name, note, true));
+        drop(state);
+        self.cut(&found);
+        Ok(recovered)
+    }
+
+    /// Loads the newest checkpoint that is sound, and removes all others: one that
+    /// could be read one day and not the next would name segments that are others by
+    /// then.
+    fn newest_checkpoint(
+        &self,
+        finder: &mut Finder,
+        report: &mut OpenReport,
+    ) -> Result<BTreeMap<u64, Covered>> {
+        let all: Vec<(u64, u64)> = {
+            let state = self.state.lock();
+            state.checkpoints.iter().rev().map(|(&number, &bytes)| (number, bytes)).collect()
+        };
+        let mut covered = BTreeMap::new();
+        for (number, bytes) in all {
+            let Some((header, segments)) = self.load(number, bytes, finder)? else {
+                report.unsound_checkpoints += 1;
+                finder.clear();
+                continue;
+            };
+            let mut state = self.state.lock();
+            state.next_record = state.next_record.max(header.next_record);
+            state.next_segment = state.next_segment.max(header.next_segment);
+            drop(state);
+            report.checkpoint = number;
+            covered = segments.into_iter().map(|segment| (segment.number, segment)).collect();
+            break;
+        }
+        let kept = report.checkpoint;
+        self.remove_checkpoints(|number| number != kept);
+        Ok(covered)
+    }
+
+    fn note_segments(
+        &self,
+        notes: &BTreeMap<u64, Covered>,
+        found: &[Found],
+        report: &mut OpenReport,
+    ) {
+        let mut state = self.state.lock();
+        for found in found {
+            report.scanned_records += found.records;
+            report.damaged_headers += found.damaged;
+            report.torn_tails += u32::from(found.torn);
+            report.failed_reads += found.errors;
+            report.damaged_segments += u32::from(found.damaged_header);
+            let nothing = !notes.contains_key(&found.segment);
+            if found.foreign || (nothing && found.errors > 0) {
+                // Not ours, or nobody can tell: it stays, and counts.
+                state.segments.remove(&found.segment);
+                report.foreign_segments += u32::from(found.foreign);
+                continue;
+            }
+            if let Some(segment) = state.segments.get_mut(&found.segment) {
+                segment.damaged = found.damaged + u32::from(found.damaged_header);
+                segment.unread = found.errors > 0;
+                // Whoever wrote it may have died before syncing it.
+                segment.dirty = u64::from(found.records > 0);
+            }
+        }
+        for (number, covered) in notes {
+            state.next_record = state.next_record.max(covered.newest.saturating_add(1));
+            if let Some(segment) = state.segments.get_mut(number) {
+                segment.oldest = covered.oldest;
+                segment.newest = covered.newest;
+                segment.forgets = covered.forgets;
+            }
+        }
+        report.segments = state.segments.len() as u32;
+    }
+
+    /// Says of what is behind the last record of a segment that it is nothing: the
+    /// next opening does not look there. Best effort.
+    fn cut(&self, found: &[Found]) {
+        for found in found.iter().filter(|found| found.errors == 0 && !found.foreign) {
+            let Ok(pinned) = self.pin(found.segment) else { continue };
+            let rest = pinned.blocks.saturating_sub(found.end);
+            if rest == 0 || found.records == 0 {
+                continue;
+            }
+            let number = {
+                let mut state = self.state.lock();
+                state.next_record += 1;
+                state.next_record - 1
+            };
+            let grant =
+                crate::tier::disk::state::Grant { segment: found.segment, at: found.end, number };
+            let _ = self.write_void(pinned.file, &grant, rest);
+        }
+    }
+}
+
+fn checked(mut options: Options) -> Result<Options> {
+    let block = BLOCK_BYTES as u64;
+    if options.segment_bytes == 0 {
+        options.segment_bytes = DEFAULT_SEGMENT_BYTES;
+    }
+    if options.max_open == 0 {
+        options.max_open = DEFAULT_MAX_OPEN;
+    }
+    let most = u64::from(MAX_SEGMENT_BLOCKS) * block;
+    let bytes = options.segment_bytes;
+    if bytes % block != 0 || bytes < 4 * block || bytes > most {
+        fail!(Invalid, "a segment has 4 to {MAX_SEGMENT_BLOCKS} whole blocks, not {bytes} bytes");
+    }
+    let least = MIN_SEGMENTS * bytes + STORE_BYTES;
+    if options.budget_bytes < least {
+        fail!(
+            Invalid,
+            "a budget of {} bytes is too small for segments of {bytes}: {least} are needed",
+            options.budget_bytes
+        );
+    }
+    Ok(options)
+}
+
+/// Removes what was being made when the store was last used; what else there is.
+fn clear_unfinished(files: &dyn Files) -> Result<Vec<Entry>> {
+    let mut names = files.list()?;
+    let mut removed = false;
+    names.retain(|entry| {
+        let gone = parse(&entry.name) == Name::Unfinished && files.remove(&entry.name).is_ok();
+        removed |= gone;
+        !gone
+    });
+    if removed {
+        files.sync_names()?;
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn make_store(files: &dyn Files, staging: &Staging, options: &Options) -> Result<StoreId> {
+    let header = StoreHeader { store: options.random, segment_bytes: options.segment_bytes };
+    let mut bytes = [0; STORE_BYTES as usize];
+    header.encode(&mut bytes);
+    let draft = unfinished(STORE);
+    let file = files.create(&draft, STORE_BYTES).map_err(refusal)?;
+    let written = write_all(files, staging, file, &bytes).and_then(|()| files.sync(file));
+    files.close(file);
+    written.map_err(refusal)?;
+    files.rename(&draft, STORE)?;
+    files.sync_names()?;
+    Ok(options.random)
+}
+
+fn write_all(files: &dyn Files, staging: &Staging, file: FileId, bytes: &[u8]) -> Result<()> {
+    let buffer = staging.map(bytes.len() as u64)?;
+    let mut pieces = [Piece::one(file, Way::Write, 0, buffer.address(), bytes.len() as u64)];
+    // SAFETY: this call's own buffer, as long as the bytes.
+    unsafe {
+        buffer.address().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
+        files.transfer(&mut pieces);
+    }
+    let [piece] = pieces;
+    piece.result
+}
+
+fn read_store(files: &dyn Files, staging: &Staging) -> Result<StoreId> {
+    let buffer = staging.map(STORE_BYTES)?;
+    let file = files.open(STORE)?;
+    // One read for each copy: the other may be fine where one cannot be read.
+    let block = BLOCK_BYTES as u64;
+    let mut pieces: Vec<Piece> = (0..STORE_BLOCKS as u64)
+        .filter_map(|i| Some((i * block, buffer.range(i * block, block)?)))
+        .map(|(offset, address)| Piece::one(file, Way::Read, offset, address, block))
+        .collect();
+    // SAFETY: this call's own buffer, a part of it for each piece.
+    unsafe { files.transfer(&mut pieces) };
+    files.close(file);
+    let failed = pieces.iter().find_map(|piece| piece.result.as_ref().err());
+    // SAFETY: as above; zeros where nothing was read.
+    let bytes = unsafe { std::slice::from_raw_parts(buffer.address(), STORE_BYTES as usize) };
+    match (StoreHeader::decode(bytes), failed) {
+        (Ok(header), _) => Ok(header.store),
+        (Err(Unsound::Version(other)), _) => {
+            let text = format!("the store is of version {other}, this library reads {VERSION}");
+            Err(Error::new(Status::Unsupported, text))
+        }
+        (Err(Unsound::Damaged), Some(error)) => Err(error.clone().within(STORE)),
+        (Err(Unsound::Damaged), None) => {
+            let text = format!("{STORE} is damaged: what the store is cannot be told");
+            Err(Error::new(Status::Corrupt, text))
+        }
+    }
+}
+
+/// What is remembered of a segment's records.
+fn note(notes: &mut BTreeMap<u64, Covered>, record: &Record<'_>) {
+    let head = &record.head;
+    let fresh = Covered { number: head.segment, oldest: u64::MAX, ..Covered::default() };
+    let segment = notes.entry(head.segment).or_insert(fresh);
+    segment.oldest = segment.oldest.min(head.born);
+    segment.newest = segment.newest.max(head.number);
+    segment.forgets += u32::from(head.kind == Kind::Forget as u16);
+}

@@ -1,0 +1,246 @@
+//! Reading cells, each checked against its seal; single planes, through the
+//! header of their record.
+
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
+use crate::format::record::{self, Cell, MAX_HEADER_BLOCKS, blocks_of};
+use crate::format::seal::{Identity, MAX_PLANES, Plane, seal};
+use crate::format::segment::BLOCK_BYTES;
+use crate::io::files::Way;
+use crate::tier::disk::append::sum_of;
+use crate::tier::disk::batch::{Get, GetPlane, Gets};
+use crate::tier::disk::files::Pinned;
+use crate::tier::disk::staging::{Gather, in_place, within};
+use crate::tier::disk::{DiskTier, Spot, offset_of};
+
+impl DiskTier {
+    /// Reads cells into memory of the caller's; each says how it went.
+    ///
+    /// # Safety
+    /// The memory of every plane is valid, and nobody else's meanwhile; with
+    /// `padded`, also what is behind the last plane up to a whole block.
+    pub unsafe fn read(&self, gets: &mut Gets) {
+        let mut gather = Gather::new(&*self.files, &self.staging, Way::Read);
+        let mut pins = Vec::new();
+        for owner in 0..gets.gets.len() {
+            // SAFETY: the caller's promise, here and below.
+            unsafe { gather.make_way() };
+            // SAFETY: as above.
+            let begun = unsafe { self.begin_read(&mut gather, owner, gets, &mut pins) };
+            gets.gets[owner].result = begun;
+        }
+        // SAFETY: as above.
+        unsafe { gather.flush() };
+        for (owner, error) in gather.failed.drain(..) {
+            gets.gets[owner].result = Err(error);
+        }
+        drop(pins);
+        let (mut corrupt, mut failed, mut bytes) = (0, 0, 0);
+        for at in 0..gets.gets.len() {
+            let (get, planes) = (&gets.gets[at], gets.planes_of(&gets.gets[at]));
+            if get.result.is_err() {
+                failed += 1;
+                continue;
+            }
+            bytes += planes.iter().map(|plane| plane.bytes).sum::<u64>();
+            // SAFETY: the caller's promise: the planes' memory, written above.
+            if unsafe { sealed(get, planes) } != get.seal {
+                corrupt += 1;
+                gets.gets[at].result = Err(Error::from(Status::Corrupt));
+            }
+        }
+        let mut state = self.state.lock();
+        state.stats.reads += gets.gets.len() as u64;
+        state.stats.read_bytes += bytes;
+        state.stats.corrupt += corrupt;
+        state.stats.failed_reads += failed;
+    }
+
+    fn pin_cell(&self, spot: Spot, stored: u64) -> Result<Pinned<'_>> {
+        let pinned = self.pin(spot.segment())?;
+        check_place(spot, stored, &pinned)?;
+        Ok(pinned)
+    }
+
+    unsafe fn begin_read<'a>(
+        &'a self,
+        gather: &mut Gather<'_>,
+        owner: usize,
+        gets: &Gets,
+        pins: &mut Vec<Pinned<'a>>,
+    ) -> Result<()> {
+        let Some(get) = gets.gets.get(owner) else { return Ok(()) };
+        let stored = checked_bytes(gets.planes_of(get))?;
+        // Cells that are read together mostly lie together.
+        if pins.last().is_none_or(|pinned| pinned.segment != get.spot.segment()) {
+            pins.push(self.pin(get.spot.segment())?);
+        }
+        let Some(pinned) = pins.last() else { return Ok(()) };
+        check_place(get.spot, stored, pinned)?;
+        let ranges = || {
+            let planes = gets.planes_of(get).iter();
+            planes.map(GetPlane::range).filter(|range| range.bytes > 0)
+        };
+        let whole = blocks_of(stored) * BLOCK_BYTES as u64;
+        let (file, offset) = (pinned.file, offset_of(get.spot.block()));
+        let mut done = 0;
+        if in_place(ranges(), self.align, get.padded) {
+            for range in ranges() {
+                let last = done + range.bytes == stored;
+                let pad = if last && stored % self.align != 0 { whole - stored } else { 0 };
+                gather.add(owner, file, offset + done, range.address, range.bytes + pad);
+                done += range.bytes;
+            }
+            return Ok(());
+        }
+        while done < whole {
+            // SAFETY: the caller's promise.
+            let (from, bytes) = unsafe { gather.room(BLOCK_BYTES as u64, whole - done)? };
+            let bytes = bytes / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
+            gather.add(owner, file, offset + done, from, bytes);
+            within(ranges(), done, bytes, |to, place, bytes| {
+                gather.copy_back(from.wrapping_add(place as usize), to, bytes);
+            });
+            done += bytes;
+        }
+        Ok(())
+    }
+
+    /// The planes of a cell, from the header of its record; they make up `seal`.
+    pub fn planes(&self, spot: Spot, who: &Identity, seal: u64) -> Result<Vec<Plane>> {
+        self.with_header(spot, who, seal, |cell| Ok(cell.planes().collect()))
+    }
+
+    /// Reads one plane of a cell: which one, by `plane.kind` and `plane.id`.
+    ///
+    /// # Safety
+    /// The memory of the plane is valid, and nobody else's meanwhile.
+    pub unsafe fn read_plane(
+        &self,
+        spot: Spot,
+        who: &Identity,
+        seal: u64,
+        plane: &GetPlane,
+    ) -> Result<()> {
+        let (start, found, stored) = self.with_header(spot, who, seal, |cell| {
+            let mut start = 0;
+            for found in cell.planes() {
+                if (found.kind, found.id) == (plane.kind, plane.id) {
+                    return Ok((start, found, cell.stored_bytes));
+                }
+                start += found.bytes;
+            }
+            Err(Error::from(Status::NotFound))
+        })?;
+        if (found.bytes, found.version) != (plane.bytes, plane.version) {
+            fail!(Corrupt, "the plane has {} bytes, version {}", found.bytes, found.version);
+        }
+        let pinned = self.pin_cell(spot, stored)?;
+        let mut gather = Gather::new(&*self.files, &self.staging, Way::Read);
+        let block = BLOCK_BYTES as u64;
+        let mut at = start / block * block;
+        while at < start + plane.bytes {
+            let left = (start + plane.bytes - at).next_multiple_of(block);
+            // SAFETY: the caller's promise, here and below.
+            let (from, bytes) = unsafe { gather.room(block, left)? };
+            let bytes = bytes / block * block;
+            gather.add(0, pinned.file, offset_of(spot.block()) + at, from, bytes);
+            let (low, high) = (at.max(start), (at + bytes).min(start + plane.bytes));
+            let to = plane.address.wrapping_add((low - start) as usize);
+            gather.copy_back(from.wrapping_add((low - at) as usize), to, high - low);
+            at += bytes;
+        }
+        // SAFETY: as above.
+        unsafe { gather.flush() };
+        if let Some((_, error)) = gather.failed.pop() {
+            return Err(error);
+        }
+        // SAFETY: the plane's memory, written above.
+        if unsafe { sum_of(plane.address, plane.bytes) } != found.sum {
+            self.state.lock().stats.corrupt += 1;
+            return Err(Error::from(Status::Corrupt));
+        }
+        Ok(())
+    }
+
+    /// Reads the header of a cell's record and finds the cell in it, if it is who
+    /// it should be.
+    fn with_header<T>(
+        &self,
+        spot: Spot,
+        who: &Identity,
+        expected: u64,
+        then: impl FnOnce(&Cell<'_>) -> Result<T>,
+    ) -> Result<T> {
+        let pinned = self.pin(spot.segment())?;
+        let Some(at) = spot.record() else { fail!(NotFound, "that is no place of a cell") };
+        let back = spot.block() - at;
+        let blocks = back.min(MAX_HEADER_BLOCKS);
+        if u64::from(at) + u64::from(blocks) > u64::from(pinned.blocks) || blocks == 0 {
+            fail!(NotFound, "no record can be there");
+        }
+        let buffer = self.staging.take()?;
+        let bytes = u64::from(blocks) * BLOCK_BYTES as u64;
+        // SAFETY: a staging buffer is longer than any header, and nobody else's.
+        let read = unsafe {
+            self.transfer_one(pinned.file, Way::Read, offset_of(at), buffer.address(), bytes)
+        };
+        // SAFETY: as above; written by the transfer, or zeros.
+        let header = unsafe { std::slice::from_raw_parts(buffer.address(), bytes as usize) };
+        let found = read.and_then(|()| {
+            let record = record::decode(header).filter(|record| {
+                let head = &record.head;
+                (head.store, head.segment, head.at) == (self.store, spot.segment(), at)
+                    && (head.chunk.key, head.chunk.fingerprint) == (who.key, who.fingerprint)
+                    && head.chunk.valid_tokens == who.valid_tokens
+            });
+            let cell = record.and_then(|record| record.cells().find(|cell| cell.block == back));
+            let is_it = |cell: &Cell<'_>| {
+                (cell.layer, cell.codec) == (who.layer, who.codec)
+                    && seal(who, cell.planes()) == expected
+            };
+            let Some(cell) = cell.filter(is_it) else {
+                self.state.lock().stats.corrupt += 1;
+                return Err(Error::from(Status::Corrupt));
+            };
+            then(&cell)
+        });
+        self.staging.give_back(buffer);
+        found
+    }
+}
+
+/// The bytes of planes that are to be read.
+fn checked_bytes(planes: &[GetPlane]) -> Result<u64> {
+    let sum = |all: u64, plane: &GetPlane| all.checked_add(plane.bytes);
+    let stored = planes.iter().try_fold(0u64, sum).filter(|&n| n > 0 && n <= u32::MAX.into());
+    let Some(stored) = stored.filter(|_| planes.len() <= MAX_PLANES) else {
+        fail!(Invalid, "a cell has 1 to {MAX_PLANES} planes and 1 to 2^32 bytes");
+    };
+    if planes.iter().any(|plane| plane.bytes > 0 && plane.address.is_null()) {
+        fail!(Invalid, "a plane has no address");
+    }
+    Ok(stored)
+}
+
+/// Whether a cell can be there.
+fn check_place(spot: Spot, stored: u64, pinned: &Pinned<'_>) -> Result<()> {
+    let end = u64::from(spot.block()) + blocks_of(stored);
+    if spot.block() == 0 || end > u64::from(pinned.blocks) {
+        fail!(NotFound, "no cell of {stored} bytes can be there");
+    }
+    Ok(())
+}
+
+/// The seal of a cell that was read.
+unsafe fn sealed(get: &Get, planes: &[GetPlane]) -> u64 {
+    let summed = planes.iter().map(|plane| Plane {
+        kind: plane.kind,
+        id: plane.id,
+        version: plane.version,
+        bytes: plane.bytes,
+        // SAFETY: the caller's promise: the planes' memory is valid.
+        sum: unsafe { sum_of(plane.address, plane.bytes) },
+    });
+    seal(&get.who, summed)
+}

@@ -1,0 +1,246 @@
+//! Reading the headers of segments, many segments at a time.
+//!
+//! Where a header should be and is none, the next one is looked for block by
+//! block: a record says whose it is, where it is, and has a sum, so one that is
+//! found behind a hole is as good as any. A hole is what a crash left between
+//! writes, or damage.
+
+use crate::base::status::Result;
+use crate::format::record::{MAX_HEADER_BLOCKS, Record, decode, peek};
+use crate::format::segment::{BLOCK_BYTES, SegmentHeader, StoreId, Unsound};
+use crate::io::files::{Piece, Way};
+use crate::tier::disk::files::Pinned;
+use crate::tier::disk::{DiskTier, offset_of};
+
+/// Segments that are read at once.
+const LANES: usize = 16;
+const WINDOW_BLOCKS: u32 = MAX_HEADER_BLOCKS;
+const WINDOW_BYTES: usize = WINDOW_BLOCKS as usize * BLOCK_BYTES;
+/// What is read where a header is expected.
+const HEADER_GUESS_BLOCKS: u32 = 8;
+/// Blocks that cannot be read before a segment is given up.
+const MAX_ERRORS: u32 = 64;
+
+/// What reading a segment came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Found {
+    pub segment: u64,
+    /// Behind its last record.
+    pub end: u32,
+    pub records: u64,
+    /// Holes before other records.
+    pub damaged: u32,
+    /// Something is behind the last record, and is none.
+    pub torn: bool,
+    /// Blocks that could not be read.
+    pub errors: u32,
+    /// Its first block says that it is somebody else's.
+    pub foreign: bool,
+    /// Its first block is not sound.
+    pub damaged_header: bool,
+}
+
+/// One segment being read.
+struct Walk {
+    store: StoreId,
+    blocks: u32,
+    at: u32,
+    last: u64,
+    /// Something that is no record was seen since the last one.
+    in_hole: bool,
+    dirty_hole: bool,
+    found: Found,
+}
+
+/// What is read next: so many blocks from there.
+type Need = Option<(u32, u32)>;
+
+impl Walk {
+    fn new(store: StoreId, segment: u64, blocks: u32, from: u32) -> Walk {
+        let found = Found { segment, end: from.max(1), ..Found::default() };
+        Walk { store, blocks, at: from, last: 0, in_hole: false, dirty_hole: false, found }
+    }
+
+    /// What to read next.
+    fn need(&self) -> Need {
+        let guess = if self.in_hole { WINDOW_BLOCKS } else { HEADER_GUESS_BLOCKS };
+        let left = self.blocks.saturating_sub(self.at);
+        (left > 0).then(|| (self.at, guess.min(left)))
+    }
+
+    /// Goes through a window that starts at the block it needed.
+    fn read(
+        &mut self,
+        window: &[u8],
+        each: &mut dyn FnMut(&Record<'_>) -> Result<()>,
+    ) -> Result<Need> {
+        let start = self.at;
+        loop {
+            let from = (self.at - start) as usize * BLOCK_BYTES;
+            let Some(bytes) = window.get(from..).filter(|bytes| bytes.len() >= BLOCK_BYTES) else {
+                return Ok(self.need());
+            };
+            if self.at >= self.blocks {
+                return Ok(None);
+            }
+            if self.at == 0 {
+                if !self.read_first(bytes) {
+                    return Ok(None);
+                }
+                continue;
+            }
+            let wanted = peek(bytes).filter(|&n| n <= self.blocks - self.at);
+            if let Some(wanted) = wanted {
+                if wanted as usize * BLOCK_BYTES > bytes.len() {
+                    return Ok(Some((self.at, wanted)));
+                }
+                if let Some(record) = decode(bytes).filter(|record| self.fits(record)) {
+                    each(&record)?;
+                    self.take(&record);
+                    continue;
+                }
+            }
+            self.pass(bytes.get(..BLOCK_BYTES) != Some(&[0; BLOCK_BYTES]));
+        }
+    }
+
+    /// The first block of the segment; false if it is somebody else's.
+    fn read_first(&mut self, bytes: &[u8]) -> bool {
+        match SegmentHeader::decode(bytes) {
+            Ok(header) => {
+                let ours = header.store == self.store && header.number == self.found.segment;
+                self.found.foreign = !ours;
+            }
+            Err(Unsound::Version(_)) => self.found.foreign = true,
+            Err(Unsound::Damaged) => self.found.damaged_header = true,
+        }
+        self.at = 1;
+        !self.found.foreign
+    }
+
+    fn fits(&self, record: &Record<'_>) -> bool {
+        let head = &record.head;
+        head.store == self.store
+            && head.segment == self.found.segment
+            && head.at == self.at
+            && head.number > self.last
+            && head.blocks <= self.blocks - self.at
+    }
+
+    fn take(&mut self, record: &Record<'_>) {
+        if std::mem::take(&mut self.in_hole) {
+            self.found.damaged += 1;
+        }
+        self.dirty_hole = false;
+        self.last = record.head.number;
+        self.at += record.head.blocks;
+        self.found.end = self.at;
+        self.found.records += 1;
+    }
+
+    /// A block that is no header.
+    fn pass(&mut self, dirty: bool) {
+        self.in_hole = true;
+        self.dirty_hole |= dirty;
+        self.at += 1;
+    }
+
+    /// What it needed could not be read: block by block then, and past those that
+    /// cannot.
+    fn fail(&mut self, blocks: u32) -> Need {
+        if blocks > 1 {
+            return Some((self.at, 1));
+        }
+        self.found.errors += 1;
+        if self.at == 0 {
+            self.found.damaged_header = true;
+        }
+        self.pass(true);
+        if self.found.errors >= MAX_ERRORS {
+            self.at = self.blocks;
+        }
+        self.need()
+    }
+
+    fn end(mut self) -> Found {
+        self.found.torn = self.in_hole && self.dirty_hole;
+        self.found
+    }
+}
+
+/// A segment being read, and its window.
+struct Lane<'a> {
+    walk: Walk,
+    pinned: Pinned<'a>,
+    need: (u32, u32),
+}
+
+impl DiskTier {
+    /// Reads the headers of segments from some block on; 0 = the segment's own
+    /// header too. `each` sees every sound record, those of one segment in order.
+    pub(super) fn scan(
+        &self,
+        starts: &[(u64, u32)],
+        each: &mut dyn FnMut(&Record<'_>) -> Result<()>,
+    ) -> Result<Vec<Found>> {
+        let mut all = Vec::new();
+        let width = LANES.min(starts.len()).max(1);
+        let buffer = self.staging.map((width * WINDOW_BYTES) as u64)?;
+        let mut lanes: Vec<Option<Lane<'_>>> = (0..width).map(|_| None).collect();
+        let mut waiting = starts.iter();
+        loop {
+            for lane in lanes.iter_mut().filter(|lane| lane.is_none()) {
+                *lane = self.next_lane(&mut waiting, &mut all);
+            }
+            let mut pieces = Vec::new();
+            for (lane, i) in lanes.iter().zip(0u64..) {
+                let window = buffer.range(i * WINDOW_BYTES as u64, WINDOW_BYTES as u64);
+                let (Some(lane), Some(window)) = (lane, window) else { continue };
+                let (at, blocks) = lane.need;
+                let (file, bytes) = (lane.pinned.file, offset_of(blocks));
+                pieces.push(Piece::one(file, Way::Read, offset_of(at), window, bytes));
+            }
+            if pieces.is_empty() {
+                return Ok(all);
+            }
+            // SAFETY: every piece has a window of its own in the buffer made above.
+            unsafe { self.files.transfer(&mut pieces) };
+            let busy = lanes.iter_mut().filter(|lane| lane.is_some());
+            for (slot, piece) in busy.zip(&pieces) {
+                let Some(lane) = slot else { continue };
+                let need = if piece.result.is_ok() {
+                    let [part, ..] = piece.parts;
+                    // SAFETY: the window that was just read, which nobody writes now.
+                    let window =
+                        unsafe { std::slice::from_raw_parts(part.address, part.bytes as usize) };
+                    lane.walk.read(window, each)?
+                } else {
+                    lane.walk.fail(lane.need.1)
+                };
+                match need {
+                    Some(need) => lane.need = need,
+                    None => all.extend(slot.take().map(|lane| lane.walk.end())),
+                }
+            }
+        }
+    }
+
+    fn next_lane(
+        &self,
+        waiting: &mut std::slice::Iter<'_, (u64, u32)>,
+        all: &mut Vec<Found>,
+    ) -> Option<Lane<'_>> {
+        for &(segment, from) in waiting {
+            let Ok(pinned) = self.pin(segment) else {
+                all.push(Found { segment, end: from.max(1), errors: 1, ..Found::default() });
+                continue;
+            };
+            let walk = Walk::new(self.store, segment, pinned.blocks, from);
+            match walk.need() {
+                Some(need) => return Some(Lane { walk, pinned, need }),
+                None => all.push(walk.end()),
+            }
+        }
+        None
+    }
+}

@@ -1,0 +1,209 @@
+//! What the tier knows of its segments. Nothing here is per cell.
+
+use std::collections::BTreeMap;
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::format::segment::BLOCK_BYTES;
+use crate::io::files::FileId;
+use crate::tier::disk::stats::Stats;
+
+/// Who appends: each has a segment of its own to write at, so that what is moved,
+/// which is old, does not lie among what is new.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Front {
+    /// Callers.
+    Callers = 0,
+    /// Cleaning; it may use the segment that is kept back.
+    Cleaning = 1,
+}
+
+/// One segment.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Segment {
+    /// Open, or opened when needed.
+    pub file: Option<FileId>,
+    /// Calls that use the file now.
+    pub users: u32,
+    /// When it was used last, in uses.
+    pub touched: u64,
+    /// Its blocks, the first included.
+    pub blocks: u32,
+    /// The first block that is free.
+    pub next: u32,
+    /// Blocks of cells that live.
+    pub live: u32,
+    /// Records of kind *forget*, and of sessions that are newest.
+    pub forgets: u32,
+    pub sessions: u32,
+    /// What replaced a session's record here may not be durable yet.
+    pub superseded: bool,
+    /// Records being written.
+    pub writing: u32,
+    /// Smallest number under which a record in it was born.
+    pub oldest: u64,
+    /// Largest number of its records.
+    pub newest: u64,
+    /// Writes that returned, and how many of them were then synced.
+    pub dirty: u64,
+    pub clean: u64,
+    pub syncing: bool,
+    /// A sync failed.
+    pub poisoned: bool,
+    /// Being cleaned: not removed by others meanwhile.
+    pub cleaning: bool,
+    /// Being removed: nobody gets in any more.
+    pub leaving: bool,
+    /// It is from before the store was opened: nothing more is written to it.
+    pub old: bool,
+    /// It could not be read in full when the store was opened: what lives in it is
+    /// not known.
+    pub unread: bool,
+    /// Places in it that should have been records and were not.
+    pub damaged: u32,
+}
+
+impl Segment {
+    pub fn file_bytes(&self) -> u64 {
+        u64::from(self.blocks) * BLOCK_BYTES as u64
+    }
+
+    fn room(&self) -> u32 {
+        self.blocks - self.next
+    }
+
+    pub fn is_idle(&self) -> bool {
+        self.users == 0 && self.writing == 0 && !self.syncing && !self.leaving && !self.cleaning
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.live == 0 && self.forgets == 0 && self.sessions == 0 && !self.unread
+    }
+
+    pub fn note_record(&mut self, number: u64, born: u64) {
+        self.oldest = self.oldest.min(born);
+        self.newest = self.newest.max(number);
+    }
+}
+
+/// What is noted of a session.
+#[derive(Clone, Debug)]
+pub(super) struct Note {
+    pub payload: Box<[u8]>,
+    pub born: u64,
+    pub segment: u64,
+    pub blocks: u32,
+}
+
+/// Room in a segment that one record may write.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Grant {
+    pub segment: u64,
+    pub at: u32,
+    pub number: u64,
+}
+
+/// Everything under the tier's lock.
+#[derive(Default)]
+pub(super) struct State {
+    pub segments: BTreeMap<u64, Segment>,
+    pub fronts: [Option<u64>; 2],
+    pub next_record: u64,
+    pub next_segment: u64,
+    pub next_checkpoint: u64,
+    pub used_bytes: u64,
+    /// Of files that were removed and whose names may come back after a crash.
+    pub lingering_bytes: u64,
+    pub sessions: BTreeMap<Box<[u8]>, Note>,
+    /// Checkpoints that are there, with their lengths.
+    pub checkpoints: BTreeMap<u64, u64>,
+    pub checkpointing: bool,
+    pub open_files: usize,
+    pub uses: u64,
+    pub stats: Stats,
+}
+
+impl State {
+    /// Room for a record, if the segment of `front` has it.
+    pub fn grant(&mut self, front: Front, blocks: u32, born: u64) -> Option<Grant> {
+        let segment = self.fronts[front as usize]?;
+        let entry = self.segments.get_mut(&segment)?;
+        if entry.room() < blocks || entry.poisoned {
+            return None;
+        }
+        let number = self.next_record;
+        self.next_record += 1;
+        let at = entry.next;
+        entry.next += blocks;
+        entry.writing += 1;
+        entry.note_record(number, if born == 0 { number } else { born });
+        Some(Grant { segment, at, number })
+    }
+
+    /// Ends the segment of a front; what is left of it, if it is to be filled.
+    pub fn end_front(&mut self, front: Front) -> Option<(Grant, u32)> {
+        let segment = self.fronts[front as usize]?;
+        let rest = self.segments.get(&segment).map_or(0, Segment::room);
+        let grant = if rest > 0 { self.grant(front, rest, 0) } else { None };
+        self.fronts[front as usize] = None;
+        grant.map(|grant| (grant, rest))
+    }
+
+    /// No more is written to a segment.
+    pub fn leave_front(&mut self, segment: u64) {
+        self.fronts.iter_mut().filter(|f| **f == Some(segment)).for_each(|f| *f = None);
+    }
+
+    /// Segments in which nothing lives and that nobody uses.
+    pub fn can_go(&mut self) -> impl Iterator<Item = (&u64, &mut Segment)> {
+        let fronts = self.fronts;
+        self.segments.iter_mut().filter(move |(number, segment)| {
+            segment.is_empty() && segment.is_idle() && !fronts.contains(&Some(**number))
+        })
+    }
+
+    pub fn is_front(&self, segment: u64) -> bool {
+        self.fronts.contains(&Some(segment))
+    }
+
+    /// Blocks of cells that no longer count.
+    pub fn drop_blocks(&mut self, segment: u64, blocks: u32) {
+        if let Some(entry) = self.segments.get_mut(&segment) {
+            debug_assert!(entry.live >= blocks, "a cell was dropped twice");
+            entry.live = entry.live.saturating_sub(blocks);
+        }
+    }
+
+    /// Takes bytes of the budget, of which `spare` must stay.
+    pub fn take(&mut self, bytes: u64, spare: u64, budget: u64) -> Result<()> {
+        let wanted = self.used_bytes.saturating_add(bytes).saturating_add(spare);
+        if wanted > budget {
+            self.stats.refused += 1;
+            fail!(
+                Budget,
+                "{bytes} bytes more do not fit: {} of {budget} are used, {spare} kept back",
+                self.used_bytes
+            );
+        }
+        self.used_bytes += bytes;
+        self.stats.most_used_bytes = self.stats.most_used_bytes.max(self.used_bytes);
+        Ok(())
+    }
+
+    pub fn give_back(&mut self, bytes: u64) {
+        self.used_bytes = self.used_bytes.saturating_sub(bytes);
+    }
+
+    /// A session's newest record is in another place now, and `lasts` there or not.
+    pub fn move_session(&mut self, name: &[u8], note: Note, lasts: bool) {
+        if let Some(entry) = self.segments.get_mut(&note.segment) {
+            entry.sessions += 1;
+        }
+        if let Some(old) = self.sessions.insert(name.into(), note) {
+            if let Some(entry) = self.segments.get_mut(&old.segment) {
+                entry.sessions = entry.sessions.saturating_sub(1);
+                entry.superseded |= !lasts;
+            }
+        }
+    }
+}

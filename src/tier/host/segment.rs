@@ -1,0 +1,167 @@
+//! One stretch of memory, cut into pieces of one size.
+
+use crate::base::account::Account;
+use crate::base::budget::Tier;
+use crate::base::fork::page_bytes;
+use crate::base::memory::{Buffer, HUGE_PAGE_BYTES, MemoryWish, Wish};
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::tier::host::table::Entry;
+
+/// Most pieces of a segment.
+pub const MAX_PIECES: u32 = 1 << 15;
+
+const WORD_BITS: u32 = 64;
+const SUMMARY: usize = (MAX_PIECES / WORD_BITS / WORD_BITS) as usize;
+
+/// Its memory and which of its pieces are in use.
+pub struct Segment {
+    buffer: Buffer,
+    /// A bit for each piece in use; those past the last are set for ever.
+    words: Vec<u64>,
+    /// A bit for each word with a piece that is free.
+    summary: [u64; SUMMARY],
+    piece_bytes: u64,
+    pieces: u32,
+    live: u32,
+    /// Dropped last: what is paid for is free only when it is gone.
+    cost: Cost,
+}
+
+/// What an account pays for a segment.
+struct Cost {
+    account: Option<Arc<Account>>,
+    bytes: u64,
+}
+
+impl Cost {
+    fn pay(account: Option<&Arc<Account>>, bytes: u64) -> Result<Cost> {
+        if let Some(account) = account {
+            account.take(Tier::Host, bytes)?;
+        }
+        Ok(Cost { account: account.cloned(), bytes })
+    }
+}
+
+impl Drop for Cost {
+    fn drop(&mut self) {
+        if let Some(account) = &self.account {
+            account.give_back(Tier::Host, self.bytes);
+        }
+    }
+}
+
+impl Segment {
+    /// Maps a segment, after the account has paid for it and its tables. Cut it
+    /// before use.
+    pub fn map(account: Option<&Arc<Account>>, bytes: u64, grain: u64, huge: Wish) -> Result<Self> {
+        let most = (bytes / grain).clamp(1, u64::from(MAX_PIECES)) as u32;
+        let count = most.div_ceil(WORD_BITS) as usize;
+        // Not where rounding up to huge pages would cost more than they bring.
+        let in_huge_bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
+        let wasteful = in_huge_bytes - bytes > bytes / 16;
+        let huge = if huge == Wish::Try && wasteful { Wish::No } else { huge };
+        let mapped_bytes = match huge {
+            Wish::No => bytes.next_multiple_of(page_bytes() as u64),
+            _ => in_huge_bytes,
+        };
+        let table_bytes = size_of::<Entry>() + count * size_of::<u64>();
+        let cost = Cost::pay(account, mapped_bytes + table_bytes as u64)?;
+        let mut words = Vec::new();
+        if words.try_reserve_exact(count).is_err() {
+            return Err(Status::NoMem.into());
+        }
+        words.resize(count, 0);
+        let wish = MemoryWish { bytes, huge, ..MemoryWish::default() };
+        let faults = account.and_then(|account| account.budget().core().faults());
+        let buffer = Buffer::map(&wish, faults)?;
+        debug_assert_eq!(buffer.charged_bytes(), mapped_bytes, "paid is what was mapped");
+        Ok(Segment {
+            buffer,
+            words,
+            summary: [0; SUMMARY],
+            piece_bytes: bytes,
+            pieces: 0,
+            live: 0,
+            cost,
+        })
+    }
+
+    /// Cuts an empty segment into `pieces` pieces that fit into it.
+    pub fn cut(&mut self, piece_bytes: u64, pieces: u32) {
+        debug_assert!(self.live == 0, "a segment in use is cut");
+        debug_assert!(u64::from(pieces) * piece_bytes <= self.buffer.bytes());
+        debug_assert!(pieces as usize <= self.words.len() * WORD_BITS as usize);
+        (self.piece_bytes, self.pieces, self.live) = (piece_bytes, pieces, 0);
+        self.summary = [0; SUMMARY];
+        let mut left = pieces;
+        for (at, word) in self.words.iter_mut().enumerate() {
+            let here = left.min(WORD_BITS);
+            *word = u64::MAX.checked_shl(here).unwrap_or(0);
+            if here > 0 {
+                self.summary[at / 64] |= 1 << (at % 64);
+            }
+            left -= here;
+        }
+    }
+
+    /// Takes a piece, the first that is free.
+    pub fn take(&mut self) -> Option<u32> {
+        let group = self.summary.iter().position(|&group| group != 0)?;
+        let at = group * 64 + self.summary[group].trailing_zeros() as usize;
+        let word = self.words.get_mut(at)?;
+        let bit = word.trailing_ones();
+        *word |= 1 << bit;
+        if *word == u64::MAX {
+            self.summary[group] &= !(1 << (at % 64));
+        }
+        self.live += 1;
+        Some(at as u32 * WORD_BITS + bit)
+    }
+
+    /// Gives a piece back that is in use.
+    pub fn give_back(&mut self, index: u32) {
+        let at = (index / WORD_BITS) as usize;
+        if let Some(word) = self.words.get_mut(at) {
+            *word &= !(1 << (index % WORD_BITS));
+            self.summary[at / 64] |= 1 << (at % 64);
+            self.live -= 1;
+        }
+    }
+
+    /// Whether a piece is in use.
+    pub fn is_live(&self, index: u32) -> bool {
+        let word = self.words.get((index / WORD_BITS) as usize);
+        index < self.pieces && word.is_some_and(|word| word >> (index % WORD_BITS) & 1 == 1)
+    }
+
+    /// The pieces in use, in order.
+    pub fn live_pieces(&self) -> impl Iterator<Item = u32> + '_ {
+        (0..self.pieces).filter(|&index| self.is_live(index))
+    }
+
+    /// Where a piece is.
+    pub fn address(&self, index: u32) -> Option<*mut u8> {
+        self.buffer.range(u64::from(index) * self.piece_bytes, self.piece_bytes)
+    }
+
+    /// The size of its pieces.
+    pub fn piece_bytes(&self) -> u64 {
+        self.piece_bytes
+    }
+
+    /// How many pieces it has.
+    pub fn pieces(&self) -> u32 {
+        self.pieces
+    }
+
+    /// How many of them are in use.
+    pub fn live(&self) -> u32 {
+        self.live
+    }
+
+    /// What it costs, tables and all.
+    pub fn cost_bytes(&self) -> u64 {
+        self.cost.bytes
+    }
+}

@@ -1,0 +1,4 @@
+//! Where bytes rest: memory of the host, files.
+
+pub mod disk;
+pub mod host;

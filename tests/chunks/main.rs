@@ -1,0 +1,152 @@
+//! The table of chunks against a naive one, over random calls, sound and unsound;
+//! what a lookup means against its definition, token by token.
+
+use kvtier::base::budget::Tier;
+use kvtier::base::status::Status;
+use kvtier::meta::chunks::{
+    Arrival, Begin, CELL_BYTES, CHUNK_BYTES, Cell, Chunks, Gone, NewChunk, Place, Shape,
+};
+use kvtier::meta::index::NONE;
+use kvtier::meta::key::Key;
+use proptest::prelude::*;
+
+mod both;
+mod measure;
+mod naive;
+mod reuse;
+
+use both::{Call, Pair};
+use naive::TOKENS;
+
+fn call() -> impl Strategy<Value = Call> {
+    (0u8..40, any::<u16>(), any::<u16>(), 0u16..1024)
+}
+
+#[test]
+fn the_table_does_what_a_naive_one_does() {
+    let config = ProptestConfig { cases: 300, ..ProptestConfig::default() };
+    proptest!(config, |(calls in prop::collection::vec(call(), 1..400))| {
+        let mut pair = Pair::new(false);
+        for (what, a, b, c) in calls {
+            match what {
+                0..=8 => pair.call_chunk((what, a, b, c)),
+                // Adds come more often than what ends them.
+                9..=16 => pair.call_chunk((what % 3, a, b, c)),
+                _ => pair.call_cell((what - 17, a, b, c)),
+            }
+            pair.compare();
+        }
+        pair.tear_down();
+    });
+}
+
+#[test]
+fn a_cell_does_what_a_naive_one_does() {
+    let config = ProptestConfig { cases: 300, ..ProptestConfig::default() };
+    proptest!(config, |(calls in prop::collection::vec(call(), 1..400))| {
+        let mut pair = Pair::new(true);
+        let first = root(1);
+        let slot = pair.table.add(&first).expect("room").slot();
+        pair.model.add(slot, &first);
+        for (what, a, b, c) in calls {
+            pair.call_cell((what % 17, a, b, c));
+            pair.compare();
+        }
+        pair.tear_down();
+    });
+}
+
+fn table(layers: usize, max_chunks: usize) -> Chunks {
+    Chunks::new(Shape { layers, chunk_tokens: TOKENS, max_chunks }).expect("small")
+}
+
+fn root(n: u64) -> NewChunk {
+    let mut key = Key::default();
+    // As hashes do, keys differ everywhere.
+    for (i, bytes) in key.0.chunks_exact_mut(8).enumerate() {
+        let mixed = (n + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(17 * i as u32 + 31);
+        bytes.copy_from_slice(&(mixed ^ mixed >> 29).to_le_bytes());
+    }
+    let (position, valid_tokens, owner) = (0, TOKENS, NONE);
+    NewChunk { key, namespace: 0, parent: NONE, position, valid_tokens, owner, holes: true }
+}
+
+#[test]
+fn what_is_read_keeps_its_place_until_the_end() {
+    let mut table = table(1, 1);
+    let chunk = table.add(&root(1)).expect("room").slot();
+    let cell = Cell { chunk, layer: 0 };
+    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Begun);
+    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Coming);
+    assert_eq!(table.begin_store(cell, Tier::Disk).expect("sound"), Begin::Coming);
+    table.end_store(cell, Tier::Host, Some(Place::Host(3))).expect("it is stored");
+    assert_eq!(table.begin_store(cell, Tier::Disk).expect("sound"), Begin::There);
+    table.begin_copy(cell, Tier::Host, Tier::Disk).expect("it is there");
+    assert_eq!(table.begin_drop(cell, Tier::Host).expect("nobody holds it"), Gone::Later);
+    assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Coming);
+    assert!(table.end_read(cell, Tier::Host).is_err(), "that read is the copy's");
+    assert!(table.remove(chunk, |_, _| ()).is_err());
+    let place = Place::Disk { spot: 1, seal: 2 };
+    let freed = table.end_copy(cell, Tier::Disk, Arrival::Here(place)).expect("it is copied");
+    assert_eq!(freed, Some(Place::Host(3)));
+    table.retain(chunk).expect("it is there");
+    assert_eq!(table.begin_drop(cell, Tier::Disk).expect_err("held").status(), Status::Busy);
+    table.begin_copy(cell, Tier::Disk, Tier::Host).expect("it is there");
+    let freed = table.end_copy(cell, Tier::Host, Arrival::BadSource).expect("it is copied");
+    assert_eq!((freed, table.counts().lost), (Some(place), [0, 0, 1, 0]));
+    assert!(table.release(chunk).expect("it was held"));
+}
+
+#[test]
+fn a_slot_that_is_used_again_is_another_chunk() {
+    let mut table = table(2, 3);
+    let above = table.add(&root(1)).expect("room").slot();
+    let below = NewChunk { parent: above, position: 1, ..root(2) };
+    let below = table.add(&below).expect("room").slot();
+    let generation = table.chunk(above).expect("live").generation();
+    table.remove(above, |_, _| ()).expect("holes are allowed");
+    assert_eq!(table.add(&root(3)).expect("room").slot(), above);
+    assert_eq!(table.parent(below), None);
+    assert!(table.chunk_of(above, generation).is_none());
+    table.remove(below, |_, _| ()).expect("a leaf");
+    assert_eq!(table.chunk(above).map(|row| row.children()), Some(0));
+}
+
+#[test]
+fn readers_have_a_limit_and_do_not_wrap() {
+    let mut table = table(1, 1);
+    let cell = Cell { chunk: table.add(&root(1)).expect("room").slot(), layer: 0 };
+    table.begin_store(cell, Tier::Host).expect("sound");
+    table.end_store(cell, Tier::Host, Some(Place::Host(0))).expect("it is stored");
+    for _ in 0..u16::MAX {
+        table.begin_read(cell, Tier::Host).expect("below the limit");
+    }
+    assert_eq!(table.begin_read(cell, Tier::Host).expect_err("one more").status(), Status::Again);
+    assert!(table.begin_copy(cell, Tier::Host, Tier::Device).is_err());
+    assert_eq!(table.marks(cell.chunk).expect("live")[0].arriving(), 0);
+    for _ in 0..u16::MAX {
+        assert_eq!(table.end_read(cell, Tier::Host).expect("as many"), None);
+    }
+    assert!(table.may_leave(cell.chunk));
+}
+
+#[test]
+fn sizes_are_what_is_said_and_limits_hold() {
+    assert_eq!((CELL_BYTES, CHUNK_BYTES), (31, 96));
+    let shape = Shape { layers: 32, chunk_tokens: 256, max_chunks: 312_500 };
+    assert_eq!(Chunks::bytes_of(shape), 312_500 * (32 * 31 + 96 + 16) + 64);
+    assert!(Chunks::bytes_of(shape) < 1 << 30, "10,000,000 cells in 1 GiB");
+    for (layers, chunk_tokens, max_chunks) in [
+        (0, 1, 1),
+        (4097, 1, 1),
+        (1, 0, 1),
+        (1, 1 << 16, 1),
+        (1, 1, usize::MAX),
+        (4096, 1, 1 << 21),
+    ] {
+        assert!(Chunks::new(Shape { layers, chunk_tokens, max_chunks }).is_err());
+    }
+    let mut none = table(1, 0);
+    assert_eq!(none.add(&root(0)).expect_err("no room").status(), Status::Limit);
+    assert_eq!(none.find(&root(0).key), None);
+}

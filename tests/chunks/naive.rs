@@ -1,0 +1,290 @@
+//! The table as one would write it down: maps, and a search for every answer.
+
+use kvtier::base::budget::{ALL_TIERS, Tier};
+use kvtier::base::status::{Result, Status};
+use kvtier::meta::chunks::{Arrival, Begin, Cell, Gone, NewChunk, PLACES, Pin, Place};
+use kvtier::meta::index::{NONE, Slot};
+use kvtier::meta::key::Key;
+use std::collections::BTreeMap;
+
+pub const LAYERS: usize = 3;
+pub const TOKENS: u32 = 4;
+pub const LIMIT: usize = 5;
+
+pub type Answer<T> = std::result::Result<T, Status>;
+
+pub fn status<T>(result: Result<T>) -> Answer<T> {
+    result.map_err(|error| error.status())
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Way {
+    Store,
+    Copy(usize),
+}
+
+/// A cell in a tier.
+#[derive(Clone, Default)]
+pub struct In {
+    pub place: Option<Place>,
+    pub leaving: Option<Place>,
+    pub way: Option<Way>,
+    pub readers: u32,
+}
+
+pub struct Known {
+    pub new: NewChunk,
+    /// When it was added: a slot alone does not say which chunk is meant.
+    pub birth: u64,
+    pub parent: Option<(Slot, u64)>,
+    pub refs: u32,
+    pub pin: Option<Pin>,
+    pub cells: Vec<[In; PLACES]>,
+}
+
+#[derive(Default)]
+pub struct Model {
+    pub live: BTreeMap<Slot, Known>,
+    pub births: u64,
+    pub places: u64,
+    pub lost: [u64; PLACES],
+    pub failed: [u64; PLACES],
+}
+
+pub fn bit(tier: Tier) -> Answer<usize> {
+    if tier == Tier::Pinned { Err(Status::Invalid) } else { Ok(tier as usize) }
+}
+
+impl Model {
+    pub fn find(&self, key: &Key) -> Option<Slot> {
+        self.live.iter().find(|(_, c)| c.new.key == *key).map(|(&slot, _)| slot)
+    }
+
+    pub fn children(&self, slot: Slot) -> usize {
+        let birth = self.live[&slot].birth;
+        self.live.values().filter(|c| c.parent == Some((slot, birth))).count()
+    }
+
+    pub fn parent(&self, slot: Slot) -> Option<Slot> {
+        let (parent, birth) = self.live.get(&slot)?.parent?;
+        (self.live.get(&parent)?.birth == birth).then_some(parent)
+    }
+
+    pub fn is_blocked(&self, slot: Slot) -> bool {
+        let chunk = &self.live[&slot];
+        let continued = self.children(slot) > 0 && !chunk.new.holes;
+        chunk.refs > 0 || chunk.pin.is_some() || continued
+    }
+
+    pub fn is_moving(&self, slot: Slot) -> bool {
+        let at_work = |t: &In| t.readers > 0 || t.leaving.is_some() || t.way.is_some();
+        self.live[&slot].cells.iter().flatten().any(at_work)
+    }
+
+    pub fn may_leave(&self, slot: Slot) -> bool {
+        self.live.contains_key(&slot) && !self.is_blocked(slot) && !self.is_moving(slot)
+    }
+
+    pub fn chunk(&mut self, slot: Slot) -> Answer<&mut Known> {
+        self.live.get_mut(&slot).ok_or(Status::NotFound)
+    }
+
+    pub fn cell(&mut self, cell: Cell) -> Answer<&mut [In; PLACES]> {
+        self.chunk(cell.chunk)?.cells.get_mut(cell.layer).ok_or(Status::NotFound)
+    }
+
+    /// A place that was never used before.
+    pub fn new_place(&mut self, tier: Tier) -> Place {
+        self.places += 1;
+        match tier {
+            Tier::Device => Place::Device,
+            Tier::Disk => Place::Disk { spot: self.places << 20, seal: !self.places },
+            Tier::Remote => Place::Remote,
+            _ => Place::Host(self.places as u32),
+        }
+    }
+
+    /// What the table has to say to a new chunk; the slot is its own choice.
+    pub fn check_add(&self, new: &NewChunk) -> Answer<Option<Slot>> {
+        if let Some(slot) = self.find(&new.key) {
+            let old = &self.live[&slot].new;
+            let same = (old.namespace, old.position, old.owner, old.valid_tokens)
+                == (new.namespace, new.position, new.owner, new.valid_tokens);
+            return if same { Ok(Some(slot)) } else { Err(Status::Invalid) };
+        }
+        if new.valid_tokens == 0 || new.valid_tokens > TOKENS {
+            return Err(Status::Invalid);
+        }
+        if new.valid_tokens < TOKENS && new.owner == NONE {
+            return Err(Status::Invalid);
+        }
+        if new.parent == NONE {
+            if new.position > 0 && !new.holes {
+                return Err(Status::Invalid);
+            }
+        } else {
+            let above = &self.live.get(&new.parent).ok_or(Status::NotFound)?.new;
+            let follows = above.position + 1 == new.position;
+            let shares = above.owner == NONE || above.owner == new.owner;
+            let full = above.valid_tokens == TOKENS;
+            if above.namespace != new.namespace || !follows || !shares || !full {
+                return Err(Status::Invalid);
+            }
+        }
+        if self.live.len() == LIMIT { Err(Status::Limit) } else { Ok(None) }
+    }
+
+    pub fn add(&mut self, slot: Slot, new: &NewChunk) {
+        let parent = self.live.get(&new.parent).map(|above| (new.parent, above.birth));
+        self.births += 1;
+        let cells = vec![Default::default(); LAYERS];
+        let known = Known { new: *new, birth: self.births, parent, refs: 0, pin: None, cells };
+        assert!(self.live.insert(slot, known).is_none(), "the slot is in use");
+    }
+
+    pub fn remove(&mut self, slot: Slot) -> Answer<(Vec<Place>, Option<Slot>)> {
+        self.chunk(slot)?;
+        if !self.may_leave(slot) {
+            return Err(Status::Busy);
+        }
+        let above = self.parent(slot);
+        let chunk = self.live.remove(&slot).expect("it is live");
+        let places = chunk.cells.iter().flatten().filter_map(|t| t.place).collect();
+        Ok((places, above.filter(|&above| self.may_leave(above))))
+    }
+
+    pub fn begin_store(&mut self, cell: Cell, tier: Tier) -> Answer<Begin> {
+        let tiers = self.cell(cell)?;
+        let to = bit(tier)?;
+        Ok(if tiers.iter().any(|t| t.place.is_some()) {
+            Begin::There
+        } else if tiers.iter().any(|t| t.way.is_some()) {
+            Begin::Coming
+        } else if tiers[to].leaving.is_some() {
+            Begin::Leaving
+        } else {
+            tiers[to].way = Some(Way::Store);
+            Begin::Begun
+        })
+    }
+
+    pub fn end_store(&mut self, cell: Cell, tier: Tier, place: Option<Place>) -> Answer<()> {
+        let tiers = self.cell(cell)?;
+        let to = bit(tier)?;
+        if tiers[to].way != Some(Way::Store) {
+            return Err(Status::State);
+        }
+        if place.is_some_and(|place| place.tier() != tier) {
+            return Err(Status::Invalid);
+        }
+        tiers[to].way = None;
+        tiers[to].place = place;
+        self.failed[to] += u64::from(place.is_none());
+        Ok(())
+    }
+
+    pub fn begin_copy(&mut self, cell: Cell, from: Tier, to: Tier) -> Answer<Begin> {
+        let tiers = self.cell(cell)?;
+        let (from, to) = (bit(from)?, bit(to)?);
+        let target = &tiers[to];
+        if target.place.is_some() {
+            return Ok(Begin::There);
+        }
+        if target.way.is_some() {
+            return Ok(Begin::Coming);
+        }
+        if target.leaving.is_some() {
+            return Ok(Begin::Leaving);
+        }
+        if tiers[from].place.is_none() {
+            return Err(Status::NotFound);
+        }
+        tiers[from].readers += 1;
+        tiers[to].way = Some(Way::Copy(from));
+        Ok(Begin::Begun)
+    }
+
+    pub fn end_copy(&mut self, cell: Cell, to: Tier, arrival: Arrival) -> Answer<Option<Place>> {
+        let tiers = self.cell(cell)?;
+        let target = bit(to)?;
+        let Some(Way::Copy(from)) = tiers[target].way else { return Err(Status::State) };
+        match arrival {
+            Arrival::Here(place) if place.tier() != to => return Err(Status::Invalid),
+            Arrival::Here(place) => tiers[target].place = Some(place),
+            _ => {}
+        }
+        tiers[target].way = None;
+        let source = &mut tiers[from];
+        let newly = arrival == Arrival::BadSource && source.place.is_some();
+        if newly {
+            source.leaving = source.place.take();
+        }
+        self.lost[from] += u64::from(newly);
+        self.failed[target] += u64::from(!matches!(arrival, Arrival::Here(_)));
+        self.end_read(cell, ALL_TIERS[from])
+    }
+
+    pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Answer<Place> {
+        let tiers = self.cell(cell)?;
+        let here = &mut tiers[bit(tier)?];
+        let place = here.place.ok_or(Status::NotFound)?;
+        here.readers += 1;
+        Ok(place)
+    }
+
+    pub fn end_read(&mut self, cell: Cell, tier: Tier) -> Answer<Option<Place>> {
+        let tiers = self.cell(cell)?;
+        let from = bit(tier)?;
+        let copies = tiers.iter().filter(|t| t.way == Some(Way::Copy(from))).count();
+        let here = &mut tiers[from];
+        if here.readers as usize == copies {
+            return Err(Status::State);
+        }
+        here.readers -= 1;
+        Ok(if here.readers == 0 { here.leaving.take() } else { None })
+    }
+
+    pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Answer<Gone> {
+        let tiers = self.cell(cell)?.clone();
+        let from = bit(tier)?;
+        if tiers[from].place.is_none() {
+            return Ok(Gone::Not);
+        }
+        let copies = tiers.iter().filter(|t| t.place.is_some()).count();
+        if copies == 1 && self.is_blocked(cell.chunk) {
+            return Err(Status::Busy);
+        }
+        let here = &mut self.cell(cell)?[from];
+        let place = here.place.take().expect("it is there");
+        if here.readers == 0 {
+            return Ok(Gone::Now(place));
+        }
+        here.leaving = Some(place);
+        Ok(Gone::Later)
+    }
+
+    pub fn lose(&mut self, cell: Cell, tier: Tier) -> Answer<Gone> {
+        let tiers = self.cell(cell)?;
+        let from = bit(tier)?;
+        let here = &mut tiers[from];
+        let Some(place) = here.place.take() else { return Ok(Gone::Not) };
+        let read = here.readers > 0;
+        here.leaving = read.then_some(place);
+        self.lost[from] += 1;
+        Ok(if read { Gone::Later } else { Gone::Now(place) })
+    }
+
+    pub fn relocate(&mut self, cell: Cell, from: u64, to: u64) -> Answer<bool> {
+        let here = &mut self.cell(cell)?[Tier::Disk as usize];
+        match here.place {
+            Some(Place::Disk { spot, seal }) if spot == from => {
+                if here.readers > 0 {
+                    return Err(Status::Busy);
+                }
+                here.place = Some(Place::Disk { spot: to, seal });
+                Ok(true)
+            }
+            _ => Ok(false),
+        }
+    }
+}
