@@ -208,3 +208,38 @@ fn tenants_count_even_where_sessions_have_no_room() {
     }
     assert_eq!(e.metrics.tenants(), 7);
 }
+
+/// An engine with tables of its own: what it freed was not known as evicted, and the
+/// advice was to run more.
+#[test]
+fn what_a_selection_named_counts_as_evicted() {
+    let options = Options { log_entries: 16, ..Options::default() };
+    let (mut e, mut resident) = (Evictor::open("arc", &options).unwrap(), Vec::new());
+    for now in 1..=400i64 {
+        let id = now as u64 % 20;
+        if e.lookup(now, &WHO, &[id], &mut []).unwrap() == 0 {
+            if resident.len() == 10 {
+                let columns = Columns { ids: &resident, ..Columns::default() };
+                let mut out = Selection::default();
+                e.select(now, &columns, 1, &SelectOptions::default(), &mut out).unwrap();
+                let gone: Vec<u64> = out.victims.iter().map(|v| v.id).collect();
+                e.evicted(now, &gone).unwrap();
+                resident.retain(|id| !gone.contains(id));
+            }
+            e.record(now, &WHO, &[id], &[]).unwrap();
+            resident.push(id);
+        }
+    }
+    let counts = e.metrics.counts;
+    assert_eq!(counts.evictions, counts.inserts - 10);
+    assert!(counts.re_prefill_rate() > 0.5, "{counts:?}");
+    assert_eq!((e.log.since(0).count(), e.advice.advise(8).batch), (16, 4));
+    e.check().unwrap();
+    // All or none; what the table does not know is remembered.
+    assert!(e.evicted(401, &[resident[0], resident[0]]).is_err());
+    assert_eq!(e.objects().len(), 10);
+    e.evicted(402, &[999]).unwrap();
+    let before = e.metrics.counts.evicted_references;
+    e.lookup(403, &WHO, &[999], &mut []).unwrap();
+    assert_eq!(e.metrics.counts.evicted_references, before + 1);
+}

@@ -254,6 +254,12 @@ public:
             kvt_policy_remove(raw_, now_ns, ids.data(), ids.size(), f.out());
         return detail::check(status, f);
     }
+    ret<void> evicted(span<const std::uint64_t> ids, std::int64_t now_ns = 0) const {
+        detail::failure f;
+        const kvt_status_t status =
+            kvt_policy_evicted(raw_, now_ns, ids.data(), ids.size(), f.out());
+        return detail::check(status, f);
+    }
     ret<void> resize(span<const std::uint64_t> ids, span<const std::uint64_t> units) const {
         detail::failure f;
         if (units.size() != ids.size()) return detail::fail<void>(error(KVT_E_INVALID));

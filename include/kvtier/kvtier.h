@@ -3259,6 +3259,28 @@ kvt_status_t kvt_policy_remove(const struct kvt_policy_t *policy,
                                struct kvt_error_t **err);
 
 /**
+ * Says that the objects which kvt_policy_select named were freed: they leave
+ * the table as evicted, so that the log, the re-prefill rate, advice and what
+ * policies remember of the evicted learn of it; all or none. What continues one of
+ * them must go with it. Ids that are not in the table are remembered as well.
+ *
+ * @param policy  The policy.
+ * @param now_ns  See kvt_policy_lookup.
+ * @param ids     The objects, each once.
+ * @param count   How many.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_STATE when others continue one, KVT_E_INVALID,
+ *         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_policy_evicted(const struct kvt_policy_t *policy,
+                                int64_t now_ns,
+                                const uint64_t *ids,
+                                uint64_t count,
+                                struct kvt_error_t **err);
+
+/**
  * Changes sizes; all or none.
  *
  * @param policy  The policy.

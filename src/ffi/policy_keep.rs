@@ -67,6 +67,35 @@ pub unsafe extern "C" fn kvt_policy_remove(
     unsafe { on_ids(policy, ids, count, err, |evictor, ids| evictor.remove(now_ns, ids)) }
 }
 
+/// Says that the objects which kvt_policy_select named were freed: they leave
+/// the table as evicted, so that the log, the re-prefill rate, advice and what
+/// policies remember of the evicted learn of it; all or none. What continues one of
+/// them must go with it. Ids that are not in the table are remembered as well.
+///
+/// @param policy  The policy.
+/// @param now_ns  See kvt_policy_lookup.
+/// @param ids     The objects, each once.
+/// @param count   How many.
+/// @param err     Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_STATE when others continue one, KVT_E_INVALID,
+///         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid for their lengths.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_policy_evicted(
+    policy: *const kvt_policy_t,
+    now_ns: i64,
+    ids: *const u64,
+    count: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    // SAFETY: the caller's promise.
+    unsafe { on_ids(policy, ids, count, err, |evictor, ids| evictor.evicted(now_ns, ids)) }
+}
+
 /// Changes sizes; all or none.
 ///
 /// @param policy  The policy.

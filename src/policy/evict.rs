@@ -227,6 +227,19 @@ impl Evictor {
         self.policy.put_back(&mut self.objects, slot, now);
     }
 
+    /// Counts, logs and remembers an object that leaves by the caller's hand.
+    pub(super) fn note_eviction(&mut self, slot: Slot, now: i64) {
+        let node = self.objects.node(slot);
+        let (id, units) = (node.id, node.units);
+        if self.log.is_on() {
+            let by = self.policy.decided_by();
+            self.log_eviction(slot, by, now);
+        }
+        self.history.add(id, units, 0);
+        self.metrics.counts.evictions += 1;
+        self.metrics.counts.evicted_units += u64::from(units);
+    }
+
     fn log_eviction(&mut self, slot: Slot, by: &'static str, now: i64) {
         let node = *self.objects.node(slot);
         let session = self.objects.sessions.of(node.session);

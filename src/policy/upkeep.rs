@@ -12,11 +12,38 @@ impl Evictor {
     /// Takes away objects that their owner gave up; all or none. Whether they
     /// are pinned does not matter; what continues one must go with it.
     pub fn remove(&mut self, now: i64, ids: &[u64]) -> Result<()> {
-        self.in_time(|this| this.remove_all(now, ids))
+        self.in_time(|this| {
+            let now = this.begin(now, ids.len())?;
+            this.remove_all(now, ids, false)
+        })
     }
 
-    fn remove_all(&mut self, now: i64, ids: &[u64]) -> Result<()> {
-        let now = self.begin(now, ids.len())?;
+    /// What a selection named has left: it is counted, logged and remembered like an
+    /// eviction. All or none; what continues one must go with it. Ids that are not in
+    /// the table are remembered too, as of one unit.
+    pub fn evicted(&mut self, now: i64, ids: &[u64]) -> Result<()> {
+        self.in_time(|this| {
+            let now = this.begin(now, ids.len())?;
+            let mut known: Vec<u64> = Vec::new();
+            if known.try_reserve_exact(ids.len()).is_err() {
+                fail!(NoMem, "no memory for {} ids", ids.len());
+            }
+            known.extend(ids.iter().filter(|&&id| this.objects.find(id).is_some()));
+            this.remove_all(now, &known, true)?;
+            for &id in ids {
+                // Those that were known are remembered with their sizes already.
+                if known.len() < ids.len() && this.history.get(id).is_none() {
+                    this.history.add(id, 1, 0);
+                }
+            }
+            let unknown = (ids.len() - known.len()) as u64;
+            this.metrics.counts.evictions += unknown;
+            this.metrics.counts.evicted_units += unknown;
+            Ok(())
+        })
+    }
+
+    fn remove_all(&mut self, now: i64, ids: &[u64], evicted: bool) -> Result<()> {
         for (i, &id) in ids.iter().enumerate() {
             let checked = self.slot_of(id).and_then(|slot| {
                 if self.objects.node(slot).is_chosen() {
@@ -34,7 +61,7 @@ impl Evictor {
             self.unmark(ids);
             fail!(State, "object {id} is continued by others: remove those too");
         }
-        self.remove_marked(ids, now);
+        self.remove_marked(ids, now, evicted);
         Ok(())
     }
 
@@ -65,7 +92,7 @@ impl Evictor {
     }
 
     /// Removes the marked, each after those that continue it.
-    fn remove_marked(&mut self, ids: &[u64], now: i64) {
+    fn remove_marked(&mut self, ids: &[u64], now: i64, evicted: bool) {
         for &id in ids {
             let mut at = self.objects.find(id).unwrap_or(NONE);
             while at != NONE {
@@ -74,7 +101,10 @@ impl Evictor {
                     break;
                 }
                 let parent = node.parent;
-                self.take_out(at, false, now);
+                if evicted {
+                    self.note_eviction(at, now);
+                }
+                self.take_out(at, evicted, now);
                 at = parent;
             }
         }

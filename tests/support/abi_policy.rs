@@ -191,7 +191,8 @@ impl Machine {
                 }
                 2 => kvt_policy_touch(policy, now, who, at, n, &mut count, err),
                 3 => kvt_policy_record(policy, now, who, at, units, n, &mut count, err),
-                4 => kvt_policy_remove(policy, now, at, n, err),
+                4 if tape.byte() & 1 == 0 => kvt_policy_remove(policy, now, at, n, err),
+                4 => kvt_policy_evicted(policy, now, at, n, err),
                 5 => kvt_policy_resize(policy, at, units, n, err),
                 6 => kvt_policy_acquire(policy, at, n, err),
                 7 => kvt_policy_release(policy, at, n, err),

@@ -788,6 +788,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_policy_evict": (kvt_status_t, (kvt_policy_p, ctypes.c_int64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_victim_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_policy_outcome_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_policy_evicted": (kvt_status_t, (kvt_policy_p, ctypes.c_int64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_gauge": (kvt_status_t, (kvt_policy_p, ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_double), ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_gauge_at": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,

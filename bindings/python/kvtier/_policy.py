@@ -279,6 +279,10 @@ class Policy(Resource):
         """Takes objects away that their owner gave up; all or none."""
         self._plain(lambda raw, p, n, err: lib.kvt_policy_remove(raw, _i64(now_ns), p, n, err), ids)
 
+    def evicted(self, ids: Column, now_ns: int = 0) -> None:
+        """Says that what a selection named was freed; all or none."""
+        self._plain(lambda raw, p, n, err: lib.kvt_policy_evicted(raw, _i64(now_ns), p, n, err), ids)
+
     def resize(self, ids: Column, units: Column) -> None:
         """Changes sizes; all or none."""
         with Columns() as columns:
