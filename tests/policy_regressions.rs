@@ -243,3 +243,22 @@ fn what_a_selection_named_counts_as_evicted() {
     e.lookup(403, &WHO, &[999], &mut []).unwrap();
     assert_eq!(e.metrics.counts.evicted_references, before + 1);
 }
+
+/// What moves by a change of its facts was never out of the way: it is looked for
+/// from the hot end too.
+#[test]
+fn a_young_object_whose_facts_change_stays_young() {
+    for spec in ["tlru(threshold=100,turn=10)", "pensieve"] {
+        let mut e = open(spec, 2000, 2000);
+        let who = Who { session: Some(1), length: 5000, ..WHO };
+        put(&mut e, 1, &who, 0..1000);
+        let columns = Columns { ids: &[999], tokens: &[7], context: &[60], ..Columns::default() };
+        let mut out = Selection::default();
+        e.select(2_000_000_000, &columns, 1, &SelectOptions::default(), &mut out).unwrap();
+        e.check().unwrap();
+        if spec.starts_with("tlru") {
+            let order = evict(&mut e, 3_000_000_000, 1000);
+            assert_eq!(order.last().map(|v| v.id), Some(999));
+        }
+    }
+}

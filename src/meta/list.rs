@@ -154,19 +154,23 @@ impl List {
     }
 
     /// The coldest object that is not older than `stamp`. Searched from the cold
-    /// end, where only objects are passed that had been held too, and in turns
-    /// from where one was put back last: many that are put back in the order of
-    /// their stamps, or against it, cost one step each. In no order they would
-    /// cost ever more: after some steps it stays where it has come to, which is
-    /// among others that came back.
+    /// end, where only objects are passed that had been held too, in turns from the
+    /// hot end, for those that never were out of the way, and from where one was put
+    /// back last: many that are put back in the order of their stamps, or against
+    /// it, cost one step each. In no order they would cost ever more: after some
+    /// steps it stays where it has come to, which is among others that came back.
     fn place(&self, objects: &Objects, stamp: i64) -> Slot {
         let older = |slot: Slot| objects.node(slot).stamp < stamp;
-        let (mut cold, mut near) = (self.tail, self.finger);
+        let (mut cold, mut near, mut hot) = (self.tail, self.finger, self.head);
         for _ in 0..MOST_STEPS {
             if cold == NONE || !older(cold) {
                 break;
             }
             cold = objects.node(cold).prev;
+            if older(hot) {
+                return objects.node(hot).prev;
+            }
+            hot = objects.node(hot).next;
             if near == NONE {
                 continue;
             }
