@@ -20,6 +20,16 @@ pub struct User {
     pub next_use: Option<(i64, f32)>,
 }
 
+impl User {
+    /// What any call says of a session.
+    fn note(&mut self, who: &Who) {
+        self.tenant = who.tenant;
+        self.priority = who.priority.unwrap_or(self.priority);
+        self.length = self.length.max(who.length);
+        self.max_length = self.max_length.max(who.max_length);
+    }
+}
+
 pub type Users = BTreeMap<u64, User>;
 
 /// What is true of an object.
@@ -192,10 +202,7 @@ impl World<'_> {
         let Some(id) = who.session else { return };
         let fresh = User { priority: 1, ..User::default() };
         let user = self.state.users.entry(id).or_insert(fresh);
-        user.tenant = who.tenant;
-        user.priority = who.priority.unwrap_or(user.priority);
-        user.length = user.length.max(who.length);
-        user.max_length = user.max_length.max(who.max_length);
+        user.note(who);
         user.turns += 1;
         user.active_ns = self.state.now;
     }
@@ -222,8 +229,9 @@ impl World<'_> {
         let (now, who) = (self.state.now, who(session, 500));
         let new = New { id, parent: None, units, facts };
         self.evictor.insert(now, &who, &[new]).expect("room");
-        if session.is_some_and(|id| !self.state.users.contains_key(&id)) {
-            self.see(&who);
+        match session.and_then(|id| self.state.users.get_mut(&id)) {
+            Some(user) => user.note(&who),
+            None => self.see(&who),
         }
         let object = Object { units, facts, session, used: now, refs: 0 };
         self.state.objects.insert(id, object);
