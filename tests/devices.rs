@@ -489,7 +489,7 @@ fn race(seed: u64, orderly: bool) -> (bool, bool) {
         (Room::filled(20_000, 2), Room::filled(20_000, 4), Room::filled(20_000, 3));
     let old = kv.bytes();
     let attend = submit(&device, 0, None, &mut [kv.copy(&used, Way::Gather)]).expect("taken");
-    let consumed = Some(attend).filter(|_| orderly);
+    let consumed = orderly.then_some(attend);
     let get = submit(&device, 1, consumed, &mut [kv.copy(&plane, Way::Scatter)]).expect("taken");
     done(&device, get);
     done(&device, attend);
