@@ -285,7 +285,7 @@ impl Plan {
                     fail!(NoMem, "no memory for another segment of a plan");
                 }
                 let empty =
-                    Segment { deed, first: i, chunks: 0, tokens: 0, bytes: [0; 3], ns: 0.0 };
+                    Segment { deed, first: i, chunks: 0, tokens: 0, bytes: [0; SOURCES], ns: 0.0 };
                 self.segments.push(empty);
             }
             if let Some(last) = self.segments.last_mut() {

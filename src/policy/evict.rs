@@ -104,11 +104,7 @@ impl Evictor {
             let (id, units) = (node.id, node.units);
             ahead = Some(node.prev);
             out.push(Victim { id, units: u64::from(units) });
-            if self.log.is_on() {
-                self.log_eviction(slot, by, now);
-            }
-            self.history.add(id, units, 0);
-            self.metrics.counts.evicted_units += u64::from(units);
+            self.note_eviction(slot, by, now);
             self.policy.remove(&mut self.objects, slot, true, now);
             self.objects.remove(slot);
         }
@@ -118,7 +114,6 @@ impl Evictor {
                 self.policy.prefetch(&[id]);
             }
         }
-        self.metrics.counts.evictions += self.chosen.len() as u64;
         self.metrics.counts.decisions += 1;
         let decision_ns = if start > 0 { self.clock.now_ns().saturating_sub(start) } else { 0 };
         if start > 0 {
@@ -227,12 +222,11 @@ impl Evictor {
         self.policy.put_back(&mut self.objects, slot, now);
     }
 
-    /// Counts, logs and remembers an object that leaves by the caller's hand.
-    pub(super) fn note_eviction(&mut self, slot: Slot, now: i64) {
+    /// Counts, logs and remembers an object that leaves.
+    pub(super) fn note_eviction(&mut self, slot: Slot, by: &'static str, now: i64) {
         let node = self.objects.node(slot);
         let (id, units) = (node.id, node.units);
         if self.log.is_on() {
-            let by = self.policy.decided_by();
             self.log_eviction(slot, by, now);
         }
         self.history.add(id, units, 0);

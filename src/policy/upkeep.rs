@@ -24,21 +24,20 @@ impl Evictor {
     pub fn evicted(&mut self, now: i64, ids: &[u64]) -> Result<()> {
         self.in_time(|this| {
             let now = this.begin(now, ids.len())?;
-            let mut known: Vec<u64> = Vec::new();
-            if known.try_reserve_exact(ids.len()).is_err() {
-                fail!(NoMem, "no memory for {} ids", ids.len());
-            }
-            known.extend(ids.iter().filter(|&&id| this.objects.find(id).is_some()));
-            this.remove_all(now, &known, true)?;
-            for &id in ids {
-                // Those that were known are remembered with their sizes already.
-                if known.len() < ids.len() && this.history.get(id).is_none() {
-                    this.history.add(id, 1, 0);
+            let (mut known, mut unknown): (Vec<u64>, Vec<u64>) = Default::default();
+            for list in [&mut known, &mut unknown] {
+                if list.try_reserve_exact(ids.len()).is_err() {
+                    fail!(NoMem, "no memory for {} ids", ids.len());
                 }
             }
-            let unknown = (ids.len() - known.len()) as u64;
-            this.metrics.counts.evictions += unknown;
-            this.metrics.counts.evicted_units += unknown;
+            for &id in ids {
+                let there = this.objects.find(id).is_some();
+                if there { known.push(id) } else { unknown.push(id) }
+            }
+            this.remove_all(now, &known, true)?;
+            unknown.iter().for_each(|&id| this.history.add(id, 1, 0));
+            this.metrics.counts.evictions += unknown.len() as u64;
+            this.metrics.counts.evicted_units += unknown.len() as u64;
             Ok(())
         })
     }
@@ -102,7 +101,8 @@ impl Evictor {
                 }
                 let parent = node.parent;
                 if evicted {
-                    self.note_eviction(at, now);
+                    let by = self.policy.decided_by();
+                    self.note_eviction(at, by, now);
                 }
                 self.take_out(at, evicted, now);
                 at = parent;
