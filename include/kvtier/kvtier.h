@@ -2921,13 +2921,15 @@ kvt_status_t kvt_account_held(const struct kvt_account_t *account,
                               uint64_t *out_used_bytes);
 
 /**
- * Closes an account. Everything must have been given back.
+ * Closes an account. Everything must have been given back. Waits for a call of
+ * its reclaimer that is under way, except inside a callback.
  *
  * @param account  Pointer to the handle, cleared on success; null, or a null
  *                 handle, is fine.
  * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes, or its
- *         reclaimer is being called; KVT_E_HANDLE, KVT_E_FORKED.
+ * @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes, or, inside a
+ *         callback, while its reclaimer is being called; KVT_E_HANDLE,
+ *         KVT_E_FORKED.
  *
  * Threading: any thread. Since 0.1.
  */

@@ -1,6 +1,7 @@
 //! Accounts: what one owner holds of a budget.
 
-use crate::base::budget::{ALL_TIERS, Budget, Lane, MAX_WAITERS, Reclaim, Tier, Waiter};
+use crate::base::budget::{ALL_TIERS, Budget, Inner, Lane, MAX_WAITERS, Reclaim, Tier, Waiter};
+use crate::base::callback::refuse_reentry;
 use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
@@ -57,6 +58,8 @@ impl Account {
     /// That call has returned.
     pub(crate) fn leave_reclaim(&self) {
         self.calls.fetch_sub(1, Ordering::AcqRel);
+        drop(self.budget.inner.lock()); // a close that has just looked is waiting by now
+        self.budget.returned_from.notify_all();
     }
 
     pub(crate) fn reclaimer(&self) -> Option<&Reclaim> {
@@ -217,9 +220,26 @@ impl Account {
         }
     }
 
-    /// Closes the account; refused while it holds or awaits anything.
+    /// Closes the account; refused while it holds or awaits anything. A call of its
+    /// reclaimer that is under way is waited for.
     pub fn close(&self) -> Result<()> {
         let mut inner = self.budget.inner.lock();
+        loop {
+            let position = self.closable(&inner)?;
+            let idle = self.calls.compare_exchange(0, CLOSED, Ordering::AcqRel, Ordering::Acquire);
+            if idle.is_ok() {
+                inner.held.swap_remove(position);
+                return Ok(());
+            }
+            if refuse_reentry().is_err() {
+                fail!(Busy, "the reclaimer of account '{}' is being called", self.name);
+            }
+            self.budget.returned_from.wait(&mut inner);
+        }
+    }
+
+    /// Its place among those that hold, when nothing stands in the way of closing.
+    fn closable(&self, inner: &Inner) -> Result<usize> {
         let Some(position) = inner.held.iter().position(|(id, _)| *id == self.id) else {
             return Err(Status::Closed.into());
         };
@@ -241,11 +261,6 @@ impl Account {
             }
             None => {}
         }
-        let idle = self.calls.compare_exchange(0, CLOSED, Ordering::AcqRel, Ordering::Acquire);
-        if idle.is_err() {
-            fail!(Busy, "the reclaimer of account '{}' is being called", self.name);
-        }
-        inner.held.swap_remove(position);
-        Ok(())
+        Ok(position)
     }
 }

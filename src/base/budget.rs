@@ -12,7 +12,7 @@ use crate::base::machine::MemoryFacts;
 use crate::base::op::{ISSUED, OpRef};
 use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Arc, Mutex, Weak};
+use crate::base::sync::{Arc, Condvar, Mutex, Weak};
 use crate::fail;
 
 /// Where bytes are counted. `Pinned` is the part of `Host` that is locked.
@@ -153,6 +153,8 @@ pub struct Budget {
     this: Weak<Budget>,
     reserve_bytes: u64,
     pub(crate) inner: Mutex<Inner>,
+    /// A reclaimer has returned.
+    pub(crate) returned_from: Condvar,
 }
 
 impl Budget {
@@ -181,6 +183,7 @@ impl Budget {
             core: core.clone(),
             this: this.clone(),
             reserve_bytes,
+            returned_from: Condvar::new(),
             inner: Mutex::new(Inner {
                 lanes,
                 held: Vec::new(),

@@ -1,6 +1,7 @@
 //! Tests of the budget against a plain model; beside it to keep it readable.
 
 use super::*;
+use crate::base::sync::atomic::{AtomicU32, Ordering};
 use crate::base::op::{OpOpts, RELEASED, RESOLVED};
 use crate::base::runtime::{Runtime, RuntimeOpts};
 use proptest::prelude::*;
@@ -245,4 +246,38 @@ fn a_buffer_that_is_refused_gives_nothing_back() {
     assert_eq!(budget.lane(Tier::Host).committed_bytes, 768 << 10);
     drop(kept);
     assert_eq!(budget.lane(Tier::Host).committed_bytes, 0);
+}
+
+#[test]
+fn a_close_waits_for_the_reclaimer_that_still_runs() {
+    let runtime = runtime();
+    let budget = open(&runtime, 10);
+    let inside = Arc::new(AtomicU32::new(0));
+    let seen = inside.clone();
+    let reclaim: Reclaim = Box::new(move |_, _, _| {
+        seen.store(1, Ordering::SeqCst);
+        while seen.load(Ordering::SeqCst) != 2 {
+            std::thread::yield_now();
+        }
+        seen.store(3, Ordering::SeqCst);
+        0
+    });
+    let cache = budget.account("cache", 0, Some(reclaim)).unwrap();
+    cache.take(Tier::Host, 10).unwrap();
+    let wanting = budget.account("wanting", 1, None).unwrap();
+    let op = wanting.reserve_later(Tier::Host, 10, &OpOpts::default()).unwrap();
+    while inside.load(Ordering::SeqCst) != 1 {
+        std::thread::yield_now();
+    }
+    cache.release(Tier::Host, 10).unwrap();
+    op.wait(RELEASED, 0).unwrap();
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| {
+            cache.close().unwrap();
+            inside.load(Ordering::SeqCst)
+        });
+        inside.store(2, Ordering::SeqCst);
+        assert_eq!(closing.join().unwrap(), 3);
+    });
+    op.remove();
 }

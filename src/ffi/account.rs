@@ -304,13 +304,15 @@ pub unsafe extern "C" fn kvt_account_held(
     })
 }
 
-/// Closes an account. Everything must have been given back.
+/// Closes an account. Everything must have been given back. Waits for a call of
+/// its reclaimer that is under way, except inside a callback.
 ///
 /// @param account  Pointer to the handle, cleared on success; null, or a null
 ///                 handle, is fine.
 /// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes, or its
-///         reclaimer is being called; KVT_E_HANDLE, KVT_E_FORKED.
+/// @return KVT_OK; KVT_E_BUSY while it holds or awaits bytes, or, inside a
+///         callback, while its reclaimer is being called; KVT_E_HANDLE,
+///         KVT_E_FORKED.
 ///
 /// Threading: any thread. Since 0.1.
 ///
