@@ -262,3 +262,146 @@ fn a_young_object_whose_facts_change_stays_young() {
         }
     }
 }
+
+/// A fixed order that is none.
+fn shuffled(ids: impl IntoIterator<Item = u64>, seed: u64) -> Vec<u64> {
+    let mut ids: Vec<u64> = ids.into_iter().collect();
+    ids.sort_by_key(|id| {
+        let mixed = (id ^ (seed << 32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        (mixed ^ (mixed >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9)
+    });
+    ids
+}
+
+/// Policies whose lists are orders by stamp.
+const BY_STAMP: [&str; 10] = [
+    "lru",
+    "fifo",
+    "slru(protected=100%)",
+    "2q",
+    "arc",
+    "s3fifo",
+    "wtinylfu(window=100%)",
+    "tlru",
+    "pensieve",
+    "predictive(confidence=1)",
+];
+
+/// What came back into the middle of a list landed too near to its cold end.
+#[test]
+fn what_comes_back_in_no_order_stands_where_it_would_have_stood() {
+    const MANY: u64 = 40_000;
+    for spec in BY_STAMP.into_iter().chain(["wtinylfu"]) {
+        let fill = || {
+            let mut e = open(spec, MANY as usize, MANY);
+            put(&mut e, 1, &WHO, 0..MANY);
+            assert_eq!(evict(&mut e, 50_000, 1).len(), 1, "{spec}");
+            e
+        };
+        let (mut e, mut never_held) = (fill(), fill());
+        let all: Vec<u64> = (0..MANY).filter(|&id| e.objects().find(id).is_some()).collect();
+        e.acquire(&all).expect("there");
+        assert_eq!(evict(&mut e, 60_000, 1), [], "{spec}");
+        e.release(&shuffled(all.iter().copied(), 7)).expect("held");
+        e.check().expect("sound");
+        let want = evict(&mut never_held, 70_000, MANY);
+        assert!(evict(&mut e, 70_000, MANY) == want, "{spec}");
+        assert_eq!(want.len(), all.len(), "{spec}");
+    }
+}
+
+/// The same with uses, removals and newcomers while objects come back, in turns.
+#[test]
+fn uses_and_removals_between_do_not_mix_what_comes_back() {
+    const MANY: u64 = 2_000;
+    for spec in BY_STAMP {
+        let mut both = [open(spec, 8_000, 100_000), open(spec, 8_000, 100_000)];
+        both.iter_mut().for_each(|e| put(e, 1, &WHO, 0..MANY));
+        let mut now = 10_000;
+        for round in 0..4 {
+            let live: Vec<u64> =
+                (0..9_000).filter(|&id| both[0].objects().find(id).is_some()).collect();
+            both[0].acquire(&live).expect("there");
+            assert_eq!(evict(&mut both[0], now, 1), [], "{spec}");
+            let used = shuffled(live.iter().copied(), round + 10);
+            for (i, id) in shuffled(live, round).into_iter().enumerate() {
+                both[0].release(&[id]).expect("held");
+                now += 2;
+                for e in &mut both {
+                    match i % 16 {
+                        3 => drop(e.touch(now, &WHO, &used[i..=i])),
+                        5 => put(e, now, &WHO, [3_000 + round * 1_000 + i as u64]),
+                        9 if i % 64 == 9 => e.remove(now, &[id]).expect("there"),
+                        _ => {}
+                    }
+                }
+            }
+            both.iter().for_each(|e| e.check().expect("sound"));
+            let few = both.each_mut().map(|e| evict(e, now, 300));
+            assert!(few[0] == few[1], "{spec}, round {round}");
+        }
+        let rest = both.each_mut().map(|e| evict(e, now, 100_000));
+        assert!(rest[0] == rest[1] && both[0].objects().is_empty(), "{spec}");
+    }
+}
+
+/// The same against sorting: evictions, too, while some are held and some came back.
+#[test]
+fn the_oldest_of_those_that_may_leave_is_the_next() {
+    for spec in ["lru", "fifo", "tlru", "pensieve", "predictive(confidence=1)"] {
+        let mut e = open(spec, 4_000, 4_000);
+        put(&mut e, 1, &WHO, 0..4_000);
+        // Id to the time that counts.
+        let mut model: std::collections::BTreeMap<u64, i64> =
+            (0..4_000).map(|id| (id, 1 + id as i64)).collect();
+        let all: Vec<u64> = model.keys().copied().collect();
+        e.acquire(&all).expect("there");
+        assert_eq!(evict(&mut e, 10_000, 1), []);
+        let mut held: std::collections::BTreeSet<u64> = all.iter().copied().collect();
+        let (order, others) = (shuffled(all.clone(), 1), shuffled(all, 2));
+        for (i, (&id, &other)) in order.iter().zip(&others).enumerate() {
+            let now = 20_000 + i as i64;
+            if held.remove(&id) {
+                e.release(&[id]).expect("held");
+            }
+            if i % 5 == 2 && model.contains_key(&other) {
+                e.touch(now, &WHO, &[other]).expect("a time");
+                if spec != "fifo" {
+                    model.insert(other, now);
+                }
+            }
+            if i % 7 == 3 && model.remove(&other).is_some() {
+                held.remove(&other);
+                e.remove(now, &[other]).expect("there");
+            }
+            if i >= 2_000 && i % 3 == 0 {
+                let free = model.iter().filter(|(id, _)| !held.contains(id));
+                let want = free.min_by_key(|(_, at)| **at).map(|(id, _)| *id);
+                let mut out = Vec::new();
+                e.evict(now, 1, &mut out).expect("a time");
+                assert_eq!(out.first().map(|v| v.id), want, "{spec}, step {i}");
+                want.and_then(|id| model.remove(&id));
+            }
+            if i % 500 == 0 {
+                e.check().expect("sound");
+            }
+        }
+    }
+}
+
+/// Objects whose facts change, in no order: each part stays in the order of last use.
+#[test]
+fn what_facts_move_in_no_order_stands_by_its_last_use() {
+    const MANY: u64 = 4_000;
+    let mut e = open("tlru(threshold=100,turn=10)", MANY as usize, MANY);
+    put(&mut e, 1, &Who { session: Some(1), length: 5_000, ..WHO }, 0..MANY);
+    let ids = shuffled((0..MANY).filter(|id| id % 3 > 0), 3);
+    let context = vec![5_000; ids.len()];
+    let columns = Columns { ids: &ids, context: &context, ..Columns::default() };
+    let mut chosen = Selection::default();
+    e.select(9_000, &columns, 1, &SelectOptions::default(), &mut chosen).expect("valid");
+    let order: Vec<u64> = evict(&mut e, 9_001, MANY).iter().map(|v| v.id).collect();
+    let mut want: Vec<u64> = (0..MANY).collect();
+    want.sort_by_key(|id| (id % 3 == 0, *id));
+    assert!(order == want);
+}

@@ -1446,12 +1446,12 @@ typedef struct kvt_policy_who_t {
      */
     uint64_t session;
     /**
-     * Its tenant.
+     * Its tenant. Kept with the session: without KVT_WHO_SESSION it must be 0.
      */
     uint32_t tenant;
     /**
      * Its class, at most 255: 0 leaves first; without KVT_WHO_PRIORITY as before,
-     * at first 1.
+     * at first 1. KVT_WHO_PRIORITY needs KVT_WHO_SESSION too.
      */
     uint32_t priority;
     /**
@@ -1966,7 +1966,7 @@ typedef struct kvt_trace_opts_t {
      */
     uint64_t flags;
     /**
-     * To read: the file, plain or zstd.
+     * To read: a regular file, plain or zstd.
      */
     const char *path;
     /**
@@ -3241,7 +3241,9 @@ kvt_status_t kvt_policy_insert(const struct kvt_policy_t *policy,
 
 /**
  * Takes objects away that their owner gave up, pinned or not; all or none. It
- * is no eviction. What continues one of them must go with it.
+ * is no eviction. What continues one of them must go with it. References and pins
+ * of an object go with it: a later release of it is KVT_E_NOT_FOUND, and an object
+ * inserted under its id has none.
  *
  * @param policy  The policy.
  * @param now_ns  See kvt_policy_lookup.

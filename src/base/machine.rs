@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::base::fork::page_bytes;
+use crate::base::status::{Error, Result};
 
 /// A cgroup limit counts as none above this (v1 writes a huge number for "none").
 const NO_LIMIT_BYTES: u64 = 1 << 60;
@@ -222,6 +223,22 @@ fn limit_of(directory: &Path, names: &Hierarchy) -> Option<CgroupMemory> {
         usage_bytes: text(names.usage)?.trim().parse().ok()?,
         reclaimable_bytes: labelled(&stat, names.inactive).unwrap_or(0),
     })
+}
+
+/// Bytes that nobody can guess, from the system.
+pub fn random_bytes<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0u8; N];
+    let mut filled = 0;
+    while filled < N {
+        // SAFETY: the rest of the array, of that length.
+        let got = unsafe { libc::getrandom(bytes[filled..].as_mut_ptr().cast(), N - filled, 0) };
+        match usize::try_from(got) {
+            Ok(got) => filled += got,
+            Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => {}
+            Err(_) => return Err(Error::os("no random bytes")),
+        }
+    }
+    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ pub mod op;
 pub mod op_table;
 pub mod owner;
 pub mod panic;
+pub mod promise;
 pub mod queue;
 pub mod runtime;
 pub mod slab;

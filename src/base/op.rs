@@ -28,7 +28,7 @@ pub const RELEASED: u32 = 4;
 pub const CANCEL: u32 = 8;
 const WAITED: u32 = 16;
 /// Issued to the workers, not ended unexecuted.
-const RUNNING: u32 = 32;
+pub(super) const RUNNING: u32 = 32;
 /// The moments a queue can be told of.
 pub const EVENTS: u32 = ISSUED | RESOLVED | RELEASED;
 
@@ -86,7 +86,7 @@ pub struct OpInfo {
 }
 
 /// What is guarded by the op's lock: its detail text and what was not yet told.
-struct Told {
+pub(super) struct Told {
     error: Option<Error>,
     unsent: u32,
 }
@@ -95,25 +95,27 @@ struct Told {
 pub struct Op {
     pub(crate) core: Arc<Core>,
     key: Key,
-    bits: AtomicU32,
+    pub(super) bits: AtomicU32,
     status: AtomicI32,
     next_item: AtomicU32,
     items_done: AtomicU32,
     items_failed: AtomicU32,
     shares: AtomicU32,
-    bytes_done: AtomicU64,
-    told: Mutex<Told>,
+    pub(super) bytes_done: AtomicU64,
+    /// What a promise came to.
+    pub(super) value: AtomicU64,
+    pub(super) told: Mutex<Told>,
     changed: Condvar,
     run: Option<RunFn>,
     items: Items,
     /// Summed once: the pool asks under its lock.
     bytes: u64,
-    owner: Option<Arc<dyn Owner>>,
+    pub(super) owner: Option<Arc<dyn Owner>>,
     queue: Option<Arc<Queue>>,
     tag: u64,
     deadline_ns: u64,
     detached: bool,
-    notify: u32,
+    pub(super) notify: u32,
     leak: AtomicBool,
 }
 
@@ -141,6 +143,7 @@ impl Op {
             items_failed: AtomicU32::new(0),
             shares: AtomicU32::new(1),
             bytes_done: AtomicU64::new(0),
+            value: AtomicU64::new(0),
             told: Mutex::new(Told { error: None, unsent: opts.moments() }),
             changed: Condvar::new(),
             run,
@@ -220,7 +223,7 @@ impl Op {
 
     /// A worker takes the right to execute it, for itself and for its helpers;
     /// true for the first.
-    fn claim_to_run(&self) -> bool {
+    pub(super) fn claim_to_run(&self) -> bool {
         let mut bits = self.bits.load(Ordering::Acquire);
         while bits & ISSUED == 0 {
             let run = bits | ISSUED | RUNNING;
@@ -311,7 +314,7 @@ impl Op {
             events: news,
             items_failed: self.items_failed.load(Ordering::Acquire),
             bytes_done: self.bytes_done.load(Ordering::Acquire),
-            value: self.items().first().map_or(0, |i| i.value.load(Ordering::Acquire)),
+            value: self.value(),
             // Moments told together need one entry: the others' places are free again.
             spare: due.count_ones() - 1,
         };
@@ -319,7 +322,7 @@ impl Op {
     }
 
     /// Tells at once, under the op's lock: moments are told in their order.
-    fn tell(&self, told: &mut Told, events: u32) {
+    pub(super) fn tell(&self, told: &mut Told, events: u32) {
         if let Some((queue, entry)) = self.news(told, events) {
             queue.post(&[entry]);
         }
@@ -328,9 +331,12 @@ impl Op {
     /// Undoes a creation: the op was never queued and nobody hears of it. A close
     /// beside it may have been first to end the op; then nothing is left to undo.
     pub(crate) fn discard(&self) {
-        if !self.claim() {
-            return;
+        if self.claim() {
+            self.unmake();
         }
+    }
+
+    pub(super) fn unmake(&self) {
         self.items().iter().for_each(|item| item.let_go(false));
         self.bits.fetch_or(EVENTS, Ordering::AcqRel);
         if let Some(queue) = &self.queue {
@@ -350,8 +356,11 @@ impl Op {
 
     /// Asks for the end. An op that has not begun ends at once.
     pub fn cancel(&self) {
-        self.bits.fetch_or(CANCEL, Ordering::AcqRel);
+        let before = self.bits.fetch_or(CANCEL, Ordering::AcqRel);
         self.abandon(Status::Cancelled);
+        if before & (RUNNING | CANCEL | RELEASED) == RUNNING {
+            self.tell_owner();
+        }
     }
 
     /// The deadline has passed.
@@ -359,8 +368,9 @@ impl Op {
         self.abandon(Status::Timeout);
         // What runs is late now. What was claimed otherwise is being ended this
         // moment by who claimed it, with the result that goes with their deed.
-        if self.bits.load(Ordering::Acquire) & RUNNING != 0 {
+        if self.bits.load(Ordering::Acquire) & (RUNNING | RELEASED) == RUNNING {
             self.resolve(Status::Timeout, None);
+            self.tell_owner();
         }
     }
 

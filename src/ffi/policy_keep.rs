@@ -40,7 +40,9 @@ unsafe fn on_ids(
 }
 
 /// Takes objects away that their owner gave up, pinned or not; all or none. It
-/// is no eviction. What continues one of them must go with it.
+/// is no eviction. What continues one of them must go with it. References and pins
+/// of an object go with it: a later release of it is KVT_E_NOT_FOUND, and an object
+/// inserted under its id has none.
 ///
 /// @param policy  The policy.
 /// @param now_ns  See kvt_policy_lookup.

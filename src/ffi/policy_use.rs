@@ -44,10 +44,10 @@ pub struct kvt_policy_who_t {
     pub flags: u64,
     /// The session: the caller's number for a sequence.
     pub session: u64,
-    /// Its tenant.
+    /// Its tenant. Kept with the session: without KVT_WHO_SESSION it must be 0.
     pub tenant: u32,
     /// Its class, at most 255: 0 leaves first; without KVT_WHO_PRIORITY as before,
-    /// at first 1.
+    /// at first 1. KVT_WHO_PRIORITY needs KVT_WHO_SESSION too.
     pub priority: u32,
     /// Tokens of the whole request; 0 = tokens_each for each id.
     pub length: u32,
@@ -157,6 +157,12 @@ pub(crate) unsafe fn who(who: *const kvt_policy_who_t) -> Result<Who> {
     let Ok(priority) = u8::try_from(given.priority) else {
         fail!(Invalid, "priority {} is above 255", given.priority);
     };
+    if given.flags & KVT_WHO_SESSION == 0 && given.tenant != 0 {
+        fail!(Invalid, "tenant {} without a session: it is kept with that", given.tenant);
+    }
+    if given.flags & (KVT_WHO_SESSION | KVT_WHO_PRIORITY) == KVT_WHO_PRIORITY {
+        fail!(Invalid, "priority {priority} without a session: it is kept with that");
+    }
     Ok(Who {
         session: (given.flags & KVT_WHO_SESSION != 0).then_some(given.session),
         tenant: given.tenant,
@@ -409,4 +415,38 @@ pub unsafe extern "C" fn kvt_policy_insert(
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_kept_with_a_session_is_refused_without_one() {
+        let given = |flags, tenant, priority| {
+            let who = kvt_policy_who_t {
+                struct_size: size_of::<kvt_policy_who_t>() as u64,
+                flags,
+                session: 7,
+                tenant,
+                priority,
+                length: 64,
+                max_length: 0,
+                tokens_each: 16,
+                reserved: 0,
+            };
+            // SAFETY: a whole struct.
+            unsafe { self::who(&who) }
+        };
+        let both = KVT_WHO_SESSION | KVT_WHO_PRIORITY;
+        let whole = (Some(7), 5, Some(2));
+        let told = |who: Who| (who.session, who.tenant, who.priority);
+        assert_eq!(given(both, 5, 2).map(told).ok(), Some(whole));
+        assert!(given(KVT_WHO_SESSION, 5, 2).is_ok_and(|who| who.priority.is_none()));
+        assert!(given(0, 0, 2).is_ok_and(|who| who.session.is_none() && who.length == 64));
+        for (flags, tenant, word) in [(0, 5, "tenant 5"), (KVT_WHO_PRIORITY, 0, "priority 2")] {
+            let error = given(flags, tenant, 2).err().map(|error| error.to_string());
+            assert!(error.as_ref().is_some_and(|text| text.contains(word)), "{error:?}");
+        }
+    }
 }

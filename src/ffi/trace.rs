@@ -53,7 +53,7 @@ pub struct kvt_trace_opts_t {
     pub struct_size: u64,
     /// KVT_TRACE_*.
     pub flags: u64,
-    /// To read: the file, plain or zstd.
+    /// To read: a regular file, plain or zstd.
     pub path: *const c_char,
     /// Length of the path.
     pub path_bytes: u64,

@@ -1,23 +1,27 @@
 //! Reading a file from its start to its end, plain or packed with zstd (windows
 //! up to 128 MiB), in lines or in pieces, with limits.
 
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io::{BufRead, BufReader, Cursor, ErrorKind, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use ruzstd::decoding::FrameDecoder;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 
 /// Longest accepted line.
 pub const MAX_LINE_BYTES: usize = 256 << 20;
-/// Most bytes that come out of one source, unpacked.
+/// Most bytes that go into one source, and that come out of it, unpacked.
 pub const MAX_SOURCE_BYTES: u64 = 64 << 30;
 /// Largest window of a packed file: what unpacking holds in memory.
 pub const MAX_WINDOW_BYTES: u64 = 128 << 20;
 
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xB5, 0x2F, 0xFD];
+/// How frames start that hold something else; the first byte ends in any digit.
+const SKIPPED_MAGIC: [u8; 4] = [0x50, 0x2A, 0x4D, 0x18];
 const BUFFER_BYTES: usize = 256 << 10;
 /// The most that is unpacked at a time; blocks of a frame have up to 128 KiB.
 const PIECE_BYTES: usize = 256 << 10;
@@ -29,11 +33,27 @@ pub struct Source {
 }
 
 impl Source {
-    /// Opens a file; what it holds decides whether it is unpacked.
+    /// Opens a file; what it holds decides whether it is unpacked. Directories,
+    /// devices and pipes are refused: some never end, some never begin.
     pub fn open(path: &Path) -> Result<Source> {
-        let file =
-            File::open(path).map_err(|e| io_error(&e).within(&path.display().to_string()))?;
-        Source::new(Box::new(file))
+        let place = |e: Error| e.within(&path.display().to_string());
+        // Without waiting: a pipe may have nobody at its other end.
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
+            .map_err(|e| place(io_error(&e)))?;
+        let kind = file.metadata().map_err(|e| place(io_error(&e)))?.file_type();
+        if !kind.is_file() {
+            let what = if kind.is_dir() { "a directory" } else { "a device, pipe or socket" };
+            return Err(place(Error::new(Status::Invalid, format!("{what}, not a file"))));
+        }
+        Source::new(Box::new(file)).map_err(place)
+    }
+
+    /// Reads what the process is given.
+    pub fn stdin() -> Result<Source> {
+        Source::new(Box::new(std::io::stdin()))
     }
 
     /// Reads from memory.
@@ -42,9 +62,9 @@ impl Source {
     }
 
     fn new(raw: Box<dyn Read>) -> Result<Source> {
+        let raw: Box<dyn Read> = Box::new(Bounded { raw, left: MAX_SOURCE_BYTES });
         let mut packed = BufReader::with_capacity(BUFFER_BYTES, raw);
-        let start = buffered(&mut packed)?;
-        let inner: Box<dyn Read> = match start.starts_with(&ZSTD_MAGIC) {
+        let inner: Box<dyn Read> = match is_packed(start(&mut packed, ZSTD_MAGIC.len())?) {
             true => Box::new(Unpacked::new(packed)),
             false => Box::new(packed),
         };
@@ -55,6 +75,11 @@ impl Source {
     /// The bytes that come next, at most what is buffered; none at the end.
     pub fn peek(&mut self) -> Result<&[u8]> {
         buffered(&mut self.reader)
+    }
+
+    /// How it starts: as much as the buffer holds, however little comes at a time.
+    pub fn start(&mut self) -> Result<&[u8]> {
+        start(&mut self.reader, BUFFER_BYTES)
     }
 
     fn used(&mut self, bytes: usize) -> Result<()> {
@@ -144,8 +169,60 @@ fn buffered(reader: &mut BufReader<Box<dyn Read>>) -> Result<&[u8]> {
     }
 }
 
+/// What comes next, at least `least` bytes of it unless it ends before.
+fn start(reader: &mut BufReader<Box<dyn Read>>, least: usize) -> Result<&[u8]> {
+    if buffered(reader)?.len() >= least {
+        return Ok(reader.buffer());
+    }
+    let mut start = Vec::new();
+    if start.try_reserve_exact(least).is_err() {
+        fail!(NoMem, "no memory for {least} bytes");
+    }
+    while start.len() < least {
+        let buffer = buffered(reader)?;
+        let part = buffer.len().min(least - start.len());
+        if part == 0 {
+            break;
+        }
+        start.extend_from_slice(&buffer[..part]);
+        reader.consume(part);
+    }
+    // What was looked at is read again.
+    let nothing: Box<dyn Read> = Box::new(std::io::empty());
+    let rest = std::mem::replace(reader, BufReader::with_capacity(0, nothing));
+    let again: Box<dyn Read> = Box::new(Cursor::new(start).chain(rest));
+    *reader = BufReader::with_capacity(BUFFER_BYTES, again);
+    buffered(reader)
+}
+
+fn is_packed(start: &[u8]) -> bool {
+    let skipped = |s: &[u8]| s[0] & 0xF0 == SKIPPED_MAGIC[0] && s[1..] == SKIPPED_MAGIC[1..];
+    start.starts_with(&ZSTD_MAGIC) || start.get(..4).is_some_and(skipped)
+}
+
+/// What is read, up to a limit: packed bytes that come to nothing count too.
+struct Bounded {
+    raw: Box<dyn Read>,
+    left: u64,
+}
+
+impl Read for Bounded {
+    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+        let bytes = self.raw.read(out)?;
+        match self.left.checked_sub(bytes as u64) {
+            Some(left) => self.left = left,
+            None => {
+                let text = format!("more than {MAX_SOURCE_BYTES} bytes");
+                return Err(std::io::Error::new(ErrorKind::FileTooLarge, text));
+            }
+        }
+        Ok(bytes)
+    }
+}
+
 fn io_error(error: &std::io::Error) -> Error {
     match error.kind() {
+        ErrorKind::FileTooLarge => Error::new(Status::Limit, error.to_string()),
         ErrorKind::InvalidData => Error::new(Status::Corrupt, error.to_string()),
         ErrorKind::NotFound => Error::new(Status::NotFound, error.to_string()),
         _ => Error::new(Status::Io, error.to_string()),
@@ -169,6 +246,35 @@ impl<R: BufRead> Unpacked<R> {
         decoder.set_max_window_size(MAX_WINDOW_BYTES);
         Unpacked { packed, decoder, open: false }
     }
+
+    /// Begins the next frame; false when there is none. Frames that hold
+    /// something else are passed over.
+    fn next_frame(&mut self) -> std::io::Result<bool> {
+        use FrameDecoderError::ReadFrameHeaderError as Header;
+        loop {
+            if self.packed.fill_buf()?.is_empty() {
+                return Ok(false);
+            }
+            match self.decoder.init(&mut self.packed) {
+                Ok(()) => return Ok(true),
+                Err(Header(ReadFrameHeaderError::SkipFrame { length, .. })) => self.skip(length)?,
+                Err(error) => return Err(damaged(error)),
+            }
+        }
+    }
+
+    fn skip(&mut self, length: u32) -> std::io::Result<()> {
+        let mut left = length as usize;
+        while left > 0 {
+            let part = self.packed.fill_buf()?.len().min(left);
+            if part == 0 {
+                return Err(damaged("cut off in a skippable frame"));
+            }
+            self.packed.consume(part);
+            left -= part;
+        }
+        Ok(())
+    }
 }
 
 impl<R: BufRead> Read for Unpacked<R> {
@@ -187,11 +293,10 @@ impl<R: BufRead> Read for Unpacked<R> {
                 self.open = false;
             }
             if !self.open {
-                if self.packed.fill_buf()?.is_empty() {
+                self.open = self.next_frame()?;
+                if !self.open {
                     return Ok(0);
                 }
-                self.decoder.init(&mut self.packed).map_err(damaged)?;
-                self.open = true;
             }
             self.decoder
                 .decode_blocks(&mut self.packed, UptoBytes(PIECE_BYTES))
@@ -250,6 +355,93 @@ mod tests {
             assert_eq!(source.rest(1 << 20).expect_err("cut").status(), Status::Corrupt);
         }
         assert!(Source::bytes(text).expect("readable").rest(100).is_err());
+    }
+
+    /// A byte at a time.
+    struct Slow(Cursor<Vec<u8>>);
+
+    impl Read for Slow {
+        fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+            let most = out.len().min(1);
+            self.0.read(&mut out[..most])
+        }
+    }
+
+    /// A frame that holds something else.
+    fn skippable(digit: u8, bytes: &[u8]) -> Vec<u8> {
+        let mut out = SKIPPED_MAGIC.to_vec();
+        out[0] |= digit;
+        out.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+        out.extend_from_slice(bytes);
+        out
+    }
+
+    #[test]
+    fn frames_that_hold_something_else_are_passed_over() {
+        let frame = |text: &[u8]| compress_to_vec(text, CompressionLevel::Fastest);
+        let large = vec![0xA5; 2 * BUFFER_BYTES + 3];
+        for digit in 0..16 {
+            let file = [
+                skippable(digit, b""),
+                skippable(15 - digit, &large),
+                frame(b"one "),
+                skippable(digit, b"between"),
+                frame(b"two"),
+                skippable(digit, b"behind"),
+            ]
+            .concat();
+            let mut source = Source::bytes(file.clone()).expect("readable");
+            assert_eq!(source.rest(100).expect("sound"), b"one two");
+            let slow = Source::new(Box::new(Slow(Cursor::new(file.clone()))));
+            assert_eq!(slow.expect("readable").rest(100).expect("sound"), b"one two");
+            for cut in [1, 4, 10] {
+                let cut = file[..file.len() - cut].to_vec();
+                let error = Source::bytes(cut).expect("readable").rest(100).expect_err("cut");
+                assert_eq!(error.status(), Status::Corrupt);
+            }
+        }
+        assert_eq!(Source::bytes(skippable(3, b"x")).expect("readable").rest(9), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn how_it_starts_is_seen_however_it_comes() {
+        let text: Vec<u8> = (0..2 * BUFFER_BYTES as u32).map(|n| (n % 251) as u8).collect();
+        for len in [0, 1, 3, 100, BUFFER_BYTES, text.len()] {
+            let bytes = text[..len].to_vec();
+            for packed in [false, true] {
+                let file = match packed {
+                    true => compress_to_vec(&bytes[..], CompressionLevel::Fastest),
+                    false => bytes.clone(),
+                };
+                let mut slow = Source::new(Box::new(Slow(Cursor::new(file)))).expect("readable");
+                for _ in 0..2 {
+                    let start = slow.start().expect("sound");
+                    assert!(*start == bytes[..len.min(BUFFER_BYTES)], "{len} {packed}");
+                }
+                assert!(slow.rest(1 << 20).expect("sound") == bytes, "{len} {packed}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_file_is_refused() {
+        for (path, word) in [("/dev/zero", "device"), ("/", "directory"), ("/nowhere", "No such")] {
+            let error = Source::open(Path::new(path)).err().expect("no file");
+            assert!(error.message().starts_with(&format!("{path}: ")), "{error}");
+            assert!(error.message().contains(word), "{error}");
+        }
+        // Nobody is at the other end of a pipe.
+        let pipe = std::env::temp_dir().join(format!("kvtier-pipe-{}", std::process::id()));
+        let name = std::ffi::CString::new(pipe.to_string_lossy().as_bytes()).expect("a name");
+        // SAFETY: the name ends with a zero.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        let error = Source::open(&pipe).err().expect("a pipe");
+        std::fs::remove_file(&pipe).expect("ours");
+        assert_eq!(error.status(), Status::Invalid);
+        // What never ends is cut by a limit.
+        let mut endless = Bounded { raw: Box::new(std::io::repeat(0)), left: 10 };
+        let error = endless.read_to_end(&mut Vec::new()).expect_err("endless");
+        assert_eq!(io_error(&error).status(), Status::Limit);
     }
 
     #[test]

@@ -1,29 +1,39 @@
 //! Doubly linked lists that live in the objects' own links.
 
+use crate::base::status::Result;
+use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
+use crate::meta::pile::Pile;
 
-/// Most steps in search of a place for what comes back.
-const MOST_STEPS: usize = 256;
+/// Most steps in search of a place for what comes back: beyond, a pile is as fast.
+const MOST_STEPS: usize = 8;
 
 /// A list of objects, hot end first. An object is in one list at most.
+///
+/// What comes back, and whose place is not near, waits in a pile until it is the
+/// oldest of all. So `tail` is always the next to leave, though not every object of
+/// the list can be reached from it.
 #[derive(Clone, Copy, Debug)]
 pub struct List {
     /// The hot end.
     pub head: Slot,
     /// The cold end.
     pub tail: Slot,
-    /// How many.
+    /// How many, those that wait included.
     pub len: u32,
     /// The sum of their sizes.
     pub units: u64,
     /// Who was put back last, or a neighbour of it since.
     finger: Slot,
+    /// Who came back into the middle; all are younger than the tail.
+    pile: Pile,
 }
 
 impl Default for List {
     fn default() -> List {
-        List { head: NONE, tail: NONE, len: 0, units: 0, finger: NONE }
+        let (head, tail, finger) = (NONE, NONE, NONE);
+        List { head, tail, len: 0, units: 0, finger, pile: Pile::default() }
     }
 }
 
@@ -110,6 +120,10 @@ impl List {
         let node = objects.node(slot);
         let (prev, next) = (node.prev, node.next);
         self.units -= u64::from(node.units);
+        self.len -= 1;
+        if !self.pile.is_empty() && self.take_piled(objects, slot) {
+            return;
+        }
         if self.finger == slot {
             self.finger = if prev != NONE { prev } else { next };
         }
@@ -118,17 +132,28 @@ impl List {
             prev => objects.node_mut(prev).next = next,
         }
         match next {
-            NONE => self.tail = prev,
+            NONE => {
+                self.tail = prev;
+                self.draw(objects);
+            }
             next => objects.node_mut(next).prev = prev,
         }
-        self.len -= 1;
     }
 
     /// Makes an object of the list its hottest.
     #[inline]
     pub fn to_hot(&mut self, objects: &mut Objects, slot: Slot) {
         if self.head == slot {
+            if self.tail == slot {
+                // Alone, and younger than those that wait now.
+                self.draw(objects);
+            }
             return;
+        }
+        if !self.pile.is_empty() && self.take_piled(objects, slot) {
+            self.len -= 1;
+            self.units -= u64::from(objects.node(slot).units);
+            return self.push_hot(objects, slot);
         }
         let old = std::mem::replace(&mut self.head, slot);
         let node = objects.node_mut(slot);
@@ -144,31 +169,79 @@ impl List {
         if self.finger == slot {
             self.finger = prev;
         }
+        if next == NONE {
+            self.draw(objects);
+        }
+    }
+
+    /// Whether an object of the list waits in the pile. One that does not is named by
+    /// its hotter neighbour; the link of one that does leads down to another, whose
+    /// own never lead up.
+    #[inline]
+    fn is_piled(&self, objects: &Objects, slot: Slot) -> bool {
+        match objects.node(slot).prev {
+            NONE => self.head != slot,
+            prev => objects.node(prev).next != slot,
+        }
+    }
+
+    /// Takes an object out of the pile; whether it was in.
+    #[cold]
+    fn take_piled(&mut self, objects: &mut Objects, slot: Slot) -> bool {
+        self.is_piled(objects, slot) && self.pile.remove(objects, slot)
+    }
+
+    /// Another object is the last: one that waits comes before it if it is older.
+    #[inline]
+    fn draw(&mut self, objects: &mut Objects) {
+        if !self.pile.is_empty() {
+            self.draw_oldest(objects);
+        }
+    }
+
+    #[cold]
+    fn draw_oldest(&mut self, objects: &mut Objects) {
+        let (slot, last) = (self.pile.oldest(), self.tail);
+        if last != NONE && objects.node(last).stamp <= objects.node(slot).stamp {
+            return;
+        }
+        self.pile.remove(objects, slot);
+        self.len -= 1;
+        self.units -= u64::from(objects.node(slot).units);
+        self.insert_after(objects, last, slot);
     }
 
     /// Puts an object that had been held back where its stamp belongs.
     pub fn put_back(&mut self, objects: &mut Objects, slot: Slot) {
-        let before = self.place(objects, objects.node(slot).stamp);
-        self.insert_after(objects, before, slot);
-        self.finger = slot;
+        let node = objects.node(slot);
+        match self.place(objects, node.stamp) {
+            Some(before) => {
+                self.insert_after(objects, before, slot);
+                self.finger = slot;
+            }
+            None => {
+                self.len += 1;
+                self.units += u64::from(node.units);
+                self.pile.add(objects, slot);
+            }
+        }
     }
 
-    /// The coldest object that is not older than `stamp`. Searched from the cold
-    /// end, where only objects are passed that had been held too, in turns from the
-    /// hot end, for those that never were out of the way, and from where one was put
-    /// back last: many that are put back in the order of their stamps, or against
-    /// it, cost one step each. In no order they would cost ever more: after some
-    /// steps it stays where it has come to, which is among others that came back.
-    fn place(&self, objects: &Objects, stamp: i64) -> Slot {
+    /// The coldest object that is not older than `stamp`, or NONE; None if it is not
+    /// near. Searched from the cold end, where only objects are passed that had been
+    /// held too, in turns from the hot end, for those that never were out of the way,
+    /// and from where one was put back last: many that are put back in the order of
+    /// their stamps, or against it, cost one step each.
+    fn place(&self, objects: &Objects, stamp: i64) -> Option<Slot> {
         let older = |slot: Slot| objects.node(slot).stamp < stamp;
         let (mut cold, mut near, mut hot) = (self.tail, self.finger, self.head);
         for _ in 0..MOST_STEPS {
             if cold == NONE || !older(cold) {
-                break;
+                return Some(cold);
             }
             cold = objects.node(cold).prev;
             if older(hot) {
-                return objects.node(hot).prev;
+                return Some(objects.node(hot).prev);
             }
             hot = objects.node(hot).next;
             if near == NONE {
@@ -177,25 +250,224 @@ impl List {
             let (up, down) = (objects.node(near).prev, objects.node(near).next);
             let climbs = older(near);
             if climbs && (up == NONE || !older(up)) {
-                return up;
+                return Some(up);
             }
             if !climbs && (down == NONE || older(down)) {
-                return near;
+                return Some(near);
             }
             near = if climbs { up } else { down };
         }
-        cold
+        None
     }
 
-    /// The objects from the cold end.
+    /// The objects from the cold end, those that wait where their stamps belong.
     pub fn from_cold<'a>(&self, objects: &'a Objects) -> impl Iterator<Item = Slot> + use<'a> {
         let mut at = self.tail;
+        let mut waiting: Vec<Slot> = self.pile.slots(objects).collect();
+        waiting.sort_unstable_by_key(|&slot| std::cmp::Reverse(objects.node(slot).stamp));
         std::iter::from_fn(move || {
-            let slot = at;
-            (slot != NONE).then(|| {
-                at = objects.node(slot).prev;
-                slot
+            let next =
+                |slot: &mut Slot| at == NONE || objects.node(*slot).stamp < objects.node(at).stamp;
+            waiting.pop_if(next).or_else(|| {
+                let slot = at;
+                (slot != NONE).then(|| {
+                    at = objects.node(slot).prev;
+                    slot
+                })
             })
         })
+    }
+
+    /// Whether links and counts are right, and no one who waits is the oldest.
+    pub fn check(&self, objects: &Objects) -> Result<()> {
+        let (mut len, mut units, mut at, mut next) =
+            (self.pile.check(objects)?, 0, self.tail, NONE);
+        while at != NONE {
+            let node = objects.node(at);
+            if node.next != next || len >= self.len {
+                fail!(State, "object {} is in a list and not linked", node.id);
+            }
+            (len, next, at) = (len + 1, at, node.prev);
+        }
+        for slot in self.pile.slots(objects) {
+            let (node, last) = (objects.node(slot), self.tail);
+            if last == NONE
+                || node.stamp < objects.node(last).stamp
+                || !self.is_piled(objects, slot)
+            {
+                fail!(State, "object {} waits, and is the oldest", node.id);
+            }
+        }
+        self.from_cold(objects).for_each(|slot| units += u64::from(objects.node(slot).units));
+        if (len, units, next) != (self.len, self.units, self.head) {
+            fail!(State, "a list counts {} objects, has {len}", self.len);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::meta::objects::Facts;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    #[derive(Clone, Copy, Debug)]
+    enum Call {
+        Use(Slot),
+        UseAndMove(Slot),
+        TakeOut(Slot),
+        PutBack(Slot),
+        TakeLast,
+    }
+
+    const MANY: Slot = 100;
+
+    fn call() -> impl Strategy<Value = Call> {
+        let slot = 0..MANY;
+        prop_oneof![
+            1 => slot.clone().prop_map(Call::Use),
+            1 => slot.clone().prop_map(Call::UseAndMove),
+            3 => slot.clone().prop_map(Call::TakeOut),
+            9 => slot.prop_map(Call::PutBack),
+            2 => Just(Call::TakeLast),
+        ]
+    }
+
+    /// A list, who is in it by stamp, and the last stamp given.
+    struct World {
+        objects: Objects,
+        list: List,
+        model: BTreeMap<i64, Slot>,
+        last: i64,
+    }
+
+    impl World {
+        fn new() -> World {
+            let mut objects = Objects::new(MANY as usize, false, false).expect("small");
+            let (mut list, mut model) = (List::default(), BTreeMap::new());
+            for id in 0..MANY {
+                let units = u64::from(id % 5);
+                let slot = objects.insert(id.into(), NONE, units, &Facts::default()).expect("room");
+                objects.node_mut(slot).stamp = id.into();
+                list.push_hot(&mut objects, slot);
+                model.insert(id.into(), slot);
+            }
+            World { objects, list, model, last: MANY.into() }
+        }
+
+        fn used(&mut self, slot: Slot) -> bool {
+            let stamp = std::mem::replace(&mut self.objects.node_mut(slot).stamp, self.last + 1);
+            let was_in = self.model.remove(&stamp).is_some();
+            self.last += 1;
+            self.model.insert(self.last, slot);
+            was_in
+        }
+
+        fn step(&mut self, call: Call) {
+            match call {
+                Call::Use(slot) => match self.used(slot) {
+                    true => self.list.to_hot(&mut self.objects, slot),
+                    false => self.list.push_hot(&mut self.objects, slot),
+                },
+                Call::UseAndMove(slot) => {
+                    if self.used(slot) {
+                        self.list.unlink(&mut self.objects, slot);
+                    }
+                    self.list.push_hot(&mut self.objects, slot);
+                }
+                Call::TakeOut(slot) => {
+                    if self.model.remove(&self.objects.node(slot).stamp).is_some() {
+                        self.list.unlink(&mut self.objects, slot);
+                    }
+                }
+                Call::PutBack(slot) => {
+                    if self.model.insert(self.objects.node(slot).stamp, slot).is_none() {
+                        self.list.put_back(&mut self.objects, slot);
+                    }
+                }
+                Call::TakeLast => {
+                    let oldest = self.model.pop_first().map_or(NONE, |(_, slot)| slot);
+                    assert_eq!(self.list.tail, oldest);
+                    if oldest != NONE {
+                        self.list.unlink(&mut self.objects, oldest);
+                    }
+                }
+            }
+        }
+
+        fn check(&self) {
+            self.list.check(&self.objects).expect("sound");
+            assert!(self.list.from_cold(&self.objects).eq(self.model.values().copied()));
+            let units = self.model.values().map(|&slot| u64::from(slot % 5)).sum::<u64>();
+            assert_eq!((self.list.len as usize, self.list.units), (self.model.len(), units));
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+
+        #[test]
+        fn what_comes_back_stands_by_its_stamp(
+            calls in prop::collection::vec(call(), 0..250),
+            empty in any::<bool>(),
+        ) {
+            let mut world = World::new();
+            for slot in (0..MANY).filter(|slot| empty || slot % 5 > 0) {
+                world.step(Call::TakeOut(slot));
+            }
+            for call in calls {
+                world.step(call);
+                world.check();
+            }
+        }
+    }
+
+    #[test]
+    fn most_that_come_back_in_no_order_wait() {
+        let mut world = World::new();
+        (0..MANY).for_each(|slot| world.step(Call::TakeOut(slot)));
+        (0..MANY).for_each(|i| world.step(Call::PutBack(i * 37 % MANY)));
+        world.check();
+        assert!(world.list.pile.slots(&world.objects).count() > 50);
+        (0..MANY).for_each(|_| world.step(Call::TakeLast));
+        assert!(world.list.is_empty() && world.list.pile.is_empty());
+    }
+
+    #[test]
+    fn in_order_or_against_it_nobody_waits() {
+        for step in [1, MANY - 1] {
+            let mut world = World::new();
+            (5..MANY - 5).for_each(|slot| world.step(Call::TakeOut(slot)));
+            (0..MANY).map(|i| (i + 1) * step % MANY).for_each(|s| world.step(Call::PutBack(s)));
+            world.check();
+            assert!(world.list.pile.slots(&world.objects).count() < 4);
+        }
+    }
+
+    #[test]
+    fn a_use_of_the_only_one_that_does_not_wait_makes_it_the_youngest() {
+        let mut world = World::new();
+        (0..MANY).for_each(|slot| world.step(Call::TakeOut(slot)));
+        (0..MANY).for_each(|i| world.step(Call::PutBack(i * 37 % MANY)));
+        let last = world.list.tail;
+        while world.list.head != last {
+            world.step(Call::TakeOut(world.list.head));
+        }
+        assert!(!world.list.pile.is_empty());
+        world.step(Call::Use(last));
+        world.check();
+        (0..MANY).for_each(|_| world.step(Call::TakeLast));
+    }
+
+    #[test]
+    fn the_oldest_that_waits_is_found() {
+        let mut world = World::new();
+        (0..MANY).for_each(|slot| world.step(Call::TakeOut(slot)));
+        (0..MANY).for_each(|i| world.step(Call::PutBack(i * 37 % MANY)));
+        let oldest = world.list.pile.oldest();
+        world.objects.node_mut(oldest).stamp = -1;
+        assert!(world.list.check(&world.objects).is_err());
     }
 }

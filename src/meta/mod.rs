@@ -4,11 +4,13 @@
 pub mod chunks;
 pub mod cost;
 pub mod dtype;
+pub mod fairness;
 pub mod index;
 pub mod key;
 pub mod layout;
 pub mod list;
 pub mod objects;
+pub mod pile;
 pub mod reuse;
 pub mod sessions;
 pub mod view;

@@ -3,6 +3,7 @@
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
+use crate::meta::fairness::Fairness;
 use crate::meta::index::{Index, NONE, Slot};
 
 /// Most sessions that are known at once.
@@ -84,6 +85,10 @@ pub struct Sessions {
     /// The ends of the list of those without objects.
     earliest: Slot,
     latest: Slot,
+    /// How those fared whose rows went to others.
+    gone: Fairness,
+    /// Who makes the call under way; NONE without a session, or one without a row.
+    pub asking: Slot,
 }
 
 impl Sessions {
@@ -95,6 +100,8 @@ impl Sessions {
             fresh: 0,
             earliest: NONE,
             latest: NONE,
+            gone: Fairness::default(),
+            asking: NONE,
         })
     }
 
@@ -127,7 +134,8 @@ impl Sessions {
         } else if self.earliest != NONE {
             let slot = self.earliest;
             self.unlink(slot);
-            let before = self.rows[slot as usize].id;
+            let Session { id: before, hit_tokens, wanted_tokens, .. } = self.rows[slot as usize];
+            self.gone.add(hit_tokens, wanted_tokens);
             self.index.remove(before, |s| s == slot);
             slot
         } else {
@@ -185,6 +193,23 @@ impl Sessions {
         }
     }
 
+    /// Notes what another table knows of a session: all but its objects, which are
+    /// others here.
+    pub fn learn(&mut self, slot: Slot, from: &Session) {
+        if let Some(row) = self.of_mut(slot) {
+            let Session { id, objects, live, earlier, later, .. } = *row;
+            *row = Session { id, objects, live, earlier, later, ..*from };
+        }
+    }
+
+    /// How evenly all have fared so far: those known, and those whose rows went. One
+    /// that comes back after that counts as another.
+    pub fn fairness(&self) -> Fairness {
+        let mut all = self.gone;
+        self.known().for_each(|(_, row)| all.add(row.hit_tokens, row.wanted_tokens));
+        all
+    }
+
     /// Those known.
     pub fn known(&self) -> impl Iterator<Item = (Slot, &Session)> {
         let row = |(at, row): (usize, _)| (at as Slot, row);
@@ -195,6 +220,36 @@ impl Sessions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn those_whose_rows_went_count_in_fairness() {
+        let mut sessions = Sessions::new(4).expect("small");
+        let mut all = Fairness::default();
+        for id in 0..1000u64 {
+            let slot = sessions.get_or_add(id);
+            let row = sessions.of_mut(slot).expect("a row");
+            (row.hit_tokens, row.wanted_tokens) = (id % 7, 7 * (id % 3));
+            all.add(id % 7, 7 * (id % 3));
+        }
+        let (told, exact) = (sessions.fairness().index(), all.index());
+        assert!((told - exact).abs() < 1e-9 && exact < 0.9, "{told} for {exact}");
+    }
+
+    #[test]
+    fn what_another_table_knows_is_noted_without_its_objects() {
+        let mut sessions = Sessions::new(4).expect("small");
+        let (a, b) = (sessions.get_or_add(1), sessions.get_or_add(2));
+        sessions.join(a);
+        let other = Session { id: 9, tenant: 5, priority: 2, objects: 77, ..Session::default() };
+        sessions.learn(a, &other);
+        sessions.learn(NONE, &other);
+        let row = *sessions.of(a).expect("a row");
+        assert_eq!((row.id, row.tenant, row.priority, row.objects), (1, 5, 2, 1));
+        // The list of those without objects is whole: 2 leaves first, then 1.
+        sessions.leave(a);
+        assert_eq!((sessions.earliest, sessions.latest), (b, a));
+        assert_eq!(sessions.known().count(), 2);
+    }
 
     #[test]
     fn a_full_table_gives_the_row_of_one_without_objects() {

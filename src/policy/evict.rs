@@ -170,7 +170,7 @@ impl Evictor {
         mut next: impl FnMut(&mut Evictor) -> Option<Slot>,
     ) -> Result<u64> {
         self.chosen.clear();
-        let mut freed = 0u64;
+        let (mut freed, mut any_empty) = (0u64, false);
         while freed < required && self.chosen.len() < most {
             let Some(slot) = next(self) else { break };
             debug_assert!(!self.objects.is_blocked(slot), "a blocked victim");
@@ -182,26 +182,30 @@ impl Evictor {
             let parent = self.objects.node(slot).parent;
             self.objects.set_chosen(slot, true);
             self.chosen.push(Chosen { slot, parent });
-            freed += u64::from(self.objects.node(slot).units);
+            let units = self.objects.node(slot).units;
+            freed += u64::from(units);
+            any_empty |= units == 0;
             if let Some(free) = self.objects.detach(slot) {
                 self.freed(free, now);
             }
         }
-        Ok(self.spare_superfluous(now, required, freed))
+        // Equal sizes come out even, and nobody is looked at again.
+        if freed > required || any_empty {
+            freed = self.spare_superfluous(now, required, freed);
+        }
+        Ok(freed)
     }
 
-    /// Lets those stay without which enough is free: sizes differ, and the last
-    /// one may have made earlier ones needless.
+    /// Lets those stay without which as much is free: sizes differ, and the last
+    /// one may have made earlier ones needless. What has no size frees nothing;
+    /// it leaves only ahead of what it continues.
     fn spare_superfluous(&mut self, now: i64, required: u64, mut freed: u64) -> u64 {
-        if freed <= required {
-            return freed;
-        }
         let mut kept = self.chosen.len();
         for i in (0..self.chosen.len()).rev() {
             let Chosen { slot, parent } = self.chosen[i];
             let units = u64::from(self.objects.node(slot).units);
             let alone = parent == NONE || !self.objects.node(parent).is_chosen();
-            if alone && freed - units >= required {
+            if alone && (units == 0 || freed - units >= required) {
                 freed -= units;
                 self.unchoose(i, now);
                 self.chosen[i].slot = NONE;
@@ -258,4 +262,66 @@ impl Evictor {
 pub(super) struct Chosen {
     pub(super) slot: Slot,
     pub(super) parent: Slot,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::evictor::{New, Options, Who};
+    use proptest::prelude::*;
+
+    fn opened(spec: &str, holes: bool, sizes: &[(u32, usize)]) -> Evictor {
+        let options = Options { max_objects: 64, remember: 8, holes, ..Options::default() };
+        let mut evictor = Evictor::open(spec, &options).expect("a known policy");
+        for (at, &(units, back)) in sizes.iter().enumerate() {
+            let (id, back) = (at as u64 + 1, back as u64);
+            let parent = (back > 0 && id > back).then(|| id - back);
+            let new = New { id, parent, units: units.into(), ..New::default() };
+            evictor.insert(at as i64 + 1, &Who::default(), &[new]).expect("room");
+        }
+        evictor
+    }
+
+    fn evicted(evictor: &mut Evictor, required: u64) -> Vec<(u64, u64)> {
+        let mut out = Vec::new();
+        evictor.evict(100, required, &mut out).expect("a time");
+        evictor.check().expect("sound");
+        out.iter().map(|v| (v.id, v.units)).collect()
+    }
+
+    #[test]
+    fn what_has_no_size_stays_unless_it_is_in_the_way() {
+        let sizes = [(0, 0), (1, 0), (0, 0), (0, 2), (1, 0)];
+        // What comes out even, what is more, and what is not enough.
+        assert_eq!(evicted(&mut opened("lru", true, &sizes), 1), [(2, 1)]);
+        assert_eq!(evicted(&mut opened("lru", true, &sizes), 2), [(2, 1), (5, 1)]);
+        assert_eq!(evicted(&mut opened("lru", true, &sizes), 9), [(2, 1), (5, 1)]);
+        assert_eq!(evicted(&mut opened("lru", false, &sizes), 1), [(4, 0), (2, 1)]);
+        assert_eq!(evicted(&mut opened("lru", true, &[(0, 0), (0, 0)]), 1), []);
+    }
+
+    proptest! {
+        #[test]
+        fn no_victim_is_superfluous(
+            policy in 0..registry::ENTRIES.len(),
+            holes: bool,
+            sizes in proptest::collection::vec((0u32..4, 0usize..3), 1..24),
+            required in 0u64..20,
+        ) {
+            let mut evictor = opened(registry::ENTRIES[policy].name, holes, &sizes);
+            let mut out = Vec::new();
+            let told = evictor.evict(100, required, &mut out).expect("a time");
+            evictor.check().expect("sound");
+            prop_assert_eq!(told.freed_units, out.iter().map(|v| v.units).sum::<u64>());
+            let all: u64 = sizes.iter().map(|s| u64::from(s.0)).sum();
+            prop_assert_eq!(told.shortfall_units, required.saturating_sub(all));
+            for victim in &out {
+                let (at, back) = (victim.id as usize - 1, sizes[victim.id as usize - 1].1);
+                let parent = (back > 0 && at >= back).then(|| (at + 1 - back) as u64);
+                let in_the_way = !holes && out.iter().any(|v| Some(v.id) == parent);
+                let needed = victim.units > 0 && told.freed_units - victim.units < required;
+                prop_assert!(needed || in_the_way, "{victim:?} of {out:?}");
+            }
+        }
+    }
 }

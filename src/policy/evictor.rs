@@ -179,6 +179,7 @@ impl Evictor {
         self.last_ns = now;
         let first = now.max(self.stamp.saturating_add(1));
         self.stamp = first + count as i64;
+        self.objects.sessions.asking = NONE;
         Ok(first)
     }
 
@@ -251,6 +252,7 @@ impl Evictor {
     pub(super) fn see_session(&mut self, now: i64, who: &Who) -> Slot {
         let Some(id) = who.session else { return NONE };
         let slot = self.objects.sessions.get_or_add(id);
+        self.objects.sessions.asking = slot;
         self.note_who(slot, who);
         if let Some(row) = self.objects.sessions.of_mut(slot) {
             row.active_ns = now;
@@ -308,6 +310,7 @@ impl Evictor {
         let Some(id) = who.session else { return NONE };
         match self.objects.sessions.find(id) {
             Some(slot) => {
+                self.objects.sessions.asking = slot;
                 self.note_who(slot, who);
                 slot
             }
@@ -361,14 +364,14 @@ impl Evictor {
     }
 
     /// Goes on with another policy, which is told of every object with its last
-    /// use and its uses.
+    /// use and its uses, and of what the one before learned if it is of its kind.
     pub fn switch(&mut self, spec: &str) -> Result<()> {
         let parsed = Spec::parse(spec)?;
         let mut policy = registry::make(&parsed, &setting(&self.options))?;
         if policy.wants_facts() {
             self.objects.keep_facts()?;
         }
-        hand_over(&mut self.objects, &mut *policy, self.stamp)?;
+        hand_over(&mut self.objects, &mut *self.policy, true, &mut *policy, self.stamp)?;
         self.policy = policy;
         self.spec = parsed.to_string();
         Ok(())

@@ -73,6 +73,6 @@ impl Policy for Fifo {
     }
 
     fn check(&self, objects: &Objects) -> Result<()> {
-        self.lists.check(objects)
+        self.lists.check_in_order(objects)
     }
 }

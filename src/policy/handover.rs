@@ -1,4 +1,16 @@
 //! From one policy to the next while objects stay.
+//!
+//! The next one adopts all objects in the order in which they were used last, each
+//! with its uses since it came, up to 65,535: as many of them as make a difference
+//! to it. `lfu` and `gdsf` take all, `horizon` 255, `wtinylfu` as many as its
+//! counters hold (15), the others three: `lru-k` looks at no more than four, and
+//! where queues go by uses (`arc`, `2q`, `slru`, `s3fifo`, `sieve`) the first few
+//! decide. When they were, but for the last, nobody noted: all count as of then.
+//!
+//! What was learned goes on to a policy of the same kind (see [`Policy::lessons`]):
+//! of `horizon`, `predictive` and the sketch of `wtinylfu`, also inside of `qos`.
+//! Ids that `arc`, `2q`, `s3fifo` and `lru-k` remember as evicted do not: each
+//! remembers them in queues by its own parameters, and they are forgotten soon.
 
 use crate::base::status::Result;
 use crate::fail;
@@ -6,18 +18,18 @@ use crate::meta::index::Slot;
 use crate::meta::objects::Objects;
 use crate::policy::Policy;
 
-/// Uses of an object that the next policy is told of: those count in every
-/// policy that counts, and more would make the telling long.
-const USES: u16 = 3;
-
-/// Tells `next` of all objects in the order in which they were used last, each
-/// with its uses since it came. The policy before is not asked any more.
-pub fn hand_over(objects: &mut Objects, next: &mut dyn Policy, now: i64) -> Result<()> {
-    let mut order: Vec<(i64, Slot)> = Vec::new();
-    if order.try_reserve_exact(objects.len()).is_err() {
-        fail!(NoMem, "no memory to sort {} objects", objects.len());
+/// Objects by their last use, each with its time: increasing, and before `now`.
+pub fn by_last_use(
+    objects: &Objects,
+    now: i64,
+    of: impl Fn(u64) -> bool,
+) -> Result<Vec<(i64, Slot)>> {
+    let slots = || objects.slots().filter(|&slot| of(objects.node(slot).id));
+    let (mut order, count) = (Vec::new(), slots().count());
+    if order.try_reserve_exact(count).is_err() {
+        fail!(NoMem, "no memory to sort {count} objects");
     }
-    order.extend(objects.slots().map(|slot| (objects.node(slot).stamp, slot)));
+    order.extend(slots().map(|slot| (objects.node(slot).stamp, slot)));
     order.sort_unstable();
     // Queues that move objects while they search give stamps ahead of the time.
     let mut most = now;
@@ -25,14 +37,183 @@ pub fn hand_over(objects: &mut Objects, next: &mut dyn Policy, now: i64) -> Resu
         *stamp = (*stamp).min(most);
         most = *stamp - 1;
     }
+    Ok(order)
+}
+
+/// Tells `next` of all objects, and of what `teacher` learned: the policy before,
+/// which is `leaving` and not asked any more, or one that goes on elsewhere. When it
+/// fails nothing has changed.
+pub fn hand_over(
+    objects: &mut Objects,
+    teacher: &mut dyn Policy,
+    leaving: bool,
+    next: &mut dyn Policy,
+    now: i64,
+) -> Result<()> {
+    let order = by_last_use(objects, now, |_| true)?;
+    if let Some(lessons) = teacher.lessons(leaving) {
+        next.learn(lessons);
+    }
     for (stamp, slot) in order {
         let node = objects.node_mut(slot);
-        let uses = node.hits.min(USES);
+        let uses = node.hits;
         node.tag = 0;
         node.set_freq(0);
         node.set_held(false);
-        next.insert(objects, slot, stamp);
-        (0..uses).for_each(|_| next.touch(objects, slot, stamp));
+        next.adopt(objects, slot, uses, stamp);
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::policy::evictor::{Evictor, New, Options, Who};
+    use crate::policy::{Hint, Rank};
+
+    fn open(spec: &str) -> Evictor {
+        let options = Options { max_objects: 256, capacity_units: 64, ..Options::default() };
+        Evictor::open(spec, &Options { holes: true, ..options }).expect("a known policy")
+    }
+
+    fn new(id: u64) -> New {
+        New { id, units: 1, ..New::default() }
+    }
+
+    fn order(e: &mut Evictor) -> Vec<u64> {
+        let mut out = Vec::new();
+        e.evict(1 << 40, u64::MAX, &mut out).expect("a time");
+        out.iter().map(|v| v.id).collect()
+    }
+
+    #[test]
+    fn uses_count_as_far_as_the_next_one_counts() {
+        for (spec, expected) in [
+            ("lfu", [4, 3, 2, 1]),
+            ("gdsf", [4, 3, 2, 1]),
+            ("lfu(aged=false)", [4, 3, 2, 1]),
+            // Told of three; and of two, which is its last but one use.
+            ("lru-k(k=4)", [4, 1, 2, 3]),
+        ] {
+            let mut e = open("lru");
+            let who = Who::default();
+            // The more uses, the longer ago.
+            for (id, uses) in [(1, 40), (2, 12), (3, 5), (4, 1)] {
+                e.insert(id as i64 * 1000, &who, &[new(id)]).expect("room");
+                (0..uses).for_each(|n| {
+                    e.touch(id as i64 * 1000 + n, &who, &[id]).expect("a time");
+                });
+            }
+            e.switch(spec).expect("a known policy");
+            e.check().expect("sound");
+            assert_eq!(order(&mut e), expected, "{spec}");
+        }
+    }
+
+    #[test]
+    fn the_sketch_knows_uses_and_goes_on() {
+        let mut e = open("lru");
+        let who = Who::default();
+        for id in 0..40u64 {
+            e.insert(id as i64 + 1, &who, &[new(id)]).expect("room");
+        }
+        (0..9).for_each(|n| assert_eq!(e.touch(100 + n, &who, &[7]).expect("a time"), 1));
+        let seen = |e: &Evictor, id| {
+            e.policy().score(e.objects(), e.objects().find(id).expect("there"), 1 << 30)
+        };
+        e.switch("wtinylfu").expect("known");
+        assert_eq!((seen(&e, 7), seen(&e, 8)), (10.0, 1.0));
+        for now in 200..203 {
+            assert_eq!(e.lookup(now, &who, &[8], &mut []).expect("a time"), 1);
+        }
+        for now in 210..215 {
+            assert_eq!(e.lookup(now, &who, &[500], &mut []).expect("a time"), 0);
+        }
+        e.switch("wtinylfu(window=20%)").expect("known");
+        e.check().expect("sound");
+        // It was asked for in vain before.
+        e.insert(220, &who, &[new(500)]).expect("room");
+        assert_eq!(seen(&e, 500), 5.0);
+        assert_eq!((seen(&e, 7), seen(&e, 8), seen(&e, 9)), (10.0, 4.0, 1.0));
+    }
+
+    /// Ids of which some come back after a minute and most never do.
+    fn taught(spec: &str) -> (Evictor, i64) {
+        let (mut e, mut now) = (open(spec), 1_000_000_000);
+        for round in 0..20_000u64 {
+            now += 500_000_000;
+            let id = if round % 2 == 0 { round / 2 % 50 } else { 1_000 + round };
+            let who = Who { session: Some(id % 9), ..Who::default() };
+            if e.lookup(now, &who, &[id], &mut []).expect("a time") == 0 {
+                let over = (e.objects().len() as u64 + 1).saturating_sub(64);
+                e.evict(now, over, &mut Vec::new()).expect("a time");
+                e.insert(now, &who, &[new(id)]).expect("room");
+            }
+            if id % 7 == 0 {
+                let stop = crate::meta::sessions::Stop::from_code(id % 5);
+                let hint = Hint { stop, ..Hint::default() };
+                e.hint(now, &who, &[id], &hint).expect("a time");
+            }
+        }
+        (e, now)
+    }
+
+    fn ranks(e: &Evictor, now: i64) -> Vec<(u64, Rank)> {
+        let rank = |slot| (e.objects().node(slot).id, e.policy().rank(e.objects(), slot, now));
+        e.objects().slots().map(rank).collect()
+    }
+
+    #[test]
+    fn horizon_goes_on_from_what_it_knows() {
+        let (mut e, now) = taught("horizon");
+        let before = ranks(&e, now + 1);
+        for same in ["horizon(history=4)", "horizon(history=2)"] {
+            e.switch(same).expect("known");
+            e.check().expect("sound");
+            assert_eq!(ranks(&e, now + 1), before, "{same}");
+        }
+        // The waits that go on are not counted twice when the watch starts anew; a few
+        // classes may be fitted anew on the way.
+        e.switch("horizon(watch=1000)").expect("known");
+        e.check().expect("sound");
+        let after = ranks(&e, now + 1);
+        let order = |mut ranks: Vec<(u64, Rank)>| {
+            ranks.sort_by_key(|&(_, rank)| rank);
+            ranks.into_iter().map(|(id, _)| id).collect::<Vec<_>>()
+        };
+        let kept = |order: &[u64]| order[32..].iter().filter(|id| **id < 1000).count();
+        let (first, then) = (order(before), order(after));
+        assert!(kept(&first) > 28 && kept(&then) + 2 > kept(&first), "{first:?} {then:?}");
+    }
+
+    #[test]
+    fn what_others_learned_goes_over_inside_of_qos_too() {
+        let gauge = |e: &Evictor, wanted: &str| {
+            let mut found = f64::NAN;
+            e.policy().gauges(e.objects(), &mut |name, value| {
+                found = if name == wanted { value } else { found };
+            });
+            found
+        };
+        let (mut e, _) = taught("predictive");
+        let pace = gauge(&e, "gap_s");
+        assert!(pace > 0.0);
+        e.switch("predictive(confidence=0.5)").expect("known");
+        assert_eq!(gauge(&e, "gap_s"), pace);
+        e.switch("lru").expect("known");
+        e.switch("predictive").expect("known");
+        assert_eq!(gauge(&e, "gap_s"), 0.0, "no more than it was told");
+        let (mut e, now) = taught("qos(inner=horizon)");
+        let score = |e: &Evictor| {
+            let log = |slot| e.policy().score(e.objects(), slot, now + 60_000_000_000).log2();
+            e.objects()
+                .slots()
+                .map(log)
+                .fold((f64::MAX, f64::MIN), |(a, b), x| (a.min(x), b.max(x)))
+        };
+        let before = score(&e);
+        e.switch("qos(inner=horizon,ageing=9s)").expect("known");
+        e.check().expect("sound");
+        let after = score(&e);
+        assert!(before.1 - before.0 > 3.0 && after.1 - after.0 > 2.0, "{before:?} {after:?}");
+    }
 }

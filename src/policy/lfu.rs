@@ -56,6 +56,10 @@ impl Policy for Lfu {
         self.used(objects, slot, 1, now);
     }
 
+    fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
+        self.used(objects, slot, u32::from(uses) + 1, now);
+    }
+
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let uses = self.uses[slot as usize].saturating_add(1);
         self.used(objects, slot, uses, now);

@@ -84,6 +84,6 @@ impl Policy for Lru {
     }
 
     fn check(&self, objects: &Objects) -> Result<()> {
-        self.lists.check(objects)
+        self.lists.check_in_order(objects)
     }
 }

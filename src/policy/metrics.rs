@@ -1,10 +1,11 @@
 //! What happened: counts, shares, fairness, decision times.
 
+use crate::meta::fairness::Fairness;
 use crate::meta::sessions::Sessions;
 
 /// Buckets of a histogram: four for each doubling, from 1 ns to over a minute.
 pub const BUCKETS: usize = 144;
-/// Most tenants that are told apart; those beyond share the last row.
+/// Most tenants that are told apart; those beyond share a row of their own.
 pub const MAX_TENANTS: usize = 1024;
 
 /// Times in buckets that grow by a fourth of a doubling.
@@ -135,31 +136,38 @@ pub struct Metrics {
     /// Time of decisions; one in [`SAMPLE`] is measured.
     pub decision: Histogram,
     tenants: Vec<Tenant>,
+    /// Those that came when there were MAX_TENANTS: together they are one more.
+    others: Share,
 }
 
 /// One decision of so many is timed.
 pub const SAMPLE: u64 = 16;
 
+#[derive(Clone, Copy, Default)]
+struct Share {
+    hit_tokens: u64,
+    wanted_tokens: u64,
+}
+
 #[derive(Clone, Copy)]
 struct Tenant {
     id: u32,
-    hit_tokens: u64,
-    wanted_tokens: u64,
+    share: Share,
 }
 
 impl Metrics {
     /// Counts what a tenant found, and would have found in an unbounded cache.
     pub fn tenant(&mut self, id: u32, hit_tokens: u64, wanted_tokens: u64) {
-        let at = match self.tenants.binary_search_by_key(&id, |t| t.id) {
-            Ok(at) => at,
-            Err(_) if self.tenants.len() == MAX_TENANTS => MAX_TENANTS - 1,
+        let share = match self.tenants.binary_search_by_key(&id, |t| t.id) {
+            Ok(at) => &mut self.tenants[at].share,
+            Err(_) if self.tenants.len() == MAX_TENANTS => &mut self.others,
             Err(at) => {
-                self.tenants.insert(at, Tenant { id, hit_tokens: 0, wanted_tokens: 0 });
-                at
+                self.tenants.insert(at, Tenant { id, share: Share::default() });
+                &mut self.tenants[at].share
             }
         };
-        self.tenants[at].hit_tokens += hit_tokens;
-        self.tenants[at].wanted_tokens += wanted_tokens;
+        share.hit_tokens += hit_tokens;
+        share.wanted_tokens += wanted_tokens;
     }
 
     /// How many tenants are told apart.
@@ -167,29 +175,25 @@ impl Metrics {
         self.tenants.len()
     }
 
-    /// Fairness over tenants.
+    /// Fairness over tenants; those that are not told apart are one.
     pub fn tenant_fairness(&self) -> f64 {
-        jain(self.tenants.iter().map(|t| (t.hit_tokens, t.wanted_tokens)))
+        let shares = self.tenants.iter().map(|t| t.share).chain([self.others]);
+        jain(shares.map(|s| (s.hit_tokens, s.wanted_tokens)))
     }
 }
 
-/// Fairness over the sessions that are known.
+/// Fairness over all sessions that ever had a row.
 pub fn session_fairness(sessions: &Sessions) -> f64 {
-    jain(sessions.known().map(|(_, s)| (s.hit_tokens, s.wanted_tokens)))
+    sessions.fairness().index()
 }
 
 /// Jain's index of what each found in parts of what it could have found: 1 when
 /// all fare alike, 1/n when one has everything. Those who could have found
 /// nothing do not count.
 pub fn jain(pairs: impl Iterator<Item = (u64, u64)>) -> f64 {
-    let (mut n, mut sum, mut squares) = (0.0, 0.0, 0.0);
-    for (hit, wanted) in pairs.filter(|&(_, wanted)| wanted > 0) {
-        let x = hit as f64 / wanted as f64;
-        n += 1.0;
-        sum += x;
-        squares += x * x;
-    }
-    if squares > 0.0 { sum * sum / (n * squares) } else { 1.0 }
+    let mut all = Fairness::default();
+    pairs.for_each(|(hit, wanted)| all.add(hit, wanted));
+    all.index()
 }
 
 #[cfg(test)]
@@ -201,6 +205,22 @@ mod tests {
         assert_eq!(jain([(5, 10), (50, 100), (0, 0)].into_iter()), 1.0);
         assert_eq!(jain([(10, 10), (0, 10), (0, 7), (0, 1)].into_iter()), 0.25);
         assert_eq!(jain(std::iter::empty()), 1.0);
+    }
+
+    #[test]
+    fn tenants_beyond_the_limit_are_one_of_their_own() {
+        let mut metrics = Metrics::default();
+        let most = MAX_TENANTS as u32;
+        (0..most).for_each(|id| metrics.tenant(id * 2, 10, 10));
+        assert_eq!((metrics.tenants(), metrics.tenant_fairness()), (MAX_TENANTS, 1.0));
+        // All beyond find nothing: one of 1025, and the last told apart fares as before.
+        (0..5000).for_each(|n| metrics.tenant(n * 2 + 1, 0, 10));
+        assert_eq!(metrics.tenants(), MAX_TENANTS);
+        let (n, all) = (f64::from(most), f64::from(most) + 1.0);
+        assert!((metrics.tenant_fairness() - n / all).abs() < 1e-9);
+        // Between them: not mixed into whoever stands next to them.
+        (0..5000).for_each(|n| metrics.tenant(n * 2 + 1, 10, 0));
+        assert!(metrics.tenants.iter().all(|t| t.share.wanted_tokens == 10));
     }
 
     #[test]

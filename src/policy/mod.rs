@@ -47,6 +47,8 @@ pub mod two_q;
 pub mod upkeep;
 pub mod wtinylfu;
 
+use std::any::Any;
+
 use crate::base::status::Result;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::{Facts, Objects};
@@ -107,6 +109,13 @@ pub struct Hint {
     pub done: bool,
 }
 
+/// What a policy has learned, for another of its kind.
+pub type Lessons = Box<dyn Any>;
+
+/// Uses of an object that a policy is told of when it takes over, unless it counts
+/// further: those count in every policy that looks at uses.
+const TOLD_USES: u16 = 3;
+
 /// A policy looks ahead once in so many uses: about the time that memory takes.
 const LOOK_AHEAD: usize = 8;
 
@@ -142,6 +151,24 @@ pub trait Policy: Send {
     /// The object in `slot` is new. An id that was looked up before in vain had
     /// `miss` called for it.
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64);
+
+    /// The object in `slot` was another policy's; it was used last at `now`, and
+    /// `uses` times since it came.
+    fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
+        self.insert(objects, slot, now);
+        (0..uses.min(TOLD_USES)).for_each(|_| self.touch(objects, slot, now));
+    }
+
+    /// What it has learned, for one of its kind that takes over. One that is
+    /// `leaving` is not asked anything after it, and gives what it has of the same
+    /// objects and sessions too; one that goes on gives what holds elsewhere.
+    fn lessons(&mut self, _leaving: bool) -> Option<Lessons> {
+        None
+    }
+
+    /// Goes on from what another learned, before it adopts objects. It passes over
+    /// what is not of its kind.
+    fn learn(&mut self, _lessons: Lessons) {}
 
     /// The object in `slot` was used.
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64);

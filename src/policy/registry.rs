@@ -1,7 +1,7 @@
 //! Every policy by name. A new one is a file and a line here.
 
 use crate::base::spec::{Reader, Spec};
-use crate::base::status::Result;
+use crate::base::status::{Error, Result, Status};
 use crate::policy::Policy;
 use crate::policy::custom::Custom;
 use crate::policy::horizon::Horizon;
@@ -169,13 +169,50 @@ pub fn make(spec: &Spec, setting: &Setting) -> Result<Box<dyn Policy>> {
         return Err(spec.unknown_name(&known));
     };
     let mut reader = Reader::new(spec);
-    let mut policy = (entry.make)(&mut reader, setting)?;
+    let mut policy = (entry.make)(&mut reader, setting).map_err(|e| placed(e, spec))?;
     reader.finish()?;
     policy.set_capacity(setting.capacity_units);
     Ok(policy)
 }
 
+/// An error about the whole of a spec says where that stands.
+fn placed(error: Error, spec: &Spec) -> Error {
+    let told = error.detail().is_some_and(|detail| detail.offset.is_some());
+    if told || error.status() != Status::Spec {
+        return error;
+    }
+    let text = format!("{}, in '{}' at offset {}", error.message(), spec.name, spec.offset);
+    Error::at(Status::Spec, spec.offset, text)
+}
+
 /// The number of a policy in logs: its place in the registry; u32::MAX of none.
 pub fn number(name: &str) -> u32 {
     ENTRIES.iter().position(|e| e.name == name).map_or(u32::MAX, |at| at as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_made_says_where() {
+        let setting = Setting { max_objects: 8, capacity_units: 8, holes: false };
+        for (text, offset) in [
+            ("lur", 0),
+            ("lru(k=1)", 4),
+            ("slru(protected=1,segments=3)", 0),
+            ("qos(inner=slru(protected=1,segments=3))", 10),
+            ("qos(inner=qos)", 0),
+            ("qos(inner=lru(x=1))", 14),
+            ("auto(of=3)", 5),
+            ("auto(of=any(lru))", 0),
+            ("auto(of=any(lru,s3fif))", 16),
+            ("auto(of=any(lru,custom))", 0),
+            ("gdsf(alpha=x)", 5),
+        ] {
+            let error = make(&Spec::parse(text).expect("a spec"), &setting).err().expect(text);
+            assert_eq!(error.detail().and_then(|d| d.offset), Some(offset), "{text}: {error}");
+            assert!(error.message().contains(&format!("at offset {offset}")), "{text}: {error}");
+        }
+    }
 }

@@ -24,10 +24,10 @@ use crate::base::status::Result;
 use crate::meta::index::Slot;
 use crate::meta::objects::Objects;
 use crate::policy::columns::Columns;
-use crate::policy::frequency::Frequency;
+use crate::policy::frequency::{Frequency, MAX_FREQUENCY};
 use crate::policy::queues::Queues;
 use crate::policy::registry::Setting;
-use crate::policy::{Policy, Rank, order_of_i64};
+use crate::policy::{Lessons, Policy, Rank, order_of_i64};
 
 const WINDOW: usize = 0;
 const PROBATION: usize = 1;
@@ -112,6 +112,27 @@ impl Policy for WTinyLfu {
         }
         self.queues.push(objects, WINDOW, slot, now);
         self.overflow(objects, now);
+    }
+
+    /// As many uses as the sketch can count and does not know of.
+    fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
+        let known = self.seen.of(objects.node(slot).id);
+        self.insert(objects, slot, now);
+        let told = u16::from(known)..uses.min(MAX_FREQUENCY.into());
+        told.for_each(|_| self.touch(objects, slot, now));
+    }
+
+    /// The sketch. One of a copy that sees a part of the ids would rank those above
+    /// all others.
+    fn lessons(&mut self, leaving: bool) -> Option<Lessons> {
+        let none = if leaving { Frequency::new(0).ok() } else { None };
+        none.map(|none| Box::new(std::mem::replace(&mut self.seen, none)) as Lessons)
+    }
+
+    fn learn(&mut self, lessons: Lessons) {
+        if let Ok(seen) = lessons.downcast::<Frequency>() {
+            self.seen = *seen;
+        }
     }
 
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {

@@ -72,6 +72,11 @@ fn who(tape: &mut Tape) -> Padded<kvt_policy_who_t> {
         w.length = t.number() as u32;
         w.max_length = t.number() as u32;
         w.tokens_each = u32::from(t.byte());
+        // What is kept with a session is refused without one: not every time.
+        if w.flags & KVT_WHO_SESSION == 0 && w.session % 8 != 0 {
+            w.tenant = 0;
+            w.flags &= !KVT_WHO_PRIORITY;
+        }
     })
 }
 

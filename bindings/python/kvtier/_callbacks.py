@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from typing import Any, Callable, Dict, NoReturn
+import traceback
+from typing import Any, Callable, Dict, NoReturn, Optional
 
 from . import _abi
 
@@ -78,6 +79,25 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     except BaseException as error:  # noqa: BLE001: nothing may cross into C
         report(error)
         return None
+
+
+def call_and_keep(function: Callable[..., Any], *args: Any) -> Any:
+    """Like `call`, but what was raised is kept for the call that is under way on
+    this thread, which must end by `take_raised`."""
+    try:
+        return function(*args)
+    except BaseException as error:  # noqa: BLE001: nothing may cross into C
+        # What they looked at ends with the callback, the traceback does not.
+        traceback.clear_frames(error.__traceback__)
+        _inside.raised = error
+        return None
+
+
+def take_raised() -> Optional[BaseException]:
+    """What `call_and_keep` kept on this thread, once."""
+    error: Optional[BaseException] = getattr(_inside, "raised", None)
+    _inside.raised = None
+    return error
 
 
 def _destroy(number: int) -> None:

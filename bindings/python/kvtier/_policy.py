@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 from . import _abi, _callbacks, _reaper
 from ._columns import Column, Columns, view
-from ._errors import make
+from ._errors import Error, make
 from ._lib import check, check_err, lib, text_pointer, u32, u64
 from ._resource import Resource, byref, new_error
 
@@ -342,9 +342,9 @@ class Policy(Resource):
             out.block_ids = ctypes.cast(blocks, ctypes.POINTER(ctypes.c_uint64))
             err = new_error()
             flags = _abi.KVT_SELECT_TAIL if allow_tail else 0
-            check_err(lib.kvt_policy_select(self._raw, _i64(now_ns), byref(given),
-                                            u64(required_blocks), flags, byref(out),
-                                            byref(err)), err)
+            _check_asked(lib.kvt_policy_select(self._raw, _i64(now_ns), byref(given),
+                                               u64(required_blocks), flags, byref(out),
+                                               byref(err)), err)
         listed = out.block_count > 0
         victims = []
         for pick in picks[: out.victim_count]:
@@ -476,11 +476,28 @@ class Policy(Resource):
     def _leave(self, call: Callable[..., int], required: int, most: int, now_ns: int) -> Eviction:
         victims, out = (_abi.kvt_policy_victim_t * most)(), _abi.kvt_policy_outcome_t()
         stride, err = ctypes.sizeof(_abi.kvt_policy_victim_t), new_error()
-        check_err(call(self._raw, _i64(now_ns), u64(required), victims, most, stride, byref(out),
-                       byref(err)), err)
+        _check_asked(call(self._raw, _i64(now_ns), u64(required), victims, most, stride,
+                          byref(out), byref(err)), err)
         left = [Victim(v.id, v.units) for v in victims[: out.victims]]
         return Eviction(left, out.freed_units, out.shortfall_units, out.decision_ns,
                         _text(out.decided_by, out.decided_by_bytes))
+
+
+def _check_asked(status: int, err: _abi.kvt_error_p) -> None:
+    """Like `check_err`, after a call that may have asked the score function: what
+    that raised is the cause."""
+    raised = _callbacks.take_raised()
+    try:
+        check_err(status, err)
+    except Error as error:
+        if raised is None:
+            raise
+        if not isinstance(raised, Exception):
+            raise raised  # an interrupt is for the caller
+        error.message = f"{error.message}; the score function raised {raised!r}"
+        raise error from raised
+    if raised is not None:  # what was evicted before it counts
+        _callbacks.report(raised)
 
 
 def _ask_scorer(score: Scorer, table: Any, now_ns: int, out: Any) -> bool:
@@ -501,7 +518,7 @@ def _on_score(number: int, table: Any, now_ns: int, out: Any) -> int:
     score = _callbacks.find(number)
     if score is None:
         return _abi.KVT_E_CLOSED
-    done = _callbacks.call(_ask_scorer, score, table, now_ns, out)
+    done = _callbacks.call_and_keep(_ask_scorer, score, table, now_ns, out)
     return _abi.KVT_OK if done else _abi.KVT_E_STATE
 
 

@@ -185,18 +185,53 @@ def test_a_score_function_that_fails(unraisable: List[Any]) -> None:
 
     def score(columns: Dict[str, Any], now_ns: int) -> Any:
         answer = answers[0]
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
     with small("custom", score=score) as policy:
         policy.record([1, 2])
-        for error in (kvtier.InvalidError, kvtier.StateError, kvtier.StateError):
-            with pytest.raises(error):
-                policy.evict(1)
+        for error, cause in ((kvtier.InvalidError, type(None)),
+                             (kvtier.StateError, ValueError),
+                             (kvtier.StateError, RuntimeError)):
+            for call in (lambda: policy.evict(1), lambda: policy.preview(1),
+                         lambda: policy.select({"ids": [1, 2]}, 1)):
+                with pytest.raises(error) as told:
+                    call()
+                assert type(told.value.__cause__) is cause
+                assert cause is type(None) or str(told.value.__cause__) in str(told.value)
             answers.pop(0)
+        # What was raised is no cause of what fails later.
+        with pytest.raises(kvtier.NotFoundError) as told:
+            policy.pin([9])
+        assert told.value.__cause__ is None
+        answers.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            policy.evict(1)
         assert policy.stats()["objects"] == 2
-    assert len(unraisable) == 2
+    assert not unraisable
+    del score
+
+
+def test_what_a_failing_score_function_saw_is_let_go() -> None:
+    def score(columns: Dict[str, Any], now_ns: int) -> Any:
+        ids = columns["ids"]
+        raise RuntimeError(len(ids))
+
+    with small("custom", score=score) as policy:
+        policy.record([1, 2])
+        with pytest.raises(kvtier.StateError) as told:
+            policy.evict(1)
+        cause = told.value.__cause__
+        assert cause is not None
+        frame = cause.__traceback__
+        names = []
+        while frame is not None:
+            names.append(frame.tb_frame.f_code.co_name)
+            assert "ids" not in frame.tb_frame.f_locals
+            assert "views" not in frame.tb_frame.f_locals
+            frame = frame.tb_next
+        assert names[-1] == "score"
     del score
 
 

@@ -58,6 +58,21 @@ pub enum Value {
     Spec(Spec),
 }
 
+impl Value {
+    /// The time that a number with a unit of time is, or one without in
+    /// nanoseconds; none if it is anything else.
+    pub fn nanoseconds(&self) -> Option<f64> {
+        match self {
+            Value::Number(n, unit) if unit.is_empty() => Some(*n),
+            Value::Number(n, unit) => match scale(unit)? {
+                (Dimension::Time, factor) => Some(n * factor),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+}
+
 impl Spec {
     /// Parses a whole text.
     pub fn parse(text: &str) -> Result<Spec> {
@@ -170,7 +185,7 @@ impl Parser<'_> {
 
     fn spec(&mut self, depth: usize) -> Result<Spec> {
         if depth >= MAX_SPEC_DEPTH {
-            let text = format!("nested deeper than {MAX_SPEC_DEPTH}");
+            let text = format!("nested deeper than {MAX_SPEC_DEPTH} at offset {}", self.at);
             return Err(Error::at(Status::Limit, self.at, text));
         }
         self.space();
@@ -180,7 +195,7 @@ impl Parser<'_> {
         if self.eat(b'(') && !self.eat(b')') {
             loop {
                 if args.len() >= MAX_SPEC_ARGS {
-                    let text = format!("more than {MAX_SPEC_ARGS} arguments");
+                    let text = format!("more than {MAX_SPEC_ARGS} arguments at offset {}", self.at);
                     return Err(Error::at(Status::Limit, self.at, text));
                 }
                 args.push(self.arg(depth)?);
@@ -199,7 +214,7 @@ impl Parser<'_> {
     fn unique(&self, args: &[Arg]) -> Result<()> {
         for (i, arg) in args.iter().enumerate() {
             if !arg.key.is_empty() && args[..i].iter().any(|a| a.key == arg.key) {
-                let text = format!("'{}' is given twice", arg.key);
+                let text = format!("'{}' is given twice, again at offset {}", arg.key, arg.offset);
                 return Err(Error::at(Status::Spec, arg.offset, text));
             }
         }
@@ -311,6 +326,12 @@ impl Parser<'_> {
         from + rest.iter().take_while(|b| inner(b)).count()
     }
 }
+
+/// Every unit that [`scale`] knows.
+const UNITS: [&str; 17] = [
+    "%", "B", "KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB", "ns", "us", "ms", "s", "m", "h",
+    "d",
+];
 
 #[derive(Clone, Copy, PartialEq)]
 enum Dimension {

@@ -2,7 +2,7 @@
 
 use std::ops::RangeInclusive;
 
-use crate::base::spec::{Arg, Dimension, Spec, Value, scale, unknown};
+use crate::base::spec::{Arg, Dimension, Spec, UNITS, Value, scale, unknown};
 use crate::base::status::{Error, Result, Status};
 
 /// Reads the parameters of a spec by key, and in the end names any it was not
@@ -30,14 +30,14 @@ impl<'a> Reader<'a> {
     ) -> Result<Option<(f64, usize)>> {
         let Some(arg) = self.find(key) else { return Ok(None) };
         let Value::Number(n, unit) = &arg.value else {
-            return Err(mistyped(arg, "a number"));
+            return Err(no_number(arg, want));
         };
         match scale(unit) {
             None => Ok(Some((*n, arg.offset))),
             Some((dimension, factor)) if Some(dimension) == want => {
                 Ok(Some((*n * factor, arg.offset)))
             }
-            Some(_) => Err(mistyped(arg, "a number with another unit, or none,")),
+            Some(_) => Err(mistyped(arg, &numbers(want))),
         }
     }
 
@@ -54,7 +54,8 @@ impl<'a> Reader<'a> {
         if range.contains(&n) {
             return Ok(n);
         }
-        let text = format!("'{key}' is {n}, allowed is {} to {}", range.start(), range.end());
+        let (low, high) = (range.start(), range.end());
+        let text = format!("'{key}' at offset {offset} is {n}, allowed is {low} to {high}");
         Err(Error::at(Status::Spec, offset, text))
     }
 
@@ -72,7 +73,9 @@ impl<'a> Reader<'a> {
             return Ok(n as u64);
         }
         let (low, high) = (range.start(), (*range.end()).min(1 << 53));
-        let text = format!("'{key}' is {n}, allowed are whole numbers from {low} to {high}");
+        let text = format!(
+            "'{key}' at offset {offset} is {n}, allowed are whole numbers from {low} to {high}"
+        );
         Err(Error::at(Status::Spec, offset, text))
     }
 
@@ -107,12 +110,14 @@ impl<'a> Reader<'a> {
     /// One of several words; the index of the one given.
     pub fn choice(&mut self, key: &'static str, words: &[&str]) -> Result<Option<usize>> {
         let Some(arg) = self.find(key) else { return Ok(None) };
-        let Value::Spec(Spec { name, args, .. }) = &arg.value else {
-            return Err(mistyped(arg, "a word"));
+        let one_of = || format!("one of {}", words.join(", "));
+        let Value::Spec(Spec { name, args, offset }) = &arg.value else {
+            return Err(mistyped(arg, &one_of()));
         };
         match words.iter().position(|w| w == name) {
             Some(index) if args.is_empty() => Ok(Some(index)),
-            _ => Err(unknown("value", name, arg.offset + key.len() + 1, words)),
+            Some(_) => Err(mistyped(arg, &one_of())),
+            None => Err(unknown("value", name, *offset, words)),
         }
     }
 
@@ -139,16 +144,43 @@ impl<'a> Reader<'a> {
     pub fn finish(self) -> Result<()> {
         match self.spec.args.iter().find(|a| !self.asked.contains(&a.key.as_str())) {
             None => Ok(()),
-            Some(arg) if arg.key.is_empty() => Err(Error::at(
-                Status::Spec,
-                arg.offset,
-                format!("'{}' takes key=value arguments", self.spec.name),
-            )),
+            Some(arg) if arg.key.is_empty() || self.asked.is_empty() => {
+                let what =
+                    if self.asked.is_empty() { "no arguments" } else { "key=value arguments" };
+                let text = format!("'{}' takes {what}, at offset {}", self.spec.name, arg.offset);
+                Err(Error::at(Status::Spec, arg.offset, text))
+            }
             Some(arg) => Err(unknown("parameter", &arg.key, arg.offset, &self.asked)),
         }
     }
 }
 
 fn mistyped(arg: &Arg, want: &str) -> Error {
-    Error::at(Status::Spec, arg.offset, format!("'{}' takes {want} here", arg.key))
+    let text = format!("'{}' at offset {} takes {want}", arg.key, arg.offset);
+    Error::at(Status::Spec, arg.offset, text)
+}
+
+fn units(dimension: Option<Dimension>) -> Vec<&'static str> {
+    let same = |unit: &&str| dimension.is_some() && scale(unit).map(|s| s.0) == dimension;
+    UNITS.into_iter().filter(same).collect()
+}
+
+/// What a parameter takes, in words.
+fn numbers(dimension: Option<Dimension>) -> String {
+    match units(dimension).join(", ") {
+        none if none.is_empty() => "a number without a unit".to_string(),
+        units => format!("a number, without a unit or in {units}"),
+    }
+}
+
+/// The error for what is no number; `5sec` is one with an unknown unit.
+fn no_number(arg: &Arg, want: Option<Dimension>) -> Error {
+    if let (Value::Spec(Spec { name, offset, .. }), Some(_)) = (&arg.value, want) {
+        let unit = name.trim_start_matches(|c: char| c.is_ascii_digit());
+        let digits = name.len() - unit.len();
+        if digits > 0 {
+            return unknown("unit", unit, offset + digits, &units(want));
+        }
+    }
+    mistyped(arg, &numbers(want))
 }

@@ -61,6 +61,59 @@ fn numbers_are_checked() {
 }
 
 #[test]
+fn every_error_says_where_in_words_and_as_a_number() {
+    let read = |text: &str| -> Result<()> {
+        let spec = Spec::parse(text)?;
+        let mut r = Reader::new(&spec);
+        r.u64("n", 0, 1..=10)?;
+        r.f64("f", 0.0, 0.0..=1.0)?;
+        r.bytes("b", 0)?;
+        r.duration_ns("t", 0)?;
+        r.bool("yes", false)?;
+        r.choice("c", &["auto", "cell"])?;
+        r.spec("s")?;
+        r.text("w")?;
+        r.finish()
+    };
+    for (text, offset, words) in [
+        ("x(n=11)", 2, "from 1 to 10"),
+        ("x(n=1GiB)", 2, "without a unit"),
+        ("x(n=2x)", 2, "without a unit"),
+        ("x(n=word)", 2, "'n' at offset 2 takes a number"),
+        ("x(f=2)", 2, "0 to 1"),
+        ("x(f=10s)", 2, "or in %"),
+        ("x(b=5)", usize::MAX, ""),
+        ("x(b= 5Gib)", 6, "'GiB'"),
+        ("x(t=10sec)", 6, "'s'"),
+        ("x(t=10KiB)", 2, "ns, us, ms, s, m, h, d"),
+        ("x(t=-1s)", 2, "whole numbers"),
+        ("x(yes=1)", 2, "one of true, false"),
+        ("x(yes=true(a))", 2, "one of true, false"),
+        ("x( yes = treu )", 9, "'true'"),
+        ("x(c=cel)", 4, "'cell'"),
+        ("x(s=3)", 2, "a name"),
+        ("x(w=3)", 2, "a text"),
+        ("x(3)", 2, "key=value"),
+        ("x(m=3)", 2, "'n'"),
+        ("x(n=1,n=2)", 6, "twice"),
+        ("x(n=1", 5, "expected"),
+        ("x(a=b(a=b(a=b(a=b(a=b(a=b(a=b(a=b(a=b))))))))", 32, "deeper"),
+    ] {
+        let Err(error) = read(text) else {
+            assert_eq!(offset, usize::MAX, "{text}");
+            continue;
+        };
+        assert_eq!(error.detail().unwrap().offset, Some(offset as u64), "{text}: {error}");
+        assert!(error.message().contains(&format!("at offset {offset}")), "{text}: {error}");
+        assert!(error.message().contains(words), "{text}: {error}");
+    }
+    let spec = Spec::parse("fifo(k=3)").unwrap();
+    assert!(Reader::new(&spec).finish().unwrap_err().message().contains("takes no arguments"));
+    // Every unit that is told of is known.
+    assert!(UNITS.iter().all(|unit| scale(unit).is_some()));
+}
+
+#[test]
 fn limits_hold() {
     assert_eq!(Spec::parse(&"a".repeat(5000)).unwrap_err().status(), Status::Limit);
     let deep = format!("{}a{}", "a(x=".repeat(20), ")".repeat(20));

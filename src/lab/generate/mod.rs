@@ -78,7 +78,8 @@ pub fn kind_of(name: &str) -> Result<Kind> {
 /// Makes a workload.
 pub fn make(opts: &GenOpts) -> Result<Trace> {
     if opts.duration_ns <= 0 || opts.duration_ns > MAX_DURATION_NS {
-        fail!(Limit, "a duration of {} ns, allowed is up to {MAX_DURATION_NS}", opts.duration_ns);
+        let (ns, days) = (opts.duration_ns, MAX_DURATION_NS / (86_400 * SECOND));
+        fail!(Limit, "a duration of {ns} ns, allowed is 1 ns to {days} days");
     }
     let usual = KINDS.iter().find(|(_, kind, _)| *kind == opts.kind).map_or(1.0, |k| k.2);
     let rate = if opts.rate == 0.0 { usual } else { opts.rate };

@@ -5,31 +5,62 @@ use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::source::Source;
 use crate::lab::reader::ReadOpts;
-use crate::lab::trace::{Builder, MAX_REQUEST_BLOCKS, Request, Trace};
+use crate::lab::trace::{Builder, Request, Trace};
+
+/// Longest prompt.
+pub const MAX_TOKENS: u32 = 1 << 24;
+/// So many blocks are made whatever the file is like ...
+const FREE_BLOCKS: u64 = 1 << 20;
+/// ... and so many a line beyond: a few digits cannot ask for all memory.
+const LINE_BLOCKS: u64 = 1 << 10;
 
 /// Reads a trace to its end.
 pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
     let mut builder = Builder::new(opts.block_tokens)?;
     let (mut line, mut number) = (Vec::new(), 0u64);
-    let (mut next, mut path): (u64, Vec<u64>) = (0, Vec::new());
+    let mut blocks = Blocks { made: 0, path: Vec::new() };
     while source.line(&mut line)? {
         number += 1;
         let text = std::str::from_utf8(&line).unwrap_or("").trim();
-        if number == 1 || text.is_empty() && line.is_empty() {
+        let heading = number == 1 && !text.starts_with(|c: char| c.is_ascii_digit());
+        if heading || line.iter().all(u8::is_ascii_whitespace) {
             continue;
         }
         let place = |e: Error| e.within(&format!("line {number}"));
         let request = parse(text).map_err(place)?;
-        let blocks = request.input_tokens.div_ceil(opts.block_tokens) as usize;
-        if blocks > MAX_REQUEST_BLOCKS {
-            return Err(place(Error::new(Status::Limit, format!("a request of {blocks} blocks"))));
-        }
-        path.clear();
-        path.extend(next..next + blocks as u64);
-        next += blocks as u64;
-        builder.push(request, &path).map_err(place)?;
+        let count = request.input_tokens.div_ceil(opts.block_tokens);
+        blocks.next(count, number).map_err(place)?;
+        builder.push(request, &blocks.path).map_err(place)?;
     }
     builder.finish()
+}
+
+/// Blocks that nobody asked for before.
+struct Blocks {
+    made: u64,
+    path: Vec<u64>,
+}
+
+impl Blocks {
+    /// Makes those of a request that stands in a line.
+    fn next(&mut self, count: u32, line: u64) -> Result<()> {
+        let end = self.made + u64::from(count);
+        let most = FREE_BLOCKS.saturating_add(line.saturating_mul(LINE_BLOCKS));
+        if end > most {
+            fail!(
+                Limit,
+                "{end} blocks so far, the limit is {FREE_BLOCKS} and {LINE_BLOCKS} a line: read \
+                 it with larger blocks"
+            );
+        }
+        self.path.clear();
+        if self.path.try_reserve(count as usize).is_err() {
+            fail!(NoMem, "no memory for a request of {count} blocks");
+        }
+        self.path.extend(self.made..end);
+        self.made = end;
+        Ok(())
+    }
 }
 
 fn parse(text: &str) -> Result<Request> {
@@ -42,10 +73,14 @@ fn parse(text: &str) -> Result<Request> {
         Ok(tokens) => Ok(tokens),
         Err(_) => fail!(Invalid, "'{field:.40}' is not a number of tokens"),
     };
+    let input_tokens = tokens(input)?;
+    if input_tokens > MAX_TOKENS {
+        fail!(Limit, "a prompt of {input_tokens} tokens, the limit is {MAX_TOKENS}");
+    }
     Ok(Request {
         at_ns: time_ns(time)?,
         priority: 1,
-        input_tokens: tokens(input)?,
+        input_tokens,
         output_tokens: tokens(output)?,
         ..Request::default()
     })

@@ -3,6 +3,7 @@
 
 pub mod azure;
 pub mod csv;
+pub mod detect;
 pub mod json;
 pub mod mooncake;
 pub mod oracle;
@@ -13,9 +14,9 @@ use std::path::Path;
 
 use crate::base::spec::unknown;
 use crate::base::status::Result;
-use crate::fail;
 use crate::io::source::Source;
 use crate::lab::format;
+pub use crate::lab::reader::detect::detect;
 use crate::lab::trace::Trace;
 
 /// The kinds of files that can be read.
@@ -83,18 +84,26 @@ pub fn kind_of(name: &str) -> Result<Kind> {
     }
 }
 
-/// Opens and reads a file.
+/// Opens and reads a file; directories, devices and pipes are refused.
 pub fn open(path: &Path, opts: &ReadOpts) -> Result<Trace> {
-    let place = path.display().to_string();
-    read(&mut Source::open(path)?, opts).map_err(|e| e.within(&place))
+    let mut source = Source::open(path)?;
+    read(&mut source, opts).map_err(|e| e.within(&path.display().to_string()))
 }
 
 /// Reads a trace to its end.
 pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
+    let start = source.start()?;
     let kind = match opts.kind {
         Some(kind) => kind,
-        None => detect(source.peek()?)?,
+        None => detect(start)?,
     };
+    // Records may begin with any bytes.
+    if kind != Kind::Oracle {
+        detect::refuse_packed(start)?;
+        if start.starts_with(detect::BYTE_ORDER_MARK) {
+            source.fill(&mut [0; detect::BYTE_ORDER_MARK.len()])?;
+        }
+    }
     match kind {
         Kind::Kvtier => format::read(source),
         Kind::Mooncake => mooncake::read(source),
@@ -104,25 +113,4 @@ pub fn read(source: &mut Source, opts: &ReadOpts) -> Result<Trace> {
         Kind::Oracle => oracle::read(source),
         Kind::Csv => csv::read(source),
     }
-}
-
-/// Says what a file is by how it starts.
-pub fn detect(start: &[u8]) -> Result<Kind> {
-    let has = |word: &str| start.windows(word.len()).any(|w| w == word.as_bytes());
-    let first = start.iter().find(|b| !b.is_ascii_whitespace());
-    let text = start.iter().take(256).all(|&b| b.is_ascii_graphic() || b.is_ascii_whitespace());
-    if start.is_empty() {
-        fail!(Invalid, "the file is empty");
-    }
-    Ok(match first {
-        _ if start.starts_with(&format::MAGIC) => Kind::Kvtier,
-        Some(b'{') if has("\"timestamp\"") => Kind::Mooncake,
-        Some(b'{') if has("\"hash_id_scope\"") || has("\"requests\"") => Kind::Weka,
-        Some(b'{' | b'[') if has("\"conversations\"") => Kind::ShareGpt,
-        Some(b'{' | b'[') => fail!(Invalid, "JSON, but of no kind of trace that is known"),
-        _ if text && has("ContextTokens") => Kind::Azure,
-        _ if text && has(",") => Kind::Csv,
-        _ if text => fail!(Invalid, "text, but of no kind of trace that is known"),
-        _ => Kind::Oracle,
-    })
 }

@@ -18,6 +18,17 @@ impl Chunks {
         self.index.find(id_of(key), |slot| self.keys[slot as usize].0 == *key)
     }
 
+    /// What policies call a chunk: the first bytes of its key.
+    #[inline]
+    pub fn id(&self, slot: Slot) -> u64 {
+        self.keys.get(slot as usize).map_or(0, |row| id_of(&row.0))
+    }
+
+    /// A chunk that policies call so.
+    pub fn find_id(&self, id: u64) -> Option<Slot> {
+        self.index.find(id, |slot| id_of(&self.keys[slot as usize].0) == id)
+    }
+
     /// The slots of many keys, NONE where one is not in the table.
     pub fn find_many(&self, keys: &[Key], slots: &mut [Slot]) {
         for (keys, slots) in keys.chunks(GROUP).zip(slots.chunks_mut(GROUP)) {

@@ -59,6 +59,7 @@ struct Row {
 }
 
 /// The counts, and the scores fitted to them.
+#[derive(Clone)]
 pub struct Hazards {
     rows: Vec<Row>,
     /// What a unit of memory earns, at the start of each bucket, in uses a
@@ -111,10 +112,11 @@ impl Hazards {
         }
     }
 
-    /// A wait just begun turned out to be of another class.
-    pub fn leave(&mut self, class: u16) {
+    /// A wait of a class did not last into a bucket after all: it turned out to be of
+    /// another class, or nobody will see its end.
+    pub fn leave(&mut self, class: u16, bucket: usize) {
         for row in rows(class) {
-            let entered = &mut self.rows[row].entered[0];
+            let entered = &mut self.rows[row].entered[bucket];
             *entered = (*entered - 1.0).max(0.0);
         }
     }
@@ -151,6 +153,18 @@ impl Hazards {
         None
     }
 
+    /// Fits a class that never was, by what it borrows.
+    pub fn fit_new(&mut self, class: u16) {
+        if self.fitted[usize::from(class)] == 0.0 {
+            self.fit(class);
+        }
+    }
+
+    /// How many waits ended by a use, those long ago in part.
+    pub fn ended(&self) -> f32 {
+        self.rows[0].ended.iter().sum()
+    }
+
     fn fit(&mut self, class: u16) {
         let mut hazard = [PRIOR_HAZARD; AGES];
         let chain: [usize; LEVELS] = rows(class);
@@ -162,7 +176,7 @@ impl Hazards {
         }
         self.scores[usize::from(class)] = self.score_row(&hazard);
         let known: f32 = self.rows[chain[LEVELS - 1]].entered.iter().sum();
-        self.fitted[usize::from(class)] = known;
+        self.fitted[usize::from(class)] = known.max(f32::MIN_POSITIVE);
         self.fresh[usize::from(class)] = 0.0;
     }
 

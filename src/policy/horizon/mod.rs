@@ -17,6 +17,13 @@
 //! - `history`: evicted ids whose past is remembered, in multiples of the objects
 //!   that are resident at most.
 //! - `watch`: waits observed at a time to learn from; a sample beyond that.
+//!
+//! What it has learned goes over to another `horizon`: how long the objects of
+//! each class wait, whatever the parameters, and from a copy of `auto` to the live
+//! one, for that holds in any sample and for any capacity. Of the same objects also
+//! what is known of each of them, the past of evicted ids (where `history` is the
+//! same) and the waits that go on (where `watch` is). A copy keeps those: it may
+//! know a part of the ids only, and decided otherwise which to evict.
 
 mod classes;
 mod cohorts;
@@ -37,7 +44,7 @@ use crate::policy::horizon::cohorts::{Cohorts, weight_bin, weight_log2};
 use crate::policy::horizon::hazard::Hazards;
 use crate::policy::horizon::watch::Watch;
 use crate::policy::registry::Setting;
-use crate::policy::{Hint, Policy, Rank};
+use crate::policy::{Hint, Lessons, Policy, Rank};
 
 #[derive(Clone, Copy, PartialEq)]
 enum Objective {
@@ -58,12 +65,32 @@ pub struct Horizon {
     weights: Zeroed<u8>,
     /// Evicted ids: their uses, and when they were used last.
     past: Ghosts,
+    history: usize,
     epoch_ns: Option<i64>,
     /// Tokens of a full object: the most seen.
     full_tokens: u32,
     /// The weight of a full object at the start of a sequence.
     usual_weight: f64,
     steps: u64,
+    /// It went on from another: `traits` are of the objects that it adopts.
+    knows_objects: bool,
+}
+
+/// What it has learned.
+struct Learned {
+    hazards: Hazards,
+    full_tokens: u32,
+    usual: (Objective, Cost, f64),
+    own: Option<Own>,
+}
+
+/// What only helps with the same objects.
+struct Own {
+    watch: Watch,
+    past: Ghosts,
+    history: usize,
+    epoch_ns: Option<i64>,
+    traits: Zeroed<Traits>,
 }
 
 /// Time in the history counts in these.
@@ -80,6 +107,7 @@ impl Horizon {
         };
         let cost = Cost::default().read(reader)?;
         let history = reader.u64("history", 4, 0..=64)? as usize;
+        let history = (setting.max_objects * history).min(1 << 28);
         let watch = reader.u64("watch", 65_536, 64..=1 << 22)? as usize;
         Ok(Horizon {
             objective,
@@ -89,11 +117,13 @@ impl Horizon {
             cohorts: Cohorts::new()?,
             traits: Zeroed::new(setting.max_objects)?,
             weights: Zeroed::new(setting.max_objects)?,
-            past: Ghosts::new((setting.max_objects * history).min(1 << 28))?,
+            past: Ghosts::new(history)?,
+            history,
             epoch_ns: None,
             full_tokens: 0,
             usual_weight: 0.0,
             steps: 0,
+            knows_objects: false,
         })
     }
 
@@ -145,6 +175,39 @@ impl Horizon {
         self.cohorts.add(objects, slot, class, weight, now);
     }
 
+    /// Of an object just come.
+    fn fresh(&mut self, facts: &Facts) -> Traits {
+        self.full_tokens = self.full_tokens.max(facts.tokens);
+        let is_end = facts.tokens > 0 && facts.tokens < self.full_tokens;
+        Traits::new(is_end, facts.context)
+    }
+
+    /// Gives up what it knows of its objects.
+    fn leave_own(&mut self) -> Result<Own> {
+        let (watch, past, traits) = (Watch::new(0)?, Ghosts::new(0)?, Zeroed::new(0)?);
+        Ok(Own {
+            watch: std::mem::replace(&mut self.watch, watch),
+            past: std::mem::replace(&mut self.past, past),
+            history: self.history,
+            epoch_ns: self.epoch_ns,
+            traits: std::mem::replace(&mut self.traits, traits),
+        })
+    }
+
+    fn learn_own(&mut self, own: Own) {
+        if own.watch.limit() == self.watch.limit() {
+            self.watch = own.watch;
+        } else {
+            own.watch.withdraw(&mut self.hazards);
+        }
+        if own.history == self.history {
+            (self.past, self.epoch_ns) = (own.past, own.epoch_ns);
+        }
+        if own.traits.len() == self.traits.len() {
+            (self.traits, self.knows_objects) = (own.traits, true);
+        }
+    }
+
     fn take(&mut self, objects: &mut Objects, slot: Slot) {
         if !objects.node(slot).is_held() {
             self.cohorts.unlink(objects, slot);
@@ -160,9 +223,7 @@ impl Policy for Horizon {
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.step(objects, now);
         let (id, facts) = (objects.node(slot).id, objects.facts(slot));
-        self.full_tokens = self.full_tokens.max(facts.tokens);
-        let is_end = facts.tokens > 0 && facts.tokens < self.full_tokens;
-        let fresh = Traits::new(is_end, facts.context);
+        let fresh = self.fresh(&facts);
         let tick = self.tick(now);
         self.traits[slot as usize] = match self.past.remove(id) {
             None => fresh,
@@ -176,6 +237,47 @@ impl Policy for Horizon {
         let class = class(self.traits[slot as usize]);
         self.watch.begin(&mut self.hazards, id, class, now);
         self.place(objects, slot, now);
+    }
+
+    /// Not as so many uses: those would end waits of no time at all.
+    fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
+        self.step(objects, now);
+        let (id, facts) = (objects.node(slot).id, objects.facts(slot));
+        if !self.knows_objects {
+            let before = self.past.remove(id).map_or(0, |(uses, _)| u64::from(uses) + 1);
+            let fresh = self.fresh(&facts);
+            self.traits[slot as usize] = fresh.with_uses(before + u64::from(uses));
+        }
+        self.weights[slot as usize] = self.weigh(objects, slot);
+        let class = class(self.traits[slot as usize]);
+        if !self.watch.has(id) {
+            self.watch.begin(&mut self.hazards, id, class, now);
+        }
+        self.hazards.fit_new(class);
+        self.place(objects, slot, now);
+    }
+
+    fn lessons(&mut self, leaving: bool) -> Option<Lessons> {
+        let mut hazards = self.hazards.clone();
+        let own = if leaving { self.leave_own().ok() } else { None };
+        if own.is_none() {
+            self.watch.withdraw(&mut hazards);
+        }
+        let usual = (self.objective, self.cost, self.usual_weight);
+        Some(Box::new(Learned { hazards, full_tokens: self.full_tokens, usual, own }))
+    }
+
+    fn learn(&mut self, lessons: Lessons) {
+        let Ok(learned) = lessons.downcast::<Learned>() else { return };
+        let Learned { hazards, full_tokens, usual, own } = *learned;
+        (self.hazards, self.full_tokens) = (hazards, full_tokens);
+        // Weights of another objective mean something else.
+        if (usual.0, usual.1) == (self.objective, self.cost) {
+            self.usual_weight = usual.2;
+        }
+        if let Some(own) = own {
+            self.learn_own(own);
+        }
     }
 
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
@@ -305,6 +407,7 @@ impl Policy for Horizon {
         out("cohorts", self.cohorts.len() as f64);
         out("watched", self.watch.len() as f64);
         out("remembered", self.past.len() as f64);
+        out("waits_seen", self.hazards.ended().into());
     }
 
     fn check(&self, objects: &Objects) -> Result<()> {

@@ -58,6 +58,29 @@ impl Watch {
         })
     }
 
+    /// How many it holds at most.
+    pub fn limit(&self) -> usize {
+        self.waits.len()
+    }
+
+    /// Whether an id is watched.
+    pub fn has(&self, id: u64) -> bool {
+        self.find(id).is_some()
+    }
+
+    /// Takes the waits that go on out of the counts: who goes by those begins to
+    /// watch anew, and would count them twice.
+    pub fn withdraw(&self, hazards: &mut Hazards) {
+        for (bucket, queue) in self.queues.iter().enumerate() {
+            let mut slot = queue.oldest;
+            while slot != NONE {
+                let wait = self.waits[slot as usize];
+                (0..=bucket).for_each(|b| hazards.leave(wait.class, b));
+                slot = wait.newer;
+            }
+        }
+    }
+
     /// How many are watched.
     pub fn len(&self) -> usize {
         self.index.len()
@@ -149,7 +172,7 @@ impl Watch {
         let Some(slot) = self.find(id) else { return };
         let wait = &mut self.waits[slot as usize];
         if wait.bucket == 0 && wait.class != class {
-            hazards.leave(wait.class);
+            hazards.leave(wait.class, 0);
             wait.class = class;
             hazards.enter(class, 0);
         }

@@ -90,6 +90,14 @@ impl Gaps {
         Ok(Gaps { users, all: Pace::default(), rate: Pace::default(), lone_ns: i64::MIN })
     }
 
+    /// Goes on from what another saw; of each session only if it has as many rows.
+    pub fn learn(&mut self, from: Gaps) {
+        (self.all, self.rate) = (from.all, from.rate);
+        if from.users.len() == self.users.len() {
+            self.users = from.users;
+        }
+    }
+
     /// A session uses an object: learns from it if that is a new request.
     pub fn see(&mut self, objects: &Objects, session: Slot) {
         let Some(row) = objects.sessions.of(session) else { return };

@@ -44,7 +44,7 @@ use crate::policy::heap::Heap;
 use crate::policy::lists::Lists;
 use crate::policy::predictive::gaps::Gaps;
 use crate::policy::registry::Setting;
-use crate::policy::{Hint, Policy, Rank, order_of_i64};
+use crate::policy::{Hint, Lessons, Policy, Rank, order_of_i64};
 
 /// The engine's own predictor: sequence, length and maximum length to seconds
 /// and confidence. One that does not know says None.
@@ -276,6 +276,23 @@ impl Policy for Predictive {
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.gaps.see(objects, objects.node(slot).session);
         self.used(objects, slot, now);
+    }
+
+    /// The paces. Those of a copy are of all its sessions together: its table has
+    /// other rows for them.
+    fn lessons(&mut self, leaving: bool) -> Option<Lessons> {
+        let mut gaps = Gaps::new(0).ok()?;
+        (gaps.all, gaps.rate) = (self.gaps.all, self.gaps.rate);
+        if leaving {
+            std::mem::swap(&mut gaps, &mut self.gaps);
+        }
+        Some(Box::new(gaps))
+    }
+
+    fn learn(&mut self, lessons: Lessons) {
+        if let Ok(gaps) = lessons.downcast::<Gaps>() {
+            self.gaps.learn(*gaps);
+        }
     }
 
     fn touch(&mut self, objects: &mut Objects, slot: Slot, now: i64) {

@@ -44,7 +44,7 @@ use crate::policy::columns::Columns;
 use crate::policy::qos::parked::Parked;
 use crate::policy::qos::tenants::Tenants;
 use crate::policy::registry::{self, Setting};
-use crate::policy::{Hint, Policy, Rank};
+use crate::policy::{Hint, Lessons, Policy, Rank};
 
 /// How many classes there are.
 const CLASSES: usize = 3;
@@ -94,7 +94,7 @@ impl Qos {
         let spec = reader.spec("inner")?.unwrap_or(&default);
         // auto tells a winner of all objects of the table, whosever they are.
         let inner = registry::find(&spec.name).map_or("", |entry| entry.name);
-        if matches!(inner, "qos" | "auto") {
+        if matches!(inner, "qos" | "auto" | "custom") {
             fail!(Spec, "'inner' of qos cannot be {inner}");
         }
         let strict = reader.bool("strict", false)?;
@@ -299,6 +299,27 @@ impl Policy for Qos {
         self.inserts = self.inserts.wrapping_add(1);
         if self.capacity > 0 && self.inserts % SHARE_EVERY == 1 {
             self.share_capacity();
+        }
+    }
+
+    fn adopt(&mut self, objects: &mut Objects, slot: Slot, uses: u16, now: i64) {
+        let (class, tenant) = Self::standing(objects, slot);
+        self.count_in(objects, slot, class, tenant);
+        self.used[slot as usize] = now as u64;
+        self.inner[usize::from(class)].adopt(objects, slot, uses, now);
+    }
+
+    /// What holds of each class: an object may be in another one now.
+    fn lessons(&mut self, _leaving: bool) -> Option<Lessons> {
+        let lessons: [Option<Lessons>; CLASSES] =
+            std::array::from_fn(|class| self.inner[class].lessons(false));
+        Some(Box::new(lessons))
+    }
+
+    fn learn(&mut self, lessons: Lessons) {
+        let Ok(lessons) = lessons.downcast::<[Option<Lessons>; CLASSES]>() else { return };
+        for (inner, lessons) in self.inner.iter_mut().zip(*lessons) {
+            lessons.into_iter().for_each(|lessons| inner.learn(lessons));
         }
     }
 

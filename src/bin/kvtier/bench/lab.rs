@@ -1,8 +1,10 @@
 //! Replay: how many requests of a trace one thread serves in a second.
 //!
 //! `KVTIER_BENCH_TRACE` names a file of libCacheSim's oracleGeneral records and
-//! `KVTIER_BENCH_OBJECTS` the capacity; `ffi-tests/oracles/throughput.py` sets
-//! them, and replays the same file by libCacheSim in turn.
+//! `KVTIER_BENCH_OBJECTS` the capacity, `KVTIER_BENCH_SPEC` the policy (`lru`) and
+//! `KVTIER_BENCH_WARM` how many records are served before the clock starts;
+//! `ffi-tests/oracles/throughput.py` and `cache.py` set them, and have libCacheSim
+//! serve the same file in turn.
 
 use kvtier::policy::evict::Victim;
 use kvtier::policy::evictor::{Evictor, New, Options, Who};
@@ -18,8 +20,20 @@ fn record(bytes: &[u8]) -> u64 {
     bytes.get(4..12).and_then(|id| id.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
-/// Serves every record, ids as they stand there; requests that were not there.
-fn replay(spec: &str, records: &[u8], objects: usize, batch: usize) -> Result<usize, String> {
+/// What is served, and how.
+struct Source {
+    records: Vec<u8>,
+    objects: usize,
+    spec: String,
+    /// So many records come before those that are timed.
+    warm: usize,
+}
+
+/// Serves every record, ids as they stand there; of those that are timed, how
+/// many were not there, and their nanoseconds.
+fn replay(source: &Source, batch: usize) -> Result<(usize, f64), String> {
+    let Source { records, objects, spec, warm } = source;
+    let objects = *objects;
     let options = Options {
         max_objects: objects,
         capacity_units: objects as u64,
@@ -32,7 +46,11 @@ fn replay(spec: &str, records: &[u8], objects: usize, batch: usize) -> Result<us
     let (who, mut now, mut misses) = (Who::default(), 1 << 40, 0);
     let (mut ids, mut found) = (Vec::<u64>::with_capacity(batch), vec![0u8; batch]);
     let (mut new, mut victims) = (Vec::<New>::new(), Vec::<Victim>::new());
-    for records in records.chunks(batch * RECORD) {
+    let mut start = thread_ns();
+    for (number, records) in records.chunks(batch * RECORD).enumerate() {
+        if number > 0 && number * batch <= *warm {
+            (start, misses) = (thread_ns(), 0);
+        }
         now += 4 * batch as i64;
         ids.clear();
         ids.extend(records.chunks_exact(RECORD).map(record));
@@ -56,14 +74,21 @@ fn replay(spec: &str, records: &[u8], objects: usize, batch: usize) -> Result<us
         }
         evictor.insert(now, &who, &new).map_err(say)?;
     }
-    Ok(misses)
+    Ok((misses, thread_ns() - start))
+}
+
+fn number(name: &str, usual: usize) -> Result<usize, String> {
+    match std::env::var(name) {
+        Ok(text) => text.parse().map_err(|_| format!("{name}={text} is no number")),
+        Err(_) => Ok(usual),
+    }
 }
 
 /// What to replay, and in how large a cache.
-fn source(quick: bool) -> Result<(Vec<u8>, usize), String> {
-    let objects = std::env::var("KVTIER_BENCH_OBJECTS").ok();
-    let objects = objects.map(|text| text.parse().map_err(|_| format!("{text} objects")));
-    let objects = objects.transpose()?.unwrap_or(100_000_usize).max(BATCH);
+fn source(quick: bool) -> Result<Source, String> {
+    let objects = number("KVTIER_BENCH_OBJECTS", 100_000)?.max(BATCH);
+    let warm = number("KVTIER_BENCH_WARM", 0)?;
+    let spec = std::env::var("KVTIER_BENCH_SPEC").unwrap_or_else(|_| "lru".to_string());
     let Some(path) = std::env::var_os("KVTIER_BENCH_TRACE") else {
         let ids = Zipf::new(1_000_000).draw(if quick { 1_000_000 } else { 4_000_000 });
         let records = ids.iter().flat_map(|id| {
@@ -71,30 +96,30 @@ fn source(quick: bool) -> Result<(Vec<u8>, usize), String> {
             record[4..12].copy_from_slice(&id.to_le_bytes());
             record
         });
-        return Ok((records.collect(), objects));
+        return Ok(Source { records: records.collect(), objects, spec, warm: 0 });
     };
     let mut bytes = std::fs::read(&path)
         .map_err(|e| format!("{}: {e}", std::path::Path::new(&path).display()))?;
     bytes.truncate(bytes.len() / RECORD * RECORD);
-    Ok((bytes, objects))
+    if warm >= bytes.len() / RECORD {
+        return Err(format!("KVTIER_BENCH_WARM={warm} leaves nothing to be timed"));
+    }
+    Ok(Source { records: bytes, objects, spec, warm })
 }
 
-fn measure(
-    bar: &mut Bar,
-    source: &(Vec<u8>, usize),
-    batch: usize,
-    rounds: u32,
-) -> Result<(), String> {
-    let (records, objects) = source;
+fn measure(bar: &mut Bar, source: &Source, batch: usize, rounds: u32) -> Result<(), String> {
     let (mut times, mut misses) = (Vec::new(), 0);
     for _ in 0..rounds {
-        let start = thread_ns();
-        misses = replay("lru", records, *objects, batch)?;
-        times.push(thread_ns() - start);
+        let (missed, took) = replay(source, batch)?;
+        misses = missed;
+        times.push(took);
     }
-    let requests = records.len() / RECORD;
+    let requests = source.records.len() / RECORD - source.warm;
     bar.value = Some(requests as f64 * 1e3 / median(&mut times));
     bar.note = format!("(of {requests} requests {misses} missed)");
+    if source.spec != "lru" {
+        bar.note = format!("{}: {}", source.spec, bar.note);
+    }
     Ok(())
 }
 

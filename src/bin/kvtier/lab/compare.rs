@@ -19,7 +19,7 @@ use super::{Input, Outcome, describe, html, parse, table};
 /// What to compare.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The trace
+    /// The trace; - = the standard input
     #[arg(long)]
     trace: PathBuf,
     #[command(flatten)]

@@ -13,7 +13,7 @@ use super::{Input, Outcome, parse};
 /// What to look at.
 #[derive(clap::Args)]
 pub struct Args {
-    /// The trace
+    /// The trace; - = the standard input
     #[arg(long)]
     trace: PathBuf,
     #[command(flatten)]

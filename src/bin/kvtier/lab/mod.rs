@@ -11,6 +11,7 @@ mod table;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
+use kvtier::io::source::Source;
 use kvtier::lab::generate::{self, GenOpts};
 use kvtier::lab::reader::{self, ReadOpts};
 use kvtier::lab::trace::Trace;
@@ -52,7 +53,7 @@ pub enum Command {
     Convert {
         #[command(flatten)]
         input: Input,
-        /// The trace to read
+        /// The trace to read; - = the standard input
         from: PathBuf,
         /// The file to write
         to: PathBuf,
@@ -82,7 +83,7 @@ pub struct Input {
 }
 
 impl Input {
-    /// Reads a trace.
+    /// Reads a trace; `-` is the standard input.
     fn read(&self, path: &Path) -> Outcome<Trace> {
         let opts = ReadOpts {
             kind: self.format.as_deref().map(reader::kind_of).transpose()?,
@@ -91,6 +92,10 @@ impl Input {
             gap_ns: self.gap.as_deref().map(parse::duration_ns).transpose()?.unwrap_or(0),
             duration_ns: parse::duration_ns(&self.within)?,
         };
+        if path == Path::new("-") {
+            let read = Source::stdin().and_then(|mut source| reader::read(&mut source, &opts));
+            return Ok(read.map_err(|e| e.within("standard input"))?);
+        }
         Ok(reader::open(path, &opts)?)
     }
 }

@@ -1,6 +1,7 @@
 //! What is written on the command line.
 
 use kvtier::base::spec::{Reader, Spec};
+use kvtier::lab::generate::MAX_DURATION_NS;
 use kvtier::lab::tiers::Tier;
 use kvtier::lab::trace::Trace;
 
@@ -21,10 +22,20 @@ fn value<T>(
 
 /// A time such as `90s`.
 pub fn duration_ns(text: &str) -> Outcome<i64> {
-    let ns = value(text, |reader| reader.duration_ns("v", 0))?;
-    match i64::try_from(ns) {
-        Ok(ns) if ns > 0 => Ok(ns),
-        _ => Err(format!("'{text}' is no time to work with").into()),
+    // First as a number of any size, so that the limit is told in days.
+    let wrong = || format!("'{text}' is no time; such as 90s, 10m, 2h or 1d");
+    let spec = Spec::parse(&format!("x(v={text})")).map_err(|_| wrong())?;
+    let ns = match spec.args.as_slice() {
+        [only] => only.value.nanoseconds().ok_or_else(wrong)?,
+        _ => return Err(wrong().into()),
+    };
+    match ns {
+        ns if ns < 1.0 => Err(format!("'{text}' is no time to work with").into()),
+        ns if ns > MAX_DURATION_NS as f64 => {
+            let days = MAX_DURATION_NS / 86_400_000_000_000;
+            Err(format!("'{text}' is too long, the limit is {days} days").into())
+        }
+        ns => Ok(ns as i64),
     }
 }
 
@@ -61,8 +72,8 @@ pub fn sizes(text: &str, trace: &Trace) -> Outcome<Vec<u64>> {
         let blocks = match text.strip_suffix('%') {
             Some(percent) => {
                 let percent: f64 = percent.trim().parse().map_err(|_| wrong())?;
-                if !(0.0..=10_000.0).contains(&percent) {
-                    return Err(wrong().into());
+                if !(percent > 0.0 && percent <= 10_000.0) {
+                    return Err(format!("'{text}' is not above 0 and up to 10000%").into());
                 }
                 ((trace.uniques() as f64 * percent / 100.0).round() as u64).max(1)
             }
@@ -91,6 +102,20 @@ pub fn tier(name: &str, text: &str, token_bytes: u64, trace: &Trace) -> Outcome<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvtier::lab::trace::{Builder, Request};
+
+    #[test]
+    fn sizes_are_blocks_or_a_part_of_them() {
+        let mut builder = Builder::new(1).expect("tokens");
+        let ids: Vec<u64> = (0..200).collect();
+        builder.push(Request::default(), &ids).expect("room");
+        let trace = builder.finish().expect("a trace");
+        assert_eq!(sizes("7, 10%,0.001%", &trace).expect("sizes"), [7, 20, 1]);
+        for wrong in ["0", "0%", "-1%", "nan%", "inf%", "10001%", "x", "%", "-3", "1.5"] {
+            let error = sizes(wrong, &trace).expect_err(wrong).to_string();
+            assert!(error.contains(&format!("'{wrong}'")), "{error}");
+        }
+    }
 
     #[test]
     fn lists_of_specs_are_split_outside_of_brackets() {
@@ -99,7 +124,12 @@ mod tests {
             ["lru", "qos(inner=arc(a=1,b=2),x=3)", "fifo"]
         );
         assert_eq!(duration_ns("90s").expect("a time"), 90_000_000_000);
-        assert!(duration_ns("soon").is_err() && duration_ns("0s").is_err());
+        for wrong in ["soon", "0s", "-1s", "", "5KiB", "1s,x=2", "1e-3ns", "1s)", "91d", "1e300d"] {
+            assert!(duration_ns(wrong).is_err(), "{wrong}");
+        }
+        let error = duration_ns("100000d").expect_err("too long").to_string();
+        assert!(error.contains("90 days"), "{error}");
+        assert_eq!(duration_ns("90d").expect("the limit"), MAX_DURATION_NS);
         assert_eq!(bytes("2KiB").expect("a size"), 2048);
     }
 }

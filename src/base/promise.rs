@@ -1,0 +1,56 @@
+//! What the owner of a promised op does with it: ops that no worker of the pool
+//! carries out.
+
+use crate::base::op::{CANCEL, ISSUED, Op, RESOLVED};
+use crate::base::status::Status;
+use crate::base::sync::atomic::Ordering;
+
+impl Op {
+    /// The owner of a promise begins to carry it out: from here on it ends when the
+    /// owner finishes it. False = it has ended already. A cancel or a deadline is told
+    /// with [`Owner::abandoned`]; then [`Op::was_given_up`] says so.
+    pub fn begin(&self) -> bool {
+        self.claim_to_run()
+    }
+
+    /// It was begun, and is under way.
+    pub fn announce(&self) {
+        if self.notify & ISSUED != 0 {
+            self.tell(&mut self.told.lock(), ISSUED);
+        }
+    }
+
+    /// Why nobody waits for the result any more.
+    pub fn was_given_up(&self) -> Option<Status> {
+        let bits = self.bits.load(Ordering::Acquire);
+        match (bits & CANCEL != 0, bits & RESOLVED != 0) {
+            (true, _) => Some(Status::Cancelled),
+            (_, true) => Some(Status::Timeout),
+            _ => None,
+        }
+    }
+
+    /// What a promise came to, before it is finished.
+    pub fn report(&self, value: u64, bytes: u64) {
+        self.value.store(value, Ordering::Release);
+        self.bytes_done.store(bytes, Ordering::Release);
+    }
+
+    /// What it came to: of an op with items that of the first.
+    pub fn value(&self) -> u64 {
+        let own = || self.value.load(Ordering::Acquire);
+        self.items().first().map_or_else(own, |i| i.value.load(Ordering::Acquire))
+    }
+
+    /// Undoes a promise that its owner had begun, before anybody was told of it.
+    pub fn take_back(&self) {
+        self.unmake();
+    }
+
+    /// Its owner carries it out, and should hear that nobody waits for it.
+    pub(super) fn tell_owner(&self) {
+        if let Some(owner) = &self.owner {
+            owner.abandoned();
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! How evenly something is spread.
+
+/// Jain's index of what each found in parts of what it could have found: 1 when
+/// all fare alike, 1/n when one has everything. Kept as sums, so that those who
+/// are gone count without being remembered.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Fairness {
+    count: f64,
+    sum: f64,
+    squares: f64,
+}
+
+impl Fairness {
+    /// Counts one more. Who could have found nothing does not count.
+    pub fn add(&mut self, found: u64, wanted: u64) {
+        if wanted > 0 {
+            let x = found as f64 / wanted as f64;
+            self.count += 1.0;
+            self.sum += x;
+            self.squares += x * x;
+        }
+    }
+
+    /// The index; 1 of none.
+    pub fn index(&self) -> f64 {
+        match self.squares > 0.0 {
+            true => self.sum * self.sum / (self.count * self.squares),
+            false => 1.0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_one_when_equal_and_one_nth_when_one_has_all() {
+        let of = |pairs: &[(u64, u64)]| {
+            let mut all = Fairness::default();
+            pairs.iter().for_each(|&(found, wanted)| all.add(found, wanted));
+            all.index()
+        };
+        assert_eq!(of(&[(5, 10), (50, 100), (0, 0)]), 1.0);
+        assert_eq!(of(&[(10, 10), (0, 10), (0, 7), (0, 1)]), 0.25);
+        assert_eq!(of(&[]), 1.0);
+    }
+}
