@@ -98,6 +98,8 @@ pub struct Head {
     pub body_bytes: u32,
     /// *Forget*: what was born before this is gone.
     pub until: u64,
+    /// The segment that cleaning copied it from; 0 = it was first written here.
+    pub from: u64,
 }
 
 /// A header that was found sound.
@@ -178,6 +180,7 @@ pub fn decode(bytes: &[u8]) -> Option<Record<'_>> {
         },
         body_bytes: u32_at(bytes, 200),
         until: u64_at(bytes, 208),
+        from: u64_at(bytes, 216),
     };
     let body_end = HEAD_BYTES.checked_add(head.body_bytes as usize)?;
     if body_end > bytes.len() - SUM_BYTES || head.blocks < header_blocks {
@@ -354,6 +357,7 @@ impl<'a> Encoder<'a> {
         put_u32(bytes, 196, head.chunk.valid_tokens);
         put_u32(bytes, 200, (self.used - HEAD_BYTES) as u32);
         put_u64(bytes, 208, head.until);
+        put_u64(bytes, 216, head.from);
         sign(bytes);
     }
 }
@@ -384,6 +388,7 @@ mod tests {
             },
             body_bytes: 0,
             until: 0,
+            from: 2,
         }
     }
 

@@ -7,6 +7,7 @@ pub mod lock;
 pub mod open_file;
 pub mod open_files;
 pub mod probe;
+pub mod read_only;
 pub mod real;
 pub mod simulated;
 pub mod source;

@@ -278,9 +278,6 @@ impl Model {
         let here = &mut self.cell(cell)?[Tier::Disk as usize];
         match here.place {
             Some(Place::Disk { spot, seal }) if spot == from => {
-                if here.readers > 0 {
-                    return Err(Status::Busy);
-                }
                 here.place = Some(Place::Disk { spot: to, seal });
                 Ok(true)
             }

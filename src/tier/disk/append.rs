@@ -165,6 +165,7 @@ impl DiskTier {
             chunk: put.chunk,
             body_bytes: 0,
             until: 0,
+            from: put.from,
         });
     }
 

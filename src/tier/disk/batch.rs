@@ -60,6 +60,8 @@ pub struct Put {
     pub(super) cells: Indices<usize>,
     /// The number under which they were first written; 0 = this record's.
     pub(super) born: u64,
+    /// The segment that they are copied from; 0 = none.
+    pub(super) from: u64,
     /// How it went: on disk, not yet durable.
     pub result: Result<Mark>,
 }
@@ -87,7 +89,8 @@ impl Puts {
     /// Begins a record.
     pub fn record(&mut self, chunk: Chunk) {
         let cells = self.cells.len()..self.cells.len();
-        self.records.push(Put { chunk, cells, born: 0, result: Err(Error::from(Status::Again)) });
+        let result = Err(Error::from(Status::Again));
+        self.records.push(Put { chunk, cells, born: 0, from: 0, result });
     }
 
     /// Adds a cell to the last record.

@@ -1,9 +1,7 @@
 //! Checkpoints: the index as a file, so that opening need not read every header.
 
-use std::ops::Bound::{Excluded, Unbounded};
-
 use crate::base::memory::Buffer;
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::fail;
 use crate::format::checkpoint::{
     Covered, FRAME_BYTES, FrameWriter, Header, Item, MAX_PLACES, Place, Session, frames_for, items,
@@ -12,16 +10,23 @@ use crate::format::checkpoint::{
 use crate::format::record::Chunk;
 use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::{FileId, Way};
-use crate::tier::disk::DiskTier;
 use crate::tier::disk::files::{checkpoint as checkpoint_name, refusal, unfinished};
 use crate::tier::disk::recovered::Finder;
 use crate::tier::disk::staging::STAGING_BYTES;
+use crate::tier::disk::state::{Note, Segment};
+use crate::tier::disk::{DiskTier, least_bytes};
 
 /// A moment of the log: everything whose room was taken before it.
 pub struct Cover {
     next_record: u64,
     next_segment: u64,
     segments: Vec<Covered>,
+}
+
+/// A checkpoint that is to be written, and what sessions are in it.
+struct Draft {
+    header: Header,
+    sessions: Vec<(Box<[u8]>, Note)>,
 }
 
 /// Takes the entries of a checkpoint.
@@ -93,7 +98,7 @@ impl DiskTier {
     /// goes through its index, which may change meanwhile.
     pub fn cover(&self) -> Cover {
         let state = self.state.lock();
-        let covered = |(&number, segment): (&u64, &crate::tier::disk::state::Segment)| Covered {
+        let covered = |(&number, segment): (&u64, &Segment)| Covered {
             number,
             blocks: segment.next,
             forgets: segment.forgets,
@@ -109,7 +114,10 @@ impl DiskTier {
 
     /// Writes a checkpoint of up to `chunks` calls of [`Sink::chunk`] with `cells`
     /// cells together, which `source` makes. The one before stays until this one
-    /// lasts. BUDGET = no room for it: the store goes on, opening takes longer.
+    /// lasts, so there must be room for both, and one segment more. BUDGET = there is
+    /// not: nothing was written or removed, and from then on callers leave room for
+    /// it, so that it fits once a segment was removed. Until then the store goes on,
+    /// and opening it takes longer. BUSY = another one is being written.
     pub fn checkpoint(
         &self,
         cover: &Cover,
@@ -117,70 +125,83 @@ impl DiskTier {
         cells: usize,
         source: &mut dyn FnMut(&mut Sink<'_>) -> Result<()>,
     ) -> Result<()> {
-        let (number, sessions) = {
-            let mut state = self.state.lock();
-            if state.checkpointing {
-                fail!(Busy, "another checkpoint is being written");
-            }
-            state.checkpointing = true;
-            state.next_checkpoint += 1;
-            let sizes = state.sessions.iter();
-            let bytes =
-                sizes.map(|(name, note)| session_bytes(name.len(), note.payload.len())).sum();
-            (state.next_checkpoint - 1, bytes)
-        };
-        // What it names should be there. Where a sync failed the seals show it.
-        let _ = self.commit_all();
-        let segments = cover.segments.len();
-        let result = match frames_for(segments, chunks, cells, sessions) {
-            Some(frames) => {
-                let header = Header {
-                    store: self.store,
-                    number,
-                    next_record: cover.next_record,
-                    next_segment: cover.next_segment,
-                    frames,
-                };
-                self.make_checkpoint(cover, header, source)
-            }
-            None => Err(Status::Limit.into()),
-        };
+        let draft = self.begin_checkpoint(cover, chunks, cells)?;
+        let result = self.make_checkpoint(cover, draft, source);
         self.state.lock().checkpointing = false;
         result
+    }
+
+    /// Takes room for all that it may be.
+    fn begin_checkpoint(&self, cover: &Cover, chunks: usize, cells: usize) -> Result<Draft> {
+        let mut state = self.state.lock();
+        if state.checkpointing {
+            fail!(Busy, "another checkpoint is being written");
+        }
+        let sessions = state.noted()?;
+        let sizes = sessions.iter().map(|(name, note)| (name.len(), note.payload.len()));
+        let bytes = sizes.map(|(name, payload)| session_bytes(name, payload)).sum();
+        let Some(frames) = frames_for(cover.segments.len(), chunks, cells, bytes) else {
+            fail!(Limit, "a checkpoint of {cells} cells is too long");
+        };
+        let header = Header {
+            store: self.store,
+            number: state.next_checkpoint,
+            next_record: cover.next_record,
+            next_segment: cover.next_segment,
+            frames,
+        };
+        let (bytes, budget) = (header.file_bytes(), self.options.budget_bytes);
+        state.checkpoint_bytes = self.next_checkpoint_bytes(bytes);
+        state.take(bytes, self.options.segment_bytes, budget)?;
+        state.next_checkpoint += 1;
+        state.checkpointing = true;
+        Ok(Draft { header, sessions })
+    }
+
+    /// What a checkpoint after one of `bytes` may take, which may be a little longer: 0
+    /// if two of them do not fit however few segments there are.
+    pub(super) fn next_checkpoint_bytes(&self, bytes: u64) -> u64 {
+        let most = self.options.budget_bytes.saturating_sub(least_bytes(&self.options)) / 2;
+        let longer = bytes.saturating_add(bytes / 8).saturating_add(FRAME_BYTES as u64);
+        [longer, bytes].into_iter().find(|&bytes| bytes <= most).unwrap_or(0)
     }
 
     fn make_checkpoint(
         &self,
         cover: &Cover,
-        header: Header,
+        mut draft: Draft,
         source: &mut dyn FnMut(&mut Sink<'_>) -> Result<()>,
     ) -> Result<()> {
-        let bytes = header.file_bytes();
-        let budget = self.options.budget_bytes;
-        self.state.lock().take(bytes, self.options.segment_bytes, budget)?;
-        let name = checkpoint_name(header.number);
-        let draft = unfinished(&name);
-        let written = self.files.create(&draft, bytes).and_then(|file| {
-            let written = self.write_checkpoint(file, cover, header, source);
+        let number = draft.header.number;
+        let bytes = draft.header.file_bytes();
+        let name = checkpoint_name(number);
+        let unfinished = unfinished(&name);
+        // What it names should be there. Where a sync failed the seals of cells show it.
+        let _ = self.commit_all();
+        let saved = self.save_sessions(&mut draft.sessions, &|segment| segment.poisoned);
+        let written = saved.and_then(|()| self.files.create(&unfinished, bytes)).and_then(|file| {
+            let written = self.write_checkpoint(file, cover, &draft, source);
             self.files.close(file);
             written
         });
         let lasts = written
-            .and_then(|()| self.files.rename(&draft, &name))
+            .and_then(|()| self.files.rename(&unfinished, &name))
             .and_then(|()| self.files.sync_names());
         if let Err(error) = lasts {
             // It may have either name.
-            let _ = self.files.remove(&draft);
+            let _ = self.files.remove(&unfinished);
             let _ = self.files.remove(&name);
-            self.release(bytes, &[draft, name]);
+            self.release(bytes, &[unfinished, name]);
             return Err(refusal(error));
         }
         let mut state = self.state.lock();
         state.stats.checkpoints += 1;
         state.stats.overhead_bytes += bytes;
-        state.checkpoints.insert(header.number, bytes);
+        state.checkpoints.insert(number, bytes);
+        // What sessions are is in it.
+        state.segments.values_mut().for_each(|segment| segment.held = false);
         drop(state);
-        self.remove_checkpoints(|number| number < header.number);
+        self.remove_checkpoints(|other| other < number);
         Ok(())
     }
 
@@ -188,24 +209,26 @@ impl DiskTier {
         &self,
         file: FileId,
         cover: &Cover,
-        mut header: Header,
+        draft: &Draft,
         source: &mut dyn FnMut(&mut Sink<'_>) -> Result<()>,
     ) -> Result<()> {
         let frame = self.staging.map(FRAME_BYTES as u64)?;
-        let most_frames = header.frames;
-        let number = header.number;
+        let Header { number, frames: most_frames, .. } = draft.header;
         let mut sink = Sink { tier: self, file, number, frame, frames: 0, most_frames, used: 0 };
         for segment in &cover.segments {
             sink.add(&|frame| frame.segment(segment))?;
         }
-        self.write_sessions(&mut sink)?;
+        for (name, note) in &draft.sessions {
+            let (payload, born) = (&note.payload[..], note.born);
+            let (segment, blocks) = (note.segment, note.blocks);
+            sink.add(&|frame| frame.session(&Session { name, payload, born, segment, blocks }))?;
+        }
         source(&mut sink)?;
         if sink.used > 0 {
             sink.write_frame()?;
         }
-        header.frames = sink.frames;
         let mut block = [0; BLOCK_BYTES];
-        header.encode(&mut block);
+        Header { frames: sink.frames, ..draft.header }.encode(&mut block);
         let address = sink.frame.address();
         // SAFETY: the sink's own buffer, longer than a block.
         unsafe {
@@ -213,31 +236,6 @@ impl DiskTier {
             self.transfer_one(file, Way::Write, 0, address, BLOCK_BYTES as u64)?;
         }
         self.files.sync(file)
-    }
-
-    /// One session at a time: what they are may be long, and the lock is not held
-    /// while it is written.
-    fn write_sessions(&self, sink: &mut Sink<'_>) -> Result<()> {
-        let mut last: Option<Box<[u8]>> = None;
-        loop {
-            let next = {
-                let state = self.state.lock();
-                let from = last.as_deref().map_or(Unbounded, Excluded);
-                let mut rest = state.sessions.range::<[u8], _>((from, Unbounded));
-                rest.next().map(|(name, note)| (name.clone(), note.clone()))
-            };
-            let Some((name, note)) = next else { return Ok(()) };
-            sink.add(&|frame| {
-                frame.session(&Session {
-                    name: &name,
-                    payload: &note.payload,
-                    born: note.born,
-                    segment: note.segment,
-                    blocks: note.blocks,
-                })
-            })?;
-            last = Some(name);
-        }
     }
 
     /// Removes checkpoints.
@@ -327,7 +325,7 @@ impl DiskTier {
 }
 
 /// False if a frame is not sound.
-fn take_frame(
+pub(super) fn take_frame(
     frame: &[u8],
     header: &Header,
     index: u32,
@@ -339,7 +337,7 @@ fn take_frame(
         match item {
             Some(Item::Segment(covered)) => segments.push(covered),
             Some(Item::Chunk(chunk, places)) => finder.listed(&chunk, places.iter())?,
-            Some(Item::Session(session)) => finder.session(&session),
+            Some(Item::Session(session)) => finder.session(&session, 0, 0),
             None => return Ok(false),
         }
     }

@@ -9,7 +9,8 @@ use crate::format::record::{Chunk, Kind, Record, blocks_of};
 use crate::format::seal::{Identity, Plane, seal};
 use crate::format::segment::BLOCK_BYTES;
 use crate::tier::disk::batch::{GetPlane, Gets, Mark, PutPlane, Puts};
-use crate::tier::disk::state::{Front, Note};
+use crate::tier::disk::note::Origin;
+use crate::tier::disk::state::{Front, Note, Segment};
 use crate::tier::disk::{DiskTier, Spot};
 
 /// Bytes that are moved at once, unless one cell is longer.
@@ -158,6 +159,7 @@ impl DiskTier {
         if let Some(segment) = self.state.lock().segments.get_mut(&number) {
             segment.unread = false;
         }
+        self.let_go(number)?;
         // An opening that finds a cell twice takes the one that was not moved: that
         // must be as good. Where a sync failed nobody was told that it lasts.
         let written = self.state.lock().segments.get(&number).map_or(0, |s| s.dirty);
@@ -182,6 +184,20 @@ impl DiskTier {
         }
         self.move_notes(number, &content)?;
         Ok(cleaned)
+    }
+
+    /// What sessions were may go once what they are was written since the store was
+    /// opened.
+    fn let_go(&self, number: u64) -> Result<()> {
+        let state = self.state.lock();
+        let held = state.segments.get(&number).is_some_and(|segment| segment.held);
+        let mut sessions = if held { state.noted()? } else { Vec::new() };
+        drop(state);
+        self.save_sessions(&mut sessions, &|segment| segment.old && segment.dirty > 0)?;
+        if let Some(segment) = self.state.lock().segments.get_mut(&number) {
+            segment.held = false;
+        }
+        Ok(())
     }
 
     /// Reads cells, writes them again, makes them durable, says so.
@@ -229,6 +245,7 @@ impl DiskTier {
             }
             if let Some(put) = puts.records.last_mut() {
                 put.born = old.born;
+                put.from = old.cell.spot.segment();
             }
             puts.cell(old.cell.layer, old.codec, old.raw_bytes, true);
             let mut at = *at;
@@ -286,9 +303,34 @@ impl DiskTier {
     /// Moves records without cells that still say something.
     fn move_notes(&self, number: u64, content: &Content) -> Result<()> {
         let (mut marks, mut moved) = (Vec::new(), Vec::new());
-        for (key, layers, born, until) in &content.forgets {
-            if self.has_older(number, *until) {
-                marks.push(self.note_forget(Front::Cleaning, *key, layers, *born, *until)?);
+        let written = self.copy_notes(number, content, &mut marks, &mut moved);
+        let lasts = written.and_then(|()| marks.into_iter().try_for_each(|mark| self.commit(mark)));
+        for (name, note) in moved {
+            match lasts {
+                Ok(()) => self.settle_session(&name, note, true),
+                // Nobody points to what was written.
+                Err(_) => self.state.lock().uncount_session(note.segment, false),
+            }
+        }
+        lasts?;
+        if let Some(segment) = self.state.lock().segments.get_mut(&number) {
+            segment.forgets = 0;
+        }
+        Ok(())
+    }
+
+    fn copy_notes(
+        &self,
+        number: u64,
+        content: &Content,
+        marks: &mut Vec<Mark>,
+        moved: &mut Vec<(Box<[u8]>, Note)>,
+    ) -> Result<()> {
+        let from = number;
+        for &(key, ref layers, born, until) in &content.forgets {
+            if self.has_older(number, until) {
+                let origin = Origin { born, until, from };
+                marks.push(self.note_forget(Front::Cleaning, key, layers, origin)?);
             }
         }
         let sessions: Vec<(Box<[u8]>, Note)> = {
@@ -298,30 +340,30 @@ impl DiskTier {
         };
         for (name, note) in sessions {
             if !note.payload.is_empty() || self.has_older(number, note.born) {
-                let (payload, born) = (&note.payload, note.born);
-                let (note, mark) = self.note_session(Front::Cleaning, &name, payload, born)?;
+                let origin = Origin { born: note.born, until: 0, from };
+                let (note, mark) =
+                    self.note_session(Front::Cleaning, &name, &note.payload, origin)?;
                 moved.push((name, note));
                 marks.push(mark);
             } else {
                 let mut state = self.state.lock();
-                state.sessions.remove(&name);
-                if let Some(segment) = state.segments.get_mut(&number) {
-                    segment.sessions = segment.sessions.saturating_sub(1);
+                // Unless it was noted anew meanwhile.
+                if state.sessions.get(&name).is_some_and(|now| now.segment == number) {
+                    state.sessions.remove(&name);
+                    state.uncount_session(number, false);
                 }
             }
-        }
-        marks.into_iter().try_for_each(|mark| self.commit(mark))?;
-        moved.into_iter().for_each(|(name, note)| self.settle_session(&name, note, true));
-        if let Some(segment) = self.state.lock().segments.get_mut(&number) {
-            segment.forgets = 0;
         }
         Ok(())
     }
 
-    /// Whether another segment may have records that were born before `until`.
+    /// Whether another segment may have records that were born before `until`: one
+    /// that is there, or one whose name may come back after a crash.
     fn has_older(&self, number: u64, until: u64) -> bool {
         let state = self.state.lock();
-        state.segments.iter().any(|(&other, segment)| other != number && segment.oldest < until)
+        let older = |segment: &Segment| segment.unread || segment.oldest < until;
+        state.lingering_oldest.is_some_and(|oldest| oldest < until)
+            || state.segments.iter().any(|(&other, segment)| other != number && older(segment))
     }
 }
 

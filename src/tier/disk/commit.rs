@@ -13,13 +13,17 @@ impl DiskTier {
     pub fn commit(&self, mark: Mark) -> Result<()> {
         let mut state = self.state.lock();
         let upto = loop {
-            // A segment goes only when its cells are dropped, or durable elsewhere.
-            let Some(segment) = state.segments.get_mut(&mark.segment) else { return Ok(()) };
+            // A segment goes only when its cells are dropped, or durable elsewhere; but
+            // what a sync lost may be in neither place.
+            let lost = state.lost.get(&mark.segment).is_some_and(|&clean| mark.write > clean);
+            let Some(segment) = state.segments.get_mut(&mark.segment) else {
+                return if lost { not_durable(mark) } else { Ok(()) };
+            };
             if segment.clean >= mark.write {
                 return Ok(());
             }
             if segment.poisoned {
-                fail!(Io, "a sync of segment {} failed: this write is not durable", mark.segment);
+                return not_durable(mark);
             }
             if !segment.syncing {
                 segment.syncing = true;
@@ -56,4 +60,8 @@ impl DiskTier {
         };
         marks.into_iter().map(|mark| self.commit(mark)).fold(Ok(()), Result::and)
     }
+}
+
+fn not_durable(mark: Mark) -> Result<()> {
+    fail!(Io, "a sync of segment {} failed: this write is not durable", mark.segment)
 }

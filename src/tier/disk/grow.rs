@@ -25,12 +25,7 @@ impl DiskTier {
         }
         self.end(front);
         self.sweep();
-        let number = self.make_segment(front)?;
-        let mut state = self.state.lock();
-        state.fronts[front as usize] = Some(number);
-        // Room is taken before anybody else can: the segment cannot be too full.
-        let grant = state.grant(front, blocks, born);
-        drop(state);
+        let grant = self.make_segment(front, blocks, born)?;
         drop(growth);
         match grant {
             Some(grant) => Ok(grant),
@@ -52,12 +47,12 @@ impl DiskTier {
         }
     }
 
-    fn make_segment(&self, front: Front) -> Result<u64> {
+    /// Makes a segment that is its front's from now on; room in it.
+    fn make_segment(&self, front: Front, blocks: u32, born: u64) -> Result<Option<Grant>> {
         let bytes = self.options.segment_bytes;
-        // Callers leave room for one more segment: cleaning can always go on.
-        let spare = if front == Front::Callers { bytes } else { 0 };
         let number = {
             let mut state = self.state.lock();
+            let spare = if front == Front::Callers { state.kept_back(bytes) } else { 0 };
             let number = state.next_segment;
             if number > MAX_SEGMENT {
                 fail!(Limit, "segment numbers are used up");
@@ -66,11 +61,11 @@ impl DiskTier {
             state.next_segment += 1;
             number
         };
-        let blocks = self.segment_blocks();
+        let all = self.segment_blocks();
         let name = segment_name(number);
         let made = self.files.create(&name, bytes);
         let begun = made.and_then(|file| {
-            let begun = self.begin_segment(file, number, blocks);
+            let begun = self.begin_segment(file, number, all);
             if begun.is_err() {
                 self.files.close(file);
             }
@@ -81,7 +76,7 @@ impl DiskTier {
                 let mut state = self.state.lock();
                 let segment = Segment {
                     file: Some(file),
-                    blocks,
+                    blocks: all,
                     next: 1,
                     oldest: u64::MAX,
                     ..Segment::default()
@@ -90,7 +85,9 @@ impl DiskTier {
                 state.open_files += 1;
                 state.stats.segments_made += 1;
                 state.stats.overhead_bytes += BLOCK_BYTES as u64;
-                Ok(number)
+                // In the same breath: else it would be swept, empty as it is, or filled.
+                state.fronts[front as usize] = Some(number);
+                Ok(state.grant(front, blocks, born))
             }
             Err(error) => {
                 let error = refusal(error);
@@ -136,7 +133,7 @@ impl DiskTier {
     /// Removes segments in which nothing lives and that nobody uses; the bytes that
     /// came free. What cannot be removed keeps counting, and is tried again.
     pub fn sweep(&self) -> u64 {
-        // What replaced a session's record must last before that goes.
+        // What counts instead of something must last before that goes.
         let mut lasting: Vec<u64> = {
             let mut state = self.state.lock();
             state.can_go().filter(|(_, s)| s.superseded).map(|(&number, _)| number).collect()
@@ -174,16 +171,23 @@ impl DiskTier {
         let mut state = self.state.lock();
         let mut freed = 0;
         for (number, _, bytes) in gone {
-            state.segments.remove(&number);
+            let Some(segment) = state.segments.remove(&number) else { continue };
+            let oldest = segment.oldest;
+            if segment.poisoned && segment.dirty > segment.clean {
+                state.lost.insert(number, segment.clean);
+            }
             state.stats.segments_removed += 1;
             if lasts {
                 state.give_back(bytes);
                 freed += bytes;
             } else {
                 state.lingering_bytes += bytes;
+                let before = state.lingering_oldest.unwrap_or(u64::MAX);
+                state.lingering_oldest = Some(before.min(oldest));
             }
         }
         if lasts {
+            state.lingering_oldest = None;
             let lingering = std::mem::take(&mut state.lingering_bytes);
             state.give_back(lingering);
             freed += lingering;

@@ -16,6 +16,7 @@ mod checkpoint;
 mod clean;
 mod commit;
 mod files;
+mod fsck;
 mod grow;
 mod note;
 mod open;
@@ -26,11 +27,12 @@ mod spot;
 mod staging;
 mod state;
 mod stats;
+mod twice;
 
 use crate::base::account::Account;
 use crate::base::clock::Clock;
 use crate::base::sync::{Arc, Condvar, Mutex};
-use crate::format::segment::{BLOCK_BYTES, StoreId};
+use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreId};
 use crate::io::files::Files;
 use crate::tier::disk::staging::Staging;
 use crate::tier::disk::state::State;
@@ -38,6 +40,9 @@ use crate::tier::disk::state::State;
 pub use crate::tier::disk::batch::{Get, GetPlane, Gets, Mark, Put, PutCell, PutPlane, Puts};
 pub use crate::tier::disk::checkpoint::{Cover, Sink};
 pub use crate::tier::disk::clean::{CellAt, Cleaned, Keeper};
+pub use crate::tier::disk::fsck::{
+    CheckpointFound, Damage, FsckOptions, NamespaceFound, Report, Tally, What, fsck,
+};
 pub use crate::tier::disk::recovered::{Recovered, RecoveredSession};
 pub use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS, Spot};
 pub use crate::tier::disk::stats::{OpenReport, SegmentInfo, Stats};
@@ -80,6 +85,34 @@ impl Options {
 }
 
 /// A directory of segments.
+///
+/// Any number of threads may be in any of its calls at once, the same one or
+/// different ones: [`append`](DiskTier::append), [`read`](DiskTier::read),
+/// [`read_plane`](DiskTier::read_plane), [`planes`](DiskTier::planes),
+/// [`commit`](DiskTier::commit), [`commit_all`](DiskTier::commit_all),
+/// [`forget`](DiskTier::forget), [`put_session`](DiskTier::put_session),
+/// [`drop_cells`](DiskTier::drop_cells), [`sweep`](DiskTier::sweep),
+/// [`clean`](DiskTier::clean), [`cover`](DiskTier::cover),
+/// [`checkpoint`](DiskTier::checkpoint), [`close`](DiskTier::close),
+/// [`stats`](DiskTier::stats), [`segments`](DiskTier::segments). None waits for
+/// another but where it says so; what meets:
+///
+/// - Two cleanings of one segment, or a cleaning and a record that is being written
+///   to it: BUSY. Two of different segments go on side by side.
+/// - Two checkpoints: BUSY.
+/// - A read of a cell that is moved or dropped meanwhile is right as long as it has
+///   begun before the old place goes: a segment that is read stays. One that begins
+///   later with the old place is NOT_FOUND: callers look the place up again.
+/// - A cell that is dropped while it is moved: [`Keeper::moved`] answers false. It is
+///   called under no lock of the tier, from the thread that cleans.
+/// - Two `put_session` of one name: the one that took its room later counts.
+/// - A `forget` and an `append` of the same chunk: callers order them. The append
+///   counts if it took its room later.
+/// - A checkpoint and everything else: see [`DiskTier::cover`].
+/// - Calls of `append` that need a segment wait for the one that makes it. `commit`
+///   waits for a sync of the same segment that is under way.
+///
+/// A batch ([`Puts`], [`Gets`]) and its memory belong to one call at a time.
 pub struct DiskTier {
     files: Arc<dyn Files>,
     options: Options,
@@ -119,7 +152,7 @@ impl DiskTier {
             dead_blocks: segment.next.saturating_sub(1).saturating_sub(segment.live),
             age_records: state.next_record.saturating_sub(segment.newest).saturating_sub(1),
             is_front: state.is_front(number),
-            has_notes: segment.forgets > 0 || segment.sessions > 0,
+            has_notes: segment.forgets > 0 || segment.sessions > 0 || segment.held,
             poisoned: segment.poisoned,
             damaged: segment.damaged,
         };
@@ -140,6 +173,12 @@ impl DiskTier {
     fn segment_blocks(&self) -> u32 {
         (self.options.segment_bytes / BLOCK_BYTES as u64) as u32
     }
+}
+
+/// The least that a budget can be.
+fn least_bytes(options: &Options) -> u64 {
+    let store = (STORE_BLOCKS * BLOCK_BYTES) as u64;
+    options.segment_bytes.saturating_mul(MIN_SEGMENTS).saturating_add(store)
 }
 
 /// Blocks that some bytes take, in a segment.

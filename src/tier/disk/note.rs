@@ -10,7 +10,7 @@ use crate::format::record::{
 use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::Way;
 use crate::tier::disk::batch::Mark;
-use crate::tier::disk::state::{Front, Grant, Note};
+use crate::tier::disk::state::{Front, Grant, Note, Segment};
 use crate::tier::disk::{DiskTier, offset_of};
 
 /// A record without cells that is to be written.
@@ -22,6 +22,16 @@ pub(super) struct NoteRecord<'a> {
     /// 0 = the record's own number, for both.
     pub born: u64,
     pub until: u64,
+    /// The segment that it is copied from; 0 = none.
+    pub from: u64,
+}
+
+/// The age of a record that is copied, and from where; zeros = it is new.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Origin {
+    pub born: u64,
+    pub until: u64,
+    pub from: u64,
 }
 
 impl DiskTier {
@@ -32,7 +42,7 @@ impl DiskTier {
         if layers.len() > MAX_CELLS {
             fail!(Limit, "{} layers are more than {MAX_CELLS}", layers.len());
         }
-        self.note_forget(Front::Callers, key, layers, 0, 0)
+        self.note_forget(Front::Callers, key, layers, Origin::default())
     }
 
     pub(super) fn note_forget(
@@ -40,17 +50,14 @@ impl DiskTier {
         front: Front,
         key: Key,
         layers: &[u32],
-        born: u64,
-        until: u64,
+        origin: Origin,
     ) -> Result<Mark> {
         let body: Vec<u8> = layers.iter().flat_map(|layer| layer.to_le_bytes()).collect();
         let items = layers.len() as u32;
-        let note = NoteRecord { kind: Kind::Forget, key, items, body: [&body, &[]], born, until };
-        let (grant, mark) = self.note(front, &note)?;
-        if let Some(segment) = self.state.lock().segments.get_mut(&grant.segment) {
-            segment.forgets += 1;
-        }
-        Ok(mark)
+        let Origin { born, until, from } = origin;
+        let (kind, body) = (Kind::Forget, [&body[..], &[]]);
+        let note = NoteRecord { kind, key, items, body, born, until, from };
+        self.note(front, &note).map(|(_, mark)| mark)
     }
 
     /// Notes what a session is, in place of what was noted of that name before. No
@@ -62,22 +69,26 @@ impl DiskTier {
                 "a session has a name of 1 to {MAX_NAME_BYTES} bytes and content of up to {MAX_PAYLOAD_BYTES}"
             );
         }
-        let (note, mark) = self.note_session(Front::Callers, name, payload, 0)?;
+        let (note, mark) = self.note_session(Front::Callers, name, payload, Origin::default())?;
         self.settle_session(name, note, false);
         Ok(mark)
     }
 
-    /// Writes what a session is; where that is then.
+    /// Writes what a session is; where that is then. It counts as one of its
+    /// segment, until [`DiskTier::settle_session`] or
+    /// [`crate::tier::disk::state::State::uncount_session`] says otherwise.
     pub(super) fn note_session(
         &self,
         front: Front,
         name: &[u8],
         payload: &[u8],
-        born: u64,
+        origin: Origin,
     ) -> Result<(Note, Mark)> {
         let (kind, items) = (Kind::Session, name.len() as u32);
         let key = Chunk::NONE.key;
-        let record = NoteRecord { kind, key, items, body: [name, payload], born, until: 0 };
+        let Origin { born, until, from } = origin;
+        let body = [name, payload];
+        let record = NoteRecord { kind, key, items, body, born, until, from };
         let (grant, mark) = self.note(front, &record)?;
         let born = if born == 0 { grant.number } else { born };
         let blocks = header_blocks_of(name.len() + payload.len()).unwrap_or(1);
@@ -89,9 +100,44 @@ impl DiskTier {
     /// the later.
     pub(super) fn settle_session(&self, name: &[u8], note: Note, lasts: bool) {
         let mut state = self.state.lock();
-        if state.sessions.get(name).is_none_or(|old| old.born <= note.born) {
-            state.move_session(name, note, lasts);
+        match state.sessions.get(name).is_none_or(|old| old.born <= note.born) {
+            true => state.point_session(name, note, lasts),
+            false => state.uncount_session(note.segment, false),
         }
+    }
+
+    /// Writes anew what sessions are whose records are in doubtful segments and may be
+    /// gone: before what they were goes, or a checkpoint covers that.
+    pub(super) fn save_sessions(
+        &self,
+        sessions: &mut [(Box<[u8]>, Note)],
+        doubtful: &dyn Fn(&Segment) -> bool,
+    ) -> Result<()> {
+        let mut written = Vec::new();
+        let mut lasts = Ok(());
+        for (at, (name, note)) in sessions.iter().enumerate() {
+            if !self.state.lock().segments.get(&note.segment).is_some_and(doubtful) {
+                continue;
+            }
+            let origin = Origin { born: note.born, until: 0, from: note.segment };
+            match self.note_session(Front::Cleaning, name, &note.payload, origin) {
+                Ok((note, mark)) => written.push((at, note, mark)),
+                Err(error) => lasts = Err(error),
+            }
+        }
+        let marks = written.iter().map(|(.., mark)| *mark);
+        let lasts =
+            lasts.and_then(|()| marks.map(|mark| self.commit(mark)).fold(Ok(()), Result::and));
+        for (at, note, _) in written {
+            let Some((name, old)) = sessions.get_mut(at) else { continue };
+            if lasts.is_ok() {
+                self.settle_session(name, note.clone(), true);
+                *old = note;
+            } else {
+                self.state.lock().uncount_session(note.segment, false);
+            }
+        }
+        lasts
     }
 
     fn note(&self, front: Front, note: &NoteRecord<'_>) -> Result<(Grant, Mark)> {
@@ -114,6 +160,9 @@ impl DiskTier {
             segment.writing -= 1;
             segment.dirty += 1;
             mark.write = segment.dirty;
+            // Counted before anybody can take the segment for empty and remove it.
+            segment.forgets += u32::from(written.is_ok() && note.kind == Kind::Forget);
+            segment.sessions += u32::from(written.is_ok() && note.kind == Kind::Session);
         }
         written.map(|()| (grant, mark))
     }
@@ -132,6 +181,7 @@ impl DiskTier {
             items: note.items,
             born: if note.born == 0 { grant.number } else { note.born },
             until: if note.until == 0 { grant.number } else { note.until },
+            from: note.from,
             chunk: Chunk { key: note.key, ..Chunk::NONE },
             ..self.plain_head(grant, blocks)
         });
@@ -164,6 +214,7 @@ impl DiskTier {
             chunk: Chunk::NONE,
             body_bytes: 0,
             until: 0,
+            from: 0,
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS};
 use crate::tier::disk::staging::Staging;
 use crate::tier::disk::state::{Front, Segment, State};
 use crate::tier::disk::stats::OpenReport;
-use crate::tier::disk::{DEFAULT_SEGMENT_BYTES, DiskTier, MIN_SEGMENTS, Options, Spot};
+use crate::tier::disk::{DEFAULT_SEGMENT_BYTES, DiskTier, Options, Spot, least_bytes};
 
 const STORE_BYTES: u64 = (STORE_BLOCKS * BLOCK_BYTES) as u64;
 const DEFAULT_MAX_OPEN: usize = 512;
@@ -124,13 +124,14 @@ impl DiskTier {
             finder.record(record)
         })?;
         self.note_segments(&notes, &found, report);
-        let (recovered, sessions) = {
+        let covered = finder.covered.unwrap_or(0);
+        let (mut recovered, noted) = {
             let state = self.state.lock();
             finder.finish(|spot, bytes| {
                 let end = u64::from(spot.block()) + blocks_of(bytes);
                 let segment = state.segments.get(&spot.segment());
                 spot.block() > 0 && segment.is_some_and(|s| end <= u64::from(s.blocks))
-            })?
+            })
         };
         let mut state = self.state.lock();
         for place in recovered.chunks().flat_map(|(_, places)| places) {
@@ -139,8 +140,20 @@ impl DiskTier {
                     segment.live.saturating_add(blocks_of(place.stored_bytes.into()) as u32);
             }
         }
-        sessions.into_iter().for_each(|(name, note)| state.move_session(&name, note, true));
+        for note in noted.sessions.values() {
+            if let Some(segment) = state.segments.get_mut(&note.segment) {
+                segment.sessions += 1;
+            }
+        }
+        state.sessions = noted.sessions;
+        for segment in noted.outdated {
+            if let Some(segment) = state.segments.get_mut(&segment) {
+                segment.held = true;
+            }
+        }
         drop(state);
+        self.settle(&mut recovered, covered)?;
+        recovered.close();
         self.cut(&found);
         Ok(recovered)
     }
@@ -174,6 +187,10 @@ impl DiskTier {
         }
         let kept = report.checkpoint;
         self.remove_checkpoints(|number| number != kept);
+        let mut state = self.state.lock();
+        if let Some(&bytes) = state.checkpoints.get(&kept) {
+            state.checkpoint_bytes = self.next_checkpoint_bytes(bytes);
+        }
         Ok(covered)
     }
 
@@ -249,7 +266,7 @@ fn checked(mut options: Options) -> Result<Options> {
     if bytes % block != 0 || bytes < 4 * block || bytes > most {
         fail!(Invalid, "a segment has 4 to {MAX_SEGMENT_BLOCKS} whole blocks, not {bytes} bytes");
     }
-    let least = MIN_SEGMENTS * bytes + STORE_BYTES;
+    let least = least_bytes(&options);
     if options.budget_bytes < least {
         fail!(
             Invalid,

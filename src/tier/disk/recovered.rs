@@ -4,13 +4,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::status::{Error, Result, Status};
-use crate::fail;
 use crate::format::checkpoint::{Place, Session};
 use crate::format::keys::Key;
 use crate::format::record::{Chunk, Kind, Record};
 use crate::format::seal::{Identity, seal};
 use crate::tier::disk::spot::Spot;
 use crate::tier::disk::state::Note;
+use crate::tier::disk::twice::{Copy, which_counts};
 
 /// A session and what was noted of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,15 +24,38 @@ pub struct RecoveredSession {
 /// What is noted of sessions, by name.
 pub(super) type Sessions = BTreeMap<Box<[u8]>, Note>;
 
+/// What was found of sessions.
+pub(super) struct Noted {
+    pub sessions: Sessions,
+    /// Segments that have records of sessions which do not count.
+    pub outdated: BTreeSet<u64>,
+}
+
 /// Some cells of a chunk.
 #[derive(Clone, Copy, Debug)]
-struct Row {
-    chunk: Chunk,
+pub(super) struct Row {
+    pub chunk: Chunk,
     /// The record that has them; 0 = a checkpoint says so.
+    pub number: u64,
+    pub born: u64,
+    /// The segment that record was copied from.
+    pub from: u64,
+    pub first: usize,
+    pub cells: usize,
+}
+
+impl Row {
+    /// Its cells, of all places.
+    pub fn of<'a>(&self, places: &'a [Place]) -> &'a [Place] {
+        places.get(self.first..self.first + self.cells).unwrap_or(&[])
+    }
+}
+
+/// A session's record, or what a checkpoint says of it (number 0).
+struct Written {
     number: u64,
-    born: u64,
-    first: usize,
-    cells: usize,
+    from: u64,
+    note: Note,
 }
 
 /// Cells of a chunk that are gone.
@@ -44,27 +67,54 @@ struct Forgotten {
 /// Cells and sessions that were found. None of the cells' bytes was read yet.
 #[derive(Default)]
 pub struct Recovered {
-    rows: Vec<Row>,
-    places: Vec<Place>,
+    pub(super) rows: Vec<Row>,
+    pub(super) places: Vec<Place>,
     /// Sessions, by name.
     pub sessions: Vec<RecoveredSession>,
 }
 
 impl Recovered {
     /// Chunks and cells of theirs: by position, so that a chunk comes after the
-    /// one before it. A chunk may come more than once, with other cells. A cell that
-    /// comes twice is there twice: the first counts, which is the one that callers
-    /// were told of; the other must be dropped.
+    /// one before it. A chunk may come more than once, with other cells; no cell
+    /// comes twice.
     pub fn chunks(&self) -> impl ExactSizeIterator<Item = (&Chunk, &[Place])> {
-        self.rows.iter().map(|row| {
-            let cells = self.places.get(row.first..row.first + row.cells);
-            (&row.chunk, cells.unwrap_or(&[]))
-        })
+        self.rows.iter().map(|row| (&row.chunk, row.of(&self.places)))
     }
 
     /// How many cells there are.
     pub fn cells(&self) -> u64 {
         self.rows.iter().map(|row| row.cells as u64).sum()
+    }
+
+    /// Keeps the places that `wants` wants, each asked for with its row. Rows must
+    /// be in the order in which they were found.
+    fn keep(&mut self, wants: impl Fn(usize, &Row, &Place) -> bool) {
+        let mut kept = 0;
+        for (index, row) in self.rows.iter_mut().enumerate() {
+            let first = std::mem::replace(&mut row.first, kept);
+            let cells = std::mem::replace(&mut row.cells, 0);
+            for at in first..first + cells {
+                let Some(&place) = self.places.get(at) else { continue };
+                if !wants(index, row, &place) {
+                    continue;
+                }
+                if let Some(to) = self.places.get_mut(kept) {
+                    *to = place;
+                }
+                kept += 1;
+                row.cells += 1;
+            }
+        }
+        self.places.truncate(kept);
+    }
+
+    /// Forgets places that are none any more, and puts chunks in order.
+    pub(super) fn close(&mut self) {
+        self.keep(|_, _, place| Spot(place.spot) != Spot::NONE);
+        self.rows.retain(|row| row.cells > 0);
+        self.rows.sort_unstable_by_key(|row| {
+            (row.chunk.position, std::cmp::Reverse(row.born), row.number, row.first)
+        });
     }
 }
 
@@ -73,7 +123,9 @@ impl Recovered {
 pub(super) struct Finder {
     all: Recovered,
     forgotten: BTreeMap<Key, Vec<Forgotten>>,
-    pub sessions: Sessions,
+    sessions: BTreeMap<Box<[u8]>, Vec<Written>>,
+    /// Segments that have records of sessions which do not count.
+    outdated: BTreeSet<u64>,
     /// Records from this number on may be missing in the checkpoint.
     pub covered: Option<u64>,
 }
@@ -93,7 +145,8 @@ impl Finder {
         }
         if let Some((name, payload)) = record.session() {
             let (born, segment, blocks) = (head.born, head.segment, head.blocks);
-            self.session(&Session { name, payload, born, segment, blocks });
+            let session = Session { name, payload, born, segment, blocks };
+            self.session(&session, head.number, head.from);
         }
         if head.kind != Kind::Cells as u16 {
             return Ok(());
@@ -119,7 +172,7 @@ impl Finder {
                 codec: cell.codec,
             });
         }
-        self.row(head.chunk, head.number, head.born, first)
+        self.row(head.chunk, [head.number, head.born, head.from], first)
     }
 
     /// Adds an entry of the checkpoint.
@@ -131,33 +184,36 @@ impl Finder {
         }
         // All that was forgotten before is not in it.
         let born = self.covered.unwrap_or(0).saturating_sub(1);
-        self.row(*chunk, 0, born, first)
+        self.row(*chunk, [0, born, 0], first)
     }
 
-    fn row(&mut self, chunk: Chunk, number: u64, born: u64, first: usize) -> Result<()> {
+    fn row(&mut self, chunk: Chunk, [number, born, from]: [u64; 3], first: usize) -> Result<()> {
         self.all.rows.try_reserve(1).map_err(no_memory)?;
         let cells = self.all.places.len() - first;
-        self.all.rows.push(Row { chunk, number, born, first, cells });
+        self.all.rows.push(Row { chunk, number, born, from, first, cells });
         Ok(())
     }
 
-    /// Adds what was noted of a session; the last counts.
-    pub fn session(&mut self, session: &Session<'_>) {
-        let note = || Note {
-            payload: session.payload.into(),
-            born: session.born,
-            segment: session.segment,
-            blocks: session.blocks,
-        };
-        match self.sessions.get_mut(session.name) {
-            // Of the same, the one that was moved after the checkpoint: segments are
-            // read after it.
-            Some(old) if old.born <= session.born => *old = note(),
-            Some(_) => {}
-            None => {
-                self.sessions.insert(session.name.into(), note());
-            }
+    /// Adds what was noted of a session, by a record or (number 0) a checkpoint; what
+    /// was born last counts.
+    pub fn session(&mut self, session: &Session<'_>, number: u64, from: u64) {
+        let Session { name, payload, born, segment, blocks } = *session;
+        let all = self.sessions.entry(name.into()).or_default();
+        let newest = all.first().map_or(0, |written| written.note.born);
+        if newest > born {
+            self.outdated.insert(segment);
+            return;
         }
+        if newest < born {
+            self.outdated.extend(all.drain(..).map(|written| written.note.segment));
+        }
+        let note = Note { payload: payload.into(), born, segment, blocks };
+        all.push(Written { number, from, note });
+    }
+
+    /// How many cells were added, however often each.
+    pub fn cells(&self) -> u64 {
+        self.all.cells()
     }
 
     /// Forgets everything: the checkpoint it came from is not sound.
@@ -165,48 +221,42 @@ impl Finder {
         *self = Finder::default();
     }
 
-    /// What lives. `is_there` says whether a cell can be where it is said to be.
-    pub fn finish(mut self, is_there: impl Fn(Spot, u64) -> bool) -> Result<(Recovered, Sessions)> {
+    /// What lives, each cell as often as it is there. `is_there` says whether one can
+    /// be where it is said to be.
+    pub fn finish(mut self, is_there: impl Fn(Spot, u64) -> bool) -> (Recovered, Noted) {
         let confirmed = self.confirmed();
-        let mut all = self.all;
-        let mut kept = 0;
-        for (index, row) in all.rows.iter_mut().enumerate() {
-            let first = std::mem::replace(&mut row.first, kept);
-            let cells = std::mem::replace(&mut row.cells, 0);
-            let forgotten = self.forgotten.get(&row.chunk.key).map_or(&[][..], |all| all);
-            let moved = self.covered.is_some_and(|n| is_moved(row, n));
-            for at in first..first + cells {
-                let Some(&place) = all.places.get(at) else { fail!(State, "a row too long") };
-                let gone = forgotten.iter().any(|forgotten| {
-                    forgotten.until > row.born
-                        && (forgotten.layers.is_empty() || forgotten.layers.contains(&place.layer))
-                });
-                let dropped = moved && !confirmed.contains(&(index, place.layer));
-                if gone || dropped || !is_there(Spot(place.spot), place.stored_bytes.into()) {
-                    continue;
-                }
-                if let Some(to) = all.places.get_mut(kept) {
-                    *to = place;
-                }
-                kept += 1;
-                row.cells += 1;
-            }
-        }
-        all.places.truncate(kept);
-        all.rows.retain(|row| row.cells > 0);
-        all.rows.sort_unstable_by_key(|row| {
-            // What was stored last; of the same, what was not moved: it was durable first.
-            (row.chunk.position, std::cmp::Reverse(row.born), row.number, row.first)
+        let (covered, all_forgotten) = (self.covered, self.forgotten);
+        self.all.keep(|index, row, place| {
+            let forgotten = all_forgotten.get(&row.chunk.key).map_or(&[][..], |all| all);
+            let gone = forgotten.iter().any(|forgotten| {
+                forgotten.until > row.born
+                    && (forgotten.layers.is_empty() || forgotten.layers.contains(&place.layer))
+            });
+            let moved = covered.is_some_and(|n| is_moved(row, n));
+            let dropped = moved && !confirmed.contains(&(index, place.layer));
+            !gone && !dropped && is_there(Spot(place.spot), place.stored_bytes.into())
         });
-        self.sessions.retain(|_, note| is_there(Spot::new(note.segment, 1, 0), 1));
-        let live = self.sessions.iter().filter(|(_, note)| !note.payload.is_empty());
-        all.sessions = live
+        let mut sessions = Sessions::new();
+        for (name, mut all) in self.sessions {
+            all.retain(|written| is_there(Spot::new(written.note.segment, 1, 0), 1));
+            let copies = all.iter().map(|w| Copy {
+                number: w.number,
+                segment: w.note.segment,
+                from: w.from,
+            });
+            if let Some(counts) = which_counts(copies) {
+                sessions.insert(name, all.swap_remove(counts).note);
+            }
+            self.outdated.extend(all.into_iter().map(|written| written.note.segment));
+        }
+        let live = sessions.iter().filter(|(_, note)| !note.payload.is_empty());
+        self.all.sessions = live
             .map(|(name, note)| RecoveredSession {
                 name: name.clone(),
-                payload: note.payload.clone(),
+                payload: note.payload[..].into(),
             })
             .collect();
-        Ok((all, self.sessions))
+        (self.all, Noted { sessions, outdated: self.outdated })
     }
 
     /// Cells that cleaning moved after the checkpoint, and that the checkpoint has:

@@ -41,7 +41,7 @@ pub(super) struct Found {
 }
 
 /// One segment being read.
-struct Walk {
+pub(super) struct Walk {
     store: StoreId,
     blocks: u32,
     at: u32,
@@ -53,23 +53,23 @@ struct Walk {
 }
 
 /// What is read next: so many blocks from there.
-type Need = Option<(u32, u32)>;
+pub(super) type Need = Option<(u32, u32)>;
 
 impl Walk {
-    fn new(store: StoreId, segment: u64, blocks: u32, from: u32) -> Walk {
+    pub fn new(store: StoreId, segment: u64, blocks: u32, from: u32) -> Walk {
         let found = Found { segment, end: from.max(1), ..Found::default() };
         Walk { store, blocks, at: from, last: 0, in_hole: false, dirty_hole: false, found }
     }
 
     /// What to read next.
-    fn need(&self) -> Need {
+    pub fn need(&self) -> Need {
         let guess = if self.in_hole { WINDOW_BLOCKS } else { HEADER_GUESS_BLOCKS };
         let left = self.blocks.saturating_sub(self.at);
         (left > 0).then(|| (self.at, guess.min(left)))
     }
 
     /// Goes through a window that starts at the block it needed.
-    fn read(
+    pub fn read(
         &mut self,
         window: &[u8],
         each: &mut dyn FnMut(&Record<'_>) -> Result<()>,
@@ -147,7 +147,7 @@ impl Walk {
 
     /// What it needed could not be read: block by block then, and past those that
     /// cannot.
-    fn fail(&mut self, blocks: u32) -> Need {
+    pub fn fail(&mut self, blocks: u32) -> Need {
         if blocks > 1 {
             return Some((self.at, 1));
         }
@@ -162,7 +162,7 @@ impl Walk {
         self.need()
     }
 
-    fn end(mut self) -> Found {
+    pub fn end(mut self) -> Found {
         self.found.torn = self.in_hole && self.dirty_hole;
         self.found
     }

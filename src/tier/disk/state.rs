@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use crate::base::status::Result;
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
 use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::FileId;
@@ -36,8 +37,13 @@ pub(super) struct Segment {
     /// Records of kind *forget*, and of sessions that are newest.
     pub forgets: u32,
     pub sessions: u32,
-    /// What replaced a session's record here may not be durable yet.
+    /// What counts instead of a session's record or a cell here may not be durable
+    /// yet.
     pub superseded: bool,
+    /// Has what a session was before a record that was found when the store was
+    /// opened. Had a sync of that failed before, no other could tell: this stays
+    /// until the session is in a checkpoint, or written anew.
+    pub held: bool,
     /// Records being written.
     pub writing: u32,
     /// Smallest number under which a record in it was born.
@@ -77,7 +83,7 @@ impl Segment {
     }
 
     pub fn is_empty(&self) -> bool {
-        self.live == 0 && self.forgets == 0 && self.sessions == 0 && !self.unread
+        self.live == 0 && self.forgets == 0 && self.sessions == 0 && !self.unread && !self.held
     }
 
     pub fn note_record(&mut self, number: u64, born: u64) {
@@ -89,7 +95,7 @@ impl Segment {
 /// What is noted of a session.
 #[derive(Clone, Debug)]
 pub(super) struct Note {
-    pub payload: Box<[u8]>,
+    pub payload: Arc<[u8]>,
     pub born: u64,
     pub segment: u64,
     pub blocks: u32,
@@ -108,16 +114,23 @@ pub(super) struct Grant {
 pub(super) struct State {
     pub segments: BTreeMap<u64, Segment>,
     pub fronts: [Option<u64>; 2],
+    /// Segments that are gone and of which a sync failed: so many of their writes
+    /// were durable.
+    pub lost: BTreeMap<u64, u64>,
     pub next_record: u64,
     pub next_segment: u64,
     pub next_checkpoint: u64,
     pub used_bytes: u64,
     /// Of files that were removed and whose names may come back after a crash.
     pub lingering_bytes: u64,
+    /// The smallest number under which a record of theirs was born, if there are any.
+    pub lingering_oldest: Option<u64>,
     pub sessions: BTreeMap<Box<[u8]>, Note>,
     /// Checkpoints that are there, with their lengths.
     pub checkpoints: BTreeMap<u64, u64>,
     pub checkpointing: bool,
+    /// What the next one may take; 0 = nobody knows.
+    pub checkpoint_bytes: u64,
     pub open_files: usize,
     pub uses: u64,
     pub stats: Stats,
@@ -174,6 +187,16 @@ impl State {
         }
     }
 
+    /// What callers leave when they make a segment: one more, so that cleaning can
+    /// always go on, and what is missing to two checkpoints, of which one is made
+    /// while the other is still there.
+    pub fn kept_back(&self, segment_bytes: u64) -> u64 {
+        let there = self.checkpoints.values().copied().fold(0, u64::saturating_add);
+        let both = self.checkpoint_bytes.saturating_mul(2);
+        let room = if self.checkpointing { 0 } else { both.saturating_sub(there) };
+        segment_bytes.saturating_add(room)
+    }
+
     /// Takes bytes of the budget, of which `spare` must stay.
     pub fn take(&mut self, bytes: u64, spare: u64, budget: u64) -> Result<()> {
         let wanted = self.used_bytes.saturating_add(bytes).saturating_add(spare);
@@ -194,16 +217,35 @@ impl State {
         self.used_bytes = self.used_bytes.saturating_sub(bytes);
     }
 
-    /// A session's newest record is in another place now, and `lasts` there or not.
-    pub fn move_session(&mut self, name: &[u8], note: Note, lasts: bool) {
-        if let Some(entry) = self.segments.get_mut(&note.segment) {
-            entry.sessions += 1;
-        }
+    /// A session's newest record is in another place now, where it was counted, and
+    /// `lasts` there or not.
+    pub fn point_session(&mut self, name: &[u8], note: Note, lasts: bool) {
         if let Some(old) = self.sessions.insert(name.into(), note) {
-            if let Some(entry) = self.segments.get_mut(&old.segment) {
-                entry.sessions = entry.sessions.saturating_sub(1);
-                entry.superseded |= !lasts;
-            }
+            self.uncount_session(old.segment, !lasts);
+        }
+    }
+
+    /// A session's record is none that counts; `superseded` = by one that may not be
+    /// durable yet.
+    pub fn uncount_session(&mut self, segment: u64, superseded: bool) {
+        if let Some(entry) = self.segments.get_mut(&segment) {
+            entry.sessions = entry.sessions.saturating_sub(1);
+            entry.superseded |= superseded;
+        }
+    }
+
+    /// What sessions are now.
+    pub fn noted(&self) -> Result<Vec<(Box<[u8]>, Note)>> {
+        let mut all = Vec::new();
+        all.try_reserve_exact(self.sessions.len()).map_err(|_| Status::NoMem)?;
+        all.extend(self.sessions.iter().map(|(name, note)| (name.clone(), note.clone())));
+        Ok(all)
+    }
+
+    /// What counts instead of something in a segment may not be durable yet.
+    pub fn supersede(&mut self, segment: u64) {
+        if let Some(entry) = self.segments.get_mut(&segment) {
+            entry.superseded = true;
         }
     }
 }

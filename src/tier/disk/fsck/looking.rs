@@ -1,0 +1,45 @@
+//! Files that are read, through one buffer that grows.
+
+use crate::base::memory::Buffer;
+use crate::base::status::{Error, Result, Status};
+use crate::io::files::{FileId, Files, Piece, Way};
+use crate::tier::disk::staging::Staging;
+
+/// Reads stretches of files, one at a time.
+pub(super) struct Looking<'a> {
+    files: &'a dyn Files,
+    staging: Staging,
+    buffer: Option<Buffer>,
+}
+
+impl<'a> Looking<'a> {
+    pub fn new(files: &'a dyn Files) -> Looking<'a> {
+        Looking { files, staging: Staging::new(None), buffer: None }
+    }
+
+    pub fn open(&self, name: &str) -> Result<FileId> {
+        self.files.open(name)
+    }
+
+    pub fn close(&self, file: FileId) {
+        self.files.close(file);
+    }
+
+    /// Reads whole blocks.
+    pub fn read(&mut self, file: FileId, offset: u64, bytes: u64) -> Result<&[u8]> {
+        if self.buffer.as_ref().is_none_or(|buffer| buffer.bytes() < bytes) {
+            // The old one goes first.
+            self.buffer = None;
+            self.buffer = Some(self.staging.map(bytes)?);
+        }
+        let address = self.buffer.as_ref().and_then(|buffer| buffer.range(0, bytes));
+        let address = address.ok_or_else(|| Error::from(Status::NoMem))?;
+        let mut pieces = [Piece::one(file, Way::Read, offset, address, bytes)];
+        // SAFETY: this value's own buffer, of at least that length.
+        unsafe { self.files.transfer(&mut pieces) };
+        let [piece] = pieces;
+        piece.result?;
+        // SAFETY: as above; nobody writes it while it is borrowed.
+        Ok(unsafe { std::slice::from_raw_parts(address, bytes as usize) })
+    }
+}

@@ -1,0 +1,210 @@
+//! Cells that are found twice: of which copy callers were told, and whether it is
+//! what it should be.
+//!
+//! A cell is there twice when cleaning failed or was cut short, when a segment that
+//! was removed comes back after a crash, or when it was dropped and put again. What
+//! was put last comes first. Of copies of the same, the one that was written last
+//! counts, or what that was copied from, as far as it is still there: a segment goes
+//! only once all that lives in it is durable elsewhere, so of two copies of what is
+//! gone the first was a failure, and of what is not gone nobody knows how good the
+//! copies are. All this is about bytes that nobody has read yet, and a disk that has
+//! failed: so the one that counts is read, and if it is wrong the next.
+
+use std::cmp::Reverse;
+
+use crate::base::status::{Error, Result, Status};
+use crate::format::checkpoint::Place;
+use crate::format::record::{Chunk, blocks_of};
+use crate::format::seal::{Identity, Plane};
+use crate::format::segment::BLOCK_BYTES;
+use crate::tier::disk::batch::{GetPlane, Gets};
+use crate::tier::disk::recovered::{Recovered, Row};
+use crate::tier::disk::{DiskTier, Spot};
+
+/// One of several copies of the same: the record that has it (0 = a checkpoint
+/// says so), its segment, and the segment it was copied from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Copy {
+    pub number: u64,
+    pub segment: u64,
+    pub from: u64,
+}
+
+/// Which of several copies of the same counts.
+pub(super) fn which_counts(copies: impl Iterator<Item = Copy> + Clone) -> Option<usize> {
+    let last = copies.clone().enumerate().max_by_key(|(_, copy)| copy.number);
+    let (mut counts, mut copy) = last?;
+    // Numbers only fall, so this ends.
+    while let Some(source) = copies.clone().enumerate().find(|(_, other)| {
+        copy.from != 0 && other.segment == copy.from && other.number < copy.number
+    }) {
+        (counts, copy) = source;
+    }
+    Some(counts)
+}
+
+/// A cell that is there more than once: where its copies stand among all places,
+/// the one that counts first.
+pub(super) struct Twice {
+    pub chunk: Chunk,
+    pub copies: Vec<usize>,
+}
+
+/// A copy of a cell and where it stands.
+#[derive(Clone, Copy)]
+struct Found {
+    layer: u32,
+    spot: u64,
+    /// Equal for copies of the same put.
+    born: u64,
+    place: usize,
+    copy: Copy,
+}
+
+impl DiskTier {
+    /// Leaves of every cell one place; the blocks of the others are dropped.
+    /// `covered` = records from this number on may be missing in the checkpoint.
+    pub(super) fn settle(&self, recovered: &mut Recovered, covered: u64) -> Result<()> {
+        let (twice, mut dropped) = find(recovered, covered)?;
+        for Twice { chunk, copies } in twice {
+            let places: Vec<Place> =
+                copies.iter().filter_map(|&at| recovered.places.get(at).copied()).collect();
+            let right = |place: &Place| self.is_right(&chunk, place).is_ok();
+            let counts = places.iter().position(right).unwrap_or(0);
+            for (i, &at) in copies.iter().enumerate().filter(|&(i, _)| i != counts) {
+                dropped.extend(places.get(i));
+                if let Some(place) = recovered.places.get_mut(at) {
+                    place.spot = Spot::NONE.0;
+                }
+            }
+        }
+        let mut state = self.state.lock();
+        for place in dropped {
+            let segment = Spot(place.spot).segment();
+            state.drop_blocks(segment, blocks_of(place.stored_bytes.into()) as u32);
+            // What counts instead may never have been synced.
+            state.supersede(segment);
+        }
+        Ok(())
+    }
+
+    /// Reads a cell.
+    fn is_right(&self, chunk: &Chunk, place: &Place) -> Result<()> {
+        let who = Identity {
+            key: chunk.key,
+            fingerprint: chunk.fingerprint,
+            layer: place.layer,
+            valid_tokens: chunk.valid_tokens,
+            codec: place.codec,
+        };
+        let spot = Spot(place.spot);
+        let planes = self.planes(spot, &who, place.seal)?;
+        let bytes = blocks_of(place.stored_bytes.into()) * BLOCK_BYTES as u64;
+        let buffer = self.staging.map(bytes)?;
+        let mut gets = Gets::default();
+        gets.cell(spot, who, place.seal, true);
+        let mut at = 0;
+        for Plane { kind, id, version, bytes, .. } in planes {
+            let Some(address) = buffer.range(at, bytes) else {
+                return Err(Error::from(Status::Corrupt));
+            };
+            gets.plane(GetPlane { kind, id, version, bytes, address });
+            at += bytes;
+        }
+        // SAFETY: the planes lie one after the other in this call's own buffer, which
+        // goes on to the end of the last block.
+        unsafe { self.read(&mut gets) };
+        gets.iter().try_for_each(|get| get.result.clone())
+    }
+}
+
+/// Cells that are there more than once, and places that do not count in any case,
+/// which it takes out.
+pub(super) fn find(recovered: &mut Recovered, covered: u64) -> Result<(Vec<Twice>, Vec<Place>)> {
+    let no_memory = |error: std::collections::TryReserveError| {
+        Error::new(Status::NoMem, format!("no memory to compare what the disk holds: {error}"))
+    };
+    let Recovered { rows, places, .. } = recovered;
+    let mut order: Vec<usize> = Vec::new();
+    order.try_reserve_exact(rows.len()).map_err(no_memory)?;
+    order.extend(0..rows.len());
+    let whose = |&at: &usize| rows.get(at).map(|row| (row.chunk.key, row.chunk.fingerprint.0));
+    order.sort_unstable_by_key(whose);
+    let (mut twice, mut dropped, mut cells) = (Vec::new(), Vec::new(), Vec::new());
+    for group in order.chunk_by(|a, b| whose(a) == whose(b)) {
+        if let [row] = group {
+            let cells = rows.get(*row).map_or(&[][..], |row| row.of(places));
+            if cells.is_sorted_by(|a, b| a.layer < b.layer) {
+                continue;
+            }
+        }
+        cells.clear();
+        for row in group.iter().filter_map(|&at| rows.get(at)) {
+            cells.try_reserve(row.cells).map_err(no_memory)?;
+            cells.extend(found_in(row, places, covered));
+        }
+        cells.sort_unstable_by_key(|f| (f.layer, Reverse(f.born), Reverse(f.copy.number)));
+        let Some(chunk) = group.first().and_then(|&at| rows.get(at)).map(|row| row.chunk) else {
+            continue;
+        };
+        for same in cells.chunk_by(|a, b| a.layer == b.layer).filter(|same| same.len() > 1) {
+            let born = same.first().map_or(0, |found| found.born);
+            let mut alike: Vec<Found> = Vec::new();
+            for found in same {
+                let known = alike.iter().any(|other| other.spot == found.spot);
+                if found.born == born && !known {
+                    alike.push(*found);
+                } else if let Some(place) = places.get_mut(found.place) {
+                    dropped.push(*place);
+                    place.spot = Spot::NONE.0;
+                }
+            }
+            let mut copies: Vec<usize> = alike.iter().map(|found| found.place).collect();
+            if let Some(counts) = which_counts(alike.iter().map(|found| found.copy)) {
+                copies[..=counts].rotate_right(1);
+            }
+            if copies.len() > 1 {
+                twice.push(Twice { chunk, copies });
+            }
+        }
+    }
+    Ok((twice, dropped))
+}
+
+fn found_in(row: &Row, places: &[Place], covered: u64) -> impl Iterator<Item = Found> {
+    // Of what is older than the checkpoint only what is in it was kept.
+    let born = if row.born < covered { 0 } else { row.born };
+    let (number, from) = (row.number, row.from);
+    (row.first..).zip(row.of(places)).map(move |(place, &Place { layer, spot, .. })| {
+        let copy = Copy { number, segment: Spot(spot).segment(), from };
+        Found { layer, spot, born, place, copy }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(copies: &[(u64, u64, u64)]) -> Option<usize> {
+        let copy = |&(number, segment, from): &(u64, u64, u64)| Copy { number, segment, from };
+        which_counts(copies.iter().map(copy))
+    }
+
+    #[test]
+    fn what_was_copied_last_counts_unless_its_source_is_there() {
+        assert_eq!(counts(&[]), None);
+        assert_eq!(counts(&[(5, 1, 0)]), Some(0));
+        // The source is gone: the copy that was made last is the one that did not fail.
+        assert_eq!(counts(&[(7, 2, 1), (9, 3, 1)]), Some(1));
+        // It is there: nobody was told of a copy, or the source is as good.
+        assert_eq!(counts(&[(7, 2, 1), (9, 3, 1), (5, 1, 0)]), Some(2));
+        // Copies of copies.
+        assert_eq!(counts(&[(11, 4, 3), (7, 2, 1), (9, 3, 1)]), Some(2));
+        assert_eq!(counts(&[(11, 4, 3), (5, 1, 0)]), Some(0));
+        // What a checkpoint lists is older than all that is behind it.
+        assert_eq!(counts(&[(0, 1, 0), (9, 3, 1)]), Some(0));
+        assert_eq!(counts(&[(0, 1, 0), (9, 3, 2)]), Some(1));
+        // What claims to come from itself.
+        assert_eq!(counts(&[(9, 3, 3), (9, 3, 3)]), Some(1));
+    }
+}
