@@ -1,8 +1,14 @@
-//! What an engine calls to keep KV: so far what its decisions go by.
+//! What an engine calls to keep KV: what decides where it is, and the hands that
+//! move it.
 
 pub mod admission;
 pub mod calibrate;
+pub mod core;
 pub mod events;
+pub mod hands;
 pub mod path;
 pub mod plan;
 pub mod queues;
+pub mod sim;
+pub mod spec;
+pub mod store;

@@ -32,7 +32,8 @@ pub struct Home {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tail {
     slot: Slot,
-    tokens: u32,
+    /// Tokens of the session when it was made: it is of no use to a longer one.
+    end: usize,
 }
 
 /// A path.
@@ -78,8 +79,7 @@ impl Path {
 
     /// The slot of the chunk that is not full, if that was made since it grew last.
     pub fn tail(&self) -> Option<Slot> {
-        let rest = self.tokens.len() as u32 % self.home.chunk_tokens;
-        self.tail.filter(|tail| tail.tokens == rest).map(|tail| tail.slot)
+        self.tail.filter(|tail| tail.end == self.tokens.len()).map(|tail| tail.slot)
     }
 
     fn key_before(&self, chunk: usize) -> Key {
@@ -191,7 +191,7 @@ impl Path {
         let slot = chunks.add(&new)?.slot();
         chunks.retain(slot)?;
         self.drop_tail(chunks, freed)?;
-        self.tail = Some(Tail { slot, tokens });
+        self.tail = Some(Tail { slot, end: self.tokens.len() });
         Ok(Some(slot))
     }
 
@@ -368,5 +368,18 @@ mod tests {
                 prop_assert_eq!(held(&chunks), want);
             }
         }
+    }
+
+    #[test]
+    fn a_longer_session_has_another_tail_though_it_is_as_long() {
+        let mut chunks = table();
+        let mut path = path(1);
+        path.append(&mut chunks, &[1, 2, 3, 4, 5]).unwrap();
+        let first = path.make_tail(&mut chunks, &mut |_| ()).unwrap();
+        path.append(&mut chunks, &[6, 7, 8, 9]).unwrap();
+        assert_eq!(path.tail(), None);
+        let mut freed = Vec::new();
+        let second = path.make_tail(&mut chunks, &mut |slot| freed.push(slot)).unwrap();
+        assert!(first != second && freed == [first.unwrap()]);
     }
 }

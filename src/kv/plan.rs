@@ -144,8 +144,10 @@ impl Load {
 
     fn add(&mut self, ns: &[f64; SOURCES], sign: f64) {
         for (sum, ns) in self.ns.iter_mut().zip(ns) {
-            // What was added comes out again, but for rounding.
-            *sum = (*sum + sign * ns).max(0.0);
+            let new = *sum + sign * ns;
+            // What was added comes out again, but for rounding: what is left of that is
+            // nothing, or it would be waited for.
+            *sum = if new < 0.5 { 0.0 } else { new };
         }
     }
 }
@@ -413,6 +415,19 @@ mod tests {
         jammed.routes[1].queued_ns = 1e12;
         plan.make(&parts, &jammed).unwrap();
         assert_eq!(deeds(&plan), [(Deed::Recompute, 8)]);
+    }
+
+    #[test]
+    fn what_is_jammed_is_given_up_whole_though_sums_are_rounded() {
+        for n in 2..40u64 {
+            let part = |i| Part { tokens: 16, need: Need::Load([0, 1000 + 37 * (i * i % n), 0]) };
+            let parts: Vec<Part> = (0..n).map(part).collect();
+            let mut terms = terms(true, false, [1e11, 3e9, 1e9]);
+            terms.routes[1].queued_ns = 1e12;
+            let mut plan = Plan::default();
+            plan.make(&parts, &terms).unwrap();
+            assert_eq!((deeds(&plan), plan.load_ns), (vec![(Deed::Recompute, n as usize)], 0.0));
+        }
     }
 
     #[test]

@@ -3,7 +3,9 @@
 mod bench;
 mod demo;
 mod doctor;
+mod fsck;
 mod lab;
+mod sim;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -29,17 +31,34 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Move and verify KV chunks of many sessions through ops and queues
+    /// Conversations that do not fit into memory: kept in a store, brought back, compared
     Demo {
-        /// Sessions
+        /// Conversations
         #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..=4096))]
         sessions: u32,
         /// Worker threads; 0 = as many as cores, at most 4
-        #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=256))]
+        #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=64))]
         workers: u32,
-        /// One JSON object at the end instead of progress bars and a table
+        /// Who leaves memory; several are compared
+        #[arg(long, default_value = "horizon", value_delimiter = ';')]
+        policies: Vec<String>,
+        /// One JSON object a policy instead of a live view and a table
         #[arg(long)]
         json: bool,
+    },
+    /// Check a disk tier's directory that nobody has open; 0 = clean, 1 = damaged, 2 = not usable
+    Fsck {
+        /// The directory
+        dir: PathBuf,
+        /// One JSON object a line
+        #[arg(long)]
+        json: bool,
+        /// Without its lock, even while the store is in use: what is being written looks damaged
+        #[arg(long)]
+        read_only: bool,
+        /// Most damaged places that are listed
+        #[arg(long, default_value_t = 1000)]
+        most: usize,
     },
     /// Measure a group of bars against baselines of the same run; without a group, list them
     Bench {
@@ -51,6 +70,21 @@ enum Command {
         /// One JSON object a line
         #[arg(long)]
         json: bool,
+    },
+    /// Run the store in simulations: seeds choose workloads, faults, crashes and orders
+    Sim {
+        /// How many seeds
+        #[arg(long, default_value_t = 1000)]
+        seeds: u64,
+        /// The first seed
+        #[arg(long, default_value_t = 0)]
+        first: u64,
+        /// Steps of each
+        #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+        steps: u32,
+        /// Threads; 0 = as many as cores
+        #[arg(long, default_value_t = 0)]
+        threads: usize,
     },
     /// Read, make and replay traces; compare eviction policies on them
     Lab {
@@ -66,7 +100,15 @@ fn main() -> ExitCode {
             doctor::run(&path, json);
             Ok(())
         }
-        Command::Demo { sessions, workers, json } => demo::run(sessions, workers, json),
+        Command::Demo { sessions, workers, policies, json } => {
+            demo::run(&demo::Opts { sessions, workers, policies, json })
+        }
+        Command::Fsck { dir, json, read_only, most } => {
+            return fsck::run(&dir, json, read_only, most);
+        }
+        Command::Sim { seeds, first, steps, threads } => {
+            return sim::run(&sim::Seeds { count: seeds, first, steps, threads });
+        }
         Command::Bench { group: None, .. } => {
             bench::list();
             Ok(())

@@ -377,9 +377,14 @@ impl Chunks {
         Ok(was && self.may_leave(slot))
     }
 
-    /// Every slot in use, in no meaningful order.
+    /// Every slot in use, by number.
     pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
-        (0..self.fresh).filter(|&slot| self.rows[slot as usize].is_live())
+        self.slots_from(0)
+    }
+
+    /// Those from one on, by number.
+    pub fn slots_from(&self, first: Slot) -> impl Iterator<Item = Slot> + '_ {
+        (first..self.fresh).filter(|&slot| self.rows[slot as usize].is_live())
     }
 }
 

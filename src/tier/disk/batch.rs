@@ -9,10 +9,17 @@ use crate::tier::disk::spot::Spot;
 use crate::tier::disk::staging::Range;
 
 /// A write that returned; [`crate::tier::disk::DiskTier::commit`] makes it durable.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark {
     pub(super) segment: u64,
     pub(super) write: u64,
+}
+
+impl Mark {
+    /// The segment that was written to.
+    pub fn segment(self) -> u64 {
+        self.segment
+    }
 }
 
 /// A plane to be written.

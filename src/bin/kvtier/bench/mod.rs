@@ -1,9 +1,11 @@
 //! Benchmarks: groups of bars, each a number beside a baseline of the same run.
 
 mod abi;
+mod disk;
 mod lab;
 mod peers;
 mod policy;
+mod store;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -125,11 +127,13 @@ impl Bar {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 4] = [
+const GROUPS: [(&str, &str, Group); 6] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
+    ("disk", "transfers, appends and reads of the disk tier, beside plain calls", disk::run),
     ("lab", "replaying a trace on one thread", lab::run),
     ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
+    ("store", "puts, gets and restores, beside memcpy and plain reads", store::run),
 ];
 
 /// Prints the groups.

@@ -1,0 +1,290 @@
+//! The disk: what the ways to transfer and the tier get out of it, beside plain
+//! O_DIRECT calls of the same size, depth and level. `KVTIER_BENCH_DIR` names the
+//! directory (the temporary one if it is not set).
+
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvtier::base::memory::{Buffer, MemoryWish};
+use kvtier::format::keys::{Fingerprint, Key};
+use kvtier::format::record::Chunk;
+use kvtier::format::seal::{Identity, PLANE_K, PLANE_V};
+use kvtier::io::files::{Files, Piece, Way};
+use kvtier::io::real::{RealFiles, RealOpts};
+use kvtier::tier::disk::{DiskTier, GetPlane, Gets, Options, PutPlane, Puts, Spot};
+
+use super::{Bar, Better, median};
+
+/// Bytes of a transfer, and of a cell.
+pub const PIECE: u64 = 1 << 20;
+/// Transfers that are under way at once.
+pub const DEPTH: u64 = 8;
+
+/// What can go wrong, in words.
+pub type Outcome<T> = Result<T, String>;
+
+fn say(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+/// A directory that goes when it is done with.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    /// An empty one.
+    pub fn new(name: &str) -> Scratch {
+        let dir = std::env::var_os("KVTIER_BENCH_DIR").map(PathBuf::from);
+        let dir = dir.unwrap_or_else(std::env::temp_dir);
+        let path = dir.join(format!("kvtier-bench-{name}-{}", std::process::id()));
+        drop(std::fs::remove_dir_all(&path));
+        Scratch(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        drop(std::fs::remove_dir_all(&self.0));
+    }
+}
+
+/// Memory that is there, and holds something.
+pub fn memory(bytes: u64) -> Outcome<Buffer> {
+    let buffer = Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None).map_err(say)?;
+    let mut word = 0x9E37_79B9_7F4A_7C15u64;
+    for at in (0..bytes / 8 * 8).step_by(8) {
+        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        // SAFETY: inside the buffer, which nobody else has, and aligned.
+        unsafe { buffer.address().add(at as usize).cast::<u64>().write(word) };
+    }
+    Ok(buffer)
+}
+
+/// A file with room for so many bytes, none of them written.
+pub fn allocated(path: &Path, bytes: u64) -> Outcome<()> {
+    let file = File::options().write(true).create(true).truncate(true).open(path).map_err(say)?;
+    // SAFETY: integers, and a file that is open.
+    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as i64) } {
+        0 => file.sync_all().map_err(say),
+        code => Err(say(std::io::Error::from_raw_os_error(code))),
+    }
+}
+
+/// Seconds of plain calls over a file, so many of them at once; writes are synced in
+/// the end if `syncs`.
+pub fn raw(
+    path: &Path,
+    way: Way,
+    bytes: u64,
+    stock: &Buffer,
+    depth: u64,
+    syncs: bool,
+) -> Outcome<f64> {
+    let mut options = File::options();
+    options.read(true).write(true).custom_flags(libc::O_DIRECT);
+    let file = options.open(path).map_err(|e| format!("without O_DIRECT: {e}"))?;
+    let start = Instant::now();
+    let pass = |first: u64| {
+        let address = stock.range(first * PIECE, PIECE).map_or(0, |a| a.addr());
+        for offset in (first * PIECE..bytes).step_by((depth * PIECE) as usize) {
+            let address = stock.address().with_addr(address).cast();
+            let (fd, bytes) = (file.as_raw_fd(), PIECE as usize);
+            // SAFETY: a part of the stock for each of those who are at it.
+            let got = unsafe {
+                match way {
+                    Way::Read => libc::pread(fd, address, bytes, offset as i64),
+                    Way::Write => libc::pwrite(fd, address, bytes, offset as i64),
+                }
+            };
+            if got != bytes as isize {
+                return Err(format!("a transfer came to {got} bytes"));
+            }
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let hands: Vec<_> = (0..depth).map(|first| scope.spawn(move || pass(first))).collect();
+        let ended = hands.into_iter().map(|hand| hand.join().map_err(|_| "a panic".to_string())?);
+        ended.collect::<Outcome<()>>()
+    })?;
+    if way == Way::Write && syncs {
+        file.sync_data().map_err(say)?;
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
+fn transfers(files: &RealFiles, name: &str, way: Way, bytes: u64, stock: &Buffer) -> Outcome<f64> {
+    let file = files.open(name).map_err(say)?;
+    let start = Instant::now();
+    for first in (0..bytes).step_by((DEPTH * PIECE) as usize) {
+        let piece = |i: u64| {
+            let address = stock.range(i * PIECE, PIECE).unwrap_or(stock.address());
+            Piece::one(file, way, first + i * PIECE, address, PIECE)
+        };
+        let mut pieces: Vec<Piece> = (0..DEPTH).map(piece).collect();
+        // SAFETY: the stock is this benchmark's own.
+        unsafe { files.transfer(&mut pieces) };
+        pieces.into_iter().try_for_each(|piece| piece.result).map_err(say)?;
+    }
+    if way == Way::Write {
+        files.sync(file).map_err(say)?;
+    }
+    let took = start.elapsed().as_secs_f64();
+    files.close(file);
+    Ok(took)
+}
+
+fn chunk_of(number: u64) -> Chunk {
+    let mut key = Key([7; 32]);
+    key.0[..8].copy_from_slice(&number.to_le_bytes());
+    Chunk {
+        namespace: Key([1; 32]),
+        parent: Key([1; 32]),
+        key,
+        fingerprint: Fingerprint([3; 32]),
+        position: 0,
+        valid_tokens: 256,
+    }
+}
+
+/// Appends cells, `DEPTH` a batch, and makes them durable; seconds, and where they are.
+fn append(tier: &DiskTier, bytes: u64, stock: &Buffer) -> Outcome<(f64, Vec<(Spot, u64)>)> {
+    let (mut places, start) = (Vec::new(), Instant::now());
+    for first in (0..bytes / PIECE).step_by(DEPTH as usize) {
+        let mut puts = Puts::default();
+        for i in 0..DEPTH {
+            puts.record(chunk_of(first + i));
+            puts.cell(0, 0, 0, true);
+            for (kind, half) in [(PLANE_K, 0), (PLANE_V, PIECE / 2)] {
+                let address = stock.range(i * PIECE + half, PIECE / 2);
+                let address = address.unwrap_or(stock.address()).cast_const();
+                let (id, version, sum, bytes) = (0, 0, None, PIECE / 2);
+                puts.plane(PutPlane { kind, id, version, bytes, address, sum });
+            }
+        }
+        // SAFETY: the stock stays.
+        unsafe { tier.append(&mut puts) };
+        for (put, cells) in puts.iter() {
+            put.result.clone().map_err(say)?;
+            places.extend(cells.iter().map(|cell| (cell.spot, cell.seal)));
+        }
+    }
+    tier.commit_all().map_err(say)?;
+    Ok((start.elapsed().as_secs_f64(), places))
+}
+
+/// Reads cells, `DEPTH` a batch, by so many callers; seconds.
+fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<f64> {
+    let stocks: Vec<Buffer> =
+        (0..callers).map(|_| memory(DEPTH * PIECE)).collect::<Outcome<_>>()?;
+    let start = Instant::now();
+    let pass = |caller: usize| {
+        let batches = places.chunks(DEPTH as usize).enumerate().skip(caller).step_by(callers);
+        for (number, batch) in batches {
+            let mut gets = Gets::default();
+            for (i, &(spot, seal)) in batch.iter().enumerate() {
+                let chunk = chunk_of(number as u64 * DEPTH + i as u64);
+                let (key, fingerprint) = (chunk.key, chunk.fingerprint);
+                let who = Identity { key, fingerprint, layer: 0, valid_tokens: 256, codec: 0 };
+                gets.cell(spot, who, seal, true);
+                for (kind, half) in [(PLANE_K, 0), (PLANE_V, PIECE / 2)] {
+                    let address = stocks[caller].range(i as u64 * PIECE + half, PIECE / 2);
+                    let address = address.unwrap_or(stocks[caller].address());
+                    gets.plane(GetPlane { kind, id: 0, version: 0, bytes: PIECE / 2, address });
+                }
+            }
+            // SAFETY: each caller has memory of its own.
+            unsafe { tier.read(&mut gets) };
+            gets.iter().try_for_each(|get| get.result.clone()).map_err(say)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let pass = &pass;
+        let hands: Vec<_> = (0..callers).map(|i| scope.spawn(move || pass(i))).collect();
+        let ended = hands.into_iter().map(|hand| hand.join().map_err(|_| "a panic".to_string())?);
+        ended.collect::<Outcome<()>>()
+    })?;
+    Ok(start.elapsed().as_secs_f64())
+}
+
+/// A part of the raw rate, as a bar.
+pub fn part_of_raw(bar: &'static str, baseline: &'static str, goal: Option<f64>) -> Bar {
+    Bar {
+        bar,
+        value: None,
+        unit: "of raw",
+        baseline,
+        baseline_value: None,
+        goal,
+        better: Better::Higher,
+        note: String::new(),
+    }
+}
+
+/// Fills a bar from pairs of seconds, ours and the baseline's, for so many bytes.
+pub fn fill(bar: &mut Bar, pairs: &[(f64, f64)], bytes: u64) {
+    let gib = bytes as f64 / f64::from(1 << 30);
+    let mut parts: Vec<f64> = pairs.iter().map(|(ours, raw)| raw / ours).collect();
+    let mut ours: Vec<f64> = pairs.iter().map(|(ours, _)| gib / ours).collect();
+    let mut raws: Vec<f64> = pairs.iter().map(|(_, raw)| gib / raw).collect();
+    bar.value = Some(median(&mut parts));
+    bar.baseline_value = Some(1.0);
+    bar.note = format!("({:.2} against {:.2} GiB/s)", median(&mut ours), median(&mut raws));
+}
+
+/// Seconds of each way, one pair a round.
+#[derive(Default)]
+struct Pairs([Vec<(f64, f64)>; 5]);
+
+fn round(pairs: &mut Pairs, bytes: u64, stock: &Buffer) -> Outcome<()> {
+    let scratch = Scratch::new("disk");
+    let files = RealFiles::open(&scratch.0, &RealOpts::default()).map_err(say)?;
+    let (plain, own) = (scratch.0.join("plain"), scratch.0.join("own"));
+    allocated(&plain, bytes)?;
+    allocated(&own, bytes)?;
+    let write = raw(&plain, Way::Write, bytes, stock, DEPTH, true)?;
+    pairs.0[0].push((transfers(&files, "own", Way::Write, bytes, stock)?, write));
+    let plain_read = raw(&plain, Way::Read, bytes, stock, DEPTH, false)?;
+    pairs.0[1].push((transfers(&files, "own", Way::Read, bytes, stock)?, plain_read));
+    drop((files, std::fs::remove_file(own)));
+    let files = RealFiles::open(&scratch.0.join("tier"), &RealOpts::default()).map_err(say)?;
+    let options = Options::new(bytes * 2 + (1 << 28), [5; 16]);
+    let (tier, ..) = DiskTier::open(Arc::new(files), options).map_err(say)?;
+    let (took, places) = append(&tier, bytes, stock)?;
+    pairs.0[2].push((took, write));
+    for (at, callers) in [(3, 1), (4, 2)] {
+        let depth = DEPTH * callers as u64;
+        let plain_read = raw(&plain, Way::Read, bytes, stock, depth, false)?;
+        pairs.0[at].push((read(&tier, &places, callers)?, plain_read));
+    }
+    tier.close().map_err(say)
+}
+
+/// Measures every bar of the group.
+pub fn run(quick: bool) -> Vec<Bar> {
+    let calls = "plain O_DIRECT calls, 1 MiB, 8 at once";
+    let more = "plain O_DIRECT calls, 1 MiB, 16 at once";
+    let mut bars = [
+        part_of_raw("transfer_write", calls, None),
+        part_of_raw("transfer_read", calls, None),
+        part_of_raw("append_durable", calls, Some(0.90)),
+        part_of_raw("read_one_caller", calls, None),
+        part_of_raw("read_two_callers", more, Some(0.95)),
+    ];
+    let (bytes, rounds) = if quick { (256 << 20, 5) } else { (1 << 30, 7) };
+    let mut pairs = Pairs::default();
+    let stock = memory(2 * DEPTH * PIECE);
+    let measured =
+        stock.and_then(|stock| (0..rounds).try_for_each(|_| round(&mut pairs, bytes, &stock)));
+    for (bar, pairs) in bars.iter_mut().zip(&pairs.0) {
+        match &measured {
+            Ok(()) => fill(bar, pairs, bytes),
+            Err(why) => bar.note.clone_from(why),
+        }
+    }
+    bars.into()
+}

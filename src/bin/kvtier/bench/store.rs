@@ -1,0 +1,424 @@
+//! The store: what a put and a get cost beside copying the same buffers, what a cell
+//! costs in the tables, and what comes back from disk beside plain reads.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvtier::base::memory::Buffer;
+use kvtier::base::op::{OpOpts, OpRef, RELEASED};
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::status::{Result, Status};
+use kvtier::io::files::Way;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
+use kvtier::kv::core::work::Hands;
+use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts};
+use kvtier::kv::spec::StoreSpec;
+use kvtier::kv::store::Store;
+use kvtier::meta::dtype::Dtype;
+use kvtier::meta::key::Key;
+use kvtier::meta::layout::{Group, Layout};
+
+use super::disk::{self, Outcome, Scratch, memory, part_of_raw};
+use super::peers::thread_ns;
+use super::{Bar, Better, median};
+
+/// K, or V, of a token in one layer.
+const TOKEN_BYTES: u64 = 2048;
+const LAYERS: usize = 8;
+/// What one put or get moves.
+const MOVE_BYTES: u64 = 64 << 20;
+/// Puts that memory has room for.
+const MOVES: u32 = 6;
+
+fn say(error: kvtier::base::status::Error) -> String {
+    error.to_string()
+}
+
+/// An engine's tensors: K and V of each layer, tokens in canonical order.
+struct Tensors {
+    memory: Buffer,
+    tokens: u64,
+    layers: usize,
+}
+
+impl Tensors {
+    fn new(bytes: u64, layers: usize) -> Outcome<Tensors> {
+        let tokens = bytes / (2 * TOKEN_BYTES * layers as u64);
+        Ok(Tensors { memory: memory(bytes)?, tokens, layers })
+    }
+
+    fn whole(&self, by_layer: bool) -> Rectangle {
+        let plane = |number: usize| {
+            let offset = number as u64 * self.tokens * TOKEN_BYTES;
+            let address = self.memory.address().expose_provenance() as u64 + offset;
+            PlaneView::canonical(address, self.tokens as u32, TOKEN_BYTES)
+        };
+        let layer = |l: usize| LayerViews { k: plane(2 * l), v: Some(plane(2 * l + 1)) };
+        let views = Arc::new(Views((0..self.layers).map(layer).collect()));
+        let (first_layer, layers) = (0, self.layers);
+        Rectangle { first_token: 0, tokens: self.tokens, first_layer, layers, by_layer, views }
+    }
+}
+
+fn layout(layers: usize, chunk_tokens: u32, token_bytes: u64) -> Result<Layout> {
+    let dim = token_bytes as u32 / 2;
+    Layout::new(chunk_tokens, vec![Group::gqa(0..layers as u16, 1, dim, Dtype::F16)?])
+}
+
+/// A store, its runtime, and a namespace.
+struct Home {
+    store: Store,
+    runtime: Runtime,
+    space: u32,
+}
+
+impl Home {
+    fn open(spec: &str, layout: Layout) -> Result<Home> {
+        let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() })?;
+        let store = Store::open(runtime.core(), None, &StoreSpec::parse(spec)?)?;
+        let opts = SpaceOpts { key: Key([9; 32]), layout, holes: false };
+        let space = store.with(|core| core.open_space(&opts))?;
+        Ok(Home { store, runtime, space })
+    }
+
+    fn session(&self, document: u32, tokens: u64) -> Result<u32> {
+        let tokens: Vec<u32> = (0..tokens as u32).map(|i| document << 18 | i).collect();
+        self.store.with(|core| {
+            let number = core.open_session(self.space, &SessionOpts::default())?;
+            core.append(number, &tokens)?;
+            Ok(number)
+        })
+    }
+
+    /// Seconds until all parts of a move are there, each by itself.
+    fn carry(&self, session: u32, deed: Deed, level: Level, what: Rectangle) -> Result<Vec<f64>> {
+        let start = Instant::now();
+        let ops = self.store.submit(session, deed, level, what, &OpOpts::default())?;
+        let wait = |op: OpRef| {
+            op.wait(RELEASED, 0)?;
+            let (took, status) = (start.elapsed().as_secs_f64(), op.info().status);
+            op.remove();
+            match status.and_then(Status::from_code) {
+                Some(Status::Ok) => Ok(took),
+                status => Err(status.unwrap_or(Status::Panic).into()),
+            }
+        };
+        ops.into_iter().map(wait).collect()
+    }
+
+    fn end(&self, session: u32) -> Result<()> {
+        self.store.with(|core| core.close_session(session))
+    }
+
+    fn close(self) -> Result<()> {
+        self.store.close(0)?;
+        drop(self.runtime);
+        Ok(())
+    }
+}
+
+/// Seconds of copying planes of so many bytes between the tensors and a part of a pool.
+fn copies(tensors: &Tensors, pool: &Buffer, part: u64, plane: u64, deed: Deed) -> f64 {
+    let start = Instant::now();
+    for at in (0..MOVE_BYTES).step_by(plane as usize) {
+        let engine = tensors.memory.address().wrapping_add(at as usize);
+        let ours = pool.address().wrapping_add((part * MOVE_BYTES + at) as usize);
+        let (from, to) = if deed == Deed::Put { (engine, ours) } else { (ours, engine) };
+        // SAFETY: inside buffers that are this benchmark's own.
+        unsafe { to.copy_from_nonoverlapping(from, plane as usize) };
+    }
+    start.elapsed().as_secs_f64()
+}
+
+/// Puts and gets of cells of one size, beside memcpy; pairs of seconds.
+fn host_pairs(chunk: u32, rounds: u32, copiers: u32) -> Result<[Vec<(f64, f64)>; 2]> {
+    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
+    let tensors = Tensors::new(MOVE_BYTES, LAYERS).map_err(failed)?;
+    let pool = memory(u64::from(MOVES) * MOVE_BYTES).map_err(failed)?;
+    let bytes = (u64::from(MOVES) + 2) * MOVE_BYTES;
+    let spec = format!("store(host={bytes}B,policy=lru,copiers={copiers},chunks=65536)");
+    let home = Home::open(&spec, layout(LAYERS, chunk, TOKEN_BYTES)?)?;
+    let plane = u64::from(chunk) * TOKEN_BYTES;
+    let mut pairs = [Vec::new(), Vec::new()];
+    for round in 0..rounds + MOVES + 3 {
+        let session = home.session(round, tensors.tokens)?;
+        let part = u64::from(round % MOVES);
+        let raw = copies(&tensors, &pool, part, plane, Deed::Put);
+        let put = home.carry(session, Deed::Put, Level::Ram, tensors.whole(false))?[0];
+        home.end(session)?;
+        // The one that was put some time ago: nothing of it is in a near cache.
+        let session = home.session(round.saturating_sub(2), tensors.tokens)?;
+        let raw_get = copies(&tensors, &pool, u64::from((round + 2) % MOVES), plane, Deed::Get);
+        let get = home.carry(session, Deed::Get, Level::Ram, tensors.whole(false))?[0];
+        home.end(session)?;
+        // Once memory is full and known to the machine.
+        if round >= MOVES + 3 {
+            pairs[0].push((put, raw));
+            pairs[1].push((get, raw_get));
+        }
+    }
+    home.close()?;
+    Ok(pairs)
+}
+
+fn host_bars(quick: bool) -> Vec<Bar> {
+    let memcpy = "memcpy of the same planes, one thread";
+    let bar = |name, goal| Bar { unit: "of memcpy", ..part_of_raw(name, memcpy, goal) };
+    let all = [
+        ("host_put_1MiB", "host_get_1MiB", 256, 1, Some(0.90)),
+        ("host_put_64KiB", "host_get_64KiB", 16, 1, Some(0.75)),
+        ("host_put_1MiB_2_threads", "host_get_1MiB_2_threads", 256, 2, None),
+    ];
+    let mut bars = Vec::new();
+    for (put, get, chunk, copiers, goal) in all {
+        let mut two = [bar(put, goal), bar(get, goal)];
+        match host_pairs(chunk, if quick { 15 } else { 60 }, copiers) {
+            Ok(pairs) => {
+                let filled = two.iter_mut().zip(&pairs);
+                filled.for_each(|(bar, pairs)| disk::fill(bar, pairs, MOVE_BYTES));
+            }
+            Err(error) => two.iter_mut().for_each(|bar| bar.note = say(error.clone())),
+        }
+        bars.extend(two);
+    }
+    bars
+}
+
+/// A core without hands: what is decided costs, and nothing else.
+struct Bare {
+    core: Core,
+    space: u32,
+    views: Arc<Views>,
+}
+
+/// Tokens and bytes of a token of cells that nobody copies.
+const BARE: (u32, u64) = (16, 128);
+/// Such cells that memory has room for.
+const BARE_CELLS: u32 = 1 << 14;
+
+impl Bare {
+    fn open() -> Result<Bare> {
+        let config = Config {
+            host_bytes: u64::from(BARE_CELLS) * 4096,
+            host_policy: "lru".into(),
+            max_chunks: 2 * BARE_CELLS as usize,
+            ..Config::default()
+        };
+        let mut core = Core::new(config, None, None)?;
+        let layout = layout(1, BARE.0, BARE.1)?;
+        let space = core.open_space(&SpaceOpts { key: Key([3; 32]), layout, holes: false })?;
+        // Never touched: nobody carries the work out.
+        let plane = PlaneView::canonical(4096, 1 << 20, BARE.1);
+        let views = Arc::new(Views(vec![LayerViews { k: plane.clone(), v: Some(plane) }]));
+        let mut bare = Bare { core, space, views };
+        // Every table is full and was used: from here on what comes sends others away.
+        for document in 0..BARE_CELLS / 256 {
+            bare.cost(Deed::Put, 1000 + document, 512, 512)?;
+        }
+        Ok(bare)
+    }
+
+    fn session(&mut self, document: u32, chunks: u32) -> Result<u32> {
+        let tokens: Vec<u32> = (0..chunks * BARE.0).map(|i| document << 20 | i).collect();
+        let number = self.core.open_session(self.space, &SessionOpts::default())?;
+        self.core.append(number, &tokens)?;
+        Ok(number)
+    }
+
+    fn carry(&mut self, session: u32, deed: Deed, first: u32, chunks: u32) -> Result<()> {
+        let what = Rectangle {
+            first_token: u64::from(first * BARE.0),
+            tokens: u64::from(chunks * BARE.0),
+            first_layer: 0,
+            layers: 1,
+            by_layer: false,
+            views: self.views.clone(),
+        };
+        self.core.submit_rectangle(session, deed, Level::Ram, 0, what)?;
+        while let Some(work) = self.core.take(Hands::Copy) {
+            self.core.done(work, Ok(()), 0);
+        }
+        let mut finished = Vec::new();
+        self.core.finished(&mut finished);
+        match finished.pop().and_then(|one| one.error) {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Nanoseconds a cell of moves of so many chunks, for a session of so many.
+    fn cost(&mut self, deed: Deed, document: u32, all: u32, each: u32) -> Result<f64> {
+        let session = self.session(document, all)?;
+        if deed == Deed::Get {
+            self.carry(session, Deed::Put, 0, all)?;
+        }
+        let start = thread_ns();
+        for first in (0..all).step_by(each as usize) {
+            self.carry(session, deed, first, each)?;
+        }
+        let took = thread_ns() - start;
+        self.core.close_session(session)?;
+        Ok(took / f64::from(all))
+    }
+}
+
+fn bare_bars(quick: bool) -> Vec<Bar> {
+    let all = [
+        ("put_cell_single", Deed::Put, 64, 1, Some(500.0)),
+        ("get_cell_single", Deed::Get, 64, 1, Some(500.0)),
+        ("get_cell_single_of_4096", Deed::Get, 4096, 1, None),
+        ("put_cell_by_512", Deed::Put, 512, 512, Some(150.0)),
+        ("get_cell_by_512", Deed::Get, 512, 512, Some(150.0)),
+    ];
+    let rounds = if quick { 40 } else { 200 };
+    let measure = |deed, chunks: u32, each| -> Result<f64> {
+        let mut bare = Bare::open()?;
+        let costs = (0..rounds).map(|number| bare.cost(deed, number, chunks, each));
+        Ok(median(&mut costs.collect::<Result<Vec<f64>>>()?))
+    };
+    let of = |(bar, deed, chunks, each, goal)| {
+        let mut bar = Bar {
+            bar,
+            value: None,
+            unit: "ns/cell",
+            baseline: "",
+            baseline_value: None,
+            goal,
+            better: Better::Lower,
+            note: String::new(),
+        };
+        match measure(deed, chunks, each) {
+            Ok(cost) => bar.value = Some(cost),
+            Err(error) => bar.note = say(error),
+        }
+        bar
+    };
+    let mut bars: Vec<Bar> = all.into_iter().map(of).collect();
+    bars.push(lookup_bar(rounds));
+    bars
+}
+
+/// A lookup of 32,768 tokens that are all there, hashing and all, a chunk.
+fn lookup_bar(rounds: u32) -> Bar {
+    const CHUNKS: u32 = 2048;
+    let mut bar = Bar {
+        bar: "lookup_of_32k_tokens",
+        value: None,
+        unit: "ns/chunk",
+        baseline: "a key derived",
+        baseline_value: None,
+        goal: None,
+        better: Better::Lower,
+        note: String::new(),
+    };
+    let measure = || -> Result<(f64, f64)> {
+        let mut bare = Bare::open()?;
+        bare.cost(Deed::Put, 1, CHUNKS, CHUNKS)?;
+        let tokens: Vec<u32> = (0..CHUNKS * BARE.0).map(|i| 1 << 20 | i).collect();
+        let (mut all, mut keys) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            let start = thread_ns();
+            let found = bare.core.lookup(bare.space, &tokens)?.now_tokens;
+            all.push((thread_ns() - start) / f64::from(CHUNKS));
+            if found != tokens.len() as u64 {
+                return Err(Status::NotFound.into());
+            }
+            let start = thread_ns();
+            let mut chain = Vec::new();
+            let mut hashing = kvtier::format::keys::chain::Chain::new(Key([3; 32]), BARE.0)?;
+            hashing.extend(&tokens, &[], &mut chain)?;
+            keys.push((thread_ns() - start) / f64::from(CHUNKS));
+        }
+        Ok((median(&mut all), median(&mut keys)))
+    };
+    match measure() {
+        Ok((all, keys)) => (bar.value, bar.baseline_value) = (Some(all), Some(keys)),
+        Err(error) => bar.note = say(error),
+    }
+    bar
+}
+
+/// Seconds of a durable put, of a restore (all, and its first layer), each beside raw.
+#[derive(Default)]
+struct Restores {
+    puts: Vec<(f64, f64)>,
+    gets: Vec<(f64, f64)>,
+    first: Vec<(f64, f64)>,
+}
+
+const RESTORED_LAYERS: usize = 32;
+
+fn restore(out: &mut Restores, bytes: u64, stock: &Buffer) -> Outcome<()> {
+    let scratch = Scratch::new("store");
+    std::fs::create_dir_all(&scratch.0).map_err(|e| e.to_string())?;
+    let (plain, dir) = (scratch.0.join("plain"), scratch.0.join("tier"));
+    disk::allocated(&plain, bytes)?;
+    let write = disk::raw(&plain, Way::Write, bytes, stock, disk::DEPTH, true)?;
+    let tensors = Tensors::new(bytes, RESTORED_LAYERS)?;
+    let spec = format!(
+        "store(host={}B,chunks=65536,disk=disk(path=\"{}\",bytes=8GiB))",
+        bytes + (256 << 20),
+        dir.display()
+    );
+    // Cells of 1 MiB.
+    let open = || Home::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?);
+    let home = open().map_err(say)?;
+    let session = home.session(1, tensors.tokens).map_err(say)?;
+    let put = home.carry(session, Deed::Put, Level::Durable, tensors.whole(false)).map_err(say)?;
+    out.puts.push((put[0], write));
+    home.close().map_err(say)?;
+    for by_layer in [false, true] {
+        let home = open().map_err(say)?;
+        let session = home.session(1, tensors.tokens).map_err(say)?;
+        let read = disk::raw(&plain, Way::Read, bytes, stock, 2 * disk::DEPTH, false)?;
+        let what = tensors.whole(by_layer);
+        let took = home.carry(session, Deed::Get, Level::Ram, what).map_err(say)?;
+        let last = took.iter().copied().fold(0.0, f64::max);
+        match by_layer {
+            false => out.gets.push((last, read)),
+            true => out.first.push((took[0], last)),
+        }
+        home.close().map_err(say)?;
+    }
+    Ok(())
+}
+
+fn disk_bars(quick: bool) -> Vec<Bar> {
+    let calls = "plain O_DIRECT calls, 1 MiB, 8 at once";
+    let more = "plain O_DIRECT calls, 1 MiB, 16 at once";
+    let mut bars = [
+        part_of_raw("durable_put", calls, Some(0.90)),
+        part_of_raw("cold_get", more, Some(0.95)),
+        Bar {
+            unit: "of all",
+            better: Better::Lower,
+            ..part_of_raw("first_of_32_layers", "the whole restore", None)
+        },
+    ];
+    let (bytes, rounds) = if quick { (256 << 20, 5) } else { (512 << 20, 7) };
+    let mut all = Restores::default();
+    let measured = memory(2 * disk::DEPTH * disk::PIECE)
+        .and_then(|stock| (0..rounds).try_for_each(|_| restore(&mut all, bytes, &stock)));
+    if let Err(why) = measured {
+        bars.iter_mut().for_each(|bar| bar.note.clone_from(&why));
+        return bars.into();
+    }
+    disk::fill(&mut bars[0], &all.puts, bytes);
+    disk::fill(&mut bars[1], &all.gets, bytes);
+    let mut parts: Vec<f64> = all.first.iter().map(|(first, last)| first / last).collect();
+    let mut firsts: Vec<f64> = all.first.iter().map(|(first, _)| first * 1e3).collect();
+    let mut lasts: Vec<f64> = all.first.iter().map(|(_, last)| last * 1e3).collect();
+    bars[2].value = Some(median(&mut parts));
+    bars[2].baseline_value = Some(1.0);
+    bars[2].note = format!("({:.1} of {:.1} ms)", median(&mut firsts), median(&mut lasts));
+    bars.into()
+}
+
+/// Measures every bar of the group.
+pub fn run(quick: bool) -> Vec<Bar> {
+    let mut bars = host_bars(quick);
+    bars.extend(bare_bars(quick));
+    bars.extend(disk_bars(quick));
+    bars
+}

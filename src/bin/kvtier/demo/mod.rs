@@ -1,0 +1,171 @@
+//! `kvtier demo`: conversations that do not fit into memory come and go. What they
+//! have computed is kept in a store, in memory and on disk, and brought back when
+//! they go on; every byte is compared with what was put in, and planted damage must be
+//! found.
+
+mod model;
+mod show;
+mod talk;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::kv::core::SpaceOpts;
+use kvtier::kv::spec::StoreSpec;
+use kvtier::kv::store::Store;
+use kvtier::meta::key::Key;
+
+use model::Model;
+use show::Screen;
+use talk::{Talk, Tally};
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+/// What to show.
+pub struct Opts {
+    /// Conversations.
+    pub sessions: u32,
+    /// Threads; 0 = as many as cores, at most 4.
+    pub workers: u32,
+    /// Policies of memory; the first alone unless more are named.
+    pub policies: Vec<String>,
+    /// One JSON object at the end.
+    pub json: bool,
+}
+
+/// Runs the demo.
+pub fn run(opts: &Opts) -> Outcome<()> {
+    let model = Model::small()?;
+    let screen = Screen::new(opts.json);
+    let mut runs = Vec::new();
+    for policy in &opts.policies {
+        let tally = run_one(opts, &model, policy, &screen)?;
+        runs.push((policy.clone(), tally));
+    }
+    show::close(&runs, &model, opts);
+    let wrong: u64 = runs.iter().map(|(_, tally)| tally.wrong).sum();
+    if wrong > 0 {
+        return Err(format!("{wrong} chunks came back wrong").into());
+    }
+    Ok(())
+}
+
+/// A directory that goes when this does.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir_all(&self.0) {
+            eprintln!("kvtier: {} stays: {error}", self.0.display());
+        }
+    }
+}
+
+fn run_one(opts: &Opts, model: &Model, policy: &str, screen: &Screen) -> Outcome<Tally> {
+    let runtime = Runtime::open(RuntimeOpts { workers: opts.workers, ..RuntimeOpts::default() })?;
+    let name = format!("kvtier-demo-{}", std::process::id());
+    let scratch = Scratch(std::env::temp_dir().join(name));
+    let all_bytes = u64::from(opts.sessions) * model.session_bytes();
+    // A quarter fits into memory, three quarters on disk.
+    let host_bytes = (all_bytes / 4).max(16 << 20);
+    let disk_bytes = (all_bytes * 3 / 4).max(64 << 20);
+    let text = format!(
+        "store(host={host_bytes}, policy={policy}, copiers={}, write=back, \
+         disk=disk(path=\"{}\", bytes={disk_bytes}, segment=4MiB))",
+        opts.workers,
+        scratch.0.display()
+    );
+    let spec = StoreSpec::parse(&text)?;
+    let store = Store::open(runtime.core(), None, &spec)?;
+    let layout = model.layout.clone();
+    let space = store
+        .with(|core| core.open_space(&SpaceOpts { key: Key([0xD3; 32]), layout, holes: false }))?;
+    screen.begin(opts, model, policy, host_bytes, disk_bytes, all_bytes);
+
+    let mut talk = Talk::new(&store, space, model, opts.sessions);
+    let started = Instant::now();
+    let turns = u64::from(opts.sessions) * model::TURNS;
+    for turn in 0..turns {
+        talk.turn(screen)?;
+        if screen.is_due() || turn + 1 == turns {
+            screen.draw(&store, space, &talk, turn + 1, turns)?;
+        }
+    }
+    talk.tally.took = started.elapsed();
+    store.settle(0)?;
+    talk.tally.counters = store.with(|core| Ok(core.counters))?;
+    let mut tally = std::mem::take(&mut talk.tally);
+    drop(talk);
+    tally.damage = damage(&runtime, store, &spec, &scratch, model, opts.sessions)?;
+    screen.end();
+    runtime.close(0)?;
+    Ok(tally)
+}
+
+/// What became of damage that was done on purpose.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Damage {
+    /// Bytes that were changed on disk.
+    pub done: u64,
+    /// Cells that were found damaged.
+    pub found: u64,
+    /// Chunks that came back after a restart.
+    pub back: u64,
+    /// How long opening took.
+    pub open: Duration,
+}
+
+/// Closes the store, changes some bytes on disk, opens it again and reads it all.
+fn damage(
+    runtime: &Runtime,
+    store: Store,
+    spec: &StoreSpec,
+    scratch: &Scratch,
+    model: &Model,
+    sessions: u32,
+) -> Outcome<Damage> {
+    store.close(0)?;
+    drop(store);
+    let done = change_bytes(&scratch.0)?;
+    let start = Instant::now();
+    let store = Store::open(runtime.core(), None, spec)?;
+    let open = start.elapsed();
+    let layout = model.layout.clone();
+    let space = store
+        .with(|core| core.open_space(&SpaceOpts { key: Key([0xD3; 32]), layout, holes: false }))?;
+    let mut talk = Talk::new(&store, space, model, sessions);
+    let back = talk.read_all()?;
+    if talk.tally.wrong > 0 {
+        return Err("damage was passed on as good".into());
+    }
+    let found = store.with(|core| Ok(core.counters.corrupt))?;
+    drop(talk);
+    store.close(0)?;
+    Ok(Damage { done, found, back, open })
+}
+
+/// Turns a bit over in the middle of each of some segments.
+fn change_bytes(path: &std::path::Path) -> Outcome<u64> {
+    use std::os::unix::fs::FileExt;
+    let mut names: Vec<PathBuf> = Vec::new();
+    for entry in std::fs::read_dir(path)? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if name.starts_with("seg-") {
+            names.push(path);
+        }
+    }
+    names.sort();
+    let mut done = 0;
+    for name in names.iter().step_by(names.len().div_ceil(4).max(1)) {
+        let file = std::fs::OpenOptions::new().read(true).write(true).open(name)?;
+        let at = file.metadata()?.len() / 2 + 77;
+        let mut byte = [0u8];
+        file.read_exact_at(&mut byte, at)?;
+        file.write_all_at(&[byte[0] ^ 0x10], at)?;
+        file.sync_all()?;
+        done += 1;
+    }
+    Ok(done)
+}

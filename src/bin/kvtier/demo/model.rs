@@ -1,0 +1,54 @@
+//! A small model's KV: its shapes, and what it would compute.
+
+use kvtier::meta::dtype::Dtype;
+use kvtier::meta::layout::{Group, Layout};
+
+use super::Outcome;
+
+const LAYERS: u16 = 16;
+const HEADS: u32 = 4;
+const HEAD_DIM: u32 = 64;
+const CHUNK_TOKENS: u32 = 64;
+/// Turns of a conversation.
+pub const TURNS: u64 = 8;
+/// Tokens that all conversations begin with.
+pub const SYSTEM_TOKENS: u64 = 512;
+/// Tokens of a turn: a question and its answer.
+pub const TURN_TOKENS: u64 = 192;
+/// What a small model computes on one accelerator: what recomputing is reckoned with.
+pub const TOKENS_PER_SECOND: f64 = 10_000.0;
+
+/// The model.
+pub struct Model {
+    /// Its cells.
+    pub layout: Layout,
+}
+
+impl Model {
+    /// 16 layers of 4 KV heads of 64 values in 16 bits, chunks of 64 tokens.
+    pub fn small() -> Outcome<Model> {
+        let group = Group::gqa(0..LAYERS, HEADS, HEAD_DIM, Dtype::F16)?;
+        Ok(Model { layout: Layout::new(CHUNK_TOKENS, vec![group])? })
+    }
+
+    /// Bytes of K, or of V, of a token in one layer.
+    pub fn token_bytes(&self) -> u64 {
+        u64::from(HEADS * HEAD_DIM) * 2
+    }
+
+    /// Bytes of a conversation at its end.
+    pub fn session_bytes(&self) -> u64 {
+        let tokens = SYSTEM_TOKENS + TURNS * TURN_TOKENS;
+        tokens * self.token_bytes() * 2 * u64::from(LAYERS)
+    }
+
+    /// What K (0) or V (1) of a layer holds for the token that ends a prefix: it
+    /// follows from the whole prefix, as in a real model.
+    pub fn fill(&self, mark: u64, layer: usize, plane: u64, out: &mut [u8]) {
+        let mut word = mark ^ ((layer as u64) << 48) ^ (plane << 40);
+        for eight in out.chunks_mut(8) {
+            word = word.wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29) ^ 0x5851_F42D;
+            eight.copy_from_slice(&word.to_le_bytes()[..eight.len()]);
+        }
+    }
+}

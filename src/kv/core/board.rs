@@ -1,0 +1,129 @@
+//! A board: what cells of one layout are, and the table of their chunks. Namespaces of
+//! equal layouts share one.
+
+use crate::base::status::Result;
+use crate::base::zeroed::Zeroed;
+use crate::format::keys::{Fingerprint, Key};
+use crate::format::record;
+use crate::format::seal::{Identity, PLANE_K, PLANE_STATE, PLANE_V};
+use crate::meta::chunks::{Cell, Chunks, Shape};
+use crate::meta::index::Slot;
+use crate::meta::layout::{Layout, Planes, Rule};
+
+/// What is noted of a chunk beside its row.
+pub mod note {
+    /// The policy of the host tier knows it.
+    pub const IN_HOST: u8 = 1;
+    /// The policy of the disk tier knows it.
+    pub const IN_DISK: u8 = 2;
+    /// It waits for its turn to be written down.
+    pub const QUEUED: u8 = 4;
+    /// Someone waits for it to be on disk: no rule of admission keeps it from there.
+    pub const FORCED: u8 = 8;
+    /// Its memory is given back once it is on disk.
+    pub const LEAVES: u8 = 16;
+    /// The policy of the last tier was told that it is in use.
+    pub const HELD: u8 = 32;
+}
+
+/// Chunks of one layout.
+pub struct Board {
+    /// What its cells are.
+    pub layout: Layout,
+    /// The layout's fingerprint.
+    pub fingerprint: Fingerprint,
+    /// The chunks.
+    pub chunks: Chunks,
+    /// [`note`] of each chunk.
+    pub notes: Zeroed<u8>,
+    /// Uses of each chunk since it came, up to 255.
+    pub uses: Zeroed<u8>,
+    /// The class of who stored it.
+    pub classes: Zeroed<u8>,
+}
+
+impl Board {
+    /// A board without chunks.
+    pub fn new(layout: &Layout, max_chunks: usize) -> Result<Board> {
+        let layout = layout.clone();
+        let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
+        Ok(Board {
+            fingerprint: Fingerprint::of(&layout.encode()),
+            layout,
+            chunks: Chunks::new(Shape { layers, chunk_tokens, max_chunks })?,
+            notes: Zeroed::new(max_chunks)?,
+            uses: Zeroed::new(max_chunks)?,
+            classes: Zeroed::new(max_chunks)?,
+        })
+    }
+
+    /// What policies call a chunk.
+    pub fn id(&self, slot: Slot) -> u64 {
+        self.chunks.id(slot)
+    }
+
+    /// Whether a note is set.
+    pub fn has(&self, slot: Slot, note: u8) -> bool {
+        self.notes[slot as usize] & note != 0
+    }
+
+    /// Sets notes.
+    pub fn set(&mut self, slot: Slot, notes: u8) {
+        self.notes[slot as usize] |= notes;
+    }
+
+    /// Clears notes.
+    pub fn clear(&mut self, slot: Slot, notes: u8) {
+        self.notes[slot as usize] &= !notes;
+    }
+
+    /// The planes of a cell.
+    pub fn planes(&self, cell: Cell) -> Planes {
+        let tokens = self.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens());
+        match self.layout.group(cell.layer) {
+            Some(group) => group.planes(tokens),
+            None => Planes { k_bytes: 0, v_bytes: 0 },
+        }
+    }
+
+    /// The kinds and lengths of a cell's planes, in their order.
+    pub fn stored_planes(&self, cell: Cell) -> impl Iterator<Item = (u16, u64)> {
+        let is_state = self.layout.group(cell.layer).is_some_and(|g| g.rule == Rule::State);
+        let planes = self.planes(cell);
+        let first = if is_state { PLANE_STATE } else { PLANE_K };
+        [(first, planes.k_bytes), (PLANE_V, planes.v_bytes)]
+            .into_iter()
+            .filter(|&(_, bytes)| bytes > 0)
+    }
+
+    /// Bytes of a chunk, all layers.
+    pub fn chunk_bytes(&self, slot: Slot) -> u64 {
+        let tokens = self.chunks.chunk(slot).map_or(0, |row| row.valid_tokens());
+        self.layout.chunk_bytes(tokens)
+    }
+
+    /// What a chunk of a namespace is called in records.
+    pub fn record_of(&self, slot: Slot, namespace: Key) -> record::Chunk {
+        let row = self.chunks.chunk(slot);
+        let key_of = |slot| self.chunks.key(slot).copied();
+        record::Chunk {
+            namespace,
+            parent: self.chunks.parent(slot).and_then(key_of).unwrap_or(namespace),
+            key: key_of(slot).unwrap_or_default(),
+            fingerprint: self.fingerprint,
+            position: row.map_or(0, |row| row.position()),
+            valid_tokens: row.map_or(0, |row| row.valid_tokens()),
+        }
+    }
+
+    /// What a cell must be when it is read.
+    pub fn identity_of(&self, cell: Cell) -> Identity {
+        Identity {
+            key: self.chunks.key(cell.chunk).copied().unwrap_or_default(),
+            fingerprint: self.fingerprint,
+            layer: cell.layer as u32,
+            valid_tokens: self.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens()),
+            codec: 0,
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! What must hold whenever nothing is under way; for tests and simulations.
+
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::fail;
+use crate::format::segment::BLOCK_BYTES;
+use crate::kv::core::Core;
+use crate::kv::core::board::note;
+use crate::meta::chunks::Cell;
+
+impl Core {
+    /// What is not at rest, in words.
+    pub fn what_waits(&self) -> String {
+        format!(
+            "{} moves, {} jobs, {} hungry, {} cells waited for, {} chunks to go down, {} leaving, \
+             {:?} batches, {} to be synced, {}",
+            self.moves.len(),
+            self.jobs.len(),
+            self.hungry.len(),
+            self.waiting.len(),
+            self.downs.len(),
+            self.leaving.len(),
+            self.under_way,
+            self.commits.len(),
+            self.upkeep.words(),
+        )
+    }
+
+    /// Checks the tables against each other and against the tiers.
+    pub fn check(&self) -> Result<()> {
+        let (mut pieces, mut blocks) = (0, 0);
+        for (number, board) in self.boards.iter().enumerate() {
+            let (p, b) = self.check_board(number)?;
+            (pieces, blocks) = (pieces + p, blocks + b);
+            if self.is_idle() && board.chunks.counts().moving != 0 {
+                fail!(State, "{} ways of board {number} never ended", board.chunks.counts().moving);
+            }
+        }
+        if !self.is_idle() {
+            return Ok(());
+        }
+        let stats = self.host.stats();
+        if stats.live_pieces != pieces {
+            fail!(State, "{} pieces are in use, {pieces} cells are in memory", stats.live_pieces);
+        }
+        if let Some(disk) = &self.disk {
+            let live: u64 = disk.segments().iter().map(|s| u64::from(s.live_blocks)).sum();
+            if live != blocks {
+                fail!(State, "{live} blocks of the disk live, cells there have {blocks}");
+            }
+        }
+        let waits = (self.jobs.len(), self.hungry.len(), self.waiting.len(), self.woken.len());
+        if waits != (0, 0, 0, 0) || self.hungry_bytes != 0 {
+            fail!(State, "jobs {waits:?} are left, for {} bytes", self.hungry_bytes);
+        }
+        if !self.leaving.is_empty() || self.leaving_bytes != 0 || !self.chunk_waits.is_empty() {
+            fail!(State, "{} chunks leave for ever", self.leaving.len());
+        }
+        Ok(())
+    }
+
+    /// Pieces of memory and blocks of the disk that a board's cells have.
+    fn check_board(&self, number: usize) -> Result<(u64, u64)> {
+        let board = &self.boards[number];
+        let (mut pieces, mut blocks) = (0, 0);
+        for slot in board.chunks.slots() {
+            for layer in 0..board.layout.layers() {
+                let cell = Cell { chunk: slot, layer };
+                let bytes = board.planes(cell).bytes();
+                pieces += u64::from(board.chunks.place(cell, Tier::Host)?.is_some());
+                if board.chunks.place(cell, Tier::Disk)?.is_some() {
+                    blocks += bytes.div_ceil(BLOCK_BYTES as u64);
+                }
+            }
+            let Some(row) = board.chunks.chunk(slot) else { continue };
+            if row.cells_somewhere() == 0 && board.chunks.may_leave(slot) {
+                fail!(State, "chunk {slot} of board {number} has no cells, and nobody needs it");
+            }
+            let tiers = [(Tier::Host, note::IN_HOST), (Tier::Disk, note::IN_DISK)];
+            for (tier, flag) in tiers {
+                let is_there = row.cells()[tier as usize] > 0;
+                if is_there && !board.has(slot, flag | note::LEAVES) {
+                    fail!(State, "chunk {slot} is in {}, and no policy knows", tier.name());
+                }
+            }
+        }
+        Ok((pieces, blocks))
+    }
+}

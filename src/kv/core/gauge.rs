@@ -1,0 +1,260 @@
+//! What a store counts and has, as plain numbers.
+
+use crate::base::budget::Tier;
+use crate::format::segment::BLOCK_BYTES;
+use crate::kv::core::shelf::Shelf;
+use crate::kv::core::speeds::Flow;
+use crate::kv::core::tenants::Tenant;
+use crate::kv::core::work::{Hands, KINDS};
+use crate::kv::core::{Core, Counters};
+use crate::kv::queues::{LANES, Queues};
+use crate::tier::disk::{DiskTier, Stats};
+
+/// What the memory of a store has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostGauge {
+    /// Most bytes of cells.
+    pub limit_bytes: u64,
+    /// Bytes of cells.
+    pub live_bytes: u64,
+    /// What they cost, tables and what is not used included.
+    pub cost_bytes: u64,
+    /// Cells.
+    pub pieces: u64,
+    /// Segments.
+    pub segments: u32,
+}
+
+/// What the disk of a store has; all zero where there is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiskGauge {
+    /// Bytes that may be used.
+    pub budget_bytes: u64,
+    /// Bytes that are used.
+    pub used_bytes: u64,
+    /// Bytes of cells that live.
+    pub live_bytes: u64,
+    /// Bytes that cleaning would free.
+    pub dead_bytes: u64,
+    /// Segments.
+    pub segments: u64,
+    /// What was written and read, and what went wrong.
+    pub stats: Stats,
+}
+
+impl DiskGauge {
+    fn of(disk: &DiskTier) -> DiskGauge {
+        let stats = disk.stats();
+        let (used_bytes, budget_bytes) = (stats.used_bytes, stats.budget_bytes);
+        let mut gauge = DiskGauge { used_bytes, budget_bytes, stats, ..DiskGauge::default() };
+        for segment in disk.segments() {
+            gauge.segments += 1;
+            gauge.live_bytes += u64::from(segment.live_blocks) * BLOCK_BYTES as u64;
+            gauge.dead_bytes += u64::from(segment.dead_blocks) * BLOCK_BYTES as u64;
+        }
+        gauge
+    }
+
+    /// Bytes that were written for each byte of cells from callers: 1 is no wear
+    /// beyond that; 0 where nothing was written.
+    pub fn wear(&self) -> f64 {
+        let Stats { appended_bytes, cleaned_bytes, overhead_bytes, .. } = self.stats;
+        share(appended_bytes + cleaned_bytes + overhead_bytes, appended_bytes)
+    }
+}
+
+/// Cells that wait for a way, or are on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct QueueGauge {
+    /// Cells that wait, by urgency.
+    pub cells: [u64; LANES],
+    /// Their bytes.
+    pub bytes: [u64; LANES],
+    /// Batches under way.
+    pub batches: u32,
+    /// Their bytes.
+    pub batch_bytes: u64,
+    /// What is known of the way: its rate.
+    pub bytes_per_second: f64,
+    /// The delay of a batch.
+    pub delay_ns: f64,
+}
+
+impl QueueGauge {
+    fn of(queues: &Queues, flow: &Flow, batches: u32) -> QueueGauge {
+        let waiting: [(u32, u64); LANES] = std::array::from_fn(|lane| queues.waiting(lane));
+        QueueGauge {
+            cells: waiting.map(|(cells, _)| u64::from(cells)),
+            bytes: waiting.map(|(_, bytes)| bytes),
+            batches,
+            batch_bytes: flow.under_way,
+            bytes_per_second: flow.speed.bytes_per_second(),
+            delay_ns: flow.speed.ns(0, 1),
+        }
+    }
+}
+
+/// A policy at work.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct PolicyGauge {
+    /// Its name.
+    pub name: &'static str,
+    /// Chunks that it knows.
+    pub objects: u64,
+    /// Chunks it was asked for.
+    pub references: u64,
+    /// Of those, found.
+    pub hits: u64,
+    /// Chunks that it has sent away.
+    pub evictions: u64,
+    /// Times that it was asked whom.
+    pub decisions: u64,
+    /// Times that it found fewer than wanted.
+    pub shortfalls: u64,
+}
+
+impl PolicyGauge {
+    fn of(shelf: &Shelf) -> PolicyGauge {
+        let counts = &shelf.evictor.metrics.counts;
+        PolicyGauge {
+            name: shelf.evictor.name(),
+            objects: shelf.evictor.objects().len() as u64,
+            references: counts.references,
+            hits: counts.hits,
+            evictions: counts.evictions,
+            decisions: counts.decisions,
+            shortfalls: counts.shortfalls,
+        }
+    }
+
+    /// Found per asked for; 0 of none.
+    pub fn hit_ratio(&self) -> f64 {
+        share(self.hits, self.references)
+    }
+}
+
+/// All of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Report {
+    /// What was counted since the store was opened.
+    pub counters: Counters,
+    /// Its memory.
+    pub host: HostGauge,
+    /// Its disk.
+    pub disk: DiskGauge,
+    /// Layouts.
+    pub layouts: u64,
+    /// Namespaces.
+    pub namespaces: u64,
+    /// Sessions that are open.
+    pub sessions: u64,
+    /// Chunks.
+    pub chunks: u64,
+    /// Cells in memory.
+    pub host_cells: u64,
+    /// Cells on disk.
+    pub disk_cells: u64,
+    /// Pins.
+    pub pins: u64,
+    /// Moves under way.
+    pub moves: u64,
+    /// Cells of moves under way.
+    pub jobs: u64,
+    /// Of those, waiting for memory.
+    pub hungry: u64,
+    /// How much they wait for.
+    pub hungry_bytes: u64,
+    /// Bytes that leave memory as soon as they are on disk.
+    pub leaving_bytes: u64,
+    /// Chunks that wait to be written.
+    pub downs: u64,
+    /// Puts that wait for a sync.
+    pub syncs: u64,
+    /// Copies.
+    pub copies: QueueGauge,
+    /// Reads of the disk.
+    pub reads: QueueGauge,
+    /// Batches under way, by [`Hands`].
+    pub batches: [u32; KINDS],
+    /// Events that were written.
+    pub events: u64,
+    /// Who leaves memory.
+    pub host_policy: PolicyGauge,
+    /// Who leaves the disk; without a name where there is none.
+    pub disk_policy: PolicyGauge,
+    /// Tenants that are told apart.
+    pub tenants: u64,
+}
+
+impl Report {
+    /// Cells that were asked for and were somewhere; 0 of none.
+    pub fn hit_ratio(&self) -> f64 {
+        let Counters { host_hits, disk_hits, misses, .. } = self.counters;
+        share(host_hits + disk_hits, host_hits + disk_hits + misses)
+    }
+
+    /// Cells that were asked for and were in memory; 0 of none.
+    pub fn host_hit_ratio(&self) -> f64 {
+        let Counters { host_hits, disk_hits, misses, .. } = self.counters;
+        share(host_hits, host_hits + disk_hits + misses)
+    }
+}
+
+fn share(part: u64, whole: u64) -> f64 {
+    if whole > 0 { part as f64 / whole as f64 } else { 0.0 }
+}
+
+impl Core {
+    /// What the store counts and has.
+    pub fn report(&self) -> Report {
+        let host = self.host.stats();
+        let batches = |hands: Hands| self.under_way[hands as usize];
+        let mut report = Report {
+            counters: self.counters,
+            host: HostGauge {
+                limit_bytes: self.config.host_bytes,
+                live_bytes: host.live_bytes,
+                cost_bytes: host.cost_bytes,
+                pieces: host.live_pieces,
+                segments: host.segments,
+            },
+            disk: self.disk.as_deref().map(DiskGauge::of).unwrap_or_default(),
+            layouts: self.boards.len() as u64,
+            namespaces: self.spaces.len() as u64,
+            sessions: self.sessions.len() as u64,
+            pins: self.pins.len() as u64,
+            moves: self.moves.len() as u64,
+            jobs: self.jobs.len() as u64,
+            hungry: self.hungry.len() as u64,
+            hungry_bytes: self.hungry_bytes,
+            leaving_bytes: self.leaving_bytes,
+            downs: self.downs.len() as u64,
+            syncs: self.commits.len() as u64,
+            copies: QueueGauge::of(&self.copies, &self.speeds.copies, batches(Hands::Copy)),
+            reads: QueueGauge::of(&self.reads, &self.speeds.reads, batches(Hands::Read)),
+            batches: self.under_way,
+            events: self.events.next_number(),
+            host_policy: PolicyGauge::of(&self.host_shelf),
+            disk_policy: self.disk_shelf.as_ref().map(PolicyGauge::of).unwrap_or_default(),
+            tenants: self.tenants.rows().len() as u64,
+            ..Report::default()
+        };
+        for board in &self.boards {
+            let counts = board.chunks.counts();
+            report.chunks += counts.chunks;
+            report.host_cells += counts.cells[Tier::Host as usize];
+            report.disk_cells += counts.cells[Tier::Disk as usize];
+        }
+        report
+    }
+
+    /// Tenants that are told apart, by number.
+    pub fn tenants(&self) -> &[Tenant] {
+        self.tenants.rows()
+    }
+
+    /// All other tenants together.
+    pub fn other_tenants(&self) -> Tenant {
+        self.tenants.others()
+    }
+}

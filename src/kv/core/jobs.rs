@@ -1,0 +1,448 @@
+//! Jobs: one cell of a move, and what it waits for.
+
+use crate::base::budget::Tier;
+use crate::base::status::{Error, Result, Status};
+use crate::kv::core::moves::Deed;
+use crate::kv::core::work::{CopyBatch, CopyItem, ReadBatch};
+use crate::kv::core::{At, Core};
+use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
+use crate::meta::layout::Rule;
+use crate::tier::disk::{GetPlane, Spot};
+use crate::tier::host::Piece;
+
+/// How often a cell is read again after the disk failed.
+const RETRIES: u8 = 2;
+const HOST: u8 = 1 << Tier::Host as u8;
+const DISK: u8 = 1 << Tier::Disk as u8;
+
+/// What a job waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    /// To be looked at.
+    Fresh,
+    /// For memory.
+    Hungry,
+    /// For what others do with its cell.
+    Waiting,
+    /// For its turn to be copied.
+    Copies,
+    /// For the copy.
+    Copying,
+    /// For its turn to be read.
+    Reads,
+    /// For the disk.
+    Reading,
+}
+
+/// One cell of a move.
+#[derive(Clone, Copy, Debug)]
+pub struct Job {
+    /// The move.
+    pub(super) number: u32,
+    /// Which of its cells.
+    pub(super) at: u64,
+    /// The cell's memory, while the job fills or reads it.
+    piece: Option<Piece>,
+    step: Step,
+    retries: u8,
+    /// It had to be read from disk.
+    was_below: bool,
+}
+
+impl Job {
+    pub(super) fn new(number: u32, at: u64) -> Job {
+        Job { number, at, piece: None, step: Step::Fresh, retries: 0, was_below: false }
+    }
+}
+
+impl Core {
+    /// Finds out what a job needs next.
+    pub(super) fn route(&mut self, id: u32) {
+        let Some(job) = self.jobs.get(id).copied() else { return };
+        let one = &self.moves[job.number];
+        if let Some(status) = one.stopped() {
+            return self.end_job(id, 0, Some(status.into()));
+        }
+        let deed = one.spec.deed;
+        let (board, cell) = self.cell_of(&job);
+        let marks = self.boards[board as usize].chunks.marks(cell.chunk);
+        let marks = marks.and_then(|all| all.get(cell.layer)).copied().unwrap_or_default();
+        match deed {
+            Deed::Put => self.route_put(id, board, cell, marks),
+            Deed::Get | Deed::Prefetch => self.route_get(id, deed, board, cell, marks),
+        }
+    }
+
+    fn route_put(&mut self, id: u32, board: u32, cell: Cell, marks: Marks) {
+        if marks.there() != 0 {
+            self.counters.known += 1;
+            return self.end_job(id, 0, None);
+        }
+        if marks.arriving() != 0 || marks.leaving() & HOST != 0 {
+            return self.wait_for_cell(id, board, cell);
+        }
+        let Some(piece) = self.get_memory(id, board, cell) else { return };
+        match self.boards[board as usize].chunks.begin_store(cell, Tier::Host) {
+            Ok(Begin::Begun) => {
+                self.jobs[id].piece = Some(piece);
+                self.queue_copy(id, board, cell);
+            }
+            begun => {
+                self.give_back(piece);
+                self.end_job(id, 0, Some(unexpected(begun)));
+            }
+        }
+    }
+
+    fn route_get(&mut self, id: u32, deed: Deed, board: u32, cell: Cell, marks: Marks) {
+        if marks.there() & HOST != 0 {
+            if deed == Deed::Prefetch {
+                return self.end_job(id, 0, None);
+            }
+            let counter = match self.jobs[id].was_below {
+                true => &mut self.counters.disk_hits,
+                false => &mut self.counters.host_hits,
+            };
+            *counter += 1;
+            return match self.boards[board as usize].chunks.begin_read(cell, Tier::Host) {
+                Ok(place) => {
+                    // It may leave meanwhile: then the table names it no more.
+                    self.jobs[id].piece = match place {
+                        Place::Host(piece) => Some(Piece(piece)),
+                        _ => None,
+                    };
+                    self.queue_copy(id, board, cell);
+                }
+                Err(error) => self.end_job(id, 0, Some(error)),
+            };
+        }
+        if marks.arriving() & HOST != 0 || marks.leaving() & HOST != 0 {
+            return self.wait_for_cell(id, board, cell);
+        }
+        if marks.there() & DISK == 0 {
+            self.counters.misses += 1;
+            return self.end_job(id, 0, Some(Status::NotFound.into()));
+        }
+        let Some(piece) = self.get_memory(id, board, cell) else { return };
+        match self.boards[board as usize].chunks.begin_copy(cell, Tier::Disk, Tier::Host) {
+            Ok(Begin::Begun) => {
+                let one = &self.moves[self.jobs[id].number].spec;
+                let (lane, flow) = (one.lane, one.flow);
+                let bytes = self.boards[board as usize].planes(cell).bytes();
+                let job = &mut self.jobs[id];
+                (job.piece, job.step, job.was_below) = (Some(piece), Step::Reads, true);
+                self.reads.push(lane, flow, id, bytes);
+            }
+            begun => {
+                self.give_back(piece);
+                self.end_job(id, 0, Some(unexpected(begun)));
+            }
+        }
+    }
+
+    fn queue_copy(&mut self, id: u32, board: u32, cell: Cell) {
+        let one = &self.moves[self.jobs[id].number].spec;
+        let (lane, flow) = (one.lane, one.flow);
+        let bytes = self.boards[board as usize].planes(cell).bytes();
+        self.jobs[id].step = Step::Copies;
+        self.copies.push(lane, flow, id, bytes);
+    }
+
+    fn wait_for_cell(&mut self, id: u32, board: u32, cell: Cell) {
+        self.jobs[id].step = Step::Waiting;
+        let at = At { board, slot: cell.chunk };
+        self.waiting.entry((at, cell.layer)).or_default().push(id);
+    }
+
+    /// Something has become of a cell: whoever waits for it looks again.
+    pub(super) fn wake(&mut self, board: u32, cell: Cell) {
+        let at = At { board, slot: cell.chunk };
+        if let Some(jobs) = self.waiting.remove(&(at, cell.layer)) {
+            self.woken.extend(jobs.into_iter().rev());
+        }
+    }
+
+    /// Memory for a job's cell; where there is none the job waits for it.
+    fn get_memory(&mut self, id: u32, board: u32, cell: Cell) -> Option<Piece> {
+        let bytes = self.boards[board as usize].planes(cell).bytes();
+        // Who came first is served first: a large cell is not passed by small ones.
+        let is_first = self.hungry.is_empty() || self.served == Some(id);
+        if let Some(piece) = is_first.then(|| self.host.alloc(bytes).ok()).flatten() {
+            self.refusals = 0;
+            return Some(piece);
+        }
+        self.jobs[id].step = Step::Hungry;
+        self.hungry_bytes += bytes;
+        match is_first {
+            true => self.hungry.push_front(id),
+            false => self.hungry.push_back(id),
+        }
+        None
+    }
+
+    /// Memory came free: the first that waits for some tries again.
+    pub(super) fn feed_hungry(&mut self) -> bool {
+        let Some(&id) = self.hungry.front() else { return false };
+        self.unqueue_hungry(id);
+        self.served = Some(id);
+        self.route(id);
+        self.served = None;
+        self.hungry.front() != Some(&id)
+    }
+
+    /// The first that waits for memory will not get any.
+    pub(super) fn starve(&mut self) {
+        let Some(&id) = self.hungry.front() else { return };
+        self.counters.no_room += 1;
+        let message = "no memory for a cell, and nothing may leave: all is held, pinned or in \
+                       motion. Close sessions, or give the store more";
+        self.unqueue_hungry(id);
+        self.end_job(id, 0, Some(Error::new(Status::Budget, message)));
+    }
+
+    fn unqueue_hungry(&mut self, id: u32) {
+        let (board, cell) = self.cell_of(&self.jobs[id]);
+        self.hungry_bytes -= self.boards[board as usize].planes(cell).bytes();
+        self.jobs[id].step = Step::Fresh;
+        match self.hungry.front() {
+            Some(&first) if first == id => drop(self.hungry.pop_front()),
+            _ => self.hungry.retain(|&other| other != id),
+        }
+    }
+
+    pub(super) fn give_back(&mut self, piece: Piece) {
+        if let Err(error) = self.host.free(piece) {
+            log::error!("a piece of memory was not in use: {error}");
+        }
+    }
+
+    /// Ends a job that is nowhere any more.
+    fn end_job(&mut self, id: u32, bytes: u64, error: Option<Error>) {
+        if let Some(job) = self.jobs.remove(id) {
+            self.count(job.number, job.at, bytes, error);
+        }
+    }
+
+    /// Takes a job out of whatever it waits in; what is under way goes on.
+    pub(super) fn withdraw(&mut self, id: u32, status: Status) {
+        let Some(job) = self.jobs.get(id).copied() else { return };
+        let (board, cell) = self.cell_of(&job);
+        match job.step {
+            Step::Copying | Step::Reading => return,
+            Step::Fresh => {}
+            Step::Hungry => self.unqueue_hungry(id),
+            Step::Waiting => {
+                let key = (At { board, slot: cell.chunk }, cell.layer);
+                if let Some(jobs) = self.waiting.get_mut(&key) {
+                    jobs.retain(|&other| other != id);
+                    if jobs.is_empty() {
+                        self.waiting.remove(&key);
+                    }
+                }
+                self.woken.retain(|&other| other != id);
+            }
+            Step::Copies => {
+                self.copies.remove(id);
+                self.end_copying(id, false);
+            }
+            Step::Reads => {
+                self.reads.remove(id);
+                self.end_reading(&job, board, cell, Err(status.into()));
+            }
+        }
+        self.end_job(id, 0, Some(status.into()));
+    }
+
+    /// The next copies, up to a batch.
+    pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
+        let (mut batch, mut bytes) = (CopyBatch::default(), 0);
+        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
+            let Some((_, id)) = self.copies.pop() else { break };
+            self.jobs[id].step = Step::Copying;
+            bytes += self.add_copies(id, &mut batch);
+            batch.jobs.push(id);
+        }
+        (!batch.jobs.is_empty()).then_some(batch)
+    }
+
+    /// Adds the copies of a job to a batch; their bytes.
+    fn add_copies(&self, id: u32, batch: &mut CopyBatch) -> u64 {
+        let job = &self.jobs[id];
+        let one = &self.moves[job.number];
+        let (board, cell) = self.cell_of(job);
+        let rows = &self.boards[board as usize];
+        let address = job.piece.and_then(|piece| self.host.address(piece).ok());
+        let address = address.expect("a copy has its memory from when it was queued");
+        let planes = rows.planes(cell);
+        let (chunk, layer) = one.place(job.at);
+        let is_state = rows.layout.group(cell.layer).is_some_and(|g| g.rule == Rule::State);
+        let tokens = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens());
+        let (first, tokens) = match is_state {
+            true => (chunk as u32, 1),
+            false => (chunk as u32 * rows.layout.chunk_tokens(), tokens),
+        };
+        let mut add = |is_v: bool, offset: u64| {
+            batch.items.push(CopyItem {
+                views: one.spec.views.clone(),
+                layer,
+                is_v,
+                first,
+                tokens,
+                address: address.wrapping_add(offset as usize) as usize,
+                way: one.way(),
+            });
+        };
+        if planes.k_bytes > 0 {
+            add(false, 0);
+        }
+        if planes.v_bytes > 0 {
+            add(true, planes.k_bytes);
+        }
+        planes.bytes()
+    }
+
+    pub(super) fn done_copies(&mut self, batch: &CopyBatch, result: &Result<()>) {
+        for &id in &batch.jobs {
+            let (board, cell) = self.cell_of(&self.jobs[id]);
+            let bytes = self.boards[board as usize].planes(cell).bytes();
+            self.end_copying(id, result.is_ok());
+            match result {
+                Ok(()) => self.end_job(id, bytes, None),
+                Err(error) => self.end_job(id, 0, Some(error.clone())),
+            }
+        }
+    }
+
+    /// A copy has ended, or does not begin.
+    fn end_copying(&mut self, id: u32, came: bool) {
+        let job = self.jobs[id];
+        let (board, cell) = self.cell_of(&job);
+        let chunks = &mut self.boards[board as usize].chunks;
+        if self.moves[job.number].spec.deed != Deed::Put {
+            match chunks.end_read(cell, Tier::Host) {
+                Ok(Some(place)) => {
+                    self.free_place(board, cell, place);
+                    self.wake(board, cell);
+                }
+                Ok(None) => {}
+                Err(error) => log::error!("a read could not be ended: {error}"),
+            }
+            return;
+        }
+        let Some(piece) = self.jobs[id].piece.take() else { return };
+        let place = came.then_some(Place::Host(piece.0));
+        if let Err(error) = chunks.end_store(cell, Tier::Host, place) {
+            log::error!("a store could not be ended: {error}");
+        }
+        match came {
+            true => {
+                self.counters.stored += 1;
+                self.arrived(board, cell, Tier::Host);
+            }
+            false => self.give_back(piece),
+        }
+        self.wake(board, cell);
+    }
+
+    /// The next cells to be read, up to a batch.
+    pub(super) fn take_reads(&mut self) -> Option<ReadBatch> {
+        let (mut batch, mut bytes) = (ReadBatch::default(), 0);
+        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
+            let Some((_, id)) = self.reads.pop() else { break };
+            let job = &mut self.jobs[id];
+            job.step = Step::Reading;
+            let piece = job.piece;
+            let (board, cell) = self.cell_of(&self.jobs[id]);
+            let rows = &self.boards[board as usize];
+            // What was begun stays where it is: it is being read.
+            let place = rows.chunks.place(cell, Tier::Disk);
+            let address = piece.and_then(|piece| self.host.address(piece).ok());
+            let (Ok(Some(Place::Disk { spot, seal })), Some(address)) = (place, address) else {
+                log::error!("a cell to be read has no place");
+                continue;
+            };
+            batch.gets.cell(Spot(spot), rows.identity_of(cell), seal, true);
+            let mut offset = 0;
+            for (kind, plane_bytes) in rows.stored_planes(cell) {
+                let address = address.wrapping_add(offset as usize);
+                batch.gets.plane(GetPlane { kind, id: 0, version: 0, bytes: plane_bytes, address });
+                offset += plane_bytes;
+            }
+            bytes += offset;
+            batch.jobs.push(id);
+        }
+        (!batch.jobs.is_empty()).then_some(batch)
+    }
+
+    pub(super) fn done_reads(&mut self, batch: &ReadBatch) {
+        for (&id, get) in batch.jobs.iter().zip(batch.gets.iter()) {
+            let job = self.jobs[id];
+            let (board, cell) = self.cell_of(&job);
+            let place = self.boards[board as usize].chunks.place(cell, Tier::Disk);
+            let has_moved = !matches!(place, Ok(Some(Place::Disk { spot, .. })) if spot == get.spot.0);
+            let result = match &get.result {
+                // Cleaning was faster: it is elsewhere by now.
+                Err(_) if has_moved => Err(Status::Again.into()),
+                result => result.clone(),
+            };
+            let status = result.as_ref().err().map(|error| error.status());
+            self.end_reading(&job, board, cell, result);
+            let job = &mut self.jobs[id];
+            (job.piece, job.step) = (None, Step::Fresh);
+            match status {
+                None | Some(Status::Corrupt | Status::NotFound | Status::Again) => {
+                    self.woken.push(id);
+                }
+                Some(_) if job.retries < RETRIES => {
+                    job.retries += 1;
+                    self.woken.push(id);
+                }
+                Some(status) => {
+                    let words = "the disk could not be read, again and again";
+                    self.end_job(id, 0, Some(Error::new(status, words)));
+                }
+            }
+        }
+    }
+
+    /// A way from disk has ended.
+    fn end_reading(&mut self, job: &Job, board: u32, cell: Cell, result: Result<()>) {
+        let Some(piece) = job.piece else { return };
+        let bytes = self.boards[board as usize].planes(cell).bytes();
+        let arrival = match result.map_err(|error| error.status()) {
+            Ok(()) => Arrival::Here(Place::Host(piece.0)),
+            Err(Status::Corrupt | Status::NotFound) => {
+                self.counters.corrupt += 1;
+                Arrival::BadSource
+            }
+            Err(Status::Again) => Arrival::Failed,
+            Err(_) => {
+                self.counters.failed_reads += 1;
+                Arrival::Failed
+            }
+        };
+        let came = matches!(arrival, Arrival::Here(_));
+        match self.boards[board as usize].chunks.end_copy(cell, Tier::Host, arrival) {
+            Ok(Some(place)) => self.free_place(board, cell, place),
+            Ok(None) => {}
+            Err(error) => log::error!("a way could not be ended: {error}"),
+        }
+        if came {
+            self.counters.loaded_bytes += bytes;
+            self.arrived(board, cell, Tier::Host);
+        } else {
+            self.give_back(piece);
+            if arrival == Arrival::BadSource {
+                self.departed(board, cell.chunk, Tier::Disk);
+            }
+        }
+        self.wake(board, cell);
+    }
+}
+
+fn unexpected(begun: Result<Begin>) -> Error {
+    match begun {
+        Err(error) => error,
+        Ok(begun) => Error::new(Status::State, format!("a way that was free is {begun:?}")),
+    }
+}

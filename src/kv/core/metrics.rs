@@ -1,0 +1,214 @@
+//! What a store counts and has, as text for Prometheus.
+
+use crate::base::exposition::{Exposition, Kind, Labels};
+use crate::kv::core::gauge::{PolicyGauge, QueueGauge, Report};
+use crate::kv::core::tenants::Tenant;
+use crate::kv::core::work::Hands;
+use crate::kv::core::{Core, Counters};
+
+/// What urgencies are called.
+const LANES: [&str; crate::kv::queues::LANES] = ["demand", "prefetch", "demotion"];
+
+/// The name of a family, where its values are, and what they say.
+type Family<T> = (&'static str, fn(&T) -> u64, &'static str);
+
+impl Core {
+    /// The metrics of the store.
+    pub fn metrics_text(&self) -> String {
+        let mut out = Exposition::default();
+        let report = self.report();
+        counters(&mut out, &report.counters);
+        tiers(&mut out, &report);
+        wear(&mut out, &report);
+        numbers(&mut out, &report);
+        queues(&mut out, [("copies", &report.copies), ("reads", &report.reads)]);
+        batches(&mut out, &report);
+        policies(&mut out, &report);
+        tenants(&mut out, self.tenants(), self.other_tenants());
+        out.into_text()
+    }
+}
+
+fn family(out: &mut Exposition, name: &str, kind: Kind, help: &str, samples: &[(Labels, f64)]) {
+    out.family(name, kind, help);
+    for (labels, value) in samples {
+        out.sample(labels, *value);
+    }
+}
+
+fn counters(out: &mut Exposition, all: &Counters) {
+    let [puts, gets, prefetches] = all.moves.map(|n| n as f64);
+    let samples: [(Labels, f64); 3] = [
+        (&[("deed", "put")], puts),
+        (&[("deed", "get")], gets),
+        (&[("deed", "prefetch")], prefetches),
+    ];
+    family(out, "kvtier_moves_total", Kind::Counter, "Moves begun.", &samples);
+    let samples: [(Labels, f64); 3] = [
+        (&[("from", "host")], all.host_hits as f64),
+        (&[("from", "disk")], all.disk_hits as f64),
+        (&[("from", "nowhere")], all.misses as f64),
+    ];
+    let help = "Cells that were asked for, by where they were.";
+    family(out, "kvtier_cells_read_total", Kind::Counter, help, &samples);
+    let plain = [
+        ("cells_stored", all.stored, "Cells stored from outside."),
+        ("cells_known", all.known, "Cells that were there when they were to be stored."),
+        ("cells_corrupt", all.corrupt, "Cells whose bytes were wrong, and that became misses."),
+        ("cells_written", all.written, "Cells written to disk."),
+        ("written_bytes", all.written_bytes, "Bytes of cells written to disk."),
+        ("loaded_bytes", all.loaded_bytes, "Bytes of cells loaded from disk."),
+        ("chunks_demoted", all.demoted, "Chunks that left memory and are on disk."),
+        ("chunks_dropped", all.dropped, "Chunks that left memory and are gone."),
+        ("chunks_evicted", all.disk_evicted, "Chunks that left the disk."),
+        ("chunks_refused", all.refused, "Chunks that the disk had no room for."),
+        ("cells_without_room", all.no_room, "Cells of moves that found no memory."),
+        ("failed_writes", all.failed_writes, "Writes that failed."),
+        ("failed_reads", all.failed_reads, "Reads that failed."),
+    ];
+    for (name, value, help) in plain {
+        let name = format!("kvtier_{name}_total");
+        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+}
+
+fn tiers(out: &mut Exposition, all: &Report) {
+    let (host, disk) = (&all.host, &all.disk);
+    let families = [
+        ("limit_bytes", [host.limit_bytes, disk.budget_bytes], "Most bytes that may be used."),
+        ("used_bytes", [host.cost_bytes, disk.used_bytes], "Bytes that are used."),
+        ("live_bytes", [host.live_bytes, disk.live_bytes], "Bytes of cells."),
+        ("cells", [all.host_cells, all.disk_cells], "Cells."),
+        ("segments", [u64::from(host.segments), disk.segments], "Segments."),
+    ];
+    for (name, values, help) in families {
+        let [host, disk] = values.map(|n| n as f64);
+        let samples: [(Labels, f64); 2] =
+            [(&[("tier", "host")], host), (&[("tier", "disk")], disk)];
+        family(out, &format!("kvtier_{name}"), Kind::Gauge, help, &samples);
+    }
+}
+
+fn wear(out: &mut Exposition, all: &Report) {
+    let stats = &all.disk.stats;
+    let samples: [(Labels, f64); 3] = [
+        (&[("for", "callers")], stats.appended_bytes as f64),
+        (&[("for", "cleaning")], stats.cleaned_bytes as f64),
+        (&[("for", "headers")], stats.overhead_bytes as f64),
+    ];
+    let help = "Bytes written to the disk, by what for.";
+    family(out, "kvtier_disk_written_bytes_total", Kind::Counter, help, &samples);
+    let plain = [
+        ("syncs", stats.syncs, "Syncs of segments."),
+        ("failed_syncs", stats.failed_syncs, "Syncs that failed."),
+        ("cleanings", stats.cleanings, "Segments that were cleaned."),
+    ];
+    for (name, value, help) in plain {
+        let name = format!("kvtier_disk_{name}_total");
+        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+    let help = "Bytes that cleaning the disk would free.";
+    let dead = all.disk.dead_bytes as f64;
+    family(out, "kvtier_disk_dead_bytes", Kind::Gauge, help, &[(&[], dead)]);
+}
+
+fn numbers(out: &mut Exposition, all: &Report) {
+    let plain = [
+        ("namespaces", all.namespaces, "Namespaces."),
+        ("sessions", all.sessions, "Sessions that are open."),
+        ("chunks", all.chunks, "Chunks, of all layouts."),
+        ("pins", all.pins, "Chunks that are pinned."),
+        ("moves", all.moves, "Moves under way."),
+        ("jobs", all.jobs, "Cells of moves under way."),
+        ("hungry", all.hungry, "Cells that wait for memory."),
+        ("hungry_bytes", all.hungry_bytes, "Memory that is waited for."),
+        ("leaving_bytes", all.leaving_bytes, "Bytes that leave memory once they are on disk."),
+        ("downs", all.downs, "Chunks that wait to be written."),
+        ("sync_waits", all.syncs, "Puts that wait for a sync."),
+    ];
+    for (name, value, help) in plain {
+        family(out, &format!("kvtier_{name}"), Kind::Gauge, help, &[(&[], value as f64)]);
+    }
+    let events = all.events as f64;
+    family(out, "kvtier_events_total", Kind::Counter, "Events written.", &[(&[], events)]);
+}
+
+fn queues(out: &mut Exposition, queues: [(&str, &QueueGauge); 2]) {
+    out.family("kvtier_queue_cells", Kind::Gauge, "Cells that wait, by way and urgency.");
+    for (way, gauge) in queues {
+        for (lane, cells) in LANES.into_iter().zip(gauge.cells) {
+            out.sample(&[("way", way), ("lane", lane)], cells as f64);
+        }
+    }
+    out.family("kvtier_queue_bytes", Kind::Gauge, "Bytes that wait, by way and urgency.");
+    for (way, gauge) in queues {
+        for (lane, bytes) in LANES.into_iter().zip(gauge.bytes) {
+            out.sample(&[("way", way), ("lane", lane)], bytes as f64);
+        }
+    }
+    out.family("kvtier_batch_bytes", Kind::Gauge, "Bytes of batches under way.");
+    for (way, gauge) in queues {
+        out.sample(&[("way", way)], gauge.batch_bytes as f64);
+    }
+    out.family("kvtier_speed_bytes_per_second", Kind::Gauge, "What is known of a way's rate.");
+    for (way, gauge) in queues {
+        out.sample(&[("way", way)], gauge.bytes_per_second);
+    }
+    out.family("kvtier_delay_seconds", Kind::Gauge, "What is known of a batch's delay.");
+    for (way, gauge) in queues {
+        out.sample(&[("way", way)], gauge.delay_ns / 1e9);
+    }
+}
+
+fn batches(out: &mut Exposition, all: &Report) {
+    out.family("kvtier_batches", Kind::Gauge, "Batches under way.");
+    for hands in Hands::ALL {
+        let name = match hands {
+            Hands::Copy => "copy",
+            Hands::Read => "read",
+            Hands::Write => "write",
+            Hands::Sync => "sync",
+            Hands::Upkeep => "upkeep",
+        };
+        out.sample(&[("kind", name)], f64::from(all.batches[hands as usize]));
+    }
+}
+
+fn policies(out: &mut Exposition, all: &Report) {
+    let tiers = [("host", &all.host_policy), ("disk", &all.disk_policy)];
+    let there = || tiers.iter().filter(|(_, policy)| !policy.name.is_empty());
+    out.family("kvtier_policy_objects", Kind::Gauge, "Chunks that a policy knows.");
+    for (tier, policy) in there() {
+        out.sample(&[("tier", tier), ("policy", policy.name)], policy.objects as f64);
+    }
+    let families: [Family<PolicyGauge>; 5] = [
+        ("references", |policy| policy.references, "Chunks that a policy was asked for."),
+        ("hits", |policy| policy.hits, "Of those, chunks that it knew."),
+        ("evictions", |policy| policy.evictions, "Chunks that a policy has sent away."),
+        ("decisions", |policy| policy.decisions, "Times that a policy was asked whom."),
+        ("shortfalls", |policy| policy.shortfalls, "Times that it found fewer than wanted."),
+    ];
+    for (name, value, help) in families {
+        out.family(&format!("kvtier_policy_{name}_total"), Kind::Counter, help);
+        for (tier, policy) in there() {
+            out.sample(&[("tier", tier), ("policy", policy.name)], value(policy) as f64);
+        }
+    }
+}
+
+fn tenants(out: &mut Exposition, rows: &[Tenant], others: Tenant) {
+    let names: Vec<String> = rows.iter().map(|row| row.id.to_string()).collect();
+    let all = || names.iter().map(String::as_str).zip(rows).chain([("others", &others)]);
+    let families: [Family<Tenant>; 4] = [
+        ("put_bytes", |row| row.put_bytes, "Bytes that a tenant has stored."),
+        ("got_bytes", |row| row.got_bytes, "Bytes that a tenant was given back."),
+        ("hits", |row| row.hits, "Cells that a tenant has asked for and got."),
+        ("misses", |row| row.misses, "Cells that a tenant has asked for and were nowhere."),
+    ];
+    for (name, value, help) in families {
+        out.family(&format!("kvtier_tenant_{name}_total"), Kind::Counter, help);
+        for (tenant, row) in all() {
+            out.sample(&[("tenant", tenant)], value(row) as f64);
+        }
+    }
+}

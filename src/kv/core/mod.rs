@@ -1,0 +1,453 @@
+//! What decides in a store: which cell is where, what moves next, who leaves. It
+//! touches no bytes and never blocks. Whoever carries work out asks for it with
+//! [`Core::take`] and says with [`Core::done`] how it went; between the two nothing
+//! is locked. So one thread can drive it as well as many, in an order that a seed
+//! chooses.
+
+pub mod board;
+pub mod books;
+mod check;
+mod config;
+mod down;
+pub mod gauge;
+mod jobs;
+pub mod look;
+mod metrics;
+pub mod moves;
+pub mod plans;
+mod recover;
+mod room;
+mod session;
+pub mod shelf;
+mod speeds;
+pub mod table;
+pub mod tenants;
+mod upkeep;
+pub mod views;
+pub mod work;
+
+pub use board::Board;
+pub use config::{Config, Counters, Write};
+pub use jobs::Job;
+pub use moves::{Deed, Finished, Level, MoveSpec};
+pub use recover::Adopted;
+pub use session::{Rectangle, SessionOpts, Truncated};
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::base::account::Account;
+use crate::base::budget::Tier;
+use crate::base::memory::Wish;
+use crate::base::status::Result;
+use crate::base::sync::Arc;
+use crate::fail;
+use crate::format::keys::Key;
+use crate::format::record;
+use crate::kv::admission::Admission;
+use crate::kv::core::board::note;
+use crate::kv::core::moves::Move;
+use crate::kv::core::session::Session;
+use crate::kv::core::shelf::Shelf;
+use crate::kv::core::table::Table;
+use crate::kv::core::work::Hands;
+use crate::kv::events::{Event, Events, Kind};
+use crate::kv::queues::Queues;
+use crate::meta::chunks::{Cell, Place};
+use crate::meta::index::Slot;
+use crate::meta::layout::Layout;
+use crate::tier::disk::{DiskTier, Mark, Spot};
+use crate::tier::host::{HostOpts, HostTier, Piece};
+
+/// Most namespaces.
+pub const MAX_SPACES: usize = 1 << 16;
+/// Most layouts.
+pub const MAX_BOARDS: usize = 64;
+
+/// A chunk of a board.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct At {
+    pub board: u32,
+    pub slot: Slot,
+}
+
+/// How a namespace is opened.
+#[derive(Clone, Debug)]
+pub struct SpaceOpts {
+    /// Its key.
+    pub key: Key,
+    /// What its cells are.
+    pub layout: Layout,
+    /// Its engine can compute holes: chunks leave in any order.
+    pub holes: bool,
+}
+
+/// A namespace: who may share.
+#[derive(Clone, Copy, Debug)]
+pub struct Space {
+    /// Its key.
+    pub key: Key,
+    /// Its engine can compute holes.
+    pub holes: bool,
+    /// The board of its layout.
+    pub board: u32,
+    /// Handles that are open.
+    pub handles: u32,
+}
+
+/// What decides.
+pub struct Core {
+    pub(super) config: Config,
+    pub(super) now_ns: u64,
+    pub(super) host: HostTier,
+    pub(super) disk: Option<Arc<DiskTier>>,
+    pub(super) boards: Vec<Board>,
+    pub(super) spaces: Vec<Space>,
+    by_key: BTreeMap<Key, u32>,
+    pub(super) sessions: Table<Session>,
+    pub(super) moves: Table<Move>,
+    pub(super) jobs: Table<Job>,
+    pub(super) host_shelf: Shelf,
+    pub(super) disk_shelf: Option<Shelf>,
+    pub(super) admission: Admission,
+    copies: Queues,
+    reads: Queues,
+    feeding: VecDeque<u32>,
+    /// Jobs whose cell can be looked at again.
+    woken: Vec<u32>,
+    /// Jobs that wait for memory.
+    hungry: VecDeque<u32>,
+    hungry_bytes: u64,
+    /// The one of them that tries again now.
+    served: Option<u32>,
+    /// Jobs that wait for what others do with a cell.
+    waiting: BTreeMap<(At, usize), Vec<u32>>,
+    /// Chunks to be written down.
+    downs: VecDeque<At>,
+    /// Chunks whose memory is given back once they are on disk, and how much.
+    leaving: BTreeMap<At, u64>,
+    leaving_bytes: u64,
+    /// Chunks in a row that were to leave memory, and could not.
+    refusals: u32,
+    /// When the last of them was.
+    refused_ns: u64,
+    /// Puts that wait for a chunk to be on disk.
+    chunk_waits: BTreeMap<At, Vec<u32>>,
+    /// Writes of chunks that were not made durable yet.
+    fresh: BTreeMap<At, Vec<Mark>>,
+    /// With so many all are synced, whoever waits.
+    flush_at: usize,
+    /// Puts that wait for that.
+    commits: Vec<u32>,
+    /// Pins, the weakest and oldest first.
+    pins: BTreeSet<(u8, u64, At)>,
+    /// The same, by when they end.
+    ends: BTreeSet<(u64, u8, At)>,
+    /// Sessions opened so far.
+    names: u64,
+    upkeep: upkeep::Upkeep,
+    /// Batches under way, by kind.
+    pub(super) under_way: [u32; work::KINDS],
+    speeds: speeds::Speeds,
+    tenants: tenants::Tenants,
+    scratch: look::Scratch,
+    drafts: plans::Drafts,
+    finished: Vec<Finished>,
+    freed: Vec<u32>,
+    /// What is counted.
+    pub counters: Counters,
+    /// What changed.
+    pub events: Events,
+}
+
+impl Core {
+    /// A store without namespaces.
+    pub fn new(
+        config: Config,
+        account: Option<Arc<Account>>,
+        disk: Option<Arc<DiskTier>>,
+    ) -> Result<Core> {
+        if !(0.0..=1.0).contains(&config.high) || !(0.0..=config.high).contains(&config.low) {
+            fail!(Invalid, "watermarks {} and {}: 0 <= low <= high <= 1", config.low, config.high);
+        }
+        if config.batch_cells == 0 || config.max_sessions == 0 || config.max_jobs == 0 {
+            fail!(Invalid, "batches, sessions and jobs cannot be limited to none");
+        }
+        let segment_bytes = (config.host_bytes / 16).clamp(64 << 10, 32 << 20);
+        let max_segments = (config.host_bytes / segment_bytes).clamp(1, 1 << 16) as u32;
+        let opts = HostOpts { segment_bytes, max_segments, huge: Wish::Try };
+        let (chunks, bytes) = (config.max_chunks, config.host_bytes);
+        let disk_shelf = match &disk {
+            Some(disk) => {
+                let bytes = disk.stats().budget_bytes;
+                Some(Shelf::open(&config.disk_policy, chunks, bytes, false)?)
+            }
+            None => None,
+        };
+        let host_shelf = Shelf::open(&config.host_policy, chunks, bytes, disk.is_some())?;
+        Ok(Core {
+            now_ns: 0,
+            host: HostTier::new(account, &opts)?,
+            boards: Vec::new(),
+            spaces: Vec::new(),
+            by_key: BTreeMap::new(),
+            sessions: Table::new(config.max_sessions as usize),
+            moves: Table::new(config.max_moves as usize),
+            jobs: Table::new(config.max_jobs as usize),
+            host_shelf,
+            disk_shelf,
+            admission: Admission::open(&config.admission, 0)?,
+            copies: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            reads: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            feeding: VecDeque::new(),
+            woken: Vec::new(),
+            hungry: VecDeque::new(),
+            hungry_bytes: 0,
+            served: None,
+            waiting: BTreeMap::new(),
+            downs: VecDeque::new(),
+            leaving: BTreeMap::new(),
+            leaving_bytes: 0,
+            refusals: 0,
+            refused_ns: 0,
+            chunk_waits: BTreeMap::new(),
+            fresh: BTreeMap::new(),
+            flush_at: down::MOST_FRESH,
+            commits: Vec::new(),
+            pins: BTreeSet::new(),
+            ends: BTreeSet::new(),
+            names: 0,
+            upkeep: upkeep::Upkeep::default(),
+            under_way: [0; work::KINDS],
+            speeds: speeds::Speeds::default(),
+            tenants: tenants::Tenants::default(),
+            scratch: look::Scratch::default(),
+            drafts: plans::Drafts::default(),
+            finished: Vec::new(),
+            freed: Vec::new(),
+            counters: Counters::default(),
+            events: Events::new(config.events)?,
+            disk,
+            config,
+        })
+    }
+
+    /// Says what time it is. It does not go back.
+    pub fn tick(&mut self, now_ns: u64) {
+        self.now_ns = self.now_ns.max(now_ns);
+        self.end_pins();
+        self.settle();
+    }
+
+    /// Opens a namespace, or finds it; its number.
+    pub fn open_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
+        let at = match self.find_space(&opts.key) {
+            Some(at) => at,
+            None => {
+                let at = self.add_space(opts)?;
+                self.upkeep.note_space(at);
+                at
+            }
+        };
+        let space = &mut self.spaces[at as usize];
+        if self.boards[space.board as usize].layout != opts.layout {
+            fail!(Invalid, "that namespace has another layout: layouts are part of identities");
+        }
+        if space.holes != opts.holes && space.handles > 0 {
+            let how = if space.holes { "with" } else { "without" };
+            fail!(Invalid, "that namespace is open {how} holes");
+        }
+        space.holes = opts.holes;
+        space.handles += 1;
+        Ok(at)
+    }
+
+    /// Adds a namespace that nobody has open.
+    pub(super) fn add_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
+        if self.spaces.len() >= MAX_SPACES {
+            fail!(Limit, "{MAX_SPACES} namespaces are as many as can be");
+        }
+        let same = self.boards.iter().position(|board| board.layout == opts.layout);
+        let board = match same {
+            Some(at) => at,
+            None if self.boards.len() >= MAX_BOARDS => {
+                fail!(Limit, "{MAX_BOARDS} layouts are as many as can be")
+            }
+            None => {
+                self.boards.push(Board::new(&opts.layout, self.config.max_chunks)?);
+                self.boards.len() - 1
+            }
+        };
+        let (key, holes, board) = (opts.key, opts.holes, board as u32);
+        self.by_key.insert(key, self.spaces.len() as u32);
+        self.spaces.push(Space { key, holes, board, handles: 0 });
+        Ok(self.spaces.len() as u32 - 1)
+    }
+
+    /// The number of a namespace.
+    pub fn find_space(&self, key: &Key) -> Option<u32> {
+        self.by_key.get(key).copied()
+    }
+
+    /// A handle of a namespace was closed. Its chunks stay.
+    pub fn close_space(&mut self, at: u32) {
+        if let Some(space) = self.spaces.get_mut(at as usize) {
+            space.handles = space.handles.saturating_sub(1);
+        }
+    }
+
+    /// A namespace.
+    pub fn space(&self, at: u32) -> Option<&Space> {
+        self.spaces.get(at as usize)
+    }
+
+    /// The board of a namespace.
+    pub fn board_of(&self, space: u32) -> Option<&Board> {
+        self.boards.get(self.spaces.get(space as usize)?.board as usize)
+    }
+
+    /// The host tier, to be looked at.
+    pub fn host(&self) -> &HostTier {
+        &self.host
+    }
+
+    /// Parts of moves that have ended since this was last asked.
+    pub fn finished(&mut self, out: &mut Vec<Finished>) {
+        out.append(&mut self.finished);
+    }
+
+    /// Whether nothing is under way or waits.
+    pub fn is_idle(&self) -> bool {
+        self.moves.is_empty() && self.under_way.iter().all(|&n| n == 0) && self.downs.is_empty()
+    }
+
+    /// Whether there is nothing to do either.
+    pub fn is_quiet(&self) -> bool {
+        self.is_idle() && Hands::ALL.iter().all(|&hands| !self.has_work(hands))
+    }
+
+    /// Does all that has become possible, until nothing has.
+    pub(super) fn settle(&mut self) {
+        for turn in 0u64.. {
+            debug_assert!(turn < 1 << 22, "a store that never settles: {}", self.what_waits());
+            if let Some(job) = self.woken.pop() {
+                self.route(job);
+            } else if !self.feed() && !self.feed_hungry() && !self.make_room() {
+                break;
+            }
+        }
+    }
+
+    /// A place is free.
+    pub(super) fn free_place(&mut self, board: u32, cell: Cell, place: Place) {
+        match place {
+            Place::Host(piece) => {
+                if let Err(error) = self.host.free(Piece(piece)) {
+                    log::error!("a piece of memory was not in use: {error}");
+                }
+            }
+            Place::Disk { spot, .. } => {
+                let bytes = self.boards[board as usize].planes(cell).bytes();
+                if let Some(disk) = &self.disk {
+                    disk.drop_cells([(Spot(spot), bytes)]);
+                    self.upkeep.dropped(Spot(spot), bytes);
+                }
+            }
+            Place::Device | Place::Remote => {}
+        }
+    }
+
+    /// One less holds a chunk; a row that nobody needs goes.
+    pub(super) fn let_go(&mut self, board: u32, slot: Slot) {
+        let may_leave = self.boards[board as usize].chunks.release(slot);
+        debug_assert!(may_leave.is_ok(), "{may_leave:?}");
+        self.note_held(board, slot);
+        self.tidy(board, slot);
+    }
+
+    /// Removes a row without cells that nobody holds, and those before it that are
+    /// like that.
+    pub(super) fn tidy(&mut self, board: u32, slot: Slot) {
+        let mut next = Some(slot);
+        while let Some(slot) = next.take() {
+            let chunks = &self.boards[board as usize].chunks;
+            let is_bare = chunks.chunk(slot).is_some_and(|row| row.cells_somewhere() == 0);
+            if !is_bare || !chunks.may_leave(slot) {
+                return;
+            }
+            let at = At { board, slot };
+            self.forget_chunk(at);
+            match self.boards[board as usize].chunks.remove(slot, |_, _| ()) {
+                Ok(above) => next = above,
+                Err(error) => log::error!("a chunk without cells stays: {error}"),
+            }
+        }
+    }
+
+    /// Nothing is noted of a chunk any more.
+    fn forget_chunk(&mut self, at: At) {
+        let board = &mut self.boards[at.board as usize];
+        let (id, notes) = (board.id(at.slot), board.notes[at.slot as usize]);
+        board.notes[at.slot as usize] = 0;
+        board.uses[at.slot as usize] = 0;
+        if notes & note::IN_HOST != 0 {
+            self.host_shelf.remove(self.now_ns, id);
+        }
+        if let Some(shelf) = self.disk_shelf.as_mut().filter(|_| notes & note::IN_DISK != 0) {
+            shelf.remove(self.now_ns, id);
+        }
+        self.fresh.remove(&at);
+        self.stop_leaving(at);
+    }
+
+    /// Tells the policy of the last tier whether a chunk is in use: it cannot go
+    /// anywhere from there.
+    pub(super) fn note_held(&mut self, board: u32, slot: Slot) {
+        let rows = &mut self.boards[board as usize];
+        let Some(row) = rows.chunks.chunk(slot) else { return };
+        let is_held = row.refs() > 0 || row.pin().is_some();
+        let (shelf, there) = match &mut self.disk_shelf {
+            Some(shelf) => (shelf, note::IN_DISK),
+            None => (&mut self.host_shelf, note::IN_HOST),
+        };
+        if is_held == rows.has(slot, note::HELD) || !rows.has(slot, there) {
+            return;
+        }
+        if shelf.hold(rows.id(slot), is_held) {
+            let change = if is_held { Board::set } else { Board::clear };
+            change(rows, slot, note::HELD);
+        }
+    }
+
+    /// Writes an event.
+    pub(super) fn say(&mut self, kind: Kind, tier: Tier, at: At) {
+        let record = self.record_of(at);
+        self.events.add(Event {
+            number: 0,
+            at_ns: self.now_ns,
+            kind: kind as u32,
+            tier: tier as u32,
+            tokens: record.valid_tokens,
+            position: record.position,
+            key: record.key.0,
+            parent: record.parent.0,
+            namespace: record.namespace.0,
+        });
+    }
+
+    /// What a chunk is called in records.
+    pub(super) fn record_of(&self, at: At) -> record::Chunk {
+        let board = &self.boards[at.board as usize];
+        let row = board.chunks.chunk(at.slot);
+        let space = row.and_then(|row| self.spaces.get(row.namespace() as usize));
+        board.record_of(at.slot, space.map_or(Key::default(), |space| space.key))
+    }
+
+    /// The chunk of an id that a policy gave.
+    pub(super) fn chunk_of_id(&self, id: u64) -> Option<At> {
+        let mut boards = self.boards.iter().enumerate();
+        boards.find_map(|(at, board)| {
+            let slot = board.chunks.find_id(id)?;
+            Some(At { board: at as u32, slot })
+        })
+    }
+}

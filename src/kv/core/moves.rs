@@ -1,0 +1,374 @@
+//! Moves: rectangles of the board, tokens by layers, on their way in or out.
+
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::device::Way;
+use crate::fail;
+use crate::kv::core::views::Views;
+use crate::kv::core::{Core, Job};
+use crate::meta::chunks::Cell;
+use crate::meta::index::Slot;
+use crate::policy::evictor::Who;
+
+/// Jobs that one move has under way at once.
+const WINDOW: u32 = 1024;
+/// Most chunks of one move.
+pub const MAX_MOVE_CHUNKS: usize = 1 << 22;
+
+/// What is done with the cells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deed {
+    /// The engine's tensors into the store.
+    Put,
+    /// The store into the engine's tensors.
+    Get,
+    /// Into the host tier, for a get to come.
+    Prefetch,
+}
+
+/// When a put has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// The cells are in memory.
+    Ram = 0,
+    /// They are written.
+    Disk = 1,
+    /// They outlive the machine's end.
+    Durable = 2,
+}
+
+/// What a caller asks for.
+pub struct MoveSpec {
+    /// The board of its namespace.
+    pub board: u32,
+    /// Whose turn it takes: a session.
+    pub flow: u32,
+    /// Whom policies are told of.
+    pub who: Who,
+    /// Urgency, 0 first.
+    pub lane: usize,
+    /// What to do.
+    pub deed: Deed,
+    /// When a put has ended.
+    pub level: Level,
+    /// The chunks, one after the other; each has a row.
+    pub slots: Vec<Slot>,
+    /// The first layer.
+    pub first_layer: usize,
+    /// How many.
+    pub layers: usize,
+    /// One part a layer, each of which ends by itself.
+    pub by_layer: bool,
+    /// Where the engine has them; none for a prefetch.
+    pub views: Arc<Views>,
+}
+
+/// One result of a move.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Part {
+    left: u32,
+    /// The first chunk that did not come.
+    bad: u32,
+    missed: u32,
+    bytes: u64,
+    error: Option<Error>,
+}
+
+/// A move under way.
+pub struct Move {
+    pub(super) spec: MoveSpec,
+    cursor: u64,
+    pub(super) under_way: u32,
+    parts: Vec<Part>,
+    cancelled: Option<Status>,
+    /// In the line of those that have more cells to begin.
+    feeds: bool,
+    /// Chunks that are not on disk yet, once all is in memory.
+    pub(super) waits: u32,
+}
+
+/// A part of a move has ended.
+#[derive(Debug)]
+pub struct Finished {
+    /// Which move.
+    pub number: u32,
+    /// Which part.
+    pub part: u32,
+    /// How it went; NOT_FOUND = something of it was not there.
+    pub error: Option<Error>,
+    /// Tokens from the start on that came without a gap.
+    pub tokens: u64,
+    /// Bytes that were moved.
+    pub bytes: u64,
+    /// The number is free again.
+    pub last: bool,
+}
+
+impl Move {
+    fn new(spec: MoveSpec) -> Result<Move> {
+        let chunks = spec.slots.len() as u32;
+        let (parts, left) = match spec.by_layer {
+            true => (spec.layers, chunks),
+            false => (1, chunks * spec.layers as u32),
+        };
+        let mut all = Vec::new();
+        all.try_reserve_exact(parts).map_err(|_| Status::NoMem)?;
+        all.resize(parts, Part { left, bad: u32::MAX, ..Part::default() });
+        let (cursor, under_way, waits) = (0, 0, 0);
+        Ok(Move { spec, cursor, under_way, parts: all, cancelled: None, feeds: false, waits })
+    }
+
+    fn cells(&self) -> u64 {
+        self.spec.slots.len() as u64 * self.spec.layers as u64
+    }
+
+    /// The chunk (of the move) and the layer (of the move) of its cells, in the order
+    /// in which they are begun: by layers where a result waits for each, else by
+    /// chunks, as records on disk are.
+    pub(super) fn place(&self, at: u64) -> (usize, usize) {
+        let (chunks, layers) = (self.spec.slots.len() as u64, self.spec.layers as u64);
+        match self.spec.by_layer || self.spec.deed != Deed::Put {
+            true => ((at % chunks) as usize, (at / chunks) as usize),
+            false => ((at / layers) as usize, (at % layers) as usize),
+        }
+    }
+
+    /// Which way its copies go.
+    pub(super) fn way(&self) -> Way {
+        if self.spec.deed == Deed::Put { Way::Gather } else { Way::Scatter }
+    }
+
+    /// What its jobs end with, if it was given up.
+    pub(super) fn stopped(&self) -> Option<Status> {
+        self.cancelled
+    }
+}
+
+impl Core {
+    /// Begins a move; its number. Its chunks stay until it has ended.
+    pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
+        self.check_move(&spec)?;
+        let slots = spec.slots.clone();
+        let board = spec.board;
+        let number = self.moves.add(Move::new(spec)?)?;
+        for (held, &slot) in slots.iter().enumerate() {
+            if let Err(error) = self.boards[board as usize].chunks.retain(slot) {
+                for &slot in &slots[..held] {
+                    self.let_go(board, slot);
+                }
+                self.moves.remove(number);
+                return Err(error);
+            }
+            self.note_held(board, slot);
+        }
+        self.tell_policies(number);
+        self.counters.moves[self.moves[number].spec.deed as usize] += 1;
+        self.feed_later(number);
+        if self.moves[number].cells() == 0 {
+            self.end_first_phase(number);
+        }
+        self.settle();
+        Ok(number)
+    }
+
+    fn check_move(&self, spec: &MoveSpec) -> Result<()> {
+        let Some(board) = self.boards.get(spec.board as usize) else {
+            fail!(NotFound, "there is no board {}", spec.board);
+        };
+        let (from, to) = (spec.first_layer, spec.first_layer.saturating_add(spec.layers));
+        if spec.layers == 0 || to > board.layout.layers() {
+            fail!(Invalid, "layers {from}..{to} of a model with {}", board.layout.layers());
+        }
+        let chunks = spec.slots.len();
+        if chunks > MAX_MOVE_CHUNKS || chunks.checked_mul(spec.layers).is_none_or(|n| n >> 32 != 0)
+        {
+            fail!(Limit, "a move of {chunks} chunks; {MAX_MOVE_CHUNKS} can be");
+        }
+        if spec.level > Level::Ram && self.disk.is_none() {
+            fail!(Unavailable, "the store has no disk tier: nothing can be put on disk");
+        }
+        if spec.deed != Deed::Prefetch && spec.views.0.len() != spec.layers {
+            fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
+        }
+        Ok(())
+    }
+
+    /// Gives a move up: what has not begun does not begin. It ends when what is
+    /// under way has.
+    pub fn cancel(&mut self, number: u32, status: Status) {
+        let Some(one) = self.moves.get_mut(number) else { return };
+        one.cancelled.get_or_insert(status);
+        let jobs: Vec<u32> =
+            self.jobs.iter().filter(|(_, job)| job.number == number).map(|(at, _)| at).collect();
+        for job in jobs {
+            self.withdraw(job, status);
+        }
+        if self.moves.get(number).is_some() {
+            self.feed_later(number);
+        }
+        self.settle();
+    }
+
+    pub(super) fn feed_later(&mut self, number: u32) {
+        let one = &mut self.moves[number];
+        if !one.feeds {
+            one.feeds = true;
+            self.feeding.push_back(number);
+        }
+    }
+
+    /// Begins cells of moves that have room for them under way; whether any was begun.
+    pub(super) fn feed(&mut self) -> bool {
+        let Some(number) = self.feeding.pop_front() else { return false };
+        let Some(one) = self.moves.get_mut(number) else { return true };
+        one.feeds = false;
+        if one.cancelled.is_some() {
+            self.skip_rest(number);
+            return true;
+        }
+        loop {
+            let one = &mut self.moves[number];
+            if one.cursor == one.cells() || one.under_way >= WINDOW {
+                return true;
+            }
+            if !self.jobs.has_room() {
+                self.feed_later(number);
+                return false;
+            }
+            let at = one.cursor;
+            one.cursor += 1;
+            one.under_way += 1;
+            let job = self.jobs.add(Job::new(number, at)).expect("there is room");
+            self.route(job);
+            if self.moves.get(number).is_none() {
+                return true; // that was its last one
+            }
+        }
+    }
+
+    /// Ends cells that were not begun.
+    fn skip_rest(&mut self, number: u32) {
+        let one = &mut self.moves[number];
+        let status = one.cancelled.unwrap_or(Status::Cancelled);
+        let (from, to) = (one.cursor, one.cells());
+        if from == to {
+            return;
+        }
+        one.cursor = to;
+        one.under_way += 1; // until all are counted it is not over
+        for at in from..to {
+            let one = &mut self.moves[number];
+            one.under_way += 1;
+            self.count(number, at, 0, Some(status.into()));
+        }
+        let one = &mut self.moves[number];
+        one.under_way -= 1;
+        if one.under_way == 0 {
+            self.end_first_phase(number);
+        }
+    }
+
+    /// A cell of a move has ended.
+    pub(super) fn count(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
+        let one = &mut self.moves[number];
+        self.tenants.count(one.spec.who.tenant, one.spec.deed, bytes, error.as_ref());
+        let (chunk, layer) = one.place(at);
+        let index = if one.spec.by_layer { layer } else { 0 };
+        let part = &mut one.parts[index];
+        part.left -= 1;
+        part.bytes += bytes;
+        if let Some(error) = error {
+            part.bad = part.bad.min(chunk as u32);
+            part.missed += u32::from(error.status() == Status::NotFound);
+            // A miss is the mildest of all: it is named where nothing else went wrong.
+            if part.error.as_ref().is_none_or(|e| e.status() == Status::NotFound) {
+                part.error = Some(error);
+            }
+        }
+        one.under_way -= 1;
+        let ends = part.left == 0 && one.spec.level == Level::Ram;
+        let over = one.under_way == 0 && one.cursor == one.cells();
+        let wants_more = one.under_way < WINDOW / 2 && one.cursor < one.cells();
+        if ends && one.spec.by_layer {
+            self.tell(number, index, false);
+        }
+        if over {
+            self.end_first_phase(number);
+        } else if wants_more {
+            self.feed_later(number);
+        }
+    }
+
+    /// All cells of a move are where they should be, or will not be.
+    fn end_first_phase(&mut self, number: u32) {
+        if self.moves[number].spec.deed == Deed::Put {
+            self.write_down(number);
+        }
+        if self.moves[number].waits == 0 {
+            self.end_move(number);
+        }
+    }
+
+    /// A put that waits for the disk fails.
+    pub(super) fn blame(&mut self, number: u32, error: &Error) {
+        for part in &mut self.moves[number].parts {
+            part.error.get_or_insert_with(|| error.clone());
+            part.bad = 0;
+        }
+    }
+
+    /// A move has ended: what was not reported is.
+    pub(super) fn end_move(&mut self, number: u32) {
+        if self.commits_before_end(number) {
+            return;
+        }
+        self.conclude(number);
+    }
+
+    /// The very end of a move.
+    pub(super) fn conclude(&mut self, number: u32) {
+        let one = &self.moves[number];
+        let (board, parts) = (one.spec.board, one.parts.len());
+        let reported = one.spec.by_layer && one.spec.level == Level::Ram;
+        for part in 0..parts {
+            if !reported {
+                self.tell(number, part, part + 1 == parts);
+            }
+        }
+        if reported {
+            if let Some(last) = self.finished.iter_mut().rev().find(|f| f.number == number) {
+                last.last = true;
+            } else {
+                self.freed.push(number);
+            }
+        }
+        let Some(one) = self.moves.remove(number) else { return };
+        for &slot in one.spec.slots.iter().rev() {
+            self.let_go(board, slot);
+        }
+    }
+
+    fn tell(&mut self, number: u32, index: usize, last: bool) {
+        let one = &mut self.moves[number];
+        let board = &self.boards[one.spec.board as usize];
+        let part = &mut one.parts[index];
+        let whole = (part.bad as usize).min(one.spec.slots.len());
+        let tokens_of = |&slot: &Slot| board.chunks.chunk(slot).map_or(0, |row| row.valid_tokens());
+        // All but the last of a path are full.
+        let each = u64::from(board.layout.chunk_tokens());
+        let tokens = match one.spec.slots[..whole].split_last() {
+            Some((tail, full)) => full.len() as u64 * each + u64::from(tokens_of(tail)),
+            None => 0,
+        };
+        let (error, bytes) = (part.error.take(), part.bytes);
+        let part = index as u32;
+        self.finished.push(Finished { number, part, error, tokens, bytes, last });
+    }
+
+    /// The cell of a job.
+    pub(super) fn cell_of(&self, job: &Job) -> (u32, Cell) {
+        let one = &self.moves[job.number];
+        let (chunk, layer) = one.place(job.at);
+        (one.spec.board, Cell { chunk: one.spec.slots[chunk], layer: one.spec.first_layer + layer })
+    }
+}

@@ -1,0 +1,129 @@
+//! What an opening finds on disk becomes rows again.
+
+use crate::base::budget::Tier;
+use crate::base::status::{Result, Status};
+use crate::fail;
+use crate::format::record;
+use crate::kv::core::{Core, SpaceOpts};
+use crate::meta::chunks::{Begin, Cell, NewChunk, Place};
+use crate::meta::index::{NONE, Slot};
+use crate::meta::key::Key;
+use crate::meta::layout::Layout;
+use crate::tier::disk::{Recovered, Spot};
+
+/// What the name of a namespace's note starts with.
+const NOTE: &[u8] = b"namespace ";
+const VERSION: u8 = 1;
+
+/// What became of what was found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Adopted {
+    /// Namespaces.
+    pub spaces: u64,
+    /// Chunks.
+    pub chunks: u64,
+    /// Cells.
+    pub cells: u64,
+    /// Cells that were of no use: of unknown namespaces, without the chunk before
+    /// theirs, there twice, or too many.
+    pub dropped: u64,
+}
+
+impl Core {
+    /// Takes over what the disk tier has found. Before anything else is done.
+    pub fn adopt(&mut self, recovered: &Recovered) -> Result<Adopted> {
+        let mut adopted = Adopted::default();
+        for session in &recovered.sessions {
+            let Some(key) = session.name.strip_prefix(NOTE) else { continue };
+            match read_note(key, &session.payload) {
+                Ok(opts) => {
+                    self.add_space(&opts)?;
+                    adopted.spaces += 1;
+                }
+                Err(error) => log::warn!("a namespace on disk is not understood: {error}"),
+            }
+        }
+        let mut unwanted: Vec<(Spot, u64)> = Vec::new();
+        for (chunk, cells) in recovered.chunks() {
+            let added = self.adopt_chunk(chunk);
+            for place in cells {
+                let layer = place.layer as usize;
+                let came = added.is_some_and(|(board, slot)| {
+                    let cell = Cell { chunk: slot, layer };
+                    let bytes = self.boards[board as usize].planes(cell).bytes();
+                    let is_plain = place.codec == 0 && u64::from(place.stored_bytes) == bytes;
+                    is_plain && self.adopt_cell(board, cell, place.spot, place.seal)
+                });
+                match came {
+                    true => adopted.cells += 1,
+                    false => unwanted.push((Spot(place.spot), u64::from(place.stored_bytes))),
+                }
+            }
+            if let Some((board, slot)) = added {
+                adopted.chunks += 1;
+                self.tidy(board, slot);
+            }
+        }
+        adopted.dropped = unwanted.len() as u64;
+        if let Some(disk) = &self.disk {
+            disk.drop_cells(unwanted);
+            self.upkeep.recovered(&disk.segments());
+        }
+        Ok(adopted)
+    }
+
+    fn adopt_chunk(&mut self, chunk: &record::Chunk) -> Option<(u32, Slot)> {
+        let number = self.find_space(&chunk.namespace)?;
+        let space = self.spaces[number as usize];
+        let rows = &mut self.boards[space.board as usize];
+        // A partial chunk is a session's own, and that session is gone.
+        if rows.fingerprint != chunk.fingerprint || chunk.valid_tokens != rows.layout.chunk_tokens()
+        {
+            return None;
+        }
+        let new = NewChunk {
+            key: chunk.key,
+            namespace: number,
+            parent: match chunk.position {
+                0 => NONE,
+                _ => rows.chunks.find(&chunk.parent).unwrap_or(NONE),
+            },
+            position: chunk.position,
+            valid_tokens: chunk.valid_tokens,
+            owner: NONE,
+            holes: space.holes,
+        };
+        let slot = rows.chunks.add(&new).ok()?.slot();
+        Some((space.board, slot))
+    }
+
+    fn adopt_cell(&mut self, board: u32, cell: Cell, spot: u64, seal: u64) -> bool {
+        let chunks = &mut self.boards[board as usize].chunks;
+        if !matches!(chunks.begin_store(cell, Tier::Disk), Ok(Begin::Begun)) {
+            return false;
+        }
+        let came = chunks.end_store(cell, Tier::Disk, Some(Place::Disk { spot, seal })).is_ok();
+        if came {
+            self.arrived(board, cell, Tier::Disk);
+        }
+        came
+    }
+
+    /// What is noted on disk of a namespace.
+    pub(super) fn space_note(&self, at: u32) -> (Vec<u8>, Vec<u8>) {
+        let space = &self.spaces[at as usize];
+        let name = [NOTE, &space.key.0].concat();
+        let layout = self.boards[space.board as usize].layout.encode();
+        (name, [&[VERSION, u8::from(space.holes)], layout.as_slice()].concat())
+    }
+}
+
+fn read_note(key: &[u8], content: &[u8]) -> Result<SpaceOpts> {
+    let (Ok(key), [VERSION, holes, layout @ ..]) = (<[u8; 32]>::try_from(key), content) else {
+        fail!(Unsupported, "a note of {} bytes", content.len());
+    };
+    if *holes > 1 {
+        return Err(Status::Corrupt.into());
+    }
+    Ok(SpaceOpts { key: Key(key), layout: Layout::decode(layout)?, holes: *holes == 1 })
+}

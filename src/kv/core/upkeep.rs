@@ -1,0 +1,292 @@
+//! Room on disk: who leaves it, which segment is cleaned, and what waits for that.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::base::budget::Tier;
+use crate::base::status::{Error, Result, Status};
+use crate::format::segment::BLOCK_BYTES;
+use crate::kv::core::board::note;
+use crate::kv::core::work::{self, Hands};
+use crate::kv::core::{At, Core};
+use crate::meta::chunks::{Cell, Gone};
+use crate::tier::disk::{CellAt, SegmentInfo, Spot};
+
+/// How often a chunk is written again after a failure.
+const TRIES: u8 = 3;
+/// A segment is cleaned when at least this part of it is dead.
+const DEAD_PART: u32 = 8;
+/// Most chunks that leave the disk at once.
+const MOST_VICTIMS: usize = 256;
+
+/// What keeps the disk in order.
+#[derive(Default)]
+pub(super) struct Upkeep {
+    /// Namespaces that are not noted on disk yet.
+    notes: Vec<u32>,
+    /// Empty segments may be there.
+    sweeps: bool,
+    /// Something has changed: it is to be seen whether more has to be done.
+    looks: bool,
+    /// Chunks that wait for room, and why.
+    parked: Vec<(At, Error)>,
+    /// Failures of chunks in a row.
+    failures: BTreeMap<At, u8>,
+    /// Blocks of cells that were dropped from each segment. The tier counts headers as
+    /// dead, too, and moving cells makes new ones.
+    dropped: BTreeMap<u64, u32>,
+    /// Segments of earlier lives, of which that is not known, and that were not
+    /// cleaned yet.
+    old: BTreeSet<u64>,
+    /// What was found at the start may never have been synced.
+    pub(super) recovered: bool,
+    /// A checkpoint is asked for.
+    pub(super) wants_checkpoint: bool,
+    /// Records written since the last one was begun.
+    pub(super) records: u64,
+    /// No write is begun until a checkpoint has taken its point of the log.
+    pub(super) holds_writes: bool,
+    /// What was used when the last turn of upkeep began.
+    used_before: u64,
+}
+
+impl Upkeep {
+    /// A namespace is new.
+    pub(super) fn note_space(&mut self, space: u32) {
+        self.notes.push(space);
+    }
+
+    pub(super) fn succeeded(&mut self, at: At) {
+        self.failures.remove(&at);
+    }
+
+    /// Counts a failure of a chunk; false when there were enough.
+    pub(super) fn may_try_again(&mut self, at: At) -> bool {
+        let failures = self.failures.entry(at).or_default();
+        *failures += 1;
+        if *failures < TRIES {
+            return true;
+        }
+        self.failures.remove(&at);
+        false
+    }
+
+    /// Whether something has to be done, or is nearly full.
+    pub(super) fn wants(&self) -> bool {
+        self.sweeps || self.looks || !self.notes.is_empty() || !self.parked.is_empty()
+    }
+
+    /// What it waits for, in words.
+    pub(super) fn words(&self) -> String {
+        format!("{} parked, sweeps: {}, {} notes", self.parked.len(), self.sweeps, self.notes.len())
+    }
+
+    /// Cells were dropped.
+    pub(super) fn dropped(&mut self, spot: Spot, bytes: u64) {
+        let blocks = bytes.div_ceil(BLOCK_BYTES as u64) as u32;
+        *self.dropped.entry(spot.segment()).or_default() += blocks;
+    }
+
+    /// What was on disk at the start.
+    pub(super) fn recovered(&mut self, segments: &[SegmentInfo]) {
+        self.old = segments.iter().map(|segment| segment.number).collect();
+        self.recovered = true;
+    }
+
+    /// The segment from which most was dropped, if it is worth cleaning.
+    fn next_to_clean(&mut self, segments: &[SegmentInfo]) -> Option<u64> {
+        self.dropped.retain(|number, _| segments.iter().any(|s| s.number == *number));
+        let settled = segments.iter().filter(|s| !s.is_front);
+        let gain = |s: &SegmentInfo| self.dropped.get(&s.number).copied().unwrap_or(0);
+        let best = settled.clone().max_by_key(|s| gain(s))?;
+        if gain(best) >= (best.blocks / DEAD_PART).max(1) {
+            return Some(best.number);
+        }
+        let old = settled.filter(|s| self.old.contains(&s.number) && s.dead_blocks > s.blocks / 2);
+        Some(old.max_by_key(|s| s.dead_blocks)?.number)
+    }
+
+    pub(super) fn takes_recovered(&mut self) -> bool {
+        std::mem::take(&mut self.recovered)
+    }
+}
+
+impl Core {
+    /// A chunk waits until there is room on disk. It stays held.
+    pub(super) fn park(&mut self, at: At, error: Error) {
+        self.upkeep.parked.push((at, error));
+    }
+
+    /// Has chunks leave the disk when it is nearly full, or more wants to come.
+    pub(super) fn look_at_disk(&mut self) {
+        let Some(disk) = self.disk.clone() else { return };
+        let stats = disk.stats();
+        let share = |part: f64| (stats.budget_bytes as f64 * part) as u64;
+        if stats.used_bytes <= share(self.config.high) && self.upkeep.parked.is_empty() {
+            return;
+        }
+        let segments = disk.segments();
+        let live = live_bytes(&segments);
+        // What is kept back, what is written to, and what is parked need room as well.
+        let longest = segments.iter().map(|s| bytes_of(s.blocks)).max().unwrap_or(0);
+        let aim = share(self.config.low).saturating_sub(3 * longest);
+        let parked: u64 = self.upkeep.parked.iter().map(|(at, _)| self.only_in_host(*at)).sum();
+        let mut over = (live + parked).saturating_sub(aim);
+        let mut victims = Vec::new();
+        while over > 0 {
+            let Some(shelf) = &mut self.disk_shelf else { return };
+            victims.clear();
+            shelf.choose(self.now_ns, over, MOST_VICTIMS, &mut victims);
+            if victims.is_empty() {
+                break;
+            }
+            let mut freed = 0;
+            for victim in &victims {
+                if let Some(at) = self.chunk_of_id(victim.id) {
+                    freed += self.leave_disk(at);
+                }
+            }
+            over = over.saturating_sub(freed);
+            if freed == 0 {
+                break; // what was chosen is in use: later
+            }
+        }
+        self.upkeep.sweeps = true;
+    }
+
+    /// A chunk leaves the disk; what was freed there.
+    fn leave_disk(&mut self, at: At) -> u64 {
+        let rows = &mut self.boards[at.board as usize];
+        rows.clear(at.slot, note::IN_DISK | note::HELD);
+        let freed = self.drop_where(at, Tier::Disk as usize, |_| true);
+        let rows = &self.boards[at.board as usize];
+        if rows.chunks.chunk(at.slot).is_some_and(|row| row.cells()[Tier::Disk as usize] > 0) {
+            self.enter_shelf(at, Tier::Disk);
+        }
+        self.counters.disk_evicted += u64::from(freed > 0);
+        self.tidy(at.board, at.slot);
+        freed
+    }
+
+    /// The next thing to be done for the disk; one at a time.
+    pub(super) fn take_upkeep(&mut self) -> Option<work::Upkeep> {
+        if self.under_way[Hands::Upkeep as usize] > 0 {
+            return None;
+        }
+        let disk = self.disk.clone()?;
+        if let Some(space) = self.upkeep.notes.pop() {
+            let (name, content) = self.space_note(space);
+            return Some(work::Upkeep::Note(space, name, content));
+        }
+        if self.is_checkpoint_due() {
+            self.upkeep.holds_writes = self.under_way[Hands::Write as usize] > 0;
+            if self.upkeep.holds_writes {
+                return None;
+            }
+            return Some(work::Upkeep::Checkpoint(self.begin_checkpoint(&disk)));
+        }
+        let stats = disk.stats();
+        self.upkeep.used_before = stats.used_bytes;
+        self.upkeep.looks = false;
+        if std::mem::take(&mut self.upkeep.sweeps) {
+            return Some(work::Upkeep::Sweep);
+        }
+        let full = stats.used_bytes as f64 > stats.budget_bytes as f64 * self.config.high;
+        if !full && self.upkeep.parked.is_empty() {
+            return None;
+        }
+        match self.upkeep.next_to_clean(&disk.segments()) {
+            Some(number) => Some(work::Upkeep::Clean(number)),
+            None => {
+                self.give_up_parked();
+                None
+            }
+        }
+    }
+
+    pub(super) fn done_upkeep(&mut self, upkeep: &work::Upkeep, outcome: Result<()>) {
+        match (upkeep, &outcome) {
+            (work::Upkeep::Note(space, ..), Err(error)) => {
+                log::warn!("a namespace could not be noted on disk: {error}");
+                if error.status() == Status::Budget {
+                    self.upkeep.sweeps = true;
+                } else if self.upkeep.may_try_again(At { board: u32::MAX, slot: *space }) {
+                    self.upkeep.notes.push(*space);
+                }
+            }
+            (work::Upkeep::Checkpoint(_), Err(error)) => {
+                log::info!("no checkpoint was written: {error}");
+            }
+            (work::Upkeep::Clean(number), _) => {
+                if let Err(error) = &outcome {
+                    log::warn!("segment {number} could not be cleaned: {error}");
+                }
+                // Once is enough, until more is dropped from it.
+                self.upkeep.dropped.remove(number);
+                self.upkeep.old.remove(number);
+            }
+            _ => {}
+        }
+        let used = self.disk.as_ref().map_or(0, |disk| disk.stats().used_bytes);
+        self.upkeep.looks = true;
+        if used < self.upkeep.used_before {
+            for (at, _) in std::mem::take(&mut self.upkeep.parked) {
+                self.let_go_after(at, |core| core.queue_down(at));
+            }
+        }
+    }
+
+    /// There is no more room to be had for chunks that wait for some.
+    fn give_up_parked(&mut self) {
+        for (at, error) in std::mem::take(&mut self.upkeep.parked) {
+            match self.upkeep.may_try_again(at) {
+                true => self.let_go_after(at, |core| core.queue_down(at)),
+                false => self.let_go_after(at, |core| core.stays_up(at, &error)),
+            }
+        }
+    }
+
+    /// Whether a cell that cleaning found is still wanted where it is.
+    pub fn wants(&self, cell: &CellAt) -> bool {
+        self.find_cell(cell).is_some_and(|(board, which)| {
+            let place = self.boards[board as usize].chunks.place(which, Tier::Disk);
+            matches!(place, Ok(Some(crate::meta::chunks::Place::Disk { spot, .. })) if spot == cell.spot.0)
+        })
+    }
+
+    /// Cleaning has moved a cell.
+    pub fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
+        let Some((board, which)) = self.find_cell(cell) else { return false };
+        let chunks = &mut self.boards[board as usize].chunks;
+        chunks.relocate(which, cell.spot.0, to.0).unwrap_or(false)
+    }
+
+    /// Cleaning has found the bytes of a cell damaged.
+    pub fn lost(&mut self, cell: &CellAt) -> bool {
+        if !self.wants(cell) {
+            return false;
+        }
+        let Some((board, which)) = self.find_cell(cell) else { return false };
+        self.counters.corrupt += 1;
+        let gone = self.boards[board as usize].chunks.lose(which, Tier::Disk);
+        self.departed(board, which.chunk, Tier::Disk);
+        self.wake(board, which);
+        self.tidy(board, which.chunk);
+        // One that is read is dropped when that has ended.
+        matches!(gone, Ok(Gone::Now(_)))
+    }
+
+    fn find_cell(&self, cell: &CellAt) -> Option<(u32, Cell)> {
+        let space = self.find_space(&cell.chunk.namespace)?;
+        let board = self.spaces.get(space as usize)?.board;
+        let slot = self.boards[board as usize].chunks.find(&cell.chunk.key)?;
+        Some((board, Cell { chunk: slot, layer: cell.layer as usize }))
+    }
+}
+
+fn bytes_of(blocks: u32) -> u64 {
+    u64::from(blocks) * BLOCK_BYTES as u64
+}
+
+fn live_bytes(segments: &[SegmentInfo]) -> u64 {
+    segments.iter().map(|segment| bytes_of(segment.live_blocks)).sum()
+}

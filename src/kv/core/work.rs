@@ -1,0 +1,183 @@
+//! Work to be carried out: what [`Core::take`] gives and [`Core::done`] takes back.
+
+use crate::base::status::Result;
+use crate::base::sync::Arc;
+use crate::device::Way;
+use crate::kv::core::speeds::Burden;
+use crate::kv::core::books::Checkpoint;
+use crate::kv::core::views::Views;
+use crate::kv::core::{At, Core};
+use crate::kv::queues::LANES;
+use crate::tier::disk::{Gets, Mark, Puts};
+
+/// Kinds of work: each has its own hands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hands {
+    /// Copies between tensors and memory.
+    Copy = 0,
+    /// Reads of the disk.
+    Read = 1,
+    /// Writes to it.
+    Write = 2,
+    /// Syncs.
+    Sync = 3,
+    /// Cleaning, sweeping, notes.
+    Upkeep = 4,
+}
+
+/// How many kinds there are.
+pub const KINDS: usize = 5;
+
+impl Hands {
+    /// All of them.
+    pub const ALL: [Hands; KINDS] =
+        [Hands::Copy, Hands::Read, Hands::Write, Hands::Sync, Hands::Upkeep];
+}
+
+/// A plane to be copied.
+pub struct CopyItem {
+    /// The engine's side.
+    pub views: Arc<Views>,
+    /// Which layer of them.
+    pub layer: usize,
+    /// Which plane of that.
+    pub is_v: bool,
+    /// The first token.
+    pub first: u32,
+    /// How many.
+    pub tokens: u32,
+    /// The store's side: an address of host memory.
+    pub address: usize,
+    /// Which way.
+    pub way: Way,
+}
+
+/// Copies.
+#[derive(Default)]
+pub struct CopyBatch {
+    pub(super) jobs: Vec<u32>,
+    pub(super) burden: Burden,
+    /// What to copy.
+    pub items: Vec<CopyItem>,
+}
+
+/// Cells to be read.
+#[derive(Default)]
+pub struct ReadBatch {
+    pub(super) jobs: Vec<u32>,
+    pub(super) burden: Burden,
+    /// What to read, and how it went.
+    pub gets: Gets,
+}
+
+/// Cells to be written.
+#[derive(Default)]
+pub struct WriteBatch {
+    pub(super) chunks: Vec<At>,
+    /// What to write, and how it went.
+    pub puts: Puts,
+}
+
+/// Writes to be made durable.
+#[derive(Default)]
+pub struct SyncBatch {
+    pub(super) moves: Vec<u32>,
+    /// For each of these, how it went.
+    pub marks: Vec<(u32, Mark, Result<()>)>,
+    /// Everything first: what was found at the start may never have been synced.
+    pub everything: Option<Result<()>>,
+}
+
+/// What keeps the disk in order.
+pub enum Upkeep {
+    /// Remove empty segments.
+    Sweep,
+    /// Move what lives in a segment elsewhere.
+    Clean(u64),
+    /// Write a checkpoint.
+    Checkpoint(Checkpoint),
+    /// Note what a namespace is: name and content.
+    Note(u32, Vec<u8>, Vec<u8>),
+}
+
+/// Work.
+pub enum Work {
+    /// Copies.
+    Copies(CopyBatch),
+    /// Reads.
+    Reads(ReadBatch),
+    /// Writes.
+    Writes(WriteBatch),
+    /// Syncs.
+    Syncs(SyncBatch),
+    /// Upkeep.
+    Upkeep(Upkeep),
+}
+
+/// How work went; batches that say so themselves say nothing here.
+pub type Outcome = Result<()>;
+
+impl Work {
+    /// Whose work it is.
+    pub fn hands(&self) -> Hands {
+        match self {
+            Work::Copies(_) => Hands::Copy,
+            Work::Reads(_) => Hands::Read,
+            Work::Writes(_) => Hands::Write,
+            Work::Syncs(_) => Hands::Sync,
+            Work::Upkeep(_) => Hands::Upkeep,
+        }
+    }
+}
+
+impl Core {
+    /// Work for some hands, if there is any.
+    pub fn take(&mut self, hands: Hands) -> Option<Work> {
+        let mut work = match hands {
+            Hands::Copy => self.take_copies().map(Work::Copies),
+            Hands::Read => self.take_reads().map(Work::Reads),
+            Hands::Write => self.take_writes().map(Work::Writes),
+            Hands::Sync => self.take_syncs().map(Work::Syncs),
+            Hands::Upkeep => self.take_upkeep().map(Work::Upkeep),
+        };
+        self.under_way[hands as usize] += u32::from(work.is_some());
+        if let Some(work) = &mut work {
+            self.weigh(work);
+        }
+        // Looking for work ends what needs none, and that may let others go on.
+        self.settle();
+        work
+    }
+
+    /// Whether [`Core::take`] may have something for some hands. Taking for one kind
+    /// may make work for another.
+    pub fn has_work(&self, hands: Hands) -> bool {
+        match hands {
+            Hands::Copy => (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0),
+            Hands::Read => (0..LANES).any(|lane| self.reads.waiting(lane).0 > 0),
+            Hands::Write => !self.downs.is_empty() && !self.upkeep.holds_writes,
+            Hands::Sync => !self.commits.is_empty() || self.fresh.len() >= self.flush_at,
+            Hands::Upkeep => {
+                let is_held = self.upkeep.holds_writes && self.under_way[Hands::Write as usize] > 0;
+                self.under_way[hands as usize] == 0
+                    && self.disk.is_some()
+                    && !is_held
+                    && (self.upkeep.wants() || self.is_checkpoint_due())
+            }
+        }
+    }
+
+    /// Says how work went, and how long it took; 0 = not known.
+    pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
+        self.observe(&work, &outcome, elapsed_ns);
+        self.under_way[work.hands() as usize] -= 1;
+        match &work {
+            Work::Copies(batch) => self.done_copies(batch, &outcome),
+            Work::Reads(batch) => self.done_reads(batch),
+            Work::Writes(batch) => self.done_writes(batch),
+            Work::Syncs(batch) => self.done_syncs(batch),
+            Work::Upkeep(upkeep) => self.done_upkeep(upkeep, outcome),
+        }
+        self.settle();
+    }
+}

@@ -1,0 +1,156 @@
+//! How a store is described: one spec, for the struct of a C caller and for the tool.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `host` | 1GiB | most bytes of cells in memory |
+//! | `disk` | none | `disk(path="...", bytes=...)`: the disk tier |
+//! | `policy` | `horizon` | who leaves memory: any policy |
+//! | `disk_policy` | `lru` | who leaves the disk |
+//! | `write` | `back` | `through`: to disk as soon as a put has ended; `back`: when its memory is needed; `never`: only when a put asks for it |
+//! | `admission` | `all` | what may go to disk: `all`, `none`, `select(...)` |
+//! | `high`, `low` | 0.97, 0.92 | share of a tier at which room is made ahead of need, and at which that ends |
+//! | `chunks` | 1048576 | most chunks of each layout |
+//! | `sessions` | 65536 | most sessions at once |
+//! | `moves`, `cells` | 16384, 65536 | most moves, and cells on their way, at once |
+//! | `events` | 16384 | events that are kept for readers |
+//! | `copiers`, `readers` | 0, 2 | threads that copy (0: as many as cores, at most 4), and that read the disk |
+//!
+//! | parameter of `disk` | default | meaning |
+//! |---|---|---|
+//! | `path` | | the directory; it is made if it is not there |
+//! | `bytes` | | most bytes of all its files |
+//! | `segment` | 64MiB | bytes of a segment |
+//! | `buffered` | false | through the page cache |
+//! | `uring` | true | io_uring where it works |
+
+use std::path::PathBuf;
+
+use crate::base::spec::{Reader, Spec};
+use crate::base::status::Result;
+use crate::fail;
+use crate::io::real::RealOpts;
+use crate::kv::core::{Config, Write};
+
+/// A disk tier as described.
+#[derive(Clone, Debug)]
+pub struct DiskSpec {
+    /// The directory.
+    pub path: PathBuf,
+    /// Most bytes of all files.
+    pub bytes: u64,
+    /// Bytes of a segment; 0 = as usual.
+    pub segment_bytes: u64,
+    /// How files are read and written.
+    pub files: RealOpts,
+}
+
+/// A store as described.
+#[derive(Clone, Debug)]
+pub struct StoreSpec {
+    /// What it decides by.
+    pub config: Config,
+    /// Its disk.
+    pub disk: Option<DiskSpec>,
+    /// Threads that copy; 0 = as many as cores, at most 4.
+    pub copiers: u32,
+    /// Threads that read the disk.
+    pub readers: u32,
+}
+
+impl StoreSpec {
+    /// Reads a spec; an empty one is all defaults.
+    pub fn parse(text: &str) -> Result<StoreSpec> {
+        let spec = Spec::parse(if text.trim().is_empty() { "store()" } else { text })?;
+        if spec.name != "store" {
+            return Err(spec.unknown_name(&["store"]));
+        }
+        let mut reader = Reader::new(&spec);
+        let usual = Config::default();
+        let write = reader.choice("write", &["through", "back", "never"])?;
+        let config = Config {
+            host_bytes: reader.bytes("host", usual.host_bytes)?,
+            host_policy: policy(&mut reader, "policy", &usual.host_policy)?,
+            disk_policy: policy(&mut reader, "disk_policy", &usual.disk_policy)?,
+            write: match write {
+                Some(0) => Write::Through,
+                Some(2) => Write::Never,
+                _ => usual.write,
+            },
+            admission: policy(&mut reader, "admission", &usual.admission)?,
+            high: reader.f64("high", usual.high, 0.0..=1.0)?,
+            low: reader.f64("low", usual.low, 0.0..=1.0)?,
+            max_chunks: reader.u64("chunks", usual.max_chunks as u64, 1..=1 << 28)? as usize,
+            max_sessions: reader.u64("sessions", u64::from(usual.max_sessions), 1..=1 << 24)?
+                as u32,
+            max_moves: reader.u64("moves", u64::from(usual.max_moves), 1..=1 << 20)? as u32,
+            max_jobs: reader.u64("cells", u64::from(usual.max_jobs), 1..=1 << 24)? as u32,
+            events: reader.u64("events", usual.events as u64, 1..=1 << 22)? as usize,
+            ..usual
+        };
+        let copiers = reader.u64("copiers", 0, 0..=64)? as u32;
+        let readers = reader.u64("readers", 2, 1..=64)? as u32;
+        let disk = match reader.spec("disk")? {
+            Some(disk) => read_disk(disk)?,
+            None => None,
+        };
+        reader.finish()?;
+        Ok(StoreSpec { config, disk, copiers, readers })
+    }
+}
+
+/// A policy's spec as it was written.
+fn policy(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String> {
+    Ok(reader.spec(key)?.map_or_else(|| usual.to_string(), |spec| spec.to_string()))
+}
+
+fn read_disk(spec: &Spec) -> Result<Option<DiskSpec>> {
+    match spec.name.as_str() {
+        "none" => return Reader::new(spec).finish().map(|()| None),
+        "disk" => {}
+        _ => return Err(spec.unknown_name(&["disk", "none"])),
+    }
+    let mut reader = Reader::new(spec);
+    let path = reader.text("path")?.map(PathBuf::from);
+    let bytes = reader.bytes("bytes", 0)?;
+    let segment_bytes = reader.bytes("segment", 0)?;
+    let buffered = reader.bool("buffered", false)?;
+    let no_uring = !reader.bool("uring", true)?;
+    reader.finish()?;
+    let Some(path) = path.filter(|path| !path.as_os_str().is_empty()) else {
+        fail!(Spec, "disk(...) needs path=\"...\": the directory of the disk tier");
+    };
+    if bytes == 0 {
+        fail!(Spec, "disk(...) needs bytes=...: most bytes of all its files");
+    }
+    let files = RealOpts { buffered, no_uring, ..RealOpts::default() };
+    Ok(Some(DiskSpec { path, bytes, segment_bytes, files }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_store_is_described_in_one_line() {
+        let text = "store(host=64MiB, disk=disk(path=\"kv\", bytes=2GiB, buffered=true), \
+                    policy=slru(segments=2), write=through, chunks=1000)";
+        let spec = StoreSpec::parse(text).unwrap();
+        let disk = spec.disk.unwrap();
+        assert_eq!((spec.config.host_bytes, spec.config.write), (64 << 20, Write::Through));
+        assert_eq!(spec.config.host_policy, "slru(segments=2)");
+        assert_eq!((disk.bytes, disk.files.buffered), (2 << 30, true));
+        assert_eq!(spec.config.max_chunks, 1000);
+        assert!(StoreSpec::parse("").unwrap().disk.is_none());
+        for (bad, word) in [
+            ("store(hots=1GiB)", "host"),
+            ("stor()", "store"),
+            ("store(disk=disk(path=\"x\"))", "bytes="),
+            ("store(disk=disk(bytes=1GiB))", "path="),
+            ("store(disk=disc(bytes=1GiB))", "disk"),
+            ("store(write=thru)", "through"),
+        ] {
+            let error = StoreSpec::parse(bad).unwrap_err();
+            assert!(error.message().contains(word), "{bad}: {error}");
+        }
+    }
+}

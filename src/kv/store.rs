@@ -1,0 +1,501 @@
+//! A store at work: the core behind one lock, threads that carry its work out, ops
+//! that tell callers of its end.
+
+use crate::base::account::Account;
+use crate::base::budget::{Budget, Reclaim, Tier};
+use crate::base::core::Core as RuntimeCore;
+use crate::base::op::{OpOpts, OpRef};
+use crate::base::owner::Owner;
+use crate::base::panic;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak, cores, spawn};
+use crate::device::host::Host;
+use crate::device::{Device, Stream};
+use crate::fail;
+use crate::io::real::RealFiles;
+use crate::kv::core::books::{Books, Page};
+use crate::kv::core::moves::{Deed, Level};
+use crate::kv::core::work::{Hands, KINDS, Work};
+use crate::kv::core::{Adopted, Core, Finished, Rectangle};
+use crate::kv::hands::Tools;
+use crate::kv::spec::{DiskSpec, StoreSpec};
+use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
+
+mod ends;
+
+/// What the lock guards.
+struct State {
+    core: Core,
+    /// The ops of each move, by its number.
+    ops: Vec<Vec<OpRef>>,
+    /// Ops whose caller gave up may be among them.
+    given_up: bool,
+    /// Hands that sleep.
+    sleeping: [u32; KINDS],
+    /// It closes: nothing new is begun.
+    closing: bool,
+    stop: bool,
+    /// A hand has panicked: nothing more is begun.
+    broken: bool,
+}
+
+/// What threads share.
+struct Inner {
+    runtime: Arc<RuntimeCore>,
+    state: Mutex<State>,
+    /// There is work for hands.
+    work: [Condvar; KINDS],
+    /// Something has ended.
+    ended: Condvar,
+    tools: Mutex<Tools>,
+    this: Weak<Inner>,
+}
+
+/// A store.
+pub struct Store {
+    inner: Arc<Inner>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    account: Option<Arc<Account>>,
+    /// What opening found.
+    pub opened: Opened,
+}
+
+/// What opening a store found.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Opened {
+    /// On disk.
+    pub disk: Option<OpenReport>,
+    /// Of that, what is of use.
+    pub adopted: Adopted,
+}
+
+impl Store {
+    /// Opens a store, with its disk if it has one, and starts its hands.
+    pub fn open(
+        runtime: &Arc<RuntimeCore>,
+        budget: Option<&Arc<Budget>>,
+        spec: &StoreSpec,
+    ) -> Result<Store> {
+        let slot: Arc<Mutex<Weak<Inner>>> = Arc::new(Mutex::new(Weak::new()));
+        let account = match budget {
+            Some(budget) => Some(budget.account("store", 0, Some(reclaimer(&slot)))?),
+            None => None,
+        };
+        let opened = match &spec.disk {
+            Some(disk) => Some(open_disk(runtime, disk)?),
+            None => None,
+        };
+        let (disk, recovered, report) = match opened {
+            Some((disk, recovered, report)) => {
+                (Some(Arc::new(disk)), Some(recovered), Some(report))
+            }
+            None => (None, None, None),
+        };
+        let mut core = Core::new(spec.config.clone(), account.clone(), disk.clone())?;
+        core.tick(runtime.clock().now_ns());
+        let adopted = match &recovered {
+            Some(recovered) => core.adopt(recovered)?,
+            None => Adopted::default(),
+        };
+        let device: Arc<dyn Device> = Arc::new(Host::default());
+        let state = State {
+            core,
+            ops: Vec::new(),
+            given_up: false,
+            sleeping: [0; KINDS],
+            closing: false,
+            stop: false,
+            broken: false,
+        };
+        let inner = Arc::new_cyclic(|this| Inner {
+            runtime: runtime.clone(),
+            state: Mutex::new(state),
+            work: std::array::from_fn(|_| Condvar::new()),
+            ended: Condvar::new(),
+            tools: Mutex::new(Tools { device, disk }),
+            this: this.clone(),
+        });
+        *slot.lock() = Arc::downgrade(&inner);
+        runtime.add_owner(inner.this.clone());
+        let threads = start(&inner, spec).inspect_err(|_| inner.stop())?;
+        let threads = Mutex::new(threads);
+        Ok(Store { inner, threads, account, opened: Opened { disk: report, adopted } })
+    }
+
+    /// Does something to the core: what needs no hands is done when this returns.
+    pub fn with<R>(&self, act: impl FnOnce(&mut Core) -> Result<R>) -> Result<R> {
+        self.inner.runtime.check_open()?;
+        let mut state = self.inner.state.lock();
+        state.check_open()?;
+        state.core.tick(self.inner.runtime.clock().now_ns());
+        let result = act(&mut state.core);
+        let news = self.inner.news(&mut state);
+        drop(state);
+        finish(news);
+        result
+    }
+
+    /// Begins a put, a get or a prefetch of a session's rectangle: one op, or one a
+    /// layer, with tags that count up.
+    pub fn submit(
+        &self,
+        session: u32,
+        deed: Deed,
+        level: Level,
+        rectangle: Rectangle,
+        opts: &OpOpts,
+    ) -> Result<Vec<OpRef>> {
+        let count = if rectangle.by_layer { rectangle.layers } else { 1 };
+        let mut ops: Vec<OpRef> = Vec::new();
+        ops.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
+        let owner = self.inner.clone();
+        for layer in 0..count as u64 {
+            let opts = OpOpts { tag: opts.tag.wrapping_add(layer), ..opts.clone() };
+            match self.inner.runtime.promise(&opts, owner.clone()) {
+                Ok(op) => ops.push(op),
+                Err(error) => {
+                    for op in ops {
+                        op.discard();
+                        op.remove();
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        // A deadline that has passed, or a close beside this, may have ended some.
+        let begun: Vec<bool> = ops.iter().map(|op| op.begin()).collect();
+        if begun.contains(&false) {
+            let rest = ops.iter().zip(&begun).filter(|(_, begun)| **begun);
+            rest.for_each(|(op, _)| op.finish(Status::Cancelled, None, None));
+            return Ok(ops);
+        }
+        let lane = opts.lane;
+        let kept = ops.clone();
+        let mut state = self.inner.state.lock();
+        if let Err(error) = state.check_open() {
+            drop(state);
+            return Err(undo(ops, error));
+        }
+        state.core.tick(self.inner.runtime.clock().now_ns());
+        match state.core.submit_rectangle(session, deed, level, lane, rectangle) {
+            Ok(number) => {
+                let number = number as usize;
+                if state.ops.len() <= number {
+                    state.ops.resize_with(number + 1, Vec::new);
+                }
+                state.ops[number] = kept;
+                let news = self.inner.news(&mut state);
+                drop(state);
+                ops.iter().for_each(|op| op.announce());
+                finish(news);
+                Ok(ops)
+            }
+            Err(error) => {
+                drop(state);
+                Err(undo(ops, error))
+            }
+        }
+    }
+
+    /// Waits until nothing is under way, or a deadline (0 = none).
+    pub fn settle(&self, deadline_ns: u64) -> Result<()> {
+        self.wait_until(deadline_ns, Core::is_idle)
+    }
+
+    fn wait_until(&self, deadline_ns: u64, holds: impl Fn(&Core) -> bool) -> Result<()> {
+        let mut state = self.inner.state.lock();
+        while !holds(&state.core) {
+            if state.broken {
+                return Err(Status::Panic.into());
+            }
+            let now = self.inner.runtime.clock().now_ns();
+            match deadline_ns {
+                0 => self.inner.ended.wait(&mut state),
+                deadline if now >= deadline => fail!(Busy, "work of the store is under way"),
+                deadline => self.inner.ended.wait_for(&mut state, deadline - now),
+            }
+        }
+        Ok(())
+    }
+
+    /// Who pays for its memory.
+    pub fn account(&self) -> Option<&Arc<Account>> {
+        self.account.as_ref()
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        self.inner.cancel_all(Status::Closed);
+        if let Err(error) = self.settle(0) {
+            log::error!("a store is given up with work under way: {error}");
+        }
+        self.inner.stop();
+        for thread in self.threads.lock().drain(..) {
+            if thread.join().is_err() {
+                log::error!("a thread of the store has panicked");
+            }
+        }
+    }
+}
+
+impl State {
+    fn check_open(&self) -> Result<()> {
+        match (self.broken, self.closing || self.stop) {
+            (true, _) => Err(Status::Panic.into()),
+            (_, true) => Err(Status::Closed.into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Ops that end, and how.
+type News = Vec<(OpRef, Finished)>;
+
+impl Inner {
+    /// After anything was done to the core: wakes hands that have work, and collects
+    /// what has ended, to be told without the lock.
+    fn news(&self, state: &mut State) -> News {
+        for hands in Hands::ALL {
+            let at = hands as usize;
+            if state.sleeping[at] > 0 && state.core.has_work(hands) {
+                self.work[at].notify_one();
+            }
+        }
+        let mut finished = Vec::new();
+        state.core.finished(&mut finished);
+        let mut news = Vec::with_capacity(finished.len());
+        for one in finished {
+            let Some(ops) = state.ops.get_mut(one.number as usize) else { continue };
+            if let Some(op) = ops.get(one.part as usize) {
+                news.push((op.clone(), one_part(&one)));
+            }
+            if one.last {
+                ops.clear();
+            }
+        }
+        if !news.is_empty() || state.core.is_idle() {
+            self.ended.notify_all();
+        }
+        news
+    }
+
+    /// The life of a thread.
+    fn serve(&self, hands: Hands, stream: Stream, tools: &Tools) {
+        let mut state = self.state.lock();
+        while !state.stop && !state.broken {
+            if std::mem::take(&mut state.given_up) {
+                self.drop_given_up(&mut state);
+            }
+            let Some(mut work) = state.core.take(hands) else {
+                let news = self.news(&mut state);
+                if !news.is_empty() {
+                    drop(state);
+                    finish(news);
+                    state = self.state.lock();
+                    continue;
+                }
+                state.sleeping[hands as usize] += 1;
+                self.work[hands as usize].wait(&mut state);
+                state.sleeping[hands as usize] -= 1;
+                continue;
+            };
+            let news = self.news(&mut state);
+            drop(state);
+            finish(news);
+            let began_ns = self.runtime.clock().now_ns();
+            let outcome = self.carry_out(&mut work, stream, tools);
+            let now_ns = self.runtime.clock().now_ns();
+            state = self.state.lock();
+            let Ok(outcome) = outcome else {
+                state.broken = true;
+                break;
+            };
+            state.core.tick(now_ns);
+            state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
+            let news = self.news(&mut state);
+            if !news.is_empty() {
+                drop(state);
+                finish(news);
+                state = self.state.lock();
+            }
+        }
+        let broken = state.broken;
+        drop(state);
+        if broken {
+            self.give_up();
+        }
+    }
+
+    /// Err = a defect was caught, and the runtime is poisoned.
+    fn carry_out(
+        &self,
+        work: &mut Work,
+        stream: Stream,
+        tools: &Tools,
+    ) -> std::result::Result<Result<()>, ()> {
+        let mut keeper = self;
+        let caught = panic::catch(|| {
+            // SAFETY: the core hears of the end of this work after it; views are of
+            // memory that the caller promised to keep until the op is released, which
+            // follows that.
+            unsafe { tools.work(work, stream, &mut keeper) }
+        });
+        caught.map_err(|text| self.runtime.poison(&text))
+    }
+
+    /// After a defect: nobody waits for ever.
+    fn give_up(&self) {
+        let ops: Vec<OpRef> = self.state.lock().ops.iter_mut().flat_map(std::mem::take).collect();
+        for op in ops {
+            op.give_up(Status::Panic);
+        }
+        self.work.iter().for_each(|work| work.notify_all());
+        self.ended.notify_all();
+    }
+
+    /// Ends moves whose callers have given them up.
+    fn drop_given_up(&self, state: &mut State) {
+        let mut gone = Vec::new();
+        for (number, ops) in state.ops.iter().enumerate() {
+            if let Some(status) = ops.first().and_then(|_| given_up(ops)) {
+                gone.push((number as u32, status));
+            }
+        }
+        for (number, status) in gone {
+            state.core.cancel(number, status);
+        }
+    }
+
+    fn cancel_all(&self, status: Status) {
+        let mut state = self.state.lock();
+        let open: Vec<u32> = (0..state.ops.len() as u32)
+            .filter(|&number| !state.ops[number as usize].is_empty())
+            .collect();
+        for number in open {
+            state.core.cancel(number, status);
+        }
+        let news = self.news(&mut state);
+        drop(state);
+        finish(news);
+    }
+
+    fn stop(&self) {
+        self.state.lock().stop = true;
+        self.work.iter().for_each(|work| work.notify_all());
+    }
+}
+
+/// Why a move is not waited for: all of its ops were given up.
+fn given_up(ops: &[OpRef]) -> Option<Status> {
+    let mut why = None;
+    for op in ops {
+        why = Some(op.was_given_up()?);
+    }
+    why
+}
+
+impl Owner for Inner {
+    fn abandoned(&self) {
+        let mut state = self.state.lock();
+        self.drop_given_up(&mut state);
+        let news = self.news(&mut state);
+        drop(state);
+        finish(news);
+    }
+
+    fn shut(&self, status: Status) {
+        self.cancel_all(status);
+    }
+
+    fn serve(&self) {}
+}
+
+impl Books for &Inner {
+    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
+        self.state.lock().core.page(from, page)
+    }
+}
+
+impl Keeper for &Inner {
+    fn wants(&mut self, cell: &CellAt) -> bool {
+        self.state.lock().core.wants(cell)
+    }
+
+    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
+        self.state.lock().core.moved(cell, to)
+    }
+
+    fn lost(&mut self, cell: &CellAt) -> bool {
+        self.state.lock().core.lost(cell)
+    }
+}
+
+fn one_part(one: &Finished) -> Finished {
+    Finished { error: one.error.clone(), ..*one }
+}
+
+/// Tells callers; with no lock held.
+fn finish(news: News) {
+    for (op, one) in news {
+        op.report(one.tokens, one.bytes);
+        let status = one.error.as_ref().map_or(Status::Ok, Error::status);
+        op.finish(status, one.error, None);
+    }
+}
+
+/// Ops of a call that was refused, and were begun: nobody hears of them.
+fn undo(ops: Vec<OpRef>, error: Error) -> Error {
+    for op in ops {
+        op.take_back();
+        op.remove();
+    }
+    error
+}
+
+fn start(inner: &Arc<Inner>, spec: &StoreSpec) -> Result<Vec<JoinHandle<()>>> {
+    let copiers = if spec.copiers == 0 { cores().min(4) as u32 } else { spec.copiers };
+    let tools = inner.tools.lock().clone();
+    let below = u32::from(tools.disk.is_some());
+    let counts = [copiers, spec.readers * below, below, below, below];
+    let mut threads = Vec::new();
+    for (hands, count) in Hands::ALL.into_iter().zip(counts) {
+        for at in 0..count {
+            let (inner, tools) = (inner.clone(), tools.clone());
+            let stream = Stream(at % tools.device.facts().streams.max(1));
+            let name = format!("kvt-{}", format!("{hands:?}").to_lowercase());
+            threads.push(spawn(name, move || inner.serve(hands, stream, &tools))?);
+        }
+    }
+    Ok(threads)
+}
+
+fn open_disk(
+    runtime: &Arc<RuntimeCore>,
+    spec: &DiskSpec,
+) -> Result<(DiskTier, Recovered, OpenReport)> {
+    let files = RealFiles::open(&spec.path, &spec.files)
+        .map_err(|e| e.within(&format!("disk tier {}", spec.path.display())))?;
+    let options = Options {
+        segment_bytes: spec.segment_bytes,
+        clock: runtime.clock().clone(),
+        ..Options::new(spec.bytes, crate::base::machine::random_bytes()?)
+    };
+    DiskTier::open(Arc::new(files), options)
+        .map_err(|e| e.within(&format!("disk tier {}", spec.path.display())))
+}
+
+/// Gives memory back when others need it.
+fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
+    let slot = slot.clone();
+    Box::new(move |tier, bytes, _deadline| {
+        let inner = slot.lock().upgrade();
+        let Some(inner) = inner.filter(|_| tier == Tier::Host) else { return 0 };
+        let mut state = inner.state.lock();
+        let promised = state.core.shrink(bytes);
+        let news = inner.news(&mut state);
+        drop(state);
+        finish(news);
+        promised
+    })
+}

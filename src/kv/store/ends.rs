@@ -1,0 +1,99 @@
+//! The end of a store, and what may still be asked of one that ends.
+
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::kv::core::{Config, Core};
+use crate::kv::store::{Store, finish};
+use crate::tier::disk::DiskTier;
+
+impl Store {
+    /// Looks at the core; also while the store closes, not after.
+    pub fn look<R>(&self, see: impl FnOnce(&Core) -> R) -> Result<R> {
+        let state = self.inner.state.lock();
+        if state.stop {
+            return Err(Status::Closed.into());
+        }
+        Ok(see(&state.core))
+    }
+
+    /// Ends what a handle stood for: also while the store or its runtime closes. Of a
+    /// closed store nothing is left to end.
+    pub fn let_go(&self, end: impl FnOnce(&mut Core) -> Result<()>) -> Result<()> {
+        let mut state = self.inner.state.lock();
+        if state.stop || state.broken {
+            return Ok(());
+        }
+        state.core.tick(self.inner.runtime.clock().now_ns());
+        let result = end(&mut state.core);
+        let news = self.inner.news(&mut state);
+        drop(state);
+        finish(news);
+        result
+    }
+
+    /// The disk tier, to be looked at, until the store is closed.
+    pub fn disk(&self) -> Option<Arc<DiskTier>> {
+        self.inner.tools.lock().disk.clone()
+    }
+
+    /// Cancels what is open, waits for what is under way until a deadline (0 = none),
+    /// then BUSY: the store is still there, and refuses new work.
+    pub fn close(&self, deadline_ns: u64) -> Result<()> {
+        self.inner.state.lock().closing = true;
+        self.inner.cancel_all(Status::Cancelled);
+        match self.settle(deadline_ns).and_then(|()| self.put_away(deadline_ns)) {
+            // After a defect nothing comes to rest; hands that are at work end below.
+            Err(error) if error.status() != Status::Panic => return Err(error),
+            _ => {}
+        }
+        self.inner.stop();
+        // Another close beside this one waits here, until nobody is at work.
+        for thread in self.threads.lock().drain(..) {
+            if thread.join().is_err() {
+                log::error!("a thread of the store has panicked");
+            }
+        }
+        let ended = self.disk().map_or(Ok(()), |disk| disk.close());
+        self.give_back()?;
+        ended
+    }
+
+    /// What is in memory only goes to disk, as far as it may, and a checkpoint makes the
+    /// next opening fast.
+    fn put_away(&self, deadline_ns: u64) -> Result<()> {
+        for begin in [Core::write_all_down, Core::ask_for_checkpoint] {
+            self.let_go(|core| {
+                begin(core);
+                Ok(())
+            })?;
+            self.wait_until(deadline_ns, Core::is_quiet)?;
+        }
+        Ok(())
+    }
+
+    /// Ops and handles that are kept longer keep neither memory nor the directory.
+    fn give_back(&self) -> Result<()> {
+        let config = Config {
+            max_chunks: 1,
+            max_sessions: 1,
+            max_moves: 1,
+            max_jobs: 1,
+            events: 1,
+            ..Config::default()
+        };
+        let empty = Core::new(config, None, None)?;
+        let core = std::mem::replace(&mut self.inner.state.lock().core, empty);
+        drop(core);
+        let disk = self.inner.tools.lock().disk.take();
+        drop(disk);
+        if let Some(account) = &self.account {
+            match account.close() {
+                Err(error) if error.status() != Status::Closed => {
+                    log::warn!("the account of a store that was closed stays open: {error}");
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
