@@ -16,5 +16,3 @@ pub mod uring;
 
 #[cfg(all(test, not(feature = "shuttle")))]
 mod contract;
-#[cfg(all(test, not(feature = "shuttle")))]
-mod measure;

@@ -9,7 +9,7 @@
 //! | `write` | `back` | `through`: to disk as soon as a put has ended; `back`: when its memory is needed; `never`: only when a put asks for it |
 //! | `admission` | `all` | what may go to disk: `all`, `none`, `select(...)` |
 //! | `high`, `low` | 0.97, 0.92 | share of a tier at which room is made ahead of need, and at which that ends |
-//! | `chunks` | 1048576 | most chunks of each layout |
+//! | `chunks` | 1048576 | most chunks, of all namespaces |
 //! | `sessions` | 65536 | most sessions at once |
 //! | `moves`, `cells` | 16384, 65536 | most moves, and cells on their way, at once |
 //! | `events` | 16384 | events that are kept for readers |

@@ -4,14 +4,13 @@
 use crate::base::account::Account;
 use crate::base::budget::{Budget, Reclaim, Tier};
 use crate::base::core::Core as RuntimeCore;
-use crate::base::op::{OpOpts, OpRef};
+use crate::base::op::{OpOpts, OpRef, RELEASED};
 use crate::base::owner::Owner;
 use crate::base::panic;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak, cores, spawn};
 use crate::device::host::Host;
 use crate::device::{Device, Stream};
-use crate::fail;
 use crate::io::real::RealFiles;
 use crate::kv::core::books::{Books, Page};
 use crate::kv::core::moves::{Deed, Level};
@@ -28,8 +27,6 @@ struct State {
     core: Core,
     /// The ops of each move, by its number.
     ops: Vec<Vec<OpRef>>,
-    /// Ops whose caller gave up may be among them.
-    given_up: bool,
     /// Hands that sleep.
     sleeping: [u32; KINDS],
     /// It closes: nothing new is begun.
@@ -101,7 +98,6 @@ impl Store {
         let state = State {
             core,
             ops: Vec::new(),
-            given_up: false,
             sleeping: [0; KINDS],
             closing: false,
             stop: false,
@@ -166,7 +162,9 @@ impl Store {
         let begun: Vec<bool> = ops.iter().map(|op| op.begin()).collect();
         if begun.contains(&false) {
             let rest = ops.iter().zip(&begun).filter(|(_, begun)| **begun);
-            rest.for_each(|(op, _)| op.finish(Status::Cancelled, None, None));
+            let late = opts.deadline_ns != 0 && !self.inner.runtime.is_closing();
+            let status = if late { Status::Timeout } else { Status::Cancelled };
+            rest.for_each(|(op, _)| op.finish(status, None, None));
             return Ok(ops);
         }
         let lane = opts.lane;
@@ -184,6 +182,10 @@ impl Store {
                     state.ops.resize_with(number + 1, Vec::new);
                 }
                 state.ops[number] = kept;
+                // A cancel or a deadline from before this found nobody to tell.
+                if let Some(status) = given_up(&ops) {
+                    state.core.cancel(number as u32, status);
+                }
                 let news = self.inner.news(&mut state);
                 drop(state);
                 ops.iter().for_each(|op| op.announce());
@@ -195,27 +197,6 @@ impl Store {
                 Err(undo(ops, error))
             }
         }
-    }
-
-    /// Waits until nothing is under way, or a deadline (0 = none).
-    pub fn settle(&self, deadline_ns: u64) -> Result<()> {
-        self.wait_until(deadline_ns, Core::is_idle)
-    }
-
-    fn wait_until(&self, deadline_ns: u64, holds: impl Fn(&Core) -> bool) -> Result<()> {
-        let mut state = self.inner.state.lock();
-        while !holds(&state.core) {
-            if state.broken {
-                return Err(Status::Panic.into());
-            }
-            let now = self.inner.runtime.clock().now_ns();
-            match deadline_ns {
-                0 => self.inner.ended.wait(&mut state),
-                deadline if now >= deadline => fail!(Busy, "work of the store is under way"),
-                deadline => self.inner.ended.wait_for(&mut state, deadline - now),
-            }
-        }
-        Ok(())
     }
 
     /// Who pays for its memory.
@@ -284,9 +265,6 @@ impl Inner {
     fn serve(&self, hands: Hands, stream: Stream, tools: &Tools) {
         let mut state = self.state.lock();
         while !state.stop && !state.broken {
-            if std::mem::take(&mut state.given_up) {
-                self.drop_given_up(&mut state);
-            }
             let Some(mut work) = state.core.take(hands) else {
                 let news = self.news(&mut state);
                 if !news.is_empty() {
@@ -358,7 +336,7 @@ impl Inner {
     fn drop_given_up(&self, state: &mut State) {
         let mut gone = Vec::new();
         for (number, ops) in state.ops.iter().enumerate() {
-            if let Some(status) = ops.first().and_then(|_| given_up(ops)) {
+            if let Some(status) = given_up(ops) {
                 gone.push((number as u32, status));
             }
         }
@@ -386,13 +364,13 @@ impl Inner {
     }
 }
 
-/// Why a move is not waited for: all of its ops were given up.
+/// Why a move is not waited for: all of its ops that are open were given up.
 fn given_up(ops: &[OpRef]) -> Option<Status> {
-    let mut why = None;
-    for op in ops {
-        why = Some(op.was_given_up()?);
-    }
-    why
+    let open = ops.iter().filter(|op| op.state() & RELEASED == 0);
+    open.map(|op| op.was_given_up()).reduce(|a, b| match (a?, b?) {
+        (Status::Cancelled, _) | (_, Status::Cancelled) => Some(Status::Cancelled),
+        (status, _) => Some(status),
+    })?
 }
 
 impl Owner for Inner {

@@ -28,7 +28,7 @@ pub struct Config {
     pub high: f64,
     /// The share at which that ends.
     pub low: f64,
-    /// Most chunks of a namespace.
+    /// Most chunks.
     pub max_chunks: usize,
     /// Most sessions.
     pub max_sessions: u32,

@@ -156,6 +156,9 @@ impl Core {
 
     /// Something has become of a cell: whoever waits for it looks again.
     pub(super) fn wake(&mut self, board: u32, cell: Cell) {
+        if self.waiting.is_empty() {
+            return;
+        }
         let at = At { board, slot: cell.chunk };
         if let Some(jobs) = self.waiting.remove(&(at, cell.layer)) {
             self.woken.extend(jobs.into_iter().rev());

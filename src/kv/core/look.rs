@@ -16,6 +16,8 @@ use crate::meta::reuse::{self, Found, Reach, State};
 
 const DISK: usize = Tier::Disk as usize;
 const REMOTE: usize = Tier::Remote as usize;
+/// Chunks for which memory is kept between lookups.
+pub(super) const MOST_KEPT: usize = 1 << 17;
 
 /// Tokens in a row of which the same can be said.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,7 +77,7 @@ impl Core {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
         }
         let mut keys = std::mem::take(&mut self.scratch.keys);
-        keys.clear();
+        room(&mut keys, tokens.len() / each as usize)?;
         let hashed = Chain::new(home.key, each)?.extend(tokens, &[], &mut keys);
         let looked = match hashed {
             Ok(_) => self.look_up(space, &keys, tokens.len() as u64),
@@ -209,9 +211,13 @@ impl Scratch {
     }
 }
 
-/// Empties a list, and sees to it that so many fit.
+/// Empties a list, and sees to it that so many fit. What a very long sequence needed
+/// is not kept for short ones.
 fn room<T>(list: &mut Vec<T>, count: usize) -> Result<()> {
     list.clear();
+    if list.capacity() > count.max(MOST_KEPT) {
+        *list = Vec::new();
+    }
     if list.try_reserve(count).is_err() {
         fail!(NoMem, "no memory to look at {count} chunks");
     }

@@ -152,7 +152,6 @@ pub struct Core {
     scratch: look::Scratch,
     drafts: plans::Drafts,
     finished: Vec<Finished>,
-    freed: Vec<u32>,
     /// What is counted.
     pub counters: Counters,
     /// What changed.
@@ -175,15 +174,17 @@ impl Core {
         let segment_bytes = (config.host_bytes / 16).clamp(64 << 10, 32 << 20);
         let max_segments = (config.host_bytes / segment_bytes).clamp(1, 1 << 16) as u32;
         let opts = HostOpts { segment_bytes, max_segments, huge: Wish::Try };
-        let (chunks, bytes) = (config.max_chunks, config.host_bytes);
+        // What is gone, and others continue, is known for some time yet.
+        let objects = config.max_chunks + config.max_chunks / 4 + 64;
+        let bytes = config.host_bytes;
         let disk_shelf = match &disk {
             Some(disk) => {
                 let bytes = disk.stats().budget_bytes;
-                Some(Shelf::open(&config.disk_policy, chunks, bytes, false)?)
+                Some(Shelf::open(&config.disk_policy, objects, bytes, false)?)
             }
             None => None,
         };
-        let host_shelf = Shelf::open(&config.host_policy, chunks, bytes, disk.is_some())?;
+        let host_shelf = Shelf::open(&config.host_policy, objects, bytes, disk.is_some())?;
         Ok(Core {
             now_ns: 0,
             host: HostTier::new(account, &opts)?,
@@ -223,7 +224,6 @@ impl Core {
             scratch: look::Scratch::default(),
             drafts: plans::Drafts::default(),
             finished: Vec::new(),
-            freed: Vec::new(),
             counters: Counters::default(),
             events: Events::new(config.events)?,
             disk,

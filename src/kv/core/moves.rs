@@ -336,11 +336,10 @@ impl Core {
             }
         }
         if reported {
-            if let Some(last) = self.finished.iter_mut().rev().find(|f| f.number == number) {
-                last.last = true;
-            } else {
-                self.freed.push(number);
-            }
+            // Its last part was reported a moment ago: that is why it ends.
+            let last = self.finished.iter_mut().rev().find(|f| f.number == number);
+            debug_assert!(last.is_some(), "a move ended without a word");
+            last.into_iter().for_each(|last| last.last = true);
         }
         let Some(one) = self.moves.remove(number) else { return };
         for &slot in one.spec.slots.iter().rev() {

@@ -4,7 +4,7 @@ use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
 use crate::kv::core::Core;
-use crate::kv::core::look::pending_bytes;
+use crate::kv::core::look::{MOST_KEPT, pending_bytes};
 use crate::kv::plan::{Deed, Need, Part, Plan, SOURCES, Terms};
 use crate::meta::chunks::Chunks;
 use crate::meta::cost::Cost;
@@ -123,6 +123,9 @@ impl Ground<'_> {
 
 impl Drafts {
     fn make(&mut self, ground: &Ground, found: &mut [Found], reached: usize) -> Result<()> {
+        if self.parts.capacity() > found.len().max(MOST_KEPT) + 1 {
+            *self = Drafts::default();
+        }
         let until = if ground.terms.holes { found.len() } else { reached };
         ground.choose(until, found)?;
         self.fill(ground, found)?;

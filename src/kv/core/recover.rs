@@ -75,6 +75,10 @@ impl Core {
     fn adopt_chunk(&mut self, chunk: &record::Chunk) -> Option<(u32, Slot)> {
         let number = self.find_space(&chunk.namespace)?;
         let space = self.spaces[number as usize];
+        let is_known = self.boards[space.board as usize].chunks.find(&chunk.key).is_some();
+        if !is_known && self.free_rows() == 0 {
+            return None;
+        }
         let rows = &mut self.boards[space.board as usize];
         // A partial chunk is a session's own, and that session is gone.
         if rows.fingerprint != chunk.fingerprint || chunk.valid_tokens != rows.layout.chunk_tokens()

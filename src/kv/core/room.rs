@@ -134,7 +134,7 @@ impl Core {
     /// Bytes that should come free now.
     fn wanted_bytes(&self) -> u64 {
         let share = |part: f64| (self.config.host_bytes as f64 * part) as u64;
-        let used = self.host.stats().live_bytes;
+        let used = self.host.live_bytes();
         // What could not be written down a moment ago cannot now.
         let is_vain = self.refusals >= MOST_REFUSALS && self.now_ns < self.refused_ns + PAUSE_NS;
         let ahead = match used > share(self.config.high) && !is_vain {

@@ -248,10 +248,10 @@ impl Core {
 
     /// The rows of chunks of a path, made where there are none.
     fn rows_of(&mut self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<Slot>> {
-        self.with_path(at, |path, rows| {
-            path.refresh(&mut rows.chunks)?;
-            path.make(&mut rows.chunks, end)
-        })?;
+        self.with_path(at, |path, rows| path.refresh(&mut rows.chunks))?;
+        let unknown = self.sessions[at].path.slots()[..end].iter().filter(|&&slot| slot == NONE);
+        self.rows_for(unknown.count() + usize::from(tail))?;
+        self.with_path(at, |path, rows| path.make(&mut rows.chunks, end))?;
         let mut slots = Vec::new();
         slots.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
         slots.extend_from_slice(&self.sessions[at].path.slots()[first..end]);

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
+use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
 use crate::kv::core::board::note;
 use crate::kv::core::work::{self, Hands};
@@ -165,6 +166,53 @@ impl Core {
         self.counters.disk_evicted += u64::from(freed > 0);
         self.tidy(at.board, at.slot);
         freed
+    }
+
+    /// Rows that are free: the boards share them.
+    pub(super) fn free_rows(&self) -> usize {
+        let used: usize = self.boards.iter().map(|board| board.chunks.len()).sum();
+        self.config.max_chunks.saturating_sub(used)
+    }
+
+    /// Sees to it that so many chunks can be added.
+    pub(super) fn rows_for(&mut self, chunks: usize) -> Result<()> {
+        let missing = chunks.saturating_sub(self.free_rows());
+        if missing > 0 {
+            self.make_rows(missing);
+        }
+        if chunks > self.free_rows() {
+            let most = self.config.max_chunks;
+            fail!(Limit, "{chunks} more chunks; the store holds {most}, and those are in use");
+        }
+        Ok(())
+    }
+
+    /// Makes rows free: the chunks whom the policies choose are gone from all tiers.
+    fn make_rows(&mut self, chunks: usize) {
+        let mut victims = Vec::new();
+        if let Some(shelf) = &mut self.disk_shelf {
+            shelf.choose(self.now_ns, u64::MAX >> 1, chunks, &mut victims);
+        }
+        for victim in &victims {
+            if let Some(at) = self.chunk_of_id(victim.id) {
+                self.leave_disk(at);
+                self.drop_where(at, Tier::Host as usize, |_| true);
+                self.tidy(at.board, at.slot);
+            }
+        }
+        let more = chunks.saturating_sub(victims.len());
+        victims.clear();
+        if more > 0 {
+            self.host_shelf.choose(self.now_ns, u64::MAX >> 1, more, &mut victims);
+        }
+        for victim in &victims {
+            if let Some(at) = self.chunk_of_id(victim.id) {
+                let is_last = self.disk_shelf.is_none();
+                let gone = if is_last { note::IN_HOST | note::HELD } else { note::IN_HOST };
+                self.boards[at.board as usize].clear(at.slot, gone);
+                self.drop_for_good(at);
+            }
+        }
     }
 
     /// The next thing to be done for the disk; one at a time.

@@ -130,7 +130,7 @@ impl World {
             disk_policy: policies[random.below(6) as usize].into(),
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
             admission: "all".into(),
-            max_chunks: 4096,
+            max_chunks: [4096, 96][random.below(2) as usize],
             max_sessions: 32,
             max_moves: 64,
             max_jobs: 16 + random.below(200) as u32,

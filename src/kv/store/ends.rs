@@ -2,6 +2,7 @@
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
+use crate::fail;
 use crate::kv::core::{Config, Core};
 use crate::kv::store::{Store, finish};
 use crate::tier::disk::DiskTier;
@@ -29,6 +30,27 @@ impl Store {
         drop(state);
         finish(news);
         result
+    }
+
+    /// Waits until nothing is under way, or a deadline (0 = none).
+    pub fn settle(&self, deadline_ns: u64) -> Result<()> {
+        self.wait_until(deadline_ns, Core::is_idle)
+    }
+
+    fn wait_until(&self, deadline_ns: u64, holds: impl Fn(&Core) -> bool) -> Result<()> {
+        let mut state = self.inner.state.lock();
+        while !holds(&state.core) {
+            if state.broken {
+                return Err(Status::Panic.into());
+            }
+            let now = self.inner.runtime.clock().now_ns();
+            match deadline_ns {
+                0 => self.inner.ended.wait(&mut state),
+                deadline if now >= deadline => fail!(Busy, "work of the store is under way"),
+                deadline => self.inner.ended.wait_for(&mut state, deadline - now),
+            }
+        }
+        Ok(())
     }
 
     /// The disk tier, to be looked at, until the store is closed.

@@ -300,6 +300,11 @@ impl HostTier {
             .map(move |index| Piece::new(number, index))
     }
 
+    /// Bytes of the pieces in use.
+    pub fn live_bytes(&self) -> u64 {
+        self.live_bytes
+    }
+
     /// What it has.
     pub fn stats(&self) -> HostStats {
         let mut stats = HostStats {

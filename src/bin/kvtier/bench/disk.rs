@@ -73,47 +73,77 @@ pub fn allocated(path: &Path, bytes: u64) -> Outcome<()> {
     }
 }
 
-/// Seconds of plain calls over a file, so many of them at once; writes are synced in
-/// the end if `syncs`.
-pub fn raw(
-    path: &Path,
-    way: Way,
-    bytes: u64,
-    stock: &Buffer,
-    depth: u64,
-    syncs: bool,
-) -> Outcome<f64> {
-    let mut options = File::options();
-    options.read(true).write(true).custom_flags(libc::O_DIRECT);
-    let file = options.open(path).map_err(|e| format!("without O_DIRECT: {e}"))?;
+/// The segments of a tier, by name.
+pub fn segments(dir: &Path) -> Outcome<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(dir).map_err(say)?;
+    let mut paths = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(say)?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if name.starts_with("seg-") {
+            paths.push(path);
+        }
+    }
+    paths.sort();
+    Ok(paths)
+}
+
+/// Seconds of plain calls over the first bytes of files, so many of them at once;
+/// writes are synced in the end.
+pub fn raw(paths: &[PathBuf], way: Way, bytes: u64, stock: &Buffer, depth: usize) -> Outcome<f64> {
+    let mut pieces = Vec::new();
+    let mut files = Vec::new();
+    for path in paths {
+        let mut options = File::options();
+        options.read(true).write(way == Way::Write).custom_flags(libc::O_DIRECT);
+        let file = options.open(path).map_err(|e| format!("without O_DIRECT: {e}"))?;
+        let pieces_of = file.metadata().map_err(say)?.len() / PIECE;
+        pieces.extend((0..pieces_of).map(|at| (file.as_raw_fd(), at * PIECE)));
+        files.push(file);
+    }
+    pieces.truncate((bytes / PIECE) as usize);
     let start = Instant::now();
-    let pass = |first: u64| {
-        let address = stock.range(first * PIECE, PIECE).map_or(0, |a| a.addr());
-        for offset in (first * PIECE..bytes).step_by((depth * PIECE) as usize) {
-            let address = stock.address().with_addr(address).cast();
-            let (fd, bytes) = (file.as_raw_fd(), PIECE as usize);
+    let pass = |first: usize| {
+        let place = stock.range(first as u64 * PIECE, PIECE).map_or(0, |a| a.addr());
+        for &(fd, offset) in pieces.iter().skip(first).step_by(depth) {
+            let address = stock.address().with_addr(place).cast();
             // SAFETY: a part of the stock for each of those who are at it.
             let got = unsafe {
                 match way {
-                    Way::Read => libc::pread(fd, address, bytes, offset as i64),
-                    Way::Write => libc::pwrite(fd, address, bytes, offset as i64),
+                    Way::Read => libc::pread(fd, address, PIECE as usize, offset as i64),
+                    Way::Write => libc::pwrite(fd, address, PIECE as usize, offset as i64),
                 }
             };
-            if got != bytes as isize {
+            if got != PIECE as isize {
                 return Err(format!("a transfer came to {got} bytes"));
             }
         }
         Ok(())
     };
     std::thread::scope(|scope| {
+        let pass = &pass;
         let hands: Vec<_> = (0..depth).map(|first| scope.spawn(move || pass(first))).collect();
         let ended = hands.into_iter().map(|hand| hand.join().map_err(|_| "a panic".to_string())?);
         ended.collect::<Outcome<()>>()
     })?;
-    if way == Way::Write && syncs {
-        file.sync_data().map_err(say)?;
+    if way == Way::Write {
+        files.iter().try_for_each(File::sync_data).map_err(say)?;
     }
-    Ok(start.elapsed().as_secs_f64())
+    let read = pieces.len() as u64 * PIECE;
+    Ok(start.elapsed().as_secs_f64() * bytes as f64 / read.max(1) as f64)
+}
+
+/// Two measurements, this one first or that one: what was touched last may be nearer.
+pub fn in_turn(
+    turn: u32,
+    ours: impl FnOnce() -> Outcome<f64>,
+    raw: impl FnOnce() -> Outcome<f64>,
+) -> Outcome<(f64, f64)> {
+    if turn % 2 == 0 {
+        let raw = raw()?;
+        return Ok((ours()?, raw));
+    }
+    Ok((ours()?, raw()?))
 }
 
 fn transfers(files: &RealFiles, name: &str, way: Way, bytes: u64, stock: &Buffer) -> Outcome<f64> {
@@ -240,26 +270,35 @@ pub fn fill(bar: &mut Bar, pairs: &[(f64, f64)], bytes: u64) {
 #[derive(Default)]
 struct Pairs([Vec<(f64, f64)>; 5]);
 
-fn round(pairs: &mut Pairs, bytes: u64, stock: &Buffer) -> Outcome<()> {
+fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()> {
     let scratch = Scratch::new("disk");
     let files = RealFiles::open(&scratch.0, &RealOpts::default()).map_err(say)?;
     let (plain, own) = (scratch.0.join("plain"), scratch.0.join("own"));
     allocated(&plain, bytes)?;
     allocated(&own, bytes)?;
-    let write = raw(&plain, Way::Write, bytes, stock, DEPTH, true)?;
-    pairs.0[0].push((transfers(&files, "own", Way::Write, bytes, stock)?, write));
-    let plain_read = raw(&plain, Way::Read, bytes, stock, DEPTH, false)?;
-    pairs.0[1].push((transfers(&files, "own", Way::Read, bytes, stock)?, plain_read));
-    drop((files, std::fs::remove_file(own)));
-    let files = RealFiles::open(&scratch.0.join("tier"), &RealOpts::default()).map_err(say)?;
+    let depth = DEPTH as usize;
+    let write = || raw(std::slice::from_ref(&plain), Way::Write, bytes, stock, depth);
+    let ours = || transfers(&files, "own", Way::Write, bytes, stock);
+    pairs.0[0].push(in_turn(turn, ours, write)?);
+    let ours = || transfers(&files, "own", Way::Read, bytes, stock);
+    let read_own = || raw(std::slice::from_ref(&own), Way::Read, bytes, stock, depth);
+    pairs.0[1].push(in_turn(turn, ours, read_own)?);
+    allocated(&plain, bytes)?;
+    let dir = scratch.0.join("tier");
+    let files = RealFiles::open(&dir, &RealOpts::default()).map_err(say)?;
     let options = Options::new(bytes * 2 + (1 << 28), [5; 16]);
     let (tier, ..) = DiskTier::open(Arc::new(files), options).map_err(say)?;
-    let (took, places) = append(&tier, bytes, stock)?;
-    pairs.0[2].push((took, write));
+    let mut places = Vec::new();
+    let ours = || {
+        let (took, written) = append(&tier, bytes, stock)?;
+        places = written;
+        Ok(took)
+    };
+    pairs.0[2].push(in_turn(turn, ours, write)?);
+    let segments = segments(&dir)?;
     for (at, callers) in [(3, 1), (4, 2)] {
-        let depth = DEPTH * callers as u64;
-        let plain_read = raw(&plain, Way::Read, bytes, stock, depth, false)?;
-        pairs.0[at].push((read(&tier, &places, callers)?, plain_read));
+        let plain = || raw(&segments, Way::Read, bytes, stock, depth * callers);
+        pairs.0[at].push(in_turn(turn, || read(&tier, &places, callers), plain)?);
     }
     tier.close().map_err(say)
 }
@@ -275,11 +314,11 @@ pub fn run(quick: bool) -> Vec<Bar> {
         part_of_raw("read_one_caller", calls, None),
         part_of_raw("read_two_callers", more, Some(0.95)),
     ];
-    let (bytes, rounds) = if quick { (256 << 20, 5) } else { (1 << 30, 7) };
+    let (bytes, rounds) = if quick { (256 << 20, 6) } else { (1 << 30, 8) };
     let mut pairs = Pairs::default();
     let stock = memory(2 * DEPTH * PIECE);
-    let measured =
-        stock.and_then(|stock| (0..rounds).try_for_each(|_| round(&mut pairs, bytes, &stock)));
+    let measured = stock
+        .and_then(|stock| (0..rounds).try_for_each(|turn| round(&mut pairs, turn, bytes, &stock)));
     for (bar, pairs) in bars.iter_mut().zip(&pairs.0) {
         match &measured {
             Ok(()) => fill(bar, pairs, bytes),

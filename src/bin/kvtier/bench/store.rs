@@ -349,38 +349,35 @@ struct Restores {
 
 const RESTORED_LAYERS: usize = 32;
 
-fn restore(out: &mut Restores, bytes: u64, stock: &Buffer) -> Outcome<()> {
+fn restore(out: &mut Restores, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()> {
     let scratch = Scratch::new("store");
     std::fs::create_dir_all(&scratch.0).map_err(|e| e.to_string())?;
     let (plain, dir) = (scratch.0.join("plain"), scratch.0.join("tier"));
     disk::allocated(&plain, bytes)?;
-    let write = disk::raw(&plain, Way::Write, bytes, stock, disk::DEPTH, true)?;
     let tensors = Tensors::new(bytes, RESTORED_LAYERS)?;
     let spec = format!(
         "store(host={}B,chunks=65536,disk=disk(path=\"{}\",bytes=8GiB))",
         bytes + (256 << 20),
         dir.display()
     );
-    // Cells of 1 MiB.
-    let open = || Home::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?);
-    let home = open().map_err(say)?;
-    let session = home.session(1, tensors.tokens).map_err(say)?;
-    let put = home.carry(session, Deed::Put, Level::Durable, tensors.whole(false)).map_err(say)?;
-    out.puts.push((put[0], write));
-    home.close().map_err(say)?;
-    for by_layer in [false, true] {
-        let home = open().map_err(say)?;
-        let session = home.session(1, tensors.tokens).map_err(say)?;
-        let read = disk::raw(&plain, Way::Read, bytes, stock, 2 * disk::DEPTH, false)?;
-        let what = tensors.whole(by_layer);
-        let took = home.carry(session, Deed::Get, Level::Ram, what).map_err(say)?;
-        let last = took.iter().copied().fold(0.0, f64::max);
-        match by_layer {
-            false => out.gets.push((last, read)),
-            true => out.first.push((took[0], last)),
-        }
-        home.close().map_err(say)?;
-    }
+    // Cells of 1 MiB; seconds of each part.
+    let carry = |deed, level, by_layer| -> Result<Vec<f64>> {
+        let home = Home::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?)?;
+        let session = home.session(1, tensors.tokens)?;
+        let took = home.carry(session, deed, level, tensors.whole(by_layer))?;
+        home.close()?;
+        Ok(took)
+    };
+    let depth = disk::DEPTH as usize;
+    let put = || Ok(carry(Deed::Put, Level::Durable, false).map_err(say)?[0]);
+    let write = || disk::raw(&[plain], Way::Write, bytes, stock, depth);
+    out.puts.push(disk::in_turn(turn, put, write)?);
+    let segments = disk::segments(&dir)?;
+    let get = || Ok(carry(Deed::Get, Level::Ram, false).map_err(say)?[0]);
+    let read = || disk::raw(&segments, Way::Read, bytes, stock, 2 * depth);
+    out.gets.push(disk::in_turn(turn, get, read)?);
+    let layers = carry(Deed::Get, Level::Ram, true).map_err(say)?;
+    out.first.push((layers[0], layers.iter().copied().fold(0.0, f64::max)));
     Ok(())
 }
 
@@ -396,10 +393,10 @@ fn disk_bars(quick: bool) -> Vec<Bar> {
             ..part_of_raw("first_of_32_layers", "the whole restore", None)
         },
     ];
-    let (bytes, rounds) = if quick { (256 << 20, 5) } else { (512 << 20, 7) };
+    let (bytes, rounds) = if quick { (256 << 20, 6) } else { (512 << 20, 8) };
     let mut all = Restores::default();
     let measured = memory(2 * disk::DEPTH * disk::PIECE)
-        .and_then(|stock| (0..rounds).try_for_each(|_| restore(&mut all, bytes, &stock)));
+        .and_then(|stock| (0..rounds).try_for_each(|turn| restore(&mut all, turn, bytes, &stock)));
     if let Err(why) = measured {
         bars.iter_mut().for_each(|bar| bar.note.clone_from(&why));
         return bars.into();

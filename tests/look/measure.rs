@@ -1,0 +1,82 @@
+//! Measurements, run by hand: `cargo test --release --test look -- --ignored
+//! --nocapture`.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use kvtier::base::sync::Arc;
+use kvtier::format::keys::chain::Chain;
+use kvtier::kv::core::plans::PlanTerms;
+use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
+use kvtier::kv::core::work::Hands;
+use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts};
+use kvtier::meta::dtype::Dtype;
+use kvtier::meta::key::Key;
+use kvtier::meta::layout::{Group, Layout};
+
+fn best_ns(mut body: impl FnMut()) -> f64 {
+    let mut best = f64::MAX;
+    for _ in 0..200 {
+        let start = Instant::now();
+        body();
+        best = best.min(start.elapsed().as_nanos() as f64);
+    }
+    best
+}
+
+/// Stores the layers of a session; nobody copies anything.
+fn store(core: &mut Core, session: u32, tokens: u32, layers: std::ops::Range<usize>) {
+    let plane = || PlaneView::canonical(4096, tokens, 4);
+    let views = layers.clone().map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
+    let rectangle = Rectangle {
+        first_token: 0,
+        tokens: u64::from(tokens),
+        first_layer: layers.start,
+        layers: layers.len(),
+        by_layer: false,
+        views: Arc::new(Views(views)),
+    };
+    core.submit_rectangle(session, Deed::Put, Level::Ram, 0, rectangle).unwrap();
+    while let Some(work) = core.take(Hands::Copy) {
+        core.done(work, Ok(()), 0);
+    }
+    assert!(core.is_idle());
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn measure_a_lookup_of_128k_tokens() {
+    const TOKENS: u32 = 131_072;
+    let config = Config { host_bytes: 1 << 28, host_policy: "lru".into(), ..Config::default() };
+    let mut core = Core::new(config, None, None).unwrap();
+    let layout = Layout::new(256, vec![Group::gqa(0..32, 1, 2, Dtype::Bf16).unwrap()]).unwrap();
+    let key = Key([1; 32]);
+    let space = core.open_space(&SpaceOpts { key, layout, holes: false }).unwrap();
+    let tokens: Vec<u32> = (0..TOKENS).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect();
+    let session = core.open_session(space, &SessionOpts::default()).unwrap();
+    core.append(session, &tokens).unwrap();
+    let mut keys = Vec::new();
+    let hash = best_ns(|| {
+        keys.clear();
+        Chain::new(key, 256).unwrap().extend(&tokens, &[], &mut keys).unwrap();
+    });
+    println!("hashing alone {:.1} us", hash / 1e3);
+    for (what, layers) in [("nothing", 0..0), ("31 of 32 layers", 0..31), ("all", 31..32)] {
+        if !layers.is_empty() {
+            store(&mut core, session, TOKENS, layers);
+        }
+        let whole = best_ns(|| {
+            black_box(core.lookup(space, &tokens).unwrap().tokens);
+        });
+        let by_keys = best_ns(|| {
+            black_box(core.lookup_keys(space, &keys, TOKENS.into()).unwrap().tokens);
+        });
+        let terms = PlanTerms::default();
+        let plan = best_ns(|| {
+            black_box(core.plan(session, &terms).unwrap().total_ns);
+        });
+        let reach = core.look_session(session).unwrap().now_tokens;
+        let us = [whole, by_keys, plan].map(|ns| format!("{:.1}", ns / 1e3));
+        println!("{what} there: lookup, by keys, plan: {us:?} us; {reach} tokens go on");
+    }
+}
