@@ -39,6 +39,10 @@ fn generated() -> String {
         "policy_stats",
         "policy_advice",
         "trace",
+        "store",
+        "namespace",
+        "session",
+        "session_move",
     ];
     let rank = |path: &Path| {
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or("");

@@ -10,6 +10,7 @@ use kvtier::ffi::budget::*;
 use kvtier::ffi::buffer::*;
 use kvtier::ffi::error::*;
 use kvtier::ffi::feature::*;
+use kvtier::ffi::namespace::*;
 use kvtier::ffi::op::*;
 use kvtier::ffi::policy::*;
 use kvtier::ffi::policy_advice::*;
@@ -19,6 +20,9 @@ use kvtier::ffi::policy_stats::*;
 use kvtier::ffi::policy_use::*;
 use kvtier::ffi::queue::*;
 use kvtier::ffi::runtime::*;
+use kvtier::ffi::session::*;
+use kvtier::ffi::session_move::*;
+use kvtier::ffi::store::*;
 use kvtier::ffi::trace::*;
 use kvtier::ffi::work::*;
 
@@ -57,14 +61,16 @@ fn rust_table() -> BTreeMap<String, String> {
             struct_size, flags, workers, max_ops, name, name_bytes, faults, faults_bytes,
             on_thread, user_data, destroy,
         }
-        kvt_close_report_t { struct_size, queues, buffers, budgets, accounts, ops }
+        kvt_close_report_t {
+            struct_size, queues, buffers, budgets, accounts, ops, stores, namespaces, sessions,
+        }
         kvt_runtime_stats_t {
             struct_size, ops_submitted, ops_open, ops_live, ops_queued, ops_refused, workers,
             poisoned,
         }
         kvt_op_info_t {
             struct_size, tag, bytes_done, state, status, items, items_done, items_failed,
-            reserved,
+            reserved, value,
         }
         kvt_op_item_t { value, status, done }
         kvt_completion_t {
@@ -160,6 +166,40 @@ fn rust_table() -> BTreeMap<String, String> {
             struct_size, requests, references, hits, tokens, hit_tokens, cost, hit_cost, inserts,
             evictions, re_prefill_rate, jain_sessions, jain_tenants, utilisation, decision_p50_ns,
             decision_p99_ns, decision_max_ns, run_ns,
+        }
+        kvt_store_opts_t { struct_size, flags, spec, spec_bytes }
+        kvt_store_stats_t {
+            struct_size, puts, gets, prefetches, stored_cells, known_cells, host_hit_cells,
+            disk_hit_cells, missed_cells, corrupt_cells, written_cells, written_bytes, loaded_bytes,
+            demoted_chunks, dropped_chunks, evicted_chunks, refused_chunks, no_room_cells,
+            failed_writes, failed_reads, namespaces, sessions, chunks, pins, moves, moving_cells,
+            host_limit_bytes, host_used_bytes, host_cost_bytes, host_cells, disk_limit_bytes,
+            disk_used_bytes, disk_peak_bytes, disk_live_bytes, disk_dead_bytes, disk_cells,
+            disk_appended_bytes, disk_cleaned_bytes, disk_overhead_bytes, disk_segments, disk_syncs,
+            disk_failed_syncs, found_chunks, found_cells, found_useless_cells,
+        }
+        kvt_identity_extra_t { tag, reserved, value, value_bytes }
+        kvt_identity_t {
+            struct_size, model, model_bytes, weights, weights_bytes, lora, lora_bytes, media,
+            media_bytes, salt, salt_bytes, recipe, recipe_bytes, shard_index, shard_count, extra,
+            extra_count, extra_stride_bytes,
+        }
+        kvt_group_t {
+            rule, dtype, kv_heads, window_tokens, k_bytes, v_bytes, state_bytes, layers,
+            layer_count,
+        }
+        kvt_layout_t { struct_size, chunk_tokens, reserved, groups, group_count, stride_bytes }
+        kvt_session_opts_t {
+            struct_size, flags, name, name_bytes, tenant, priority, max_tokens, reserved,
+        }
+        kvt_session_info_t { struct_size, tokens, full_chunks, chunk_tokens, layers }
+        kvt_view_t {
+            address, pages, page_count, shift_bytes, page_tokens, tokens, heads, memory, run_bytes,
+            token_stride_bytes, head_stride_bytes,
+        }
+        kvt_move_t {
+            struct_size, flags, first_token, tokens, first_layer, layers, k, v, stride_bytes, level,
+            reserved,
         }
     }
 }

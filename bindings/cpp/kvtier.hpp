@@ -1393,6 +1393,7 @@ private:
 
 #include "kvtier_policy.hpp"
 #include "kvtier_lab.hpp"
+#include "kvtier_store.hpp"
 
 #undef KVTIER_FACE_
 

@@ -114,7 +114,8 @@ def define(line: str, words: List[str], out: Header) -> None:
 def declarator(text: str) -> Tuple[str, CType]:
     """`const struct kvt_op_t *op` → its name and type; the name may be absent."""
     found = re.fullmatch(
-        r"(const\s+)?(?:struct\s+)?(\w+)\s*((?:\*\s*)*)(\w+)?\s*(?:\[(\w+)\])?", text.strip()
+        r"(const\s+)?(?:struct\s+)?(\w+)\s*((?:\*\s*(?:const\b\s*)?)*)(\w+)?\s*(?:\[(\w+)\])?",
+        text.strip(),
     )
     if not found:
         raise Unknown(f"declaration: {text.strip()!r}")

@@ -36,6 +36,9 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_CLOSE_REPORT_INIT KVT_INIT_(kvt_close_report_t)
 #define KVT_ERROR_INFO_INIT KVT_INIT_(kvt_error_info_t)
 #define KVT_FEATURE_INIT KVT_INIT_(kvt_feature_t)
+#define KVT_IDENTITY_INIT KVT_INIT_(kvt_identity_t)
+#define KVT_LAYOUT_INIT KVT_INIT_(kvt_layout_t)
+#define KVT_MOVE_INIT KVT_INIT_(kvt_move_t)
 #define KVT_OP_INFO_INIT KVT_INIT_(kvt_op_info_t)
 #define KVT_POLICY_ADVICE_INIT KVT_INIT_(kvt_policy_advice_t)
 #define KVT_POLICY_COLUMNS_INIT KVT_INIT_(kvt_policy_columns_t)
@@ -55,6 +58,10 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_REPLAY_REPORT_INIT KVT_INIT_(kvt_replay_report_t)
 #define KVT_RUNTIME_OPTS_INIT KVT_INIT_(kvt_runtime_opts_t)
 #define KVT_RUNTIME_STATS_INIT KVT_INIT_(kvt_runtime_stats_t)
+#define KVT_SESSION_INFO_INIT KVT_INIT_(kvt_session_info_t)
+#define KVT_SESSION_OPTS_INIT KVT_INIT_(kvt_session_opts_t)
+#define KVT_STORE_OPTS_INIT KVT_INIT_(kvt_store_opts_t)
+#define KVT_STORE_STATS_INIT KVT_INIT_(kvt_store_stats_t)
 #define KVT_SUBMIT_OPTS_INIT KVT_INIT_(kvt_submit_opts_t)
 #define KVT_TIER_REPORT_INIT KVT_INIT_(kvt_tier_report_t)
 #define KVT_TRACE_INFO_INIT KVT_INIT_(kvt_trace_info_t)
@@ -385,6 +392,108 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_HINTS_THINK 2
 
 /**
+ * The engine can compute what lies behind a hole: chunks leave in any order.
+ * Without it those that continue a chunk leave before it.
+ */
+#define KVT_NAMESPACE_HOLES 1
+
+/**
+ * Bytes of a namespace's key.
+ */
+#define KVT_KEY_BYTES 32
+
+/**
+ * A layer needs every earlier token.
+ */
+#define KVT_RULE_FULL 0
+
+/**
+ * A layer needs the last window_tokens tokens.
+ */
+#define KVT_RULE_WINDOW 1
+
+/**
+ * A layer needs its state at the very point; it is kept at the ends of chunks.
+ */
+#define KVT_RULE_STATE 2
+
+/**
+ * Bytes that only the engine understands.
+ */
+#define KVT_DTYPE_BYTES 0
+
+/**
+ * IEEE 754 binary32.
+ */
+#define KVT_DTYPE_F32 1
+
+/**
+ * IEEE 754 binary16.
+ */
+#define KVT_DTYPE_F16 2
+
+/**
+ * The upper half of a binary32.
+ */
+#define KVT_DTYPE_BF16 3
+
+/**
+ * 8 bits, 4 of exponent and 3 of mantissa.
+ */
+#define KVT_DTYPE_F8_E4M3 4
+
+/**
+ * 8 bits, 5 of exponent and 2 of mantissa.
+ */
+#define KVT_DTYPE_F8_E5M2 5
+
+/**
+ * Signed 8-bit integers.
+ */
+#define KVT_DTYPE_I8 6
+
+/**
+ * 4 bits each, two to a byte.
+ */
+#define KVT_DTYPE_I4 7
+
+/**
+ * `priority` is given, also when it is 0.
+ */
+#define KVT_SESSION_PRIORITY 1
+
+/**
+ * An op for each layer: ops_out then receives one per layer of the move, and the
+ * tag of layer i of the move is the given one plus i.
+ */
+#define KVT_MOVE_EACH_LAYER 1
+
+/**
+ * A put has ended when the cells are in memory.
+ */
+#define KVT_LEVEL_RAM 0
+
+/**
+ * A put has ended when the cells are written to disk.
+ */
+#define KVT_LEVEL_DISK 1
+
+/**
+ * A put has ended when the cells survive the end of the machine.
+ */
+#define KVT_LEVEL_DURABLE 2
+
+/**
+ * The processor reaches it.
+ */
+#define KVT_MEMORY_HOST 0
+
+/**
+ * Only the device does.
+ */
+#define KVT_MEMORY_DEVICE 1
+
+/**
  * One owner's part in a budget. Internally locked: any thread may use it.
  */
 typedef struct kvt_account_t kvt_account_t;
@@ -409,6 +518,12 @@ typedef struct kvt_buffer_t kvt_buffer_t;
  * forked child (KVT_E_FORKED) none is written.
  */
 typedef struct kvt_error_t kvt_error_t;
+
+/**
+ * A namespace of a store: sessions in it share what they have in common.
+ * Internally locked: any thread may use it.
+ */
+typedef struct kvt_namespace_t kvt_namespace_t;
 
 /**
  * A submitted operation. It completes exactly once and has two moments:
@@ -437,6 +552,18 @@ typedef struct kvt_queue_t kvt_queue_t;
  * Internally locked: any thread may use it at any time.
  */
 typedef struct kvt_runtime_t kvt_runtime_t;
+
+/**
+ * A sequence of tokens whose KV is kept. Its chunks stay in a tier while it is
+ * open. Internally locked: any thread may use it.
+ */
+typedef struct kvt_session_t kvt_session_t;
+
+/**
+ * Keeps the KV cache of sessions in tiers: memory, then disk. Internally
+ * locked: any thread may use it.
+ */
+typedef struct kvt_store_t kvt_store_t;
 
 /**
  * Requests to a KV cache over time. Never changes: any thread may use it.
@@ -621,6 +748,18 @@ typedef struct kvt_close_report_t {
      * Ops not freed.
      */
     uint64_t ops;
+    /**
+     * Stores not closed. Their threads go on until they are.
+     */
+    uint64_t stores;
+    /**
+     * Namespaces not closed.
+     */
+    uint64_t namespaces;
+    /**
+     * Sessions not closed.
+     */
+    uint64_t sessions;
 } kvt_close_report_t;
 
 /**
@@ -701,6 +840,11 @@ typedef struct kvt_op_info_t {
      * Always 0.
      */
     uint32_t reserved;
+    /**
+     * What the first item computed; of a move of a session how many tokens from
+     * the first on came, or were stored, without a gap.
+     */
+    uint64_t value;
 } kvt_op_info_t;
 
 /**
@@ -739,7 +883,8 @@ typedef struct kvt_completion_t {
      */
     uint64_t bytes_done;
     /**
-     * What the first item computed, such as a checksum.
+     * What the first item computed, such as a checksum; of a move of a session
+     * how many tokens from the first on came, or were stored, without a gap.
      */
     uint64_t value;
     /**
@@ -2180,6 +2325,559 @@ typedef struct kvt_replay_report_t {
      */
     uint64_t run_ns;
 } kvt_replay_report_t;
+
+/**
+ * How to open a store. Zero is the default everywhere.
+ */
+typedef struct kvt_store_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * None are defined yet: 0.
+     */
+    uint64_t flags;
+    /**
+     * The spec, such as "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))";
+     * null = "store": 1 GiB of memory and no disk. See docs/store.md.
+     */
+    const char *spec;
+    /**
+     * Length of the spec.
+     */
+    uint64_t spec_bytes;
+} kvt_store_opts_t;
+
+/**
+ * What a store counts since it was opened, and what it has now.
+ */
+typedef struct kvt_store_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Puts begun.
+     */
+    uint64_t puts;
+    /**
+     * Gets begun.
+     */
+    uint64_t gets;
+    /**
+     * Prefetches begun.
+     */
+    uint64_t prefetches;
+    /**
+     * Cells stored from outside.
+     */
+    uint64_t stored_cells;
+    /**
+     * Cells that were there when they were to be stored.
+     */
+    uint64_t known_cells;
+    /**
+     * Cells read from memory.
+     */
+    uint64_t host_hit_cells;
+    /**
+     * Cells that had to be read from disk first.
+     */
+    uint64_t disk_hit_cells;
+    /**
+     * Cells that were nowhere.
+     */
+    uint64_t missed_cells;
+    /**
+     * Cells whose bytes were wrong, and that became misses.
+     */
+    uint64_t corrupt_cells;
+    /**
+     * Cells written to disk.
+     */
+    uint64_t written_cells;
+    /**
+     * Bytes of them.
+     */
+    uint64_t written_bytes;
+    /**
+     * Bytes loaded from disk.
+     */
+    uint64_t loaded_bytes;
+    /**
+     * Chunks that left memory and are on disk.
+     */
+    uint64_t demoted_chunks;
+    /**
+     * Chunks that left memory and are gone.
+     */
+    uint64_t dropped_chunks;
+    /**
+     * Chunks that left the disk.
+     */
+    uint64_t evicted_chunks;
+    /**
+     * Chunks that were to leave memory, and the disk had no room for.
+     */
+    uint64_t refused_chunks;
+    /**
+     * Cells that failed for want of room.
+     */
+    uint64_t no_room_cells;
+    /**
+     * Writes that failed.
+     */
+    uint64_t failed_writes;
+    /**
+     * Reads that failed.
+     */
+    uint64_t failed_reads;
+    /**
+     * Namespaces, those included that nobody has open.
+     */
+    uint64_t namespaces;
+    /**
+     * Sessions that are open.
+     */
+    uint64_t sessions;
+    /**
+     * Chunks that are known, of all layouts.
+     */
+    uint64_t chunks;
+    /**
+     * Chunks that are pinned.
+     */
+    uint64_t pins;
+    /**
+     * Moves under way.
+     */
+    uint64_t moves;
+    /**
+     * Cells on their way.
+     */
+    uint64_t moving_cells;
+    /**
+     * Most bytes of cells in memory.
+     */
+    uint64_t host_limit_bytes;
+    /**
+     * Bytes of cells in memory.
+     */
+    uint64_t host_used_bytes;
+    /**
+     * What that memory costs, tables and gaps included.
+     */
+    uint64_t host_cost_bytes;
+    /**
+     * Cells in memory.
+     */
+    uint64_t host_cells;
+    /**
+     * Most bytes of all files; 0 = there is no disk.
+     */
+    uint64_t disk_limit_bytes;
+    /**
+     * Bytes of all files.
+     */
+    uint64_t disk_used_bytes;
+    /**
+     * The most they ever were.
+     */
+    uint64_t disk_peak_bytes;
+    /**
+     * Bytes of cells that live on disk, padded to blocks.
+     */
+    uint64_t disk_live_bytes;
+    /**
+     * Bytes that cleaning would free.
+     */
+    uint64_t disk_dead_bytes;
+    /**
+     * Cells on disk.
+     */
+    uint64_t disk_cells;
+    /**
+     * Wear: bytes of cells that were written for callers, padded to blocks.
+     */
+    uint64_t disk_appended_bytes;
+    /**
+     * Wear: bytes of cells that cleaning wrote again.
+     */
+    uint64_t disk_cleaned_bytes;
+    /**
+     * Wear: bytes of headers, notes and checkpoints.
+     */
+    uint64_t disk_overhead_bytes;
+    /**
+     * Files of cells.
+     */
+    uint64_t disk_segments;
+    /**
+     * Syncs of those files.
+     */
+    uint64_t disk_syncs;
+    /**
+     * Syncs that failed.
+     */
+    uint64_t disk_failed_syncs;
+    /**
+     * Chunks that opening found on disk.
+     */
+    uint64_t found_chunks;
+    /**
+     * Their cells.
+     */
+    uint64_t found_cells;
+    /**
+     * Cells that were found and of no use.
+     */
+    uint64_t found_useless_cells;
+} kvt_store_stats_t;
+
+/**
+ * A field of an identity that is the engine's own. Stands in arrays only.
+ */
+typedef struct kvt_identity_extra_t {
+    /**
+     * Its tag, 0x80000000 at least; each once.
+     */
+    uint32_t tag;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Its bytes.
+     */
+    const void *value;
+    /**
+     * How many, at most 65536.
+     */
+    uint64_t value_bytes;
+} kvt_identity_extra_t;
+
+/**
+ * Everything that makes KV other KV. Fields are bytes, hashed as they are, at
+ * most 65536 each. A null field is absent; that differs from an empty one, which
+ * has a pointer and no length. docs/keys.md says how the key is made of them.
+ */
+typedef struct kvt_identity_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Name of the model.
+     */
+    const void *model;
+    /**
+     * Its length.
+     */
+    uint64_t model_bytes;
+    /**
+     * Fingerprint of its weights.
+     */
+    const void *weights;
+    /**
+     * Its length.
+     */
+    uint64_t weights_bytes;
+    /**
+     * Adapters that change the KV.
+     */
+    const void *lora;
+    /**
+     * Their length.
+     */
+    uint64_t lora_bytes;
+    /**
+     * Digest of media that all sequences share.
+     */
+    const void *media;
+    /**
+     * Its length.
+     */
+    uint64_t media_bytes;
+    /**
+     * What keeps a tenant's KV from others.
+     */
+    const void *salt;
+    /**
+     * Its length.
+     */
+    uint64_t salt_bytes;
+    /**
+     * Canonical spec of how the KV is computed and stored, if not exactly.
+     */
+    const void *recipe;
+    /**
+     * Its length.
+     */
+    uint64_t recipe_bytes;
+    /**
+     * Which part of the KV this rank holds, from 0.
+     */
+    uint32_t shard_index;
+    /**
+     * How many parts there are; 0 = all ranks hold the same.
+     */
+    uint32_t shard_count;
+    /**
+     * Fields of the engine's own, in any order.
+     */
+    const struct kvt_identity_extra_t *extra;
+    /**
+     * How many, at most 64.
+     */
+    uint64_t extra_count;
+    /**
+     * sizeof(kvt_identity_extra_t).
+     */
+    uint64_t extra_stride_bytes;
+} kvt_identity_t;
+
+/**
+ * Layers that keep the same, and need the same. Stands in arrays only.
+ */
+typedef struct kvt_group_t {
+    /**
+     * KVT_RULE_*: how much of the past its layers need.
+     */
+    uint32_t rule;
+    /**
+     * KVT_DTYPE_*.
+     */
+    uint32_t dtype;
+    /**
+     * Heads that K and V are divided into; 0 = not said.
+     */
+    uint32_t kv_heads;
+    /**
+     * With KVT_RULE_WINDOW: how many tokens.
+     */
+    uint32_t window_tokens;
+    /**
+     * Bytes of K a token and layer; of the latent, where there is one.
+     */
+    uint64_t k_bytes;
+    /**
+     * Bytes of V a token and layer; 0 = it is in K.
+     */
+    uint64_t v_bytes;
+    /**
+     * With KVT_RULE_STATE: bytes of a layer's state; then no K, V or heads.
+     */
+    uint64_t state_bytes;
+    /**
+     * Its layers, in any order. Every layer from 0 on is in one group.
+     */
+    const uint16_t *layers;
+    /**
+     * How many.
+     */
+    uint64_t layer_count;
+} kvt_group_t;
+
+/**
+ * What the KV of a model is made of. It is part of the namespace's key.
+ */
+typedef struct kvt_layout_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Tokens of a chunk, the unit that is shared, 1 to 32768. A cell, a layer of
+     * a chunk, has at most 32 MiB.
+     */
+    uint32_t chunk_tokens;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Groups of layers, in any order.
+     */
+    const struct kvt_group_t *groups;
+    /**
+     * How many, 1 to 64.
+     */
+    uint64_t group_count;
+    /**
+     * sizeof(kvt_group_t).
+     */
+    uint64_t stride_bytes;
+} kvt_layout_t;
+
+/**
+ * Who asks. All of it is optional.
+ */
+typedef struct kvt_session_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_SESSION_*.
+     */
+    uint64_t flags;
+    /**
+     * What it is called, UTF-8, at most 256 bytes.
+     */
+    const char *name;
+    /**
+     * Length of the name.
+     */
+    uint64_t name_bytes;
+    /**
+     * Its tenant.
+     */
+    uint32_t tenant;
+    /**
+     * Its class, at most 255: 0 leaves first; needs KVT_SESSION_PRIORITY.
+     */
+    uint32_t priority;
+    /**
+     * Most tokens it can have; 0 = not known.
+     */
+    uint32_t max_tokens;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_session_opts_t;
+
+/**
+ * How far a session is.
+ */
+typedef struct kvt_session_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Its tokens.
+     */
+    uint64_t tokens;
+    /**
+     * Chunks that they fill.
+     */
+    uint64_t full_chunks;
+    /**
+     * Tokens of a chunk.
+     */
+    uint32_t chunk_tokens;
+    /**
+     * Layers of a chunk.
+     */
+    uint32_t layers;
+} kvt_session_info_t;
+
+/**
+ * Where the engine has one plane (K or V) of one layer, from the first token of
+ * a move on: the bytes of a head and token lie together, tokens and heads each at
+ * equal distances. Either at one address, or in pages. Stands in arrays only. All
+ * zero = there is no such plane.
+ */
+typedef struct kvt_view_t {
+    /**
+     * Where the first token is; null with pages.
+     */
+    void *address;
+    /**
+     * Where each page starts; null with an address.
+     */
+    void *const *pages;
+    /**
+     * How many pages.
+     */
+    uint64_t page_count;
+    /**
+     * Added to the address of each page: one table serves K, V and all layers.
+     */
+    int64_t shift_bytes;
+    /**
+     * Tokens of a page.
+     */
+    uint32_t page_tokens;
+    /**
+     * Tokens of the view (of a layer with a state: chunks); 0 = as many as are
+     * moved, or as the pages hold.
+     */
+    uint32_t tokens;
+    /**
+     * Heads of a token; 0 = 1.
+     */
+    uint32_t heads;
+    /**
+     * KVT_MEMORY_*.
+     */
+    uint32_t memory;
+    /**
+     * Bytes of a head and token. All heads together have what the layout says.
+     */
+    uint64_t run_bytes;
+    /**
+     * From a token to the next; 0 = heads * run_bytes.
+     */
+    uint64_t token_stride_bytes;
+    /**
+     * From a head to the next; 0 = run_bytes.
+     */
+    uint64_t head_stride_bytes;
+} kvt_view_t;
+
+/**
+ * A rectangle of a session: tokens by layers, and where the engine has them.
+ */
+typedef struct kvt_move_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_MOVE_*.
+     */
+    uint64_t flags;
+    /**
+     * The first token, a multiple of a chunk's tokens.
+     */
+    uint64_t first_token;
+    /**
+     * How many; up to a multiple, or to the end of the session. 0 = to the end.
+     */
+    uint64_t tokens;
+    /**
+     * The first layer.
+     */
+    uint32_t first_layer;
+    /**
+     * How many; 0 = all from the first on.
+     */
+    uint32_t layers;
+    /**
+     * K (or the latent, or the states) of each layer; null for a prefetch.
+     */
+    const struct kvt_view_t *k;
+    /**
+     * V of each layer; null when the layout has none in these layers. A layer
+     * without V has an entry that is all zero.
+     */
+    const struct kvt_view_t *v;
+    /**
+     * sizeof(kvt_view_t).
+     */
+    uint64_t stride_bytes;
+    /**
+     * KVT_LEVEL_*, for puts alone.
+     */
+    uint32_t level;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_move_t;
 
 /**
  * Success.
@@ -3679,6 +4377,329 @@ kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
                               const struct kvt_replay_opts_t *opts,
                               struct kvt_replay_report_t *out,
                               struct kvt_error_t **err);
+
+/**
+ * Opens a store: makes or recovers its disk, and starts its threads. Waits for
+ * the disk.
+ *
+ * @param runtime  Where it belongs.
+ * @param budget   Who pays for its memory, a budget of that runtime; null = nobody.
+ * @param opts     What it is to be like; null for defaults.
+ * @param out      The store; close it with kvt_store_close.
+ * @param err      Explains a failure, with the offset in the spec and the nearest
+ *                 name that exists; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory is in use), KVT_E_IO,
+ *         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the store. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_store_open(const struct kvt_runtime_t *runtime,
+                            const struct kvt_budget_t *budget,
+                            const struct kvt_store_opts_t *opts,
+                            struct kvt_store_t **out,
+                            struct kvt_error_t **err);
+
+/**
+ * Closes a store: refuses new work, cancels what is open, waits for it and for
+ * the threads, and lets the directory go. Before that, full chunks that are in
+ * memory only are written to disk, as far as admission and room allow and unless
+ * it says write=never; what is left in memory is gone. Namespaces and sessions
+ * that are left open give KVT_E_CLOSED from then on and are closed as usual;
+ * results of ops stay.
+ *
+ * @param store        Pointer to the handle, cleared on success; null, or a null
+ *                     handle, is fine.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY at the deadline (the store stays closing and valid:
+ *         call again); KVT_E_IO when the disk failed at the end (all the same it is
+ *         closed: call again to free the handle); KVT_E_REENTRANT inside a callback;
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_store_close(struct kvt_store_t **store,
+                             uint64_t deadline_ns,
+                             struct kvt_error_t **err);
+
+/**
+ * What a store counts and has; also of a poisoned one.
+ *
+ * @param store  The store.
+ * @param out    Filled in; start it with KVT_STORE_STATS_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_store_stats(const struct kvt_store_t *store, struct kvt_store_stats_t *out);
+
+/**
+ * The same numbers as text, in the format that Prometheus collects.
+ *
+ * @param store         The store.
+ * @param out           Receives the text, not NUL-terminated; may be null with
+ *                      out_capacity 0 to learn the size.
+ * @param out_capacity  Room at `out`. Numbers grow: leave some to spare.
+ * @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May
+ *                      be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_store_metrics(const struct kvt_store_t *store,
+                               char *out,
+                               uint64_t out_capacity,
+                               uint64_t *out_bytes);
+
+/**
+ * Opens a namespace of a store, or finds it: equal identities and layouts are
+ * the same one. What a store found on disk is there again under its key.
+ *
+ * @param store     The store.
+ * @param identity  Who may share; null = all fields absent.
+ * @param layout    What the KV is made of.
+ * @param flags     KVT_NAMESPACE_*.
+ * @param out       The namespace; close it with kvt_namespace_close.
+ * @param err       Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (also when it is open with other flags),
+ *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the namespace; structs and arrays are copied.
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_namespace_open(const struct kvt_store_t *store,
+                                const struct kvt_identity_t *identity,
+                                const struct kvt_layout_t *layout,
+                                uint64_t flags,
+                                struct kvt_namespace_t **out,
+                                struct kvt_error_t **err);
+
+/**
+ * The key of a namespace: what its identity and layout come to.
+ *
+ * @param space    The namespace.
+ * @param out_key  Receives KVT_KEY_BYTES bytes.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_namespace_key(const struct kvt_namespace_t *space, uint8_t *out_key);
+
+/**
+ * Closes a namespace. Its chunks stay in the store, its sessions stay open.
+ *
+ * @param space  Pointer to the handle, cleared on success; null, or a null
+ *               handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_close(struct kvt_namespace_t **space);
+
+/**
+ * Opens a session without tokens.
+ *
+ * @param space  Its namespace, which it keeps.
+ * @param opts   Who asks; null for nothing.
+ * @param out    The session; close it with kvt_session_close.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_AGAIN when as many are open as may be, KVT_E_INVALID,
+ *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the session. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_open(const struct kvt_namespace_t *space,
+                              const struct kvt_session_opts_t *opts,
+                              struct kvt_session_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Opens another session that goes on from where one is: it has the same tokens
+ * and shares their full chunks.
+ *
+ * @param session  The session, which stays as it is.
+ * @param opts     Who asks; null for nothing. Nothing is taken from the other one.
+ * @param out      The new session; close it with kvt_session_close.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_session_open.
+ *
+ * Ownership: the caller owns the new session. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_fork(const struct kvt_session_t *session,
+                              const struct kvt_session_opts_t *opts,
+                              struct kvt_session_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Adds tokens to a session. Chunks that they fill and that are in the store are
+ * held from then on.
+ *
+ * @param session  The session.
+ * @param tokens   The tokens; copied.
+ * @param count    How many; a session has at most 2^27.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_append(const struct kvt_session_t *session,
+                                const uint32_t *tokens,
+                                uint64_t count,
+                                struct kvt_error_t **err);
+
+/**
+ * Cuts a session. Moves that were submitted go on.
+ *
+ * @param session  The session.
+ * @param tokens   How many of its tokens are left.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID when it has fewer; KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_truncate(const struct kvt_session_t *session,
+                                  uint64_t tokens,
+                                  struct kvt_error_t **err);
+
+/**
+ * Keeps chunks of a session longer than their use says, also when it is closed:
+ * until a time, unless nothing else may leave. Of two pins of a chunk the
+ * stronger counts: the higher priority, the later time.
+ *
+ * @param session      The session.
+ * @param first_token  Where they begin, a multiple of a chunk's tokens.
+ * @param tokens       How many, up to a multiple or the end; 0 = to the end.
+ * @param priority     At most 255; what has less is given up first.
+ * @param until_ns     CLOCK_MONOTONIC; 0 = for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT when there are too many chunks,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_pin(const struct kvt_session_t *session,
+                             uint64_t first_token,
+                             uint64_t tokens,
+                             uint32_t priority,
+                             uint64_t until_ns,
+                             struct kvt_error_t **err);
+
+/**
+ * Tells the policies what the engine knows of the future of a session, usually
+ * when a request of it has ended.
+ *
+ * @param session  The session.
+ * @param told     The hint; its times are CLOCK_MONOTONIC.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_hint(const struct kvt_session_t *session,
+                              const struct kvt_policy_hint_t *told,
+                              struct kvt_error_t **err);
+
+/**
+ * How far a session is.
+ *
+ * @param session  The session.
+ * @param out      Filled in; start it with KVT_SESSION_INFO_INIT.
+ * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_info(const struct kvt_session_t *session, struct kvt_session_info_t *out);
+
+/**
+ * Closes a session: its chunks may leave. Moves that were submitted go on.
+ *
+ * @param session  Pointer to the handle, cleared on success; null, or a null
+ *                 handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_close(struct kvt_session_t **session);
+
+/**
+ * Stores the KV of a rectangle: from the engine's tensors into memory, and down
+ * from there as the spec says. Cells that are there already are not stored again.
+ * Never waits.
+ *
+ * The op's value (kvt_completion_t, kvt_op_info_t) is how many tokens from the
+ * first on were stored without a gap; bytes_done is what was copied. It ends with
+ * KVT_E_BUDGET when memory could not be had, or KVT_E_IO when the disk failed; the
+ * other cells are stored all the same.
+ *
+ * @param session    The session; closing it does not end its moves.
+ * @param rectangle  What, and where it is; copied, tables of pages too.
+ * @param opts       Queue, tag, deadline, priority; null for none.
+ * @param ops_out    Receives the op (one per layer with KVT_MOVE_EACH_LAYER), to
+ *                   be freed by you; null when the queue alone tells of the end.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
+ *         store is full; KVT_E_INVALID, KVT_E_UNAVAILABLE (a level that needs a disk,
+ *         memory that no device reaches), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the ops; the tensors are the library's until the
+ * release. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_put(const struct kvt_session_t *session,
+                             const struct kvt_move_t *rectangle,
+                             const struct kvt_submit_opts_t *opts,
+                             struct kvt_op_t **ops_out,
+                             struct kvt_error_t **err);
+
+/**
+ * Loads the KV of a rectangle into the engine's tensors, from whatever tier has
+ * it. Never waits.
+ *
+ * The op's value is how many tokens from the first on came without a gap. It ends
+ * with KVT_E_NOT_FOUND when something was missing: the other cells came, and
+ * the tensors are as they were where nothing came. A deadline turns what is late
+ * into a miss.
+ *
+ * @param session    See kvt_session_put.
+ * @param rectangle  See kvt_session_put.
+ * @param opts       See kvt_session_put.
+ * @param ops_out    See kvt_session_put.
+ * @param err        Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: as kvt_session_put. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_get(const struct kvt_session_t *session,
+                             const struct kvt_move_t *rectangle,
+                             const struct kvt_submit_opts_t *opts,
+                             struct kvt_op_t **ops_out,
+                             struct kvt_error_t **err);
+
+/**
+ * Brings the KV of a rectangle into memory, for a get to come. Never waits. The
+ * op's value and result are those of a get.
+ *
+ * @param session    See kvt_session_put.
+ * @param rectangle  What; without views.
+ * @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
+ * @param ops_out    See kvt_session_put.
+ * @param err        Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: the caller owns the ops. Threading: any thread, also in callbacks.
+ * Since 0.1.
+ */
+kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
+                                  const struct kvt_move_t *rectangle,
+                                  const struct kvt_submit_opts_t *opts,
+                                  struct kvt_op_t **ops_out,
+                                  struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,9 +1,9 @@
 //! Tests of the budget against a plain model; beside it to keep it readable.
 
 use super::*;
-use crate::base::sync::atomic::{AtomicU32, Ordering};
 use crate::base::op::{OpOpts, RELEASED, RESOLVED};
 use crate::base::runtime::{Runtime, RuntimeOpts};
+use crate::base::sync::atomic::{AtomicU32, Ordering};
 use proptest::prelude::*;
 
 fn facts(bytes: u64) -> MemoryFacts {

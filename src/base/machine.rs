@@ -234,7 +234,8 @@ pub fn random_bytes<const N: usize>() -> Result<[u8; N]> {
         let got = unsafe { libc::getrandom(bytes[filled..].as_mut_ptr().cast(), N - filled, 0) };
         match usize::try_from(got) {
             Ok(got) => filled += got,
-            Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => {}
+            Err(_) if std::io::Error::last_os_error().kind() == std::io::ErrorKind::Interrupted => {
+            }
             Err(_) => return Err(Error::os("no random bytes")),
         }
     }

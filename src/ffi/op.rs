@@ -86,6 +86,9 @@ pub struct kvt_op_info_t {
     pub items_failed: u32,
     /// Always 0.
     pub reserved: u32,
+    /// What the first item computed; of a move of a session how many tokens from
+    /// the first on came, or were stored, without a gap.
+    pub value: u64,
 }
 
 /// How one item of an op went.
@@ -179,6 +182,7 @@ pub unsafe extern "C" fn kvt_op_info(op: *const kvt_op_t, out: *mut kvt_op_info_
                 items_done: info.items_done,
                 items_failed: info.items_failed,
                 reserved: 0,
+                value: op.value(),
             };
             // SAFETY: checked above.
             unsafe { write(out, &filled) };

@@ -230,7 +230,7 @@ pub unsafe extern "C" fn kvt_policy_unpin(
 
 /// # Safety
 /// `hint` is null or valid for the size it states.
-unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
+pub(crate) unsafe fn hint(hint: *const kvt_policy_hint_t) -> Result<Hint> {
     // SAFETY: the caller's promise.
     let given = unsafe { read(hint)? };
     known_flags(given.flags, KVT_HINT_DONE | KVT_HINT_CONFIDENCE)?;

@@ -35,7 +35,8 @@ pub struct kvt_completion_t {
     pub tag: u64,
     /// Bytes of the items that are done and OK.
     pub bytes_done: u64,
-    /// What the first item computed, such as a checksum.
+    /// What the first item computed, such as a checksum; of a move of a session
+    /// how many tokens from the first on came, or were stored, without a gap.
     pub value: u64,
     /// The op's result; KVT_OK for a KVT_OP_ISSUED alone.
     pub status: kvt_status_t,

@@ -17,9 +17,12 @@ use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{foreign, guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
+use crate::ffi::namespace::NamespaceNoun;
 use crate::ffi::queue::QueueNoun;
+use crate::ffi::session::SessionNoun;
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
+use crate::ffi::store::StoreNoun;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// The root: owns threads, clock and notifier. Everything is opened on one.
@@ -106,6 +109,12 @@ pub struct kvt_close_report_t {
     pub accounts: u64,
     /// Ops not freed.
     pub ops: u64,
+    /// Stores not closed. Their threads go on until they are.
+    pub stores: u64,
+    /// Namespaces not closed.
+    pub namespaces: u64,
+    /// Sessions not closed.
+    pub sessions: u64,
 }
 
 // SAFETY: integers, raw pointers and nullable functions; the first field is the size.
@@ -236,17 +245,7 @@ pub unsafe extern "C" fn kvt_runtime_close(
                 Ok(())
             })?;
         }
-        if left.queues + left.buffers + left.budgets + left.accounts + left.ops > 0 {
-            log::warn!(
-                "a runtime was closed with {} queues, {} buffers, {} budgets, {} accounts and {} \
-                 ops left open",
-                left.queues,
-                left.buffers,
-                left.budgets,
-                left.accounts,
-                left.ops
-            );
-        }
+        warn_of(&left);
         if !report.is_null() {
             // SAFETY: checked above.
             unsafe { write(report, &left) };
@@ -257,6 +256,24 @@ pub unsafe extern "C" fn kvt_runtime_close(
     unsafe { guard_err(err, body) }
 }
 
+fn warn_of(left: &kvt_close_report_t) {
+    let counts = [
+        (left.queues, "queues"),
+        (left.buffers, "buffers"),
+        (left.budgets, "budgets"),
+        (left.accounts, "accounts"),
+        (left.ops, "ops"),
+        (left.stores, "stores"),
+        (left.namespaces, "namespaces"),
+        (left.sessions, "sessions"),
+    ];
+    let open = counts.iter().filter(|(count, _)| *count > 0);
+    let words: Vec<String> = open.map(|(count, what)| format!("{count} {what}")).collect();
+    if !words.is_empty() {
+        log::warn!("a runtime was closed with {} left open", words.join(", "));
+    }
+}
+
 fn census(core: &Arc<Core>) -> kvt_close_report_t {
     let mut left = kvt_close_report_t::zeroed();
     let same = |other: &Arc<Core>| u64::from(Arc::ptr_eq(core, other));
@@ -265,6 +282,9 @@ fn census(core: &Arc<Core>) -> kvt_close_report_t {
     BudgetNoun::table().visit(|n| left.budgets += same(n.0.core()));
     AccountNoun::table().visit(|n| left.accounts += same(n.0.budget().core()));
     ops().visit(|op| left.ops += same(&op.core));
+    StoreNoun::table().visit(|n| left.stores += same(&n.core));
+    NamespaceNoun::table().visit(|n| left.namespaces += same(&n.0.core));
+    SessionNoun::table().visit(|n| left.sessions += same(&n.space.core));
     left
 }
 

@@ -35,6 +35,14 @@ KVT_DO_CHECKSUM = 2
 KVT_DO_COPY = 1
 KVT_DO_PREFAULT = 8
 KVT_DO_VERIFY = 4
+KVT_DTYPE_BF16 = 3
+KVT_DTYPE_BYTES = 0
+KVT_DTYPE_F16 = 2
+KVT_DTYPE_F32 = 1
+KVT_DTYPE_F8_E4M3 = 4
+KVT_DTYPE_F8_E5M2 = 5
+KVT_DTYPE_I4 = 7
+KVT_DTYPE_I8 = 6
 KVT_E_ABI = -15
 KVT_E_AGAIN = -7
 KVT_E_BUDGET = -6
@@ -65,12 +73,20 @@ KVT_HINTS_STOP = 0
 KVT_HINTS_THINK = 2
 KVT_HINT_CONFIDENCE = 2
 KVT_HINT_DONE = 1
+KVT_KEY_BYTES = 32
+KVT_LEVEL_DISK = 1
+KVT_LEVEL_DURABLE = 2
+KVT_LEVEL_RAM = 0
 KVT_LOG_DEBUG = 4
 KVT_LOG_ERROR = 1
 KVT_LOG_INFO = 3
 KVT_LOG_OFF = 0
 KVT_LOG_TRACE = 5
 KVT_LOG_WARN = 2
+KVT_MEMORY_DEVICE = 1
+KVT_MEMORY_HOST = 0
+KVT_MOVE_EACH_LAYER = 1
+KVT_NAMESPACE_HOLES = 1
 KVT_OK = 0
 KVT_OP_CANCEL = 8
 KVT_OP_ISSUED = 1
@@ -89,7 +105,11 @@ KVT_PRIORITY_PREFETCH = 1
 KVT_REPLAY_HOLES = 1
 KVT_REPLAY_UNTIMED = 2
 KVT_ROW_PARENT = 1
+KVT_RULE_FULL = 0
+KVT_RULE_STATE = 2
+KVT_RULE_WINDOW = 1
 KVT_SELECT_TAIL = 1
+KVT_SESSION_PRIORITY = 1
 KVT_STOP_CANCELLED = 4
 KVT_STOP_END_TURN = 2
 KVT_STOP_LENGTH = 3
@@ -129,6 +149,10 @@ class kvt_error_p(Handle):
     """kvt_error_t *"""
 
 
+class kvt_namespace_p(Handle):
+    """kvt_namespace_t *"""
+
+
 class kvt_op_p(Handle):
     """kvt_op_t *"""
 
@@ -143,6 +167,14 @@ class kvt_queue_p(Handle):
 
 class kvt_runtime_p(Handle):
     """kvt_runtime_t *"""
+
+
+class kvt_session_p(Handle):
+    """kvt_session_t *"""
+
+
+class kvt_store_p(Handle):
+    """kvt_store_t *"""
 
 
 class kvt_trace_p(Handle):
@@ -207,6 +239,9 @@ class kvt_close_report_t(Sized):
         ("budgets", ctypes.c_uint64),
         ("accounts", ctypes.c_uint64),
         ("ops", ctypes.c_uint64),
+        ("stores", ctypes.c_uint64),
+        ("namespaces", ctypes.c_uint64),
+        ("sessions", ctypes.c_uint64),
     ]
 
 
@@ -234,6 +269,7 @@ class kvt_op_info_t(Sized):
         ("items_done", ctypes.c_uint32),
         ("items_failed", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("value", ctypes.c_uint64),
     ]
 
 
@@ -721,6 +757,177 @@ class kvt_replay_report_t(Sized):
     ]
 
 
+class kvt_store_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("spec", ctypes.POINTER(ctypes.c_char)),
+        ("spec_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_store_stats_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("puts", ctypes.c_uint64),
+        ("gets", ctypes.c_uint64),
+        ("prefetches", ctypes.c_uint64),
+        ("stored_cells", ctypes.c_uint64),
+        ("known_cells", ctypes.c_uint64),
+        ("host_hit_cells", ctypes.c_uint64),
+        ("disk_hit_cells", ctypes.c_uint64),
+        ("missed_cells", ctypes.c_uint64),
+        ("corrupt_cells", ctypes.c_uint64),
+        ("written_cells", ctypes.c_uint64),
+        ("written_bytes", ctypes.c_uint64),
+        ("loaded_bytes", ctypes.c_uint64),
+        ("demoted_chunks", ctypes.c_uint64),
+        ("dropped_chunks", ctypes.c_uint64),
+        ("evicted_chunks", ctypes.c_uint64),
+        ("refused_chunks", ctypes.c_uint64),
+        ("no_room_cells", ctypes.c_uint64),
+        ("failed_writes", ctypes.c_uint64),
+        ("failed_reads", ctypes.c_uint64),
+        ("namespaces", ctypes.c_uint64),
+        ("sessions", ctypes.c_uint64),
+        ("chunks", ctypes.c_uint64),
+        ("pins", ctypes.c_uint64),
+        ("moves", ctypes.c_uint64),
+        ("moving_cells", ctypes.c_uint64),
+        ("host_limit_bytes", ctypes.c_uint64),
+        ("host_used_bytes", ctypes.c_uint64),
+        ("host_cost_bytes", ctypes.c_uint64),
+        ("host_cells", ctypes.c_uint64),
+        ("disk_limit_bytes", ctypes.c_uint64),
+        ("disk_used_bytes", ctypes.c_uint64),
+        ("disk_peak_bytes", ctypes.c_uint64),
+        ("disk_live_bytes", ctypes.c_uint64),
+        ("disk_dead_bytes", ctypes.c_uint64),
+        ("disk_cells", ctypes.c_uint64),
+        ("disk_appended_bytes", ctypes.c_uint64),
+        ("disk_cleaned_bytes", ctypes.c_uint64),
+        ("disk_overhead_bytes", ctypes.c_uint64),
+        ("disk_segments", ctypes.c_uint64),
+        ("disk_syncs", ctypes.c_uint64),
+        ("disk_failed_syncs", ctypes.c_uint64),
+        ("found_chunks", ctypes.c_uint64),
+        ("found_cells", ctypes.c_uint64),
+        ("found_useless_cells", ctypes.c_uint64),
+    ]
+
+
+class kvt_identity_extra_t(ctypes.Structure):
+    _fields_ = [
+        ("tag", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("value", ctypes.c_void_p),
+        ("value_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_identity_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("model", ctypes.c_void_p),
+        ("model_bytes", ctypes.c_uint64),
+        ("weights", ctypes.c_void_p),
+        ("weights_bytes", ctypes.c_uint64),
+        ("lora", ctypes.c_void_p),
+        ("lora_bytes", ctypes.c_uint64),
+        ("media", ctypes.c_void_p),
+        ("media_bytes", ctypes.c_uint64),
+        ("salt", ctypes.c_void_p),
+        ("salt_bytes", ctypes.c_uint64),
+        ("recipe", ctypes.c_void_p),
+        ("recipe_bytes", ctypes.c_uint64),
+        ("shard_index", ctypes.c_uint32),
+        ("shard_count", ctypes.c_uint32),
+        ("extra", ctypes.POINTER(kvt_identity_extra_t)),
+        ("extra_count", ctypes.c_uint64),
+        ("extra_stride_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_group_t(ctypes.Structure):
+    _fields_ = [
+        ("rule", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+        ("kv_heads", ctypes.c_uint32),
+        ("window_tokens", ctypes.c_uint32),
+        ("k_bytes", ctypes.c_uint64),
+        ("v_bytes", ctypes.c_uint64),
+        ("state_bytes", ctypes.c_uint64),
+        ("layers", ctypes.POINTER(ctypes.c_uint16)),
+        ("layer_count", ctypes.c_uint64),
+    ]
+
+
+class kvt_layout_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("chunk_tokens", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("groups", ctypes.POINTER(kvt_group_t)),
+        ("group_count", ctypes.c_uint64),
+        ("stride_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_session_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("tenant", ctypes.c_uint32),
+        ("priority", ctypes.c_uint32),
+        ("max_tokens", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_session_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("full_chunks", ctypes.c_uint64),
+        ("chunk_tokens", ctypes.c_uint32),
+        ("layers", ctypes.c_uint32),
+    ]
+
+
+class kvt_view_t(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("pages", ctypes.POINTER(ctypes.c_void_p)),
+        ("page_count", ctypes.c_uint64),
+        ("shift_bytes", ctypes.c_int64),
+        ("page_tokens", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("heads", ctypes.c_uint32),
+        ("memory", ctypes.c_uint32),
+        ("run_bytes", ctypes.c_uint64),
+        ("token_stride_bytes", ctypes.c_uint64),
+        ("head_stride_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_move_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("first_token", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("first_layer", ctypes.c_uint32),
+        ("layers", ctypes.c_uint32),
+        ("k", ctypes.POINTER(kvt_view_t)),
+        ("v", ctypes.POINTER(kvt_view_t)),
+        ("stride_bytes", ctypes.c_uint64),
+        ("level", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
 #: Result and arguments of every function.
 FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_abi_check": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
@@ -770,6 +977,11 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_feature_find": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_feature_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_log_set": (kvt_status_t, (ctypes.c_uint32, kvt_log_fn, ctypes.c_void_p, kvt_destroy_fn,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_close": (kvt_status_t, (ctypes.POINTER(kvt_namespace_p),)),
+    "kvt_namespace_key": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),)),
+    "kvt_namespace_open": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_identity_t),
+        ctypes.POINTER(kvt_layout_t), ctypes.c_uint64, ctypes.POINTER(kvt_namespace_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_op_cancel": (kvt_status_t, (kvt_op_p,)),
     "kvt_op_error": (kvt_status_t, (kvt_op_p, ctypes.POINTER(kvt_error_p),)),
@@ -860,11 +1072,42 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_runtime_open": (kvt_status_t, (ctypes.POINTER(kvt_runtime_opts_t),
         ctypes.POINTER(kvt_runtime_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_runtime_stats": (kvt_status_t, (kvt_runtime_p, ctypes.POINTER(kvt_runtime_stats_t),)),
+    "kvt_session_append": (kvt_status_t, (kvt_session_p, ctypes.POINTER(ctypes.c_uint32),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_close": (kvt_status_t, (ctypes.POINTER(kvt_session_p),)),
+    "kvt_session_fork": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_opts_t),
+        ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_get": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
+        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_hint": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_policy_hint_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_info": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_info_t),)),
+    "kvt_session_open": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_session_opts_t),
+        ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_pin": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.c_uint32, ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_prefetch": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
+        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_put": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
+        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_truncate": (kvt_status_t, (kvt_session_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_spec_check": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_status_name": (ctypes.c_char_p, (kvt_status_t,)),
     "kvt_status_str": (ctypes.c_char_p, (kvt_status_t,)),
+    "kvt_store_close": (kvt_status_t, (ctypes.POINTER(kvt_store_p), ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_store_metrics": (kvt_status_t, (kvt_store_p, ctypes.POINTER(ctypes.c_char),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_store_open": (kvt_status_t, (kvt_runtime_p, kvt_budget_p,
+        ctypes.POINTER(kvt_store_opts_t), ctypes.POINTER(kvt_store_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_store_stats": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_store_stats_t),)),
     "kvt_trace_free": (kvt_status_t, (ctypes.POINTER(kvt_trace_p),)),
     "kvt_trace_generate": (kvt_status_t, (ctypes.POINTER(kvt_trace_opts_t),
         ctypes.POINTER(kvt_trace_p), ctypes.POINTER(kvt_error_p),)),

@@ -7,7 +7,7 @@ import ctypes
 import itertools
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Generator, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Generator, List, NamedTuple, Optional, Sequence
 
 from . import _abi, _reaper
 from ._errors import Error
@@ -39,6 +39,7 @@ class OpInfo(NamedTuple):
     items_done: int
     items_failed: int
     bytes_done: int
+    value: int = 0
 
     @property
     def resolved(self) -> bool:
@@ -61,7 +62,7 @@ class ItemOutcome(NamedTuple):
 
 class Result(NamedTuple):
     """What an op that succeeded brought: the first item's value (a checksum,
-    or 0) and the bytes that were handled."""
+    or 0; of a move of a session its tokens) and the bytes that were handled."""
 
     value: int
     bytes_done: int
@@ -70,12 +71,17 @@ class Result(NamedTuple):
 class OpJob(_reaper.Job):
     """Frees an op. Work underway is let finish: its memory is the library's."""
 
-    __slots__ = ("cancel",)
+    __slots__ = ("cancel", "kept")
     swift = True
 
     def __init__(self, handle: _abi.kvt_op_p, cancel: bool) -> None:
         super().__init__(handle, _reaper.RANK_OP)
         self.cancel = cancel
+        self.kept: Sequence[Any] = ()
+
+    def done(self) -> None:
+        self.kept = ()
+        super().done()
 
     def attempt(self) -> int:
         if self.cancel:
@@ -113,12 +119,18 @@ class Op(Resource):
                 self._bound = True
                 self._job.handle.value = handle
 
+    def _keep(self, kept: Sequence[Any]) -> None:
+        """Memory that must stay until the op is freed, whatever becomes of this object."""
+        job = self._job
+        assert isinstance(job, OpJob)
+        job.kept = kept
+
     def info(self) -> OpInfo:
         """How far it is, without waiting."""
         info = _abi.kvt_op_info_t()
         check(lib.kvt_op_info(self._raw, byref(info)))
         return OpInfo(info.state, info.status, info.items, info.items_done,
-                      info.items_failed, info.bytes_done)
+                      info.items_failed, info.bytes_done, info.value)
 
     def wait(self, timeout: Optional[float] = None, moments: int = RELEASED) -> bool:
         """Waits for moments (by default the release); False when time ran out."""
@@ -145,8 +157,7 @@ class Op(Resource):
         error = self._error_of(info)
         if error:
             raise error
-        values = self.items(0, 1) if info.items else []
-        return Result(values[0].value if values else 0, info.bytes_done)
+        return Result(info.value, info.bytes_done)
 
     def error(self) -> Optional[Error]:
         """Its error; None when it succeeded or is not resolved."""

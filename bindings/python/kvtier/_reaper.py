@@ -19,7 +19,8 @@ from . import _abi, _callbacks
 from ._lib import lib
 
 #: The order of closing: what stands on something else goes first.
-RANK_OP, RANK_BUFFER, RANK_ACCOUNT, RANK_BUDGET, RANK_QUEUE, RANK_RUNTIME = range(6)
+(RANK_OP, RANK_SESSION, RANK_NAMESPACE, RANK_STORE, RANK_BUFFER, RANK_ACCOUNT, RANK_BUDGET,
+ RANK_QUEUE, RANK_RUNTIME) = range(9)
 
 _RETRY_S = 0.002
 _EXIT_S = 5.0

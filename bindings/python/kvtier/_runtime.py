@@ -87,6 +87,9 @@ class CloseReport(NamedTuple):
     budgets: int
     accounts: int
     ops: int
+    stores: int = 0
+    namespaces: int = 0
+    sessions: int = 0
 
 
 class RuntimeJob(_reaper.Job):
@@ -269,7 +272,7 @@ class Runtime(Resource):
         check_err(status, err)
         self._released()
         return CloseReport(report.queues, report.buffers, report.budgets, report.accounts,
-                           report.ops)
+                           report.ops, report.stores, report.namespaces, report.sessions)
 
 
 def _on_thread(number: int, role: int, index: int) -> None:

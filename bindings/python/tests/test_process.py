@@ -128,8 +128,9 @@ def test_ctrl_c_is_heard_while_waiting() -> None:
         account = budget.account("a")
         account.reserve(kvtier.TIER_HOST, 4096)
         op = account.reserve_later(kvtier.TIER_HOST, 4096)
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         try:
+            timer.start()  # inside: on a slow machine it may fire at once
             op.wait()
         except KeyboardInterrupt:
             print("heard")

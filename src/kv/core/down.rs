@@ -66,9 +66,8 @@ impl Core {
         for board in 0..self.boards.len() as u32 {
             let rows = &self.boards[board as usize];
             let full = rows.layout.chunk_tokens();
-            let is_full = |&slot: &u32| {
-                rows.chunks.chunk(slot).is_some_and(|row| row.valid_tokens() == full)
-            };
+            let is_full =
+                |&slot: &u32| rows.chunks.chunk(slot).is_some_and(|row| row.valid_tokens() == full);
             let slots: Vec<u32> = rows.chunks.slots().filter(is_full).collect();
             for slot in slots {
                 let at = At { board, slot };
@@ -397,7 +396,9 @@ impl Core {
             let cell = Cell { chunk: at.slot, layer };
             let chunks = &mut self.boards[at.board as usize].chunks;
             let is_above = matches!(chunks.place(cell, Tier::Host), Ok(Some(_)));
-            let Ok(Some(Place::Disk { spot, .. })) = chunks.place(cell, Tier::Disk) else { continue };
+            let Ok(Some(Place::Disk { spot, .. })) = chunks.place(cell, Tier::Disk) else {
+                continue;
+            };
             if !is_above || !bad.contains(&Spot(spot).segment()) {
                 continue;
             }

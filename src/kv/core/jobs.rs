@@ -382,7 +382,8 @@ impl Core {
             let job = self.jobs[id];
             let (board, cell) = self.cell_of(&job);
             let place = self.boards[board as usize].chunks.place(cell, Tier::Disk);
-            let has_moved = !matches!(place, Ok(Some(Place::Disk { spot, .. })) if spot == get.spot.0);
+            let has_moved =
+                !matches!(place, Ok(Some(Place::Disk { spot, .. })) if spot == get.spot.0);
             let result = match &get.result {
                 // Cleaning was faster: it is elsewhere by now.
                 Err(_) if has_moved => Err(Status::Again.into()),

@@ -3,8 +3,8 @@
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::Way;
-use crate::kv::core::speeds::Burden;
 use crate::kv::core::books::Checkpoint;
+use crate::kv::core::speeds::Burden;
 use crate::kv::core::views::Views;
 use crate::kv::core::{At, Core};
 use crate::kv::queues::LANES;

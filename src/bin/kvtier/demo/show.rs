@@ -58,7 +58,14 @@ impl Screen {
     }
 
     /// Draws where everything is: sums, and the board of who spoke last.
-    pub fn draw(&self, store: &Store, space: u32, talk: &Talk, turn: u64, turns: u64) -> Outcome<()> {
+    pub fn draw(
+        &self,
+        store: &Store,
+        space: u32,
+        talk: &Talk,
+        turn: u64,
+        turns: u64,
+    ) -> Outcome<()> {
         if self.quiet {
             return Ok(());
         }
@@ -124,7 +131,15 @@ pub fn close(runs: &[(String, Tally)], model: &Model, opts: &Opts) {
     }
     println!(
         "\n{:<10} {:>6} {:>9} {:>9} {:>11} {:>8} {:>9} {:>10} {:>10}",
-        "policy", "hits", "in memory", "from disk", "recomputed", "loaded", "GB/s", "load time", "saved"
+        "policy",
+        "hits",
+        "in memory",
+        "from disk",
+        "recomputed",
+        "loaded",
+        "GB/s",
+        "load time",
+        "saved"
     );
     for (policy, tally) in runs {
         let counters = &tally.counters;

@@ -1,0 +1,466 @@
+"""The store: KV of sessions in tiers."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from . import _abi, _reaper
+from ._buffer import Buffer
+from ._columns import Column, Columns
+from ._errors import make
+from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
+from ._op import Op
+from ._policy import STOP_UNKNOWN
+from ._pybuffer import Export
+from ._resource import Resource, byref, new_error
+from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
+
+if TYPE_CHECKING:
+    from ._budget import Budget
+    from ._queue import Queue
+    from ._runtime import Runtime
+
+#: How much of the past a layer needs.
+RULE_FULL = _abi.KVT_RULE_FULL
+RULE_WINDOW = _abi.KVT_RULE_WINDOW
+RULE_STATE = _abi.KVT_RULE_STATE
+#: When a put has ended.
+LEVEL_RAM = _abi.KVT_LEVEL_RAM
+LEVEL_DISK = _abi.KVT_LEVEL_DISK
+LEVEL_DURABLE = _abi.KVT_LEVEL_DURABLE
+
+#: What the numbers of a layer are.
+DTYPES: Dict[str, int] = {
+    "bytes": _abi.KVT_DTYPE_BYTES, "f32": _abi.KVT_DTYPE_F32, "f16": _abi.KVT_DTYPE_F16,
+    "bf16": _abi.KVT_DTYPE_BF16, "fp8_e4m3": _abi.KVT_DTYPE_F8_E4M3,
+    "fp8_e5m2": _abi.KVT_DTYPE_F8_E5M2, "int8": _abi.KVT_DTYPE_I8, "int4": _abi.KVT_DTYPE_I4,
+}
+
+
+def _invalid(text: str) -> Exception:
+    return make(_abi.KVT_E_INVALID, text)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that makes KV other KV. None is absent, which is not empty."""
+
+    model: Optional[bytes] = None
+    weights: Optional[bytes] = None
+    lora: Optional[bytes] = None
+    media: Optional[bytes] = None
+    salt: Optional[bytes] = None
+    recipe: Optional[bytes] = None
+    #: Index and count.
+    shard: Optional[Tuple[int, int]] = None
+    #: By tag, 0x80000000 at least.
+    extra: Dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that keep the same, and need the same."""
+
+    layers: Sequence[int]
+    k_bytes: int = 0
+    v_bytes: int = 0
+    dtype: str = "bytes"
+    kv_heads: int = 0
+    rule: int = RULE_FULL
+    window_tokens: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class View:
+    """One plane of one layer in a contiguous object (bytearray, numpy array,
+    kvtier.Buffer): tokens from `offset` on, or in pages that begin at offsets. 0 is no gap
+    between tokens, or heads. Never leads out of the object."""
+
+    source: Any
+    run_bytes: int
+    heads: int = 1
+    offset: int = 0
+    token_stride: int = 0
+    head_stride: int = 0
+    pages: Optional[Sequence[int]] = None
+    page_tokens: int = 0
+
+
+class SessionInfo(NamedTuple):
+    """How far a session is."""
+
+    tokens: int
+    full_chunks: int
+    chunk_tokens: int
+    layers: int
+
+
+class SessionJob(_reaper.Job):
+    """Closes a session."""
+
+    __slots__ = ()
+
+    def attempt(self) -> int:
+        return int(lib.kvt_session_close(byref(self.handle)))
+
+
+class NamespaceJob(_reaper.Job):
+    """Closes a namespace."""
+
+    __slots__ = ()
+
+    def attempt(self) -> int:
+        return int(lib.kvt_namespace_close(byref(self.handle)))
+
+
+class StoreJob(_reaper.Job):
+    """Closes a store."""
+
+    __slots__ = ()
+
+    def attempt(self) -> int:
+        status = int(lib.kvt_store_close(byref(self.handle), _reaper.slice_deadline(), None))
+        if status == _abi.KVT_E_IO:  # it is closed all the same: this frees it
+            return int(lib.kvt_store_close(byref(self.handle), 0, None))
+        return status
+
+
+def _bytes_of(c: Any, name: str, value: Optional[bytes], kept: List[Any]) -> None:
+    if value is None:
+        return
+    text = ctypes.create_string_buffer(bytes(value))  # its NUL gives an empty one an address
+    kept.append(text)
+    setattr(c, name, ctypes.addressof(text))
+    setattr(c, f"{name}_bytes", len(value))
+
+
+def _identity(given: Identity, kept: List[Any]) -> Any:
+    c = _abi.kvt_identity_t()
+    for name in ("model", "weights", "lora", "media", "salt", "recipe"):
+        _bytes_of(c, name, getattr(given, name), kept)
+    if given.shard is not None:
+        c.shard_index, c.shard_count = u32(given.shard[0]), u32(given.shard[1])
+        if c.shard_count == 0:
+            raise _invalid("a shard of none")
+    rows = (_abi.kvt_identity_extra_t * len(given.extra))()
+    for row, (tag, value) in zip(rows, given.extra.items()):
+        row.tag = u32(tag)
+        _bytes_of(row, "value", value, kept)
+    kept.append(rows)
+    c.extra, c.extra_count = rows, len(rows)
+    c.extra_stride_bytes = ctypes.sizeof(_abi.kvt_identity_extra_t)
+    return c
+
+
+def _layout(chunk_tokens: int, groups: Sequence[Group], kept: List[Any]) -> Any:
+    rows = (_abi.kvt_group_t * len(groups))()
+    for row, group in zip(rows, groups):
+        if group.dtype not in DTYPES:
+            raise _invalid(f"dtype {group.dtype!r} is none of {', '.join(DTYPES)}")
+        layers = (ctypes.c_uint16 * len(group.layers))(*(u64(n, 16) for n in group.layers))
+        kept.append(layers)
+        row.rule, row.dtype, row.kv_heads = u32(group.rule), DTYPES[group.dtype], u32(group.kv_heads)
+        row.window_tokens, row.state_bytes = u32(group.window_tokens), u64(group.state_bytes)
+        row.k_bytes, row.v_bytes = u64(group.k_bytes), u64(group.v_bytes)
+        row.layers, row.layer_count = layers, len(layers)
+    kept.append(rows)
+    c = _abi.kvt_layout_t(chunk_tokens=u32(chunk_tokens))
+    c.groups, c.group_count = rows, len(rows)
+    c.stride_bytes = ctypes.sizeof(_abi.kvt_group_t)
+    return c
+
+
+def _fill(row: Any, view: View, writable: bool, kept: List[Any]) -> None:
+    """A view for C, checked against the object it leads into."""
+    source = view.source
+    if isinstance(source, Buffer):
+        source = source.view()
+    export = Export(source, writable=writable)
+    kept.append(export)
+    run, heads = u64(view.run_bytes), max(1, u32(view.heads))
+    head_stride = u64(view.head_stride) or run
+    token_stride = u64(view.token_stride) or run * heads
+    if run == 0 or token_stride >= 1 << 63:
+        raise _invalid(f"runs of {run} bytes, {token_stride} bytes from token to token")
+    token = (heads - 1) * head_stride + run
+    row.run_bytes, row.heads = run, heads
+    row.token_stride_bytes, row.head_stride_bytes = token_stride, head_stride
+    if view.pages is None:
+        room = export.nbytes - u64(view.offset) - token
+        if room < 0:
+            raise _invalid(f"a token at {view.offset} leads out of {export.nbytes} bytes")
+        row.address = export.address + view.offset
+        row.tokens = min(room // token_stride + 1, 2**32 - 1)
+        return
+    each = u32(view.page_tokens)
+    end = (each - 1) * token_stride + token
+    if each == 0 or any(not 0 <= p + view.offset <= export.nbytes - end for p in view.pages):
+        raise _invalid(f"pages of {each} tokens lead out of {export.nbytes} bytes")
+    pages = array.array("Q", [export.address + page + view.offset for page in view.pages])
+    kept.append(pages)
+    row.pages = ctypes.cast(ctypes.c_void_p(pages.buffer_info()[0]),
+                            ctypes.POINTER(ctypes.c_void_p))
+    row.page_count, row.page_tokens = len(pages), each
+
+
+def _views(views: Sequence[Optional[View]], writable: bool, kept: List[Any]) -> Any:
+    rows = (_abi.kvt_view_t * len(views))()
+    for row, view in zip(rows, views):
+        if view is not None:
+            _fill(row, view, writable, kept)
+    kept.append(rows)
+    return rows
+
+
+class Session(Resource):
+    """A sequence of tokens whose KV is kept. Any thread may use it."""
+
+    _noun = "session"
+
+    def __init__(self, space: "Namespace", handle: _abi.kvt_session_p) -> None:
+        self._space = space
+        self._own(SessionJob(handle, _reaper.RANK_SESSION))
+
+    def append(self, tokens: Column) -> None:
+        """Adds tokens: a list, or an array of 32-bit unsigned integers."""
+        err = new_error()
+        with Columns() as columns:
+            pointer, count = columns.take("tokens", "u32", tokens)
+            check_err(lib.kvt_session_append(self._raw, pointer, count, byref(err)), err)
+
+    def truncate(self, tokens: int) -> None:
+        """Cuts it to so many tokens."""
+        err = new_error()
+        check_err(lib.kvt_session_truncate(self._raw, u64(tokens), byref(err)), err)
+
+    def fork(self, name: str = "", *, tenant: int = 0, priority: Optional[int] = None,
+             max_tokens: int = 0) -> "Session":
+        """Another one that goes on from here."""
+        opts, _text = _session_opts(name, tenant, priority, max_tokens)
+        handle, err = _abi.kvt_session_p(), new_error()
+        check_err(lib.kvt_session_fork(self._raw, byref(opts), byref(handle), byref(err)), err)
+        return Session(self._space, handle)
+
+    def pin(self, first_token: int = 0, tokens: int = 0, *, priority: int = 0,
+            timeout: Optional[float] = None) -> None:
+        """Keeps its chunks for so many seconds, None for ever; 0 tokens: to the end."""
+        until = deadline_after(self._space._store._runtime.now_ns(), timeout)
+        err = new_error()
+        check_err(lib.kvt_session_pin(self._raw, u64(first_token), u64(tokens), u32(priority),
+                                      until, byref(err)), err)
+
+    def hint(self, *, stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
+             done: bool = False) -> None:
+        """Tells the policies what is known of its future."""
+        flags = _abi.KVT_HINT_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
+        told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
+                                      next_use_ns=u64(next_use_ns, 63))
+        err = new_error()
+        check_err(lib.kvt_session_hint(self._raw, byref(told), byref(err)), err)
+
+    def info(self) -> SessionInfo:
+        """How far it is."""
+        info = _abi.kvt_session_info_t()
+        check(lib.kvt_session_info(self._raw, byref(info)))
+        return SessionInfo(info.tokens, info.full_chunks, info.chunk_tokens, info.layers)
+
+    def put(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
+            first_token: int = 0, tokens: int = 0, first_layer: int = 0, level: int = LEVEL_RAM,
+            queue: "Optional[Queue]" = None, tag: object = None,
+            timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
+        """Stores the layers that there are views of; the result's value is how many
+        tokens without a gap. The objects are held until the op is closed."""
+        move, kept = _move(k, v, first_token, tokens, first_layer, False)
+        move.level = u32(level)
+        return self._one(lib.kvt_session_put, move, kept, False, queue, tag, timeout, priority)
+
+    def get(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
+            first_token: int = 0, tokens: int = 0, first_layer: int = 0,
+            queue: "Optional[Queue]" = None, tag: object = None,
+            timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
+        """Loads; `NotFoundError` when something was missing (`info().value` says how
+        many tokens came). The objects are held until the op is closed; dropped, it is
+        cancelled."""
+        move, kept = _move(k, v, first_token, tokens, first_layer, True)
+        return self._one(lib.kvt_session_get, move, kept, True, queue, tag, timeout, priority)
+
+    def prefetch(self, *, first_token: int = 0, tokens: int = 0, first_layer: int = 0,
+                 layers: int = 0, queue: "Optional[Queue]" = None, tag: object = None,
+                 timeout: Optional[float] = None, priority: int = PRIORITY_PREFETCH) -> Op:
+        """Into memory, for a get to come. Dropped, it is cancelled."""
+        move = _abi.kvt_move_t(first_token=u64(first_token), tokens=u64(tokens),
+                               first_layer=u32(first_layer), layers=u32(layers))
+        return self._one(lib.kvt_session_prefetch, move, [], True, queue, tag, timeout, priority)
+
+    def get_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
+                 first_token: int = 0, tokens: int = 0, first_layer: int = 0,
+                 timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> List[Op]:
+        """Likewise with an op a layer, so that the first can be used while others come."""
+        move, kept = _move(k, v, first_token, tokens, first_layer, True)
+        return self._each(lib.kvt_session_get, move, kept, True, timeout, priority)
+
+    def put_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
+                 first_token: int = 0, tokens: int = 0, first_layer: int = 0,
+                 level: int = LEVEL_RAM, timeout: Optional[float] = None,
+                 priority: int = PRIORITY_DEMAND) -> List[Op]:
+        """Stores with an op a layer."""
+        move, kept = _move(k, v, first_token, tokens, first_layer, False)
+        move.level = u32(level)
+        return self._each(lib.kvt_session_put, move, kept, False, timeout, priority)
+
+    def _one(self, call: Any, move: Any, kept: List[Any], cancel: bool,
+             queue: "Optional[Queue]", tag: object, timeout: Optional[float],
+             priority: int) -> Op:
+        runtime, raw = self._space._store._runtime, self._raw
+        op = Op(runtime, queue, tag, cancel)
+        op._keep(kept)
+        opts, serial = submit_opts(runtime, op, queue, timeout, 0, priority)
+        handle, err = _abi.kvt_op_p(), new_error()
+        status = call(raw, byref(move), byref(opts), byref(handle), byref(err))
+        if status != _abi.KVT_OK and queue is not None:
+            queue._forget(serial)
+        check_err(status, err)
+        op._bind(handle.value)
+        return op
+
+    def _each(self, call: Any, move: Any, kept: List[Any], cancel: bool,
+              timeout: Optional[float], priority: int) -> List[Op]:
+        runtime, raw = self._space._store._runtime, self._raw
+        move.flags = _abi.KVT_MOVE_EACH_LAYER
+        ops = [Op(runtime, None, layer, cancel) for layer in range(move.layers)]
+        for op in ops:
+            op._keep(kept)
+        opts, _ = submit_opts(runtime, None, None, timeout, 0, priority)
+        handles, err = (_abi.kvt_op_p * move.layers)(), new_error()
+        check_err(call(raw, byref(move), byref(opts), handles, byref(err)), err)
+        for op, handle in zip(ops, handles):
+            op._bind(handle.value)
+        return ops
+
+    def close(self) -> None:
+        """Closes it; its chunks may leave. Its ops go on."""
+        if self.closed:
+            return
+        self._raw  # noqa: B018: not in a forked child
+        check(lib.kvt_session_close(byref(self._job.handle)))
+        self._released()
+
+
+def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token: int,
+          tokens: int, first_layer: int, writable: bool) -> Tuple[Any, List[Any]]:
+    kept: List[Any] = []
+    if len(k) == 0 or (v is not None and len(v) != len(k)):
+        raise _invalid(f"{len(k)} views of K and {len(v or [])} of V: one of each a layer")
+    move = _abi.kvt_move_t(first_token=u64(first_token), tokens=u64(tokens),
+                           first_layer=u32(first_layer), layers=len(k))
+    move.k = _views(k, writable, kept)
+    if v is not None:
+        move.v = _views(v, writable, kept)
+    move.stride_bytes = ctypes.sizeof(_abi.kvt_view_t)
+    return move, kept
+
+
+def _session_opts(name: str, tenant: int, priority: Optional[int],
+                  max_tokens: int) -> Tuple[Any, bytes]:
+    text = name.encode()
+    opts = _abi.kvt_session_opts_t(tenant=u32(tenant), max_tokens=u32(max_tokens))
+    opts.name, opts.name_bytes = text_pointer(text), len(text)
+    if priority is not None:
+        opts.flags, opts.priority = _abi.KVT_SESSION_PRIORITY, u32(priority)
+    return opts, text
+
+
+class Namespace(Resource):
+    """Who may share. Any thread may use it."""
+
+    _noun = "namespace"
+
+    def __init__(self, store: "Store", identity: Identity, chunk_tokens: int,
+                 groups: Sequence[Group], holes: bool = False) -> None:
+        self._store = store
+        kept: List[Any] = []
+        who, layout = _identity(identity, kept), _layout(chunk_tokens, groups, kept)
+        flags = _abi.KVT_NAMESPACE_HOLES if holes else 0
+        handle, err = _abi.kvt_namespace_p(), new_error()
+        check_err(lib.kvt_namespace_open(store._raw, byref(who), byref(layout), flags,
+                                         byref(handle), byref(err)), err)
+        self._own(NamespaceJob(handle, _reaper.RANK_NAMESPACE))
+
+    @property
+    def key(self) -> bytes:
+        """What its identity and layout come to."""
+        key = (ctypes.c_uint8 * _abi.KVT_KEY_BYTES)()
+        check(lib.kvt_namespace_key(self._raw, key))
+        return bytes(key)
+
+    def session(self, name: str = "", *, tenant: int = 0, priority: Optional[int] = None,
+                max_tokens: int = 0) -> Session:
+        """Opens a session without tokens."""
+        opts, _text = _session_opts(name, tenant, priority, max_tokens)
+        handle, err = _abi.kvt_session_p(), new_error()
+        check_err(lib.kvt_session_open(self._raw, byref(opts), byref(handle), byref(err)), err)
+        return Session(self, handle)
+
+    def close(self) -> None:
+        """Closes it; its chunks and its sessions stay."""
+        if self.closed:
+            return
+        self._raw  # noqa: B018: not in a forked child
+        check(lib.kvt_namespace_close(byref(self._job.handle)))
+        self._released()
+
+
+class Store(Resource):
+    """Keeps KV in memory and on disk, as its spec says:
+    `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`."""
+
+    _noun = "store"
+
+    def __init__(self, runtime: "Runtime", spec: str = "store", *,
+                 budget: "Optional[Budget]" = None) -> None:
+        self._runtime = runtime
+        text = spec.encode()
+        opts = _abi.kvt_store_opts_t(spec_bytes=len(text))
+        opts.spec = text_pointer(text)
+        pays = None if budget is None else budget._raw
+        handle, err = _abi.kvt_store_p(), new_error()
+        check_err(lib.kvt_store_open(runtime._raw, pays, byref(opts), byref(handle), byref(err)),
+                  err)
+        self._own(StoreJob(handle, _reaper.RANK_STORE))
+
+    def namespace(self, identity: Identity, *, chunk_tokens: int, groups: Sequence[Group],
+                  holes: bool = False) -> Namespace:
+        """Opens a namespace, or finds it."""
+        return Namespace(self, identity, chunk_tokens, groups, holes)
+
+    def stats(self) -> Dict[str, int]:
+        """What it counts and has, by the names of kvt_store_stats_t."""
+        stats = _abi.kvt_store_stats_t()
+        check(lib.kvt_store_stats(self._raw, byref(stats)))
+        names = [name for name, *_ in stats._fields_ if name != "struct_size"]
+        return {name: int(getattr(stats, name)) for name in names}
+
+    def metrics(self) -> str:
+        """The same in the text format of Prometheus."""
+        needed = ctypes.c_uint64()
+        check(lib.kvt_store_metrics(self._raw, None, 0, byref(needed)))
+        while True:
+            room = ctypes.create_string_buffer(needed.value + 256)  # it may have grown
+            status = lib.kvt_store_metrics(self._raw, room, len(room), byref(needed))
+            if status != _abi.KVT_E_TOO_SMALL:
+                check(status)
+                return room.raw[: needed.value].decode()
+
+    def close(self, timeout: Optional[float] = None) -> None:
+        """Cancels what is open, waits, lets the directory go; `BusyError` when time runs
+        out, and then it can be tried again. What was opened on it says `ClosedError`."""
+        if self.closed:
+            return
+        end = deadline_after(self._runtime.now_ns(), timeout)
+        err = new_error()
+        check_err(lib.kvt_store_close(byref(self._job.handle), end, byref(err)), err)
+        self._released()

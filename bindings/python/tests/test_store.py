@@ -1,0 +1,212 @@
+"""The store: there and back, through a closed one, in several shapes."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import List, Tuple
+
+import kvtier
+import numpy as np
+import pytest
+from kvtier import Group, Identity, View
+
+LAYERS, CHUNK, HEADS, RUN = 3, 4, 2, 16
+GROUPS = [
+    Group(layers=[0, 2], k_bytes=HEADS * RUN, v_bytes=HEADS * RUN, dtype="f16", kv_heads=HEADS),
+    Group(layers=[1], k_bytes=24, rule=kvtier.RULE_WINDOW, window_tokens=8),
+]
+WHO = Identity(model=b"m", salt=b"", shard=(0, 2), extra={0x80000001: b"x"})
+TOKENS = list(range(16))
+
+Planes = Tuple[List[View], List[object]]
+
+
+def plain(memory: np.ndarray) -> Planes:
+    """[layer][K, V][token][head][byte]; the latent in the place of K."""
+    k, v = [], []
+    each = memory.shape[2] * HEADS * RUN
+    for layer in range(LAYERS):
+        if layer == 1:
+            k.append(View(memory, 24, offset=2 * layer * each))
+            v.append(None)
+            continue
+        k.append(View(memory, RUN, HEADS, 2 * layer * each))
+        v.append(View(memory, RUN, HEADS, (2 * layer + 1) * each))
+    return k, v
+
+
+def paged(memory: bytearray) -> Planes:
+    """Pages of 3 tokens, the last first, K and V of a page beside each other."""
+    k, v = [], []
+    page = 3 * 2 * HEADS * RUN
+    for layer in range(LAYERS):
+        pages = [(layer * 6 + 5 - p) * page for p in range(6)]
+        run, heads = (24, 1) if layer == 1 else (RUN, HEADS)
+        k.append(View(memory, run, heads, pages=pages, page_tokens=3))
+        v.append(None if layer == 1
+                 else View(memory, run, heads, page // 2, pages=pages, page_tokens=3))
+    return k, v
+
+
+def full(seed: int) -> np.ndarray:
+    numbers = np.random.default_rng(seed)
+    return numbers.integers(0, 256, (LAYERS, 2, 16, HEADS, RUN), dtype=np.uint8)
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    latent = (1, 0)
+    flat = [m[latent].reshape(-1)[: 16 * 24] for m in (a, b)]
+    return bool((a[[0, 2]] == b[[0, 2]]).all() and (flat[0] == flat[1]).all())
+
+
+def open_space(store: kvtier.Store, who: Identity = WHO) -> kvtier.Namespace:
+    return store.namespace(who, chunk_tokens=CHUNK, groups=GROUPS)
+
+
+def test_what_was_put_comes_back_after_a_restart(runtime: kvtier.Runtime, tmp_path: Path) -> None:
+    spec = f'store(host=1MiB, disk=disk(path="{tmp_path}/kv", bytes=16MiB, segment=1MiB))'
+    memory = full(1)
+    with kvtier.Store(runtime, spec) as store, open_space(store) as space:
+        with space.session("one", tenant=2, priority=0) as session:
+            session.append(np.array(TOKENS, dtype=np.uint32))
+            op = session.put(*plain(memory), level=kvtier.LEVEL_DURABLE)
+            assert op.result(10).value == 16
+            assert session.info() == (16, 4, CHUNK, LAYERS)
+            pages = bytearray(LAYERS * 6 * 3 * 2 * HEADS * RUN)
+            assert session.get(*paged(pages)).result(10).value == 16
+            with session.fork() as fork:
+                fork.truncate(10)
+                fork.append([7, 8])
+                assert fork.info().tokens == 12
+                fork.pin(priority=3, timeout=10)
+                fork.hint(stop=kvtier.STOP_TOOL_USE)
+            assert store.stats()["stored_cells"] == 4 * LAYERS
+        key = space.key
+    with kvtier.Store(runtime, spec) as store, open_space(store) as space:
+        assert space.key == key and store.stats()["found_cells"] == 4 * LAYERS
+        with space.session() as session:
+            session.append(TOKENS)
+            assert session.prefetch().result(10).value == 16
+            back = np.zeros_like(memory)
+            ops = session.get_each(*plain(back))
+            assert [op.result(10).value for op in ops] == [16] * LAYERS
+            assert same(memory, back)
+            assert "# TYPE kvtier_" in store.metrics()
+            # The paged bytes are the same KV.
+            other = open_space(store, Identity(model=b"m"))
+            with other, other.session() as second:
+                second.append(TOKENS)
+                assert second.put(*paged(pages)).result(10).value == 16
+                again = np.zeros_like(memory)
+                assert second.get(*plain(again)).result(10).value == 16
+                assert same(memory, again)
+
+
+def test_what_is_missing_is_an_error_with_a_count(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
+        with space.session() as session:
+            session.append(TOKENS[:8])
+            memory = full(2)
+            session.put(*plain(memory)).result(10)
+            session.append(TOKENS[8:])
+            back = np.full_like(memory, 0xA5)
+            op = session.get(*plain(back))
+            with pytest.raises(kvtier.NotFoundError):
+                op.result(10)
+            assert op.info().value == 8
+            assert (back[0, 0, 8:] == 0xA5).all() and (back[0, 0, :8] == memory[0, 0, :8]).all()
+            with pytest.raises(kvtier.UnavailableError):
+                session.put(*plain(memory), level=kvtier.LEVEL_DISK)
+
+
+def test_memory_is_held_while_the_library_has_it(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
+        with space.session() as session:
+            session.append(TOKENS)
+            memory = bytearray(LAYERS * 6 * 3 * 2 * HEADS * RUN)
+            op = session.put(*paged(memory))
+            with pytest.raises(BufferError):
+                memory.extend(b"x")
+            op.result(10)
+            op.close()
+            memory.extend(b"x")
+            for _ in range(20):
+                session.get(*plain(full(3)))  # nobody keeps them: cancelled, and let go
+            gc.collect()
+
+
+def test_a_view_never_leads_out_of_its_object(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
+        with space.session() as session:
+            session.append(TOKENS)
+            short = full(4)[:, :, :15].copy()
+            with pytest.raises(kvtier.InvalidError):
+                session.put(*plain(short))
+            k, v = plain(full(4))
+            for bad in (View(bytearray(31), RUN, HEADS), View(bytearray(99), 0),
+                        View(bytearray(99), RUN, HEADS, pages=[80], page_tokens=1),
+                        View(bytearray(99), RUN, HEADS, pages=[-1], page_tokens=1),
+                        View(bytearray(99), RUN, HEADS, token_stride=2**63)):
+                with pytest.raises(kvtier.InvalidError):
+                    session.put([bad, *k[1:]], v)
+            with pytest.raises(kvtier.InvalidError):
+                session.put(k, v[:2])
+            with pytest.raises(kvtier.InvalidError):
+                session.put([], None)
+            with pytest.raises(kvtier.InvalidError):
+                session.get(k, v, first_token=1)
+            with pytest.raises(BufferError):
+                session.get([View(bytes(4096), RUN, HEADS), *k[1:]], v)
+
+
+def test_mistakes_and_the_end(runtime: kvtier.Runtime, tmp_path: Path) -> None:
+    with pytest.raises(kvtier.SpecError, match="host"):
+        kvtier.Store(runtime, "store(hots=1GiB)")
+    spec = f'store(disk=disk(path="{tmp_path}/kv", bytes=16MiB, segment=1MiB))'
+    store = kvtier.Store(runtime, spec)
+    with pytest.raises(kvtier.BusyError):
+        kvtier.Store(runtime, spec)
+    with pytest.raises(kvtier.InvalidError, match="dtype"):
+        store.namespace(WHO, chunk_tokens=4, groups=[Group([0], k_bytes=4, dtype="f64")])
+    with pytest.raises(kvtier.InvalidError):
+        store.namespace(WHO, chunk_tokens=4, groups=[Group([1], k_bytes=4)])
+    space = open_space(store)
+    session = space.session()
+    store.close()
+    store.close()
+    with pytest.raises(kvtier.ClosedError):
+        session.append([1])
+    with pytest.raises(kvtier.ClosedError):
+        store.stats()
+    kvtier.Store(runtime, spec).close()
+    session.close()
+    space.close()
+
+
+def test_an_awaited_move(runtime: kvtier.Runtime) -> None:
+    import asyncio
+
+    async def main() -> None:
+        queue = runtime.queue()
+        queue.attach()
+        with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
+            with space.session() as session:
+                session.append(TOKENS)
+                memory, back = full(5), np.zeros_like(full(5))
+                assert (await session.put(*plain(memory), queue=queue)).value == 16
+                assert (await session.get(*plain(back), queue=queue)).value == 16
+                assert same(memory, back)
+        queue.close()
+
+    asyncio.run(main())
+
+
+def test_what_is_forgotten_is_closed() -> None:
+    with kvtier.Runtime(workers=1) as runtime:
+        store = kvtier.Store(runtime, "store(host=1MiB)")
+        session = open_space(store).session()
+        session.append([1, 2, 3])
+        report = runtime.close()
+        assert (report.stores, report.namespaces, report.sessions) == (1, 1, 1)
+        del store, session

@@ -1,0 +1,152 @@
+// kvt::store: owners in any order, moves in whole and by layers, errors as exceptions.
+#include <kvtier/kvtier.hpp>
+
+#include "check.hpp"
+
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr std::uint32_t LAYERS = 3, CHUNK = 4, HEADS = 2, RUN = 16;
+
+struct tensors {
+    std::vector<std::uint8_t> bytes;
+    std::vector<kvt_view_t> k, v;
+
+    explicit tensors(std::uint32_t tokens)
+        : bytes(std::size_t{LAYERS} * 2 * tokens * HEADS * RUN, 0xA5) {
+        const std::size_t plane = std::size_t{tokens} * HEADS * RUN;
+        for (std::uint32_t i = 0; i < LAYERS; i++) {
+            k.push_back(kvt::view(&bytes[2 * i * plane], RUN, HEADS));
+            v.push_back(kvt::view(&bytes[(2 * i + 1) * plane], RUN, HEADS));
+        }
+    }
+    kvt::rectangle all() const {
+        kvt::rectangle r;
+        r.k = k;
+        r.v = v;
+        return r;
+    }
+};
+
+kvt::layout model() {
+    kvt::layer_group group;
+    group.layers = {0, 1, 2};
+    group.dtype = KVT_DTYPE_F16;
+    group.kv_heads = HEADS;
+    group.k_bytes = group.v_bytes = HEADS * RUN;
+    kvt::layout layout;
+    layout.chunk_tokens = CHUNK;
+    layout.groups = {group};
+    return layout;
+}
+
+kvt::identity who(std::string_view salt) {
+    kvt::identity id;
+    id.model = "m";
+    id.salt = salt;
+    id.extra = {{0x80000001u, "x"}};
+    return id;
+}
+
+void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
+    const std::string spec =
+        "store(host=1MiB, disk=disk(path=\"" + folder + "\", bytes=16MiB, segment=1MiB))";
+    std::vector<std::uint32_t> tokens;
+    for (std::uint32_t i = 0; i < 16; i++) tokens.push_back(i * i);
+    tensors from(16);
+    for (std::size_t i = 0; i < from.bytes.size(); i++)
+        from.bytes[i] = static_cast<std::uint8_t>(i * 31 + i / 256);
+    {
+        kvt::store store = kvt::store::open(runtime, spec);
+        kvt::session session = store.open_name_space(who("a"), model()).open_session();
+        session.append(tokens);
+        kvt::rectangle what = from.all();
+        what.level = KVT_LEVEL_DURABLE;
+        CHECK(session.put(what).finish().value == 16);
+        CHECK(store.stats().stored_cells == 4 * LAYERS);
+        kvt::session fork = session.fork();
+        fork.truncate(8);
+        CHECK(fork.info().tokens == 8 && fork.info().full_chunks == 2);
+        fork.pin(0, 0, 3);
+        kvt::policy_hint hint;
+        hint.stop = KVT_STOP_END_TURN;
+        fork.hint(hint);
+        CHECK(store.stats().pins == 2);
+        // The store goes first; what was opened on it says so.
+        store.close();
+        CHECK_THROWS(fork.append(tokens), KVT_E_CLOSED);
+    }
+    kvt::store store = kvt::store::open(runtime, spec);
+    kvt::name_space space = store.open_name_space(who("a"), model());
+    kvt::session session = space.open_session();
+    session.append(tokens);
+    tensors to(16);
+    std::vector<kvt::op> ops = session.get_each(to.all());
+    CHECK(ops.size() == LAYERS);
+    for (kvt::op &op : ops) CHECK(op.finish().value == 16);
+    CHECK(to.bytes == from.bytes);
+    kvt::rectangle ahead;
+    ahead.tokens = 8;
+    CHECK(session.prefetch(ahead).finish().value == 8);
+
+    kvt::name_space other = store.open_name_space(who("b"), model());
+    CHECK(other.key() != space.key() && space.key().size() == KVT_KEY_BYTES);
+    kvt::session stranger = other.open_session();
+    stranger.append(tokens);
+    tensors none(16);
+    kvt::op missing = stranger.get(none.all());
+    CHECK_THROWS(missing.finish(), KVT_E_NOT_FOUND);
+    CHECK(missing.info().value == 0 && none.bytes == tensors(16).bytes);
+    CHECK(store.metrics().find("# TYPE kvtier_") != std::string::npos);
+}
+
+void mistakes(const kvt::runtime &runtime) {
+    CHECK_THROWS(kvt::store::open(runtime, "shop"), KVT_E_SPEC);
+    kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
+    kvt::layout wrong = model();
+    wrong.groups[0].layers.pop_back();
+    wrong.groups[0].layers[0] = 7;
+    CHECK_THROWS(store.open_name_space(who(""), wrong), KVT_E_INVALID);
+    kvt::session session = store.open_name_space(who(""), model()).open_session();
+    const std::uint32_t tokens[] = {1, 2, 3, 4, 5};
+    session.append(tokens);
+    tensors t(5);
+    kvt::rectangle r = t.all();
+    r.layers = 2; // three views: the library would read two, and v as many
+    CHECK_THROWS(session.put(r), KVT_E_INVALID);
+    r = t.all();
+    r.v = kvt::span<const kvt_view_t>(t.v.data(), 2);
+    CHECK_THROWS(session.put_each(r), KVT_E_INVALID);
+    r = t.all();
+    r.first_token = 1;
+    CHECK_THROWS(session.put(r), KVT_E_INVALID);
+    r = t.all();
+    r.level = KVT_LEVEL_DISK;
+    CHECK_THROWS(session.put(r), KVT_E_UNAVAILABLE);
+    CHECK_THROWS(session.prefetch(t.all()), KVT_E_INVALID);
+    kvt::session moved = std::move(session);
+    CHECK(moved.info().tokens == 5);
+    CHECK_THROWS(session.info(), KVT_E_HANDLE);
+    moved.close();
+    moved.close();
+}
+
+}  // namespace
+
+int main() {
+    kvt::check_abi();
+    char folder[] = "/tmp/kvt-store-cpp-XXXXXX";
+    CHECK(mkdtemp(folder) != nullptr);
+    {
+        kvt::runtime runtime = kvt::runtime::open();
+        there_and_back(runtime, std::string(folder) + "/kv");
+        mistakes(runtime);
+        CHECK(runtime.close().stores == 0);
+    }
+    std::filesystem::remove_all(folder);
+    return done();
+}

@@ -1,0 +1,391 @@
+//! Moves: the KV of a session from the engine's tensors into the store, and back.
+
+use std::ffi::c_void;
+
+use crate::base::op::Op;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::device::Memory;
+use crate::fail;
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::guard_err;
+use crate::ffi::handle::{Access, encode, with};
+use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::policy_use::numbers;
+use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Plain, Sized_, Strided, known_flags, read};
+use crate::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
+use crate::kv::core::{Deed, Level, Rectangle};
+
+/// An op for each layer: ops_out then receives one per layer of the move, and the
+/// tag of layer i of the move is the given one plus i.
+pub const KVT_MOVE_EACH_LAYER: u64 = 1;
+
+/// A put has ended when the cells are in memory.
+pub const KVT_LEVEL_RAM: u32 = 0;
+/// A put has ended when the cells are written to disk.
+pub const KVT_LEVEL_DISK: u32 = 1;
+/// A put has ended when the cells survive the end of the machine.
+pub const KVT_LEVEL_DURABLE: u32 = 2;
+
+/// The processor reaches it.
+pub const KVT_MEMORY_HOST: u32 = 0;
+/// Only the device does.
+pub const KVT_MEMORY_DEVICE: u32 = 1;
+
+/// Most pages of a view.
+const MAX_PAGES: usize = 1 << 24;
+/// Tables that are looked through for one that was copied already.
+const RECENT_TABLES: usize = 4;
+
+/// Where the engine has one plane (K or V) of one layer, from the first token of
+/// a move on: the bytes of a head and token lie together, tokens and heads each at
+/// equal distances. Either at one address, or in pages. Stands in arrays only. All
+/// zero = there is no such plane.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_view_t {
+    /// Where the first token is; null with pages.
+    pub address: *mut c_void,
+    /// Where each page starts; null with an address.
+    pub pages: *const *mut c_void,
+    /// How many pages.
+    pub page_count: u64,
+    /// Added to the address of each page: one table serves K, V and all layers.
+    pub shift_bytes: i64,
+    /// Tokens of a page.
+    pub page_tokens: u32,
+    /// Tokens of the view (of a layer with a state: chunks); 0 = as many as are
+    /// moved, or as the pages hold.
+    pub tokens: u32,
+    /// Heads of a token; 0 = 1.
+    pub heads: u32,
+    /// KVT_MEMORY_*.
+    pub memory: u32,
+    /// Bytes of a head and token. All heads together have what the layout says.
+    pub run_bytes: u64,
+    /// From a token to the next; 0 = heads * run_bytes.
+    pub token_stride_bytes: u64,
+    /// From a head to the next; 0 = run_bytes.
+    pub head_stride_bytes: u64,
+}
+
+/// A rectangle of a session: tokens by layers, and where the engine has them.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_move_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// KVT_MOVE_*.
+    pub flags: u64,
+    /// The first token, a multiple of a chunk's tokens.
+    pub first_token: u64,
+    /// How many; up to a multiple, or to the end of the session. 0 = to the end.
+    pub tokens: u64,
+    /// The first layer.
+    pub first_layer: u32,
+    /// How many; 0 = all from the first on.
+    pub layers: u32,
+    /// K (or the latent, or the states) of each layer; null for a prefetch.
+    pub k: *const kvt_view_t,
+    /// V of each layer; null when the layout has none in these layers. A layer
+    /// without V has an entry that is all zero.
+    pub v: *const kvt_view_t,
+    /// sizeof(kvt_view_t).
+    pub stride_bytes: u64,
+    /// KVT_LEVEL_*, for puts alone.
+    pub level: u32,
+    /// Always 0.
+    pub reserved: u32,
+}
+
+// SAFETY: integers and raw pointers.
+unsafe impl Plain for kvt_view_t {}
+// SAFETY: integers and raw pointers; the first field is the size.
+unsafe impl Plain for kvt_move_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_move_t {}
+
+/// Tables of pages that were copied, by where the caller has them.
+type Tables = Vec<(*const *mut c_void, u64, Arc<Vec<u64>>)>;
+
+/// # Safety
+/// `view`'s pages are null or valid for reads.
+unsafe fn place_of(view: &kvt_view_t, tables: &mut Tables) -> Result<Tokens> {
+    if view.pages.is_null() {
+        if view.page_count != 0 || view.page_tokens != 0 || view.shift_bytes != 0 {
+            fail!(Invalid, "a view has page_count, page_tokens or shift_bytes without pages");
+        }
+        return Ok(Tokens::At(view.address.addr() as u64));
+    }
+    if !view.address.is_null() {
+        fail!(Invalid, "a view has both an address and pages");
+    }
+    let same = |t: &&(*const *mut c_void, u64, _)| t.0 == view.pages && t.1 == view.page_count;
+    let known = tables.iter().rev().take(RECENT_TABLES).find(same);
+    let addresses = match known {
+        Some((_, _, table)) => table.clone(),
+        None => {
+            // SAFETY: the caller's promise.
+            let pages = unsafe { numbers(view.pages, view.page_count, MAX_PAGES)? };
+            let mut table = Vec::new();
+            table.try_reserve_exact(pages.len()).map_err(|_| Status::NoMem)?;
+            table.extend(pages.iter().map(|page| page.addr() as u64));
+            let table = Arc::new(table);
+            tables.push((view.pages, view.page_count, table.clone()));
+            table
+        }
+    };
+    Ok(Tokens::Pages { addresses, page_tokens: view.page_tokens, shift_bytes: view.shift_bytes })
+}
+
+/// A plane as its view says; `None` = there is none.
+///
+/// # Safety
+/// As [`place_of`].
+unsafe fn plane_of(
+    view: &kvt_view_t,
+    moved: u64,
+    tables: &mut Tables,
+) -> Result<Option<PlaneView>> {
+    if view.address.is_null() && view.pages.is_null() {
+        if view.run_bytes != 0 {
+            fail!(Invalid, "a view has neither an address nor pages");
+        }
+        return Ok(None);
+    }
+    match view.memory {
+        KVT_MEMORY_HOST => {}
+        KVT_MEMORY_DEVICE => {
+            fail!(Unavailable, "the store has no device that reaches this memory")
+        }
+        other => fail!(Invalid, "memory {other} is none of KVT_MEMORY_*"),
+    }
+    let heads = view.heads.max(1);
+    let or = |given: u64, usual: u64| if given == 0 { usual } else { given };
+    let has = match view.pages.is_null() {
+        true => moved,
+        false => view.page_count.saturating_mul(u64::from(view.page_tokens)),
+    };
+    // More than a move can have is as good as all.
+    let all = u32::try_from(has).unwrap_or(u32::MAX);
+    Ok(Some(PlaneView {
+        // SAFETY: the caller's promise.
+        place: unsafe { place_of(view, tables)? },
+        tokens: if view.tokens == 0 { all } else { view.tokens },
+        heads,
+        run_bytes: view.run_bytes,
+        token_stride_bytes: or(
+            view.token_stride_bytes,
+            view.run_bytes.saturating_mul(u64::from(heads)),
+        ),
+        head_stride_bytes: or(view.head_stride_bytes, view.run_bytes),
+        memory: Memory::Host,
+    }))
+}
+
+/// # Safety
+/// The arrays of `given` are null or valid for reads of `layers` views.
+unsafe fn views_of(given: &kvt_move_t, layers: usize, tokens: u64) -> Result<Views> {
+    // SAFETY: the caller's promise; none without a pointer.
+    let rows = |data: *const kvt_view_t| unsafe {
+        let count = if data.is_null() { 0 } else { layers as u64 };
+        Strided::new(data.cast_mut(), count, given.stride_bytes, layers as u64)
+    };
+    let (k_rows, v_rows) = (rows(given.k)?, rows(given.v)?);
+    if k_rows.len() == 0 {
+        fail!(Invalid, "k is null: where is the engine's tensor?");
+    }
+    let mut tables = Tables::new();
+    let mut views = Vec::new();
+    views.try_reserve_exact(layers).map_err(|_| Status::NoMem)?;
+    for i in 0..layers {
+        // SAFETY: the caller's promise.
+        let mut plane = |name: &str, row: Result<kvt_view_t>| unsafe {
+            let at = u64::from(given.first_layer) + i as u64;
+            row.and_then(|row| plane_of(&row, tokens, &mut tables))
+                .map_err(|e: Error| e.within(&format!("{name} of layer {at}")))
+        };
+        let Some(k) = plane("K", k_rows.get(i))? else {
+            fail!(Invalid, "the view of K of layer {} is empty", given.first_layer as usize + i);
+        };
+        let v = if v_rows.len() > 0 { plane("V", v_rows.get(i))? } else { None };
+        views.push(LayerViews { k, v });
+    }
+    Ok(Views(views))
+}
+
+fn level_of(given: &kvt_move_t, deed: Deed) -> Result<Level> {
+    match given.level {
+        KVT_LEVEL_RAM => Ok(Level::Ram),
+        _ if deed != Deed::Put => fail!(Invalid, "level is for puts alone"),
+        KVT_LEVEL_DISK => Ok(Level::Disk),
+        KVT_LEVEL_DURABLE => Ok(Level::Durable),
+        other => fail!(Invalid, "level {other} is none of KVT_LEVEL_*"),
+    }
+}
+
+/// The tokens and the layers of a move, with what 0 stands for.
+fn extent_of(noun: &SessionNoun, given: &kvt_move_t) -> Result<(u64, usize)> {
+    let all = noun.space.layers;
+    let first = given.first_layer as usize;
+    let layers = match given.layers {
+        0 => all.saturating_sub(first),
+        layers => layers as usize,
+    };
+    if layers == 0 || layers > all.saturating_sub(first) {
+        fail!(Invalid, "{} layers from {first} on, of a model with {all}", given.layers);
+    }
+    let tokens = match given.tokens {
+        0 => noun.tokens()?.saturating_sub(given.first_token),
+        tokens => tokens,
+    };
+    Ok((tokens, layers))
+}
+
+/// # Safety
+/// As the exported functions that call it.
+unsafe fn submit(
+    session: *const kvt_session_t,
+    deed: Deed,
+    rectangle: *const kvt_move_t,
+    opts: *const kvt_submit_opts_t,
+    ops_out: *mut *mut kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let (given, (opts, each)) =
+            unsafe { (read(rectangle)?, submit_opts(opts, ops_out.is_null())?) };
+        known_flags(given.flags, KVT_MOVE_EACH_LAYER)?;
+        if each {
+            fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a move: see KVT_MOVE_EACH_LAYER");
+        }
+        if given.reserved != 0 {
+            fail!(Invalid, "reserved is {}", given.reserved);
+        }
+        let level = level_of(&given, deed)?;
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            let (tokens, layers) = extent_of(noun, &given)?;
+            let views = match deed {
+                Deed::Prefetch if given.k.is_null() && given.v.is_null() => Views::default(),
+                Deed::Prefetch => fail!(Invalid, "a prefetch has no views"),
+                // SAFETY: the caller's promise.
+                _ => unsafe { views_of(&given, layers, tokens)? },
+            };
+            let rectangle = Rectangle {
+                first_token: given.first_token,
+                tokens,
+                first_layer: given.first_layer as usize,
+                layers,
+                by_layer: given.flags & KVT_MOVE_EACH_LAYER != 0,
+                views: Arc::new(views),
+            };
+            let ops = noun.space.store.submit(noun.number, deed, level, rectangle, &opts)?;
+            for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
+                // SAFETY: the caller has room for one handle, or one a layer.
+                unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
+            }
+            Ok(())
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Stores the KV of a rectangle: from the engine's tensors into memory, and down
+/// from there as the spec says. Cells that are there already are not stored again.
+/// Never waits.
+///
+/// The op's value (kvt_completion_t, kvt_op_info_t) is how many tokens from the
+/// first on were stored without a gap; bytes_done is what was copied. It ends with
+/// KVT_E_BUDGET when memory could not be had, or KVT_E_IO when the disk failed; the
+/// other cells are stored all the same.
+///
+/// @param session    The session; closing it does not end its moves.
+/// @param rectangle  What, and where it is; copied, tables of pages too.
+/// @param opts       Queue, tag, deadline, priority; null for none.
+/// @param ops_out    Receives the op (one per layer with KVT_MOVE_EACH_LAYER), to
+///                   be freed by you; null when the queue alone tells of the end.
+/// @param err        Explains a failure; may be null.
+/// @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
+///         store is full; KVT_E_INVALID, KVT_E_UNAVAILABLE (a level that needs a disk,
+///         memory that no device reaches), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
+///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Ownership: the caller owns the ops; the tensors are the library's until the
+/// release. Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; structs are valid for the size they state; views lead
+/// to memory that can be read until the release.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_put(
+    session: *const kvt_session_t,
+    rectangle: *const kvt_move_t,
+    opts: *const kvt_submit_opts_t,
+    ops_out: *mut *mut kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    // SAFETY: the caller's promise.
+    unsafe { submit(session, Deed::Put, rectangle, opts, ops_out, err) }
+}
+
+/// Loads the KV of a rectangle into the engine's tensors, from whatever tier has
+/// it. Never waits.
+///
+/// The op's value is how many tokens from the first on came without a gap. It ends
+/// with KVT_E_NOT_FOUND when something was missing: the other cells came, and
+/// the tensors are as they were where nothing came. A deadline turns what is late
+/// into a miss.
+///
+/// @param session    See kvt_session_put.
+/// @param rectangle  See kvt_session_put.
+/// @param opts       See kvt_session_put.
+/// @param ops_out    See kvt_session_put.
+/// @param err        Explains a failure; may be null.
+/// @return As kvt_session_put.
+///
+/// Ownership: as kvt_session_put. Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// As kvt_session_put; views lead to memory that can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_get(
+    session: *const kvt_session_t,
+    rectangle: *const kvt_move_t,
+    opts: *const kvt_submit_opts_t,
+    ops_out: *mut *mut kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    // SAFETY: the caller's promise.
+    unsafe { submit(session, Deed::Get, rectangle, opts, ops_out, err) }
+}
+
+/// Brings the KV of a rectangle into memory, for a get to come. Never waits. The
+/// op's value and result are those of a get.
+///
+/// @param session    See kvt_session_put.
+/// @param rectangle  What; without views.
+/// @param opts       See kvt_session_put; KVT_PRIORITY_PREFETCH is what it is for.
+/// @param ops_out    See kvt_session_put.
+/// @param err        Explains a failure; may be null.
+/// @return As kvt_session_put.
+///
+/// Ownership: the caller owns the ops. Threading: any thread, also in callbacks.
+/// Since 0.1.
+///
+/// # Safety
+/// As kvt_session_put.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_prefetch(
+    session: *const kvt_session_t,
+    rectangle: *const kvt_move_t,
+    opts: *const kvt_submit_opts_t,
+    ops_out: *mut *mut kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    // SAFETY: the caller's promise.
+    unsafe { submit(session, Deed::Prefetch, rectangle, opts, ops_out, err) }
+}

@@ -1,0 +1,391 @@
+//! The store: opened from a spec, looked at, closed.
+
+use std::ffi::c_char;
+
+use crate::base::callback::refuse_reentry;
+use crate::base::core::Core;
+use crate::base::slab::Slab;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::fail;
+use crate::ffi::budget::{BudgetNoun, kvt_budget_t};
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
+use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
+use crate::ffi::slice::{require, text};
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
+use crate::kv::core::Adopted;
+use crate::kv::core::gauge::Report;
+use crate::kv::spec::StoreSpec;
+use crate::kv::store::Store;
+
+/// Keeps the KV cache of sessions in tiers: memory, then disk. Internally
+/// locked: any thread may use it.
+pub struct kvt_store_t(());
+
+/// How to open a store. Zero is the default everywhere.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_store_opts_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// None are defined yet: 0.
+    pub flags: u64,
+    /// The spec, such as "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))";
+    /// null = "store": 1 GiB of memory and no disk. See docs/store.md.
+    pub spec: *const c_char,
+    /// Length of the spec.
+    pub spec_bytes: u64,
+}
+
+/// What a store counts since it was opened, and what it has now.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_store_stats_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// Puts begun.
+    pub puts: u64,
+    /// Gets begun.
+    pub gets: u64,
+    /// Prefetches begun.
+    pub prefetches: u64,
+    /// Cells stored from outside.
+    pub stored_cells: u64,
+    /// Cells that were there when they were to be stored.
+    pub known_cells: u64,
+    /// Cells read from memory.
+    pub host_hit_cells: u64,
+    /// Cells that had to be read from disk first.
+    pub disk_hit_cells: u64,
+    /// Cells that were nowhere.
+    pub missed_cells: u64,
+    /// Cells whose bytes were wrong, and that became misses.
+    pub corrupt_cells: u64,
+    /// Cells written to disk.
+    pub written_cells: u64,
+    /// Bytes of them.
+    pub written_bytes: u64,
+    /// Bytes loaded from disk.
+    pub loaded_bytes: u64,
+    /// Chunks that left memory and are on disk.
+    pub demoted_chunks: u64,
+    /// Chunks that left memory and are gone.
+    pub dropped_chunks: u64,
+    /// Chunks that left the disk.
+    pub evicted_chunks: u64,
+    /// Chunks that were to leave memory, and the disk had no room for.
+    pub refused_chunks: u64,
+    /// Cells that failed for want of room.
+    pub no_room_cells: u64,
+    /// Writes that failed.
+    pub failed_writes: u64,
+    /// Reads that failed.
+    pub failed_reads: u64,
+    /// Namespaces, those included that nobody has open.
+    pub namespaces: u64,
+    /// Sessions that are open.
+    pub sessions: u64,
+    /// Chunks that are known, of all layouts.
+    pub chunks: u64,
+    /// Chunks that are pinned.
+    pub pins: u64,
+    /// Moves under way.
+    pub moves: u64,
+    /// Cells on their way.
+    pub moving_cells: u64,
+    /// Most bytes of cells in memory.
+    pub host_limit_bytes: u64,
+    /// Bytes of cells in memory.
+    pub host_used_bytes: u64,
+    /// What that memory costs, tables and gaps included.
+    pub host_cost_bytes: u64,
+    /// Cells in memory.
+    pub host_cells: u64,
+    /// Most bytes of all files; 0 = there is no disk.
+    pub disk_limit_bytes: u64,
+    /// Bytes of all files.
+    pub disk_used_bytes: u64,
+    /// The most they ever were.
+    pub disk_peak_bytes: u64,
+    /// Bytes of cells that live on disk, padded to blocks.
+    pub disk_live_bytes: u64,
+    /// Bytes that cleaning would free.
+    pub disk_dead_bytes: u64,
+    /// Cells on disk.
+    pub disk_cells: u64,
+    /// Wear: bytes of cells that were written for callers, padded to blocks.
+    pub disk_appended_bytes: u64,
+    /// Wear: bytes of cells that cleaning wrote again.
+    pub disk_cleaned_bytes: u64,
+    /// Wear: bytes of headers, notes and checkpoints.
+    pub disk_overhead_bytes: u64,
+    /// Files of cells.
+    pub disk_segments: u64,
+    /// Syncs of those files.
+    pub disk_syncs: u64,
+    /// Syncs that failed.
+    pub disk_failed_syncs: u64,
+    /// Chunks that opening found on disk.
+    pub found_chunks: u64,
+    /// Their cells.
+    pub found_cells: u64,
+    /// Cells that were found and of no use.
+    pub found_useless_cells: u64,
+}
+
+// SAFETY: integers and a raw pointer; the first field is the size.
+unsafe impl Plain for kvt_store_opts_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_store_opts_t {}
+// SAFETY: integers alone; the first field is the size.
+unsafe impl Plain for kvt_store_stats_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_store_stats_t {}
+
+/// A store, and the runtime it belongs to.
+pub(crate) struct StoreNoun {
+    pub(crate) core: Arc<Core>,
+    pub(crate) store: Arc<Store>,
+}
+
+static STORES: Slab<StoreNoun> = Slab::new();
+
+impl Noun for StoreNoun {
+    type C = kvt_store_t;
+    const TYPE: u8 = 10;
+    const NAME: &'static str = "store";
+    fn table() -> &'static Slab<Self> {
+        &STORES
+    }
+}
+
+/// Opens a store: makes or recovers its disk, and starts its threads. Waits for
+/// the disk.
+///
+/// @param runtime  Where it belongs.
+/// @param budget   Who pays for its memory, a budget of that runtime; null = nobody.
+/// @param opts     What it is to be like; null for defaults.
+/// @param out      The store; close it with kvt_store_close.
+/// @param err      Explains a failure, with the offset in the spec and the nearest
+///                 name that exists; may be null.
+/// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+///         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory is in use), KVT_E_IO,
+///         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Ownership: the caller owns the store. Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `opts` is valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_store_open(
+    runtime: *const kvt_runtime_t,
+    budget: *const kvt_budget_t,
+    opts: *const kvt_store_opts_t,
+    out: *mut *mut kvt_store_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let (given, spec) = unsafe {
+            require(out)?;
+            let given = read(opts)?;
+            (given, text(given.spec, given.spec_bytes)?)
+        };
+        known_flags(given.flags, 0)?;
+        let spec = StoreSpec::parse(spec)?;
+        let budget = match budget.is_null() {
+            true => None,
+            false => Some(pin::<BudgetNoun>(budget, Access::Use)?.0.clone()),
+        };
+        let noun = on_runtime(runtime, |core| {
+            core.check_open()?;
+            if budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
+                fail!(Invalid, "the budget belongs to another runtime");
+            }
+            let store = Store::open(core, budget.as_ref(), &spec)?;
+            Ok(StoreNoun { core: core.clone(), store: Arc::new(store) })
+        })?;
+        let handle = insert(noun)?;
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out.write(handle) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Closes a store: refuses new work, cancels what is open, waits for it and for
+/// the threads, and lets the directory go. Before that, full chunks that are in
+/// memory only are written to disk, as far as admission and room allow and unless
+/// it says write=never; what is left in memory is gone. Namespaces and sessions
+/// that are left open give KVT_E_CLOSED from then on and are closed as usual;
+/// results of ops stay.
+///
+/// @param store        Pointer to the handle, cleared on success; null, or a null
+///                     handle, is fine.
+/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+/// @param err          Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_BUSY at the deadline (the store stays closing and valid:
+///         call again); KVT_E_IO when the disk failed at the end (all the same it is
+///         closed: call again to free the handle); KVT_E_REENTRANT inside a callback;
+///         KVT_E_HANDLE, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_store_close(
+    store: *mut *mut kvt_store_t,
+    deadline_ns: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let close = |noun: &crate::base::slab::Pin<'static, StoreNoun>| {
+        refuse_reentry()?;
+        noun.store.close(deadline_ns)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { guard_err(err, || free::<StoreNoun>(store, close)) }
+}
+
+/// What a store counts and has; also of a poisoned one.
+///
+/// @param store  The store.
+/// @param out    Filled in; start it with KVT_STORE_STATS_INIT.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_store_stats(
+    store: *const kvt_store_t,
+    out: *mut kvt_store_stats_t,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { check_out(out)? };
+        with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
+            let report = noun.store.look(|core| core.report())?;
+            let filled = filled(&report, &noun.store.opened.adopted);
+            // SAFETY: checked above.
+            unsafe { write(out, &filled) };
+            Ok(())
+        })
+    })
+}
+
+fn filled(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
+    let Report { counters: c, host, disk, .. } = report;
+    let disk_stats = &disk.stats;
+    let [puts, gets, prefetches] = c.moves;
+    kvt_store_stats_t {
+        struct_size: 0,
+        puts,
+        gets,
+        prefetches,
+        stored_cells: c.stored,
+        known_cells: c.known,
+        host_hit_cells: c.host_hits,
+        disk_hit_cells: c.disk_hits,
+        missed_cells: c.misses,
+        corrupt_cells: c.corrupt,
+        written_cells: c.written,
+        written_bytes: c.written_bytes,
+        loaded_bytes: c.loaded_bytes,
+        demoted_chunks: c.demoted,
+        dropped_chunks: c.dropped,
+        evicted_chunks: c.disk_evicted,
+        refused_chunks: c.refused,
+        no_room_cells: c.no_room,
+        failed_writes: c.failed_writes,
+        failed_reads: c.failed_reads,
+        namespaces: report.namespaces,
+        sessions: report.sessions,
+        chunks: report.chunks,
+        pins: report.pins,
+        moves: report.moves,
+        moving_cells: report.jobs,
+        host_limit_bytes: host.limit_bytes,
+        host_used_bytes: host.live_bytes,
+        host_cost_bytes: host.cost_bytes,
+        host_cells: report.host_cells,
+        disk_limit_bytes: disk.budget_bytes,
+        disk_used_bytes: disk.used_bytes,
+        disk_peak_bytes: disk_stats.most_used_bytes,
+        disk_live_bytes: disk.live_bytes,
+        disk_dead_bytes: disk.dead_bytes,
+        disk_cells: report.disk_cells,
+        disk_appended_bytes: disk_stats.appended_bytes,
+        disk_cleaned_bytes: disk_stats.cleaned_bytes,
+        disk_overhead_bytes: disk_stats.overhead_bytes,
+        disk_segments: disk.segments,
+        disk_syncs: disk_stats.syncs,
+        disk_failed_syncs: disk_stats.failed_syncs,
+        found_chunks: adopted.chunks,
+        found_cells: adopted.cells,
+        found_useless_cells: adopted.dropped,
+    }
+}
+
+/// The same numbers as text, in the format that Prometheus collects.
+///
+/// @param store         The store.
+/// @param out           Receives the text, not NUL-terminated; may be null with
+///                      out_capacity 0 to learn the size.
+/// @param out_capacity  Room at `out`. Numbers grow: leave some to spare.
+/// @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May
+///                      be null.
+/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid for their lengths.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_store_metrics(
+    store: *const kvt_store_t,
+    out: *mut c_char,
+    out_capacity: u64,
+    out_bytes: *mut u64,
+) -> kvt_status_t {
+    guard(|| {
+        if out.is_null() && out_capacity > 0 {
+            fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
+        }
+        let text = with::<StoreNoun, _>(store, Access::Salvage, |noun| {
+            noun.store.look(|core| core.metrics_text())
+        })?;
+        // SAFETY: the caller's promise.
+        unsafe { give_text(&text, out, out_capacity, out_bytes) }
+    })
+}
+
+/// # Safety
+/// `out` is null or has room for `capacity` bytes; `out_bytes` is null or valid for a write.
+unsafe fn give_text(
+    text: &str,
+    out: *mut c_char,
+    capacity: u64,
+    out_bytes: *mut u64,
+) -> Result<()> {
+    let needed = text.len() as u64;
+    if !out_bytes.is_null() {
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_bytes.write(needed) };
+    }
+    if out.is_null() {
+        return Ok(());
+    }
+    if capacity < needed {
+        let words = format!("the text has {needed} bytes, room is {capacity}");
+        return Err(Error::new(Status::TooSmall, words));
+    }
+    // SAFETY: the caller has room for `capacity` >= `needed` bytes.
+    unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), out.cast(), text.len()) };
+    Ok(())
+}
