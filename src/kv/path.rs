@@ -45,6 +45,8 @@ pub struct Path {
     keys: Vec<Key>,
     /// A slot a key, NONE where the chunk is not in the table. Each is held.
     slots: Vec<Slot>,
+    /// No slot before this one is NONE: long paths are not gone through each time.
+    known: usize,
     tail: Option<Tail>,
 }
 
@@ -59,7 +61,7 @@ impl Path {
         }
         own.extend_from_slice(name);
         let (tokens, keys, slots) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Path { home, name: own, tokens, keys, slots, tail: None })
+        Ok(Path { home, name: own, tokens, keys, slots, known: 0, tail: None })
     }
 
     /// Its tokens.
@@ -114,10 +116,15 @@ impl Path {
 
     /// Looks again for chunks that were not in the table: others may have stored them.
     pub fn refresh(&mut self, chunks: &mut Chunks) -> Result<()> {
-        match self.slots.iter().position(|&slot| slot == NONE) {
-            Some(first) => self.find(chunks, first),
-            None => Ok(()),
-        }
+        let first = self.known();
+        if first < self.slots.len() { self.find(chunks, first) } else { Ok(()) }
+    }
+
+    /// How many chunks from the start on are in the table, or more of them.
+    pub fn known(&mut self) -> usize {
+        let more = self.slots[self.known..].iter().take_while(|&&slot| slot != NONE);
+        self.known += more.count();
+        self.known
     }
 
     /// Finds and holds the chunks from one on.
@@ -140,7 +147,7 @@ impl Path {
 
     /// Makes rows for the full chunks before `until` that have none.
     pub fn make(&mut self, chunks: &mut Chunks, until: usize) -> Result<()> {
-        for at in 0..until.min(self.slots.len()) {
+        for at in self.known()..until.min(self.slots.len()) {
             if self.slots[at] != NONE {
                 continue;
             }
@@ -218,6 +225,7 @@ impl Path {
         if tokens < self.tokens.len() {
             self.drop_tail(chunks, freed)?;
         }
+        self.known = self.known.min(full);
         // From the end, so that what continues a chunk is let go before it.
         for slot in self.slots.drain(full..).rev() {
             if slot != NONE && chunks.release(slot)? {

@@ -189,23 +189,23 @@ impl Evictor {
                 self.freed(free, now);
             }
         }
-        // Equal sizes come out even, and nobody is looked at again.
-        if freed > required || any_empty {
+        // Equal sizes come out even, and nobody is looked at again. Where too little is
+        // free, everyone who may leave is wanted, of whatever size.
+        if freed > required || (any_empty && freed == required) {
             freed = self.spare_superfluous(now, required, freed);
         }
         Ok(freed)
     }
 
     /// Lets those stay without which as much is free: sizes differ, and the last
-    /// one may have made earlier ones needless. What has no size frees nothing;
-    /// it leaves only ahead of what it continues.
+    /// one may have made earlier ones needless. What has no size frees nothing.
     fn spare_superfluous(&mut self, now: i64, required: u64, mut freed: u64) -> u64 {
         let mut kept = self.chosen.len();
         for i in (0..self.chosen.len()).rev() {
             let Chosen { slot, parent } = self.chosen[i];
             let units = u64::from(self.objects.node(slot).units);
             let alone = parent == NONE || !self.objects.node(parent).is_chosen();
-            if alone && (units == 0 || freed - units >= required) {
+            if alone && freed - units >= required {
                 freed -= units;
                 self.unchoose(i, now);
                 self.chosen[i].slot = NONE;
@@ -295,9 +295,12 @@ mod tests {
         // What comes out even, what is more, and what is not enough.
         assert_eq!(evicted(&mut opened("lru", true, &sizes), 1), [(2, 1)]);
         assert_eq!(evicted(&mut opened("lru", true, &sizes), 2), [(2, 1), (5, 1)]);
-        assert_eq!(evicted(&mut opened("lru", true, &sizes), 9), [(2, 1), (5, 1)]);
+        let all = [(1, 0), (2, 1), (3, 0), (4, 0), (5, 1)];
+        assert_eq!(evicted(&mut opened("lru", true, &sizes), 9), all);
         assert_eq!(evicted(&mut opened("lru", false, &sizes), 1), [(4, 0), (2, 1)]);
-        assert_eq!(evicted(&mut opened("lru", true, &[(0, 0), (0, 0)]), 1), []);
+        // Where all that may leave is wanted, what has no size leaves, too: its row counts.
+        let nothing = [(0, 0), (0, 0)];
+        assert_eq!(evicted(&mut opened("lru", true, &nothing), 1), [(1, 0), (2, 0)]);
     }
 
     proptest! {
@@ -319,7 +322,8 @@ mod tests {
                 let (at, back) = (victim.id as usize - 1, sizes[victim.id as usize - 1].1);
                 let parent = (back > 0 && at >= back).then(|| (at + 1 - back) as u64);
                 let in_the_way = !holes && out.iter().any(|v| Some(v.id) == parent);
-                let needed = victim.units > 0 && told.freed_units - victim.units < required;
+                let is_last = victim.units > 0 && told.freed_units - victim.units < required;
+                let needed = is_last || told.shortfall_units > 0;
                 prop_assert!(needed || in_the_way, "{victim:?} of {out:?}");
             }
         }

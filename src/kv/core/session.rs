@@ -122,8 +122,7 @@ impl Core {
         let board = self.spaces[space as usize].board;
         let session = &mut self.sessions[at];
         let rows = &mut self.boards[board as usize];
-        let before = session.path.slots().len();
-        let unknown = session.path.slots().iter().position(|&slot| slot == NONE).unwrap_or(before);
+        let unknown = session.path.known();
         let result = act(&mut session.path, rows);
         for i in unknown..self.sessions[at].path.slots().len() {
             let slot = self.sessions[at].path.slots()[i];
@@ -249,8 +248,10 @@ impl Core {
     /// The rows of chunks of a path, made where there are none.
     fn rows_of(&mut self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<Slot>> {
         self.with_path(at, |path, rows| path.refresh(&mut rows.chunks))?;
-        let unknown = self.sessions[at].path.slots()[..end].iter().filter(|&&slot| slot == NONE);
-        self.rows_for(unknown.count() + usize::from(tail))?;
+        let path = &mut self.sessions[at].path;
+        let known = path.known().min(end);
+        let unknown = path.slots()[known..end].iter().filter(|&&slot| slot == NONE).count();
+        self.rows_for(unknown + usize::from(tail))?;
         self.with_path(at, |path, rows| path.make(&mut rows.chunks, end))?;
         let mut slots = Vec::new();
         slots.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
