@@ -130,7 +130,7 @@ impl World {
             disk_policy: policies[random.below(6) as usize].into(),
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
             admission: "all".into(),
-            max_chunks: [4096, 96][random.below(2) as usize],
+            max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
             max_sessions: 32,
             max_moves: 64,
             max_jobs: 16 + random.below(200) as u32,
@@ -285,8 +285,11 @@ impl World {
         let plan = plan(&mut self.random);
         // What opens a store finds the disk in order; what it finds there is not.
         again.set_plan(Plan::default());
-        let (core, tools, _) = open_store(&again, &self.config, self.disk_bytes, &self.clock)?;
+        let (core, tools, dropped) =
+            open_store(&again, &self.config, self.disk_bytes, &self.clock)?;
         (self.files, self.core, self.tools) = (again, core, tools);
+        // More may be found than a small table has rows for.
+        self.forgets |= dropped > 0 && self.config.max_chunks == FEW_CHUNKS;
         self.open_spaces()?;
         self.core.0.lock().check()?;
         self.all_that_lasts_is_there()?;
@@ -426,6 +429,8 @@ impl World {
 }
 
 const SEGMENT: u64 = 32 * 4096;
+/// A table that fills.
+const FEW_CHUNKS: usize = 96;
 
 fn open_store(
     files: &SimFiles,
@@ -444,7 +449,7 @@ fn open_store(
     core.tick(clock.now_ns());
     let adopted = core.adopt(&recovered)?;
     let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk) };
-    Ok((Shared(Arc::new(Mutex::new(core))), tools, adopted.cells))
+    Ok((Shared(Arc::new(Mutex::new(core))), tools, adopted.dropped))
 }
 
 /// What goes wrong in this life.
