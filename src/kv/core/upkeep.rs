@@ -10,7 +10,7 @@ use crate::kv::core::board::note;
 use crate::kv::core::work::{self, Hands};
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::{Cell, Gone};
-use crate::tier::disk::{CellAt, DiskTier, SegmentInfo, Spot};
+use crate::tier::disk::{CellAt, SegmentInfo, Spot};
 
 /// How often a chunk is written again after a failure.
 const TRIES: u8 = 3;
@@ -244,27 +244,11 @@ impl Core {
         }
         match self.upkeep.next_to_clean(&disk.segments()) {
             Some(number) => Some(work::Upkeep::Clean(number)),
-            // Too little is dead anywhere: more has to leave before cleaning pays.
-            None if !self.upkeep.parked.is_empty() && self.press_disk(&disk) => {
-                Some(work::Upkeep::Sweep)
-            }
             None => {
                 self.give_up_parked();
                 None
             }
         }
-    }
-
-    /// Has about a segment of chunks leave the disk for those that are parked; whether
-    /// any could.
-    fn press_disk(&mut self, disk: &DiskTier) -> bool {
-        let longest = disk.segments().iter().map(|s| bytes_of(s.blocks)).max().unwrap_or(0);
-        let Some(shelf) = &mut self.disk_shelf else { return false };
-        let mut victims = Vec::new();
-        shelf.choose(self.now_ns, longest.max(1), MOST_VICTIMS, &mut victims);
-        let all = victims.iter().filter_map(|victim| self.chunk_of_id(victim.id));
-        let all: Vec<At> = all.collect();
-        all.into_iter().map(|at| self.leave_disk(at)).sum::<u64>() > 0
     }
 
     pub(super) fn done_upkeep(&mut self, upkeep: &work::Upkeep, outcome: Result<()>) {
