@@ -52,6 +52,8 @@ impl Tools {
         }
     }
 
+    /// # Safety
+    /// As [`Tools::work`].
     unsafe fn copy(&self, batch: &CopyBatch, stream: Stream) -> Result<()> {
         let mut copies = Vec::with_capacity(batch.items.len());
         for item in &batch.items {
