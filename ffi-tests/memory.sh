@@ -55,6 +55,7 @@ one log 60
 one policy 200
 one trace 300
 one store 1
+one store_plan 1
 one pool 2000
 one panic
 # A forked child is checked at its end, too, and there the stacks of its parent's threads

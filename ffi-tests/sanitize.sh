@@ -93,6 +93,7 @@ one budget 1000
 one policy 2000
 one trace 1200
 one store 1
+one store_plan 1
 one pool 6000
 one panic
 one stress 60000

@@ -10,10 +10,16 @@ use proptest::test_runner::TestRunner;
 /// One test alone: the log sink and the counters are the process's.
 #[test]
 fn any_program_ends_well() {
-    // A runtime, a queue, buffers, a budget, a policy and a trace, so that programs get
-    // somewhere.
+    // A runtime, a queue, buffers, a budget, a policy, a trace and a store with a session
+    // that has tokens, so that programs get somewhere.
+    // Each opcode with as many zeros as it reads, or the end of the store's is eaten.
     let mut start = Vec::new();
-    for opcode in [0u8, 1, 3, 4, 5, 5, 7, 24, 28] {
+    for (opcode, arguments) in [(0u8, 6), (30, 6), (31, 11), (32, 8), (34, 7)] {
+        start.extend([1, opcode]);
+        start.extend(vec![0u8; arguments]);
+    }
+    start.push(32); // so many tokens
+    for opcode in [1u8, 3, 4, 5, 5, 7, 24, 28] {
         start.extend([1, opcode]);
         start.extend([0u8; 6]);
     }
@@ -25,7 +31,7 @@ fn any_program_ends_well() {
             Ok(())
         })
         .unwrap();
-    let (submitted, called, replayed) = machine::reached();
+    let [submitted, called, replayed, moved] = machine::reached();
     assert!(submitted > 1000 && called > 200, "{submitted} submissions, {called} callbacks");
-    assert!(replayed > 200, "{replayed} replays");
+    assert!(replayed > 200 && moved > 500, "{replayed} replays, {moved} moves");
 }

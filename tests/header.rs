@@ -41,8 +41,14 @@ fn generated() -> String {
         "trace",
         "store",
         "namespace",
+        "namespace_look",
+        "prefill",
+        "store_events",
         "session",
+        "event",
         "session_move",
+        "session_plan",
+        "clear",
     ];
     let rank = |path: &Path| {
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or("");

@@ -8,9 +8,11 @@ use std::path::Path;
 use kvtier::ffi::account::*;
 use kvtier::ffi::budget::*;
 use kvtier::ffi::buffer::*;
+use kvtier::ffi::clear::*;
 use kvtier::ffi::error::*;
 use kvtier::ffi::feature::*;
 use kvtier::ffi::namespace::*;
+use kvtier::ffi::namespace_look::*;
 use kvtier::ffi::op::*;
 use kvtier::ffi::policy::*;
 use kvtier::ffi::policy_advice::*;
@@ -18,11 +20,14 @@ use kvtier::ffi::policy_evict::*;
 use kvtier::ffi::policy_select::*;
 use kvtier::ffi::policy_stats::*;
 use kvtier::ffi::policy_use::*;
+use kvtier::ffi::prefill::*;
 use kvtier::ffi::queue::*;
 use kvtier::ffi::runtime::*;
 use kvtier::ffi::session::*;
 use kvtier::ffi::session_move::*;
+use kvtier::ffi::session_plan::*;
 use kvtier::ffi::store::*;
+use kvtier::ffi::store_events::*;
 use kvtier::ffi::trace::*;
 use kvtier::ffi::work::*;
 
@@ -199,8 +204,29 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_move_t {
             struct_size, flags, first_token, tokens, first_layer, layers, k, v, stride_bytes, level,
-            reserved,
+            reserved, ready,
         }
+        kvt_range_t {
+            first_token, tokens, state, tier, device_bytes, host_bytes, disk_bytes, remote_bytes,
+            pending_bytes, load_ns,
+        }
+        kvt_lookup_t {
+            struct_size, tokens, reusable_tokens, soon_tokens, device_bytes, host_bytes, disk_bytes,
+            remote_bytes, pending_bytes, load_ns,
+        }
+        kvt_prefill_t { struct_size, alpha_ns, beta_ns, observed, fixed, reserved }
+        kvt_store_event_t {
+            number, at_ns, kind, tier, tokens, position, key, parent, space,
+        }
+        kvt_plan_terms_t { struct_size, flags, alpha_ns, beta_ns, priority, reserved }
+        kvt_plan_segment_t {
+            first_token, tokens, deed, tier, host_bytes, disk_bytes, remote_bytes, predicted_ns,
+        }
+        kvt_plan_t {
+            struct_size, tokens, resident_tokens, load_tokens, recompute_tokens, total_ns, load_ns,
+            compute_ns, without_ns,
+        }
+        kvt_clear_report_t { struct_size, gone_chunks, held_chunks, moving_chunks }
     }
 }
 

@@ -59,6 +59,32 @@ struct session_opts {
     std::uint32_t max_tokens = 0;
 };
 
+/// The engine's word that its memory may be touched; moves wait for it. Closed without
+/// the word, those moves end with KVT_E_CANCELLED. Any thread may use it.
+class event : public detail::owner<event, kvt_event_t> {
+    friend class detail::owner<event, kvt_event_t>;
+    static void drop(kvt_event_t *raw) noexcept {
+        const kvt_status_t status = kvt_event_close(&raw);
+        if (!detail::ended(status)) detail::report("kvt::event", status);
+    }
+
+public:
+    static ret<event> open() {
+        detail::failure f;
+        kvt_event_t *raw = nullptr;
+        const kvt_status_t status = kvt_event_open(0, &raw, f.out());
+        return detail::give(status, f, event::adopt(raw));
+    }
+    ret<void> close() { return detail::check(kvt_event_close(&raw_)); }
+    /// Never waits; also in callbacks.
+    ret<void> signal() const { return detail::check(kvt_event_signal(raw_)); }
+    ret<bool> is_signalled() const {
+        std::uint32_t state = KVT_EVENT_PENDING;
+        const kvt_status_t status = kvt_event_query(raw_, &state);
+        return detail::give(status, state == KVT_EVENT_SIGNALLED);
+    }
+};
+
 /// Tokens by layers of a session, and where the engine has them: as many views as layers.
 struct rectangle {
     std::uint64_t first_token = 0;
@@ -72,6 +98,39 @@ struct rectangle {
     span<const kvt_view_t> v{};
     /// Of a put.
     std::uint32_t level = KVT_LEVEL_RAM;
+    /// Nothing begins before it was signalled.
+    const event *ready = nullptr;
+};
+
+/// How the engine will run what is planned.
+struct plan_terms {
+    /// It computes while loads go on.
+    bool overlap = true;
+    /// What is on its way into the store is counted on.
+    bool wait = true;
+    kvt::priority priority = kvt::priority::demand;
+    /// What computing costs, ns; else what was observed in the namespace, or fixed.
+    struct cost {
+        double alpha_ns = 0;
+        double beta_ns = 0;
+    };
+    std::optional<cost> costs;
+};
+
+struct session_plan {
+    std::vector<kvt_plan_segment_t> segments;
+    kvt_plan_t sum = KVT_PLAN_INIT;
+};
+
+struct lookup_result {
+    std::vector<kvt_range_t> ranges;
+    kvt_lookup_t sum = KVT_LOOKUP_INIT;
+};
+
+/// What changed in a store, up to the next call's cursor.
+struct store_events {
+    std::vector<kvt_store_event_t> events;
+    std::uint64_t missed = 0;
 };
 
 /// Tokens one after the other, heads without gaps. Set what differs.
@@ -123,7 +182,21 @@ inline kvt_move_t lower(const rectangle &r, std::uint64_t flags) noexcept {
     c.v = r.v.empty() ? nullptr : r.v.data();
     c.stride_bytes = sizeof(kvt_view_t);
     c.level = r.level;
+    c.ready = r.ready != nullptr ? r.ready->get() : nullptr;
     return c;
+}
+
+/// Fills rows of which the library says how many there are.
+template <class Row, class Call> kvt_status_t all_rows(std::vector<Row> &rows, Call call) {
+    std::uint64_t count = 0;
+    rows.resize(16);
+    for (;;) {
+        const kvt_status_t status = call(rows.data(), rows.size(), sizeof(Row), &count);
+        rows.resize(static_cast<std::size_t>(status == KVT_OK || status == KVT_E_TOO_SMALL
+                                                 ? count
+                                                 : 0));
+        if (status != KVT_E_TOO_SMALL) return status;
+    }
 }
 
 /// The library reads as many views as there are layers.
@@ -171,6 +244,39 @@ public:
         const kvt_status_t status =
             kvt_session_pin(raw_, first_token, tokens, priority, until.ns, f.out());
         return detail::check(status, f);
+    }
+    /// Takes pins away, whoever has set them.
+    ret<void> unpin(std::uint64_t first_token = 0, std::uint64_t tokens = 0) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_session_unpin(raw_, first_token, tokens, f.out());
+        return detail::check(status, f);
+    }
+    /// Takes chunks away that nobody else holds.
+    ret<kvt_clear_report_t> drop_chunks(std::uint64_t first_token = 0,
+                                        std::uint64_t tokens = 0) const {
+        detail::failure f;
+        kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
+        const kvt_status_t status =
+            kvt_session_drop(raw_, first_token, tokens, &report, f.out());
+        return detail::give(status, f, report);
+    }
+    /// The cheapest way to have all of it.
+    ret<session_plan> plan(const plan_terms &terms = {}) const {
+        kvt_plan_terms_t c = KVT_PLAN_TERMS_INIT;
+        c.flags = (terms.overlap ? 0 : KVT_PLAN_NO_OVERLAP) | (terms.wait ? 0 : KVT_PLAN_NO_WAIT) |
+                  (terms.costs ? KVT_PLAN_COST : 0);
+        c.alpha_ns = terms.costs ? terms.costs->alpha_ns : 0;
+        c.beta_ns = terms.costs ? terms.costs->beta_ns : 0;
+        c.priority = static_cast<std::uint32_t>(terms.priority);
+        detail::failure f;
+        session_plan plan;
+        const kvt_status_t status = detail::all_rows(
+            plan.segments, [&](kvt_plan_segment_t *rows, std::uint64_t capacity,
+                               std::uint64_t stride, std::uint64_t *count) {
+                return kvt_session_plan(raw_, &c, rows, capacity, stride, count, &plan.sum,
+                                        f.out());
+            });
+        return detail::give(status, f, std::move(plan));
     }
     /// Times are CLOCK_MONOTONIC.
     ret<void> hint(const policy_hint &told) const {
@@ -264,6 +370,72 @@ public:
         const kvt_status_t status = kvt_session_open(raw_, &c, &raw, f.out());
         return detail::give(status, f, session::adopt(raw));
     }
+    /// How far a sequence could go on with what is there. Nothing is held.
+    ret<lookup_result> lookup(span<const std::uint32_t> tokens) const {
+        detail::failure f;
+        lookup_result found;
+        const kvt_status_t status = detail::all_rows(
+            found.ranges, [&](kvt_range_t *rows, std::uint64_t capacity, std::uint64_t stride,
+                              std::uint64_t *count) {
+                return kvt_namespace_lookup(raw_, tokens.data(), tokens.size(), rows, capacity,
+                                            stride, count, &found.sum, f.out());
+            });
+        return detail::give(status, f, std::move(found));
+    }
+    /// The same by the keys of its full chunks, KVT_KEY_BYTES each.
+    ret<lookup_result> lookup_keys(span<const std::uint8_t> keys, std::uint64_t tokens) const {
+        if (keys.size() % KVT_KEY_BYTES != 0)
+            return detail::fail<lookup_result>(kvt::error(KVT_E_INVALID));
+        detail::failure f;
+        lookup_result found;
+        const kvt_status_t status = detail::all_rows(
+            found.ranges, [&](kvt_range_t *rows, std::uint64_t capacity, std::uint64_t stride,
+                              std::uint64_t *count) {
+                return kvt_namespace_lookup_keys(raw_, keys.data(), keys.size() / KVT_KEY_BYTES,
+                                                 tokens, rows, capacity, stride, count,
+                                                 &found.sum, f.out());
+            });
+        return detail::give(status, f, std::move(found));
+    }
+    /// A byte for each key: KVT_EXISTS_WHOLE, 1 << KVT_TIER_*.
+    ret<std::vector<std::uint8_t>> exists(span<const std::uint8_t> keys) const {
+        std::vector<std::uint8_t> found(keys.size() / KVT_KEY_BYTES);
+        if (keys.size() % KVT_KEY_BYTES != 0)
+            return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
+        const kvt_status_t status =
+            kvt_namespace_exists(raw_, keys.data(), found.size(), found.data());
+        return detail::give(status, std::move(found));
+    }
+    /// The engine computed tokens after a context; plans go by that.
+    ret<void> observe_prefill(std::uint64_t context_tokens, std::uint64_t tokens,
+                              std::uint64_t ns) const {
+        detail::failure f;
+        const kvt_status_t status =
+            kvt_namespace_observe_prefill(raw_, context_tokens, tokens, ns, f.out());
+        return detail::check(status, f);
+    }
+    /// Fixes what computing costs; nothing = what is observed counts again.
+    ret<void> fix_prefill(std::optional<plan_terms::cost> cost) const {
+        kvt_prefill_t c = KVT_PREFILL_INIT;
+        c.alpha_ns = cost ? cost->alpha_ns : 0;
+        c.beta_ns = cost ? cost->beta_ns : 0;
+        detail::failure f;
+        const kvt_status_t status =
+            kvt_namespace_fix_prefill(raw_, cost ? &c : nullptr, f.out());
+        return detail::check(status, f);
+    }
+    ret<kvt_prefill_t> prefill() const {
+        kvt_prefill_t cost = KVT_PREFILL_INIT;
+        const kvt_status_t status = kvt_namespace_prefill(raw_, &cost);
+        return detail::give(status, cost);
+    }
+    /// Takes away what nobody holds, and waits until it is sure to stay away.
+    ret<kvt_clear_report_t> clear(deadline by = {}) const {
+        detail::failure f;
+        kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
+        const kvt_status_t status = kvt_namespace_clear(raw_, by.ns, &report, f.out());
+        return detail::give(status, f, report);
+    }
 };
 
 /// KV in tiers. The destructor cancels, waits and lets the directory go.
@@ -300,6 +472,18 @@ public:
         kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
         const kvt_status_t status = kvt_store_stats(raw_, &stats);
         return detail::give(status, stats);
+    }
+    /// What changed from a cursor on, at most so many; the cursor moves on. 0 = from the
+    /// start, UINT64_MAX = what is to come.
+    ret<store_events> events(std::uint64_t &cursor, std::size_t most = 256) const {
+        store_events read;
+        read.events.resize(most);
+        std::uint64_t count = 0;
+        const kvt_status_t status =
+            kvt_store_events(raw_, &cursor, read.events.data(), most, sizeof(kvt_store_event_t),
+                             &count, &read.missed);
+        read.events.resize(static_cast<std::size_t>(count));
+        return detail::give(status, std::move(read));
     }
     /// In the text format of Prometheus.
     ret<std::string> metrics() const {

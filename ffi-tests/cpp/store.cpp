@@ -104,6 +104,73 @@ void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
     CHECK(store.metrics().find("# TYPE kvtier_") != std::string::npos);
 }
 
+void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
+    const std::string spec =
+        "store(host=1MiB, disk=disk(path=\"" + folder + "\", bytes=16MiB, segment=1MiB))";
+    kvt::store store = kvt::store::open(runtime, spec);
+    kvt::name_space space = store.open_name_space(who("a"), model());
+    kvt::session session = space.open_session();
+    std::vector<std::uint32_t> tokens(24, 5);
+    session.append(tokens);
+    CHECK(space.lookup(tokens).sum.reusable_tokens == 0);
+
+    tensors from(24), to(24);
+    kvt::event event = kvt::event::open();
+    kvt::rectangle what = from.all();
+    what.ready = &event;
+    what.tokens = 16;
+    kvt::op put = session.put(what);
+    CHECK(!event.is_signalled());
+    event.signal();
+    CHECK(event.is_signalled() && put.finish().value == 16);
+    kvt::event never = kvt::event::open();
+    what = to.all();
+    what.ready = &never;
+    kvt::op get = session.get(what);
+    never.close();
+    CHECK_THROWS(get.finish(), KVT_E_CANCELLED);
+    CHECK_THROWS(never.signal(), KVT_E_HANDLE);
+
+    const kvt::lookup_result found = space.lookup(tokens);
+    CHECK(found.ranges.size() == 2 && found.sum.reusable_tokens == 16);
+    CHECK(found.ranges[0].state == KVT_RANGE_HIT && found.ranges[0].tier == KVT_TIER_HOST);
+    std::uint64_t cursor = 0;
+    const kvt::store_events news = store.events(cursor);
+    CHECK(news.events.size() == 4 && news.missed == 0 && cursor == 4);
+    CHECK(store.events(cursor).events.empty());
+    std::vector<std::uint8_t> keys;
+    for (const kvt_store_event_t &e : news.events)
+        keys.insert(keys.end(), e.key, e.key + KVT_KEY_BYTES);
+    CHECK(space.lookup_keys(keys, 17).sum.reusable_tokens == 16);
+    CHECK(space.exists(keys) ==
+          std::vector<std::uint8_t>(4, KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST));
+    keys.pop_back();
+    CHECK_THROWS(space.exists(keys), KVT_E_INVALID);
+    CHECK_THROWS(space.lookup_keys(keys, 16), KVT_E_INVALID);
+
+    kvt::plan_terms terms;
+    terms.costs = kvt::plan_terms::cost{0, 1e9};
+    kvt::session_plan plan = session.plan(terms);
+    CHECK(plan.segments.size() == 2 && plan.sum.load_tokens == 16);
+    CHECK(plan.segments[1].deed == KVT_PLAN_RECOMPUTE && plan.segments[1].tokens == 8);
+    space.fix_prefill(kvt::plan_terms::cost{0, 0});
+    CHECK(session.plan().sum.recompute_tokens == 24);
+    CHECK(space.prefill().fixed == 1);
+    space.observe_prefill(0, 100, 1000000);
+    space.fix_prefill(std::nullopt);
+    CHECK(space.prefill().observed == 1 && space.prefill().fixed == 0);
+    CHECK_THROWS(space.observe_prefill(0, 0, 1), KVT_E_INVALID);
+
+    session.pin(0, 16);
+    CHECK(store.stats().pins == 4);
+    session.unpin();
+    CHECK(store.stats().pins == 0);
+    CHECK(session.drop_chunks(12).gone_chunks == 1);
+    CHECK(space.clear().held_chunks == 3);
+    session.close();
+    CHECK(space.clear(kvt::deadline{}).gone_chunks == 3 && store.stats().chunks == 0);
+}
+
 void mistakes(const kvt::runtime &runtime) {
     CHECK_THROWS(kvt::store::open(runtime, "shop"), KVT_E_SPEC);
     kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
@@ -144,6 +211,7 @@ int main() {
     {
         kvt::runtime runtime = kvt::runtime::open();
         there_and_back(runtime, std::string(folder) + "/kv");
+        lookups_and_plans(runtime, std::string(folder) + "/kv2");
         mistakes(runtime);
         CHECK(runtime.close().stores == 0);
     }

@@ -33,13 +33,17 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_BUDGET_REPORT_INIT KVT_INIT_(kvt_budget_report_t)
 #define KVT_BUFFER_INFO_INIT KVT_INIT_(kvt_buffer_info_t)
 #define KVT_BUFFER_OPTS_INIT KVT_INIT_(kvt_buffer_opts_t)
+#define KVT_CLEAR_REPORT_INIT KVT_INIT_(kvt_clear_report_t)
 #define KVT_CLOSE_REPORT_INIT KVT_INIT_(kvt_close_report_t)
 #define KVT_ERROR_INFO_INIT KVT_INIT_(kvt_error_info_t)
 #define KVT_FEATURE_INIT KVT_INIT_(kvt_feature_t)
 #define KVT_IDENTITY_INIT KVT_INIT_(kvt_identity_t)
 #define KVT_LAYOUT_INIT KVT_INIT_(kvt_layout_t)
+#define KVT_LOOKUP_INIT KVT_INIT_(kvt_lookup_t)
 #define KVT_MOVE_INIT KVT_INIT_(kvt_move_t)
 #define KVT_OP_INFO_INIT KVT_INIT_(kvt_op_info_t)
+#define KVT_PLAN_INIT KVT_INIT_(kvt_plan_t)
+#define KVT_PLAN_TERMS_INIT KVT_INIT_(kvt_plan_terms_t)
 #define KVT_POLICY_ADVICE_INIT KVT_INIT_(kvt_policy_advice_t)
 #define KVT_POLICY_COLUMNS_INIT KVT_INIT_(kvt_policy_columns_t)
 #define KVT_POLICY_CUSTOM_INIT KVT_INIT_(kvt_policy_custom_t)
@@ -52,6 +56,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_POLICY_SELECTION_INIT KVT_INIT_(kvt_policy_selection_t)
 #define KVT_POLICY_STATS_INIT KVT_INIT_(kvt_policy_stats_t)
 #define KVT_POLICY_WHO_INIT KVT_INIT_(kvt_policy_who_t)
+#define KVT_PREFILL_INIT KVT_INIT_(kvt_prefill_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
 #define KVT_REPLAY_OPTS_INIT KVT_INIT_(kvt_replay_opts_t)
@@ -458,13 +463,69 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_DTYPE_I4 7
 
 /**
+ * No tier.
+ */
+#define KVT_TIER_NONE 4294967295
+
+/**
+ * What is needed of the tokens is not all there: the engine computes them.
+ */
+#define KVT_RANGE_MISS 0
+
+/**
+ * All that is needed of them can be loaded.
+ */
+#define KVT_RANGE_HIT 1
+
+/**
+ * All that is needed of them can be loaded, once what is on its way has come.
+ */
+#define KVT_RANGE_PENDING 2
+
+/**
+ * Nothing is needed of them: no layer reaches back so far.
+ */
+#define KVT_RANGE_UNNEEDED 3
+
+/**
+ * Every layer of the chunk is in some tier, not all in the same perhaps.
+ */
+#define KVT_EXISTS_WHOLE 16
+
+/**
+ * A whole chunk has come to a tier.
+ */
+#define KVT_STORE_STORED 1
+
+/**
+ * A chunk is whole in a tier no more.
+ */
+#define KVT_STORE_REMOVED 2
+
+/**
+ * Nothing of a namespace is left in any tier (kvt_namespace_clear).
+ */
+#define KVT_STORE_CLEARED 3
+
+/**
  * `priority` is given, also when it is 0.
  */
 #define KVT_SESSION_PRIORITY 1
 
 /**
+ * It has not come yet.
+ */
+#define KVT_EVENT_PENDING 0
+
+/**
+ * It has come.
+ */
+#define KVT_EVENT_SIGNALLED 1
+
+/**
  * An op for each layer: ops_out then receives one per layer of the move, and the
- * tag of layer i of the move is the given one plus i.
+ * tag of layer i of the move is the given one plus i. The move is given up once all
+ * of them were cancelled.
  */
 #define KVT_MOVE_EACH_LAYER 1
 
@@ -494,6 +555,36 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_MEMORY_DEVICE 1
 
 /**
+ * Loads and computing do not go on at the same time, but one after the other.
+ */
+#define KVT_PLAN_NO_OVERLAP 1
+
+/**
+ * What is on its way into the store is not counted on.
+ */
+#define KVT_PLAN_NO_WAIT 2
+
+/**
+ * `alpha_ns` and `beta_ns` are given, also when they are 0.
+ */
+#define KVT_PLAN_COST 4
+
+/**
+ * Nothing is to be done: the tokens are where the engine computes, or not needed.
+ */
+#define KVT_PLAN_RESIDENT 0
+
+/**
+ * Load them (kvt_session_get).
+ */
+#define KVT_PLAN_LOAD 1
+
+/**
+ * Compute them.
+ */
+#define KVT_PLAN_RECOMPUTE 2
+
+/**
  * One owner's part in a budget. Internally locked: any thread may use it.
  */
 typedef struct kvt_account_t kvt_account_t;
@@ -518,6 +609,12 @@ typedef struct kvt_buffer_t kvt_buffer_t;
  * forked child (KVT_E_FORKED) none is written.
  */
 typedef struct kvt_error_t kvt_error_t;
+
+/**
+ * A moment that comes once: memory is ready. Moves wait for it (kvt_move_t.ready).
+ * Internally locked: any thread may use it.
+ */
+typedef struct kvt_event_t kvt_event_t;
 
 /**
  * A namespace of a store: sessions in it share what they have in common.
@@ -2608,7 +2705,8 @@ typedef struct kvt_identity_t {
      */
     uint64_t salt_bytes;
     /**
-     * Canonical spec of how the KV is computed and stored, if not exactly.
+     * Canonical spec of how the KV is computed and stored, if not exactly. Its
+     * parameter codec (none, lz4, int8) says how cells are coded on disk.
      */
     const void *recipe;
     /**
@@ -2709,6 +2807,173 @@ typedef struct kvt_layout_t {
      */
     uint64_t stride_bytes;
 } kvt_layout_t;
+
+/**
+ * Tokens in a row of which the same can be said. Stands in arrays only.
+ */
+typedef struct kvt_range_t {
+    /**
+     * The first one.
+     */
+    uint64_t first_token;
+    /**
+     * How many.
+     */
+    uint64_t tokens;
+    /**
+     * KVT_RANGE_*.
+     */
+    uint32_t state;
+    /**
+     * The farthest tier that something of them is loaded from, KVT_TIER_*; or
+     * KVT_TIER_NONE.
+     */
+    uint32_t tier;
+    /**
+     * Bytes that are on the device.
+     */
+    uint64_t device_bytes;
+    /**
+     * Bytes to be loaded from memory.
+     */
+    uint64_t host_bytes;
+    /**
+     * Bytes to be loaded from disk.
+     */
+    uint64_t disk_bytes;
+    /**
+     * Bytes to be loaded from elsewhere.
+     */
+    uint64_t remote_bytes;
+    /**
+     * Bytes that are on their way into the store, and in no tier yet.
+     */
+    uint64_t pending_bytes;
+    /**
+     * How long loading them takes by itself, predicted.
+     */
+    uint64_t load_ns;
+} kvt_range_t;
+
+/**
+ * What a lookup has found in all.
+ */
+typedef struct kvt_lookup_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Tokens that were asked for.
+     */
+    uint64_t tokens;
+    /**
+     * The longest prefix that can be gone on from now.
+     */
+    uint64_t reusable_tokens;
+    /**
+     * The same, once what is on its way has come.
+     */
+    uint64_t soon_tokens;
+    /**
+     * Bytes that are on the device.
+     */
+    uint64_t device_bytes;
+    /**
+     * Bytes to be loaded from memory.
+     */
+    uint64_t host_bytes;
+    /**
+     * Bytes to be loaded from disk.
+     */
+    uint64_t disk_bytes;
+    /**
+     * Bytes to be loaded from elsewhere.
+     */
+    uint64_t remote_bytes;
+    /**
+     * Bytes that are on their way into the store, and in no tier yet.
+     */
+    uint64_t pending_bytes;
+    /**
+     * How long loading all that takes, predicted, with what waits before it.
+     */
+    uint64_t load_ns;
+} kvt_lookup_t;
+
+/**
+ * What computing costs: n tokens after l tokens of context take
+ * n * beta_ns + alpha_ns * (n * l + n * n / 2).
+ */
+typedef struct kvt_prefill_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Nanoseconds a token and token of context.
+     */
+    double alpha_ns;
+    /**
+     * Nanoseconds a token.
+     */
+    double beta_ns;
+    /**
+     * Out: how often kvt_namespace_observe_prefill told something.
+     */
+    uint64_t observed;
+    /**
+     * Out: 1 when the cost was fixed.
+     */
+    uint32_t fixed;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_prefill_t;
+
+/**
+ * Something that changed. Stands in arrays only.
+ */
+typedef struct kvt_store_event_t {
+    /**
+     * Its number: each has the one after that of the event before it.
+     */
+    uint64_t number;
+    /**
+     * When, CLOCK_MONOTONIC.
+     */
+    uint64_t at_ns;
+    /**
+     * KVT_STORE_STORED, KVT_STORE_REMOVED or KVT_STORE_CLEARED. There may be others
+     * one day: pass them by.
+     */
+    uint32_t kind;
+    /**
+     * Which tier, KVT_TIER_*; 0 with KVT_STORE_CLEARED.
+     */
+    uint32_t tier;
+    /**
+     * Tokens of the chunk.
+     */
+    uint32_t tokens;
+    /**
+     * Which chunk of its sequence it is, from 0.
+     */
+    uint32_t position;
+    /**
+     * Its key.
+     */
+    uint8_t key[32];
+    /**
+     * The key before it in its sequence: the namespace's for the first.
+     */
+    uint8_t parent[32];
+    /**
+     * The namespace's key.
+     */
+    uint8_t space[32];
+} kvt_store_event_t;
 
 /**
  * Who asks. All of it is optional.
@@ -2877,7 +3142,148 @@ typedef struct kvt_move_t {
      * Always 0.
      */
     uint32_t reserved;
+    /**
+     * Nothing of the move is begun before this event has come: sources are complete
+     * then, targets in use by nobody. Null = now. The handle may be closed once it was
+     * signalled. Prefetch before, if what comes from disk is to come meanwhile.
+     */
+    const struct kvt_event_t *ready;
 } kvt_move_t;
+
+/**
+ * How the engine will run. Zero is the default everywhere.
+ */
+typedef struct kvt_plan_terms_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_PLAN_NO_OVERLAP, KVT_PLAN_NO_WAIT, KVT_PLAN_COST.
+     */
+    uint64_t flags;
+    /**
+     * With KVT_PLAN_COST: nanoseconds a token and token of context. Without it plans
+     * go by kvt_namespace_prefill.
+     */
+    double alpha_ns;
+    /**
+     * With KVT_PLAN_COST: nanoseconds a token.
+     */
+    double beta_ns;
+    /**
+     * KVT_PRIORITY_* of the loads.
+     */
+    uint32_t priority;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_plan_terms_t;
+
+/**
+ * Tokens in a row with which the same is to be done. Stands in arrays only.
+ */
+typedef struct kvt_plan_segment_t {
+    /**
+     * The first one.
+     */
+    uint64_t first_token;
+    /**
+     * How many.
+     */
+    uint64_t tokens;
+    /**
+     * KVT_PLAN_RESIDENT, KVT_PLAN_LOAD or KVT_PLAN_RECOMPUTE.
+     */
+    uint32_t deed;
+    /**
+     * The farthest tier that something of them is loaded from, KVT_TIER_*; or
+     * KVT_TIER_NONE.
+     */
+    uint32_t tier;
+    /**
+     * Bytes to be loaded from memory.
+     */
+    uint64_t host_bytes;
+    /**
+     * Bytes to be loaded from disk.
+     */
+    uint64_t disk_bytes;
+    /**
+     * Bytes to be loaded from elsewhere.
+     */
+    uint64_t remote_bytes;
+    /**
+     * How long this takes by itself, predicted.
+     */
+    uint64_t predicted_ns;
+} kvt_plan_segment_t;
+
+/**
+ * What a plan comes to.
+ */
+typedef struct kvt_plan_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * All tokens of the session.
+     */
+    uint64_t tokens;
+    /**
+     * Tokens with which nothing is to be done.
+     */
+    uint64_t resident_tokens;
+    /**
+     * Tokens to be loaded.
+     */
+    uint64_t load_tokens;
+    /**
+     * Tokens to be computed.
+     */
+    uint64_t recompute_tokens;
+    /**
+     * Until all is there, predicted, with what waits before it.
+     */
+    uint64_t total_ns;
+    /**
+     * Of that, loading alone.
+     */
+    uint64_t load_ns;
+    /**
+     * Of that, computing alone.
+     */
+    uint64_t compute_ns;
+    /**
+     * What computing all of it would take.
+     */
+    uint64_t without_ns;
+} kvt_plan_t;
+
+/**
+ * What became of chunks that were to go.
+ */
+typedef struct kvt_clear_report_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Chunks that are in no tier any more.
+     */
+    uint64_t gone_chunks;
+    /**
+     * Chunks that stay: sessions, moves or pins hold them, or others that stay
+     * continue them.
+     */
+    uint64_t held_chunks;
+    /**
+     * Chunks that stay, since they were on their way between tiers: call again.
+     */
+    uint64_t moving_chunks;
+} kvt_clear_report_t;
 
 /**
  * Success.
@@ -3196,7 +3602,9 @@ kvt_status_t kvt_runtime_open(const struct kvt_runtime_opts_t *opts,
 /**
  * Closes a runtime: refuses new work, cancels what is open, waits for it and
  * for the threads. Close queues and free buffers first where you can; what is
- * left is reported, not destroyed.
+ * left is reported, not destroyed. A store that is left keeps its directory, its
+ * memory and its own threads, which sleep; its moves have ended, calls on it give
+ * KVT_E_CLOSED, and kvt_store_close still writes down what it has.
  *
  * @param runtime      Pointer to the handle, cleared on success; null, or a null
  *                     handle, is fine.
@@ -4463,8 +4871,9 @@ kvt_status_t kvt_store_metrics(const struct kvt_store_t *store,
  * @param out       The namespace; close it with kvt_namespace_close.
  * @param err       Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID (also when it is open with other flags),
- *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
+ *         KVT_E_SPEC (the recipe names an unknown codec), KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
  *
  * Ownership: the caller owns the namespace; structs and arrays are copied.
  * Threading: any thread. Since 0.1.
@@ -4497,6 +4906,162 @@ kvt_status_t kvt_namespace_key(const struct kvt_namespace_t *space, uint8_t *out
  * Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_namespace_close(struct kvt_namespace_t **space);
+
+/**
+ * Says how far a sequence could go on with what a namespace has, and what that
+ * takes: for schedulers that choose between places. No use is counted, nothing is
+ * held: what is there now may be gone at the next call.
+ *
+ * @param space         The namespace.
+ * @param tokens        The sequence.
+ * @param token_count   How many, at most 2^27.
+ * @param ranges        Receives all tokens as ranges, in their order; may be null
+ *                      with capacity 0 to learn how many there are.
+ * @param capacity      Room there, in entries, at most 2^24.
+ * @param stride_bytes  sizeof(kvt_range_t).
+ * @param out_count     How many ranges there are; also written with KVT_E_TOO_SMALL.
+ *                      May be null.
+ * @param out           The sum of it; start it with KVT_LOOKUP_INIT. May be null.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_lookup(const struct kvt_namespace_t *space,
+                                  const uint32_t *tokens,
+                                  uint64_t token_count,
+                                  struct kvt_range_t *ranges,
+                                  uint64_t capacity,
+                                  uint64_t stride_bytes,
+                                  uint64_t *out_count,
+                                  struct kvt_lookup_t *out,
+                                  struct kvt_error_t **err);
+
+/**
+ * The same for a sequence whose chunks' keys are known (docs/keys.md says how they
+ * are made).
+ *
+ * @param space         The namespace.
+ * @param keys          The keys of its full chunks, KVT_KEY_BYTES each.
+ * @param key_count     How many.
+ * @param token_count   Tokens of the sequence: as many as the keys stand for, or
+ *                      some more that fill no chunk.
+ * @param ranges        See kvt_namespace_lookup.
+ * @param capacity      See kvt_namespace_lookup.
+ * @param stride_bytes  See kvt_namespace_lookup.
+ * @param out_count     See kvt_namespace_lookup.
+ * @param out           See kvt_namespace_lookup.
+ * @param err           Explains a failure; may be null.
+ * @return As kvt_namespace_lookup.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_lookup_keys(const struct kvt_namespace_t *space,
+                                       const uint8_t *keys,
+                                       uint64_t key_count,
+                                       uint64_t token_count,
+                                       struct kvt_range_t *ranges,
+                                       uint64_t capacity,
+                                       uint64_t stride_bytes,
+                                       uint64_t *out_count,
+                                       struct kvt_lookup_t *out,
+                                       struct kvt_error_t **err);
+
+/**
+ * Says of chunks whether a namespace has them, and where. No use is counted, nothing
+ * is held.
+ *
+ * @param space      The namespace.
+ * @param keys       Keys of full chunks, KVT_KEY_BYTES each.
+ * @param key_count  How many, at most 2^27.
+ * @param out        Receives a byte for each: KVT_EXISTS_WHOLE when every layer of it
+ *                   is in some tier, and 1 << KVT_TIER_* for each tier that has every
+ *                   layer. 0 = it is not there, or layers of it are missing.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_exists(const struct kvt_namespace_t *space,
+                                  const uint8_t *keys,
+                                  uint64_t key_count,
+                                  uint8_t *out);
+
+/**
+ * Tells what the engine took to compute tokens: plans go by what was observed.
+ *
+ * @param space           The namespace.
+ * @param context_tokens  Tokens before the first one that was computed.
+ * @param tokens          How many were computed, at least 1.
+ * @param ns              How long that took, 1 to an hour.
+ * @param err             Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_observe_prefill(const struct kvt_namespace_t *space,
+                                           uint64_t context_tokens,
+                                           uint64_t tokens,
+                                           uint64_t ns,
+                                           struct kvt_error_t **err);
+
+/**
+ * Fixes what computing costs, whatever is observed.
+ *
+ * @param space  The namespace.
+ * @param cost   alpha_ns and beta_ns of it, 0 to 1e15 each, are read; null = go by
+ *               what is observed again.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_fix_prefill(const struct kvt_namespace_t *space,
+                                       const struct kvt_prefill_t *cost,
+                                       struct kvt_error_t **err);
+
+/**
+ * What computing costs, as plans see it now.
+ *
+ * @param space  The namespace.
+ * @param out    Filled in; start it with KVT_PREFILL_INIT.
+ * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_prefill(const struct kvt_namespace_t *space, struct kvt_prefill_t *out);
+
+/**
+ * Reads what changed in a store, the oldest first. The store keeps the newest events
+ * (`events` of its spec) for any number of readers; one that is too slow hears how
+ * many it has missed, and asks kvt_namespace_lookup or _exists.
+ *
+ * @param store         The store.
+ * @param cursor        In: the number of the first event that is wanted, 0 at the
+ *                      start, UINT64_MAX for those to come. Out: that of the next
+ *                      call.
+ * @param events        Receives them.
+ * @param capacity      Room there, in entries, at most 2^24; 0 = only move the cursor
+ *                      to what is still known.
+ * @param stride_bytes  sizeof(kvt_store_event_t).
+ * @param out_count     How many were written.
+ * @param out_missed    How many between cursor and the next call's were lost; may be
+ *                      null.
+ * @return KVT_OK, also when there is none; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_events(const struct kvt_store_t *store,
+                              uint64_t *cursor,
+                              struct kvt_store_event_t *events,
+                              uint64_t capacity,
+                              uint64_t stride_bytes,
+                              uint64_t *out_count,
+                              uint64_t *out_missed);
 
 /**
  * Opens a session without tokens.
@@ -4628,6 +5193,54 @@ kvt_status_t kvt_session_info(const struct kvt_session_t *session, struct kvt_se
 kvt_status_t kvt_session_close(struct kvt_session_t **session);
 
 /**
+ * Opens an event that the program signals itself. It needs no runtime; moves of any
+ * store may wait for it.
+ *
+ * @param flags  None are defined yet: 0.
+ * @param out    The event, pending; close it with kvt_event_close.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the event. Threading: any thread, also in callbacks.
+ * Since 0.1.
+ */
+kvt_status_t kvt_event_open(uint64_t flags, struct kvt_event_t **out, struct kvt_error_t **err);
+
+/**
+ * Signals an event: it has come, for good. Moves that wait for it begin. Never
+ * waits; of one that has come already nothing changes.
+ *
+ * @param event  The event.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_event_signal(const struct kvt_event_t *event);
+
+/**
+ * Whether an event has come.
+ *
+ * @param event      The event.
+ * @param out_state  KVT_EVENT_*.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_event_query(const struct kvt_event_t *event, uint32_t *out_state);
+
+/**
+ * Closes an event. Moves that wait for one that has not come end with
+ * KVT_E_CANCELLED, and have touched nothing.
+ *
+ * @param event  Pointer to the handle, cleared on success; null, or a null
+ *               handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_event_close(struct kvt_event_t **event);
+
+/**
  * Stores the KV of a rectangle: from the engine's tensors into memory, and down
  * from there as the spec says. Cells that are there already are not stored again.
  * Never waits.
@@ -4700,6 +5313,101 @@ kvt_status_t kvt_session_prefetch(const struct kvt_session_t *session,
                                   const struct kvt_submit_opts_t *opts,
                                   struct kvt_op_t **ops_out,
                                   struct kvt_error_t **err);
+
+/**
+ * The cheapest way to have the KV of all tokens of a session: what is loaded, what is
+ * computed, from what is where, what waits before it, and what both take. No use is
+ * counted, nothing is held beyond what the session holds.
+ *
+ * Without KVT_NAMESPACE_HOLES everything before the first token to be computed is
+ * loaded or resident, and all behind it is computed.
+ *
+ * @param session       The session.
+ * @param terms         How the engine will run; null for defaults.
+ * @param segments      Receives all tokens as segments, in their order; may be null
+ *                      with capacity 0 to learn how many there are.
+ * @param capacity      Room there, in entries, at most 2^24.
+ * @param stride_bytes  sizeof(kvt_plan_segment_t).
+ * @param out_count     How many segments there are; also written with
+ *                      KVT_E_TOO_SMALL. May be null.
+ * @param out           The sum of it; start it with KVT_PLAN_INIT. May be null.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_plan(const struct kvt_session_t *session,
+                              const struct kvt_plan_terms_t *terms,
+                              struct kvt_plan_segment_t *segments,
+                              uint64_t capacity,
+                              uint64_t stride_bytes,
+                              uint64_t *out_count,
+                              struct kvt_plan_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Takes everything of a namespace away that nobody holds: out of all tiers, and so
+ * that it does not come back when the store is opened again. Waits for that; of
+ * chunks that are stored meanwhile nothing is said. Their bytes stay in files until
+ * those are used again; nobody finds them there.
+ *
+ * @param space        The namespace, which stays open.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
+ *                     be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: the chunks are gone, but may
+ *         come back with another opening (call again); KVT_E_REENTRANT inside a
+ *         callback; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_namespace_clear(const struct kvt_namespace_t *space,
+                                 uint64_t deadline_ns,
+                                 struct kvt_clear_report_t *out,
+                                 struct kvt_error_t **err);
+
+/**
+ * Takes chunks of a session away that nobody else holds: out of all tiers. The
+ * session keeps its tokens, and finds chunks again that stay or are stored anew.
+ * Never waits: after a crash what was on disk may be there again, as after any
+ * eviction.
+ *
+ * @param session      The session.
+ * @param first_token  Where they begin, a multiple of a chunk's tokens.
+ * @param tokens       How many, up to a multiple or the end; 0 = to the end.
+ * @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
+ *                     be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_drop(const struct kvt_session_t *session,
+                              uint64_t first_token,
+                              uint64_t tokens,
+                              struct kvt_clear_report_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Takes the pins of chunks of a session away, whoever has set them.
+ *
+ * @param session      The session.
+ * @param first_token  Where they begin, a multiple of a chunk's tokens.
+ * @param tokens       How many, up to a multiple or the end; 0 = to the end.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK, also where nothing is pinned; KVT_E_INVALID, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_unpin(const struct kvt_session_t *session,
+                               uint64_t first_token,
+                               uint64_t tokens,
+                               struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

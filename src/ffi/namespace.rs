@@ -14,8 +14,9 @@ use crate::ffi::slice::{bytes, require};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Sized_, Strided, known_flags, read};
+use crate::format::codec::Codec;
 use crate::format::keys::identity::{Extra, Identity, MAX_EXTRA, Shard};
-use crate::format::keys::{Fingerprint, Key};
+use crate::format::keys::{Fingerprint, Key, recipe};
 use crate::kv::core::SpaceOpts;
 use crate::kv::store::Store;
 use crate::meta::dtype::Dtype;
@@ -103,7 +104,8 @@ pub struct kvt_identity_t {
     pub salt: *const c_void,
     /// Its length.
     pub salt_bytes: u64,
-    /// Canonical spec of how the KV is computed and stored, if not exactly.
+    /// Canonical spec of how the KV is computed and stored, if not exactly. Its
+    /// parameter codec (none, lz4, int8) says how cells are coded on disk.
     pub recipe: *const c_void,
     /// Its length.
     pub recipe_bytes: u64,
@@ -264,6 +266,16 @@ unsafe fn key_of(given: &kvt_identity_t, layout: &Layout) -> Result<Key> {
     identity.key()
 }
 
+/// The codec that the recipe of an identity names.
+///
+/// # Safety
+/// Its pointers are null or valid for their lengths.
+unsafe fn codec_of(given: &kvt_identity_t) -> Result<Option<Codec>> {
+    // SAFETY: the caller's promise.
+    let recipe = unsafe { field(given.recipe, given.recipe_bytes, "recipe")? };
+    recipe::codec_of(recipe.unwrap_or(&[])).map_err(|e| e.within("recipe"))
+}
+
 /// # Safety
 /// Its pointers are null or valid for their lengths.
 unsafe fn layout_of(given: &kvt_layout_t) -> Result<Layout> {
@@ -322,8 +334,9 @@ unsafe fn group_of(row: &kvt_group_t) -> Result<Group> {
 /// @param out       The namespace; close it with kvt_namespace_close.
 /// @param err       Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID (also when it is open with other flags),
-///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
+///         KVT_E_SPEC (the recipe names an unknown codec), KVT_E_LIMIT,
+///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+///         KVT_E_PANIC.
 ///
 /// Ownership: the caller owns the namespace; structs and arrays are copied.
 /// Threading: any thread. Since 0.1.
@@ -346,15 +359,19 @@ pub unsafe extern "C" fn kvt_namespace_open(
             fail!(Invalid, "the layout is null");
         }
         // SAFETY: the caller's promise.
-        let (key, layout) = unsafe {
+        let (key, layout, codec) = unsafe {
             require(out)?;
-            let layout = layout_of(&read(layout)?)?;
-            (key_of(&read(identity)?, &layout)?, layout)
+            let (layout, identity) = (layout_of(&read(layout)?)?, read(identity)?);
+            (key_of(&identity, &layout)?, layout, codec_of(&identity)?)
         };
         let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
         let opts = SpaceOpts { key, layout, holes: flags & KVT_NAMESPACE_HOLES != 0 };
         let space = with::<StoreNoun, _>(store, Access::Use, |noun| {
-            let number = noun.store.with(|core| core.open_space(&opts))?;
+            let number = noun.store.with(|core| {
+                let number = core.open_space(&opts)?;
+                core.set_codec(number, codec);
+                Ok(number)
+            })?;
             let (core, store) = (noun.core.clone(), noun.store.clone());
             Ok(Space { core, store, number, layers, chunk_tokens, key })
         })?;

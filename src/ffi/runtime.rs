@@ -208,7 +208,9 @@ fn on_thread(foreign: Arc<Foreign<unsafe extern "C" fn(*mut c_void, u32, u32)>>)
 
 /// Closes a runtime: refuses new work, cancels what is open, waits for it and
 /// for the threads. Close queues and free buffers first where you can; what is
-/// left is reported, not destroyed.
+/// left is reported, not destroyed. A store that is left keeps its directory, its
+/// memory and its own threads, which sleep; its moves have ended, calls on it give
+/// KVT_E_CLOSED, and kvt_store_close still writes down what it has.
 ///
 /// @param runtime      Pointer to the handle, cleared on success; null, or a null
 ///                     handle, is fine.

@@ -8,8 +8,9 @@ use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::fail;
 use crate::ffi::error::kvt_error_t;
+use crate::ffi::event::{EventNoun, kvt_event_t};
 use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, encode, with};
+use crate::ffi::handle::{Access, encode, pin, with};
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
@@ -19,7 +20,8 @@ use crate::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
 use crate::kv::core::{Deed, Level, Rectangle};
 
 /// An op for each layer: ops_out then receives one per layer of the move, and the
-/// tag of layer i of the move is the given one plus i.
+/// tag of layer i of the move is the given one plus i. The move is given up once all
+/// of them were cancelled.
 pub const KVT_MOVE_EACH_LAYER: u64 = 1;
 
 /// A put has ended when the cells are in memory.
@@ -98,6 +100,10 @@ pub struct kvt_move_t {
     pub level: u32,
     /// Always 0.
     pub reserved: u32,
+    /// Nothing of the move is begun before this event has come: sources are complete
+    /// then, targets in use by nobody. Null = now. The handle may be closed once it was
+    /// signalled. Prefetch before, if what comes from disk is to come meanwhile.
+    pub ready: *const kvt_event_t,
 }
 
 // SAFETY: integers and raw pointers.
@@ -266,6 +272,10 @@ unsafe fn submit(
             fail!(Invalid, "reserved is {}", given.reserved);
         }
         let level = level_of(&given, deed)?;
+        let ready = match given.ready.is_null() {
+            true => None,
+            false => Some(pin::<EventNoun>(given.ready, Access::Use)?.0.clone()),
+        };
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
             let (tokens, layers) = extent_of(noun, &given)?;
             let views = match deed {
@@ -282,7 +292,8 @@ unsafe fn submit(
                 by_layer: given.flags & KVT_MOVE_EACH_LAYER != 0,
                 views: Arc::new(views),
             };
-            let ops = noun.space.store.submit(noun.number, deed, level, rectangle, &opts)?;
+            let (store, ready) = (&noun.space.store, ready.as_deref());
+            let ops = store.submit_after(noun.number, deed, level, rectangle, &opts, ready)?;
             for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
                 // SAFETY: the caller has room for one handle, or one a layer.
                 unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };

@@ -143,6 +143,33 @@ impl<T: Plain> Strided<T> {
     }
 }
 
+/// Writes rows to a caller's array if all of them fit, and how many there are in any
+/// case; where the array is null nobody wants more than that.
+///
+/// # Safety
+/// `out_count` is null or valid for a write.
+pub(crate) unsafe fn give<T: Plain>(
+    rows: &Strided<T>,
+    counts_only: bool,
+    values: impl ExactSizeIterator<Item = T>,
+    out_count: *mut u64,
+) -> Result<()> {
+    let count = values.len();
+    if !out_count.is_null() {
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_count.write(count as u64) };
+    }
+    if counts_only {
+        return Ok(());
+    }
+    if count > rows.len() {
+        let text = format!("{count} entries, and room for {}", rows.len());
+        return Err(Error::new(Status::TooSmall, text));
+    }
+    values.enumerate().for_each(|(i, value)| rows.put(i, &value));
+    Ok(())
+}
+
 /// Refuses flags this library does not know.
 pub(crate) fn known_flags(flags: u64, known: u64) -> Result<()> {
     match flags & !known {

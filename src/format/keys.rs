@@ -14,6 +14,7 @@ mod fields;
 mod hashes;
 pub mod identity;
 pub mod private;
+pub mod recipe;
 
 /// Most tokens of a chunk.
 pub const MAX_CHUNK_TOKENS: u32 = 65_536;

@@ -1,4 +1,4 @@
-//! Files: reading them, and what this machine's kernel can do for them.
+//! Files: reading them, and what this machine's kernel can do for them; local sockets.
 
 pub mod directory;
 pub mod errno;
@@ -10,6 +10,7 @@ pub mod probe;
 pub mod read_only;
 pub mod real;
 pub mod simulated;
+pub mod socket;
 pub mod source;
 pub mod span;
 pub mod uring;

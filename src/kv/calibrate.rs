@@ -128,6 +128,11 @@ impl Prefill {
         self.fixed.unwrap_or(Cost { alpha: self.fit.a, beta: self.fit.b })
     }
 
+    /// Whether it goes by a cost that was fixed.
+    pub fn is_fixed(&self) -> bool {
+        self.fixed.is_some()
+    }
+
     /// How much was observed.
     pub fn observed(&self) -> u64 {
         self.fit.seen

@@ -4,6 +4,7 @@
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::{Copy, Device, Stream};
+use crate::kv::coder;
 use crate::kv::core::books::Books;
 use crate::kv::core::work::{CopyBatch, CopyItem, SyncBatch, Upkeep, Work};
 use crate::tier::disk::DiskTier;
@@ -35,12 +36,12 @@ impl Tools {
             (Work::Copies(batch), _) => unsafe { self.copy(batch, stream) },
             (Work::Reads(batch), Some(disk)) => {
                 // SAFETY: pieces of memory that the core keeps for these reads.
-                unsafe { disk.read(&mut batch.gets) };
+                unsafe { coder::read(batch, disk) };
                 Ok(())
             }
             (Work::Writes(batch), Some(disk)) => {
                 // SAFETY: pieces of memory that the core keeps as they are meanwhile.
-                unsafe { disk.append(&mut batch.puts) };
+                unsafe { coder::write(batch, disk) };
                 Ok(())
             }
             (Work::Syncs(batch), Some(disk)) => {

@@ -3,12 +3,15 @@
 
 pub mod admission;
 pub mod calibrate;
+mod coder;
+pub mod control;
 pub mod core;
 pub mod events;
 pub mod hands;
 pub mod path;
 pub mod plan;
 pub mod queues;
+pub mod ready;
 pub mod sim;
 pub mod spec;
 pub mod store;

@@ -211,6 +211,26 @@ impl Path {
         Ok(())
     }
 
+    /// Lets some of its chunks go, with what does not fill one if `tail` says so: as if
+    /// they were not in the table.
+    pub fn let_go(
+        &mut self,
+        chunks: &mut Chunks,
+        range: std::ops::Range<usize>,
+        tail: bool,
+    ) -> Result<()> {
+        if tail && self.tail().is_some() {
+            self.drop_tail(chunks, &mut |_| ())?;
+        }
+        self.known = self.known.min(range.start);
+        for slot in self.slots[range].iter_mut().rev() {
+            if *slot != NONE {
+                chunks.release(std::mem::replace(slot, NONE))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Cuts the path to so many tokens. `freed` hears of chunks that may leave.
     pub fn truncate(
         &mut self,

@@ -7,6 +7,7 @@
 //! | `policy` | `horizon` | who leaves memory: any policy |
 //! | `disk_policy` | `lru` | who leaves the disk |
 //! | `write` | `back` | `through`: to disk as soon as a put has ended; `back`: when its memory is needed; `never`: only when a put asks for it |
+//! | `codec` | `none` | `lz4`: cells are smaller on disk, and lose nothing; a namespace's recipe may say otherwise, also `int8` (see `docs/keys.md`) |
 //! | `admission` | `all` | what may go to disk: `all`, `none`, `select(...)` |
 //! | `high`, `low` | 0.97, 0.92 | share of a tier at which room is made ahead of need, and at which that ends |
 //! | `chunks` | 1048576 | most chunks, of all namespaces |
@@ -14,6 +15,7 @@
 //! | `moves`, `cells` | 16384, 65536 | most moves, and cells on their way, at once |
 //! | `events` | 16384 | events that are kept for readers |
 //! | `copiers`, `readers` | 0, 2 | threads that copy (0: as many as cores, at most 4), and that read the disk |
+//! | `control` | none | `"path"` of a local socket at which the tool can look at the store and change it |
 //!
 //! | parameter of `disk` | default | meaning |
 //! |---|---|---|
@@ -28,6 +30,7 @@ use std::path::PathBuf;
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
 use crate::fail;
+use crate::format::codec::Codec;
 use crate::io::real::RealOpts;
 use crate::kv::core::{Config, Write};
 
@@ -55,16 +58,22 @@ pub struct StoreSpec {
     pub copiers: u32,
     /// Threads that read the disk.
     pub readers: u32,
+    /// Where the control socket is, if there is one.
+    pub control: Option<PathBuf>,
 }
 
 impl StoreSpec {
     /// Reads a spec; an empty one is all defaults.
     pub fn parse(text: &str) -> Result<StoreSpec> {
-        let spec = Spec::parse(if text.trim().is_empty() { "store()" } else { text })?;
+        StoreSpec::read(&Spec::parse(if text.trim().is_empty() { "store()" } else { text })?)
+    }
+
+    /// Reads one that was parsed, or came from elsewhere.
+    pub fn read(spec: &Spec) -> Result<StoreSpec> {
         if spec.name != "store" {
             return Err(spec.unknown_name(&["store"]));
         }
-        let mut reader = Reader::new(&spec);
+        let mut reader = Reader::new(spec);
         let usual = Config::default();
         let write = reader.choice("write", &["through", "back", "never"])?;
         let config = Config {
@@ -77,6 +86,11 @@ impl StoreSpec {
                 _ => usual.write,
             },
             admission: policy(&mut reader, "admission", &usual.admission)?,
+            // One that loses something is a matter of recipes, not of stores.
+            codec: match reader.choice("codec", &["none", "lz4"])? {
+                Some(1) => Codec::Lz4,
+                _ => usual.codec,
+            },
             high: reader.f64("high", usual.high, 0.0..=1.0)?,
             low: reader.f64("low", usual.low, 0.0..=1.0)?,
             max_chunks: reader.u64("chunks", usual.max_chunks as u64, 1..=1 << 28)? as usize,
@@ -89,12 +103,13 @@ impl StoreSpec {
         };
         let copiers = reader.u64("copiers", 0, 0..=64)? as u32;
         let readers = reader.u64("readers", 2, 1..=64)? as u32;
+        let control = reader.text("control")?.filter(|path| !path.is_empty()).map(PathBuf::from);
         let disk = match reader.spec("disk")? {
             Some(disk) => read_disk(disk)?,
             None => None,
         };
         reader.finish()?;
-        Ok(StoreSpec { config, disk, copiers, readers })
+        Ok(StoreSpec { config, disk, copiers, readers, control })
     }
 }
 
@@ -133,13 +148,15 @@ mod tests {
     #[test]
     fn a_store_is_described_in_one_line() {
         let text = "store(host=64MiB, disk=disk(path=\"kv\", bytes=2GiB, buffered=true), \
-                    policy=slru(segments=2), write=through, chunks=1000)";
+                    policy=slru(segments=2), write=through, chunks=1000, codec=lz4, control=\"run/kv\")";
         let spec = StoreSpec::parse(text).unwrap();
         let disk = spec.disk.unwrap();
         assert_eq!((spec.config.host_bytes, spec.config.write), (64 << 20, Write::Through));
         assert_eq!(spec.config.host_policy, "slru(segments=2)");
         assert_eq!((disk.bytes, disk.files.buffered), (2 << 30, true));
-        assert_eq!(spec.config.max_chunks, 1000);
+        assert_eq!((spec.config.max_chunks, spec.config.codec), (1000, Codec::Lz4));
+        assert_eq!(spec.control, Some(PathBuf::from("run/kv")));
+        assert!(StoreSpec::parse("store(control=\"\")").unwrap().control.is_none());
         assert!(StoreSpec::parse("").unwrap().disk.is_none());
         for (bad, word) in [
             ("store(hots=1GiB)", "host"),
@@ -148,6 +165,8 @@ mod tests {
             ("store(disk=disk(bytes=1GiB))", "path="),
             ("store(disk=disc(bytes=1GiB))", "disk"),
             ("store(write=thru)", "through"),
+            ("store(codec=lz)", "lz4"),
+            ("store(codec=int8)", "none"),
         ] {
             let error = StoreSpec::parse(bad).unwrap_err();
             assert!(error.message().contains(word), "{bad}: {error}");

@@ -6,21 +6,26 @@ use crate::base::budget::{Budget, Reclaim, Tier};
 use crate::base::core::Core as RuntimeCore;
 use crate::base::op::{OpOpts, OpRef, RELEASED};
 use crate::base::owner::Owner;
-use crate::base::panic;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak, cores, spawn};
+use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak};
+use crate::device::Device;
 use crate::device::host::Host;
-use crate::device::{Device, Stream};
 use crate::io::real::RealFiles;
+use crate::io::socket::{Bell, Listener};
 use crate::kv::core::books::{Books, Page};
 use crate::kv::core::moves::{Deed, Level};
-use crate::kv::core::work::{Hands, KINDS, Work};
+use crate::kv::core::work::{Hands, KINDS};
 use crate::kv::core::{Adopted, Core, Finished, Rectangle};
 use crate::kv::hands::Tools;
+use crate::kv::ready::Ready;
 use crate::kv::spec::{DiskSpec, StoreSpec};
 use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
 
+mod after;
+mod clear;
 mod ends;
+mod look;
+mod serve;
 
 /// What the lock guards.
 struct State {
@@ -45,6 +50,8 @@ struct Inner {
     /// Something has ended.
     ended: Condvar,
     tools: Mutex<Tools>,
+    /// Ends the thread that answers at the control socket, where there is one.
+    bell: Option<Bell>,
     this: Weak<Inner>,
 }
 
@@ -78,6 +85,9 @@ impl Store {
             Some(budget) => Some(budget.account("store", 0, Some(reclaimer(&slot)))?),
             None => None,
         };
+        // Before the disk: a path that is in use must not cost an opening.
+        let listener = spec.control.as_deref().map(Listener::bind).transpose()?;
+        let bell = listener.as_ref().map(|_| Bell::new()).transpose()?;
         let opened = match &spec.disk {
             Some(disk) => Some(open_disk(runtime, disk)?),
             None => None,
@@ -109,11 +119,12 @@ impl Store {
             work: std::array::from_fn(|_| Condvar::new()),
             ended: Condvar::new(),
             tools: Mutex::new(Tools { device, disk }),
+            bell,
             this: this.clone(),
         });
         *slot.lock() = Arc::downgrade(&inner);
         runtime.add_owner(inner.this.clone());
-        let threads = start(&inner, spec).inspect_err(|_| inner.stop())?;
+        let threads = serve::start(&inner, spec, listener).inspect_err(|_| inner.stop())?;
         let threads = Mutex::new(threads);
         Ok(Store { inner, threads, account, opened: Opened { disk: report, adopted } })
     }
@@ -141,23 +152,22 @@ impl Store {
         rectangle: Rectangle,
         opts: &OpOpts,
     ) -> Result<Vec<OpRef>> {
+        self.submit_after(session, deed, level, rectangle, opts, None)
+    }
+
+    /// The same; where the engine gives its word later, nothing begins before that.
+    pub fn submit_after(
+        &self,
+        session: u32,
+        deed: Deed,
+        level: Level,
+        rectangle: Rectangle,
+        opts: &OpOpts,
+        ready: Option<&Ready>,
+    ) -> Result<Vec<OpRef>> {
+        ready.map_or(Ok(()), Ready::check_room)?;
         let count = if rectangle.by_layer { rectangle.layers } else { 1 };
-        let mut ops: Vec<OpRef> = Vec::new();
-        ops.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
-        let owner = self.inner.clone();
-        for layer in 0..count as u64 {
-            let opts = OpOpts { tag: opts.tag.wrapping_add(layer), ..opts.clone() };
-            match self.inner.runtime.promise(&opts, owner.clone()) {
-                Ok(op) => ops.push(op),
-                Err(error) => {
-                    for op in ops {
-                        op.discard();
-                        op.remove();
-                    }
-                    return Err(error);
-                }
-            }
-        }
+        let ops = self.promise_ops(count, opts)?;
         // A deadline that has passed, or a close beside this, may have ended some.
         let begun: Vec<bool> = ops.iter().map(|op| op.begin()).collect();
         if begun.contains(&false) {
@@ -175,8 +185,15 @@ impl Store {
             return Err(undo(ops, error));
         }
         state.core.tick(self.inner.runtime.clock().now_ns());
-        match state.core.submit_rectangle(session, deed, level, lane, rectangle) {
-            Ok(number) => {
+        let submitted = match ready {
+            Some(_) => state.core.submit_waiting(session, deed, level, lane, rectangle),
+            None => {
+                let core = &mut state.core;
+                core.submit_rectangle(session, deed, level, lane, rectangle).map(|n| (n, 0))
+            }
+        };
+        match submitted {
+            Ok((number, ticket)) => {
                 let number = number as usize;
                 if state.ops.len() <= number {
                     state.ops.resize_with(number + 1, Vec::new);
@@ -190,6 +207,9 @@ impl Store {
                 drop(state);
                 ops.iter().for_each(|op| op.announce());
                 finish(news);
+                if let Some(ready) = ready {
+                    ready.join(self.inner.this.clone(), ticket);
+                }
                 Ok(ops)
             }
             Err(error) => {
@@ -197,6 +217,27 @@ impl Store {
                 Err(undo(ops, error))
             }
         }
+    }
+
+    /// So many ops, with tags that count up.
+    fn promise_ops(&self, count: usize, opts: &OpOpts) -> Result<Vec<OpRef>> {
+        let mut ops: Vec<OpRef> = Vec::new();
+        ops.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
+        let owner = self.inner.clone();
+        for layer in 0..count as u64 {
+            let opts = OpOpts { tag: opts.tag.wrapping_add(layer), ..opts.clone() };
+            match self.inner.runtime.promise(&opts, owner.clone()) {
+                Ok(op) => ops.push(op),
+                Err(error) => {
+                    for op in ops {
+                        op.discard();
+                        op.remove();
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(ops)
     }
 
     /// Who pays for its memory.
@@ -255,81 +296,10 @@ impl Inner {
                 ops.clear();
             }
         }
-        if !news.is_empty() || state.core.is_idle() {
+        if !news.is_empty() || state.core.is_idle() || state.core.turn_has_come() {
             self.ended.notify_all();
         }
         news
-    }
-
-    /// The life of a thread.
-    fn serve(&self, hands: Hands, stream: Stream, tools: &Tools) {
-        let mut state = self.state.lock();
-        while !state.stop && !state.broken {
-            let Some(mut work) = state.core.take(hands) else {
-                let news = self.news(&mut state);
-                if !news.is_empty() {
-                    drop(state);
-                    finish(news);
-                    state = self.state.lock();
-                    continue;
-                }
-                state.sleeping[hands as usize] += 1;
-                self.work[hands as usize].wait(&mut state);
-                state.sleeping[hands as usize] -= 1;
-                continue;
-            };
-            let news = self.news(&mut state);
-            drop(state);
-            finish(news);
-            let began_ns = self.runtime.clock().now_ns();
-            let outcome = self.carry_out(&mut work, stream, tools);
-            let now_ns = self.runtime.clock().now_ns();
-            state = self.state.lock();
-            let Ok(outcome) = outcome else {
-                state.broken = true;
-                break;
-            };
-            state.core.tick(now_ns);
-            state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
-            let news = self.news(&mut state);
-            if !news.is_empty() {
-                drop(state);
-                finish(news);
-                state = self.state.lock();
-            }
-        }
-        let broken = state.broken;
-        drop(state);
-        if broken {
-            self.give_up();
-        }
-    }
-
-    /// Err = a defect was caught, and the runtime is poisoned.
-    fn carry_out(
-        &self,
-        work: &mut Work,
-        stream: Stream,
-        tools: &Tools,
-    ) -> std::result::Result<Result<()>, ()> {
-        let mut keeper = self;
-        let caught = panic::catch(|| {
-            // SAFETY: the core hears of the end of this work after it; views are of
-            // memory that the caller promised to keep until the op is released, which
-            // follows that.
-            unsafe { tools.work(work, stream, &mut keeper) }
-        });
-        caught.map_err(|text| self.runtime.poison(&text))
-    }
-
-    /// After a defect: nobody waits for ever.
-    fn give_up(&self) {
-        let ops: Vec<OpRef> = self.state.lock().ops.iter_mut().flat_map(std::mem::take).collect();
-        for op in ops {
-            op.give_up(Status::Panic);
-        }
-        self.work.iter().for_each(|work| work.notify_all());
-        self.ended.notify_all();
     }
 
     /// Ends moves whose callers have given them up.
@@ -361,6 +331,7 @@ impl Inner {
     fn stop(&self) {
         self.state.lock().stop = true;
         self.work.iter().for_each(|work| work.notify_all());
+        self.bell.iter().for_each(Bell::ring);
     }
 }
 
@@ -429,23 +400,6 @@ fn undo(ops: Vec<OpRef>, error: Error) -> Error {
         op.remove();
     }
     error
-}
-
-fn start(inner: &Arc<Inner>, spec: &StoreSpec) -> Result<Vec<JoinHandle<()>>> {
-    let copiers = if spec.copiers == 0 { cores().min(4) as u32 } else { spec.copiers };
-    let tools = inner.tools.lock().clone();
-    let below = u32::from(tools.disk.is_some());
-    let counts = [copiers, spec.readers * below, below, below, below];
-    let mut threads = Vec::new();
-    for (hands, count) in Hands::ALL.into_iter().zip(counts) {
-        for at in 0..count {
-            let (inner, tools) = (inner.clone(), tools.clone());
-            let stream = Stream(at % tools.device.facts().streams.max(1));
-            let name = format!("kvt-{}", format!("{hands:?}").to_lowercase());
-            threads.push(spawn(name, move || inner.serve(hands, stream, &tools))?);
-        }
-    }
-    Ok(threads)
 }
 
 fn open_disk(

@@ -5,7 +5,17 @@ use std::fmt;
 /// The key of a namespace or of a chunk: a hash of all that its KV depends on. The
 /// default, zeros, is nobody's.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(transparent)]
 pub struct Key(pub [u8; 32]);
+
+impl Key {
+    /// Bytes as keys, one behind the other; what does not fill one is left out.
+    pub fn list(bytes: &[u8]) -> &[Key] {
+        let count = bytes.len() / size_of::<Key>();
+        // SAFETY: a key is 32 bytes of any value, and so many are there.
+        unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast(), count) }
+    }
+}
 
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

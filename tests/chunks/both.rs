@@ -185,9 +185,9 @@ impl Pair {
                 let new = u64::from(c) << 40 | self.model.places;
                 let got = status(self.table.relocate(cell, at, new));
                 assert_eq!(got, self.model.relocate(cell, at, new));
-                if let (Ok(true), Some(Place::Disk { seal, .. })) = (got, known) {
+                if let (Ok(true), Some(Place::Disk { seal, coded, .. })) = (got, known) {
                     self.freed(known);
-                    self.taken.push(Place::Disk { spot: new, seal });
+                    self.taken.push(Place::Disk { spot: new, seal, coded });
                 }
             }
         }

@@ -4,7 +4,7 @@
 use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
 use kvtier::meta::chunks::{
-    Arrival, Begin, CELL_BYTES, CHUNK_BYTES, Cell, Chunks, Gone, NewChunk, Place, Shape,
+    Arrival, Begin, CELL_BYTES, CHUNK_BYTES, Cell, Chunks, Coded, Gone, NewChunk, Place, Shape,
 };
 use kvtier::meta::index::NONE;
 use kvtier::meta::key::Key;
@@ -86,7 +86,7 @@ fn what_is_read_keeps_its_place_until_the_end() {
     assert_eq!(table.begin_store(cell, Tier::Host).expect("sound"), Begin::Coming);
     assert!(table.end_read(cell, Tier::Host).is_err(), "that read is the copy's");
     assert!(table.remove(chunk, |_, _| ()).is_err());
-    let place = Place::Disk { spot: 1, seal: 2 };
+    let place = Place::Disk { spot: 1, seal: 2, coded: Coded::PLAIN };
     let freed = table.end_copy(cell, Tier::Disk, Arrival::Here(place)).expect("it is copied");
     assert_eq!(freed, Some(Place::Host(3)));
     table.retain(chunk).expect("it is there");
@@ -132,9 +132,9 @@ fn readers_have_a_limit_and_do_not_wrap() {
 
 #[test]
 fn sizes_are_what_is_said_and_limits_hold() {
-    assert_eq!((CELL_BYTES, CHUNK_BYTES), (31, 96));
+    assert_eq!((CELL_BYTES, CHUNK_BYTES), (33, 96));
     let shape = Shape { layers: 32, chunk_tokens: 256, max_chunks: 312_500 };
-    assert_eq!(Chunks::bytes_of(shape), 312_500 * (32 * 31 + 96 + 16) + 64);
+    assert_eq!(Chunks::bytes_of(shape), 312_500 * (32 * 33 + 96 + 16) + 64);
     assert!(Chunks::bytes_of(shape) < 1 << 30, "10,000,000 cells in 1 GiB");
     for (layers, chunk_tokens, max_chunks) in [
         (0, 1, 1),

@@ -3,7 +3,7 @@
 
 use crate::{root, table};
 use kvtier::base::budget::Tier;
-use kvtier::meta::chunks::{Arrival, Cell, Chunks, NewChunk, Place, Shape};
+use kvtier::meta::chunks::{Arrival, Cell, Chunks, Coded, NewChunk, Place, Shape};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
@@ -56,6 +56,7 @@ fn measure_ten_million_cells() {
     let empty = resident_bytes() - before;
     let start = std::time::Instant::now();
     let mut path = Vec::new();
+    let coded = Coded::new(1, 77).expect("it fits");
     for n in 0..max_chunks {
         let chunk = table
             .add(&NewChunk { position: n as u32 % 512, valid_tokens: 256, ..root(n as u64) })
@@ -67,7 +68,7 @@ fn measure_ten_million_cells() {
             table.begin_store(cell, Tier::Host).expect("sound");
             table.end_store(cell, Tier::Host, Some(Place::Host(n as u32))).expect("stored");
             table.begin_copy(cell, Tier::Host, Tier::Disk).expect("there");
-            let place = Place::Disk { spot: n as u64, seal: 1 };
+            let place = Place::Disk { spot: n as u64, seal: 1, coded };
             table.end_copy(cell, Tier::Disk, Arrival::Here(place)).expect("copied");
         }
     }

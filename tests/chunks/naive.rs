@@ -2,7 +2,7 @@
 
 use kvtier::base::budget::{ALL_TIERS, Tier};
 use kvtier::base::status::{Result, Status};
-use kvtier::meta::chunks::{Arrival, Begin, Cell, Gone, NewChunk, PLACES, Pin, Place};
+use kvtier::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, NewChunk, PLACES, Pin, Place};
 use kvtier::meta::index::{NONE, Slot};
 use kvtier::meta::key::Key;
 use std::collections::BTreeMap;
@@ -98,7 +98,12 @@ impl Model {
         self.places += 1;
         match tier {
             Tier::Device => Place::Device,
-            Tier::Disk => Place::Disk { spot: self.places << 20, seal: !self.places },
+            Tier::Disk => {
+                // Some plain, some coded.
+                let coded = Coded::new(self.places as u16 % 3, 1 + self.places % 8192);
+                let (spot, seal) = (self.places << 20, !self.places);
+                Place::Disk { spot, seal, coded: coded.unwrap_or(Coded::PLAIN) }
+            }
             Tier::Remote => Place::Remote,
             _ => Place::Host(self.places as u32),
         }
@@ -277,8 +282,8 @@ impl Model {
     pub fn relocate(&mut self, cell: Cell, from: u64, to: u64) -> Answer<bool> {
         let here = &mut self.cell(cell)?[Tier::Disk as usize];
         match here.place {
-            Some(Place::Disk { spot, seal }) if spot == from => {
-                here.place = Some(Place::Disk { spot: to, seal });
+            Some(Place::Disk { spot, seal, coded }) if spot == from => {
+                here.place = Some(Place::Disk { spot: to, seal, coded });
                 Ok(true)
             }
             _ => Ok(false),

@@ -3,7 +3,7 @@
 
 use crate::{root, table};
 use kvtier::base::budget::{ALL_TIERS, Tier};
-use kvtier::meta::chunks::{Arrival, Cell, Chunks, NewChunk, PLACES, Place, Shape};
+use kvtier::meta::chunks::{Arrival, Cell, Chunks, Coded, NewChunk, PLACES, Place, Shape};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::index::{NONE, Slot};
 use kvtier::meta::layout::{Group, Layout, Rule};
@@ -83,7 +83,7 @@ impl Board {
                 let place = |tier| match tier {
                     Tier::Device => Place::Device,
                     Tier::Host => Place::Host(at as u32),
-                    Tier::Disk => Place::Disk { spot: 1, seal: 1 },
+                    Tier::Disk => Place::Disk { spot: 1, seal: 1, coded: Coded::PLAIN },
                     _ => Place::Remote,
                 };
                 let mut tiers = (0..PLACES).filter(|t| there >> t & 1 != 0).map(|t| ALL_TIERS[t]);

@@ -25,6 +25,8 @@ use kvtier::ffi::work::*;
 
 #[path = "abi_policy.rs"]
 mod policy;
+#[path = "abi_store.rs"]
+mod store;
 #[path = "abi_trace.rs"]
 mod trace;
 
@@ -32,13 +34,13 @@ static DESTROYED: AtomicU64 = AtomicU64::new(0);
 static CALLED: AtomicU64 = AtomicU64::new(0);
 static SUBMITTED: AtomicU64 = AtomicU64::new(0);
 static REPLAYED: AtomicU64 = AtomicU64::new(0);
+static MOVED: AtomicU64 = AtomicU64::new(0);
 
-/// Submissions that were accepted, completions that were called back and replays
-/// that came to their end, so far: a test of what never gets that far would prove
-/// little.
-pub fn reached() -> (u64, u64, u64) {
-    let load = |count: &AtomicU64| count.load(Ordering::SeqCst);
-    (load(&SUBMITTED), load(&CALLED), load(&REPLAYED))
+/// Submissions that were accepted, completions that were called back, replays that
+/// came to their end, and moves that were accepted, so far: a test of what never gets
+/// that far would prove little.
+pub fn reached() -> [u64; 4] {
+    [&SUBMITTED, &CALLED, &REPLAYED, &MOVED].map(|count| count.load(Ordering::SeqCst))
 }
 
 unsafe extern "C" fn destroy(user_data: *mut c_void) {
@@ -161,6 +163,7 @@ struct Machine {
     buffers: Shelf<kvt_buffer_t>,
     policies: Shelf<kvt_policy_t>,
     traces: Shelf<kvt_trace_t>,
+    kv: store::Stores,
     err: *mut kvt_error_t,
     memory: Vec<Box<[u8]>>,
     taken: u64,
@@ -221,6 +224,7 @@ pub fn run(program: &[u8]) {
         buffers: Shelf::new(),
         policies: Shelf::new(),
         traces: Shelf::new(),
+        kv: store::Stores::new(),
         err: null_mut(),
         memory: Vec::new(),
         taken: 0,
@@ -240,7 +244,7 @@ impl Machine {
     fn step(&mut self, tape: &mut Tape) {
         let err: *mut *mut kvt_error_t =
             if tape.byte() & 1 == 0 { null_mut() } else { &mut self.err };
-        match tape.byte() % 30 {
+        match tape.byte() % 40 {
             0 => self.open_runtime(tape, err),
             1 | 2 => self.open_queue(tape, err),
             3 => self.open_budget(tape, err),
@@ -261,6 +265,14 @@ impl Machine {
             25..=27 => self.use_policy(tape, err),
             28 => self.make_trace(tape, err),
             29 => self.use_trace(tape, err),
+            30 => self.open_store(tape, err),
+            31 => self.open_namespace(tape, err),
+            32 => self.open_session(tape, err),
+            33 => self.open_in_store(tape, err),
+            34 => self.use_session(tape, err),
+            35 | 36 => self.move_session(tape, err),
+            37 | 38 => self.look_at_store(tape, err),
+            39 => self.close_in_store(tape, err),
             _ => self.budget_calls(tape, err),
         }
     }
@@ -670,8 +682,11 @@ impl Machine {
     fn take_down(&mut self) {
         // SAFETY: handles this machine made, each in a variable of its own.
         unsafe {
-            for op in &mut self.ops.live {
-                if kvt_op_cancel(*op) == KVT_E_HANDLE {
+            // All of them first: a move by layers ends once all of its ops were cancelled.
+            let freed = |op: &*mut kvt_op_t| kvt_op_cancel(*op) == KVT_E_HANDLE;
+            let gone: Vec<bool> = self.ops.live.iter().map(freed).collect();
+            for (op, gone) in self.ops.live.iter_mut().zip(gone) {
+                if gone {
                     continue; // freed by its queue's callback
                 }
                 let waited = kvt_op_wait(*op, KVT_OP_RELEASED, 0);
@@ -679,6 +694,7 @@ impl Machine {
                 let freed = kvt_op_free(op);
                 assert!(freed == KVT_OK || freed == KVT_E_HANDLE, "{freed}");
             }
+            self.kv.take_down();
             for policy in &mut self.policies.live {
                 assert_eq!(kvt_policy_close(policy), KVT_OK);
             }

@@ -43,6 +43,9 @@ KVT_DTYPE_F8_E4M3 = 4
 KVT_DTYPE_F8_E5M2 = 5
 KVT_DTYPE_I4 = 7
 KVT_DTYPE_I8 = 6
+KVT_EVENT_PENDING = 0
+KVT_EVENT_SIGNALLED = 1
+KVT_EXISTS_WHOLE = 16
 KVT_E_ABI = -15
 KVT_E_AGAIN = -7
 KVT_E_BUDGET = -6
@@ -96,12 +99,22 @@ KVT_PAGES_FOREIGN = 3
 KVT_PAGES_HUGETLB = 2
 KVT_PAGES_NORMAL = 0
 KVT_PAGES_TRANSPARENT = 1
+KVT_PLAN_COST = 4
+KVT_PLAN_LOAD = 1
+KVT_PLAN_NO_OVERLAP = 1
+KVT_PLAN_NO_WAIT = 2
+KVT_PLAN_RECOMPUTE = 2
+KVT_PLAN_RESIDENT = 0
 KVT_POLICY_COST = 4
 KVT_POLICY_HOLES = 1
 KVT_POLICY_ZERO_REMEMBER = 2
 KVT_PRIORITY_BACKGROUND = 2
 KVT_PRIORITY_DEMAND = 0
 KVT_PRIORITY_PREFETCH = 1
+KVT_RANGE_HIT = 1
+KVT_RANGE_MISS = 0
+KVT_RANGE_PENDING = 2
+KVT_RANGE_UNNEEDED = 3
 KVT_REPLAY_HOLES = 1
 KVT_REPLAY_UNTIMED = 2
 KVT_ROW_PARENT = 1
@@ -115,12 +128,16 @@ KVT_STOP_END_TURN = 2
 KVT_STOP_LENGTH = 3
 KVT_STOP_TOOL_USE = 1
 KVT_STOP_UNKNOWN = 0
+KVT_STORE_CLEARED = 3
+KVT_STORE_REMOVED = 2
+KVT_STORE_STORED = 1
 KVT_SUBMIT_EACH = 1
 KVT_THREAD_NOTIFIER = 1
 KVT_THREAD_WORKER = 0
 KVT_TIER_DEVICE = 0
 KVT_TIER_DISK = 2
 KVT_TIER_HOST = 1
+KVT_TIER_NONE = 4294967295
 KVT_TIER_PINNED = 4
 KVT_TIER_REMOTE = 3
 KVT_TRACE_FLAT = 1
@@ -147,6 +164,10 @@ class kvt_buffer_p(Handle):
 
 class kvt_error_p(Handle):
     """kvt_error_t *"""
+
+
+class kvt_event_p(Handle):
+    """kvt_event_t *"""
 
 
 class kvt_namespace_p(Handle):
@@ -873,6 +894,61 @@ class kvt_layout_t(Sized):
     ]
 
 
+class kvt_range_t(ctypes.Structure):
+    _fields_ = [
+        ("first_token", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("state", ctypes.c_uint32),
+        ("tier", ctypes.c_uint32),
+        ("device_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+        ("disk_bytes", ctypes.c_uint64),
+        ("remote_bytes", ctypes.c_uint64),
+        ("pending_bytes", ctypes.c_uint64),
+        ("load_ns", ctypes.c_uint64),
+    ]
+
+
+class kvt_lookup_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("reusable_tokens", ctypes.c_uint64),
+        ("soon_tokens", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+        ("disk_bytes", ctypes.c_uint64),
+        ("remote_bytes", ctypes.c_uint64),
+        ("pending_bytes", ctypes.c_uint64),
+        ("load_ns", ctypes.c_uint64),
+    ]
+
+
+class kvt_prefill_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("alpha_ns", ctypes.c_double),
+        ("beta_ns", ctypes.c_double),
+        ("observed", ctypes.c_uint64),
+        ("fixed", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_store_event_t(ctypes.Structure):
+    _fields_ = [
+        ("number", ctypes.c_uint64),
+        ("at_ns", ctypes.c_uint64),
+        ("kind", ctypes.c_uint32),
+        ("tier", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("position", ctypes.c_uint32),
+        ("key", ctypes.c_uint8 * 32),
+        ("parent", ctypes.c_uint8 * 32),
+        ("space", ctypes.c_uint8 * 32),
+    ]
+
+
 class kvt_session_opts_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -925,6 +1001,54 @@ class kvt_move_t(Sized):
         ("stride_bytes", ctypes.c_uint64),
         ("level", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("ready", kvt_event_p),
+    ]
+
+
+class kvt_plan_terms_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("alpha_ns", ctypes.c_double),
+        ("beta_ns", ctypes.c_double),
+        ("priority", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_plan_segment_t(ctypes.Structure):
+    _fields_ = [
+        ("first_token", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("deed", ctypes.c_uint32),
+        ("tier", ctypes.c_uint32),
+        ("host_bytes", ctypes.c_uint64),
+        ("disk_bytes", ctypes.c_uint64),
+        ("remote_bytes", ctypes.c_uint64),
+        ("predicted_ns", ctypes.c_uint64),
+    ]
+
+
+class kvt_plan_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("tokens", ctypes.c_uint64),
+        ("resident_tokens", ctypes.c_uint64),
+        ("load_tokens", ctypes.c_uint64),
+        ("recompute_tokens", ctypes.c_uint64),
+        ("total_ns", ctypes.c_uint64),
+        ("load_ns", ctypes.c_uint64),
+        ("compute_ns", ctypes.c_uint64),
+        ("without_ns", ctypes.c_uint64),
+    ]
+
+
+class kvt_clear_report_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("gone_chunks", ctypes.c_uint64),
+        ("held_chunks", ctypes.c_uint64),
+        ("moving_chunks", ctypes.c_uint64),
     ]
 
 
@@ -972,17 +1096,40 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_error_free": (kvt_status_t, (ctypes.POINTER(kvt_error_p),)),
     "kvt_error_info": (kvt_status_t, (kvt_error_p, ctypes.POINTER(kvt_error_info_t),)),
     "kvt_error_message": (ctypes.c_char_p, (kvt_error_p,)),
+    "kvt_event_close": (kvt_status_t, (ctypes.POINTER(kvt_event_p),)),
+    "kvt_event_open": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_event_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_event_query": (kvt_status_t, (kvt_event_p, ctypes.POINTER(ctypes.c_uint32),)),
+    "kvt_event_signal": (kvt_status_t, (kvt_event_p,)),
     "kvt_feature_at": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_feature_t),)),
     "kvt_feature_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_feature_find": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_feature_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_log_set": (kvt_status_t, (ctypes.c_uint32, kvt_log_fn, ctypes.c_void_p, kvt_destroy_fn,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_clear": (kvt_status_t, (kvt_namespace_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_close": (kvt_status_t, (ctypes.POINTER(kvt_namespace_p),)),
+    "kvt_namespace_exists": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint8),)),
+    "kvt_namespace_fix_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_t),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_key": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),)),
+    "kvt_namespace_lookup": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint32),
+        ctypes.c_uint64, ctypes.POINTER(kvt_range_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_lookup_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_lookup_keys": (kvt_status_t, (kvt_namespace_p,
+        ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_range_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_lookup_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_observe_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.c_uint64,
+        ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_open": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_identity_t),
         ctypes.POINTER(kvt_layout_t), ctypes.c_uint64, ctypes.POINTER(kvt_namespace_p),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_t),)),
     "kvt_op_cancel": (kvt_status_t, (kvt_op_p,)),
     "kvt_op_error": (kvt_status_t, (kvt_op_p, ctypes.POINTER(kvt_error_p),)),
     "kvt_op_free": (kvt_status_t, (ctypes.POINTER(kvt_op_p),)),
@@ -1075,6 +1222,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_session_append": (kvt_status_t, (kvt_session_p, ctypes.POINTER(ctypes.c_uint32),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_session_close": (kvt_status_t, (ctypes.POINTER(kvt_session_p),)),
+    "kvt_session_drop": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_fork": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_opts_t),
         ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_get": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
@@ -1087,6 +1236,10 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_pin": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.c_uint32, ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_plan": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_plan_terms_t),
+        ctypes.POINTER(kvt_plan_segment_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_plan_t),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_session_prefetch": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
@@ -1095,6 +1248,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_truncate": (kvt_status_t, (kvt_session_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_unpin": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_spec_check": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
@@ -1102,6 +1257,9 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_status_str": (ctypes.c_char_p, (kvt_status_t,)),
     "kvt_store_close": (kvt_status_t, (ctypes.POINTER(kvt_store_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_store_events": (kvt_status_t, (kvt_store_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_store_event_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_store_metrics": (kvt_status_t, (kvt_store_p, ctypes.POINTER(ctypes.c_char),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_store_open": (kvt_status_t, (kvt_runtime_p, kvt_budget_p,

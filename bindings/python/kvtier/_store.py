@@ -13,6 +13,20 @@ from ._columns import Column, Columns
 from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._op import Op
+from ._plan import (
+    ClearReport,
+    Lookup,
+    Plan,
+    Prefill,
+    Range,
+    Segment,
+    StoreEvent,
+    StoreEvents,
+    all_rows,
+    key_bytes,
+    terms,
+    values,
+)
 from ._policy import STOP_UNKNOWN
 from ._pybuffer import Export
 from ._resource import Resource, byref, new_error
@@ -20,6 +34,7 @@ from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
 
 if TYPE_CHECKING:
     from ._budget import Budget
+    from ._event import Event
     from ._queue import Queue
     from ._runtime import Runtime
 
@@ -253,6 +268,28 @@ class Session(Resource):
         check_err(lib.kvt_session_pin(self._raw, u64(first_token), u64(tokens), u32(priority),
                                       until, byref(err)), err)
 
+    def unpin(self, first_token: int = 0, tokens: int = 0) -> None:
+        """Takes the pins of chunks away, whoever has set them; 0 tokens: to the end."""
+        err = new_error()
+        check_err(lib.kvt_session_unpin(self._raw, u64(first_token), u64(tokens), byref(err)),
+                  err)
+
+    def drop(self, first_token: int = 0, tokens: int = 0) -> ClearReport:
+        """Takes chunks away that nobody else holds; 0 tokens: to the end."""
+        report, err = _abi.kvt_clear_report_t(), new_error()
+        check_err(lib.kvt_session_drop(self._raw, u64(first_token), u64(tokens), byref(report),
+                                       byref(err)), err)
+        return ClearReport(*values(report, ClearReport))
+
+    def plan(self, *, overlap: bool = True, wait: bool = True, priority: int = PRIORITY_DEMAND,
+             cost: Optional[Tuple[float, float]] = None) -> Plan:
+        """The cheapest way to have all its tokens: what is loaded, what is computed.
+        `cost` is alpha_ns and beta_ns as in `Prefill`; else the namespace's counts."""
+        c, raw, plan = terms(overlap, wait, u32(priority), cost), self._raw, _abi.kvt_plan_t()
+        rows = all_rows(_abi.kvt_plan_segment_t, lambda rows, room, stride, count, err: (
+            lib.kvt_session_plan(raw, byref(c), rows, room, stride, count, byref(plan), err)))
+        return Plan([Segment(*values(row, Segment)) for row in rows], *values(plan, Plan))
+
     def hint(self, *, stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
              done: bool = False) -> None:
         """Tells the policies what is known of its future."""
@@ -271,44 +308,50 @@ class Session(Resource):
     def put(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
             first_token: int = 0, tokens: int = 0, first_layer: int = 0, level: int = LEVEL_RAM,
             queue: "Optional[Queue]" = None, tag: object = None,
-            timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
+            timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
+            ready: "Optional[Event]" = None) -> Op:
         """Stores the layers that there are views of; the result's value is how many
         tokens without a gap. The objects are held until the op is closed."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, False)
+        move, kept = _move(k, v, first_token, tokens, first_layer, False, ready)
         move.level = u32(level)
         return self._one(lib.kvt_session_put, move, kept, False, queue, tag, timeout, priority)
 
     def get(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
             first_token: int = 0, tokens: int = 0, first_layer: int = 0,
             queue: "Optional[Queue]" = None, tag: object = None,
-            timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
+            timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
+            ready: "Optional[Event]" = None) -> Op:
         """Loads; `NotFoundError` when something was missing (`info().value` says how
         many tokens came). The objects are held until the op is closed; dropped, it is
         cancelled."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, True)
+        move, kept = _move(k, v, first_token, tokens, first_layer, True, ready)
         return self._one(lib.kvt_session_get, move, kept, True, queue, tag, timeout, priority)
 
     def prefetch(self, *, first_token: int = 0, tokens: int = 0, first_layer: int = 0,
                  layers: int = 0, queue: "Optional[Queue]" = None, tag: object = None,
-                 timeout: Optional[float] = None, priority: int = PRIORITY_PREFETCH) -> Op:
+                 timeout: Optional[float] = None, priority: int = PRIORITY_PREFETCH,
+                 ready: "Optional[Event]" = None) -> Op:
         """Into memory, for a get to come. Dropped, it is cancelled."""
         move = _abi.kvt_move_t(first_token=u64(first_token), tokens=u64(tokens),
                                first_layer=u32(first_layer), layers=u32(layers))
+        _when(move, ready)
         return self._one(lib.kvt_session_prefetch, move, [], True, queue, tag, timeout, priority)
 
     def get_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
-                 timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> List[Op]:
+                 timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
+                 ready: "Optional[Event]" = None) -> List[Op]:
         """Likewise with an op a layer, so that the first can be used while others come."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, True)
+        move, kept = _move(k, v, first_token, tokens, first_layer, True, ready)
         return self._each(lib.kvt_session_get, move, kept, True, timeout, priority)
 
     def put_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
                  level: int = LEVEL_RAM, timeout: Optional[float] = None,
-                 priority: int = PRIORITY_DEMAND) -> List[Op]:
+                 priority: int = PRIORITY_DEMAND,
+                 ready: "Optional[Event]" = None) -> List[Op]:
         """Stores with an op a layer."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, False)
+        move, kept = _move(k, v, first_token, tokens, first_layer, False, ready)
         move.level = u32(level)
         return self._each(lib.kvt_session_put, move, kept, False, timeout, priority)
 
@@ -351,7 +394,8 @@ class Session(Resource):
 
 
 def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token: int,
-          tokens: int, first_layer: int, writable: bool) -> Tuple[Any, List[Any]]:
+          tokens: int, first_layer: int, writable: bool,
+          ready: "Optional[Event]") -> Tuple[Any, List[Any]]:
     kept: List[Any] = []
     if len(k) == 0 or (v is not None and len(v) != len(k)):
         raise _invalid(f"{len(k)} views of K and {len(v or [])} of V: one of each a layer")
@@ -361,7 +405,13 @@ def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token:
     if v is not None:
         move.v = _views(v, writable, kept)
     move.stride_bytes = ctypes.sizeof(_abi.kvt_view_t)
+    _when(move, ready)
     return move, kept
+
+
+def _when(move: Any, ready: "Optional[Event]") -> None:
+    if ready is not None:
+        move.ready = ready._raw.value
 
 
 def _session_opts(name: str, tenant: int, priority: Optional[int],
@@ -405,6 +455,58 @@ class Namespace(Resource):
         check_err(lib.kvt_session_open(self._raw, byref(opts), byref(handle), byref(err)), err)
         return Session(self, handle)
 
+    def lookup(self, tokens: Column) -> Lookup:
+        """How far a sequence could go on with what is there. Nothing is held."""
+        raw, found = self._raw, _abi.kvt_lookup_t()
+        with Columns() as columns:
+            pointer, length = columns.take("tokens", "u32", tokens)
+            rows = all_rows(_abi.kvt_range_t, lambda rows, room, stride, count, err: (
+                lib.kvt_namespace_lookup(raw, pointer, length, rows, room, stride, count,
+                                         byref(found), err)))
+        return Lookup([Range(*values(row, Range)) for row in rows], *values(found, Lookup))
+
+    def lookup_keys(self, keys: Any, tokens: int) -> Lookup:
+        """The same by the keys of its full chunks: `bytes`, 32 each, or a list of them."""
+        raw, found = self._raw, _abi.kvt_lookup_t()
+        data, length = key_bytes(keys)
+        rows = all_rows(_abi.kvt_range_t, lambda rows, room, stride, count, err: (
+            lib.kvt_namespace_lookup_keys(raw, data, length, u64(tokens), rows, room, stride,
+                                          count, byref(found), err)))
+        return Lookup([Range(*values(row, Range)) for row in rows], *values(found, Lookup))
+
+    def exists(self, keys: Any) -> bytes:
+        """A byte for each key: EXISTS_WHOLE, and `1 << TIER_*` for tiers with all of it."""
+        data, length = key_bytes(keys)
+        found = (ctypes.c_uint8 * length)()
+        check(lib.kvt_namespace_exists(self._raw, data, length, found))
+        return bytes(found)
+
+    def observe_prefill(self, context_tokens: int, tokens: int, ns: int) -> None:
+        """The engine took so long to compute tokens after a context; plans go by that."""
+        err = new_error()
+        check_err(lib.kvt_namespace_observe_prefill(self._raw, u64(context_tokens), u64(tokens),
+                                                    u64(ns), byref(err)), err)
+
+    def fix_prefill(self, cost: Optional[Tuple[float, float]]) -> None:
+        """Fixes what computing costs, alpha_ns and beta_ns; None: what is observed counts."""
+        err, c = new_error(), None
+        if cost is not None:
+            c = byref(_abi.kvt_prefill_t(alpha_ns=float(cost[0]), beta_ns=float(cost[1])))
+        check_err(lib.kvt_namespace_fix_prefill(self._raw, c, byref(err)), err)
+
+    def prefill(self) -> Prefill:
+        """What computing costs, as plans see it now."""
+        c = _abi.kvt_prefill_t()
+        check(lib.kvt_namespace_prefill(self._raw, byref(c)))
+        return Prefill(c.alpha_ns, c.beta_ns, c.observed, bool(c.fixed))
+
+    def clear(self, timeout: Optional[float] = None) -> ClearReport:
+        """Takes away what nobody holds, and waits until it is sure to stay away."""
+        end = deadline_after(self._store._runtime.now_ns(), timeout)
+        report, err = _abi.kvt_clear_report_t(), new_error()
+        check_err(lib.kvt_namespace_clear(self._raw, end, byref(report), byref(err)), err)
+        return ClearReport(*values(report, ClearReport))
+
     def close(self) -> None:
         """Closes it; its chunks and its sessions stay."""
         if self.closed:
@@ -443,6 +545,16 @@ class Store(Resource):
         check(lib.kvt_store_stats(self._raw, byref(stats)))
         names = [name for name, *_ in stats._fields_ if name != "struct_size"]
         return {name: int(getattr(stats, name)) for name in names}
+
+    def events(self, cursor: int = 0, most: int = 256) -> StoreEvents:
+        """What changed from a cursor on: 0 from the start, 2**64 - 1 what is to come."""
+        rows, at = (_abi.kvt_store_event_t * most)(), ctypes.c_uint64(u64(cursor))
+        count, missed = ctypes.c_uint64(), ctypes.c_uint64()
+        check(lib.kvt_store_events(self._raw, byref(at), rows, most,
+                                   ctypes.sizeof(_abi.kvt_store_event_t), byref(count),
+                                   byref(missed)))
+        events = [StoreEvent(*values(row, StoreEvent)) for row in rows[: count.value]]
+        return StoreEvents(events, missed.value, at.value)
 
     def metrics(self) -> str:
         """The same in the text format of Prometheus."""

@@ -160,6 +160,89 @@ def test_a_view_never_leads_out_of_its_object(runtime: kvtier.Runtime) -> None:
                 session.get([View(bytes(4096), RUN, HEADS), *k[1:]], v)
 
 
+def test_lookups_plans_and_what_changed(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
+        assert store.events() == ([], 0, 0)
+        later = store.events(2**64 - 1).cursor
+        with space.session() as session:
+            session.append(TOKENS[:8])
+            session.put(*plain(full(6))).result(10)
+            session.append(TOKENS[8:])
+            found = space.lookup(np.array(TOKENS, dtype=np.uint32))
+            assert (found.tokens, found.reusable_tokens, found.soon_tokens) == (16, 8, 8)
+            assert [(r.first_token, r.tokens, r.state, r.tier) for r in found.ranges] == [
+                (0, 8, kvtier.RANGE_HIT, kvtier.TIER_HOST),
+                (8, 8, kvtier.RANGE_MISS, kvtier.TIER_NONE)]
+            assert found.host_bytes == found.ranges[0].host_bytes > 0 and found.load_ns > 0
+
+            news = store.events(later)
+            assert [e.kind for e in news.events] == [kvtier.STORE_STORED] * 2
+            assert news.events[0].parent == news.events[0].namespace == space.key
+            assert news.events[1].parent == news.events[0].key and news.missed == 0
+            assert store.events(news.cursor).events == []
+            keys = [e.key for e in news.events]
+            assert space.exists([*keys, bytes(32)]) == bytes(
+                [kvtier.EXISTS_WHOLE | 1 << kvtier.TIER_HOST] * 2 + [0])
+            assert space.lookup_keys(b"".join(keys), 9).reusable_tokens == 8
+            with pytest.raises(kvtier.InvalidError):
+                space.exists(b"short")
+            with pytest.raises(kvtier.InvalidError, match="2 keys"):
+                space.lookup_keys(keys, 12)
+
+            plan = session.plan(cost=(0, 1e9))
+            assert [(s.deed, s.tokens) for s in plan.segments] == [
+                (kvtier.PLAN_LOAD, 8), (kvtier.PLAN_RECOMPUTE, 8)]
+            assert (plan.load_tokens, plan.recompute_tokens, plan.tokens) == (8, 8, 16)
+            assert plan.compute_ns == 8 * 10**9 and plan.without_ns == 16 * 10**9
+            space.fix_prefill((0.0, 0.0))
+            assert session.plan(overlap=False, wait=False).recompute_tokens == 16
+            assert space.prefill().fixed
+            space.fix_prefill(None)
+            space.observe_prefill(0, 100, 10**6)
+            assert space.prefill().observed == 1 and not space.prefill().fixed
+            with pytest.raises(kvtier.InvalidError):
+                session.plan(cost=(0, -1))
+
+            session.pin()
+            assert store.stats()["pins"] == 4
+            session.unpin(0, 4)
+            assert store.stats()["pins"] == 3
+            session.unpin()
+            assert session.drop(4).gone_chunks == 1
+            assert space.clear(10) == (0, 1, 0)
+        assert space.clear() == (1, 0, 0)
+        last = store.events(news.cursor).events[-1]
+        assert last.kind == kvtier.STORE_CLEARED and last.namespace == space.key
+
+
+def test_moves_wait_for_their_event(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space:
+        with space.session() as session, kvtier.Event() as ready:
+            session.append(TOKENS)
+            memory, back = np.zeros_like(full(7)), np.full_like(full(7), 0xA5)
+            op = session.put(*plain(memory), ready=ready)
+            memory[:] = full(7)
+            assert not ready.is_signalled and op.info().items_done == 0
+            ready.signal()
+            assert ready.is_signalled and op.result(10).value == 16
+            assert session.get(*plain(back), ready=ready).result(10).value == 16
+            assert same(memory, back)
+            back[:] = 0xA5
+            never = kvtier.Event()
+            ops = [session.get(*plain(back), ready=never), session.prefetch(ready=never),
+                   *session.get_each(*plain(back), ready=never)]
+            with pytest.raises(kvtier.TimeoutError):
+                session.get(*plain(back), ready=never, timeout=0.01).result(10)
+            del never
+            gc.collect()
+            for op in ops:
+                with pytest.raises(kvtier.CancelledError):
+                    op.result(10)
+            assert (back == 0xA5).all()
+        with pytest.raises(kvtier.ClosedError):
+            ready.signal()
+
+
 def test_mistakes_and_the_end(runtime: kvtier.Runtime, tmp_path: Path) -> None:
     with pytest.raises(kvtier.SpecError, match="host"):
         kvtier.Store(runtime, "store(hots=1GiB)")

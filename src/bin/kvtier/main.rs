@@ -1,6 +1,8 @@
 //! The command line tool.
 
 mod bench;
+mod config;
+mod control;
 mod demo;
 mod doctor;
 mod fsck;
@@ -9,6 +11,7 @@ mod sim;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 
@@ -45,7 +48,26 @@ enum Command {
         /// One JSON object a policy instead of a live view and a table
         #[arg(long)]
         json: bool,
+        /// A store's configuration, as `kvtier config` reads it; its directory must not exist
+        #[arg(long, value_name = "FILE", conflicts_with_all = ["policies", "workers"])]
+        config: Option<PathBuf>,
+        /// Open a control socket there: `kvtier top --socket PATH --once` and others look at it
+        #[arg(long, value_name = "PATH")]
+        control: Option<PathBuf>,
+        /// Have conversations come back for so many seconds more, before the table
+        #[arg(long, default_value_t = 0, value_name = "SECONDS")]
+        linger: u64,
     },
+    /// Print the spec string of a store's configuration, a TOML file (docs/control.md)
+    Config {
+        /// The file
+        file: PathBuf,
+        /// One JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    #[command(flatten)]
+    Control(control::Command),
     /// Check a disk tier's directory that nobody has open; 0 = clean, 1 = damaged, 2 = not usable
     Fsck {
         /// The directory
@@ -100,9 +122,12 @@ fn main() -> ExitCode {
             doctor::run(&path, json);
             Ok(())
         }
-        Command::Demo { sessions, workers, policies, json } => {
-            demo::run(&demo::Opts { sessions, workers, policies, json })
+        Command::Demo { sessions, workers, policies, json, config, control, linger } => {
+            let linger = Duration::from_secs(linger);
+            demo::run(&demo::Opts { sessions, workers, policies, json, config, control, linger })
         }
+        Command::Config { file, json } => config::run(&file, json),
+        Command::Control(command) => control::run(command),
         Command::Fsck { dir, json, read_only, most } => {
             return fsck::run(&dir, json, read_only, most);
         }

@@ -23,9 +23,13 @@ pub enum Scales {
 /// What was lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Quality {
+    /// Numbers that were coded.
+    pub count: u64,
     /// Largest difference.
     pub most: f64,
-    /// Sum of squares of the differences.
+    /// Sum of the differences.
+    pub sum: f64,
+    /// Sum of their squares.
     pub square: f64,
     /// Sum of squares of the numbers.
     pub all: f64,
@@ -38,9 +42,16 @@ impl Quality {
         if self.all > 0.0 { (self.square / self.all).sqrt() } else { 0.0 }
     }
 
+    /// The mean difference.
+    pub fn mean(&self) -> f64 {
+        if self.count > 0 { self.sum / self.count as f64 } else { 0.0 }
+    }
+
     /// Both together.
     pub fn join(&mut self, other: &Quality) {
+        self.count += other.count;
         self.most = self.most.max(other.most);
+        self.sum += other.sum;
         self.square += other.square;
         self.all += other.all;
     }
@@ -146,16 +157,18 @@ fn most_of(numbers: &[f32]) -> f32 {
     most.iter().fold(rest, |m, x| m.max(*x))
 }
 
-/// Codes a plane to the end of `out`, where there is room; none, and nothing
-/// written, if it cannot be coded.
-pub fn encode(shape: &Shape, raw: &[u8], out: &mut Vec<u8>) -> Option<Quality> {
+/// Codes a plane into the start of `out`; none if it cannot be coded, or
+/// [`coded_bytes`] do not fit. What was lost is measured: against what will be read.
+pub fn encode(shape: &Shape, raw: &[u8], out: &mut [u8]) -> Option<Quality> {
     let (row, rows) = extent(shape, raw.len())?;
+    let out = out.get_mut(..coded_bytes(shape, raw.len()))?;
     let mut scales = largest(shape, raw, row, rows)?;
-    for scale in &mut scales {
+    let (head, mut rest) = out.split_at_mut(4 * scales.len());
+    for (scale, bytes) in scales.iter_mut().zip(head.chunks_exact_mut(4)) {
         *scale /= 127.0;
-        out.extend_from_slice(&scale.to_le_bytes());
+        bytes.copy_from_slice(&scale.to_le_bytes());
     }
-    let (mut numbers, mut off, mut codes) = ([0f32; STRIDE], [0f32; STRIDE], [0u8; STRIDE]);
+    let (mut numbers, mut back, mut codes) = ([0f32; STRIDE], [0f32; STRIDE], [0u8; STRIDE]);
     let (mut shared, mut inverses) = ([0f32; STRIDE], [0f32; STRIDE]);
     let mut lost = Quality::default();
     for (token, line) in raw.chunks_exact(shape.row_bytes).enumerate() {
@@ -171,17 +184,33 @@ pub fn encode(shape: &Shape, raw: &[u8], out: &mut Vec<u8>) -> Option<Quality> {
             for i in 0..STRIDE {
                 let steps = (numbers[i] * inverses[i]).clamp(-127.0, 127.0) + ROUND;
                 codes[i] = steps.to_bits() as u8;
-                off[i] = (numbers[i] - (steps - ROUND) * shared[i]).abs();
+                back[i] = (steps - ROUND) * shared[i];
             }
-            out.extend_from_slice(&codes[..count]);
+            let (now, after) = std::mem::take(&mut rest).split_at_mut(count);
+            now.copy_from_slice(&codes[..count]);
+            rest = after;
+            round(shape.dtype, &mut back);
+            back.iter_mut().zip(&numbers).for_each(|(y, x)| *y = (x - *y).abs());
+            let off = &back[..count];
             lost.join(&Quality {
-                most: f64::from(most_of(&off[..count])),
-                square: sum_of(&off[..count], |x| x * x),
+                count: count as u64,
+                most: f64::from(most_of(off)),
+                sum: sum_of(off, |x| x),
+                square: sum_of(off, |x| x * x),
                 all: sum_of(&numbers[..count], |x| x * x),
             });
         }
     }
     Some(lost)
+}
+
+/// What numbers are once they were stored.
+fn round(dtype: Dtype, numbers: &mut [f32; STRIDE]) {
+    match dtype {
+        Dtype::F16 => numbers.iter_mut().for_each(|x| *x = from_f16(to_f16(*x))),
+        Dtype::Bf16 => numbers.iter_mut().for_each(|x| *x = from_bf16(to_bf16(*x))),
+        _ => {}
+    }
 }
 
 /// Some numbers into a row.
@@ -278,7 +307,7 @@ mod tests {
             }).collect();
             let raw = bytes(dtype, &plain);
             let shape = Shape { dtype, row_bytes: row * width(dtype), scales };
-            let mut coded = Vec::new();
+            let mut coded = vec![0xAA; coded_bytes(&shape, raw.len())];
             let lost = encode(&shape, &raw, &mut coded).unwrap();
             prop_assert_eq!(coded.len(), coded_bytes(&shape, raw.len()));
             let mut back = vec![0; raw.len()];
@@ -296,8 +325,13 @@ mod tests {
                 let allowed = most / 254.0 * 1.0001 + most * rounding + 2f64.powi(-25);
                 prop_assert!((before[i] - after[i]).abs() <= allowed, "{} {}", before[i], after[i]);
             }
-            let most = before.iter().fold(0f64, |m, x| m.max(x.abs()));
-            prop_assert!(lost.most <= most / 254.0 * 1.001 + 1e-30);
+            let off: Vec<f64> = before.iter().zip(&after).map(|(x, y)| (x - y).abs()).collect();
+            let most = off.iter().fold(0f64, |m, x| m.max(*x));
+            let sum: f64 = off.iter().sum();
+            prop_assert_eq!(lost.count as usize, before.len());
+            prop_assert!((lost.most - most).abs() <= most * 1e-5, "{} {most}", lost.most);
+            prop_assert!((lost.sum - sum).abs() <= sum * 1e-3, "{} {sum}", lost.sum);
+            prop_assert!(lost.mean() <= lost.most);
             prop_assert!(lost.relative() <= 0.05, "{}", lost.relative());
         }
     }
@@ -309,7 +343,8 @@ mod tests {
             (0..16).flat_map(|t| row.iter().map(move |x| x + t as f32 / 64.0)).collect();
         let off = |scales| {
             let shape = Shape { dtype: Dtype::F32, row_bytes: 256, scales };
-            let (raw, mut coded) = (bytes(Dtype::F32, &plain), Vec::new());
+            let raw = bytes(Dtype::F32, &plain);
+            let mut coded = vec![0; coded_bytes(&shape, raw.len())];
             encode(&shape, &raw, &mut coded).unwrap();
             let mut back = vec![0; raw.len()];
             decode(&shape, &coded, &mut back).unwrap();
@@ -329,13 +364,13 @@ mod tests {
     fn what_is_not_finite_has_no_code() {
         let shape = Shape { dtype: Dtype::F16, row_bytes: 8, scales: Scales::Token };
         for bad in [f32::NAN, f32::INFINITY] {
-            let (raw, mut out) = (bytes(Dtype::F16, &[1.0, bad, 2.0, 3.0]), vec![1, 2]);
-            assert!(encode(&shape, &raw, &mut out).is_none());
-            assert_eq!(out, [1, 2]);
+            let raw = bytes(Dtype::F16, &[1.0, bad, 2.0, 3.0]);
+            assert!(encode(&shape, &raw, &mut [0; 64]).is_none());
         }
         let zero = bytes(Dtype::F16, &[0.0; 4]);
-        let mut out = Vec::new();
-        assert_eq!(encode(&shape, &zero, &mut out).unwrap(), Quality::default());
+        let nothing = Quality { count: 4, ..Quality::default() };
+        assert_eq!(encode(&shape, &zero, &mut [0; 8]), Some(nothing));
+        assert_eq!(encode(&shape, &zero, &mut [0; 7]), None, "too little room");
         assert_eq!(coded_bytes(&shape, 9), 0, "no whole row");
     }
 }

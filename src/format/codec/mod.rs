@@ -6,9 +6,11 @@
 //! | 1 | `lz4` | nothing | everything; what does not get smaller is kept as it is |
 //! | 2 | `int8` | at most half a step of its scale | f32, f16 and bf16 planes of finite numbers |
 //!
-//! Whoever uses a lossy one must have it in the recipe of the namespace: KV that
-//! was changed is other KV.
+//! A plane that does not get shorter is kept as it is, whatever the codec. Whoever
+//! uses a lossy one must have it in the recipe of the namespace: KV that was changed
+//! is other KV.
 
+pub mod cell;
 pub mod float;
 pub mod int8;
 
@@ -64,48 +66,45 @@ impl Codec {
     }
 }
 
-/// Writes a plane to the end of `out`. The codec that was used: one that cannot
-/// do it, or gains nothing, gives way to none. With what was lost.
-pub fn encode(
-    codec: Codec,
-    shape: &Shape,
-    raw: &[u8],
-    out: &mut Vec<u8>,
-) -> Result<(Codec, Quality)> {
-    if raw.len() > MAX_PLANE_BYTES {
-        fail!(Limit, "a plane of {} bytes, the limit is {MAX_PLANE_BYTES}", raw.len());
+/// Bytes that [`encode`] must have at hand, more than it will use.
+pub fn room(codec: Codec, shape: &Shape, raw_bytes: usize) -> usize {
+    match codec {
+        Codec::None => raw_bytes,
+        Codec::Lz4 => lz4_flex::block::get_maximum_output_size(raw_bytes),
+        Codec::Int8 => int8::coded_bytes(shape, raw_bytes).max(raw_bytes),
     }
-    let start = out.len();
-    let room = lz4_flex::block::get_maximum_output_size(raw.len())
-        .max(int8::coded_bytes(shape, raw.len()));
-    if out.try_reserve(room).is_err() {
-        fail!(NoMem, "no memory for {room} bytes of a coded plane");
+}
+
+/// Writes a plane into the start of `out`: how many bytes, and what was lost. One
+/// that the codec cannot do, or that does not get shorter, is written as it is: so
+/// its length says whether it is coded. None = there is too little room.
+pub fn encode(codec: Codec, shape: &Shape, raw: &[u8], out: &mut [u8]) -> Option<(usize, Quality)> {
+    if raw.len() > MAX_PLANE_BYTES || out.len() < room(codec, shape, raw.len()) {
+        return None;
     }
-    let lost = match codec {
+    let coded = match codec {
         Codec::None => None,
         Codec::Lz4 => {
-            out.resize(start + room, 0);
-            let coded = lz4_flex::block::compress_into(raw, &mut out[start..]).ok();
-            out.truncate(start + coded.unwrap_or(0));
-            coded.map(|_| Quality::default())
+            lz4_flex::block::compress_into(raw, out).ok().map(|n| (n, Quality::default()))
         }
-        Codec::Int8 => int8::encode(shape, raw, out),
+        Codec::Int8 if int8::coded_bytes(shape, raw.len()) < raw.len() => {
+            let coded = int8::coded_bytes(shape, raw.len());
+            int8::encode(shape, raw, out).map(|lost| (coded, lost))
+        }
+        Codec::Int8 => None,
     };
-    match lost {
-        Some(lost) if out.len() - start < raw.len() => Ok((codec, lost)),
-        _ => {
-            out.truncate(start);
-            out.extend_from_slice(raw);
-            Ok((Codec::None, Quality::default()))
-        }
+    if let Some((bytes, lost)) = coded.filter(|&(bytes, _)| bytes < raw.len()) {
+        return Some((bytes, lost));
     }
+    out.get_mut(..raw.len())?.copy_from_slice(raw);
+    Some((raw.len(), Quality::default()))
 }
 
 /// Reads a plane back: `out` is as long as it was. The bytes come from a file:
 /// what does not fit is an error.
 pub fn decode(codec: Codec, shape: &Shape, coded: &[u8], out: &mut [u8]) -> Result<()> {
     match codec {
-        Codec::None if coded.len() == out.len() => out.copy_from_slice(coded),
+        _ if coded.len() == out.len() => out.copy_from_slice(coded),
         Codec::Lz4 => match lz4_flex::block::decompress_into(coded, out) {
             Ok(bytes) if bytes == out.len() => {}
             _ => fail!(Corrupt, "{} bytes of lz4 do not give {}", coded.len(), out.len()),
@@ -132,13 +131,14 @@ mod tests {
         fn lossless_codecs_give_back_what_they_got(
             bytes in proptest::collection::vec(0u8..4, 0..4000), lz4 in any::<bool>(),
         ) {
-            let wanted = if lz4 { Codec::Lz4 } else { Codec::None };
-            let (mut coded, shape) = (vec![7], shape(Dtype::Bytes, 1));
-            let (codec, lost) = encode(wanted, &shape, &bytes, &mut coded).unwrap();
-            prop_assert!(coded.len() <= 1 + bytes.len());
+            let codec = if lz4 { Codec::Lz4 } else { Codec::None };
+            let shape = shape(Dtype::Bytes, 1);
+            let mut out = vec![7; room(codec, &shape, bytes.len())];
+            let (used, lost) = encode(codec, &shape, &bytes, &mut out).unwrap();
+            prop_assert!(used <= bytes.len());
             prop_assert_eq!(lost, Quality::default());
             let mut back = vec![0xAA; bytes.len()];
-            decode(codec, &shape, &coded[1..], &mut back).unwrap();
+            decode(codec, &shape, &out[..used], &mut back).unwrap();
             prop_assert_eq!(back, bytes);
         }
 
@@ -161,12 +161,17 @@ mod tests {
             (state >> 56) as u8
         };
         let noise: Vec<u8> = (0..4096).map(|_| random()).collect();
-        let mut out = Vec::new();
-        let (codec, _) = encode(Codec::Lz4, &shape(Dtype::Bytes, 1), &noise, &mut out).unwrap();
-        assert_eq!((codec, out == noise), (Codec::None, true));
-        out.clear();
-        let (codec, _) = encode(Codec::Int8, &shape(Dtype::I8, 64), &noise, &mut out).unwrap();
-        assert_eq!((codec, out == noise), (Codec::None, true));
+        for (codec, shape) in
+            [(Codec::Lz4, shape(Dtype::Bytes, 1)), (Codec::Int8, shape(Dtype::I8, 64))]
+        {
+            let mut out = vec![0; room(codec, &shape, noise.len())];
+            let (used, lost) = encode(codec, &shape, &noise, &mut out).unwrap();
+            assert!(out[..used] == noise && lost == Quality::default(), "{}", codec.name());
+            let mut back = vec![0; noise.len()];
+            decode(codec, &shape, &out[..used], &mut back).unwrap();
+            assert!(back == noise);
+            assert!(encode(codec, &shape, &noise, &mut out[..used - 1]).is_none(), "no room");
+        }
     }
 
     #[test]

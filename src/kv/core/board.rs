@@ -3,10 +3,14 @@
 
 use crate::base::status::Result;
 use crate::base::zeroed::Zeroed;
+use crate::format::codec;
+use crate::format::codec::int8::Scales;
 use crate::format::keys::{Fingerprint, Key};
 use crate::format::record;
 use crate::format::seal::{Identity, PLANE_K, PLANE_STATE, PLANE_V};
-use crate::meta::chunks::{Cell, Chunks, Shape};
+use crate::format::segment::BLOCK_BYTES;
+use crate::meta::chunks::{Cell, Chunks, Coded, Shape};
+use crate::meta::dtype::Dtype;
 use crate::meta::index::Slot;
 use crate::meta::layout::{Layout, Planes, Rule};
 
@@ -24,6 +28,8 @@ pub mod note {
     pub const LEAVES: u8 = 16;
     /// The policy of the last tier was told that it is in use.
     pub const HELD: u8 = 32;
+    /// It was found on disk, and not all of that was read yet: it may be damaged.
+    pub const UNREAD: u8 = 64;
 }
 
 /// Chunks of one layout.
@@ -86,6 +92,32 @@ impl Board {
         }
     }
 
+    /// What the planes of a layer's cells are to a codec. States have no rows of tokens:
+    /// no codec that knows numbers codes them.
+    pub fn shapes(&self, layer: usize) -> [codec::Shape; 2] {
+        let shape = |dtype, row_bytes: u64, scales| codec::Shape {
+            dtype,
+            row_bytes: row_bytes as usize,
+            scales,
+        };
+        let bytes = shape(Dtype::Bytes, 1, Scales::Token);
+        match self.layout.group(layer) {
+            Some(group) if group.rule != Rule::State => [
+                shape(group.dtype, group.k_bytes, Scales::Channel),
+                shape(group.dtype, group.v_bytes, Scales::Token),
+            ],
+            _ => [bytes; 2],
+        }
+    }
+
+    /// Bytes that a cell has on disk; of a coded one those of its blocks.
+    pub fn disk_bytes(&self, cell: Cell, coded: Coded) -> u64 {
+        match coded.blocks() {
+            Some(blocks) => blocks * BLOCK_BYTES as u64,
+            None => self.planes(cell).bytes(),
+        }
+    }
+
     /// The kinds and lengths of a cell's planes, in their order.
     pub fn stored_planes(&self, cell: Cell) -> impl Iterator<Item = (u16, u64)> {
         let is_state = self.layout.group(cell.layer).is_some_and(|g| g.rule == Rule::State);
@@ -116,14 +148,14 @@ impl Board {
         }
     }
 
-    /// What a cell must be when it is read.
-    pub fn identity_of(&self, cell: Cell) -> Identity {
+    /// What a cell that is coded like this must be when it is read.
+    pub fn identity_of(&self, cell: Cell, coded: Coded) -> Identity {
         Identity {
             key: self.chunks.key(cell.chunk).copied().unwrap_or_default(),
             fingerprint: self.fingerprint,
             layer: cell.layer as u32,
             valid_tokens: self.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens()),
-            codec: 0,
+            codec: coded.codec(),
         }
     }
 }

@@ -96,11 +96,11 @@ impl Core {
             for layer in 0..board.layout.layers() {
                 let cell = Cell { chunk: slot, layer };
                 let place = board.chunks.place(cell, Tier::Disk);
-                let Ok(Some(Where::Disk { spot, seal })) = place else { continue };
+                let Ok(Some(Where::Disk { spot, seal, coded })) = place else { continue };
                 let planes = board.stored_planes(cell).count() as u16;
-                let stored_bytes = board.planes(cell).bytes() as u32;
-                let layer = layer as u32;
-                page.cells.push(Place { spot, seal, stored_bytes, layer, codec: 0, planes });
+                let stored_bytes = board.disk_bytes(cell, coded) as u32;
+                let (layer, codec) = (layer as u32, coded.codec());
+                page.cells.push(Place { spot, seal, stored_bytes, layer, codec, planes });
             }
             let cells = page.cells.len() - before;
             if cells > 0 {

@@ -6,7 +6,7 @@ use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
 use crate::kv::core::Core;
 use crate::kv::core::board::note;
-use crate::meta::chunks::Cell;
+use crate::meta::chunks::{Cell, Place};
 
 impl Core {
     /// What is not at rest, in words.
@@ -66,10 +66,9 @@ impl Core {
         for slot in board.chunks.slots() {
             for layer in 0..board.layout.layers() {
                 let cell = Cell { chunk: slot, layer };
-                let bytes = board.planes(cell).bytes();
                 pieces += u64::from(board.chunks.place(cell, Tier::Host)?.is_some());
-                if board.chunks.place(cell, Tier::Disk)?.is_some() {
-                    blocks += bytes.div_ceil(BLOCK_BYTES as u64);
+                if let Some(Place::Disk { coded, .. }) = board.chunks.place(cell, Tier::Disk)? {
+                    blocks += board.disk_bytes(cell, coded).div_ceil(BLOCK_BYTES as u64);
                 }
             }
             let Some(row) = board.chunks.chunk(slot) else { continue };

@@ -1,5 +1,8 @@
 //! What a store is to be like, and what it counts.
 
+use crate::format::codec::Codec;
+use crate::format::codec::int8::Quality;
+
 /// When what is in memory is written to disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
@@ -24,6 +27,9 @@ pub struct Config {
     pub write: Write,
     /// What may go to disk.
     pub admission: String,
+    /// What cells are coded with on disk where the namespace's recipe does not say; it
+    /// loses nothing.
+    pub codec: Codec,
     /// The share of a tier at which room is made ahead of need.
     pub high: f64,
     /// The share at which that ends.
@@ -52,6 +58,7 @@ impl Default for Config {
             disk_policy: "lru".into(),
             write: Write::Back,
             admission: "all".into(),
+            codec: Codec::None,
             high: 0.97,
             low: 0.92,
             max_chunks: 1 << 20,
@@ -66,7 +73,7 @@ impl Default for Config {
 }
 
 /// What is counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Counters {
     /// Moves begun, by deed.
     pub moves: [u64; 3],
@@ -84,8 +91,16 @@ pub struct Counters {
     pub corrupt: u64,
     /// Cells written to disk.
     pub written: u64,
-    /// Bytes written to disk.
+    /// Their bytes, as they are in memory.
     pub written_bytes: u64,
+    /// Of those, cells that were coded.
+    pub coded: u64,
+    /// Their bytes, as they are in memory.
+    pub coded_raw_bytes: u64,
+    /// Their bytes on disk.
+    pub coded_bytes: u64,
+    /// What lossy codecs have lost.
+    pub lost: Quality,
     /// Bytes loaded from disk.
     pub loaded_bytes: u64,
     /// Chunks that left memory and are on disk.

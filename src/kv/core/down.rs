@@ -4,12 +4,15 @@ use std::collections::BTreeSet;
 
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
+use crate::format::codec::Codec;
+use crate::format::codec::int8::Quality;
+use crate::format::record::blocks_of;
 use crate::kv::core::board::note;
 use crate::kv::core::moves::Level;
-use crate::kv::core::work::{SyncBatch, WriteBatch};
+use crate::kv::core::work::{Coding, SyncBatch, WriteBatch};
 use crate::kv::core::{At, Core, Write};
 use crate::kv::events::Kind;
-use crate::meta::chunks::{Arrival, Begin, Cell, Gone, Place};
+use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, Place};
 use crate::tier::disk::{Mark, PutPlane, Spot};
 use crate::tier::host::Piece;
 
@@ -39,8 +42,14 @@ impl Core {
         if level == Level::Ram && self.config.write != Write::Through || self.disk.is_none() {
             return;
         }
+        let one = &self.moves[number];
+        let layers = self.boards[board as usize].layout.layers();
+        let all_read = level > Level::Ram && one.spec.layers == layers && one.is_sound();
         for i in 0..self.moves[number].spec.slots.len() {
             let at = At { board, slot: self.moves[number].spec.slots[i] };
+            if all_read {
+                self.boards[board as usize].clear(at.slot, note::UNREAD);
+            }
             if self.only_in_host(at) == 0 && !self.is_writing(at) {
                 continue;
             }
@@ -121,7 +130,7 @@ impl Core {
     /// Adds what a chunk has in memory only to a batch; how much that is. The chunk
     /// is held until the batch is done.
     fn add_records(&mut self, at: At, batch: &mut WriteBatch) -> u64 {
-        let record = self.record_of(at);
+        let (record, codec, lost) = (self.record_of(at), self.codec_of(at), Quality::default());
         let rows = &mut self.boards[at.board as usize];
         let (mut all, mut bytes, mut cells) = (0, u64::MAX, usize::MAX);
         for layer in 0..rows.layout.layers() {
@@ -143,6 +152,7 @@ impl Core {
                 (bytes, cells) = (0, 0);
             }
             batch.puts.cell(layer as u32, 0, 0, true);
+            batch.codings.push(Coding { codec, shapes: rows.shapes(layer), lost });
             let mut offset = 0;
             for (kind, plane_bytes) in rows.stored_planes(cell) {
                 let address = address.wrapping_add(offset as usize).cast_const();
@@ -159,13 +169,22 @@ impl Core {
 
     pub(super) fn done_writes(&mut self, batch: &WriteBatch) {
         let mut written: Vec<Written> = Vec::new();
+        let mut codings = batch.codings.iter();
         self.upkeep.records += batch.puts.len() as u64;
         for (at, (put, cells)) in batch.chunks.iter().zip(batch.puts.iter()) {
             if written.last().is_none_or(|last| last.at != *at) {
                 written.push(Written { at: *at, marks: Vec::new(), error: None });
             }
-            for cell in cells {
-                let place = Place::Disk { spot: cell.spot.0, seal: cell.seal };
+            for (cell, coding) in cells.iter().zip(codings.by_ref()) {
+                let coded = Coded::new(cell.codec, blocks_of(cell.stored_bytes()));
+                let coded = coded.unwrap_or(Coded::PLAIN);
+                let place = Place::Disk { spot: cell.spot.0, seal: cell.seal, coded };
+                if put.result.is_ok() && coded != Coded::PLAIN {
+                    self.counters.coded += 1;
+                    self.counters.coded_raw_bytes += cell.raw_bytes;
+                    self.counters.coded_bytes += cell.stored_bytes();
+                    self.counters.lost.join(&coding.lost);
+                }
                 let which = Cell { chunk: at.slot, layer: cell.layer as usize };
                 self.end_writing(*at, which, put.result.is_ok().then_some(place));
             }
@@ -224,6 +243,14 @@ impl Core {
     pub(super) fn let_go_after(&mut self, at: At, act: impl FnOnce(&mut Core)) {
         act(self);
         self.let_go(at.board, at.slot);
+    }
+
+    /// What cells of a chunk are to be coded with: as the recipe of its namespace says,
+    /// or the store.
+    fn codec_of(&self, at: At) -> Codec {
+        let row = self.boards[at.board as usize].chunks.chunk(at.slot);
+        let space = row.and_then(|row| self.spaces.get(row.namespace() as usize));
+        space.and_then(|space| space.codec).unwrap_or(self.config.codec)
     }
 
     /// Whether a batch that has cells of a chunk is under way.

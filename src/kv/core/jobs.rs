@@ -2,9 +2,12 @@
 
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
-use crate::kv::core::moves::Deed;
-use crate::kv::core::work::{CopyBatch, CopyItem, ReadBatch};
-use crate::kv::core::{At, Core};
+use crate::format::codec::Codec;
+use crate::kv::core::board::note;
+use crate::kv::core::debt::owner_of;
+use crate::kv::core::moves::{Deed, Level};
+use crate::kv::core::work::{CopyBatch, CopyItem, Decoding, ReadBatch};
+use crate::kv::core::{At, Board, Core};
 use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
 use crate::meta::layout::Rule;
 use crate::tier::disk::{GetPlane, Spot};
@@ -75,6 +78,14 @@ impl Core {
 
     fn route_put(&mut self, id: u32, board: u32, cell: Cell, marks: Marks) {
         if marks.there() != 0 {
+            // A crash may have left a record whose bytes never came: before it is said to be
+            // on disk it is read.
+            let level = self.moves[self.jobs[id].number].spec.level;
+            let is_above = marks.there() & HOST != 0;
+            let is_known = level == Level::Ram || is_above;
+            if !is_known && self.boards[board as usize].has(cell.chunk, note::UNREAD) {
+                return self.bring_up(id, board, cell, marks);
+            }
             self.counters.known += 1;
             return self.end_job(id, 0, None);
         }
@@ -116,12 +127,17 @@ impl Core {
                 Err(error) => self.end_job(id, 0, Some(error)),
             };
         }
-        if marks.arriving() & HOST != 0 || marks.leaving() & HOST != 0 {
-            return self.wait_for_cell(id, board, cell);
-        }
-        if marks.there() & DISK == 0 {
+        if marks.there() & DISK == 0 && (marks.arriving() | marks.leaving()) & HOST == 0 {
             self.counters.misses += 1;
             return self.end_job(id, 0, Some(Status::NotFound.into()));
+        }
+        self.bring_up(id, board, cell, marks);
+    }
+
+    /// Has a cell that is not in memory read from disk.
+    fn bring_up(&mut self, id: u32, board: u32, cell: Cell, marks: Marks) {
+        if (marks.arriving() | marks.leaving()) & HOST != 0 {
+            return self.wait_for_cell(id, board, cell);
         }
         let Some(piece) = self.get_memory(id, board, cell) else { return };
         match self.boards[board as usize].chunks.begin_copy(cell, Tier::Disk, Tier::Host) {
@@ -156,6 +172,7 @@ impl Core {
 
     /// Something has become of a cell: whoever waits for it looks again.
     pub(super) fn wake(&mut self, board: u32, cell: Cell) {
+        self.debt.changed();
         if self.waiting.is_empty() {
             return;
         }
@@ -170,7 +187,9 @@ impl Core {
         let bytes = self.boards[board as usize].planes(cell).bytes();
         // Who came first is served first: a large cell is not passed by small ones.
         let is_first = self.hungry.is_empty() || self.served == Some(id);
-        if let Some(piece) = is_first.then(|| self.host.alloc(bytes).ok()).flatten() {
+        if let Some(piece) =
+            is_first.then(|| self.host.alloc_for(bytes, owner_of(board, cell)).ok()).flatten()
+        {
             self.refusals = 0;
             return Some(piece);
         }
@@ -360,18 +379,12 @@ impl Core {
             // What was begun stays where it is: it is being read.
             let place = rows.chunks.place(cell, Tier::Disk);
             let address = piece.and_then(|piece| self.host.address(piece).ok());
-            let (Ok(Some(Place::Disk { spot, seal })), Some(address)) = (place, address) else {
+            let (Ok(Some(place)), Some(address)) = (place, address) else {
                 log::error!("a cell to be read has no place");
                 continue;
             };
-            batch.gets.cell(Spot(spot), rows.identity_of(cell), seal, true);
-            let mut offset = 0;
-            for (kind, plane_bytes) in rows.stored_planes(cell) {
-                let address = address.wrapping_add(offset as usize);
-                batch.gets.plane(GetPlane { kind, id: 0, version: 0, bytes: plane_bytes, address });
-                offset += plane_bytes;
-            }
-            bytes += offset;
+            add_read(rows, cell, place, address, &mut batch);
+            bytes += rows.planes(cell).bytes();
             batch.jobs.push(id);
         }
         (!batch.jobs.is_empty()).then_some(batch)
@@ -441,6 +454,36 @@ impl Core {
             }
         }
         self.wake(board, cell);
+    }
+}
+
+/// Adds the read of a cell to a batch: into its memory, or, if it is coded, into
+/// memory that the hands have for that.
+fn add_read(rows: &Board, cell: Cell, place: Place, address: *mut u8, batch: &mut ReadBatch) {
+    let Place::Disk { spot, seal, coded } = place else { return };
+    let (spot, who) = (Spot(spot), rows.identity_of(cell, coded));
+    let (id, version) = (0, 0);
+    match coded.blocks() {
+        None => batch.gets.cell(spot, who, seal, true),
+        Some(blocks) => {
+            batch.decodings.push(Decoding {
+                get: batch.gets.len(),
+                codec: Codec::from_code(coded.codec() as u8).unwrap_or_default(),
+                shapes: rows.shapes(cell.layer),
+                planes: rows.planes(cell),
+                address,
+            });
+            batch.gets.coded(spot, who, seal, blocks as u32);
+        }
+    }
+    let mut offset = 0;
+    for (kind, plane_bytes) in rows.stored_planes(cell) {
+        let (address, bytes) = match coded.blocks() {
+            None => (address.wrapping_add(offset as usize), plane_bytes),
+            Some(_) => (std::ptr::null_mut(), 0),
+        };
+        batch.gets.plane(GetPlane { kind, id, version, bytes, address });
+        offset += plane_bytes;
     }
 }
 

@@ -100,6 +100,26 @@ impl Core {
         Ok(&self.scratch.look)
     }
 
+    /// For each key, the tiers that have every cell of that chunk of a namespace (bit 0
+    /// the device), and [`WHOLE`](crate::meta::chunks::WHOLE) if every cell is in some.
+    pub fn exists(&self, space: u32, keys: &[Key], found: &mut [u8]) -> Result<()> {
+        const GROUP: usize = 64;
+        let chunks = &self.home_of(space)?.1.chunks;
+        let mut slots = [NONE; GROUP];
+        for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
+            let slots = &mut slots[..keys.len()];
+            chunks.find_many(keys, slots);
+            for (found, &slot) in found.iter_mut().zip(&*slots) {
+                // Keys may be anyone's.
+                let is_it = chunks
+                    .chunk(slot)
+                    .is_some_and(|row| row.namespace() == space && row.owner().is_none());
+                *found = if is_it { chunks.tiers_of(slot) } else { 0 };
+            }
+        }
+        Ok(())
+    }
+
     /// Looks at the path of a session: with what others have stored since.
     pub fn look_session(&mut self, session: u32) -> Result<&Look> {
         let (space, tokens, reach) = self.find_path(session)?;

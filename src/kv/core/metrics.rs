@@ -18,6 +18,7 @@ impl Core {
         let mut out = Exposition::default();
         let report = self.report();
         counters(&mut out, &report.counters);
+        losses(&mut out, &report.counters);
         tiers(&mut out, &report);
         wear(&mut out, &report);
         numbers(&mut out, &report);
@@ -57,6 +58,10 @@ fn counters(out: &mut Exposition, all: &Counters) {
         ("cells_corrupt", all.corrupt, "Cells whose bytes were wrong, and that became misses."),
         ("cells_written", all.written, "Cells written to disk."),
         ("written_bytes", all.written_bytes, "Bytes of cells written to disk."),
+        ("coded_cells", all.coded, "Of those, cells that were coded."),
+        ("coded_raw_bytes", all.coded_raw_bytes, "Bytes of these before they were coded."),
+        ("coded_bytes", all.coded_bytes, "Bytes of these on disk."),
+        ("lossy_numbers", all.lost.count, "Numbers written by a codec that loses something."),
         ("loaded_bytes", all.loaded_bytes, "Bytes of cells loaded from disk."),
         ("chunks_demoted", all.demoted, "Chunks that left memory and are on disk."),
         ("chunks_dropped", all.dropped, "Chunks that left memory and are gone."),
@@ -69,6 +74,18 @@ fn counters(out: &mut Exposition, all: &Counters) {
     for (name, value, help) in plain {
         let name = format!("kvtier_{name}_total");
         family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+}
+
+/// What lossy codecs have lost in all that was written.
+fn losses(out: &mut Exposition, all: &Counters) {
+    let values = [
+        ("max", all.lost.most, "Largest error of a number that a lossy codec has written."),
+        ("mean", all.lost.mean(), "Mean error of the numbers that lossy codecs have written."),
+        ("relative", all.lost.relative(), "Root of the mean square of these errors, in parts of that of the numbers."),
+    ];
+    for (name, value, help) in values {
+        family(out, &format!("kvtier_lossy_error_{name}"), Kind::Gauge, help, &[(&[], value)]);
     }
 }
 
@@ -107,6 +124,9 @@ fn wear(out: &mut Exposition, all: &Report) {
         let name = format!("kvtier_disk_{name}_total");
         family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
     }
+    let help = "Memory in which cells are coded.";
+    let scratch = stats.scratch_bytes as f64;
+    family(out, "kvtier_scratch_bytes", Kind::Gauge, help, &[(&[], scratch)]);
     let help = "Bytes that cleaning the disk would free.";
     let dead = all.disk.dead_bytes as f64;
     family(out, "kvtier_disk_dead_bytes", Kind::Gauge, help, &[(&[], dead)]);

@@ -7,7 +7,9 @@
 pub mod board;
 pub mod books;
 mod check;
+pub mod clear;
 mod config;
+mod debt;
 mod down;
 pub mod gauge;
 mod jobs;
@@ -19,11 +21,14 @@ mod recover;
 mod room;
 mod session;
 pub mod shelf;
+pub mod sight;
 mod speeds;
 pub mod table;
 pub mod tenants;
+pub mod trial;
 mod upkeep;
 pub mod views;
+mod wait;
 pub mod work;
 
 pub use board::Board;
@@ -41,6 +46,7 @@ use crate::base::memory::Wish;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::format::codec::Codec;
 use crate::format::keys::Key;
 use crate::format::record;
 use crate::kv::admission::Admission;
@@ -90,6 +96,8 @@ pub struct Space {
     pub holes: bool,
     /// The board of its layout.
     pub board: u32,
+    /// What its cells are coded with on disk, if its recipe says so.
+    pub codec: Option<Codec>,
     /// Handles that are open.
     pub handles: u32,
 }
@@ -145,12 +153,15 @@ pub struct Core {
     /// Sessions opened so far.
     names: u64,
     upkeep: upkeep::Upkeep,
+    debt: debt::Debt,
     /// Batches under way, by kind.
     pub(super) under_way: [u32; work::KINDS],
     speeds: speeds::Speeds,
     tenants: tenants::Tenants,
     scratch: look::Scratch,
     drafts: plans::Drafts,
+    waits: wait::Waits,
+    turns: clear::Turns,
     finished: Vec<Finished>,
     /// What is counted.
     pub counters: Counters,
@@ -165,12 +176,7 @@ impl Core {
         account: Option<Arc<Account>>,
         disk: Option<Arc<DiskTier>>,
     ) -> Result<Core> {
-        if !(0.0..=1.0).contains(&config.high) || !(0.0..=config.high).contains(&config.low) {
-            fail!(Invalid, "watermarks {} and {}: 0 <= low <= high <= 1", config.low, config.high);
-        }
-        if config.batch_cells == 0 || config.max_sessions == 0 || config.max_jobs == 0 {
-            fail!(Invalid, "batches, sessions and jobs cannot be limited to none");
-        }
+        check_config(&config)?;
         let segment_bytes = (config.host_bytes / 16).clamp(64 << 10, 32 << 20);
         let max_segments = (config.host_bytes / segment_bytes).clamp(1, 1 << 16) as u32;
         let opts = HostOpts { segment_bytes, max_segments, huge: Wish::Try };
@@ -218,11 +224,14 @@ impl Core {
             ends: BTreeSet::new(),
             names: 0,
             upkeep: upkeep::Upkeep::default(),
+            debt: debt::Debt::default(),
             under_way: [0; work::KINDS],
             speeds: speeds::Speeds::default(),
             tenants: tenants::Tenants::default(),
             scratch: look::Scratch::default(),
             drafts: plans::Drafts::default(),
+            waits: wait::Waits::default(),
+            turns: clear::Turns::default(),
             finished: Vec::new(),
             counters: Counters::default(),
             events: Events::new(config.events)?,
@@ -279,8 +288,17 @@ impl Core {
         };
         let (key, holes, board) = (opts.key, opts.holes, board as u32);
         self.by_key.insert(key, self.spaces.len() as u32);
-        self.spaces.push(Space { key, holes, board, handles: 0 });
+        self.spaces.push(Space { key, holes, board, codec: None, handles: 0 });
         Ok(self.spaces.len() as u32 - 1)
+    }
+
+    /// Says what the recipe of a namespace says of how its cells are kept on disk. None:
+    /// as the store keeps them. A lossy codec changes KV: who has another recipe has
+    /// another namespace.
+    pub fn set_codec(&mut self, space: u32, codec: Option<Codec>) {
+        if let Some(space) = self.spaces.get_mut(space as usize) {
+            space.codec = codec;
+        }
     }
 
     /// The number of a namespace.
@@ -331,7 +349,7 @@ impl Core {
             debug_assert!(turn < 1 << 22, "a store that never settles: {}", self.what_waits());
             if let Some(job) = self.woken.pop() {
                 self.route(job);
-            } else if !self.feed() && !self.feed_hungry() && !self.make_room() {
+            } else if !self.feed() && !self.feed_hungry() && !self.make_room() && !self.pay() {
                 break;
             }
         }
@@ -345,8 +363,8 @@ impl Core {
                     log::error!("a piece of memory was not in use: {error}");
                 }
             }
-            Place::Disk { spot, .. } => {
-                let bytes = self.boards[board as usize].planes(cell).bytes();
+            Place::Disk { spot, coded, .. } => {
+                let bytes = self.boards[board as usize].disk_bytes(cell, coded);
                 if let Some(disk) = &self.disk {
                     disk.drop_cells([(Spot(spot), bytes)]);
                     self.upkeep.dropped(Spot(spot), bytes);
@@ -360,6 +378,7 @@ impl Core {
     pub(super) fn let_go(&mut self, board: u32, slot: Slot) {
         let may_leave = self.boards[board as usize].chunks.release(slot);
         debug_assert!(may_leave.is_ok(), "{may_leave:?}");
+        self.debt.released();
         self.note_held(board, slot);
         self.tidy(board, slot);
     }
@@ -450,4 +469,14 @@ impl Core {
             Some(At { board: at as u32, slot })
         })
     }
+}
+
+fn check_config(config: &Config) -> Result<()> {
+    if !(0.0..=1.0).contains(&config.high) || !(0.0..=config.high).contains(&config.low) {
+        fail!(Invalid, "watermarks {} and {}: 0 <= low <= high <= 1", config.low, config.high);
+    }
+    if config.batch_cells == 0 || config.max_sessions == 0 || config.max_jobs == 0 {
+        fail!(Invalid, "batches, sessions and jobs cannot be limited to none");
+    }
+    Ok(())
 }

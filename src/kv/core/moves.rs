@@ -61,6 +61,8 @@ pub struct MoveSpec {
     pub by_layer: bool,
     /// Where the engine has them; none for a prefetch.
     pub views: Arc<Views>,
+    /// Nothing is begun before [`Core::begin_waiting`] of this ticket.
+    pub ticket: Option<u64>,
 }
 
 /// One result of a move.
@@ -138,6 +140,11 @@ impl Move {
         if self.spec.deed == Deed::Put { Way::Gather } else { Way::Scatter }
     }
 
+    /// Whether nothing has gone wrong with any of its cells so far.
+    pub(super) fn is_sound(&self) -> bool {
+        self.parts.iter().all(|part| part.bad == u32::MAX)
+    }
+
     /// What its jobs end with, if it was given up.
     pub(super) fn stopped(&self) -> Option<Status> {
         self.cancelled
@@ -149,7 +156,7 @@ impl Core {
     pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
         self.check_move(&spec)?;
         let slots = spec.slots.clone();
-        let board = spec.board;
+        let (board, ticket) = (spec.board, spec.ticket);
         let number = self.moves.add(Move::new(spec)?)?;
         for (held, &slot) in slots.iter().enumerate() {
             if let Err(error) = self.boards[board as usize].chunks.retain(slot) {
@@ -163,7 +170,10 @@ impl Core {
         }
         self.tell_policies(number);
         self.counters.moves[self.moves[number].spec.deed as usize] += 1;
-        self.feed_later(number);
+        match ticket {
+            Some(ticket) => self.hold_back(number, ticket),
+            None => self.feed_later(number),
+        }
         if self.moves[number].cells() == 0 {
             self.end_first_phase(number);
         }
@@ -198,6 +208,8 @@ impl Core {
     pub fn cancel(&mut self, number: u32, status: Status) {
         let Some(one) = self.moves.get_mut(number) else { return };
         one.cancelled.get_or_insert(status);
+        let ticket = one.spec.ticket;
+        self.stop_waiting(ticket);
         let jobs: Vec<u32> =
             self.jobs.iter().filter(|(_, job)| job.number == number).map(|(at, _)| at).collect();
         for job in jobs {
@@ -342,6 +354,7 @@ impl Core {
             last.into_iter().for_each(|last| last.last = true);
         }
         let Some(one) = self.moves.remove(number) else { return };
+        self.stop_waiting(one.spec.ticket);
         for &slot in one.spec.slots.iter().rev() {
             self.let_go(board, slot);
         }

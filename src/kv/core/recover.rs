@@ -3,9 +3,12 @@
 use crate::base::budget::Tier;
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::format::record;
+use crate::format::checkpoint::Place;
+use crate::format::codec::Codec;
+use crate::format::record::{self, blocks_of};
+use crate::kv::core::board::note;
 use crate::kv::core::{Core, SpaceOpts};
-use crate::meta::chunks::{Begin, Cell, NewChunk, Place};
+use crate::meta::chunks::{Begin, Cell, Coded, NewChunk, Place as Where};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
@@ -51,8 +54,10 @@ impl Core {
                 let came = added.is_some_and(|(board, slot)| {
                     let cell = Cell { chunk: slot, layer };
                     let bytes = self.boards[board as usize].planes(cell).bytes();
-                    let is_plain = place.codec == 0 && u64::from(place.stored_bytes) == bytes;
-                    is_plain && self.adopt_cell(board, cell, place.spot, place.seal)
+                    let (spot, seal) = (place.spot, place.seal);
+                    form_of(place, bytes).is_some_and(|coded| {
+                        self.adopt_cell(board, cell, Where::Disk { spot, seal, coded })
+                    })
                 });
                 match came {
                     true => adopted.cells += 1,
@@ -101,13 +106,14 @@ impl Core {
         Some((space.board, slot))
     }
 
-    fn adopt_cell(&mut self, board: u32, cell: Cell, spot: u64, seal: u64) -> bool {
+    fn adopt_cell(&mut self, board: u32, cell: Cell, place: Where) -> bool {
         let chunks = &mut self.boards[board as usize].chunks;
         if !matches!(chunks.begin_store(cell, Tier::Disk), Ok(Begin::Begun)) {
             return false;
         }
-        let came = chunks.end_store(cell, Tier::Disk, Some(Place::Disk { spot, seal })).is_ok();
+        let came = chunks.end_store(cell, Tier::Disk, Some(place)).is_ok();
         if came {
+            self.boards[board as usize].set(cell.chunk, note::UNREAD);
             self.arrived(board, cell, Tier::Disk);
         }
         came
@@ -120,6 +126,17 @@ impl Core {
         let layout = self.boards[space.board as usize].layout.encode();
         (name, [&[VERSION, u8::from(space.holes)], layout.as_slice()].concat())
     }
+}
+
+/// How a cell of `raw_bytes` was stored, if that can be.
+fn form_of(place: &Place, raw_bytes: u64) -> Option<Coded> {
+    let (stored, codec) = (u64::from(place.stored_bytes), place.codec);
+    if codec == 0 {
+        return (stored == raw_bytes).then_some(Coded::PLAIN);
+    }
+    let is_known = u8::try_from(codec).ok().and_then(Codec::from_code).is_some();
+    let is_shorter = blocks_of(stored) < blocks_of(raw_bytes);
+    Coded::new(codec, blocks_of(stored)).filter(|_| is_known && is_shorter)
 }
 
 fn read_note(key: &[u8], content: &[u8]) -> Result<SpaceOpts> {

@@ -14,7 +14,7 @@ use crate::meta::objects::Facts;
 use crate::policy::evictor::{New, Who};
 
 /// Most chunks that leave at once: then it is looked again how much is free.
-const MOST_VICTIMS: usize = 64;
+pub(super) const MOST_VICTIMS: usize = 64;
 /// So many chunks in a row that could neither stay on disk nor be dropped: whoever
 /// waits for memory is told that there is none.
 const MOST_REFUSALS: u32 = 16;
@@ -135,13 +135,16 @@ impl Core {
     fn wanted_bytes(&self) -> u64 {
         let share = |part: f64| (self.config.host_bytes as f64 * part) as u64;
         let used = self.host.live_bytes();
-        // What could not be written down a moment ago cannot now.
-        let is_vain = self.refusals >= MOST_REFUSALS && self.now_ns < self.refused_ns + PAUSE_NS;
-        let ahead = match used > share(self.config.high) && !is_vain {
+        let ahead = match used > share(self.config.high) && !self.is_vain() {
             true => used - share(self.config.low),
             false => 0,
         };
         ahead.max(self.hungry_bytes).saturating_sub(self.leaving_bytes)
+    }
+
+    /// What could not be written down a moment ago cannot now.
+    pub(super) fn is_vain(&self) -> bool {
+        self.refusals >= MOST_REFUSALS && self.now_ns < self.refused_ns + PAUSE_NS
     }
 
     /// Has chunks leave memory if that is needed; whether something came of it.
@@ -173,27 +176,6 @@ impl Core {
         tries
     }
 
-    /// Gives memory back that others need more; how much is free or will be.
-    pub fn shrink(&mut self, bytes: u64) -> u64 {
-        let mut freed = self.host.trim();
-        let mut victims = Vec::new();
-        while freed < bytes {
-            victims.clear();
-            self.host_shelf.choose(self.now_ns, bytes - freed, MOST_VICTIMS, &mut victims);
-            if victims.is_empty() {
-                break;
-            }
-            for victim in &victims {
-                if let Some(at) = self.chunk_of_id(victim.id).filter(|&at| self.leave_host(at)) {
-                    freed += self.boards[at.board as usize].chunk_bytes(at.slot);
-                }
-            }
-        }
-        self.host.trim();
-        self.settle();
-        freed
-    }
-
     /// Whether nothing that is under way can free memory.
     fn is_stuck(&self) -> bool {
         let busy = [Hands::Copy, Hands::Read, Hands::Write];
@@ -210,7 +192,7 @@ impl Core {
 
     /// A chunk leaves memory: at once where it is on disk too, else by way of it.
     /// Whether memory came or comes free.
-    fn leave_host(&mut self, at: At) -> bool {
+    pub(super) fn leave_host(&mut self, at: At) -> bool {
         let rows = &mut self.boards[at.board as usize];
         rows.clear(at.slot, note::IN_HOST);
         if self.disk_shelf.is_none() {

@@ -193,6 +193,17 @@ impl Core {
         lane: usize,
         rectangle: Rectangle,
     ) -> Result<u32> {
+        self.begin_rectangle(at, (deed, level, lane), rectangle, None)
+    }
+
+    /// The same; with a ticket it waits.
+    pub(super) fn begin_rectangle(
+        &mut self,
+        at: u32,
+        (deed, level, lane): (Deed, Level, usize),
+        rectangle: Rectangle,
+        ticket: Option<u64>,
+    ) -> Result<u32> {
         let (first, end, tail) = self.chunks_of(at, rectangle.first_token, rectangle.tokens)?;
         let space = self.session(at)?.space;
         let board = self.spaces[space as usize].board;
@@ -223,11 +234,17 @@ impl Core {
             layers,
             by_layer,
             views,
+            ticket,
         })
     }
 
     /// The full chunks of a range of tokens, and whether the tail belongs to it.
-    fn chunks_of(&self, at: u32, first: u64, tokens: u64) -> Result<(usize, usize, bool)> {
+    pub(super) fn chunks_of(
+        &self,
+        at: u32,
+        first: u64,
+        tokens: u64,
+    ) -> Result<(usize, usize, bool)> {
         let session = self.session(at)?;
         let board = self.spaces[session.space as usize].board;
         let each = u64::from(self.boards[board as usize].layout.chunk_tokens());
@@ -290,6 +307,45 @@ impl Core {
         Ok(())
     }
 
+    /// Takes the pins of the chunks of a range of tokens away, whoever has set them.
+    pub fn unpin_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<()> {
+        let (first, end, tail) = self.chunks_of(at, first, tokens)?;
+        self.with_path(at, |path, rows| path.refresh(&mut rows.chunks))?;
+        let (session, board) =
+            (self.session(at)?, self.spaces[self.session(at)?.space as usize].board);
+        let slots = session.path.slots()[first..end].iter().copied().filter(|&slot| slot != NONE);
+        let slots: Vec<Slot> = slots.chain(session.path.tail().filter(|_| tail)).collect();
+        for slot in slots {
+            let row = self.boards[board as usize].chunks.chunk(slot);
+            if let Some(pin) = row.and_then(|row| row.pin()) {
+                let place = At { board, slot };
+                self.pins.remove(&(pin.priority, pin.until_ns, place));
+                self.ends.remove(&(pin.until_ns, pin.priority, place));
+                self.unpin(place);
+            }
+        }
+        self.settle();
+        Ok(())
+    }
+
+    /// Lets the chunks of a part of a path go, the last one first; what they were.
+    /// The session finds those again that stay.
+    pub(super) fn let_go_range(
+        &mut self,
+        at: u32,
+        chunks: std::ops::Range<usize>,
+        tail: bool,
+    ) -> Result<Vec<Slot>> {
+        self.with_path(at, |path, rows| path.refresh(&mut rows.chunks))?;
+        let path = &self.sessions[at].path;
+        let mut slots: Vec<Slot> = path.tail().filter(|_| tail).into_iter().collect();
+        slots.extend(path.slots()[chunks.clone()].iter().rev().filter(|&&slot| slot != NONE));
+        self.with_path(at, |path, rows| path.let_go(&mut rows.chunks, chunks, tail))?;
+        let board = self.spaces[self.session(at)?.space as usize].board;
+        slots.iter().for_each(|&slot| self.note_held(board, slot));
+        Ok(slots)
+    }
+
     /// Ends pins whose time has come.
     pub(super) fn end_pins(&mut self) {
         while let Some(&(until, priority, at)) = self.ends.first() {
@@ -315,6 +371,7 @@ impl Core {
         if let Err(error) = self.boards[at.board as usize].chunks.unpin(at.slot) {
             log::error!("a pinned chunk is gone: {error}");
         }
+        self.debt.released();
         self.note_held(at.board, at.slot);
         self.tidy(at.board, at.slot);
     }

@@ -93,17 +93,38 @@ impl Upkeep {
         self.recovered = true;
     }
 
-    /// The segment from which most was dropped, if it is worth cleaning.
+    /// Bytes that cleaning would write again: cells that live, and headers. Of segments
+    /// of earlier lives it is not known what was dropped: there, cells alone.
+    fn kept_bytes(&self, segments: &[SegmentInfo]) -> u64 {
+        let kept = segments.iter().map(|s| match self.old.contains(&s.number) {
+            true => s.live_blocks,
+            false => {
+                let dropped = self.dropped.get(&s.number).copied().unwrap_or(0);
+                (s.live_blocks + s.dead_blocks).saturating_sub(dropped).max(s.live_blocks)
+            }
+        });
+        kept.map(bytes_of).sum()
+    }
+
+    /// The segment from which most was dropped, if it is worth cleaning. While chunks wait
+    /// for room little is enough, if all of that together makes a segment.
     fn next_to_clean(&mut self, segments: &[SegmentInfo]) -> Option<u64> {
         self.dropped.retain(|number, _| segments.iter().any(|s| s.number == *number));
         let settled = segments.iter().filter(|s| !s.is_front);
         let gain = |s: &SegmentInfo| self.dropped.get(&s.number).copied().unwrap_or(0);
         let best = settled.clone().max_by_key(|s| gain(s))?;
-        if gain(best) >= (best.blocks / DEAD_PART).max(1) {
+        let all: u64 = settled.clone().map(|s| u64::from(gain(s))).sum();
+        let is_wanted = !self.parked.is_empty() && all >= u64::from(best.blocks);
+        if gain(best) >= (best.blocks / DEAD_PART).max(1) || is_wanted && gain(best) > 0 {
             return Some(best.number);
         }
         let old = settled.filter(|s| self.old.contains(&s.number) && s.dead_blocks > s.blocks / 2);
         Some(old.max_by_key(|s| s.dead_blocks)?.number)
+    }
+
+    /// Segments may be empty now.
+    pub(super) fn sweep_soon(&mut self) {
+        self.sweeps = true;
     }
 
     pub(super) fn takes_recovered(&mut self) -> bool {
@@ -126,12 +147,12 @@ impl Core {
             return;
         }
         let segments = disk.segments();
-        let live = live_bytes(&segments);
+        let kept = self.upkeep.kept_bytes(&segments);
         // What is kept back, what is written to, and what is parked need room as well.
         let longest = segments.iter().map(|s| bytes_of(s.blocks)).max().unwrap_or(0);
         let aim = share(self.config.low).saturating_sub(3 * longest);
         let parked: u64 = self.upkeep.parked.iter().map(|(at, _)| self.only_in_host(*at)).sum();
-        let mut over = (live + parked).saturating_sub(aim);
+        let mut over = (kept + parked).saturating_sub(aim);
         let mut victims = Vec::new();
         while over > 0 {
             let Some(shelf) = &mut self.disk_shelf else { return };
@@ -333,8 +354,4 @@ impl Core {
 
 fn bytes_of(blocks: u32) -> u64 {
     u64::from(blocks) * BLOCK_BYTES as u64
-}
-
-fn live_bytes(segments: &[SegmentInfo]) -> u64 {
-    segments.iter().map(|segment| bytes_of(segment.live_blocks)).sum()
 }

@@ -3,11 +3,14 @@
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::Way;
+use crate::format::codec::int8::Quality;
+use crate::format::codec::{Codec, Shape};
 use crate::kv::core::books::Checkpoint;
 use crate::kv::core::speeds::Burden;
 use crate::kv::core::views::Views;
 use crate::kv::core::{At, Core};
 use crate::kv::queues::LANES;
+use crate::meta::layout::Planes;
 use crate::tier::disk::{Gets, Mark, Puts};
 
 /// Kinds of work: each has its own hands.
@@ -68,7 +71,39 @@ pub struct ReadBatch {
     pub(super) burden: Burden,
     /// What to read, and how it went.
     pub gets: Gets,
+    /// How cells that are coded become what they were, in the order of `gets`.
+    pub decodings: Vec<Decoding>,
 }
+
+/// A cell that is to be coded.
+#[derive(Clone, Copy)]
+pub struct Coding {
+    /// How.
+    pub codec: Codec,
+    /// What its planes are.
+    pub shapes: [Shape; 2],
+    /// What was lost.
+    pub lost: Quality,
+}
+
+/// A coded cell that is to be read.
+#[derive(Clone, Copy)]
+pub struct Decoding {
+    /// Its number among the cells to be read.
+    pub get: usize,
+    /// How it is coded.
+    pub codec: Codec,
+    /// What its planes are.
+    pub shapes: [Shape; 2],
+    /// Their lengths.
+    pub planes: Planes,
+    /// Where they go, one after the other.
+    pub address: *mut u8,
+}
+
+// SAFETY: the memory is named, not owned; whoever reads the batch promises that it is
+// valid then.
+unsafe impl Send for Decoding {}
 
 /// Cells to be written.
 #[derive(Default)]
@@ -76,6 +111,8 @@ pub struct WriteBatch {
     pub(super) chunks: Vec<At>,
     /// What to write, and how it went.
     pub puts: Puts,
+    /// How each cell of `puts` is to be coded.
+    pub codings: Vec<Coding>,
 }
 
 /// Writes to be made durable.
@@ -128,6 +165,11 @@ impl Work {
             Work::Upkeep(_) => Hands::Upkeep,
         }
     }
+
+    /// Whether it is a checkpoint that is to be written.
+    pub(super) fn is_checkpoint(&self) -> bool {
+        matches!(self, Work::Upkeep(Upkeep::Checkpoint(_)))
+    }
 }
 
 impl Core {
@@ -143,6 +185,7 @@ impl Core {
         self.under_way[hands as usize] += u32::from(work.is_some());
         if let Some(work) = &mut work {
             self.weigh(work);
+            self.turn_begins(work);
         }
         // Looking for work ends what needs none, and that may let others go on.
         self.settle();
@@ -170,6 +213,7 @@ impl Core {
     /// Says how work went, and how long it took; 0 = not known.
     pub fn done(&mut self, work: Work, outcome: Outcome, elapsed_ns: u64) {
         self.observe(&work, &outcome, elapsed_ns);
+        self.turn_ends(&work, &outcome);
         self.under_way[work.hands() as usize] -= 1;
         match &work {
             Work::Copies(batch) => self.done_copies(batch, &outcome),

@@ -3,12 +3,15 @@
 
 use crate::base::status::Status;
 use crate::base::sync::Arc;
+use crate::format::codec::int8::Scales;
+use crate::format::codec::{Codec, Shape};
 use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::views::{LayerViews, PlaneView, Views};
 use crate::kv::core::{Finished, Rectangle, SessionOpts};
-use crate::kv::sim::content::{Planes, prefixes};
+use crate::kv::sim::content::{Planes, is_right, prefixes};
 use crate::kv::sim::world::{Asked, MOST_SESSIONS, Outcome, POISON, SPACES, Session, World, wrong};
 use crate::meta::chunks::Pin;
+use crate::meta::dtype::Dtype;
 use crate::meta::layout::{Group, Rule};
 
 impl World {
@@ -116,9 +119,21 @@ impl World {
         let Some((rectangle, asked)) = self.rectangle(at, deed) else { return Ok(()) };
         let lane = self.random.below(3) as usize;
         let number = self.sessions[at].number;
-        let begun = self.core.0.lock().submit_rectangle(number, deed, level, lane, rectangle);
+        let waits = self.wants_to_wait();
+        let mut core = self.core.0.lock();
+        let begun = match waits {
+            true => core.submit_waiting(number, deed, level, lane, rectangle),
+            false => core.submit_rectangle(number, deed, level, lane, rectangle).map(|n| (n, 0)),
+        };
+        drop(core);
         match begun {
-            Ok(number) => {
+            Ok((number, ticket)) => {
+                if waits {
+                    self.waits(ticket);
+                }
+                if deed == Deed::Put {
+                    self.note_put(&asked);
+                }
                 self.asked.insert(number, Asked { level, ..asked });
                 Ok(())
             }
@@ -249,7 +264,11 @@ impl World {
             let right = Planes::of(group, at, marks, each);
             let got = &asked.planes[layer];
             self.report.checked_bytes += (right.k.len() + right.v.len()) as u64;
-            if got.k[..right.k.len()] != right.k || got.v[..right.v.len()] != right.v {
+            let (k, v) = Planes::lengths(group, each, each);
+            let ([k_shape, v_shape], codec) = self.coding_of(asked.space, at);
+            if !is_right(codec, &k_shape, k, &right.k, &got.k[..right.k.len()])
+                || !is_right(codec, &v_shape, v, &right.v, &got.v[..right.v.len()])
+            {
                 let bad = got.k.iter().zip(&right.k).position(|(a, b)| a != b);
                 let poison = got.k.iter().filter(|&&b| b == POISON).count();
                 return Err(wrong(format!(
@@ -260,6 +279,15 @@ impl World {
             }
         }
         Ok(())
+    }
+
+    /// What the planes of a layer are, and what they are coded with.
+    fn coding_of(&self, space: u32, layer: usize) -> ([Shape; 2], Codec) {
+        let core = self.core.0.lock();
+        let shapes = core.board_of(self.spaces[space as usize]).map(|board| board.shapes(layer));
+        let plain = Shape { dtype: Dtype::Bytes, row_bytes: 1, scales: Scales::Token };
+        let codec = self.codecs[space as usize].unwrap_or(self.config.codec);
+        (shapes.unwrap_or([plain; 2]), codec)
     }
 
     /// Full chunks of a put are durable.

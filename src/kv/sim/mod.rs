@@ -5,6 +5,8 @@
 
 mod callers;
 mod content;
+mod lives;
+mod wishes;
 mod world;
 
 use std::fmt;
@@ -22,7 +24,7 @@ pub struct SimOpts {
 }
 
 /// What a simulation did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Report {
     /// Power failures.
     pub crashes: u32,
@@ -32,6 +34,8 @@ pub struct Report {
     pub checked_bytes: u64,
     /// Cells that had to be there after a power failure, and were.
     pub kept: u64,
+    /// Chunks of namespaces that were cleared as a whole.
+    pub cleared: u64,
     /// A mark of everything that happened: equal for equal seeds.
     pub mark: u64,
     /// What the stores counted, all together.

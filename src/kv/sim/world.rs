@@ -5,23 +5,23 @@ use std::collections::BTreeMap;
 use crate::base::clock::Clock;
 use crate::base::sync::{Arc, Mutex};
 use crate::device::Stream;
-use crate::device::host::Host;
+use crate::format::codec::Codec;
 use crate::io::simulated::plan::{Fault, Plan};
 use crate::io::simulated::random::Random;
 use crate::io::simulated::{SimFiles, SimOpts as DiskOpts};
 use crate::kv::core::books::{Books, Page};
 use crate::kv::core::moves::{Deed, Level};
-use crate::kv::core::views::Views;
 use crate::kv::core::work::{Hands, Work};
-use crate::kv::core::{Config, Core, Counters, Rectangle, SessionOpts, SpaceOpts, Write};
+use crate::kv::core::{Config, Core, SpaceOpts, Write};
 use crate::kv::hands::Tools;
-use crate::kv::sim::callers::views_of;
-use crate::kv::sim::content::{Planes, prefixes};
+use crate::kv::sim::content::Planes;
+use crate::kv::sim::lives::{FEW_CHUNKS, SEGMENT, open_store, plan};
+use crate::kv::sim::wishes::Wishes;
 use crate::kv::sim::{Failure, Report};
 use crate::meta::dtype::Dtype;
 use crate::meta::key::Key;
 use crate::meta::layout::{Group, Layout};
-use crate::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+use crate::tier::disk::{CellAt, Keeper, Spot};
 
 pub(super) type Outcome<T> = std::result::Result<T, Failure>;
 
@@ -90,6 +90,8 @@ pub(super) struct World {
     pub(super) tools: Tools,
     pub(super) clock: Clock,
     pub(super) layouts: Vec<Layout>,
+    /// What the recipe of each namespace says.
+    pub(super) codecs: [Option<Codec>; SPACES as usize],
     pub(super) spaces: Vec<u32>,
     pub(super) sessions: Vec<Session>,
     pub(super) asked: BTreeMap<u32, Asked>,
@@ -99,6 +101,12 @@ pub(super) struct World {
     pub(super) lasting: BTreeMap<(u32, u64, usize), Vec<u32>>,
     /// Faults that may cost what lasts, or the store's own choice of who leaves.
     pub(super) forgets: bool,
+    /// The disk has lied, or may have: what was durable may be gone, and come back.
+    pub(super) is_rotten: bool,
+    /// A sync failed and only the process died: what was not durable is still to be seen,
+    /// no later sync makes it so, and the next life cannot know.
+    pub(super) untold: bool,
+    pub(super) wishes: Option<Wishes>,
     pub(super) report: Report,
 }
 
@@ -115,6 +123,15 @@ fn layouts() -> Outcome<Vec<Layout>> {
     ])
 }
 
+/// What a store codes its cells with, and what its namespaces do.
+fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
+    let mut random = Random::new(seed ^ 0xC0DEC);
+    let mut one_of = |all: &[Option<Codec>]| all[random.below(all.len() as u64) as usize];
+    let (none, lz4, int8) = (Some(Codec::None), Some(Codec::Lz4), Some(Codec::Int8));
+    let store = one_of(&[none, lz4]).unwrap_or_default();
+    (store, [None, one_of(&[None, lz4, int8, int8]), one_of(&[None, none, lz4])])
+}
+
 impl World {
     pub fn open(seed: u64) -> Outcome<World> {
         let mut random = Random::new(seed);
@@ -123,6 +140,7 @@ impl World {
             DiskOpts { capacity_bytes: 64 << 20, plan: Plan::default(), ..Default::default() };
         let files = SimFiles::new(random.draw(), opts);
         let disk_bytes = (8 + random.below(40)) * SEGMENT + 400_000;
+        let (codec, codecs) = codecs(seed);
         let policies = ["lru", "sieve", "horizon", "s3fifo", "gdsf", "arc"];
         let config = Config {
             host_bytes: (4 + random.below(40)) << 16,
@@ -130,6 +148,7 @@ impl World {
             disk_policy: policies[random.below(6) as usize].into(),
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
             admission: "all".into(),
+            codec,
             max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
             max_sessions: 32,
             max_moves: 64,
@@ -154,24 +173,30 @@ impl World {
             tools,
             clock,
             layouts: layouts()?,
+            codecs,
             spaces: Vec::new(),
             sessions: Vec::new(),
             asked: BTreeMap::new(),
             pending: Vec::new(),
             lasting: BTreeMap::new(),
             forgets,
+            is_rotten: forgets,
+            untold: false,
+            wishes: Wishes::of(seed),
             report: Report::default(),
         };
         world.open_spaces()?;
         Ok(world)
     }
 
-    fn open_spaces(&mut self) -> Outcome<()> {
+    pub(super) fn open_spaces(&mut self) -> Outcome<()> {
         self.spaces.clear();
         for (i, layout) in self.layouts.iter().enumerate() {
             let key = Key([i as u8 + 1; 32]);
             let opts = SpaceOpts { key, layout: layout.clone(), holes: i == 1 };
-            let space = self.core.0.lock().open_space(&opts)?;
+            let mut core = self.core.0.lock();
+            let space = core.open_space(&opts)?;
+            core.set_codec(space, self.codecs[i]);
             self.spaces.push(space);
         }
         Ok(())
@@ -196,17 +221,25 @@ impl World {
             }
             55 if self.random.coin() => self.core.0.lock().ask_for_checkpoint(),
             55 if self.random.coin() => self.core.0.lock().write_all_down(),
+            55 => self.shrink(),
             56 if self.random.below(4) == 0 => self.crash()?,
             57 if self.random.below(4) == 0 => self.rest()?,
             58..=75 => self.take(),
             _ => self.work(),
         }
+        self.wish()?;
         self.collect()?;
         self.report.mark = Random::new(self.report.mark ^ what ^ self.pending.len() as u64).draw();
         if self.files.is_closed() {
             self.restart(false)?; // the plan had the power fail
         }
         Ok(())
+    }
+
+    /// Others need memory.
+    fn shrink(&mut self) {
+        let bytes = self.random.below(self.config.host_bytes);
+        self.core.0.lock().shrink(bytes);
     }
 
     /// Some hands take work, and will carry it out later.
@@ -236,7 +269,8 @@ impl World {
     }
 
     /// Carries everything out.
-    fn rest(&mut self) -> Outcome<()> {
+    pub(super) fn rest(&mut self) -> Outcome<()> {
+        self.give_all_words();
         for _ in 0..MOST_TURNS {
             for hands in Hands::ALL {
                 let work = self.core.0.lock().take(hands);
@@ -266,157 +300,6 @@ impl World {
         Err(wrong(format!("the store never rests: {}", self.core.0.lock().what_waits())))
     }
 
-    /// The power fails, or the process dies.
-    fn crash(&mut self) -> Outcome<()> {
-        let power = self.random.coin();
-        self.restart(power)
-    }
-
-    fn restart(&mut self, power: bool) -> Outcome<()> {
-        if power {
-            self.files.crash()?;
-        }
-        self.report.crashes += 1;
-        self.add_counters();
-        self.pending.clear();
-        self.asked.clear();
-        self.sessions.clear();
-        let again = self.files.reopen();
-        let plan = plan(&mut self.random);
-        // What opens a store finds the disk in order; what it finds there is not.
-        again.set_plan(Plan::default());
-        let (core, tools, dropped) =
-            open_store(&again, &self.config, self.disk_bytes, &self.clock)?;
-        (self.files, self.core, self.tools) = (again, core, tools);
-        // More may be found than a small table has rows for.
-        self.forgets |= dropped > 0 && self.config.max_chunks == FEW_CHUNKS;
-        self.open_spaces()?;
-        self.core.0.lock().check()?;
-        self.all_that_lasts_is_there()?;
-        for fault in [Fault::LostSync, Fault::BitRot, Fault::Misdirected] {
-            self.forgets |= plan.per_million[fault as usize] > 0;
-        }
-        self.files.set_plan(plan);
-        Ok(())
-    }
-
-    fn add_counters(&mut self) {
-        let now = self.core.0.lock().counters;
-        let all = &mut self.report.counters;
-        let sums = |a: &mut Counters, b: &Counters| {
-            a.stored += b.stored;
-            a.known += b.known;
-            a.host_hits += b.host_hits;
-            a.disk_hits += b.disk_hits;
-            a.misses += b.misses;
-            a.corrupt += b.corrupt;
-            a.written += b.written;
-            a.demoted += b.demoted;
-            a.dropped += b.dropped;
-            a.disk_evicted += b.disk_evicted;
-            a.refused += b.refused;
-            a.no_room += b.no_room;
-            a.failed_writes += b.failed_writes;
-            a.failed_reads += b.failed_reads;
-        };
-        sums(all, &now);
-        // Whom the policy has sent away, or nobody could read, is not missed.
-        self.forgets |= now.disk_evicted + now.corrupt > 0;
-    }
-
-    /// Reads what was promised to last.
-    fn all_that_lasts_is_there(&mut self) -> Outcome<()> {
-        if self.forgets {
-            self.lasting.clear();
-            self.forgets = false;
-            return Ok(());
-        }
-        let all: Vec<_> = self.lasting.iter().map(|(&key, tokens)| (key, tokens.clone())).collect();
-        for ((space, _, layer), tokens) in all {
-            let layout = self.layouts[space as usize].clone();
-            let each = layout.chunk_tokens() as usize;
-            let marks = prefixes(space, &tokens);
-            // Without holes a chunk is of use only behind those before it.
-            let whole = (each..=tokens.len()).step_by(each);
-            let known = |&end: &usize| {
-                (0..layout.layers()).any(|l| self.lasting.contains_key(&(space, marks[end - 1], l)))
-            };
-            if space != 1 && !whole.clone().all(|end| known(&end)) {
-                continue;
-            }
-            self.read_lasting(space, layer, &tokens, &marks)?;
-            if self.forgets {
-                self.lasting.clear();
-                self.forgets = false;
-                break;
-            }
-        }
-        Ok(())
-    }
-
-    fn read_lasting(
-        &mut self,
-        space: u32,
-        layer: usize,
-        tokens: &[u32],
-        marks: &[u64],
-    ) -> Outcome<()> {
-        let layout = self.layouts[space as usize].clone();
-        let each = layout.chunk_tokens() as usize;
-        let first = tokens.len() - each;
-        let number = self
-            .core
-            .0
-            .lock()
-            .open_session(self.spaces[space as usize], &SessionOpts::default())?;
-        self.core.0.lock().append(number, tokens)?;
-        let Some(group) = layout.group(layer) else { return Ok(()) };
-        let (k, v) = Planes::lengths(group, each, each);
-        let mut planes = Planes { k: vec![POISON; k], v: vec![POISON; v] };
-        let views = Arc::new(Views(vec![views_of(group, &mut planes, each, each)]));
-        let rectangle = Rectangle {
-            first_token: first as u64,
-            tokens: each as u64,
-            first_layer: layer,
-            layers: 1,
-            by_layer: false,
-            views,
-        };
-        let ram = Level::Ram;
-        let number_of_move =
-            self.core.0.lock().submit_rectangle(number, Deed::Get, ram, 0, rectangle)?;
-        let asked = Asked {
-            deed: Deed::Get,
-            level: ram,
-            space,
-            tokens: tokens.to_vec(),
-            marks: marks.to_vec(),
-            first,
-            first_layer: layer,
-            layers: 1,
-            by_layer: false,
-            planes: vec![planes],
-            parts_left: 1,
-        };
-        self.asked.insert(number_of_move, asked);
-        let before = self.core.0.lock().counters.misses;
-        self.rest()?;
-        let after = self.core.0.lock().counters.misses;
-        self.core.0.lock().close_session(number)?;
-        if self.core.0.lock().counters.disk_evicted > 0 {
-            self.forgets = true; // the disk is nearly full: whom it sent away is not missed
-            return Ok(());
-        }
-        if after > before {
-            let end = tokens.len();
-            return Err(wrong(format!(
-                "tokens {first}..{end} of namespace {space}, layer {layer}, were durable and are gone"
-            )));
-        }
-        self.report.kept += 1;
-        Ok(())
-    }
-
     /// The end: everything comes to rest.
     pub fn end(mut self) -> Outcome<Report> {
         self.rest()?;
@@ -425,45 +308,5 @@ impl World {
         }
         self.restart(true)?;
         Ok(self.report)
-    }
-}
-
-const SEGMENT: u64 = 32 * 4096;
-/// A table that fills.
-const FEW_CHUNKS: usize = 96;
-
-fn open_store(
-    files: &SimFiles,
-    config: &Config,
-    disk_bytes: u64,
-    clock: &Clock,
-) -> Outcome<(Shared, Tools, u64)> {
-    let options = Options {
-        segment_bytes: SEGMENT,
-        clock: clock.clone(),
-        ..Options::new(disk_bytes, [7; 16])
-    };
-    let (disk, recovered, _) = DiskTier::open(Arc::new(files.clone()), options)?;
-    let disk = Arc::new(disk);
-    let mut core = Core::new(config.clone(), None, Some(disk.clone()))?;
-    core.tick(clock.now_ns());
-    let adopted = core.adopt(&recovered)?;
-    let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk) };
-    Ok((Shared(Arc::new(Mutex::new(core))), tools, adopted.dropped))
-}
-
-/// What goes wrong in this life.
-fn plan(random: &mut Random) -> Plan {
-    let plan = Plan::default();
-    match random.below(8) {
-        0 | 1 => plan,
-        2 => plan.often(Fault::ReadError, 20_000).often(Fault::ShortRead, 5_000),
-        3 => plan.often(Fault::WriteError, 20_000).often(Fault::ShortWrite, 5_000),
-        4 => plan.often(Fault::SyncError, 30_000).often(Fault::NameError, 3_000),
-        5 => plan.often(Fault::Full, 30_000).often(Fault::WriteError, 3_000),
-        6 => plan.often(Fault::BitRot, 10_000).often(Fault::Misdirected, 3_000),
-        _ => plan
-            .crash(1 + random.below(2_000))
-            .often(Fault::LostSync, 10_000 * random.below(2) as u32),
     }
 }

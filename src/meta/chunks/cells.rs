@@ -10,8 +10,12 @@ use crate::fail;
 pub const PLACES: usize = 4;
 
 /// Bytes kept for each cell.
-pub const CELL_BYTES: usize =
-    size_of::<Marks>() + 1 + size_of::<Readers>() + size_of::<u32>() + 2 * size_of::<u64>();
+pub const CELL_BYTES: usize = size_of::<Marks>()
+    + 1
+    + size_of::<Readers>()
+    + size_of::<u32>()
+    + 2 * size_of::<u64>()
+    + size_of::<Coded>();
 
 const LOADING: u32 = 4;
 const STORING: u32 = 8;
@@ -78,6 +82,43 @@ pub struct Readers([u16; PLACES]);
 // SAFETY: integers only.
 unsafe impl Zeroable for Readers {}
 
+/// How a cell is stored: as it is, or coded, then by which codec (13 bits of blocks
+/// less one, 3 bits of codec).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Coded(u16);
+
+// SAFETY: an integer.
+unsafe impl Zeroable for Coded {}
+
+impl Coded {
+    /// As it is.
+    pub const PLAIN: Coded = Coded(0);
+    /// Most blocks of a coded cell: the largest cell less one.
+    pub const MAX_BLOCKS: u64 = 1 << 13;
+    /// Largest code of a codec.
+    pub const MAX_CODEC: u16 = 7;
+
+    /// Coded, in so many blocks; none if that cannot be said.
+    pub fn new(codec: u16, blocks: u64) -> Option<Coded> {
+        let fits =
+            (1..=Self::MAX_CODEC).contains(&codec) && (1..=Self::MAX_BLOCKS).contains(&blocks);
+        fits.then(|| Coded(codec << 13 | (blocks - 1) as u16))
+    }
+
+    /// The codec; 0 = as it is.
+    #[inline]
+    pub fn codec(self) -> u16 {
+        self.0 >> 13
+    }
+
+    /// The blocks that it takes, if it is coded.
+    #[inline]
+    pub fn blocks(self) -> Option<u64> {
+        (self != Self::PLAIN).then_some(u64::from(self.0 & 0x1FFF) + 1)
+    }
+}
+
 /// Where a cell is in a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -91,6 +132,8 @@ pub enum Place {
         spot: u64,
         /// What it must be.
         seal: u64,
+        /// How it is stored there.
+        coded: Coded,
     },
     /// In a store elsewhere, under its key.
     Remote,
@@ -129,6 +172,8 @@ pub(super) struct Cells {
     pieces: Zeroed<u32>,
     spots: Zeroed<u64>,
     seals: Zeroed<u64>,
+    /// Costs nothing until a cell is coded.
+    codeds: Zeroed<Coded>,
 }
 
 impl Cells {
@@ -140,6 +185,7 @@ impl Cells {
             pieces: Zeroed::new(limit)?,
             spots: Zeroed::new(limit)?,
             seals: Zeroed::new(limit)?,
+            codeds: Zeroed::new(limit)?,
         })
     }
 
@@ -193,7 +239,13 @@ impl Cells {
     pub(super) fn place(&mut self, at: usize, place: Place) -> bool {
         match place {
             Place::Host(piece) => self.pieces[at] = piece,
-            Place::Disk { spot, seal } => (self.spots[at], self.seals[at]) = (spot, seal),
+            Place::Disk { spot, seal, coded } => {
+                (self.spots[at], self.seals[at]) = (spot, seal);
+                // Pages that hold nothing else are not touched.
+                if self.codeds[at] != coded {
+                    self.codeds[at] = coded;
+                }
+            }
             Place::Device | Place::Remote => {}
         }
         let marks = &mut self.marks[at];
@@ -208,7 +260,7 @@ impl Cells {
         match tier {
             0 => Place::Device,
             1 => Place::Host(self.pieces[at]),
-            2 => Place::Disk { spot: self.spots[at], seal: self.seals[at] },
+            2 => Place::Disk { spot: self.spots[at], seal: self.seals[at], coded: self.codeds[at] },
             _ => Place::Remote,
         }
     }
@@ -273,7 +325,19 @@ mod tests {
 
     #[test]
     fn a_cell_costs_what_is_said() {
-        assert_eq!(CELL_BYTES, 31);
+        assert_eq!(CELL_BYTES, 33);
+    }
+
+    #[test]
+    fn what_a_coded_cell_takes_fits_in_sixteen_bits() {
+        assert_eq!((Coded::PLAIN.codec(), Coded::PLAIN.blocks()), (0, None));
+        for (codec, blocks) in [(1, 1), (1, 8192), (7, 1), (7, 8192), (2, 77)] {
+            let coded = Coded::new(codec, blocks).expect("it fits");
+            assert_eq!((coded.codec(), coded.blocks()), (codec, Some(blocks)));
+        }
+        for (codec, blocks) in [(0, 1), (8, 1), (1, 0), (1, 8193)] {
+            assert_eq!(Coded::new(codec, blocks), None);
+        }
     }
 
     #[test]
@@ -286,7 +350,7 @@ mod tests {
         assert_eq!((marks.storing(), marks.loading(), marks.arriving()), (2, 1, 3));
         cells.end_wait(1, 1);
         assert!(cells.place(1, Place::Host(7)));
-        assert!(!cells.place(1, Place::Disk { spot: 8, seal: 9 }));
+        assert!(!cells.place(1, Place::Disk { spot: 8, seal: 9, coded: Coded::PLAIN }));
         assert_eq!((cells.marks()[1].there(), cells.marks()[1].nearest()), (6, Some(1)));
         assert!(cells.read(1, 1) && cells.read(1, 1));
         assert_eq!(cells.take(1, 1), (false, false));

@@ -56,18 +56,23 @@ impl Chunks {
     /// For many keys, the tiers that have every cell of the chunk (bit 0 the
     /// device), and [`WHOLE`] if every cell is in some tier.
     pub fn exists_many(&self, keys: &[Key], found: &mut [u8]) {
-        let layers = self.shape.layers;
         let mut slots = [NONE; GROUP];
         for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
             self.find_group(keys, &mut slots[..keys.len()]);
             for (found, &slot) in found.iter_mut().zip(&slots) {
-                *found = self.chunk(slot).map_or(0, |row| {
-                    let bit =
-                        |(tier, &n): (usize, &u16)| u8::from(usize::from(n) == layers) << tier;
-                    let whole = u8::from(usize::from(row.cells_somewhere) == layers) * WHOLE;
-                    row.cells.iter().enumerate().map(bit).fold(whole, |bits, bit| bits | bit)
-                });
+                *found = self.tiers_of(slot);
             }
         }
+    }
+
+    /// The tiers that have every cell of a chunk, and [`WHOLE`]; 0 where there is none.
+    #[inline]
+    pub fn tiers_of(&self, slot: Slot) -> u8 {
+        let layers = self.shape.layers;
+        self.chunk(slot).map_or(0, |row| {
+            let bit = |(tier, &n): (usize, &u16)| u8::from(usize::from(n) == layers) << tier;
+            let whole = u8::from(usize::from(row.cells_somewhere) == layers) * WHOLE;
+            row.cells.iter().enumerate().map(bit).fold(whole, |bits, bit| bits | bit)
+        })
     }
 }

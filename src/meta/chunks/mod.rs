@@ -10,7 +10,7 @@ mod chunk;
 mod find;
 mod motion;
 
-pub use cells::{CELL_BYTES, Marks, PLACES, Place, bit_of};
+pub use cells::{CELL_BYTES, Coded, Marks, PLACES, Place, bit_of};
 pub use chunk::{Chunk, NewChunk, Pin};
 pub use find::WHOLE;
 pub use motion::{Arrival, Begin, Gone};

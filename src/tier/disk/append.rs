@@ -1,5 +1,7 @@
 //! Appending: room is taken under the lock, records are written outside it.
 
+use std::ops::Range;
+
 use crate::base::checksum::checksum;
 use crate::base::status::{Error, Result};
 use crate::fail;
@@ -34,18 +36,29 @@ impl DiskTier {
     /// The memory of every plane is valid, and nobody writes it meanwhile.
     pub unsafe fn append(&self, puts: &mut Puts) {
         // SAFETY: the caller's promise.
-        unsafe { self.append_at(puts, Front::Callers) }
+        unsafe { self.append_at(puts, 0..puts.len(), Front::Callers) }
     }
 
-    /// As [`DiskTier::append`], at one of the fronts.
-    pub(super) unsafe fn append_at(&self, puts: &mut Puts, front: Front) {
+    /// As [`DiskTier::append`], some records of a batch.
+    ///
+    /// # Safety
+    /// As there, of the planes of these records.
+    pub unsafe fn append_some(&self, puts: &mut Puts, records: Range<usize>) {
+        // SAFETY: the caller's promise.
+        unsafe { self.append_at(puts, records, Front::Callers) }
+    }
+
+    /// The same, at one of the fronts.
+    pub(super) unsafe fn append_at(&self, puts: &mut Puts, records: Range<usize>, front: Front) {
+        let records = records.start..records.end.min(puts.len());
         let mut jobs = Vec::new();
-        if let Err(error) = jobs.try_reserve_exact(puts.len()) {
+        if let Err(error) = jobs.try_reserve_exact(records.len()) {
             let error = Error::new(crate::base::status::Status::NoMem, error.to_string());
-            puts.records.iter_mut().for_each(|put| put.result = Err(error.clone()));
+            let puts = puts.records.get_mut(records).unwrap_or(&mut []);
+            puts.iter_mut().for_each(|put| put.result = Err(error.clone()));
             return;
         }
-        for record in 0..puts.len() {
+        for record in records {
             // SAFETY: the caller's promise.
             let job = unsafe { measure(puts, record) }
                 .and_then(|(header, blocks)| self.begin(puts, record, header, blocks, front));

@@ -59,6 +59,13 @@ pub struct PutCell {
     pub(super) stored_bytes: u64,
 }
 
+impl PutCell {
+    /// Bytes that are stored, once written.
+    pub fn stored_bytes(&self) -> u64 {
+        self.stored_bytes
+    }
+}
+
 /// A record to be written: cells of one chunk.
 #[derive(Clone, Debug)]
 pub struct Put {
@@ -119,6 +126,31 @@ impl Puts {
         }
     }
 
+    /// Writes a cell, by its number in the batch, in another form: its planes lie one
+    /// after the other from `address` on, up to a whole block, and have these lengths.
+    pub fn code(&mut self, cell: usize, codec: u16, address: *const u8, lengths: &[usize]) {
+        let Some(cell) = self.cells.get_mut(cell) else { return };
+        let planes = self.planes.get_mut(cell.planes.clone()).unwrap_or(&mut []);
+        cell.raw_bytes = planes.iter().map(|plane| plane.bytes).sum();
+        (cell.codec, cell.padded) = (codec, true);
+        let mut at = 0;
+        for (plane, &bytes) in planes.iter_mut().zip(lengths) {
+            plane.address = address.wrapping_add(at);
+            (plane.bytes, plane.sum) = (bytes as u64, None);
+            at += bytes;
+        }
+    }
+
+    /// The cells of a record, by their numbers in the batch.
+    pub fn cells_of(&self, record: usize) -> Indices<usize> {
+        self.records.get(record).map_or(0..0, |put| put.cells.clone())
+    }
+
+    /// The planes of a cell, by its number in the batch.
+    pub fn planes_at(&self, cell: usize) -> &[PutPlane] {
+        self.cells.get(cell).map_or(&[], |cell| self.planes_of(cell))
+    }
+
     /// The records and their cells.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&Put, &[PutCell])> {
         self.records.iter().map(|put| (put, self.cells.get(put.cells.clone()).unwrap_or(&[])))
@@ -172,6 +204,11 @@ pub struct Get {
     /// The memory behind the last plane up to a whole block may be overwritten: a
     /// cell of any length then needs no copy.
     pub padded: bool,
+    /// The blocks of a coded cell, which go to `address` as they are stored; 0 = its
+    /// planes go where they say.
+    pub blocks: u32,
+    /// Memory for those blocks.
+    pub address: *mut u8,
     pub(super) planes: Indices<usize>,
     /// OK only if every byte is right. Else what the memory holds means nothing:
     /// NOT_FOUND (the segment is gone), CORRUPT (not what was expected), or an
@@ -200,7 +237,47 @@ impl Gets {
     pub fn cell(&mut self, spot: Spot, who: Identity, seal: u64, padded: bool) {
         let planes = self.planes.len()..self.planes.len();
         let result = Err(Error::from(Status::Again));
-        self.gets.push(Get { spot, who, seal, padded, planes, result });
+        let (blocks, address) = (0, std::ptr::null_mut());
+        self.gets.push(Get { spot, who, seal, padded, blocks, address, planes, result });
+    }
+
+    /// Adds a coded cell; its planes follow, and say no more than what they are: where
+    /// in its blocks they lie is found when those are read. Before that it needs
+    /// [`Gets::set_address`].
+    pub fn coded(&mut self, spot: Spot, who: Identity, seal: u64, blocks: u32) {
+        self.cell(spot, who, seal, true);
+        if let Some(get) = self.gets.last_mut() {
+            get.blocks = blocks;
+        }
+    }
+
+    /// Memory for the blocks of a coded cell, by its number in the batch.
+    pub fn set_address(&mut self, get: usize, address: *mut u8) {
+        if let Some(get) = self.gets.get_mut(get) {
+            get.address = address;
+        }
+    }
+
+    /// A cell did not come.
+    pub fn fail(&mut self, get: usize, error: Error) {
+        if let Some(get) = self.gets.get_mut(get) {
+            get.result = Err(error);
+        }
+    }
+
+    /// How many cells there are.
+    pub fn len(&self) -> usize {
+        self.gets.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.gets.is_empty()
+    }
+
+    /// A cell, by its number in the batch.
+    pub fn get(&self, get: usize) -> Option<&Get> {
+        self.gets.get(get)
     }
 
     /// Adds a plane to the last cell.
@@ -216,7 +293,8 @@ impl Gets {
         self.gets.iter()
     }
 
-    pub(super) fn planes_of(&self, get: &Get) -> &[GetPlane] {
+    /// The planes of a cell.
+    pub fn planes_of(&self, get: &Get) -> &[GetPlane] {
         self.planes.get(get.planes.clone()).unwrap_or(&[])
     }
 }

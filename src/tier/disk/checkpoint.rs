@@ -150,8 +150,8 @@ impl DiskTier {
             next_segment: cover.next_segment,
             frames,
         };
-        let (bytes, budget) = (header.file_bytes(), self.options.budget_bytes);
-        state.checkpoint_bytes = self.next_checkpoint_bytes(bytes);
+        let (bytes, budget) = (header.file_bytes(), state.budget_bytes);
+        state.checkpoint_bytes = self.next_checkpoint_bytes(bytes, budget);
         state.take(bytes, self.options.segment_bytes, budget)?;
         state.next_checkpoint += 1;
         state.checkpointing = true;
@@ -160,8 +160,8 @@ impl DiskTier {
 
     /// What a checkpoint after one of `bytes` may take, which may be a little longer: 0
     /// if two of them do not fit however few segments there are.
-    pub(super) fn next_checkpoint_bytes(&self, bytes: u64) -> u64 {
-        let most = self.options.budget_bytes.saturating_sub(least_bytes(&self.options)) / 2;
+    pub(super) fn next_checkpoint_bytes(&self, bytes: u64, budget: u64) -> u64 {
+        let most = budget.saturating_sub(least_bytes(&self.options)) / 2;
         let longer = bytes.saturating_add(bytes / 8).saturating_add(FRAME_BYTES as u64);
         [longer, bytes].into_iter().find(|&bytes| bytes <= most).unwrap_or(0)
     }

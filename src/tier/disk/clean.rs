@@ -259,7 +259,7 @@ impl DiskTier {
             kept.push(*old);
         }
         // SAFETY: as above; the buffer is only read from here on.
-        unsafe { self.append_at(&mut puts, Front::Cleaning) };
+        unsafe { self.append_at(&mut puts, 0..usize::MAX, Front::Cleaning) };
         self.tell(&puts, &kept, keeper, cleaned)
     }
 

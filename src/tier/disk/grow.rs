@@ -57,7 +57,8 @@ impl DiskTier {
             if number > MAX_SEGMENT {
                 fail!(Limit, "segment numbers are used up");
             }
-            state.take(bytes, spare, self.options.budget_bytes)?;
+            let limit = state.limit(front);
+            state.take(bytes, spare, limit)?;
             state.next_segment += 1;
             number
         };

@@ -12,6 +12,7 @@
 
 mod append;
 mod batch;
+mod budget;
 mod checkpoint;
 mod clean;
 mod commit;
@@ -31,6 +32,7 @@ mod twice;
 
 use crate::base::account::Account;
 use crate::base::clock::Clock;
+use crate::base::status::Result;
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreId};
 use crate::io::files::Files;
@@ -45,6 +47,7 @@ pub use crate::tier::disk::fsck::{
 };
 pub use crate::tier::disk::recovered::{Recovered, RecoveredSession};
 pub use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS, Spot};
+pub use crate::tier::disk::staging::Scratch;
 pub use crate::tier::disk::stats::{OpenReport, SegmentInfo, Stats};
 
 /// Bytes of a segment unless something else is asked for.
@@ -56,7 +59,7 @@ pub const MIN_SEGMENTS: u64 = 3;
 /// How a tier is opened.
 #[derive(Clone)]
 pub struct Options {
-    /// Most bytes of all files together.
+    /// Most bytes of all files together, until [`DiskTier::set_budget`] says otherwise.
     pub budget_bytes: u64,
     /// Bytes of new segments, a multiple of the block; 0 = [`DEFAULT_SEGMENT_BYTES`].
     pub segment_bytes: u64,
@@ -137,7 +140,8 @@ impl DiskTier {
         let state = self.state.lock();
         Stats {
             used_bytes: state.used_bytes,
-            budget_bytes: self.options.budget_bytes,
+            budget_bytes: state.budget_bytes,
+            scratch_bytes: self.staging.scratch_bytes(),
             ..state.stats
         }
     }
@@ -167,6 +171,12 @@ impl DiskTier {
         for (spot, stored_bytes) in cells {
             state.drop_blocks(spot.segment(), blocks_u32(stored_bytes));
         }
+    }
+
+    /// At least `bytes` of memory, aligned to pages, in which cells are coded; who pays
+    /// for the tier's own staging memory pays for it.
+    pub fn scratch(&self, bytes: u64) -> Result<Scratch<'_>> {
+        self.staging.scratch(bytes)
     }
 
     /// Blocks of segments that are made from now on.

@@ -48,12 +48,18 @@ impl DiskTier {
             false => read_store(&*files, &staging)?,
         };
         let clock = options.clock.clone();
+        let budget_bytes = options.budget_bytes;
         let tier = DiskTier {
             files,
             options,
             store,
             align,
-            state: Mutex::new(State { next_record: 1, next_segment: 1, ..State::default() }),
+            state: Mutex::new(State {
+                next_record: 1,
+                next_segment: 1,
+                budget_bytes,
+                ..State::default()
+            }),
             changed: Condvar::new(),
             growth: Mutex::new(()),
             staging,
@@ -114,6 +120,7 @@ impl DiskTier {
             let state = self.state.lock();
             let from = |(&number, segment): (&u64, &Segment)| {
                 let from = covered.get(&number).map_or(0, |covered| covered.blocks);
+                report.torn_tails += u32::from(from > segment.blocks);
                 (from < segment.blocks || from == 0).then_some((number, from))
             };
             state.segments.iter().filter_map(from).collect()
@@ -189,7 +196,7 @@ impl DiskTier {
         self.remove_checkpoints(|number| number != kept);
         let mut state = self.state.lock();
         if let Some(&bytes) = state.checkpoints.get(&kept) {
-            state.checkpoint_bytes = self.next_checkpoint_bytes(bytes);
+            state.checkpoint_bytes = self.next_checkpoint_bytes(bytes, state.budget_bytes);
         }
         Ok(covered)
     }
@@ -204,7 +211,7 @@ impl DiskTier {
         for found in found {
             report.scanned_records += found.records;
             report.damaged_headers += found.damaged;
-            report.torn_tails += u32::from(found.torn);
+            report.torn_tails += u32::from(found.torn || found.cut);
             report.failed_reads += found.errors;
             report.damaged_segments += u32::from(found.damaged_header);
             let nothing = !notes.contains_key(&found.segment);

@@ -1,16 +1,19 @@
 //! Reading cells, each checked against its seal; single planes, through the
 //! header of their record.
 
+use std::ops::Range;
+
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
-use crate::format::record::{self, Cell, MAX_HEADER_BLOCKS, blocks_of};
+use crate::format::codec::cell;
+use crate::format::record::{self, Cell, MAX_HEADER_BLOCKS, MAX_RECORD_BLOCKS, blocks_of};
 use crate::format::seal::{Identity, MAX_PLANES, Plane, seal};
 use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::Way;
 use crate::tier::disk::append::sum_of;
 use crate::tier::disk::batch::{Get, GetPlane, Gets};
 use crate::tier::disk::files::Pinned;
-use crate::tier::disk::staging::{Gather, in_place, within};
+use crate::tier::disk::staging::{self, Gather, in_place, within};
 use crate::tier::disk::{DiskTier, Spot, offset_of};
 
 impl DiskTier {
@@ -20,9 +23,20 @@ impl DiskTier {
     /// The memory of every plane is valid, and nobody else's meanwhile; with
     /// `padded`, also what is behind the last plane up to a whole block.
     pub unsafe fn read(&self, gets: &mut Gets) {
+        // SAFETY: the caller's promise.
+        unsafe { self.read_some(gets, 0..gets.len()) }
+    }
+
+    /// As [`DiskTier::read`], some cells of a batch. Of a coded one that came the
+    /// planes say where in its blocks they lie, and how long they are.
+    ///
+    /// # Safety
+    /// As there, of the planes and blocks of these cells.
+    pub unsafe fn read_some(&self, gets: &mut Gets, which: Range<usize>) {
+        let which = which.start..which.end.min(gets.len());
         let mut gather = Gather::new(&*self.files, &self.staging, Way::Read);
         let mut pins = Vec::new();
-        for owner in 0..gets.gets.len() {
+        for owner in which.clone() {
             // SAFETY: the caller's promise, here and below.
             unsafe { gather.make_way() };
             // SAFETY: as above.
@@ -36,12 +50,15 @@ impl DiskTier {
         }
         drop(pins);
         let (mut corrupt, mut failed, mut bytes) = (0, 0, 0);
-        for at in 0..gets.gets.len() {
-            let (get, planes) = (&gets.gets[at], gets.planes_of(&gets.gets[at]));
-            if get.result.is_err() {
+        let count = which.len() as u64;
+        for at in which {
+            if gets.gets[at].result.is_err() {
                 failed += 1;
                 continue;
             }
+            // SAFETY: as above: the blocks of a coded cell were read.
+            unsafe { find_planes(gets, at) };
+            let (get, planes) = (&gets.gets[at], gets.planes_of(&gets.gets[at]));
             bytes += planes.iter().map(|plane| plane.bytes).sum::<u64>();
             // SAFETY: the caller's promise: the planes' memory, written above.
             if unsafe { sealed(get, planes) } != get.seal {
@@ -50,7 +67,7 @@ impl DiskTier {
             }
         }
         let mut state = self.state.lock();
-        state.stats.reads += gets.gets.len() as u64;
+        state.stats.reads += count;
         state.stats.read_bytes += bytes;
         state.stats.corrupt += corrupt;
         state.stats.failed_reads += failed;
@@ -70,7 +87,14 @@ impl DiskTier {
         pins: &mut Vec<Pinned<'a>>,
     ) -> Result<()> {
         let Some(get) = gets.gets.get(owner) else { return Ok(()) };
-        let stored = checked_bytes(gets.planes_of(get))?;
+        let (planes, coded) = match get.blocks {
+            0 => (gets.planes_of(get), None),
+            blocks => (&[][..], Some(blocks_at(get.address, blocks)?)),
+        };
+        let stored = match coded {
+            Some(blocks) => blocks.bytes,
+            None => checked_bytes(planes)?,
+        };
         // Cells that are read together mostly lie together.
         if pins.last().is_none_or(|pinned| pinned.segment != get.spot.segment()) {
             pins.push(self.pin(get.spot.segment())?);
@@ -78,8 +102,8 @@ impl DiskTier {
         let Some(pinned) = pins.last() else { return Ok(()) };
         check_place(get.spot, stored, pinned)?;
         let ranges = || {
-            let planes = gets.planes_of(get).iter();
-            planes.map(GetPlane::range).filter(|range| range.bytes > 0)
+            let all = planes.iter().map(GetPlane::range).chain(coded);
+            all.filter(|range| range.bytes > 0)
         };
         let whole = blocks_of(stored) * BLOCK_BYTES as u64;
         let (file, offset) = (pinned.file, offset_of(get.spot.block()));
@@ -221,6 +245,41 @@ fn checked_bytes(planes: &[GetPlane]) -> Result<u64> {
         fail!(Invalid, "a plane has no address");
     }
     Ok(stored)
+}
+
+/// The memory that the blocks of a coded cell go to.
+fn blocks_at(address: *mut u8, blocks: u32) -> Result<staging::Range> {
+    if address.is_null() || blocks > MAX_RECORD_BLOCKS {
+        fail!(Invalid, "a coded cell has an address and up to {MAX_RECORD_BLOCKS} blocks");
+    }
+    Ok(staging::Range { address, bytes: u64::from(blocks) * BLOCK_BYTES as u64 })
+}
+
+/// Has the planes of a coded cell say where they lie. Where that cannot be told they
+/// have no bytes: no seal is made of that.
+///
+/// # Safety
+/// Its blocks were read.
+unsafe fn find_planes(gets: &mut Gets, at: usize) {
+    let Some(Get { blocks: blocks @ 1.., address, planes, .. }) = gets.gets.get(at) else { return };
+    let planes = gets.planes.get_mut(planes.clone()).unwrap_or(&mut []);
+    let bytes = *blocks as usize * BLOCK_BYTES;
+    // SAFETY: the caller's promise.
+    let cell = unsafe { std::slice::from_raw_parts(*address, bytes) };
+    let (mut offset, count) = (0, planes.len());
+    let found = cell::find(
+        cell,
+        |plane, bytes| {
+            if let Some(plane) = planes.get_mut(plane) {
+                (plane.address, plane.bytes) = (address.wrapping_add(offset), bytes);
+            }
+            offset += bytes as usize;
+        },
+        count,
+    );
+    if !found {
+        planes.iter_mut().for_each(|plane| plane.bytes = 0);
+    }
 }
 
 /// Whether a cell can be there.

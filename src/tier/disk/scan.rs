@@ -38,6 +38,8 @@ pub(super) struct Found {
     pub foreign: bool,
     /// Its first block is not sound.
     pub damaged_header: bool,
+    /// It is shorter than its first block says.
+    pub cut: bool,
 }
 
 /// One segment being read.
@@ -110,6 +112,7 @@ impl Walk {
             Ok(header) => {
                 let ours = header.store == self.store && header.number == self.found.segment;
                 self.found.foreign = !ours;
+                self.found.cut = ours && header.blocks > self.blocks;
             }
             Err(Unsound::Version(_)) => self.found.foreign = true,
             Err(Unsound::Damaged) => self.found.damaged_header = true,
@@ -164,6 +167,7 @@ impl Walk {
 
     pub fn end(mut self) -> Found {
         self.found.torn = self.in_hole && self.dirty_hole;
+        self.found.damaged_header |= self.blocks == 0;
         self.found
     }
 }

@@ -11,22 +11,85 @@ pub(super) const STAGING_BYTES: u64 = 2 << 20;
 /// Pieces of one batch, so that a large one does not wait for its last header.
 const MAX_PIECES: usize = 256;
 const MAX_KEPT: usize = 4;
+/// Longer scratch memory is not kept.
+const MAX_KEPT_BYTES: u64 = 16 << 20;
 
 /// Buffers that are not in use.
 pub(super) struct Staging {
     free: Mutex<Vec<Buffer>>,
+    scratch: Mutex<Lent>,
     account: Option<Arc<Account>>,
+}
+
+/// Memory for those who code cells.
+#[derive(Default)]
+struct Lent {
+    free: Vec<Buffer>,
+    /// All of it, what is lent included.
+    bytes: u64,
+}
+
+/// Memory that is lent: it goes back when this is dropped.
+pub struct Scratch<'a> {
+    staging: &'a Staging,
+    buffer: Option<Buffer>,
+}
+
+impl Scratch<'_> {
+    /// The address of `offset`, if `bytes` from there lie inside.
+    pub fn range(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
+        self.buffer.as_ref()?.range(offset, bytes)
+    }
+}
+
+impl Drop for Scratch<'_> {
+    fn drop(&mut self) {
+        let Some(buffer) = self.buffer.take() else { return };
+        let mut scratch = self.staging.scratch.lock();
+        if scratch.free.len() < MAX_KEPT && buffer.bytes() <= MAX_KEPT_BYTES {
+            scratch.free.push(buffer);
+        } else {
+            scratch.bytes -= buffer.bytes();
+        }
+    }
 }
 
 impl Staging {
     pub fn new(account: Option<Arc<Account>>) -> Staging {
-        Staging { free: Mutex::new(Vec::new()), account }
+        let (free, scratch) = (Mutex::new(Vec::new()), Mutex::new(Lent::default()));
+        Staging { free, scratch, account }
     }
 
     /// Memory of `bytes`, aligned to pages.
     pub fn map(&self, bytes: u64) -> Result<Buffer> {
         let wish = MemoryWish { bytes, account: self.account.clone(), ..MemoryWish::default() };
         Buffer::map(&wish, None)
+    }
+
+    /// At least `bytes` of memory, for a short time: what was used last is used again.
+    pub fn scratch(&self, bytes: u64) -> Result<Scratch<'_>> {
+        let mut scratch = self.scratch.lock();
+        let mut kept = scratch.free.pop();
+        if let Some(small) = kept.take_if(|buffer| buffer.bytes() < bytes) {
+            scratch.bytes -= small.bytes();
+        }
+        let buffer = match kept {
+            Some(buffer) => buffer,
+            None => {
+                // What a transfer cannot do without comes first.
+                let own = self.take()?;
+                let buffer = self.map(bytes);
+                self.give_back(own);
+                scratch.bytes += buffer.as_ref().map_or(0, Buffer::bytes);
+                buffer?
+            }
+        };
+        Ok(Scratch { staging: self, buffer: Some(buffer) })
+    }
+
+    /// Bytes of scratch memory, in use or kept.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.scratch.lock().bytes
     }
 
     /// A buffer of [`STAGING_BYTES`].

@@ -121,6 +121,11 @@ pub(super) struct State {
     pub next_segment: u64,
     pub next_checkpoint: u64,
     pub used_bytes: u64,
+    pub budget_bytes: u64,
+    /// What the budget was before it shrank, until there is room under the new one for
+    /// `shrink_room` bytes more; else 0.
+    pub shrinks_from: u64,
+    pub shrink_room: u64,
     /// Of files that were removed and whose names may come back after a crash.
     pub lingering_bytes: u64,
     /// The smallest number under which a record of theirs was born, if there are any.
@@ -215,6 +220,7 @@ impl State {
 
     pub fn give_back(&mut self, bytes: u64) {
         self.used_bytes = self.used_bytes.saturating_sub(bytes);
+        self.end_shrinking();
     }
 
     /// A session's newest record is in another place now, where it was counted, and

@@ -41,6 +41,8 @@ pub struct Stats {
     pub most_used_bytes: u64,
     /// The budget.
     pub budget_bytes: u64,
+    /// Memory in which cells are coded, now.
+    pub scratch_bytes: u64,
 }
 
 /// One segment.

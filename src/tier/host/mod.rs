@@ -2,6 +2,7 @@
 //! Nothing is moved, so addresses stay as they are, and workers may use them without
 //! asking. A segment that is empty goes back to the budget or to another size.
 
+mod resize;
 mod segment;
 mod table;
 
@@ -147,6 +148,7 @@ pub struct HostTier {
     table: Table,
     live_bytes: u64,
     live_pieces: u64,
+    given_back_bytes: u64,
 }
 
 impl HostTier {
@@ -169,12 +171,18 @@ impl HostTier {
             table: Table::new(max_segments)?,
             live_bytes: 0,
             live_pieces: 0,
+            given_back_bytes: 0,
         })
     }
 
     /// Takes a piece of at least `bytes` bytes. What it held before is still in it.
     /// When that fails nothing has changed, but that spare segments may be gone.
     pub fn alloc(&mut self, bytes: u64) -> Result<Piece> {
+        self.alloc_for(bytes, 0)
+    }
+
+    /// Takes a piece, and remembers whose it is.
+    pub fn alloc_for(&mut self, bytes: u64, owner: u64) -> Result<Piece> {
         let class = self.class_for(bytes)?;
         if self.classes[class].roomy.first == NONE
             && let Err(error) = self.grow(class)
@@ -184,7 +192,7 @@ impl HostTier {
         }
         let number = self.classes[class].roomy.first;
         let Some(segment) = self.table.get_mut(number) else { return Err(Status::NoMem.into()) };
-        let Some(index) = segment.take() else { return Err(Status::NoMem.into()) };
+        let Some(index) = segment.take(owner) else { return Err(Status::NoMem.into()) };
         let (is_full, piece_bytes) = (segment.live() == segment.pieces(), segment.piece_bytes());
         if self.classes[class].spare == number {
             self.classes[class].spare = NONE;
@@ -291,13 +299,18 @@ impl HostTier {
         self.segments().filter(|segment| !segment.drains).min_by_key(in_use)
     }
 
-    /// The pieces of a segment that are in use, in order.
-    pub fn live_pieces(&self, number: u32) -> impl Iterator<Item = Piece> + '_ {
+    /// The pieces of a segment that are in use, in order, and whose they are.
+    pub fn live_pieces(&self, number: u32) -> impl Iterator<Item = (Piece, u64)> + '_ {
         let segment = self.table.get(number).map(|(_, segment)| segment);
-        segment
-            .into_iter()
-            .flat_map(Segment::live_pieces)
-            .map(move |index| Piece::new(number, index))
+        segment.into_iter().flat_map(move |segment| {
+            let piece = move |index| (Piece::new(number, index), segment.owner(index));
+            segment.live_pieces().map(piece)
+        })
+    }
+
+    /// What segments that went back have cost, since the start.
+    pub fn given_back_bytes(&self) -> u64 {
+        self.given_back_bytes
     }
 
     /// Bytes of the pieces in use.
@@ -446,7 +459,9 @@ impl HostTier {
         self.leave_class(number);
         let segment = self.table.remove(number);
         debug_assert!(segment.as_ref().is_some_and(|s| s.live() == 0), "it was in use");
-        segment.map_or(0, |segment| segment.cost_bytes())
+        let bytes = segment.map_or(0, |segment| segment.cost_bytes());
+        self.given_back_bytes += bytes;
+        bytes
     }
 }
 

@@ -19,6 +19,8 @@ pub struct Segment {
     buffer: Buffer,
     /// A bit for each piece in use; those past the last are set for ever.
     words: Vec<u64>,
+    /// Whose each piece is; the owner's own words.
+    owners: Vec<u64>,
     /// A bit for each word with a piece that is free.
     summary: [u64; SUMMARY],
     piece_bytes: u64,
@@ -65,13 +67,17 @@ impl Segment {
             Wish::No => bytes.next_multiple_of(page_bytes() as u64),
             _ => in_huge_bytes,
         };
-        let table_bytes = size_of::<Entry>() + count * size_of::<u64>();
+        let table_bytes = size_of::<Entry>() + (count + most as usize) * size_of::<u64>();
         let cost = Cost::pay(account, mapped_bytes + table_bytes as u64)?;
         let mut words = Vec::new();
         if words.try_reserve_exact(count).is_err() {
             return Err(Status::NoMem.into());
         }
         words.resize(count, 0);
+        let mut owners = Vec::new();
+        if owners.try_reserve_exact(most as usize).is_err() {
+            return Err(Status::NoMem.into());
+        }
         let wish = MemoryWish { bytes, huge, ..MemoryWish::default() };
         let faults = account.and_then(|account| account.budget().core().faults());
         let buffer = Buffer::map(&wish, faults)?;
@@ -79,6 +85,7 @@ impl Segment {
         Ok(Segment {
             buffer,
             words,
+            owners,
             summary: [0; SUMMARY],
             piece_bytes: bytes,
             pieces: 0,
@@ -93,6 +100,8 @@ impl Segment {
         debug_assert!(u64::from(pieces) * piece_bytes <= self.buffer.bytes());
         debug_assert!(pieces as usize <= self.words.len() * WORD_BITS as usize);
         (self.piece_bytes, self.pieces, self.live) = (piece_bytes, pieces, 0);
+        self.owners.clear();
+        self.owners.resize(pieces as usize, 0);
         self.summary = [0; SUMMARY];
         let mut left = pieces;
         for (at, word) in self.words.iter_mut().enumerate() {
@@ -106,7 +115,7 @@ impl Segment {
     }
 
     /// Takes a piece, the first that is free.
-    pub fn take(&mut self) -> Option<u32> {
+    pub fn take(&mut self, owner: u64) -> Option<u32> {
         let group = self.summary.iter().position(|&group| group != 0)?;
         let at = group * 64 + self.summary[group].trailing_zeros() as usize;
         let word = self.words.get_mut(at)?;
@@ -116,7 +125,9 @@ impl Segment {
             self.summary[group] &= !(1 << (at % 64));
         }
         self.live += 1;
-        Some(at as u32 * WORD_BITS + bit)
+        let index = at as u32 * WORD_BITS + bit;
+        *self.owners.get_mut(index as usize)? = owner;
+        Some(index)
     }
 
     /// Gives a piece back that is in use.
@@ -138,6 +149,11 @@ impl Segment {
     /// The pieces in use, in order.
     pub fn live_pieces(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.pieces).filter(|&index| self.is_live(index))
+    }
+
+    /// Whose a piece is, or was.
+    pub fn owner(&self, index: u32) -> u64 {
+        self.owners.get(index as usize).copied().unwrap_or_default()
     }
 
     /// Where a piece is.

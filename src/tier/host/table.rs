@@ -30,6 +30,8 @@ pub struct Table {
     entries: Vec<Entry>,
     limit: u32,
     free: u32,
+    /// Segments that are there.
+    used: u32,
 }
 
 impl List {
@@ -44,7 +46,17 @@ impl Table {
         if entries.try_reserve_exact(limit as usize).is_err() {
             return Err(Status::NoMem.into());
         }
-        Ok(Table { entries, limit, free: NONE })
+        Ok(Table { entries, limit, free: NONE, used: 0 })
+    }
+
+    /// Changes how many segments there may be. Those beyond a smaller limit stay.
+    pub fn set_limit(&mut self, limit: u32) -> Result<()> {
+        let more = (limit as usize).saturating_sub(self.entries.len());
+        if self.entries.try_reserve_exact(more).is_err() {
+            return Err(Status::NoMem.into());
+        }
+        self.limit = limit;
+        Ok(())
     }
 
     /// Numbers that are or were in use.
@@ -54,7 +66,7 @@ impl Table {
 
     /// Whether there is no room.
     pub fn is_full(&self) -> bool {
-        self.free == NONE && self.len() >= self.limit
+        self.used >= self.limit
     }
 
     /// A segment and what is noted of it.
@@ -83,12 +95,13 @@ impl Table {
             before: NONE,
             after: NONE,
         };
+        debug_assert!(!self.is_full(), "the table would move");
+        self.used += 1;
         let number = self.free;
         if let Some(free) = self.entries.get_mut(number as usize) {
             self.free = std::mem::replace(free, entry).after;
             return number;
         }
-        debug_assert!(!self.is_full(), "the table would move");
         self.entries.push(entry);
         self.len() - 1
     }
@@ -97,8 +110,13 @@ impl Table {
     pub fn remove(&mut self, number: u32) -> Option<Segment> {
         let entry = &mut self.entries[number as usize];
         debug_assert!(!entry.listed, "it is in a list");
-        entry.after = std::mem::replace(&mut self.free, number);
-        entry.segment.take()
+        let segment = entry.segment.take();
+        // One that was taken out before is in the list of free ones already.
+        if segment.is_some() {
+            entry.after = std::mem::replace(&mut self.free, number);
+            self.used -= 1;
+        }
+        segment
     }
 
     /// Puts a segment that is in no list first.

@@ -76,8 +76,12 @@ impl Model {
         assert_eq!(stats.live_bytes, self.live.values().map(|l| l.1).sum::<u64>());
         assert_eq!(stats.cost_bytes, held(&self.account));
         assert!(stats.cost_bytes <= self.limit);
-        let all: Vec<Piece> =
-            self.tier.segments().flat_map(|s| self.tier.live_pieces(s.number)).collect();
+        let all: Vec<Piece> = self
+            .tier
+            .segments()
+            .flat_map(|s| self.tier.live_pieces(s.number))
+            .map(|(p, _)| p)
+            .collect();
         assert!(all.iter().eq(self.live.keys()), "live pieces, in order of number");
         let mut cost = 0;
         for class in self.tier.classes() {
@@ -187,7 +191,7 @@ fn a_segment_is_emptied_for_another_size() {
     assert_eq!((emptiest.number, emptiest.live_pieces, emptiest.pieces), (1, 31, 32));
     tier.drain(emptiest.number, true).expect("mapped");
     assert_eq!(tier.alloc(8192).expect_err("it drains").status(), Status::Budget);
-    for piece in tier.live_pieces(emptiest.number).collect::<Vec<_>>() {
+    for (piece, _) in tier.live_pieces(emptiest.number).collect::<Vec<_>>() {
         tier.free(piece).expect("live");
     }
     assert_eq!(tier.stats().segments, 2);

@@ -206,11 +206,21 @@ fn append(tier: &DiskTier, bytes: u64, stock: &Buffer) -> Outcome<(f64, Vec<(Spo
     Ok((start.elapsed().as_secs_f64(), places))
 }
 
-/// Reads cells, `DEPTH` a batch, by so many callers; seconds.
-fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<f64> {
+/// Processor time of all threads, in seconds.
+fn processor() -> f64 {
+    // SAFETY: integers only, which may be zero.
+    let mut used: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: a valid place for the answer.
+    unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut used) };
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    seconds(used.ru_utime) + seconds(used.ru_stime)
+}
+
+/// Reads cells, `DEPTH` a batch, by so many callers; seconds, and those of processors.
+fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<(f64, f64)> {
     let stocks: Vec<Buffer> =
         (0..callers).map(|_| memory(DEPTH * PIECE)).collect::<Outcome<_>>()?;
-    let start = Instant::now();
+    let (start, used) = (Instant::now(), processor());
     let pass = |caller: usize| {
         let batches = places.chunks(DEPTH as usize).enumerate().skip(caller).step_by(callers);
         for (number, batch) in batches {
@@ -238,7 +248,7 @@ fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<f64>
         let ended = hands.into_iter().map(|hand| hand.join().map_err(|_| "a panic".to_string())?);
         ended.collect::<Outcome<()>>()
     })?;
-    Ok(start.elapsed().as_secs_f64())
+    Ok((start.elapsed().as_secs_f64(), processor() - used))
 }
 
 /// A part of the raw rate, as a bar.
@@ -266,9 +276,13 @@ pub fn fill(bar: &mut Bar, pairs: &[(f64, f64)], bytes: u64) {
     bar.note = format!("({:.2} against {:.2} GiB/s)", median(&mut ours), median(&mut raws));
 }
 
-/// Seconds of each way, one pair a round.
+/// What each way takes, one pair a round.
 #[derive(Default)]
-struct Pairs([Vec<(f64, f64)>; 5]);
+struct Pairs {
+    seconds: [Vec<(f64, f64)>; 5],
+    /// Processor time of reads by one caller.
+    used: Vec<(f64, f64)>,
+}
 
 fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()> {
     let scratch = Scratch::new("disk");
@@ -279,10 +293,10 @@ fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()
     let depth = DEPTH as usize;
     let write = || raw(std::slice::from_ref(&plain), Way::Write, bytes, stock, depth);
     let ours = || transfers(&files, "own", Way::Write, bytes, stock);
-    pairs.0[0].push(in_turn(turn, ours, write)?);
+    pairs.seconds[0].push(in_turn(turn, ours, write)?);
     let ours = || transfers(&files, "own", Way::Read, bytes, stock);
     let read_own = || raw(std::slice::from_ref(&own), Way::Read, bytes, stock, depth);
-    pairs.0[1].push(in_turn(turn, ours, read_own)?);
+    pairs.seconds[1].push(in_turn(turn, ours, read_own)?);
     allocated(&plain, bytes)?;
     let dir = scratch.0.join("tier");
     let files = RealFiles::open(&dir, &RealOpts::default()).map_err(say)?;
@@ -294,11 +308,25 @@ fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()
         places = written;
         Ok(took)
     };
-    pairs.0[2].push(in_turn(turn, ours, write)?);
+    pairs.seconds[2].push(in_turn(turn, ours, write)?);
     let segments = segments(&dir)?;
     for (at, callers) in [(3, 1), (4, 2)] {
-        let plain = || raw(&segments, Way::Read, bytes, stock, depth * callers);
-        pairs.0[at].push(in_turn(turn, || read(&tier, &places, callers), plain)?);
+        let mut used = (0.0, 0.0);
+        let plain = || {
+            let before = processor();
+            let took = raw(&segments, Way::Read, bytes, stock, depth * callers);
+            used.1 = processor() - before;
+            took
+        };
+        let ours = || {
+            let (took, cost) = read(&tier, &places, callers)?;
+            used.0 = cost;
+            Ok(took)
+        };
+        pairs.seconds[at].push(in_turn(turn, ours, plain)?);
+        if callers == 1 {
+            pairs.used.push(used);
+        }
     }
     tier.close().map_err(say)
 }
@@ -319,11 +347,31 @@ pub fn run(quick: bool) -> Vec<Bar> {
     let stock = memory(2 * DEPTH * PIECE);
     let measured = stock
         .and_then(|stock| (0..rounds).try_for_each(|turn| round(&mut pairs, turn, bytes, &stock)));
-    for (bar, pairs) in bars.iter_mut().zip(&pairs.0) {
+    for (bar, pairs) in bars.iter_mut().zip(&pairs.seconds) {
         match &measured {
             Ok(()) => fill(bar, pairs, bytes),
             Err(why) => bar.note.clone_from(why),
         }
     }
-    bars.into()
+    let mut all: Vec<Bar> = bars.into();
+    all.push(used_bar(&pairs.used, bytes));
+    all
+}
+
+/// What verified reads cost of a core, for each GB a second.
+fn used_bar(pairs: &[(f64, f64)], bytes: u64) -> Bar {
+    let percent = |seconds: f64| seconds / (bytes as f64 / 1e9) * 100.0;
+    let mut ours: Vec<f64> = pairs.iter().map(|(ours, _)| percent(*ours)).collect();
+    let mut raws: Vec<f64> = pairs.iter().map(|(_, raw)| percent(*raw)).collect();
+    let is_there = !pairs.is_empty();
+    Bar {
+        bar: "read_processor",
+        value: is_there.then(|| median(&mut ours)),
+        unit: "%/(GB/s)",
+        baseline: "the same by plain calls",
+        baseline_value: is_there.then(|| median(&mut raws)),
+        goal: Some(20.0),
+        better: Better::Lower,
+        note: String::new(),
+    }
 }

@@ -2,9 +2,12 @@
 
 mod abi;
 mod disk;
+mod index;
 mod lab;
+mod overlap;
 mod peers;
 mod policy;
+mod scale;
 mod store;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -127,12 +130,13 @@ impl Bar {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 6] = [
+const GROUPS: [(&str, &str, Group); 7] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
     ("disk", "transfers, appends and reads of the disk tier, beside plain calls", disk::run),
     ("lab", "replaying a trace on one thread", lab::run),
     ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
+    ("scale", "ten million cells, an opening after a crash, memory in a storm", scale::run),
     ("store", "puts, gets and restores, beside memcpy and plain reads", store::run),
 ];
 

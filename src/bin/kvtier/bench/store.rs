@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvtier::base::budget::{Budget, BudgetOpts};
 use kvtier::base::memory::Buffer;
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
@@ -20,39 +21,50 @@ use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 
 use super::disk::{self, Outcome, Scratch, memory, part_of_raw};
+use super::overlap;
 use super::peers::thread_ns;
 use super::{Bar, Better, median};
 
 /// K, or V, of a token in one layer.
-const TOKEN_BYTES: u64 = 2048;
+pub const TOKEN_BYTES: u64 = 2048;
 const LAYERS: usize = 8;
 /// What one put or get moves.
 const MOVE_BYTES: u64 = 64 << 20;
 /// Puts that memory has room for.
 const MOVES: u32 = 6;
 
-fn say(error: kvtier::base::status::Error) -> String {
+/// An error in words.
+pub fn say(error: kvtier::base::status::Error) -> String {
     error.to_string()
 }
 
 /// An engine's tensors: K and V of each layer, tokens in canonical order.
-struct Tensors {
+pub struct Tensors {
     memory: Buffer,
-    tokens: u64,
+    /// Tokens that they are for.
+    pub tokens: u64,
     layers: usize,
+    token_bytes: u64,
 }
 
 impl Tensors {
-    fn new(bytes: u64, layers: usize) -> Outcome<Tensors> {
-        let tokens = bytes / (2 * TOKEN_BYTES * layers as u64);
-        Ok(Tensors { memory: memory(bytes)?, tokens, layers })
+    /// So many bytes for all layers, with 2 KiB of K and of V a token.
+    pub fn new(bytes: u64, layers: usize) -> Outcome<Tensors> {
+        Tensors::of(bytes, layers, TOKEN_BYTES)
     }
 
-    fn whole(&self, by_layer: bool) -> Rectangle {
+    /// The same, with another length of K and of V.
+    pub fn of(bytes: u64, layers: usize, token_bytes: u64) -> Outcome<Tensors> {
+        let tokens = bytes / (2 * token_bytes * layers as u64);
+        Ok(Tensors { memory: memory(bytes)?, tokens, layers, token_bytes })
+    }
+
+    /// All of it.
+    pub fn whole(&self, by_layer: bool) -> Rectangle {
         let plane = |number: usize| {
-            let offset = number as u64 * self.tokens * TOKEN_BYTES;
+            let offset = number as u64 * self.tokens * self.token_bytes;
             let address = self.memory.address().expose_provenance() as u64 + offset;
-            PlaneView::canonical(address, self.tokens as u32, TOKEN_BYTES)
+            PlaneView::canonical(address, self.tokens as u32, self.token_bytes)
         };
         let layer = |l: usize| LayerViews { k: plane(2 * l), v: Some(plane(2 * l + 1)) };
         let views = Arc::new(Views((0..self.layers).map(layer).collect()));
@@ -61,28 +73,40 @@ impl Tensors {
     }
 }
 
-fn layout(layers: usize, chunk_tokens: u32, token_bytes: u64) -> Result<Layout> {
+/// One group of layers.
+pub fn layout(layers: usize, chunk_tokens: u32, token_bytes: u64) -> Result<Layout> {
     let dim = token_bytes as u32 / 2;
     Layout::new(chunk_tokens, vec![Group::gqa(0..layers as u16, 1, dim, Dtype::F16)?])
 }
 
 /// A store, its runtime, and a namespace.
-struct Home {
-    store: Store,
+pub struct Home {
+    /// The store.
+    pub store: Store,
     runtime: Runtime,
     space: u32,
 }
 
 impl Home {
-    fn open(spec: &str, layout: Layout) -> Result<Home> {
+    /// With a budget of its own for host memory, if one is given.
+    pub fn open(spec: &str, layout: Layout, host: Option<u64>) -> Result<Home> {
         let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() })?;
-        let store = Store::open(runtime.core(), None, &StoreSpec::parse(spec)?)?;
+        let budget = match host {
+            Some(_) => {
+                let limits = [None, host, None, None, None];
+                let opts = BudgetOpts { limits, ..BudgetOpts::default() };
+                Some(Budget::open(runtime.core(), &opts)?)
+            }
+            None => None,
+        };
+        let store = Store::open(runtime.core(), budget.as_ref(), &StoreSpec::parse(spec)?)?;
         let opts = SpaceOpts { key: Key([9; 32]), layout, holes: false };
         let space = store.with(|core| core.open_space(&opts))?;
         Ok(Home { store, runtime, space })
     }
 
-    fn session(&self, document: u32, tokens: u64) -> Result<u32> {
+    /// A session of a document.
+    pub fn session(&self, document: u32, tokens: u64) -> Result<u32> {
         let tokens: Vec<u32> = (0..tokens as u32).map(|i| document << 18 | i).collect();
         self.store.with(|core| {
             let number = core.open_session(self.space, &SessionOpts::default())?;
@@ -92,13 +116,34 @@ impl Home {
     }
 
     /// Seconds until all parts of a move are there, each by itself.
-    fn carry(&self, session: u32, deed: Deed, level: Level, what: Rectangle) -> Result<Vec<f64>> {
+    pub fn carry(
+        &self,
+        session: u32,
+        deed: Deed,
+        level: Level,
+        what: Rectangle,
+    ) -> Result<Vec<f64>> {
+        self.carry_and(session, deed, level, what, |_| ())
+    }
+
+    /// The same, and does something with each part when it is there; it is told whether
+    /// that had to be waited for.
+    pub fn carry_and(
+        &self,
+        session: u32,
+        deed: Deed,
+        level: Level,
+        what: Rectangle,
+        mut then: impl FnMut(bool),
+    ) -> Result<Vec<f64>> {
         let start = Instant::now();
         let ops = self.store.submit(session, deed, level, what, &OpOpts::default())?;
         let wait = |op: OpRef| {
+            let waits = op.state() & RELEASED == 0;
             op.wait(RELEASED, 0)?;
             let (took, status) = (start.elapsed().as_secs_f64(), op.info().status);
             op.remove();
+            then(waits);
             match status.and_then(Status::from_code) {
                 Some(Status::Ok) => Ok(took),
                 status => Err(status.unwrap_or(Status::Panic).into()),
@@ -107,11 +152,13 @@ impl Home {
         ops.into_iter().map(wait).collect()
     }
 
-    fn end(&self, session: u32) -> Result<()> {
+    /// Ends a session.
+    pub fn end(&self, session: u32) -> Result<()> {
         self.store.with(|core| core.close_session(session))
     }
 
-    fn close(self) -> Result<()> {
+    /// Closes all of it.
+    pub fn close(self) -> Result<()> {
         self.store.close(0)?;
         drop(self.runtime);
         Ok(())
@@ -138,7 +185,7 @@ fn host_pairs(chunk: u32, rounds: u32, copiers: u32) -> Result<[Vec<(f64, f64)>;
     let pool = memory(u64::from(MOVES) * MOVE_BYTES).map_err(failed)?;
     let bytes = (u64::from(MOVES) + 2) * MOVE_BYTES;
     let spec = format!("store(host={bytes}B,policy=lru,copiers={copiers},chunks=65536)");
-    let home = Home::open(&spec, layout(LAYERS, chunk, TOKEN_BYTES)?)?;
+    let home = Home::open(&spec, layout(LAYERS, chunk, TOKEN_BYTES)?, None)?;
     let plane = u64::from(chunk) * TOKEN_BYTES;
     let mut pairs = [Vec::new(), Vec::new()];
     for round in 0..rounds + MOVES + 3 {
@@ -362,7 +409,7 @@ fn restore(out: &mut Restores, turn: u32, bytes: u64, stock: &Buffer) -> Outcome
     );
     // Cells of 1 MiB; seconds of each part.
     let carry = |deed, level, by_layer| -> Result<Vec<f64>> {
-        let home = Home::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?)?;
+        let home = Home::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?, None)?;
         let session = home.session(1, tensors.tokens)?;
         let took = home.carry(session, deed, level, tensors.whole(by_layer))?;
         home.close()?;
@@ -390,7 +437,7 @@ fn disk_bars(quick: bool) -> Vec<Bar> {
         Bar {
             unit: "of all",
             better: Better::Lower,
-            ..part_of_raw("first_of_32_layers", "the whole restore", None)
+            ..part_of_raw("first_of_32_layers", "the whole restore", Some(1.0 / 32.0 + 0.1))
         },
     ];
     let (bytes, rounds) = if quick { (256 << 20, 6) } else { (512 << 20, 8) };
@@ -417,5 +464,6 @@ pub fn run(quick: bool) -> Vec<Bar> {
     let mut bars = host_bars(quick);
     bars.extend(bare_bars(quick));
     bars.extend(disk_bars(quick));
+    bars.extend(overlap::bars(quick));
     bars
 }

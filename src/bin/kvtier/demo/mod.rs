@@ -32,6 +32,12 @@ pub struct Opts {
     pub policies: Vec<String>,
     /// One JSON object at the end.
     pub json: bool,
+    /// A file that describes the store; its policy is the only one then.
+    pub config: Option<PathBuf>,
+    /// Where the control socket is to be.
+    pub control: Option<PathBuf>,
+    /// How long conversations come back before the end.
+    pub linger: Duration,
 }
 
 /// Runs the demo.
@@ -39,9 +45,10 @@ pub fn run(opts: &Opts) -> Outcome<()> {
     let model = Model::small()?;
     let screen = Screen::new(opts.json);
     let mut runs = Vec::new();
-    for policy in &opts.policies {
-        let tally = run_one(opts, &model, policy, &screen)?;
-        runs.push((policy.clone(), tally));
+    for spec in specs(opts, &model)? {
+        let policy = spec.config.host_policy.clone();
+        let tally = run_one(opts, &model, &spec, &screen)?;
+        runs.push((policy, tally));
     }
     show::close(&runs, &model, opts);
     let wrong: u64 = runs.iter().map(|(_, tally)| tally.wrong).sum();
@@ -51,37 +58,70 @@ pub fn run(opts: &Opts) -> Outcome<()> {
     Ok(())
 }
 
+/// The stores that are tried: one that a file describes, or one for each policy.
+fn specs(opts: &Opts, model: &Model) -> Outcome<Vec<StoreSpec>> {
+    let texts = match &opts.config {
+        Some(path) => vec![crate::config::read(path)?.to_string()],
+        None => opts.policies.iter().map(|policy| usual(opts, model, policy)).collect(),
+    };
+    let mut specs = Vec::new();
+    for text in texts {
+        let mut spec = StoreSpec::parse(&text)?;
+        if let Some(disk) = spec.disk.as_ref().filter(|disk| disk.path.exists()) {
+            let place = disk.path.display();
+            return Err(format!(
+                "{place} is there already: the demo makes a directory of its own, damages some bytes in it \
+                 on purpose, and removes it"
+            )
+            .into());
+        }
+        spec.control = opts.control.clone().or(spec.control);
+        specs.push(spec);
+    }
+    Ok(specs)
+}
+
+/// A quarter of all conversations fits into memory, three quarters on disk; each worker
+/// holds one.
+fn usual(opts: &Opts, model: &Model, policy: &str) -> String {
+    let all_bytes = all_bytes(opts, model);
+    let host_bytes = (all_bytes / 4).max(16 << 20);
+    let disk_bytes = (all_bytes * 3 / 4).max(96 << 20);
+    let path = std::env::temp_dir().join(format!("kvtier-demo-{}", std::process::id()));
+    format!(
+        "store(host={host_bytes}, policy={policy}, copiers={}, write=back, \
+         disk=disk(path=\"{}\", bytes={disk_bytes}, segment=4MiB))",
+        opts.workers,
+        path.display()
+    )
+}
+
+fn all_bytes(opts: &Opts, model: &Model) -> u64 {
+    u64::from(opts.sessions) * model.session_bytes()
+}
+
 /// A directory that goes when this does.
 struct Scratch(PathBuf);
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_dir_all(&self.0) {
-            eprintln!("kvtier: {} stays: {error}", self.0.display());
+        match std::fs::remove_dir_all(&self.0) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                eprintln!("kvtier: {} stays: {error}", self.0.display());
+            }
+            _ => {}
         }
     }
 }
 
-fn run_one(opts: &Opts, model: &Model, policy: &str, screen: &Screen) -> Outcome<Tally> {
+fn run_one(opts: &Opts, model: &Model, spec: &StoreSpec, screen: &Screen) -> Outcome<Tally> {
     let runtime = Runtime::open(RuntimeOpts { workers: opts.workers, ..RuntimeOpts::default() })?;
-    let name = format!("kvtier-demo-{}", std::process::id());
-    let scratch = Scratch(std::env::temp_dir().join(name));
-    let all_bytes = u64::from(opts.sessions) * model.session_bytes();
-    // A quarter fits into memory, three quarters on disk.
-    let host_bytes = (all_bytes / 4).max(16 << 20);
-    let disk_bytes = (all_bytes * 3 / 4).max(64 << 20);
-    let text = format!(
-        "store(host={host_bytes}, policy={policy}, copiers={}, write=back, \
-         disk=disk(path=\"{}\", bytes={disk_bytes}, segment=4MiB))",
-        opts.workers,
-        scratch.0.display()
-    );
-    let spec = StoreSpec::parse(&text)?;
-    let store = Store::open(runtime.core(), None, &spec)?;
+    let scratch = spec.disk.as_ref().map(|disk| Scratch(disk.path.clone()));
+    let store = Store::open(runtime.core(), None, spec)?;
     let layout = model.layout.clone();
     let space = store
         .with(|core| core.open_space(&SpaceOpts { key: Key([0xD3; 32]), layout, holes: false }))?;
-    screen.begin(opts, model, policy, host_bytes, disk_bytes, all_bytes);
+    screen.begin(opts, model, spec, all_bytes(opts, model));
 
     let mut talk = Talk::new(&store, space, model, opts.sessions);
     let started = Instant::now();
@@ -95,9 +135,15 @@ fn run_one(opts: &Opts, model: &Model, policy: &str, screen: &Screen) -> Outcome
     talk.tally.took = started.elapsed();
     store.settle(0)?;
     talk.tally.counters = store.with(|core| Ok(core.counters))?;
+    talk.linger(opts.linger)?;
     let mut tally = std::mem::take(&mut talk.tally);
     drop(talk);
-    tally.damage = damage(&runtime, store, &spec, &scratch, model, opts.sessions)?;
+    match &scratch {
+        Some(scratch) => {
+            tally.damage = damage(&runtime, store, spec, scratch, model, opts.sessions)?;
+        }
+        None => store.close(0)?,
+    }
     screen.end();
     runtime.close(0)?;
     Ok(tally)

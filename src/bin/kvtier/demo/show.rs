@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use indicatif::{ProgressBar, ProgressStyle};
 use kvtier::base::budget::Tier;
 use kvtier::kv::core::SessionOpts;
+use kvtier::kv::spec::StoreSpec;
 use kvtier::kv::store::Store;
 
 use super::model::{Model, TOKENS_PER_SECOND};
@@ -35,19 +36,23 @@ impl Screen {
     }
 
     /// A run begins.
-    pub fn begin(&self, opts: &Opts, model: &Model, policy: &str, host: u64, disk: u64, all: u64) {
+    pub fn begin(&self, opts: &Opts, model: &Model, spec: &StoreSpec, all: u64) {
         if self.json {
             return;
         }
         println!(
-            "{} conversations of {} ({} in all), {} layers; memory {}, disk {}, policy {policy}",
+            "{} conversations of {} ({} in all), {} layers; memory {}, disk {}, policy {}",
             opts.sessions,
             human(model.session_bytes()),
             human(all),
             model.layout.layers(),
-            human(host),
-            human(disk),
+            human(spec.config.host_bytes),
+            human(spec.disk.as_ref().map_or(0, |disk| disk.bytes)),
+            spec.config.host_policy,
         );
+        if let Some(path) = &spec.control {
+            println!("look at it: kvtier top --socket {}", path.display());
+        }
         let style = ProgressStyle::with_template("{bar:40} {pos}/{len} turns\n{msg}");
         self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
     }

@@ -12,6 +12,9 @@ use super::model::{Model, SYSTEM_TOKENS, TURN_TOKENS, TURNS};
 use super::show::Screen;
 use super::{Damage, Outcome};
 
+/// Between two that come back.
+const PAUSE: Duration = Duration::from_millis(100);
+
 /// What came of it.
 #[derive(Clone, Default)]
 pub struct Tally {
@@ -125,6 +128,27 @@ impl<'a> Talk<'a> {
         self.store.with(|core| core.close_session(session))?;
         self.all[at].turns += 1;
         self.tally.turns += 1;
+        Ok(())
+    }
+
+    /// Conversations come back and are read again for so long, one at a time; the one
+    /// that came last stays open until the next does, for those who look.
+    pub fn linger(&mut self, time: Duration) -> Outcome<()> {
+        let start = Instant::now();
+        // What is counted is what came before.
+        let tally = self.tally.clone();
+        while start.elapsed() < time {
+            let at = self.draw(self.all.len() as u64) as usize;
+            let session = self.open(at)?;
+            let loaded = self.load(session, at)?;
+            self.compute(at, loaded);
+            // A budget that was made too small meanwhile refuses what it must.
+            let _ = self.keep(session, at);
+            std::thread::sleep(PAUSE.min(time.saturating_sub(start.elapsed())));
+            self.store.with(|core| core.close_session(session))?;
+        }
+        let wrong = self.tally.wrong;
+        self.tally = Tally { wrong, ..tally };
         Ok(())
     }
 

@@ -243,6 +243,8 @@ impl Check<'_> {
                     Some(seen) => {
                         seen.live = true;
                         if seen.sound {
+                            // A checkpoint counts coded cells in whole blocks.
+                            let bytes = u64::from(seen.bytes);
                             self.report.live.add(bytes);
                             entry.0.live.add(bytes);
                         }

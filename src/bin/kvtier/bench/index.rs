@@ -1,0 +1,328 @@
+//! An index of very many cells: a store's core over a disk that keeps nothing, so that
+//! what is measured is what the store keeps of cells, and what finding them costs.
+
+use std::sync::Arc;
+
+use kvtier::base::status::{Error, Result, Status};
+use kvtier::base::sync::Mutex;
+use kvtier::device::Stream;
+use kvtier::device::host::Host;
+use kvtier::format::keys::chain::Chain;
+use kvtier::io::files::{Entry, FileId, Files, Piece};
+use kvtier::kv::core::books::{Books, Page};
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
+use kvtier::kv::core::work::{Hands, Work};
+use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts};
+use kvtier::kv::hands::Tools;
+use kvtier::meta::index::hash;
+use kvtier::meta::key::Key;
+use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+
+use super::peers::thread_ns;
+use super::store::layout;
+use super::{Bar, Better, median};
+
+/// Bytes of K, and of V, of a cell: together a block.
+const PLANE_BYTES: u64 = 2048;
+/// Chunks that are put at once.
+const EACH: u32 = 512;
+
+/// A disk that takes everything and keeps nothing but names and lengths.
+struct Nowhere {
+    files: Mutex<Vec<Entry>>,
+}
+
+impl Nowhere {
+    fn at(&self, name: &str) -> Result<FileId> {
+        let files = self.files.lock();
+        let found = files.iter().position(|entry| entry.name == name);
+        found.map(|at| FileId(at as u32)).ok_or(Status::NotFound.into())
+    }
+}
+
+impl Files for Nowhere {
+    fn align_bytes(&self) -> u64 {
+        4096
+    }
+
+    fn engine(&self) -> &str {
+        "nowhere"
+    }
+
+    fn fallback(&self) -> Option<&str> {
+        None
+    }
+
+    fn list(&self) -> Result<Vec<Entry>> {
+        Ok(self.files.lock().clone())
+    }
+
+    fn create(&self, name: &str, bytes: u64) -> Result<FileId> {
+        self.files.lock().push(Entry { name: name.to_string(), bytes });
+        self.at(name)
+    }
+
+    fn open(&self, name: &str) -> Result<FileId> {
+        self.at(name)
+    }
+
+    fn len(&self, file: FileId) -> Result<u64> {
+        let files = self.files.lock();
+        files.get(file.0 as usize).map(|entry| entry.bytes).ok_or(Status::Closed.into())
+    }
+
+    fn close(&self, _file: FileId) {}
+
+    fn rename(&self, from: &str, to: &str) -> Result<()> {
+        let at = self.at(from)?;
+        self.files.lock()[at.0 as usize].name = to.to_string();
+        Ok(())
+    }
+
+    fn remove(&self, name: &str) -> Result<()> {
+        let at = self.at(name)?;
+        self.files.lock()[at.0 as usize].name.clear();
+        Ok(())
+    }
+
+    fn sync_names(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn sync(&self, _file: FileId) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn transfer(&self, pieces: &mut [Piece]) {
+        pieces.iter_mut().for_each(|piece| piece.result = Ok(()));
+    }
+
+    fn free_bytes(&self) -> Result<u64> {
+        Ok(u64::MAX)
+    }
+}
+
+/// Nothing is cleaned here, and no checkpoint is written.
+struct Nobody;
+
+impl Books for Nobody {
+    fn page(&mut self, _from: (u32, u32), _page: &mut Page) -> Option<(u32, u32)> {
+        None
+    }
+}
+
+impl Keeper for Nobody {
+    fn wants(&mut self, _cell: &CellAt) -> bool {
+        false
+    }
+
+    fn moved(&mut self, _cell: &CellAt, _to: Spot) -> bool {
+        false
+    }
+
+    fn lost(&mut self, _cell: &CellAt) -> bool {
+        false
+    }
+}
+
+/// A store's core whose cells are on that disk.
+struct World {
+    core: Core,
+    tools: Tools,
+    space: u32,
+    views: Arc<Views>,
+    layers: usize,
+    tokens: u32,
+}
+
+const NAMESPACE: Key = Key([5; 32]);
+
+impl World {
+    fn open(chunks: u32, layers: usize, tokens: u32) -> Result<World> {
+        let disk_bytes = u64::from(chunks) * layers as u64 * 4096;
+        let options = Options::new(disk_bytes * 5 / 4 + (1 << 30), [5; 16]);
+        let (disk, ..) =
+            DiskTier::open(Arc::new(Nowhere { files: Mutex::new(Vec::new()) }), options)?;
+        let disk = Arc::new(disk);
+        let config = Config {
+            host_bytes: 256 << 20,
+            host_policy: "lru".into(),
+            max_chunks: chunks as usize,
+            ..Config::default()
+        };
+        let mut core = Core::new(config, None, Some(disk.clone()))?;
+        let token_bytes = PLANE_BYTES / u64::from(tokens);
+        let layout = layout(layers, tokens, token_bytes)?;
+        let space = core.open_space(&SpaceOpts { key: NAMESPACE, layout, holes: false })?;
+        // Never touched: nobody copies.
+        let plane = PlaneView::canonical(4096, 1 << 24, token_bytes);
+        let layer = LayerViews { k: plane.clone(), v: Some(plane) };
+        let views = Arc::new(Views(vec![layer; layers]));
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk) };
+        Ok(World { core, tools, space, views, layers, tokens })
+    }
+
+    fn document(&self, number: u32, chunks: u32) -> Vec<u32> {
+        (0..chunks * self.tokens).map(|i| (number << 20).wrapping_add(i)).collect()
+    }
+
+    /// Puts a document and has it written; the keys of its chunks.
+    fn put(&mut self, number: u32, chunks: u32) -> Result<Vec<Key>> {
+        let tokens = self.document(number, chunks);
+        let session = self.core.open_session(self.space, &SessionOpts::default())?;
+        self.core.append(session, &tokens)?;
+        let keys = self.core.session(session)?.path().keys().to_vec();
+        let what = Rectangle {
+            first_token: 0,
+            tokens: tokens.len() as u64,
+            first_layer: 0,
+            layers: self.layers,
+            by_layer: false,
+            views: self.views.clone(),
+        };
+        self.core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what)?;
+        while let Some(mut work) = Hands::ALL.into_iter().find_map(|hands| self.core.take(hands)) {
+            let outcome = match &work {
+                Work::Copies(_) | Work::Upkeep(_) => Ok(()),
+                // SAFETY: what is written lies in memory that the core keeps for this.
+                _ => unsafe { self.tools.work(&mut work, Stream(0), &mut Nobody) },
+            };
+            self.core.done(work, outcome, 0);
+        }
+        let mut finished = Vec::new();
+        self.core.finished(&mut finished);
+        self.core.close_session(session)?;
+        match finished.pop().map(|one| one.error) {
+            Some(None) => Ok(keys),
+            Some(Some(error)) => Err(error),
+            None => Err(Error::new(Status::State, "a put has not ended")),
+        }
+    }
+
+    /// Nanoseconds a key of asking whether chunks are there, many in a call: those
+    /// of a document, in all orders.
+    fn exists(&mut self, keys: &[Key]) -> Result<f64> {
+        let mut found = vec![0; keys.len()];
+        let start = thread_ns();
+        for (keys, found) in keys.chunks(EACH as usize).zip(found.chunks_mut(EACH as usize)) {
+            self.core.exists(self.space, keys, found)?;
+        }
+        let took = thread_ns() - start;
+        // Every other one is known.
+        if found.iter().enumerate().any(|(at, &tiers)| (tiers != 0) != (at % 2 == 0)) {
+            return Err(Error::new(Status::State, "what is there is said to be missing"));
+        }
+        Ok(took / keys.len() as f64)
+    }
+
+    /// Microseconds of a lookup of a document of so many chunks, and of its hashes alone.
+    fn lookup(&mut self, number: u32, chunks: u32) -> Result<(f64, f64)> {
+        let tokens = self.document(number, chunks);
+        let start = thread_ns();
+        let found = self.core.lookup(self.space, &tokens)?.now_tokens;
+        let took = thread_ns() - start;
+        if found != tokens.len() as u64 {
+            return Err(Error::new(Status::NotFound, format!("{found} tokens are found")));
+        }
+        let start = thread_ns();
+        let mut keys = Vec::new();
+        Chain::new(NAMESPACE, self.tokens)?.extend(&tokens, &[], &mut keys)?;
+        Ok((took / 1e3, (thread_ns() - start) / 1e3))
+    }
+}
+
+/// Bytes of this process that are in memory and of no file.
+pub fn resident() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let word = line.and_then(|line| line.split_whitespace().next());
+    word.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0) << 10
+}
+
+fn bar(bar: &'static str, unit: &'static str, goal: f64) -> Bar {
+    Bar {
+        bar,
+        value: None,
+        unit,
+        baseline: "",
+        baseline_value: None,
+        goal: Some(goal),
+        better: Better::Lower,
+        note: String::new(),
+    }
+}
+
+/// GiB that 10,000,000 cells cost, and ns a key of asking for chunks among them.
+fn index(cells: u64, rounds: u32, sizes: &mut Bar, asks: &mut Bar) -> Result<()> {
+    const LAYERS: usize = 32;
+    let chunks = (cells / LAYERS as u64) as u32 / EACH * EACH;
+    let before = resident();
+    let mut world = World::open(chunks, LAYERS, 16)?;
+    let mut keys = Vec::new();
+    let mut held = 0;
+    for number in 0..chunks / EACH {
+        let all = world.put(number, EACH)?;
+        // Some of each, and as many that nobody knows.
+        for key in all.iter().step_by(4) {
+            let mut other = *key;
+            other.0[..8].copy_from_slice(&u64::from(number).to_le_bytes());
+            keys.extend([*key, other]);
+        }
+        held = keys.capacity() as u64 * 32;
+    }
+    let counts = world.core.board_of(world.space).map(|board| board.chunks.counts());
+    let known = counts.map_or(0, |counts| counts.cells[2]);
+    if known != u64::from(chunks) * LAYERS as u64 {
+        return Err(Error::new(Status::State, format!("{known} cells are known")));
+    }
+    let grown = resident().saturating_sub(before + held);
+    sizes.value = Some(grown as f64 / known as f64 * 1e7 / f64::from(1 << 30));
+    sizes.note =
+        format!("({known} cells, {:.1} bytes each, all tables)", grown as f64 / known as f64);
+    // Pairs stay pairs; neighbours lie apart.
+    let mut order: Vec<usize> = (0..keys.len() / 2).collect();
+    order.sort_unstable_by_key(|&pair| hash(pair as u64));
+    let mixed: Vec<Key> = order.iter().flat_map(|&i| [keys[2 * i], keys[2 * i + 1]]).collect();
+    let mut each = Vec::new();
+    for _ in 0..rounds {
+        each.push(world.exists(&mixed)?);
+    }
+    asks.value = Some(median(&mut each));
+    asks.note = format!("({} keys among {chunks} chunks, half of them there)", mixed.len());
+    Ok(())
+}
+
+/// A prompt of 131,072 tokens in chunks of 256, of 32 layers.
+fn prompt(rounds: u32, bar: &mut Bar) -> Result<()> {
+    const CHUNKS: u32 = 512;
+    let mut world = World::open(16 * CHUNKS, 32, 256)?;
+    for number in 0..16 {
+        world.put(number, CHUNKS)?;
+    }
+    let (mut all, mut hashes) = (Vec::new(), Vec::new());
+    for round in 0..rounds {
+        let (took, alone) = world.lookup(round % 16, CHUNKS)?;
+        all.push(took);
+        hashes.push(alone);
+    }
+    (bar.value, bar.baseline_value) = (Some(median(&mut all)), Some(median(&mut hashes)));
+    Ok(())
+}
+
+/// Measures the bars.
+pub fn bars(quick: bool) -> Vec<Bar> {
+    let cells = if quick { 2_000_000 } else { 10_000_000 };
+    let rounds = if quick { 50 } else { 200 };
+    let mut sizes = bar("index_of_10M_cells", "GiB", 1.0);
+    let mut asks = bar("exists", "ns/key", 200.0);
+    let mut lookup =
+        Bar { baseline: "its keys alone", ..bar("lookup_of_128k_tokens", "us", 300.0) };
+    if let Err(error) = index(cells, rounds, &mut sizes, &mut asks) {
+        sizes.note = error.to_string();
+    }
+    if let Err(error) = prompt(rounds, &mut lookup) {
+        lookup.note = error.to_string();
+    }
+    vec![sizes, asks, lookup]
+}

@@ -1,0 +1,111 @@
+//! A restore, layer by layer, beside a model that computes: while it computes one
+//! layer the next ones are loaded.
+
+use std::time::{Duration, Instant};
+
+use kvtier::base::status::Result;
+use kvtier::kv::core::moves::{Deed, Level};
+
+use super::disk::{Outcome, Scratch};
+use super::store::{Home, TOKEN_BYTES, Tensors, layout, say};
+use super::{Bar, Better, median};
+
+const LAYERS: usize = 32;
+
+/// How much longer computing takes than loading.
+const PARTS: [(&str, f64); 3] =
+    [("restore_compute_half", 0.5), ("restore_compute_same", 1.0), ("restore_compute_double", 2.0)];
+
+/// Seconds until the first and the last layer of a restore are there.
+fn load(home: &Home, tensors: &Tensors) -> Result<(f64, f64)> {
+    let session = home.session(1, tensors.tokens)?;
+    let took = home.carry(session, Deed::Get, Level::Ram, tensors.whole(true))?;
+    home.end(session)?;
+    Ok((took[0], took.iter().copied().fold(0.0, f64::max)))
+}
+
+/// Seconds until the last layer is computed: each once it is there and the one before
+/// it is computed. The processor is free meanwhile, as beside an accelerator.
+fn load_and_compute(home: &Home, tensors: &Tensors, each: Duration) -> Result<f64> {
+    let session = home.session(1, tensors.tokens)?;
+    let begun = Instant::now();
+    let mut computed = begun;
+    home.carry_and(session, Deed::Get, Level::Ram, tensors.whole(true), |waits| {
+        // One that is there begins as soon as the one before it has ended, as on a
+        // stream of a device: that this thread wakes late is no part of it.
+        computed = if waits { computed.max(Instant::now()) } else { computed } + each;
+        std::thread::sleep(computed.saturating_duration_since(Instant::now()));
+    })?;
+    home.end(session)?;
+    Ok(computed.duration_since(begun).as_secs_f64())
+}
+
+/// Ratios of each part, and what they came from.
+fn round(ratios: &mut [Vec<f64>; 3], bytes: u64, tensors: &Tensors) -> Outcome<()> {
+    let scratch = Scratch::new("overlap");
+    std::fs::create_dir_all(&scratch.0).map_err(|e| e.to_string())?;
+    let spec = format!(
+        "store(host={}B,chunks=65536,disk=disk(path=\"{}\",bytes=8GiB))",
+        bytes + (256 << 20),
+        scratch.0.join("tier").display()
+    );
+    // Opened anew each time: nothing is in memory.
+    let open = || Home::open(&spec, layout(LAYERS, 256, TOKEN_BYTES)?, None);
+    let measured = || -> Result<[f64; 3]> {
+        let home = open()?;
+        let session = home.session(1, tensors.tokens)?;
+        home.carry(session, Deed::Put, Level::Durable, tensors.whole(false))?;
+        home.close()?;
+        // Once before it counts: the disk reads faster what it has read.
+        let home = open()?;
+        load(&home, tensors)?;
+        home.close()?;
+        let mut out = [0.0; 3];
+        for (out, (_, part)) in out.iter_mut().zip(PARTS) {
+            let home = open()?;
+            let before = load(&home, tensors)?;
+            home.close()?;
+            let home = open()?;
+            let compute = before.1 * part;
+            let took =
+                load_and_compute(&home, tensors, Duration::from_secs_f64(compute / LAYERS as f64))?;
+            home.close()?;
+            // Before and after: the disk is shared.
+            let home = open()?;
+            let after = load(&home, tensors)?;
+            home.close()?;
+            let (first, last) = ((before.0 + after.0) / 2.0, (before.1 + after.1) / 2.0);
+            *out = took / (first + last.max(compute));
+        }
+        Ok(out)
+    };
+    let out = measured().map_err(say)?;
+    ratios.iter_mut().zip(out).for_each(|(all, one)| all.push(one));
+    Ok(())
+}
+
+/// Measures the bars.
+pub fn bars(quick: bool) -> Vec<Bar> {
+    let bar = |(name, _)| Bar {
+        bar: name,
+        value: None,
+        unit: "of ideal",
+        baseline: "the first layer alone, and the longer of loading and computing",
+        baseline_value: Some(1.0),
+        goal: Some(1.05),
+        better: Better::Lower,
+        note: String::new(),
+    };
+    let mut bars = PARTS.map(bar);
+    let (bytes, rounds) = if quick { (128 << 20, 5) } else { (512 << 20, 8) };
+    let mut ratios = [const { Vec::new() }; 3];
+    let measured = Tensors::new(bytes, LAYERS)
+        .and_then(|tensors| (0..rounds).try_for_each(|_| round(&mut ratios, bytes, &tensors)));
+    for (bar, ratios) in bars.iter_mut().zip(&mut ratios) {
+        match &measured {
+            Ok(()) => bar.value = Some(median(ratios)),
+            Err(why) => bar.note.clone_from(why),
+        }
+    }
+    bars.into()
+}

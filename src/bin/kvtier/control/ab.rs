@@ -1,0 +1,39 @@
+//! `kvtier ab`: policies beside the live one, for a while.
+
+use std::io::{IsTerminal, Write};
+use std::time::Duration;
+
+use kvtier::base::spec::Spec;
+use serde_json::Value;
+
+use super::client::Client;
+use super::show::{number, time, trial};
+use super::{Outcome, Tier, Where};
+
+/// Has them run, waits, and says what they came to.
+pub fn run(at: &Where, policies: &Spec, seconds: u64, tier: Tier) -> Outcome<()> {
+    let tier = tier.name();
+    let request = format!("ab(policies={policies},seconds={seconds},tier={tier})");
+    let mut client = Client::connect(&at.socket)?;
+    let mut sight: Value = serde_json::from_str(&client.ask(&request)?)?;
+    let shows = !at.json && std::io::stderr().is_terminal();
+    while sight.get("running").and_then(Value::as_bool) == Some(true) {
+        let left = Duration::from_nanos(number(&sight, "left_ns"));
+        if shows {
+            eprint!("\r{} left \x1b[K", time(left.as_nanos() as f64));
+            std::io::stderr().flush()?;
+        }
+        // A little more than it says: then the last look finds it ended.
+        std::thread::sleep((left + Duration::from_millis(5)).min(Duration::from_secs(1)));
+        sight = serde_json::from_str(&client.ask(&format!("ab-read(tier={tier})"))?)?;
+    }
+    if shows {
+        eprint!("\r\x1b[K");
+    }
+    let text = client.ask(&format!("ab-end(tier={tier})"))?;
+    match at.json {
+        true => println!("{text}"),
+        false => trial(&serde_json::from_str(&text)?),
+    }
+    Ok(())
+}

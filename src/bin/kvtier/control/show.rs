@@ -1,0 +1,186 @@
+//! Answers for people.
+
+use serde_json::Value;
+
+use crate::human;
+
+/// A number, 0 where there is none.
+pub fn number(value: &Value, key: &str) -> u64 {
+    value.get(key).and_then(Value::as_u64).unwrap_or(0)
+}
+
+/// A number with a fraction.
+pub fn real(value: &Value, key: &str) -> f64 {
+    value.get(key).and_then(Value::as_f64).unwrap_or(0.0)
+}
+
+/// A text, empty where there is none.
+pub fn text<'a>(value: &'a Value, key: &str) -> &'a str {
+    value.get(key).and_then(Value::as_str).unwrap_or("")
+}
+
+/// The entries of an object or list.
+pub fn entries(value: &Value) -> impl Iterator<Item = (&str, &Value)> {
+    value.as_object().into_iter().flatten().map(|(key, value)| (key.as_str(), value))
+}
+
+fn list<'a>(value: &'a Value, key: &str) -> &'a [Value] {
+    value.get(key).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+}
+
+/// A time for people.
+pub fn time(ns: f64) -> String {
+    match ns.abs() {
+        n if n < 1e3 => format!("{ns:.0} ns"),
+        n if n < 1e6 => format!("{:.1} us", ns / 1e3),
+        n if n < 1e9 => format!("{:.1} ms", ns / 1e6),
+        n if n < 120e9 => format!("{:.1} s", ns / 1e9),
+        n if n < 7200e9 => format!("{:.1} min", ns / 60e9),
+        _ => format!("{:.1} h", ns / 3600e9),
+    }
+}
+
+/// What the store counts and has.
+pub fn stats(all: &Value) {
+    println!(
+        "kvtier {} in process {}: {:.1} % of cells found, {:.1} % in memory",
+        text(all, "version"),
+        number(all, "pid"),
+        100.0 * real(all, "hit_ratio"),
+        100.0 * real(all, "host_hit_ratio"),
+    );
+    if let Some(tiers) = all.get("tiers") {
+        budget(tiers);
+    }
+    let plain = |value: &Value| {
+        for (key, value) in entries(value).filter(|(_, value)| value.is_u64()) {
+            let name = key.replace('_', " ");
+            match key.ends_with("_bytes") {
+                true => println!("  {name:<18} {:>14}", human(value.as_u64().unwrap_or(0))),
+                false => println!("  {name:<18} {value:>14}"),
+            }
+        }
+    };
+    println!("\nnow");
+    plain(all);
+    for key in ["counters", "disk"] {
+        if let Some(part) = all.get(key) {
+            println!("\n{key}, since it was opened");
+            plain(part);
+        }
+    }
+    for (name, policy) in all.get("policies").into_iter().flat_map(entries) {
+        println!("\npolicy of {name}: {}", text(policy, "name"));
+        plain(policy);
+    }
+    let tenants = list(all, "tenants");
+    if !tenants.is_empty() {
+        println!("\n{:>10} {:>10} {:>10} {:>12} {:>12}", "tenant", "put", "got", "hits", "misses");
+        for row in tenants {
+            println!(
+                "{:>10} {:>10} {:>10} {:>12} {:>12}",
+                number(row, "tenant"),
+                human(number(row, "put_bytes")),
+                human(number(row, "got_bytes")),
+                number(row, "hits"),
+                number(row, "misses"),
+            );
+        }
+    }
+}
+
+/// What tiers may use and use.
+pub fn budget(all: &Value) {
+    println!(
+        "{:<5} {:>10} {:>10} {:>10} {:>22}  policy",
+        "tier", "limit", "used", "cells", "room is made at, to"
+    );
+    for (name, tier) in entries(all) {
+        let bytes = |key| human(number(tier, key));
+        let marks = format!("{}, {}", bytes("high_bytes"), bytes("low_bytes"));
+        println!(
+            "{name:<5} {:>10} {:>10} {:>10} {marks:>22}  {}",
+            bytes("limit_bytes"),
+            bytes("used_bytes"),
+            bytes("live_bytes"),
+            text(tier, "policy"),
+        );
+    }
+}
+
+/// A policy took over.
+pub fn policy(all: &Value) {
+    let (tier, before, now) = (text(all, "tier"), text(all, "before"), text(all, "policy"));
+    println!("{tier}: {now} decides from now on; before, {before} did");
+}
+
+/// Who left.
+pub fn evictions(all: &Value) {
+    println!(
+        "{:<5} {:>8} {:>10} {:<16} {:>9} {:>10} {:>5} {:>10} {:>12}  by",
+        "tier", "number", "ago", "chunk", "session", "unused for", "uses", "size", "score"
+    );
+    for (tier, entries) in entries(all) {
+        for one in entries.as_array().into_iter().flatten() {
+            let session = match one.get("session_serial").and_then(Value::as_u64) {
+                Some(serial) => serial.to_string(),
+                None => "-".to_string(),
+            };
+            println!(
+                "{tier:<5} {:>8} {:>10} {:<16} {session:>9} {:>10} {:>5} {:>10} {:>12.5e}  {}",
+                number(one, "number"),
+                time(real(one, "ago_ns")),
+                text(one, "chunk"),
+                time(real(one, "unused_ns")),
+                number(one, "uses"),
+                human(number(one, "blocks").saturating_mul(4096)),
+                real(one, "score"),
+                text(one, "policy"),
+            );
+        }
+    }
+}
+
+/// What copies of policies came to.
+pub fn trial(all: &Value) {
+    println!(
+        "{} on what was asked of {} for {}\n",
+        if all.get("running").and_then(Value::as_bool) == Some(true) {
+            "so far,"
+        } else {
+            "policies"
+        },
+        text(all, "tier"),
+        time(real(all, "elapsed_ns")),
+    );
+    println!(
+        "{:<24} {:>10} {:>7} {:>7} {:>10} {:>9} {:>9} {:>9} {:>10} {:>10}",
+        "policy",
+        "asked",
+        "hits",
+        "tokens",
+        "re-prefill",
+        "fair",
+        "tenants",
+        "evicted",
+        "decision",
+        "p99"
+    );
+    for one in list(all, "policies") {
+        let live = one.get("live").and_then(Value::as_bool) == Some(true);
+        let name = format!("{}{}", text(one, "policy"), if live { " (live)" } else { "" });
+        let part = |key| format!("{:.1}%", 100.0 * real(one, key));
+        println!(
+            "{name:<24} {:>10} {:>7} {:>7} {:>10} {:>9.3} {:>9.3} {:>9} {:>10} {:>10}",
+            number(one, "references"),
+            part("hit_ratio"),
+            part("token_hit_ratio"),
+            part("re_prefill_rate"),
+            real(one, "session_fairness"),
+            real(one, "tenant_fairness"),
+            number(one, "evictions"),
+            time(real(one, "decision_mean_ns")),
+            time(real(one, "decision_p99_ns")),
+        );
+    }
+}

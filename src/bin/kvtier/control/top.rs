@@ -1,0 +1,222 @@
+//! `kvtier top`: the tiers of a store, and the checkerboard of a session.
+
+use std::fmt::Write as _;
+use std::io::{IsTerminal, Write as _};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use super::client::{Client, Refusal};
+use super::show::{entries, number, real, text};
+use super::{Outcome, Where};
+use crate::human;
+
+/// Columns of a bar, and of the board.
+const BAR: usize = 40;
+const CHUNKS: usize = 96;
+/// Most rows of the board: of more layers, some.
+const ROWS: usize = 32;
+
+/// What to show.
+pub struct Opts {
+    /// One frame.
+    pub once: bool,
+    /// Of which session.
+    pub session: Option<u32>,
+    /// From which chunk on.
+    pub first: u64,
+    /// Between frames.
+    pub every: Duration,
+}
+
+/// Shows frames until it is stopped, or the store ends.
+pub fn run(at: &Where, opts: &Opts) -> Outcome<()> {
+    let mut client = Client::connect(&at.socket)?;
+    let colours = !opts.once && !at.json && std::io::stdout().is_terminal();
+    let session = opts.session.map_or(String::new(), |number| format!("session={number},"));
+    let request = format!("board({session}first={},chunks={CHUNKS})", opts.first);
+    let mut before: Option<(Instant, Value)> = None;
+    loop {
+        let stats: Value = serde_json::from_str(&client.ask("stats")?)?;
+        let board = match client.ask(&request) {
+            Ok(text) => Ok(serde_json::from_str(&text)?),
+            // It has closed, or there is none.
+            Err(refusal) if refusal.status == "KVT_E_NOT_FOUND" => Err(refusal),
+            Err(refusal) => return Err(refusal.into()),
+        };
+        let now = Instant::now();
+        let mut out = std::io::stdout().lock();
+        if at.json {
+            let board = board.unwrap_or(Value::Null);
+            writeln!(out, "{}", json!({ "stats": stats, "board": board }))?;
+        } else {
+            let since = before.as_ref().map(|(then, old)| (now - *then, old));
+            let frame = frame(&stats, since, &board, colours);
+            let clear = if opts.once { "" } else { "\x1b[H\x1b[J" };
+            write!(out, "{clear}{frame}")?;
+        }
+        out.flush()?;
+        drop(out);
+        if opts.once {
+            return Ok(());
+        }
+        before = Some((now, stats));
+        std::thread::sleep(opts.every);
+    }
+}
+
+fn frame(
+    stats: &Value,
+    since: Option<(Duration, &Value)>,
+    board: &Result<Value, Refusal>,
+    colours: bool,
+) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        out,
+        "kvtier {}, process {}: {:.1} % of cells found, {:.1} % in memory\n",
+        text(stats, "version"),
+        number(stats, "pid"),
+        100.0 * real(stats, "hit_ratio"),
+        100.0 * real(stats, "host_hit_ratio"),
+    );
+    for (name, tier) in stats.get("tiers").into_iter().flat_map(entries) {
+        let name = if name == "host" { "memory" } else { name };
+        let (limit, used) = (number(tier, "limit_bytes"), number(tier, "used_bytes"));
+        let live = number(tier, "live_bytes");
+        let _ = writeln!(
+            out,
+            "{name:<7} [{}] {} of {}, cells {}; {}",
+            bar(live, used, limit),
+            human(used),
+            human(limit),
+            human(live),
+            text(tier, "policy"),
+        );
+    }
+    let n = |key| number(stats, key);
+    let _ = writeln!(
+        out,
+        "cells   {} in memory, {} on disk; {} chunks, {} sessions, {} pins; {} moves, {} wait for memory",
+        n("host_cells"),
+        n("disk_cells"),
+        n("chunks"),
+        n("sessions"),
+        n("pins"),
+        n("moves"),
+        n("hungry"),
+    );
+    if let Some((time, old)) = since {
+        let _ = writeln!(out, "rates   {}", rates(stats, old, time.as_secs_f64().max(1e-3)));
+    }
+    match board {
+        Ok(board) => sheet(&mut out, board, colours),
+        Err(refusal) => {
+            let _ = writeln!(out, "\n{refusal}");
+        }
+    }
+    out
+}
+
+/// Cells, then what is used beside them, then what is free.
+fn bar(live: u64, used: u64, limit: u64) -> String {
+    let columns = |bytes: u64| (bytes as f64 / limit.max(1) as f64 * BAR as f64).round() as usize;
+    let live = columns(live).min(BAR);
+    let used = columns(used).clamp(live, BAR);
+    format!("{}{}{}", "#".repeat(live), "+".repeat(used - live), ".".repeat(BAR - used))
+}
+
+fn rates(stats: &Value, old: &Value, seconds: f64) -> String {
+    let count = |all: &Value, key| all.get("counters").map_or(0, |all| number(all, key));
+    let rate = |key| count(stats, key).saturating_sub(count(old, key)) as f64 / seconds;
+    let bytes = |key| human(rate(key) as u64);
+    format!(
+        "{:.0} cells/s stored, {:.0} found, {:.0} missed; {}/s written, {}/s loaded; {:.0} chunks/s down, \
+         {:.0} gone",
+        rate("stored_cells"),
+        rate("host_hit_cells") + rate("disk_hit_cells"),
+        rate("missed_cells"),
+        bytes("written_bytes"),
+        bytes("loaded_bytes"),
+        rate("demoted_chunks"),
+        rate("dropped_chunks") + rate("evicted_chunks"),
+    )
+}
+
+fn sheet(out: &mut String, board: &Value, colours: bool) {
+    let session = board.get("session").unwrap_or(&Value::Null);
+    let rows = board.get("rows").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+    let each = rows.len().div_ceil(ROWS).max(1);
+    let shown = rows.first().and_then(Value::as_str).map_or(0, str::len);
+    let _ = writeln!(
+        out,
+        "\nsession {} of tenant {}: {} tokens; chunks {} to {} of {} across, {} layers down{}\n\
+         M memory, D disk, B both, ~ on its way, . nowhere",
+        number(session, "session"),
+        number(session, "tenant"),
+        number(session, "tokens"),
+        number(board, "first_chunk"),
+        number(board, "first_chunk") + shown as u64,
+        number(session, "chunks"),
+        number(session, "layers"),
+        if each > 1 { format!(" (one in {each})") } else { String::new() },
+    );
+    for (layer, row) in rows.iter().enumerate().step_by(each) {
+        let _ = write!(out, "{layer:>5} ");
+        for cell in row.as_str().unwrap_or("").chars() {
+            let colour = match cell {
+                'M' => "32",
+                'B' => "36",
+                'D' => "33",
+                '~' => "35",
+                _ => "90",
+            };
+            let _ = match colours {
+                true => write!(out, "\x1b[{colour}m{cell}\x1b[0m"),
+                false => write!(out, "{cell}"),
+            };
+        }
+        out.push('\n');
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_shows_tiers_rates_and_the_board() {
+        let stats = |stored: u64| {
+            json!({
+                "version": "1", "pid": 7, "hit_ratio": 0.5, "host_hit_ratio": 0.25, "sessions": 3,
+                "counters": { "stored_cells": stored, "written_bytes": stored * 1024 },
+                "tiers": { "host": { "limit_bytes": 4096, "used_bytes": 2048, "live_bytes": 1024 } },
+            })
+        };
+        let board = json!({
+            "session": { "session": 5, "tenant": 2, "tokens": 70, "chunks": 3, "layers": 2 },
+            "first_chunk": 0, "rows": ["MB.", "MD~"],
+        });
+        let (old, new) = (stats(10), stats(30));
+        let text = frame(&new, Some((Duration::from_secs(2), &old)), &Ok(board), false);
+        for part in [
+            "50.0 % of cells found, 25.0 % in memory",
+            &format!("memory  [{}{}{}]", "#".repeat(10), "+".repeat(10), ".".repeat(20)),
+            "10 cells/s stored",
+            "10.0 KiB/s written",
+            "session 5 of tenant 2: 70 tokens",
+            "    0 MB.\n    1 MD~\n",
+        ] {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_bar_is_as_long_as_it_says_whatever_is_used() {
+        for (live, used, limit) in [(0, 0, 0), (9, 9, 3), (1, 2, 1 << 60), (u64::MAX, 1, u64::MAX)]
+        {
+            assert_eq!(bar(live, used, limit).len(), BAR);
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! What leaves a store at the engine's wish, and pins that go.
+
+use crate::base::callback::refuse_reentry;
+use crate::base::status::Result;
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::guard_err;
+use crate::ffi::handle::{Access, with};
+use crate::ffi::namespace::{NamespaceNoun, kvt_namespace_t};
+use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Plain, Sized_, check_out, write};
+use crate::kv::core::Core;
+use crate::kv::core::clear::Cleared;
+
+/// What became of chunks that were to go.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_clear_report_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// Chunks that are in no tier any more.
+    pub gone_chunks: u64,
+    /// Chunks that stay: sessions, moves or pins hold them, or others that stay
+    /// continue them.
+    pub held_chunks: u64,
+    /// Chunks that stay, since they were on their way between tiers: call again.
+    pub moving_chunks: u64,
+}
+
+// SAFETY: integers alone; the first field is the size.
+unsafe impl Plain for kvt_clear_report_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_clear_report_t {}
+
+fn report(cleared: &Cleared) -> kvt_clear_report_t {
+    kvt_clear_report_t {
+        struct_size: 0,
+        gone_chunks: cleared.gone,
+        held_chunks: cleared.held,
+        moving_chunks: cleared.moving,
+    }
+}
+
+/// # Safety
+/// `out` is null, or passed check_out and is valid for the size it states.
+unsafe fn tell(out: *mut kvt_clear_report_t, cleared: &Cleared) {
+    if !out.is_null() {
+        // SAFETY: the caller's promise.
+        unsafe { write(out, &report(cleared)) };
+    }
+}
+
+/// # Safety
+/// `out` is null or valid for the size it states.
+unsafe fn check(out: *mut kvt_clear_report_t) -> Result<()> {
+    // SAFETY: the caller's promise.
+    if out.is_null() { Ok(()) } else { unsafe { check_out(out) } }
+}
+
+/// Takes everything of a namespace away that nobody holds: out of all tiers, and so
+/// that it does not come back when the store is opened again. Waits for that; of
+/// chunks that are stored meanwhile nothing is said. Their bytes stay in files until
+/// those are used again; nobody finds them there.
+///
+/// @param space        The namespace, which stays open.
+/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+/// @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
+///                     be null.
+/// @param err          Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_TIMEOUT, KVT_E_BUDGET, KVT_E_IO: the chunks are gone, but may
+///         come back with another opening (call again); KVT_E_REENTRANT inside a
+///         callback; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+///         KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `out` is valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_namespace_clear(
+    space: *const kvt_namespace_t,
+    deadline_ns: u64,
+    out: *mut kvt_clear_report_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        unsafe { check(out)? };
+        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
+            refuse_reentry()?;
+            let cleared = noun.0.store.clear(noun.0.number, deadline_ns)?;
+            // SAFETY: checked above.
+            unsafe { tell(out, &cleared) };
+            Ok(())
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// What 0 tokens stands for: all from the first one on.
+fn extent(core: &Core, session: u32, first_token: u64, tokens: u64) -> Result<u64> {
+    let all = core.session(session)?.path().tokens().len() as u64;
+    Ok(if tokens == 0 { all.saturating_sub(first_token) } else { tokens })
+}
+
+/// Takes chunks of a session away that nobody else holds: out of all tiers. The
+/// session keeps its tokens, and finds chunks again that stay or are stored anew.
+/// Never waits: after a crash what was on disk may be there again, as after any
+/// eviction.
+///
+/// @param session      The session.
+/// @param first_token  Where they begin, a multiple of a chunk's tokens.
+/// @param tokens       How many, up to a multiple or the end; 0 = to the end.
+/// @param out          What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May
+///                     be null.
+/// @param err          Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_INVALID, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+///         KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `out` is valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_drop(
+    session: *const kvt_session_t,
+    first_token: u64,
+    tokens: u64,
+    out: *mut kvt_clear_report_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        unsafe { check(out)? };
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            let cleared = noun.space.store.with(|core| {
+                let tokens = extent(core, noun.number, first_token, tokens)?;
+                core.drop_range(noun.number, first_token, tokens)
+            })?;
+            // SAFETY: checked above.
+            unsafe { tell(out, &cleared) };
+            Ok(())
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Takes the pins of chunks of a session away, whoever has set them.
+///
+/// @param session      The session.
+/// @param first_token  Where they begin, a multiple of a chunk's tokens.
+/// @param tokens       How many, up to a multiple or the end; 0 = to the end.
+/// @param err          Explains a failure; may be null.
+/// @return KVT_OK, also where nothing is pinned; KVT_E_INVALID, KVT_E_NOMEM,
+///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// `err` is null or points to a handle that is null or an error's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_unpin(
+    session: *const kvt_session_t,
+    first_token: u64,
+    tokens: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            noun.space.store.with(|core| {
+                let tokens = extent(core, noun.number, first_token, tokens)?;
+                core.unpin_range(noun.number, first_token, tokens)
+            })
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}

@@ -1,0 +1,250 @@
+//! Views of a store, written down as JSON.
+
+use crate::kv::control::json::Json;
+use crate::kv::core::Counters;
+use crate::kv::core::gauge::{DiskGauge, PolicyGauge, QueueGauge, Report};
+use crate::kv::core::sight::{BoardSight, SessionSight, TierSight, TrialSight};
+use crate::kv::core::tenants::Tenant;
+use crate::kv::core::trial::Score;
+use crate::policy::log::Entry;
+use crate::policy::registry;
+
+/// What a tier may use and uses, by its name; and who decides there.
+pub(super) type Tiers = Vec<(&'static str, TierSight, String)>;
+
+/// What tiers may use and use.
+pub(super) fn budget(json: &mut Json, all: &Tiers) {
+    for (name, tier, policy) in all {
+        json.key(name).object(|json| {
+            json.key("policy").text(policy);
+            json.key("limit_bytes").whole(tier.limit_bytes);
+            json.key("used_bytes").whole(tier.used_bytes);
+            json.key("live_bytes").whole(tier.live_bytes);
+            json.key("high_bytes").whole(tier.marks_bytes[0]);
+            json.key("low_bytes").whole(tier.marks_bytes[1]);
+        });
+    }
+}
+
+/// What a store counts and has.
+pub(super) fn stats(
+    json: &mut Json,
+    all: &Report,
+    (tenants, others): (&[Tenant], Tenant),
+    seen: &Tiers,
+) {
+    json.object(|json| {
+        json.key("version").text(env!("CARGO_PKG_VERSION"));
+        json.key("pid").whole(std::process::id());
+        json.key("hit_ratio").real(all.hit_ratio());
+        json.key("host_hit_ratio").real(all.host_hit_ratio());
+        json.key("counters").object(|json| counters(json, &all.counters));
+        json.key("tiers").object(|json| budget(json, seen));
+        for (name, value) in [
+            ("layouts", all.layouts),
+            ("namespaces", all.namespaces),
+            ("sessions", all.sessions),
+            ("chunks", all.chunks),
+            ("host_cells", all.host_cells),
+            ("disk_cells", all.disk_cells),
+            ("pins", all.pins),
+            ("moves", all.moves),
+            ("jobs", all.jobs),
+            ("hungry", all.hungry),
+            ("hungry_bytes", all.hungry_bytes),
+            ("leaving_bytes", all.leaving_bytes),
+            ("downs", all.downs),
+            ("sync_waits", all.syncs),
+            ("events", all.events),
+        ] {
+            json.key(name).whole(value);
+        }
+        json.key("queues").object(|json| {
+            json.key("copies").object(|json| queue(json, &all.copies));
+            json.key("reads").object(|json| queue(json, &all.reads));
+        });
+        json.key("policies").object(|json| {
+            json.key("host").object(|json| policy(json, &all.host_policy));
+            if !all.disk_policy.name.is_empty() {
+                json.key("disk").object(|json| policy(json, &all.disk_policy));
+            }
+        });
+        if all.disk.budget_bytes > 0 {
+            json.key("disk").object(|json| disk(json, &all.disk));
+        }
+        json.key("tenants").list(|json| {
+            for row in tenants {
+                json.object(|json| {
+                    json.key("tenant").whole(row.id);
+                    tenant(json, row);
+                });
+            }
+        });
+        json.key("other_tenants").object(|json| tenant(json, &others));
+    });
+}
+
+fn counters(json: &mut Json, all: &Counters) {
+    let [puts, gets, prefetches] = all.moves;
+    for (name, value) in [
+        ("puts", puts),
+        ("gets", gets),
+        ("prefetches", prefetches),
+        ("stored_cells", all.stored),
+        ("known_cells", all.known),
+        ("host_hit_cells", all.host_hits),
+        ("disk_hit_cells", all.disk_hits),
+        ("missed_cells", all.misses),
+        ("corrupt_cells", all.corrupt),
+        ("written_cells", all.written),
+        ("written_bytes", all.written_bytes),
+        ("loaded_bytes", all.loaded_bytes),
+        ("demoted_chunks", all.demoted),
+        ("dropped_chunks", all.dropped),
+        ("evicted_chunks", all.disk_evicted),
+        ("refused_chunks", all.refused),
+        ("no_room_cells", all.no_room),
+        ("failed_writes", all.failed_writes),
+        ("failed_reads", all.failed_reads),
+    ] {
+        json.key(name).whole(value);
+    }
+}
+
+fn queue(json: &mut Json, all: &QueueGauge) {
+    json.key("cells").list(|json| all.cells.iter().for_each(|&n| json.whole(n)));
+    json.key("bytes").list(|json| all.bytes.iter().for_each(|&n| json.whole(n)));
+    json.key("batches").whole(all.batches);
+    json.key("batch_bytes").whole(all.batch_bytes);
+    json.key("bytes_per_second").real(all.bytes_per_second);
+    json.key("delay_ns").real(all.delay_ns);
+}
+
+fn policy(json: &mut Json, all: &PolicyGauge) {
+    json.key("name").text(all.name);
+    json.key("hit_ratio").real(all.hit_ratio());
+    for (name, value) in [
+        ("objects", all.objects),
+        ("references", all.references),
+        ("hits", all.hits),
+        ("evictions", all.evictions),
+        ("decisions", all.decisions),
+        ("shortfalls", all.shortfalls),
+    ] {
+        json.key(name).whole(value);
+    }
+}
+
+fn disk(json: &mut Json, all: &DiskGauge) {
+    json.key("wear").real(all.wear());
+    for (name, value) in [
+        ("segments", all.segments),
+        ("dead_bytes", all.dead_bytes),
+        ("appended_bytes", all.stats.appended_bytes),
+        ("cleaned_bytes", all.stats.cleaned_bytes),
+        ("overhead_bytes", all.stats.overhead_bytes),
+        ("read_bytes", all.stats.read_bytes),
+        ("syncs", all.stats.syncs),
+        ("failed_syncs", all.stats.failed_syncs),
+        ("cleanings", all.stats.cleanings),
+        ("checkpoints", all.stats.checkpoints),
+        ("refused", all.stats.refused),
+    ] {
+        json.key(name).whole(value);
+    }
+}
+
+fn tenant(json: &mut Json, row: &Tenant) {
+    json.key("put_bytes").whole(row.put_bytes);
+    json.key("got_bytes").whole(row.got_bytes);
+    json.key("hits").whole(row.hits);
+    json.key("misses").whole(row.misses);
+}
+
+/// A session.
+pub(super) fn session(json: &mut Json, one: &SessionSight) {
+    json.object(|json| {
+        json.key("session").whole(one.number);
+        json.key("serial").whole(one.serial);
+        json.key("namespace").whole(one.space);
+        json.key("tenant").whole(one.tenant);
+        match one.priority {
+            Some(priority) => json.key("priority").whole(priority),
+            None => json.key("priority").null(),
+        }
+        json.key("tokens").whole(one.tokens);
+        json.key("chunks").whole(one.chunks);
+        json.key("layers").whole(one.layers);
+    });
+}
+
+/// Where the cells of a session are.
+pub(super) fn board(json: &mut Json, sight: &BoardSight) {
+    json.object(|json| {
+        session(json.key("session"), &sight.session);
+        json.key("first_chunk").whole(sight.first_chunk);
+        json.key("rows").list(|json| sight.rows.iter().for_each(|row| json.text(row)));
+    });
+}
+
+/// Who left which tier.
+pub(super) fn evictions(json: &mut Json, all: &[(&'static str, Vec<Entry>)], now_ns: u64) {
+    let now_ns = i64::try_from(now_ns).unwrap_or(i64::MAX);
+    for (tier, entries) in all {
+        json.key(tier).list(|json| {
+            for entry in entries {
+                let by = registry::ENTRIES.get(entry.policy as usize);
+                json.object(|json| {
+                    json.key("number").whole(entry.number);
+                    json.key("ago_ns").signed(now_ns.saturating_sub(entry.at_ns));
+                    json.key("chunk").text(&format!("{:016x}", entry.id));
+                    match entry.has_session {
+                        0 => json.key("session_serial").null(),
+                        _ => json.key("session_serial").whole(entry.session),
+                    }
+                    json.key("unused_ns").signed(entry.at_ns.saturating_sub(entry.stamp_ns));
+                    json.key("score").real(entry.score);
+                    json.key("blocks").whole(entry.units);
+                    json.key("uses").whole(entry.hits);
+                    json.key("policy").text(by.map_or("", |by| by.name));
+                });
+            }
+        });
+    }
+}
+
+/// What copies of policies came to.
+pub(super) fn ab(json: &mut Json, tier: &str, sight: &TrialSight) {
+    json.key("tier").text(tier);
+    json.key("running").flag(sight.is_on);
+    json.key("elapsed_ns").whole(sight.elapsed_ns);
+    json.key("left_ns").whole(sight.left_ns);
+    json.key("policies").list(|json| sight.scores.iter().for_each(|one| score(json, one)));
+}
+
+fn score(json: &mut Json, one: &Score) {
+    json.object(|json| {
+        let counts = &one.counts;
+        json.key("policy").text(&one.spec);
+        json.key("live").flag(one.is_live);
+        json.key("hit_ratio").real(counts.hit_ratio());
+        json.key("token_hit_ratio").real(counts.token_hit_ratio());
+        json.key("re_prefill_rate").real(counts.re_prefill_rate());
+        json.key("session_fairness").real(one.fairness[0]);
+        json.key("tenant_fairness").real(one.fairness[1]);
+        for (name, value) in [
+            ("requests", counts.requests),
+            ("references", counts.references),
+            ("hits", counts.hits),
+            ("evicted_references", counts.evicted_references),
+            ("evictions", counts.evictions),
+            ("chunks", one.objects),
+            ("decisions", counts.decisions),
+            ("timed_decisions", one.timed),
+            ("decision_mean_ns", one.mean_ns),
+            ("decision_p99_ns", one.p99_ns),
+        ] {
+            json.key(name).whole(value);
+        }
+    });
+}

@@ -1,0 +1,172 @@
+//! Memory that others need, or a smaller store has too much: only whole segments go
+//! back, so whoever is in one that drains has to leave, or to go down.
+
+use crate::base::budget::Tier;
+use crate::kv::core::board::note;
+use crate::kv::core::room::MOST_VICTIMS;
+use crate::kv::core::{At, Core, Write};
+use crate::meta::chunks::Cell;
+
+const HOST: u8 = 1 << Tier::Host as u8;
+
+/// What is owed to others.
+#[derive(Default)]
+pub(super) struct Debt {
+    /// Segments that drain for this.
+    draining: Vec<u32>,
+    /// It is paid when so much has gone back in all.
+    until_bytes: u64,
+    /// Segments drain, or more of them should.
+    is_open: bool,
+    /// Something has changed since it was last seen what can be paid.
+    looks: bool,
+    /// A chunk may leave that could not: other segments can be drained now.
+    seeks: bool,
+    /// Whose the pieces of a segment are.
+    owners: Vec<u64>,
+}
+
+impl Debt {
+    /// Cells have moved, or come free.
+    pub(super) fn changed(&mut self) {
+        self.looks = self.is_open;
+    }
+
+    /// A chunk is held by nobody any more.
+    pub(super) fn released(&mut self) {
+        (self.looks, self.seeks) = (self.is_open, self.is_open);
+    }
+
+    /// Segments may drain.
+    pub(super) fn begin(&mut self) {
+        (self.is_open, self.looks, self.seeks) = (true, true, true);
+    }
+}
+
+/// A cell, as the host tier notes it beside a piece.
+pub(super) fn owner_of(board: u32, cell: Cell) -> u64 {
+    u64::from(board) << 48 | (cell.layer as u64) << 32 | u64::from(cell.chunk)
+}
+
+fn cell_of_owner(owner: u64) -> (u32, Cell) {
+    let layer = (owner >> 32 & 0xFFFF) as usize;
+    ((owner >> 48) as u32, Cell { chunk: owner as u32, layer })
+}
+
+impl Core {
+    /// Gives memory back that others need more; how much went, or will. The policy's
+    /// choice leaves first, then whoever is left in the emptiest segments.
+    pub fn shrink(&mut self, bytes: u64) -> u64 {
+        let before = self.host.given_back_bytes();
+        let bytes = bytes.min(self.host.stats().cost_bytes);
+        self.host.trim();
+        let mut left = bytes.saturating_sub(self.host.given_back_bytes() - before);
+        let mut victims = Vec::new();
+        while left > 0 {
+            victims.clear();
+            self.host_shelf.choose(self.now_ns, left, MOST_VICTIMS, &mut victims);
+            if victims.is_empty() {
+                break;
+            }
+            for victim in &victims {
+                if let Some(at) = self.chunk_of_id(victim.id).filter(|&at| self.leave_host(at)) {
+                    left = left.saturating_sub(self.boards[at.board as usize].chunk_bytes(at.slot));
+                }
+            }
+        }
+        self.debt.until_bytes = self.debt.until_bytes.max(before).saturating_add(bytes);
+        self.debt.begin();
+        self.settle();
+        let went = self.host.given_back_bytes() - before;
+        let goes = self.host.segments().filter(|segment| segment.drains);
+        bytes.min(went + goes.map(|segment| segment.cost_bytes).sum::<u64>())
+    }
+
+    /// What is still owed.
+    pub fn owed_bytes(&self) -> u64 {
+        self.debt.until_bytes.saturating_sub(self.host.given_back_bytes())
+    }
+
+    /// Has cells leave segments that drain; whether something came of it.
+    pub(super) fn pay(&mut self) -> bool {
+        // What the disk has just refused it would refuse again.
+        if !self.debt.looks || self.is_vain() {
+            return false;
+        }
+        self.debt.looks = false;
+        self.drain_as_owed();
+        let drains = self.host.segments().filter(|segment| segment.drains);
+        let numbers: Vec<u32> = drains.map(|segment| segment.number).collect();
+        self.debt.is_open = !numbers.is_empty() || self.owed_bytes() > 0;
+        let mut came = false;
+        let mut owners = std::mem::take(&mut self.debt.owners);
+        for number in numbers {
+            owners.clear();
+            owners.extend(self.host.live_pieces(number).map(|(_, owner)| owner));
+            for &owner in &owners {
+                came |= self.vacate(owner);
+            }
+        }
+        self.debt.owners = owners;
+        came
+    }
+
+    /// Has as many segments drain as are owed, those first that have least in use.
+    fn drain_as_owed(&mut self) {
+        let owed = self.owed_bytes();
+        let still = |number: &u32| self.host.segments().any(|s| s.number == *number && s.drains);
+        self.debt.draining.retain(still);
+        if owed == 0 {
+            for number in std::mem::take(&mut self.debt.draining) {
+                if let Err(error) = self.host.drain(number, false) {
+                    log::error!("a segment could not be used again: {error}");
+                }
+            }
+            return;
+        }
+        if !std::mem::take(&mut self.debt.seeks) {
+            return;
+        }
+        let mut goes: u64 = self.host.segments().filter(|s| s.drains).map(|s| s.cost_bytes).sum();
+        let mut others: Vec<_> = self.host.segments().filter(|s| !s.drains).collect();
+        others.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
+        for segment in others {
+            if goes >= owed {
+                break;
+            }
+            let may_empty = self.host.live_pieces(segment.number).all(|(_, o)| self.may_vacate(o));
+            if may_empty && self.host.drain(segment.number, true).is_ok() {
+                self.debt.draining.push(segment.number);
+                goes += segment.cost_bytes;
+            }
+        }
+    }
+
+    /// Whether a cell can leave memory, sooner or later.
+    fn may_vacate(&self, owner: u64) -> bool {
+        let (board, cell) = cell_of_owner(owner);
+        let rows = &self.boards[board as usize].chunks;
+        let is_blocked = rows.chunk(cell.chunk).is_some_and(|row| row.is_blocked());
+        let there = rows.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        let is_below = there.is_some_and(|marks| marks.there() & !HOST != 0);
+        !is_blocked || is_below || self.disk.is_some() && self.config.write != Write::Never
+    }
+
+    /// A cell leaves memory, and the rest of its chunk with it.
+    fn vacate(&mut self, owner: u64) -> bool {
+        let (board, cell) = cell_of_owner(owner);
+        let at = At { board, slot: cell.chunk };
+        let rows = &self.boards[board as usize];
+        let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        // One that is coming or going is seen again when it has.
+        let is_there = marks.is_some_and(|marks| marks.there() & HOST != 0);
+        if !is_there || self.leaving.contains_key(&at) || !self.may_vacate(owner) {
+            return false;
+        }
+        if rows.has(at.slot, note::IN_HOST) {
+            let id = rows.id(at.slot);
+            self.host_shelf.remove(self.now_ns, id);
+        }
+        self.leave_host(at)
+    }
+}

@@ -1,0 +1,309 @@
+//! What may be seen and changed of a store at work: where a session's cells are, who
+//! left, who decides, and how much there is to decide about.
+
+use crate::base::budget::Tier;
+use crate::base::status::{Result, Status};
+use crate::fail;
+use crate::kv::core::session::Session;
+use crate::kv::core::shelf::Shelf;
+use crate::kv::core::trial::{Plan, Score, Trial};
+use crate::kv::core::{Core, Space};
+use crate::meta::chunks::Marks;
+use crate::meta::index::{NONE, Slot};
+use crate::policy::log::Entry;
+
+/// Most sessions that are listed at once.
+pub const MOST_SESSIONS: usize = 1024;
+/// Most chunks that a board shows.
+pub const MOST_CHUNKS: usize = 1024;
+/// Most cells that a board shows.
+pub const MOST_CELLS: usize = 1 << 18;
+/// Most evictions that are listed at once.
+pub const MOST_EVICTIONS: usize = 4096;
+/// Least bytes of cells in memory.
+pub const LEAST_HOST_BYTES: u64 = 64 << 10;
+
+const HOST: u8 = 1 << Tier::Host as u8;
+const DISK: u8 = 1 << Tier::Disk as u8;
+
+/// A session that is open.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionSight {
+    /// Its number.
+    pub number: u32,
+    /// Counts sessions: the largest was opened last.
+    pub serial: u64,
+    /// Its namespace.
+    pub space: u32,
+    /// Its tenant.
+    pub tenant: u32,
+    /// Its class, if it was given one.
+    pub priority: Option<u8>,
+    /// Its tokens.
+    pub tokens: u64,
+    /// Its chunks, that which is not full included.
+    pub chunks: u64,
+    /// Layers of its layout.
+    pub layers: u64,
+}
+
+/// Where the cells of a session are: a letter a cell. `M` in memory, `D` on disk, `B` in
+/// both, `~` on its way, `.` nowhere.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct BoardSight {
+    /// The session.
+    pub session: SessionSight,
+    /// The first chunk that is shown.
+    pub first_chunk: u64,
+    /// A row a layer, a letter a chunk.
+    pub rows: Vec<String>,
+}
+
+/// A trial of policies.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TrialSight {
+    /// It is under way.
+    pub is_on: bool,
+    /// Since when, or how long it went.
+    pub elapsed_ns: u64,
+    /// Until it ends.
+    pub left_ns: u64,
+    /// What each policy came to; a copy of the live one first.
+    pub scores: Vec<Score>,
+}
+
+/// The budget of a tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierSight {
+    /// Bytes that may be used.
+    pub limit_bytes: u64,
+    /// Bytes that are used.
+    pub used_bytes: u64,
+    /// Of those, bytes of cells.
+    pub live_bytes: u64,
+    /// The use at which room is made ahead of need, and at which that ends.
+    pub marks_bytes: [u64; 2],
+}
+
+impl Core {
+    /// What time it was when it was last said.
+    pub fn now_ns(&self) -> u64 {
+        self.now_ns
+    }
+
+    fn shelf(&self, tier: Tier) -> Result<&Shelf> {
+        match (tier, &self.disk_shelf) {
+            (Tier::Host, _) => Ok(&self.host_shelf),
+            (Tier::Disk, Some(shelf)) => Ok(shelf),
+            (Tier::Disk, None) => fail!(NotFound, "this store has no disk"),
+            _ => fail!(Unsupported, "nobody chooses who leaves {}", tier.name()),
+        }
+    }
+
+    fn shelf_mut(&mut self, tier: Tier) -> Result<&mut Shelf> {
+        self.shelf(tier)?;
+        Ok(match &mut self.disk_shelf {
+            Some(shelf) if tier == Tier::Disk => shelf,
+            _ => &mut self.host_shelf,
+        })
+    }
+
+    /// Sessions that are open, up to [`MOST_SESSIONS`]: those opened last first.
+    pub fn sessions_seen(&self, most: usize) -> Result<Vec<SessionSight>> {
+        let mut all = Vec::new();
+        all.try_reserve_exact(self.sessions.len()).map_err(|_| Status::NoMem)?;
+        all.extend(self.sessions.iter().filter_map(|(at, one)| self.session_seen(at, one)));
+        all.sort_unstable_by_key(|one: &SessionSight| std::cmp::Reverse(one.serial));
+        all.truncate(most.min(MOST_SESSIONS));
+        Ok(all)
+    }
+
+    fn session_seen(&self, number: u32, one: &Session) -> Option<SessionSight> {
+        let Space { board, .. } = *self.spaces.get(one.space as usize)?;
+        let layout = &self.boards.get(board as usize)?.layout;
+        let tokens = one.path().tokens().len() as u64;
+        Some(SessionSight {
+            number,
+            serial: one.who.session.unwrap_or(0),
+            space: one.space,
+            tenant: one.who.tenant,
+            priority: one.who.priority,
+            tokens,
+            chunks: tokens.div_ceil(u64::from(layout.chunk_tokens().max(1))),
+            layers: layout.layers() as u64,
+        })
+    }
+
+    /// The board of a session, or of the one that was opened last: up to
+    /// [`MOST_CHUNKS`] chunks and [`MOST_CELLS`] cells from one chunk on.
+    pub fn board_seen(&self, session: Option<u32>, first: u64, most: usize) -> Result<BoardSight> {
+        let newest = || {
+            let serial = |(_, one): &(u32, &Session)| one.who.session;
+            self.sessions.iter().max_by_key(serial).map(|(number, _)| number)
+        };
+        let Some(number) = session.or_else(newest) else {
+            fail!(NotFound, "no session is open");
+        };
+        let one = self.session(number)?;
+        let Some(sight) = self.session_seen(number, one) else { return Err(Status::State.into()) };
+        let layers = sight.layers as usize;
+        let most = most.min(MOST_CHUNKS).min(MOST_CELLS / layers.max(1));
+        let slots = self.slots_seen(one, usize::try_from(first).unwrap_or(usize::MAX), most)?;
+        let Some(rows) = self.board_of(one.space) else { return Err(Status::State.into()) };
+        let mut sheet = Vec::new();
+        sheet.try_reserve_exact(layers).map_err(|_| Status::NoMem)?;
+        for layer in 0..layers {
+            let marks = |&slot: &Slot| rows.chunks.marks(slot).and_then(|all| all.get(layer));
+            let mut row = String::new();
+            row.try_reserve_exact(slots.len()).map_err(|_| Status::NoMem)?;
+            row.extend(slots.iter().map(|slot| letter(marks(slot).copied())));
+            sheet.push(row);
+        }
+        Ok(BoardSight { session: sight, first_chunk: first, rows: sheet })
+    }
+
+    /// The chunks of a session from one on; those too that others have stored since it
+    /// looked.
+    fn slots_seen(&self, one: &Session, first: usize, most: usize) -> Result<Vec<Slot>> {
+        let path = one.path();
+        let Some(rows) = self.board_of(one.space) else { return Err(Status::State.into()) };
+        let end = first.saturating_add(most).min(path.slots().len());
+        let mut slots: Vec<Slot> = Vec::new();
+        slots.try_reserve_exact(most).map_err(|_| Status::NoMem)?;
+        slots.extend_from_slice(path.slots().get(first..end).unwrap_or_default());
+        for (slot, key) in slots.iter_mut().zip(path.keys().get(first..end).unwrap_or_default()) {
+            if *slot == NONE {
+                *slot = rows.chunks.find(key).unwrap_or(NONE);
+            }
+        }
+        let each = rows.layout.chunk_tokens().max(1) as usize;
+        let has_tail = path.tokens().len() % each != 0;
+        if slots.len() < most && end == path.slots().len() && first <= end && has_tail {
+            slots.push(path.tail().unwrap_or(NONE));
+        }
+        Ok(slots)
+    }
+
+    /// The last evictions of a tier, up to [`MOST_EVICTIONS`], the oldest first.
+    pub fn evictions(&self, tier: Tier, tail: usize) -> Result<Vec<Entry>> {
+        let log = &self.shelf(tier)?.evictor.log;
+        let tail = tail.min(MOST_EVICTIONS);
+        let mut entries = Vec::new();
+        entries.try_reserve_exact(tail).map_err(|_| Status::NoMem)?;
+        entries.extend(log.since(log.next_number().saturating_sub(tail as u64)).copied());
+        Ok(entries)
+    }
+
+    /// The policy of a tier, in canonical form.
+    pub fn policy(&self, tier: Tier) -> Result<&str> {
+        Ok(self.shelf(tier)?.evictor.spec())
+    }
+
+    /// Goes on with another policy. It is told of every chunk with its last use and its
+    /// uses, and of what the one before has learned if it is of its kind. On failure
+    /// nothing changes.
+    pub fn set_policy(&mut self, tier: Tier, spec: &str) -> Result<()> {
+        self.shelf_mut(tier)?.evictor.switch(spec)
+    }
+
+    /// What a tier may use, and uses.
+    pub fn tier_seen(&self, tier: Tier) -> Result<TierSight> {
+        self.shelf(tier)?;
+        let report = self.report();
+        let (limit_bytes, used_bytes, live_bytes) = match tier {
+            Tier::Disk => {
+                (report.disk.budget_bytes, report.disk.used_bytes, report.disk.live_bytes)
+            }
+            _ => (report.host.limit_bytes, report.host.cost_bytes, report.host.live_bytes),
+        };
+        let share = |part: f64| (limit_bytes as f64 * part) as u64;
+        let marks_bytes = [share(self.config.high), share(self.config.low)];
+        Ok(TierSight { limit_bytes, used_bytes, live_bytes, marks_bytes })
+    }
+
+    /// Changes how many bytes of cells may be in memory. What is more than that leaves
+    /// as it would have for want of room, sooner or later: nothing waits for it.
+    pub fn set_host_bytes(&mut self, bytes: u64) -> Result<()> {
+        if bytes < LEAST_HOST_BYTES {
+            fail!(Invalid, "{bytes} bytes of memory; at least {LEAST_HOST_BYTES} are needed");
+        }
+        let segments = (bytes / self.host.segment_bytes()).max(1);
+        let segments = u32::try_from(segments).unwrap_or(u32::MAX);
+        self.host.set_max_segments(segments)?;
+        let high = self.config.high;
+        self.config.host_bytes = bytes;
+        self.host_shelf.set_bytes(bytes, high);
+        self.debt.begin();
+        // Room that could not be made before may be there now; and who is in a segment
+        // that goes has to leave it.
+        self.refusals = 0;
+        self.debt.begin();
+        self.settle();
+        Ok(())
+    }
+
+    /// Changes how many bytes the disk may use. What is more than that leaves, and
+    /// comes free when segments are swept and cleaned.
+    pub fn set_disk_bytes(&mut self, bytes: u64) -> Result<()> {
+        let (Some(disk), Some(shelf)) = (self.disk.clone(), &mut self.disk_shelf) else {
+            fail!(NotFound, "this store has no disk");
+        };
+        disk.set_budget(bytes)?;
+        shelf.set_bytes(bytes, self.config.high);
+        self.look_at_disk();
+        self.settle();
+        Ok(())
+    }
+
+    /// What a trial of policies for a tier begins with.
+    pub fn plan_trial(&self, tier: Tier) -> Result<Plan> {
+        Plan::of(&self.shelf(tier)?.evictor, self.config.high)
+    }
+
+    /// Begins a trial of policies for a tier.
+    pub fn begin_trial(&mut self, tier: Tier, trial: Trial) -> Result<()> {
+        let now_ns = self.now_ns;
+        self.shelf_mut(tier)?.begin_trial(now_ns, trial)
+    }
+
+    /// What a trial came to so far, or at its end.
+    pub fn trial_seen(&mut self, tier: Tier) -> Result<TrialSight> {
+        let now_ns = self.now_ns;
+        let shelf = self.shelf_mut(tier)?;
+        shelf.tick(now_ns);
+        match shelf.trial() {
+            Some(trial) => Ok(trial_seen(trial, now_ns)),
+            None => fail!(NotFound, "no policies are being compared"),
+        }
+    }
+
+    /// Ends a trial; what it came to.
+    pub fn end_trial(&mut self, tier: Tier) -> Result<TrialSight> {
+        let now_ns = self.now_ns;
+        match self.shelf_mut(tier)?.end_trial(now_ns) {
+            Some(trial) => Ok(trial_seen(&trial, now_ns)),
+            None => fail!(NotFound, "no policies are being compared"),
+        }
+    }
+}
+
+fn trial_seen(trial: &Trial, now_ns: u64) -> TrialSight {
+    let (began_ns, end_ns) = trial.span_ns;
+    TrialSight {
+        is_on: trial.is_on(),
+        elapsed_ns: now_ns.min(end_ns).saturating_sub(began_ns),
+        left_ns: if trial.is_on() { end_ns.saturating_sub(now_ns) } else { 0 },
+        scores: trial.scores(),
+    }
+}
+
+fn letter(marks: Option<Marks>) -> char {
+    let Some(marks) = marks else { return '.' };
+    match (marks.there() & HOST != 0, marks.there() & DISK != 0) {
+        (true, true) => 'B',
+        (true, false) => 'M',
+        (false, true) => 'D',
+        (false, false) if marks.arriving() != 0 => '~',
+        (false, false) => '.',
+    }
+}

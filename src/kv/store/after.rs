@@ -1,0 +1,22 @@
+//! Moves of a store that wait for the engine's word.
+
+use crate::base::status::Status;
+use crate::kv::ready::{Listener, Word};
+use crate::kv::store::{Inner, finish};
+
+impl Listener for Inner {
+    fn told(&self, ticket: u64, word: Word) {
+        let mut state = self.state.lock();
+        if state.stop || state.broken {
+            return;
+        }
+        state.core.tick(self.runtime.clock().now_ns());
+        match word {
+            Word::Given => state.core.begin_waiting(ticket),
+            Word::TakenBack => state.core.give_up_waiting(ticket, Status::Cancelled),
+        }
+        let news = self.news(&mut state);
+        drop(state);
+        finish(news);
+    }
+}

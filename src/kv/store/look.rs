@@ -1,0 +1,31 @@
+//! Lookups of a store. Keys are made before its lock is taken.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::format::keys::Key;
+use crate::format::keys::chain::Chain;
+use crate::kv::core::look::Look;
+use crate::kv::path::MAX_TOKENS;
+use crate::kv::store::Store;
+
+impl Store {
+    /// Looks a sequence up in a namespace.
+    pub fn lookup(&self, space: u32, tokens: &[u32]) -> Result<Look> {
+        if tokens.len() > MAX_TOKENS {
+            fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
+        }
+        let home = self.look(|core| {
+            let key = core.space(space).map(|space| space.key);
+            Some((key?, core.board_of(space)?.layout.chunk_tokens()))
+        })?;
+        let Some((key, each)) = home else { fail!(NotFound, "there is no namespace {space}") };
+        let mut keys = Vec::new();
+        Chain::new(key, each)?.extend(tokens, &[], &mut keys)?;
+        self.lookup_keys(space, &keys, tokens.len() as u64)
+    }
+
+    /// Looks up the keys of the full chunks of a sequence of so many tokens.
+    pub fn lookup_keys(&self, space: u32, keys: &[Key], tokens: u64) -> Result<Look> {
+        self.with(|core| core.lookup_keys(space, keys, tokens).cloned())
+    }
+}

@@ -1,0 +1,151 @@
+//! The threads of a store: hands that carry work out, and one that answers at the
+//! control socket.
+
+use crate::base::op::OpRef;
+use crate::base::panic;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, JoinHandle, cores, spawn};
+use crate::device::Stream;
+use crate::io::socket::Listener;
+use crate::kv::control::{self, Subject};
+use crate::kv::core::Core;
+use crate::kv::core::work::{Hands, Work};
+use crate::kv::hands::Tools;
+use crate::kv::spec::StoreSpec;
+use crate::kv::store::{Inner, finish};
+
+impl Inner {
+    /// The life of a thread.
+    fn serve(&self, hands: Hands, stream: Stream, tools: &Tools) {
+        let mut state = self.state.lock();
+        while !state.stop && !state.broken {
+            let Some(mut work) = state.core.take(hands) else {
+                let news = self.news(&mut state);
+                if !news.is_empty() {
+                    drop(state);
+                    finish(news);
+                    state = self.state.lock();
+                    continue;
+                }
+                state.sleeping[hands as usize] += 1;
+                self.work[hands as usize].wait(&mut state);
+                state.sleeping[hands as usize] -= 1;
+                continue;
+            };
+            let news = self.news(&mut state);
+            drop(state);
+            finish(news);
+            let began_ns = self.runtime.clock().now_ns();
+            let outcome = self.carry_out(&mut work, stream, tools);
+            let now_ns = self.runtime.clock().now_ns();
+            state = self.state.lock();
+            let Ok(outcome) = outcome else {
+                state.broken = true;
+                break;
+            };
+            state.core.tick(now_ns);
+            state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
+            let news = self.news(&mut state);
+            if !news.is_empty() {
+                drop(state);
+                finish(news);
+                state = self.state.lock();
+            }
+        }
+        let broken = state.broken;
+        drop(state);
+        if broken {
+            self.give_up();
+        }
+    }
+
+    /// Err = a defect was caught, and the runtime is poisoned.
+    fn carry_out(
+        &self,
+        work: &mut Work,
+        stream: Stream,
+        tools: &Tools,
+    ) -> std::result::Result<Result<()>, ()> {
+        let mut keeper = self;
+        let caught = panic::catch(|| {
+            // SAFETY: the core hears of the end of this work after it; views are of
+            // memory that the caller promised to keep until the op is released, which
+            // follows that.
+            unsafe { tools.work(work, stream, &mut keeper) }
+        });
+        caught.map_err(|text| self.runtime.poison(&text))
+    }
+
+    /// After a defect: nobody waits for ever.
+    fn give_up(&self) {
+        let ops: Vec<OpRef> = self.state.lock().ops.iter_mut().flat_map(std::mem::take).collect();
+        for op in ops {
+            op.give_up(Status::Panic);
+        }
+        self.work.iter().for_each(|work| work.notify_all());
+        self.ended.notify_all();
+    }
+
+    /// Answers at the control socket until the store ends.
+    fn answer_all(&self, listener: &Listener) {
+        let Some(bell) = &self.bell else { return };
+        let mut answer = |line: &str| {
+            panic::catch(|| control::answer(self, line)).unwrap_or_else(|text| {
+                self.runtime.poison(&text);
+                self.state.lock().broken = true;
+                self.give_up();
+                Err(Error::from(Status::Panic))
+            })
+        };
+        control::serve(listener, bell, &mut answer);
+    }
+}
+
+impl Subject for Inner {
+    fn look(&self, see: &mut dyn FnMut(&Core)) -> Result<()> {
+        let state = self.state.lock();
+        if state.stop {
+            return Err(Status::Closed.into());
+        }
+        see(&state.core);
+        Ok(())
+    }
+
+    fn change(&self, act: &mut dyn FnMut(&mut Core) -> Result<()>) -> Result<()> {
+        self.runtime.check_open()?;
+        let mut state = self.state.lock();
+        state.check_open()?;
+        state.core.tick(self.runtime.clock().now_ns());
+        let result = act(&mut state.core);
+        let news = self.news(&mut state);
+        drop(state);
+        finish(news);
+        result
+    }
+}
+
+/// Starts all threads of a store.
+pub(super) fn start(
+    inner: &Arc<Inner>,
+    spec: &StoreSpec,
+    listener: Option<Listener>,
+) -> Result<Vec<JoinHandle<()>>> {
+    let copiers = if spec.copiers == 0 { cores().min(4) as u32 } else { spec.copiers };
+    let tools = inner.tools.lock().clone();
+    let below = u32::from(tools.disk.is_some());
+    let counts = [copiers, spec.readers * below, below, below, below];
+    let mut threads = Vec::new();
+    for (hands, count) in Hands::ALL.into_iter().zip(counts) {
+        for at in 0..count {
+            let (inner, tools) = (inner.clone(), tools.clone());
+            let stream = Stream(at % tools.device.facts().streams.max(1));
+            let name = format!("kvt-{}", format!("{hands:?}").to_lowercase());
+            threads.push(spawn(name, move || inner.serve(hands, stream, &tools))?);
+        }
+    }
+    if let Some(listener) = listener {
+        let inner = inner.clone();
+        threads.push(spawn("kvt-control".into(), move || inner.answer_all(&listener))?);
+    }
+    Ok(threads)
+}

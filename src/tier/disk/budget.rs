@@ -1,0 +1,85 @@
+//! The budget of a tier, which may change while the tier is in use.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::tier::disk::state::{Front, State};
+use crate::tier::disk::{DiskTier, least_bytes};
+
+impl DiskTier {
+    /// Changes the budget. What is used beyond a smaller one stays until its owner drops
+    /// cells, and sweeps and cleans: callers are refused until then. Cleaning goes on, in
+    /// what the budget was before. INVALID = less than any tier needs.
+    pub fn set_budget(&self, bytes: u64) -> Result<()> {
+        let least = least_bytes(&self.options);
+        if bytes < least {
+            let segment = self.options.segment_bytes;
+            fail!(
+                Invalid,
+                "a budget of {bytes} bytes is too small for segments of {segment}: {least} are needed"
+            );
+        }
+        let mut state = self.state.lock();
+        state.set_budget(bytes, self.options.segment_bytes);
+        // No room is kept for two checkpoints that would not fit any more.
+        state.checkpoint_bytes = match self.next_checkpoint_bytes(state.checkpoint_bytes, bytes) {
+            0 => 0,
+            _ => state.checkpoint_bytes,
+        };
+        Ok(())
+    }
+}
+
+impl State {
+    /// Another budget; cleaning makes segments of `room` bytes.
+    fn set_budget(&mut self, bytes: u64, room: u64) {
+        self.shrinks_from = self.limit(Front::Cleaning);
+        (self.budget_bytes, self.shrink_room) = (bytes, room);
+        self.end_shrinking();
+    }
+
+    /// What may be used by who appends. Cleaning frees more than it writes, so that it
+    /// goes on where a budget shrank.
+    pub fn limit(&self, front: Front) -> u64 {
+        match front {
+            Front::Callers => self.budget_bytes,
+            Front::Cleaning => self.budget_bytes.max(self.shrinks_from),
+        }
+    }
+
+    /// Cleaning needs no more than the budget once a segment fits.
+    pub fn end_shrinking(&mut self) {
+        if self.used_bytes.saturating_add(self.shrink_room) <= self.budget_bytes {
+            self.shrinks_from = 0;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits(state: &State) -> [u64; 2] {
+        [state.limit(Front::Callers), state.limit(Front::Cleaning)]
+    }
+
+    #[test]
+    fn cleaning_goes_on_until_a_segment_fits_under_a_budget_that_shrank() {
+        let mut state = State { used_bytes: 80, budget_bytes: 100, ..State::default() };
+        state.set_budget(95, 10);
+        assert_eq!(limits(&state), [95, 95], "a segment fits: nothing is special");
+        state.set_budget(60, 10);
+        assert_eq!(limits(&state), [60, 95]);
+        state.set_budget(50, 10);
+        assert_eq!(limits(&state), [50, 95], "as before the first of them");
+        assert!(state.take(10, 0, state.limit(Front::Callers)).is_err());
+        state.take(10, 0, state.limit(Front::Cleaning)).expect("it frees more than that");
+        state.give_back(45);
+        assert_eq!((state.used_bytes, limits(&state)), (45, [50, 95]));
+        state.give_back(5);
+        assert_eq!(limits(&state), [50, 50]);
+        state.take(10, 0, 50).expect("room");
+        assert_eq!(limits(&state), [50, 50], "it does not come back");
+        state.set_budget(200, 10);
+        assert_eq!(limits(&state), [200, 200]);
+    }
+}

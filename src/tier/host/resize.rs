@@ -1,0 +1,86 @@
+//! Another limit while cells are in memory.
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::tier::host::{HostTier, MAX_SEGMENTS};
+
+impl HostTier {
+    /// The usual length of a segment.
+    pub fn segment_bytes(&self) -> u64 {
+        self.segment_bytes
+    }
+
+    /// Changes how many segments there may be. Of those beyond a smaller limit, the ones
+    /// with the least in use give out no more pieces, and go back once they are empty;
+    /// with a larger limit those that drain are used again.
+    pub fn set_max_segments(&mut self, most: u32) -> Result<()> {
+        if most == 0 || most > MAX_SEGMENTS {
+            fail!(Limit, "{most} segments; 1 to {MAX_SEGMENTS} can be");
+        }
+        self.table.set_limit(most)?;
+        let mut segments: Vec<_> = self.segments().collect();
+        if segments.len() > most as usize {
+            self.trim();
+            segments = self.segments().collect();
+        }
+        let in_use = |s: &super::SegmentFacts| u64::from(s.live_pieces) * s.piece_bytes;
+        // The fullest first: those stay.
+        segments.sort_by_key(|segment| (std::cmp::Reverse(in_use(segment)), segment.number));
+        for (at, segment) in segments.iter().enumerate() {
+            self.drain(segment.number, at >= most as usize)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+    use crate::base::memory::Wish;
+    use crate::tier::host::{HostOpts, Piece};
+
+    const PIECE: u64 = 4096;
+
+    fn fill(tier: &mut HostTier) -> Vec<Piece> {
+        std::iter::from_fn(|| tier.alloc(PIECE).ok()).collect()
+    }
+
+    #[test]
+    fn segments_beyond_a_smaller_limit_go_once_they_are_empty() {
+        let opts = HostOpts { segment_bytes: 4 * PIECE, max_segments: 4, huge: Wish::No };
+        let mut tier = HostTier::new(None, &opts).expect("small");
+        let mut pieces = fill(&mut tier);
+        assert_eq!(pieces.len(), 16);
+        tier.set_max_segments(6).expect("more");
+        pieces.extend(fill(&mut tier));
+        assert_eq!(pieces.len(), 24);
+        // Segments 1 and 4 are used least, 0 not at all.
+        pieces.retain(|&piece| {
+            let stays = match piece.segment() {
+                0 => false,
+                1 | 4 => piece.index() == 0,
+                _ => true,
+            };
+            stays || tier.free(piece).is_err()
+        });
+        tier.set_max_segments(3).expect("fewer");
+        let drains: Vec<u32> = tier.segments().filter(|s| s.drains).map(|s| s.number).collect();
+        assert_eq!((drains, tier.stats().segments), (vec![1, 4], 5), "the empty one has gone");
+        assert_eq!(fill(&mut tier).len(), 0, "those that drain give out nothing");
+        pieces.retain(|&piece| !matches!(piece.segment(), 1) || tier.free(piece).is_err());
+        assert_eq!((tier.stats().segments, fill(&mut tier).len()), (4, 0));
+        // Room again: the one that drains is used first.
+        tier.set_max_segments(5).expect("more");
+        assert_eq!(tier.segments().filter(|s| s.drains).count(), 0);
+        let more = fill(&mut tier);
+        assert_eq!((more.len(), tier.stats().segments), (3 + 4, 5));
+        for piece in pieces.into_iter().chain(more) {
+            tier.free(piece).expect("in use");
+        }
+        tier.trim();
+        assert_eq!(tier.stats().segments, 0);
+        tier.set_max_segments(1).expect("fewer than there were");
+        assert_eq!(fill(&mut tier).len(), 4);
+        assert!(tier.set_max_segments(0).is_err() && tier.set_max_segments(u32::MAX).is_err());
+    }
+}

@@ -1,0 +1,464 @@
+//! The machine's instructions for stores: small ones in memory, all of one layout, so
+//! that every view that is accepted leads into memory of the machine's.
+
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+
+use kvtier::ffi::clear::*;
+use kvtier::ffi::error::kvt_error_t;
+use kvtier::ffi::event::*;
+use kvtier::ffi::namespace::*;
+use kvtier::ffi::namespace_look::*;
+use kvtier::ffi::op::kvt_submit_opts_t;
+use kvtier::ffi::policy_use::kvt_policy_hint_t;
+use kvtier::ffi::prefill::*;
+use kvtier::ffi::session::*;
+use kvtier::ffi::session_move::*;
+use kvtier::ffi::session_plan::*;
+use kvtier::ffi::status::*;
+use kvtier::ffi::store::*;
+use kvtier::ffi::store_events::*;
+
+use super::{MOVED, Machine, Ordering, Padded, Shelf, Tape, check, out, size_field};
+
+const SPECS: [&str; 8] = [
+    "store(host=1MiB, chunks=64, sessions=6, moves=8, cells=64, events=16, copiers=1)",
+    "store(host=128KiB, chunks=64, sessions=6, moves=8, cells=8, events=0, copiers=1)",
+    "store(host=1MiB, chunks=8, sessions=2, moves=1, cells=1, events=1, copiers=1)",
+    "store(host=1MiB, policy=lru, chunks=64, sessions=6, copiers=1)",
+    "store(hots=1MiB)",
+    "store(",
+    "shop",
+    "store(host=1MiB, copiers=65537)",
+];
+const LAYERS: usize = 2;
+const K: u64 = 16;
+const V: u64 = 8;
+/// Sessions stay below this.
+const MAX_TOKENS: u64 = 256;
+const PLANE: usize = (MAX_TOKENS * K) as usize;
+
+/// What the machine has of stores.
+pub(super) struct Stores {
+    pub(super) stores: Shelf<kvt_store_t>,
+    pub(super) spaces: Shelf<kvt_namespace_t>,
+    pub(super) sessions: Shelf<kvt_session_t>,
+    pub(super) events: Shelf<kvt_event_t>,
+    /// Tensors of moves, kept until the end.
+    tensors: Vec<Box<[u8]>>,
+}
+
+impl Stores {
+    pub(super) fn new() -> Stores {
+        Stores {
+            stores: Shelf::new(),
+            spaces: Shelf::new(),
+            sessions: Shelf::new(),
+            events: Shelf::new(),
+            tensors: Vec::new(),
+        }
+    }
+
+    /// Nothing may resist.
+    pub(super) fn take_down(&mut self) {
+        // SAFETY: handles this machine made, each in a variable of its own.
+        unsafe {
+            for event in &mut self.events.live {
+                assert_eq!(kvt_event_close(event), KVT_OK);
+            }
+            for store in &mut self.stores.live {
+                assert_eq!(kvt_store_close(store, 0, null_mut()), KVT_OK);
+            }
+            for session in &mut self.sessions.live {
+                assert_eq!(kvt_session_close(session), KVT_OK);
+            }
+            for space in &mut self.spaces.live {
+                assert_eq!(kvt_namespace_close(space), KVT_OK);
+            }
+        }
+        self.tensors.clear();
+    }
+}
+
+/// A few tokens that sessions have in common.
+fn tokens(tape: &mut Tape) -> Vec<u32> {
+    let (document, count) = (u32::from(tape.byte() % 3), u32::from(tape.byte() % 40));
+    (0..count).map(|i| document * 1000 + i).collect()
+}
+
+impl Machine {
+    pub(super) fn open_in_store(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        match tape.byte() % 4 {
+            0 => self.open_store(tape, err),
+            1 => self.open_namespace(tape, err),
+            2 => self.open_session(tape, err),
+            _ => self.open_event(tape, err),
+        }
+    }
+
+    pub(super) fn open_store(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        if self.kv.stores.live.len() >= 2 {
+            return;
+        }
+        let runtime = self.runtimes.pick(tape);
+        let budget = if tape.byte() > 200 { self.budgets.pick(tape) } else { null_mut() };
+        let spec = SPECS[usize::from(tape.byte()) % SPECS.len()];
+        let mut opts = Padded::<kvt_store_opts_t>::new(tape, |o, t| {
+            o.flags = u64::from(t.byte() > 250);
+            (o.spec, o.spec_bytes) = (spec.as_ptr().cast(), spec.len() as u64);
+        });
+        // A short struct would mean a store of a million chunks.
+        let size = u64::from_le_bytes(opts.0[..8].try_into().expect("eight bytes"));
+        if size < size_of::<kvt_store_opts_t>() as u64 {
+            return;
+        }
+        let mut handle = null_mut();
+        // SAFETY: valid pointers.
+        let status =
+            check(unsafe { kvt_store_open(runtime, budget, opts.ptr(), &mut handle, err) });
+        assert_eq!(status == KVT_OK, !handle.is_null());
+        self.kv.stores.live.extend((status == KVT_OK).then_some(handle));
+    }
+
+    pub(super) fn open_namespace(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        if self.kv.spaces.live.len() >= 4 {
+            return;
+        }
+        let store = self.kv.stores.pick(tape);
+        let salt = [tape.byte() % 2];
+        let layers: [u16; LAYERS] = [0, 1];
+        // SAFETY: zero is a valid value.
+        let mut group: kvt_group_t = unsafe { std::mem::zeroed() };
+        (group.k_bytes, group.v_bytes) = (K, V);
+        (group.layers, group.layer_count) = (layers.as_ptr(), LAYERS as u64);
+        group.rule = if tape.byte() > 250 { tape.number() as u32 | 4 } else { 0 };
+        let mut layout = Padded::<kvt_layout_t>::new(tape, |l, t| {
+            l.chunk_tokens = if t.byte() > 250 { t.number() as u32 } else { 4 };
+            l.reserved = u32::from(t.byte() > 252);
+            (l.groups, l.group_count) = (&group, 1);
+            l.stride_bytes = size_of::<kvt_group_t>() as u64;
+        });
+        let mut identity = Padded::<kvt_identity_t>::new(tape, |i, _| {
+            (i.salt, i.salt_bytes) = (salt.as_ptr().cast(), 1);
+        });
+        let flags = u64::from(tape.byte() > 200) | u64::from(tape.byte() > 252) << 7;
+        let mut handle = null_mut();
+        // SAFETY: valid pointers.
+        let status = check(unsafe {
+            kvt_namespace_open(store, identity.ptr(), layout.ptr(), flags, &mut handle, err)
+        });
+        assert_eq!(status == KVT_OK, !handle.is_null());
+        self.kv.spaces.live.extend((status == KVT_OK).then_some(handle));
+    }
+
+    pub(super) fn open_session(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        if self.kv.sessions.live.len() >= 6 {
+            return;
+        }
+        let mut handle = null_mut();
+        let mut opts = Padded::<kvt_session_opts_t>::new(tape, |o, t| {
+            o.flags = u64::from(t.byte() % 2);
+            o.priority = u32::from(t.byte()) * o.flags as u32;
+            o.tenant = u32::from(t.byte());
+        });
+        let forks = tape.byte() > 200;
+        let (space, session) = (self.kv.spaces.pick(tape), self.kv.sessions.pick(tape));
+        // SAFETY: valid pointers.
+        let status = check(unsafe {
+            match forks {
+                true => kvt_session_fork(session, opts.ptr(), &mut handle, err),
+                false => kvt_session_open(space, opts.ptr(), &mut handle, err),
+            }
+        });
+        assert_eq!(status == KVT_OK, !handle.is_null());
+        self.kv.sessions.live.extend((status == KVT_OK).then_some(handle));
+    }
+
+    fn open_event(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        if self.kv.events.live.len() >= 4 {
+            return;
+        }
+        let mut handle = null_mut();
+        // SAFETY: valid pointers.
+        let status = check(unsafe { kvt_event_open(tape.number() >> 7, &mut handle, err) });
+        assert_eq!(status == KVT_OK, !handle.is_null());
+        self.kv.events.live.extend((status == KVT_OK).then_some(handle));
+    }
+
+    pub(super) fn use_session(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        let session = self.kv.sessions.pick(tape);
+        let mut info = out::<kvt_session_info_t>();
+        let (first, count) = (tape.number(), tape.number());
+        // SAFETY: valid pointers.
+        unsafe {
+            let known = check(kvt_session_info(session, info.ptr())) == KVT_OK;
+            let all = info.ptr().read_unaligned().tokens;
+            assert!(!known || all <= MAX_TOKENS);
+            check(match tape.byte() % 8 {
+                0..=2 if all < MAX_TOKENS - 40 => {
+                    let tokens = tokens(tape);
+                    kvt_session_append(session, tokens.as_ptr(), tokens.len() as u64, err)
+                }
+                3 => kvt_session_truncate(session, first, err),
+                4 => kvt_session_pin(session, first, count, u32::from(tape.byte()), first, err),
+                5 => kvt_session_unpin(session, first, count, err),
+                6 => {
+                    let mut hint = Padded::<kvt_policy_hint_t>::new(tape, |h, t| {
+                        h.stop = u32::from(t.byte() % 7);
+                        h.next_use_ns = t.number() as i64;
+                    });
+                    kvt_session_hint(session, hint.ptr(), err)
+                }
+                _ => {
+                    let mut report = out::<kvt_clear_report_t>();
+                    let status = kvt_session_drop(session, first, count, report.ptr(), err);
+                    let report = report.ptr().read_unaligned();
+                    assert!(report.gone_chunks + report.held_chunks <= MAX_TOKENS);
+                    status
+                }
+            });
+        }
+    }
+
+    pub(super) fn move_session(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        if self.kv.tensors.len() >= 200 {
+            return;
+        }
+        let session = self.kv.sessions.pick(tape);
+        let queue = if tape.byte() > 128 { self.queues.pick(tape) } else { null_mut() };
+        let (now, right) = (self.now(), size_of::<kvt_view_t>());
+        let mut memory = vec![0xA5u8; LAYERS * PLANE * 2].into_boxed_slice();
+        // SAFETY: zero is a valid value.
+        let mut views: [kvt_view_t; 2 * LAYERS] = unsafe { std::mem::zeroed() };
+        for (i, view) in views.iter_mut().enumerate() {
+            view.address = memory[i * PLANE..].as_mut_ptr().cast::<c_void>();
+            view.run_bytes = if i < LAYERS { K } else { V };
+            view.memory = u32::from(tape.byte() > 252);
+            view.heads = u32::from(tape.byte() > 250) * 2;
+        }
+        let what = tape.byte() % 3;
+        let ready = if tape.byte() > 160 { self.kv.events.pick(tape) } else { null_mut() };
+        let mut given = Padded::<kvt_move_t>::new(tape, |m, t| {
+            m.flags = u64::from(t.byte() & 1) | u64::from(t.byte() > 252) << 3;
+            m.first_token = if t.byte() > 200 { t.number() } else { 0 };
+            m.tokens = if t.byte() > 200 { t.number() } else { 0 };
+            m.first_layer = u32::from(t.byte() > 220) * u32::from(t.byte());
+            m.layers = u32::from(t.byte() > 220) * u32::from(t.byte() % 4);
+            if what != 2 || t.byte() > 250 {
+                (m.k, m.v) = (views.as_ptr(), views[LAYERS..].as_ptr());
+            }
+            m.stride_bytes = if t.byte() > 250 { 7 } else { right as u64 };
+            m.level = u32::from(t.byte() > 250) * u32::from(t.byte());
+            m.ready = ready;
+        });
+        let mut opts = Padded::<kvt_submit_opts_t>::new(tape, |o, t| {
+            o.queue = queue;
+            o.tag = t.number();
+            o.deadline_ns = if t.byte() > 200 { now + u64::from(t.byte()) * 1000 } else { 0 };
+            o.priority = u32::from(t.byte() % 3) + u32::from(t.byte() > 250);
+            o.flags = u64::from(t.byte() > 250);
+        });
+        let mut ops = [null_mut(); LAYERS];
+        let to = if tape.byte() > 220 { null_mut() } else { ops.as_mut_ptr() };
+        let call = [kvt_session_put, kvt_session_get, kvt_session_prefetch][usize::from(what)];
+        // SAFETY: what views lead to is kept to the end; there is room for an op a layer.
+        let status = check(unsafe { call(session, given.ptr(), opts.ptr(), to, err) });
+        assert!(status == KVT_OK || ops.iter().all(|op| op.is_null()));
+        self.ops.live.extend(ops.into_iter().filter(|op| !op.is_null()));
+        self.kv.tensors.push(memory);
+        MOVED.fetch_add(u64::from(status == KVT_OK), Ordering::SeqCst);
+    }
+
+    pub(super) fn look_at_store(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        match tape.byte() % 6 {
+            0 => self.lookup(tape, err),
+            1 => self.plan(tape, err),
+            2 => self.read_events(tape),
+            3 => self.prefill(tape, err),
+            4 => {
+                let (event, mut state) = (self.kv.events.pick(tape), 9);
+                // SAFETY: a valid pointer.
+                unsafe {
+                    check(kvt_event_signal(event));
+                    let known = check(kvt_event_query(event, &mut state)) == KVT_OK;
+                    assert!(!known || state == KVT_EVENT_SIGNALLED);
+                }
+            }
+            _ => {
+                let store = self.kv.stores.pick(tape);
+                let mut stats = out::<kvt_store_stats_t>();
+                let (mut room, mut bytes) = ([0u8; 64], 0);
+                let space = self.kv.spaces.pick(tape);
+                // SAFETY: valid pointers with their lengths.
+                unsafe {
+                    check(kvt_store_stats(store, stats.ptr()));
+                    check(kvt_store_metrics(store, room.as_mut_ptr().cast(), 64, &mut bytes));
+                    check(kvt_namespace_key(space, room.as_mut_ptr()));
+                }
+            }
+        }
+    }
+
+    fn lookup(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        let space = self.kv.spaces.pick(tape);
+        let tokens = tokens(tape);
+        // SAFETY: zero is a valid value.
+        let mut ranges: [kvt_range_t; 4] = unsafe { std::mem::zeroed() };
+        let right = size_of::<kvt_range_t>();
+        let stride = size_field(tape, right).min(right as u64);
+        let rows = if tape.byte() > 200 { null_mut() } else { ranges.as_mut_ptr() };
+        let (capacity, mut count) = (if rows.is_null() { 0 } else { 4 }, 0);
+        let mut sum = out::<kvt_lookup_t>();
+        let mut keys = [0u8; 64];
+        keys[..].fill(tape.byte());
+        let mut there = [9u8; 2];
+        // SAFETY: pointers with their lengths.
+        unsafe {
+            let (at, len) = (tokens.as_ptr(), tokens.len() as u64);
+            let status = check(kvt_namespace_lookup(
+                space,
+                at,
+                len,
+                rows,
+                capacity,
+                stride,
+                &mut count,
+                sum.ptr(),
+                err,
+            ));
+            let sum = sum.ptr().read_unaligned();
+            if status == KVT_OK {
+                assert!(self.kv.spaces.is_live(space));
+                assert!(sum.reusable_tokens <= sum.soon_tokens && sum.soon_tokens <= len);
+                if !rows.is_null() && stride as usize == right {
+                    let part = &ranges[..count as usize];
+                    assert_eq!(part.iter().map(|r| r.tokens).sum::<u64>(), len);
+                }
+            }
+            let exists = check(kvt_namespace_exists(space, keys.as_ptr(), 2, there.as_mut_ptr()));
+            assert!(if exists == KVT_OK { there == [0, 0] } else { there == [9, 9] });
+            let count = tape.number();
+            let of = count.min(2);
+            check(kvt_namespace_lookup_keys(
+                space,
+                keys.as_ptr(),
+                of,
+                count,
+                null_mut(),
+                0,
+                0,
+                null_mut(),
+                null_mut(),
+                err,
+            ));
+        }
+    }
+
+    fn plan(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        let session = self.kv.sessions.pick(tape);
+        let mut terms = Padded::<kvt_plan_terms_t>::new(tape, |t, tape| {
+            t.flags = tape.flags() & 15;
+            t.alpha_ns = if tape.byte() > 250 { f64::NAN } else { f64::from(tape.byte() % 2) };
+            t.beta_ns = if tape.byte() > 250 { -1.0 } else { tape.number() as f64 };
+            t.priority = u32::from(tape.byte() % 4);
+        });
+        // SAFETY: zero is a valid value.
+        let mut rows: [kvt_plan_segment_t; 8] = unsafe { std::mem::zeroed() };
+        let (mut count, stride) = (0, size_of::<kvt_plan_segment_t>() as u64);
+        let mut sum = out::<kvt_plan_t>();
+        let room = u64::from(tape.byte() % 9);
+        // SAFETY: pointers with their lengths.
+        unsafe {
+            let to = rows.as_mut_ptr();
+            let (terms, sum) = (terms.ptr(), sum.ptr());
+            let status = kvt_session_plan(session, terms, to, room, stride, &mut count, sum, err);
+            if check(status) == KVT_OK {
+                let sum = sum.read_unaligned();
+                let parts = sum.resident_tokens + sum.load_tokens + sum.recompute_tokens;
+                assert_eq!(parts, sum.tokens);
+                let tokens = rows[..count as usize].iter().map(|row| row.tokens).sum::<u64>();
+                assert_eq!(tokens, sum.tokens);
+            }
+        }
+    }
+
+    fn read_events(&mut self, tape: &mut Tape) {
+        let store = self.kv.stores.pick(tape);
+        // SAFETY: zero is a valid value.
+        let mut rows: [kvt_store_event_t; 8] = unsafe { std::mem::zeroed() };
+        let stride = size_of::<kvt_store_event_t>() as u64;
+        let first = tape.number();
+        let (mut cursor, mut count, mut missed) = (first, 0, 0);
+        let room = u64::from(tape.byte() % 9);
+        // SAFETY: pointers with their lengths.
+        let status = check(unsafe {
+            let to = rows.as_mut_ptr();
+            kvt_store_events(store, &mut cursor, to, room, stride, &mut count, &mut missed)
+        });
+        if status != KVT_OK {
+            assert_eq!((cursor, count), (first, 0));
+        } else if first <= cursor {
+            assert_eq!(cursor, first + missed + count);
+        } else {
+            assert_eq!((count, missed), (0, 0), "from the future");
+        }
+    }
+
+    fn prefill(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        let space = self.kv.spaces.pick(tape);
+        let mut cost = Padded::<kvt_prefill_t>::new(tape, |c, t| {
+            c.alpha_ns = if t.byte() > 250 { f64::INFINITY } else { f64::from(t.byte()) };
+            c.beta_ns = f64::from(t.byte());
+        });
+        let given = if tape.byte() > 128 { cost.ptr().cast_const() } else { null() };
+        let mut told = out::<kvt_prefill_t>();
+        // SAFETY: valid pointers.
+        unsafe {
+            let (context, tokens) = (tape.number(), tape.number());
+            check(kvt_namespace_observe_prefill(space, context, tokens, tape.number(), err));
+            let fixed = check(kvt_namespace_fix_prefill(space, given, err)) == KVT_OK;
+            if check(kvt_namespace_prefill(space, told.ptr())) == KVT_OK && fixed {
+                let told = told.ptr().read_unaligned();
+                assert_eq!(told.fixed == 1, !given.is_null());
+            }
+        }
+    }
+
+    pub(super) fn close_in_store(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        let deadline = self.now() + 50_000;
+        // SAFETY: local handle variables throughout.
+        unsafe {
+            match tape.byte() % 16 {
+                0 => {
+                    let before = self.kv.stores.pick(tape);
+                    let mut store = before;
+                    let status = check(kvt_store_close(&mut store, deadline, err));
+                    self.kv.stores.freed(before, store, status);
+                }
+                1..=2 => {
+                    let before = self.kv.spaces.pick(tape);
+                    let mut space = before;
+                    let status = check(kvt_namespace_close(&mut space));
+                    self.kv.spaces.freed(before, space, status);
+                }
+                3..=6 => {
+                    let before = self.kv.sessions.pick(tape);
+                    let mut session = before;
+                    let status = check(kvt_session_close(&mut session));
+                    self.kv.sessions.freed(before, session, status);
+                }
+                7..=10 => {
+                    let before = self.kv.events.pick(tape);
+                    let mut event = before;
+                    let status = check(kvt_event_close(&mut event));
+                    self.kv.events.freed(before, event, status);
+                }
+                _ => {
+                    let space = self.kv.spaces.pick(tape);
+                    let mut report = out::<kvt_clear_report_t>();
+                    check(kvt_namespace_clear(space, deadline, report.ptr(), err));
+                }
+            }
+        }
+    }
+}
