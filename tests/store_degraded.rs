@@ -142,6 +142,13 @@ impl Keep {
         assert_eq!(counters.corrupt, 0, "{counters:?}");
     }
 
+    /// Whom an earlier life sent away is not missed in this one.
+    fn forget_gone(&mut self) {
+        let kept = std::mem::take(&mut self.kept);
+        self.kept = kept.into_iter().filter(|&n| self.get(n).status == Status::Ok).collect();
+        assert_eq!(self.home.counters().corrupt, 0);
+    }
+
     fn rest(&self) {
         self.home.rest();
     }
@@ -159,23 +166,26 @@ fn full(disk: &Path, name: &str, more: &str) {
     let (dir, others) = (disk.join(name), disk.join("others"));
     fill(&others, 16 * MIB).expect("room");
     let mut keep = Keep::open(&dir, more, REST);
-    let error = keep.put_until_refused(2000).expect("28 MiB are full some time");
-    is_said(&error, Status::Budget, "No space left on device");
-    assert!(keep.kept.len() > 30, "{} were kept", keep.kept.len());
+    // It makes do with what others leave it: what is older goes, as in a full budget.
+    assert_eq!(keep.put_until_refused(1500), None);
+    assert!(keep.kept.len() > 1400, "{} were kept", keep.kept.len());
+    assert!(keep.home.counters().disk_evicted > 500, "{:?}", keep.home.counters());
     keep.is_alive();
     keep.audit();
     // Whoever opens it now finds it as it is.
     let mut keep = keep.again(&dir, more, REST);
+    keep.forget_gone();
+    assert!(keep.kept.len() > 300, "{} were kept", keep.kept.len());
     keep.is_alive();
     keep.audit();
-    let refused = keep.put_until_refused(2000).expect("it is still full");
-    assert_eq!(refused.status(), Status::Budget);
+    assert_eq!(keep.put_until_refused(200), None);
     std::fs::remove_file(&others).expect("removed");
     keep.put_all(60);
     keep.audit();
     keep.rest();
-    let keep = keep.again(&dir, more, REST);
-    keep.audit();
+    let mut keep = keep.again(&dir, more, REST);
+    keep.forget_gone();
+    assert!(keep.kept.len() > 360, "{} were kept", keep.kept.len());
     let damaged = keep.home.store.opened.disk.expect("a disk");
     assert_eq!((damaged.damaged_segments, damaged.damaged_headers), (0, 0), "{damaged:?}");
     keep.rest();
@@ -295,7 +305,6 @@ fn the_directory_is_removed() {
 }
 
 #[test]
-#[ignore = "a sync of a file whose name is gone counts as durable"]
 fn nothing_is_durable_in_a_directory_that_is_gone() {
     apart("nothing_is_durable_in_a_directory_that_is_gone", |dir| {
         let dir = dir.join("kv");

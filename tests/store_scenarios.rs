@@ -197,7 +197,6 @@ fn of_three_sessions_the_oldest_goes_down_first_from_its_front() {
 }
 
 #[test]
-#[ignore = "the last tier's policy is not told that an engine can compute holes"]
 fn of_three_sessions_the_oldest_is_dropped_first_from_its_front() {
     of_three_sessions(false);
 }

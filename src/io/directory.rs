@@ -264,6 +264,22 @@ impl Directory {
         unsafe { libc::fsync(self.fd.as_raw_fd()) }
     }
 
+    /// That it has a name still: in one that was removed a sync is said to be well, and
+    /// nothing lasts.
+    pub fn check_there(&self) -> Result<()> {
+        // SAFETY: integers only, which may be zero.
+        let mut facts: libc::stat = unsafe { std::mem::zeroed() };
+        let place = self.path.display();
+        // SAFETY: an open descriptor and a writable stat.
+        if unsafe { libc::fstat(self.fd.as_raw_fd(), &mut facts) } != 0 {
+            return Err(errno::last(&format!("looking at {place}")));
+        }
+        if facts.st_nlink == 0 {
+            fail!(Io, "{place} was removed while it was in use: nothing in it lasts");
+        }
+        Ok(())
+    }
+
     /// What the file system has left for this user.
     pub fn free_bytes(&self) -> Result<u64> {
         // SAFETY: integers only, which may be zero.

@@ -263,12 +263,14 @@ impl Files for RealFiles {
 
     fn sync_names(&self) -> Result<()> {
         fork::check()?;
-        self.names_poison.sync("the directory", || self.directory.sync())
+        self.names_poison.sync("the directory", || self.directory.sync())?;
+        self.directory.check_there()
     }
 
     fn sync(&self, file: FileId) -> Result<()> {
         fork::check()?;
-        self.file(file)?.sync()
+        self.file(file)?.sync()?;
+        self.directory.check_there()
     }
 
     unsafe fn transfer(&self, pieces: &mut [Piece]) {

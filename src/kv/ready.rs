@@ -101,8 +101,11 @@ mod tests {
     use super::*;
     use crate::base::sync::Arc;
 
-    #[derive(Default)]
     struct Ears(Mutex<Vec<(u64, Word)>>);
+
+    fn ears() -> Arc<Ears> {
+        Arc::new(Ears(Mutex::new(Vec::new())))
+    }
 
     impl Listener for Ears {
         fn told(&self, ticket: u64, word: Word) {
@@ -117,11 +120,11 @@ mod tests {
 
     #[test]
     fn the_first_word_counts_and_everyone_hears_it_once() {
-        let ears = Arc::new(Ears::default());
+        let ears = ears();
         let ready = Ready::default();
         ready.join(weak(&ears), 1);
         ready.join(weak(&ears), 2);
-        let deaf = Arc::new(Ears::default());
+        let deaf = self::ears();
         ready.join(weak(&deaf), 3);
         drop(deaf);
         assert!(ears.0.lock().is_empty() && ready.word().is_none());
@@ -141,7 +144,7 @@ mod tests {
 
     #[test]
     fn so_many_may_wait() {
-        let (ears, ready) = (Arc::new(Ears::default()), Ready::default());
+        let (ears, ready) = (ears(), Ready::default());
         for ticket in 0..MOST_WAITING as u64 {
             ready.check_room().unwrap();
             ready.join(weak(&ears), ticket);

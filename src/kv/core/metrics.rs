@@ -82,7 +82,11 @@ fn losses(out: &mut Exposition, all: &Counters) {
     let values = [
         ("max", all.lost.most, "Largest error of a number that a lossy codec has written."),
         ("mean", all.lost.mean(), "Mean error of the numbers that lossy codecs have written."),
-        ("relative", all.lost.relative(), "Root of the mean square of these errors, in parts of that of the numbers."),
+        (
+            "relative",
+            all.lost.relative(),
+            "Root of the mean square of these errors, in parts of that of the numbers.",
+        ),
     ];
     for (name, value, help) in values {
         family(out, &format!("kvtier_lossy_error_{name}"), Kind::Gauge, help, &[(&[], value)]);

@@ -6,7 +6,7 @@ use crate::kv::core::board::note;
 use crate::kv::core::moves::Deed;
 use crate::kv::core::shelf::units_of;
 use crate::kv::core::work::Hands;
-use crate::kv::core::{At, Board, Core, Write};
+use crate::kv::core::{At, Board, Core, Space, Write};
 use crate::kv::events::Kind;
 use crate::meta::chunks::{Cell, Gone};
 use crate::meta::index::{NONE, Slot};
@@ -42,7 +42,7 @@ impl Core {
                 || rows.chunks.chunk(slot).is_some_and(|row| row.cells()[DISK] > 0);
             if comes && !rows.has(slot, note::IN_HOST) {
                 rows.set(slot, note::IN_HOST);
-                new.push(new_object(rows, slot));
+                new.push(new_object(&self.spaces, rows, slot));
             }
         }
         if deed == Deed::Get {
@@ -92,7 +92,7 @@ impl Core {
         };
         let priority = Some(rows.classes[at.slot as usize].min(2));
         let who = Who { priority, ..Who::default() };
-        if shelf.insert(self.now_ns, &who, &[new_object(rows, at.slot)]) {
+        if shelf.insert(self.now_ns, &who, &[new_object(&self.spaces, rows, at.slot)]) {
             rows.set(at.slot, flag);
             self.note_held(at.board, at.slot);
         }
@@ -312,10 +312,13 @@ impl Core {
     }
 }
 
-/// A chunk as policies know it.
-fn new_object(rows: &Board, slot: Slot) -> New {
-    let parent = rows.chunks.parent(slot).filter(|&parent| parent != NONE);
+/// A chunk as policies know it. Where holes can be computed it stands for itself: it may
+/// leave before those that continue it.
+fn new_object(spaces: &[Space], rows: &Board, slot: Slot) -> New {
     let row = rows.chunks.chunk(slot);
+    let space = row.and_then(|row| spaces.get(row.namespace() as usize));
+    let holes = space.is_some_and(|space| space.holes);
+    let parent = rows.chunks.parent(slot).filter(|&parent| parent != NONE && !holes);
     let tokens = row.map_or(0, |row| row.valid_tokens());
     let context = row.map_or(0, |row| row.position()).saturating_mul(rows.layout.chunk_tokens());
     New {

@@ -122,6 +122,11 @@ impl Upkeep {
         Some(old.max_by_key(|s| s.dead_blocks)?.number)
     }
 
+    /// Whether a chunk that waits for room has waited before.
+    fn is_refused_again(&self) -> bool {
+        self.parked.iter().any(|(at, _)| self.failures.contains_key(at))
+    }
+
     /// Segments may be empty now.
     pub(super) fn sweep_soon(&mut self) {
         self.sweeps = true;
@@ -142,14 +147,18 @@ impl Core {
     pub(super) fn look_at_disk(&mut self) {
         let Some(disk) = self.disk.clone() else { return };
         let stats = disk.stats();
-        let share = |part: f64| (stats.budget_bytes as f64 * part) as u64;
+        let segments = disk.segments();
+        let longest = segments.iter().map(|s| bytes_of(s.blocks)).max().unwrap_or(0);
+        // Refused again and again within the budget: others have filled the disk.
+        let is_short =
+            self.upkeep.is_refused_again() && stats.used_bytes + 3 * longest < stats.budget_bytes;
+        let all_bytes = if is_short { stats.used_bytes } else { stats.budget_bytes };
+        let share = |part: f64| (all_bytes as f64 * part) as u64;
         if stats.used_bytes <= share(self.config.high) && self.upkeep.parked.is_empty() {
             return;
         }
-        let segments = disk.segments();
         let kept = self.upkeep.kept_bytes(&segments);
         // What is kept back, what is written to, and what is parked need room as well.
-        let longest = segments.iter().map(|s| bytes_of(s.blocks)).max().unwrap_or(0);
         let aim = share(self.config.low).saturating_sub(3 * longest);
         let parked: u64 = self.upkeep.parked.iter().map(|(at, _)| self.only_in_host(*at)).sum();
         let mut over = (kept + parked).saturating_sub(aim);
