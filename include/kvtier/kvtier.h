@@ -4797,8 +4797,10 @@ kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
  * @param err      Explains a failure, with the offset in the spec and the nearest
  *                 name that exists; may be null.
  * @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
- *         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory is in use), KVT_E_IO,
- *         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
+ *         path, is in use), KVT_E_STATE (what is at that path is no socket of this
+ *         user's), KVT_E_IO, KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
  *
  * Ownership: the caller owns the store. Threading: any thread. Since 0.1.
  */

@@ -66,6 +66,27 @@ impl Core {
         }
     }
 
+    /// A chunk of a put has more in memory. Batches of whole ones that have to be on disk
+    /// go there while the rest is copied.
+    pub(super) fn write_ahead(&mut self, number: u32, at: At) {
+        let one = &mut self.moves[number];
+        let rows = &self.boards[at.board as usize];
+        let row = rows.chunks.chunk(at.slot);
+        let cells = row.map_or(0, |row| usize::from(row.cells()[Tier::Host as usize]));
+        if one.spec.level == Level::Ram || cells < rows.layout.layers() {
+            return;
+        }
+        one.whole.push(at.slot);
+        if one.whole.len() as u64 * rows.chunk_bytes(at.slot) < self.config.batch_bytes {
+            return;
+        }
+        for slot in std::mem::take(&mut self.moves[number].whole) {
+            let at = At { slot, ..at };
+            self.boards[at.board as usize].set(slot, note::FORCED);
+            self.queue_down(at);
+        }
+    }
+
     /// Sends down all that is in memory only and may go: before a store is closed. A
     /// session's partial chunk is of use to nobody after that.
     pub fn write_all_down(&mut self) {

@@ -360,6 +360,7 @@ impl Core {
             true => {
                 self.counters.stored += 1;
                 self.arrived(board, cell, Tier::Host);
+                self.write_ahead(job.number, At { board, slot: cell.chunk });
             }
             false => self.give_back(piece),
         }

@@ -87,6 +87,8 @@ pub struct Move {
     feeds: bool,
     /// Chunks that are not on disk yet, once all is in memory.
     pub(super) waits: u32,
+    /// Chunks that are in memory and have to be on disk, until they are worth a batch.
+    pub(super) whole: Vec<Slot>,
 }
 
 /// A part of a move has ended.
@@ -117,7 +119,8 @@ impl Move {
         all.try_reserve_exact(parts).map_err(|_| Status::NoMem)?;
         all.resize(parts, Part { left, bad: u32::MAX, ..Part::default() });
         let (cursor, under_way, waits) = (0, 0, 0);
-        Ok(Move { spec, cursor, under_way, parts: all, cancelled: None, feeds: false, waits })
+        let (cancelled, feeds, whole) = (None, false, Vec::new());
+        Ok(Move { spec, cursor, under_way, parts: all, cancelled, feeds, waits, whole })
     }
 
     fn cells(&self) -> u64 {

@@ -233,7 +233,6 @@ impl Core {
         let high = self.config.high;
         self.config.host_bytes = bytes;
         self.host_shelf.set_bytes(bytes, high);
-        self.debt.begin();
         // Room that could not be made before may be there now; and who is in a segment
         // that goes has to leave it.
         self.refusals = 0;

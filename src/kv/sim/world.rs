@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::base::budget::Tier;
 use crate::base::clock::Clock;
 use crate::base::sync::{Arc, Mutex};
 use crate::device::Stream;
@@ -28,6 +29,7 @@ pub(super) type Outcome<T> = std::result::Result<T, Failure>;
 pub(super) const SPACES: u32 = 3;
 pub(super) const MOST_SESSIONS: u64 = 12;
 pub(super) const POISON: u8 = 0xA5;
+const POLICIES: [&str; 6] = ["lru", "sieve", "horizon", "s3fifo", "gdsf", "arc"];
 /// Turns of work after which a store that never rests is a defect.
 const MOST_TURNS: u32 = 200_000;
 
@@ -141,11 +143,10 @@ impl World {
         let files = SimFiles::new(random.draw(), opts);
         let disk_bytes = (8 + random.below(40)) * SEGMENT + 400_000;
         let (codec, codecs) = codecs(seed);
-        let policies = ["lru", "sieve", "horizon", "s3fifo", "gdsf", "arc"];
         let config = Config {
             host_bytes: (4 + random.below(40)) << 16,
-            host_policy: policies[random.below(6) as usize].into(),
-            disk_policy: policies[random.below(6) as usize].into(),
+            host_policy: POLICIES[random.below(6) as usize].into(),
+            disk_policy: POLICIES[random.below(6) as usize].into(),
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
             admission: "all".into(),
             codec,
@@ -221,7 +222,7 @@ impl World {
             }
             55 if self.random.coin() => self.core.0.lock().ask_for_checkpoint(),
             55 if self.random.coin() => self.core.0.lock().write_all_down(),
-            55 => self.shrink(),
+            55 => self.rule()?,
             56 if self.random.below(4) == 0 => self.crash()?,
             57 if self.random.below(4) == 0 => self.rest()?,
             58..=75 => self.take(),
@@ -236,10 +237,23 @@ impl World {
         Ok(())
     }
 
-    /// Others need memory.
-    fn shrink(&mut self) {
-        let bytes = self.random.below(self.config.host_bytes);
-        self.core.0.lock().shrink(bytes);
+    /// Others need memory, a tier gets another size, or another policy decides.
+    fn rule(&mut self) -> Outcome<()> {
+        let mut core = self.core.0.lock();
+        let host_bytes = (4 + self.random.below(40)) << 16;
+        let disk_bytes = (8 + self.random.below(40)) * SEGMENT + 400_000;
+        let policy = POLICIES[self.random.below(POLICIES.len() as u64) as usize];
+        match self.random.below(5) {
+            0 => core.set_host_bytes(host_bytes)?,
+            1 => core.set_disk_bytes(disk_bytes)?,
+            2 => core.set_policy(Tier::Host, policy)?,
+            3 => core.set_policy(Tier::Disk, policy)?,
+            _ => {
+                let bytes = self.random.below(self.config.host_bytes);
+                core.shrink(bytes);
+            }
+        }
+        Ok(())
     }
 
     /// Some hands take work, and will carry it out later.

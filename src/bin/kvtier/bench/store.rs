@@ -237,6 +237,7 @@ struct Bare {
     core: Core,
     space: u32,
     views: Arc<Views>,
+    layers: u32,
 }
 
 /// Tokens and bytes of a token of cells that nobody copies.
@@ -245,23 +246,26 @@ const BARE: (u32, u64) = (16, 128);
 const BARE_CELLS: u32 = 1 << 14;
 
 impl Bare {
-    fn open() -> Result<Bare> {
+    /// One whose chunks have so many layers.
+    fn open(layers: u32) -> Result<Bare> {
         let config = Config {
             host_bytes: u64::from(BARE_CELLS) * 4096,
             host_policy: "lru".into(),
-            max_chunks: 2 * BARE_CELLS as usize,
+            max_chunks: (2 * BARE_CELLS / layers) as usize,
             ..Config::default()
         };
         let mut core = Core::new(config, None, None)?;
-        let layout = layout(1, BARE.0, BARE.1)?;
+        let layout = layout(layers as usize, BARE.0, BARE.1)?;
         let space = core.open_space(&SpaceOpts { key: Key([3; 32]), layout, holes: false })?;
         // Never touched: nobody carries the work out.
         let plane = PlaneView::canonical(4096, 1 << 20, BARE.1);
-        let views = Arc::new(Views(vec![LayerViews { k: plane.clone(), v: Some(plane) }]));
-        let mut bare = Bare { core, space, views };
+        let layer = LayerViews { k: plane.clone(), v: Some(plane) };
+        let views = Arc::new(Views(vec![layer; layers as usize]));
+        let mut bare = Bare { core, space, views, layers };
         // Every table is full and was used: from here on what comes sends others away.
+        let chunks = 512 / layers;
         for document in 0..BARE_CELLS / 256 {
-            bare.cost(Deed::Put, 1000 + document, 512, 512)?;
+            bare.cost(Deed::Put, 1000 + document, chunks, chunks)?;
         }
         Ok(bare)
     }
@@ -278,7 +282,7 @@ impl Bare {
             first_token: u64::from(first * BARE.0),
             tokens: u64::from(chunks * BARE.0),
             first_layer: 0,
-            layers: 1,
+            layers: self.layers as usize,
             by_layer: false,
             views: self.views.clone(),
         };
@@ -306,25 +310,27 @@ impl Bare {
         }
         let took = thread_ns() - start;
         self.core.close_session(session)?;
-        Ok(took / f64::from(all))
+        Ok(took / f64::from(all * self.layers))
     }
 }
 
 fn bare_bars(quick: bool) -> Vec<Bar> {
     let all = [
-        ("put_cell_single", Deed::Put, 64, 1, Some(500.0)),
-        ("get_cell_single", Deed::Get, 64, 1, Some(500.0)),
-        ("get_cell_single_of_4096", Deed::Get, 4096, 1, None),
-        ("put_cell_by_512", Deed::Put, 512, 512, Some(150.0)),
-        ("get_cell_by_512", Deed::Get, 512, 512, Some(150.0)),
+        ("put_cell_single", Deed::Put, 1, 64, 1, Some(500.0)),
+        ("get_cell_single", Deed::Get, 1, 64, 1, Some(500.0)),
+        ("get_cell_single_of_4096", Deed::Get, 1, 4096, 1, None),
+        ("put_cell_by_512", Deed::Put, 1, 512, 512, Some(150.0)),
+        ("get_cell_by_512", Deed::Get, 1, 512, 512, Some(150.0)),
+        ("put_cell_by_512_of_32_layers", Deed::Put, 32, 16, 16, Some(150.0)),
+        ("get_cell_by_512_of_32_layers", Deed::Get, 32, 16, 16, Some(150.0)),
     ];
     let rounds = if quick { 40 } else { 200 };
-    let measure = |deed, chunks: u32, each| -> Result<f64> {
-        let mut bare = Bare::open()?;
+    let measure = |deed, layers, chunks: u32, each| -> Result<f64> {
+        let mut bare = Bare::open(layers)?;
         let costs = (0..rounds).map(|number| bare.cost(deed, number, chunks, each));
         Ok(median(&mut costs.collect::<Result<Vec<f64>>>()?))
     };
-    let of = |(bar, deed, chunks, each, goal)| {
+    let of = |(bar, deed, layers, chunks, each, goal)| {
         let mut bar = Bar {
             bar,
             value: None,
@@ -335,7 +341,7 @@ fn bare_bars(quick: bool) -> Vec<Bar> {
             better: Better::Lower,
             note: String::new(),
         };
-        match measure(deed, chunks, each) {
+        match measure(deed, layers, chunks, each) {
             Ok(cost) => bar.value = Some(cost),
             Err(error) => bar.note = say(error),
         }
@@ -360,7 +366,7 @@ fn lookup_bar(rounds: u32) -> Bar {
         note: String::new(),
     };
     let measure = || -> Result<(f64, f64)> {
-        let mut bare = Bare::open()?;
+        let mut bare = Bare::open(1)?;
         bare.cost(Deed::Put, 1, CHUNKS, CHUNKS)?;
         let tokens: Vec<u32> = (0..CHUNKS * BARE.0).map(|i| 1 << 20 | i).collect();
         let (mut all, mut keys) = (Vec::new(), Vec::new());
