@@ -58,7 +58,7 @@ impl Tools {
     unsafe fn copy(&self, batch: &CopyBatch, stream: Stream) -> Result<()> {
         let mut copies = Vec::with_capacity(batch.items.len());
         for item in &batch.items {
-            copies.push(copy_of(item)?);
+            copies.push(copy_of(batch, item)?);
         }
         for part in copies.chunks_mut(crate::device::MAX_COPIES) {
             // SAFETY: the caller's promise; planes are pieces that are kept for this.
@@ -73,8 +73,8 @@ impl Tools {
     }
 }
 
-fn copy_of(item: &CopyItem) -> Result<Copy<'_>> {
-    let layer = &item.views.0[item.layer];
+fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<'a>> {
+    let layer = &batch.views[item.views].0[item.layer];
     let plane = match (&layer.v, item.is_v) {
         (Some(v), true) => v,
         _ => &layer.k,

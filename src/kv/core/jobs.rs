@@ -2,25 +2,22 @@
 
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
-use crate::format::codec::Codec;
+use crate::base::sync::Arc;
 use crate::kv::core::board::note;
 use crate::kv::core::debt::owner_of;
 use crate::kv::core::moves::{Deed, Level};
-use crate::kv::core::work::{CopyBatch, CopyItem, Decoding, ReadBatch};
-use crate::kv::core::{At, Board, Core};
-use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
+use crate::kv::core::work::{CopyBatch, CopyItem};
+use crate::kv::core::{At, Core};
+use crate::meta::chunks::{Begin, Cell, Marks, Place};
 use crate::meta::layout::Rule;
-use crate::tier::disk::{GetPlane, Spot};
 use crate::tier::host::Piece;
 
-/// How often a cell is read again after the disk failed.
-const RETRIES: u8 = 2;
 const HOST: u8 = 1 << Tier::Host as u8;
 const DISK: u8 = 1 << Tier::Disk as u8;
 
 /// What a job waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
+pub(super) enum Step {
     /// To be looked at.
     Fresh,
     /// For memory.
@@ -44,17 +41,19 @@ pub struct Job {
     pub(super) number: u32,
     /// Which of its cells.
     pub(super) at: u64,
+    /// That cell, of the move's board.
+    pub(super) cell: Cell,
     /// The cell's memory, while the job fills or reads it.
-    piece: Option<Piece>,
-    step: Step,
-    retries: u8,
+    pub(super) piece: Option<Piece>,
+    pub(super) step: Step,
+    pub(super) retries: u8,
     /// It had to be read from disk.
     was_below: bool,
 }
 
 impl Job {
-    pub(super) fn new(number: u32, at: u64) -> Job {
-        Job { number, at, piece: None, step: Step::Fresh, retries: 0, was_below: false }
+    pub(super) fn new(number: u32, at: u64, cell: Cell) -> Job {
+        Job { number, at, cell, piece: None, step: Step::Fresh, retries: 0, was_below: false }
     }
 }
 
@@ -239,7 +238,7 @@ impl Core {
     }
 
     /// Ends a job that is nowhere any more.
-    fn end_job(&mut self, id: u32, bytes: u64, error: Option<Error>) {
+    pub(super) fn end_job(&mut self, id: u32, bytes: u64, error: Option<Error>) {
         if let Some(job) = self.jobs.remove(id) {
             self.count(job.number, job.at, bytes, error);
         }
@@ -303,9 +302,14 @@ impl Core {
             true => (chunk as u32, 1),
             false => (chunk as u32 * rows.layout.chunk_tokens(), tokens),
         };
+        // One after the other they are of one move, mostly.
+        if batch.views.last().is_none_or(|last| !Arc::ptr_eq(last, &one.spec.views)) {
+            batch.views.push(one.spec.views.clone());
+        }
+        let views = batch.views.len() - 1;
         let mut add = |is_v: bool, offset: u64| {
             batch.items.push(CopyItem {
-                views: one.spec.views.clone(),
+                views,
                 layer,
                 is_v,
                 first,
@@ -365,126 +369,6 @@ impl Core {
             false => self.give_back(piece),
         }
         self.wake(board, cell);
-    }
-
-    /// The next cells to be read, up to a batch.
-    pub(super) fn take_reads(&mut self) -> Option<ReadBatch> {
-        let (mut batch, mut bytes) = (ReadBatch::default(), 0);
-        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
-            let Some((_, id)) = self.reads.pop() else { break };
-            let job = &mut self.jobs[id];
-            job.step = Step::Reading;
-            let piece = job.piece;
-            let (board, cell) = self.cell_of(&self.jobs[id]);
-            let rows = &self.boards[board as usize];
-            // What was begun stays where it is: it is being read.
-            let place = rows.chunks.place(cell, Tier::Disk);
-            let address = piece.and_then(|piece| self.host.address(piece).ok());
-            let (Ok(Some(place)), Some(address)) = (place, address) else {
-                log::error!("a cell to be read has no place");
-                continue;
-            };
-            add_read(rows, cell, place, address, &mut batch);
-            bytes += rows.planes(cell).bytes();
-            batch.jobs.push(id);
-        }
-        (!batch.jobs.is_empty()).then_some(batch)
-    }
-
-    pub(super) fn done_reads(&mut self, batch: &ReadBatch) {
-        for (&id, get) in batch.jobs.iter().zip(batch.gets.iter()) {
-            let job = self.jobs[id];
-            let (board, cell) = self.cell_of(&job);
-            let place = self.boards[board as usize].chunks.place(cell, Tier::Disk);
-            let has_moved =
-                !matches!(place, Ok(Some(Place::Disk { spot, .. })) if spot == get.spot.0);
-            let result = match &get.result {
-                // Cleaning was faster: it is elsewhere by now.
-                Err(_) if has_moved => Err(Status::Again.into()),
-                result => result.clone(),
-            };
-            let status = result.as_ref().err().map(|error| error.status());
-            self.end_reading(&job, board, cell, result);
-            let job = &mut self.jobs[id];
-            (job.piece, job.step) = (None, Step::Fresh);
-            match status {
-                None | Some(Status::Corrupt | Status::NotFound | Status::Again) => {
-                    self.woken.push(id);
-                }
-                Some(_) if job.retries < RETRIES => {
-                    job.retries += 1;
-                    self.woken.push(id);
-                }
-                Some(status) => {
-                    let words = "the disk could not be read, again and again";
-                    self.end_job(id, 0, Some(Error::new(status, words)));
-                }
-            }
-        }
-    }
-
-    /// A way from disk has ended.
-    fn end_reading(&mut self, job: &Job, board: u32, cell: Cell, result: Result<()>) {
-        let Some(piece) = job.piece else { return };
-        let bytes = self.boards[board as usize].planes(cell).bytes();
-        let arrival = match result.map_err(|error| error.status()) {
-            Ok(()) => Arrival::Here(Place::Host(piece.0)),
-            Err(Status::Corrupt | Status::NotFound) => {
-                self.counters.corrupt += 1;
-                Arrival::BadSource
-            }
-            Err(Status::Again) => Arrival::Failed,
-            Err(_) => {
-                self.counters.failed_reads += 1;
-                Arrival::Failed
-            }
-        };
-        let came = matches!(arrival, Arrival::Here(_));
-        match self.boards[board as usize].chunks.end_copy(cell, Tier::Host, arrival) {
-            Ok(Some(place)) => self.free_place(board, cell, place),
-            Ok(None) => {}
-            Err(error) => log::error!("a way could not be ended: {error}"),
-        }
-        if came {
-            self.counters.loaded_bytes += bytes;
-            self.arrived(board, cell, Tier::Host);
-        } else {
-            self.give_back(piece);
-            if arrival == Arrival::BadSource {
-                self.departed(board, cell.chunk, Tier::Disk);
-            }
-        }
-        self.wake(board, cell);
-    }
-}
-
-/// Adds the read of a cell to a batch: into its memory, or, if it is coded, into
-/// memory that the hands have for that.
-fn add_read(rows: &Board, cell: Cell, place: Place, address: *mut u8, batch: &mut ReadBatch) {
-    let Place::Disk { spot, seal, coded } = place else { return };
-    let (spot, who) = (Spot(spot), rows.identity_of(cell, coded));
-    let (id, version) = (0, 0);
-    match coded.blocks() {
-        None => batch.gets.cell(spot, who, seal, true),
-        Some(blocks) => {
-            batch.decodings.push(Decoding {
-                get: batch.gets.len(),
-                codec: Codec::from_code(coded.codec() as u8).unwrap_or_default(),
-                shapes: rows.shapes(cell.layer),
-                planes: rows.planes(cell),
-                address,
-            });
-            batch.gets.coded(spot, who, seal, blocks as u32);
-        }
-    }
-    let mut offset = 0;
-    for (kind, plane_bytes) in rows.stored_planes(cell) {
-        let (address, bytes) = match coded.blocks() {
-            None => (address.wrapping_add(offset as usize), plane_bytes),
-            Some(_) => (std::ptr::null_mut(), 0),
-        };
-        batch.gets.plane(GetPlane { kind, id, version, bytes, address });
-        offset += plane_bytes;
     }
 }
 

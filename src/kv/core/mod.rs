@@ -17,6 +17,7 @@ pub mod look;
 mod metrics;
 pub mod moves;
 pub mod plans;
+mod reads;
 mod recover;
 mod room;
 mod session;

@@ -131,7 +131,9 @@ impl Move {
     /// in which they are begun: by layers where a result waits for each, else by
     /// chunks, as records on disk are.
     pub(super) fn place(&self, at: u64) -> (usize, usize) {
-        let (chunks, layers) = (self.spec.slots.len() as u64, self.spec.layers as u64);
+        // Fewer than 2^32, as moves are checked: that is faster to divide.
+        let (at, chunks, layers) =
+            (at as u32, self.spec.slots.len() as u32, self.spec.layers as u32);
         match self.spec.by_layer || self.spec.deed != Deed::Put {
             true => ((at % chunks) as usize, (at / chunks) as usize),
             false => ((at / layers) as usize, (at % layers) as usize),
@@ -253,7 +255,10 @@ impl Core {
             let at = one.cursor;
             one.cursor += 1;
             one.under_way += 1;
-            let job = self.jobs.add(Job::new(number, at)).expect("there is room");
+            let (chunk, layer) = one.place(at);
+            let layer = one.spec.first_layer + layer;
+            let cell = Cell { chunk: one.spec.slots[chunk], layer };
+            let job = self.jobs.add(Job::new(number, at, cell)).expect("there is room");
             self.route(job);
             if self.moves.get(number).is_none() {
                 return true; // that was its last one
@@ -382,8 +387,6 @@ impl Core {
 
     /// The cell of a job.
     pub(super) fn cell_of(&self, job: &Job) -> (u32, Cell) {
-        let one = &self.moves[job.number];
-        let (chunk, layer) = one.place(job.at);
-        (one.spec.board, Cell { chunk: one.spec.slots[chunk], layer: one.spec.first_layer + layer })
+        (self.moves[job.number].spec.board, job.cell)
     }
 }

@@ -39,8 +39,8 @@ impl Hands {
 
 /// A plane to be copied.
 pub struct CopyItem {
-    /// The engine's side.
-    pub views: Arc<Views>,
+    /// The engine's side: which of the batch's.
+    pub views: usize,
     /// Which layer of them.
     pub layer: usize,
     /// Which plane of that.
@@ -60,6 +60,8 @@ pub struct CopyItem {
 pub struct CopyBatch {
     pub(super) jobs: Vec<u32>,
     pub(super) burden: Burden,
+    /// The engine's side of its moves.
+    pub views: Vec<Arc<Views>>,
     /// What to copy.
     pub items: Vec<CopyItem>,
 }
