@@ -27,7 +27,12 @@ impl Core {
             let place = rows.chunks.place(cell, Tier::Disk);
             let address = piece.and_then(|piece| self.host.address(piece).ok());
             let (Ok(Some(place)), Some(address)) = (place, address) else {
-                log::error!("a cell to be read has no place");
+                // It left the disk while it waited for its turn.
+                let job = self.jobs[id];
+                self.end_reading(&job, board, cell, Err(Status::Again.into()));
+                let job = &mut self.jobs[id];
+                (job.piece, job.step) = (None, Step::Fresh);
+                self.woken.push(id);
                 continue;
             };
             add_read(rows, cell, place, address, &mut batch);
