@@ -47,7 +47,8 @@ ln -sf "libkvtier.so.$soversion" "$lib/libkvtier.so"
 install -m 644 "$from/lib/libkvtier.a" "$lib/"
 install -m 644 "$root/include/kvtier/kvtier.h" "$root/bindings/cpp/kvtier.hpp" \
     "$root/bindings/cpp/kvtier_policy.hpp" "$root/bindings/cpp/kvtier_lab.hpp" \
-    "$root/bindings/cpp/kvtier_store.hpp" \
+    "$root/bindings/cpp/kvtier_store.hpp" "$root/bindings/cpp/kvtier_offload.hpp" \
+    "$root/bindings/cpp/kvtier_sparse.hpp" \
     "$to/include/kvtier/"
 
 fill() {

@@ -8,7 +8,8 @@ function(_kvtier_test language source)
   target_link_libraries(${target} PRIVATE kvtier::shared Threads::Threads)
   target_compile_options(${target} PRIVATE -Wall -Wextra -pedantic -Werror)
   if(language STREQUAL "c")
-    # Extensions, for the POSIX calls of the tests themselves.
+    # Extensions, for the POSIX calls of the tests themselves; the functions of math.h.
+    target_link_libraries(${target} PRIVATE m)
     set_target_properties(${target} PROPERTIES C_STANDARD 11 C_STANDARD_REQUIRED ON)
   else()
     set(standard 17)

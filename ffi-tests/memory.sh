@@ -24,7 +24,7 @@ one() {
     name=$1
     shift
     "$cc" -std=c11 -g -O1 -Wall -Wextra -pedantic -Werror -pthread -I"$root/include" \
-        "$here/c/$name.c" -o "$work/$name" -L"$libdir" -lkvtier "-Wl,-rpath,$libdir"
+        "$here/c/$name.c" -o "$work/$name" -L"$libdir" -lkvtier -lm "-Wl,-rpath,$libdir"
     status=0
     valgrind --tool=memcheck "--leak-check=$leaks" --show-leak-kinds=definite,possible \
         --errors-for-leak-kinds=definite,possible --error-exitcode=9 --fair-sched=yes \
@@ -56,6 +56,9 @@ one policy 200
 one trace 300
 one store 1
 one store_plan 1
+one store_wish 1
+one offload_wish
+one sparse_wish
 one pool 2000
 one panic
 # A forked child is checked at its end, too, and there the stacks of its parent's threads

@@ -94,6 +94,10 @@ one policy 2000
 one trace 1200
 one store 1
 one store_plan 1
+one store_wish 1
+one offload_wish
+one sparse_wish
+one store_stress 6000
 one pool 6000
 one panic
 one stress 60000

@@ -7,7 +7,9 @@
 //! - [`lab`]: traces, and policies replayed on them.
 //! - [`kv`]: what an engine keeps its KV with: plans and paths so far.
 //! - [`policy`]: who leaves first. One file a policy, one registry.
+//! - [`sparse`]: which blocks and tokens matter. One file a policy, one registry.
 //! - [`tier`]: where bytes rest.
+//! - [`attention`]: kernels on the processor.
 //! - [`device`]: who copies bytes (host memory today).
 //! - [`format`]: what is written down for others to read: keys, records.
 //! - [`io`]: what files and kernels can do on this machine.
@@ -21,6 +23,7 @@
 #[cfg(panic = "abort")]
 compile_error!("kvtier turns panics into KVT_E_PANIC: build it with panic = \"unwind\"");
 
+pub mod attention;
 pub mod base;
 pub mod device;
 #[cfg(not(feature = "shuttle"))]
@@ -30,5 +33,7 @@ pub mod io;
 pub mod kv;
 pub mod lab;
 pub mod meta;
+pub mod offload;
 pub mod policy;
+pub mod sparse;
 pub mod tier;

@@ -14,7 +14,7 @@ fn any_program_ends_well() {
     // that has tokens, so that programs get somewhere.
     // Each opcode with as many zeros as it reads, or the end of the store's is eaten.
     let mut start = Vec::new();
-    for (opcode, arguments) in [(0u8, 6), (30, 6), (31, 11), (32, 8), (34, 7)] {
+    for (opcode, arguments) in [(0u8, 6), (30, 7), (31, 11), (32, 8), (40, 15), (34, 7)] {
         start.extend([1, opcode]);
         start.extend(vec![0u8; arguments]);
     }
@@ -23,7 +23,7 @@ fn any_program_ends_well() {
         start.extend([1, opcode]);
         start.extend([0u8; 6]);
     }
-    let config = ProptestConfig { cases: 2000, failure_persistence: None, ..Default::default() };
+    let config = ProptestConfig { cases: 2500, failure_persistence: None, ..Default::default() };
     let programs = proptest::collection::vec(any::<u8>(), 0..4000);
     TestRunner::new(config)
         .run(&programs, |program| {
@@ -31,7 +31,10 @@ fn any_program_ends_well() {
             Ok(())
         })
         .unwrap();
-    let [submitted, called, replayed, moved] = machine::reached();
+    // By what programs are rolled these vary by a third: the bounds are far below the least seen.
+    let [submitted, called, replayed, moved, loaded, computed, answered] = machine::reached();
     assert!(submitted > 1000 && called > 200, "{submitted} submissions, {called} callbacks");
-    assert!(replayed > 200 && moved > 500, "{replayed} replays, {moved} moves");
+    assert!(replayed > 60 && moved > 200, "{replayed} replays, {moved} moves");
+    assert!(loaded > 60, "{loaded} layers loaded");
+    assert!(computed > 60 && answered > 60, "{computed} computed, {answered} answers");
 }

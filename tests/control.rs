@@ -135,10 +135,27 @@ fn every_request_is_answered_and_the_path_is_the_owners() {
     assert_eq!(number(&stats, "/tiers/disk/limit_bytes"), 64 << 20);
     assert_eq!(number(&stats, "/pid"), u64::from(std::process::id()));
     assert_eq!(number(&stats, "/tenants/0/tenant"), 0);
+    let timed = |name: &str| {
+        let [p50, p99, max] = ["p50", "p99", "max"]
+            .map(|what| number(&stats, &format!("/latencies/{name}/{what}_ns")));
+        assert!(p50 <= p99 && p99 <= max, "{name}: {stats}");
+        number(&stats, &format!("/latencies/{name}/count"))
+    };
+    assert_eq!((timed("put_ram"), timed("put_disk"), timed("put_durable")), (40, 0, 0));
+    assert!(timed("get_host") > 0 && timed("get_disk") > 0, "{stats}");
+    assert_eq!(timed("get_host") + timed("get_disk"), 40, "nothing was missing");
+    for batch in ["copy_batch", "read_batch", "write_batch"] {
+        assert!(timed(batch) > 0, "{batch}: {stats}");
+    }
+    assert!(number(&stats, "/admission/admitted_bytes") >= 64 << 10);
+    let refused = ["never", "hits", "priority", "size", "wear"]
+        .map(|why| number(&stats, &format!("/admission/refused_chunks/{why}")));
+    assert_eq!(refused, [0; 5], "all may go down");
 
     let (status, text) = ask(&path, "metrics");
     assert_eq!(status, "ok");
     assert!(text.contains("kvtier_moves_total{deed=\"put\"} 40\n"), "{text}");
+    assert!(text.contains("kvtier_put_seconds_bucket{level=\"ram\",le=\"+Inf\"} 40\n"), "{text}");
 
     // A board: what was read last is in memory, what was never stored is nowhere.
     let mut tokens = document(39, 64);
@@ -200,6 +217,9 @@ fn another_policy_takes_over_with_what_is_there() {
     for (request, status, word) in [
         ("set-policy(policy=lur)", "KVT_E_SPEC", "lfu"),
         ("set-policy(policy=lru(k=1))", "KVT_E_SPEC", "lru"),
+        ("set-policy(policy=custom)", "KVT_E_INVALID", "a store has none"),
+        ("set-policy(policy=custom,tier=disk)", "KVT_E_INVALID", "a store has none"),
+        ("ab(policies=any(lru,custom))", "KVT_E_INVALID", "a store has none"),
         ("set-policy(policy=arc,tier=dusk)", "KVT_E_SPEC", "disk"),
     ] {
         let (told, words) = ask(&path, request);

@@ -9,6 +9,7 @@ use std::process::Command;
 
 use kvtier::format::keys::chain::{Chain, Media};
 use kvtier::format::keys::identity::{Extra, Identity, Shard};
+use kvtier::format::keys::media::{self, Medium};
 use kvtier::format::keys::private::private_key;
 use kvtier::format::keys::{Digest, Fingerprint, Key};
 use kvtier::meta::layout::{Layout, Rule};
@@ -163,6 +164,24 @@ fn keys_of_chunks() {
     }
     let needed = [1, 16, 32, 64, 128, 255, 256, 257, 512, 768, 1024, 2048, 2304, 65_536];
     assert!(needed.iter().all(|size| sizes.contains(size)), "only {sizes:?}");
+}
+
+#[test]
+fn extra_digests_of_chunks_with_media() {
+    let vectors = vectors();
+    let pairs = |value: &Value| -> Vec<(u64, [u8; 32])> {
+        let rows = value.as_array().expect("an array").iter();
+        rows.map(|row| (number(&row[0]), digest(&row[1]))).collect()
+    };
+    for case in cases(&vectors, "media") {
+        let media: Vec<Medium> = pairs(&case["media"])
+            .into_iter()
+            .map(|(token, digest)| Medium { token, digest })
+            .collect();
+        let found = media::extras(&media, small(&case["chunk_tokens"])).expect("few");
+        let found: Vec<_> = found.into_iter().map(|m| (m.chunk, m.digest)).collect();
+        assert_eq!(found, pairs(&case["extras"]), "{}", case["name"]);
+    }
 }
 
 #[test]

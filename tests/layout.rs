@@ -6,13 +6,19 @@ use std::mem::{align_of, offset_of, size_of};
 use std::path::Path;
 
 use kvtier::ffi::account::*;
+use kvtier::ffi::attention::*;
 use kvtier::ffi::budget::*;
 use kvtier::ffi::buffer::*;
 use kvtier::ffi::clear::*;
 use kvtier::ffi::error::*;
 use kvtier::ffi::feature::*;
+use kvtier::ffi::job::*;
+use kvtier::ffi::kernel::*;
+use kvtier::ffi::media::*;
 use kvtier::ffi::namespace::*;
 use kvtier::ffi::namespace_look::*;
+use kvtier::ffi::offload::*;
+use kvtier::ffi::offload_move::*;
 use kvtier::ffi::op::*;
 use kvtier::ffi::policy::*;
 use kvtier::ffi::policy_advice::*;
@@ -26,8 +32,13 @@ use kvtier::ffi::runtime::*;
 use kvtier::ffi::session::*;
 use kvtier::ffi::session_move::*;
 use kvtier::ffi::session_plan::*;
+use kvtier::ffi::sparse::*;
+use kvtier::ffi::sparse_ask::*;
+use kvtier::ffi::sparse_custom::*;
+use kvtier::ffi::sparse_rows::*;
 use kvtier::ffi::store::*;
 use kvtier::ffi::store_events::*;
+use kvtier::ffi::store_rows::*;
 use kvtier::ffi::trace::*;
 use kvtier::ffi::work::*;
 
@@ -68,6 +79,7 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_close_report_t {
             struct_size, queues, buffers, budgets, accounts, ops, stores, namespaces, sessions,
+            offloads,
         }
         kvt_runtime_stats_t {
             struct_size, ops_submitted, ops_open, ops_live, ops_queued, ops_refused, workers,
@@ -172,7 +184,10 @@ fn rust_table() -> BTreeMap<String, String> {
             evictions, re_prefill_rate, jain_sessions, jain_tenants, utilisation, decision_p50_ns,
             decision_p99_ns, decision_max_ns, run_ns,
         }
-        kvt_store_opts_t { struct_size, flags, spec, spec_bytes }
+        kvt_store_opts_t {
+            struct_size, flags, spec, spec_bytes, host_bytes, disk_bytes, disk_path,
+            disk_path_bytes, policy, policy_bytes, disk_policy, disk_policy_bytes, write, reserved,
+        }
         kvt_store_stats_t {
             struct_size, puts, gets, prefetches, stored_cells, known_cells, host_hit_cells,
             disk_hit_cells, missed_cells, corrupt_cells, written_cells, written_bytes, loaded_bytes,
@@ -181,7 +196,16 @@ fn rust_table() -> BTreeMap<String, String> {
             host_limit_bytes, host_used_bytes, host_cost_bytes, host_cells, disk_limit_bytes,
             disk_used_bytes, disk_peak_bytes, disk_live_bytes, disk_dead_bytes, disk_cells,
             disk_appended_bytes, disk_cleaned_bytes, disk_overhead_bytes, disk_segments, disk_syncs,
-            disk_failed_syncs, found_chunks, found_cells, found_useless_cells,
+            disk_failed_syncs, found_chunks, found_cells, found_useless_cells, admission_admitted,
+            admission_admitted_bytes, admission_refused_never, admission_refused_hits,
+            admission_refused_priority, admission_refused_size, admission_refused_wear, disk_engine,
+            disk_direct,
+        }
+        kvt_latency_t { kind, reserved, count, mean_ns, p50_ns, p99_ns, max_ns }
+        kvt_tenant_t { tenant, is_rest, put_bytes, got_bytes, hit_cells, missed_cells }
+        kvt_media_t { token, digest }
+        kvt_sequence_t {
+            struct_size, tokens, token_count, media, media_count, media_stride_bytes,
         }
         kvt_identity_extra_t { tag, reserved, value, value_bytes }
         kvt_identity_t {
@@ -204,8 +228,64 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_move_t {
             struct_size, flags, first_token, tokens, first_layer, layers, k, v, stride_bytes, level,
-            reserved, ready,
+            reserved, ready, chunks, chunk_count,
         }
+        kvt_attention_t {
+            struct_size, layers, query_heads, key_heads, key_dim, value_dim, kind, block_tokens,
+            max_tokens, scale, reserved,
+        }
+        kvt_sparse_context_t {
+            struct_size, is_prefill, part, parts, first_query, tokens, reserved,
+        }
+        kvt_rows_t { struct_size, view, dtype, scaling, scales, scale_count }
+        kvt_sparse_traits_t {
+            struct_size, caps, needs, scope, granularity, flags, dense_layers, sum_queries, ahead,
+            own_query_heads, own_key_heads, own_dim,
+        }
+        kvt_sparse_opts_t {
+            struct_size, flags, attention, spec, spec_bytes, custom, account,
+        }
+        kvt_sparse_stats_t {
+            struct_size, state_bytes, selections, candidates, chosen, spared, audited, wanted,
+            found,
+        }
+        kvt_sparse_info_t { struct_size, name, name_bytes, about, about_bytes }
+        kvt_sparse_custom_t {
+            struct_size, traits, on_prefill_offload, on_decode_offload, select_blocks, index,
+            sparse_prefill_attention, observe, evict, evicted, truncate, fork, user_data, destroy,
+        }
+        kvt_index_head_t { kind, first, lists, query_block, key_block, dense_from }
+        kvt_index_t {
+            struct_size, heads, head_room, head_count, starts, start_room, start_count, items,
+            item_room, item_count,
+        }
+        kvt_keep_t {
+            struct_size, starts, start_room, start_count, items, item_room, item_count,
+        }
+        kvt_problem_t {
+            struct_size, queries, keys, values, select, first_query, first_key, scale, reserved,
+        }
+        kvt_placed_t {
+            struct_size, blocks, block_count, block_tokens, tail_first, tail_tokens, reserved,
+        }
+        kvt_there_t { struct_size, attention, kept, since, tokens }
+        kvt_kernel_limits_t {
+            struct_size, flags, queries, keys, tokens, query_heads, key_dim, value_dim,
+        }
+        kvt_job_info_t {
+            struct_size, steps, items, last_items, reserved, scratch_count, sum_keys,
+        }
+        kvt_offload_opts_t {
+            struct_size, flags, session, attention, dtype, buffers, buffer_tokens, level, prefill,
+            prefill_bytes, decode, decode_bytes, audit_every, reserved, prefill_custom, decode_custom,
+        }
+        kvt_offload_stats_t {
+            struct_size, loads, selections, candidates, loaded_blocks, loaded_bytes, saved_bytes,
+            failed_loads, put_blocks, put_bytes, tail_bytes, evicted_tokens, policy_bytes,
+            load_waits, load_wait_ns, tail_waits, tail_wait_ns, cut_waits, cut_wait_ns,
+            select_waits, select_wait_ns, audited, wanted, found, found_ppm,
+        }
+        kvt_offload_kv_t { struct_size, k, v, tokens, tail_tokens, blocks, buffer }
         kvt_range_t {
             first_token, tokens, state, tier, device_bytes, host_bytes, disk_bytes, remote_bytes,
             pending_bytes, load_ns,
@@ -227,6 +307,7 @@ fn rust_table() -> BTreeMap<String, String> {
             compute_ns, without_ns,
         }
         kvt_clear_report_t { struct_size, gone_chunks, held_chunks, moving_chunks }
+        kvt_demote_report_t { struct_size, freed_chunks, leaving_chunks, staying_chunks }
     }
 }
 

@@ -129,3 +129,31 @@ fn what_was_just_noted_is_not_swept_away() {
     };
     shuttle::check_random(body, ROUNDS);
 }
+
+/// What is written while a checkpoint begins, and that the checkpoint takes for its own,
+/// is in it: a session, and a cell that cleaning moves.
+#[test]
+fn a_checkpoint_has_what_is_written_while_it_begins() {
+    let body = || {
+        let sim = SimFiles::new(7, SimOpts::default());
+        let (tier, ..) = disk::open(&sim).expect("a new store");
+        let at: At = (Arc::new(tier), Arc::new(Shared::new()));
+        let (tier, shared) = &at;
+        shared.append(tier, 1, &[0]).expect("room");
+        tier.close().expect("a sync");
+        let threads = [
+            start(|tier, _| _ = tier.put_session(b"new", b"what it is").expect("room"), &at),
+            start(|tier, shared| _ = shared.clean(tier, 1), &at),
+            start(|tier, shared| shared.checkpoint(tier).expect("room"), &at),
+        ];
+        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        tier.commit_all().expect("a sync");
+        tier.sweep();
+        sim.crash().expect("memory");
+        let (tier, found, _) = disk::open(&sim.reopen()).expect("it opens");
+        shared.check(&tier, &found, &[]);
+        assert_eq!(found.sessions.len(), 1, "the session");
+    };
+    // Few switches, anywhere: by chance alone the cover is always first.
+    shuttle::check_pct(body, ROUNDS, 3);
+}

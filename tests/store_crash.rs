@@ -26,6 +26,9 @@ const MOST: u32 = 40;
 const BESIDE: usize = 3;
 const DIR: &str = "KVTIER_CRASH_DIR";
 const FIRST: &str = "KVTIER_CRASH_FIRST";
+const PREFIX: &str = "KVTIER_CRASH_PREFIX";
+/// Documents that go on from one prefix.
+const FAMILY: u32 = 59;
 
 fn open(dir: &Path) -> Home {
     let rest = "host=2MiB,chunks=262144,events=16";
@@ -151,4 +154,111 @@ fn what_was_stored_outlives_the_process() {
         }
     }
     assert!(all.len() as u32 >= rounds * 5, "{} documents in {rounds} rounds", all.len());
+}
+
+/// Puts all tokens from one on.
+fn put_from(home: &Home, session: u32, tokens: &[u32], first: usize, level: Level) {
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(0, tokens));
+    let what = engine.rectangle(first, tokens.len() - first, 0..MODEL.layers, false);
+    let ops = home.submit(session, Deed::Put, level, what).expect("submitted");
+    assert_eq!(wait(&ops[0]), Done { status: Status::Ok, tokens: tokens.len() - first });
+}
+
+/// One of the documents that begin as all do.
+fn relative(number: u32) -> Vec<u32> {
+    [document(0, 64), document(1 + number, 96)].concat()
+}
+
+/// The process whose prefix was never asked to be on disk. Does nothing in a usual run.
+#[test]
+fn prefix_child() {
+    let (Some(dir), Ok(way)) = (std::env::var_os(DIR), std::env::var(PREFIX)) else { return };
+    let home = open_small(Path::new(&dir));
+    let space = home.space(1, &MODEL);
+    let prefix = home.session(space, &relative(0)[..64]);
+    put_from(&home, prefix, &relative(0)[..64], 0, Level::Ram);
+    let count = if way == "durable" { 1 } else { FAMILY };
+    let level = if way == "durable" { Level::Durable } else { Level::Ram };
+    for number in 0..count {
+        let tokens = relative(number);
+        let session = home.session(space, &tokens);
+        put_from(&home, session, &tokens, 64, level);
+        home.end(session);
+    }
+    if way != "durable" {
+        home.rest(); // what has left memory is on disk
+    }
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\nstored 0").and_then(|()| out.flush()).expect("a reader");
+    drop(std::io::stdin().read(&mut [0]));
+}
+
+fn open_small(dir: &Path) -> Home {
+    Home::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", "host=2MiB,policy=lru,chunks=8192"))
+}
+
+/// Starts that process and kills it when it is done.
+fn kill_relatives(dir: &Path, way: &str) {
+    let program = std::env::current_exe().expect("this program");
+    let mut child = Command::new(program)
+        .args(["--exact", "prefix_child", "--nocapture", "--test-threads=1"])
+        .env(DIR, dir)
+        .env(PREFIX, way)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("started");
+    let out = BufReader::new(child.stdout.take().expect("piped"));
+    let is_done = out.lines().map_while(Result::ok).any(|line| line.starts_with("stored"));
+    child.kill().expect("killed");
+    child.wait().expect("it ended");
+    assert!(is_done, "the child did not store anything");
+}
+
+/// How far each document can be gone on with, byte for byte.
+fn reach(home: &Home, space: u32, count: u32) -> Vec<usize> {
+    let read = |number| {
+        let tokens = relative(number);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
+        let done = home.get(session, &engine);
+        assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
+        engine.check(&marks_of(0, &tokens), 0..done.tokens, 0..MODEL.layers);
+        home.end(session);
+        done.tokens
+    };
+    (0..count).map(read).collect()
+}
+
+#[test]
+fn what_is_durable_takes_the_prefix_along_that_was_in_memory_only() {
+    let scratch = Scratch::new("prefix");
+    kill_relatives(&scratch.0, "durable");
+    let home = open_small(&scratch.0);
+    let adopted = home.store.opened.adopted;
+    assert_eq!((adopted.chunks, adopted.dropped), (10, 0), "{adopted:?}");
+    let space = home.space(1, &MODEL);
+    assert_eq!(reach(&home, space, 1), [160]);
+    home.rest();
+    home.close();
+}
+
+#[test]
+fn what_left_memory_is_of_use_though_its_prefix_never_did() {
+    let scratch = Scratch::new("family");
+    kill_relatives(&scratch.0, "everyday");
+    let home = open_small(&scratch.0);
+    let adopted = home.store.opened.adopted;
+    // 358 chunks, of which 170 fit in memory.
+    assert!(adopted.chunks > 150 && adopted.dropped == 0, "{adopted:?}");
+    let space = home.space(1, &MODEL);
+    let all = reach(&home, space, FAMILY);
+    assert!(all.iter().all(|&tokens| tokens >= 64), "the prefix is gone: {all:?}");
+    // Everything that was found is of use to somebody.
+    let chunks: usize = all.iter().map(|tokens| tokens / 16 - 4).sum();
+    assert_eq!(chunks as u64 + 4, adopted.chunks, "{all:?}");
+    assert!(all.iter().filter(|&&tokens| tokens == 160).count() > 20, "{all:?}");
+    home.rest();
+    home.close();
 }

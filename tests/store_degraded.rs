@@ -392,11 +392,15 @@ fn the_budget_shrinks_while_it_is_used() {
         std::thread::scope(|scope| {
             let (stop, budget) = (&stop, &budget);
             scope.spawn(move || {
-                let lane = || budget.lane(Tier::Host);
-                let used = || lane().reserved_bytes + lane().committed_bytes;
-                for (turn, mib) in [24, 64, 12, 80, 16].into_iter().enumerate() {
-                    let had = used();
+                let used = || {
+                    let lane = budget.lane(Tier::Host);
+                    lane.reserved_bytes + lane.committed_bytes
+                };
+                // At least a segment of 6 MiB, staging memory and tables.
+                for (turn, mib) in [24, 64, 15, 80, 18].into_iter().enumerate() {
                     budget.resize(Tier::Host, mib * MIB).expect("a budget");
+                    // Before that, more could be granted.
+                    let had = used();
                     while used() > mib * MIB && !stop.load(Ordering::Relaxed) {
                         assert!(used() <= had.max(mib * MIB), "turn {turn}: more was granted");
                         std::thread::yield_now();
@@ -417,7 +421,7 @@ fn the_budget_shrinks_while_it_is_used() {
         keep.rest();
         let lane = budget.lane(Tier::Host);
         let used = lane.reserved_bytes + lane.committed_bytes;
-        assert!(used <= 16 * MIB && lane.limit_bytes == 16 * MIB, "{lane:?}");
+        assert!(used <= 18 * MIB && lane.limit_bytes == 18 * MIB, "{lane:?}");
         let given = before.saturating_sub(resident());
         assert!(given > 40 * MIB, "{} MiB less are resident", given / MIB);
         let counters = keep.home.counters();

@@ -14,9 +14,10 @@ use kvtier::device::host::Host;
 use kvtier::format::keys::chain::Chain;
 use kvtier::io::simulated::{SimFiles, SimOpts};
 use kvtier::kv::core::books::{Books, Page};
+use kvtier::kv::core::grain::Grain;
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, SessionOpts, SpaceOpts};
+use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts};
 use kvtier::kv::hands::Tools;
 use kvtier::meta::index::NONE;
 use kvtier::meta::key::Key;
@@ -68,7 +69,14 @@ struct Talk {
 impl World {
     /// Memory for so many chunks; room is made when it is needed and not before.
     fn open(chunks: u64, policy: &str, with_disk: bool) -> World {
+        World::of_grain(chunks, policy, with_disk, Grain::Chunk, false)
+    }
+
+    /// The same with policies that choose something else than chunks.
+    fn of_grain(chunks: u64, policy: &str, with_disk: bool, grain: Grain, cells: bool) -> World {
         let config = Config {
+            grain,
+            drop_cells: cells,
             host_bytes: chunks * MODEL.chunk_bytes(),
             host_policy: policy.into(),
             max_chunks: 64,
@@ -120,14 +128,29 @@ impl World {
         let mut engine = Engine::new(MODEL, Shape::Tokens, all.len());
         engine.compute(&marks_of(0, &all));
         let what = engine.rectangle(talk.tokens, MODEL.chunk, 0..layers, false);
-        let begun = self.core.submit_rectangle(talk.number, Deed::Put, Level::Ram, 0, what);
+        self.moves(talk, Deed::Put, what);
+        talk.tokens = all.len();
+    }
+
+    fn moves(&mut self, talk: &Talk, deed: Deed, what: Rectangle) {
+        let begun = self.core.submit_rectangle(talk.number, deed, Level::Ram, 0, what);
         begun.expect("submitted");
         self.rest();
         let mut finished = Vec::new();
         self.core.finished(&mut finished);
         let error = finished.pop().expect("it has ended").error;
         assert!(error.is_none(), "{error:?}");
-        talk.tokens = all.len();
+    }
+
+    /// All of a conversation is asked for, a second later, and is right.
+    fn reads(&mut self, talk: &Talk) {
+        self.now_ns += SECOND_NS;
+        self.core.tick(self.now_ns);
+        let all = document(talk.document, talk.tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, all.len());
+        let what = engine.rectangle(0, talk.tokens, 0..MODEL.layers, false);
+        self.moves(talk, Deed::Get, what);
+        engine.check(&marks_of(0, &all), 0..all.len(), 0..MODEL.layers);
     }
 
     /// Nobody needs it for now: it may leave.
@@ -219,12 +242,11 @@ fn of_five_turns_the_latest_stay() {
     world.sleeps(&talk);
 }
 
-/// Scenarios 1 and 3, by layers: the last layers of the oldest session leave memory
-/// first, its first layer, which nothing can be computed without, stays longest.
+/// Scenarios 1 and 3, by layers: the last layers of the oldest chunk leave memory first,
+/// its first layer, which nothing can be computed without, stays longest.
 #[test]
-#[ignore = "the policies of a store choose whole chunks, not cells"]
 fn late_layers_leave_before_early_ones() {
-    let mut world = World::open(2, "pensieve(mode=cell)", true);
+    let mut world = World::of_grain(2, "lru", true, Grain::Cell, false);
     let mut first = world.talk(1);
     world.turn(&mut first);
     world.turn(&mut first);
@@ -237,4 +259,106 @@ fn late_layers_leave_before_early_ones() {
     world.turn_of(&mut second, 1);
     assert_eq!(world.in_memory(&first), [vec![], vec![0, 1, 2]]);
     world.sleeps(&second);
+}
+
+/// The same of what was asked for together: the last layer of all chunks goes before any
+/// of the layer before it, the end of the conversation first.
+#[test]
+fn the_last_layer_of_all_chunks_leaves_first() {
+    let mut world = World::of_grain(2, "lru", true, Grain::Cell, false);
+    let mut first = world.talk(1);
+    world.turn(&mut first);
+    world.turn(&mut first);
+    world.reads(&first);
+    world.sleeps(&first);
+    let mut second = world.talk(2);
+    let right = [[&ALL[..], &[0, 1, 2]], [&[0, 1, 2], &[0, 1, 2]], [&[0, 1, 2], &[0, 1]]];
+    for right in right {
+        world.turn_of(&mut second, 1);
+        assert_eq!(world.in_memory(&first), right);
+    }
+    world.sleeps(&second);
+    // What has left comes back, and is right.
+    world.wakes(&mut first);
+    world.reads(&first);
+    assert_eq!(world.whole(&first), [0, 1]);
+    world.sleeps(&first);
+}
+
+/// By their cost, which is less for late layers and grows with the context: computed here
+/// as `cost / idle` of each cell, and the cheapest leave.
+#[test]
+fn cells_leave_by_their_cost() {
+    let mut world = World::of_grain(2, "pensieve(mode=cell)", true, Grain::Cell, false);
+    let mut first = world.talk(1);
+    world.turn(&mut first);
+    world.turn(&mut first);
+    world.sleeps(&first);
+    let mut second = world.talk(2);
+    for _ in 0..5 {
+        let before = world.in_memory(&first);
+        world.turn_of(&mut second, 1);
+        let idle = |chunk: usize| (world.now_ns - (2 + chunk as u64) * SECOND_NS) as f64;
+        let value = |chunk: usize, layer: usize| {
+            let cost = 0.001 * (chunk * MODEL.chunk) as f64 + 0.01 + 0.005;
+            cost * (MODEL.layers - layer) as f64 / MODEL.layers as f64 / idle(chunk)
+        };
+        let cells = (0..2).flat_map(|chunk| before[chunk].iter().map(move |&l| (chunk, l)));
+        let right = cells.min_by(|a, b| value(a.0, a.1).total_cmp(&value(b.0, b.1)));
+        let mut left = before.clone();
+        let (chunk, layer) = right.expect("some are in memory");
+        left[chunk].retain(|&l| l != layer);
+        assert_eq!(world.in_memory(&first), left);
+    }
+    world.sleeps(&second);
+}
+
+/// What is dropped goes with all its layers, also where cells are chosen; alone only where
+/// that is asked for.
+#[test]
+fn chunks_are_dropped_as_a_whole_unless_cells_are_asked_for() {
+    for (cells, right) in [(false, [vec![], ALL.to_vec()]), (true, [vec![0, 1, 2], ALL.to_vec()])] {
+        let mut world = World::of_grain(2, "lru", false, Grain::Cell, cells);
+        let mut first = world.talk(1);
+        world.turn(&mut first);
+        world.turn(&mut first);
+        world.sleeps(&first);
+        let mut second = world.talk(2);
+        world.turn_of(&mut second, 1);
+        assert_eq!(world.in_memory(&first), right);
+        world.sleeps(&second);
+    }
+}
+
+/// Where sessions are chosen, all that one was the last to use leaves together; what another
+/// has used since stays with that one.
+#[test]
+fn a_session_leaves_as_a_whole() {
+    for with_disk in [true, false] {
+        let mut world = World::of_grain(5, "lru", with_disk, Grain::Session, false);
+        let mut first = world.talk(1);
+        world.turn(&mut first);
+        world.turn(&mut first);
+        world.sleeps(&first);
+        let mut second = world.talk(2);
+        world.turn(&mut second);
+        world.turn(&mut second);
+        world.sleeps(&second);
+        let mut third = world.talk(3);
+        world.turn(&mut third);
+        assert_eq!((world.whole(&first), world.whole(&second)), (vec![0, 1], vec![0, 1]));
+        world.turn(&mut third);
+        assert_eq!((world.whole(&first), world.whole(&second)), (vec![], vec![0, 1]));
+        assert_eq!(world.whole(&third), [0, 1]);
+        world.sleeps(&third);
+        // The second conversation, opened again: it was used last now.
+        world.wakes(&mut second);
+        world.reads(&second);
+        world.sleeps(&second);
+        let mut fourth = world.talk(4);
+        world.turn(&mut fourth);
+        world.turn(&mut fourth);
+        assert_eq!((world.whole(&second), world.whole(&third)), (vec![0, 1], vec![]));
+        world.sleeps(&fourth);
+    }
 }

@@ -1394,6 +1394,8 @@ private:
 #include "kvtier_policy.hpp"
 #include "kvtier_lab.hpp"
 #include "kvtier_store.hpp"
+#include "kvtier_offload.hpp"
+#include "kvtier_sparse.hpp"
 
 #undef KVTIER_FACE_
 

@@ -98,8 +98,14 @@ struct rectangle {
     span<const kvt_view_t> v{};
     /// Of a put.
     std::uint32_t level = KVT_LEVEL_RAM;
+    /// Of a get or a prefetch: only what going on after its last token needs.
+    bool reuse = false;
     /// Nothing begins before it was signalled.
     const event *ready = nullptr;
+    /// Of a get or a prefetch: the chunks that are wanted, 0 = the one of `first_token`,
+    /// ascending; views have their tokens one after the other. Nothing = all, but an empty
+    /// list is an error. The numbers must stay until the call returns, as must the views.
+    std::optional<span<const std::uint32_t>> chunks{};
 };
 
 /// How the engine will run what is planned.
@@ -120,6 +126,18 @@ struct plan_terms {
 struct session_plan {
     std::vector<kvt_plan_segment_t> segments;
     kvt_plan_t sum = KVT_PLAN_INIT;
+};
+
+/// How to open a store; what is set counts instead of what the spec says.
+struct store_opts {
+    std::string_view spec = "store";
+    std::uint64_t host_bytes = 0;
+    std::uint64_t disk_bytes = 0;
+    std::string_view disk_path;
+    std::string_view policy;
+    std::string_view disk_policy;
+    /// KVT_WRITE_*.
+    std::uint32_t write = 0;
 };
 
 struct lookup_result {
@@ -173,7 +191,7 @@ inline void field(const std::optional<std::string_view> &from, const void *&data
 
 inline kvt_move_t lower(const rectangle &r, std::uint64_t flags) noexcept {
     kvt_move_t c = KVT_MOVE_INIT;
-    c.flags = flags;
+    c.flags = flags | (r.reuse ? KVT_MOVE_REUSE : 0);
     c.first_token = r.first_token;
     c.tokens = r.tokens;
     c.first_layer = r.first_layer;
@@ -183,6 +201,23 @@ inline kvt_move_t lower(const rectangle &r, std::uint64_t flags) noexcept {
     c.stride_bytes = sizeof(kvt_view_t);
     c.level = r.level;
     c.ready = r.ready != nullptr ? r.ready->get() : nullptr;
+    if (r.chunks) {
+        static constexpr std::uint32_t none = 0; // null would be all
+        c.chunks = r.chunks->empty() ? &none : r.chunks->data();
+        c.chunk_count = r.chunks->size();
+    }
+    return c;
+}
+
+/// Tokens with the media that start in them.
+inline kvt_sequence_t lower(span<const std::uint32_t> tokens,
+                            span<const kvt_media_t> media) noexcept {
+    kvt_sequence_t c = KVT_SEQUENCE_INIT;
+    c.tokens = tokens.data();
+    c.token_count = tokens.size();
+    c.media = media.data();
+    c.media_count = media.size();
+    c.media_stride_bytes = sizeof(kvt_media_t);
     return c;
 }
 
@@ -224,6 +259,13 @@ public:
             kvt_session_append(raw_, tokens.data(), tokens.size(), f.out());
         return detail::check(status, f);
     }
+    /// The same with images and sounds, by the index of the first token of each.
+    ret<void> append(span<const std::uint32_t> tokens, span<const kvt_media_t> media) const {
+        detail::failure f;
+        const kvt_sequence_t c = detail::lower(tokens, media);
+        const kvt_status_t status = kvt_session_append_media(raw_, &c, f.out());
+        return detail::check(status, f);
+    }
     ret<void> truncate(std::uint64_t tokens) const {
         detail::failure f;
         const kvt_status_t status = kvt_session_truncate(raw_, tokens, f.out());
@@ -258,6 +300,15 @@ public:
         kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
         const kvt_status_t status =
             kvt_session_drop(raw_, first_token, tokens, &report, f.out());
+        return detail::give(status, f, report);
+    }
+    /// Sends chunks down; their memory is given back once they are on disk.
+    ret<kvt_demote_report_t> demote(std::uint64_t first_token = 0,
+                                    std::uint64_t tokens = 0) const {
+        detail::failure f;
+        kvt_demote_report_t report = KVT_DEMOTE_REPORT_INIT;
+        const kvt_status_t status =
+            kvt_session_demote(raw_, first_token, tokens, &report, f.out());
         return detail::give(status, f, report);
     }
     /// The cheapest way to have all of it.
@@ -382,6 +433,20 @@ public:
             });
         return detail::give(status, f, std::move(found));
     }
+    /// The same for a sequence with images and sounds.
+    ret<lookup_result> lookup(span<const std::uint32_t> tokens,
+                              span<const kvt_media_t> media) const {
+        detail::failure f;
+        lookup_result found;
+        const kvt_sequence_t c = detail::lower(tokens, media);
+        const kvt_status_t status = detail::all_rows(
+            found.ranges, [&](kvt_range_t *rows, std::uint64_t capacity, std::uint64_t stride,
+                              std::uint64_t *count) {
+                return kvt_namespace_lookup_media(raw_, &c, rows, capacity, stride, count,
+                                                  &found.sum, f.out());
+            });
+        return detail::give(status, f, std::move(found));
+    }
     /// The same by the keys of its full chunks, KVT_KEY_BYTES each.
     ret<lookup_result> lookup_keys(span<const std::uint8_t> keys, std::uint64_t tokens) const {
         if (keys.size() % KVT_KEY_BYTES != 0)
@@ -453,10 +518,25 @@ class store : public detail::owner<store, kvt_store_t> {
 public:
     static ret<store> open(const runtime &on, std::string_view spec = "store",
                            const budget *pays = nullptr) {
+        store_opts opts;
+        opts.spec = spec;
+        return open(on, opts, pays);
+    }
+    static ret<store> open(const runtime &on, const store_opts &opts,
+                           const budget *pays = nullptr) {
         detail::failure f;
         kvt_store_opts_t c = KVT_STORE_OPTS_INIT;
-        c.spec = spec.data();
-        c.spec_bytes = spec.size();
+        c.spec = opts.spec.data();
+        c.spec_bytes = opts.spec.size();
+        c.host_bytes = opts.host_bytes;
+        c.disk_bytes = opts.disk_bytes;
+        c.disk_path = opts.disk_path.data();
+        c.disk_path_bytes = opts.disk_path.size();
+        c.policy = opts.policy.data();
+        c.policy_bytes = opts.policy.size();
+        c.disk_policy = opts.disk_policy.data();
+        c.disk_policy_bytes = opts.disk_policy.size();
+        c.write = opts.write;
         kvt_store_t *raw = nullptr;
         const kvt_status_t status =
             kvt_store_open(on.get(), pays != nullptr ? pays->get() : nullptr, &c, &raw, f.out());
@@ -472,6 +552,49 @@ public:
         kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
         const kvt_status_t status = kvt_store_stats(raw_, &stats);
         return detail::give(status, stats);
+    }
+    /// Goes on with another policy for KVT_TIER_HOST or KVT_TIER_DISK.
+    ret<void> set_policy(std::uint32_t tier, std::string_view spec) const {
+        detail::failure f;
+        const kvt_status_t status =
+            kvt_store_set_policy(raw_, tier, spec.data(), spec.size(), f.out());
+        return detail::check(status, f);
+    }
+    /// Changes how many bytes a tier may have; what is too much leaves by and by.
+    ret<void> set_budget(std::uint32_t tier, std::uint64_t bytes) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_store_set_budget(raw_, tier, bytes, f.out());
+        return detail::check(status, f);
+    }
+    /// The last evictions of a tier, the oldest of them first.
+    ret<std::vector<kvt_policy_log_entry_t>> evictions(std::uint32_t tier,
+                                                       std::size_t most = 256) const {
+        std::vector<kvt_policy_log_entry_t> entries(most);
+        std::uint64_t count = 0;
+        const kvt_status_t status = kvt_store_evictions(
+            raw_, tier, entries.data(), most, sizeof(kvt_policy_log_entry_t), &count);
+        entries.resize(static_cast<std::size_t>(count));
+        return detail::give(status, std::move(entries));
+    }
+    /// What each tenant has moved; the last row may be the rest.
+    ret<std::vector<kvt_tenant_t>> tenants() const {
+        std::vector<kvt_tenant_t> rows;
+        const kvt_status_t status = detail::all_rows(
+            rows, [&](kvt_tenant_t *to, std::uint64_t capacity, std::uint64_t stride,
+                      std::uint64_t *count) {
+                return kvt_store_tenants(raw_, to, capacity, stride, count);
+            });
+        return detail::give(status, std::move(rows));
+    }
+    /// How long things took: a row for each KVT_TIMED_*.
+    ret<std::vector<kvt_latency_t>> latencies() const {
+        std::vector<kvt_latency_t> rows;
+        const kvt_status_t status = detail::all_rows(
+            rows, [&](kvt_latency_t *to, std::uint64_t capacity, std::uint64_t stride,
+                      std::uint64_t *count) {
+                return kvt_store_latencies(raw_, to, capacity, stride, count);
+            });
+        return detail::give(status, std::move(rows));
     }
     /// What changed from a cursor on, at most so many; the cursor moves on. 0 = from the
     /// start, UINT64_MAX = what is to come.

@@ -282,8 +282,9 @@ static uint64_t reclaim(void *data, uint32_t tier, uint64_t bytes, uint64_t dead
     owner->turn = atomic_fetch_add(&turn, 1);
     const uint64_t n = bytes < owner->gives ? bytes : owner->gives;
     owner->gives -= n;
-    if (n > 0) CHECK_OK(kvt_account_release(owner->account, KVT_TIER_DISK, n, NULL)); /* no lock */
+    /* Before: what is given back may end the op that somebody waits for. */
     atomic_fetch_add(&owner->asked, 1);
+    if (n > 0) CHECK_OK(kvt_account_release(owner->account, KVT_TIER_DISK, n, NULL)); /* no lock */
     return n;
 }
 

@@ -747,7 +747,7 @@ static void mistakes(void) {
     WRONG(move.layers = LAYERS + 1, KVT_E_INVALID, "layers");
     WRONG(move.first_layer = LAYERS, KVT_E_INVALID, "layers");
     WRONG(move.layers = UINT32_MAX, KVT_E_INVALID, "layers");
-    WRONG(move.flags = 2, KVT_E_INVALID, "flags");
+    WRONG(move.flags = 4, KVT_E_INVALID, "flags");
     WRONG(move.level = 3, KVT_E_INVALID, "level");
     WRONG(move.level = KVT_LEVEL_DURABLE, KVT_E_UNAVAILABLE, "disk");
     WRONG(move.k = NULL, KVT_E_INVALID, "k is null");
@@ -822,7 +822,7 @@ static void closing(void) {
     CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
     close_queue(&queue);
 
-    char metrics[16384];
+    static char metrics[1 << 18];
     uint64_t bytes = 0;
     CHECK_OK(kvt_store_metrics(store, NULL, 0, &bytes));
     CHECK(bytes > 100 && bytes < sizeof metrics);

@@ -171,6 +171,111 @@ void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
     CHECK(space.clear(kvt::deadline{}).gone_chunks == 3 && store.stats().chunks == 0);
 }
 
+/// Some chunks of a session, into tensors that have room for those alone.
+void picks(const kvt::runtime &runtime) {
+    kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
+    kvt::session session = store.open_name_space(who("a"), model()).open_session();
+    session.append(std::vector<std::uint32_t>(22, 9));
+    tensors from(22), to(10);
+    for (std::size_t i = 0; i < from.bytes.size(); i++)
+        from.bytes[i] = static_cast<std::uint8_t>(i * 29 + i / 256);
+    session.put(from.all()).finish();
+
+    const std::vector<std::uint32_t> list = {1, 3, 5}; // the last one has two tokens
+    kvt::rectangle what = to.all();
+    what.chunks = list;
+    CHECK(session.get(what).finish().value == 10);
+    const std::size_t token = HEADS * RUN;
+    for (std::size_t plane = 0; plane < 2 * LAYERS; plane++)
+        for (std::size_t i = 0; i < 10 * token; i++) {
+            const std::size_t at = list[i / token / CHUNK] * CHUNK * token + i % (CHUNK * token);
+            CHECK(to.bytes[plane * 10 * token + i] == from.bytes[plane * 22 * token + at]);
+        }
+    for (kvt::op &op : session.get_each(what)) CHECK(op.finish().value == 10);
+    kvt::rectangle ahead;
+    ahead.first_token = 8;
+    ahead.chunks = kvt::span<const std::uint32_t>(list.data(), 2);
+    CHECK(session.prefetch(ahead).finish().value == 6); // chunks 3 and 5 of all
+    ahead.chunks = list;
+    CHECK_THROWS(session.prefetch(ahead), KVT_E_INVALID);
+
+    const tensors clean(10);
+    to.bytes = clean.bytes;
+    CHECK_THROWS(session.put(what), KVT_E_INVALID);
+    what.reuse = true;
+    CHECK_THROWS(session.get(what), KVT_E_INVALID);
+    what.reuse = false;
+    what.chunks = kvt::span<const std::uint32_t>();
+    CHECK_THROWS(session.get(what), KVT_E_INVALID); // nothing is not all
+    CHECK_THROWS(session.get_each(what), KVT_E_INVALID);
+    const std::uint32_t twice[] = {1, 1};
+    what.chunks = twice;
+    CHECK_THROWS(session.get(what), KVT_E_INVALID);
+    CHECK(to.bytes == clean.bytes);
+    CHECK(session.drop_chunks(12).gone_chunks == 3);
+    what.chunks = list;
+    kvt::op missing = session.get(what);
+    CHECK_THROWS(missing.finish(), KVT_E_NOT_FOUND);
+    CHECK(missing.info().value == 4);
+}
+
+kvt_media_t image(std::uint64_t token, std::uint8_t fill) {
+    kvt_media_t media{};
+    media.token = token;
+    for (std::uint8_t &byte : media.digest) byte = fill;
+    return media;
+}
+
+void wishes(const kvt::runtime &runtime, const std::string &folder) {
+    kvt::store_opts opts;
+    opts.spec = "store(policy=lru, disk=disk(path=\"wrong\", bytes=1GiB, segment=1MiB))";
+    opts.host_bytes = 2 << 20;
+    opts.disk_bytes = 16 << 20;
+    opts.disk_path = folder;
+    opts.disk_policy = "arc";
+    opts.write = KVT_WRITE_NEVER;
+    kvt::store store = kvt::store::open(runtime, opts);
+    CHECK(store.stats().host_limit_bytes == 2 << 20);
+    CHECK(store.stats().disk_limit_bytes == 16 << 20);
+    kvt::name_space space = store.open_name_space(who("a"), model());
+    const std::vector<std::uint32_t> tokens(16, 5);
+    const std::vector<kvt_media_t> cat = {image(5, 1)}, dog = {image(5, 2)};
+    kvt::session_opts as;
+    as.tenant = 7;
+    kvt::session session = space.open_session(as);
+    session.append(tokens, cat);
+    tensors from(16), to(16);
+    from.bytes.assign(from.bytes.size(), 3);
+    session.put(from.all()).finish();
+    CHECK(space.lookup(tokens, cat).sum.reusable_tokens == 16);
+    CHECK(space.lookup(tokens, dog).sum.reusable_tokens == 4);
+    CHECK(space.lookup(tokens).sum.reusable_tokens == 4);
+    CHECK_THROWS(session.append(tokens, std::vector<kvt_media_t>{image(16, 1)}), KVT_E_INVALID);
+
+    CHECK(session.demote().leaving_chunks == 4);
+    kvt::rectangle what = to.all();
+    what.reuse = true;
+    CHECK(session.get(what).finish().value == 16 && to.bytes == from.bytes);
+    CHECK_THROWS(session.put(what), KVT_E_INVALID);
+    CHECK(session.demote(0, 4).staying_chunks == 0);
+    const std::vector<kvt_tenant_t> tenants = store.tenants();
+    CHECK(tenants.size() == 1 && tenants[0].tenant == 7);
+    const std::vector<kvt_latency_t> times = store.latencies();
+    CHECK(times.size() == KVT_TIMED_DISK_DECISION);
+    CHECK(times[KVT_TIMED_GET_HOST - 1].kind == KVT_TIMED_GET_HOST);
+    CHECK(times[KVT_TIMED_GET_HOST - 1].count > 0);
+    CHECK(tenants[0].put_bytes == from.bytes.size() && tenants[0].hit_cells == 4 * LAYERS);
+
+    store.set_policy(KVT_TIER_HOST, "s3fifo");
+    CHECK(store.metrics().find("policy=\"s3fifo\"") != std::string::npos);
+    CHECK_THROWS(store.set_policy(KVT_TIER_HOST, "s3fif"), KVT_E_SPEC);
+    store.set_budget(KVT_TIER_DISK, 20 << 20);
+    CHECK(store.stats().disk_limit_bytes == 20 << 20);
+    CHECK_THROWS(store.set_budget(KVT_TIER_REMOTE, 1 << 20), KVT_E_UNSUPPORTED);
+    CHECK(store.evictions(KVT_TIER_HOST).empty());
+    CHECK_THROWS(store.evictions(KVT_TIER_REMOTE), KVT_E_UNSUPPORTED);
+}
+
 void mistakes(const kvt::runtime &runtime) {
     CHECK_THROWS(kvt::store::open(runtime, "shop"), KVT_E_SPEC);
     kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
@@ -212,6 +317,8 @@ int main() {
         kvt::runtime runtime = kvt::runtime::open();
         there_and_back(runtime, std::string(folder) + "/kv");
         lookups_and_plans(runtime, std::string(folder) + "/kv2");
+        wishes(runtime, std::string(folder) + "/kv3");
+        picks(runtime);
         mistakes(runtime);
         CHECK(runtime.close().stores == 0);
     }

@@ -213,11 +213,27 @@ def private_results(case):
     return {"material": material.hex(), "key": key.hex()}
 
 
+def media_results(case):
+    """The extra digest of each chunk in which media start."""
+    each, chunks = case["chunk_tokens"], {}
+    for token, digest in case["media"]:
+        chunks.setdefault(token // each, []).append((token % each, bytes.fromhex(digest)))
+    extras = []
+    for chunk, parts in sorted(chunks.items()):
+        if len(parts) == 1:
+            extra = parts[0][1]
+        else:
+            extra = blake3(b"".join(struct.pack("<I", place) + digest for place, digest in parts))
+        extras.append([chunk, extra.hex()])
+    return {"extras": extras}
+
+
 RESULTS = {
     "identities": identity_results,
     "layouts": layout_results,
     "chains": chain_results,
     "private": private_results,
+    "media": media_results,
 }
 
 
@@ -309,6 +325,19 @@ def privates(parent):
     yield private("another parent", 8, parent="00" * 32)
 
 
+def media():
+    def some(name, each, starts):
+        digests = [[token, bytes([byte] * 32).hex()] for byte, token in enumerate(starts, 1)]
+        return {"name": name, "chunk_tokens": each, "media": digests}
+
+    yield some("one", 16, [19])
+    yield some("two in a chunk", 16, [16, 31])
+    yield some("two in a chunk, elsewhere", 16, [16, 30])
+    yield some("some in many chunks", 16, [0, 15, 16, 47, 48, 49, 50, 1000, 1007])
+    yield some("one in each", 1, range(5))
+    yield some("many in the largest chunk", 65536, range(3, 65536, 5000))
+
+
 def layouts():
     near = {"layers": [0, 1, 2], "dtype": "bf16", "rule": "window", "window": 1024}
     near |= {"kv_heads": 8, "k_bytes": 2048, "v_bytes": 2048}
@@ -345,6 +374,7 @@ def vectors():
         "identities": names,
         "chains": links,
         "private": done("private", privates(links[0]["keys"][-1])),
+        "media": done("media", media()),
     }
 
 

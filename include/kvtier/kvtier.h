@@ -29,19 +29,29 @@ template <typename T> inline T kvt_sized_() {
 
 /* Initialisers: kvt_runtime_opts_t opts = KVT_RUNTIME_OPTS_INIT; */
 #define KVT_ACCOUNT_OPTS_INIT KVT_INIT_(kvt_account_opts_t)
+#define KVT_ATTENTION_INIT KVT_INIT_(kvt_attention_t)
 #define KVT_BUDGET_OPTS_INIT KVT_INIT_(kvt_budget_opts_t)
 #define KVT_BUDGET_REPORT_INIT KVT_INIT_(kvt_budget_report_t)
 #define KVT_BUFFER_INFO_INIT KVT_INIT_(kvt_buffer_info_t)
 #define KVT_BUFFER_OPTS_INIT KVT_INIT_(kvt_buffer_opts_t)
 #define KVT_CLEAR_REPORT_INIT KVT_INIT_(kvt_clear_report_t)
 #define KVT_CLOSE_REPORT_INIT KVT_INIT_(kvt_close_report_t)
+#define KVT_DEMOTE_REPORT_INIT KVT_INIT_(kvt_demote_report_t)
 #define KVT_ERROR_INFO_INIT KVT_INIT_(kvt_error_info_t)
 #define KVT_FEATURE_INIT KVT_INIT_(kvt_feature_t)
 #define KVT_IDENTITY_INIT KVT_INIT_(kvt_identity_t)
+#define KVT_INDEX_INIT KVT_INIT_(kvt_index_t)
+#define KVT_JOB_INFO_INIT KVT_INIT_(kvt_job_info_t)
+#define KVT_KEEP_INIT KVT_INIT_(kvt_keep_t)
+#define KVT_KERNEL_LIMITS_INIT KVT_INIT_(kvt_kernel_limits_t)
 #define KVT_LAYOUT_INIT KVT_INIT_(kvt_layout_t)
 #define KVT_LOOKUP_INIT KVT_INIT_(kvt_lookup_t)
 #define KVT_MOVE_INIT KVT_INIT_(kvt_move_t)
+#define KVT_OFFLOAD_KV_INIT KVT_INIT_(kvt_offload_kv_t)
+#define KVT_OFFLOAD_OPTS_INIT KVT_INIT_(kvt_offload_opts_t)
+#define KVT_OFFLOAD_STATS_INIT KVT_INIT_(kvt_offload_stats_t)
 #define KVT_OP_INFO_INIT KVT_INIT_(kvt_op_info_t)
+#define KVT_PLACED_INIT KVT_INIT_(kvt_placed_t)
 #define KVT_PLAN_INIT KVT_INIT_(kvt_plan_t)
 #define KVT_PLAN_TERMS_INIT KVT_INIT_(kvt_plan_terms_t)
 #define KVT_POLICY_ADVICE_INIT KVT_INIT_(kvt_policy_advice_t)
@@ -57,17 +67,27 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_POLICY_STATS_INIT KVT_INIT_(kvt_policy_stats_t)
 #define KVT_POLICY_WHO_INIT KVT_INIT_(kvt_policy_who_t)
 #define KVT_PREFILL_INIT KVT_INIT_(kvt_prefill_t)
+#define KVT_PROBLEM_INIT KVT_INIT_(kvt_problem_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
 #define KVT_REPLAY_OPTS_INIT KVT_INIT_(kvt_replay_opts_t)
 #define KVT_REPLAY_REPORT_INIT KVT_INIT_(kvt_replay_report_t)
+#define KVT_ROWS_INIT KVT_INIT_(kvt_rows_t)
 #define KVT_RUNTIME_OPTS_INIT KVT_INIT_(kvt_runtime_opts_t)
 #define KVT_RUNTIME_STATS_INIT KVT_INIT_(kvt_runtime_stats_t)
+#define KVT_SEQUENCE_INIT KVT_INIT_(kvt_sequence_t)
 #define KVT_SESSION_INFO_INIT KVT_INIT_(kvt_session_info_t)
 #define KVT_SESSION_OPTS_INIT KVT_INIT_(kvt_session_opts_t)
+#define KVT_SPARSE_CONTEXT_INIT KVT_INIT_(kvt_sparse_context_t)
+#define KVT_SPARSE_CUSTOM_INIT KVT_INIT_(kvt_sparse_custom_t)
+#define KVT_SPARSE_INFO_INIT KVT_INIT_(kvt_sparse_info_t)
+#define KVT_SPARSE_OPTS_INIT KVT_INIT_(kvt_sparse_opts_t)
+#define KVT_SPARSE_STATS_INIT KVT_INIT_(kvt_sparse_stats_t)
+#define KVT_SPARSE_TRAITS_INIT KVT_INIT_(kvt_sparse_traits_t)
 #define KVT_STORE_OPTS_INIT KVT_INIT_(kvt_store_opts_t)
 #define KVT_STORE_STATS_INIT KVT_INIT_(kvt_store_stats_t)
 #define KVT_SUBMIT_OPTS_INIT KVT_INIT_(kvt_submit_opts_t)
+#define KVT_THERE_INIT KVT_INIT_(kvt_there_t)
 #define KVT_TIER_REPORT_INIT KVT_INIT_(kvt_tier_report_t)
 #define KVT_TRACE_INFO_INIT KVT_INIT_(kvt_trace_info_t)
 #define KVT_TRACE_OPTS_INIT KVT_INIT_(kvt_trace_opts_t)
@@ -397,6 +417,36 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_HINTS_THINK 2
 
 /**
+ * To disk as soon as a put has ended.
+ */
+#define KVT_WRITE_THROUGH 1
+
+/**
+ * To disk when the memory is needed.
+ */
+#define KVT_WRITE_BACK 2
+
+/**
+ * To disk only when a put asks for it.
+ */
+#define KVT_WRITE_NEVER 3
+
+/**
+ * There is no disk.
+ */
+#define KVT_IO_NONE 0
+
+/**
+ * Files are read and written one transfer at a time, by threads.
+ */
+#define KVT_IO_THREADS 1
+
+/**
+ * Files are read and written many transfers at once, by io_uring.
+ */
+#define KVT_IO_URING 2
+
+/**
  * The engine can compute what lies behind a hole: chunks leave in any order.
  * Without it those that continue a chunk leave before it.
  */
@@ -508,6 +558,66 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_STORE_CLEARED 3
 
 /**
+ * Gets of which all was in memory.
+ */
+#define KVT_TIMED_GET_HOST 1
+
+/**
+ * Gets of which something had to be read from disk.
+ */
+#define KVT_TIMED_GET_DISK 2
+
+/**
+ * Puts until they are in memory.
+ */
+#define KVT_TIMED_PUT_RAM 3
+
+/**
+ * Puts until they are on disk.
+ */
+#define KVT_TIMED_PUT_DISK 4
+
+/**
+ * Puts until they are durable.
+ */
+#define KVT_TIMED_PUT_DURABLE 5
+
+/**
+ * Batches of copies between tensors and memory.
+ */
+#define KVT_TIMED_COPY_BATCH 6
+
+/**
+ * Batches of reads of the disk.
+ */
+#define KVT_TIMED_READ_BATCH 7
+
+/**
+ * Batches of writes to it.
+ */
+#define KVT_TIMED_WRITE_BATCH 8
+
+/**
+ * Syncs.
+ */
+#define KVT_TIMED_SYNC_BATCH 9
+
+/**
+ * Cleanings, sweeps, checkpoints and notes.
+ */
+#define KVT_TIMED_UPKEEP_BATCH 10
+
+/**
+ * Choices of who leaves memory: one in some is timed.
+ */
+#define KVT_TIMED_HOST_DECISION 11
+
+/**
+ * Choices of who leaves the disk: one in some is timed.
+ */
+#define KVT_TIMED_DISK_DECISION 12
+
+/**
  * `priority` is given, also when it is 0.
  */
 #define KVT_SESSION_PRIORITY 1
@@ -528,6 +638,14 @@ template <typename T> inline T kvt_sized_() {
  * of them were cancelled.
  */
 #define KVT_MOVE_EACH_LAYER 1
+
+/**
+ * Of a get or a prefetch: only what going on after its last token needs. Of layers with a
+ * window that is the chunks that have one of the window's last tokens, of layers with a
+ * state the last chunk; their other cells are left alone, and are no misses. So a segment
+ * of a plan can be got as it is planned. Views describe all tokens of the move.
+ */
+#define KVT_MOVE_REUSE 2
 
 /**
  * A put has ended when the cells are in memory.
@@ -585,6 +703,199 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_PLAN_RECOMPUTE 2
 
 /**
+ * Keys and values apart, by head.
+ */
+#define KVT_ATTENTION_SPLIT 0
+
+/**
+ * One row a token for all heads, of which values are the first part (MLA's latent).
+ */
+#define KVT_ATTENTION_LATENT 1
+
+/**
+ * Numbers are what they are.
+ */
+#define KVT_SCALES_NONE 0
+
+/**
+ * One scale for each token and head, heads innermost.
+ */
+#define KVT_SCALES_TOKEN 1
+
+/**
+ * One scale for each head and number, numbers innermost.
+ */
+#define KVT_SCALES_CHANNEL 2
+
+/**
+ * Says which blocks to load before the prompt is computed on.
+ */
+#define KVT_SPARSE_LOAD_PREFILL 1
+
+/**
+ * Says which blocks to load for the next token.
+ */
+#define KVT_SPARSE_LOAD_DECODE 2
+
+/**
+ * Says which keys the prompt is computed with.
+ */
+#define KVT_SPARSE_INDEX_PREFILL 4
+
+/**
+ * Says which keys the next token is computed with.
+ */
+#define KVT_SPARSE_INDEX_DECODE 8
+
+/**
+ * Evicts tokens when the prompt has been computed.
+ */
+#define KVT_SPARSE_EVICT_PREFILL 16
+
+/**
+ * Evicts tokens while text is written.
+ */
+#define KVT_SPARSE_EVICT_DECODE 32
+
+/**
+ * Has to be told keys, as they come or block by block.
+ */
+#define KVT_NEEDS_KEYS 1
+
+/**
+ * Queries, when it is asked.
+ */
+#define KVT_NEEDS_QUERIES 2
+
+/**
+ * What each key got of the attention: kvt_sparse_observe.
+ */
+#define KVT_NEEDS_COLUMN_SUMS 4
+
+/**
+ * The query of the layer `ahead` before, when it is asked what to load.
+ */
+#define KVT_NEEDS_NEXT_QUERY 8
+
+/**
+ * A score a candidate, before each selection: kvt_sparse_score.
+ */
+#define KVT_NEEDS_SCORES 16
+
+/**
+ * Values, as they come.
+ */
+#define KVT_NEEDS_VALUES 32
+
+/**
+ * A weight for each query and head, before each question: kvt_sparse_score.
+ */
+#define KVT_NEEDS_WEIGHTS 64
+
+/**
+ * All keys of the sequence, when it is asked for an index.
+ */
+#define KVT_NEEDS_ALL_KEYS 128
+
+/**
+ * Each query head has its own answer.
+ */
+#define KVT_SCOPE_QUERY_HEAD 0
+
+/**
+ * Each head of keys.
+ */
+#define KVT_SCOPE_KEY_HEAD 1
+
+/**
+ * All heads of a layer share one.
+ */
+#define KVT_SCOPE_LAYER 2
+
+/**
+ * Answers name tokens.
+ */
+#define KVT_GRANULARITY_TOKEN 0
+
+/**
+ * Answers name blocks.
+ */
+#define KVT_GRANULARITY_BLOCK 1
+
+/**
+ * Heads keep different numbers of tokens.
+ */
+#define KVT_SPARSE_RAGGED 1
+
+/**
+ * Loads are restricted to what it selects; without, all is loaded.
+ */
+#define KVT_SPARSE_SELECTS 2
+
+/**
+ * Keys are to be turned to the places that they have in the cache.
+ */
+#define KVT_SPARSE_ROTATES 4
+
+/**
+ * Fills what is left of an array behind the last id.
+ */
+#define KVT_SPARSE_NO_ID 4294967295
+
+/**
+ * All keys. No list.
+ */
+#define KVT_INDEX_DENSE 0
+
+/**
+ * Two lists: keys that every query sees, and distances back from a query at which it sees a
+ * key.
+ */
+#define KVT_INDEX_LINES 1
+
+/**
+ * For each row of queries a list of blocks of keys.
+ */
+#define KVT_INDEX_BLOCKS 2
+
+/**
+ * A list of keys that every query sees; then for each row of queries a list of ranges, each
+ * two numbers: its first key, and the one behind its last.
+ */
+#define KVT_INDEX_RANGES 3
+
+/**
+ * Scores are kept, for kvt_decode_sums.
+ */
+#define KVT_DECODE_SCORES 1
+
+/**
+ * Sums for each query head; else one row for all of them.
+ */
+#define KVT_SUMS_BY_HEAD 1
+
+/**
+ * kvt_prefill_open.
+ */
+#define KVT_KERNEL_PREFILL 0
+
+/**
+ * kvt_decode_open.
+ */
+#define KVT_KERNEL_DECODE 1
+
+/**
+ * kvt_sums_open.
+ */
+#define KVT_KERNEL_SUMS 2
+
+/**
+ * Of a load: these blocks were chosen by somebody else. They come as they are, no policy is
+ * asked, and the tail comes behind them. A query serves audits alone.
+ */
+#define KVT_OFFLOAD_CHOSEN 1
+
+/**
  * One owner's part in a budget. Internally locked: any thread may use it.
  */
 typedef struct kvt_account_t kvt_account_t;
@@ -617,10 +928,25 @@ typedef struct kvt_error_t kvt_error_t;
 typedef struct kvt_event_t kvt_event_t;
 
 /**
+ * Attention that is to be computed. Pieces of it are *items*, which the engine's threads run,
+ * each once and in any order; items of a step once all of the step before have ended. What
+ * comes out has the same bits whoever runs what. All that a job was opened with stays as it
+ * is until it is closed.
+ */
+typedef struct kvt_job_t kvt_job_t;
+
+/**
  * A namespace of a store: sessions in it share what they have in common.
  * Internally locked: any thread may use it.
  */
 typedef struct kvt_namespace_t kvt_namespace_t;
+
+/**
+ * A session's KV, layer by layer: a ring of buffers that kernels read, the store behind it,
+ * and sparse policies that say which blocks have to come. Calls on one come one at a time: a
+ * second one waits for the first, or is KVT_E_REENTRANT in a callback.
+ */
+typedef struct kvt_offload_t kvt_offload_t;
 
 /**
  * A submitted operation. It completes exactly once and has two moments:
@@ -655,6 +981,12 @@ typedef struct kvt_runtime_t kvt_runtime_t;
  * open. Internally locked: any thread may use it.
  */
 typedef struct kvt_session_t kvt_session_t;
+
+/**
+ * A sparse policy that serves one sequence. Any thread may use it, one at a time: a call
+ * that comes while another is inside is refused with KVT_E_BUSY.
+ */
+typedef struct kvt_sparse_t kvt_sparse_t;
 
 /**
  * Keeps the KV cache of sessions in tiers: memory, then disk. Internally
@@ -857,6 +1189,10 @@ typedef struct kvt_close_report_t {
      * Sessions not closed.
      */
     uint64_t sessions;
+    /**
+     * Offloads not closed.
+     */
+    uint64_t offloads;
 } kvt_close_report_t;
 
 /**
@@ -2424,7 +2760,8 @@ typedef struct kvt_replay_report_t {
 } kvt_replay_report_t;
 
 /**
- * How to open a store. Zero is the default everywhere.
+ * How to open a store. Zero is the default everywhere. Fields that are set count instead
+ * of what the spec says, and are read by the same rules.
  */
 typedef struct kvt_store_opts_t {
     /**
@@ -2437,13 +2774,53 @@ typedef struct kvt_store_opts_t {
     uint64_t flags;
     /**
      * The spec, such as "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))";
-     * null = "store": 1 GiB of memory and no disk. See docs/store.md.
+     * null = "store": 1 GiB of memory and no disk. docs/abi.md has its parameters.
      */
     const char *spec;
     /**
      * Length of the spec.
      */
     uint64_t spec_bytes;
+    /**
+     * Most bytes of cells in memory (`host`); 0 = as the spec says.
+     */
+    uint64_t host_bytes;
+    /**
+     * Most bytes of all files (`disk(bytes=...)`); 0 = as the spec says.
+     */
+    uint64_t disk_bytes;
+    /**
+     * The directory of the disk tier (`disk(path=...)`), UTF-8; null = as the spec says.
+     */
+    const char *disk_path;
+    /**
+     * Length of that.
+     */
+    uint64_t disk_path_bytes;
+    /**
+     * Who leaves memory (`policy`); null = as the spec says.
+     */
+    const char *policy;
+    /**
+     * Length of that.
+     */
+    uint64_t policy_bytes;
+    /**
+     * Who leaves the disk (`disk_policy`); null = as the spec says.
+     */
+    const char *disk_policy;
+    /**
+     * Length of that.
+     */
+    uint64_t disk_policy_bytes;
+    /**
+     * KVT_WRITE_*; 0 = as the spec says.
+     */
+    uint32_t write;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
 } kvt_store_opts_t;
 
 /**
@@ -2630,6 +3007,43 @@ typedef struct kvt_store_stats_t {
      * Cells that were found and of no use.
      */
     uint64_t found_useless_cells;
+    /**
+     * Chunks that admission let go to disk.
+     */
+    uint64_t admission_admitted;
+    /**
+     * Bytes of them.
+     */
+    uint64_t admission_admitted_bytes;
+    /**
+     * Chunks that it kept from there, since nothing is admitted.
+     */
+    uint64_t admission_refused_never;
+    /**
+     * Since they had too few uses.
+     */
+    uint64_t admission_refused_hits;
+    /**
+     * Since the class of their session was too low.
+     */
+    uint64_t admission_refused_priority;
+    /**
+     * Since they were too small or too large.
+     */
+    uint64_t admission_refused_size;
+    /**
+     * Since the day's writes were used up.
+     */
+    uint64_t admission_refused_wear;
+    /**
+     * How files are read and written now, KVT_IO_*; why not in a better way is in
+     * kvt_store_metrics.
+     */
+    uint32_t disk_engine;
+    /**
+     * 1: past the page cache, 0: through it.
+     */
+    uint32_t disk_direct;
 } kvt_store_stats_t;
 
 /**
@@ -2976,6 +3390,70 @@ typedef struct kvt_store_event_t {
 } kvt_store_event_t;
 
 /**
+ * What a tenant has moved. Stands in arrays only.
+ */
+typedef struct kvt_tenant_t {
+    /**
+     * Its number (kvt_session_opts_t.tenant).
+     */
+    uint32_t tenant;
+    /**
+     * 1: all tenants together that are not told apart; 1,024 are.
+     */
+    uint32_t is_rest;
+    /**
+     * Bytes it has stored.
+     */
+    uint64_t put_bytes;
+    /**
+     * Bytes it was given back.
+     */
+    uint64_t got_bytes;
+    /**
+     * Cells it has asked for, and got.
+     */
+    uint64_t hit_cells;
+    /**
+     * Cells it has asked for that were nowhere.
+     */
+    uint64_t missed_cells;
+} kvt_tenant_t;
+
+/**
+ * How long one kind of thing took. Stands in arrays only.
+ */
+typedef struct kvt_latency_t {
+    /**
+     * KVT_TIMED_*.
+     */
+    uint32_t kind;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * How many were timed since the store was opened.
+     */
+    uint64_t count;
+    /**
+     * The mean, in nanoseconds.
+     */
+    uint64_t mean_ns;
+    /**
+     * What half of them did not exceed, to a fourth.
+     */
+    uint64_t p50_ns;
+    /**
+     * The same of 99 in 100.
+     */
+    uint64_t p99_ns;
+    /**
+     * The longest.
+     */
+    uint64_t max_ns;
+} kvt_latency_t;
+
+/**
  * Who asks. All of it is optional.
  */
 typedef struct kvt_session_opts_t {
@@ -3148,6 +3626,16 @@ typedef struct kvt_move_t {
      * signalled. Prefetch before, if what comes from disk is to come meanwhile.
      */
     const struct kvt_event_t *ready;
+    /**
+     * Of a get or a prefetch: the chunks that are wanted, 0 = the one of first_token,
+     * ascending; copied. Views have their tokens one after the other, and no others. Null =
+     * all. What a sparse policy selects is got so.
+     */
+    const uint32_t *chunks;
+    /**
+     * How many.
+     */
+    uint64_t chunk_count;
 } kvt_move_t;
 
 /**
@@ -3263,6 +3751,50 @@ typedef struct kvt_plan_t {
 } kvt_plan_t;
 
 /**
+ * An image or a sound in a sequence. Stands in arrays only.
+ */
+typedef struct kvt_media_t {
+    /**
+     * Its first token, as an index into the sequence's tokens.
+     */
+    uint64_t token;
+    /**
+     * What it is: 32 bytes of a hash of at least 256 bits, never shortened.
+     */
+    uint8_t digest[32];
+} kvt_media_t;
+
+/**
+ * Tokens, and the media that start in them.
+ */
+typedef struct kvt_sequence_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The tokens.
+     */
+    const uint32_t *tokens;
+    /**
+     * How many, at most 2^27.
+     */
+    uint64_t token_count;
+    /**
+     * The media, ascending by their tokens, one at each.
+     */
+    const struct kvt_media_t *media;
+    /**
+     * How many, at most 2^24.
+     */
+    uint64_t media_count;
+    /**
+     * sizeof(kvt_media_t).
+     */
+    uint64_t media_stride_bytes;
+} kvt_sequence_t;
+
+/**
  * What became of chunks that were to go.
  */
 typedef struct kvt_clear_report_t {
@@ -3284,6 +3816,972 @@ typedef struct kvt_clear_report_t {
      */
     uint64_t moving_chunks;
 } kvt_clear_report_t;
+
+/**
+ * What becomes of chunks in memory that are to go down.
+ */
+typedef struct kvt_demote_report_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Chunks that were on disk, too: their memory is given back.
+     */
+    uint64_t freed_chunks;
+    /**
+     * Chunks whose memory is given back as soon as they are on disk.
+     */
+    uint64_t leaving_chunks;
+    /**
+     * Chunks that stay: there is no disk.
+     */
+    uint64_t staying_chunks;
+} kvt_demote_report_t;
+
+/**
+ * What a model's attention is.
+ */
+typedef struct kvt_attention_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Layers, at most 2,048.
+     */
+    uint32_t layers;
+    /**
+     * Heads of queries, at most 1,024.
+     */
+    uint32_t query_heads;
+    /**
+     * Heads of keys; groups of query heads share one.
+     */
+    uint32_t key_heads;
+    /**
+     * Numbers of a query's and a key's head, at most 2,048.
+     */
+    uint32_t key_dim;
+    /**
+     * Numbers of a value's head.
+     */
+    uint32_t value_dim;
+    /**
+     * KVT_ATTENTION_*.
+     */
+    uint32_t kind;
+    /**
+     * Tokens of a block, which is loaded or moved as a whole: those of a chunk.
+     */
+    uint32_t block_tokens;
+    /**
+     * Most tokens of a sequence.
+     */
+    uint32_t max_tokens;
+    /**
+     * What products of queries and keys are multiplied with; 0 = 1 / sqrt(key_dim).
+     */
+    float scale;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_attention_t;
+
+/**
+ * What a policy is like: enough to serve any without knowing its name.
+ */
+typedef struct kvt_sparse_traits_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_SPARSE_* of what it can do. What it cannot do it refuses.
+     */
+    uint32_t caps;
+    /**
+     * KVT_NEEDS_*: what it has to be told. Being told more is fine.
+     */
+    uint32_t needs;
+    /**
+     * KVT_SCOPE_*: for whom an answer is.
+     */
+    uint32_t scope;
+    /**
+     * KVT_GRANULARITY_*: what it names.
+     */
+    uint32_t granularity;
+    /**
+     * KVT_SPARSE_RAGGED and others.
+     */
+    uint64_t flags;
+    /**
+     * So many first layers are not restricted.
+     */
+    uint32_t dense_layers;
+    /**
+     * Sums of attention are wanted of so many last queries; UINT32_MAX = of all, 0 = none.
+     */
+    uint32_t sum_queries;
+    /**
+     * Queries that it selects by are of so many layers before; 0 = the layer's own.
+     */
+    uint32_t ahead;
+    /**
+     * Heads of its own queries, where they are not the model's; else 0.
+     */
+    uint32_t own_query_heads;
+    /**
+     * Heads of its own keys, likewise.
+     */
+    uint32_t own_key_heads;
+    /**
+     * Numbers of a head of both.
+     */
+    uint32_t own_dim;
+} kvt_sparse_traits_t;
+
+/**
+ * Queries, keys or values that the library reads during a call: a view, and what its
+ * numbers are.
+ */
+typedef struct kvt_rows_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Where they are; heads and the bytes of one say what a row is. In host memory.
+     */
+    struct kvt_view_t view;
+    /**
+     * KVT_DTYPE_*: f32, f16, bf16 or int8.
+     */
+    uint32_t dtype;
+    /**
+     * KVT_SCALES_*, for int8.
+     */
+    uint32_t scaling;
+    /**
+     * The scales; null without.
+     */
+    const float *scales;
+    /**
+     * How many.
+     */
+    uint64_t scale_count;
+} kvt_rows_t;
+
+/**
+ * A block of a layer is about to be moved away; `keys` are its `keys->view.tokens` valid
+ * tokens. All callbacks: anything but KVT_OK ends the call that led here, with that status.
+ * What they are handed is borrowed for the call. They must not unwind, and calls on the same
+ * policy from inside are refused with KVT_E_BUSY, on the same offload with KVT_E_REENTRANT.
+ */
+typedef kvt_status_t (*kvt_on_prefill_offload_fn)(void *user_data,
+                                                  uint32_t block,
+                                                  uint32_t layer,
+                                                  uint32_t first,
+                                                  const struct kvt_rows_t *keys);
+
+/**
+ * A block that was written token by token is complete: `keys` are those of all layers, each
+ * `keys->struct_size` bytes behind the one before.
+ */
+typedef kvt_status_t (*kvt_on_decode_offload_fn)(void *user_data,
+                                                 uint32_t block,
+                                                 uint32_t first,
+                                                 const struct kvt_rows_t *keys,
+                                                 uint32_t layers);
+
+/**
+ * Where in a sequence a question is asked.
+ */
+typedef struct kvt_sparse_context_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * 1 = the prompt is being computed; 0 = text is written.
+     */
+    uint32_t is_prefill;
+    /**
+     * Which part of the prompt it is, where it is computed in parts.
+     */
+    uint32_t part;
+    /**
+     * How many parts; 0 = 1.
+     */
+    uint32_t parts;
+    /**
+     * The position of the first query.
+     */
+    uint32_t first_query;
+    /**
+     * Tokens that the sequence has, with those of the queries.
+     */
+    uint32_t tokens;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_sparse_context_t;
+
+/**
+ * Chooses among blocks, for `query`: writes ids, each a candidate and each once, to `ids`,
+ * which has room for all of them, and their number to `count_out`. Any order.
+ */
+typedef kvt_status_t (*kvt_select_blocks_fn)(void *user_data,
+                                             uint32_t layer,
+                                             const struct kvt_rows_t *query,
+                                             const uint32_t *candidates,
+                                             uint64_t candidate_count,
+                                             const struct kvt_sparse_context_t *context,
+                                             uint32_t *ids,
+                                             uint64_t *count_out);
+
+/**
+ * How the lists of a head are meant. Heads may share lists. Stands in arrays only.
+ */
+typedef struct kvt_index_head_t {
+    /**
+     * KVT_INDEX_*.
+     */
+    uint32_t kind;
+    /**
+     * The first of its lists.
+     */
+    uint32_t first;
+    /**
+     * How many lists it has.
+     */
+    uint32_t lists;
+    /**
+     * Blocks and ranges: queries of a row, counted from the first that is computed; 0 = all
+     * of them are one row.
+     */
+    uint32_t query_block;
+    /**
+     * Blocks: keys of a block.
+     */
+    uint32_t key_block;
+    /**
+     * Queries at this position and behind it see all keys, whatever lists say; UINT32_MAX =
+     * none does.
+     */
+    uint32_t dense_from;
+} kvt_index_head_t;
+
+/**
+ * Which keys queries are computed with: by policies, or by the engine. No query sees keys
+ * behind it. No head = all keys; one = for all heads; else one for each query head (an
+ * engine may also say it for each head of keys). Numbers of lists ascend, each once.
+ */
+typedef struct kvt_index_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How lists are meant.
+     */
+    struct kvt_index_head_t *heads;
+    /**
+     * Room there, when an answer is wanted.
+     */
+    uint64_t head_room;
+    /**
+     * How many there are; the number needed with KVT_E_TOO_SMALL.
+     */
+    uint64_t head_count;
+    /**
+     * Where each list begins in `items`, and where the last ends.
+     */
+    uint32_t *starts;
+    /**
+     * Room there.
+     */
+    uint64_t start_room;
+    /**
+     * How many there are.
+     */
+    uint64_t start_count;
+    /**
+     * What is in lists.
+     */
+    uint32_t *items;
+    /**
+     * Room there.
+     */
+    uint64_t item_room;
+    /**
+     * How many there are.
+     */
+    uint64_t item_count;
+} kvt_index_t;
+
+/**
+ * Says which keys queries are computed with: points the arrays of `out` at memory of its own,
+ * which stays until the next call, and sets their counts. `keys` is null where there are none.
+ */
+typedef kvt_status_t (*kvt_sparse_index_fn)(void *user_data,
+                                            uint32_t layer,
+                                            const struct kvt_rows_t *queries,
+                                            const struct kvt_rows_t *keys,
+                                            const struct kvt_sparse_context_t *context,
+                                            struct kvt_index_t *out);
+
+/**
+ * Computes the attention of a prompt instead of the library's kernel, for
+ * kvt_sparse_prefill_attention: writes [queries, query heads, value dim] to `out`, and
+ * [queries, query heads] to `lse` where that is not null. KVT_E_UNSUPPORTED leaves it to the
+ * library's kernel, by the index.
+ */
+typedef kvt_status_t (*kvt_sparse_attention_fn)(void *user_data,
+                                                uint32_t layer,
+                                                const struct kvt_rows_t *queries,
+                                                const struct kvt_rows_t *keys,
+                                                const struct kvt_rows_t *values,
+                                                const struct kvt_sparse_context_t *context,
+                                                float *out,
+                                                float *lse);
+
+/**
+ * Is told what each key got of the attention of `queries` queries: `count` numbers, for
+ * `tokens` tokens that are kept.
+ */
+typedef kvt_status_t (*kvt_sparse_observe_fn)(void *user_data,
+                                              uint32_t layer,
+                                              uint32_t queries,
+                                              const float *sums,
+                                              uint64_t count,
+                                              uint32_t tokens);
+
+/**
+ * Lists of positions of tokens, ascending: what each head of keys keeps, or each query head, or
+ * one list for all. No list is an answer that all stay, and none that can be told.
+ */
+typedef struct kvt_keep_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Where each list begins in `items`, and where the last ends: one more than there are
+     * lists.
+     */
+    uint32_t *starts;
+    /**
+     * Room there, when an answer is wanted.
+     */
+    uint64_t start_room;
+    /**
+     * How many there are; the number needed with KVT_E_TOO_SMALL.
+     */
+    uint64_t start_count;
+    /**
+     * The positions.
+     */
+    uint32_t *items;
+    /**
+     * Room there.
+     */
+    uint64_t item_room;
+    /**
+     * How many there are.
+     */
+    uint64_t item_count;
+} kvt_keep_t;
+
+/**
+ * Says which tokens of a layer stay, as an index is said; counts left at 0 = all stay.
+ */
+typedef kvt_status_t (*kvt_sparse_evict_fn)(void *user_data,
+                                            uint32_t layer,
+                                            const struct kvt_sparse_context_t *context,
+                                            struct kvt_keep_t *out);
+
+/**
+ * Is told that these tokens of a layer are all there is now.
+ */
+typedef kvt_status_t (*kvt_sparse_evicted_fn)(void *user_data,
+                                              uint32_t layer,
+                                              const struct kvt_keep_t *kept);
+
+/**
+ * Is told that the sequence has so many tokens now; 0 = it begins anew.
+ */
+typedef kvt_status_t (*kvt_sparse_truncate_fn)(void *user_data, uint32_t tokens);
+
+/**
+ * Makes user data for a copy, which goes on from here with the same functions.
+ */
+typedef kvt_status_t (*kvt_sparse_fork_fn)(void *user_data, void **copy_out);
+
+/**
+ * A sparse policy of the engine's own. What its traits say it can do needs the function for
+ * it; all others may be null. It is called by the thread that calls the policy or the offload,
+ * by one at a time.
+ */
+typedef struct kvt_sparse_custom_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * What it is like.
+     */
+    const struct kvt_sparse_traits_t *traits;
+    /**
+     * Before a block of a prompt is moved away.
+     */
+    kvt_on_prefill_offload_fn on_prefill_offload;
+    /**
+     * When a block of text is complete in all layers. Null: on_prefill_offload, layer by
+     * layer.
+     */
+    kvt_on_decode_offload_fn on_decode_offload;
+    /**
+     * KVT_SPARSE_LOAD_*.
+     */
+    kvt_select_blocks_fn select_blocks;
+    /**
+     * KVT_SPARSE_INDEX_*.
+     */
+    kvt_sparse_index_fn index;
+    /**
+     * KVT_SPARSE_INDEX_PREFILL, too: the kernel itself.
+     */
+    kvt_sparse_attention_fn sparse_prefill_attention;
+    /**
+     * KVT_NEEDS_COLUMN_SUMS.
+     */
+    kvt_sparse_observe_fn observe;
+    /**
+     * KVT_SPARSE_EVICT_*.
+     */
+    kvt_sparse_evict_fn evict;
+    /**
+     * After tokens have gone.
+     */
+    kvt_sparse_evicted_fn evicted;
+    /**
+     * When tokens are taken back.
+     */
+    kvt_sparse_truncate_fn truncate;
+    /**
+     * For sequences that are forked.
+     */
+    kvt_sparse_fork_fn fork;
+    /**
+     * Handed to all of them; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data, and that of each copy; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_sparse_custom_t;
+
+/**
+ * How to open a sparse policy.
+ */
+typedef struct kvt_sparse_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Always 0.
+     */
+    uint64_t flags;
+    /**
+     * The model's attention.
+     */
+    const struct kvt_attention_t *attention;
+    /**
+     * The spec, such as "minference(budget=0.2)"; null with `custom`.
+     */
+    const char *spec;
+    /**
+     * Length of the spec.
+     */
+    uint64_t spec_bytes;
+    /**
+     * A policy of the engine's own instead; else null.
+     */
+    const struct kvt_sparse_custom_t *custom;
+    /**
+     * Pays for what the policy keeps, in host memory; may be null.
+     */
+    const struct kvt_account_t *account;
+} kvt_sparse_opts_t;
+
+/**
+ * What a policy has chosen since it was opened.
+ */
+typedef struct kvt_sparse_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * What it keeps of the sequence now, in bytes.
+     */
+    uint64_t state_bytes;
+    /**
+     * Selections that were asked for and answered.
+     */
+    uint64_t selections;
+    /**
+     * Candidates that they named.
+     */
+    uint64_t candidates;
+    /**
+     * Of those, blocks that are to be loaded.
+     */
+    uint64_t chosen;
+    /**
+     * Of those, blocks that need not be.
+     */
+    uint64_t spared;
+    /**
+     * Selections that were compared with what the layer's own query would have chosen.
+     */
+    uint64_t audited;
+    /**
+     * Blocks that own queries would have chosen.
+     */
+    uint64_t wanted;
+    /**
+     * Of those, blocks that were chosen: found / wanted is the recall.
+     */
+    uint64_t found;
+} kvt_sparse_stats_t;
+
+/**
+ * A sparse policy that can be opened. Texts are UTF-8, not NUL-terminated, and live as long
+ * as the library.
+ */
+typedef struct kvt_sparse_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Its name in specs.
+     */
+    const char *name;
+    /**
+     * Length of the name.
+     */
+    uint64_t name_bytes;
+    /**
+     * What it does, in a line.
+     */
+    const char *about;
+    /**
+     * Length of that line.
+     */
+    uint64_t about_bytes;
+} kvt_sparse_info_t;
+
+/**
+ * How a job is cut.
+ */
+typedef struct kvt_job_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How many steps it has.
+     */
+    uint32_t steps;
+    /**
+     * Items of the first step.
+     */
+    uint32_t items;
+    /**
+     * Items of the second step, where there is one.
+     */
+    uint32_t last_items;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Numbers of scratch that each thread needs.
+     */
+    uint64_t scratch_count;
+    /**
+     * Of a decode that keeps scores: keys that kvt_decode_sums has sums of, for each head.
+     */
+    uint64_t sum_keys;
+} kvt_job_info_t;
+
+/**
+ * What is to be computed: queries are at `first_query` and the positions after it, and see
+ * keys up to their own position.
+ */
+typedef struct kvt_problem_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * [tokens, query heads, key dim]
+     */
+    const struct kvt_rows_t *queries;
+    /**
+     * [tokens, key heads, key dim]
+     */
+    const struct kvt_rows_t *keys;
+    /**
+     * [tokens, key heads, value dim]; of a latent the first numbers of the keys, at the same
+     * address.
+     */
+    const struct kvt_rows_t *values;
+    /**
+     * Which keys queries are computed with, by their positions; null = all. Policies say it
+     * (kvt_sparse_index), or the engine.
+     */
+    const struct kvt_index_t *select;
+    /**
+     * The position of the first query.
+     */
+    uint32_t first_query;
+    /**
+     * The position of the first key: where keys come in pieces, results of each are put
+     * together by kvt_attention_merge.
+     */
+    uint32_t first_key;
+    /**
+     * What products are multiplied with; 0 = 1 / sqrt(key dim).
+     */
+    float scale;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_problem_t;
+
+/**
+ * Tokens in a buffer, in the order of their positions: some blocks of a sequence, and its
+ * last tokens behind them.
+ */
+typedef struct kvt_placed_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Which blocks, ascending: block n has the positions from n * block_tokens on.
+     */
+    const uint32_t *blocks;
+    /**
+     * How many.
+     */
+    uint64_t block_count;
+    /**
+     * Tokens of a block.
+     */
+    uint32_t block_tokens;
+    /**
+     * The position of the first of the last tokens, behind all blocks.
+     */
+    uint32_t tail_first;
+    /**
+     * How many last tokens.
+     */
+    uint32_t tail_tokens;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_placed_t;
+
+/**
+ * Tokens of a layer that are there, as policies count them.
+ */
+typedef struct kvt_there_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The model's attention.
+     */
+    const struct kvt_attention_t *attention;
+    /**
+     * What has stayed: the lists of kvt_sparse_evicted. Null = nothing was evicted.
+     */
+    const struct kvt_keep_t *kept;
+    /**
+     * Tokens from this position on came after that; 0 without lists.
+     */
+    uint32_t since;
+    /**
+     * Tokens of the sequence.
+     */
+    uint32_t tokens;
+} kvt_there_t;
+
+/**
+ * The largest that problems become, each of its own.
+ */
+typedef struct kvt_kernel_limits_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_DECODE_*.
+     */
+    uint64_t flags;
+    /**
+     * Queries of a problem.
+     */
+    uint32_t queries;
+    /**
+     * Keys of a problem.
+     */
+    uint32_t keys;
+    /**
+     * Positions of a sequence.
+     */
+    uint32_t tokens;
+    /**
+     * Heads of queries.
+     */
+    uint32_t query_heads;
+    /**
+     * Numbers of a query and a key.
+     */
+    uint32_t key_dim;
+    /**
+     * Numbers of a value.
+     */
+    uint32_t value_dim;
+} kvt_kernel_limits_t;
+
+/**
+ * What an offload is opened with.
+ */
+typedef struct kvt_offload_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Always 0.
+     */
+    uint64_t flags;
+    /**
+     * The session; kept, and not to be closed for another meanwhile.
+     */
+    const struct kvt_session_t *session;
+    /**
+     * The model's attention; a block is a chunk of the session's namespace.
+     */
+    const struct kvt_attention_t *attention;
+    /**
+     * KVT_DTYPE_*: what K and V are.
+     */
+    uint32_t dtype;
+    /**
+     * Buffers of the ring, 1 to 256; also how many layers are loaded ahead.
+     */
+    uint32_t buffers;
+    /**
+     * Tokens of a buffer, rounded up to blocks.
+     */
+    uint32_t buffer_tokens;
+    /**
+     * KVT_LEVEL_*: when a put has ended.
+     */
+    uint32_t level;
+    /**
+     * Spec of the sparse policy for prompts; null = everything is loaded.
+     */
+    const char *prefill;
+    /**
+     * Length of that.
+     */
+    uint64_t prefill_bytes;
+    /**
+     * Spec of the sparse policy for text that is written; null = everything is loaded.
+     */
+    const char *decode;
+    /**
+     * Length of that.
+     */
+    uint64_t decode_bytes;
+    /**
+     * Every so many-th load that leaves blocks out is audited: its blocks are compared with
+     * those that the layer's own queries look at most, for which the keys of all are loaded.
+     * 0 = none; 1 = each.
+     */
+    uint32_t audit_every;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * A policy of the engine's own instead of `prefill`; else null. It is called by the
+     * threads that call the offload.
+     */
+    const struct kvt_sparse_custom_t *prefill_custom;
+    /**
+     * The same instead of `decode`.
+     */
+    const struct kvt_sparse_custom_t *decode_custom;
+} kvt_offload_opts_t;
+
+/**
+ * What an offload has done, and who waited for what.
+ */
+typedef struct kvt_offload_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Loads of a layer.
+     */
+    uint64_t loads;
+    /**
+     * Of them, those that a policy has cut.
+     */
+    uint64_t selections;
+    /**
+     * Blocks that could have been loaded.
+     */
+    uint64_t candidates;
+    /**
+     * Blocks that were.
+     */
+    uint64_t loaded_blocks;
+    /**
+     * Bytes of them.
+     */
+    uint64_t loaded_bytes;
+    /**
+     * Bytes that were not loaded, since a policy did not want them.
+     */
+    uint64_t saved_bytes;
+    /**
+     * Loads that failed.
+     */
+    uint64_t failed_loads;
+    /**
+     * Blocks that were put into the store.
+     */
+    uint64_t put_blocks;
+    /**
+     * Bytes of them.
+     */
+    uint64_t put_bytes;
+    /**
+     * Bytes that were copied to or from tails, the last tokens, which fill no block.
+     */
+    uint64_t tail_bytes;
+    /**
+     * Tokens that policies evicted: heads times tokens, where heads have lists of their own.
+     */
+    uint64_t evicted_tokens;
+    /**
+     * What policies know of the sequence, in bytes.
+     */
+    uint64_t policy_bytes;
+    /**
+     * Waits for blocks to come.
+     */
+    uint64_t load_waits;
+    /**
+     * How long those took, in nanoseconds.
+     */
+    uint64_t load_wait_ns;
+    /**
+     * Waits for a full tail to leave.
+     */
+    uint64_t tail_waits;
+    /**
+     * How long those took, in nanoseconds.
+     */
+    uint64_t tail_wait_ns;
+    /**
+     * Waits for blocks that kvt_offload_truncate divides.
+     */
+    uint64_t cut_waits;
+    /**
+     * How long those took, in nanoseconds.
+     */
+    uint64_t cut_wait_ns;
+    /**
+     * Selections of a policy that took any time.
+     */
+    uint64_t select_waits;
+    /**
+     * How long those took, in nanoseconds.
+     */
+    uint64_t select_wait_ns;
+    /**
+     * Loads that were audited.
+     */
+    uint64_t audited;
+    /**
+     * Blocks that their layers' own queries looked at most, as many of each load as came.
+     */
+    uint64_t wanted;
+    /**
+     * Of those, blocks that came: found / wanted is the recall of selections.
+     */
+    uint64_t found;
+    /**
+     * Which part of the attention to blocks went to those that came, in millionths: the sum
+     * over what was audited.
+     */
+    uint64_t found_ppm;
+} kvt_offload_stats_t;
+
+/**
+ * K and V of a layer in a buffer, row by row: those of blocks, ascending, and of the tail
+ * behind them. They stay until the buffer is given back.
+ */
+typedef struct kvt_offload_kv_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * K of the first row; rows lie key_heads * key_dim numbers apart, heads key_dim.
+     */
+    const void *k;
+    /**
+     * V; rows lie key_heads * value_dim numbers apart. Of a latent the same as `k`.
+     */
+    const void *v;
+    /**
+     * Rows.
+     */
+    uint32_t tokens;
+    /**
+     * Of them those of the tail.
+     */
+    uint32_t tail_tokens;
+    /**
+     * Blocks before it.
+     */
+    uint32_t blocks;
+    /**
+     * The buffer.
+     */
+    uint32_t buffer;
+} kvt_offload_kv_t;
 
 /**
  * Success.
@@ -5066,6 +6564,124 @@ kvt_status_t kvt_store_events(const struct kvt_store_t *store,
                               uint64_t *out_missed);
 
 /**
+ * Goes on with another policy for a tier. It is told of every chunk with its last use and
+ * its uses, and of what the one before has learned if it is of its kind: 0.1 to 0.2 s for
+ * a million chunks, in which the store answers nobody. The next opening goes by its spec.
+ *
+ * @param store       The store.
+ * @param tier        KVT_TIER_HOST or KVT_TIER_DISK.
+ * @param spec        The policy, as in the store's spec.
+ * @param spec_bytes  Its length.
+ * @param err         Explains a failure, with the offset in the spec and the nearest name
+ *                    that exists; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_NOT_FOUND when there is no disk,
+ *         KVT_E_UNSUPPORTED for another tier, KVT_E_INVALID, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on
+ *         failure.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_set_policy(const struct kvt_store_t *store,
+                                  uint32_t tier,
+                                  const char *spec,
+                                  uint64_t spec_bytes,
+                                  struct kvt_error_t **err);
+
+/**
+ * Changes how many bytes of cells a store may have in memory, or of files on disk. What
+ * is more than that leaves as it would for want of room, while everything else goes on:
+ * nothing waits for it. The account of a budget bounds memory as well. The next opening
+ * goes by its spec.
+ *
+ * @param store  The store.
+ * @param tier   KVT_TIER_HOST or KVT_TIER_DISK.
+ * @param bytes  Most bytes; of memory at least 64 KiB, of a disk at least what an opening
+ *               wants.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID or KVT_E_LIMIT when it is too little,
+ *         KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for another tier,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing
+ *         changes on failure.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_set_budget(const struct kvt_store_t *store,
+                                  uint32_t tier,
+                                  uint64_t bytes,
+                                  struct kvt_error_t **err);
+
+/**
+ * The last evictions of a tier, the oldest of them first. The store keeps 4,096 of each
+ * tier; by their numbers a reader knows what it has seen, and what it has missed.
+ *
+ * @param store         The store.
+ * @param tier          KVT_TIER_HOST or KVT_TIER_DISK.
+ * @param entries       Receives them: `id` is the first eight bytes of the chunk's key,
+ *                      little-endian (where policies choose other things, theirs),
+ *                      `units` are blocks of 4 KiB, times CLOCK_MONOTONIC.
+ * @param capacity      Room there, in entries.
+ * @param stride_bytes  sizeof(kvt_policy_log_entry_t).
+ * @param out_count     How many were written.
+ * @return KVT_OK; KVT_E_NOT_FOUND when there is no disk, KVT_E_UNSUPPORTED for
+ *         another tier, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_evictions(const struct kvt_store_t *store,
+                                 uint32_t tier,
+                                 struct kvt_policy_log_entry_t *entries,
+                                 uint64_t capacity,
+                                 uint64_t stride_bytes,
+                                 uint64_t *out_count);
+
+/**
+ * What each tenant has moved, by number; last, where there are more tenants than are told
+ * apart, the rest of them as one.
+ *
+ * @param store         The store.
+ * @param rows          Receives them; may be null with capacity 0 to learn how many
+ *                      there are.
+ * @param capacity      Room there, in entries, at most 2^24; 1,025 are enough.
+ * @param stride_bytes  sizeof(kvt_tenant_t).
+ * @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
+ *                      null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_tenants(const struct kvt_store_t *store,
+                               struct kvt_tenant_t *rows,
+                               uint64_t capacity,
+                               uint64_t stride_bytes,
+                               uint64_t *out_count);
+
+/**
+ * How long gets, puts, the store's own work and its policies' choices took: a row for
+ * each KVT_TIMED_*, in their order, also where nothing was timed yet. Moves count that
+ * brought or stored everything, from their call (or the engine's event) to their end.
+ * kvt_store_metrics has the same as histograms.
+ *
+ * @param store         The store.
+ * @param rows          Receives them; may be null with capacity 0 to learn how many
+ *                      there are.
+ * @param capacity      Room there, in entries, at most 2^24; 32 are enough.
+ * @param stride_bytes  sizeof(kvt_latency_t).
+ * @param out_count     How many there are; also written with KVT_E_TOO_SMALL. May be
+ *                      null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_latencies(const struct kvt_store_t *store,
+                                 struct kvt_latency_t *rows,
+                                 uint64_t capacity,
+                                 uint64_t stride_bytes,
+                                 uint64_t *out_count);
+
+/**
  * Opens a session without tokens.
  *
  * @param space  Its namespace, which it keeps.
@@ -5349,6 +6965,47 @@ kvt_status_t kvt_session_plan(const struct kvt_session_t *session,
                               struct kvt_error_t **err);
 
 /**
+ * Adds tokens with media to a session. Where media start in a chunk its key depends on
+ * them, and so do the keys of all chunks behind it (docs/keys.md): equal tokens with other
+ * images share nothing from there on.
+ *
+ * @param session   The session.
+ * @param sequence  What is added; copied.
+ * @param err       Explains a failure; may be null.
+ * @return As kvt_session_append; KVT_E_INVALID also for media that do not ascend or
+ *         start beyond the tokens, KVT_E_TOO_NEW. Nothing changes on failure.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_append_media(const struct kvt_session_t *session,
+                                      const struct kvt_sequence_t *sequence,
+                                      struct kvt_error_t **err);
+
+/**
+ * kvt_namespace_lookup for a sequence with media.
+ *
+ * @param space         The namespace.
+ * @param sequence      The sequence.
+ * @param ranges        See kvt_namespace_lookup.
+ * @param capacity      See kvt_namespace_lookup.
+ * @param stride_bytes  See kvt_namespace_lookup.
+ * @param out_count     See kvt_namespace_lookup.
+ * @param out           See kvt_namespace_lookup.
+ * @param err           Explains a failure; may be null.
+ * @return As kvt_namespace_lookup; KVT_E_TOO_NEW.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_lookup_media(const struct kvt_namespace_t *space,
+                                        const struct kvt_sequence_t *sequence,
+                                        struct kvt_range_t *ranges,
+                                        uint64_t capacity,
+                                        uint64_t stride_bytes,
+                                        uint64_t *out_count,
+                                        struct kvt_lookup_t *out,
+                                        struct kvt_error_t **err);
+
+/**
  * Takes everything of a namespace away that nobody holds: out of all tiers, and so
  * that it does not come back when the store is opened again. Waits for that; of
  * chunks that are stored meanwhile nothing is said. Their bytes stay in files until
@@ -5395,6 +7052,30 @@ kvt_status_t kvt_session_drop(const struct kvt_session_t *session,
                               struct kvt_error_t **err);
 
 /**
+ * Sends chunks of a session down: what of them is in memory is written to disk where it
+ * is not there yet, and its memory is given back. Never waits: events
+ * (KVT_STORE_REMOVED) and kvt_store_stats tell of the end. What admission and write=
+ * say does not count. Who holds or has pinned the chunks finds them on disk; a get brings
+ * them up again. What the disk refuses stays in memory as long as somebody holds it.
+ *
+ * @param session      The session.
+ * @param first_token  Where they begin, a multiple of a chunk's tokens.
+ * @param tokens       How many, up to a multiple or the end; 0 = to the end.
+ * @param out          How many leave; start it with KVT_DEMOTE_REPORT_INIT. May be
+ *                     null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK, also where nothing is in memory; KVT_E_INVALID, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_demote(const struct kvt_session_t *session,
+                                uint64_t first_token,
+                                uint64_t tokens,
+                                struct kvt_demote_report_t *out,
+                                struct kvt_error_t **err);
+
+/**
  * Takes the pins of chunks of a session away, whoever has set them.
  *
  * @param session      The session.
@@ -5410,6 +7091,1197 @@ kvt_status_t kvt_session_unpin(const struct kvt_session_t *session,
                                uint64_t first_token,
                                uint64_t tokens,
                                struct kvt_error_t **err);
+
+/**
+ * Opens a sparse policy for one sequence of a model.
+ *
+ * @param opts  Which, and for what.
+ * @param out   The policy; close it with kvt_sparse_close.
+ * @param err   Explains a failure, with the offset in the spec and the nearest name that
+ *              exists; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUDGET, KVT_E_CLOSED,
+ *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the policy. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_open(const struct kvt_sparse_opts_t *opts,
+                             struct kvt_sparse_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Closes a policy and clears the handle. It does not wait: a call that is inside ends first,
+ * and user data of the engine's is released after it.
+ *
+ * @param policy  The handle; null, or a handle that is null, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_close(struct kvt_sparse_t **policy);
+
+/**
+ * Opens a copy for a sequence that goes on from here. The same account pays.
+ *
+ * @param policy  The policy.
+ * @param out     The copy; close it with kvt_sparse_close.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED (a policy of the engine's own that cannot), KVT_E_BUSY,
+ *         KVT_E_BUDGET, KVT_E_CLOSED (who pays was), KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the copy. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_fork(const struct kvt_sparse_t *policy,
+                             struct kvt_sparse_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * What a policy is like.
+ *
+ * @param policy  The policy.
+ * @param out     Filled in; start it with KVT_SPARSE_TRAITS_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks of the policy. Since 0.1.
+ */
+kvt_status_t kvt_sparse_traits(const struct kvt_sparse_t *policy, struct kvt_sparse_traits_t *out);
+
+/**
+ * What a policy has chosen, and what it keeps.
+ *
+ * @param policy  The policy.
+ * @param out     Filled in; start it with KVT_SPARSE_STATS_INIT.
+ * @return KVT_OK; KVT_E_BUSY, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_stats(const struct kvt_sparse_t *policy, struct kvt_sparse_stats_t *out);
+
+/**
+ * How many sparse policies can be opened by name.
+ *
+ * @param out_count  The number.
+ * @return KVT_OK; KVT_E_INVALID.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_count(uint64_t *out_count);
+
+/**
+ * A sparse policy that can be opened, by its place in the list.
+ *
+ * @param index  0 to kvt_sparse_count - 1.
+ * @param out    Filled in; start it with KVT_SPARSE_INFO_INIT.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_info(uint64_t index, struct kvt_sparse_info_t *out);
+
+/**
+ * Keys of tokens have been computed in a layer, with their positions in them.
+ *
+ * @param policy  The policy.
+ * @param layer   The layer.
+ * @param first   The position of the first token.
+ * @param keys    [tokens, key heads, key dim]; the policy's own rows, if its traits have some.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (numbers that are not finite, too), KVT_E_STATE when tokens
+ *         are missing before them, KVT_E_LIMIT, KVT_E_BUDGET when what was told before is not
+ *         paid for, KVT_E_CLOSED when who pays was closed, KVT_E_BUSY, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_append(const struct kvt_sparse_t *policy,
+                               uint32_t layer,
+                               uint32_t first,
+                               const struct kvt_rows_t *keys,
+                               struct kvt_error_t **err);
+
+/**
+ * A block of a layer is about to be moved away: to be called while its keys are still there.
+ * What was appended before need not be sealed to be known.
+ *
+ * @param policy  The policy.
+ * @param layer   The layer.
+ * @param id      How candidates name the block.
+ * @param first   The position of its first token.
+ * @param keys    The model's keys of its tokens, all or the first ones of a block.
+ * @param err     Explains a failure; may be null.
+ * @return As kvt_sparse_append.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_seal(const struct kvt_sparse_t *policy,
+                             uint32_t layer,
+                             uint32_t id,
+                             uint32_t first,
+                             const struct kvt_rows_t *keys,
+                             struct kvt_error_t **err);
+
+/**
+ * A block that was written token by token is complete in all layers: kvt_sparse_seal of
+ * each, or on_decode_offload of an engine's own policy.
+ *
+ * @param policy        The policy.
+ * @param id            How candidates name the block.
+ * @param first         The position of its first token.
+ * @param keys          Its keys, a view for each layer of the model.
+ * @param count         How many.
+ * @param stride_bytes  sizeof(kvt_rows_t).
+ * @param err           Explains a failure; may be null.
+ * @return As kvt_sparse_append.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_seal_all(const struct kvt_sparse_t *policy,
+                                 uint32_t id,
+                                 uint32_t first,
+                                 const struct kvt_rows_t *keys,
+                                 uint64_t count,
+                                 uint64_t stride_bytes,
+                                 struct kvt_error_t **err);
+
+/**
+ * What each key got of the attention of some queries: a kernel's sums (kvt_sums_open,
+ * kvt_decode_sums).
+ *
+ * @param policy     The policy.
+ * @param layer      The layer.
+ * @param queries    Of how many queries: the last ones of a prompt, or those of a step.
+ * @param sums       For each query head, or one row for all of them, a number for each token
+ *                   that is kept, in their order.
+ * @param sum_count  How many numbers that are.
+ * @param tokens     How many tokens are kept.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (numbers below zero or not finite, wrong counts), KVT_E_LIMIT,
+ *         KVT_E_BUDGET, KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_observe(const struct kvt_sparse_t *policy,
+                                uint32_t layer,
+                                uint32_t queries,
+                                const float *sums,
+                                uint64_t sum_count,
+                                uint32_t tokens,
+                                struct kvt_error_t **err);
+
+/**
+ * Gives numbers of the engine's for the next question about a layer: a score a candidate
+ * (KVT_NEEDS_SCORES), or a weight for each query and head, heads innermost
+ * (KVT_NEEDS_WEIGHTS).
+ *
+ * @param policy       The policy.
+ * @param layer        The layer.
+ * @param scores       The numbers.
+ * @param score_count  How many.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED when it wants none, KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_BUDGET, KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_score(const struct kvt_sparse_t *policy,
+                              uint32_t layer,
+                              const float *scores,
+                              uint64_t score_count,
+                              struct kvt_error_t **err);
+
+/**
+ * The sequence has so many tokens now: what came behind them is taken back.
+ *
+ * @param policy  The policy.
+ * @param tokens  How many are left.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_truncate(const struct kvt_sparse_t *policy,
+                                 uint32_t tokens,
+                                 struct kvt_error_t **err);
+
+/**
+ * The sequence begins anew.
+ *
+ * @param policy  The policy.
+ * @return KVT_OK; KVT_E_BUSY, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_reset(const struct kvt_sparse_t *policy);
+
+/**
+ * What a policy knows of a block: to be kept beside it, so that it can be told again where
+ * the block comes back.
+ *
+ * @param policy     The policy.
+ * @param layer      The layer.
+ * @param id         The block, as it was sealed.
+ * @param data       Receives the bytes; null = only their number is wanted.
+ * @param room       How many it has room for.
+ * @param count_out  Receives how many there are, also when there is no room; 0 = the policy
+ *                   keeps nothing with blocks.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_NOT_FOUND (a block that is not known), KVT_E_INVALID,
+ *         KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_save(const struct kvt_sparse_t *policy,
+                             uint32_t layer,
+                             uint32_t id,
+                             uint8_t *data,
+                             uint64_t room,
+                             uint64_t *count_out,
+                             struct kvt_error_t **err);
+
+/**
+ * What was saved of a block, which came back. The bytes may be anyone's: they are checked.
+ *
+ * @param policy  The policy.
+ * @param layer   The layer.
+ * @param id      How candidates name the block from now on.
+ * @param first   The position of its first token.
+ * @param data    What kvt_sparse_save gave.
+ * @param count   How many bytes.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_CORRUPT, KVT_E_TOO_NEW, KVT_E_UNSUPPORTED when the policy keeps
+ *         nothing with blocks, KVT_E_STATE, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUDGET,
+ *         KVT_E_CLOSED, KVT_E_BUSY, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_load(const struct kvt_sparse_t *policy,
+                             uint32_t layer,
+                             uint32_t id,
+                             uint32_t first,
+                             const uint8_t *data,
+                             uint64_t count,
+                             struct kvt_error_t **err);
+
+/**
+ * Which of the candidates are to be loaded for a query.
+ *
+ * @param policy           The policy.
+ * @param layer            The layer.
+ * @param query            [queries, query heads, key dim], of the layer `ahead` before where the
+ *                         traits say so; null = all candidates.
+ * @param candidates       Ids of blocks, in any order, each once.
+ * @param candidate_count  How many.
+ * @param context          Where in the sequence that is.
+ * @param ids              Receives the ids that are chosen, ascending, and KVT_SPARSE_NO_ID
+ *                         behind them.
+ * @param room             How many it has room for: as many as there are candidates, or the
+ *                         call is refused before the policy is asked.
+ * @param count_out        Receives how many are chosen; with KVT_E_TOO_SMALL how much room is
+ *                         needed.
+ * @param err              Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not select there,
+ *         KVT_E_INVALID (queries that are not finite, too), KVT_E_STATE (weights are missing),
+ *         KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_select(const struct kvt_sparse_t *policy,
+                               uint32_t layer,
+                               const struct kvt_rows_t *query,
+                               const uint32_t *candidates,
+                               uint64_t candidate_count,
+                               const struct kvt_sparse_context_t *context,
+                               uint32_t *ids,
+                               uint64_t room,
+                               uint64_t *count_out,
+                               struct kvt_error_t **err);
+
+/**
+ * Which keys queries are computed with. With KVT_E_TOO_SMALL the answer is kept:
+ * kvt_sparse_last_index has it.
+ *
+ * @param policy   The policy.
+ * @param layer    The layer.
+ * @param queries  [queries, query heads, key dim].
+ * @param keys     All keys of the sequence where the traits say KVT_NEEDS_ALL_KEYS; else null,
+ *                 or any.
+ * @param context  Where in the sequence that is.
+ * @param out      Start it with KVT_INDEX_INIT, and set arrays and their room.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not say that there,
+ *         KVT_E_INVALID (numbers that are not finite, too), KVT_E_STATE, KVT_E_LIMIT,
+ *         KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_index(const struct kvt_sparse_t *policy,
+                              uint32_t layer,
+                              const struct kvt_rows_t *queries,
+                              const struct kvt_rows_t *keys,
+                              const struct kvt_sparse_context_t *context,
+                              struct kvt_index_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * The last index that a policy answered with, again.
+ *
+ * @param policy  The policy.
+ * @param out     As in kvt_sparse_index.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_last_index(const struct kvt_sparse_t *policy,
+                                   struct kvt_index_t *out,
+                                   struct kvt_error_t **err);
+
+/**
+ * Attention of a prompt, or of a part of one, as a policy wants it, on this thread: its index
+ * and the kernel, or the function of an engine's own policy. With a policy that does not say
+ * what a prompt is computed with all keys are. Engines with more threads ask kvt_sparse_index,
+ * and open a job.
+ *
+ * @param policy     The policy.
+ * @param layer      The layer.
+ * @param queries    [queries, query heads, key dim], the last of the sequence.
+ * @param keys       All keys of the sequence.
+ * @param values     All values; of a latent the first numbers of the keys.
+ * @param context    Where in the sequence that is.
+ * @param out        Receives [queries, query heads, value dim].
+ * @param out_count  How many numbers it has room for.
+ * @param lse        Receives [queries, query heads] log-sum-exps; may be null.
+ * @param lse_count  How many it has room for.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED (a policy with rows of its
+ *         own), KVT_E_UNAVAILABLE, KVT_E_LIMIT, KVT_E_STATE, KVT_E_BUSY, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_prefill_attention(const struct kvt_sparse_t *policy,
+                                          uint32_t layer,
+                                          const struct kvt_rows_t *queries,
+                                          const struct kvt_rows_t *keys,
+                                          const struct kvt_rows_t *values,
+                                          const struct kvt_sparse_context_t *context,
+                                          float *out,
+                                          uint64_t out_count,
+                                          float *lse,
+                                          uint64_t lse_count,
+                                          struct kvt_error_t **err);
+
+/**
+ * Which tokens of a layer stay, if some have to go. Nothing has gone until it is told with
+ * kvt_sparse_evicted: to ask again is fine. With KVT_E_TOO_SMALL the answer is kept:
+ * kvt_sparse_last_keep has it.
+ *
+ * @param policy       The policy.
+ * @param layer        The layer.
+ * @param context      Where in the sequence that is.
+ * @param out          Start it with KVT_KEEP_INIT, and set arrays and their room. Counts are 0
+ *                     where all stay.
+ * @param evicted_out  Receives 1 when some have to go, else 0.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED when it does not evict there, KVT_E_STATE
+ *         when sums are missing, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_evict(const struct kvt_sparse_t *policy,
+                              uint32_t layer,
+                              const struct kvt_sparse_context_t *context,
+                              struct kvt_keep_t *out,
+                              uint32_t *evicted_out,
+                              struct kvt_error_t **err);
+
+/**
+ * The last lists that a policy answered with, again; none where all stayed.
+ *
+ * @param policy  The policy.
+ * @param out     As in kvt_sparse_evict.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_last_keep(const struct kvt_sparse_t *policy,
+                                  struct kvt_keep_t *out,
+                                  struct kvt_error_t **err);
+
+/**
+ * What was kept of a layer is all there is now: an answer of kvt_sparse_evict, of this policy
+ * or another of the sequence, to which the engine may have added tokens that must stay.
+ *
+ * @param policy  The policy.
+ * @param layer   The layer.
+ * @param kept    The lists; any part of what is there.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_BUSY, KVT_E_TOO_NEW, KVT_E_NOMEM,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sparse_evicted(const struct kvt_sparse_t *policy,
+                                uint32_t layer,
+                                const struct kvt_keep_t *kept,
+                                struct kvt_error_t **err);
+
+/**
+ * How a job is cut.
+ *
+ * @param job  The job.
+ * @param out  Filled in; start it with KVT_JOB_INFO_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_job_info(const struct kvt_job_t *job, struct kvt_job_info_t *out);
+
+/**
+ * Runs items of a job, on this thread.
+ *
+ * @param job            The job.
+ * @param step           Which step.
+ * @param first          Its first item.
+ * @param items          How many; all to the last of the step, if it has fewer.
+ * @param scratch        Memory that no other thread uses meanwhile.
+ * @param scratch_count  How many numbers: kvt_job_info.
+ * @param err            Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any threads at a time, with other items each. Since 0.1.
+ */
+kvt_status_t kvt_job_run(const struct kvt_job_t *job,
+                         uint32_t step,
+                         uint32_t first,
+                         uint32_t items,
+                         float *scratch,
+                         uint64_t scratch_count,
+                         struct kvt_error_t **err);
+
+/**
+ * Closes a job and clears the handle. Waits for items that run; all that it was opened with
+ * is the caller's again.
+ *
+ * @param job  The handle; null, or a handle that is null, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED.
+ *
+ * Threading: any thread; waits. Since 0.1.
+ */
+kvt_status_t kvt_job_close(struct kvt_job_t **job);
+
+/**
+ * Opens a job that computes the attention of a prompt, or of a part of one.
+ *
+ * @param problem    What is to be computed.
+ * @param out        Receives [queries, query heads, value dim]; zeros where a query sees no
+ *                   key.
+ * @param out_count  How many numbers it has room for.
+ * @param lse        Receives [queries, query heads] log-sum-exps, -inf where a query sees no
+ *                   key; may be null.
+ * @param lse_count  How many it has room for.
+ * @param job_out    The job; close it with kvt_job_close.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED (a type that
+ *         kernels do not read), KVT_E_UNAVAILABLE (not in host memory), KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the job, and all that it was opened with. Threading: any thread.
+ * Since 0.1.
+ */
+kvt_status_t kvt_prefill_open(const struct kvt_problem_t *problem,
+                              float *out,
+                              uint64_t out_count,
+                              float *lse,
+                              uint64_t lse_count,
+                              struct kvt_job_t **job_out,
+                              struct kvt_error_t **err);
+
+/**
+ * How many numbers of memory a decode of this problem needs beside scratch.
+ *
+ * @param problem    What is to be computed.
+ * @param flags      KVT_DECODE_*.
+ * @param count_out  Receives the number.
+ * @param err        Explains a failure; may be null.
+ * @return As kvt_decode_open.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_decode_memory(const struct kvt_problem_t *problem,
+                               uint64_t flags,
+                               uint64_t *count_out,
+                               struct kvt_error_t **err);
+
+/**
+ * Opens a job that computes the attention of the next token, or of a few. It has two steps.
+ *
+ * @param problem       What is to be computed; rows of an index are for all of its queries.
+ * @param flags         KVT_DECODE_*.
+ * @param out           Receives [queries, query heads, value dim].
+ * @param out_count     How many numbers it has room for.
+ * @param lse           Receives [queries, query heads] log-sum-exps.
+ * @param lse_count     How many it has room for.
+ * @param memory        Memory of the job's until it is closed.
+ * @param memory_count  How many numbers: kvt_decode_memory.
+ * @param job_out       The job; close it with kvt_job_close.
+ * @param err           Explains a failure; may be null.
+ * @return As kvt_prefill_open.
+ *
+ * Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_decode_open(const struct kvt_problem_t *problem,
+                             uint64_t flags,
+                             float *out,
+                             uint64_t out_count,
+                             float *lse,
+                             uint64_t lse_count,
+                             float *memory,
+                             uint64_t memory_count,
+                             struct kvt_job_t **job_out,
+                             struct kvt_error_t **err);
+
+/**
+ * Opens a job that says what each key got of the attention of a prompt's queries, after a
+ * kvt_prefill_open job of the same problem has ended.
+ *
+ * @param problem    The problem.
+ * @param lse        The log-sum-exps that came out, over all keys.
+ * @param lse_count  How many.
+ * @param first      Sums are of the queries from this one on, counted from the problem's first.
+ * @param flags      KVT_SUMS_*.
+ * @param sums       Receives [query heads, keys], or [keys].
+ * @param sum_count  How many numbers that are.
+ * @param job_out    The job; close it with kvt_job_close.
+ * @param err        Explains a failure; may be null.
+ * @return As kvt_prefill_open.
+ *
+ * Ownership: as kvt_prefill_open. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sums_open(const struct kvt_problem_t *problem,
+                           const float *lse,
+                           uint64_t lse_count,
+                           uint32_t first,
+                           uint64_t flags,
+                           float *sums,
+                           uint64_t sum_count,
+                           struct kvt_job_t **job_out,
+                           struct kvt_error_t **err);
+
+/**
+ * Adds what each key got of the attention of a decode's queries to sums, when all items of
+ * both steps have ended and scores were kept.
+ *
+ * @param job        The job.
+ * @param flags      KVT_SUMS_*; sums of heads that see different keys are by head.
+ * @param sums       [query heads, sum_keys] or [sum_keys] (kvt_job_info), in the order in which
+ *                   keys are selected.
+ * @param sum_count  How many numbers that are.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, while none runs items. Since 0.1.
+ */
+kvt_status_t kvt_decode_sums(const struct kvt_job_t *job,
+                             uint64_t flags,
+                             float *sums,
+                             uint64_t sum_count,
+                             struct kvt_error_t **err);
+
+/**
+ * Adds keys to the boxes of pages: of each page and head the least and the largest of each
+ * number of its keys, [pages, key heads, 2 * key dim].
+ *
+ * @param boxes        The boxes.
+ * @param box_count    How many numbers.
+ * @param page_tokens  Tokens of a page.
+ * @param first        The place of the first key: one that begins a page begins its box anew,
+ *                     others make it wider.
+ * @param keys         [tokens, key heads, key dim].
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE,
+ *         KVT_E_TOO_NEW, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_pages_extend(float *boxes,
+                              uint64_t box_count,
+                              uint32_t page_tokens,
+                              uint32_t first,
+                              const struct kvt_rows_t *keys,
+                              struct kvt_error_t **err);
+
+/**
+ * The largest product that a query can have with a key of each page, by its box:
+ * [queries, query heads, count].
+ *
+ * @param boxes          [pages, key heads, 2 * key dim], f32 or bf16: rows of boxes.
+ * @param queries        [queries, query heads, key dim].
+ * @param first          The first page.
+ * @param count          How many.
+ * @param scores         Receives the scores.
+ * @param score_count    How many numbers that are.
+ * @param scratch        Memory of the call.
+ * @param scratch_count  How many numbers; queries * query heads * (2 * key dim + 96) +
+ *                       4096 are enough.
+ * @param err            Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_UNSUPPORTED,
+ *         KVT_E_UNAVAILABLE, KVT_E_TOO_NEW, KVT_E_PANIC.
+ *
+ * Threading: any threads at a time, with pages of their own. Since 0.1.
+ */
+kvt_status_t kvt_pages_score(const struct kvt_rows_t *boxes,
+                             const struct kvt_rows_t *queries,
+                             uint32_t first,
+                             uint32_t count,
+                             float *scores,
+                             uint64_t score_count,
+                             float *scratch,
+                             uint64_t scratch_count,
+                             struct kvt_error_t **err);
+
+/**
+ * Puts attention to other keys together with what is there: results of pieces of the keys, by
+ * their log-sum-exps.
+ *
+ * @param out        [rows, numbers of a value]: what is there, and comes out.
+ * @param lse        [rows]: likewise.
+ * @param other      Attention of the same queries to the other keys.
+ * @param other_lse  Its log-sum-exps.
+ * @param rows       How many rows: queries times query heads.
+ * @param dim        Numbers of a row.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_PANIC.
+ *
+ * Threading: any threads at a time, with rows of their own. Since 0.1.
+ */
+kvt_status_t kvt_attention_merge(float *out,
+                                 float *lse,
+                                 const float *other,
+                                 const float *other_lse,
+                                 uint64_t rows,
+                                 uint32_t dim,
+                                 struct kvt_error_t **err);
+
+/**
+ * Whether all numbers of rows are finite, scales included. Kernels do not look: with others
+ * they give some result. Policies refuse them.
+ *
+ * @param rows  The rows.
+ * @param err   Says which number is not; may be null.
+ * @return KVT_OK; KVT_E_INVALID when one is not, KVT_E_UNSUPPORTED, KVT_E_UNAVAILABLE,
+ *         KVT_E_TOO_NEW, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_rows_check(const struct kvt_rows_t *rows, struct kvt_error_t **err);
+
+/**
+ * Says of the rows of a buffer what an index says of positions; tokens that are not there are
+ * left out. No token may be missing between a query and those behind it.
+ *
+ * @param attention        The model's attention.
+ * @param placed           What is in the buffer.
+ * @param index            The index, of positions; null = all keys.
+ * @param first            The position of the first query.
+ * @param count            How many queries.
+ * @param out              Start it with KVT_INDEX_INIT, and set arrays and their room.
+ * @param first_query_out  Receives first_query of a problem over these rows, whose first_key
+ *                         is 0.
+ * @param err              Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL with counts in `out`, KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_index_place(const struct kvt_attention_t *attention,
+                             const struct kvt_placed_t *placed,
+                             const struct kvt_index_t *index,
+                             uint32_t first,
+                             uint32_t count,
+                             struct kvt_index_t *out,
+                             uint32_t *first_query_out,
+                             struct kvt_error_t **err);
+
+/**
+ * Adds sums of attention over the rows of a buffer to sums of the tokens that are there, as
+ * kvt_sparse_observe wants them: tokens that were not loaded got nothing.
+ *
+ * @param there        Which tokens are there.
+ * @param placed       What is in the buffer.
+ * @param select       The index of rows that a decode went by, whose sums are those of
+ *                     kvt_decode_sums; null = sums of all rows.
+ * @param first_query  The row of the first query, with `select`.
+ * @param queries      How many, with `select`.
+ * @param sums         [query heads, rows]; or [rows] for all heads, where there is one list.
+ * @param sum_count    How many numbers that are.
+ * @param out          [query heads, tokens], or [tokens]. After a failure it means nothing.
+ * @param out_count    How many numbers that are.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_sums_place(const struct kvt_there_t *there,
+                            const struct kvt_placed_t *placed,
+                            const struct kvt_index_t *select,
+                            uint32_t first_query,
+                            uint32_t queries,
+                            const float *sums,
+                            uint64_t sum_count,
+                            float *out,
+                            uint64_t out_count,
+                            struct kvt_error_t **err);
+
+/**
+ * How much memory no problem within some limits needs more of: to be lent once.
+ *
+ * @param kernel       KVT_KERNEL_*.
+ * @param limits       The largest that problems become.
+ * @param memory_out   Receives numbers of a job's memory (0 but for decodes); may be null.
+ * @param scratch_out  Receives numbers of scratch of each thread; may be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_kernel_workspace(uint32_t kernel,
+                                  const struct kvt_kernel_limits_t *limits,
+                                  uint64_t *memory_out,
+                                  uint64_t *scratch_out,
+                                  struct kvt_error_t **err);
+
+/**
+ * Opens an offload for a session. The ring is in host memory, which the store's account
+ * pays for.
+ *
+ * @param opts  What it is for.
+ * @param out   The offload; close it with kvt_offload_close.
+ * @param err   Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID when the attention is not that of the session's namespace,
+ *         KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy that does nothing there), KVT_E_BUDGET,
+ *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the offload. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_open(const struct kvt_offload_opts_t *opts,
+                              struct kvt_offload_t **out,
+                              struct kvt_error_t **err);
+
+/**
+ * Closes an offload and clears the handle. Loads and puts of its own are given up; it waits
+ * for their end. What the store has stays there.
+ *
+ * @param offload  The handle; null, or a handle that is null, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_close(struct kvt_offload_t **offload);
+
+/**
+ * How many tokens of a layer it has.
+ *
+ * @param offload     The offload.
+ * @param layer       The layer.
+ * @param stored_out  Receives those that are in the store, in whole blocks.
+ * @param tail_out    Receives those behind them, which fill no block yet; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_tokens(const struct kvt_offload_t *offload,
+                                uint32_t layer,
+                                uint32_t *stored_out,
+                                uint32_t *tail_out);
+
+/**
+ * What an offload has done since it was opened.
+ *
+ * @param offload  The offload.
+ * @param out      Receives it.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_stats(const struct kvt_offload_t *offload,
+                               struct kvt_offload_stats_t *out);
+
+/**
+ * Takes back what came behind `tokens` tokens, in all layers. To be called before
+ * kvt_session_truncate: where a block is cut, its first tokens come back from the store.
+ * Loads under way are given up, as by kvt_offload_done. After a failure no layer is cut: cut
+ * again, there or at a multiple of a block, which brings nothing back.
+ *
+ * @param offload  The offload.
+ * @param tokens   How many are left.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND when a block that is cut is not in the store any more,
+ *         KVT_E_BUDGET (a block of each layer is held beside the tails meanwhile), KVT_E_NOMEM,
+ *         KVT_E_IO, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread; waits. Since 0.1.
+ */
+kvt_status_t kvt_offload_truncate(const struct kvt_offload_t *offload,
+                                  uint32_t tokens,
+                                  struct kvt_error_t **err);
+
+/**
+ * Goes on from tokens that are in the store already, from another session or an earlier
+ * life: whole blocks. Only before anything was put; the session has these tokens. What
+ * policies knew of the blocks comes back as far as it was kept with them; of others they are
+ * told the keys, which are loaded for that.
+ *
+ * @param offload  The offload.
+ * @param tokens   How many, a multiple of a block's.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY when it has tokens already, KVT_E_NOT_FOUND when keys that
+ *         policies have to see are not in the store, KVT_E_INVALID, KVT_E_IO, KVT_E_AGAIN,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread; waits. Since 0.1.
+ */
+kvt_status_t kvt_offload_resume(const struct kvt_offload_t *offload,
+                                uint32_t tokens,
+                                struct kvt_error_t **err);
+
+/**
+ * Keeps K and V of tokens of a layer, which go on where those before ended. The session
+ * has these tokens (kvt_session_append). Policies see the keys; then whole blocks are on
+ * their way into the store, the rest is in the tail.
+ *
+ * @param offload  The offload.
+ * @param layer    The layer.
+ * @param first    The position of the first: as many as the layer has.
+ * @param tokens   How many.
+ * @param k        K, or the latent.
+ * @param v        V; null for a latent.
+ * @param opts     Queue, tag, deadline, priority of the op; null for none.
+ * @param op_out   Receives an op, to be freed by you: when it is released `k` and `v` are
+ *                 yours again. Receives null where they are at once. May be null when the
+ *                 queue tells, and where fewer tokens are put than a block has.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (tokens that do not go on, that the session does not have,
+ *         keys that are not finite), KVT_E_BUDGET, KVT_E_IO (the full tail cannot leave: nothing
+ *         was taken, and the next put tries again), KVT_E_LIMIT, KVT_E_AGAIN, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *         kvt_offload_tokens says how far it came.
+ *
+ * Ownership: the caller owns the op. Threading: any thread; waits for a full tail to leave.
+ * Since 0.1.
+ */
+kvt_status_t kvt_offload_put(const struct kvt_offload_t *offload,
+                             uint32_t layer,
+                             uint32_t first,
+                             uint32_t tokens,
+                             const struct kvt_view_t *k,
+                             const struct kvt_view_t *v,
+                             const struct kvt_submit_opts_t *opts,
+                             struct kvt_op_t **op_out,
+                             struct kvt_error_t **err);
+
+/**
+ * Begins to load blocks of a layer into a buffer, which must be free. kvt_offload_blocks says
+ * which come, from now on; how many tokens that are with the tail, kvt_offload_wait.
+ *
+ * @param offload      The offload.
+ * @param buffer       Which buffer of the ring.
+ * @param layer        The layer.
+ * @param blocks       Only of these, ascending, and without the tail: a prompt in parts
+ *                     goes through earlier blocks so. Null = all there are, and the tail.
+ * @param block_count  How many.
+ * @param flags        KVT_OFFLOAD_CHOSEN or 0. With it `blocks` is not null unless there is
+ *                     none: then the tail comes alone.
+ * @param query        The layer's queries, [tokens, query heads, key dim], for which a
+ *                     policy selects; null = all blocks come.
+ * @param context      Where in the sequence that is.
+ * @param count_out    Receives how many blocks come; may be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY when the buffer is in use, KVT_E_LIMIT when it is too short for
+ *         the blocks, KVT_E_INVALID, KVT_E_AGAIN, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_load(const struct kvt_offload_t *offload,
+                              uint32_t buffer,
+                              uint32_t layer,
+                              const uint32_t *blocks,
+                              uint64_t block_count,
+                              uint64_t flags,
+                              const struct kvt_rows_t *query,
+                              const struct kvt_sparse_context_t *context,
+                              uint32_t *count_out,
+                              struct kvt_error_t **err);
+
+/**
+ * Waits until what is loaded into a buffer is there; the tail is then behind it, as it is
+ * now.
+ *
+ * @param offload  The offload.
+ * @param buffer   The buffer.
+ * @param out      Receives where K and V are; may be null.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND when a block is not in the store any more, KVT_E_STATE when
+ *         nothing is loaded, or a full tail became a block meanwhile: load again. KVT_E_IO,
+ *         KVT_E_CORRUPT, KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *         After a failure the buffer is free.
+ *
+ * Threading: any thread; waits. Since 0.1.
+ */
+kvt_status_t kvt_offload_wait(const struct kvt_offload_t *offload,
+                              uint32_t buffer,
+                              struct kvt_offload_kv_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * The engine has computed with a buffer, and does not read it any more. A load under way
+ * is given up.
+ *
+ * @param offload  The offload.
+ * @param buffer   The buffer.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_done(const struct kvt_offload_t *offload,
+                              uint32_t buffer,
+                              struct kvt_error_t **err);
+
+/**
+ * Begins a pass over all layers in their order. Layers of which nobody selects blocks by a
+ * query are loaded ahead, as many as there are buffers; where the policy is `predict`, the
+ * next layer is, by the query of the one before.
+ *
+ * @param offload  The offload; what it has loaded is given up.
+ * @param context  Where in the sequence that is.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_begin(const struct kvt_offload_t *offload,
+                               const struct kvt_sparse_context_t *context,
+                               struct kvt_error_t **err);
+
+/**
+ * Takes the next layer of a pass: its blocks are there, and its tail with all that was put.
+ *
+ * @param offload  The offload.
+ * @param layer    The layer: 0, 1, ... in this order.
+ * @param query    Its queries; null = all blocks come.
+ * @param out      Receives where K and V are, and in which buffer.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_offload_load and kvt_offload_wait; KVT_E_STATE when no pass has begun, or
+ *         it is another layer's turn.
+ *
+ * Threading: any thread; waits. Since 0.1.
+ */
+kvt_status_t kvt_offload_take(const struct kvt_offload_t *offload,
+                              uint32_t layer,
+                              const struct kvt_rows_t *query,
+                              struct kvt_offload_kv_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Gives the layer back that was taken: its buffer is used for one that is loaded ahead.
+ *
+ * @param offload  The offload.
+ * @param layer    The layer.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_STATE when it was not taken, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_give_back(const struct kvt_offload_t *offload,
+                                   uint32_t layer,
+                                   struct kvt_error_t **err);
+
+/**
+ * The blocks of a buffer, ascending; block i has the tokens from i * block_tokens on.
+ *
+ * @param offload    The offload.
+ * @param buffer     The buffer.
+ * @param blocks     Receives them; null = only the count is wanted.
+ * @param room       How many it has room for.
+ * @param count_out  Receives how many there are, also when there is no room for them.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_blocks(const struct kvt_offload_t *offload,
+                                uint32_t buffer,
+                                uint32_t *blocks,
+                                uint64_t room,
+                                uint64_t *count_out);
+
+/**
+ * Which rows of a buffer have tokens at these positions: what an index of positions is for
+ * kernels that read the buffer. Positions that are not in it are left out.
+ *
+ * @param offload    The offload.
+ * @param buffer     The buffer.
+ * @param positions  Positions in the sequence, ascending.
+ * @param count      How many.
+ * @param rows       Receives the rows, ascending; room for `count`. May be `positions`.
+ * @param count_out  Receives how many there are.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_rows(const struct kvt_offload_t *offload,
+                              uint32_t buffer,
+                              const uint32_t *positions,
+                              uint64_t count,
+                              uint32_t *rows,
+                              uint64_t *count_out);
+
+/**
+ * What each key got of the attention of some queries: policies that want to know it are
+ * told (h2o, tova, snapkv and those like it).
+ *
+ * @param offload    The offload.
+ * @param layer      The layer.
+ * @param queries    Of how many queries.
+ * @param sums       For each query head (or one row for all of them) a number for each token
+ *                   that is kept, in their order.
+ * @param sum_count  How many numbers that are.
+ * @param tokens     How many tokens are kept.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (numbers below zero or not finite, wrong counts), KVT_E_LIMIT,
+ *         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_observe(const struct kvt_offload_t *offload,
+                                 uint32_t layer,
+                                 uint32_t queries,
+                                 const float *sums,
+                                 uint64_t sum_count,
+                                 uint32_t tokens,
+                                 struct kvt_error_t **err);
+
+/**
+ * Has policies evict tokens of a layer, if some have to go. Nothing is moved in the store:
+ * blocks of which nothing is left are not loaded any more, and kvt_offload_kept says which
+ * tokens of the others kernels are to see.
+ *
+ * @param offload      The offload.
+ * @param layer        The layer.
+ * @param context      Where in the sequence that is.
+ * @param evicted_out  Receives 1 when some went, else 0; may be null.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED when both policies evict, KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_evict(const struct kvt_offload_t *offload,
+                               uint32_t layer,
+                               const struct kvt_sparse_context_t *context,
+                               uint32_t *evicted_out,
+                               struct kvt_error_t **err);
+
+/**
+ * Which tokens of a layer are left.
+ *
+ * @param offload    The offload.
+ * @param layer      The layer.
+ * @param head       Of which list: there are `heads_out` of them, one for each head of keys
+ *                   (or of queries), or one for all.
+ * @param positions  Receives positions, ascending; null = only counts are wanted.
+ * @param room       How many it has room for.
+ * @param count_out  Receives how many there are, also when there is no room for them.
+ * @param heads_out  Receives how many lists there are; 0 = all tokens are left. May be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_kept(const struct kvt_offload_t *offload,
+                              uint32_t layer,
+                              uint32_t head,
+                              uint32_t *positions,
+                              uint64_t room,
+                              uint64_t *count_out,
+                              uint32_t *heads_out);
+
+/**
+ * Tells a policy of rows of its own (dsa: what its indexer keeps of each token): kvt_offload_put
+ * tells all others of the model's keys.
+ *
+ * @param offload  The offload.
+ * @param layer    The layer.
+ * @param first    The position of the first token.
+ * @param keys     The rows.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_tell_keys(const struct kvt_offload_t *offload,
+                                   uint32_t layer,
+                                   uint32_t first,
+                                   const struct kvt_rows_t *keys,
+                                   struct kvt_error_t **err);
+
+/**
+ * Gives a policy numbers of the engine's for the next load of a layer: a score for each
+ * block that can be loaded (external), or a weight for each query and head (dsa).
+ *
+ * @param offload      The offload.
+ * @param layer        The layer.
+ * @param is_prefill   1 = for the policy for prompts, 0 = for text that is written.
+ * @param scores       The numbers.
+ * @param score_count  How many.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED when the policy wants none, KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_NOMEM, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_score(const struct kvt_offload_t *offload,
+                               uint32_t layer,
+                               uint32_t is_prefill,
+                               const float *scores,
+                               uint64_t score_count,
+                               struct kvt_error_t **err);
+
+/**
+ * Opens another offload for a session that was forked from an offload's (kvt_session_fork):
+ * it has the same tokens. The blocks in the store are those of both, the tails are copied,
+ * and so are the lists of tokens that are left; policies go on from what they know. It has a
+ * ring of its own, with nothing in it, which the store's account pays for, and counts from
+ * zero. A full tail leaves first.
+ *
+ * @param offload  The offload, which stays as it is.
+ * @param session  The new session; it has the tokens that the offload's layers have, and may
+ *                 have more.
+ * @param out      The new offload; close it with kvt_offload_close.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID when the session is the offload's own, another store's or
+ *         namespace's, or has other tokens; KVT_E_BUDGET, KVT_E_LIMIT, KVT_E_AGAIN,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the new offload. Threading: any thread; waits for a full tail to
+ * leave. Since 0.1.
+ */
+kvt_status_t kvt_offload_fork(const struct kvt_offload_t *offload,
+                              const struct kvt_session_t *session,
+                              struct kvt_offload_t **out,
+                              struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use crate::base::account::{Account, Held};
 use crate::base::core::Core;
 use crate::base::machine::MemoryFacts;
-use crate::base::op::{ISSUED, OpRef};
+use crate::base::op::{ISSUED, Op, OpRef};
 use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex, Weak};
@@ -403,7 +403,7 @@ impl Inner {
 }
 
 impl Owner for Budget {
-    fn abandoned(&self) {
+    fn abandoned(&self, _op: &Op) {
         // The one that went may have stood in the way, and what was promised to it
         // is not what the next one needs.
         let mut gone = Vec::new();

@@ -189,11 +189,11 @@ impl Core {
             self.refused.fetch_add(1, Ordering::Relaxed);
             return Err(Status::Again.into());
         }
-        if let Some(queue) = &opts.queue {
-            if let Err(error) = queue.reserve(n * opts.entries()) {
-                self.live.fetch_sub(n, Ordering::AcqRel);
-                return Err(error);
-            }
+        if let Some(queue) = &opts.queue
+            && let Err(error) = queue.reserve(n * opts.entries())
+        {
+            self.live.fetch_sub(n, Ordering::AcqRel);
+            return Err(error);
         }
         Ok(())
     }

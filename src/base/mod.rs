@@ -9,6 +9,7 @@ pub mod core;
 pub mod exposition;
 pub mod fault;
 pub mod fork;
+pub mod half;
 pub mod item;
 pub mod logging;
 pub mod machine;

@@ -102,8 +102,9 @@ pub struct Op {
     items_failed: AtomicU32,
     shares: AtomicU32,
     pub(super) bytes_done: AtomicU64,
-    /// What a promise came to.
+    /// What a promise came to, and where its owner has noted it.
     pub(super) value: AtomicU64,
+    pub(super) place: AtomicU32,
     pub(super) told: Mutex<Told>,
     changed: Condvar,
     run: Option<RunFn>,
@@ -144,6 +145,7 @@ impl Op {
             shares: AtomicU32::new(1),
             bytes_done: AtomicU64::new(0),
             value: AtomicU64::new(0),
+            place: AtomicU32::new(crate::base::promise::NOWHERE),
             told: Mutex::new(Told { error: None, unsent: opts.moments() }),
             changed: Condvar::new(),
             run,
@@ -381,7 +383,7 @@ impl Op {
         self.skip_rest(status);
         self.finish(status, None, None);
         if let Some(owner) = &self.owner {
-            owner.abandoned();
+            owner.abandoned(self);
         }
     }
 

@@ -5,12 +5,26 @@ use crate::base::op::{CANCEL, ISSUED, Op, RESOLVED};
 use crate::base::status::Status;
 use crate::base::sync::atomic::Ordering;
 
+/// Of an op that its owner has not noted yet.
+pub(super) const NOWHERE: u32 = u32::MAX;
+
 impl Op {
     /// The owner of a promise begins to carry it out: from here on it ends when the
     /// owner finishes it. False = it has ended already. A cancel or a deadline is told
     /// with [`Owner::abandoned`]; then [`Op::was_given_up`] says so.
     pub fn begin(&self) -> bool {
         self.claim_to_run()
+    }
+
+    /// Its owner notes where it has what is done for it, so that it finds that again when
+    /// the op is given up.
+    pub fn note_place(&self, place: u32) {
+        self.place.store(place, Ordering::Release);
+    }
+
+    /// Where that is.
+    pub fn place(&self) -> Option<u32> {
+        Some(self.place.load(Ordering::Acquire)).filter(|&place| place != NOWHERE)
     }
 
     /// It was begun, and is under way.
@@ -50,7 +64,7 @@ impl Op {
     /// Its owner carries it out, and should hear that nobody waits for it.
     pub(super) fn tell_owner(&self) {
         if let Some(owner) = &self.owner {
-            owner.abandoned();
+            owner.abandoned(self);
         }
     }
 }

@@ -9,6 +9,7 @@ use std::os::fd::RawFd;
 use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
 use crate::base::fault::Site;
+use crate::base::op::Op;
 use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, Mutex, Weak};
@@ -281,6 +282,14 @@ impl Queue {
         };
         self.pop(&mut inner, &mut take, BATCH);
         if n == 0 {
+            // Who closes may go on when nothing is signalled, and the user's data is gone
+            // with the last sink: that must not be this one. Not under the lock, either.
+            drop(inner);
+            drop(sink);
+            let mut inner = self.inner.lock();
+            if !inner.ring.is_empty() {
+                return true;
+            }
             inner.signalled = false;
             drop(inner);
             self.filled.notify_all();
@@ -340,7 +349,7 @@ impl Queue {
 }
 
 impl Owner for Queue {
-    fn abandoned(&self) {}
+    fn abandoned(&self, _op: &Op) {}
 
     fn shut(&self, status: Status) {
         if status == Status::Cancelled {

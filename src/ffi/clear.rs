@@ -1,4 +1,4 @@
-//! What leaves a store at the engine's wish, and pins that go.
+//! What leaves a store, or its memory, at the engine's wish, and pins that go.
 
 use crate::base::callback::refuse_reentry;
 use crate::base::status::Result;
@@ -27,10 +27,28 @@ pub struct kvt_clear_report_t {
     pub moving_chunks: u64,
 }
 
+/// What becomes of chunks in memory that are to go down.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_demote_report_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// Chunks that were on disk, too: their memory is given back.
+    pub freed_chunks: u64,
+    /// Chunks whose memory is given back as soon as they are on disk.
+    pub leaving_chunks: u64,
+    /// Chunks that stay: there is no disk.
+    pub staying_chunks: u64,
+}
+
 // SAFETY: integers alone; the first field is the size.
 unsafe impl Plain for kvt_clear_report_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_clear_report_t {}
+// SAFETY: as above.
+unsafe impl Plain for kvt_demote_report_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_demote_report_t {}
 
 fn report(cleared: &Cleared) -> kvt_clear_report_t {
     kvt_clear_report_t {
@@ -52,7 +70,7 @@ unsafe fn tell(out: *mut kvt_clear_report_t, cleared: &Cleared) {
 
 /// # Safety
 /// `out` is null or valid for the size it states.
-unsafe fn check(out: *mut kvt_clear_report_t) -> Result<()> {
+unsafe fn check<T: Sized_>(out: *mut T) -> Result<()> {
     // SAFETY: the caller's promise.
     if out.is_null() { Ok(()) } else { unsafe { check_out(out) } }
 }
@@ -140,6 +158,58 @@ pub unsafe extern "C" fn kvt_session_drop(
             })?;
             // SAFETY: checked above.
             unsafe { tell(out, &cleared) };
+            Ok(())
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Sends chunks of a session down: what of them is in memory is written to disk where it
+/// is not there yet, and its memory is given back. Never waits: events
+/// (KVT_STORE_REMOVED) and kvt_store_stats tell of the end. What admission and write=
+/// say does not count. Who holds or has pinned the chunks finds them on disk; a get brings
+/// them up again. What the disk refuses stays in memory as long as somebody holds it.
+///
+/// @param session      The session.
+/// @param first_token  Where they begin, a multiple of a chunk's tokens.
+/// @param tokens       How many, up to a multiple or the end; 0 = to the end.
+/// @param out          How many leave; start it with KVT_DEMOTE_REPORT_INIT. May be
+///                     null.
+/// @param err          Explains a failure; may be null.
+/// @return KVT_OK, also where nothing is in memory; KVT_E_INVALID, KVT_E_NOMEM,
+///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `out` is valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_demote(
+    session: *const kvt_session_t,
+    first_token: u64,
+    tokens: u64,
+    out: *mut kvt_demote_report_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        unsafe { check(out)? };
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            let demoted = noun.space.store.with(|core| {
+                let tokens = extent(core, noun.number, first_token, tokens)?;
+                core.demote_range(noun.number, first_token, tokens)
+            })?;
+            let filled = kvt_demote_report_t {
+                struct_size: 0,
+                freed_chunks: demoted.freed,
+                leaving_chunks: demoted.leaving,
+                staying_chunks: demoted.staying,
+            };
+            if !out.is_null() {
+                // SAFETY: checked above.
+                unsafe { write(out, &filled) };
+            }
             Ok(())
         })
     };

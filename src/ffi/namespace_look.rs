@@ -135,17 +135,17 @@ fn summary(look: &Look) -> kvt_lookup_t {
 }
 
 /// Where the results of a lookup go.
-struct Target {
-    ranges: *mut kvt_range_t,
-    capacity: u64,
-    stride_bytes: u64,
-    out_count: *mut u64,
-    out: *mut kvt_lookup_t,
+pub(crate) struct Target {
+    pub(crate) ranges: *mut kvt_range_t,
+    pub(crate) capacity: u64,
+    pub(crate) stride_bytes: u64,
+    pub(crate) out_count: *mut u64,
+    pub(crate) out: *mut kvt_lookup_t,
 }
 
 /// # Safety
 /// As the exported functions that call it.
-unsafe fn answer(
+pub(crate) unsafe fn answer(
     space: *const kvt_namespace_t,
     to: &Target,
     look: impl FnOnce(&Space) -> Result<Look>,

@@ -353,7 +353,7 @@ pub unsafe extern "C" fn kvt_policy_gauge_at(
     })
 }
 
-fn log_entry(entry: &Entry) -> kvt_policy_log_entry_t {
+pub(crate) fn log_entry(entry: &Entry) -> kvt_policy_log_entry_t {
     let Entry { number, at_ns, id, session, stamp_ns, score, .. } = *entry;
     let Entry { units, hits, queue, has_session, policy, reserved, .. } = *entry;
     kvt_policy_log_entry_t {

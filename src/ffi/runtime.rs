@@ -18,6 +18,7 @@ use crate::ffi::guard::{foreign, guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::logging::kvt_destroy_fn;
 use crate::ffi::namespace::NamespaceNoun;
+use crate::ffi::offload::OffloadNoun;
 use crate::ffi::queue::QueueNoun;
 use crate::ffi::session::SessionNoun;
 use crate::ffi::slice::{require, text};
@@ -115,6 +116,8 @@ pub struct kvt_close_report_t {
     pub namespaces: u64,
     /// Sessions not closed.
     pub sessions: u64,
+    /// Offloads not closed.
+    pub offloads: u64,
 }
 
 // SAFETY: integers, raw pointers and nullable functions; the first field is the size.
@@ -268,6 +271,7 @@ fn warn_of(left: &kvt_close_report_t) {
         (left.stores, "stores"),
         (left.namespaces, "namespaces"),
         (left.sessions, "sessions"),
+        (left.offloads, "offloads"),
     ];
     let open = counts.iter().filter(|(count, _)| *count > 0);
     let words: Vec<String> = open.map(|(count, what)| format!("{count} {what}")).collect();
@@ -287,6 +291,7 @@ fn census(core: &Arc<Core>) -> kvt_close_report_t {
     StoreNoun::table().visit(|n| left.stores += same(&n.core));
     NamespaceNoun::table().visit(|n| left.namespaces += same(&n.0.core));
     SessionNoun::table().visit(|n| left.sessions += same(&n.space.core));
+    OffloadNoun::table().visit(|n| left.offloads += same(&n.session.space.core));
     left
 }
 

@@ -16,13 +16,19 @@ use crate::ffi::policy_use::numbers;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, known_flags, read};
+use crate::kv::core::moves::MAX_MOVE_CHUNKS;
 use crate::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
-use crate::kv::core::{Deed, Level, Rectangle};
+use crate::kv::core::{Deed, Level, Rectangle, Wanted};
 
 /// An op for each layer: ops_out then receives one per layer of the move, and the
 /// tag of layer i of the move is the given one plus i. The move is given up once all
 /// of them were cancelled.
 pub const KVT_MOVE_EACH_LAYER: u64 = 1;
+/// Of a get or a prefetch: only what going on after its last token needs. Of layers with a
+/// window that is the chunks that have one of the window's last tokens, of layers with a
+/// state the last chunk; their other cells are left alone, and are no misses. So a segment
+/// of a plan can be got as it is planned. Views describe all tokens of the move.
+pub const KVT_MOVE_REUSE: u64 = 2;
 
 /// A put has ended when the cells are in memory.
 pub const KVT_LEVEL_RAM: u32 = 0;
@@ -104,6 +110,12 @@ pub struct kvt_move_t {
     /// then, targets in use by nobody. Null = now. The handle may be closed once it was
     /// signalled. Prefetch before, if what comes from disk is to come meanwhile.
     pub ready: *const kvt_event_t,
+    /// Of a get or a prefetch: the chunks that are wanted, 0 = the one of first_token,
+    /// ascending; copied. Views have their tokens one after the other, and no others. Null =
+    /// all. What a sparse policy selects is got so.
+    pub chunks: *const u32,
+    /// How many.
+    pub chunk_count: u64,
 }
 
 // SAFETY: integers and raw pointers.
@@ -191,6 +203,21 @@ unsafe fn plane_of(
     }))
 }
 
+/// A plane of a view that says itself how many tokens it has.
+///
+/// # Safety
+/// As [`place_of`].
+pub(crate) unsafe fn plane_alone(view: &kvt_view_t) -> Result<PlaneView> {
+    if view.tokens == 0 && view.pages.is_null() {
+        fail!(Invalid, "a view without pages says here how many tokens it has");
+    }
+    // SAFETY: the caller's promise.
+    match unsafe { plane_of(view, view.tokens.into(), &mut Tables::new())? } {
+        Some(plane) => Ok(plane),
+        None => fail!(Invalid, "the view is empty"),
+    }
+}
+
 /// # Safety
 /// The arrays of `given` are null or valid for reads of `layers` views.
 unsafe fn views_of(given: &kvt_move_t, layers: usize, tokens: u64) -> Result<Views> {
@@ -232,6 +259,32 @@ fn level_of(given: &kvt_move_t, deed: Deed) -> Result<Level> {
     }
 }
 
+/// # Safety
+/// `chunks` of `given` is null or valid for reads.
+unsafe fn wanted_of(given: &kvt_move_t, deed: Deed) -> Result<Wanted> {
+    let needed = given.flags & KVT_MOVE_REUSE != 0;
+    if needed && deed == Deed::Put {
+        fail!(Invalid, "KVT_MOVE_REUSE has no meaning for a put");
+    }
+    // SAFETY: the caller's promise.
+    let chunks = unsafe { numbers(given.chunks, given.chunk_count, MAX_MOVE_CHUNKS)? };
+    if !given.chunks.is_null() && chunks.is_empty() {
+        fail!(Invalid, "chunk_count is 0 and chunks is not null: a move of nothing");
+    }
+    match (chunks.is_empty(), needed) {
+        (true, true) => Ok(Wanted::Needed),
+        (true, false) => Ok(Wanted::All),
+        (false, true) => fail!(Invalid, "KVT_MOVE_REUSE and chunks: one or the other"),
+        (false, false) if deed == Deed::Put => fail!(Invalid, "chunks are for gets alone"),
+        (false, false) => {
+            let mut wanted = Vec::new();
+            wanted.try_reserve_exact(chunks.len()).map_err(|_| Status::NoMem)?;
+            wanted.extend_from_slice(chunks);
+            Ok(Wanted::Chunks(wanted))
+        }
+    }
+}
+
 /// The tokens and the layers of a move, with what 0 stands for.
 fn extent_of(noun: &SessionNoun, given: &kvt_move_t) -> Result<(u64, usize)> {
     let all = noun.space.layers;
@@ -264,7 +317,9 @@ unsafe fn submit(
         // SAFETY: the caller's promise.
         let (given, (opts, each)) =
             unsafe { (read(rectangle)?, submit_opts(opts, ops_out.is_null())?) };
-        known_flags(given.flags, KVT_MOVE_EACH_LAYER)?;
+        known_flags(given.flags, KVT_MOVE_EACH_LAYER | KVT_MOVE_REUSE)?;
+        // SAFETY: the caller's promise.
+        let wanted = unsafe { wanted_of(&given, deed)? };
         if each {
             fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a move: see KVT_MOVE_EACH_LAYER");
         }
@@ -290,6 +345,7 @@ unsafe fn submit(
                 first_layer: given.first_layer as usize,
                 layers,
                 by_layer: given.flags & KVT_MOVE_EACH_LAYER != 0,
+                wanted,
                 views: Arc::new(views),
             };
             let (store, ready) = (&noun.space.store, ready.as_deref());

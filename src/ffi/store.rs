@@ -16,8 +16,9 @@ use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
-use crate::kv::core::Adopted;
-use crate::kv::core::gauge::Report;
+use crate::kv::core::gauge::{Engine, Report};
+use crate::kv::core::{Adopted, Write};
+use crate::kv::fields::Fields;
 use crate::kv::spec::StoreSpec;
 use crate::kv::store::Store;
 
@@ -25,7 +26,24 @@ use crate::kv::store::Store;
 /// locked: any thread may use it.
 pub struct kvt_store_t(());
 
-/// How to open a store. Zero is the default everywhere.
+/// To disk as soon as a put has ended.
+pub const KVT_WRITE_THROUGH: u32 = 1;
+/// To disk when the memory is needed.
+pub const KVT_WRITE_BACK: u32 = 2;
+/// To disk only when a put asks for it.
+pub const KVT_WRITE_NEVER: u32 = 3;
+
+/// There is no disk.
+pub const KVT_IO_NONE: u32 = 0;
+/// Files are read and written one transfer at a time, by threads.
+pub const KVT_IO_THREADS: u32 = 1;
+/// Files are read and written many transfers at once, by io_uring.
+pub const KVT_IO_URING: u32 = 2;
+
+const _: () = assert!(KVT_IO_URING == Engine::Uring as u32 && KVT_IO_NONE == Engine::None as u32);
+
+/// How to open a store. Zero is the default everywhere. Fields that are set count instead
+/// of what the spec says, and are read by the same rules.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvt_store_opts_t {
@@ -34,10 +52,30 @@ pub struct kvt_store_opts_t {
     /// None are defined yet: 0.
     pub flags: u64,
     /// The spec, such as "store(host=8GiB, disk=disk(path=\"kv\", bytes=200GiB))";
-    /// null = "store": 1 GiB of memory and no disk. See docs/store.md.
+    /// null = "store": 1 GiB of memory and no disk. docs/abi.md has its parameters.
     pub spec: *const c_char,
     /// Length of the spec.
     pub spec_bytes: u64,
+    /// Most bytes of cells in memory (`host`); 0 = as the spec says.
+    pub host_bytes: u64,
+    /// Most bytes of all files (`disk(bytes=...)`); 0 = as the spec says.
+    pub disk_bytes: u64,
+    /// The directory of the disk tier (`disk(path=...)`), UTF-8; null = as the spec says.
+    pub disk_path: *const c_char,
+    /// Length of that.
+    pub disk_path_bytes: u64,
+    /// Who leaves memory (`policy`); null = as the spec says.
+    pub policy: *const c_char,
+    /// Length of that.
+    pub policy_bytes: u64,
+    /// Who leaves the disk (`disk_policy`); null = as the spec says.
+    pub disk_policy: *const c_char,
+    /// Length of that.
+    pub disk_policy_bytes: u64,
+    /// KVT_WRITE_*; 0 = as the spec says.
+    pub write: u32,
+    /// Always 0.
+    pub reserved: u32,
 }
 
 /// What a store counts since it was opened, and what it has now.
@@ -134,6 +172,25 @@ pub struct kvt_store_stats_t {
     pub found_cells: u64,
     /// Cells that were found and of no use.
     pub found_useless_cells: u64,
+    /// Chunks that admission let go to disk.
+    pub admission_admitted: u64,
+    /// Bytes of them.
+    pub admission_admitted_bytes: u64,
+    /// Chunks that it kept from there, since nothing is admitted.
+    pub admission_refused_never: u64,
+    /// Since they had too few uses.
+    pub admission_refused_hits: u64,
+    /// Since the class of their session was too low.
+    pub admission_refused_priority: u64,
+    /// Since they were too small or too large.
+    pub admission_refused_size: u64,
+    /// Since the day's writes were used up.
+    pub admission_refused_wear: u64,
+    /// How files are read and written now, KVT_IO_*; why not in a better way is in
+    /// kvt_store_metrics.
+    pub disk_engine: u32,
+    /// 1: past the page cache, 0: through it.
+    pub disk_direct: u32,
 }
 
 // SAFETY: integers and a raw pointer; the first field is the size.
@@ -159,6 +216,31 @@ impl Noun for StoreNoun {
     const NAME: &'static str = "store";
     fn table() -> &'static Slab<Self> {
         &STORES
+    }
+}
+
+/// # Safety
+/// Its texts are null or valid for their lengths.
+unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
+    known_flags(given.flags, 0)?;
+    if given.reserved != 0 {
+        fail!(Invalid, "reserved is {}", given.reserved);
+    }
+    let write = match given.write {
+        0 => None,
+        KVT_WRITE_THROUGH => Some(Write::Through),
+        KVT_WRITE_BACK => Some(Write::Back),
+        KVT_WRITE_NEVER => Some(Write::Never),
+        other => fail!(Invalid, "write is {other}, none of KVT_WRITE_*"),
+    };
+    let (host_bytes, disk_bytes) = (given.host_bytes, given.disk_bytes);
+    // SAFETY: the caller's promise.
+    unsafe {
+        let disk_path = text(given.disk_path, given.disk_path_bytes)?;
+        let policy = text(given.policy, given.policy_bytes)?;
+        let disk_policy = text(given.disk_policy, given.disk_policy_bytes)?;
+        let fields = Fields { host_bytes, disk_bytes, disk_path, policy, disk_policy, write };
+        fields.over(text(given.spec, given.spec_bytes)?)
     }
 }
 
@@ -191,13 +273,10 @@ pub unsafe extern "C" fn kvt_store_open(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let (given, spec) = unsafe {
+        let spec = unsafe {
             require(out)?;
-            let given = read(opts)?;
-            (given, text(given.spec, given.spec_bytes)?)
+            spec_of(&read(opts)?)?
         };
-        known_flags(given.flags, 0)?;
-        let spec = StoreSpec::parse(spec)?;
         let budget = match budget.is_null() {
             true => None,
             false => Some(pin::<BudgetNoun>(budget, Access::Use)?.0.clone()),
@@ -285,6 +364,7 @@ fn filled(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
     let Report { counters: c, host, disk, .. } = report;
     let disk_stats = &disk.stats;
     let [puts, gets, prefetches] = c.moves;
+    let [never, hits, priority, size, wear] = report.admission_refused;
     kvt_store_stats_t {
         struct_size: 0,
         puts,
@@ -331,6 +411,15 @@ fn filled(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
         found_chunks: adopted.chunks,
         found_cells: adopted.cells,
         found_useless_cells: adopted.dropped,
+        admission_admitted: report.admission_admitted,
+        admission_admitted_bytes: report.admission_admitted_bytes,
+        admission_refused_never: never,
+        admission_refused_hits: hits,
+        admission_refused_priority: priority,
+        admission_refused_size: size,
+        admission_refused_wear: wear,
+        disk_engine: disk.engine as u32,
+        disk_direct: u32::from(disk.is_direct),
     }
 }
 

@@ -13,8 +13,12 @@ pub mod chain;
 mod fields;
 mod hashes;
 pub mod identity;
+pub mod media;
 pub mod private;
 pub mod recipe;
+mod sparse;
+
+pub use sparse::sparse_key;
 
 /// Most tokens of a chunk.
 pub const MAX_CHUNK_TOKENS: u32 = 65_536;

@@ -285,10 +285,10 @@ impl<R: BufRead> Read for Unpacked<R> {
                 return self.decoder.read(out);
             }
             if self.open && self.decoder.is_finished() {
-                if let Some(told) = self.decoder.get_checksum_from_data() {
-                    if self.decoder.get_calculated_checksum() != Some(told) {
-                        return Err(damaged("the checksum differs"));
-                    }
+                if let Some(told) = self.decoder.get_checksum_from_data()
+                    && self.decoder.get_calculated_checksum() != Some(told)
+                {
+                    return Err(damaged("the checksum differs"));
                 }
                 self.open = false;
             }

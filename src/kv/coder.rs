@@ -1,5 +1,6 @@
 //! Cells on their way to disk and back are coded in memory that the disk tier lends,
-//! batch by batch: so much, or one record or cell, at once. Nothing is locked meanwhile.
+//! batch by batch: as much as there is, or one record or cell, at once. Nothing is locked
+//! meanwhile.
 
 use std::ops::Range;
 
@@ -8,27 +9,30 @@ use crate::format::codec::cell::{self, Plane};
 use crate::format::codec::{Codec, Shape};
 use crate::format::segment::BLOCK_BYTES;
 use crate::kv::core::work::{Decoding, ReadBatch, WriteBatch};
-use crate::tier::disk::{DiskTier, GetPlane, PutPlane, Scratch};
+use crate::tier::disk::{DiskTier, GetPlane, Lent, PutPlane};
 
-/// Bytes that are coded at once, unless one record or cell is longer.
+/// Bytes that are coded at once, if there is memory for it and no record or cell is
+/// longer.
 const MOST_BYTES: u64 = 12 << 20;
 
-/// Writes a batch. Cells are coded first; where there is no memory for that they are
-/// written as they are.
+/// Writes a batch. Cells are coded first; those of a record for which there is no memory
+/// are written as they are.
 ///
 /// # Safety
 /// As [`DiskTier::append`].
 pub(super) unsafe fn write(batch: &mut WriteBatch, disk: &DiskTier) {
     let (mut next, all) = (0, batch.puts.len());
     while next < all {
-        let (records, bytes) = portion(next, all, |record| {
-            batch.puts.cells_of(record).map(|cell| room_of(batch, cell)).sum()
-        });
-        next = records.end;
+        let need = |record| batch.puts.cells_of(record).map(|cell| room_of(batch, cell)).sum();
+        let (mut records, bytes) = portion(next, all, MOST_BYTES, need);
         let scratch = match bytes {
             0 => None,
-            _ => disk.scratch(bytes).inspect_err(|error| log::debug!("not coded: {error}")).ok(),
+            _ => disk.scratch(0, bytes).inspect_err(|error| log::debug!("not coded: {error}")).ok(),
         };
+        if let Some(scratch) = scratch.as_ref().filter(|scratch| scratch.bytes() < bytes) {
+            records = portion(next, all, scratch.bytes(), need).0;
+        }
+        next = records.end;
         if let Some(scratch) = &scratch {
             let mut used = 0;
             for record in records.clone() {
@@ -43,13 +47,12 @@ pub(super) unsafe fn write(batch: &mut WriteBatch, disk: &DiskTier) {
     }
 }
 
-/// As many from `next` on as need no more than is coded at once, one at least; and
-/// what they need.
-fn portion(next: usize, all: usize, need: impl Fn(usize) -> u64) -> (Range<usize>, u64) {
+/// As many from `next` on as need no more than `most`, one at least; and what they need.
+fn portion(next: usize, all: usize, most: u64, need: impl Fn(usize) -> u64) -> (Range<usize>, u64) {
     let (mut end, mut bytes) = (next, 0u64);
     while end < all {
         let more = need(end);
-        if end > next && bytes.saturating_add(more) > MOST_BYTES {
+        if end > next && bytes.saturating_add(more) > most {
             break;
         }
         (end, bytes) = (end + 1, bytes.saturating_add(more));
@@ -73,7 +76,7 @@ fn room_of(batch: &WriteBatch, cell: usize) -> u64 {
 ///
 /// # Safety
 /// As [`write`].
-unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &Scratch<'_>, used: u64) -> u64 {
+unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &Lent<'_>, used: u64) -> u64 {
     let room = room_of(batch, cell);
     let (Some(coding), Some(address)) = (batch.codings.get_mut(cell), scratch.range(used, room))
     else {
@@ -110,14 +113,29 @@ unsafe fn code(batch: &mut WriteBatch, cell: usize, scratch: &Scratch<'_>, used:
 pub(super) unsafe fn read(batch: &mut ReadBatch, disk: &DiskTier) {
     let (mut next, mut coded, all) = (0, 0, batch.gets.len());
     while next < all {
-        let (cells, bytes) = portion(next, all, |get| bytes_of(batch, get));
+        let need = |get| bytes_of(batch, get);
+        let (mut cells, bytes) = portion(next, all, MOST_BYTES, need);
+        let first = need(next);
+        let scratch = if bytes > 0 { disk.scratch(first, bytes).map(Some) } else { Ok(None) };
+        match &scratch {
+            Ok(Some(scratch)) if scratch.bytes() < bytes => {
+                cells = portion(next, all, scratch.bytes(), need).0;
+            }
+            Err(_) => cells.end = next + 1,
+            Ok(_) => {}
+        }
         next = cells.end;
         let rest = batch.decodings.get(coded..).unwrap_or(&[]);
         let count = rest.iter().take_while(|decoding| decoding.get < cells.end).count();
         let these = coded..coded + count;
         coded = these.end;
-        // SAFETY: the caller's promise.
-        unsafe { read_portion(batch, disk, cells, these, bytes) };
+        match scratch {
+            Err(error) if first > 0 => batch.gets.fail(cells.start, error),
+            // SAFETY: the caller's promise.
+            scratch => unsafe {
+                read_portion(batch, disk, cells, these, scratch.ok().flatten().as_ref());
+            },
+        }
     }
 }
 
@@ -133,32 +151,10 @@ unsafe fn read_portion(
     disk: &DiskTier,
     cells: Range<usize>,
     coded: Range<usize>,
-    bytes: u64,
+    scratch: Option<&Lent<'_>>,
 ) {
     let decodings = batch.decodings.get(coded).unwrap_or(&[]);
-    let scratch = match bytes {
-        0 => None,
-        _ => match disk.scratch(bytes) {
-            Ok(scratch) => Some(scratch),
-            // One at a time, then.
-            Err(_) if cells.len() > 1 => {
-                for get in cells {
-                    let first = batch.decodings.partition_point(|decoding| decoding.get < get);
-                    let one = batch.decodings.get(first).is_some_and(|one| one.get == get);
-                    let bytes = bytes_of(batch, get);
-                    let coded = first..first + usize::from(one);
-                    // SAFETY: the caller's promise.
-                    unsafe { read_portion(batch, disk, get..get + 1, coded, bytes) };
-                }
-                return;
-            }
-            Err(error) => {
-                cells.for_each(|get| batch.gets.fail(get, error.clone()));
-                return;
-            }
-        },
-    };
-    if let Some(scratch) = &scratch {
+    if let Some(scratch) = scratch {
         let mut used = 0;
         for decoding in decodings {
             let bytes = bytes_of(batch, decoding.get);

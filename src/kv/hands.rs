@@ -40,8 +40,11 @@ impl Tools {
                 Ok(())
             }
             (Work::Writes(batch), Some(disk)) => {
-                // SAFETY: pieces of memory that the core keeps as they are meanwhile.
-                unsafe { coder::write(batch, disk) };
+                // What an opening has to know of the chunks is there before them.
+                if batch.write_notes(|name, content| disk.put_session(name, content)) {
+                    // SAFETY: pieces of memory that the core keeps as they are meanwhile.
+                    unsafe { coder::write(batch, disk) };
+                }
                 Ok(())
             }
             (Work::Syncs(batch), Some(disk)) => {
@@ -102,6 +105,5 @@ fn keep_up(upkeep: &Upkeep, disk: &Arc<DiskTier>, books: &mut dyn Books) -> Resu
         }
         Upkeep::Clean(number) => disk.clean(*number, books).map(|_| ()),
         Upkeep::Checkpoint(checkpoint) => checkpoint.write(disk, books),
-        Upkeep::Note(_, name, content) => disk.put_session(name, content).map(|_| ()),
     }
 }

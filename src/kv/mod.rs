@@ -7,6 +7,7 @@ mod coder;
 pub mod control;
 pub mod core;
 pub mod events;
+pub mod fields;
 pub mod hands;
 pub mod path;
 pub mod plan;

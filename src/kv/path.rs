@@ -5,6 +5,7 @@
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::keys::chain::Chain;
+use crate::format::keys::media::{self, Medium};
 use crate::format::keys::private::private_key;
 use crate::meta::chunks::{Chunks, NewChunk};
 use crate::meta::index::{NONE, Slot};
@@ -42,6 +43,8 @@ pub struct Path {
     /// What the session is called in keys of its own.
     name: Vec<u8>,
     tokens: Vec<u32>,
+    /// What of that its tokens do not say, by place.
+    media: Vec<Medium>,
     keys: Vec<Key>,
     /// A slot a key, NONE where the chunk is not in the table. Each is held.
     slots: Vec<Slot>,
@@ -60,13 +63,18 @@ impl Path {
             fail!(NoMem, "no memory for a name of {} bytes", name.len());
         }
         own.extend_from_slice(name);
-        let (tokens, keys, slots) = (Vec::new(), Vec::new(), Vec::new());
-        Ok(Path { home, name: own, tokens, keys, slots, known: 0, tail: None })
+        let (tokens, media, keys, slots) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Ok(Path { home, name: own, tokens, media, keys, slots, known: 0, tail: None })
     }
 
     /// Its tokens.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
+    }
+
+    /// Its media, by place.
+    pub fn media(&self) -> &[Medium] {
+        &self.media
     }
 
     /// The keys of its full chunks.
@@ -90,28 +98,49 @@ impl Path {
 
     /// Adds tokens, and finds the chunks that they fill. Nothing changes on failure.
     pub fn append(&mut self, chunks: &mut Chunks, tokens: &[u32]) -> Result<()> {
+        self.append_media(chunks, tokens, &[])
+    }
+
+    /// The same, with media that start in these tokens, by the places that they have then.
+    pub fn append_media(
+        &mut self,
+        chunks: &mut Chunks,
+        tokens: &[u32],
+        media: &[Medium],
+    ) -> Result<()> {
         let each = self.home.chunk_tokens as usize;
-        let all = self.tokens.len().saturating_add(tokens.len());
+        let (before, all) = (self.tokens.len(), self.tokens.len().saturating_add(tokens.len()));
         if all > MAX_TOKENS {
             fail!(Limit, "a session of {all} tokens, the limit is {MAX_TOKENS}");
         }
+        media::check(media, before as u64..all as u64)?;
         let more = all / each - self.keys.len();
         if self.tokens.try_reserve(tokens.len()).is_err()
+            || self.media.try_reserve(media.len()).is_err()
             || self.keys.try_reserve(more).is_err()
             || self.slots.try_reserve(more).is_err()
         {
             fail!(NoMem, "no memory for {} more tokens", tokens.len());
         }
-        let known = self.keys.len();
+        let (known, media_before) = (self.keys.len(), self.media.len());
         let mut chain = Chain::after(self.key_before(known), known as u64, self.home.chunk_tokens)?;
-        let before = self.tokens.len();
         self.tokens.extend_from_slice(tokens);
-        if let Err(error) = chain.extend(&self.tokens[known * each..], &[], &mut self.keys) {
+        self.media.extend_from_slice(media);
+        let added = media::extras(self.media_from(known), self.home.chunk_tokens)
+            .and_then(|all| chain.extend(&self.tokens[known * each..], &all, &mut self.keys));
+        if let Err(error) = added {
             self.tokens.truncate(before);
+            self.media.truncate(media_before);
             return Err(error);
         }
         self.slots.resize(self.keys.len(), NONE);
         self.find(chunks, known)
+    }
+
+    /// The media that start in a chunk, or behind it.
+    fn media_from(&self, chunk: usize) -> &[Medium] {
+        let first = (chunk * self.home.chunk_tokens as usize) as u64;
+        &self.media[self.media.partition_point(|one| one.token < first)..]
     }
 
     /// Looks again for chunks that were not in the table: others may have stored them.
@@ -148,10 +177,12 @@ impl Path {
     /// Makes rows for the full chunks before `until` that have none.
     pub fn make(&mut self, chunks: &mut Chunks, until: usize) -> Result<()> {
         for at in self.known()..until.min(self.slots.len()) {
+            let parent = at.checked_sub(1).map_or(NONE, |above| self.slots[above]);
             if self.slots[at] != NONE {
+                // It may have been found without the one before it.
+                chunks.join(self.slots[at], parent);
                 continue;
             }
-            let parent = at.checked_sub(1).map_or(NONE, |above| self.slots[above]);
             let new = NewChunk {
                 key: self.keys[at],
                 namespace: self.home.namespace,
@@ -184,7 +215,8 @@ impl Path {
         if let Some(slot) = self.tail() {
             return Ok(Some(slot));
         }
-        let key = private_key(&self.key_before(full), &self.name, rest, None)?;
+        let extra = media::extra(self.media_from(full), (full * each) as u64);
+        let key = private_key(&self.key_before(full), &self.name, rest, extra.as_ref())?;
         self.make(chunks, full)?;
         let new = NewChunk {
             key,
@@ -203,10 +235,10 @@ impl Path {
     }
 
     fn drop_tail(&mut self, chunks: &mut Chunks, freed: &mut dyn FnMut(Slot)) -> Result<()> {
-        if let Some(tail) = self.tail.take() {
-            if chunks.release(tail.slot)? {
-                freed(tail.slot);
-            }
+        if let Some(tail) = self.tail.take()
+            && chunks.release(tail.slot)?
+        {
+            freed(tail.slot);
         }
         Ok(())
     }
@@ -254,6 +286,7 @@ impl Path {
         }
         self.keys.truncate(full);
         self.tokens.truncate(tokens);
+        self.media.truncate(self.media.partition_point(|one| one.token < tokens as u64));
         Ok(())
     }
 
@@ -262,21 +295,23 @@ impl Path {
     pub fn fork(&self, chunks: &mut Chunks, session: u32, name: &[u8]) -> Result<Path> {
         let mut other = Path::new(Home { session, ..self.home }, name)?;
         if other.tokens.try_reserve_exact(self.tokens.len()).is_err()
+            || other.media.try_reserve_exact(self.media.len()).is_err()
             || other.keys.try_reserve_exact(self.keys.len()).is_err()
             || other.slots.try_reserve_exact(self.slots.len()).is_err()
         {
             fail!(NoMem, "no memory for a fork of {} tokens", self.tokens.len());
         }
         for &slot in &self.slots {
-            if slot != NONE {
-                if let Err(error) = chunks.retain(slot) {
-                    other.truncate(chunks, 0, &mut |_| ())?;
-                    return Err(error);
-                }
+            if slot != NONE
+                && let Err(error) = chunks.retain(slot)
+            {
+                other.truncate(chunks, 0, &mut |_| ())?;
+                return Err(error);
             }
             other.slots.push(slot);
         }
         other.tokens.extend_from_slice(&self.tokens);
+        other.media.extend_from_slice(&self.media);
         other.keys.extend_from_slice(&self.keys);
         Ok(other)
     }
@@ -365,7 +400,15 @@ mod tests {
             for (what, at, token, count) in calls {
                 let tokens = vec![token; count];
                 match what {
-                    0 | 1 => paths[at].append(&mut chunks, &tokens).expect("few"),
+                    0 => paths[at].append(&mut chunks, &tokens).expect("few"),
+                    1 => {
+                        // Two digests: the same tokens are not the same chunks any more.
+                        let place = (paths[at].tokens().len() + count / 2) as u64;
+                        let media: Vec<Medium> = (0..u64::from(token).min(count as u64 / 3))
+                            .map(|i| Medium { token: place + i, digest: [count as u8; 32] })
+                            .collect();
+                        paths[at].append_media(&mut chunks, &tokens, &media).expect("few");
+                    }
                     2 => paths[at].make(&mut chunks, count).expect("room"),
                     3 => drop(paths[at].make_tail(&mut chunks, &mut |_| ()).expect("room")),
                     4 => {
@@ -384,7 +427,9 @@ mod tests {
                 for path in &paths {
                     let mut chain = Chain::new(home(0).key, EACH).expect("a size");
                     let mut keys = Vec::new();
-                    chain.extend(path.tokens(), &[], &mut keys).expect("few");
+                    let media = media::extras(path.media(), EACH).expect("few");
+                    chain.extend(path.tokens(), &media, &mut keys).expect("few");
+                    prop_assert!(path.media().iter().all(|m| m.token < path.tokens().len() as u64));
                     prop_assert_eq!(path.keys(), &keys[..]);
                     let tail = path.tail.map(|tail| tail.slot);
                     let slots = path.slots().iter().copied().filter(|&slot| slot != NONE);

@@ -6,6 +6,8 @@
 //! | `disk` | none | `disk(path="...", bytes=...)`: the disk tier |
 //! | `policy` | `horizon` | who leaves memory: any policy |
 //! | `disk_policy` | `lru` | who leaves the disk |
+//! | `grain` | `chunk` | what policies choose among: `chunk`; `cell`: late layers leave memory before early ones; `session`: what a session was the last to use leaves together |
+//! | `drop` | `chunk` | what is gone from the last tier goes with all its layers; `cell` (with `grain=cell`): cell by cell |
 //! | `write` | `back` | `through`: to disk as soon as a put has ended; `back`: when its memory is needed; `never`: only when a put asks for it |
 //! | `codec` | `none` | `lz4`: cells are smaller on disk, and lose nothing; a namespace's recipe may say otherwise, also `int8` (see `docs/keys.md`) |
 //! | `admission` | `all` | what may go to disk: `all`, `none`, `select(...)` |
@@ -32,7 +34,9 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::io::real::RealOpts;
+use crate::kv::core::grain::Grain;
 use crate::kv::core::{Config, Write};
+use crate::policy::custom;
 
 /// A disk tier as described.
 #[derive(Clone, Debug)]
@@ -75,17 +79,25 @@ impl StoreSpec {
         }
         let mut reader = Reader::new(spec);
         let usual = Config::default();
+        let grain = reader.choice("grain", &["chunk", "cell", "session"])?;
+        let drops = reader.choice("drop", &["chunk", "cell"])?;
         let write = reader.choice("write", &["through", "back", "never"])?;
         let config = Config {
             host_bytes: reader.bytes("host", usual.host_bytes)?,
             host_policy: policy(&mut reader, "policy", &usual.host_policy)?,
             disk_policy: policy(&mut reader, "disk_policy", &usual.disk_policy)?,
+            grain: match grain {
+                Some(1) => Grain::Cell,
+                Some(2) => Grain::Session,
+                _ => usual.grain,
+            },
+            drop_cells: drops == Some(1),
             write: match write {
                 Some(0) => Write::Through,
                 Some(2) => Write::Never,
                 _ => usual.write,
             },
-            admission: policy(&mut reader, "admission", &usual.admission)?,
+            admission: written(&mut reader, "admission", &usual.admission)?,
             // One that loses something is a matter of recipes, not of stores.
             codec: match reader.choice("codec", &["none", "lz4"])? {
                 Some(1) => Codec::Lz4,
@@ -113,8 +125,16 @@ impl StoreSpec {
     }
 }
 
-/// A policy's spec as it was written.
+/// A policy's spec as it was written; one that a store can have.
 fn policy(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String> {
+    if let Some(spec) = reader.spec(key)? {
+        custom::refuse(spec, "a store")?;
+    }
+    written(reader, key, usual)
+}
+
+/// A spec as it was written.
+fn written(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String> {
     Ok(reader.spec(key)?.map_or_else(|| usual.to_string(), |spec| spec.to_string()))
 }
 
@@ -167,6 +187,8 @@ mod tests {
             ("store(write=thru)", "through"),
             ("store(codec=lz)", "lz4"),
             ("store(codec=int8)", "none"),
+            ("store(policy=custom)", "at offset 13 needs a score function, and a store has none"),
+            ("store(disk_policy=qos(inner=custom))", "'custom' at offset 28"),
         ] {
             let error = StoreSpec::parse(bad).unwrap_err();
             assert!(error.message().contains(word), "{bad}: {error}");

@@ -4,7 +4,7 @@
 use crate::base::account::Account;
 use crate::base::budget::{Budget, Reclaim, Tier};
 use crate::base::core::Core as RuntimeCore;
-use crate::base::op::{OpOpts, OpRef, RELEASED};
+use crate::base::op::{Op, OpOpts, OpRef, RELEASED};
 use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak};
@@ -80,16 +80,43 @@ impl Store {
         budget: Option<&Arc<Budget>>,
         spec: &StoreSpec,
     ) -> Result<Store> {
+        Store::open_with(runtime, budget, spec, Arc::new(Host::default()))
+    }
+
+    /// The same, with copies made by a device.
+    pub fn open_with(
+        runtime: &Arc<RuntimeCore>,
+        budget: Option<&Arc<Budget>>,
+        spec: &StoreSpec,
+        device: Arc<dyn Device>,
+    ) -> Result<Store> {
         let slot: Arc<Mutex<Weak<Inner>>> = Arc::new(Mutex::new(Weak::new()));
         let account = match budget {
             Some(budget) => Some(budget.account("store", 0, Some(reclaimer(&slot)))?),
             None => None,
         };
+        let store = Store::open_on(runtime, account.clone(), &slot, spec, device);
+        if let (Err(_), Some(account)) = (&store, account)
+            && let Err(error) = account.close()
+        {
+            log::warn!("the account of a store that was not opened stays open: {error}");
+        }
+        store
+    }
+
+    /// The same, on an account.
+    fn open_on(
+        runtime: &Arc<RuntimeCore>,
+        account: Option<Arc<Account>>,
+        slot: &Mutex<Weak<Inner>>,
+        spec: &StoreSpec,
+        device: Arc<dyn Device>,
+    ) -> Result<Store> {
         // Before the disk: a path that is in use must not cost an opening.
         let listener = spec.control.as_deref().map(Listener::bind).transpose()?;
         let bell = listener.as_ref().map(|_| Bell::new()).transpose()?;
         let opened = match &spec.disk {
-            Some(disk) => Some(open_disk(runtime, disk)?),
+            Some(disk) => Some(open_disk(runtime, account.clone(), disk)?),
             None => None,
         };
         let (disk, recovered, report) = match opened {
@@ -104,7 +131,6 @@ impl Store {
             Some(recovered) => core.adopt(recovered)?,
             None => Adopted::default(),
         };
-        let device: Arc<dyn Device> = Arc::new(Host::default());
         let state = State {
             core,
             ops: Vec::new(),
@@ -194,6 +220,8 @@ impl Store {
         };
         match submitted {
             Ok((number, ticket)) => {
+                // Whoever gives one up from here on, and has waited for the lock, finds it.
+                kept.iter().for_each(|op| op.note_place(number));
                 let number = number as usize;
                 if state.ops.len() <= number {
                     state.ops.resize_with(number + 1, Vec::new);
@@ -302,15 +330,10 @@ impl Inner {
         news
     }
 
-    /// Ends moves whose callers have given them up.
-    fn drop_given_up(&self, state: &mut State) {
-        let mut gone = Vec::new();
-        for (number, ops) in state.ops.iter().enumerate() {
-            if let Some(status) = given_up(ops) {
-                gone.push((number as u32, status));
-            }
-        }
-        for (number, status) in gone {
+    /// Ends a move if its callers have given it up. Its number may be another's by now,
+    /// whose ops are asked then.
+    fn drop_given_up(&self, state: &mut State, number: u32) {
+        if let Some(status) = state.ops.get(number as usize).and_then(|ops| given_up(ops)) {
             state.core.cancel(number, status);
         }
     }
@@ -345,9 +368,11 @@ fn given_up(ops: &[OpRef]) -> Option<Status> {
 }
 
 impl Owner for Inner {
-    fn abandoned(&self) {
+    fn abandoned(&self, op: &Op) {
         let mut state = self.state.lock();
-        self.drop_given_up(&mut state);
+        // One that has no place yet is looked at when it gets one.
+        let Some(number) = op.place() else { return };
+        self.drop_given_up(&mut state, number);
         let news = self.news(&mut state);
         drop(state);
         finish(news);
@@ -404,12 +429,14 @@ fn undo(ops: Vec<OpRef>, error: Error) -> Error {
 
 fn open_disk(
     runtime: &Arc<RuntimeCore>,
+    account: Option<Arc<Account>>,
     spec: &DiskSpec,
 ) -> Result<(DiskTier, Recovered, OpenReport)> {
     let files = RealFiles::open(&spec.path, &spec.files)
         .map_err(|e| e.within(&format!("disk tier {}", spec.path.display())))?;
     let options = Options {
         segment_bytes: spec.segment_bytes,
+        account,
         clock: runtime.clock().clone(),
         ..Options::new(spec.bytes, crate::base::machine::random_bytes()?)
     };
@@ -423,8 +450,13 @@ fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
     Box::new(move |tier, bytes, _deadline| {
         let inner = slot.lock().upgrade();
         let Some(inner) = inner.filter(|_| tier == Tier::Host) else { return 0 };
+        // What nobody uses goes first.
+        let trimmed = inner.tools.lock().disk.as_ref().map_or(0, |disk| disk.trim());
+        if trimmed >= bytes {
+            return trimmed;
+        }
         let mut state = inner.state.lock();
-        let promised = state.core.shrink(bytes);
+        let promised = trimmed + state.core.shrink(bytes - trimmed);
         let news = inner.news(&mut state);
         drop(state);
         finish(news);

@@ -10,8 +10,8 @@
 //! the last block go first, and a block counts as found when all of it is there.
 
 use crate::base::clock::Clock;
-use crate::base::spec::{Spec, Value};
-use crate::base::status::{Error, Result, Status};
+use crate::base::spec::Spec;
+use crate::base::status::Result;
 use crate::fail;
 use crate::lab::report::{Point, Report, Shares};
 use crate::lab::study::{self, NEVER, Study, zeros};
@@ -146,21 +146,6 @@ pub fn run(
     Ok(report)
 }
 
-/// Fails for a spec that names `custom` anywhere: it would run by last use.
-fn refuse_custom(spec: &Spec) -> Result<()> {
-    if spec.name == custom::NAME {
-        let text = format!(
-            "'{}' at offset {} needs a score function, and a replay has none",
-            spec.name, spec.offset
-        );
-        return Err(Error::at(Status::Invalid, spec.offset, text));
-    }
-    spec.args.iter().try_for_each(|arg| match &arg.value {
-        Value::Spec(inner) => refuse_custom(inner),
-        _ => Ok(()),
-    })
-}
-
 impl<'a> Replay<'a> {
     /// Prepares a replay from the first request on.
     pub fn open(
@@ -183,7 +168,7 @@ impl<'a> Replay<'a> {
             fail!(Limit, "a capacity of {capacity} objects, allowed is 1 to {MAX_OBJECTS}");
         }
         let parsed = Spec::parse(spec)?;
-        refuse_custom(&parsed)?;
+        custom::refuse(&parsed, "a replay")?;
         let optimal = parsed.name == "belady";
         let most = trace.requests().iter().map(Request::len).max().unwrap_or(0);
         // An optimal policy sees everything before it chooses, so that it can

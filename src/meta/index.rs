@@ -109,6 +109,12 @@ impl Index {
         self.live == 0
     }
 
+    /// Bytes that so many entries can have touched, each on a page of its own.
+    pub fn used_bytes(&self, entries: u64) -> u64 {
+        const PAGE_BYTES: u64 = 4096;
+        entries.saturating_mul(PAGE_BYTES).min(self.bytes() as u64)
+    }
+
     /// Bytes of a full index.
     pub fn bytes(&self) -> usize {
         self.buckets.len() * size_of::<Bucket>()

@@ -187,6 +187,13 @@ impl Objects {
         (nodes + self.index.bytes()) as f64 / self.limit().max(1) as f64
     }
 
+    /// Bytes that the table has used so far, its index as far as that can be.
+    pub fn used_bytes(&self) -> u64 {
+        let facts = if self.facts.is_empty() { 0 } else { size_of::<Facts>() };
+        let row = (size_of::<Node>() + facts) as u64;
+        u64::from(self.fresh) * row + self.index.used_bytes(u64::from(self.fresh))
+    }
+
     /// An object's node.
     #[inline]
     pub fn node(&self, slot: Slot) -> &Node {

@@ -10,8 +10,8 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use crate::base::spec::Reader;
-use crate::base::status::Result;
+use crate::base::spec::{Reader, Spec, Value};
+use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
@@ -24,6 +24,22 @@ use crate::policy::{Policy, Rank};
 
 /// Its name in specs.
 pub const NAME: &str = "custom";
+
+/// Fails for a spec that names `custom` anywhere, for those who have no scorer: it would
+/// decide by last use, and say nothing of that.
+pub fn refuse(spec: &Spec, who: &str) -> Result<()> {
+    if spec.name == NAME {
+        let text = format!(
+            "'{NAME}' at offset {} needs a score function, and {who} has none",
+            spec.offset
+        );
+        return Err(Error::at(Status::Invalid, spec.offset, text));
+    }
+    spec.args.iter().try_for_each(|arg| match &arg.value {
+        Value::Spec(inner) => refuse(inner, who),
+        _ => Ok(()),
+    })
+}
 
 /// The caller's order: scores for all rows in one call.
 pub trait Scorer: Send {

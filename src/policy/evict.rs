@@ -74,6 +74,11 @@ impl Evictor {
         Ok(self.only_say(now, required, freed, by, out))
     }
 
+    /// The slots that the last call's victims had, in their order.
+    pub fn victim_slots(&self) -> impl Iterator<Item = Slot> + '_ {
+        self.chosen.iter().map(|chosen| chosen.slot)
+    }
+
     fn next_victim(&mut self, now: i64) -> Option<Slot> {
         let slot = self.policy.victim(&mut self.objects, now)?;
         debug_assert!(self.objects.node(slot).is_held(), "a victim in the order");
@@ -108,11 +113,11 @@ impl Evictor {
             self.policy.remove(&mut self.objects, slot, true, now);
             self.objects.remove(slot);
         }
-        if let (Some(ahead), true) = (ahead, self.policy.leaves_by_links()) {
-            if let Some(id) = self.objects.prefetch_leaving(ahead) {
-                self.history.prefetch(&[id]);
-                self.policy.prefetch(&[id]);
-            }
+        if let (Some(ahead), true) = (ahead, self.policy.leaves_by_links())
+            && let Some(id) = self.objects.prefetch_leaving(ahead)
+        {
+            self.history.prefetch(&[id]);
+            self.policy.prefetch(&[id]);
         }
         self.metrics.counts.decisions += 1;
         let decision_ns = if start > 0 { self.clock.now_ns().saturating_sub(start) } else { 0 };

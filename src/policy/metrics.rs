@@ -49,6 +49,16 @@ impl Histogram {
         self.sum_ns.checked_div(self.total).unwrap_or(0)
     }
 
+    /// Their sum.
+    pub fn sum_ns(&self) -> u64 {
+        self.sum_ns
+    }
+
+    /// How many were less than 2 to the power of `octave` ns.
+    pub fn below(&self, octave: usize) -> u64 {
+        self.counts.iter().take(octave.saturating_mul(4)).sum()
+    }
+
     /// The largest.
     pub fn max_ns(&self) -> u64 {
         self.max_ns
@@ -233,6 +243,11 @@ mod tests {
             assert!(told >= exact && told <= exact * 1.26, "{share}: {told} for {exact}");
         }
         assert_eq!((h.total(), h.max_ns(), h.mean_ns()), (1000, 7000, 3503));
+        for octave in [0, 3, 10, 12, 40, usize::MAX] {
+            let less = |&n: &u64| octave >= 40 || n * 7 < 1 << octave;
+            assert_eq!(h.below(octave), (1..=1000).filter(less).count() as u64, "{octave}");
+        }
+        assert_eq!(h.sum_ns(), 3_503_500);
         assert_eq!(Histogram::default().quantile_ns(0.5), 0);
         h.add(u64::MAX / 2000);
     }

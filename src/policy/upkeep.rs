@@ -3,7 +3,7 @@
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
-use crate::meta::objects::MAX_UNITS;
+use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::meta::sessions::Sessions;
 use crate::policy::Hint;
 use crate::policy::evictor::{Evictor, Who};
@@ -122,6 +122,17 @@ impl Evictor {
         for (&id, &units) in ids.iter().zip(units) {
             let slot = self.slot_of(id)?;
             self.policy.resize(&mut self.objects, slot, units as u32);
+        }
+        Ok(())
+    }
+
+    /// An object has grown or shrunk: its size, and what policies want to know of it from its
+    /// next use on.
+    pub fn describe(&mut self, id: u64, units: u64, facts: &Facts) -> Result<()> {
+        self.resize(&[id], &[units])?;
+        let slot = self.slot_of(id)?;
+        if let Some(row) = self.objects.facts_mut(slot) {
+            *row = *facts;
         }
         Ok(())
     }

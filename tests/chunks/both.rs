@@ -62,7 +62,10 @@ impl Pair {
                 let got = status(self.table.add(&new));
                 match (got, want) {
                     (Ok(Added::New(slot)), Ok(None)) => self.model.add(slot, &new),
-                    (Ok(Added::There(slot)), Ok(Some(there))) => assert_eq!(slot, there),
+                    (Ok(Added::There(slot)), Ok(Some(there))) => {
+                        assert_eq!(slot, there);
+                        self.model.join(slot, new.parent);
+                    }
                     (Err(got), Err(want)) => assert_eq!(got, want, "{new:?}"),
                     (got, want) => panic!("{got:?}, not {want:?}: {new:?}"),
                 }
@@ -102,6 +105,43 @@ impl Pair {
             }
             _ => self.set_valid_tokens(slot, u32::from(b % 6)),
         }
+    }
+
+    /// A chunk comes that continues one which may come later, or never.
+    pub fn add_behind(&mut self, (a, b, c): (u16, u16, u16)) {
+        let above = key(a);
+        let before = self.model.find(&above).and_then(|slot| self.model.live.get(&slot));
+        let before = before.filter(|_| c % 5 > 0).map(|known| known.new);
+        let new = NewChunk {
+            key: key(b),
+            namespace: before.map_or(u32::from(c & 1), |n| n.namespace),
+            parent: Slot::from(c % 7),
+            position: before.map_or(u32::from(b % 4), |n| n.position + 1),
+            valid_tokens: [TOKENS, TOKENS, 2, 0][usize::from(c / 5 % 4)],
+            owner: [NONE, NONE, NONE, 1][usize::from(c / 30 % 4)],
+            holes: b & 8 != 0,
+        };
+        let want = self.model.check_add_behind(&new, &above);
+        let got = status(self.table.add_behind(&new, &above));
+        let parent = if new.position == 0 { None } else { self.model.find(&above) };
+        let new = NewChunk { parent: parent.unwrap_or(NONE), ..new };
+        match (got, want) {
+            (Ok(Added::New(slot)), Ok(None)) => {
+                self.model.add(slot, &new);
+                let waits = parent.is_none() && new.position > 0;
+                self.model.live.get_mut(&slot).expect("it came").above = waits.then_some(above);
+            }
+            (Ok(Added::There(slot)), Ok(Some(there))) => {
+                assert_eq!(slot, there);
+                self.model.join(slot, new.parent);
+            }
+            (Err(got), Err(want)) => assert_eq!(got, want, "{new:?}"),
+            (got, want) => panic!("{got:?}, not {want:?}: {new:?}"),
+        }
+    }
+
+    pub fn join(&mut self, slot: Slot, parent: Slot) {
+        assert_eq!(self.table.join(slot, parent), self.model.join(slot, parent));
     }
 
     pub fn set_valid_tokens(&mut self, slot: Slot, tokens: u32) {
@@ -244,6 +284,7 @@ impl Pair {
         let Pair { table, model, .. } = self;
         assert_eq!(table.may_leave(slot), model.may_leave(slot));
         assert_eq!(table.parent(slot), model.parent(slot));
+        assert_eq!(table.parent_key(slot).copied(), model.parent_key(slot));
         let (Some(row), Some(known)) = (table.chunk(slot), model.live.get(&slot)) else {
             assert!(table.chunk(slot).is_none() && !model.live.contains_key(&slot));
             assert!(table.key(slot).is_none() && table.marks(slot).is_none());
@@ -254,6 +295,7 @@ impl Pair {
         assert_eq!((row.refs(), row.pin()), (known.refs, known.pin));
         assert_eq!(row.is_blocked(), model.is_blocked(slot));
         assert_eq!(row.is_moving(), model.is_moving(slot));
+        assert_eq!(row.is_rejoined(), known.rejoined);
         assert_eq!(row.owner(), Some(known.new.owner).filter(|&owner| owner != NONE));
         let facts = (row.namespace(), row.position(), row.valid_tokens());
         assert_eq!(facts, (known.new.namespace, known.new.position, known.new.valid_tokens));

@@ -19,7 +19,7 @@ use both::{Call, Pair};
 use naive::TOKENS;
 
 fn call() -> impl Strategy<Value = Call> {
-    (0u8..40, any::<u16>(), any::<u16>(), 0u16..1024)
+    (0u8..48, any::<u16>(), any::<u16>(), 0u16..1024)
 }
 
 #[test]
@@ -32,6 +32,8 @@ fn the_table_does_what_a_naive_one_does() {
                 0..=8 => pair.call_chunk((what, a, b, c)),
                 // Adds come more often than what ends them.
                 9..=16 => pair.call_chunk((what % 3, a, b, c)),
+                40..=45 => pair.add_behind((a, b, c)),
+                46..=47 => pair.join(u32::from(a % 7), u32::from(b % 7)),
                 _ => pair.call_cell((what - 17, a, b, c)),
             }
             pair.compare();
@@ -110,6 +112,35 @@ fn a_slot_that_is_used_again_is_another_chunk() {
     assert!(table.chunk_of(above, generation).is_none());
     table.remove(below, |_, _| ()).expect("a leaf");
     assert_eq!(table.chunk(above).map(|row| row.children()), Some(0));
+}
+
+#[test]
+fn what_waits_for_the_one_before_it_continues_it_once_that_comes() {
+    let mut table = table(1, 5);
+    let at = |n: u64, position| NewChunk { position, holes: false, ..root(n) };
+    // Two go on from the second chunk, which nobody has.
+    let orphans = [4, 5].map(|n| table.add_behind(&at(n, 2), &root(2).key).expect("room").slot());
+    let plain = table.add(&at(6, 1)).map_err(|error| error.status());
+    assert_eq!(plain, Err(Status::Invalid), "without a key it continues none");
+    assert!(orphans.iter().all(|&one| table.parent(one).is_none() && table.may_leave(one)));
+    assert_eq!(table.parent_key(orphans[0]), Some(&root(2).key));
+    let first = table.add(&at(1, 0)).expect("room").slot();
+    let second = NewChunk { parent: first, ..at(2, 1) };
+    let second = table.add(&second).expect("room").slot();
+    assert_eq!(orphans.map(|one| table.parent(one)), [Some(second); 2]);
+    let row = table.chunk(second).expect("live");
+    assert_eq!((row.children(), row.is_rejoined(), row.is_blocked()), (2, true, true));
+    assert_eq!(table.chunk(first).map(|row| row.children()), Some(1));
+    // From the end they go one after the other.
+    assert_eq!(table.remove(orphans[0], |_, _| ()).expect("a leaf"), None);
+    assert_eq!(table.remove(orphans[1], |_, _| ()).expect("a leaf"), Some(second));
+    assert_eq!(table.remove(second, |_, _| ()).expect("a leaf"), Some(first));
+    table.remove(first, |_, _| ()).expect("a leaf");
+    // One that has gone waits for nobody.
+    let gone = table.add_behind(&at(4, 1), &root(1).key).expect("room").slot();
+    table.remove(gone, |_, _| ()).expect("a leaf");
+    let first = table.add(&at(1, 0)).expect("room").slot();
+    assert_eq!(table.chunk(first).map(|row| (row.children(), row.is_rejoined())), Some((0, false)));
 }
 
 #[test]

@@ -37,6 +37,9 @@ pub struct Known {
     /// When it was added: a slot alone does not say which chunk is meant.
     pub birth: u64,
     pub parent: Option<(Slot, u64)>,
+    /// The key of the chunk that it waits for.
+    pub above: Option<Key>,
+    pub rejoined: bool,
     pub refs: u32,
     pub pin: Option<Pin>,
     pub cells: Vec<[In; PLACES]>,
@@ -143,8 +146,52 @@ impl Model {
         let parent = self.live.get(&new.parent).map(|above| (new.parent, above.birth));
         self.births += 1;
         let cells = vec![Default::default(); LAYERS];
-        let known = Known { new: *new, birth: self.births, parent, refs: 0, pin: None, cells };
+        let (new, birth, refs, pin) = (*new, self.births, 0, None);
+        let (above, rejoined) = (None, false);
+        let known = Known { new, birth, parent, above, rejoined, refs, pin, cells };
         assert!(self.live.insert(slot, known).is_none(), "the slot is in use");
+        let waits = |known: &Known| known.above == Some(new.key);
+        let orphans = self.live.iter().filter(|(_, known)| waits(known));
+        let orphans: Vec<Slot> = orphans.map(|(&orphan, _)| orphan).collect();
+        for orphan in orphans {
+            self.join(orphan, slot);
+        }
+    }
+
+    /// Has a chunk without one before it continue one, if that is it; whether it does.
+    pub fn join(&mut self, slot: Slot, parent: Slot) -> bool {
+        if !self.live.contains_key(&slot) || !self.live.contains_key(&parent) {
+            return false;
+        }
+        if let Some(old) = self.parent(slot) {
+            return old == parent;
+        }
+        let (one, above) = (&self.live[&slot].new, &self.live[&parent].new);
+        let shares = above.owner == NONE || above.owner == one.owner;
+        let follows = (one.namespace, one.position) == (above.namespace, above.position + 1);
+        if !follows || !shares || above.valid_tokens < TOKENS {
+            return false;
+        }
+        let birth = self.live[&parent].birth;
+        let one = self.live.get_mut(&slot).expect("it is live");
+        (one.parent, one.above) = (Some((parent, birth)), None);
+        self.live.get_mut(&parent).expect("it is live").rejoined = true;
+        true
+    }
+
+    /// The same of a chunk that continues the one with a key.
+    pub fn check_add_behind(&self, new: &NewChunk, above: &Key) -> Answer<Option<Slot>> {
+        let parent = if new.position == 0 { None } else { self.find(above) };
+        let new = NewChunk { parent: parent.unwrap_or(NONE), ..*new };
+        // Where nothing is known of the one before nothing is asked of it.
+        self.check_add(&NewChunk { holes: true, ..new })
+    }
+
+    pub fn parent_key(&self, slot: Slot) -> Option<Key> {
+        match self.parent(slot) {
+            Some(parent) => Some(self.live[&parent].new.key),
+            None => self.live.get(&slot)?.above,
+        }
     }
 
     pub fn remove(&mut self, slot: Slot) -> Answer<(Vec<Place>, Option<Slot>)> {

@@ -217,10 +217,10 @@ fn board() -> impl Strategy<Value = Board> {
             })
             .collect();
         // A partial chunk that is nowhere is not known to be partial.
-        if let (Some(end), Some(last)) = (tokens.last_mut(), cells.last()) {
-            if last.iter().all(|&cell| cell == (0, false)) {
-                *end = size;
-            }
+        if let (Some(end), Some(last)) = (tokens.last_mut(), cells.last())
+            && last.iter().all(|&cell| cell == (0, false))
+        {
+            *end = size;
         }
         let given_up = given_up.iter().map(|&n| n == 7).collect();
         Board { layout, cells, tokens, given_up }

@@ -2,8 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvtier::base::status::Status;
+use kvtier::kv::admission::REFUSALS;
 use kvtier::kv::core::Deed;
 use kvtier::kv::core::tenants::MAX_TENANTS;
+use kvtier::kv::core::times::{Latency, TIMED};
+use kvtier::kv::core::work::Hands;
 
 use crate::world::World;
 
@@ -49,7 +53,12 @@ fn parse(text: &str) -> Result<(BTreeMap<String, String>, Samples), String> {
             };
             let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
             let is_name = |word: &str| !word.is_empty() && word.chars().all(is_word);
-            if metric != family || !is_name(metric) {
+            let suffix = metric.strip_prefix(&*family);
+            let is_its = match types.get(&family).map(String::as_str) {
+                Some("histogram") => matches!(suffix, Some("_bucket" | "_sum" | "_count")),
+                _ => suffix == Some(""),
+            };
+            if !is_its || !is_name(metric) {
                 return wrong("a sample of another family");
             }
             for pair in labels.split(',').filter(|_| !labels.is_empty()) {
@@ -59,7 +68,7 @@ fn parse(text: &str) -> Result<(BTreeMap<String, String>, Samples), String> {
                     return wrong("a label");
                 }
             }
-            if types[metric] == "counter" && !(metric.ends_with("_total") && value >= 0.0) {
+            if types[&family] == "counter" && !(metric.ends_with("_total") && value >= 0.0) {
                 return wrong("a counter");
             }
             if samples.insert(name.to_string(), value).is_some() {
@@ -67,7 +76,35 @@ fn parse(text: &str) -> Result<(BTreeMap<String, String>, Samples), String> {
             }
         }
     }
+    for name in types.iter().filter(|(_, kind)| *kind == "histogram").map(|(name, _)| name) {
+        check_histograms(name, &samples)?;
+    }
     Ok((types, samples))
+}
+
+/// Bounds and counts rise together, and the last bound has all.
+fn check_histograms(family: &str, samples: &Samples) -> Result<(), String> {
+    let mut found: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
+    let start = format!("{family}_bucket{{");
+    for (name, &count) in samples.iter().filter(|(name, _)| name.starts_with(&start)) {
+        let labels = &name[start.len()..name.len() - 1];
+        let at = labels.find("le=\"").ok_or("a bucket without a bound")?;
+        let bound = labels[at + 4..].trim_end_matches('"');
+        let bound = if bound == "+Inf" { f64::INFINITY } else { bound.parse().unwrap() };
+        let others = labels[..at].trim_end_matches(',').to_string();
+        found.entry(others).or_default().push((bound, count));
+    }
+    for (labels, mut buckets) in found {
+        buckets.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let of = |what: &str| samples.get(&format!("{family}_{what}{{{labels}}}")).copied();
+        let (count, sum) = (of("count").unwrap_or(-1.0), of("sum").unwrap_or(-1.0));
+        let rises = buckets.windows(2).all(|two| two[0].0 < two[1].0 && two[0].1 <= two[1].1);
+        let last = buckets.last().copied();
+        if !rises || last != Some((f64::INFINITY, count)) || (sum > 0.0) != (count > 0.0) {
+            return Err(format!("{family}{{{labels}}}: {buckets:?}, {count} of {sum}"));
+        }
+    }
+    Ok(())
 }
 
 #[test]
@@ -111,6 +148,15 @@ fn the_text_is_sound_and_says_what_the_report_says() {
                 ("kvtier_batches{kind=\"read\"}", u64::from(report.batches[1])),
                 ("kvtier_events_total", report.events),
                 ("kvtier_policy_objects{tier=\"host\",policy=\"lru\"}", report.host_policy.objects),
+                ("kvtier_get_seconds_count{tier=\"host\"}", report.latencies[0].count),
+                ("kvtier_put_seconds_count{level=\"ram\"}", report.latencies[2].count),
+                ("kvtier_batch_seconds_count{kind=\"write\"}", report.latencies[7].count),
+                ("kvtier_admission_admitted_total", report.admission_admitted),
+                ("kvtier_admission_refused_total{reason=\"hits\"}", 0),
+                (
+                    "kvtier_policy_decision_seconds_count{tier=\"host\",policy=\"lru\"}",
+                    report.host_policy.decision.count,
+                ),
             ];
             for (name, value) in wanted {
                 assert_eq!(samples.get(name), Some(&(value as f64)), "{name}");
@@ -119,14 +165,111 @@ fn the_text_is_sound_and_says_what_the_report_says() {
                 samples.contains_key("kvtier_policy_objects{tier=\"disk\",policy=\"lru\"}"),
                 disk_bytes > 0
             );
+            assert!((report.admission_admitted > 0) <= (disk_bytes > 0));
             if let Some((_, before)) = last {
-                let counter = |name: &str| types[name.split('{').next().unwrap()] == "counter";
+                let kind = |name: &str| types.get(name.split('{').next().unwrap());
+                let counter = |name: &str| kind(name).is_none_or(|kind| kind == "counter");
                 for (name, value) in before.iter().filter(|(name, _)| counter(name)) {
                     assert!(samples[name] >= *value, "{name} goes back");
                 }
             }
             last = Some((types, samples));
         }
+    }
+}
+
+/// A piece of work takes 1000 ns here.
+#[test]
+fn moves_are_timed_by_the_farthest_tier_that_they_needed() {
+    let mut world = World::new(5, 600 << 10, 40 * 131_072);
+    let times = |world: &World| {
+        let latencies = world.core.0.lock().report().latencies;
+        TIMED.iter().map(|(name, _)| *name).zip(latencies).collect::<BTreeMap<_, _>>()
+    };
+    let at = world.open(0, 1);
+    world.grow(at, 1, 8);
+    // Nothing is there: a get that brought less than it was asked for is not timed.
+    assert!(world.submit_part(at, Deed::Get, 0, 0, 8, 0..3));
+    world.rest(0);
+    assert!(times(&world).values().all(|one| one.count == 0));
+    for deed in [Deed::Put, Deed::Get, Deed::Prefetch] {
+        assert!(world.submit_part(at, deed, 0, 4, 4, 1..2));
+        world.rest(700);
+    }
+    let one = Latency { count: 1, mean_ns: 1000, p50_ns: 1000, p99_ns: 1000, max_ns: 1000 };
+    let copies = Latency { count: 2, mean_ns: 700, p50_ns: 700, p99_ns: 700, max_ns: 700 };
+    let seen = times(&world);
+    assert_eq!((seen["put_ram"], seen["get_host"]), (one, one));
+    assert_eq!((seen["copy_batch"], seen["get_disk"].count), (copies, 0));
+    assert_eq!((seen["read_batch"].count, seen["write_batch"].count), (0, 0));
+    // Others come until that cell is on disk only.
+    for document in 2.. {
+        let other = world.open(4, 1);
+        world.grow(other, document, 24);
+        assert!(world.submit_part(other, Deed::Put, 0, 0, 24, 0..2));
+        world.rest(0);
+        let session = world.sessions.swap_remove(other);
+        let mut core = world.core.0.lock();
+        core.close_session(session.number).unwrap();
+        if core.counters.demoted > 10 {
+            break;
+        }
+    }
+    // Reads that are given up, or come too late, before they begin: none has failed.
+    for status in [Status::Cancelled, Status::Timeout] {
+        assert!(world.submit_part(at, Deed::Get, 0, 4, 4, 1..2));
+        // Memory is made for it first.
+        for hands in Hands::ALL.into_iter().filter(|&hands| hands != Hands::Read) {
+            let work = world.core.0.lock().take(hands);
+            work.into_iter().for_each(|work| world.carry_out(work, 0));
+        }
+        assert!(world.core.0.lock().has_work(Hands::Read));
+        world.core.0.lock().cancel(0, status);
+        world.rest(0);
+    }
+    assert_eq!(world.core.0.lock().counters.failed_reads, 0);
+    let began_ns = world.core.0.lock().now_ns();
+    assert!(world.submit_part(at, Deed::Get, 0, 4, 4, 1..2));
+    world.rest(700);
+    let took_ns = world.core.0.lock().now_ns() - began_ns;
+    let seen = times(&world);
+    let (below, reads) = (seen["get_disk"], seen["read_batch"]);
+    assert_eq!((below.count, reads.count, reads.max_ns, seen["get_host"]), (1, 1, 700, one));
+    assert!((2000..=took_ns).contains(&below.max_ns), "{below:?} in {took_ns}");
+    // One that is given up is not timed.
+    assert!(world.submit_part(at, Deed::Get, 0, 0, 8, 0..3));
+    world.core.0.lock().cancel(0, Status::Cancelled);
+    world.rest(0);
+    assert_eq!((times(&world)["get_disk"], times(&world)["get_host"]), (below, one));
+}
+
+#[test]
+fn what_admission_refuses_is_counted_by_its_reason() {
+    for (admission, reason) in [
+        ("none", "never"),
+        ("select(hits=9,free=1)", "hits"),
+        ("select(hits=0,priority=2)", "priority"),
+        ("select(hits=0,min_bytes=1GiB)", "size"),
+        ("select(hits=0,wear=1B)", "wear"),
+        ("all", ""),
+    ] {
+        let mut world = World::with(9, 600 << 10, 40 * 131_072, admission);
+        (0..300).for_each(|_| world.step());
+        world.rest(0);
+        let core = world.core.0.lock();
+        let report = core.report();
+        let counts: BTreeMap<&str, u64> =
+            REFUSALS.into_iter().zip(report.admission_refused).collect();
+        for (why, &count) in &counts {
+            assert_eq!(count > 0, *why == reason, "{admission}: {counts:?}");
+        }
+        let (_, samples) = parse(&core.metrics_text()).unwrap();
+        for (why, count) in counts {
+            let name = format!("kvtier_admission_refused_total{{reason=\"{why}\"}}");
+            assert_eq!(samples[&name], count as f64, "{admission}");
+        }
+        assert_eq!(report.admission_admitted > 0, reason.is_empty(), "{admission}");
+        assert_eq!(report.admission_admitted_bytes > 0, reason.is_empty(), "{admission}");
     }
 }
 

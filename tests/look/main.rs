@@ -7,6 +7,8 @@ mod figures;
 mod lookups;
 mod measure;
 mod naive;
+mod pins;
 mod plans;
 mod speeds;
+mod warnings;
 mod world;

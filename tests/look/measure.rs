@@ -9,7 +9,7 @@ use kvtier::format::keys::chain::Chain;
 use kvtier::kv::core::plans::PlanTerms;
 use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
 use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts};
+use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts, Wanted};
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
@@ -34,6 +34,7 @@ fn store(core: &mut Core, session: u32, tokens: u32, layers: std::ops::Range<usi
         first_layer: layers.start,
         layers: layers.len(),
         by_layer: false,
+        wanted: Wanted::All,
         views: Arc::new(Views(views)),
     };
     core.submit_rectangle(session, Deed::Put, Level::Ram, 0, rectangle).unwrap();

@@ -3,14 +3,15 @@
 
 use kvtier::base::budget::Tier;
 use kvtier::base::status::Status;
-use kvtier::kv::core::Core;
 use kvtier::kv::core::plans::{PlanTerms, SessionPlan};
+use kvtier::kv::core::{Core, Wanted};
 use kvtier::kv::plan::{Deed, Need, Part, Plan, SOURCES, Terms};
 use kvtier::meta::cost::Cost;
 use kvtier::meta::layout::Rule;
 use kvtier::meta::reuse::State;
 
 use crate::naive::{Chosen, Rows};
+
 use crate::world::{Space, World};
 
 const HOST: usize = Tier::Host as usize;
@@ -180,6 +181,48 @@ fn plans_cover_the_path_and_are_the_cheapest() {
         }
     }
     assert!(mixed > 100 && deeds.iter().all(|&n| n > 50), "{mixed} {deeds:?}");
+}
+
+/// The segments that a plan loads can be got as they are planned, though of windows and
+/// states only the end is there: where only what is needed is asked for.
+#[test]
+fn what_is_planned_can_be_got() {
+    let mut world = World::new(5, 8 << 20, 0);
+    let cost = Some(Cost { alpha: 0.0, beta: 1e9 });
+    let terms = PlanTerms { cost, ..PlanTerms::default() };
+    for space in 0..world.spaces.len() {
+        let layout = world.spaces[space].layout.clone();
+        let each = layout.chunk_tokens() as usize;
+        let all = 10 * each;
+        let at = world.open(space, 0);
+        world.grow(at, space as u32, all);
+        let mut partial = false;
+        for layer in 0..layout.layers() {
+            let reach = layout.group(layer).unwrap().rule.reach_tokens().min(all as u64);
+            let first = (all - reach as usize) / each * each;
+            partial |= first > 0;
+            let put = kvtier::kv::core::Deed::Put;
+            assert!(world.submit_part(at, put, 0, first, all - first, layer..layer + 1));
+            world.rest(0);
+        }
+        let plan = world.core.0.lock().plan(world.sessions[at].number, &terms).unwrap().clone();
+        let loads = plan.legs.iter().filter(|leg| leg.deed == Deed::Load);
+        let loads: Vec<_> = loads.map(|leg| (leg.first_token, leg.tokens)).collect();
+        assert!(plan.legs.iter().all(|leg| leg.deed != Deed::Recompute));
+        let (mut missed, get) = ([0; 2], kvtier::kv::core::Deed::Get);
+        for (first, tokens) in loads {
+            for (i, wanted) in [Wanted::All, Wanted::Needed].into_iter().enumerate() {
+                (world.wanted, world.missed) = (wanted, 0);
+                let (first, tokens) = (first as usize, tokens as usize);
+                assert!(world.submit_part(at, get, 0, first, tokens, 0..layout.layers()));
+                world.rest(0);
+                missed[i] += world.missed;
+            }
+            world.wanted = Wanted::All;
+        }
+        let has_full = layout.groups().iter().any(|group| group.rule == Rule::Full);
+        assert_eq!(missed, [u32::from(partial && has_full), 0], "{layout:?}");
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ use kvtier::io::simulated::{SimFiles, SimOpts};
 use kvtier::kv::core::books::{Books, Page};
 use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
 use kvtier::kv::core::work::{Hands, Work};
-use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts};
+use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts, Wanted};
 use kvtier::kv::hands::Tools;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
@@ -68,6 +68,10 @@ pub struct World {
     /// Cells of full chunks whose put has ended well: namespace, prefix, layer.
     pub stored: BTreeSet<(usize, Vec<u32>, usize)>,
     pub batch_cells: usize,
+    /// Gets ask for what is needed only.
+    pub wanted: Wanted,
+    /// Moves that did not find all of theirs.
+    pub missed: u32,
     tools: Tools,
     clock: Clock,
     pending: Vec<Work>,
@@ -94,10 +98,16 @@ pub fn layouts() -> Vec<Layout> {
 impl World {
     /// Each layout in two namespaces: one has holes.
     pub fn new(seed: u64, host_bytes: u64, disk_bytes: u64) -> World {
+        World::with(seed, host_bytes, disk_bytes, "all")
+    }
+
+    /// The same; what may go to disk.
+    pub fn with(seed: u64, host_bytes: u64, disk_bytes: u64, admission: &str) -> World {
         let mut random = Random::new(seed);
         let config = Config {
             host_bytes,
             host_policy: "lru".into(),
+            admission: admission.into(),
             max_chunks: 4096,
             max_sessions: 32,
             max_moves: 64,
@@ -137,6 +147,8 @@ impl World {
             random,
             stored: BTreeSet::new(),
             batch_cells,
+            wanted: Wanted::All,
+            missed: 0,
             tools: Tools { device: Arc::new(Host::default()), disk },
             clock,
             pending: Vec::new(),
@@ -249,6 +261,7 @@ impl World {
             first_layer: layers.start,
             layers: layers.len(),
             by_layer: false,
+            wanted: self.wanted.clone(),
             views: Arc::new(Views(views.collect())),
         };
         let mut core = self.core.0.lock();
@@ -304,7 +317,7 @@ impl World {
         self.carry_out(work, elapsed_ns);
     }
 
-    fn carry_out(&mut self, mut work: Work, elapsed_ns: u64) {
+    pub fn carry_out(&mut self, mut work: Work, elapsed_ns: u64) {
         let mut keeper = self.core.clone();
         // SAFETY: the core waits for this work; all views are of `memory`, which this
         // thread alone uses.
@@ -323,7 +336,8 @@ impl World {
             let (_, space, tokens, layers) = self.asked.swap_remove(at);
             let (from, tokens) = (tokens[0] as usize, &tokens[1..]);
             let each = self.spaces[space].layout.chunk_tokens() as usize;
-            if one.error.is_some() {
+            if let Some(error) = one.error {
+                self.missed += u32::from(error.status() == Status::NotFound);
                 continue;
             }
             for end in (from + each..=tokens.len()).step_by(each) {

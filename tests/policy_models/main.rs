@@ -115,10 +115,10 @@ impl World<'_> {
 
     fn gone(&mut self, id: u64, evicted: bool) {
         self.model.remove(id, evicted);
-        if let Some(Fact { parent: Some(parent), .. }) = self.facts.remove(&id) {
-            if let Some(above) = self.facts.get_mut(&parent) {
-                above.children -= 1;
-            }
+        if let Some(Fact { parent: Some(parent), .. }) = self.facts.remove(&id)
+            && let Some(above) = self.facts.get_mut(&parent)
+        {
+            above.children -= 1;
         }
     }
 

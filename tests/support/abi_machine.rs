@@ -23,8 +23,14 @@ use kvtier::ffi::trace::*;
 use kvtier::ffi::version::*;
 use kvtier::ffi::work::*;
 
+#[path = "abi_kernel.rs"]
+mod kernel;
+#[path = "abi_offload.rs"]
+mod offload;
 #[path = "abi_policy.rs"]
 mod policy;
+#[path = "abi_sparse.rs"]
+mod sparse;
 #[path = "abi_store.rs"]
 mod store;
 #[path = "abi_trace.rs"]
@@ -35,12 +41,17 @@ static CALLED: AtomicU64 = AtomicU64::new(0);
 static SUBMITTED: AtomicU64 = AtomicU64::new(0);
 static REPLAYED: AtomicU64 = AtomicU64::new(0);
 static MOVED: AtomicU64 = AtomicU64::new(0);
+static LOADED: AtomicU64 = AtomicU64::new(0);
+static COMPUTED: AtomicU64 = AtomicU64::new(0);
+static ANSWERED: AtomicU64 = AtomicU64::new(0);
 
 /// Submissions that were accepted, completions that were called back, replays that
-/// came to their end, and moves that were accepted, so far: a test of what never gets
+/// came to their end, moves that were accepted, layers that came into a buffer, attention that
+/// was compared with a model, and answers of sparse policies, so far: a test of what never gets
 /// that far would prove little.
-pub fn reached() -> [u64; 4] {
-    [&SUBMITTED, &CALLED, &REPLAYED, &MOVED].map(|count| count.load(Ordering::SeqCst))
+pub fn reached() -> [u64; 7] {
+    [&SUBMITTED, &CALLED, &REPLAYED, &MOVED, &LOADED, &COMPUTED, &ANSWERED]
+        .map(|count| count.load(Ordering::SeqCst))
 }
 
 unsafe extern "C" fn destroy(user_data: *mut c_void) {
@@ -164,6 +175,8 @@ struct Machine {
     policies: Shelf<kvt_policy_t>,
     traces: Shelf<kvt_trace_t>,
     kv: store::Stores,
+    sparse: sparse::Sparses,
+    jobs: kernel::Jobs,
     err: *mut kvt_error_t,
     memory: Vec<Box<[u8]>>,
     taken: u64,
@@ -215,6 +228,7 @@ fn check(status: i32) -> i32 {
 /// Runs a program, then takes everything down again and looks at what is left.
 pub fn run(program: &[u8]) {
     let before = DESTROYED.load(Ordering::SeqCst);
+    let forked = sparse::FORKED.load(Ordering::SeqCst);
     let mut machine = Machine {
         runtimes: Shelf::new(),
         queues: Shelf::new(),
@@ -225,6 +239,8 @@ pub fn run(program: &[u8]) {
         policies: Shelf::new(),
         traces: Shelf::new(),
         kv: store::Stores::new(),
+        sparse: sparse::Sparses::new(),
+        jobs: kernel::Jobs::new(),
         err: null_mut(),
         memory: Vec::new(),
         taken: 0,
@@ -237,14 +253,19 @@ pub fn run(program: &[u8]) {
     }
     machine.take_down();
     let destroyed = DESTROYED.load(Ordering::SeqCst) - before;
-    assert_eq!(destroyed, machine.taken, "destroy runs once for what was taken, else never");
+    let forked = sparse::FORKED.load(Ordering::SeqCst) - forked;
+    assert_eq!(
+        destroyed,
+        machine.taken + forked,
+        "destroy runs once for what was taken, else never"
+    );
 }
 
 impl Machine {
     fn step(&mut self, tape: &mut Tape) {
         let err: *mut *mut kvt_error_t =
             if tape.byte() & 1 == 0 { null_mut() } else { &mut self.err };
-        match tape.byte() % 40 {
+        match tape.byte() % 56 {
             0 => self.open_runtime(tape, err),
             1 | 2 => self.open_queue(tape, err),
             3 => self.open_budget(tape, err),
@@ -273,6 +294,9 @@ impl Machine {
             35 | 36 => self.move_session(tape, err),
             37 | 38 => self.look_at_store(tape, err),
             39 => self.close_in_store(tape, err),
+            40..=47 => self.use_offload(tape, err),
+            48..=53 => self.use_sparse(tape, err),
+            54 | 55 => self.use_kernels(tape, err),
             _ => self.budget_calls(tape, err),
         }
     }
@@ -695,6 +719,8 @@ impl Machine {
                 assert!(freed == KVT_OK || freed == KVT_E_HANDLE, "{freed}");
             }
             self.kv.take_down();
+            self.sparse.take_down();
+            self.jobs.take_down();
             for policy in &mut self.policies.live {
                 assert_eq!(kvt_policy_close(policy), KVT_OK);
             }

@@ -7,9 +7,12 @@ use std::ptr::{null, null_mut};
 use kvtier::ffi::clear::*;
 use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::event::*;
+use kvtier::ffi::media::*;
 use kvtier::ffi::namespace::*;
 use kvtier::ffi::namespace_look::*;
+use kvtier::ffi::offload::{kvt_offload_close, kvt_offload_t};
 use kvtier::ffi::op::kvt_submit_opts_t;
+use kvtier::ffi::policy_stats::kvt_policy_log_entry_t;
 use kvtier::ffi::policy_use::kvt_policy_hint_t;
 use kvtier::ffi::prefill::*;
 use kvtier::ffi::session::*;
@@ -17,7 +20,9 @@ use kvtier::ffi::session_move::*;
 use kvtier::ffi::session_plan::*;
 use kvtier::ffi::status::*;
 use kvtier::ffi::store::*;
+use kvtier::ffi::store_change::*;
 use kvtier::ffi::store_events::*;
+use kvtier::ffi::store_rows::*;
 
 use super::{MOVED, Machine, Ordering, Padded, Shelf, Tape, check, out, size_field};
 
@@ -31,11 +36,11 @@ const SPECS: [&str; 8] = [
     "shop",
     "store(host=1MiB, copiers=65537)",
 ];
-const LAYERS: usize = 2;
-const K: u64 = 16;
-const V: u64 = 8;
+pub(super) const LAYERS: usize = 2;
+pub(super) const K: u64 = 16;
+pub(super) const V: u64 = 8;
 /// Sessions stay below this.
-const MAX_TOKENS: u64 = 256;
+pub(super) const MAX_TOKENS: u64 = 256;
 const PLANE: usize = (MAX_TOKENS * K) as usize;
 
 /// What the machine has of stores.
@@ -44,8 +49,9 @@ pub(super) struct Stores {
     pub(super) spaces: Shelf<kvt_namespace_t>,
     pub(super) sessions: Shelf<kvt_session_t>,
     pub(super) events: Shelf<kvt_event_t>,
+    pub(super) offloads: Shelf<kvt_offload_t>,
     /// Tensors of moves, kept until the end.
-    tensors: Vec<Box<[u8]>>,
+    pub(super) tensors: Vec<Box<[u8]>>,
 }
 
 impl Stores {
@@ -55,6 +61,7 @@ impl Stores {
             spaces: Shelf::new(),
             sessions: Shelf::new(),
             events: Shelf::new(),
+            offloads: Shelf::new(),
             tensors: Vec::new(),
         }
     }
@@ -69,6 +76,9 @@ impl Stores {
             for store in &mut self.stores.live {
                 assert_eq!(kvt_store_close(store, 0, null_mut()), KVT_OK);
             }
+            for offload in &mut self.offloads.live {
+                assert_eq!(kvt_offload_close(offload), KVT_OK);
+            }
             for session in &mut self.sessions.live {
                 assert_eq!(kvt_session_close(session), KVT_OK);
             }
@@ -80,10 +90,55 @@ impl Stores {
     }
 }
 
+/// Images in tokens, in order or not.
+fn media(tape: &mut Tape) -> Vec<kvt_media_t> {
+    let one = |tape: &mut Tape| kvt_media_t {
+        token: u64::from(tape.byte() % 40),
+        digest: [tape.byte() % 2; 32],
+    };
+    (0..tape.byte() % 3).map(|_| one(tape)).collect()
+}
+
+/// Tokens with images for a call.
+fn sequence(tape: &mut Tape, tokens: &[u32], media: &[kvt_media_t]) -> Padded<kvt_sequence_t> {
+    Padded::<kvt_sequence_t>::new(tape, |s, t| {
+        (s.tokens, s.token_count) = (tokens.as_ptr(), tokens.len() as u64);
+        (s.media, s.media_count) = (media.as_ptr(), media.len() as u64);
+        s.media_stride_bytes = if t.byte() > 250 { 12 } else { size_of::<kvt_media_t>() as u64 };
+    })
+}
+
+/// # Safety
+/// `session` and `err` are good for calls.
+unsafe fn append_media(
+    session: *const kvt_session_t,
+    tape: &mut Tape,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let (tokens, media) = (tokens(tape), media(tape));
+    let mut given = sequence(tape, &tokens, &media);
+    // SAFETY: valid pointers with their lengths.
+    unsafe { kvt_session_append_media(session, given.ptr(), err) }
+}
+
 /// A few tokens that sessions have in common.
 fn tokens(tape: &mut Tape) -> Vec<u32> {
     let (document, count) = (u32::from(tape.byte() % 3), u32::from(tape.byte() % 40));
     (0..count).map(|i| document * 1000 + i).collect()
+}
+
+/// Chunks of a get: in order as a rule.
+fn chunks(tape: &mut Tape) -> Vec<u32> {
+    let (mut chunks, mut next) = (Vec::new(), u32::from(tape.byte() % 3));
+    for _ in 0..tape.byte() % 6 {
+        chunks.push(next);
+        next = next.wrapping_add(match tape.byte() {
+            0..=2 => 0,
+            3 => u32::MAX,
+            other => 1 + u32::from(other) % 3,
+        });
+    }
+    chunks
 }
 
 impl Machine {
@@ -106,6 +161,14 @@ impl Machine {
         let mut opts = Padded::<kvt_store_opts_t>::new(tape, |o, t| {
             o.flags = u64::from(t.byte() > 250);
             (o.spec, o.spec_bytes) = (spec.as_ptr().cast(), spec.len() as u64);
+            let fields = t.byte();
+            if fields > 128 {
+                let policy = if fields % 3 == 0 { "slru(segments=3)" } else { "lru" };
+                o.host_bytes = u64::from(fields % 8) << 17;
+                (o.policy, o.policy_bytes) = (policy.as_ptr().cast(), policy.len() as u64);
+                o.write = u32::from(fields % 5);
+                o.disk_bytes = u64::from(fields > 250);
+            }
         });
         // A short struct would mean a store of a million chunks.
         let size = u64::from_le_bytes(opts.0[..8].try_into().expect("eight bytes"));
@@ -194,7 +257,7 @@ impl Machine {
             let known = check(kvt_session_info(session, info.ptr())) == KVT_OK;
             let all = info.ptr().read_unaligned().tokens;
             assert!(!known || all <= MAX_TOKENS);
-            check(match tape.byte() % 8 {
+            check(match tape.byte() % 10 {
                 0..=2 if all < MAX_TOKENS - 40 => {
                     let tokens = tokens(tape);
                     kvt_session_append(session, tokens.as_ptr(), tokens.len() as u64, err)
@@ -208,6 +271,15 @@ impl Machine {
                         h.next_use_ns = t.number() as i64;
                     });
                     kvt_session_hint(session, hint.ptr(), err)
+                }
+                7 if all < MAX_TOKENS - 40 => append_media(session, tape, err),
+                8 => {
+                    let mut report = out::<kvt_demote_report_t>();
+                    let status = kvt_session_demote(session, first, count, report.ptr(), err);
+                    let report = report.ptr().read_unaligned();
+                    assert_eq!(report.freed_chunks + report.leaving_chunks, 0, "there is no disk");
+                    assert!(report.staying_chunks <= MAX_TOKENS);
+                    status
                 }
                 _ => {
                     let mut report = out::<kvt_clear_report_t>();
@@ -238,8 +310,9 @@ impl Machine {
         }
         let what = tape.byte() % 3;
         let ready = if tape.byte() > 160 { self.kv.events.pick(tape) } else { null_mut() };
+        let chunks = chunks(tape);
         let mut given = Padded::<kvt_move_t>::new(tape, |m, t| {
-            m.flags = u64::from(t.byte() & 1) | u64::from(t.byte() > 252) << 3;
+            m.flags = u64::from(t.byte() & 3) | u64::from(t.byte() > 252) << 3;
             m.first_token = if t.byte() > 200 { t.number() } else { 0 };
             m.tokens = if t.byte() > 200 { t.number() } else { 0 };
             m.first_layer = u32::from(t.byte() > 220) * u32::from(t.byte());
@@ -250,6 +323,16 @@ impl Machine {
             m.stride_bytes = if t.byte() > 250 { 7 } else { right as u64 };
             m.level = u32::from(t.byte() > 250) * u32::from(t.byte());
             m.ready = ready;
+            let rarely = if what == 0 { 250 } else { 180 };
+            if t.byte() > rarely {
+                (m.chunks, m.chunk_count) = (chunks.as_ptr(), chunks.len() as u64);
+                m.flags &= if t.byte() > 240 { u64::MAX } else { !KVT_MOVE_REUSE };
+            }
+            match t.byte() {
+                254 => m.chunks = null(),
+                255 => m.chunk_count = 1 << 40,
+                _ => {}
+            }
         });
         let mut opts = Padded::<kvt_submit_opts_t>::new(tape, |o, t| {
             o.queue = queue;
@@ -270,7 +353,7 @@ impl Machine {
     }
 
     pub(super) fn look_at_store(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
-        match tape.byte() % 6 {
+        match tape.byte() % 8 {
             0 => self.lookup(tape, err),
             1 => self.plan(tape, err),
             2 => self.read_events(tape),
@@ -284,6 +367,8 @@ impl Machine {
                     assert!(!known || state == KVT_EVENT_SIGNALLED);
                 }
             }
+            5 => self.change_store(tape, err),
+            6 => self.list_rows(tape),
             _ => {
                 let store = self.kv.stores.pick(tape);
                 let mut stats = out::<kvt_store_stats_t>();
@@ -296,6 +381,46 @@ impl Machine {
                     check(kvt_namespace_key(space, room.as_mut_ptr()));
                 }
             }
+        }
+    }
+
+    fn change_store(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        let store = self.kv.stores.pick(tape);
+        let tier = u32::from(tape.byte() % 5);
+        let spec = ["lru", "s3fifo", "slru(segments=3)", "horizon", "lrv", ""]
+            [usize::from(tape.byte() % 6)];
+        let bytes = if tape.byte() > 200 { tape.number() } else { 1 << (16 + tape.byte() % 6) };
+        // SAFETY: valid pointers with their lengths.
+        unsafe {
+            let (text, len) = (spec.as_ptr().cast(), spec.len() as u64);
+            let set = check(kvt_store_set_policy(store, tier, text, len, err));
+            assert!(set != KVT_OK || tier == 1 && spec.len() > 1 && spec != "lrv");
+            let set = check(kvt_store_set_budget(store, tier, bytes, err));
+            assert!(set != KVT_OK || tier == 1 && bytes >= 1 << 16);
+        }
+    }
+
+    fn list_rows(&mut self, tape: &mut Tape) {
+        let store = self.kv.stores.pick(tape);
+        // SAFETY: zero is a valid value.
+        let (mut entries, mut tenants): ([kvt_policy_log_entry_t; 4], [kvt_tenant_t; 4]) =
+            unsafe { std::mem::zeroed() };
+        let (tier, room) = (u32::from(tape.byte() % 5), u64::from(tape.byte() % 5));
+        let strides = (size_of_val(&entries[0]) as u64, size_of_val(&tenants[0]) as u64);
+        let (mut evicted, mut count) = (9, 99);
+        // SAFETY: pointers with their lengths.
+        unsafe {
+            let to = entries.as_mut_ptr();
+            let status = kvt_store_evictions(store, tier, to, room, strides.0, &mut evicted);
+            assert_eq!(check(status) == KVT_OK, evicted <= room);
+            let to = tenants.as_mut_ptr();
+            let status = check(kvt_store_tenants(store, to, room, strides.1, &mut count));
+            assert!(status != KVT_OK || count <= room);
+            assert!(status != KVT_E_TOO_SMALL || count > room);
+            let mut times: [kvt_latency_t; 4] = std::mem::zeroed();
+            let (to, stride) = (times.as_mut_ptr(), size_of::<kvt_latency_t>() as u64);
+            let status = check(kvt_store_latencies(store, to, room, stride, &mut count));
+            assert!(status != KVT_OK && (status != KVT_E_TOO_SMALL || count > room));
         }
     }
 
@@ -335,6 +460,19 @@ impl Machine {
                     assert_eq!(part.iter().map(|r| r.tokens).sum::<u64>(), len);
                 }
             }
+            let media = media(tape);
+            let mut given = sequence(tape, &tokens, &media);
+            let (given, none) = (given.ptr(), null_mut());
+            check(kvt_namespace_lookup_media(
+                space,
+                given,
+                none,
+                0,
+                0,
+                &mut count,
+                none.cast(),
+                err,
+            ));
             let exists = check(kvt_namespace_exists(space, keys.as_ptr(), 2, there.as_mut_ptr()));
             assert!(if exists == KVT_OK { there == [0, 0] } else { there == [9, 9] });
             let count = tape.number();

@@ -13,7 +13,7 @@ use kvtier::base::status::{Result, Status};
 use kvtier::device::Memory;
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
-use kvtier::kv::core::{Counters, Rectangle, SessionOpts, SpaceOpts};
+use kvtier::kv::core::{Counters, Rectangle, SessionOpts, SpaceOpts, Wanted};
 use kvtier::kv::spec::StoreSpec;
 use kvtier::kv::store::Store;
 use kvtier::meta::dtype::Dtype;
@@ -216,6 +216,7 @@ impl Engine {
             first_layer: layers.start,
             layers: layers.len(),
             by_layer,
+            wanted: Wanted::All,
             views: Arc::new(Views(layers.map(of).collect())),
         }
     }

@@ -8,6 +8,7 @@ rules of memory, asyncio, threads and fork.
 from __future__ import annotations
 
 from . import _abi as abi
+from . import _kernels as kernels
 from ._budget import (
     TIER_DEVICE,
     TIER_DISK,
@@ -47,7 +48,9 @@ from ._errors import (
     UnsupportedError,
 )
 from ._event import Event
+from ._kernels import Attended, Decoded, Index, IndexHead, IndexKind, Keep, Placed, Rows
 from ._misc import Feature, checksum, feature, features, log_to, spec_check, version
+from ._offload import Attention, Context, LayerKV, Offload, OffloadTokens
 from ._op import ISSUED, RELEASED, RESOLVED, ItemOutcome, Op, OpInfo, Result
 from ._plan import (
     EXISTS_WHOLE,
@@ -63,6 +66,8 @@ from ._plan import (
     STORE_STORED,
     TIER_NONE,
     ClearReport,
+    DemoteReport,
+    Latency,
     Lookup,
     Plan,
     Prefill,
@@ -70,6 +75,7 @@ from ._plan import (
     Segment,
     StoreEvent,
     StoreEvents,
+    Tenant,
 )
 from ._policy import (
     STOP_CANCELLED,
@@ -99,7 +105,19 @@ from ._runtime import (
     RuntimeStats,
     Work,
 )
+from ._sparse import (
+    Sparse,
+    SparseCaps,
+    SparseGranularity,
+    SparseNeeds,
+    SparseScope,
+    SparseTraits,
+    sparse_policies,
+)
 from ._store import (
+    IO_NONE,
+    IO_THREADS,
+    IO_URING,
     LEVEL_DISK,
     LEVEL_DURABLE,
     LEVEL_RAM,
@@ -127,22 +145,26 @@ from ._trace import (
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
 __all__ = [
-    "AbiError", "Account", "Advice", "AgainError", "Budget", "BudgetError", "BudgetReport",
-    "Buffer", "BufferInfo", "BusyError", "CancelledError", "ClearReport", "CloseReport",
-    "ClosedError", "Comparison", "Completion", "CorruptError", "EXISTS_WHOLE", "Error", "Event",
-    "Eviction", "Feature", "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK",
-    "HandleError", "Held", "ISSUED", "Identity", "InvalidError", "IoError", "ItemOutcome",
-    "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM", "LimitError", "LogEntry", "Lookup", "Namespace",
-    "NoMemoryError", "NotFoundError", "Op", "OpInfo", "PLAN_LOAD", "PLAN_RECOMPUTE",
-    "PLAN_RESIDENT", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH", "PanicError",
-    "Pick", "PinQuotaError", "Plan", "Policy", "PolicyInfo", "Prefill", "Queue", "QueueStats",
-    "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED", "RELEASED", "RESOLVED",
-    "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range", "ReentrantError", "Replay", "Result", "Row",
-    "Runtime", "RuntimeStats", "STOP_CANCELLED", "STOP_END_TURN", "STOP_LENGTH", "STOP_TOOL_USE",
-    "STOP_UNKNOWN", "STORE_CLEARED", "STORE_REMOVED", "STORE_STORED", "Segment", "Selection",
-    "Session", "SessionInfo", "SpecError", "StateError", "Store", "StoreEvent", "StoreEvents",
+    "AbiError", "Account", "Advice", "AgainError", "Attended", "Attention", "Budget",
+    "BudgetError", "BudgetReport", "Buffer", "BufferInfo", "BusyError", "CancelledError",
+    "ClearReport", "CloseReport", "ClosedError", "Comparison", "Completion", "Context",
+    "CorruptError", "Decoded", "DemoteReport", "EXISTS_WHOLE", "Error", "Event", "Eviction",
+    "Feature", "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError",
+    "Held", "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead",
+    "IndexKind", "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK",
+    "LEVEL_DURABLE", "LEVEL_RAM", "Latency", "LayerKV", "LimitError", "LogEntry", "Lookup",
+    "Namespace", "NoMemoryError", "NotFoundError", "Offload", "OffloadTokens", "Op", "OpInfo",
+    "PLAN_LOAD", "PLAN_RECOMPUTE", "PLAN_RESIDENT", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND",
+    "PRIORITY_PREFETCH", "PanicError", "Pick", "PinQuotaError", "Placed", "Plan", "Policy",
+    "PolicyInfo", "Prefill", "Queue", "QueueStats", "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING",
+    "RANGE_UNNEEDED", "RELEASED", "RESOLVED", "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range",
+    "ReentrantError", "Replay", "Result", "Row", "Rows", "Runtime", "RuntimeStats",
+    "STOP_CANCELLED", "STOP_END_TURN", "STOP_LENGTH", "STOP_TOOL_USE", "STOP_UNKNOWN",
+    "STORE_CLEARED", "STORE_REMOVED", "STORE_STORED", "Segment", "Selection", "Session",
+    "SessionInfo", "Sparse", "SparseCaps", "SparseGranularity", "SparseNeeds", "SparseScope",
+    "SparseTraits", "SpecError", "StateError", "Store", "StoreEvent", "StoreEvents",
     "TIER_DEVICE", "TIER_DISK", "TIER_HOST", "TIER_NONE", "TIER_PINNED", "TIER_REMOTE",
-    "TierReport", "TimeoutError", "Trace", "TraceInfo", "UnavailableError", "UnsupportedError",
-    "Victim", "View", "Who", "Work", "abi", "checksum", "feature", "features", "log_to",
-    "policies", "spec_check", "version",
+    "Tenant", "TierReport", "TimeoutError", "Trace", "TraceInfo", "UnavailableError",
+    "UnsupportedError", "Victim", "View", "Who", "Work", "abi", "checksum", "feature",
+    "features", "kernels", "log_to", "policies", "sparse_policies", "spec_check", "version",
 ]

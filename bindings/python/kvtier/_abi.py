@@ -22,6 +22,8 @@ class Sized(ctypes.Structure):
 
 KVT_ADVICE_ZERO_GROW = 2
 KVT_ADVICE_ZERO_SHRINK = 1
+KVT_ATTENTION_LATENT = 1
+KVT_ATTENTION_SPLIT = 0
 KVT_BUDGET_STRICT = 1
 KVT_BUDGET_ZERO_HOST = 2
 KVT_BUDGET_ZERO_PINNED = 4
@@ -31,6 +33,7 @@ KVT_BUFFER_PIN = 1
 KVT_BUFFER_PREFAULT = 16
 KVT_BUFFER_TRY_HUGE = 8
 KVT_BUFFER_TRY_PIN = 2
+KVT_DECODE_SCORES = 1
 KVT_DO_CHECKSUM = 2
 KVT_DO_COPY = 1
 KVT_DO_PREFAULT = 8
@@ -70,12 +73,24 @@ KVT_E_TOO_NEW = -3
 KVT_E_TOO_SMALL = -4
 KVT_E_UNAVAILABLE = -17
 KVT_E_UNSUPPORTED = -16
+KVT_GRANULARITY_BLOCK = 1
+KVT_GRANULARITY_TOKEN = 0
 KVT_HEADER_VERSION = 65536
 KVT_HINTS_NONE = 1
 KVT_HINTS_STOP = 0
 KVT_HINTS_THINK = 2
 KVT_HINT_CONFIDENCE = 2
 KVT_HINT_DONE = 1
+KVT_INDEX_BLOCKS = 2
+KVT_INDEX_DENSE = 0
+KVT_INDEX_LINES = 1
+KVT_INDEX_RANGES = 3
+KVT_IO_NONE = 0
+KVT_IO_THREADS = 1
+KVT_IO_URING = 2
+KVT_KERNEL_DECODE = 1
+KVT_KERNEL_PREFILL = 0
+KVT_KERNEL_SUMS = 2
 KVT_KEY_BYTES = 32
 KVT_LEVEL_DISK = 1
 KVT_LEVEL_DURABLE = 2
@@ -89,7 +104,17 @@ KVT_LOG_WARN = 2
 KVT_MEMORY_DEVICE = 1
 KVT_MEMORY_HOST = 0
 KVT_MOVE_EACH_LAYER = 1
+KVT_MOVE_REUSE = 2
 KVT_NAMESPACE_HOLES = 1
+KVT_NEEDS_ALL_KEYS = 128
+KVT_NEEDS_COLUMN_SUMS = 4
+KVT_NEEDS_KEYS = 1
+KVT_NEEDS_NEXT_QUERY = 8
+KVT_NEEDS_QUERIES = 2
+KVT_NEEDS_SCORES = 16
+KVT_NEEDS_VALUES = 32
+KVT_NEEDS_WEIGHTS = 64
+KVT_OFFLOAD_CHOSEN = 1
 KVT_OK = 0
 KVT_OP_CANCEL = 8
 KVT_OP_ISSUED = 1
@@ -121,8 +146,24 @@ KVT_ROW_PARENT = 1
 KVT_RULE_FULL = 0
 KVT_RULE_STATE = 2
 KVT_RULE_WINDOW = 1
+KVT_SCALES_CHANNEL = 2
+KVT_SCALES_NONE = 0
+KVT_SCALES_TOKEN = 1
+KVT_SCOPE_KEY_HEAD = 1
+KVT_SCOPE_LAYER = 2
+KVT_SCOPE_QUERY_HEAD = 0
 KVT_SELECT_TAIL = 1
 KVT_SESSION_PRIORITY = 1
+KVT_SPARSE_EVICT_DECODE = 32
+KVT_SPARSE_EVICT_PREFILL = 16
+KVT_SPARSE_INDEX_DECODE = 8
+KVT_SPARSE_INDEX_PREFILL = 4
+KVT_SPARSE_LOAD_DECODE = 2
+KVT_SPARSE_LOAD_PREFILL = 1
+KVT_SPARSE_NO_ID = 4294967295
+KVT_SPARSE_RAGGED = 1
+KVT_SPARSE_ROTATES = 4
+KVT_SPARSE_SELECTS = 2
 KVT_STOP_CANCELLED = 4
 KVT_STOP_END_TURN = 2
 KVT_STOP_LENGTH = 3
@@ -132,6 +173,7 @@ KVT_STORE_CLEARED = 3
 KVT_STORE_REMOVED = 2
 KVT_STORE_STORED = 1
 KVT_SUBMIT_EACH = 1
+KVT_SUMS_BY_HEAD = 1
 KVT_THREAD_NOTIFIER = 1
 KVT_THREAD_WORKER = 0
 KVT_TIER_DEVICE = 0
@@ -140,12 +182,27 @@ KVT_TIER_HOST = 1
 KVT_TIER_NONE = 4294967295
 KVT_TIER_PINNED = 4
 KVT_TIER_REMOTE = 3
+KVT_TIMED_COPY_BATCH = 6
+KVT_TIMED_DISK_DECISION = 12
+KVT_TIMED_GET_DISK = 2
+KVT_TIMED_GET_HOST = 1
+KVT_TIMED_HOST_DECISION = 11
+KVT_TIMED_PUT_DISK = 4
+KVT_TIMED_PUT_DURABLE = 5
+KVT_TIMED_PUT_RAM = 3
+KVT_TIMED_READ_BATCH = 7
+KVT_TIMED_SYNC_BATCH = 9
+KVT_TIMED_UPKEEP_BATCH = 10
+KVT_TIMED_WRITE_BATCH = 8
 KVT_TRACE_FLAT = 1
 KVT_VERSION_MAJOR = 0
 KVT_VERSION_MINOR = 1
 KVT_VERSION_PATCH = 0
 KVT_WHO_PRIORITY = 2
 KVT_WHO_SESSION = 1
+KVT_WRITE_BACK = 2
+KVT_WRITE_NEVER = 3
+KVT_WRITE_THROUGH = 1
 
 kvt_status_t = ctypes.c_int32
 
@@ -170,8 +227,16 @@ class kvt_event_p(Handle):
     """kvt_event_t *"""
 
 
+class kvt_job_p(Handle):
+    """kvt_job_t *"""
+
+
 class kvt_namespace_p(Handle):
     """kvt_namespace_t *"""
+
+
+class kvt_offload_p(Handle):
+    """kvt_offload_t *"""
 
 
 class kvt_op_p(Handle):
@@ -192,6 +257,10 @@ class kvt_runtime_p(Handle):
 
 class kvt_session_p(Handle):
     """kvt_session_t *"""
+
+
+class kvt_sparse_p(Handle):
+    """kvt_sparse_t *"""
 
 
 class kvt_store_p(Handle):
@@ -263,6 +332,7 @@ class kvt_close_report_t(Sized):
         ("stores", ctypes.c_uint64),
         ("namespaces", ctypes.c_uint64),
         ("sessions", ctypes.c_uint64),
+        ("offloads", ctypes.c_uint64),
     ]
 
 
@@ -784,6 +854,16 @@ class kvt_store_opts_t(Sized):
         ("flags", ctypes.c_uint64),
         ("spec", ctypes.POINTER(ctypes.c_char)),
         ("spec_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+        ("disk_bytes", ctypes.c_uint64),
+        ("disk_path", ctypes.POINTER(ctypes.c_char)),
+        ("disk_path_bytes", ctypes.c_uint64),
+        ("policy", ctypes.POINTER(ctypes.c_char)),
+        ("policy_bytes", ctypes.c_uint64),
+        ("disk_policy", ctypes.POINTER(ctypes.c_char)),
+        ("disk_policy_bytes", ctypes.c_uint64),
+        ("write", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -834,6 +914,15 @@ class kvt_store_stats_t(Sized):
         ("found_chunks", ctypes.c_uint64),
         ("found_cells", ctypes.c_uint64),
         ("found_useless_cells", ctypes.c_uint64),
+        ("admission_admitted", ctypes.c_uint64),
+        ("admission_admitted_bytes", ctypes.c_uint64),
+        ("admission_refused_never", ctypes.c_uint64),
+        ("admission_refused_hits", ctypes.c_uint64),
+        ("admission_refused_priority", ctypes.c_uint64),
+        ("admission_refused_size", ctypes.c_uint64),
+        ("admission_refused_wear", ctypes.c_uint64),
+        ("disk_engine", ctypes.c_uint32),
+        ("disk_direct", ctypes.c_uint32),
     ]
 
 
@@ -949,6 +1038,29 @@ class kvt_store_event_t(ctypes.Structure):
     ]
 
 
+class kvt_tenant_t(ctypes.Structure):
+    _fields_ = [
+        ("tenant", ctypes.c_uint32),
+        ("is_rest", ctypes.c_uint32),
+        ("put_bytes", ctypes.c_uint64),
+        ("got_bytes", ctypes.c_uint64),
+        ("hit_cells", ctypes.c_uint64),
+        ("missed_cells", ctypes.c_uint64),
+    ]
+
+
+class kvt_latency_t(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("count", ctypes.c_uint64),
+        ("mean_ns", ctypes.c_uint64),
+        ("p50_ns", ctypes.c_uint64),
+        ("p99_ns", ctypes.c_uint64),
+        ("max_ns", ctypes.c_uint64),
+    ]
+
+
 class kvt_session_opts_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -1002,6 +1114,8 @@ class kvt_move_t(Sized):
         ("level", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
         ("ready", kvt_event_p),
+        ("chunks", ctypes.POINTER(ctypes.c_uint32)),
+        ("chunk_count", ctypes.c_uint64),
     ]
 
 
@@ -1043,12 +1157,356 @@ class kvt_plan_t(Sized):
     ]
 
 
+class kvt_media_t(ctypes.Structure):
+    _fields_ = [
+        ("token", ctypes.c_uint64),
+        ("digest", ctypes.c_uint8 * 32),
+    ]
+
+
+class kvt_sequence_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("tokens", ctypes.POINTER(ctypes.c_uint32)),
+        ("token_count", ctypes.c_uint64),
+        ("media", ctypes.POINTER(kvt_media_t)),
+        ("media_count", ctypes.c_uint64),
+        ("media_stride_bytes", ctypes.c_uint64),
+    ]
+
+
 class kvt_clear_report_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
         ("gone_chunks", ctypes.c_uint64),
         ("held_chunks", ctypes.c_uint64),
         ("moving_chunks", ctypes.c_uint64),
+    ]
+
+
+class kvt_demote_report_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("freed_chunks", ctypes.c_uint64),
+        ("leaving_chunks", ctypes.c_uint64),
+        ("staying_chunks", ctypes.c_uint64),
+    ]
+
+
+class kvt_attention_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("layers", ctypes.c_uint32),
+        ("query_heads", ctypes.c_uint32),
+        ("key_heads", ctypes.c_uint32),
+        ("key_dim", ctypes.c_uint32),
+        ("value_dim", ctypes.c_uint32),
+        ("kind", ctypes.c_uint32),
+        ("block_tokens", ctypes.c_uint32),
+        ("max_tokens", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_sparse_traits_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("caps", ctypes.c_uint32),
+        ("needs", ctypes.c_uint32),
+        ("scope", ctypes.c_uint32),
+        ("granularity", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64),
+        ("dense_layers", ctypes.c_uint32),
+        ("sum_queries", ctypes.c_uint32),
+        ("ahead", ctypes.c_uint32),
+        ("own_query_heads", ctypes.c_uint32),
+        ("own_key_heads", ctypes.c_uint32),
+        ("own_dim", ctypes.c_uint32),
+    ]
+
+
+class kvt_rows_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("view", kvt_view_t),
+        ("dtype", ctypes.c_uint32),
+        ("scaling", ctypes.c_uint32),
+        ("scales", ctypes.POINTER(ctypes.c_float)),
+        ("scale_count", ctypes.c_uint64),
+    ]
+
+
+kvt_on_prefill_offload_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(kvt_rows_t))
+
+
+kvt_on_decode_offload_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.c_uint32, ctypes.POINTER(kvt_rows_t), ctypes.c_uint32)
+
+
+class kvt_sparse_context_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("is_prefill", ctypes.c_uint32),
+        ("part", ctypes.c_uint32),
+        ("parts", ctypes.c_uint32),
+        ("first_query", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+kvt_select_blocks_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.POINTER(kvt_rows_t), ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64,
+    ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+class kvt_index_head_t(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("lists", ctypes.c_uint32),
+        ("query_block", ctypes.c_uint32),
+        ("key_block", ctypes.c_uint32),
+        ("dense_from", ctypes.c_uint32),
+    ]
+
+
+class kvt_index_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("heads", ctypes.POINTER(kvt_index_head_t)),
+        ("head_room", ctypes.c_uint64),
+        ("head_count", ctypes.c_uint64),
+        ("starts", ctypes.POINTER(ctypes.c_uint32)),
+        ("start_room", ctypes.c_uint64),
+        ("start_count", ctypes.c_uint64),
+        ("items", ctypes.POINTER(ctypes.c_uint32)),
+        ("item_room", ctypes.c_uint64),
+        ("item_count", ctypes.c_uint64),
+    ]
+
+
+kvt_sparse_index_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t),
+    ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_index_t))
+
+
+kvt_sparse_attention_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t),
+    ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_float),
+    ctypes.POINTER(ctypes.c_float))
+
+
+kvt_sparse_observe_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.c_uint32, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32)
+
+
+class kvt_keep_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("starts", ctypes.POINTER(ctypes.c_uint32)),
+        ("start_room", ctypes.c_uint64),
+        ("start_count", ctypes.c_uint64),
+        ("items", ctypes.POINTER(ctypes.c_uint32)),
+        ("item_room", ctypes.c_uint64),
+        ("item_count", ctypes.c_uint64),
+    ]
+
+
+kvt_sparse_evict_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_keep_t))
+
+
+kvt_sparse_evicted_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.POINTER(kvt_keep_t))
+
+
+kvt_sparse_truncate_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32)
+
+
+kvt_sparse_fork_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p))
+
+
+class kvt_sparse_custom_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("traits", ctypes.POINTER(kvt_sparse_traits_t)),
+        ("on_prefill_offload", kvt_on_prefill_offload_fn),
+        ("on_decode_offload", kvt_on_decode_offload_fn),
+        ("select_blocks", kvt_select_blocks_fn),
+        ("index", kvt_sparse_index_fn),
+        ("sparse_prefill_attention", kvt_sparse_attention_fn),
+        ("observe", kvt_sparse_observe_fn),
+        ("evict", kvt_sparse_evict_fn),
+        ("evicted", kvt_sparse_evicted_fn),
+        ("truncate", kvt_sparse_truncate_fn),
+        ("fork", kvt_sparse_fork_fn),
+        ("user_data", ctypes.c_void_p),
+        ("destroy", kvt_destroy_fn),
+    ]
+
+
+class kvt_sparse_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("attention", ctypes.POINTER(kvt_attention_t)),
+        ("spec", ctypes.POINTER(ctypes.c_char)),
+        ("spec_bytes", ctypes.c_uint64),
+        ("custom", ctypes.POINTER(kvt_sparse_custom_t)),
+        ("account", kvt_account_p),
+    ]
+
+
+class kvt_sparse_stats_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("state_bytes", ctypes.c_uint64),
+        ("selections", ctypes.c_uint64),
+        ("candidates", ctypes.c_uint64),
+        ("chosen", ctypes.c_uint64),
+        ("spared", ctypes.c_uint64),
+        ("audited", ctypes.c_uint64),
+        ("wanted", ctypes.c_uint64),
+        ("found", ctypes.c_uint64),
+    ]
+
+
+class kvt_sparse_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("about", ctypes.POINTER(ctypes.c_char)),
+        ("about_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_job_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("steps", ctypes.c_uint32),
+        ("items", ctypes.c_uint32),
+        ("last_items", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("scratch_count", ctypes.c_uint64),
+        ("sum_keys", ctypes.c_uint64),
+    ]
+
+
+class kvt_problem_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("queries", ctypes.POINTER(kvt_rows_t)),
+        ("keys", ctypes.POINTER(kvt_rows_t)),
+        ("values", ctypes.POINTER(kvt_rows_t)),
+        ("select", ctypes.POINTER(kvt_index_t)),
+        ("first_query", ctypes.c_uint32),
+        ("first_key", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_placed_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("blocks", ctypes.POINTER(ctypes.c_uint32)),
+        ("block_count", ctypes.c_uint64),
+        ("block_tokens", ctypes.c_uint32),
+        ("tail_first", ctypes.c_uint32),
+        ("tail_tokens", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_there_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("attention", ctypes.POINTER(kvt_attention_t)),
+        ("kept", ctypes.POINTER(kvt_keep_t)),
+        ("since", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+    ]
+
+
+class kvt_kernel_limits_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("queries", ctypes.c_uint32),
+        ("keys", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("query_heads", ctypes.c_uint32),
+        ("key_dim", ctypes.c_uint32),
+        ("value_dim", ctypes.c_uint32),
+    ]
+
+
+class kvt_offload_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("session", kvt_session_p),
+        ("attention", ctypes.POINTER(kvt_attention_t)),
+        ("dtype", ctypes.c_uint32),
+        ("buffers", ctypes.c_uint32),
+        ("buffer_tokens", ctypes.c_uint32),
+        ("level", ctypes.c_uint32),
+        ("prefill", ctypes.POINTER(ctypes.c_char)),
+        ("prefill_bytes", ctypes.c_uint64),
+        ("decode", ctypes.POINTER(ctypes.c_char)),
+        ("decode_bytes", ctypes.c_uint64),
+        ("audit_every", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("prefill_custom", ctypes.POINTER(kvt_sparse_custom_t)),
+        ("decode_custom", ctypes.POINTER(kvt_sparse_custom_t)),
+    ]
+
+
+class kvt_offload_stats_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("loads", ctypes.c_uint64),
+        ("selections", ctypes.c_uint64),
+        ("candidates", ctypes.c_uint64),
+        ("loaded_blocks", ctypes.c_uint64),
+        ("loaded_bytes", ctypes.c_uint64),
+        ("saved_bytes", ctypes.c_uint64),
+        ("failed_loads", ctypes.c_uint64),
+        ("put_blocks", ctypes.c_uint64),
+        ("put_bytes", ctypes.c_uint64),
+        ("tail_bytes", ctypes.c_uint64),
+        ("evicted_tokens", ctypes.c_uint64),
+        ("policy_bytes", ctypes.c_uint64),
+        ("load_waits", ctypes.c_uint64),
+        ("load_wait_ns", ctypes.c_uint64),
+        ("tail_waits", ctypes.c_uint64),
+        ("tail_wait_ns", ctypes.c_uint64),
+        ("cut_waits", ctypes.c_uint64),
+        ("cut_wait_ns", ctypes.c_uint64),
+        ("select_waits", ctypes.c_uint64),
+        ("select_wait_ns", ctypes.c_uint64),
+        ("audited", ctypes.c_uint64),
+        ("wanted", ctypes.c_uint64),
+        ("found", ctypes.c_uint64),
+        ("found_ppm", ctypes.c_uint64),
+    ]
+
+
+class kvt_offload_kv_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("k", ctypes.c_void_p),
+        ("v", ctypes.c_void_p),
+        ("tokens", ctypes.c_uint32),
+        ("tail_tokens", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+        ("buffer", ctypes.c_uint32),
     ]
 
 
@@ -1069,6 +1527,10 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_account_reserve_later": (kvt_status_t, (kvt_account_p, ctypes.c_uint32,
         ctypes.c_uint64, ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_attention_merge": (kvt_status_t, (ctypes.POINTER(ctypes.c_float),
+        ctypes.POINTER(ctypes.c_float), ctypes.POINTER(ctypes.c_float),
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_budget_close": (kvt_status_t, (ctypes.POINTER(kvt_budget_p),
         ctypes.POINTER(kvt_error_p),)),
@@ -1093,6 +1555,14 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_checksum": (kvt_status_t, (ctypes.c_void_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_decode_memory": (kvt_status_t, (ctypes.POINTER(kvt_problem_t), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_decode_open": (kvt_status_t, (ctypes.POINTER(kvt_problem_t), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(ctypes.c_float),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
+        ctypes.POINTER(kvt_job_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_decode_sums": (kvt_status_t, (kvt_job_p, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_error_free": (kvt_status_t, (ctypes.POINTER(kvt_error_p),)),
     "kvt_error_info": (kvt_status_t, (kvt_error_p, ctypes.POINTER(kvt_error_info_t),)),
     "kvt_error_message": (ctypes.c_char_p, (kvt_error_p,)),
@@ -1105,6 +1575,17 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_feature_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_feature_find": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_feature_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_index_place": (kvt_status_t, (ctypes.POINTER(kvt_attention_t),
+        ctypes.POINTER(kvt_placed_t), ctypes.POINTER(kvt_index_t), ctypes.c_uint32,
+        ctypes.c_uint32, ctypes.POINTER(kvt_index_t), ctypes.POINTER(ctypes.c_uint32),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_job_close": (kvt_status_t, (ctypes.POINTER(kvt_job_p),)),
+    "kvt_job_info": (kvt_status_t, (kvt_job_p, ctypes.POINTER(kvt_job_info_t),)),
+    "kvt_job_run": (kvt_status_t, (kvt_job_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_kernel_workspace": (kvt_status_t, (ctypes.c_uint32,
+        ctypes.POINTER(kvt_kernel_limits_t), ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_log_set": (kvt_status_t, (ctypes.c_uint32, kvt_log_fn, ctypes.c_void_p, kvt_destroy_fn,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_clear": (kvt_status_t, (kvt_namespace_p, ctypes.c_uint64,
@@ -1124,12 +1605,65 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_range_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_lookup_t),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_lookup_media": (kvt_status_t, (kvt_namespace_p,
+        ctypes.POINTER(kvt_sequence_t), ctypes.POINTER(kvt_range_t), ctypes.c_uint64,
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_lookup_t),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_observe_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.c_uint64,
         ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_open": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_identity_t),
         ctypes.POINTER(kvt_layout_t), ctypes.c_uint64, ctypes.POINTER(kvt_namespace_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_t),)),
+    "kvt_offload_begin": (kvt_status_t, (kvt_offload_p, ctypes.POINTER(kvt_sparse_context_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_blocks": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_offload_close": (kvt_status_t, (ctypes.POINTER(kvt_offload_p),)),
+    "kvt_offload_done": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_evict": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_uint32),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_fork": (kvt_status_t, (kvt_offload_p, kvt_session_p,
+        ctypes.POINTER(kvt_offload_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_give_back": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_kept": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint32),)),
+    "kvt_offload_load": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_sparse_context_t),
+        ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_observe": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_open": (kvt_status_t, (ctypes.POINTER(kvt_offload_opts_t),
+        ctypes.POINTER(kvt_offload_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_put": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.c_uint32, ctypes.POINTER(kvt_view_t), ctypes.POINTER(kvt_view_t),
+        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_resume": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_rows": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint32),
+        ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_offload_score": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_stats": (kvt_status_t, (kvt_offload_p, ctypes.POINTER(kvt_offload_stats_t),)),
+    "kvt_offload_take": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_offload_kv_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_tell_keys": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_tokens": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32),)),
+    "kvt_offload_truncate": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_wait": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_offload_kv_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_op_cancel": (kvt_status_t, (kvt_op_p,)),
     "kvt_op_error": (kvt_status_t, (kvt_op_p, ctypes.POINTER(kvt_error_p),)),
     "kvt_op_free": (kvt_status_t, (ctypes.POINTER(kvt_op_p),)),
@@ -1138,6 +1672,12 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_op_items": (kvt_status_t, (kvt_op_p, ctypes.c_uint64, ctypes.POINTER(kvt_op_item_t),
         ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_op_wait": (kvt_status_t, (kvt_op_p, ctypes.c_uint32, ctypes.c_uint64,)),
+    "kvt_pages_extend": (kvt_status_t, (ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
+        ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(kvt_rows_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_pages_score": (kvt_status_t, (ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t),
+        ctypes.c_uint32, ctypes.c_uint32, ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_acquire": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_advise": (kvt_status_t, (kvt_policy_p, ctypes.c_uint64,
@@ -1202,6 +1742,9 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_policy_unpin": (kvt_status_t, (kvt_policy_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_prefill_open": (kvt_status_t, (ctypes.POINTER(kvt_problem_t),
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(ctypes.c_float),
+        ctypes.c_uint64, ctypes.POINTER(kvt_job_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_queue_close": (kvt_status_t, (ctypes.POINTER(kvt_queue_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_queue_fd": (kvt_status_t, (kvt_queue_p, ctypes.POINTER(ctypes.c_int32),)),
@@ -1213,6 +1756,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_queue_wait": (kvt_status_t, (kvt_queue_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_completion_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_rows_check": (kvt_status_t, (ctypes.POINTER(kvt_rows_t),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_runtime_close": (kvt_status_t, (ctypes.POINTER(kvt_runtime_p), ctypes.c_uint64,
         ctypes.POINTER(kvt_close_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_runtime_now": (kvt_status_t, (kvt_runtime_p, ctypes.POINTER(ctypes.c_uint64),)),
@@ -1221,7 +1766,11 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_runtime_stats": (kvt_status_t, (kvt_runtime_p, ctypes.POINTER(kvt_runtime_stats_t),)),
     "kvt_session_append": (kvt_status_t, (kvt_session_p, ctypes.POINTER(ctypes.c_uint32),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_append_media": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_sequence_t),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_session_close": (kvt_status_t, (ctypes.POINTER(kvt_session_p),)),
+    "kvt_session_demote": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_demote_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_drop": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_fork": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_opts_t),
@@ -1250,6 +1799,57 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_unpin": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_append": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_close": (kvt_status_t, (ctypes.POINTER(kvt_sparse_p),)),
+    "kvt_sparse_count": (kvt_status_t, (ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_sparse_evict": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_keep_t),
+        ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_evicted": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_keep_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_fork": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_sparse_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_index": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t),
+        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(kvt_index_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_info": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_sparse_info_t),)),
+    "kvt_sparse_last_index": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_index_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_last_keep": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_keep_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_load": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.c_uint32, ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_observe": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_open": (kvt_status_t, (ctypes.POINTER(kvt_sparse_opts_t),
+        ctypes.POINTER(kvt_sparse_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_prefill_attention": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_rows_t),
+        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_float), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_reset": (kvt_status_t, (kvt_sparse_p,)),
+    "kvt_sparse_save": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint8), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_score": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_seal": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.c_uint32, ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_seal_all": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(kvt_rows_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_select": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_rows_t), ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64,
+        ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_sparse_stats": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_sparse_stats_t),)),
+    "kvt_sparse_traits": (kvt_status_t, (kvt_sparse_p, ctypes.POINTER(kvt_sparse_traits_t),)),
+    "kvt_sparse_truncate": (kvt_status_t, (kvt_sparse_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_spec_check": (kvt_status_t, (ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_error_p),)),
@@ -1260,12 +1860,31 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_store_events": (kvt_status_t, (kvt_store_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.POINTER(kvt_store_event_t), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_store_evictions": (kvt_status_t, (kvt_store_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_policy_log_entry_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_store_latencies": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_latency_t),
+        ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_store_metrics": (kvt_status_t, (kvt_store_p, ctypes.POINTER(ctypes.c_char),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_store_open": (kvt_status_t, (kvt_runtime_p, kvt_budget_p,
         ctypes.POINTER(kvt_store_opts_t), ctypes.POINTER(kvt_store_p),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_store_set_budget": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_store_set_policy": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_char_p,
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_store_stats": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_store_stats_t),)),
+    "kvt_store_tenants": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_tenant_t),
+        ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_sums_open": (kvt_status_t, (ctypes.POINTER(kvt_problem_t),
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_job_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_sums_place": (kvt_status_t, (ctypes.POINTER(kvt_there_t), ctypes.POINTER(kvt_placed_t),
+        ctypes.POINTER(kvt_index_t), ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(ctypes.c_float),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_trace_free": (kvt_status_t, (ctypes.POINTER(kvt_trace_p),)),
     "kvt_trace_generate": (kvt_status_t, (ctypes.POINTER(kvt_trace_opts_t),
         ctypes.POINTER(kvt_trace_p), ctypes.POINTER(kvt_error_p),)),

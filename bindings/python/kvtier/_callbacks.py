@@ -93,9 +93,15 @@ def call_and_keep(function: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
+def raised() -> Optional[BaseException]:
+    """What `call_and_keep` keeps on this thread."""
+    error: Optional[BaseException] = getattr(_inside, "raised", None)
+    return error
+
+
 def take_raised() -> Optional[BaseException]:
     """What `call_and_keep` kept on this thread, once."""
-    error: Optional[BaseException] = getattr(_inside, "raised", None)
+    error = raised()
     _inside.raised = None
     return error
 

@@ -27,13 +27,15 @@ _FORMATS = {"u8": "B?", "u32": "IL", "u64": "QLN", "i64": "qln", "f32": "f", "f6
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view.restype = ctypes.py_object
-_READ = 0x100
+_READ, _WRITE = 0x100, 0x200
 
 
-def view(kind: str, pointer: Any, rows: int) -> Any:
-    """A column of C's as a read-only memoryview, for as long as C keeps it."""
+def view(kind: str, pointer: Any, rows: int, writable: bool = False) -> Any:
+    """A column of C's as a memoryview, read-only unless said otherwise, for as long as C keeps
+    it."""
     address = ctypes.cast(pointer, ctypes.c_void_p).value
-    return _view(address, rows * ctypes.sizeof(_C[kind]), _READ).cast(_CODE[kind])
+    nbytes = rows * ctypes.sizeof(_C[kind])
+    return _view(address, nbytes, _WRITE if writable else _READ).cast(_CODE[kind])
 
 
 def _invalid(text: str) -> Exception:

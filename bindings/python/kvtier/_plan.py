@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 from . import _abi
 from ._errors import make
-from ._lib import check_err, lib
+from ._lib import check_err, lib, u64
 from ._resource import new_error
 
 #: No tier.
@@ -115,6 +115,41 @@ class ClearReport(NamedTuple):
     moving_chunks: int
 
 
+class DemoteReport(NamedTuple):
+    """What becomes of chunks in memory that are to go down."""
+
+    #: They were on disk, too.
+    freed_chunks: int
+    #: Their memory is given back once they are on disk.
+    leaving_chunks: int
+    #: They stay: there is no disk.
+    staying_chunks: int
+
+
+class Tenant(NamedTuple):
+    """What a tenant has moved."""
+
+    tenant: int
+    #: All tenants together that are not told apart.
+    is_rest: bool
+    put_bytes: int
+    got_bytes: int
+    hit_cells: int
+    missed_cells: int
+
+
+class Latency(NamedTuple):
+    """How long one kind of thing took, in nanoseconds."""
+
+    #: How many were timed.
+    timed: int
+    mean_ns: int
+    #: What half of them did not exceed, to a fourth.
+    p50_ns: int
+    p99_ns: int
+    max_ns: int
+
+
 class StoreEvent(NamedTuple):
     """Something that changed in a store."""
 
@@ -141,7 +176,7 @@ class StoreEvents(NamedTuple):
 
 def values(row: Any, like: Any) -> Tuple[Any, ...]:
     """The fields of a C struct by the names of a NamedTuple, arrays as bytes."""
-    names = {"namespace": "space"}
+    names = {"namespace": "space", "timed": "count"}
     found = (getattr(row, names.get(name, name)) for name in like._fields if hasattr(
         row, names.get(name, name)))
     return tuple(bytes(x) if isinstance(x, ctypes.Array) else x for x in found)
@@ -159,6 +194,20 @@ def all_rows(kind: Any, call: Callable[..., int]) -> List[Any]:
             return list(rows[: count.value])
         lib.kvt_error_free(ctypes.byref(err))
         capacity = count.value + 8  # it may grow meanwhile
+
+
+def sequence(tokens: Any, count: int, media: "Sequence[Tuple[int, bytes]]") -> Tuple[Any, Any]:
+    """Tokens and the media that start in them, for C, and what has to be kept meanwhile."""
+    rows = (_abi.kvt_media_t * len(media))()
+    for row, (token, digest) in zip(rows, media):
+        if len(digest) != len(row.digest):
+            raise make(_abi.KVT_E_INVALID, f"a digest of {len(digest)} bytes: 32 are wanted")
+        row.token = u64(token)
+        row.digest[:] = digest
+    c = _abi.kvt_sequence_t(token_count=count, media_count=len(rows))
+    c.tokens, c.media = tokens, rows
+    c.media_stride_bytes = ctypes.sizeof(_abi.kvt_media_t)
+    return c, rows
 
 
 def key_bytes(keys: Any) -> Tuple[Any, int]:

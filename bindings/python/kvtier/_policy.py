@@ -181,6 +181,15 @@ def policies() -> List[PolicyInfo]:
     return found
 
 
+def log_entries(entries: Sequence[Any]) -> List[LogEntry]:
+    """Entries of a log, with the names of the policies that decided."""
+    names = [info.name for info in policies()]
+    return [LogEntry(e.number, e.at_ns, e.id, e.session if e.has_session else None,
+                     e.stamp_ns, e.score, e.units, e.hits, e.queue,
+                     names[e.policy] if e.policy < len(names) else "")
+            for e in entries]
+
+
 class Policy(Resource):
     """An eviction policy from a spec such as "arc". Needs no runtime; any thread may
     use it. `now_ns` is the caller's clock, which must not go back; 0 is the library's.
@@ -342,9 +351,9 @@ class Policy(Resource):
             out.block_ids = ctypes.cast(blocks, ctypes.POINTER(ctypes.c_uint64))
             err = new_error()
             flags = _abi.KVT_SELECT_TAIL if allow_tail else 0
-            _check_asked(lib.kvt_policy_select(self._raw, _i64(now_ns), byref(given),
-                                               u64(required_blocks), flags, byref(out),
-                                               byref(err)), err)
+            check_asked(lib.kvt_policy_select(self._raw, _i64(now_ns), byref(given),
+                                              u64(required_blocks), flags, byref(out),
+                                              byref(err)), err)
         listed = out.block_count > 0
         victims = []
         for pick in picks[: out.victim_count]:
@@ -427,11 +436,7 @@ class Policy(Resource):
         entries, n = (_abi.kvt_policy_log_entry_t * most)(), ctypes.c_uint64()
         stride = ctypes.sizeof(_abi.kvt_policy_log_entry_t)
         check(lib.kvt_policy_log(self._raw, u64(since), entries, most, stride, byref(n)))
-        names = [info.name for info in policies()]
-        return [LogEntry(e.number, e.at_ns, e.id, e.session if e.has_session else None,
-                         e.stamp_ns, e.score, e.units, e.hits, e.queue,
-                         names[e.policy] if e.policy < len(names) else "")
-                for e in entries[: n.value]]
+        return log_entries(entries[: n.value])
 
     def advise(self, batch: int) -> Advice:
         """How large a batch a scheduler should run, from the one that runs."""
@@ -476,16 +481,16 @@ class Policy(Resource):
     def _leave(self, call: Callable[..., int], required: int, most: int, now_ns: int) -> Eviction:
         victims, out = (_abi.kvt_policy_victim_t * most)(), _abi.kvt_policy_outcome_t()
         stride, err = ctypes.sizeof(_abi.kvt_policy_victim_t), new_error()
-        _check_asked(call(self._raw, _i64(now_ns), u64(required), victims, most, stride,
-                          byref(out), byref(err)), err)
+        check_asked(call(self._raw, _i64(now_ns), u64(required), victims, most, stride,
+                         byref(out), byref(err)), err)
         left = [Victim(v.id, v.units) for v in victims[: out.victims]]
         return Eviction(left, out.freed_units, out.shortfall_units, out.decision_ns,
                         _text(out.decided_by, out.decided_by_bytes))
 
 
-def _check_asked(status: int, err: _abi.kvt_error_p) -> None:
-    """Like `check_err`, after a call that may have asked the score function: what
-    that raised is the cause."""
+def check_asked(status: int, err: _abi.kvt_error_p, who: str = "the score function") -> None:
+    """Like `check_err`, after a call that may have asked a function of the user's:
+    what that raised is the cause."""
     raised = _callbacks.take_raised()
     try:
         check_err(status, err)
@@ -494,7 +499,7 @@ def _check_asked(status: int, err: _abi.kvt_error_p) -> None:
             raise
         if not isinstance(raised, Exception):
             raise raised  # an interrupt is for the caller
-        error.message = f"{error.message}; the score function raised {raised!r}"
+        error.message = f"{error.message}; {who} raised {raised!r}"
         raise error from raised
     if raised is not None:  # what was evicted before it counts
         _callbacks.report(raised)

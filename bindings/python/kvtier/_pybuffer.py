@@ -6,7 +6,8 @@ import ctypes
 from typing import Any
 
 _WRITABLE = 0x1
-_C_CONTIGUOUS = 0x8 | 0x10 | 0x20  # ND | STRIDES | C order
+_STRIDED = 0x8 | 0x10  # ND | STRIDES
+_C_CONTIGUOUS = _STRIDED | 0x20  # C order
 
 
 class _PyBuffer(ctypes.Structure):
@@ -34,12 +35,14 @@ _release.restype = None
 
 
 class Export:
-    """An object's bytes, held: it can neither move nor resize meanwhile."""
+    """An object's bytes, held: it can neither move nor resize meanwhile. Without gaps, unless
+    the caller knows the strides."""
 
-    def __init__(self, source: Any, writable: bool) -> None:
+    def __init__(self, source: Any, writable: bool, strided: bool = False) -> None:
         self._held = False
         self._buffer = _PyBuffer()
-        flags = _C_CONTIGUOUS | (_WRITABLE if writable else 0)
+        layout = _STRIDED if strided else _C_CONTIGUOUS
+        flags = layout | (_WRITABLE if writable else 0)
         _get(source, ctypes.byref(self._buffer), flags)
         self._held = True
         self.address: int = self._buffer.buf or 0

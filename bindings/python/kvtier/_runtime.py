@@ -90,6 +90,7 @@ class CloseReport(NamedTuple):
     stores: int = 0
     namespaces: int = 0
     sessions: int = 0
+    offloads: int = 0
 
 
 class RuntimeJob(_reaper.Job):
@@ -272,7 +273,8 @@ class Runtime(Resource):
         check_err(status, err)
         self._released()
         return CloseReport(report.queues, report.buffers, report.budgets, report.accounts,
-                           report.ops, report.stores, report.namespaces, report.sessions)
+                           report.ops, report.stores, report.namespaces, report.sessions,
+                           report.offloads)
 
 
 def _on_thread(number: int, role: int, index: int) -> None:

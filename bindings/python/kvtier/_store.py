@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import array
 import ctypes
+import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _abi, _reaper
 from ._buffer import Buffer
@@ -15,6 +16,8 @@ from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._op import Op
 from ._plan import (
     ClearReport,
+    DemoteReport,
+    Latency,
     Lookup,
     Plan,
     Prefill,
@@ -22,12 +25,14 @@ from ._plan import (
     Segment,
     StoreEvent,
     StoreEvents,
+    Tenant,
     all_rows,
     key_bytes,
+    sequence,
     terms,
     values,
 )
-from ._policy import STOP_UNKNOWN
+from ._policy import STOP_UNKNOWN, LogEntry, log_entries
 from ._pybuffer import Export
 from ._resource import Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
@@ -46,6 +51,18 @@ RULE_STATE = _abi.KVT_RULE_STATE
 LEVEL_RAM = _abi.KVT_LEVEL_RAM
 LEVEL_DISK = _abi.KVT_LEVEL_DISK
 LEVEL_DURABLE = _abi.KVT_LEVEL_DURABLE
+
+#: When cells go to disk.
+WRITES: Dict[str, int] = {
+    "through": _abi.KVT_WRITE_THROUGH, "back": _abi.KVT_WRITE_BACK, "never": _abi.KVT_WRITE_NEVER,
+}
+#: How files are read and written (`Store.stats()["disk_engine"]`).
+IO_NONE = _abi.KVT_IO_NONE
+IO_THREADS = _abi.KVT_IO_THREADS
+IO_URING = _abi.KVT_IO_URING
+
+#: Images and sounds: the index of the first token of each, and 32 bytes of a hash of it.
+Media = Sequence[Tuple[int, bytes]]
 
 #: What the numbers of a layer are.
 DTYPES: Dict[str, int] = {
@@ -240,12 +257,14 @@ class Session(Resource):
         self._space = space
         self._own(SessionJob(handle, _reaper.RANK_SESSION))
 
-    def append(self, tokens: Column) -> None:
-        """Adds tokens: a list, or an array of 32-bit unsigned integers."""
+    def append(self, tokens: Column, media: Media = ()) -> None:
+        """Adds tokens: a list, or an array of 32-bit unsigned integers; and the media that
+        start in them, by index."""
         err = new_error()
         with Columns() as columns:
             pointer, count = columns.take("tokens", "u32", tokens)
-            check_err(lib.kvt_session_append(self._raw, pointer, count, byref(err)), err)
+            c, _kept = sequence(pointer, count, media)
+            check_err(lib.kvt_session_append_media(self._raw, byref(c), byref(err)), err)
 
     def truncate(self, tokens: int) -> None:
         """Cuts it to so many tokens."""
@@ -280,6 +299,14 @@ class Session(Resource):
         check_err(lib.kvt_session_drop(self._raw, u64(first_token), u64(tokens), byref(report),
                                        byref(err)), err)
         return ClearReport(*values(report, ClearReport))
+
+    def demote(self, first_token: int = 0, tokens: int = 0) -> DemoteReport:
+        """Sends chunks down; their memory is given back once they are on disk. 0 tokens: to
+        the end."""
+        report, err = _abi.kvt_demote_report_t(), new_error()
+        check_err(lib.kvt_session_demote(self._raw, u64(first_token), u64(tokens), byref(report),
+                                         byref(err)), err)
+        return DemoteReport(*values(report, DemoteReport))
 
     def plan(self, *, overlap: bool = True, wait: bool = True, priority: int = PRIORITY_DEMAND,
              cost: Optional[Tuple[float, float]] = None) -> Plan:
@@ -317,33 +344,45 @@ class Session(Resource):
         return self._one(lib.kvt_session_put, move, kept, False, queue, tag, timeout, priority)
 
     def get(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
-            first_token: int = 0, tokens: int = 0, first_layer: int = 0,
-            queue: "Optional[Queue]" = None, tag: object = None,
-            timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
-            ready: "Optional[Event]" = None) -> Op:
+            first_token: int = 0, tokens: int = 0, first_layer: int = 0, reuse: bool = False,
+            chunks: Optional[Column] = None, queue: "Optional[Queue]" = None,
+            tag: object = None, timeout: Optional[float] = None,
+            priority: int = PRIORITY_DEMAND, ready: "Optional[Event]" = None) -> Op:
         """Loads; `NotFoundError` when something was missing (`info().value` says how
-        many tokens came). The objects are held until the op is closed; dropped, it is
-        cancelled."""
+        many tokens came). With `reuse` only what going on after the last token needs: of
+        windows and states the end. With `chunks` only those, 0 = the one of `first_token`,
+        ascending: views have their tokens one after the other. The objects are held until
+        the op is closed; dropped, it is cancelled."""
         move, kept = _move(k, v, first_token, tokens, first_layer, True, ready)
-        return self._one(lib.kvt_session_get, move, kept, True, queue, tag, timeout, priority)
+        with Columns() as columns:
+            _wanted(move, reuse, chunks, columns)
+            return self._one(lib.kvt_session_get, move, kept, True, queue, tag, timeout,
+                             priority)
 
     def prefetch(self, *, first_token: int = 0, tokens: int = 0, first_layer: int = 0,
-                 layers: int = 0, queue: "Optional[Queue]" = None, tag: object = None,
+                 layers: int = 0, reuse: bool = False, chunks: Optional[Column] = None,
+                 queue: "Optional[Queue]" = None, tag: object = None,
                  timeout: Optional[float] = None, priority: int = PRIORITY_PREFETCH,
                  ready: "Optional[Event]" = None) -> Op:
         """Into memory, for a get to come. Dropped, it is cancelled."""
         move = _abi.kvt_move_t(first_token=u64(first_token), tokens=u64(tokens),
                                first_layer=u32(first_layer), layers=u32(layers))
         _when(move, ready)
-        return self._one(lib.kvt_session_prefetch, move, [], True, queue, tag, timeout, priority)
+        with Columns() as columns:
+            _wanted(move, reuse, chunks, columns)
+            return self._one(lib.kvt_session_prefetch, move, [], True, queue, tag, timeout,
+                             priority)
 
     def get_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
+                 reuse: bool = False, chunks: Optional[Column] = None,
                  timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
                  ready: "Optional[Event]" = None) -> List[Op]:
         """Likewise with an op a layer, so that the first can be used while others come."""
         move, kept = _move(k, v, first_token, tokens, first_layer, True, ready)
-        return self._each(lib.kvt_session_get, move, kept, True, timeout, priority)
+        with Columns() as columns:
+            _wanted(move, reuse, chunks, columns)
+            return self._each(lib.kvt_session_get, move, kept, True, timeout, priority)
 
     def put_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
@@ -373,7 +412,7 @@ class Session(Resource):
     def _each(self, call: Any, move: Any, kept: List[Any], cancel: bool,
               timeout: Optional[float], priority: int) -> List[Op]:
         runtime, raw = self._space._store._runtime, self._raw
-        move.flags = _abi.KVT_MOVE_EACH_LAYER
+        move.flags |= _abi.KVT_MOVE_EACH_LAYER
         ops = [Op(runtime, None, layer, cancel) for layer in range(move.layers)]
         for op in ops:
             op._keep(kept)
@@ -407,6 +446,14 @@ def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token:
     move.stride_bytes = ctypes.sizeof(_abi.kvt_view_t)
     _when(move, ready)
     return move, kept
+
+
+def _wanted(move: Any, reuse: bool, chunks: Optional[Column], columns: Columns) -> None:
+    """What of a get's rectangle is wanted; `columns` keeps the list until the call is over."""
+    move.flags = _abi.KVT_MOVE_REUSE if reuse else 0
+    move.chunks, move.chunk_count = columns.take("chunks", "u32", chunks)
+    if chunks is not None and move.chunk_count == 0:  # which may have no address: that is all
+        raise _invalid("an empty list of chunks: a move of nothing")
 
 
 def _when(move: Any, ready: "Optional[Event]") -> None:
@@ -455,14 +502,15 @@ class Namespace(Resource):
         check_err(lib.kvt_session_open(self._raw, byref(opts), byref(handle), byref(err)), err)
         return Session(self, handle)
 
-    def lookup(self, tokens: Column) -> Lookup:
+    def lookup(self, tokens: Column, media: Media = ()) -> Lookup:
         """How far a sequence could go on with what is there. Nothing is held."""
         raw, found = self._raw, _abi.kvt_lookup_t()
         with Columns() as columns:
             pointer, length = columns.take("tokens", "u32", tokens)
+            c, _kept = sequence(pointer, length, media)
             rows = all_rows(_abi.kvt_range_t, lambda rows, room, stride, count, err: (
-                lib.kvt_namespace_lookup(raw, pointer, length, rows, room, stride, count,
-                                         byref(found), err)))
+                lib.kvt_namespace_lookup_media(raw, byref(c), rows, room, stride, count,
+                                               byref(found), err)))
         return Lookup([Range(*values(row, Range)) for row in rows], *values(found, Lookup))
 
     def lookup_keys(self, keys: Any, tokens: int) -> Lookup:
@@ -518,16 +566,26 @@ class Namespace(Resource):
 
 class Store(Resource):
     """Keeps KV in memory and on disk, as its spec says:
-    `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`."""
+    `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`. What is given beside the spec counts
+    instead of what it says; `write` is `through`, `back` or `never`."""
 
     _noun = "store"
 
     def __init__(self, runtime: "Runtime", spec: str = "store", *,
-                 budget: "Optional[Budget]" = None) -> None:
+                 budget: "Optional[Budget]" = None, host_bytes: int = 0, disk_bytes: int = 0,
+                 disk_path: "Union[str, os.PathLike[str]]" = "", policy: str = "",
+                 disk_policy: str = "", write: str = "") -> None:
         self._runtime = runtime
-        text = spec.encode()
-        opts = _abi.kvt_store_opts_t(spec_bytes=len(text))
-        opts.spec = text_pointer(text)
+        if write not in ("", *WRITES):
+            raise _invalid(f"write {write!r} is none of {', '.join(WRITES)}")
+        opts = _abi.kvt_store_opts_t(host_bytes=u64(host_bytes), disk_bytes=u64(disk_bytes),
+                                     write=WRITES.get(write, 0))
+        texts = {"spec": spec, "disk_path": os.fspath(disk_path), "policy": policy,
+                 "disk_policy": disk_policy}
+        kept = {name: text.encode() for name, text in texts.items()}
+        for name, text in kept.items():
+            setattr(opts, name, text_pointer(text))
+            setattr(opts, f"{name}_bytes", len(text))
         pays = None if budget is None else budget._raw
         handle, err = _abi.kvt_store_p(), new_error()
         check_err(lib.kvt_store_open(runtime._raw, pays, byref(opts), byref(handle), byref(err)),
@@ -545,6 +603,41 @@ class Store(Resource):
         check(lib.kvt_store_stats(self._raw, byref(stats)))
         names = [name for name, *_ in stats._fields_ if name != "struct_size"]
         return {name: int(getattr(stats, name)) for name in names}
+
+    def set_policy(self, tier: int, spec: str) -> None:
+        """Goes on with another policy for TIER_HOST or TIER_DISK."""
+        text, err = spec.encode(), new_error()
+        check_err(lib.kvt_store_set_policy(self._raw, u32(tier), text, len(text), byref(err)),
+                  err)
+
+    def set_budget(self, tier: int, limit: int) -> None:
+        """Changes how many bytes a tier may have; what is too much leaves by and by."""
+        err = new_error()
+        check_err(lib.kvt_store_set_budget(self._raw, u32(tier), u64(limit), byref(err)), err)
+
+    def evictions(self, tier: int, most: int = 256) -> List[LogEntry]:
+        """The last evictions of a tier, the oldest of them first."""
+        entries, n = (_abi.kvt_policy_log_entry_t * most)(), ctypes.c_uint64()
+        stride = ctypes.sizeof(_abi.kvt_policy_log_entry_t)
+        check(lib.kvt_store_evictions(self._raw, u32(tier), entries, most, stride, byref(n)))
+        return log_entries(entries[: n.value])
+
+    def tenants(self) -> List[Tenant]:
+        """What each tenant has moved; the last one may be the rest."""
+        raw = self._raw
+        rows = all_rows(_abi.kvt_tenant_t, lambda rows, room, stride, count, err: (
+            lib.kvt_store_tenants(raw, rows, room, stride, count)))
+        return [Tenant(row.tenant, bool(row.is_rest), *values(row, Tenant)[2:]) for row in rows]
+
+    def latencies(self) -> Dict[str, Latency]:
+        """How long things took: "get_host", "get_disk", "put_ram", ... (KVT_TIMED_*)."""
+        raw = self._raw
+        rows = all_rows(_abi.kvt_latency_t, lambda rows, room, stride, count, err: (
+            lib.kvt_store_latencies(raw, rows, room, stride, count)))
+        names = {value: name[len("KVT_TIMED_"):].lower()
+                 for name, value in vars(_abi).items() if name.startswith("KVT_TIMED_")}
+        return {names.get(row.kind, str(row.kind)): Latency(*values(row, Latency))
+                for row in rows}
 
     def events(self, cursor: int = 0, most: int = 256) -> StoreEvents:
         """What changed from a cursor on: 0 from the start, 2**64 - 1 what is to come."""

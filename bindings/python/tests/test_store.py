@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import List, Tuple
 
@@ -293,3 +294,155 @@ def test_what_is_forgotten_is_closed() -> None:
         report = runtime.close()
         assert (report.stores, report.namespaces, report.sessions) == (1, 1, 1)
         del store, session
+
+
+def test_images_keep_sequences_apart(runtime: kvtier.Runtime) -> None:
+    cat, dog = (5, bytes([1]) * 32), (5, bytes([2]) * 32)
+    with kvtier.Store(runtime, host_bytes=4 << 20) as store, open_space(store) as space:
+        with space.session() as session, space.session() as other:
+            session.append(TOKENS[:5])
+            session.append(TOKENS[5:], [(0, cat[1])])
+            other.append(TOKENS, [dog])
+            session.put(*plain(full(1))).result(10)
+            assert space.lookup(TOKENS, [cat]).reusable_tokens == 16
+            assert space.lookup(TOKENS, [dog]).reusable_tokens == 4
+            assert space.lookup(TOKENS).reusable_tokens == 4
+            with pytest.raises(kvtier.NotFoundError):
+                other.get(*plain(full(2))).result(10)
+            for media in [[(16, cat[1])], [dog, cat], [(5, b"short")]]:
+                with pytest.raises(kvtier.InvalidError):
+                    other.append(TOKENS, media)
+            assert other.info().tokens == 16
+
+
+def test_what_is_sent_down_and_what_is_needed_again(runtime: kvtier.Runtime,
+                                                    tmp_path: Path) -> None:
+    store = kvtier.Store(runtime, "store(disk=disk(segment=1MiB), host=1GiB)",
+                         host_bytes=4 << 20, disk_bytes=16 << 20, disk_path=tmp_path / "kv",
+                         policy="lru", disk_policy="arc", write="never")
+    with store, open_space(store) as space, space.session(tenant=7) as session:
+        stats = store.stats()
+        assert (stats["host_limit_bytes"], stats["disk_limit_bytes"]) == (4 << 20, 16 << 20)
+        assert stats["disk_engine"] in (kvtier.IO_THREADS, kvtier.IO_URING)
+        session.append(TOKENS)
+        memory, back = full(3), np.zeros_like(full(3))
+        session.put(*plain(memory)).result(10)
+        assert session.demote() == (0, 4, 0)
+        assert session.prefetch(reuse=True).result(10).value == 16
+        # The latent has a window of eight tokens: the others of its layer stay as they were.
+        assert session.get(*plain(back), reuse=True).result(10).value == 16
+        latent = [m[1, 0].reshape(-1)[: 16 * 24] for m in (memory, back)]
+        assert (latent[0][8 * 24:] == latent[1][8 * 24:]).all() and not latent[1][: 8 * 24].any()
+        assert (memory[[0, 2]] == back[[0, 2]]).all()
+        for op in session.get_each(*plain(back), reuse=True):
+            op.result(10)
+        times = store.latencies()
+        assert len(times) == 12 and times["put_ram"].timed == 1
+        assert times["get_disk"].timed + times["get_host"].timed > 0
+        assert 0 < times["put_ram"].p50_ns <= times["put_ram"].p99_ns
+        (row,) = store.tenants()
+        assert (row.tenant, row.is_rest, row.missed_cells) == (7, False, 0)
+        assert row.put_bytes == 16 * (2 * 2 * HEADS * RUN + 24) and row.hit_cells > 0
+
+        store.set_policy(kvtier.TIER_HOST, "s3fifo")
+        assert 'policy="s3fifo"' in store.metrics()
+        with pytest.raises(kvtier.SpecError, match="s3fifo"):
+            store.set_policy(kvtier.TIER_HOST, "s3fif")
+        store.set_budget(kvtier.TIER_DISK, 20 << 20)
+        assert store.stats()["disk_limit_bytes"] == 20 << 20
+        with pytest.raises(kvtier.UnsupportedError):
+            store.set_budget(kvtier.TIER_REMOTE, 1 << 20)
+        assert store.evictions(kvtier.TIER_HOST) == []
+    with pytest.raises(kvtier.InvalidError, match="through"):
+        kvtier.Store(runtime, write="thru")
+    with pytest.raises(kvtier.SpecError, match="bytes="):
+        kvtier.Store(runtime, disk_path=tmp_path / "kv")
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "numpy", "memoryview"])
+def test_some_chunks_come_one_after_the_other(runtime: kvtier.Runtime, tmp_path: Path,
+                                              kind: str) -> None:
+    spec = f'store(host=4MiB, disk=disk(path="{tmp_path}/kv", bytes=16MiB, segment=1MiB))'
+    with kvtier.Store(runtime, spec) as store, open_space(store) as space, \
+            space.session() as session:
+        session.append(TOKENS[:14])
+        memory = full(9)
+        session.put(*plain(memory)).result(10)
+        numbers = np.array([1, 9, 3], dtype=np.uint32)
+        make = {"list": list, "tuple": tuple, "numpy": lambda n: n, "memoryview": memoryview}
+        picked = make[kind](numbers[::2].copy())
+        tokens = [4, 5, 6, 7, 12, 13]
+
+        def came(back: np.ndarray) -> None:
+            for plane in ((0, 0), (0, 1), (2, 0), (2, 1)):
+                assert (back[plane][:6] == memory[plane][tokens]).all()
+                assert (back[plane][6:] == 0xA5).all()
+            latent = [m[1, 0].reshape(-1)[: 16 * 24].reshape(16, 24) for m in (memory, back)]
+            assert (latent[1][:6] == latent[0][tokens]).all() and (latent[1][6:] == 0xA5).all()
+
+        back = np.full_like(memory, 0xA5)
+        assert session.get(*plain(back), chunks=picked).result(10).value == 6
+        came(back)
+        back = np.full_like(memory, 0xA5)
+        ops = session.get_each(*plain(back), chunks=picked)
+        assert [op.result(10).value for op in ops] == [6] * LAYERS
+        came(back)
+        # Room for what is picked is enough.
+        small = np.full((LAYERS, 2, 6, HEADS, RUN), 0xA5, dtype=np.uint8)
+        assert session.get(*plain(small), chunks=picked).result(10).value == 6
+        assert (small[0, 1] == memory[0, 1, tokens]).all()
+        with pytest.raises(kvtier.InvalidError):
+            session.get(*plain(small))
+        # By the chunks of the rectangle.
+        back = np.full_like(memory, 0xA5)
+        op = session.get(*plain(back), first_token=4, tokens=8, chunks=[1])
+        assert op.result(10).value == 4
+        assert (back[2, 0, :4] == memory[2, 0, 8:12]).all() and (back[2, 0, 4:] == 0xA5).all()
+
+        session.demote()
+        end = time.monotonic() + 10.0
+        while store.stats()["host_cells"] > 0:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert session.prefetch(chunks=picked).result(10).value == 6
+        assert store.stats()["host_cells"] == 2 * LAYERS
+
+
+def test_which_chunks_may_not_be_asked_for(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=1MiB)") as store, open_space(store) as space, \
+            space.session() as session:
+        session.append(TOKENS)
+        memory, back = full(8), np.full_like(full(8), 0xA5)
+        session.put(*plain(memory)).result(10)
+        wrong: List[object] = [
+            [], (), np.zeros(0, dtype=np.uint32), [1, 0], [1, 1], [4], [0, 2**32 - 1], [2**32],
+            [-1], ["1"], 1, np.array([1], dtype=np.int64), np.zeros((1, 1), dtype=np.uint32)]
+        for chunks in wrong:
+            with pytest.raises(kvtier.InvalidError):
+                session.get(*plain(back), chunks=chunks)
+            with pytest.raises(kvtier.InvalidError):
+                session.get_each(*plain(back), chunks=chunks)
+            with pytest.raises(kvtier.InvalidError):
+                session.prefetch(chunks=chunks)
+        with pytest.raises(kvtier.InvalidError, match="KVT_MOVE_REUSE"):
+            session.get(*plain(back), chunks=[1], reuse=True)
+        assert (back == 0xA5).all()
+        assert session.drop(8).gone_chunks == 2
+        op = session.get(*plain(back), chunks=[0, 2, 3])
+        with pytest.raises(kvtier.NotFoundError):
+            op.result(10)
+        assert op.info().value == 4 and (back[0, 0, :4] == memory[0, 0, :4]).all()
+        assert (back[0, 0, 4:8] == 0xA5).all()
+
+
+def test_who_left_for_want_of_room(runtime: kvtier.Runtime) -> None:
+    with kvtier.Store(runtime, "store(host=256KiB, policy=lru)") as store:
+        with open_space(store) as space:
+            for i in range(100):
+                with space.session() as session:
+                    session.append([i * 100 + t for t in TOKENS])
+                    session.put(*plain(full(i))).result(10)
+        entries = store.evictions(kvtier.TIER_HOST, 8)
+        assert len(entries) == 8 and {entry.policy for entry in entries} == {"lru"}
+        numbers = [entry.number for entry in entries]
+        assert numbers == list(range(numbers[0], numbers[0] + 8))

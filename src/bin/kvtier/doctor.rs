@@ -5,8 +5,11 @@ use std::path::Path;
 use kvtier::base::budget::{DEFAULT_HOST_PERCENT, DEFAULT_RESERVE_BYTES};
 use kvtier::base::fork;
 use kvtier::base::machine::MemoryFacts;
+use kvtier::base::status::Result;
 use kvtier::base::sync::cores;
+use kvtier::io::files::Files;
 use kvtier::io::probe;
+use kvtier::io::real::{RealFiles, RealOpts};
 
 use crate::human;
 
@@ -45,6 +48,7 @@ pub fn run(path: &Path, json: bool) {
         fork_detection(),
         io_uring(),
         direct(path),
+        disk_engine(path),
         cuda(),
     ];
     for finding in findings {
@@ -182,13 +186,13 @@ fn io_uring() -> Finding {
             "io_uring",
             Mark::Good,
             "allowed",
-            "the kernel offers asynchronous file I/O (this build does not use it yet)",
+            "a disk tier puts transfers into its rings, unless disk(uring=false) says otherwise",
         ),
         Err(error) => Finding::new(
             "io_uring",
             Mark::Absent,
             error.message(),
-            "file I/O will use a thread pool; container profiles often forbid io_uring",
+            "a disk tier transfers by plain calls of its threads; container profiles often forbid io_uring",
         ),
     }
 }
@@ -210,6 +214,41 @@ fn direct(path: &Path) -> Finding {
     }
 }
 
+/// What the files of a store come to here: some are opened as a store does it.
+fn disk_engine(path: &Path) -> Finding {
+    const CHECK: &str = "disk engine";
+    match opened(path) {
+        Ok((engine, None)) => Finding::new(
+            CHECK,
+            Mark::Good,
+            engine,
+            "how a disk tier here transfers: nothing of that is made do with",
+        ),
+        Ok((engine, Some(why))) => {
+            let means = format!("how a disk tier here transfers, for want of better: {why}");
+            Finding::new(CHECK, Mark::Limited, engine, &means)
+        }
+        Err(error) => Finding::new(
+            CHECK,
+            Mark::Absent,
+            error.message(),
+            "a disk tier cannot be made here: name another directory with --path",
+        ),
+    }
+}
+
+/// The way of transfers in a directory, and why it is not the best one.
+fn opened(path: &Path) -> Result<(String, Option<String>)> {
+    let place = path.join(format!(".kvtier-doctor-{}", std::process::id()));
+    let files = RealFiles::open(&place, &RealOpts::default())?;
+    let found = (files.engine().to_string(), files.fallback().map(str::to_string));
+    drop(files);
+    if let Err(error) = std::fs::remove_dir_all(&place) {
+        eprintln!("kvtier: {} stays: {error}", place.display());
+    }
+    Ok(found)
+}
+
 fn cuda() -> Finding {
     match probe::cuda_driver() {
         Some(version) => Finding::new(
@@ -219,5 +258,25 @@ fn cuda() -> Finding {
             "an NVIDIA driver is there (this build has no device tier yet)",
         ),
         None => Finding::new("cuda driver", Mark::Absent, "none", "no device tier on this machine"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_engine_is_what_files_of_a_store_have_and_nothing_stays() {
+        let dir = std::env::temp_dir().join(format!("kvtier-doctor-test-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("a directory");
+        let found = disk_engine(&dir);
+        let (engine, why) = opened(&dir).expect("it can be made");
+        assert_eq!(found.value, engine);
+        assert!(engine.starts_with("io_uring, ") || engine.starts_with("threads, "), "{engine}");
+        assert_eq!(matches!(found.mark, Mark::Good), why.is_none());
+        assert!(found.means.ends_with(&why.unwrap_or_default()), "{}", found.means);
+        assert_eq!(std::fs::read_dir(&dir).expect("there").count(), 0);
+        std::fs::remove_dir(&dir).expect("empty");
+        assert!(matches!(disk_engine(&dir.join("no/where")).mark, Mark::Absent));
     }
 }

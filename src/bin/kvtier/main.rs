@@ -7,6 +7,7 @@ mod demo;
 mod doctor;
 mod fsck;
 mod lab;
+mod reference;
 mod sim;
 
 use std::path::PathBuf;
@@ -42,9 +43,9 @@ enum Command {
         /// Worker threads; 0 = as many as cores, at most 4
         #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=64))]
         workers: u32,
-        /// Who leaves memory; several are compared
-        #[arg(long, default_value = "horizon", value_delimiter = ';')]
-        policies: Vec<String>,
+        /// Who leaves memory, such as `lru` or `lru,qos(inner=lfu)`: several are compared
+        #[arg(long, default_value = "horizon")]
+        policies: String,
         /// One JSON object a policy instead of a live view and a table
         #[arg(long)]
         json: bool,
@@ -108,7 +109,7 @@ enum Command {
         #[arg(long, default_value_t = 0)]
         threads: usize,
     },
-    /// Read, make and replay traces; compare eviction policies on them
+    /// Read, make and replay traces; compare eviction policies on them, and sparse ones
     Lab {
         #[command(subcommand)]
         command: lab::Command,
@@ -124,6 +125,7 @@ fn main() -> ExitCode {
         }
         Command::Demo { sessions, workers, policies, json, config, control, linger } => {
             let linger = Duration::from_secs(linger);
+            let policies = lab::parse::specs(&policies);
             demo::run(&demo::Opts { sessions, workers, policies, json, config, control, linger })
         }
         Command::Config { file, json } => config::run(&file, json),

@@ -5,10 +5,10 @@
 //! in the order of the plane. A scale is the largest size that shares it, divided
 //! by 127.
 
+use crate::base::half::{from_bf16, from_f16, to_bf16, to_f16};
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::codec::Shape;
-use crate::format::codec::float::{from_bf16, from_f16, to_bf16, to_f16};
 use crate::meta::dtype::Dtype;
 
 /// What shares a scale.

@@ -11,7 +11,6 @@
 //! is other KV.
 
 pub mod cell;
-pub mod float;
 pub mod int8;
 
 use crate::base::status::Result;

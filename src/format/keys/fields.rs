@@ -10,6 +10,9 @@ pub const LAYOUT: &str = "kvtier 2026-11-21 v1 layout";
 /// Context of private keys.
 pub const PRIVATE: &str = "kvtier 2026-11-21 v1 private";
 
+/// Context of the names of what sparse policies know.
+pub const SPARSE: &str = "kvtier 2026-11-22 v1 sparse";
+
 /// The hash of fields in a context. Tags must ascend.
 pub fn derive<'a>(context: &str, fields: impl Iterator<Item = (u32, &'a [u8])> + Clone) -> Digest {
     debug_assert!(fields.clone().map(|(tag, _)| tag).is_sorted_by(|a, b| a < b));

@@ -1,10 +1,12 @@
 //! Views of a store, written down as JSON.
 
+use crate::kv::admission::REFUSALS;
 use crate::kv::control::json::Json;
 use crate::kv::core::Counters;
 use crate::kv::core::gauge::{DiskGauge, PolicyGauge, QueueGauge, Report};
 use crate::kv::core::sight::{BoardSight, SessionSight, TierSight, TrialSight};
 use crate::kv::core::tenants::Tenant;
+use crate::kv::core::times::{Latency, TIMED};
 use crate::kv::core::trial::Score;
 use crate::policy::log::Entry;
 use crate::policy::registry;
@@ -39,6 +41,12 @@ pub(super) fn stats(
         json.key("hit_ratio").real(all.hit_ratio());
         json.key("host_hit_ratio").real(all.host_hit_ratio());
         json.key("counters").object(|json| counters(json, &all.counters));
+        json.key("admission").object(|json| admission(json, all));
+        json.key("latencies").object(|json| {
+            for ((name, _), one) in TIMED.iter().zip(&all.latencies) {
+                json.key(name).object(|json| latency(json, one));
+            }
+        });
         json.key("tiers").object(|json| budget(json, seen));
         for (name, value) in [
             ("layouts", all.layouts),
@@ -111,6 +119,28 @@ fn counters(json: &mut Json, all: &Counters) {
     }
 }
 
+fn admission(json: &mut Json, all: &Report) {
+    json.key("admitted_chunks").whole(all.admission_admitted);
+    json.key("admitted_bytes").whole(all.admission_admitted_bytes);
+    json.key("refused_chunks").object(|json| {
+        for (reason, count) in REFUSALS.into_iter().zip(all.admission_refused) {
+            json.key(reason).whole(count);
+        }
+    });
+}
+
+fn latency(json: &mut Json, all: &Latency) {
+    for (name, value) in [
+        ("count", all.count),
+        ("mean_ns", all.mean_ns),
+        ("p50_ns", all.p50_ns),
+        ("p99_ns", all.p99_ns),
+        ("max_ns", all.max_ns),
+    ] {
+        json.key(name).whole(value);
+    }
+}
+
 fn queue(json: &mut Json, all: &QueueGauge) {
     json.key("cells").list(|json| all.cells.iter().for_each(|&n| json.whole(n)));
     json.key("bytes").list(|json| all.bytes.iter().for_each(|&n| json.whole(n)));
@@ -133,6 +163,7 @@ fn policy(json: &mut Json, all: &PolicyGauge) {
     ] {
         json.key(name).whole(value);
     }
+    json.key("decision").object(|json| latency(json, &all.decision));
 }
 
 fn disk(json: &mut Json, all: &DiskGauge) {

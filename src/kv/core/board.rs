@@ -9,6 +9,7 @@ use crate::format::keys::{Fingerprint, Key};
 use crate::format::record;
 use crate::format::seal::{Identity, PLANE_K, PLANE_STATE, PLANE_V};
 use crate::format::segment::BLOCK_BYTES;
+use crate::kv::core::grain::Part;
 use crate::meta::chunks::{Cell, Chunks, Coded, Shape};
 use crate::meta::dtype::Dtype;
 use crate::meta::index::Slot;
@@ -30,6 +31,8 @@ pub mod note {
     pub const HELD: u8 = 32;
     /// It was found on disk, and not all of that was read yet: it may be damaged.
     pub const UNREAD: u8 = 64;
+    /// What continues it is on disk or goes there, and needs it there.
+    pub const BELOW: u8 = 128;
 }
 
 /// Chunks of one layout.
@@ -46,6 +49,8 @@ pub struct Board {
     pub uses: Zeroed<u8>,
     /// The class of who stored it.
     pub classes: Zeroed<u8>,
+    /// The session that used each chunk last, where policies choose sessions; 0 = nobody.
+    pub users: Zeroed<u64>,
 }
 
 impl Board {
@@ -60,6 +65,7 @@ impl Board {
             notes: Zeroed::new(max_chunks)?,
             uses: Zeroed::new(max_chunks)?,
             classes: Zeroed::new(max_chunks)?,
+            users: Zeroed::sparse(max_chunks)?,
         })
     }
 
@@ -134,13 +140,21 @@ impl Board {
         self.layout.chunk_bytes(tokens)
     }
 
+    /// Bytes of a part of a chunk.
+    pub fn part_bytes(&self, slot: Slot, part: Part) -> u64 {
+        match part {
+            Part::All => self.chunk_bytes(slot),
+            Part::Layer(layer) => self.planes(Cell { chunk: slot, layer }).bytes(),
+        }
+    }
+
     /// What a chunk of a namespace is called in records.
     pub fn record_of(&self, slot: Slot, namespace: Key) -> record::Chunk {
         let row = self.chunks.chunk(slot);
         let key_of = |slot| self.chunks.key(slot).copied();
         record::Chunk {
             namespace,
-            parent: self.chunks.parent(slot).and_then(key_of).unwrap_or(namespace),
+            parent: self.chunks.parent_key(slot).copied().unwrap_or(namespace),
             key: key_of(slot).unwrap_or_default(),
             fingerprint: self.fingerprint,
             position: row.map_or(0, |row| row.position()),

@@ -4,8 +4,9 @@ use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
-use crate::kv::core::Core;
 use crate::kv::core::board::note;
+use crate::kv::core::grain::{Grain, cell_id};
+use crate::kv::core::{At, Core};
 use crate::meta::chunks::{Cell, Place};
 
 impl Core {
@@ -28,6 +29,7 @@ impl Core {
 
     /// Checks the tables against each other and against the tiers.
     pub fn check(&self) -> Result<()> {
+        self.check_lines()?;
         let (mut pieces, mut blocks) = (0, 0);
         for (number, board) in self.boards.iter().enumerate() {
             let (p, b) = self.check_board(number)?;
@@ -75,14 +77,35 @@ impl Core {
             if row.cells_somewhere() == 0 && board.chunks.may_leave(slot) {
                 fail!(State, "chunk {slot} of board {number} has no cells, and nobody needs it");
             }
-            let tiers = [(Tier::Host, note::IN_HOST), (Tier::Disk, note::IN_DISK)];
-            for (tier, flag) in tiers {
-                let is_there = row.cells()[tier as usize] > 0;
-                if is_there && !board.has(slot, flag | note::LEAVES) {
-                    fail!(State, "chunk {slot} is in {}, and no policy knows", tier.name());
+            for tier in [Tier::Host, Tier::Disk] {
+                if row.cells()[tier as usize] > 0 {
+                    self.check_known(At { board: number as u32, slot }, tier)?;
                 }
             }
         }
         Ok((pieces, blocks))
+    }
+
+    /// Whether a tier's policy knows what is there of a chunk, or it leaves.
+    fn check_known(&self, at: At, tier: Tier) -> Result<()> {
+        let board = &self.boards[at.board as usize];
+        let shelf =
+            if tier == Tier::Host { Some(&self.host_shelf) } else { self.disk_shelf.as_ref() };
+        let Some(shelf) = shelf else { return Ok(()) };
+        let flag = if tier == Tier::Host { note::IN_HOST } else { note::IN_DISK };
+        let is_known = board.has(at.slot, flag);
+        let in_its_grain = |layer| match shelf.grain {
+            Grain::Chunk => is_known,
+            Grain::Cell => is_known && shelf.knows(cell_id(board.id(at.slot), layer)),
+            Grain::Session => is_known && shelf.groups.of(at).is_some_and(|id| shelf.knows(id)),
+        };
+        for (layer, marks) in board.chunks.marks(at.slot).unwrap_or_default().iter().enumerate() {
+            let is_there = marks.there() & 1 << tier as u8 != 0;
+            let leaves = self.leaving.get(&at).is_some_and(|leave| leave.has(layer));
+            if is_there && !leaves && !in_its_grain(layer) {
+                fail!(State, "layer {layer} of {at:?} is in {}, and no policy knows", tier.name());
+            }
+        }
+        Ok(())
     }
 }

@@ -7,6 +7,7 @@ use crate::base::budget::Tier;
 use crate::base::status::{Error, Result};
 use crate::fail;
 use crate::kv::core::board::note;
+use crate::kv::core::grain::Part;
 use crate::kv::core::work::Work;
 use crate::kv::core::{At, Core};
 use crate::kv::events::{Event, Kind};
@@ -123,7 +124,7 @@ impl Core {
         for at in stopped {
             let row = self.boards[board as usize].chunks.chunk(at.slot);
             if row.is_some_and(|row| row.cells()[Tier::Host as usize] > 0) {
-                self.enter_shelf(at, Tier::Host);
+                self.enter_shelf(at, Tier::Host, Part::All);
             }
         }
         cleared
@@ -139,7 +140,10 @@ impl Core {
         for &slot in slots {
             let Some(row) = rows.chunks.chunk(slot) else { continue };
             let is_queued = rows.has(slot, note::QUEUED);
-            let is_free = row.refs() == u32::from(is_queued) && row.pin().is_none();
+            let is_free = row.refs() == u32::from(is_queued)
+                && row.pin().is_none()
+                // A put that goes on from here may wait for it, and hears of its end alone.
+                && !self.chunk_waits.contains_key(&At { board, slot });
             let holes = self.space(row.namespace()).is_some_and(|space| space.holes);
             let is_last = row.children() == behind.get(&slot).copied().unwrap_or(0);
             if !is_free || row.is_moving() || !(is_last || holes) {
@@ -179,8 +183,8 @@ impl Core {
             return Fate::Held;
         }
         let fate = if row.cells_somewhere() == 0 { Fate::Nothing } else { Fate::Gone };
-        self.drop_where(at, Tier::Host as usize, |_| true);
-        self.drop_where(at, Tier::Disk as usize, |_| true);
+        self.drop_where(at, Tier::Host as usize, |_, _| true);
+        self.drop_where(at, Tier::Disk as usize, |_, _| true);
         self.tidy(at.board, at.slot);
         fate
     }

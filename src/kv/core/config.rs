@@ -1,7 +1,16 @@
 //! What a store is to be like, and what it counts.
 
+use crate::base::spec::Spec;
+use crate::base::status::Result;
+use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::codec::int8::Quality;
+use crate::kv::core::grain::Grain;
+use crate::kv::core::shelf::Shelf;
+use crate::kv::core::sight::LEAST_HOST_BYTES;
+use crate::kv::core::told::PIECE_BYTES;
+use crate::policy::custom;
+use crate::policy::evictor::MAX_OBJECTS;
 
 /// When what is in memory is written to disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +32,10 @@ pub struct Config {
     pub host_policy: String,
     /// Who leaves the disk.
     pub disk_policy: String,
+    /// What policies choose among.
+    pub grain: Grain,
+    /// Cells are dropped alone, though a chunk is of no use without one.
+    pub drop_cells: bool,
     /// What goes to disk when.
     pub write: Write,
     /// What may go to disk.
@@ -56,6 +69,8 @@ impl Default for Config {
             host_bytes: 1 << 30,
             host_policy: "horizon".into(),
             disk_policy: "lru".into(),
+            grain: Grain::Chunk,
+            drop_cells: false,
             write: Write::Back,
             admission: "all".into(),
             codec: Codec::None,
@@ -69,6 +84,60 @@ impl Default for Config {
             batch_cells: 64,
             batch_bytes: 8 << 20,
         }
+    }
+}
+
+impl Config {
+    /// Whether it can be.
+    pub(super) fn check(&self) -> Result<()> {
+        for policy in [&self.host_policy, &self.disk_policy] {
+            custom::refuse(&Spec::parse(policy)?, "a store")?;
+        }
+        if self.drop_cells && self.grain != Grain::Cell {
+            fail!(
+                Invalid,
+                "drop=cell: cells can be dropped where policies choose cells, grain=cell"
+            );
+        }
+        if !(0.0..=1.0).contains(&self.high) || !(0.0..=self.high).contains(&self.low) {
+            fail!(Invalid, "watermarks {} and {}: 0 <= low <= high <= 1", self.low, self.high);
+        }
+        if self.host_bytes < LEAST_HOST_BYTES {
+            let (has, least) = (self.host_bytes, LEAST_HOST_BYTES);
+            fail!(Invalid, "{has} bytes of memory (host=); at least {least} are needed");
+        }
+        if self.batch_cells == 0 || self.max_sessions == 0 || self.max_jobs == 0 {
+            fail!(Invalid, "batches, sessions and jobs cannot be limited to none");
+        }
+        Ok(())
+    }
+
+    /// Opens the policies of memory and, if there is one, of a disk of so many bytes.
+    pub(super) fn open_shelves(&self, disk_bytes: Option<u64>) -> Result<(Shelf, Option<Shelf>)> {
+        // What is gone, and others continue, is known for some time yet.
+        let chunks = self.max_chunks + self.max_chunks / 4 + 64;
+        let objects = |grain, bytes: u64| match grain {
+            // Memory may be made larger, and cells be told of before they come.
+            Grain::Cell => {
+                let most = (bytes / PIECE_BYTES).saturating_mul(4);
+                let most = usize::try_from(most).unwrap_or(usize::MAX);
+                most.saturating_add(2 * self.max_jobs as usize + (1 << 16)).min(MAX_OBJECTS)
+            }
+            Grain::Chunk | Grain::Session => chunks,
+        };
+        // From the last tier chunks go as a whole, but where that is not wanted.
+        let last = match self.grain {
+            Grain::Cell if !self.drop_cells => Grain::Chunk,
+            grain => grain,
+        };
+        let open = |spec: &str, grain, bytes, holes| {
+            Shelf::open(spec, grain, objects(grain, bytes), bytes, holes)
+        };
+        let Some(disk_bytes) = disk_bytes else {
+            return Ok((open(&self.host_policy, last, self.host_bytes, false)?, None));
+        };
+        let host = open(&self.host_policy, self.grain, self.host_bytes, true)?;
+        Ok((host, Some(open(&self.disk_policy, last, disk_bytes, false)?)))
     }
 }
 
@@ -107,7 +176,7 @@ pub struct Counters {
     pub demoted: u64,
     /// Chunks that left memory and are gone.
     pub dropped: u64,
-    /// Chunks that left the disk.
+    /// Chunks that left the disk; cells, where these are dropped alone.
     pub disk_evicted: u64,
     /// Chunks that were to leave memory, and the disk had no room for.
     pub refused: u64,

@@ -3,6 +3,7 @@
 
 use crate::base::budget::Tier;
 use crate::kv::core::board::note;
+use crate::kv::core::grain::{Grain, Part, cell_id};
 use crate::kv::core::room::MOST_VICTIMS;
 use crate::kv::core::{At, Core, Write};
 use crate::meta::chunks::Cell;
@@ -48,7 +49,7 @@ pub(super) fn owner_of(board: u32, cell: Cell) -> u64 {
     u64::from(board) << 48 | (cell.layer as u64) << 32 | u64::from(cell.chunk)
 }
 
-fn cell_of_owner(owner: u64) -> (u32, Cell) {
+pub(super) fn cell_of_owner(owner: u64) -> (u32, Cell) {
     let layer = (owner >> 32 & 0xFFFF) as usize;
     ((owner >> 48) as u32, Cell { chunk: owner as u32, layer })
 }
@@ -63,23 +64,33 @@ impl Core {
         let mut left = bytes.saturating_sub(self.host.given_back_bytes() - before);
         let mut victims = Vec::new();
         while left > 0 {
-            victims.clear();
             self.host_shelf.choose(self.now_ns, left, MOST_VICTIMS, &mut victims);
             if victims.is_empty() {
                 break;
             }
-            for victim in &victims {
-                if let Some(at) = self.chunk_of_id(victim.id).filter(|&at| self.leave_host(at)) {
-                    left = left.saturating_sub(self.boards[at.board as usize].chunk_bytes(at.slot));
+            for victim in victims.drain(..) {
+                let Some((at, part)) = self.chosen(victim) else { continue };
+                if self.leave_host(at, part) {
+                    left = left
+                        .saturating_sub(self.boards[at.board as usize].part_bytes(at.slot, part));
                 }
             }
         }
-        self.debt.until_bytes = self.debt.until_bytes.max(before).saturating_add(bytes);
-        self.debt.begin();
+        self.owe_since(before, bytes);
         self.settle();
         let went = self.host.given_back_bytes() - before;
         let goes = self.host.segments().filter(|segment| segment.drains);
         bytes.min(went + goes.map(|segment| segment.cost_bytes).sum::<u64>())
+    }
+
+    /// So many bytes more have to go back.
+    pub(super) fn owe(&mut self, bytes: u64) {
+        self.owe_since(self.host.given_back_bytes(), bytes);
+    }
+
+    fn owe_since(&mut self, before: u64, bytes: u64) {
+        self.debt.until_bytes = self.debt.until_bytes.max(before).saturating_add(bytes);
+        self.debt.begin();
     }
 
     /// What is still owed.
@@ -152,7 +163,7 @@ impl Core {
         !is_blocked || is_below || self.disk.is_some() && self.config.write != Write::Never
     }
 
-    /// A cell leaves memory, and the rest of its chunk with it.
+    /// A cell leaves memory, and the rest of its chunk with it where policies choose chunks.
     fn vacate(&mut self, owner: u64) -> bool {
         let (board, cell) = cell_of_owner(owner);
         let at = At { board, slot: cell.chunk };
@@ -160,13 +171,27 @@ impl Core {
         let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         // One that is coming or going is seen again when it has.
         let is_there = marks.is_some_and(|marks| marks.there() & HOST != 0);
-        if !is_there || self.leaving.contains_key(&at) || !self.may_vacate(owner) {
+        let leaves = self.leaving.get(&at).is_some_and(|leave| leave.has(cell.layer));
+        if !is_there || leaves || !self.may_vacate(owner) {
             return false;
         }
-        if rows.has(at.slot, note::IN_HOST) {
-            let id = rows.id(at.slot);
-            self.host_shelf.remove(self.now_ns, id);
-        }
-        self.leave_host(at)
+        let id = rows.id(at.slot);
+        let part = match self.host_shelf.grain {
+            Grain::Chunk => {
+                if rows.has(at.slot, note::IN_HOST) {
+                    self.host_shelf.remove(self.now_ns, id);
+                }
+                Part::All
+            }
+            Grain::Cell => {
+                self.host_shelf.remove(self.now_ns, cell_id(id, cell.layer));
+                Part::Layer(cell.layer)
+            }
+            Grain::Session => {
+                self.host_shelf.leave(self.now_ns, at);
+                Part::All
+            }
+        };
+        self.leave_host(at, part)
     }
 }

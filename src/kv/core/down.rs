@@ -1,19 +1,18 @@
 //! The way down: from memory to disk.
 
-use std::collections::BTreeSet;
-
 use crate::base::budget::Tier;
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::{Error, Status};
 use crate::format::codec::Codec;
 use crate::format::codec::int8::Quality;
 use crate::format::record::blocks_of;
 use crate::kv::core::board::note;
+use crate::kv::core::grain::{Leave, Part};
 use crate::kv::core::moves::Level;
-use crate::kv::core::work::{Coding, SyncBatch, WriteBatch};
+use crate::kv::core::syncs::Fresh;
+use crate::kv::core::work::{Coding, WriteBatch};
 use crate::kv::core::{At, Core, Write};
-use crate::kv::events::Kind;
-use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Gone, Place};
-use crate::tier::disk::{Mark, PutPlane, Spot};
+use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Place};
+use crate::tier::disk::PutPlane;
 use crate::tier::host::Piece;
 
 const HOST: u8 = 1 << Tier::Host as u8;
@@ -22,15 +21,11 @@ const DISK: u8 = 1 << Tier::Disk as u8;
 const RECORD_BYTES: u64 = 8 << 20;
 /// Cells of a record.
 const RECORD_CELLS: usize = 512;
-/// Writes that nobody waits for are synced when there are so many.
-pub(super) const MOST_FRESH: usize = 1 << 16;
-/// No move.
-const NOBODY: u32 = u32::MAX;
 
 /// What a batch did for one chunk.
 struct Written {
     at: At,
-    marks: Vec<Mark>,
+    marks: Vec<Fresh>,
     error: Option<Error>,
 }
 
@@ -39,7 +34,7 @@ impl Core {
     pub(super) fn write_down(&mut self, number: u32) {
         let one = &self.moves[number].spec;
         let (board, level) = (one.board, one.level);
-        if level == Level::Ram && self.config.write != Write::Through || self.disk.is_none() {
+        if self.disk.is_none() {
             return;
         }
         let one = &self.moves[number];
@@ -50,19 +45,26 @@ impl Core {
             if all_read {
                 self.boards[board as usize].clear(at.slot, note::UNREAD);
             }
-            if self.only_in_host(at) == 0 && !self.is_writing(at) {
+            let must = level > Level::Ram || self.is_wanted_below(at);
+            if !must && self.config.write != Write::Through {
                 continue;
             }
-            let bytes = self.only_in_host(at);
-            if level == Level::Ram && !self.may_go_down(at, bytes, false) {
+            let bytes = self.only_in_host(at, Part::All);
+            let is_up = bytes > 0 || self.is_writing(at);
+            if !is_up || !must && !self.may_go_down(at, bytes, false) {
                 continue;
+            }
+            if must {
+                self.boards[board as usize].set(at.slot, note::FORCED);
             }
             if level > Level::Ram {
-                self.boards[board as usize].set(at.slot, note::FORCED);
                 self.chunk_waits.entry(at).or_default().push(number);
                 self.moves[number].waits += 1;
             }
             self.queue_down(at);
+        }
+        if level > Level::Ram {
+            self.wait_for_those_before(number);
         }
     }
 
@@ -101,7 +103,7 @@ impl Core {
             let slots: Vec<u32> = rows.chunks.slots().filter(is_full).collect();
             for slot in slots {
                 let at = At { board, slot };
-                let bytes = self.only_in_host(at);
+                let bytes = self.only_in_host(at, Part::All);
                 if bytes > 0 && self.may_go_down(at, bytes, false) {
                     self.boards[board as usize].set(slot, note::FORCED);
                     self.queue_down(at);
@@ -109,20 +111,6 @@ impl Core {
             }
         }
         self.settle();
-    }
-
-    /// Queues a chunk to be written down.
-    pub(super) fn queue_down(&mut self, at: At) {
-        let rows = &mut self.boards[at.board as usize];
-        if !rows.has(at.slot, note::QUEUED) {
-            rows.set(at.slot, note::QUEUED);
-            // Queued chunks stay where they are until their turn.
-            if rows.chunks.retain(at.slot).is_ok() {
-                self.downs.push_back(at);
-            } else {
-                rows.clear(at.slot, note::QUEUED);
-            }
-        }
     }
 
     /// The next chunks to be written, up to a batch.
@@ -153,7 +141,7 @@ impl Core {
     fn add_records(&mut self, at: At, batch: &mut WriteBatch) -> u64 {
         let (record, codec, lost) = (self.record_of(at), self.codec_of(at), Quality::default());
         let rows = &mut self.boards[at.board as usize];
-        let (mut all, mut bytes, mut cells) = (0, u64::MAX, usize::MAX);
+        let (mut all, mut bytes, mut cells, mut records) = (0, u64::MAX, usize::MAX, 0);
         for layer in 0..rows.layout.layers() {
             let cell = Cell { chunk: at.slot, layer };
             let Some(marks) = rows.chunks.marks(at.slot).map(|marks| marks[layer]) else { break };
@@ -170,6 +158,7 @@ impl Core {
             if cells >= RECORD_CELLS || bytes.saturating_add(cell_bytes) > RECORD_BYTES {
                 batch.puts.record(record);
                 batch.chunks.push(at);
+                records += 1;
                 (bytes, cells) = (0, 0);
             }
             batch.puts.cell(layer as u32, 0, 0, true);
@@ -185,6 +174,7 @@ impl Core {
             bytes += cell_bytes;
             cells += 1;
         }
+        (0..records).for_each(|_| self.note_with(at, batch));
         all
     }
 
@@ -211,10 +201,14 @@ impl Core {
             }
             let Some(last) = written.last_mut() else { continue };
             match &put.result {
-                Ok(mark) => last.marks.push(*mark),
-                Err(error) => last.error = Some(error.clone()),
+                Ok(mark) => {
+                    let record = cells.first().and_then(|cell| cell.spot.record());
+                    last.marks.push(Fresh { mark: *mark, record });
+                }
+                Err(error) => last.error = Some(batch.refused.as_ref().unwrap_or(error).clone()),
             }
         }
+        self.noted_with(batch);
         for one in written {
             self.end_chunk(one);
         }
@@ -242,6 +236,7 @@ impl Core {
     fn end_chunk(&mut self, one: Written) {
         let at = one.at;
         if !one.marks.is_empty() {
+            self.forget_stale(at);
             self.fresh.entry(at).or_default().extend(one.marks);
         }
         match one.error {
@@ -253,7 +248,7 @@ impl Core {
             Some(error) => {
                 self.counters.failed_writes += 1;
                 match self.upkeep.may_try_again(at) {
-                    true => self.let_go_after(at, |core| core.queue_down(at)),
+                    true => self.let_go_after(at, |core| core.queue_one(at)),
                     false => self.let_go_after(at, |core| core.stays_up(at, &error)),
                 }
             }
@@ -284,19 +279,19 @@ impl Core {
     /// it was to leave it does. Where more of it is queued or being written, whoever
     /// ends that says so again.
     pub(super) fn is_down(&mut self, at: At) {
-        if self.boards[at.board as usize].has(at.slot, note::QUEUED) || self.is_writing(at) {
+        let is_queued = self.boards[at.board as usize].has(at.slot, note::QUEUED);
+        if is_queued || self.is_writing(at) || self.upkeep.is_parked(at) {
             return;
         }
         let rows = &mut self.boards[at.board as usize];
-        let leaves = rows.has(at.slot, note::LEAVES);
         rows.clear(at.slot, note::FORCED);
-        if leaves {
-            self.stop_leaving(at);
-            if self.drop_copies(at) > 0 {
-                self.counters.demoted += 1;
-                self.say(Kind::Removed, Tier::Host, at);
+        if let Some(leave) = self.stop_leaving(at) {
+            let freed = self.drop_copies(at, |layer| leave.has(layer));
+            let is_up = self.is_in_host(at, Part::All);
+            self.counters.demoted += u64::from(freed > 0 && !is_up);
+            if is_up {
+                self.enter_shelf(at, Tier::Host, Part::All);
             }
-            self.stay_known(at);
         }
         for number in self.chunk_waits.remove(&at).unwrap_or_default() {
             self.moves[number].waits -= 1;
@@ -306,26 +301,21 @@ impl Core {
         }
     }
 
-    /// What is still in memory of a chunk that was to leave is told to the policy again.
-    fn stay_known(&mut self, at: At) {
-        let rows = &self.boards[at.board as usize];
-        if rows.chunks.chunk(at.slot).is_some_and(|row| row.cells()[Tier::Host as usize] > 0) {
-            self.enter_shelf(at, Tier::Host);
-        }
-    }
-
     /// A chunk could not be written: it stays in memory, or is gone if its memory is
     /// needed and nobody holds it.
     pub(super) fn stays_up(&mut self, at: At, error: &Error) {
         let rows = &mut self.boards[at.board as usize];
         rows.clear(at.slot, note::FORCED);
-        if rows.has(at.slot, note::LEAVES) {
+        self.upkeep.given_up += 1;
+        if let Some(leave) = self.stop_leaving(at) {
             self.counters.refused += 1;
-            self.stop_leaving(at);
-            self.gone_if_free(at);
+            self.gone_if_free(at, &leave);
         }
         for number in self.chunk_waits.remove(&at).unwrap_or_default() {
-            self.blame(number, error);
+            // What was only taken along is none of its promise.
+            if self.moves[number].spec.slots.contains(&at.slot) {
+                self.blame(number, error);
+            }
             self.moves[number].waits -= 1;
             if self.moves[number].waits == 0 {
                 self.end_move(number);
@@ -335,125 +325,22 @@ impl Core {
 
     /// Drops what cannot go down. The hold that kept it for its way down is not one
     /// of a user's.
-    fn gone_if_free(&mut self, at: At) {
+    fn gone_if_free(&mut self, at: At, leave: &Leave) {
         let rows = &mut self.boards[at.board as usize];
         let was_held = rows.chunks.release(at.slot).is_ok();
-        let freed = self.drop_where(at, Tier::Host as usize, |there| there == HOST);
+        let is_all = !self.config.drop_cells;
+        let goes = |layer, there| there == HOST && (is_all || leave.has(layer));
+        let freed = self.drop_where(at, Tier::Host as usize, goes);
         self.refusals = if freed > 0 { 0 } else { self.refusals + 1 };
         self.refused_ns = self.now_ns;
         let rows = &mut self.boards[at.board as usize];
         if was_held && rows.chunks.retain(at.slot).is_err() {
             log::error!("a chunk could not be held again");
         }
-        self.counters.dropped += u64::from(freed > 0);
-        self.stay_known(at);
-    }
-
-    /// Whether a move that has ended otherwise has to wait for a sync.
-    pub(super) fn commits_before_end(&mut self, number: u32) -> bool {
-        let one = &self.moves[number];
-        if one.spec.level != Level::Durable {
-            return false;
-        }
-        if let Some(status) = one.stopped() {
-            // Nobody waits for the sync: then nothing is promised either.
-            self.blame(number, &status.into());
-            return false;
-        }
-        self.commits.push(number);
-        true
-    }
-
-    /// What is to be synced.
-    pub(super) fn take_syncs(&mut self) -> Option<SyncBatch> {
-        if self.commits.is_empty() && self.fresh.len() < self.flush_at || self.disk.is_none() {
-            return None;
-        }
-        let mut batch =
-            SyncBatch { moves: std::mem::take(&mut self.commits), ..SyncBatch::default() };
-        for &number in &batch.moves {
-            let one = &self.moves[number].spec;
-            let marks =
-                one.slots.iter().filter_map(|&slot| self.fresh.get(&At { board: one.board, slot }));
-            batch.marks.extend(marks.flatten().map(|&mark| (number, mark, Ok(()))));
-        }
-        if self.fresh.len() >= self.flush_at {
-            self.flush_at = usize::MAX; // until this one is done
-            let nobody = |&mark| (NOBODY, mark, Ok(()));
-            batch.marks.extend(self.fresh.values().flatten().map(nobody));
-        }
-        if self.upkeep.takes_recovered() {
-            batch.everything = Some(Ok(()));
-        }
-        Some(batch)
-    }
-
-    pub(super) fn done_syncs(&mut self, batch: &SyncBatch) {
-        if let Some(Err(error)) = &batch.everything {
-            log::warn!("what was found on disk could not be made durable: {error}");
-        }
-        for (number, _, result) in &batch.marks {
-            if let (Err(error), Some(_)) = (result, self.moves.get(*number)) {
-                self.blame(*number, error);
-            }
-        }
-        if self.flush_at == usize::MAX {
-            self.flush_at = MOST_FRESH.max(2 * self.fresh.len());
-        }
-        let nobodys = batch.marks.iter().filter(|(number, ..)| *number == NOBODY);
-        let lasting: BTreeSet<Mark> =
-            nobodys.filter(|(.., result)| result.is_ok()).map(|&(_, mark, _)| mark).collect();
-        if !lasting.is_empty() {
-            self.fresh.retain(|_, marks| {
-                marks.retain(|mark| !lasting.contains(mark));
-                !marks.is_empty()
-            });
-        }
-        for &number in &batch.moves {
-            self.forget_marks(number, &batch.marks);
-            self.conclude(number);
-        }
-    }
-
-    /// What was synced need not be synced again. What never can be stays noted, so
-    /// that nobody is told that it lasts; where it is in memory, too, it leaves the
-    /// disk, and another put writes it anew.
-    fn forget_marks(&mut self, number: u32, synced: &[(u32, Mark, Result<()>)]) {
-        let one = &self.moves[number].spec;
-        let (board, slots) = (one.board, one.slots.clone());
-        for slot in slots {
-            let at = At { board, slot };
-            let Some(mut marks) = self.fresh.remove(&at) else { continue };
-            let how = |mark: &Mark| synced.iter().find(|(n, m, _)| *n == number && m == mark);
-            let failed = |mark: &Mark| how(mark).is_some_and(|(_, _, result)| result.is_err());
-            if marks.iter().any(failed) {
-                let bad: Vec<u64> =
-                    marks.iter().filter(|m| failed(m)).map(|m| m.segment()).collect();
-                self.leave_segments(at, &bad);
-            }
-            marks.retain(|mark| !how(mark).is_some_and(|(_, _, result)| result.is_ok()));
-            if self.boards[board as usize].has(slot, note::IN_DISK) && !marks.is_empty() {
-                self.fresh.insert(at, marks);
-            }
-        }
-    }
-
-    /// Cells of a chunk that are in memory leave segments that cannot be synced.
-    fn leave_segments(&mut self, at: At, bad: &[u64]) {
-        for layer in 0..self.boards[at.board as usize].layout.layers() {
-            let cell = Cell { chunk: at.slot, layer };
-            let chunks = &mut self.boards[at.board as usize].chunks;
-            let is_above = matches!(chunks.place(cell, Tier::Host), Ok(Some(_)));
-            let Ok(Some(Place::Disk { spot, .. })) = chunks.place(cell, Tier::Disk) else {
-                continue;
-            };
-            if !is_above || !bad.contains(&Spot(spot).segment()) {
-                continue;
-            }
-            if let Ok(Gone::Now(place)) = chunks.begin_drop(cell, Tier::Disk) {
-                self.free_place(at.board, cell, place);
-                self.departed(at.board, at.slot, Tier::Disk);
-            }
+        let is_up = self.is_in_host(at, Part::All);
+        self.counters.dropped += u64::from(freed > 0 && !is_up);
+        if is_up {
+            self.enter_shelf(at, Tier::Host, Part::All);
         }
     }
 }

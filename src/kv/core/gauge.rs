@@ -2,9 +2,11 @@
 
 use crate::base::budget::Tier;
 use crate::format::segment::BLOCK_BYTES;
+use crate::kv::admission::REFUSALS;
 use crate::kv::core::shelf::Shelf;
 use crate::kv::core::speeds::Flow;
 use crate::kv::core::tenants::Tenant;
+use crate::kv::core::times::{Latency, TIMED};
 use crate::kv::core::work::{Hands, KINDS};
 use crate::kv::core::{Core, Counters};
 use crate::kv::queues::{LANES, Queues};
@@ -25,6 +27,18 @@ pub struct HostGauge {
     pub segments: u32,
 }
 
+/// How files are read and written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Engine {
+    /// There are none.
+    #[default]
+    None = 0,
+    /// One transfer at a time, by the thread that wants it.
+    Threads = 1,
+    /// Many at once, by io_uring.
+    Uring = 2,
+}
+
 /// What the disk of a store has; all zero where there is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskGauge {
@@ -40,13 +54,23 @@ pub struct DiskGauge {
     pub segments: u64,
     /// What was written and read, and what went wrong.
     pub stats: Stats,
+    /// How its files are read and written now.
+    pub engine: Engine,
+    /// Past the page cache.
+    pub is_direct: bool,
 }
 
 impl DiskGauge {
     fn of(disk: &DiskTier) -> DiskGauge {
         let stats = disk.stats();
         let (used_bytes, budget_bytes) = (stats.used_bytes, stats.budget_bytes);
-        let mut gauge = DiskGauge { used_bytes, budget_bytes, stats, ..DiskGauge::default() };
+        let engine = match disk.files().engine().starts_with("io_uring") {
+            true => Engine::Uring,
+            false => Engine::Threads,
+        };
+        let is_direct = disk.files().align_bytes() > 1;
+        let usual = DiskGauge::default();
+        let mut gauge = DiskGauge { used_bytes, budget_bytes, stats, engine, is_direct, ..usual };
         for segment in disk.segments() {
             gauge.segments += 1;
             gauge.live_bytes += u64::from(segment.live_blocks) * BLOCK_BYTES as u64;
@@ -111,6 +135,8 @@ pub struct PolicyGauge {
     pub decisions: u64,
     /// Times that it found fewer than wanted.
     pub shortfalls: u64,
+    /// How long it took to say whom, of those times that were measured.
+    pub decision: Latency,
 }
 
 impl PolicyGauge {
@@ -124,6 +150,7 @@ impl PolicyGauge {
             evictions: counts.evictions,
             decisions: counts.decisions,
             shortfalls: counts.shortfalls,
+            decision: Latency::of(&shelf.evictor.metrics.decision),
         }
     }
 
@@ -184,6 +211,14 @@ pub struct Report {
     pub disk_policy: PolicyGauge,
     /// Tenants that are told apart.
     pub tenants: u64,
+    /// Times that a chunk was to go to disk, and admission let it.
+    pub admission_admitted: u64,
+    /// Bytes of these.
+    pub admission_admitted_bytes: u64,
+    /// Times that it did not, by [`REFUSALS`].
+    pub admission_refused: [u64; REFUSALS.len()],
+    /// How long moves and batches took, by [`TIMED`].
+    pub latencies: [Latency; TIMED.len()],
 }
 
 impl Report {
@@ -209,6 +244,7 @@ impl Core {
     pub fn report(&self) -> Report {
         let host = self.host.stats();
         let batches = |hands: Hands| self.under_way[hands as usize];
+        let (admission_admitted, admission_admitted_bytes) = self.admission.admitted();
         let mut report = Report {
             counters: self.counters,
             host: HostGauge {
@@ -237,6 +273,10 @@ impl Core {
             host_policy: PolicyGauge::of(&self.host_shelf),
             disk_policy: self.disk_shelf.as_ref().map(PolicyGauge::of).unwrap_or_default(),
             tenants: self.tenants.rows().len() as u64,
+            admission_admitted,
+            admission_admitted_bytes,
+            admission_refused: self.admission.refused(),
+            latencies: std::array::from_fn(|at| Latency::of(&self.times()[at])),
             ..Report::default()
         };
         for board in &self.boards {

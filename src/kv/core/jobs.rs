@@ -1,10 +1,13 @@
 //! Jobs: one cell of a move, and what it waits for.
 
+use std::collections::btree_map::Entry;
+
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::kv::core::board::note;
 use crate::kv::core::debt::owner_of;
+use crate::kv::core::line::{Line, Link, Of};
 use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::work::{CopyBatch, CopyItem};
 use crate::kv::core::{At, Core};
@@ -18,7 +21,7 @@ const DISK: u8 = 1 << Tier::Disk as u8;
 /// What a job waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// To be looked at.
+    /// To be looked at: that is under way, or it stands among those that were woken.
     Fresh,
     /// For memory.
     Hungry,
@@ -49,11 +52,14 @@ pub struct Job {
     pub(super) retries: u8,
     /// It had to be read from disk.
     was_below: bool,
+    /// Its neighbours in the lines that it stands in.
+    pub(super) links: [Link; 2],
 }
 
 impl Job {
     pub(super) fn new(number: u32, at: u64, cell: Cell) -> Job {
-        Job { number, at, cell, piece: None, step: Step::Fresh, retries: 0, was_below: false }
+        let (piece, step, links) = (None, Step::Fresh, [Link::NONE; 2]);
+        Job { number, at, cell, piece, step, retries: 0, was_below: false, links }
     }
 }
 
@@ -135,6 +141,8 @@ impl Core {
 
     /// Has a cell that is not in memory read from disk.
     fn bring_up(&mut self, id: u32, board: u32, cell: Cell, marks: Marks) {
+        let number = self.jobs[id].number;
+        self.moves[number].was_below |= marks.there() & DISK != 0;
         if (marks.arriving() | marks.leaving()) & HOST != 0 {
             return self.wait_for_cell(id, board, cell);
         }
@@ -166,7 +174,8 @@ impl Core {
     fn wait_for_cell(&mut self, id: u32, board: u32, cell: Cell) {
         self.jobs[id].step = Step::Waiting;
         let at = At { board, slot: cell.chunk };
-        self.waiting.entry((at, cell.layer)).or_default().push(id);
+        let line = self.waiting.entry((at, cell.layer)).or_default();
+        line.push_back(&mut self.jobs, Of::Wait, id);
     }
 
     /// Something has become of a cell: whoever waits for it looks again.
@@ -176,8 +185,10 @@ impl Core {
             return;
         }
         let at = At { board, slot: cell.chunk };
-        if let Some(jobs) = self.waiting.remove(&(at, cell.layer)) {
-            self.woken.extend(jobs.into_iter().rev());
+        let Some(mut line) = self.waiting.remove(&(at, cell.layer)) else { return };
+        while let Some(id) = line.pop_back(&mut self.jobs, Of::Wait) {
+            self.jobs[id].step = Step::Fresh;
+            self.woken.push(id);
         }
     }
 
@@ -195,25 +206,25 @@ impl Core {
         self.jobs[id].step = Step::Hungry;
         self.hungry_bytes += bytes;
         match is_first {
-            true => self.hungry.push_front(id),
-            false => self.hungry.push_back(id),
+            true => self.hungry.push_front(&mut self.jobs, Of::Wait, id),
+            false => self.hungry.push_back(&mut self.jobs, Of::Wait, id),
         }
         None
     }
 
     /// Memory came free: the first that waits for some tries again.
     pub(super) fn feed_hungry(&mut self) -> bool {
-        let Some(&id) = self.hungry.front() else { return false };
+        let Some(id) = self.hungry.first() else { return false };
         self.unqueue_hungry(id);
         self.served = Some(id);
         self.route(id);
         self.served = None;
-        self.hungry.front() != Some(&id)
+        self.hungry.first() != Some(id)
     }
 
     /// The first that waits for memory will not get any.
     pub(super) fn starve(&mut self) {
-        let Some(&id) = self.hungry.front() else { return };
+        let Some(id) = self.hungry.first() else { return };
         self.counters.no_room += 1;
         let message = "no memory for a cell, and nothing may leave: all is held, pinned or in \
                        motion. Close sessions, or give the store more";
@@ -225,10 +236,7 @@ impl Core {
         let (board, cell) = self.cell_of(&self.jobs[id]);
         self.hungry_bytes -= self.boards[board as usize].planes(cell).bytes();
         self.jobs[id].step = Step::Fresh;
-        match self.hungry.front() {
-            Some(&first) if first == id => drop(self.hungry.pop_front()),
-            _ => self.hungry.retain(|&other| other != id),
-        }
+        self.hungry.remove(&mut self.jobs, Of::Wait, id);
     }
 
     pub(super) fn give_back(&mut self, piece: Piece) {
@@ -239,28 +247,39 @@ impl Core {
 
     /// Ends a job that is nowhere any more.
     pub(super) fn end_job(&mut self, id: u32, bytes: u64, error: Option<Error>) {
+        let Some(number) = self.jobs.get(id).map(|job| job.number) else { return };
+        self.moves[number].jobs.remove(&mut self.jobs, Of::Move, id);
         if let Some(job) = self.jobs.remove(id) {
             self.count(job.number, job.at, bytes, error);
         }
     }
 
+    /// Withdraws all jobs of a move.
+    pub(super) fn withdraw_all(&mut self, number: u32, status: Status) {
+        let mut next = self.moves.get(number).and_then(|one| one.jobs.first());
+        while let Some(id) = next {
+            // A job that is withdrawn ends no other.
+            next = Line::after(&self.jobs, Of::Move, id);
+            self.withdraw(id, status);
+        }
+    }
+
     /// Takes a job out of whatever it waits in; what is under way goes on.
-    pub(super) fn withdraw(&mut self, id: u32, status: Status) {
+    fn withdraw(&mut self, id: u32, status: Status) {
         let Some(job) = self.jobs.get(id).copied() else { return };
         let (board, cell) = self.cell_of(&job);
         match job.step {
-            Step::Copying | Step::Reading => return,
-            Step::Fresh => {}
+            // One that was woken ends when it is looked at, as its move was given up.
+            Step::Fresh | Step::Copying | Step::Reading => return,
             Step::Hungry => self.unqueue_hungry(id),
             Step::Waiting => {
                 let key = (At { board, slot: cell.chunk }, cell.layer);
-                if let Some(jobs) = self.waiting.get_mut(&key) {
-                    jobs.retain(|&other| other != id);
-                    if jobs.is_empty() {
-                        self.waiting.remove(&key);
+                if let Entry::Occupied(mut entry) = self.waiting.entry(key) {
+                    entry.get_mut().remove(&mut self.jobs, Of::Wait, id);
+                    if entry.get().is_empty() {
+                        entry.remove();
                     }
                 }
-                self.woken.retain(|&other| other != id);
             }
             Step::Copies => {
                 self.copies.remove(id);
@@ -268,7 +287,8 @@ impl Core {
             }
             Step::Reads => {
                 self.reads.remove(id);
-                self.end_reading(&job, board, cell, Err(status.into()));
+                // Nothing was tried, so nothing has failed.
+                self.end_reading(&job, board, cell, Err(Status::Again.into()));
             }
         }
         self.end_job(id, 0, Some(status.into()));

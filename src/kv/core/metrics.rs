@@ -1,13 +1,23 @@
 //! What a store counts and has, as text for Prometheus.
 
 use crate::base::exposition::{Exposition, Kind, Labels};
+use crate::kv::admission::REFUSALS;
 use crate::kv::core::gauge::{PolicyGauge, QueueGauge, Report};
 use crate::kv::core::tenants::Tenant;
+use crate::kv::core::times::{GETS, PUTS, TIMED};
 use crate::kv::core::work::Hands;
 use crate::kv::core::{Core, Counters};
+use crate::policy::metrics::Histogram;
 
 /// What urgencies are called.
 const LANES: [&str; crate::kv::queues::LANES] = ["demand", "prefetch", "demotion"];
+
+/// Levels of puts, and tiers that gets need.
+const LEVELS: [&str; PUTS] = ["ram", "disk", "durable"];
+const TIERS: [&str; GETS] = ["host", "disk"];
+
+/// Bounds of buckets, as powers of two of a nanosecond: 1 us to 34 s.
+const OCTAVES: std::ops::RangeInclusive<usize> = 10..=35;
 
 /// The name of a family, where its values are, and what they say.
 type Family<T> = (&'static str, fn(&T) -> u64, &'static str);
@@ -18,15 +28,40 @@ impl Core {
         let mut out = Exposition::default();
         let report = self.report();
         counters(&mut out, &report.counters);
+        admission(&mut out, &report);
         losses(&mut out, &report.counters);
         tiers(&mut out, &report);
+        self.engine(&mut out);
         wear(&mut out, &report);
         numbers(&mut out, &report);
         queues(&mut out, [("copies", &report.copies), ("reads", &report.reads)]);
         batches(&mut out, &report);
+        times(&mut out, self.times());
         policies(&mut out, &report);
+        self.decisions(&mut out);
         tenants(&mut out, self.tenants(), self.other_tenants());
         out.into_text()
+    }
+
+    /// How the disk is read and written, and why no better way is used.
+    fn engine(&self, out: &mut Exposition) {
+        let Some(disk) = &self.disk else { return };
+        let help = "How files are read and written, and why not in a better way.";
+        out.family("kvtier_disk_engine_info", Kind::Gauge, help);
+        let files = disk.files();
+        let reason = files.fallback().unwrap_or_default();
+        out.sample(&[("engine", files.engine()), ("reason", reason)], 1.0);
+    }
+
+    fn decisions(&self, out: &mut Exposition) {
+        let help = "Time in which a policy said who leaves, of one decision in 16.";
+        out.family("kvtier_policy_decision_seconds", Kind::Histogram, help);
+        let shelves = [Some(&self.host_shelf), self.disk_shelf.as_ref()];
+        for (tier, shelf) in TIERS.into_iter().zip(shelves) {
+            let Some(shelf) = shelf else { continue };
+            let labels = [("tier", tier), ("policy", shelf.evictor.name())];
+            histogram(out, &labels, &shelf.evictor.metrics.decision);
+        }
     }
 }
 
@@ -74,6 +109,24 @@ fn counters(out: &mut Exposition, all: &Counters) {
     for (name, value, help) in plain {
         let name = format!("kvtier_{name}_total");
         family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+}
+
+/// What admission let go to disk, and why it did not let others.
+fn admission(out: &mut Exposition, all: &Report) {
+    let (count, bytes) = (all.admission_admitted, all.admission_admitted_bytes);
+    let plain = [
+        ("admitted", count, "Times that admission let a chunk go to disk."),
+        ("admitted_bytes", bytes, "Bytes of these."),
+    ];
+    for (name, value, help) in plain {
+        let name = format!("kvtier_admission_{name}_total");
+        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+    let help = "Times that admission kept a chunk from the disk, by why.";
+    out.family("kvtier_admission_refused_total", Kind::Counter, help);
+    for (reason, count) in REFUSALS.into_iter().zip(all.admission_refused) {
+        out.sample(&[("reason", reason)], count as f64);
     }
 }
 
@@ -187,15 +240,46 @@ fn queues(out: &mut Exposition, queues: [(&str, &QueueGauge); 2]) {
 fn batches(out: &mut Exposition, all: &Report) {
     out.family("kvtier_batches", Kind::Gauge, "Batches under way.");
     for hands in Hands::ALL {
-        let name = match hands {
-            Hands::Copy => "copy",
-            Hands::Read => "read",
-            Hands::Write => "write",
-            Hands::Sync => "sync",
-            Hands::Upkeep => "upkeep",
-        };
-        out.sample(&[("kind", name)], f64::from(all.batches[hands as usize]));
+        out.sample(&[("kind", name_of(hands))], f64::from(all.batches[hands as usize]));
     }
+}
+
+fn name_of(hands: Hands) -> &'static str {
+    match hands {
+        Hands::Copy => "copy",
+        Hands::Read => "read",
+        Hands::Write => "write",
+        Hands::Sync => "sync",
+        Hands::Upkeep => "upkeep",
+    }
+}
+
+/// How long moves and batches took.
+fn times(out: &mut Exposition, all: &[Histogram; TIMED.len()]) {
+    let (gets, rest) = all.split_at(GETS);
+    let (puts, batches) = rest.split_at(PUTS);
+    let help = "Time of gets that brought all, by the farthest tier that was needed.";
+    out.family("kvtier_get_seconds", Kind::Histogram, help);
+    for (tier, one) in TIERS.into_iter().zip(gets) {
+        histogram(out, &[("tier", tier)], one);
+    }
+    let help = "Time of puts that stored all, by what they waited for.";
+    out.family("kvtier_put_seconds", Kind::Histogram, help);
+    for (level, one) in LEVELS.into_iter().zip(puts) {
+        histogram(out, &[("level", level)], one);
+    }
+    let help = "Time of batches, by kind.";
+    out.family("kvtier_batch_seconds", Kind::Histogram, help);
+    for (hands, one) in Hands::ALL.into_iter().zip(batches) {
+        histogram(out, &[("kind", name_of(hands))], one);
+    }
+}
+
+fn histogram(out: &mut Exposition, labels: Labels, times: &Histogram) {
+    let seconds = |octave: usize| (1u64 << octave) as f64 / 1e9;
+    let buckets = OCTAVES.map(|octave| (seconds(octave), times.below(octave)));
+    let buckets: Vec<(f64, u64)> = buckets.collect();
+    out.histogram(labels, &buckets, times.total(), times.sum_ns() as f64 / 1e9);
 }
 
 fn policies(out: &mut Exposition, all: &Report) {

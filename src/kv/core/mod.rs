@@ -4,18 +4,25 @@
 //! is locked. So one thread can drive it as well as many, in an order that a seed
 //! chooses.
 
+mod along;
 pub mod board;
 pub mod books;
 mod check;
 pub mod clear;
 mod config;
 mod debt;
+pub mod demote;
 mod down;
 pub mod gauge;
+pub mod grain;
 mod jobs;
+mod ledger;
+mod line;
 pub mod look;
 mod metrics;
 pub mod moves;
+mod notes;
+mod pins;
 pub mod plans;
 mod reads;
 mod recover;
@@ -24,8 +31,11 @@ mod session;
 pub mod shelf;
 pub mod sight;
 mod speeds;
+mod syncs;
 pub mod table;
 pub mod tenants;
+pub mod times;
+mod told;
 pub mod trial;
 mod upkeep;
 pub mod views;
@@ -37,7 +47,7 @@ pub use config::{Config, Counters, Write};
 pub use jobs::Job;
 pub use moves::{Deed, Finished, Level, MoveSpec};
 pub use recover::Adopted;
-pub use session::{Rectangle, SessionOpts, Truncated};
+pub use session::{Rectangle, SessionOpts, Truncated, Wanted};
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -51,7 +61,8 @@ use crate::format::codec::Codec;
 use crate::format::keys::Key;
 use crate::format::record;
 use crate::kv::admission::Admission;
-use crate::kv::core::board::note;
+use crate::kv::core::grain::Leave;
+use crate::kv::core::line::Line;
 use crate::kv::core::moves::Move;
 use crate::kv::core::session::Session;
 use crate::kv::core::shelf::Shelf;
@@ -62,7 +73,7 @@ use crate::kv::queues::Queues;
 use crate::meta::chunks::{Cell, Place};
 use crate::meta::index::Slot;
 use crate::meta::layout::Layout;
-use crate::tier::disk::{DiskTier, Mark, Spot};
+use crate::tier::disk::{DiskTier, Spot};
 use crate::tier::host::{HostOpts, HostTier, Piece};
 
 /// Most namespaces.
@@ -101,6 +112,7 @@ pub struct Space {
     pub codec: Option<Codec>,
     /// Handles that are open.
     pub handles: u32,
+    below: notes::Below,
 }
 
 /// What decides.
@@ -124,16 +136,16 @@ pub struct Core {
     /// Jobs whose cell can be looked at again.
     woken: Vec<u32>,
     /// Jobs that wait for memory.
-    hungry: VecDeque<u32>,
+    hungry: Line,
     hungry_bytes: u64,
     /// The one of them that tries again now.
     served: Option<u32>,
     /// Jobs that wait for what others do with a cell.
-    waiting: BTreeMap<(At, usize), Vec<u32>>,
+    waiting: BTreeMap<(At, usize), Line>,
     /// Chunks to be written down.
     downs: VecDeque<At>,
-    /// Chunks whose memory is given back once they are on disk, and how much.
-    leaving: BTreeMap<At, u64>,
+    /// Chunks whose memory is given back once they are on disk, and what of it.
+    leaving: BTreeMap<At, Leave>,
     leaving_bytes: u64,
     /// Chunks in a row that were to leave memory, and could not.
     refusals: u32,
@@ -142,22 +154,24 @@ pub struct Core {
     /// Puts that wait for a chunk to be on disk.
     chunk_waits: BTreeMap<At, Vec<u32>>,
     /// Writes of chunks that were not made durable yet.
-    fresh: BTreeMap<At, Vec<Mark>>,
+    fresh: BTreeMap<At, Vec<syncs::Fresh>>,
     /// With so many all are synced, whoever waits.
     flush_at: usize,
     /// Puts that wait for that.
     commits: Vec<u32>,
-    /// Pins, the weakest and oldest first.
-    pins: BTreeSet<(u8, u64, At)>,
+    /// Pins, the weakest first.
+    pins: BTreeSet<pins::Hold>,
     /// The same, by when they end.
     ends: BTreeSet<(u64, u8, At)>,
     /// Sessions opened so far.
     names: u64,
     upkeep: upkeep::Upkeep,
     debt: debt::Debt,
+    ledger: ledger::Ledger,
     /// Batches under way, by kind.
     pub(super) under_way: [u32; work::KINDS],
     speeds: speeds::Speeds,
+    times: times::Times,
     tenants: tenants::Tenants,
     scratch: look::Scratch,
     drafts: plans::Drafts,
@@ -177,24 +191,15 @@ impl Core {
         account: Option<Arc<Account>>,
         disk: Option<Arc<DiskTier>>,
     ) -> Result<Core> {
-        check_config(&config)?;
+        config.check()?;
+        let disk_bytes = disk.as_deref().map(|disk| disk.stats().budget_bytes);
         let segment_bytes = (config.host_bytes / 16).clamp(64 << 10, 32 << 20);
-        let max_segments = (config.host_bytes / segment_bytes).clamp(1, 1 << 16) as u32;
-        let opts = HostOpts { segment_bytes, max_segments, huge: Wish::Try };
-        // What is gone, and others continue, is known for some time yet.
-        let objects = config.max_chunks + config.max_chunks / 4 + 64;
-        let bytes = config.host_bytes;
-        let disk_shelf = match &disk {
-            Some(disk) => {
-                let bytes = disk.stats().budget_bytes;
-                Some(Shelf::open(&config.disk_policy, objects, bytes, false)?)
-            }
-            None => None,
-        };
-        let host_shelf = Shelf::open(&config.host_policy, objects, bytes, disk.is_some())?;
+        let opts = HostOpts { segment_bytes, max_bytes: config.host_bytes, huge: Wish::Try };
+        let (host_shelf, disk_shelf) = config.open_shelves(disk_bytes)?;
         Ok(Core {
             now_ns: 0,
-            host: HostTier::new(account, &opts)?,
+            host: HostTier::new(account.clone(), &opts)?,
+            ledger: ledger::Ledger::new(account),
             boards: Vec::new(),
             spaces: Vec::new(),
             by_key: BTreeMap::new(),
@@ -208,7 +213,7 @@ impl Core {
             reads: Queues::new(config.max_jobs, config.max_sessions + 1)?,
             feeding: VecDeque::new(),
             woken: Vec::new(),
-            hungry: VecDeque::new(),
+            hungry: Line::default(),
             hungry_bytes: 0,
             served: None,
             waiting: BTreeMap::new(),
@@ -219,7 +224,7 @@ impl Core {
             refused_ns: 0,
             chunk_waits: BTreeMap::new(),
             fresh: BTreeMap::new(),
-            flush_at: down::MOST_FRESH,
+            flush_at: syncs::MOST_FRESH,
             commits: Vec::new(),
             pins: BTreeSet::new(),
             ends: BTreeSet::new(),
@@ -228,6 +233,7 @@ impl Core {
             debt: debt::Debt::default(),
             under_way: [0; work::KINDS],
             speeds: speeds::Speeds::default(),
+            times: times::Times::default(),
             tenants: tenants::Tenants::default(),
             scratch: look::Scratch::default(),
             drafts: plans::Drafts::default(),
@@ -252,11 +258,7 @@ impl Core {
     pub fn open_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
         let at = match self.find_space(&opts.key) {
             Some(at) => at,
-            None => {
-                let at = self.add_space(opts)?;
-                self.upkeep.note_space(at);
-                at
-            }
+            None => self.add_space(opts)?,
         };
         let space = &mut self.spaces[at as usize];
         if self.boards[space.board as usize].layout != opts.layout {
@@ -289,7 +291,8 @@ impl Core {
         };
         let (key, holes, board) = (opts.key, opts.holes, board as u32);
         self.by_key.insert(key, self.spaces.len() as u32);
-        self.spaces.push(Space { key, holes, board, codec: None, handles: 0 });
+        let below = notes::Below::default();
+        self.spaces.push(Space { key, holes, board, codec: None, handles: 0, below });
         Ok(self.spaces.len() as u32 - 1)
     }
 
@@ -336,7 +339,8 @@ impl Core {
 
     /// Whether nothing is under way or waits.
     pub fn is_idle(&self) -> bool {
-        self.moves.is_empty() && self.under_way.iter().all(|&n| n == 0) && self.downs.is_empty()
+        let none_goes_down = self.downs.is_empty() && !self.upkeep.has_parked();
+        self.moves.is_empty() && self.under_way.iter().all(|&n| n == 0) && none_goes_down
     }
 
     /// Whether there is nothing to do either.
@@ -350,7 +354,10 @@ impl Core {
             debug_assert!(turn < 1 << 22, "a store that never settles: {}", self.what_waits());
             if let Some(job) = self.woken.pop() {
                 self.route(job);
-            } else if !self.feed() && !self.feed_hungry() && !self.make_room() && !self.pay() {
+                continue;
+            }
+            self.pay_again();
+            if !self.feed() && !self.feed_hungry() && !self.make_room() && !self.pay() {
                 break;
             }
         }
@@ -405,37 +412,16 @@ impl Core {
 
     /// Nothing is noted of a chunk any more.
     fn forget_chunk(&mut self, at: At) {
+        self.untell(at, Tier::Host);
+        self.untell(at, Tier::Disk);
         let board = &mut self.boards[at.board as usize];
-        let (id, notes) = (board.id(at.slot), board.notes[at.slot as usize]);
         board.notes[at.slot as usize] = 0;
         board.uses[at.slot as usize] = 0;
-        if notes & note::IN_HOST != 0 {
-            self.host_shelf.remove(self.now_ns, id);
-        }
-        if let Some(shelf) = self.disk_shelf.as_mut().filter(|_| notes & note::IN_DISK != 0) {
-            shelf.remove(self.now_ns, id);
+        if board.users[at.slot as usize] != 0 {
+            board.users[at.slot as usize] = 0;
         }
         self.fresh.remove(&at);
         self.stop_leaving(at);
-    }
-
-    /// Tells the policy of the last tier whether a chunk is in use: it cannot go
-    /// anywhere from there.
-    pub(super) fn note_held(&mut self, board: u32, slot: Slot) {
-        let rows = &mut self.boards[board as usize];
-        let Some(row) = rows.chunks.chunk(slot) else { return };
-        let is_held = row.refs() > 0 || row.pin().is_some();
-        let (shelf, there) = match &mut self.disk_shelf {
-            Some(shelf) => (shelf, note::IN_DISK),
-            None => (&mut self.host_shelf, note::IN_HOST),
-        };
-        if is_held == rows.has(slot, note::HELD) || !rows.has(slot, there) {
-            return;
-        }
-        if shelf.hold(rows.id(slot), is_held) {
-            let change = if is_held { Board::set } else { Board::clear };
-            change(rows, slot, note::HELD);
-        }
     }
 
     /// Writes an event.
@@ -461,23 +447,4 @@ impl Core {
         let space = row.and_then(|row| self.spaces.get(row.namespace() as usize));
         board.record_of(at.slot, space.map_or(Key::default(), |space| space.key))
     }
-
-    /// The chunk of an id that a policy gave.
-    pub(super) fn chunk_of_id(&self, id: u64) -> Option<At> {
-        let mut boards = self.boards.iter().enumerate();
-        boards.find_map(|(at, board)| {
-            let slot = board.chunks.find_id(id)?;
-            Some(At { board: at as u32, slot })
-        })
-    }
-}
-
-fn check_config(config: &Config) -> Result<()> {
-    if !(0.0..=1.0).contains(&config.high) || !(0.0..=config.high).contains(&config.low) {
-        fail!(Invalid, "watermarks {} and {}: 0 <= low <= high <= 1", config.low, config.high);
-    }
-    if config.batch_cells == 0 || config.max_sessions == 0 || config.max_jobs == 0 {
-        fail!(Invalid, "batches, sessions and jobs cannot be limited to none");
-    }
-    Ok(())
 }

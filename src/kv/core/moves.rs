@@ -4,10 +4,11 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Way;
 use crate::fail;
+use crate::kv::core::line::{Line, Of};
 use crate::kv::core::views::Views;
 use crate::kv::core::{Core, Job};
 use crate::meta::chunks::Cell;
-use crate::meta::index::Slot;
+use crate::meta::index::{NONE, Slot};
 use crate::policy::evictor::Who;
 
 /// Jobs that one move has under way at once.
@@ -51,14 +52,18 @@ pub struct MoveSpec {
     pub deed: Deed,
     /// When a put has ended.
     pub level: Level,
-    /// The chunks, one after the other; each has a row.
+    /// The chunks, one after the other; NONE where one is not there, and not put.
     pub slots: Vec<Slot>,
+    /// Where not all of a get's are there: what policies call them, also those.
+    pub asked: Vec<u64>,
     /// The first layer.
     pub first_layer: usize,
     /// How many.
     pub layers: usize,
     /// One part a layer, each of which ends by itself.
     pub by_layer: bool,
+    /// For each layer the first chunk that is wanted of it; empty = all are.
+    pub needed_from: Vec<u32>,
     /// Where the engine has them; none for a prefetch.
     pub views: Arc<Views>,
     /// Nothing is begun before [`Core::begin_waiting`] of this ticket.
@@ -81,6 +86,8 @@ pub struct Move {
     pub(super) spec: MoveSpec,
     cursor: u64,
     pub(super) under_way: u32,
+    /// Its jobs.
+    pub(super) jobs: Line,
     parts: Vec<Part>,
     cancelled: Option<Status>,
     /// In the line of those that have more cells to begin.
@@ -89,6 +96,12 @@ pub struct Move {
     pub(super) waits: u32,
     /// Chunks that are in memory and have to be on disk, until they are worth a batch.
     pub(super) whole: Vec<Slot>,
+    /// Chunks before its own that it waits for to be on disk.
+    pub(super) ahead: Vec<Slot>,
+    /// When it began: when it came, or the engine gave its word.
+    pub(super) began_ns: u64,
+    /// Some of its cells were on disk, and not in memory.
+    pub(super) was_below: bool,
 }
 
 /// A part of a move has ended.
@@ -109,7 +122,7 @@ pub struct Finished {
 }
 
 impl Move {
-    fn new(spec: MoveSpec) -> Result<Move> {
+    fn new(spec: MoveSpec, now_ns: u64) -> Result<Move> {
         let chunks = spec.slots.len() as u32;
         let (parts, left) = match spec.by_layer {
             true => (spec.layers, chunks),
@@ -119,8 +132,23 @@ impl Move {
         all.try_reserve_exact(parts).map_err(|_| Status::NoMem)?;
         all.resize(parts, Part { left, bad: u32::MAX, ..Part::default() });
         let (cursor, under_way, waits) = (0, 0, 0);
-        let (cancelled, feeds, whole) = (None, false, Vec::new());
-        Ok(Move { spec, cursor, under_way, parts: all, cancelled, feeds, waits, whole })
+        let (cancelled, feeds, jobs) = (None, false, Line::default());
+        let (whole, ahead) = (Vec::new(), Vec::new());
+        let (parts, began_ns, was_below) = (all, now_ns, false);
+        Ok(Move {
+            spec,
+            cursor,
+            under_way,
+            jobs,
+            parts,
+            cancelled,
+            feeds,
+            waits,
+            whole,
+            ahead,
+            began_ns,
+            was_below,
+        })
     }
 
     fn cells(&self) -> u64 {
@@ -160,9 +188,10 @@ impl Core {
     /// Begins a move; its number. Its chunks stay until it has ended.
     pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
         self.check_move(&spec)?;
-        let slots = spec.slots.clone();
+        let mut slots = spec.slots.clone();
+        slots.retain(|&slot| slot != NONE);
         let (board, ticket) = (spec.board, spec.ticket);
-        let number = self.moves.add(Move::new(spec)?)?;
+        let number = self.moves.add(Move::new(spec, self.now_ns)?)?;
         for (held, &slot) in slots.iter().enumerate() {
             if let Err(error) = self.boards[board as usize].chunks.retain(slot) {
                 for &slot in &slots[..held] {
@@ -215,14 +244,9 @@ impl Core {
         one.cancelled.get_or_insert(status);
         let ticket = one.spec.ticket;
         self.stop_waiting(ticket);
-        let jobs: Vec<u32> =
-            self.jobs.iter().filter(|(_, job)| job.number == number).map(|(at, _)| at).collect();
-        for job in jobs {
-            self.withdraw(job, status);
-        }
-        if self.moves.get(number).is_some() {
-            self.feed_later(number);
-        }
+        self.withdraw_all(number, status);
+        // What did not begin needs no room among the jobs to end.
+        self.skip_rest(number);
         self.settle();
     }
 
@@ -238,9 +262,8 @@ impl Core {
     pub(super) fn feed(&mut self) -> bool {
         let Some(number) = self.feeding.pop_front() else { return false };
         let Some(one) = self.moves.get_mut(number) else { return true };
-        one.feeds = false;
-        if one.cancelled.is_some() {
-            self.skip_rest(number);
+        // It may have ended while it stood in line, and another one have its number.
+        if !std::mem::take(&mut one.feeds) {
             return true;
         }
         loop {
@@ -256,9 +279,17 @@ impl Core {
             one.cursor += 1;
             one.under_way += 1;
             let (chunk, layer) = one.place(at);
+            if one.spec.needed_from.get(layer).is_some_and(|&from| chunk < from as usize) {
+                self.end_cell(number, at, 0, None);
+                if self.moves.get(number).is_none() {
+                    return true;
+                }
+                continue;
+            }
             let layer = one.spec.first_layer + layer;
             let cell = Cell { chunk: one.spec.slots[chunk], layer };
             let job = self.jobs.add(Job::new(number, at, cell)).expect("there is room");
+            self.moves[number].jobs.push_back(&mut self.jobs, Of::Move, job);
             self.route(job);
             if self.moves.get(number).is_none() {
                 return true; // that was its last one
@@ -268,7 +299,7 @@ impl Core {
 
     /// Ends cells that were not begun.
     fn skip_rest(&mut self, number: u32) {
-        let one = &mut self.moves[number];
+        let Some(one) = self.moves.get_mut(number) else { return };
         let status = one.cancelled.unwrap_or(Status::Cancelled);
         let (from, to) = (one.cursor, one.cells());
         if from == to {
@@ -290,8 +321,13 @@ impl Core {
 
     /// A cell of a move has ended.
     pub(super) fn count(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
+        let one = &self.moves[number].spec;
+        self.tenants.count(one.who.tenant, one.deed, bytes, error.as_ref());
+        self.end_cell(number, at, bytes, error);
+    }
+
+    fn end_cell(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
         let one = &mut self.moves[number];
-        self.tenants.count(one.spec.who.tenant, one.spec.deed, bytes, error.as_ref());
         let (chunk, layer) = one.place(at);
         let index = if one.spec.by_layer { layer } else { 0 };
         let part = &mut one.parts[index];
@@ -362,8 +398,9 @@ impl Core {
             last.into_iter().for_each(|last| last.last = true);
         }
         let Some(one) = self.moves.remove(number) else { return };
+        self.times.moved(&one, self.now_ns);
         self.stop_waiting(one.spec.ticket);
-        for &slot in one.spec.slots.iter().rev() {
+        for &slot in one.spec.slots.iter().rev().filter(|&&slot| slot != NONE) {
             self.let_go(board, slot);
         }
     }
@@ -373,9 +410,11 @@ impl Core {
         let board = &self.boards[one.spec.board as usize];
         let part = &mut one.parts[index];
         let whole = (part.bad as usize).min(one.spec.slots.len());
-        let tokens_of = |&slot: &Slot| board.chunks.chunk(slot).map_or(0, |row| row.valid_tokens());
-        // All but the last of a path are full.
-        let each = u64::from(board.layout.chunk_tokens());
+        // All but the last of a path are full; one that is not there was not needed.
+        let full = board.layout.chunk_tokens();
+        let tokens_of =
+            |&slot: &Slot| board.chunks.chunk(slot).map_or(full, |row| row.valid_tokens());
+        let each = u64::from(full);
         let tokens = match one.spec.slots[..whole].split_last() {
             Some((tail, full)) => full.len() as u64 * each + u64::from(tokens_of(tail)),
             None => 0,

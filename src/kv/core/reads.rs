@@ -102,7 +102,7 @@ impl Core {
         } else {
             self.give_back(piece);
             if arrival == Arrival::BadSource {
-                self.departed(board, cell.chunk, Tier::Disk);
+                self.departed(board, cell, Tier::Disk);
             }
         }
         self.wake(board, cell);

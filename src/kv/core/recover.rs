@@ -1,5 +1,7 @@
 //! What an opening finds on disk becomes rows again.
 
+use std::collections::BTreeSet;
+
 use crate::base::budget::Tier;
 use crate::base::status::{Result, Status};
 use crate::fail;
@@ -7,15 +9,16 @@ use crate::format::checkpoint::Place;
 use crate::format::codec::Codec;
 use crate::format::record::{self, blocks_of};
 use crate::kv::core::board::note;
-use crate::kv::core::{Core, SpaceOpts};
+use crate::kv::core::notes::Noted;
+use crate::kv::core::{At, Core, SpaceOpts};
 use crate::meta::chunks::{Begin, Cell, Coded, NewChunk, Place as Where};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
-use crate::tier::disk::{Recovered, Spot};
+use crate::tier::disk::{Mark, Recovered, Spot};
 
 /// What the name of a namespace's note starts with.
-const NOTE: &[u8] = b"namespace ";
+pub(super) const NOTE: &[u8] = b"namespace ";
 const VERSION: u8 = 1;
 
 /// What became of what was found.
@@ -27,25 +30,16 @@ pub struct Adopted {
     pub chunks: u64,
     /// Cells.
     pub cells: u64,
-    /// Cells that were of no use: of unknown namespaces, without the chunk before
-    /// theirs, there twice, or too many.
+    /// Cells that were of no use: of unknown namespaces, parts of chunks that are not
+    /// full, there twice, or too many.
     pub dropped: u64,
 }
 
 impl Core {
     /// Takes over what the disk tier has found. Before anything else is done.
     pub fn adopt(&mut self, recovered: &Recovered) -> Result<Adopted> {
-        let mut adopted = Adopted::default();
-        for session in &recovered.sessions {
-            let Some(key) = session.name.strip_prefix(NOTE) else { continue };
-            match read_note(key, &session.payload) {
-                Ok(opts) => {
-                    self.add_space(&opts)?;
-                    adopted.spaces += 1;
-                }
-                Err(error) => log::warn!("a namespace on disk is not understood: {error}"),
-            }
-        }
+        let spaces = self.adopt_spaces(recovered)?;
+        let mut adopted = Adopted { spaces, ..Adopted::default() };
         let mut unwanted: Vec<(Spot, u64)> = Vec::new();
         for (chunk, cells) in recovered.chunks() {
             let added = self.adopt_chunk(chunk);
@@ -66,15 +60,50 @@ impl Core {
             }
             if let Some((board, slot)) = added {
                 adopted.chunks += 1;
+                self.note_below(At { board, slot });
                 self.tidy(board, slot);
             }
         }
         adopted.dropped = unwanted.len() as u64;
+        // Those of which nothing was of use.
+        (0..self.spaces.len() as u32).for_each(|number| self.drop_note(number));
+        self.pay_for_rows(0);
         if let Some(disk) = &self.disk {
             disk.drop_cells(unwanted);
             self.upkeep.recovered(&disk.segments());
         }
         Ok(adopted)
+    }
+
+    /// Takes over the namespaces of what was found; how many. What is noted of others goes.
+    fn adopt_spaces(&mut self, recovered: &Recovered) -> Result<u64> {
+        let wanted: BTreeSet<Key> = recovered.chunks().map(|(chunk, _)| chunk.namespace).collect();
+        let (mut count, mut unknown, mut first) = (0, 0, None);
+        for session in &recovered.sessions {
+            let Some(key) = session.name.strip_prefix(NOTE) else { continue };
+            let is_wanted = <[u8; 32]>::try_from(key).is_ok_and(|key| wanted.contains(&Key(key)));
+            if let (false, Some(disk)) = (is_wanted, &self.disk) {
+                disk.drop_session(&session.name);
+                self.upkeep.sweep_soon();
+                continue;
+            }
+            match read_note(key, &session.payload) {
+                Ok(opts) => {
+                    let number = self.add_space(&opts)?;
+                    let disk = self.disk.as_ref();
+                    let segment = disk.and_then(|disk| disk.segment_of_session(&session.name));
+                    let mark = segment.map(Mark::found);
+                    self.spaces[number as usize].below.noted =
+                        mark.map_or(Noted::No, Noted::Written);
+                    count += 1;
+                }
+                Err(error) => (unknown, first) = (unknown + 1, first.or(Some(error))),
+            }
+        }
+        if let Some(error) = first {
+            log::warn!("{unknown} namespaces on disk are not understood: {error}");
+        }
+        Ok(count)
     }
 
     fn adopt_chunk(&mut self, chunk: &record::Chunk) -> Option<(u32, Slot)> {
@@ -93,16 +122,14 @@ impl Core {
         let new = NewChunk {
             key: chunk.key,
             namespace: number,
-            parent: match chunk.position {
-                0 => NONE,
-                _ => rows.chunks.find(&chunk.parent).unwrap_or(NONE),
-            },
+            parent: NONE,
             position: chunk.position,
             valid_tokens: chunk.valid_tokens,
             owner: NONE,
             holes: space.holes,
         };
-        let slot = rows.chunks.add(&new).ok()?.slot();
+        // What was before it may have been in memory only, and come again.
+        let slot = rows.chunks.add_behind(&new, &chunk.parent).ok()?.slot();
         Some((space.board, slot))
     }
 

@@ -1,17 +1,12 @@
-//! Room in memory: what policies are told, who leaves, and where to.
+//! Room in memory: who leaves, and where to.
 
 use crate::base::budget::Tier;
 use crate::kv::admission::Candidate;
 use crate::kv::core::board::note;
-use crate::kv::core::moves::Deed;
-use crate::kv::core::shelf::units_of;
+use crate::kv::core::grain::{Grain, Leave, Part};
 use crate::kv::core::work::Hands;
-use crate::kv::core::{At, Board, Core, Space, Write};
-use crate::kv::events::Kind;
+use crate::kv::core::{At, Core, Write};
 use crate::meta::chunks::{Cell, Gone};
-use crate::meta::index::{NONE, Slot};
-use crate::meta::objects::Facts;
-use crate::policy::evictor::{New, Who};
 
 /// Most chunks that leave at once: then it is looked again how much is free.
 pub(super) const MOST_VICTIMS: usize = 64;
@@ -24,113 +19,6 @@ const HOST: usize = Tier::Host as usize;
 const DISK: usize = Tier::Disk as usize;
 
 impl Core {
-    /// Tells the policies of the chunks of a move: they are asked for, and come.
-    pub(super) fn tell_policies(&mut self, number: u32) {
-        let one = &self.moves[number].spec;
-        let (who, deed) = (one.who, one.deed);
-        let rows = &mut self.boards[one.board as usize];
-        let mut ids = Vec::with_capacity(one.slots.len());
-        let mut new = Vec::new();
-        for &slot in &one.slots {
-            ids.push(rows.id(slot));
-            if deed == Deed::Get {
-                rows.uses[slot as usize] = rows.uses[slot as usize].saturating_add(1);
-            } else if deed == Deed::Put {
-                rows.classes[slot as usize] = who.priority.unwrap_or(1);
-            }
-            let comes = deed == Deed::Put
-                || rows.chunks.chunk(slot).is_some_and(|row| row.cells()[DISK] > 0);
-            if comes && !rows.has(slot, note::IN_HOST) {
-                rows.set(slot, note::IN_HOST);
-                new.push(new_object(&self.spaces, rows, slot));
-            }
-        }
-        if deed == Deed::Get {
-            self.host_shelf.look(self.now_ns, &who, &ids);
-            if let Some(shelf) = &mut self.disk_shelf {
-                shelf.look(self.now_ns, &who, &ids);
-            }
-        }
-        if new.is_empty() || self.host_shelf.insert(self.now_ns, &who, &new) {
-            for i in 0..self.moves[number].spec.slots.len() {
-                let one = &self.moves[number].spec;
-                self.note_held(one.board, one.slots[i]);
-            }
-            return;
-        }
-        // One by one, then, when cells have come.
-        let one = &self.moves[number].spec;
-        let rows = &mut self.boards[one.board as usize];
-        for id in new {
-            if let Some(slot) = rows.chunks.find_id(id.id) {
-                rows.clear(slot, note::IN_HOST);
-            }
-        }
-    }
-
-    /// A cell has come to a tier.
-    pub(super) fn arrived(&mut self, board: u32, cell: Cell, tier: Tier) {
-        let at = At { board, slot: cell.chunk };
-        self.enter_shelf(at, tier);
-        let rows = &self.boards[board as usize];
-        let cells = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.cells()[tier as usize]);
-        if usize::from(cells) == rows.layout.layers() {
-            self.say(Kind::Stored, tier, at);
-        }
-    }
-
-    /// Sees to it that a tier's policy knows a chunk.
-    pub(super) fn enter_shelf(&mut self, at: At, tier: Tier) {
-        let rows = &mut self.boards[at.board as usize];
-        let flag = if tier == Tier::Host { note::IN_HOST } else { note::IN_DISK };
-        if rows.has(at.slot, flag) {
-            return;
-        }
-        let shelf = match (tier, &mut self.disk_shelf) {
-            (Tier::Disk, Some(shelf)) => shelf,
-            _ => &mut self.host_shelf,
-        };
-        let priority = Some(rows.classes[at.slot as usize].min(2));
-        let who = Who { priority, ..Who::default() };
-        if shelf.insert(self.now_ns, &who, &[new_object(&self.spaces, rows, at.slot)]) {
-            rows.set(at.slot, flag);
-            self.note_held(at.board, at.slot);
-        }
-    }
-
-    /// A cell has left a tier, or all have.
-    pub(super) fn departed(&mut self, board: u32, slot: Slot, tier: Tier) {
-        let at = At { board, slot };
-        let rows = &mut self.boards[board as usize];
-        let layers = rows.layout.layers();
-        let Some(row) = rows.chunks.chunk(slot) else { return };
-        let left = usize::from(row.cells()[tier as usize]);
-        if left + 1 == layers {
-            self.say(Kind::Removed, tier, at);
-        }
-        if left > 0 {
-            return;
-        }
-        let rows = &mut self.boards[board as usize];
-        let flag = if tier == Tier::Host { note::IN_HOST } else { note::IN_DISK };
-        if !rows.has(slot, flag) {
-            return;
-        }
-        let id = rows.id(slot);
-        let is_last = (tier == Tier::Disk) == self.disk_shelf.is_some();
-        let shelf = match (tier, &mut self.disk_shelf) {
-            (Tier::Disk, Some(shelf)) => shelf,
-            _ => &mut self.host_shelf,
-        };
-        // One that others continue stays, and frees nothing when it is chosen.
-        if shelf.remove(self.now_ns, id) {
-            rows.clear(slot, flag);
-            if is_last {
-                rows.clear(slot, note::HELD);
-            }
-        }
-    }
-
     /// Bytes that should come free now.
     fn wanted_bytes(&self) -> u64 {
         let share = |part: f64| (self.config.host_bytes as f64 * part) as u64;
@@ -164,10 +52,10 @@ impl Core {
             return self.is_stuck() && (self.drop_weakest_pin() || self.starve_one());
         }
         let mut came = false;
-        for victim in &victims {
-            if let Some(at) = self.chunk_of_id(victim.id) {
+        for victim in victims {
+            if let Some((at, part)) = self.chosen(victim) {
                 // One whose cells are still to come has nothing to give: others have.
-                came |= self.leave_host(at) || !self.is_in_host(at);
+                came |= self.leave_host(at, part) || !self.is_in_host(at, part);
             }
         }
         // When all that was chosen had to stay, others are asked for, so many times.
@@ -190,47 +78,65 @@ impl Core {
         true
     }
 
-    /// A chunk leaves memory: at once where it is on disk too, else by way of it.
-    /// Whether memory came or comes free.
-    pub(super) fn leave_host(&mut self, at: At) -> bool {
+    /// A part of a chunk leaves memory: at once what is on disk too, else by way of it. Whether
+    /// memory came or comes free.
+    pub(super) fn leave_host(&mut self, at: At, part: Part) -> bool {
         let rows = &mut self.boards[at.board as usize];
-        rows.clear(at.slot, note::IN_HOST);
-        if self.disk_shelf.is_none() {
-            rows.clear(at.slot, note::HELD);
+        if part == Part::All {
+            rows.clear(at.slot, note::IN_HOST);
+            if self.disk_shelf.is_none() {
+                rows.clear(at.slot, note::HELD);
+            }
         }
-        if self.leaving.contains_key(&at) {
-            return true; // chosen before, and others have asked for it since
+        let left = self.only_in_host(at, part);
+        if let Some(leave) = self.leaving.get_mut(&at) {
+            // Chosen before. As a whole: and others have asked for it since.
+            if !leave.is_whole() {
+                leave.add(part, left);
+                self.leaving_bytes += left;
+            }
+            return true;
         }
-        let freed = self.drop_copies(at);
-        let rows = &self.boards[at.board as usize];
-        let left = self.only_in_host(at);
+        let freed = self.drop_copies(at, |layer| part.has(layer));
         if left == 0 {
-            self.counters.demoted += u64::from(freed > 0);
+            self.counters.demoted += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
             return freed > 0;
         }
+        let rows = &self.boards[at.board as usize];
         let is_blocked = rows.chunks.chunk(at.slot).is_some_and(|row| row.is_blocked());
-        if self.may_go_down(at, left, is_blocked) {
+        if self.may_go_down(at, self.only_in_host(at, Part::All), is_blocked) {
             self.boards[at.board as usize].set(at.slot, note::LEAVES);
+            let mut leave = Leave::default();
+            leave.add(part, left);
             self.leaving_bytes += left;
-            self.leaving.insert(at, left);
+            self.leaving.insert(at, leave);
+            // All of it is written, so that the rest can leave at once when it is chosen.
             self.queue_down(at);
             return true;
         }
-        self.drop_for_good(at) || freed > 0
+        self.drop_for_good(at, part) || freed > 0
     }
 
-    /// Whether anything of a chunk is in memory.
-    fn is_in_host(&self, at: At) -> bool {
-        let row = self.boards[at.board as usize].chunks.chunk(at.slot);
-        row.is_some_and(|row| row.cells()[HOST] > 0)
+    /// Whether anything of a part of a chunk is in memory.
+    pub(super) fn is_in_host(&self, at: At, part: Part) -> bool {
+        let rows = &self.boards[at.board as usize].chunks;
+        match part {
+            Part::All => rows.chunk(at.slot).is_some_and(|row| row.cells()[HOST] > 0),
+            Part::Layer(layer) => {
+                let marks = rows.marks(at.slot).and_then(|marks| marks.get(layer));
+                marks.is_some_and(|marks| marks.there() & 1 << HOST != 0)
+            }
+        }
     }
 
-    /// Bytes of a chunk that are in memory and nowhere else.
-    pub(super) fn only_in_host(&self, at: At) -> u64 {
+    /// Bytes of a part of a chunk that are in memory and nowhere else.
+    pub(super) fn only_in_host(&self, at: At, part: Part) -> u64 {
         let rows = &self.boards[at.board as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return 0 };
         let only = |(layer, marks): (usize, &crate::meta::chunks::Marks)| match marks.there() {
-            there if there == 1 << HOST => rows.planes(Cell { chunk: at.slot, layer }).bytes(),
+            there if there == 1 << HOST && part.has(layer) => {
+                rows.planes(Cell { chunk: at.slot, layer }).bytes()
+            }
             _ => 0,
         };
         marks.iter().enumerate().map(only).sum()
@@ -255,14 +161,20 @@ impl Core {
         self.admission.admit(&one, free, self.now_ns).is_ok()
     }
 
-    /// Gives back the memory of cells that are on disk too; how much.
-    pub(super) fn drop_copies(&mut self, at: At) -> u64 {
-        self.drop_where(at, HOST, |there| there & 1 << DISK != 0)
+    /// Gives back the memory of cells that are on disk too, in the layers that `of` names;
+    /// how much.
+    pub(super) fn drop_copies(&mut self, at: At, of: impl Fn(usize) -> bool) -> u64 {
+        self.drop_where(at, HOST, |layer, there| there & 1 << DISK != 0 && of(layer))
     }
 
-    /// Drops the cells of a chunk in a tier where `may` says so of the tiers they are
-    /// in; the bytes that are free or will be.
-    pub(super) fn drop_where(&mut self, at: At, tier: usize, may: impl Fn(u8) -> bool) -> u64 {
+    /// Drops the cells of a chunk in a tier where `may` says so of the layer and the tiers
+    /// that it is in; the bytes that are free or will be.
+    pub(super) fn drop_where(
+        &mut self,
+        at: At,
+        tier: usize,
+        may: impl Fn(usize, u8) -> bool,
+    ) -> u64 {
         let kind = if tier == HOST { Tier::Host } else { Tier::Disk };
         let layers = self.boards[at.board as usize].layout.layers();
         let mut freed = 0;
@@ -272,7 +184,7 @@ impl Core {
             let Some(marks) = rows.chunks.marks(at.slot).and_then(|all| all.get(layer)) else {
                 return freed;
             };
-            if marks.there() & 1 << tier == 0 || !may(marks.there()) {
+            if marks.there() & 1 << tier == 0 || !may(layer, marks.there()) {
                 continue;
             }
             let bytes = rows.planes(cell).bytes();
@@ -284,47 +196,34 @@ impl Core {
                 Ok(Gone::Later) => freed += bytes,
                 Ok(Gone::Not) | Err(_) => continue,
             }
-            self.departed(at.board, at.slot, kind);
+            self.departed(at.board, cell, kind);
         }
         freed
     }
 
-    /// What is in memory only is gone, unless it must stay: then the policy gets it
-    /// back. Whether memory came free.
-    pub(super) fn drop_for_good(&mut self, at: At) -> bool {
-        let freed = self.drop_where(at, HOST, |there| there == 1 << HOST);
-        let rows = &self.boards[at.board as usize];
-        let stays = rows.chunks.chunk(at.slot).is_some_and(|row| row.cells()[HOST] > 0);
-        if stays {
-            self.enter_shelf(at, Tier::Host);
+    /// What is in memory only is gone, unless it must stay: then the policy gets it back. A
+    /// chunk goes as a whole, since it is of no use without one layer, but where parts are
+    /// to be dropped alone. Whether memory came free.
+    pub(super) fn drop_for_good(&mut self, at: At, part: Part) -> bool {
+        let part = if self.config.drop_cells { part } else { Part::All };
+        let freed = self.drop_where(at, HOST, |layer, there| there == 1 << HOST && part.has(layer));
+        if self.host_shelf.grain == Grain::Cell && part == Part::All {
+            // What is left of it are copies.
+            self.drop_copies(at, |_| true);
         }
-        self.counters.dropped += u64::from(freed > 0);
+        if self.is_in_host(at, part) {
+            self.enter_shelf(at, Tier::Host, part);
+        }
+        self.counters.dropped += u64::from(freed > 0 && !self.is_in_host(at, Part::All));
         self.tidy(at.board, at.slot);
         freed > 0
     }
 
-    /// A chunk is not on its way out any more.
-    pub(super) fn stop_leaving(&mut self, at: At) {
-        if let Some(bytes) = self.leaving.remove(&at) {
-            self.leaving_bytes -= bytes;
-            self.boards[at.board as usize].clear(at.slot, note::LEAVES);
-        }
-    }
-}
-
-/// A chunk as policies know it. Where holes can be computed it stands for itself: it may
-/// leave before those that continue it.
-fn new_object(spaces: &[Space], rows: &Board, slot: Slot) -> New {
-    let row = rows.chunks.chunk(slot);
-    let space = row.and_then(|row| spaces.get(row.namespace() as usize));
-    let holes = space.is_some_and(|space| space.holes);
-    let parent = rows.chunks.parent(slot).filter(|&parent| parent != NONE && !holes);
-    let tokens = row.map_or(0, |row| row.valid_tokens());
-    let context = row.map_or(0, |row| row.position()).saturating_mul(rows.layout.chunk_tokens());
-    New {
-        id: rows.id(slot),
-        parent: parent.map(|parent| rows.id(parent)),
-        units: units_of(rows.chunk_bytes(slot)),
-        facts: Facts { tokens, context, ..Facts::default() },
+    /// A chunk is not on its way out any more; what of it was.
+    pub(super) fn stop_leaving(&mut self, at: At) -> Option<Leave> {
+        let leave = self.leaving.remove(&at)?;
+        self.leaving_bytes -= leave.bytes;
+        self.boards[at.board as usize].clear(at.slot, note::LEAVES);
+        Some(leave)
     }
 }

@@ -1,14 +1,18 @@
 //! Sessions: a path of tokens in a namespace, who asks, and what may be asked of it.
 
+use std::ops::Range;
+
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::format::keys::media::Medium;
 use crate::kv::core::moves::{Deed, Level, MoveSpec};
 use crate::kv::core::views::Views;
 use crate::kv::core::{At, Core};
 use crate::kv::path::{Home, Path};
-use crate::meta::chunks::Pin;
+use crate::meta::chunks::id_of;
 use crate::meta::index::{NONE, Slot};
+use crate::meta::layout::Layout;
 use crate::policy::Hint;
 use crate::policy::evictor::Who;
 
@@ -42,6 +46,20 @@ pub struct Truncated {
     pub tokens: u64,
 }
 
+/// What of a rectangle is wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Wanted {
+    /// All.
+    #[default]
+    All,
+    /// Only what going on after its last token needs. Windows and states need the end;
+    /// other cells of their layers are left alone, and are no misses.
+    Needed,
+    /// Some of its chunks, by their places in it, ascending. Views have their tokens one
+    /// after the other.
+    Chunks(Vec<u32>),
+}
+
 /// A rectangle of a session's cells, and where the engine has them.
 pub struct Rectangle {
     /// The first token: a multiple of a chunk's tokens.
@@ -54,6 +72,8 @@ pub struct Rectangle {
     pub layers: usize,
     /// One result a layer.
     pub by_layer: bool,
+    /// What of it; all of it, for a put.
+    pub wanted: Wanted,
     /// Where the engine has them.
     pub views: Arc<Views>,
 }
@@ -106,7 +126,12 @@ impl Core {
 
     /// Adds tokens to a session.
     pub fn append(&mut self, at: u32, tokens: &[u32]) -> Result<()> {
-        self.with_path(at, |path, rows| path.append(&mut rows.chunks, tokens))?;
+        self.append_media(at, tokens, &[])
+    }
+
+    /// The same, with media that start in them, by the session's tokens.
+    pub fn append_media(&mut self, at: u32, tokens: &[u32], media: &[Medium]) -> Result<()> {
+        self.with_path(at, |path, rows| path.append_media(&mut rows.chunks, tokens, media))?;
         let session = self.session_mut(at)?;
         session.who.length = u32::try_from(session.path.tokens().len()).unwrap_or(u32::MAX);
         Ok(())
@@ -153,8 +178,9 @@ impl Core {
     pub fn fork(&mut self, at: u32, opts: &SessionOpts<'_>) -> Result<u32> {
         let space = self.session(at)?.space;
         let other = self.open_session(space, opts)?;
-        let tokens = self.session(at)?.path.tokens().to_vec();
-        if let Err(error) = self.append(other, &tokens) {
+        let path = &self.session(at)?.path;
+        let (tokens, media) = (path.tokens().to_vec(), path.media().to_vec());
+        if let Err(error) = self.append_media(other, &tokens, &media) {
             self.close_session(other)?;
             return Err(error);
         }
@@ -207,21 +233,51 @@ impl Core {
         let (first, end, tail) = self.chunks_of(at, rectangle.first_token, rectangle.tokens)?;
         let space = self.session(at)?.space;
         let board = self.spaces[space as usize].board;
-        let tokens = u32::try_from(rectangle.tokens).map_err(|_| Status::Limit)?;
+        if deed == Deed::Put && rectangle.wanted != Wanted::All {
+            fail!(Invalid, "a put is one of a whole rectangle");
+        }
+        let all = (end - first + usize::from(tail)) as u32;
+        let picked = match &rectangle.wanted {
+            Wanted::Chunks(picked) => Some(&picked[..]),
+            _ => None,
+        };
+        let each = u64::from(self.boards[board as usize].layout.chunk_tokens());
+        let tokens = match picked {
+            Some(picked) => tokens_of(picked, all, rectangle.tokens, each)?,
+            None => rectangle.tokens,
+        };
+        let tokens = u32::try_from(tokens).map_err(|_| Status::Limit)?;
+        let chunks = picked.map_or(all, |picked| picked.len() as u32);
         if deed != Deed::Prefetch {
             let way = if deed == Deed::Put {
                 crate::device::Way::Gather
             } else {
                 crate::device::Way::Scatter
             };
-            let chunks = (end - first + usize::from(tail)) as u32;
             let layout = &self.boards[board as usize].layout;
             rectangle.views.check(layout, rectangle.first_layer, tokens, chunks, way)?;
         }
-        let slots = self.rows_of(at, first, end, tail)?;
+        let mut slots = match deed {
+            Deed::Put => self.rows_of(at, first, end, tail)?,
+            Deed::Get | Deed::Prefetch => self.rows_there(at, first, end, tail)?,
+        };
+        pick(&mut slots, picked);
+        let mut asked = match deed {
+            Deed::Get if slots.contains(&NONE) => self.ids_of(at, first, end, tail)?,
+            _ => Vec::new(),
+        };
+        pick(&mut asked, picked);
         let who = self.session(at)?.who;
         let flow = at;
-        let Rectangle { first_layer, layers, by_layer, views, .. } = rectangle;
+        let Rectangle { first_layer, layers, by_layer, wanted, views, .. } = rectangle;
+        let needed_from = match wanted {
+            Wanted::Needed => {
+                let layout = &self.boards[board as usize].layout;
+                let end = rectangle.first_token + rectangle.tokens;
+                needed_from(layout, first_layer..first_layer + layers, first as u64, end)
+            }
+            _ => Vec::new(),
+        };
         self.submit(MoveSpec {
             board,
             flow,
@@ -230,9 +286,11 @@ impl Core {
             deed,
             level,
             slots,
+            asked,
             first_layer,
             layers,
             by_layer,
+            needed_from,
             views,
             ticket,
         })
@@ -262,6 +320,42 @@ impl Core {
         Ok(((first / each) as usize, (end / each) as usize, end % each != 0))
     }
 
+    /// The rows of chunks of a path, NONE where there is none: who only looks for chunks
+    /// sends nobody away for those that are not there.
+    fn rows_there(&mut self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<Slot>> {
+        self.with_path(at, |path, rows| path.refresh(&mut rows.chunks))?;
+        let path = &self.sessions[at].path;
+        let mut slots = Vec::new();
+        slots.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
+        slots.extend_from_slice(&path.slots()[first..end]);
+        slots.extend(tail.then(|| path.tail().unwrap_or(NONE)));
+        Ok(slots)
+    }
+
+    /// What policies call chunks of a path, also those that are not there.
+    fn ids_of(&self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<u64>> {
+        let session = self.session(at)?;
+        let rows = &self.boards[self.spaces[session.space as usize].board as usize];
+        let mut ids = Vec::new();
+        ids.try_reserve_exact(end - first + 1).map_err(|_| Status::NoMem)?;
+        ids.extend(session.path.keys()[first..end].iter().map(id_of));
+        ids.extend(session.path.tail().filter(|_| tail).map(|slot| rows.id(slot)));
+        Ok(ids)
+    }
+
+    /// The rows of chunks of a path, made where there are none if nobody has to leave for
+    /// that; else those that are there.
+    pub(super) fn rows_if_free(&mut self, at: u32, first: u64, tokens: u64) -> Result<Vec<Slot>> {
+        let (from, end, tail) = self.chunks_of(at, first, tokens)?;
+        let known = self.known_chunks(at, first, tokens)?;
+        let path = &self.sessions[at].path;
+        let all = path.slots()[..end].iter().filter(|&&slot| slot == NONE).count();
+        match all + usize::from(tail) <= self.free_rows() {
+            true => self.rows_of(at, from, end, tail),
+            false => Ok(known.into_iter().map(|at| at.slot).collect()),
+        }
+    }
+
     /// The rows of chunks of a path, made where there are none.
     fn rows_of(&mut self, at: u32, first: usize, end: usize, tail: bool) -> Result<Vec<Slot>> {
         self.with_path(at, |path, rows| path.refresh(&mut rows.chunks))?;
@@ -285,47 +379,15 @@ impl Core {
         Ok(slots)
     }
 
-    /// Keeps the chunks of a range of tokens, as long as the budget allows, until a
-    /// time.
-    pub fn pin(&mut self, at: u32, first: u64, tokens: u64, pin: Pin) -> Result<()> {
-        let (first, end, tail) = self.chunks_of(at, first, tokens)?;
-        let slots = self.rows_of(at, first, end, tail)?;
-        let board = self.spaces[self.session(at)?.space as usize].board;
-        for slot in slots {
-            let chunks = &mut self.boards[board as usize].chunks;
-            let place = At { board, slot };
-            if let Some(old) = chunks.chunk(slot).and_then(|row| row.pin()) {
-                self.pins.remove(&(old.priority, old.until_ns, place));
-            }
-            chunks.pin(slot, pin)?;
-            if let Some(new) = chunks.chunk(slot).and_then(|row| row.pin()) {
-                self.pins.insert((new.priority, new.until_ns, place));
-                self.ends.insert((new.until_ns, new.priority, place));
-            }
-            self.note_held(board, slot);
-        }
-        Ok(())
-    }
-
-    /// Takes the pins of the chunks of a range of tokens away, whoever has set them.
-    pub fn unpin_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<()> {
+    /// The chunks of a range of tokens that are in the table, in their order.
+    pub(super) fn known_chunks(&mut self, at: u32, first: u64, tokens: u64) -> Result<Vec<At>> {
         let (first, end, tail) = self.chunks_of(at, first, tokens)?;
         self.with_path(at, |path, rows| path.refresh(&mut rows.chunks))?;
-        let (session, board) =
-            (self.session(at)?, self.spaces[self.session(at)?.space as usize].board);
+        let session = self.session(at)?;
+        let board = self.spaces[session.space as usize].board;
         let slots = session.path.slots()[first..end].iter().copied().filter(|&slot| slot != NONE);
-        let slots: Vec<Slot> = slots.chain(session.path.tail().filter(|_| tail)).collect();
-        for slot in slots {
-            let row = self.boards[board as usize].chunks.chunk(slot);
-            if let Some(pin) = row.and_then(|row| row.pin()) {
-                let place = At { board, slot };
-                self.pins.remove(&(pin.priority, pin.until_ns, place));
-                self.ends.remove(&(pin.until_ns, pin.priority, place));
-                self.unpin(place);
-            }
-        }
-        self.settle();
-        Ok(())
+        let slots = slots.chain(session.path.tail().filter(|_| tail));
+        Ok(slots.map(|slot| At { board, slot }).collect())
     }
 
     /// Lets the chunks of a part of a path go, the last one first; what they were.
@@ -346,49 +408,42 @@ impl Core {
         Ok(slots)
     }
 
-    /// Ends pins whose time has come.
-    pub(super) fn end_pins(&mut self) {
-        while let Some(&(until, priority, at)) = self.ends.first() {
-            if until > self.now_ns {
-                return;
-            }
-            self.ends.pop_first();
-            if self.pins.remove(&(priority, until, at)) {
-                self.unpin(at);
-            }
-        }
-    }
-
-    /// Gives up the weakest pin, when nothing else may leave.
-    pub(super) fn drop_weakest_pin(&mut self) -> bool {
-        let Some((priority, until, at)) = self.pins.pop_first() else { return false };
-        self.ends.remove(&(until, priority, at));
-        self.unpin(at);
-        true
-    }
-
-    fn unpin(&mut self, at: At) {
-        if let Err(error) = self.boards[at.board as usize].chunks.unpin(at.slot) {
-            log::error!("a pinned chunk is gone: {error}");
-        }
-        self.debt.released();
-        self.note_held(at.board, at.slot);
-        self.tidy(at.board, at.slot);
-    }
-
     /// Passes on to the policies what the engine says of the future of a session.
     pub fn hint(&mut self, at: u32, hint: &Hint) -> Result<()> {
         let session = self.session(at)?;
         let board = self.spaces[session.space as usize].board;
-        let rows = &self.boards[board as usize];
-        let slots = session.path.slots().iter().filter(|&&slot| slot != NONE);
-        let ids: Vec<u64> = slots.map(|&slot| rows.id(slot)).collect();
-        let who = session.who;
-        for shelf in [Some(&mut self.host_shelf), self.disk_shelf.as_mut()].into_iter().flatten() {
-            shelf.hint(self.now_ns, &who, &ids, hint)?;
-        }
-        Ok(())
+        let (who, slots) = (session.who, session.path.slots().to_vec());
+        self.tell_hint(board, &slots, &who, hint)
     }
+}
+
+/// Leaves those of a rectangle's chunks that were picked.
+fn pick<T: Copy>(all: &mut Vec<T>, picked: Option<&[u32]>) {
+    let Some(picked) = picked.filter(|_| !all.is_empty()) else { return };
+    let mut kept = 0;
+    // They ascend, so none is read after it was written over. A tail that is not there has
+    // no name yet.
+    for &from in picked {
+        if let Some(&one) = all.get(from as usize) {
+            all[kept] = one;
+            kept += 1;
+        }
+    }
+    all.truncate(kept);
+}
+
+/// The tokens of some of `all` chunks, which have `tokens` together, each as many as any
+/// other but the last.
+fn tokens_of(picked: &[u32], all: u32, tokens: u64, each: u64) -> Result<u64> {
+    let ascend = picked.is_sorted_by(|a, b| a < b);
+    let Some(&last) = picked.last().filter(|&&last| ascend && last < all) else {
+        fail!(
+            Invalid,
+            "chunks of a move: one or more, ascending, each once, below the {all} of its tokens"
+        );
+    };
+    let missing = if last + 1 == all { u64::from(all) * each - tokens } else { 0 };
+    Ok(picked.len() as u64 * each - missing)
 }
 
 impl Session {
@@ -401,6 +456,16 @@ impl Session {
     pub fn space(&self) -> u32 {
         self.space
     }
+}
+
+/// For each layer of some, the first chunk after `first` that going on at a token needs.
+fn needed_from(layout: &Layout, layers: Range<usize>, first: u64, end: u64) -> Vec<u32> {
+    let each = u64::from(layout.chunk_tokens());
+    let from = |layer| {
+        let reach = layout.group(layer).map_or(u64::MAX, |group| group.rule.reach_tokens());
+        (end.saturating_sub(reach) / each).saturating_sub(first) as u32
+    };
+    layers.map(from).collect()
 }
 
 /// The chunks that a path holds.

@@ -2,6 +2,7 @@
 //! left, who decides, and how much there is to decide about.
 
 use crate::base::budget::Tier;
+use crate::base::spec::Spec;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::kv::core::session::Session;
@@ -10,6 +11,7 @@ use crate::kv::core::trial::{Plan, Score, Trial};
 use crate::kv::core::{Core, Space};
 use crate::meta::chunks::Marks;
 use crate::meta::index::{NONE, Slot};
+use crate::policy::custom;
 use crate::policy::log::Entry;
 
 /// Most sessions that are listed at once.
@@ -203,6 +205,7 @@ impl Core {
     /// uses, and of what the one before has learned if it is of its kind. On failure
     /// nothing changes.
     pub fn set_policy(&mut self, tier: Tier, spec: &str) -> Result<()> {
+        custom::refuse(&Spec::parse(spec)?, "a store")?;
         self.shelf_mut(tier)?.evictor.switch(spec)
     }
 
@@ -227,9 +230,7 @@ impl Core {
         if bytes < LEAST_HOST_BYTES {
             fail!(Invalid, "{bytes} bytes of memory; at least {LEAST_HOST_BYTES} are needed");
         }
-        let segments = (bytes / self.host.segment_bytes()).max(1);
-        let segments = u32::try_from(segments).unwrap_or(u32::MAX);
-        self.host.set_max_segments(segments)?;
+        self.host.set_max_bytes(bytes)?;
         let high = self.config.high;
         self.config.host_bytes = bytes;
         self.host_shelf.set_bytes(bytes, high);

@@ -77,6 +77,7 @@ impl Core {
     /// A batch has ended, and is still counted as under way.
     pub(super) fn observe(&mut self, work: &Work, outcome: &Outcome, elapsed_ns: u64) {
         let hands = work.hands();
+        self.times.batch(hands as usize, elapsed_ns);
         let (burden, sound) = match work {
             Work::Copies(batch) => (batch.burden, outcome.is_ok()),
             // One that failed says nothing of the speed; one whose bytes were wrong does.

@@ -12,6 +12,7 @@ use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Facts;
 use crate::policy::Hint;
+use crate::policy::custom;
 use crate::policy::evict::Victim;
 use crate::policy::evictor::{Evictor, New, Options, Who};
 use crate::policy::handover::by_last_use;
@@ -115,6 +116,7 @@ impl Trial {
         if seconds == 0 || seconds > MAX_SECONDS {
             fail!(Limit, "a trial of {seconds} seconds; 1 to {MAX_SECONDS} can be");
         }
+        policies.iter().try_for_each(|spec| custom::refuse(spec, "a store"))?;
         let specs = std::iter::once(plan.live.clone()).chain(policies.iter().map(Spec::to_string));
         let mut copies = Vec::new();
         for spec in specs {
@@ -244,6 +246,7 @@ impl Trial {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kv::core::grain::Grain;
     use crate::kv::core::shelf::Shelf;
 
     const ROOM: u64 = 32;
@@ -277,7 +280,7 @@ mod tests {
 
     #[test]
     fn copies_do_as_they_would_have_and_the_live_ones_copy_as_it_did() {
-        let mut shelf = Shelf::open("lru", 256, ROOM * 4096, true).expect("known");
+        let mut shelf = Shelf::open("lru", Grain::Chunk, 256, ROOM * 4096, true).expect("known");
         work(&mut shelf, 0..2);
         let plan = Plan::of(&shelf.evictor, 1.0).expect("small");
         assert_eq!((plan.units, plan.seed.len()), (ROOM, ROOM as usize));
@@ -302,7 +305,7 @@ mod tests {
 
     #[test]
     fn it_ends_when_its_time_has_come_and_what_it_found_stays() {
-        let mut shelf = Shelf::open("lru", 256, ROOM * 4096, true).expect("known");
+        let mut shelf = Shelf::open("lru", Grain::Chunk, 256, ROOM * 4096, true).expect("known");
         work(&mut shelf, 0..1);
         let plan = Plan::of(&shelf.evictor, 1.0).expect("small");
         let trial = || Trial::open(&plan, &specs(&["fifo"]), 1).expect("known");
@@ -323,7 +326,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_is_refused() {
-        let shelf = Shelf::open("lru", 64, 16 * 4096, true).expect("known");
+        let shelf = Shelf::open("lru", Grain::Chunk, 64, 16 * 4096, true).expect("known");
         let plan = Plan::of(&shelf.evictor, 0.9).expect("small");
         let most: Vec<&str> = vec!["lru"; MAX_POLICIES + 1];
         for (policies, seconds) in

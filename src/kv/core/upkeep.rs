@@ -7,11 +7,13 @@ use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
 use crate::kv::core::board::note;
+use crate::kv::core::grain::{Grain, Part};
 use crate::kv::core::work::{self, Hands};
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::{Cell, Gone};
 use crate::tier::disk::{CellAt, SegmentInfo, Spot};
 
+const HOST: u8 = 1 << Tier::Host as u8;
 /// How often a chunk is written again after a failure.
 const TRIES: u8 = 3;
 /// A segment is cleaned when at least this part of it is dead.
@@ -22,14 +24,14 @@ const MOST_VICTIMS: usize = 256;
 /// What keeps the disk in order.
 #[derive(Default)]
 pub(super) struct Upkeep {
-    /// Namespaces that are not noted on disk yet.
-    notes: Vec<u32>,
     /// Empty segments may be there.
     sweeps: bool,
     /// Something has changed: it is to be seen whether more has to be done.
     looks: bool,
     /// Chunks that wait for room, and why.
     parked: Vec<(At, Error)>,
+    /// The same, to be found by.
+    parked_chunks: BTreeSet<At>,
     /// Failures of chunks in a row.
     failures: BTreeMap<At, u8>,
     /// Blocks of cells that were dropped from each segment. The tier counts headers as
@@ -39,23 +41,22 @@ pub(super) struct Upkeep {
     /// cleaned yet.
     old: BTreeSet<u64>,
     /// What was found at the start may never have been synced.
-    pub(super) recovered: bool,
+    recovered: bool,
+    /// The newest segment of earlier lives, until all that was found is durable; else 0.
+    pub(super) found_until: u64,
     /// A checkpoint is asked for.
     pub(super) wants_checkpoint: bool,
     /// Records written since the last one was begun.
     pub(super) records: u64,
     /// No write is begun until a checkpoint has taken its point of the log.
     pub(super) holds_writes: bool,
+    /// Chunks that could not be written, in the end.
+    pub(super) given_up: u64,
     /// What was used when the last turn of upkeep began.
     used_before: u64,
 }
 
 impl Upkeep {
-    /// A namespace is new.
-    pub(super) fn note_space(&mut self, space: u32) {
-        self.notes.push(space);
-    }
-
     pub(super) fn succeeded(&mut self, at: At) {
         self.failures.remove(&at);
     }
@@ -73,12 +74,28 @@ impl Upkeep {
 
     /// Whether something has to be done, or is nearly full.
     pub(super) fn wants(&self) -> bool {
-        self.sweeps || self.looks || !self.notes.is_empty() || !self.parked.is_empty()
+        self.sweeps || self.looks || !self.parked.is_empty()
+    }
+
+    /// Whether chunks wait for room.
+    pub(super) fn has_parked(&self) -> bool {
+        !self.parked.is_empty()
+    }
+
+    /// Whether a chunk does.
+    pub(super) fn is_parked(&self, at: At) -> bool {
+        self.parked_chunks.contains(&at)
+    }
+
+    /// Those that wait for room do no more.
+    fn take_parked(&mut self) -> Vec<(At, Error)> {
+        self.parked_chunks.clear();
+        std::mem::take(&mut self.parked)
     }
 
     /// What it waits for, in words.
     pub(super) fn words(&self) -> String {
-        format!("{} parked, sweeps: {}, {} notes", self.parked.len(), self.sweeps, self.notes.len())
+        format!("{} parked, sweeps: {}", self.parked.len(), self.sweeps)
     }
 
     /// Cells were dropped.
@@ -91,6 +108,7 @@ impl Upkeep {
     pub(super) fn recovered(&mut self, segments: &[SegmentInfo]) {
         self.old = segments.iter().map(|segment| segment.number).collect();
         self.recovered = true;
+        self.found_until = segments.iter().map(|segment| segment.number).max().unwrap_or(0);
     }
 
     /// Bytes that cleaning would write again: cells that live, and headers. Of segments
@@ -140,6 +158,7 @@ impl Upkeep {
 impl Core {
     /// A chunk waits until there is room on disk. It stays held.
     pub(super) fn park(&mut self, at: At, error: Error) {
+        self.upkeep.parked_chunks.insert(at);
         self.upkeep.parked.push((at, error));
     }
 
@@ -160,20 +179,20 @@ impl Core {
         let kept = self.upkeep.kept_bytes(&segments);
         // What is kept back, what is written to, and what is parked need room as well.
         let aim = share(self.config.low).saturating_sub(3 * longest);
-        let parked: u64 = self.upkeep.parked.iter().map(|(at, _)| self.only_in_host(*at)).sum();
+        let parked: u64 =
+            self.upkeep.parked.iter().map(|(at, _)| self.only_in_host(*at, Part::All)).sum();
         let mut over = (kept + parked).saturating_sub(aim);
         let mut victims = Vec::new();
         while over > 0 {
             let Some(shelf) = &mut self.disk_shelf else { return };
-            victims.clear();
             shelf.choose(self.now_ns, over, MOST_VICTIMS, &mut victims);
             if victims.is_empty() {
                 break;
             }
             let mut freed = 0;
-            for victim in &victims {
-                if let Some(at) = self.chunk_of_id(victim.id) {
-                    freed += self.leave_disk(at);
+            for victim in victims.drain(..) {
+                if let Some((at, part)) = self.chosen(victim) {
+                    freed += self.leave_disk(at, part);
                 }
             }
             over = over.saturating_sub(freed);
@@ -184,14 +203,20 @@ impl Core {
         self.upkeep.sweeps = true;
     }
 
-    /// A chunk leaves the disk; what was freed there.
-    fn leave_disk(&mut self, at: At) -> u64 {
-        let rows = &mut self.boards[at.board as usize];
-        rows.clear(at.slot, note::IN_DISK | note::HELD);
-        let freed = self.drop_where(at, Tier::Disk as usize, |_| true);
+    /// A part of a chunk leaves the disk; what was freed there.
+    fn leave_disk(&mut self, at: At, part: Part) -> u64 {
+        if part == Part::All {
+            self.boards[at.board as usize].clear(at.slot, note::IN_DISK | note::HELD);
+        }
+        // A session's object is chosen also while somebody uses its chunks: who puts them may
+        // wait for them to last, and copies in memory do not.
+        let row = self.boards[at.board as usize].chunks.chunk(at.slot);
+        let is_held = row.is_some_and(|row| row.refs() > 0 || row.pin().is_some());
+        let goes = |layer, _| !is_held && part.has(layer);
+        let freed = self.drop_where(at, Tier::Disk as usize, goes);
         let rows = &self.boards[at.board as usize];
         if rows.chunks.chunk(at.slot).is_some_and(|row| row.cells()[Tier::Disk as usize] > 0) {
-            self.enter_shelf(at, Tier::Disk);
+            self.enter_shelf(at, Tier::Disk, part);
         }
         self.counters.disk_evicted += u64::from(freed > 0);
         self.tidy(at.board, at.slot);
@@ -214,35 +239,57 @@ impl Core {
             let most = self.config.max_chunks;
             fail!(Limit, "{chunks} more chunks; the store holds {most}, and those are in use");
         }
+        self.pay_for_rows(chunks);
         Ok(())
     }
 
     /// Makes rows free: the chunks whom the policies choose are gone from all tiers.
     fn make_rows(&mut self, chunks: usize) {
-        let mut victims = Vec::new();
-        if let Some(shelf) = &mut self.disk_shelf {
-            shelf.choose(self.now_ns, u64::MAX >> 1, chunks, &mut victims);
-        }
-        for victim in &victims {
-            if let Some(at) = self.chunk_of_id(victim.id) {
-                self.leave_disk(at);
-                self.drop_where(at, Tier::Host as usize, |_| true);
-                self.tidy(at.board, at.slot);
+        let aim = self.free_rows() + chunks;
+        for tier in [Tier::Disk, Tier::Host] {
+            let mut victims = Vec::new();
+            // As long as someone goes, and for a batch more: where cells are chosen the first
+            // takes all of its chunk along.
+            while self.free_rows() < aim {
+                let before = self.free_rows();
+                let most = (aim - before).min(MOST_VICTIMS);
+                match (tier, &mut self.disk_shelf) {
+                    (Tier::Disk, None) => break,
+                    (Tier::Disk, Some(shelf)) => {
+                        shelf.choose(self.now_ns, u64::MAX >> 1, most, &mut victims);
+                    }
+                    _ => self.host_shelf.choose(self.now_ns, u64::MAX >> 1, most, &mut victims),
+                }
+                for victim in victims.drain(..) {
+                    if let Some((at, _)) = self.chosen(victim) {
+                        self.leave_all(at, tier);
+                    }
+                }
+                if self.free_rows() == before {
+                    break;
+                }
             }
         }
-        let more = chunks.saturating_sub(victims.len());
-        victims.clear();
-        if more > 0 {
-            self.host_shelf.choose(self.now_ns, u64::MAX >> 1, more, &mut victims);
+    }
+
+    /// A chunk is gone from all tiers, if it may.
+    fn leave_all(&mut self, at: At, from: Tier) {
+        if from == Tier::Disk {
+            self.leave_disk(at, Part::All);
+            self.drop_where(at, Tier::Host as usize, |_, _| true);
+            return self.tidy(at.board, at.slot);
         }
-        for victim in &victims {
-            if let Some(at) = self.chunk_of_id(victim.id) {
-                let is_last = self.disk_shelf.is_none();
-                let gone = if is_last { note::IN_HOST | note::HELD } else { note::IN_HOST };
-                self.boards[at.board as usize].clear(at.slot, gone);
-                self.drop_for_good(at);
-            }
+        let is_last = self.disk_shelf.is_none();
+        let gone = if is_last { note::IN_HOST | note::HELD } else { note::IN_HOST };
+        if self.host_shelf.grain != Grain::Cell {
+            self.boards[at.board as usize].clear(at.slot, gone);
         }
+        let all = self.drop_where(at, Tier::Host as usize, |_, there| there == HOST);
+        if self.is_in_host(at, Part::All) {
+            self.enter_shelf(at, Tier::Host, Part::All);
+        }
+        self.counters.dropped += u64::from(all > 0);
+        self.tidy(at.board, at.slot);
     }
 
     /// The next thing to be done for the disk; one at a time.
@@ -251,10 +298,6 @@ impl Core {
             return None;
         }
         let disk = self.disk.clone()?;
-        if let Some(space) = self.upkeep.notes.pop() {
-            let (name, content) = self.space_note(space);
-            return Some(work::Upkeep::Note(space, name, content));
-        }
         if self.is_checkpoint_due() {
             self.upkeep.holds_writes = self.under_way[Hands::Write as usize] > 0;
             if self.upkeep.holds_writes {
@@ -283,19 +326,14 @@ impl Core {
 
     pub(super) fn done_upkeep(&mut self, upkeep: &work::Upkeep, outcome: Result<()>) {
         match (upkeep, &outcome) {
-            (work::Upkeep::Note(space, ..), Err(error)) => {
-                log::warn!("a namespace could not be noted on disk: {error}");
-                if error.status() == Status::Budget {
-                    self.upkeep.sweeps = true;
-                } else if self.upkeep.may_try_again(At { board: u32::MAX, slot: *space }) {
-                    self.upkeep.notes.push(*space);
-                }
-            }
             (work::Upkeep::Checkpoint(_), Err(error)) => {
                 log::info!("no checkpoint was written: {error}");
             }
             (work::Upkeep::Clean(number), _) => {
-                if let Err(error) = &outcome {
+                // One that is gone was swept away meanwhile: that is as good.
+                if let Err(error) = &outcome
+                    && error.status() != Status::NotFound
+                {
                     log::warn!("segment {number} could not be cleaned: {error}");
                 }
                 // Once is enough, until more is dropped from it.
@@ -307,17 +345,17 @@ impl Core {
         let used = self.disk.as_ref().map_or(0, |disk| disk.stats().used_bytes);
         self.upkeep.looks = true;
         if used < self.upkeep.used_before {
-            for (at, _) in std::mem::take(&mut self.upkeep.parked) {
-                self.let_go_after(at, |core| core.queue_down(at));
+            for (at, _) in self.upkeep.take_parked() {
+                self.let_go_after(at, |core| core.queue_one(at));
             }
         }
     }
 
     /// There is no more room to be had for chunks that wait for some.
     fn give_up_parked(&mut self) {
-        for (at, error) in std::mem::take(&mut self.upkeep.parked) {
+        for (at, error) in self.upkeep.take_parked() {
             match self.upkeep.may_try_again(at) {
-                true => self.let_go_after(at, |core| core.queue_down(at)),
+                true => self.let_go_after(at, |core| core.queue_one(at)),
                 false => self.let_go_after(at, |core| core.stays_up(at, &error)),
             }
         }
@@ -346,7 +384,7 @@ impl Core {
         let Some((board, which)) = self.find_cell(cell) else { return false };
         self.counters.corrupt += 1;
         let gone = self.boards[board as usize].chunks.lose(which, Tier::Disk);
-        self.departed(board, which.chunk, Tier::Disk);
+        self.departed(board, which, Tier::Disk);
         self.wake(board, which);
         self.tidy(board, which.chunk);
         // One that is read is dropped when that has ended.

@@ -46,6 +46,7 @@ impl Core {
     /// The word is given: the move begins. One that has ended meanwhile does not.
     pub fn begin_waiting(&mut self, ticket: u64) {
         if let Some(number) = self.waits.moves.remove(&ticket) {
+            self.moves[number].began_ns = self.now_ns;
             self.feed_later(number);
             self.settle();
         }

@@ -1,6 +1,6 @@
 //! Work to be carried out: what [`Core::take`] gives and [`Core::done`] takes back.
 
-use crate::base::status::Result;
+use crate::base::status::{Error, Result};
 use crate::base::sync::Arc;
 use crate::device::Way;
 use crate::format::codec::int8::Quality;
@@ -24,7 +24,7 @@ pub enum Hands {
     Write = 2,
     /// Syncs.
     Sync = 3,
-    /// Cleaning, sweeping, notes.
+    /// Cleaning, sweeping, checkpoints.
     Upkeep = 4,
 }
 
@@ -115,6 +115,19 @@ pub struct WriteBatch {
     pub puts: Puts,
     /// How each cell of `puts` is to be coded.
     pub codings: Vec<Coding>,
+    /// What is to be written before.
+    pub(super) notes: Vec<SpaceNote>,
+    /// Why nothing was written.
+    pub(super) refused: Option<Error>,
+}
+
+/// What a namespace is, to be noted on disk.
+pub(super) struct SpaceNote {
+    pub(super) space: u32,
+    pub(super) name: Vec<u8>,
+    pub(super) content: Vec<u8>,
+    /// Once it is written.
+    pub(super) mark: Option<Mark>,
 }
 
 /// Writes to be made durable.
@@ -135,8 +148,6 @@ pub enum Upkeep {
     Clean(u64),
     /// Write a checkpoint.
     Checkpoint(Checkpoint),
-    /// Note what a namespace is: name and content.
-    Note(u32, Vec<u8>, Vec<u8>),
 }
 
 /// Work.

@@ -5,9 +5,10 @@ use crate::base::status::Status;
 use crate::base::sync::Arc;
 use crate::format::codec::int8::Scales;
 use crate::format::codec::{Codec, Shape};
+use crate::io::simulated::random::Random;
 use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::views::{LayerViews, PlaneView, Views};
-use crate::kv::core::{Finished, Rectangle, SessionOpts};
+use crate::kv::core::{Finished, Rectangle, SessionOpts, Wanted};
 use crate::kv::sim::content::{Planes, is_right, prefixes};
 use crate::kv::sim::world::{Asked, MOST_SESSIONS, Outcome, POISON, SPACES, Session, World, wrong};
 use crate::meta::chunks::Pin;
@@ -73,21 +74,25 @@ impl World {
             }
             _ => (0, layout.layers()),
         };
-        let marks = &session.marks[first..first + tokens];
+        let (marks, wanted) = match deed {
+            Deed::Put => (session.marks[first..first + tokens].to_vec(), Wanted::All),
+            _ => picked(&mut self.picks, &session.marks[first..first + tokens], each),
+        };
+        let count = marks.len();
         let mut planes: Vec<Planes> = Vec::new();
         for layer in first_layer..first_layer + layers {
             let group = layout.group(layer)?;
             planes.push(match deed {
-                Deed::Put => Planes::of(group, layer, marks, each),
+                Deed::Put => Planes::of(group, layer, &marks, each),
                 _ => {
-                    let (k, v) = Planes::lengths(group, tokens, each);
+                    let (k, v) = Planes::lengths(group, count, each);
                     Planes { k: vec![POISON; k], v: vec![POISON; v] }
                 }
             });
         }
         let views = planes.iter_mut().enumerate().map(|(i, planes)| {
             let group = layout.group(first_layer + i)?;
-            Some(views_of(group, planes, tokens, each))
+            Some(views_of(group, planes, count, each))
         });
         let views = Arc::new(Views(views.collect::<Option<Vec<_>>>()?));
         let by_layer = self.random.coin();
@@ -97,14 +102,20 @@ impl World {
             first_layer,
             layers,
             by_layer,
+            wanted,
             views,
+        };
+        // What comes lies one after the other.
+        let (marks, first) = match deed {
+            Deed::Put => (session.marks.clone(), first),
+            _ => (marks, 0),
         };
         let asked = Asked {
             deed,
             level: Level::Ram,
             space: session.space,
             tokens: session.tokens.clone(),
-            marks: session.marks.clone(),
+            marks,
             first,
             first_layer,
             layers,
@@ -314,6 +325,17 @@ impl World {
         };
         (tokens as usize).min(most - asked.first)
     }
+}
+
+/// Some chunks of a rectangle, or all of them.
+fn picked(random: &mut Random, marks: &[u64], each: usize) -> (Vec<u64>, Wanted) {
+    let chunks = marks.len().div_ceil(each) as u32;
+    let picked: Vec<u32> = (0..chunks).filter(|_| random.coin()).collect();
+    if picked.is_empty() || random.coin() {
+        return (marks.to_vec(), Wanted::All);
+    }
+    let of = |&at: &u32| marks.chunks(each).nth(at as usize).unwrap_or_default();
+    (picked.iter().flat_map(of).copied().collect(), Wanted::Chunks(picked))
 }
 
 pub(super) fn views_of(

@@ -2,13 +2,15 @@
 
 use crate::base::clock::Clock;
 use crate::base::sync::{Arc, Mutex};
+use crate::device::Device;
 use crate::device::host::Host;
+use crate::device::simulated::{Simulated, SimulatedOpts};
 use crate::io::simulated::SimFiles;
 use crate::io::simulated::plan::{Fault, Plan};
 use crate::io::simulated::random::Random;
 use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::views::Views;
-use crate::kv::core::{Config, Core, Counters, Rectangle, SessionOpts};
+use crate::kv::core::{Config, Core, Counters, Rectangle, SessionOpts, Wanted};
 use crate::kv::hands::Tools;
 use crate::kv::sim::callers::views_of;
 use crate::kv::sim::content::{Planes, prefixes};
@@ -37,8 +39,9 @@ impl World {
         let plan = plan(&mut self.random);
         // What opens a store finds the disk in order; what it finds there is not.
         again.set_plan(Plan::default());
+        let device = self.tools.device.clone();
         let (core, tools, dropped) =
-            open_store(&again, &self.config, self.disk_bytes, &self.clock)?;
+            open_store(&again, &self.config, self.disk_bytes, &self.clock, device)?;
         (self.files, self.core, self.tools) = (again, core, tools);
         // More may be found than a small table has rows for.
         self.forgets |= dropped > 0 && self.config.max_chunks == FEW_CHUNKS;
@@ -89,20 +92,8 @@ impl World {
             return Ok(());
         }
         let all: Vec<_> = self.lasting.iter().map(|(&key, tokens)| (key, tokens.clone())).collect();
-        let mut useless = Vec::new();
-        for ((space, mark, layer), tokens) in all {
-            let layout = self.layouts[space as usize].clone();
-            let each = layout.chunk_tokens() as usize;
+        for ((space, _, layer), tokens) in all {
             let marks = prefixes(space, &tokens);
-            // Without holes a chunk is of use only behind those before it.
-            let whole = (each..=tokens.len()).step_by(each);
-            let known = |&end: &usize| {
-                (0..layout.layers()).any(|l| self.lasting.contains_key(&(space, marks[end - 1], l)))
-            };
-            if space != 1 && !whole.clone().all(|end| known(&end)) {
-                useless.push((space, mark, layer)); // an opening drops it
-                continue;
-            }
             self.read_lasting(space, layer, &tokens, &marks)?;
             if self.forgets {
                 self.lasting.clear();
@@ -110,7 +101,6 @@ impl World {
                 break;
             }
         }
-        useless.iter().for_each(|key| drop(self.lasting.remove(key)));
         Ok(())
     }
 
@@ -140,6 +130,7 @@ impl World {
             first_layer: layer,
             layers: 1,
             by_layer: false,
+            wanted: Wanted::All,
             views,
         };
         let ram = Level::Ram;
@@ -187,6 +178,7 @@ pub(super) fn open_store(
     config: &Config,
     disk_bytes: u64,
     clock: &Clock,
+    device: Arc<dyn Device>,
 ) -> Outcome<(Shared, Tools, u64)> {
     let options = Options {
         segment_bytes: SEGMENT,
@@ -198,8 +190,24 @@ pub(super) fn open_store(
     let mut core = Core::new(config.clone(), None, Some(disk.clone()))?;
     core.tick(clock.now_ns());
     let adopted = core.adopt(&recovered)?;
-    let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk) };
+    let tools = Tools { device, disk: Some(disk) };
     Ok((Shared(Arc::new(Mutex::new(core))), tools, adopted.dropped))
+}
+
+/// Who copies. Every second seed has a device that takes its time, leaves rubbish in its
+/// targets until that is over, and fails now and then.
+pub(super) fn device(seed: u64, clock: &Clock) -> Outcome<Arc<dyn Device>> {
+    if seed % 2 == 1 {
+        return Ok(Arc::new(Host::default()));
+    }
+    let mut random = Random::new(seed ^ 0xDE71CE);
+    let failures = random.below(2) * random.below(6);
+    let opts = SimulatedOpts {
+        seed,
+        fail_at: (0..failures).map(|_| 1 + random.below(300)).collect(),
+        ..SimulatedOpts::default()
+    };
+    Ok(Arc::new(Simulated::new(clock.clone(), opts)?))
 }
 
 /// What goes wrong in this life.

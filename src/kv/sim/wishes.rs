@@ -1,5 +1,5 @@
 //! What some callers do beside: they have moves wait for their word, drop parts of
-//! sessions, clear namespaces. What was cleared for good must not be there again after
+//! sessions or send them down, clear namespaces. What was cleared for good must not be there again after
 //! any crash, unless the disk lies.
 
 use std::collections::BTreeMap;
@@ -49,6 +49,7 @@ impl World {
             0..=5 => self.give_word(),
             6..=7 => self.drop_range()?,
             8 => self.clear()?,
+            9..=11 => self.demote()?,
             _ => {}
         }
         self.see_what_is_gone();
@@ -99,28 +100,40 @@ impl World {
         }
     }
 
-    fn drop_range(&mut self) -> Outcome<()> {
-        let (Some(wishes), count) = (&mut self.wishes, self.sessions.len() as u64) else {
-            return Ok(());
-        };
+    /// A part of a session: its number, where the part begins and ends, and which of the
+    /// sessions here that is.
+    fn part_of_one(&mut self) -> Option<(u32, usize, usize, usize)> {
+        let (wishes, count) = (self.wishes.as_mut()?, self.sessions.len() as u64);
         if count == 0 {
-            return Ok(());
+            return None;
         }
-        let session = &self.sessions[wishes.random.below(count) as usize];
+        let which = wishes.random.below(count) as usize;
+        let session = &self.sessions[which];
         let each = self.layouts[session.space as usize].chunk_tokens() as usize;
         let all = session.tokens.len();
         let first = wishes.random.below((all / each + 1) as u64) as usize * each;
         if first >= all {
-            return Ok(());
+            return None;
         }
         let end = match wishes.random.coin() {
             true => all,
             false => (first + each).min(all),
         };
-        let tokens = (end - first) as u64;
-        self.core.0.lock().drop_range(session.number, first as u64, tokens)?;
+        Some((session.number, first, end, which))
+    }
+
+    fn drop_range(&mut self) -> Outcome<()> {
+        let Some((number, first, end, which)) = self.part_of_one() else { return Ok(()) };
+        self.core.0.lock().drop_range(number, first as u64, (end - first) as u64)?;
+        let session = &self.sessions[which];
         let (space, marks) = (session.space, &session.marks[first..end]);
         self.lasting.retain(|&(s, mark, _), _| s != space || !marks.contains(&mark));
+        Ok(())
+    }
+
+    fn demote(&mut self) -> Outcome<()> {
+        let Some((number, first, end, _)) = self.part_of_one() else { return Ok(()) };
+        self.core.0.lock().demote_range(number, first as u64, (end - first) as u64)?;
         Ok(())
     }
 

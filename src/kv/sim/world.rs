@@ -11,12 +11,13 @@ use crate::io::simulated::plan::{Fault, Plan};
 use crate::io::simulated::random::Random;
 use crate::io::simulated::{SimFiles, SimOpts as DiskOpts};
 use crate::kv::core::books::{Books, Page};
+use crate::kv::core::grain::Grain;
 use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::work::{Hands, Work};
 use crate::kv::core::{Config, Core, SpaceOpts, Write};
 use crate::kv::hands::Tools;
 use crate::kv::sim::content::Planes;
-use crate::kv::sim::lives::{FEW_CHUNKS, SEGMENT, open_store, plan};
+use crate::kv::sim::lives::{FEW_CHUNKS, SEGMENT, device, open_store, plan};
 use crate::kv::sim::wishes::Wishes;
 use crate::kv::sim::{Failure, Report};
 use crate::meta::dtype::Dtype;
@@ -85,6 +86,8 @@ impl Keeper for Shared {
 
 pub(super) struct World {
     pub(super) random: Random,
+    /// Draws which chunks of a get are wanted.
+    pub(super) picks: Random,
     pub(super) files: SimFiles,
     pub(super) disk_bytes: u64,
     pub(super) config: Config,
@@ -125,6 +128,16 @@ fn layouts() -> Outcome<Vec<Layout>> {
     ])
 }
 
+/// What policies choose among, and whether cells are dropped alone.
+fn grain(seed: u64) -> (Grain, bool) {
+    match Random::new(seed ^ 0x6AA1).below(6) {
+        0 => (Grain::Cell, false),
+        1 => (Grain::Cell, true),
+        2 => (Grain::Session, false),
+        _ => (Grain::Chunk, false),
+    }
+}
+
 /// What a store codes its cells with, and what its namespaces do.
 fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
     let mut random = Random::new(seed ^ 0xC0DEC);
@@ -143,12 +156,15 @@ impl World {
         let files = SimFiles::new(random.draw(), opts);
         let disk_bytes = (8 + random.below(40)) * SEGMENT + 400_000;
         let (codec, codecs) = codecs(seed);
+        let (grain, drop_cells) = grain(seed);
         let config = Config {
             host_bytes: (4 + random.below(40)) << 16,
             host_policy: POLICIES[random.below(6) as usize].into(),
             disk_policy: POLICIES[random.below(6) as usize].into(),
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
             admission: "all".into(),
+            grain,
+            drop_cells,
             codec,
             max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
             max_sessions: 32,
@@ -160,13 +176,15 @@ impl World {
             ..Config::default()
         };
         let clock = Clock::manual(1);
-        let (core, tools, _) = open_store(&files, &config, disk_bytes, &clock)?;
+        let device = device(seed, &clock)?;
+        let (core, tools, _) = open_store(&files, &config, disk_bytes, &clock, device)?;
         let forgets = plan.per_million[Fault::LostSync as usize] > 0
             || plan.per_million[Fault::BitRot as usize] > 0
             || plan.per_million[Fault::Misdirected as usize] > 0;
         files.set_plan(plan);
         let mut world = World {
             random,
+            picks: Random::new(seed ^ 0x91C5),
             files,
             disk_bytes,
             config,
@@ -272,11 +290,12 @@ impl World {
         let at = self.random.below(count) as usize;
         let mut work = self.pending.swap_remove(at);
         let mut keeper = self.core.clone();
+        let began_ns = self.clock.now_ns();
         // SAFETY: the core waits for this work; views are of memory in `asked`, kept
         // until the last part of its move was reported.
         let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut keeper) };
-        let elapsed_ns = self.files.take_cost_ns().min(1 << 30);
-        self.clock.advance(elapsed_ns);
+        self.clock.advance(self.files.take_cost_ns().min(1 << 30));
+        let elapsed_ns = self.clock.now_ns() - began_ns;
         let mut core = self.core.0.lock();
         core.tick(self.clock.now_ns());
         core.done(work, outcome, elapsed_ns);
@@ -303,6 +322,9 @@ impl World {
                     )));
                 }
                 core.check()?;
+                if self.all_went_well(&core) {
+                    core.check_prefixes()?;
+                }
                 return Ok(());
             }
             self.work();
@@ -312,6 +334,15 @@ impl World {
             }
         }
         Err(wrong(format!("the store never rests: {}", self.core.0.lock().what_waits())))
+    }
+
+    /// Whether nothing has kept from the disk what was to go there, or sent it away.
+    fn all_went_well(&self, core: &Core) -> bool {
+        let counters = core.counters;
+        let failures = counters.failed_writes + counters.refused + counters.corrupt;
+        let stats = self.tools.disk.as_ref().map(|disk| disk.stats()).unwrap_or_default();
+        failures + counters.disk_evicted + stats.refused + stats.failed_syncs == 0
+            && self.config.write != Write::Never
     }
 
     /// The end: everything comes to rest.

@@ -4,6 +4,7 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::format::keys::Key;
 use crate::format::keys::chain::Chain;
+use crate::format::keys::media::{self, Medium};
 use crate::kv::core::look::Look;
 use crate::kv::path::MAX_TOKENS;
 use crate::kv::store::Store;
@@ -11,16 +12,22 @@ use crate::kv::store::Store;
 impl Store {
     /// Looks a sequence up in a namespace.
     pub fn lookup(&self, space: u32, tokens: &[u32]) -> Result<Look> {
+        self.lookup_media(space, tokens, &[])
+    }
+
+    /// The same with media that start in it.
+    pub fn lookup_media(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Look> {
         if tokens.len() > MAX_TOKENS {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
         }
+        media::check(media, 0..tokens.len() as u64)?;
         let home = self.look(|core| {
             let key = core.space(space).map(|space| space.key);
             Some((key?, core.board_of(space)?.layout.chunk_tokens()))
         })?;
         let Some((key, each)) = home else { fail!(NotFound, "there is no namespace {space}") };
         let mut keys = Vec::new();
-        Chain::new(key, each)?.extend(tokens, &[], &mut keys)?;
+        Chain::new(key, each)?.extend(tokens, &media::extras(media, each)?, &mut keys)?;
         self.lookup_keys(space, &keys, tokens.len() as u64)
     }
 

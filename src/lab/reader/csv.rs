@@ -27,11 +27,11 @@ pub fn read(source: &mut Source) -> Result<Trace> {
         if text.is_empty() {
             continue;
         }
-        if number == 1 {
-            if let Some(found) = header(text) {
-                columns = found;
-                continue;
-            }
+        if number == 1
+            && let Some(found) = header(text)
+        {
+            columns = found;
+            continue;
         }
         let (request, id) = parse(text, columns).map_err(place)?;
         builder.push(request, &[id]).map_err(place)?;

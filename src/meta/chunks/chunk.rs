@@ -8,6 +8,7 @@ use crate::meta::key::Key;
 const LIVE: u8 = 1;
 const PINNED: u8 = 2;
 const HOLES: u8 = 4;
+const REJOINED: u8 = 8;
 
 /// How long a chunk is wanted. The table does not know the time: a pin holds
 /// until it is taken away.
@@ -146,6 +147,16 @@ impl Chunk {
     pub fn pin(&self) -> Option<Pin> {
         let pin = Pin { priority: self.priority, until_ns: self.until_ns };
         (self.marks & PINNED != 0).then_some(pin)
+    }
+
+    pub(super) fn set_rejoined(&mut self) {
+        self.marks |= REJOINED;
+    }
+
+    /// Whether a chunk that was there without it continues it now.
+    #[inline]
+    pub fn is_rejoined(&self) -> bool {
+        self.marks & REJOINED != 0
     }
 
     /// Which use of its slot this is.

@@ -9,6 +9,7 @@ mod cells;
 mod chunk;
 mod find;
 mod motion;
+mod orphans;
 
 pub use cells::{CELL_BYTES, Coded, Marks, PLACES, Place, bit_of};
 pub use chunk::{Chunk, NewChunk, Pin};
@@ -20,6 +21,7 @@ use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
 use crate::meta::chunks::cells::Cells;
+use crate::meta::chunks::orphans::Orphans;
 use crate::meta::index::{Index, MAX_ENTRIES, NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::{MAX_CHUNK_TOKENS, MAX_LAYERS};
@@ -105,6 +107,7 @@ pub struct Chunks {
     free: Slot,
     fresh: Slot,
     counts: Counts,
+    orphans: Orphans,
 }
 
 impl Chunks {
@@ -128,6 +131,7 @@ impl Chunks {
             free: NONE,
             fresh: 0,
             counts: Counts::default(),
+            orphans: Orphans::default(),
         })
     }
 
@@ -157,11 +161,11 @@ impl Chunks {
         (shape.max_chunks as u64).saturating_mul(chunk.saturating_add(16)).saturating_add(64)
     }
 
-    /// Bytes that the table has used so far, the index as if it were full. Rows are
+    /// Bytes that the table has used so far, its index as far as that can be. Rows are
     /// used from the front, and again; the last page of a column may be a huge one.
     pub fn used_bytes(&self) -> u64 {
         let row = (CHUNK_BYTES + self.shape.layers * CELL_BYTES) as u64;
-        u64::from(self.fresh) * row + self.index.bytes() as u64
+        u64::from(self.fresh) * row + self.index.used_bytes(u64::from(self.fresh))
     }
 
     /// A chunk's row, if there is one in the slot.
@@ -226,17 +230,29 @@ impl Chunks {
         }
     }
 
-    /// Adds a chunk without cells, or finds the one that has its key.
+    /// Adds a chunk without cells, or finds the one that has its key. Where that continues
+    /// none it continues the one that was named from now on.
     pub fn add(&mut self, new: &NewChunk) -> Result<Added> {
-        if let Some(slot) = self.find(&new.key) {
-            let row = &self.rows[slot as usize];
-            let known = (row.namespace, row.position, row.owner, row.valid_tokens());
-            if known != (new.namespace, new.position, new.owner, new.valid_tokens) {
-                fail!(Invalid, "chunk {slot} has that key, and is another");
-            }
+        if let Some(slot) = self.known(new)? {
+            self.join(slot, new.parent);
             return Ok(Added::There(slot));
         }
         self.check_new(new)?;
+        self.insert(new).map(Added::New)
+    }
+
+    /// The slot of the key of a chunk that is to be added.
+    fn known(&self, new: &NewChunk) -> Result<Option<Slot>> {
+        let Some(slot) = self.find(&new.key) else { return Ok(None) };
+        let row = &self.rows[slot as usize];
+        let known = (row.namespace, row.position, row.owner, row.valid_tokens());
+        if known != (new.namespace, new.position, new.owner, new.valid_tokens) {
+            fail!(Invalid, "chunk {slot} has that key, and is another");
+        }
+        Ok(Some(slot))
+    }
+
+    fn insert(&mut self, new: &NewChunk) -> Result<Slot> {
         let recycled = self.free != NONE;
         let slot = if recycled { self.free } else { self.fresh };
         let Some(row) = self.rows.get(slot as usize) else {
@@ -256,15 +272,21 @@ impl Chunks {
         }
         self.rows[slot as usize] = Chunk::new(new, generation, above);
         self.keys[slot as usize] = KeyRow(new.key);
-        Ok(Added::New(slot))
+        self.join_orphans(slot);
+        Ok(slot)
+    }
+
+    fn check_tokens(&self, new: &NewChunk) -> Result<()> {
+        let (valid, full) = (new.valid_tokens, self.shape.chunk_tokens);
+        if valid == 0 || valid > full || (valid < full && new.owner == NONE) {
+            fail!(Invalid, "{valid} of {full} tokens: only private chunks may have less, none 0");
+        }
+        Ok(())
     }
 
     fn check_new(&self, new: &NewChunk) -> Result<()> {
-        let NewChunk { position, valid_tokens: valid, owner, .. } = *new;
-        let full = self.shape.chunk_tokens;
-        if valid == 0 || valid > full || (valid < full && owner == NONE) {
-            fail!(Invalid, "{valid} of {full} tokens: only private chunks may have less, none 0");
-        }
+        self.check_tokens(new)?;
+        let NewChunk { position, owner, .. } = *new;
         if new.parent == NONE {
             if position > 0 && !new.holes {
                 fail!(Invalid, "chunk {position} of its sequence continues none");
@@ -277,7 +299,9 @@ impl Chunks {
         if above.namespace != new.namespace || above.position.checked_add(1) != Some(position) {
             fail!(Invalid, "chunk {} is not the one before {position}", new.parent);
         }
-        if above.valid_tokens() < full || (above.owner != NONE && above.owner != owner) {
+        if above.valid_tokens() < self.shape.chunk_tokens
+            || (above.owner != NONE && above.owner != owner)
+        {
             fail!(Invalid, "chunk {} is partial, or private to another", new.parent);
         }
         Ok(())
@@ -317,6 +341,7 @@ impl Chunks {
         let id = id_of(&self.keys[slot as usize].0);
         let gone = self.index.remove(id, |s| s == slot);
         assert_eq!(gone, Some(slot), "the index lost a chunk");
+        self.orphans.remove(slot);
         let row = &mut self.rows[slot as usize];
         row.set_dead();
         row.parent = std::mem::replace(&mut self.free, slot);
@@ -390,7 +415,7 @@ impl Chunks {
 
 /// What stands for a key in the index; a match is compared as a whole.
 #[inline]
-fn id_of(key: &Key) -> u64 {
+pub fn id_of(key: &Key) -> u64 {
     let [a, b, c, d, e, f, g, h, ..] = key.0;
     u64::from_le_bytes([a, b, c, d, e, f, g, h])
 }

@@ -199,10 +199,10 @@ impl Copy {
 
     /// Its owner gave an object up.
     pub fn forget(&mut self, id: u64, now: i64) {
-        if let Some(slot) = self.objects.find(id) {
-            if self.objects.node(slot).children == 0 {
-                self.drop_slot(slot, false, now);
-            }
+        if let Some(slot) = self.objects.find(id)
+            && self.objects.node(slot).children == 0
+        {
+            self.drop_slot(slot, false, now);
         }
     }
 

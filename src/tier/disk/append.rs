@@ -13,7 +13,7 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::{FileId, Way};
 use crate::tier::disk::batch::{Mark, PutCell, PutPlane, Puts};
 use crate::tier::disk::files::{Pinned, refusal};
-use crate::tier::disk::staging::{Gather, in_place, within};
+use crate::tier::disk::gather::{Gather, in_place, within};
 use crate::tier::disk::state::{Front, Grant};
 use crate::tier::disk::{DiskTier, Spot, blocks_u32, offset_of};
 

@@ -5,8 +5,8 @@ use std::ops::Range as Indices;
 use crate::base::status::{Error, Result, Status};
 use crate::format::record::Chunk;
 use crate::format::seal::Identity;
+use crate::tier::disk::gather::Range;
 use crate::tier::disk::spot::Spot;
-use crate::tier::disk::staging::Range;
 
 /// A write that returned; [`crate::tier::disk::DiskTier::commit`] makes it durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -16,6 +16,17 @@ pub struct Mark {
 }
 
 impl Mark {
+    /// What was found in a segment when the store was opened.
+    pub fn found(segment: u64) -> Mark {
+        // Nothing is appended to such a one: there is one sync to wait for.
+        Mark { segment, write: 1 }
+    }
+
+    /// All that was written to a segment until it is synced.
+    pub fn so_far(segment: u64) -> Mark {
+        Mark { segment, write: u64::MAX }
+    }
+
     /// The segment that was written to.
     pub fn segment(self) -> u64 {
         self.segment

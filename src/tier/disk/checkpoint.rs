@@ -1,6 +1,5 @@
 //! Checkpoints: the index as a file, so that opening need not read every header.
 
-use crate::base::memory::Buffer;
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::checkpoint::{
@@ -12,9 +11,12 @@ use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::{FileId, Way};
 use crate::tier::disk::files::{checkpoint as checkpoint_name, refusal, unfinished};
 use crate::tier::disk::recovered::Finder;
-use crate::tier::disk::staging::STAGING_BYTES;
+use crate::tier::disk::staging::Lent;
 use crate::tier::disk::state::{Note, Segment};
 use crate::tier::disk::{DiskTier, least_bytes};
+
+/// Bytes of a checkpoint that are read at once, if there is memory for it.
+const LOAD_BYTES: u64 = 16 * FRAME_BYTES as u64;
 
 /// A moment of the log: everything whose room was taken before it.
 pub struct Cover {
@@ -34,7 +36,7 @@ pub struct Sink<'a> {
     tier: &'a DiskTier,
     file: FileId,
     number: u64,
-    frame: Buffer,
+    frame: Lent<'a>,
     /// Frames that are written, and how many there may be.
     frames: u32,
     most_frames: u32,
@@ -62,7 +64,7 @@ impl Sink<'_> {
     }
 
     fn try_add(&mut self, add: &dyn Fn(&mut FrameWriter<'_>) -> bool) -> bool {
-        // SAFETY: the sink's own buffer of that length.
+        // SAFETY: the sink's own buffer, which is longer.
         let bytes = unsafe { std::slice::from_raw_parts_mut(self.frame.address(), FRAME_BYTES) };
         let mut writer = match self.used {
             0 => FrameWriter::new(bytes),
@@ -78,7 +80,7 @@ impl Sink<'_> {
             fail!(Limit, "the checkpoint is longer than was said");
         }
         let address = self.frame.address();
-        // SAFETY: the sink's own buffer of that length.
+        // SAFETY: the sink's own buffer, which is longer.
         let bytes = unsafe { std::slice::from_raw_parts_mut(address, FRAME_BYTES) };
         FrameWriter::resume(bytes, self.used).finish(&self.tier.store, self.number, self.frames);
         let offset = BLOCK_BYTES as u64 + u64::from(self.frames) * FRAME_BYTES as u64;
@@ -95,7 +97,8 @@ impl Sink<'_> {
 impl DiskTier {
     /// The log as it is now. A checkpoint that covers it must have every cell whose
     /// append began before, unless it was dropped: the caller waits for those, then
-    /// goes through its index, which may change meanwhile.
+    /// goes through its index, which may change meanwhile. What the tier itself writes,
+    /// sessions and what cleaning moves, [`DiskTier::checkpoint`] waits for.
     pub fn cover(&self) -> Cover {
         let state = self.state.lock();
         let covered = |(&number, segment): (&u64, &Segment)| Covered {
@@ -118,6 +121,9 @@ impl DiskTier {
     /// not: nothing was written or removed, and from then on callers leave room for
     /// it, so that it fits once a segment was removed. Until then the store goes on,
     /// and opening it takes longer. BUSY = another one is being written.
+    /// It waits for what cleaning moves, so no lock may be held that a [`Keeper`] takes.
+    ///
+    /// [`Keeper`]: crate::tier::disk::Keeper
     pub fn checkpoint(
         &self,
         cover: &Cover,
@@ -125,6 +131,7 @@ impl DiskTier {
         cells: usize,
         source: &mut dyn FnMut(&mut Sink<'_>) -> Result<()>,
     ) -> Result<()> {
+        self.wait_for_older(cover.next_record);
         let draft = self.begin_checkpoint(cover, chunks, cells)?;
         let result = self.make_checkpoint(cover, draft, source);
         self.state.lock().checkpointing = false;
@@ -212,7 +219,7 @@ impl DiskTier {
         draft: &Draft,
         source: &mut dyn FnMut(&mut Sink<'_>) -> Result<()>,
     ) -> Result<()> {
-        let frame = self.staging.map(FRAME_BYTES as u64)?;
+        let frame = self.staging.take()?;
         let Header { number, frames: most_frames, .. } = draft.header;
         let mut sink = Sink { tier: self, file, number, frame, frames: 0, most_frames, used: 0 };
         for segment in &cover.segments {
@@ -288,7 +295,7 @@ impl DiskTier {
         bytes: u64,
         finder: &mut Finder,
     ) -> Result<Option<(Header, Vec<Covered>)>> {
-        let buffer = self.staging.map(STAGING_BYTES)?;
+        let buffer = self.staging.scratch(FRAME_BYTES as u64, LOAD_BYTES)?;
         let address = buffer.address();
         let whole = |frames: u32| frames as usize * FRAME_BYTES;
         // SAFETY: this call's own buffer, here and below.
@@ -301,7 +308,7 @@ impl DiskTier {
         let (Ok(()), Some(header)) = (read, header) else { return Ok(None) };
         finder.covered = Some(header.next_record);
         let mut segments = Vec::new();
-        let at_once = (STAGING_BYTES as usize / FRAME_BYTES) as u32;
+        let at_once = (buffer.bytes() / FRAME_BYTES as u64) as u32;
         let mut index = 0;
         while index < header.frames {
             let frames = at_once.min(header.frames - index);

@@ -1,7 +1,6 @@
 //! Cleaning: what lives in a segment is written again elsewhere, made durable,
 //! and then the segment can go.
 
-use crate::base::memory::Buffer;
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::format::keys::Key;
@@ -10,10 +9,11 @@ use crate::format::seal::{Identity, Plane, seal};
 use crate::format::segment::BLOCK_BYTES;
 use crate::tier::disk::batch::{GetPlane, Gets, Mark, PutPlane, Puts};
 use crate::tier::disk::note::Origin;
+use crate::tier::disk::staging::Lent;
 use crate::tier::disk::state::{Front, Note, Segment};
 use crate::tier::disk::{DiskTier, Spot};
 
-/// Bytes that are moved at once, unless one cell is longer.
+/// Bytes that are moved at once, if there is memory for it and no cell is longer.
 const BATCH_BYTES: u64 = 8 << 20;
 
 /// A cell and where it is.
@@ -166,12 +166,10 @@ impl DiskTier {
         let _ = self.commit(Mark { segment: number, write: written });
         let mut cleaned = Cleaned::default();
         let longest = content.cells.iter().map(|old| padded(&old.cell)).max().unwrap_or(0);
-        let buffer = match longest {
-            0 => None,
-            _ => Some(self.staging.map(longest.max(BATCH_BYTES))?),
-        };
         let mut cells = content.cells.iter().peekable();
-        while let (Some(buffer), Some(_)) = (&buffer, cells.peek()) {
+        while cells.peek().is_some() {
+            // Anew for each batch: others may wait for the same memory.
+            let buffer = &self.staging.scratch(longest, longest.max(BATCH_BYTES))?;
             let mut batch = Vec::new();
             let mut bytes = 0;
             while let Some(old) = cells.next_if(|old| bytes + padded(&old.cell) <= buffer.bytes()) {
@@ -205,7 +203,7 @@ impl DiskTier {
         &self,
         content: &Content,
         batch: &[(&Old, u64)],
-        buffer: &Buffer,
+        buffer: &Lent<'_>,
         keeper: &mut dyn Keeper,
         cleaned: &mut Cleaned,
     ) -> Result<()> {
@@ -258,6 +256,7 @@ impl DiskTier {
             }
             kept.push(*old);
         }
+        let _underway = self.set_out();
         // SAFETY: as above; the buffer is only read from here on.
         unsafe { self.append_at(&mut puts, 0..usize::MAX, Front::Cleaning) };
         self.tell(&puts, &kept, keeper, cleaned)
@@ -302,6 +301,7 @@ impl DiskTier {
 
     /// Moves records without cells that still say something.
     fn move_notes(&self, number: u64, content: &Content) -> Result<()> {
+        let _underway = self.set_out();
         let (mut marks, mut moved) = (Vec::new(), Vec::new());
         let written = self.copy_notes(number, content, &mut marks, &mut moved);
         let lasts = written.and_then(|()| marks.into_iter().try_for_each(|mark| self.commit(mark)));

@@ -19,7 +19,8 @@ impl DiskTier {
             let Some(segment) = state.segments.get_mut(&mark.segment) else {
                 return if lost { not_durable(mark) } else { Ok(()) };
             };
-            if segment.clean >= mark.write {
+            // Where nothing was found that a checkpoint does not cover all is durable.
+            if segment.clean >= mark.write.min(segment.dirty) {
                 return Ok(());
             }
             if segment.poisoned {

@@ -2,7 +2,7 @@
 
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
-use crate::io::files::{FileId, Piece, Way};
+use crate::io::files::{FileId, Files, Piece, Way};
 use crate::tier::disk::DiskTier;
 
 /// The file that names the store.
@@ -45,6 +45,13 @@ pub(super) fn parse(name: &str) -> Name {
         (Some(number), _) => Name::Segment(number),
         (_, Some(number)) => Name::Checkpoint(number),
         _ => Name::Other,
+    }
+}
+
+impl DiskTier {
+    /// Who reads and writes its files.
+    pub fn files(&self) -> &dyn Files {
+        &*self.files
     }
 }
 

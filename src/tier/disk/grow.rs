@@ -101,15 +101,15 @@ impl DiskTier {
 
     /// The header, and a name that lasts.
     fn begin_segment(&self, file: FileId, number: u64, blocks: u32) -> Result<()> {
-        let buffer = self.staging.take()?;
+        let buffer = self.staging.block()?;
         let mut block = [0; BLOCK_BYTES];
         SegmentHeader { store: self.store, number, blocks }.encode(&mut block);
-        // SAFETY: a staging buffer is longer than a block, and nobody else's.
+        // SAFETY: memory of a block that is nobody else's.
         let written = unsafe {
             buffer.address().copy_from_nonoverlapping(block.as_ptr(), BLOCK_BYTES);
             self.transfer_one(file, Way::Write, 0, buffer.address(), BLOCK_BYTES as u64)
         };
-        self.staging.give_back(buffer);
+        drop(buffer);
         written?;
         self.files.sync_names()
     }
@@ -204,16 +204,16 @@ impl DiskTier {
 
     /// Says that blocks of a segment hold nothing.
     pub(super) fn write_void(&self, file: FileId, grant: &Grant, blocks: u32) -> Result<()> {
-        let buffer = self.staging.take()?;
+        let buffer = self.staging.block()?;
         let address = buffer.address();
-        // SAFETY: a staging buffer is longer than a block, and nobody else's.
+        // SAFETY: memory of a block that is nobody else's.
         let bytes = unsafe { std::slice::from_raw_parts_mut(address, BLOCK_BYTES) };
         self.encode_void(bytes, grant, blocks);
         let offset = offset_of(grant.at);
         // SAFETY: as above.
         let written =
             unsafe { self.transfer_one(file, Way::Write, offset, address, BLOCK_BYTES as u64) };
-        self.staging.give_back(buffer);
+        drop(buffer);
         self.state.lock().stats.overhead_bytes += BLOCK_BYTES as u64;
         written
     }

@@ -18,7 +18,9 @@ mod clean;
 mod commit;
 mod files;
 mod fsck;
+mod gather;
 mod grow;
+mod name;
 mod note;
 mod open;
 mod read;
@@ -29,6 +31,7 @@ mod staging;
 mod state;
 mod stats;
 mod twice;
+mod underway;
 
 use crate::base::account::Account;
 use crate::base::clock::Clock;
@@ -47,7 +50,7 @@ pub use crate::tier::disk::fsck::{
 };
 pub use crate::tier::disk::recovered::{Recovered, RecoveredSession};
 pub use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS, Spot};
-pub use crate::tier::disk::staging::Scratch;
+pub use crate::tier::disk::staging::{Lent, RESERVE_BYTES};
 pub use crate::tier::disk::stats::{OpenReport, SegmentInfo, Stats};
 
 /// Bytes of a segment unless something else is asked for.
@@ -67,10 +70,14 @@ pub struct Options {
     pub random: StoreId,
     /// Most segments that are open at once; 0 = 512.
     pub max_open: usize,
-    /// Who pays for staging memory.
+    /// Who pays for staging memory: [`RESERVE_BYTES`] as long as the tier is open, and
+    /// more while there is room.
     pub account: Option<Arc<Account>>,
     /// What opening is timed by.
     pub clock: Clock,
+    /// Whole cells that are read are checked. Not doing so is for measurements alone, of
+    /// what checking costs: no store does without.
+    pub verify: bool,
 }
 
 impl Options {
@@ -83,6 +90,7 @@ impl Options {
             max_open: 0,
             account: None,
             clock: Clock::real(),
+            verify: true,
         }
     }
 }
@@ -122,7 +130,7 @@ pub struct DiskTier {
     store: StoreId,
     align: u64,
     state: Mutex<State>,
-    /// A sync ended.
+    /// A sync ended, or something of `underway`.
     changed: Condvar,
     /// Held while a segment is made: one at a time.
     growth: Mutex<()>,
@@ -142,6 +150,7 @@ impl DiskTier {
             used_bytes: state.used_bytes,
             budget_bytes: state.budget_bytes,
             scratch_bytes: self.staging.scratch_bytes(),
+            staging_bytes: self.staging.bytes(),
             ..state.stats
         }
     }
@@ -173,10 +182,16 @@ impl DiskTier {
         }
     }
 
-    /// At least `bytes` of memory, aligned to pages, in which cells are coded; who pays
-    /// for the tier's own staging memory pays for it.
-    pub fn scratch(&self, bytes: u64) -> Result<Scratch<'_>> {
-        self.staging.scratch(bytes)
+    /// Memory in which cells are coded, aligned to pages: `most` bytes, or fewer where
+    /// there is not so much, but `least`. Who pays for the tier's own staging memory pays
+    /// for it. Whoever has some asks for no more before that went back.
+    pub fn scratch(&self, least: u64, most: u64) -> Result<Lent<'_>> {
+        self.staging.scratch(least, most)
+    }
+
+    /// Gives back memory that is kept for later; how much that was.
+    pub fn trim(&self) -> u64 {
+        self.staging.trim()
     }
 
     /// Blocks of segments that are made from now on.

@@ -69,9 +69,24 @@ impl DiskTier {
                 "a session has a name of 1 to {MAX_NAME_BYTES} bytes and content of up to {MAX_PAYLOAD_BYTES}"
             );
         }
+        let _underway = self.set_out();
         let (note, mark) = self.note_session(Front::Callers, name, payload, Origin::default())?;
         self.settle_session(name, note, false);
         Ok(mark)
+    }
+
+    /// Drops what is noted of a session, and writes nothing of that: unless a checkpoint was
+    /// begun afterwards an opening may find it again.
+    pub fn drop_session(&self, name: &[u8]) {
+        let mut state = self.state.lock();
+        if let Some(note) = state.sessions.remove(name) {
+            state.uncount_session(note.segment, false);
+        }
+    }
+
+    /// The segment that has what is noted of a session.
+    pub fn segment_of_session(&self, name: &[u8]) -> Option<u64> {
+        self.state.lock().sessions.get(name).map(|note| note.segment)
     }
 
     /// Writes what a session is; where that is then. It counts as one of its
@@ -100,7 +115,9 @@ impl DiskTier {
     /// the later.
     pub(super) fn settle_session(&self, name: &[u8], note: Note, lasts: bool) {
         let mut state = self.state.lock();
-        match state.sessions.get(name).is_none_or(|old| old.born <= note.born) {
+        // A copy of what was dropped meanwhile is of no use.
+        let is_newest = state.sessions.get(name).map_or(!lasts, |old| old.born <= note.born);
+        match is_newest {
             true => state.point_session(name, note, lasts),
             false => state.uncount_session(note.segment, false),
         }
@@ -113,6 +130,7 @@ impl DiskTier {
         sessions: &mut [(Box<[u8]>, Note)],
         doubtful: &dyn Fn(&Segment) -> bool,
     ) -> Result<()> {
+        let _underway = self.set_out();
         let mut written = Vec::new();
         let mut lasts = Ok(());
         for (at, (name, note)) in sessions.iter().enumerate() {
@@ -188,7 +206,7 @@ impl DiskTier {
         let (file, offset) = (pinned.file, offset_of(grant.at));
         // SAFETY: as above.
         let written = unsafe { self.transfer_one(file, Way::Write, offset, address, bytes as u64) };
-        self.staging.give_back(buffer);
+        drop(buffer);
         if written.is_err() {
             let _ = self.write_void(file, grant, blocks);
         }

@@ -2,14 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::Result;
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::fail;
 use crate::format::checkpoint::Covered;
 use crate::format::record::{Kind, Record, blocks_of};
-use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreHeader, StoreId, Unsound, VERSION};
-use crate::io::files::{Entry, FileId, Files, Piece, Way};
-use crate::tier::disk::files::{Name, STORE, parse, refusal, unfinished};
+use crate::format::segment::BLOCK_BYTES;
+use crate::io::files::{Entry, Files};
+use crate::tier::disk::files::{Name, STORE, parse};
+use crate::tier::disk::name::{self, STORE_BYTES};
 use crate::tier::disk::recovered::{Finder, Recovered};
 use crate::tier::disk::scan::Found;
 use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS};
@@ -18,7 +19,6 @@ use crate::tier::disk::state::{Front, Segment, State};
 use crate::tier::disk::stats::OpenReport;
 use crate::tier::disk::{DEFAULT_SEGMENT_BYTES, DiskTier, Options, Spot, least_bytes};
 
-const STORE_BYTES: u64 = (STORE_BLOCKS * BLOCK_BYTES) as u64;
 const DEFAULT_MAX_OPEN: usize = 512;
 
 impl DiskTier {
@@ -26,8 +26,9 @@ impl DiskTier {
     /// has, and how that went. What is on disk is trusted in nothing: cells are
     /// checked when they are read, and after [`DiskTier::commit_all`] those that
     /// were found are durable, unless a sync had failed before the process ended.
-    /// CORRUPT = the file that names the store is damaged; UNSUPPORTED = it is of
-    /// another version.
+    /// CORRUPT = both copies in the file that names the store are damaged (one is
+    /// written anew from the other), or it is gone and segments are there; UNSUPPORTED =
+    /// it is of another version.
     pub fn open(
         files: Arc<dyn Files>,
         options: Options,
@@ -39,13 +40,21 @@ impl DiskTier {
         }
         let begun_ns = options.clock.now_ns();
         let mut report = OpenReport::default();
-        let staging = Staging::new(options.account.clone());
-        let names = clear_unfinished(&*files)?;
-        let is_new = names.iter().all(|entry| entry.name != STORE);
+        let staging = Staging::open(options.account.clone())?;
+        let mut names = clear_unfinished(&*files)?;
+        let named = names.iter_mut().find(|entry| entry.name == STORE);
+        let is_new = named.is_none();
         report.is_new = is_new;
-        let store = match is_new {
-            true => make_store(&*files, &staging, &options)?,
-            false => read_store(&*files, &staging)?,
+        let store = match named {
+            None => {
+                check_new(&names)?;
+                name::make(&*files, &staging, &options)?
+            }
+            Some(entry) => {
+                let found = name::read(&*files, &staging)?;
+                (report.damaged_names, entry.bytes) = (found.damaged, found.bytes);
+                found.store
+            }
         };
         let clock = options.clock.clone();
         let budget_bytes = options.budget_bytes;
@@ -284,6 +293,22 @@ fn checked(mut options: Options) -> Result<Options> {
     Ok(options)
 }
 
+/// Segments without the file that names their store are nobody's: a new store beside them
+/// would count them, and read none.
+fn check_new(names: &[Entry]) -> Result<()> {
+    let is_left =
+        |entry: &&Entry| matches!(parse(&entry.name), Name::Segment(_) | Name::Checkpoint(_));
+    let left = names.iter().filter(is_left).count();
+    if left > 0 {
+        fail!(
+            Corrupt,
+            "there are {left} files of a store (seg-*, index-*), and no {STORE}, which says which: put \
+             that back if there is a copy of it elsewhere; else remove them, and the store begins anew"
+        );
+    }
+    Ok(())
+}
+
 /// Removes what was being made when the store was last used; what else there is.
 fn clear_unfinished(files: &dyn Files) -> Result<Vec<Entry>> {
     let mut names = files.list()?;
@@ -298,61 +323,6 @@ fn clear_unfinished(files: &dyn Files) -> Result<Vec<Entry>> {
     }
     names.sort();
     Ok(names)
-}
-
-fn make_store(files: &dyn Files, staging: &Staging, options: &Options) -> Result<StoreId> {
-    let header = StoreHeader { store: options.random, segment_bytes: options.segment_bytes };
-    let mut bytes = [0; STORE_BYTES as usize];
-    header.encode(&mut bytes);
-    let draft = unfinished(STORE);
-    let file = files.create(&draft, STORE_BYTES).map_err(refusal)?;
-    let written = write_all(files, staging, file, &bytes).and_then(|()| files.sync(file));
-    files.close(file);
-    written.map_err(refusal)?;
-    files.rename(&draft, STORE)?;
-    files.sync_names()?;
-    Ok(options.random)
-}
-
-fn write_all(files: &dyn Files, staging: &Staging, file: FileId, bytes: &[u8]) -> Result<()> {
-    let buffer = staging.map(bytes.len() as u64)?;
-    let mut pieces = [Piece::one(file, Way::Write, 0, buffer.address(), bytes.len() as u64)];
-    // SAFETY: this call's own buffer, as long as the bytes.
-    unsafe {
-        buffer.address().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len());
-        files.transfer(&mut pieces);
-    }
-    let [piece] = pieces;
-    piece.result
-}
-
-fn read_store(files: &dyn Files, staging: &Staging) -> Result<StoreId> {
-    let buffer = staging.map(STORE_BYTES)?;
-    let file = files.open(STORE)?;
-    // One read for each copy: the other may be fine where one cannot be read.
-    let block = BLOCK_BYTES as u64;
-    let mut pieces: Vec<Piece> = (0..STORE_BLOCKS as u64)
-        .filter_map(|i| Some((i * block, buffer.range(i * block, block)?)))
-        .map(|(offset, address)| Piece::one(file, Way::Read, offset, address, block))
-        .collect();
-    // SAFETY: this call's own buffer, a part of it for each piece.
-    unsafe { files.transfer(&mut pieces) };
-    files.close(file);
-    let failed = pieces.iter().find_map(|piece| piece.result.as_ref().err());
-    // SAFETY: as above; zeros where nothing was read.
-    let bytes = unsafe { std::slice::from_raw_parts(buffer.address(), STORE_BYTES as usize) };
-    match (StoreHeader::decode(bytes), failed) {
-        (Ok(header), _) => Ok(header.store),
-        (Err(Unsound::Version(other)), _) => {
-            let text = format!("the store is of version {other}, this library reads {VERSION}");
-            Err(Error::new(Status::Unsupported, text))
-        }
-        (Err(Unsound::Damaged), Some(error)) => Err(error.clone().within(STORE)),
-        (Err(Unsound::Damaged), None) => {
-            let text = format!("{STORE} is damaged: what the store is cannot be told");
-            Err(Error::new(Status::Corrupt, text))
-        }
-    }
 }
 
 /// What is remembered of a segment's records.

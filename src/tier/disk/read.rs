@@ -13,7 +13,7 @@ use crate::io::files::Way;
 use crate::tier::disk::append::sum_of;
 use crate::tier::disk::batch::{Get, GetPlane, Gets};
 use crate::tier::disk::files::Pinned;
-use crate::tier::disk::staging::{self, Gather, in_place, within};
+use crate::tier::disk::gather::{self, Gather, in_place, within};
 use crate::tier::disk::{DiskTier, Spot, offset_of};
 
 impl DiskTier {
@@ -61,7 +61,7 @@ impl DiskTier {
             let (get, planes) = (&gets.gets[at], gets.planes_of(&gets.gets[at]));
             bytes += planes.iter().map(|plane| plane.bytes).sum::<u64>();
             // SAFETY: the caller's promise: the planes' memory, written above.
-            if unsafe { sealed(get, planes) } != get.seal {
+            if self.options.verify && unsafe { sealed(get, planes) } != get.seal {
                 corrupt += 1;
                 gets.gets[at].result = Err(Error::from(Status::Corrupt));
             }
@@ -211,7 +211,7 @@ impl DiskTier {
         };
         // SAFETY: as above; written by the transfer, or zeros.
         let header = unsafe { std::slice::from_raw_parts(buffer.address(), bytes as usize) };
-        let found = read.and_then(|()| {
+        read.and_then(|()| {
             let record = record::decode(header).filter(|record| {
                 let head = &record.head;
                 (head.store, head.segment, head.at) == (self.store, spot.segment(), at)
@@ -228,9 +228,7 @@ impl DiskTier {
                 return Err(Error::from(Status::Corrupt));
             };
             then(&cell)
-        });
-        self.staging.give_back(buffer);
-        found
+        })
     }
 }
 
@@ -248,11 +246,11 @@ fn checked_bytes(planes: &[GetPlane]) -> Result<u64> {
 }
 
 /// The memory that the blocks of a coded cell go to.
-fn blocks_at(address: *mut u8, blocks: u32) -> Result<staging::Range> {
+fn blocks_at(address: *mut u8, blocks: u32) -> Result<gather::Range> {
     if address.is_null() || blocks > MAX_RECORD_BLOCKS {
         fail!(Invalid, "a coded cell has an address and up to {MAX_RECORD_BLOCKS} blocks");
     }
-    Ok(staging::Range { address, bytes: u64::from(blocks) * BLOCK_BYTES as u64 })
+    Ok(gather::Range { address, bytes: u64::from(blocks) * BLOCK_BYTES as u64 })
 }
 
 /// Has the planes of a coded cell say where they lie. Where that cannot be told they

@@ -189,7 +189,8 @@ impl DiskTier {
     ) -> Result<Vec<Found>> {
         let mut all = Vec::new();
         let width = LANES.min(starts.len()).max(1);
-        let buffer = self.staging.map((width * WINDOW_BYTES) as u64)?;
+        let buffer = self.staging.scratch(WINDOW_BYTES as u64, (width * WINDOW_BYTES) as u64)?;
+        let width = width.min(buffer.bytes() as usize / WINDOW_BYTES);
         let mut lanes: Vec<Option<Lane<'_>>> = (0..width).map(|_| None).collect();
         let mut waiting = starts.iter();
         loop {

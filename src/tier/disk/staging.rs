@@ -1,316 +1,474 @@
-//! Aligned memory through which goes what cannot be transferred in place.
+//! Memory through which goes what cannot be transferred in place, and in which cells are
+//! coded and moved. The account of the tier pays for it.
+//!
+//! Memory for cells comes free by writing them down: so what that takes must not depend
+//! on there being any. A *reserve* is taken when the tier is opened, and whoever finds
+//! nothing else waits for a part of it. More is had while the account has room.
+//!
+//! Whoever holds *scratch* may ask for a *buffer*, and then for a *block*; nobody the
+//! other way round, or for two of a kind. So who waits, waits for somebody who goes on.
+
+use std::collections::VecDeque;
 
 use crate::base::account::Account;
+use crate::base::budget::{Lane, Tier};
+use crate::base::fork::page_bytes;
 use crate::base::memory::{Buffer, MemoryWish};
-use crate::base::status::Result;
-use crate::base::sync::{Arc, Mutex};
-use crate::io::files::{FileId, Files, Part, Piece, Way};
+use crate::base::op::{OpOpts, RELEASED};
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Condvar, Mutex};
+use crate::fail;
+use crate::format::segment::BLOCK_BYTES;
 
-/// Bytes of one staging buffer; the largest header of a record fits many times.
-pub(super) const STAGING_BYTES: u64 = 2 << 20;
-/// Pieces of one batch, so that a large one does not wait for its last header.
-const MAX_PIECES: usize = 256;
+/// Bytes of one staging buffer; the largest header of a record fits several times.
+pub(super) const STAGING_BYTES: u64 = 1 << 20;
 const MAX_KEPT: usize = 4;
-/// Longer scratch memory is not kept.
+/// Longer memory is not kept.
 const MAX_KEPT_BYTES: u64 = 16 << 20;
+/// The part of what the budget may have that is kept at most, beyond the reserve: cells
+/// have better use for it.
+const KEPT_PART: u64 = 16;
+/// So long others have to give memory back for a cell that is longer than the reserve.
+const PATIENCE_NS: u64 = 10_000_000_000;
 
-/// Buffers that are not in use.
-pub(super) struct Staging {
-    free: Mutex<Vec<Buffer>>,
-    scratch: Mutex<Lent>,
-    account: Option<Arc<Account>>,
+/// What memory is for.
+#[derive(Clone, Copy)]
+enum Kind {
+    /// A header without cells.
+    Block,
+    /// Headers of a batch, and what is not aligned.
+    Buffer,
+    /// Cells that are coded or moved.
+    Scratch,
 }
 
-/// Memory for those who code cells.
+const KINDS: usize = 3;
+/// Of each kind: parts of the reserve, and bytes of a part.
+const RESERVE: [(usize, u64); KINDS] =
+    [(4, BLOCK_BYTES as u64), (2, STAGING_BYTES), (1, 3 * STAGING_BYTES)];
+
+/// Bytes that an account pays as long as the tier is open.
+pub const RESERVE_BYTES: u64 = reserve_bytes();
+
+const fn reserve_bytes() -> u64 {
+    let (mut bytes, mut kind) = (0, 0);
+    while kind < KINDS {
+        bytes += RESERVE[kind].0 as u64 * RESERVE[kind].1;
+        kind += 1;
+    }
+    bytes
+}
+
+/// Memory of one kind.
 #[derive(Default)]
-struct Lent {
-    free: Vec<Buffer>,
-    /// All of it, what is lent included.
+struct Pool {
+    /// Parts of the reserve that are not lent.
+    reserve: Vec<Buffer>,
+    /// Who waits for one: first come, first served.
+    line: VecDeque<u64>,
+    /// What is beyond the reserve, and not lent.
+    kept: Vec<Buffer>,
+    /// All of it.
     bytes: u64,
 }
 
-/// Memory that is lent: it goes back when this is dropped.
-pub struct Scratch<'a> {
-    staging: &'a Staging,
-    buffer: Option<Buffer>,
+#[derive(Default)]
+struct Stock {
+    pools: [Pool; KINDS],
+    kept_bytes: u64,
+    tickets: u64,
 }
 
-impl Scratch<'_> {
+/// Staging memory of a tier.
+pub(super) struct Staging {
+    stock: Mutex<Stock>,
+    /// A part of the reserve came back.
+    returned: Condvar,
+    account: Option<Arc<Account>>,
+}
+
+/// Memory that is lent: it goes back when this is dropped.
+pub struct Lent<'a> {
+    staging: &'a Staging,
+    kind: Kind,
+    is_reserve: bool,
+    buffer: Option<Buffer>,
+    /// Dropped last: what is paid for is free only when it is gone.
+    paid: Option<Paid>,
+}
+
+/// Bytes that were paid for otherwise than by their buffer.
+struct Paid {
+    account: Arc<Account>,
+    bytes: u64,
+}
+
+impl Drop for Paid {
+    fn drop(&mut self) {
+        self.account.give_back(Tier::Host, self.bytes);
+    }
+}
+
+impl Lent<'_> {
     /// The address of `offset`, if `bytes` from there lie inside.
     pub fn range(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
         self.buffer.as_ref()?.range(offset, bytes)
     }
+
+    /// Where it starts.
+    pub fn address(&self) -> *mut u8 {
+        self.buffer.as_ref().map_or(std::ptr::null_mut(), Buffer::address)
+    }
+
+    /// Its size.
+    pub fn bytes(&self) -> u64 {
+        self.buffer.as_ref().map_or(0, Buffer::bytes)
+    }
 }
 
-impl Drop for Scratch<'_> {
+impl Drop for Lent<'_> {
     fn drop(&mut self) {
         let Some(buffer) = self.buffer.take() else { return };
-        let mut scratch = self.staging.scratch.lock();
-        if scratch.free.len() < MAX_KEPT && buffer.bytes() <= MAX_KEPT_BYTES {
-            scratch.free.push(buffer);
-        } else {
-            scratch.bytes -= buffer.bytes();
-        }
+        let may_keep = self.paid.is_none() && buffer.bytes() <= MAX_KEPT_BYTES;
+        self.staging.take_back(self.kind, buffer, self.is_reserve, may_keep);
     }
 }
 
 impl Staging {
+    /// Without a reserve.
     pub fn new(account: Option<Arc<Account>>) -> Staging {
-        let (free, scratch) = (Mutex::new(Vec::new()), Mutex::new(Lent::default()));
-        Staging { free, scratch, account }
+        Staging { stock: Mutex::new(Stock::default()), returned: Condvar::new(), account }
     }
 
-    /// Memory of `bytes`, aligned to pages.
+    /// With a reserve, if an account pays. BUDGET = it cannot.
+    pub fn open(account: Option<Arc<Account>>) -> Result<Staging> {
+        let staging = Staging::new(account);
+        let Some(account) = &staging.account else { return Ok(staging) };
+        let mut stock = Stock::default();
+        for (pool, (parts, bytes)) in stock.pools.iter_mut().zip(RESERVE) {
+            for _ in 0..parts {
+                let part = staging.map(bytes).map_err(|error| too_little(error, account))?;
+                pool.bytes += part.charged_bytes();
+                pool.reserve.push(part);
+            }
+        }
+        *staging.stock.lock() = stock;
+        Ok(staging)
+    }
+
+    /// Memory of `bytes`, aligned to pages, that is nobody else's.
     pub fn map(&self, bytes: u64) -> Result<Buffer> {
         let wish = MemoryWish { bytes, account: self.account.clone(), ..MemoryWish::default() };
         Buffer::map(&wish, None)
     }
 
-    /// At least `bytes` of memory, for a short time: what was used last is used again.
-    pub fn scratch(&self, bytes: u64) -> Result<Scratch<'_>> {
-        let mut scratch = self.scratch.lock();
-        let mut kept = scratch.free.pop();
-        if let Some(small) = kept.take_if(|buffer| buffer.bytes() < bytes) {
-            scratch.bytes -= small.bytes();
-        }
-        let buffer = match kept {
-            Some(buffer) => buffer,
-            None => {
-                // What a transfer cannot do without comes first.
-                let own = self.take()?;
-                let buffer = self.map(bytes);
-                self.give_back(own);
-                scratch.bytes += buffer.as_ref().map_or(0, Buffer::bytes);
-                buffer?
-            }
-        };
-        Ok(Scratch { staging: self, buffer: Some(buffer) })
-    }
-
-    /// Bytes of scratch memory, in use or kept.
-    pub fn scratch_bytes(&self) -> u64 {
-        self.scratch.lock().bytes
+    /// A block. Who holds one asks for nothing else.
+    pub fn block(&self) -> Result<Lent<'_>> {
+        self.lend(Kind::Block, BLOCK_BYTES as u64, BLOCK_BYTES as u64)
     }
 
     /// A buffer of [`STAGING_BYTES`].
-    pub fn take(&self) -> Result<Buffer> {
-        let kept = self.free.lock().pop();
-        kept.map_or_else(|| self.map(STAGING_BYTES), Ok)
+    pub fn take(&self) -> Result<Lent<'_>> {
+        self.lend(Kind::Buffer, STAGING_BYTES, STAGING_BYTES)
     }
 
-    pub fn give_back(&self, buffer: Buffer) {
-        let mut free = self.free.lock();
-        if free.len() < MAX_KEPT {
-            free.push(buffer);
-        }
-    }
-}
-
-/// A copy to be made once a batch was read.
-struct Back {
-    from: *const u8,
-    to: *mut u8,
-    bytes: usize,
-}
-
-/// Collects transfers, each for an owner, and carries them out in batches.
-pub(super) struct Gather<'a> {
-    files: &'a dyn Files,
-    staging: &'a Staging,
-    way: Way,
-    buffer: Option<Buffer>,
-    used: u64,
-    pieces: Vec<Piece>,
-    owners: Vec<usize>,
-    backs: Vec<Back>,
-    /// Who failed, and why.
-    pub failed: Vec<(usize, crate::base::status::Error)>,
-}
-
-impl<'a> Gather<'a> {
-    pub fn new(files: &'a dyn Files, staging: &'a Staging, way: Way) -> Gather<'a> {
-        Gather {
-            files,
-            staging,
-            way,
-            buffer: None,
-            used: 0,
-            pieces: Vec::new(),
-            owners: Vec::new(),
-            backs: Vec::new(),
-            failed: Vec::new(),
-        }
+    /// Memory of `most` bytes, or of fewer where there is not so much; of `least` at
+    /// least.
+    pub fn scratch(&self, least: u64, most: u64) -> Result<Lent<'_>> {
+        self.lend(Kind::Scratch, least.min(most), most)
     }
 
-    /// Up to `bytes` of staging memory, at least `least`; a batch is carried out
-    /// first if there is too little left.
-    ///
-    /// # Safety
-    /// As [`Gather::flush`].
-    pub unsafe fn room(&mut self, least: u64, bytes: u64) -> Result<(*mut u8, u64)> {
-        if self.buffer.is_none() {
-            self.buffer = Some(self.staging.take()?);
+    /// Bytes of scratch memory, lent or kept.
+    pub fn scratch_bytes(&self) -> u64 {
+        self.stock.lock().pools[Kind::Scratch as usize].bytes
+    }
+
+    /// Bytes of all memory, lent or kept.
+    pub fn bytes(&self) -> u64 {
+        self.stock.lock().pools.iter().map(|pool| pool.bytes).sum()
+    }
+
+    /// Gives back what is kept beyond the reserve; how much that was.
+    pub fn trim(&self) -> u64 {
+        let mut gone = Vec::new();
+        let mut stock = self.stock.lock();
+        for pool in &mut stock.pools {
+            pool.bytes -= pool.kept.iter().map(Buffer::charged_bytes).sum::<u64>();
+            gone.append(&mut pool.kept);
         }
-        if STAGING_BYTES - self.used < least {
-            // SAFETY: the caller's promise.
-            unsafe { self.flush() };
+        stock.kept_bytes = 0;
+        drop(stock);
+        gone.iter().map(Buffer::charged_bytes).sum()
+    }
+
+    fn lend(&self, kind: Kind, least: u64, most: u64) -> Result<Lent<'_>> {
+        if let Some(lent) = self.pick(kind, most) {
+            return Ok(lent);
         }
-        let bytes = bytes.min(STAGING_BYTES - self.used);
-        let address = self.buffer.as_ref().and_then(|b| b.range(self.used, bytes));
-        let Some(address) = address.filter(|_| bytes >= least) else {
-            crate::fail!(Limit, "{least} bytes do not fit in a staging buffer");
+        let error = match self.map_more(kind, most) {
+            Ok(lent) => return Ok(lent),
+            Err(error) => error,
         };
-        self.used += bytes;
-        Ok((address, bytes))
-    }
-
-    /// Carries out a batch if one is full: before memory for what comes is asked for.
-    ///
-    /// # Safety
-    /// As [`Gather::flush`].
-    pub unsafe fn make_way(&mut self) {
-        if self.pieces.len() >= MAX_PIECES {
-            // SAFETY: the caller's promise.
-            unsafe { self.flush() };
+        if self.account.is_some() && least <= RESERVE[kind as usize].1 {
+            return Ok(self.await_reserve(kind));
         }
-    }
-
-    /// Adds a transfer of an owner, of memory that stays valid until the next flush.
-    pub fn add(&mut self, owner: usize, file: FileId, offset: u64, address: *mut u8, bytes: u64) {
-        if let (Some(last), Some(&by)) = (self.pieces.last_mut(), self.owners.last()) {
-            let follows = last.file == file && last.offset + last.bytes() == offset;
-            if by == owner && follows && extend(last, address, bytes) {
-                return;
+        if least == 0 {
+            return Err(error);
+        }
+        match (self.map_more(kind, least), &self.account) {
+            (Err(error), Some(account)) if error.status() == Status::Budget => {
+                self.await_memory(account, kind, least)
             }
+            (result, _) => result,
         }
-        self.pieces.push(Piece::one(file, self.way, offset, address, bytes));
-        self.owners.push(owner);
     }
 
-    /// Copies to `to` what `from`, in the staging memory, has after the batch.
-    pub fn copy_back(&mut self, from: *const u8, to: *mut u8, bytes: u64) {
-        self.backs.push(Back { from, to, bytes: bytes as usize });
+    fn lent(&self, kind: Kind, buffer: Buffer, is_reserve: bool) -> Lent<'_> {
+        Lent { staging: self, kind, is_reserve, buffer: Some(buffer), paid: None }
     }
 
-    /// Carries out what was collected.
-    ///
-    /// # Safety
-    /// The memory of all that was added is valid for its way, and nobody else's.
-    pub unsafe fn flush(&mut self) {
-        if !self.pieces.is_empty() {
-            // SAFETY: the caller's promise; staging memory is this gather's alone.
-            unsafe { self.files.transfer(&mut self.pieces) };
+    /// What is there and long enough. Of what is kept and too short one goes.
+    fn pick(&self, kind: Kind, bytes: u64) -> Option<Lent<'_>> {
+        let mut guard = self.stock.lock();
+        let stock = &mut *guard;
+        let pool = &mut stock.pools[kind as usize];
+        let may_have = bytes <= RESERVE[kind as usize].1 && pool.line.is_empty();
+        if let Some(part) = if may_have { pool.reserve.pop() } else { None } {
+            return Some(self.lent(kind, part, true));
         }
-        for (piece, owner) in self.pieces.drain(..).zip(self.owners.drain(..)) {
-            if let Err(error) = piece.result {
-                self.failed.push((owner, error));
+        let long = pool.kept.iter().position(|buffer| buffer.bytes() >= bytes);
+        let buffer = match long {
+            Some(at) => pool.kept.swap_remove(at),
+            None => pool.kept.pop()?,
+        };
+        stock.kept_bytes -= buffer.charged_bytes();
+        if long.is_some() {
+            return Some(self.lent(kind, buffer, false));
+        }
+        pool.bytes -= buffer.charged_bytes();
+        drop(guard);
+        drop(buffer);
+        None
+    }
+
+    /// Memory beyond the reserve.
+    fn map_more(&self, kind: Kind, bytes: u64) -> Result<Lent<'_>> {
+        let buffer = self.map(bytes)?;
+        self.stock.lock().pools[kind as usize].bytes += buffer.charged_bytes();
+        Ok(self.lent(kind, buffer, false))
+    }
+
+    /// A part of the reserve, once it is this one's turn.
+    fn await_reserve(&self, kind: Kind) -> Lent<'_> {
+        let mut stock = self.stock.lock();
+        stock.tickets += 1;
+        let ticket = stock.tickets;
+        stock.pools[kind as usize].line.push_back(ticket);
+        loop {
+            let pool = &mut stock.pools[kind as usize];
+            let is_next = pool.line.front() == Some(&ticket);
+            if let Some(part) = if is_next { pool.reserve.pop() } else { None } {
+                pool.line.pop_front();
+                if !pool.line.is_empty() && !pool.reserve.is_empty() {
+                    self.returned.notify_all();
+                }
+                return self.lent(kind, part, true);
             }
+            self.returned.wait(&mut stock);
         }
-        for back in self.backs.drain(..) {
-            // SAFETY: from the staging memory to the memory of whoever reads, both of
-            // `bytes` bytes; a staging buffer belongs to nobody else.
-            unsafe { std::ptr::copy_nonoverlapping(back.from, back.to, back.bytes) };
+    }
+
+    /// Memory for what the reserve is too short for: others have to give some back.
+    fn await_memory(&self, account: &Arc<Account>, kind: Kind, bytes: u64) -> Result<Lent<'_>> {
+        let core = account.budget().core();
+        let bytes = bytes.next_multiple_of(page_bytes() as u64);
+        let deadline_ns = core.clock().now_ns().saturating_add(PATIENCE_NS);
+        let opts = OpOpts { deadline_ns, ..OpOpts::default() };
+        let op = account.reserve_later(Tier::Host, bytes, &opts)?;
+        let waited = op.wait(RELEASED, 0);
+        let status = op.info().status;
+        op.remove();
+        waited?;
+        if status != Some(Status::Ok.code()) {
+            fail!(Budget, "nobody gave {bytes} bytes back for a cell that needs them at once");
         }
-        self.used = 0;
+        account.commit(Tier::Host, bytes, bytes)?;
+        let paid = Paid { account: account.clone(), bytes };
+        let buffer = Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None)?;
+        self.stock.lock().pools[kind as usize].bytes += bytes;
+        let mut lent = self.lent(kind, buffer, false);
+        lent.paid = Some(paid);
+        Ok(lent)
+    }
+
+    fn take_back(&self, kind: Kind, buffer: Buffer, is_reserve: bool, may_keep: bool) {
+        let most_kept = if is_reserve || !may_keep { 0 } else { self.most_kept() };
+        let mut guard = self.stock.lock();
+        let stock = &mut *guard;
+        let pool = &mut stock.pools[kind as usize];
+        let bytes = buffer.charged_bytes();
+        if is_reserve {
+            pool.reserve.push(buffer);
+            self.returned.notify_all();
+        } else if pool.kept.len() < MAX_KEPT && stock.kept_bytes.saturating_add(bytes) <= most_kept
+        {
+            stock.kept_bytes += bytes;
+            pool.kept.push(buffer);
+        } else {
+            pool.bytes -= bytes;
+            drop(guard);
+            drop(buffer);
+        }
+    }
+
+    /// Bytes that may be kept beyond the reserve, now.
+    fn most_kept(&self) -> u64 {
+        let all = KINDS as u64 * MAX_KEPT as u64 * MAX_KEPT_BYTES;
+        let Some(account) = &self.account else { return all };
+        match account.budget().lane(Tier::Host) {
+            Lane { waiting: 0, limit_bytes, .. } => all.min(limit_bytes / KEPT_PART),
+            _ => 0,
+        }
     }
 }
 
-impl Drop for Gather<'_> {
-    fn drop(&mut self) {
-        if let Some(buffer) = self.buffer.take() {
-            self.staging.give_back(buffer);
-        }
+fn too_little(error: Error, account: &Account) -> Error {
+    if error.status() != Status::Budget {
+        return error;
     }
+    let lane = account.budget().lane(Tier::Host);
+    let text = format!(
+        "{RESERVE_BYTES} bytes of memory are kept for what goes to disk and comes back, and of the \
+         budget's {} bytes of tier host too few are free: raise its limit, have others give back, \
+         or open the store without a disk",
+        lane.limit_bytes
+    );
+    Error::new(Status::Budget, text)
 }
 
-/// Makes a piece longer, if it has a part left.
-fn extend(piece: &mut Piece, address: *mut u8, bytes: u64) -> bool {
-    if piece.bytes() + bytes > crate::io::files::MAX_PIECE_BYTES {
-        return false;
-    }
-    let used = piece.parts.iter().take_while(|part| part.bytes > 0).count();
-    if let Some(part) = used.checked_sub(1).and_then(|i| piece.parts.get_mut(i)) {
-        if part.address.wrapping_add(part.bytes as usize) == address {
-            part.bytes += bytes;
-            return true;
-        }
-    }
-    match piece.parts.get_mut(used) {
-        Some(part) => *part = Part { address, bytes },
-        None => return false,
-    }
-    true
-}
-
-/// A range of memory that holds a plane.
-#[derive(Clone, Copy)]
-pub(super) struct Range {
-    pub address: *mut u8,
-    pub bytes: u64,
-}
-
-/// Whether ranges, one after the other, can be transferred in place; `padded`
-/// says that the memory behind the last one up to a whole block is free to use.
-pub(super) fn in_place(ranges: impl Iterator<Item = Range>, align: u64, padded: bool) -> bool {
-    let mut end: *mut u8 = std::ptr::null_mut();
-    let mut run = 0;
-    for range in ranges.filter(|range| range.bytes > 0) {
-        if range.address != end {
-            if run % align != 0 || range.address as u64 % align != 0 {
-                return false;
-            }
-            run = 0;
-        }
-        run += range.bytes;
-        end = range.address.wrapping_add(range.bytes as usize);
-    }
-    padded || run % align == 0
-}
-
-/// Calls `each` with every part of `ranges` inside `from..from + bytes` of them
-/// all: its address, its place in the stretch, its length.
-pub(super) fn within(
-    ranges: impl Iterator<Item = Range>,
-    from: u64,
-    bytes: u64,
-    mut each: impl FnMut(*mut u8, u64, u64),
-) {
-    let mut start = 0;
-    for range in ranges {
-        let (low, high) = (start.max(from), (start + range.bytes).min(from + bytes));
-        if low < high {
-            let address = range.address.wrapping_add((low - start) as usize);
-            each(address, low - from, high - low);
-        }
-        start += range.bytes;
-    }
-}
-
-#[cfg(test)]
+#[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
+    use crate::base::budget::{Budget, BudgetOpts};
+    use crate::base::runtime::{Runtime, RuntimeOpts};
+    use crate::base::sync::atomic::{AtomicU64, Ordering};
+    use crate::base::sync::spawn;
 
-    fn range(address: usize, bytes: u64) -> Range {
-        Range { address: address as *mut u8, bytes }
+    const ROOM: u64 = 8 << 20;
+
+    fn budget(host_bytes: u64) -> (Runtime, Arc<Budget>, Arc<Account>) {
+        let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() }).unwrap();
+        let mut opts = BudgetOpts { reserve_bytes: Some(0), ..BudgetOpts::default() };
+        opts.limits[Tier::Host as usize] = Some(host_bytes);
+        let budget = Budget::open(runtime.core(), &opts).unwrap();
+        let account = budget.account("disk", 0, None).unwrap();
+        (runtime, budget, account)
+    }
+
+    fn held(account: &Account) -> u64 {
+        account.held(Tier::Host).committed_bytes
     }
 
     #[test]
-    fn in_place_wants_runs_that_are_aligned() {
-        let ask = |ranges: &[Range], padded| in_place(ranges.iter().copied(), 4096, padded);
-        assert!(ask(&[range(4096, 4096), range(81920, 8192)], false));
-        assert!(ask(&[range(4096, 1000), range(5096, 3096)], false));
-        assert!(!ask(&[range(4096, 1000), range(5096, 3000)], false));
-        assert!(ask(&[range(4096, 1000), range(5096, 3000)], true));
-        assert!(!ask(&[range(4096, 1000), range(81920, 3096)], true));
-        assert!(!ask(&[range(4100, 4096)], true));
-        assert!(in_place([range(3, 5), range(77, 1)].into_iter(), 1, false));
+    fn the_reserve_is_paid_for_from_the_start_or_nothing_is() {
+        let (_runtime, budget, account) = budget(RESERVE_BYTES);
+        let staging = Staging::open(Some(account.clone())).unwrap();
+        assert_eq!((held(&account), staging.bytes()), (RESERVE_BYTES, RESERVE_BYTES));
+        let other = budget.account("other", 0, None).unwrap();
+        let error = Staging::open(Some(other.clone())).err().unwrap();
+        assert_eq!(error.status(), Status::Budget);
+        for words in [&RESERVE_BYTES.to_string()[..], "raise", "without a disk"] {
+            assert!(error.message().contains(words), "{error}");
+        }
+        assert_eq!(held(&other), 0);
+        // Each kind, though there is nothing beside the reserve.
+        let (scratch, buffer) = (staging.scratch(0, 12 << 20).unwrap(), staging.take().unwrap());
+        let block = staging.block().unwrap();
+        let bytes = [&scratch, &buffer, &block].map(|lent| lent.bytes());
+        assert_eq!(bytes, [3 << 20, STAGING_BYTES, BLOCK_BYTES as u64]);
+        assert!(scratch.range(3 << 20, 1).is_none());
+        drop((scratch, buffer, block));
+        drop(staging);
+        assert_eq!(held(&account), 0);
     }
 
     #[test]
-    fn a_stretch_of_ranges_is_cut_at_their_ends() {
-        let ranges = [range(1000, 10), range(2000, 0), range(3000, 5)];
-        let mut all = Vec::new();
-        within(ranges.into_iter(), 8, 6, |at, place, bytes| all.push((at as usize, place, bytes)));
-        assert_eq!(all, [(1008, 0, 2), (3000, 2, 4)]);
+    fn more_is_had_while_there_is_room_and_a_part_of_it_kept() {
+        let (_runtime, _budget, account) = budget(RESERVE_BYTES + 64 * ROOM);
+        let staging = Staging::open(Some(account.clone())).unwrap();
+        let all: Vec<_> = (0..6).map(|_| staging.scratch(1, ROOM).unwrap()).collect();
+        assert!(all.iter().all(|lent| lent.bytes() == ROOM));
+        assert_eq!(staging.scratch_bytes(), 6 * ROOM + (3 << 20));
+        drop(all);
+        // A sixteenth of it all, and no more than so many.
+        assert_eq!(staging.bytes(), held(&account));
+        assert_eq!(staging.bytes(), RESERVE_BYTES + 4 * ROOM);
+        let kept = staging.scratch(1, ROOM).unwrap();
+        assert_eq!(staging.bytes(), RESERVE_BYTES + 4 * ROOM);
+        drop(kept);
+        assert_eq!(staging.trim(), 4 * ROOM);
+        assert_eq!((staging.bytes(), held(&account)), (RESERVE_BYTES, RESERVE_BYTES));
+        assert_eq!(staging.trim(), 0);
+        // Where little is there nothing is kept.
+        account.budget().resize(Tier::Host, RESERVE_BYTES + ROOM).unwrap();
+        drop(staging.scratch(1, ROOM).unwrap());
+        assert_eq!(held(&account), RESERVE_BYTES);
+    }
+
+    #[test]
+    fn what_is_longer_than_the_reserve_is_waited_for() {
+        let (_runtime, budget, account) = budget(RESERVE_BYTES + ROOM);
+        let staging = Arc::new(Staging::open(Some(account.clone())).unwrap());
+        let others = budget.account("others", 0, None).unwrap();
+        others.take(Tier::Host, ROOM).unwrap();
+        let asking = staging.clone();
+        let thread = spawn("asks".into(), move || {
+            let lent = asking.scratch(5 << 20, 6 << 20).unwrap();
+            assert_eq!((lent.bytes(), asking.bytes()), (5 << 20, RESERVE_BYTES + (5 << 20)));
+        });
+        while budget.lane(Tier::Host).waiting == 0 {
+            std::thread::yield_now();
+        }
+        others.give_back(Tier::Host, ROOM);
+        thread.unwrap().join().unwrap();
+        assert_eq!(held(&account), RESERVE_BYTES);
+        // What can never be had is not waited for.
+        let error = staging.scratch(ROOM * 2, ROOM * 2).err().unwrap();
+        assert_eq!(error.status(), Status::Budget);
+    }
+
+    #[test]
+    fn many_share_a_reserve_and_all_end() {
+        const THREADS: u64 = 6;
+        const TURNS: u64 = 400;
+        let (_runtime, budget, account) = budget(RESERVE_BYTES);
+        let staging = Arc::new(Staging::open(Some(account.clone())).unwrap());
+        let ended = Arc::new(AtomicU64::new(0));
+        let turn = |staging: &Staging, number: u64, turn: u64| {
+            let scratch = (turn % 3 > 0).then(|| staging.scratch(1, 12 << 20).unwrap());
+            let buffer = (turn % 4 > 0).then(|| staging.take().unwrap());
+            let block = staging.block().unwrap();
+            for lent in [&scratch, &buffer].into_iter().flatten().chain([&block]) {
+                // SAFETY: memory that was lent to this thread alone, longer than that.
+                unsafe {
+                    lent.address().cast::<u64>().write_volatile(number);
+                    std::thread::yield_now();
+                    assert_eq!(lent.address().cast::<u64>().read_volatile(), number);
+                }
+            }
+        };
+        let threads: Vec<_> = (0..THREADS)
+            .map(|number| {
+                let (staging, ended) = (staging.clone(), ended.clone());
+                spawn(format!("t{number}"), move || {
+                    (0..TURNS).for_each(|at| turn(&staging, number, at + number));
+                    ended.fetch_add(1, Ordering::Relaxed);
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.unwrap().join().unwrap());
+        assert_eq!(ended.load(Ordering::Relaxed), THREADS);
+        assert_eq!((staging.bytes(), held(&account)), (RESERVE_BYTES, RESERVE_BYTES));
+        assert_eq!(budget.lane(Tier::Host).peak_bytes, RESERVE_BYTES);
     }
 }

@@ -118,6 +118,8 @@ pub(super) struct State {
     /// were durable.
     pub lost: BTreeMap<u64, u64>,
     pub next_record: u64,
+    /// What the tier writes itself and nobody points to yet: from which record on each.
+    pub underway: Vec<u64>,
     pub next_segment: u64,
     pub next_checkpoint: u64,
     pub used_bytes: u64,

@@ -41,8 +41,10 @@ pub struct Stats {
     pub most_used_bytes: u64,
     /// The budget.
     pub budget_bytes: u64,
-    /// Memory in which cells are coded, now.
+    /// Memory in which cells are coded and moved, now, its reserve included.
     pub scratch_bytes: u64,
+    /// The same, and the memory of headers and of what is not aligned.
+    pub staging_bytes: u64,
 }
 
 /// One segment.
@@ -74,6 +76,8 @@ pub struct SegmentInfo {
 pub struct OpenReport {
     /// The directory had no store: one was made.
     pub is_new: bool,
+    /// Copies of the store's name that were not sound: they were written anew.
+    pub damaged_names: u32,
     /// The checkpoint that was used; 0 = none.
     pub checkpoint: u64,
     /// Checkpoints that were not sound.

@@ -100,7 +100,7 @@ impl DiskTier {
         let spot = Spot(place.spot);
         let planes = self.planes(spot, &who, place.seal)?;
         let bytes = blocks_of(place.stored_bytes.into()) * BLOCK_BYTES as u64;
-        let buffer = self.staging.map(bytes)?;
+        let buffer = self.staging.scratch(bytes, bytes)?;
         let mut gets = Gets::default();
         gets.cell(spot, who, place.seal, true);
         let mut at = 0;

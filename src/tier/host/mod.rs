@@ -55,15 +55,15 @@ impl Piece {
 pub struct HostOpts {
     /// The usual length of a segment; 0 = [`DEFAULT_SEGMENT_BYTES`].
     pub segment_bytes: u64,
-    /// Most segments; 0 = [`MAX_SEGMENTS`].
-    pub max_segments: u32,
+    /// Most bytes of all segments; 0 = as many as the account has.
+    pub max_bytes: u64,
     /// Huge pages.
     pub huge: Wish,
 }
 
 impl Default for HostOpts {
     fn default() -> HostOpts {
-        HostOpts { segment_bytes: 0, max_segments: 0, huge: Wish::Try }
+        HostOpts { segment_bytes: 0, max_bytes: 0, huge: Wish::Try }
     }
 }
 
@@ -110,6 +110,8 @@ pub struct SegmentFacts {
     pub live_pieces: u32,
     /// What comes back when it is given back.
     pub cost_bytes: u64,
+    /// What of that counts for the tier's limit.
+    pub mapped_bytes: u64,
     /// It gives out no more pieces.
     pub drains: bool,
 }
@@ -146,6 +148,9 @@ pub struct HostTier {
     huge: Wish,
     classes: [Class; MAX_CLASSES],
     table: Table,
+    /// Most bytes that may be mapped.
+    max_bytes: u64,
+    mapped_bytes: u64,
     live_bytes: u64,
     live_pieces: u64,
     given_back_bytes: u64,
@@ -159,16 +164,14 @@ impl HostTier {
         if asked > MAX_SEGMENT_BYTES {
             fail!(Limit, "segments of {asked} bytes, {MAX_SEGMENT_BYTES} can be");
         }
-        let max_segments = if opts.max_segments == 0 { MAX_SEGMENTS } else { opts.max_segments };
-        if max_segments > MAX_SEGMENTS {
-            fail!(Limit, "{max_segments} segments, {MAX_SEGMENTS} can be");
-        }
         Ok(HostTier {
             account,
             segment_bytes: asked.next_multiple_of(GRAIN_BYTES),
             huge: opts.huge,
             classes: [UNUSED; MAX_CLASSES],
-            table: Table::new(max_segments)?,
+            max_bytes: if opts.max_bytes == 0 { u64::MAX } else { opts.max_bytes },
+            mapped_bytes: 0,
+            table: Table::new(MAX_SEGMENTS)?,
             live_bytes: 0,
             live_pieces: 0,
             given_back_bytes: 0,
@@ -287,6 +290,7 @@ impl HostTier {
                 pieces: segment.pieces(),
                 live_pieces: segment.live(),
                 cost_bytes: segment.cost_bytes(),
+                mapped_bytes: segment.mapped_bytes(),
                 drains: entry.drains,
             })
         })
@@ -421,7 +425,9 @@ impl HostTier {
         if mapped.is_err() && self.trim() > 0 {
             mapped = self.map(bytes);
         }
-        let number = self.table.enter(mapped?);
+        let segment = mapped?;
+        self.mapped_bytes += segment.mapped_bytes();
+        let number = self.table.enter(segment);
         self.join_class(number, class);
         Ok(())
     }
@@ -430,7 +436,13 @@ impl HostTier {
         if self.table.is_full() {
             fail!(Limit, "{} segments are all there may be", self.table.len());
         }
-        Segment::map(self.account.as_ref(), bytes, GRAIN_BYTES, self.huge)
+        // The last one may fit where it is not rounded up to huge pages.
+        let left = self.max_bytes.saturating_sub(self.mapped_bytes);
+        let fits = |huge: &Wish| Segment::mapped_for(bytes, *huge).0 <= left;
+        let Some(huge) = [self.huge, Wish::No].into_iter().find(fits) else {
+            fail!(Limit, "{bytes} bytes more; {left} of {} are free", self.max_bytes);
+        };
+        Segment::map(self.account.as_ref(), bytes, GRAIN_BYTES, huge)
     }
 
     fn join_class(&mut self, number: u32, class: usize) {
@@ -459,7 +471,9 @@ impl HostTier {
         self.leave_class(number);
         let segment = self.table.remove(number);
         debug_assert!(segment.as_ref().is_some_and(|s| s.live() == 0), "it was in use");
-        let bytes = segment.map_or(0, |segment| segment.cost_bytes());
+        let Some(segment) = segment else { return 0 };
+        self.mapped_bytes -= segment.mapped_bytes();
+        let bytes = segment.cost_bytes();
         self.given_back_bytes += bytes;
         bytes
     }

@@ -2,7 +2,10 @@
 
 use crate::base::status::Result;
 use crate::fail;
-use crate::tier::host::{HostTier, MAX_SEGMENTS};
+use crate::tier::host::HostTier;
+
+/// Most bytes of a tier.
+const MAX_BYTES: u64 = 1 << 48;
 
 impl HostTier {
     /// The usual length of a segment.
@@ -10,24 +13,26 @@ impl HostTier {
         self.segment_bytes
     }
 
-    /// Changes how many segments there may be. Of those beyond a smaller limit, the ones
-    /// with the least in use give out no more pieces, and go back once they are empty;
+    /// Changes how many bytes all segments may have. Of those beyond a smaller limit, the
+    /// ones with the least in use give out no more pieces, and go back once they are empty;
     /// with a larger limit those that drain are used again.
-    pub fn set_max_segments(&mut self, most: u32) -> Result<()> {
-        if most == 0 || most > MAX_SEGMENTS {
-            fail!(Limit, "{most} segments; 1 to {MAX_SEGMENTS} can be");
+    pub fn set_max_bytes(&mut self, most: u64) -> Result<()> {
+        if most == 0 || most > MAX_BYTES {
+            fail!(Limit, "{most} bytes of memory; 1 to {MAX_BYTES} can be");
         }
-        self.table.set_limit(most)?;
-        let mut segments: Vec<_> = self.segments().collect();
-        if segments.len() > most as usize {
+        self.max_bytes = most;
+        if self.mapped_bytes > most {
             self.trim();
-            segments = self.segments().collect();
         }
+        let mut segments: Vec<_> = self.segments().collect();
         let in_use = |s: &super::SegmentFacts| u64::from(s.live_pieces) * s.piece_bytes;
         // The fullest first: those stay.
         segments.sort_by_key(|segment| (std::cmp::Reverse(in_use(segment)), segment.number));
-        for (at, segment) in segments.iter().enumerate() {
-            self.drain(segment.number, at >= most as usize)?;
+        let mut kept = 0;
+        for segment in segments {
+            let drains = kept + segment.mapped_bytes > most;
+            kept += if drains { 0 } else { segment.mapped_bytes };
+            self.drain(segment.number, drains)?;
         }
         Ok(())
     }
@@ -47,11 +52,11 @@ mod tests {
 
     #[test]
     fn segments_beyond_a_smaller_limit_go_once_they_are_empty() {
-        let opts = HostOpts { segment_bytes: 4 * PIECE, max_segments: 4, huge: Wish::No };
+        let opts = HostOpts { segment_bytes: 4 * PIECE, max_bytes: 16 * PIECE, huge: Wish::No };
         let mut tier = HostTier::new(None, &opts).expect("small");
         let mut pieces = fill(&mut tier);
         assert_eq!(pieces.len(), 16);
-        tier.set_max_segments(6).expect("more");
+        tier.set_max_bytes(24 * PIECE).expect("more");
         pieces.extend(fill(&mut tier));
         assert_eq!(pieces.len(), 24);
         // Segments 1 and 4 are used least, 0 not at all.
@@ -63,14 +68,14 @@ mod tests {
             };
             stays || tier.free(piece).is_err()
         });
-        tier.set_max_segments(3).expect("fewer");
+        tier.set_max_bytes(12 * PIECE).expect("fewer");
         let drains: Vec<u32> = tier.segments().filter(|s| s.drains).map(|s| s.number).collect();
         assert_eq!((drains, tier.stats().segments), (vec![1, 4], 5), "the empty one has gone");
         assert_eq!(fill(&mut tier).len(), 0, "those that drain give out nothing");
         pieces.retain(|&piece| !matches!(piece.segment(), 1) || tier.free(piece).is_err());
         assert_eq!((tier.stats().segments, fill(&mut tier).len()), (4, 0));
         // Room again: the one that drains is used first.
-        tier.set_max_segments(5).expect("more");
+        tier.set_max_bytes(20 * PIECE).expect("more");
         assert_eq!(tier.segments().filter(|s| s.drains).count(), 0);
         let more = fill(&mut tier);
         assert_eq!((more.len(), tier.stats().segments), (3 + 4, 5));
@@ -79,8 +84,8 @@ mod tests {
         }
         tier.trim();
         assert_eq!(tier.stats().segments, 0);
-        tier.set_max_segments(1).expect("fewer than there were");
+        tier.set_max_bytes(4 * PIECE).expect("fewer than there were");
         assert_eq!(fill(&mut tier).len(), 4);
-        assert!(tier.set_max_segments(0).is_err() && tier.set_max_segments(u32::MAX).is_err());
+        assert!(tier.set_max_bytes(0).is_err());
     }
 }

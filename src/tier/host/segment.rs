@@ -59,14 +59,7 @@ impl Segment {
     pub fn map(account: Option<&Arc<Account>>, bytes: u64, grain: u64, huge: Wish) -> Result<Self> {
         let most = (bytes / grain).clamp(1, u64::from(MAX_PIECES)) as u32;
         let count = most.div_ceil(WORD_BITS) as usize;
-        // Not where rounding up to huge pages would cost more than they bring.
-        let in_huge_bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
-        let wasteful = in_huge_bytes - bytes > bytes / 16;
-        let huge = if huge == Wish::Try && wasteful { Wish::No } else { huge };
-        let mapped_bytes = match huge {
-            Wish::No => bytes.next_multiple_of(page_bytes() as u64),
-            _ => in_huge_bytes,
-        };
+        let (mapped_bytes, huge) = Segment::mapped_for(bytes, huge);
         let table_bytes = size_of::<Entry>() + (count + most as usize) * size_of::<u64>();
         let cost = Cost::pay(account, mapped_bytes + table_bytes as u64)?;
         let mut words = Vec::new();
@@ -92,6 +85,18 @@ impl Segment {
             live: 0,
             cost,
         })
+    }
+
+    /// What is mapped for a segment of so many bytes, and whether in huge pages: not where
+    /// rounding up to those would cost more than they bring.
+    pub fn mapped_for(bytes: u64, huge: Wish) -> (u64, Wish) {
+        let in_huge_bytes = bytes.next_multiple_of(HUGE_PAGE_BYTES);
+        let wasteful = in_huge_bytes - bytes > bytes / 16;
+        match huge {
+            Wish::Try if wasteful => (bytes.next_multiple_of(page_bytes() as u64), Wish::No),
+            Wish::No => (bytes.next_multiple_of(page_bytes() as u64), huge),
+            _ => (in_huge_bytes, huge),
+        }
     }
 
     /// Cuts an empty segment into `pieces` pieces that fit into it.
@@ -174,6 +179,11 @@ impl Segment {
     /// How many of them are in use.
     pub fn live(&self) -> u32 {
         self.live
+    }
+
+    /// What is mapped for it.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.buffer.charged_bytes()
     }
 
     /// What it costs, tables and all.

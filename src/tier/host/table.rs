@@ -49,16 +49,6 @@ impl Table {
         Ok(Table { entries, limit, free: NONE, used: 0 })
     }
 
-    /// Changes how many segments there may be. Those beyond a smaller limit stay.
-    pub fn set_limit(&mut self, limit: u32) -> Result<()> {
-        let more = (limit as usize).saturating_sub(self.entries.len());
-        if self.entries.try_reserve_exact(more).is_err() {
-            return Err(Status::NoMem.into());
-        }
-        self.limit = limit;
-        Ok(())
-    }
-
     /// Numbers that are or were in use.
     pub fn len(&self) -> u32 {
         self.entries.len() as u32

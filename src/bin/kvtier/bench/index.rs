@@ -13,7 +13,7 @@ use kvtier::kv::core::books::{Books, Page};
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
 use kvtier::kv::core::work::{Hands, Work};
-use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts};
+use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts, Wanted};
 use kvtier::kv::hands::Tools;
 use kvtier::meta::index::hash;
 use kvtier::meta::key::Key;
@@ -94,6 +94,7 @@ impl Files for Nowhere {
         Ok(())
     }
 
+    // SAFETY: no memory is touched.
     unsafe fn transfer(&self, pieces: &mut [Piece]) {
         pieces.iter_mut().for_each(|piece| piece.result = Ok(()));
     }
@@ -179,6 +180,7 @@ impl World {
             first_layer: 0,
             layers: self.layers,
             by_layer: false,
+            wanted: Wanted::All,
             views: self.views.clone(),
         };
         self.core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what)?;

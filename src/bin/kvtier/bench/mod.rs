@@ -1,13 +1,16 @@
 //! Benchmarks: groups of bars, each a number beside a baseline of the same run.
 
 mod abi;
+mod attention;
 mod disk;
 mod index;
 mod lab;
+mod offload;
 mod overlap;
 mod peers;
 mod policy;
 mod scale;
+mod sparse;
 mod store;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -130,13 +133,20 @@ impl Bar {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 7] = [
+const GROUPS: [(&str, &str, Group); 10] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
+    ("attention", "kernels on one core, beside its multiply-adds and its reading", attention::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
     ("disk", "transfers, appends and reads of the disk tier, beside plain calls", disk::run),
     ("lab", "replaying a trace on one thread", lab::run),
+    (
+        "offload",
+        "layers that come while others are computed, blocks that a policy spares",
+        offload::run,
+    ),
     ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
     ("scale", "ten million cells, an opening after a crash, memory in a storm", scale::run),
+    ("sparse", "decisions of sparse policies, beside reading what they are made from", sparse::run),
     ("store", "puts, gets and restores, beside memcpy and plain reads", store::run),
 ];
 

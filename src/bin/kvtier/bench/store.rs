@@ -13,7 +13,7 @@ use kvtier::io::files::Way;
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
 use kvtier::kv::core::work::Hands;
-use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts};
+use kvtier::kv::core::{Config, Core, Rectangle, SessionOpts, SpaceOpts, Wanted};
 use kvtier::kv::spec::StoreSpec;
 use kvtier::kv::store::Store;
 use kvtier::meta::dtype::Dtype;
@@ -69,7 +69,15 @@ impl Tensors {
         let layer = |l: usize| LayerViews { k: plane(2 * l), v: Some(plane(2 * l + 1)) };
         let views = Arc::new(Views((0..self.layers).map(layer).collect()));
         let (first_layer, layers) = (0, self.layers);
-        Rectangle { first_token: 0, tokens: self.tokens, first_layer, layers, by_layer, views }
+        Rectangle {
+            first_token: 0,
+            tokens: self.tokens,
+            first_layer,
+            layers,
+            by_layer,
+            wanted: Wanted::All,
+            views,
+        }
     }
 }
 
@@ -284,6 +292,7 @@ impl Bare {
             first_layer: 0,
             layers: self.layers as usize,
             by_layer: false,
+            wanted: Wanted::All,
             views: self.views.clone(),
         };
         self.core.submit_rectangle(session, deed, Level::Ram, 0, what)?;

@@ -63,12 +63,18 @@ pub fn stats(all: &Value) {
     };
     println!("\nnow");
     plain(all);
-    for key in ["counters", "disk"] {
+    for key in ["counters", "disk", "admission"] {
         if let Some(part) = all.get(key) {
             println!("\n{key}, since it was opened");
             plain(part);
         }
     }
+    if let Some(refused) = all.get("admission").and_then(|part| part.get("refused_chunks")) {
+        let refused: Vec<String> =
+            entries(refused).map(|(why, count)| format!("{why} {count}")).collect();
+        println!("  {:<18} {:>14}", "refused chunks by", refused.join(", "));
+    }
+    latencies(all);
     for (name, policy) in all.get("policies").into_iter().flat_map(entries) {
         println!("\npolicy of {name}: {}", text(policy, "name"));
         plain(policy);
@@ -86,6 +92,36 @@ pub fn stats(all: &Value) {
                 number(row, "misses"),
             );
         }
+    }
+}
+
+/// What was timed, by what it is called: moves and batches, then decisions of policies.
+pub fn timed(all: &Value) -> Vec<(String, &Value)> {
+    let mut found = Vec::new();
+    for (name, times) in all.get("latencies").into_iter().flat_map(entries) {
+        found.push((name.replace('_', " "), times));
+    }
+    for (tier, policy) in all.get("policies").into_iter().flat_map(entries) {
+        found.extend(policy.get("decision").map(|times| (format!("{tier} decision"), times)));
+    }
+    found.retain(|(_, times)| number(times, "count") > 0);
+    found
+}
+
+fn latencies(all: &Value) {
+    let rows = timed(all);
+    if rows.is_empty() {
+        return;
+    }
+    println!(
+        "\n{:<16} {:>12} {:>10} {:>10} {:>10} {:>10}",
+        "time of", "count", "mean", "p50", "p99", "longest"
+    );
+    for (name, one) in rows {
+        let [mean, half, most, longest] =
+            ["mean_ns", "p50_ns", "p99_ns", "max_ns"].map(|key| time(real(one, key)));
+        let count = number(one, "count");
+        println!("{name:<16} {count:>12} {mean:>10} {half:>10} {most:>10} {longest:>10}");
     }
 }
 

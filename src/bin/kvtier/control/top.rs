@@ -7,13 +7,15 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use super::client::{Client, Refusal};
-use super::show::{entries, number, real, text};
+use super::show::{entries, number, real, text, time, timed};
 use super::{Outcome, Where};
 use crate::human;
 
 /// Columns of a bar, and of the board.
 const BAR: usize = 40;
 const CHUNKS: usize = 96;
+/// Times a line.
+const TIMES: usize = 4;
 /// Most rows of the board: of more layers, some.
 const ROWS: usize = 32;
 
@@ -110,6 +112,7 @@ fn frame(
     if let Some((time, old)) = since {
         let _ = writeln!(out, "rates   {}", rates(stats, old, time.as_secs_f64().max(1e-3)));
     }
+    times(&mut out, stats);
     match board {
         Ok(board) => sheet(&mut out, board, colours),
         Err(refusal) => {
@@ -142,6 +145,19 @@ fn rates(stats: &Value, old: &Value, seconds: f64) -> String {
         rate("demoted_chunks"),
         rate("dropped_chunks") + rate("evicted_chunks"),
     )
+}
+
+/// What half of the moves, batches and decisions took at most, and 99 in 100.
+fn times(out: &mut String, stats: &Value) {
+    let one = |(name, times): &(String, &Value)| {
+        let [half, most] = ["p50_ns", "p99_ns"].map(|key| time(real(times, key)));
+        format!("{name} {half}, {most}")
+    };
+    let rows: Vec<String> = timed(stats).iter().map(one).collect();
+    for (at, row) in rows.chunks(TIMES).enumerate() {
+        let head = if at == 0 { "p50,p99" } else { "" };
+        let _ = writeln!(out, "{head:<7} {}", row.join("; "));
+    }
 }
 
 fn sheet(out: &mut String, board: &Value, colours: bool) {
@@ -191,6 +207,11 @@ mod tests {
             json!({
                 "version": "1", "pid": 7, "hit_ratio": 0.5, "host_hit_ratio": 0.25, "sessions": 3,
                 "counters": { "stored_cells": stored, "written_bytes": stored * 1024 },
+                "latencies": {
+                    "get_host": { "count": 2, "p50_ns": 1500, "p99_ns": 2_500_000 },
+                    "get_disk": { "count": 0, "p50_ns": 0, "p99_ns": 0 },
+                },
+                "policies": { "host": { "decision": { "count": 1, "p50_ns": 90, "p99_ns": 90 } } },
                 "tiers": { "host": { "limit_bytes": 4096, "used_bytes": 2048, "live_bytes": 1024 } },
             })
         };
@@ -205,6 +226,7 @@ mod tests {
             &format!("memory  [{}{}{}]", "#".repeat(10), "+".repeat(10), ".".repeat(20)),
             "10 cells/s stored",
             "10.0 KiB/s written",
+            "p50,p99 get host 1.5 us, 2.5 ms; host decision 90 ns, 90 ns\n",
             "session 5 of tenant 2: 70 tokens",
             "    0 MB.\n    1 MD~\n",
         ] {

@@ -28,7 +28,7 @@ pub struct Opts {
     pub sessions: u32,
     /// Threads; 0 = as many as cores, at most 4.
     pub workers: u32,
-    /// Policies of memory; the first alone unless more are named.
+    /// Policies of memory: a run for each.
     pub policies: Vec<String>,
     /// One JSON object at the end.
     pub json: bool,
@@ -64,6 +64,9 @@ fn specs(opts: &Opts, model: &Model) -> Outcome<Vec<StoreSpec>> {
         Some(path) => vec![crate::config::read(path)?.to_string()],
         None => opts.policies.iter().map(|policy| usual(opts, model, policy)).collect(),
     };
+    if texts.is_empty() {
+        return Err("no policy is named".into());
+    }
     let mut specs = Vec::new();
     for text in texts {
         let mut spec = StoreSpec::parse(&text)?;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kvtier::base::op::{OpOpts, RELEASED};
 use kvtier::base::sync::Arc;
 use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::{Counters, Deed, Level, Rectangle, SessionOpts};
+use kvtier::kv::core::{Counters, Deed, Level, Rectangle, SessionOpts, Wanted};
 use kvtier::kv::store::Store;
 
 use super::model::{Model, SYSTEM_TOKENS, TURN_TOKENS, TURNS};
@@ -170,7 +170,7 @@ impl<'a> Talk<'a> {
         let layers = self.model.layout.layers();
         let (first_token, first_layer) = (0, 0);
         let views = Arc::new(Views(views));
-        Rectangle { first_token, tokens, first_layer, layers, by_layer, views }
+        Rectangle { first_token, tokens, first_layer, layers, by_layer, wanted: Wanted::All, views }
     }
 
     /// Brings back what the store has of a conversation, layer by layer; how many

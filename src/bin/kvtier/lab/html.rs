@@ -32,6 +32,33 @@ th:first-child, td:first-child { text-align: left } th { background: var(--soft)
 td.best { font-weight: 700 }
 ";
 
+/// How a page begins.
+pub fn head(title: &str, about: &str) -> String {
+    format!(
+        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width\">\
+         <title>{title}</title><style>{STYLE}</style>\
+         <h1>{title}</h1><p>{}</p>",
+        escape(about)
+    )
+}
+
+/// The lines of all plots, by their names.
+pub fn legend(out: &mut String, names: &[&str]) {
+    out.push_str("<div class=\"legend\">");
+    for (i, name) in names.iter().enumerate() {
+        let _ = write!(
+            out,
+            "<span><svg viewBox=\"0 0 28 10\"><line x1=\"0\" x2=\"28\" y1=\"5\" y2=\"5\" \
+             stroke=\"{}\" stroke-dasharray=\"{}\" stroke-width=\"3\"/></svg>{}</span>",
+            colour(i),
+            dash(i),
+            escape(name)
+        );
+    }
+    out.push_str("</div>");
+}
+
 struct Page<'a> {
     runs: &'a [Run],
     specs: Vec<&'a str>,
@@ -52,16 +79,8 @@ pub fn page(about: &str, runs: &[Run], trace: &Trace) -> String {
             page.sizes.push(r.capacity_blocks);
         }
     }
-    let mut out = String::new();
-    let _ = write!(
-        out,
-        "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">\
-         <meta name=\"viewport\" content=\"width=device-width\">\
-         <title>Eviction policies compared</title><style>{STYLE}</style>\
-         <h1>Eviction policies compared</h1><p>{}</p>",
-        escape(about)
-    );
-    page.legend(&mut out);
+    let mut out = head("Eviction policies compared", about);
+    legend(&mut out, &page.specs);
     page.misses(&mut out);
     page.table(&mut out);
     page.tiers(&mut out);
@@ -82,21 +101,6 @@ impl<'a> Page<'a> {
 
     fn size_name(&self, blocks: u64) -> String {
         format!("{blocks} blocks ({:.3}%)", 100.0 * blocks as f64 / self.uniques as f64)
-    }
-
-    fn legend(&self, out: &mut String) {
-        out.push_str("<div class=\"legend\">");
-        for (i, spec) in self.specs.iter().enumerate() {
-            let _ = write!(
-                out,
-                "<span><svg viewBox=\"0 0 28 10\"><line x1=\"0\" x2=\"28\" y1=\"5\" y2=\"5\" \
-                 stroke=\"{}\" stroke-dasharray=\"{}\" stroke-width=\"3\"/></svg>{}</span>",
-                colour(i),
-                dash(i),
-                escape(spec)
-            );
-        }
-        out.push_str("</div>");
     }
 
     fn misses(&self, out: &mut String) {

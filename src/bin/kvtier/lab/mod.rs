@@ -1,11 +1,12 @@
 //! `kvtier lab`: read, make, convert and replay traces, compare policies on
-//! them, and ask why one chose as it did.
+//! them, and ask why one chose as it did; and what sparse policies cost.
 
 mod compare;
 mod explain;
 mod html;
-mod parse;
+pub mod parse;
 mod plot;
+mod sparse;
 mod table;
 
 use std::path::{Path, PathBuf};
@@ -60,6 +61,8 @@ pub enum Command {
     },
     /// List the policies
     Policies,
+    /// Measure what a budget of tokens costs, by sparse policy: questions answered, perplexity
+    Sparse(sparse::Args),
 }
 
 /// How traces are read.
@@ -105,6 +108,7 @@ pub fn run(command: Command) -> Outcome<()> {
     match command {
         Command::Compare(args) => compare::run(&args),
         Command::Explain(args) => explain::run(&args),
+        Command::Sparse(args) => sparse::run(&args),
         Command::Gen { kind, duration, seed, rate, block_tokens, out } => {
             let duration_ns = parse::duration_ns(&duration)?;
             let kind = generate::kind_of(&kind)?;

@@ -72,7 +72,10 @@ impl What {
     /// What it means for whoever uses the store.
     pub fn means(&self) -> &'static str {
         match self {
-            What::StoreName => "one of the two copies of the store's name: the other is used",
+            What::StoreName => {
+                "one of the two copies of the store's name: the other is used, and this one \
+                 written anew when the store is opened"
+            }
             What::SegmentHeader => "nothing is lost: the segment's records name their store",
             What::SegmentLength => "what was behind the end of the file is lost",
             What::Header => {

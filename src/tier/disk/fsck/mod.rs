@@ -9,11 +9,11 @@ mod segments;
 
 use std::collections::BTreeMap;
 
-use crate::base::status::{Error, Result, Status};
+use crate::base::status::Result;
 use crate::fail;
 use crate::format::checkpoint::{Covered, FRAME_BYTES, Header};
 use crate::format::record::blocks_of;
-use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreHeader, Unsound, VERSION};
+use crate::format::segment::{BLOCK_BYTES, StoreHeader, Unsound};
 use crate::io::files::Files;
 use crate::tier::disk::checkpoint::take_frame;
 use crate::tier::disk::files::{
@@ -21,6 +21,7 @@ use crate::tier::disk::files::{
 };
 use crate::tier::disk::fsck::looking::Looking;
 use crate::tier::disk::fsck::segments::{Seen, Sighting};
+use crate::tier::disk::name::{copies, unnamed};
 use crate::tier::disk::recovered::{Finder, Recovered};
 use crate::tier::disk::twice;
 use crate::tier::disk::{Spot, offset_of};
@@ -115,7 +116,7 @@ impl Check<'_> {
         let mut why = Unsound::Damaged;
         let file = self.files.open(STORE)?;
         let mut bad = Vec::new();
-        for at in (0..STORE_BLOCKS as u64).map(|copy| copy * block) {
+        for at in copies() {
             let decoded = match self.files.read(file, at, block) {
                 Ok(bytes) => StoreHeader::decode(bytes),
                 Err(_) => Err(Unsound::Damaged),
@@ -128,19 +129,9 @@ impl Check<'_> {
         }
         self.files.close(file);
         bad.into_iter().for_each(|at| self.note(STORE, [at, block], What::StoreName));
-        match (found, why) {
-            (Some(header), _) => {
-                self.report.store = header.store;
-                Ok(())
-            }
-            (None, Unsound::Version(other)) => {
-                let text = format!("the store is of version {other}, this library reads {VERSION}");
-                Err(Error::new(Status::Unsupported, text))
-            }
-            (None, Unsound::Damaged) => {
-                fail!(Corrupt, "{STORE} is damaged: what the store is cannot be told")
-            }
-        }
+        let Some(header) = found else { return Err(unnamed(why)) };
+        self.report.store = header.store;
+        Ok(())
     }
 
     /// All frames of a checkpoint; the newest sound one counts.

@@ -3,7 +3,7 @@
 //! done at once.
 
 /// A binary16 as a binary32; exact.
-#[inline]
+#[inline(always)]
 pub fn from_f16(half: u16) -> f32 {
     let bits = u32::from(half);
     let (sign, rest) = ((bits & 0x8000) << 16, (bits & 0x7FFF) << 13);
@@ -15,7 +15,7 @@ pub fn from_f16(half: u16) -> f32 {
 }
 
 /// The nearest binary16.
-#[inline]
+#[inline(always)]
 pub fn to_f16(x: f32) -> u16 {
     let bits = x.to_bits();
     let (sign, rest) = (((bits >> 16) & 0x8000) as u16, bits & 0x7FFF_FFFF);
@@ -29,13 +29,13 @@ pub fn to_f16(x: f32) -> u16 {
 }
 
 /// A bfloat16 as a binary32; exact.
-#[inline]
+#[inline(always)]
 pub fn from_bf16(half: u16) -> f32 {
     f32::from_bits(u32::from(half) << 16)
 }
 
 /// The nearest bfloat16.
-#[inline]
+#[inline(always)]
 pub fn to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;

@@ -1,0 +1,339 @@
+// kvt::offload: a session's KV, layer by layer, through a ring of buffers. Part of kvtier.hpp,
+// which includes it.
+
+#ifndef KVTIER_OFFLOAD_HPP
+#define KVTIER_OFFLOAD_HPP
+
+#ifndef KVTIER_HPP
+#error "include <kvtier/kvtier.hpp>"
+#endif
+
+namespace kvt {
+inline namespace KVTIER_FACE_ {
+
+/// What a model's attention is.
+struct attention {
+    std::uint32_t layers = 0;
+    std::uint32_t query_heads = 0;
+    std::uint32_t key_heads = 0;
+    std::uint32_t key_dim = 0;
+    std::uint32_t value_dim = 0;
+    /// KVT_ATTENTION_*.
+    std::uint32_t kind = KVT_ATTENTION_SPLIT;
+    /// Tokens of a chunk.
+    std::uint32_t block_tokens = 0;
+    std::uint32_t max_tokens = 0;
+    /// 0 = 1 / sqrt(key_dim).
+    float scale = 0;
+};
+
+struct offload_opts {
+    attention shape;
+    /// KVT_DTYPE_*.
+    std::uint32_t dtype = KVT_DTYPE_F16;
+    /// Of the ring; also how many layers are loaded ahead.
+    std::uint32_t buffers = 2;
+    std::uint32_t buffer_tokens = 0;
+    /// KVT_LEVEL_*: when a put has ended.
+    std::uint32_t level = KVT_LEVEL_RAM;
+    /// Specs of sparse policies, for prompts and for text; nothing = all is loaded.
+    std::optional<std::string_view> prefill;
+    std::optional<std::string_view> decode;
+    /// Every so many-th load that leaves blocks out is audited; 0 = none.
+    std::uint32_t audit_every = 0;
+};
+
+/// Where in a sequence a question is asked.
+struct sparse_context {
+    std::uint32_t first_query = 0;
+    /// With those of the queries.
+    std::uint32_t tokens = 0;
+    bool is_prefill = false;
+    std::uint32_t part = 0;
+    std::uint32_t parts = 1;
+};
+
+/// Queries, keys or values, [tokens][heads][dim] without gaps. Set what differs.
+inline kvt_rows_t rows(const void *address, std::uint32_t tokens, std::uint32_t heads,
+                       std::uint64_t run_bytes, std::uint32_t dtype) noexcept {
+    kvt_rows_t r = KVT_ROWS_INIT;
+    r.view.address = const_cast<void *>(address); // it is only read
+    r.view.tokens = tokens;
+    r.view.heads = heads;
+    r.view.run_bytes = run_bytes;
+    r.dtype = dtype;
+    return r;
+}
+
+/// How many tokens of a layer an offload has.
+struct offload_tokens {
+    std::uint32_t stored = 0;
+    std::uint32_t tail = 0;
+};
+
+/// Positions that are left of a layer: a list for each head, or one for all; no list = all are.
+using kept_tokens = std::vector<std::vector<std::uint32_t>>;
+
+namespace detail {
+inline kvt_sparse_context_t lower(const sparse_context &at) noexcept {
+    kvt_sparse_context_t c = KVT_SPARSE_CONTEXT_INIT;
+    c.is_prefill = at.is_prefill ? 1 : 0;
+    c.part = at.part;
+    c.parts = at.parts;
+    c.first_query = at.first_query;
+    c.tokens = at.tokens;
+    return c;
+}
+
+inline kvt_attention_t lower(const attention &a) noexcept {
+    kvt_attention_t c = KVT_ATTENTION_INIT;
+    c.layers = a.layers;
+    c.query_heads = a.query_heads;
+    c.key_heads = a.key_heads;
+    c.key_dim = a.key_dim;
+    c.value_dim = a.value_dim;
+    c.kind = a.kind;
+    c.block_tokens = a.block_tokens;
+    c.max_tokens = a.max_tokens;
+    c.scale = a.scale;
+    return c;
+}
+
+/// A spec that is empty is a wrong one, one that is absent is none.
+inline void spec(const std::optional<std::string_view> &from, const char *&data,
+                 std::uint64_t &bytes) noexcept {
+    if (!from) return;
+    data = from->empty() ? "" : from->data();
+    bytes = from->size();
+}
+}  // namespace detail
+
+struct sparse_custom;
+
+/// A session's KV, layer by layer. Calls come one at a time: a second one waits. It keeps the
+/// session. What it has loaded lies in its own memory until the buffer is given back.
+class offload : public detail::owner<offload, kvt_offload_t> {
+    friend class detail::owner<offload, kvt_offload_t>;
+    static void drop(kvt_offload_t *raw) noexcept {
+        const kvt_status_t status = kvt_offload_close(&raw);
+        if (!detail::ended(status)) detail::report("kvt::offload", status);
+    }
+
+    static ret<offload> open_with(const session &on, const offload_opts &opts,
+                                  const kvt_sparse_custom_t *prefill,
+                                  const kvt_sparse_custom_t *decode) {
+        const kvt_attention_t shape = detail::lower(opts.shape);
+        kvt_offload_opts_t c = KVT_OFFLOAD_OPTS_INIT;
+        c.session = static_cast<const detail::owner<session, kvt_session_t> &>(on).get();
+        c.attention = &shape;
+        c.dtype = opts.dtype;
+        c.buffers = opts.buffers;
+        c.buffer_tokens = opts.buffer_tokens;
+        c.level = opts.level;
+        detail::spec(opts.prefill, c.prefill, c.prefill_bytes);
+        detail::spec(opts.decode, c.decode, c.decode_bytes);
+        c.audit_every = opts.audit_every;
+        c.prefill_custom = prefill;
+        c.decode_custom = decode;
+        detail::failure f;
+        kvt_offload_t *raw = nullptr;
+        const kvt_status_t status = kvt_offload_open(&c, &raw, f.out());
+        return detail::give(status, f, offload::adopt(raw));
+    }
+
+public:
+    static ret<offload> open(const session &on, const offload_opts &opts) {
+        return open_with(on, opts, nullptr, nullptr);
+    }
+    /// With policies of the engine's own in place of opts.prefill and opts.decode, where they
+    /// are not null.
+    static ret<offload> open(const session &on, const offload_opts &opts,
+                             std::unique_ptr<sparse_custom> prefill,
+                             std::unique_ptr<sparse_custom> decode);
+    /// Another one, for a session that was forked from this one's.
+    ret<offload> fork(const session &on) const {
+        detail::failure f;
+        kvt_offload_t *raw = nullptr;
+        const kvt_status_t status = kvt_offload_fork(
+            raw_, static_cast<const detail::owner<session, kvt_session_t> &>(on).get(), &raw,
+            f.out());
+        return detail::give(status, f, offload::adopt(raw));
+    }
+    ret<void> close() { return detail::check(kvt_offload_close(&raw_)); }
+    ret<offload_tokens> tokens(std::uint32_t layer) const {
+        offload_tokens n;
+        const kvt_status_t status = kvt_offload_tokens(raw_, layer, &n.stored, &n.tail);
+        return detail::give(status, n);
+    }
+    ret<kvt_offload_stats_t> stats() const {
+        kvt_offload_stats_t stats = KVT_OFFLOAD_STATS_INIT;
+        const kvt_status_t status = kvt_offload_stats(raw_, &stats);
+        return detail::give(status, stats);
+    }
+    /// Before session::truncate.
+    ret<void> truncate(std::uint32_t tokens) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_offload_truncate(raw_, tokens, f.out());
+        return detail::check(status, f);
+    }
+    /// Goes on from whole blocks that the store has.
+    ret<void> resume(std::uint32_t tokens) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_offload_resume(raw_, tokens, f.out());
+        return detail::check(status, f);
+    }
+    /// Keeps tokens of a layer. The op, which is empty where there is nothing to wait for,
+    /// tells when the views are the caller's again. `v` is null for a latent.
+    ret<op> put(std::uint32_t layer, std::uint32_t first, std::uint32_t tokens,
+                const kvt_view_t &k, const kvt_view_t *v, const submit_opts &opts = {}) const {
+        detail::failure f;
+        const kvt_submit_opts_t c = detail::lower(opts);
+        kvt_op_t *raw = nullptr;
+        const kvt_status_t status =
+            kvt_offload_put(raw_, layer, first, tokens, &k, v, &c, &raw, f.out());
+        return detail::give(status, f, op::adopt(raw));
+    }
+    /// Begins to load all blocks of a layer and its tail into a buffer; how many blocks.
+    ret<std::uint32_t> load(std::uint32_t buffer, std::uint32_t layer, const sparse_context &at,
+                            const kvt_rows_t *query = nullptr) const {
+        return begin_load(buffer, layer, nullptr, 0, 0, at, query);
+    }
+    /// The same of these blocks, ascending, without the tail.
+    ret<std::uint32_t> load(std::uint32_t buffer, std::uint32_t layer,
+                            span<const std::uint32_t> blocks, const sparse_context &at,
+                            const kvt_rows_t *query = nullptr) const {
+        static constexpr std::uint32_t none = 0; // null would be all
+        return begin_load(buffer, layer, blocks.empty() ? &none : blocks.data(), blocks.size(),
+                          0, at, query);
+    }
+    /// These blocks, ascending, which the caller has chosen, and the tail. No policy is asked;
+    /// a query serves audits alone.
+    ret<std::uint32_t> load_chosen(std::uint32_t buffer, std::uint32_t layer,
+                                   span<const std::uint32_t> blocks, const sparse_context &at,
+                                   const kvt_rows_t *query = nullptr) const {
+        return begin_load(buffer, layer, blocks.data(), blocks.size(), KVT_OFFLOAD_CHOSEN, at,
+                          query);
+    }
+    ret<kvt_offload_kv_t> wait(std::uint32_t buffer) const {
+        detail::failure f;
+        kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
+        const kvt_status_t status = kvt_offload_wait(raw_, buffer, &kv, f.out());
+        return detail::give(status, f, kv);
+    }
+    ret<void> done(std::uint32_t buffer) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_offload_done(raw_, buffer, f.out());
+        return detail::check(status, f);
+    }
+    /// Begins a pass over all layers.
+    ret<void> begin(const sparse_context &at) const {
+        detail::failure f;
+        const kvt_sparse_context_t c = detail::lower(at);
+        const kvt_status_t status = kvt_offload_begin(raw_, &c, f.out());
+        return detail::check(status, f);
+    }
+    /// The next layer of the pass, by its queries.
+    ret<kvt_offload_kv_t> take(std::uint32_t layer, const kvt_rows_t *query = nullptr) const {
+        detail::failure f;
+        kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
+        const kvt_status_t status = kvt_offload_take(raw_, layer, query, &kv, f.out());
+        return detail::give(status, f, kv);
+    }
+    ret<void> give_back(std::uint32_t layer) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_offload_give_back(raw_, layer, f.out());
+        return detail::check(status, f);
+    }
+    /// The blocks of a buffer, ascending.
+    ret<std::vector<std::uint32_t>> blocks(std::uint32_t buffer) const {
+        std::vector<std::uint32_t> list;
+        const kvt_status_t status =
+            numbers(list, [&](std::uint32_t *to, std::uint64_t room, std::uint64_t *count) {
+                return kvt_offload_blocks(raw_, buffer, to, room, count);
+            });
+        return detail::give(status, std::move(list));
+    }
+    /// Which rows of a buffer have these positions, both ascending.
+    ret<std::vector<std::uint32_t>> rows_of(std::uint32_t buffer,
+                                            span<const std::uint32_t> positions) const {
+        std::vector<std::uint32_t> found(positions.size() + 1); // never without an address
+        std::uint64_t count = 0;
+        const kvt_status_t status = kvt_offload_rows(raw_, buffer, positions.data(),
+                                                     positions.size(), found.data(), &count);
+        found.resize(static_cast<std::size_t>(count));
+        return detail::give(status, std::move(found));
+    }
+    /// What each kept key got of the attention of some queries: a row of `tokens` numbers for
+    /// each query head, or one for all.
+    ret<void> observe(std::uint32_t layer, std::uint32_t queries, span<const float> sums,
+                      std::uint32_t tokens) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_offload_observe(raw_, layer, queries, sums.data(),
+                                                        sums.size(), tokens, f.out());
+        return detail::check(status, f);
+    }
+    /// Has policies evict tokens, if some have to go; whether some went.
+    ret<bool> evict(std::uint32_t layer, const sparse_context &at) const {
+        detail::failure f;
+        const kvt_sparse_context_t c = detail::lower(at);
+        std::uint32_t went = 0;
+        const kvt_status_t status = kvt_offload_evict(raw_, layer, &c, &went, f.out());
+        return detail::give(status, f, went != 0);
+    }
+    ret<kept_tokens> kept(std::uint32_t layer) const {
+        kept_tokens lists;
+        std::uint64_t count = 0;
+        std::uint32_t heads = 0;
+        kvt_status_t status = kvt_offload_kept(raw_, layer, 0, nullptr, 0, &count, &heads);
+        for (std::uint32_t head = 0; status == KVT_OK && head < heads; head++) {
+            lists.emplace_back();
+            status = numbers(lists.back(), [&](std::uint32_t *to, std::uint64_t room,
+                                               std::uint64_t *many) {
+                return kvt_offload_kept(raw_, layer, head, to, room, many, nullptr);
+            });
+        }
+        return detail::give(status, std::move(lists));
+    }
+    /// Rows of a policy's own, of tokens from a position on; before the put of these tokens.
+    ret<void> tell_keys(std::uint32_t layer, std::uint32_t first, const kvt_rows_t &keys) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_offload_tell_keys(raw_, layer, first, &keys, f.out());
+        return detail::check(status, f);
+    }
+    /// The engine's numbers for the next load of a layer.
+    ret<void> score(std::uint32_t layer, bool is_prefill, span<const float> scores) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_offload_score(raw_, layer, is_prefill ? 1 : 0,
+                                                      scores.data(), scores.size(), f.out());
+        return detail::check(status, f);
+    }
+
+private:
+    ret<std::uint32_t> begin_load(std::uint32_t buffer, std::uint32_t layer,
+                                  const std::uint32_t *blocks, std::uint64_t block_count,
+                                  std::uint64_t flags, const sparse_context &at,
+                                  const kvt_rows_t *query) const {
+        detail::failure f;
+        const kvt_sparse_context_t c = detail::lower(at);
+        std::uint32_t count = 0;
+        const kvt_status_t status = kvt_offload_load(raw_, buffer, layer, blocks, block_count,
+                                                     flags, query, &c, &count, f.out());
+        return detail::give(status, f, count);
+    }
+    /// Fills a list of which the library says how long it is.
+    template <class Call>
+    static kvt_status_t numbers(std::vector<std::uint32_t> &list, Call call) {
+        std::uint64_t count = 0;
+        list.resize(64);
+        for (;;) {
+            const kvt_status_t status = call(list.data(), list.size(), &count);
+            list.resize(static_cast<std::size_t>(count));
+            if (status != KVT_E_TOO_SMALL) return status;
+        }
+    }
+};
+
+}  // namespace KVTIER_FACE_
+}  // namespace kvt
+
+#endif  // KVTIER_OFFLOAD_HPP

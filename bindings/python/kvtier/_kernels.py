@@ -1,0 +1,601 @@
+"""Attention on the processor: kernels alone, on arrays of the caller's, on its threads.
+
+Queries are [tokens, query heads, key dim], keys [tokens, key heads, key dim] and values
+[tokens, key heads, value dim]: objects with the buffer protocol, whose heads lie without gaps
+and may lie anywhere apart, or `Rows`. Results are memoryviews (`numpy.asarray(result.out)`),
+or the caller's own arrays. Calls let other Python threads run.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import enum
+import math
+import operator
+import os
+import threading
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+from . import _abi
+from ._columns import Column, Columns
+from ._errors import make
+from ._lib import check, check_err, lib, u32
+from ._offload import Attention, attention_for_c
+from ._pybuffer import Export
+from ._resource import byref, new_error
+
+__all__ = ["Attended", "Decoded", "Index", "IndexHead", "IndexKind", "Keep", "Placed", "Rows",
+           "Threads", "check_rows", "decode", "merge", "page_boxes", "page_scores",
+           "place_index", "place_sums", "prefill", "sums"]
+
+#: How many threads compute, with the caller's; or an executor of threads that help it.
+Threads = Union[int, Executor]
+
+#: Types that kernels read: their codes for C, the codes of buffers that may have them, bytes.
+_TYPES = {
+    "f32": (_abi.KVT_DTYPE_F32, "f", 4), "f16": (_abi.KVT_DTYPE_F16, "eHh", 2),
+    "bf16": (_abi.KVT_DTYPE_BF16, "Hh", 2), "int8": (_abi.KVT_DTYPE_I8, "b", 1),
+}
+#: What a buffer has that says no more than its code.
+_PLAIN = {"f": "f32", "e": "f16", "H": "bf16", "b": "int8"}
+_SCALINGS = {"token": _abi.KVT_SCALES_TOKEN, "channel": _abi.KVT_SCALES_CHANNEL}
+
+
+def _invalid(text: str) -> Exception:
+    return make(_abi.KVT_E_INVALID, text)
+
+
+class Rows(NamedTuple):
+    """Numbers [tokens, heads, dim] with what their buffer does not say. Alone, a buffer's f
+    is f32, e is f16, H is bf16, and b is int8."""
+
+    data: Any
+    #: "f32", "f16", "bf16" or "int8"; None = as the buffer says.
+    dtype: Optional[str] = None
+    #: f32, of int8: one for each token and head ("token"), or for each head and number
+    #: ("channel").
+    scales: Optional[Column] = None
+    scaling: str = "token"
+
+
+class IndexKind(enum.IntEnum):
+    """How lists of a head are meant."""
+
+    #: All keys; no list.
+    DENSE = _abi.KVT_INDEX_DENSE
+    #: Two lists: keys that every query sees, and distances back from it.
+    LINES = _abi.KVT_INDEX_LINES
+    #: For each row of queries a list of blocks of keys.
+    BLOCKS = _abi.KVT_INDEX_BLOCKS
+    #: A list of keys that every query sees; then for each row of queries ranges, each two
+    #: numbers.
+    RANGES = _abi.KVT_INDEX_RANGES
+
+
+class IndexHead(NamedTuple):
+    """The lists of a head: the first of them, how many, and how they are meant."""
+
+    kind: int
+    first: int = 0
+    lists: int = 0
+    #: Queries of a row; 0 = all of them are one.
+    query_block: int = 0
+    #: Keys of a block.
+    key_block: int = 0
+    #: Queries from this position on see all keys.
+    dense_from: int = 2**32 - 1
+
+
+def _u32s(name: str, values: Column) -> "array.array[int]":
+    numbers = array.array("I")
+    with Columns() as columns:
+        pointer, count = columns.take(name, "u32", values)
+        if count:
+            numbers.frombytes(ctypes.string_at(pointer, 4 * count))
+    return numbers
+
+
+def u32_room(count: int) -> "array.array[int]":
+    """Room for so many numbers of C's."""
+    return array.array("I", bytes(4 * count))
+
+
+def u32_pointer(numbers: "array.array[int]") -> Any:
+    """Where numbers are."""
+    address = ctypes.c_void_p(numbers.buffer_info()[0])
+    return ctypes.cast(address, ctypes.POINTER(ctypes.c_uint32))
+
+
+class _Lists:
+    """Lists one behind the other: where each begins, and what is in them."""
+
+    def __init__(self, starts: Column, items: Column) -> None:
+        self._starts, self._items = _u32s("starts", starts), _u32s("items", items)
+        self._expose()
+
+    def _expose(self) -> None:
+        #: Read-only views. They keep the arrays as long as they are.
+        self.starts = memoryview(self._starts).toreadonly()
+        self.items = memoryview(self._items).toreadonly()
+
+    def lists(self) -> List[List[int]]:
+        """The lists, as such."""
+        ends = zip(self.starts, self.starts[1:])
+        return [self.items[start:end].tolist() for start, end in ends]
+
+    def _fill(self, c: Any) -> None:
+        """Points a struct of C's at them: as what it reads, and as room."""
+        c.starts, c.items = u32_pointer(self._starts), u32_pointer(self._items)
+        c.start_count = c.start_room = len(self._starts)
+        c.item_count = c.item_room = len(self._items)
+
+
+def _flat(lists: Iterable[Sequence[int]]) -> Tuple[List[int], List[int]]:
+    starts: List[int] = [0]
+    items: List[int] = []
+    for one in lists:
+        items.extend(one)
+        starts.append(len(items))
+    return starts, items
+
+
+class Index(_Lists):
+    """Which keys queries are computed with. No head = all keys, one = for all heads; else one
+    for each query head or each head of keys. Numbers of lists ascend."""
+
+    def __init__(self, heads: Sequence[IndexHead] = (), starts: Column = (),
+                 items: Column = ()) -> None:
+        super().__init__(starts, items)
+        self._heads = (_abi.kvt_index_head_t * len(heads))()
+        for to, head in zip(self._heads, heads):
+            for name, value in zip(IndexHead._fields, head):
+                setattr(to, name, u32(value))
+
+    @classmethod
+    def of(cls, heads: Sequence[IndexHead], lists: Iterable[Sequence[int]]) -> "Index":
+        """From lists, which heads name by their numbers."""
+        return cls(heads, *_flat(lists))
+
+    @classmethod
+    def _with_room(cls, heads: int, starts: int, items: int) -> "Index":
+        index = cls()
+        index._heads = (_abi.kvt_index_head_t * heads)()
+        index._starts, index._items = u32_room(starts), u32_room(items)
+        index._expose()
+        return index
+
+    @property
+    def heads(self) -> List[IndexHead]:
+        """How lists are meant."""
+        return [IndexHead(*(getattr(head, name) for name in IndexHead._fields))
+                for head in self._heads]
+
+    def _fill(self, c: Any) -> None:
+        super()._fill(c)
+        c.heads = ctypes.cast(self._heads, ctypes.POINTER(_abi.kvt_index_head_t))
+        c.head_count = c.head_room = len(self._heads)
+
+    def _lower(self) -> Any:
+        c = _abi.kvt_index_t()
+        self._fill(c)
+        return c
+
+    def __repr__(self) -> str:
+        return f"<kvtier.Index of {len(self._heads)} heads, {len(self._items)} items>"
+
+
+class Keep(_Lists):
+    """Positions of tokens that stay, ascending: a list for each head, or one for all."""
+
+    @classmethod
+    def of(cls, lists: Iterable[Sequence[int]]) -> "Keep":
+        """From lists."""
+        return cls(*_flat(lists))
+
+    def _lower(self) -> Any:
+        c = _abi.kvt_keep_t()
+        self._fill(c)
+        return c
+
+    def __repr__(self) -> str:
+        return f"<kvtier.Keep of {max(len(self._starts) - 1, 0)} lists, {len(self._items)} items>"
+
+
+class Attended(NamedTuple):
+    """Attention: [queries, query heads, value dim], and log-sum-exps [queries, query heads].
+    Where a query sees no key that is zeros, and -inf."""
+
+    out: Any
+    lse: Any
+
+
+class Decoded(NamedTuple):
+    """Likewise, with what each key got, in the order in which keys are selected:
+    [query heads, keys] or [keys]; None where it was not asked for."""
+
+    out: Any
+    lse: Any
+    sums: Any
+
+
+class Lent:
+    """What a call is lent: objects stay where they are until it is over."""
+
+    def __init__(self) -> None:
+        self._exports: List[Export] = []
+        self._columns = Columns()
+
+    def __enter__(self) -> "Lent":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for export in self._exports:
+            export.release()
+        self._columns.__exit__(*args)
+
+    def column(self, name: str, kind: str, values: Optional[Column]) -> Tuple[Any, int]:
+        """Numbers that are read."""
+        return self._columns.take(name, kind, values)
+
+    def rows(self, name: str, source: Any) -> Any:
+        """Queries, keys or values."""
+        given = source if isinstance(source, Rows) else Rows(source)
+        view = memoryview(given.data)
+        code, shape = view.format.lstrip("@=<"), view.shape or ()
+        dtype = given.dtype or _PLAIN.get(code, "")
+        kind, codes, size = _TYPES.get(dtype, (0, "", 0))
+        if len(shape) != 3 or 0 in shape or code not in codes or view.itemsize != size:
+            raise _invalid(f"{name} are [tokens, heads, dim] numbers of f32, f16, bf16 (the bits "
+                           f"as uint16) or int8: these are {list(shape)} of '{view.format}'")
+        (tokens, heads, dim), strides = shape, view.strides or ()
+        # Where there is one alone, a step leads nowhere.
+        steps = [step if many > 1 else 0 for many, step in zip(shape, strides)]
+        if (dim > 1 and steps[2] != size) or any(
+                many > 1 and step <= 0 for many, step in zip(shape, steps)):
+            raise _invalid(f"{name}: numbers of a head lie side by side, heads and tokens behind "
+                           f"each other: strides are {list(strides)}")
+        export = Export(given.data, writable=False, strided=True)
+        self._exports.append(export)
+        rows = _abi.kvt_rows_t(dtype=kind)
+        at = rows.view
+        at.address, at.tokens, at.heads = export.address, u32(tokens), u32(heads)
+        at.run_bytes, at.head_stride_bytes = dim * size, steps[1]
+        at.token_stride_bytes = steps[0] or heads * (steps[1] or dim * size)
+        if given.scales is not None:
+            if given.scaling not in _SCALINGS:
+                raise _invalid(f"{name}: scaling {given.scaling!r} is neither token nor channel")
+            rows.scaling = _SCALINGS[given.scaling]
+            rows.scales, rows.scale_count = self.column(f"scales of {name}", "f32", given.scales)
+        return rows
+
+    def problem(self, queries: Any, keys: Any, values: Any, index: Optional[Index],
+                first_query: int, first_key: int, scale: float) -> "Problem":
+        """What is to be computed."""
+        return Problem(self.rows("queries", queries), self.rows("keys", keys),
+                       self.rows("values", values), index, first_query, first_key, scale)
+
+    def numbers(self, name: str, target: Any, shape: Sequence[int],
+                writable: bool = True) -> Tuple[Any, Any, int]:
+        """f32 without gaps, new ones where there is no target: what is handed out, the
+        pointer, how many."""
+        count = math.prod(shape)
+        if target is None:
+            target = _new(shape)
+        view = memoryview(target)
+        if view.format.lstrip("@=<") != "f" or view.nbytes != 4 * count:
+            raise _invalid(f"{name}: wanted are {count} numbers of f32, {list(shape)}")
+        export = Export(target, writable)
+        self._exports.append(export)
+        pointer = ctypes.cast(ctypes.c_void_p(export.address), ctypes.POINTER(ctypes.c_float))
+        return target, pointer, count
+
+
+def _new(shape: Sequence[int]) -> Any:
+    flat: Any = memoryview(bytearray(4 * math.prod(shape)))
+    return flat.cast("f") if 0 in shape else flat.cast("f", shape=list(shape))
+
+
+def dim_of(rows: Any) -> int:
+    """Numbers of a head."""
+    sizes = {kind: size for kind, _, size in _TYPES.values()}
+    return int(rows.view.run_bytes) // sizes[rows.dtype]
+
+
+class Problem:
+    """What is to be computed, as C has it, and how much comes out."""
+
+    def __init__(self, queries: Any, keys: Any, values: Any, index: Optional[Index],
+                 first_query: int, first_key: int, scale: float) -> None:
+        self._kept = (queries, keys, values, index)  # what pointers lead to
+        self.c = _abi.kvt_problem_t(first_query=u32(first_query), first_key=u32(first_key),
+                                    scale=scale)
+        self.c.queries, self.c.keys = ctypes.pointer(queries), ctypes.pointer(keys)
+        self.c.values = ctypes.pointer(values)
+        if index is not None:
+            self.c.select = ctypes.pointer(index._lower())
+        self.queries, self.heads = int(queries.view.tokens), int(queries.view.heads)
+        self.keys, self.dim = int(keys.view.tokens), dim_of(values)
+
+    @property
+    def out_shape(self) -> Tuple[int, int, int]:
+        """The shape of outputs."""
+        return self.queries, self.heads, self.dim
+
+    @property
+    def lse_shape(self) -> Tuple[int, int]:
+        """The shape of log-sum-exps."""
+        return self.queries, self.heads
+
+
+class _Items:
+    """Items of a step, each handed out once."""
+
+    def __init__(self, count: int) -> None:
+        self._next, self._count, self._lock = 0, count, threading.Lock()
+
+    def take(self) -> Optional[int]:
+        with self._lock:
+            item, self._next = self._next, self._next + 1
+            return item if item < self._count else None
+
+    def stop(self) -> None:
+        with self._lock:
+            self._next = self._count
+
+
+class _Job:
+    """A job of the library's, run by the caller's thread and those that help it."""
+
+    def __init__(self, call: Any) -> None:
+        self._handle, err = _abi.kvt_job_p(), new_error()
+        check_err(call(byref(self._handle), byref(err)), err)
+
+    def __enter__(self) -> "_Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # It waits for items that run: memory is the caller's again.
+        lib.kvt_job_close(byref(self._handle))
+
+    def info(self) -> Any:
+        """How it is cut."""
+        info = _abi.kvt_job_info_t()
+        check(lib.kvt_job_info(self._handle, byref(info)))
+        return info
+
+    def run(self, threads: Threads) -> None:
+        info = self.info()
+        helpers = os.cpu_count() or 1
+        if not isinstance(threads, Executor):
+            helpers = operator.index(threads) - 1
+            if helpers < 0:
+                raise _invalid(f"{threads} threads")
+        steps = (info.items, info.last_items)[: info.steps]
+        if helpers == 0 or max(steps) < 2:
+            for step, items in enumerate(steps):
+                self._items(step, 0, items, info.scratch_count)
+        elif isinstance(threads, Executor):
+            self._share(steps, info.scratch_count, threads, helpers)
+        else:
+            with ThreadPoolExecutor(helpers, "kvtier-kernel") as pool:
+                self._share(steps, info.scratch_count, pool, helpers)
+
+    def sums(self, flags: int, pointer: Any, count: int) -> None:
+        """Adds what each key got of a decode."""
+        err = new_error()
+        check_err(lib.kvt_decode_sums(self._handle, flags, pointer, count, byref(err)), err)
+
+    def _items(self, step: int, first: int, items: int, scratch: int,
+               memory: Optional[Any] = None) -> None:
+        memory, err = memory or (ctypes.c_float * scratch)(), new_error()
+        check_err(lib.kvt_job_run(self._handle, step, first, items, memory, scratch, byref(err)),
+                  err)
+
+    def _share(self, steps: Sequence[int], scratch: int, pool: Executor, helpers: int) -> None:
+        for step, count in enumerate(steps):
+            items = _Items(count)
+
+            def work(step: int = step, items: _Items = items) -> None:
+                memory = (ctypes.c_float * scratch)()
+                item = items.take()
+                while item is not None:
+                    self._items(step, item, 1, scratch, memory)
+                    item = items.take()
+
+            futures: "List[Future[None]]" = []
+            try:
+                futures += (pool.submit(work) for _ in range(min(helpers, count - 1)))
+                work()
+            finally:
+                items.stop()
+                # One that has not begun need not: the pool may be busy with us.
+                begun = [future for future in futures if not future.cancel()]
+                wait(begun)
+            for future in begun:
+                future.result()
+
+
+def prefill(queries: Any, keys: Any, values: Any, *, index: Optional[Index] = None,
+            first_query: int = 0, first_key: int = 0, scale: float = 0.0,
+            out: Optional[Any] = None, lse: Optional[Any] = None,
+            threads: Threads = 1) -> Attended:
+    """Attention of a prompt, or of a part of one: queries are at `first_query` and behind it,
+    keys at `first_key`, and see what is not behind them. `out` and `lse` are arrays of f32 to
+    write to. A scale of 0 is 1 / sqrt(key dim)."""
+    with Lent() as lent:
+        problem = lent.problem(queries, keys, values, index, first_query, first_key, scale)
+        out, to, count = lent.numbers("out", out, problem.out_shape)
+        lse, logs, rows = lent.numbers("lse", lse, problem.lse_shape)
+        with _Job(lambda job, err: lib.kvt_prefill_open(
+                byref(problem.c), to, count, logs, rows, job, err)) as job:
+            job.run(threads)
+    return Attended(out, lse)
+
+
+def _memory(problem: Problem, flags: int) -> int:
+    count, err = ctypes.c_uint64(), new_error()
+    check_err(lib.kvt_decode_memory(byref(problem.c), flags, byref(count), byref(err)), err)
+    return count.value
+
+
+def decode(queries: Any, keys: Any, values: Any, *, index: Optional[Index] = None,
+           first_query: int = 0, first_key: int = 0, scale: float = 0.0, with_sums: bool = False,
+           by_head: bool = True, out: Optional[Any] = None, lse: Optional[Any] = None,
+           threads: Threads = 1) -> Decoded:
+    """Attention of the next token, or of a few: cut by keys, so that threads share one query.
+    `with_sums` says what each key got, too."""
+    with Lent() as lent:
+        problem = lent.problem(queries, keys, values, index, first_query, first_key, scale)
+        out, to, count = lent.numbers("out", out, problem.out_shape)
+        lse, logs, rows = lent.numbers("lse", lse, problem.lse_shape)
+        flags = _abi.KVT_DECODE_SCORES if with_sums else 0
+        need = _memory(problem, flags)
+        memory = (ctypes.c_float * need)()
+        with _Job(lambda job, err: lib.kvt_decode_open(
+                byref(problem.c), flags, to, count, logs, rows, memory, need, job, err)) as job:
+            job.run(threads)
+            if not with_sums:
+                return Decoded(out, lse, None)
+            selected = job.info().sum_keys
+            shape = (problem.heads, selected) if by_head else (selected,)
+            got, pointer, many = lent.numbers("sums", None, shape)
+            job.sums(_abi.KVT_SUMS_BY_HEAD if by_head else 0, pointer, many)
+    return Decoded(out, lse, got)
+
+
+def sums(queries: Any, keys: Any, values: Any, lse: Any, *, index: Optional[Index] = None,
+         first_query: int = 0, first_key: int = 0, scale: float = 0.0, first: int = 0,
+         by_head: bool = True, out: Optional[Any] = None, threads: Threads = 1) -> Any:
+    """What each key got of the attention of a prompt's queries from `first` on, by the
+    log-sum-exps that `prefill` gave: [query heads, keys], or [keys]."""
+    with Lent() as lent:
+        problem = lent.problem(queries, keys, values, index, first_query, first_key, scale)
+        _, logs, rows = lent.numbers("lse", lse, problem.lse_shape, False)
+        shape = (problem.heads, problem.keys) if by_head else (problem.keys,)
+        got, to, count = lent.numbers("out", out, shape)
+        flags = _abi.KVT_SUMS_BY_HEAD if by_head else 0
+        with _Job(lambda job, err: lib.kvt_sums_open(
+                byref(problem.c), logs, rows, u32(first), flags, to, count, job, err)) as job:
+            job.run(threads)
+    return got
+
+
+def merge(out: Any, lse: Any, other: Any, other_lse: Any) -> None:
+    """Puts attention of the same queries to other keys together with `out` and `lse`, in
+    place."""
+    with Lent() as lent:
+        rows = memoryview(lse).nbytes // 4
+        dim = memoryview(out).nbytes // 4 // max(rows, 1)
+        _, to, _ = lent.numbers("out", out, (rows, dim))
+        _, logs, _ = lent.numbers("lse", lse, (rows,))
+        _, more, _ = lent.numbers("other", other, (rows, dim), False)
+        _, more_logs, _ = lent.numbers("other_lse", other_lse, (rows,), False)
+        err = new_error()
+        check_err(lib.kvt_attention_merge(to, logs, more, more_logs, rows, u32(dim), byref(err)),
+                  err)
+
+
+def page_boxes(keys: Any, page_tokens: int, *, boxes: Optional[Any] = None,
+               first: int = 0) -> Any:
+    """The boxes of pages of keys, [pages, key heads, 2 * key dim]: of each number the least and
+    the largest. With `boxes` these are made wider by keys from place `first` on."""
+    with Lent() as lent:
+        rows = lent.rows("keys", keys)
+        heads, dim = int(rows.view.heads), dim_of(rows)
+        if boxes is None:
+            if first != 0 or u32(page_tokens) == 0:
+                raise _invalid(f"new boxes begin at 0, not {first}; pages of {page_tokens} tokens")
+            pages = -(-int(rows.view.tokens) // page_tokens)
+        else:
+            pages = memoryview(boxes).nbytes // (8 * heads * dim)
+        boxes, to, count = lent.numbers("boxes", boxes, (pages, heads, 2 * dim))
+        err = new_error()
+        check_err(lib.kvt_pages_extend(to, count, u32(page_tokens), u32(first), byref(rows),
+                                       byref(err)), err)
+    return boxes
+
+
+def page_scores(boxes: Any, queries: Any, *, first: int = 0, count: Optional[int] = None,
+                out: Optional[Any] = None) -> Any:
+    """The largest product that each query can have with a key of each page, by its box:
+    [queries, query heads, count]."""
+    with Lent() as lent:
+        pages, asked = lent.rows("boxes", boxes), lent.rows("queries", queries)
+        tokens, heads = int(asked.view.tokens), int(asked.view.heads)
+        count = u32(pages.view.tokens - u32(first) if count is None else count)
+        scores, to, many = lent.numbers("out", out, (tokens, heads, count))
+        room = tokens * heads * (2 * dim_of(asked) + 96) + 4096
+        scratch, err = (ctypes.c_float * room)(), new_error()
+        check_err(lib.kvt_pages_score(byref(pages), byref(asked), u32(first), count, to, many,
+                                      scratch, room, byref(err)), err)
+    return scores
+
+
+class Placed(NamedTuple):
+    """Tokens in a buffer: some blocks, ascending, and the last tokens behind them."""
+
+    blocks: Column
+    block_tokens: int
+    #: The position of the first of the last tokens.
+    tail_first: int = 0
+    tail_tokens: int = 0
+
+
+def _placed(lent: Lent, of: Placed) -> Any:
+    c = _abi.kvt_placed_t(block_tokens=u32(of.block_tokens), tail_first=u32(of.tail_first),
+                          tail_tokens=u32(of.tail_tokens))
+    c.blocks, c.block_count = lent.column("blocks", "u32", of.blocks)
+    return c
+
+
+def place_index(attention: Attention, placed: Placed, index: Optional[Index], first: int,
+                count: int = 1) -> Tuple[Index, int]:
+    """Says of the rows of a buffer what an index (None = all keys) says of positions, for
+    `count` queries from position `first` on: an index of rows, and the row of the first
+    query."""
+    shape, row = attention_for_c(attention), ctypes.c_uint32()
+    wanted = None if index is None else byref(index._lower())
+    with Lent() as lent:
+        there, answer, err = _placed(lent, placed), Index._with_room(0, 0, 0), new_error()
+        while True:
+            out = answer._lower()
+            status = lib.kvt_index_place(byref(shape), byref(there), wanted, u32(first),
+                                         u32(count), byref(out), byref(row), byref(err))
+            if status != _abi.KVT_E_TOO_SMALL:
+                check_err(status, err)
+                return answer, row.value
+            answer = Index._with_room(out.head_count, out.start_count, out.item_count)
+
+
+def place_sums(attention: Attention, tokens: int, placed: Placed, sums: Any, *,
+               select: Optional[Index] = None, first_query: int = 0, queries: int = 0,
+               kept: Optional[Keep] = None, since: int = 0, out: Optional[Any] = None) -> Any:
+    """Adds sums over the rows of a buffer to those of the tokens that are there, as
+    `Sparse.observe` wants them: [query heads, tokens]. `kept` is what `evicted` was told,
+    tokens from `since` on came after it; with `select` sums are those of `decode`."""
+    lists = 0 if kept is None else len(kept.starts) - 1
+    stayed = kept.items.nbytes // 4 // lists if kept is not None and lists > 0 else 0
+    c = _abi.kvt_there_t(tokens=u32(tokens), since=u32(since))
+    c.attention = ctypes.pointer(attention_for_c(attention))
+    if kept is not None:
+        c.kept = ctypes.pointer(kept._lower())
+    by = None if select is None else byref(select._lower())
+    with Lent() as lent:
+        there = _placed(lent, placed)
+        count = memoryview(sums).nbytes // 4
+        _, given, _ = lent.numbers("sums", sums, (count,), False)
+        shape = attention.query_heads, max(stayed + tokens - since, 0)
+        out, to, room = lent.numbers("out", out, shape)
+        err = new_error()
+        check_err(lib.kvt_sums_place(byref(c), byref(there), by, u32(first_query), u32(queries),
+                                     given, count, to, room, byref(err)), err)
+    return out
+
+
+def check_rows(rows: Any) -> None:
+    """`InvalidError` unless all numbers are finite. Kernels do not look."""
+    with Lent() as lent:
+        given, err = lent.rows("rows", rows), new_error()
+        check_err(lib.kvt_rows_check(byref(given), byref(err)), err)

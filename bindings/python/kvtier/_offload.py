@@ -1,0 +1,408 @@
+"""Layer-wise offload: a session's KV through a ring of buffers, by sparse policies."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple, Union
+
+from . import _abi, _reaper
+from ._columns import Column, Columns
+from ._errors import make
+from ._lib import check, check_err, lib, text_pointer, u32
+from ._op import Op
+from ._pybuffer import Export
+from ._resource import Resource, byref, new_error
+from ._runtime import PRIORITY_DEMAND, submit_opts
+from ._store import DTYPES, LEVEL_RAM, View, _fill
+
+if TYPE_CHECKING:
+    from ._queue import Queue
+    from ._store import Session
+
+#: Codes of memoryviews, and their bytes. Halves come as their bits: numpy's
+#: `.view(np.float16)`, torch's `.view(torch.bfloat16)`.
+_CODES: Dict[str, Tuple[str, int]] = {
+    "f32": ("f", 4), "f16": ("H", 2), "bf16": ("H", 2), "int8": ("b", 1), "fp8_e4m3": ("B", 1),
+    "fp8_e5m2": ("B", 1), "bytes": ("B", 1),
+}
+#: What numbers of rows are, by their codes.
+_ROWS: Dict[str, int] = {
+    "f": _abi.KVT_DTYPE_F32, "e": _abi.KVT_DTYPE_F16, "H": _abi.KVT_DTYPE_BF16,
+}
+
+
+def _invalid(text: str) -> Exception:
+    return make(_abi.KVT_E_INVALID, text)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a model's attention is. A latent has one head of keys, whose first `value_dim`
+    numbers are the values."""
+
+    layers: int
+    query_heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    block_tokens: int
+    max_tokens: int
+    latent: bool = False
+    #: 0 = 1 / sqrt(key_dim).
+    scale: float = 0.0
+
+
+class Context(NamedTuple):
+    """Where in a sequence a question is asked: `tokens` has those of the queries."""
+
+    tokens: int
+    first_query: int = 0
+    is_prefill: bool = False
+    part: int = 0
+    parts: int = 1
+
+
+class OffloadTokens(NamedTuple):
+    """How many tokens of a layer are in the store, and behind them in the tail."""
+
+    stored: int
+    tail: int
+
+
+class LayerKV(NamedTuple):
+    """K and V in a buffer of the ring, [tokens, heads, dim], read-only: the memory itself,
+    with something else in it once the buffer is given back. `v` is None for a latent."""
+
+    k: memoryview
+    v: Optional[memoryview]
+    tokens: int
+    tail_tokens: int
+    blocks: int
+    buffer: int
+
+
+class OffloadJob(_reaper.Job):
+    """Closes an offload."""
+
+    __slots__ = ()
+
+    def attempt(self) -> int:
+        return int(lib.kvt_offload_close(byref(self.handle)))
+
+
+class _Memory:
+    """The ring's memory: it goes with the offload, or with the last view of it."""
+
+
+def attention_for_c(a: Attention) -> Any:
+    """A model's attention, for a call."""
+    return _abi.kvt_attention_t(
+        layers=u32(a.layers), query_heads=u32(a.query_heads), key_heads=u32(a.key_heads),
+        key_dim=u32(a.key_dim), value_dim=u32(a.value_dim),
+        kind=_abi.KVT_ATTENTION_LATENT if a.latent else _abi.KVT_ATTENTION_SPLIT,
+        block_tokens=u32(a.block_tokens), max_tokens=u32(a.max_tokens), scale=a.scale)
+
+
+def context_for_c(at: Context) -> Any:
+    """Where a question is asked, for a call."""
+    return _abi.kvt_sparse_context_t(
+        is_prefill=1 if at.is_prefill else 0, part=u32(at.part), parts=u32(at.parts),
+        first_query=u32(at.first_query), tokens=u32(at.tokens))
+
+
+def _rows(name: str, source: Any) -> Tuple[Any, Export]:
+    """Rows for C: an object with [tokens, heads, dim] numbers without gaps."""
+    view = memoryview(source)
+    code = view.format.lstrip("@=<")
+    shape = view.shape or ()
+    if len(shape) != 3 or not view.c_contiguous or code not in _ROWS or 0 in shape:
+        raise _invalid(f"{name} are [tokens, heads, dim] numbers without gaps: f32, f16, or the "
+                       "bits of bf16 (uint16)")
+    export = Export(source, writable=False)
+    tokens, heads, dim = shape
+    rows = _abi.kvt_rows_t(dtype=_ROWS[code])
+    rows.view.address = export.address
+    rows.view.tokens, rows.view.heads = u32(tokens), u32(heads)
+    rows.view.run_bytes = dim * view.itemsize
+    return rows, export
+
+
+class Offload(Resource):
+    """A session's KV, layer by layer: a ring of buffers, the store behind it, and sparse
+    policies that say which blocks have to come. Any thread may use it; calls come one at a
+    time. Closed, its memory goes with the last view."""
+
+    _noun = "offload"
+
+    def __init__(self, session: "Session", attention: Attention, dtype: str = "f16", *,
+                 buffers: int = 2, buffer_tokens: int, level: int = LEVEL_RAM,
+                 prefill: Optional[Union[str, Any]] = None,
+                 decode: Optional[Union[str, Any]] = None, audit_every: int = 0) -> None:
+        """`prefill` and `decode` are specs, or policies of your own: see `help(kvtier.Sparse)`."""
+        if dtype not in _CODES:
+            raise _invalid(f"dtype {dtype!r} is none of {', '.join(_CODES)}")
+        shape = attention_for_c(attention)
+        opts = _abi.kvt_offload_opts_t(
+            dtype=DTYPES[dtype], buffers=u32(buffers), buffer_tokens=u32(buffer_tokens),
+            level=u32(level), audit_every=u32(audit_every))
+        opts.session, opts.attention = session._raw.value, ctypes.pointer(shape)
+        from . import _callbacks, _sparse  # it needs names of this module
+        held: List[Any] = []
+        numbers: List[int] = []
+        for when, policy in (("prefill", prefill), ("decode", decode)):
+            if isinstance(policy, str):
+                text = policy.encode()
+                held.append(text)
+                setattr(opts, when, text_pointer(text))
+                setattr(opts, when + "_bytes", len(text))
+            elif policy is not None:
+                custom, number = _sparse.custom_for_c(policy, attention)
+                held.append(custom)
+                numbers.append(number)
+                setattr(opts, when + "_custom", ctypes.pointer(custom))
+        handle, err = _abi.kvt_offload_p(), new_error()
+        status = lib.kvt_offload_open(byref(opts), byref(handle), byref(err))
+        if status != _abi.KVT_OK:
+            for number in numbers:
+                _callbacks.forget(number)
+        check_err(status, err)
+        self._begin(session, attention, dtype, handle)
+
+    def _begin(self, session: "Session", attention: Attention, dtype: str, handle: Any) -> None:
+        self._session, self._attention, self._dtype = session, attention, dtype
+        self._lock = threading.Lock()
+        self._views: "List[weakref.ref[Any]]" = []
+        self._memory: Optional[_Memory] = _Memory()
+        self._job = OffloadJob(handle, _reaper.RANK_SESSION)
+        self._finalizer = weakref.finalize(self._memory, _reaper.bury, self._job)
+        self._finalizer.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._memory is None
+
+    @property
+    def _raw(self) -> Any:
+        if self._memory is None:
+            raise self._closed_error()
+        return super()._raw
+
+    def tokens(self, layer: int) -> OffloadTokens:
+        """How many tokens of a layer it has."""
+        stored, tail = ctypes.c_uint32(), ctypes.c_uint32()
+        check(lib.kvt_offload_tokens(self._raw, u32(layer), byref(stored), byref(tail)))
+        return OffloadTokens(stored.value, tail.value)
+
+    def stats(self) -> Dict[str, int]:
+        """What it has done, and who waited for what."""
+        stats = _abi.kvt_offload_stats_t()
+        check(lib.kvt_offload_stats(self._raw, byref(stats)))
+        names = [name for name, *_ in stats._fields_ if name != "struct_size"]
+        return {name: int(getattr(stats, name)) for name in names}
+
+    def truncate(self, tokens: int) -> None:
+        """Takes back what came behind; before `Session.truncate`."""
+        err = new_error()
+        check_err(lib.kvt_offload_truncate(self._raw, u32(tokens), byref(err)), err)
+
+    def resume(self, tokens: int) -> None:
+        """Goes on from tokens, whole blocks, that the session has and the store too."""
+        err = new_error()
+        check_err(lib.kvt_offload_resume(self._raw, u32(tokens), byref(err)), err)
+
+    def fork(self, session: "Session") -> "Offload":
+        """Another one, for a session that was forked from this one's (`Session.fork`): the
+        blocks in the store are those of both, tails and policies are copied."""
+        handle, err = _abi.kvt_offload_p(), new_error()
+        check_err(lib.kvt_offload_fork(self._raw, session._raw, byref(handle), byref(err)), err)
+        other = Offload.__new__(Offload)
+        other._begin(session, self._attention, self._dtype, handle)
+        return other
+
+    def put(self, layer: int, first: int, tokens: int, k: View, v: Optional[View] = None, *,
+            queue: "Optional[Queue]" = None, tag: object = None,
+            timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Optional[Op]:
+        """Keeps K and V of tokens of a layer; `v` is None for a latent. The objects are held
+        until the op is closed. None: they are not read any more, and no queue is told."""
+        raw, runtime = self._raw, self._session._space._store._runtime
+        kept: List[Any] = []
+        rows = (_abi.kvt_view_t * 2)()
+        _fill(rows[0], k, False, kept)
+        if v is not None:
+            _fill(rows[1], v, False, kept)
+        op = Op(runtime, queue, tag, False)
+        op._keep(kept)
+        opts, serial = submit_opts(runtime, op, queue, timeout, 0, priority)
+        handle, err = _abi.kvt_op_p(), new_error()
+        status = lib.kvt_offload_put(
+            raw, u32(layer), u32(first), u32(tokens), byref(rows[0]),
+            None if v is None else byref(rows[1]), byref(opts), byref(handle), byref(err))
+        if queue is not None and not handle.value:
+            queue._forget(serial)
+        check_err(status, err)
+        if not handle.value:
+            return None
+        op._bind(handle.value)
+        return op
+
+    def load(self, buffer: int, layer: int, at: Context, *, blocks: Optional[Column] = None,
+             chosen: bool = False, query: Optional[Any] = None) -> int:
+        """Begins to load a layer into a buffer; how many blocks come (`blocks()` says which).
+        All and the tail, or only `blocks`, ascending, without it; those that the policy selects
+        for a query. `chosen`: the caller has chosen `blocks`; they come with the tail, and no
+        policy is asked."""
+        if chosen and blocks is None:
+            raise _invalid("chosen: which blocks?")
+        raw, c, count, err = self._raw, context_for_c(at), ctypes.c_uint32(), new_error()
+        with Columns() as columns:
+            ids, length = columns.take("blocks", "u32", blocks)
+            if blocks is not None and length == 0 and not chosen:
+                ids = (ctypes.c_uint32 * 1)()  # null would be all
+            rows, export = (None, None) if query is None else _rows("queries", query)
+            status = lib.kvt_offload_load(
+                raw, u32(buffer), u32(layer), ids, length,
+                _abi.KVT_OFFLOAD_CHOSEN if chosen else 0, None if rows is None else byref(rows),
+                byref(c), byref(count), byref(err))
+            if export is not None:
+                export.release()
+        check_err(status, err)
+        return count.value
+
+    def wait(self, buffer: int) -> LayerKV:
+        """Waits until what is loaded into a buffer is there, with the tail as it is now."""
+        kv, err = _abi.kvt_offload_kv_t(), new_error()
+        with self._lock:
+            check_err(lib.kvt_offload_wait(self._raw, u32(buffer), byref(kv), byref(err)), err)
+            return self._layer(kv)
+
+    def done(self, buffer: int) -> None:
+        """The buffer is free; a load under way is given up."""
+        err = new_error()
+        check_err(lib.kvt_offload_done(self._raw, u32(buffer), byref(err)), err)
+
+    def begin(self, at: Context) -> None:
+        """Begins a pass over all layers."""
+        c, err = context_for_c(at), new_error()
+        check_err(lib.kvt_offload_begin(self._raw, byref(c), byref(err)), err)
+
+    def take(self, layer: int, query: Optional[Any] = None) -> LayerKV:
+        """The next layer of the pass."""
+        kv, err = _abi.kvt_offload_kv_t(), new_error()
+        rows, export = (None, None) if query is None else _rows("queries", query)
+        with self._lock:
+            try:
+                status = lib.kvt_offload_take(self._raw, u32(layer),
+                                              None if rows is None else byref(rows), byref(kv),
+                                              byref(err))
+            finally:
+                if export is not None:
+                    export.release()
+            check_err(status, err)
+            return self._layer(kv)
+
+    def give_back(self, layer: int) -> None:
+        """Gives the layer back that was taken."""
+        err = new_error()
+        check_err(lib.kvt_offload_give_back(self._raw, u32(layer), byref(err)), err)
+
+    def blocks(self, buffer: int) -> List[int]:
+        """The blocks of a buffer, ascending."""
+        return self._numbers(lambda raw, to, room, count: lib.kvt_offload_blocks(
+            raw, u32(buffer), to, room, count))
+
+    def rows(self, buffer: int, positions: Column) -> List[int]:
+        """Which rows of a buffer have these positions, both ascending; those that are not
+        there are left out."""
+        raw, count = self._raw, ctypes.c_uint64()
+        with Columns() as columns:
+            given, length = columns.take("positions", "u32", positions)
+            found = (ctypes.c_uint32 * (length + 1))()
+            check(lib.kvt_offload_rows(raw, u32(buffer), given, length, found, byref(count)))
+        return list(found[: count.value])
+
+    def observe(self, layer: int, queries: int, sums: Column, tokens: int) -> None:
+        """What each kept key got of the attention of so many queries: `tokens` numbers for
+        each query head, or once for all."""
+        raw, err = self._raw, new_error()
+        with Columns() as columns:
+            given, length = columns.take("sums", "f32", sums)
+            check_err(lib.kvt_offload_observe(raw, u32(layer), u32(queries), given, length,
+                                              u32(tokens), byref(err)), err)
+
+    def evict(self, layer: int, at: Context) -> bool:
+        """Has policies evict tokens, if some have to go; whether some went."""
+        c, went, err = context_for_c(at), ctypes.c_uint32(), new_error()
+        check_err(lib.kvt_offload_evict(self._raw, u32(layer), byref(c), byref(went), byref(err)),
+                  err)
+        return bool(went.value)
+
+    def kept(self, layer: int) -> Optional[List[List[int]]]:
+        """Positions that are left, a list for each head or one for all; None: all are."""
+        count, heads = ctypes.c_uint64(), ctypes.c_uint32()
+        check(lib.kvt_offload_kept(self._raw, u32(layer), 0, None, 0, byref(count), byref(heads)))
+        if heads.value == 0:
+            return None
+        return [self._numbers(lambda raw, to, room, n, head=head: lib.kvt_offload_kept(
+            raw, u32(layer), head, to, room, n, None)) for head in range(heads.value)]
+
+    def tell_keys(self, layer: int, first: int, keys: Any) -> None:
+        """Rows of a policy's own (`dsa`), [tokens, heads, dim]; before these tokens are put."""
+        rows, export = _rows("keys", keys)
+        err = new_error()
+        with export:
+            check_err(lib.kvt_offload_tell_keys(self._raw, u32(layer), u32(first), byref(rows),
+                                                byref(err)), err)
+
+    def score(self, layer: int, scores: Column, *, is_prefill: bool = False) -> None:
+        """Numbers for the next load of a layer: a score for each block that can be loaded
+        (`external`), or a weight for each query and head (`dsa`)."""
+        raw, err = self._raw, new_error()
+        with Columns() as columns:
+            given, length = columns.take("scores", "f32", scores)
+            check_err(lib.kvt_offload_score(raw, u32(layer), 1 if is_prefill else 0, given,
+                                            length, byref(err)), err)
+
+    def close(self) -> None:
+        """Closes it. What the store has stays there."""
+        with self._lock:
+            if self.closed:
+                return
+            self._raw  # noqa: B018: not in a forked child
+            if all(view() is None for view in self._views):
+                check(lib.kvt_offload_close(byref(self._job.handle)))
+                self._released()
+            self._memory = None
+
+    def _layer(self, kv: Any) -> LayerKV:
+        a = self._attention
+        v = None if a.latent else self._view(kv.v, kv.tokens, a.key_heads, a.value_dim)
+        return LayerKV(self._view(kv.k, kv.tokens, a.key_heads, a.key_dim), v, kv.tokens,
+                       kv.tail_tokens, kv.blocks, kv.buffer)
+
+    def _view(self, address: Optional[int], tokens: int, heads: int, dim: int) -> memoryview:
+        code, size = _CODES[self._dtype]
+        if tokens == 0 or not address:
+            empty: Any = memoryview(b"")
+            nothing: memoryview = empty.cast(code)
+            return nothing
+        memory: Any = (ctypes.c_ubyte * (tokens * heads * dim * size)).from_address(address)
+        memory.owner = self._memory  # which stays as long as anybody looks at it
+        self._views = [view for view in self._views if view() is not None]
+        self._views.append(weakref.ref(memory))
+        flat: Any = memoryview(memory).cast("B").toreadonly()
+        shaped: memoryview = flat.cast(code, shape=[tokens, heads, dim])
+        return shaped
+
+    def _numbers(self, call: Any) -> List[int]:
+        raw, count, room = self._raw, ctypes.c_uint64(), 64
+        while True:
+            to = (ctypes.c_uint32 * room)()
+            status = call(raw, to, room, byref(count))
+            if status != _abi.KVT_E_TOO_SMALL:
+                check(status)
+                return list(to[: count.value])
+            room = count.value

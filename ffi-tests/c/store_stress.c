@@ -1,0 +1,349 @@
+/* Many threads at one store: puts, gets, lookups, appends, forks, cancels, closes, while another
+ * changes policies and budgets and reads all there is to read. Whatever comes is right, every op
+ * ends, and in the end the store is closed under them. The argument is how many milliseconds
+ * that goes on, 6000 without one. */
+
+#include "check.h"
+
+#include <stdatomic.h>
+
+#define WORKERS 4
+#define LAYERS 2
+#define CHUNK 4
+#define K 48
+#define V 32
+#define MAX_TOKENS 64
+#define PLANE (MAX_TOKENS * (K + V))
+#define DOCUMENTS 48
+
+static kvt_runtime_t *runtime;
+static kvt_store_t *store;
+static kvt_namespace_t *space;
+static char folder[] = "/tmp/kvt-stress-XXXXXX";
+static uint64_t until_ns;
+static _Atomic uint64_t moves, came, missed, ended_early, changes;
+
+typedef struct {
+    uint8_t memory[LAYERS * PLANE];
+    kvt_view_t k[LAYERS], v[LAYERS];
+} engine_t;
+
+static void open_engine(engine_t *engine) {
+    memset(engine, 0, sizeof *engine);
+    for (int layer = 0; layer < LAYERS; layer++) {
+        engine->k[layer].address = engine->memory + layer * PLANE;
+        engine->k[layer].run_bytes = K;
+        engine->v[layer].address = engine->memory + layer * PLANE + MAX_TOKENS * K;
+        engine->v[layer].run_bytes = V;
+    }
+}
+
+/* The first 16 tokens are those of all documents of a kind; a mark stands for all before it. */
+static uint32_t token_of(uint32_t document, uint32_t at) {
+    return at < 16 ? document % 3 * 1000 + at : document * 1000 + at;
+}
+
+static uint64_t mark_of(uint32_t document, uint32_t at) {
+    return (at < 16 ? document % 3 : 100 + document) * UINT64_C(0x9E3779B97F4A7C15) + at * 7919;
+}
+
+/* Writes what the first tokens of a document have, or demands it; with a list, what the first
+ * tokens of these chunks have. */
+static void each_byte(engine_t *engine, uint32_t document, uint64_t tokens, int demands,
+                      const uint32_t *chunks) {
+    for (uint32_t at = 0; at < tokens; at++)
+        for (uint32_t layer = 0; layer < LAYERS; layer++) {
+            uint8_t *start = engine->memory + layer * PLANE;
+            uint8_t *planes[2] = {start + at * K, start + MAX_TOKENS * K + at * V};
+            const uint32_t token = chunks == NULL ? at : chunks[at / CHUNK] * CHUNK + at % CHUNK;
+            for (uint32_t plane = 0; plane < 2; plane++)
+                for (uint32_t i = 0; i < (plane == 0 ? K : V); i++) {
+                    const uint64_t x = mark_of(document, token) + layer * 131 + plane * 17 + i;
+                    const uint8_t want = (uint8_t)(x ^ x >> 23 ^ x >> 47);
+                    if (!demands) planes[plane][i] = want;
+                    else CHECK_EQ(planes[plane][i], want);
+                }
+        }
+}
+
+/* One worker: what it has, and whether the store was closed under it. */
+typedef struct {
+    uint64_t random;
+    engine_t engine;
+    int is_over;
+} worker_t;
+
+static uint64_t dice(worker_t *worker, uint64_t sides) {
+    return next_random(&worker->random) % sides;
+}
+
+/* Whether a call got through. */
+static int went(worker_t *worker, kvt_status_t status) {
+    if (status == KVT_E_CLOSED) worker->is_over = 1;
+    CHECK(status == KVT_OK || status == KVT_E_CLOSED || status == KVT_E_AGAIN);
+    return status == KVT_OK;
+}
+
+typedef kvt_status_t (*call_t)(const kvt_session_t *, const kvt_move_t *,
+                               const kvt_submit_opts_t *, kvt_op_t **, kvt_error_t **);
+
+/* Some of a session's chunks; whether there are any. */
+static int pick_chunks(worker_t *worker, const kvt_session_t *session, uint32_t *chunks,
+                       uint64_t *count) {
+    kvt_session_info_t info = KVT_SESSION_INFO_INIT;
+    if (!went(worker, kvt_session_info(session, &info))) return 0;
+    for (uint32_t i = 0; i * CHUNK < info.tokens; i++)
+        if (dice(worker, 2) == 0) chunks[(*count)++] = i;
+    return *count > 0;
+}
+
+/* Moves a session, all or some of it; some moves are given up, some sessions closed meanwhile. */
+static void move(worker_t *worker, kvt_session_t **session, call_t call, uint32_t document) {
+    kvt_move_t what = KVT_MOVE_INIT;
+    if (call != kvt_session_prefetch) {
+        what.k = worker->engine.k;
+        what.v = worker->engine.v;
+        what.stride_bytes = sizeof *what.k;
+    }
+    if (call == kvt_session_put && dice(worker, 8) == 0) what.level = KVT_LEVEL_DISK;
+    uint32_t chunks[MAX_TOKENS / CHUNK];
+    if (call != kvt_session_put) {
+        const uint64_t kind = dice(worker, 4);
+        if (kind == 0) what.flags = KVT_MOVE_REUSE;
+        if (kind == 1 && pick_chunks(worker, *session, chunks, &what.chunk_count))
+            what.chunks = chunks;
+    }
+    kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
+    opts.priority = (uint32_t)dice(worker, 3);
+    if (dice(worker, 16) == 0) opts.deadline_ns = now_ns() + dice(worker, 200000);
+    kvt_op_t *op = NULL;
+    if (!went(worker, call(*session, &what, &opts, &op, NULL))) return;
+    atomic_fetch_add(&moves, 1);
+    if (dice(worker, 6) == 0) CHECK_OK(kvt_op_cancel(op));
+    if (dice(worker, 6) == 0) CHECK_OK(kvt_session_close(session));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    const uint64_t value = info_of(op).value;
+    const kvt_status_t status = finish_op(&op);
+    switch (status) {
+    case KVT_OK:
+    case KVT_E_NOT_FOUND:
+    case KVT_E_BUDGET: /* there may be less memory by now than the sessions hold */
+        if (call == kvt_session_get)
+            each_byte(&worker->engine, document, value, 1, what.chunks);
+        atomic_fetch_add(status == KVT_OK ? &came : &missed, 1);
+        break;
+    default:
+        CHECK(status == KVT_E_CANCELLED || status == KVT_E_TIMEOUT || status == KVT_E_CLOSED);
+        atomic_fetch_add(&ended_early, 1);
+    }
+}
+
+static void look(worker_t *worker, const uint32_t *tokens, uint32_t count) {
+    kvt_lookup_t sum = KVT_LOOKUP_INIT;
+    const kvt_status_t status =
+        kvt_namespace_lookup(space, tokens, count, NULL, 0, 0, NULL, &sum, NULL);
+    if (!went(worker, status)) return;
+    CHECK(sum.reusable_tokens <= sum.soon_tokens && sum.soon_tokens <= count);
+}
+
+/* What is neither moved nor looked at. */
+static void wish(worker_t *worker, const kvt_session_t *session) {
+    kvt_policy_hint_t hint = KVT_POLICY_HINT_INIT;
+    hint.stop = KVT_STOP_TOOL_USE;
+    kvt_plan_t plan = KVT_PLAN_INIT;
+    switch (dice(worker, 6)) {
+    case 0: went(worker, kvt_session_demote(session, 0, 0, NULL, NULL)); break;
+    case 1: went(worker, kvt_session_drop(session, 0, 0, NULL, NULL)); break;
+    case 2: went(worker, kvt_session_pin(session, 0, 0, 3, in_ms(2), NULL)); break;
+    case 3: went(worker, kvt_session_unpin(session, 0, 0, NULL)); break;
+    case 4: went(worker, kvt_session_hint(session, &hint, NULL)); break;
+    default: went(worker, kvt_session_plan(session, NULL, NULL, 0, 0, NULL, &plan, NULL));
+    }
+}
+
+static void turn(worker_t *worker) {
+    uint32_t tokens[MAX_TOKENS];
+    const uint32_t document = (uint32_t)dice(worker, DOCUMENTS);
+    const uint32_t count = 1 + (uint32_t)dice(worker, MAX_TOKENS);
+    for (uint32_t at = 0; at < count; at++) tokens[at] = token_of(document, at);
+    kvt_session_opts_t who = KVT_SESSION_OPTS_INIT;
+    who.tenant = document;
+    kvt_session_t *session = NULL, *fork = NULL;
+    if (!went(worker, kvt_session_open(space, &who, &session, NULL))) return;
+    const uint32_t half = (uint32_t)dice(worker, count);
+    went(worker, kvt_session_append(session, tokens, half, NULL));
+    went(worker, kvt_session_append(session, tokens + half, count - half, NULL));
+    switch (worker->is_over ? 99 : dice(worker, 10)) {
+    case 0:
+    case 1:
+    case 2:
+    case 3:
+        each_byte(&worker->engine, document, count, 0, NULL);
+        move(worker, &session, kvt_session_put, document);
+        break;
+    case 4:
+    case 5:
+    case 6: move(worker, &session, kvt_session_get, document); break;
+    case 7: move(worker, &session, kvt_session_prefetch, document); break;
+    case 8:
+        wish(worker, session);
+        look(worker, tokens, count);
+        break;
+    case 9: /* a fork that was cut and goes on as it was */
+        if (went(worker, kvt_session_fork(session, NULL, &fork, NULL)) &&
+            went(worker, kvt_session_truncate(fork, half, NULL)) &&
+            went(worker, kvt_session_append(fork, tokens + half, count - half, NULL)))
+            move(worker, &fork, kvt_session_get, document);
+        break;
+    default: break;
+    }
+    if (session != NULL) CHECK_OK(kvt_session_close(&session));
+    if (fork != NULL) CHECK_OK(kvt_session_close(&fork));
+}
+
+static void *work(void *data) {
+    worker_t *worker = calloc(1, sizeof *worker);
+    CHECK(worker != NULL);
+    worker->random = 77 + (uint64_t)(uintptr_t)data * UINT64_C(1234567);
+    open_engine(&worker->engine);
+    while (!worker->is_over) turn(worker);
+    free(worker);
+    return NULL;
+}
+
+static kvt_store_stats_t stats_of(void) {
+    kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
+    CHECK_OK(kvt_store_stats(store, &stats));
+    return stats;
+}
+
+static void change(uint64_t round) {
+    static const char *const policies[] = {"lru", "horizon", "s3fifo", "arc", "slru(segments=3)"};
+    static const char *const below[] = {"lru", "gdsf", "s3fifo"};
+    const char *host = policies[round % 5], *disk = below[round % 3];
+    CHECK_OK(kvt_store_set_policy(store, KVT_TIER_HOST, host, strlen(host), NULL));
+    if (round % 4 == 0)
+        CHECK_OK(kvt_store_set_policy(store, KVT_TIER_DISK, disk, strlen(disk), NULL));
+    if (round % 6 == 1) {
+        const uint64_t share = 1 + round / 6 % 4;
+        CHECK_OK(kvt_store_set_budget(store, KVT_TIER_HOST, share * (256 << 10), NULL));
+        CHECK_OK(kvt_store_set_budget(store, KVT_TIER_DISK, (8 + share) << 20, NULL));
+    }
+    if (round % 64 == 63) {
+        const kvt_status_t status = kvt_namespace_clear(space, in_ms(500), NULL, NULL);
+        CHECK(status == KVT_OK || status == KVT_E_TIMEOUT || status == KVT_E_BUDGET);
+    }
+    atomic_fetch_add(&changes, 1);
+}
+
+static void read_all(uint64_t *cursor) {
+    static char text[1 << 18];
+    kvt_policy_log_entry_t entries[32];
+    kvt_tenant_t tenants[DOCUMENTS];
+    kvt_store_event_t events[32];
+    uint64_t count = 0, missing = 0, bytes = 0, put_bytes = 0;
+    CHECK_OK(kvt_store_evictions(store, KVT_TIER_HOST, entries, 32, sizeof *entries, &count));
+    for (uint64_t i = 1; i < count; i++) CHECK_EQ(entries[i].number, entries[i - 1].number + 1);
+    CHECK_OK(kvt_store_tenants(store, tenants, DOCUMENTS, sizeof *tenants, &count));
+    for (uint64_t i = 0; i < count; i++) {
+        CHECK(tenants[i].tenant < DOCUMENTS && tenants[i].is_rest == 0);
+        put_bytes += tenants[i].put_bytes;
+    }
+    const kvt_store_stats_t stats = stats_of();
+    CHECK(put_bytes == 0 || stats.stored_cells > 0);
+    CHECK_EQ(stats.corrupt_cells + stats.failed_reads, 0);
+    const uint64_t before = *cursor;
+    CHECK_OK(kvt_store_events(store, cursor, events, 32, sizeof *events, &count, &missing));
+    CHECK_EQ(*cursor, before + count + missing);
+    CHECK_OK(kvt_store_metrics(store, text, sizeof text, &bytes));
+}
+
+static kvt_store_t *open_store(void) {
+    char spec[256];
+    snprintf(spec, sizeof spec,
+             "store(host=512KiB, disk=disk(path=\"%s/kv\", bytes=12MiB, segment=1MiB, "
+             "buffered=true), chunks=4096, sessions=64, moves=32, cells=512, events=256)",
+             folder);
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    opts.spec = spec;
+    opts.spec_bytes = strlen(spec);
+    kvt_store_t *opened = NULL;
+    CHECK_OK(kvt_store_open(runtime, NULL, &opts, &opened, NULL));
+    return opened;
+}
+
+static kvt_namespace_t *open_space(void) {
+    const uint16_t layers[LAYERS] = {0, 1};
+    kvt_group_t group;
+    memset(&group, 0, sizeof group);
+    group.k_bytes = K;
+    group.v_bytes = V;
+    group.layers = layers;
+    group.layer_count = LAYERS;
+    kvt_layout_t layout = KVT_LAYOUT_INIT;
+    layout.chunk_tokens = CHUNK;
+    layout.groups = &group;
+    layout.group_count = 1;
+    layout.stride_bytes = sizeof group;
+    kvt_namespace_t *opened = NULL;
+    CHECK_OK(kvt_namespace_open(store, NULL, &layout, 0, &opened, NULL));
+    return opened;
+}
+
+int main(int argc, char **argv) {
+    check_begin();
+    CHECK(mkdtemp(folder) != NULL);
+    until_ns = in_ms(count_arg(argc, argv, 6000));
+    runtime = open_runtime(1, NULL);
+    store = open_store();
+    space = open_space();
+    pthread_t threads[WORKERS];
+    for (int i = 0; i < WORKERS; i++) threads[i] = start_thread(work, (void *)(uintptr_t)(i + 1));
+    uint64_t cursor = 0;
+    for (uint64_t round = 0; now_ns() < until_ns; round++) {
+        change(round);
+        read_all(&cursor);
+        breathe();
+    }
+    const kvt_store_stats_t stats = stats_of();
+
+    /* Closed while all of them are at it. */
+    kvt_store_t *closing = store;
+    CHECK_OK(kvt_store_close(&closing, in_ms(60000), NULL));
+    for (int i = 0; i < WORKERS; i++) join_thread(threads[i]);
+    CHECK_OK(kvt_namespace_close(&space));
+
+    /* What is found again is right. */
+    store = open_store();
+    space = open_space();
+    worker_t *worker = calloc(1, sizeof *worker);
+    CHECK(worker != NULL);
+    worker->random = 5;
+    open_engine(&worker->engine);
+    for (uint32_t document = 0; document < DOCUMENTS; document++) {
+        uint32_t tokens[MAX_TOKENS];
+        for (uint32_t at = 0; at < MAX_TOKENS; at++) tokens[at] = token_of(document, at);
+        kvt_session_t *session = NULL;
+        CHECK_OK(kvt_session_open(space, NULL, &session, NULL));
+        CHECK_OK(kvt_session_append(session, tokens, MAX_TOKENS, NULL));
+        move(worker, &session, kvt_session_get, document);
+        if (session != NULL) CHECK_OK(kvt_session_close(&session));
+    }
+    free(worker);
+    CHECK_EQ(stats_of().corrupt_cells + stats_of().failed_reads, 0);
+    CHECK_EQ(stats_of().moves + stats_of().sessions + stats_of().moving_cells, 0);
+    CHECK_OK(kvt_namespace_close(&space));
+    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+    close_runtime(&runtime);
+    char command[600];
+    snprintf(command, sizeof command, "rm -r '%s'", folder);
+    CHECK(system(command) == 0);
+    printf("store_stress: %" PRIu64 " moves: %" PRIu64 " brought all, %" PRIu64
+           " missed something, %" PRIu64 " ended early; %" PRIu64 " changes, %" PRIu64
+           " chunks went down, %" PRIu64 " left the disk\n",
+           atomic_load(&moves), atomic_load(&came), atomic_load(&missed),
+           atomic_load(&ended_early), atomic_load(&changes), stats.demoted_chunks,
+           stats.evicted_chunks);
+    CHECK(atomic_load(&came) > 0 && atomic_load(&ended_early) > 0 && atomic_load(&changes) > 0);
+    return check_end("store_stress");
+}

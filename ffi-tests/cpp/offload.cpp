@@ -1,0 +1,302 @@
+// kvt::offload: a prompt and text through passes, what is kept, errors as exceptions.
+#include <kvtier/kvtier.hpp>
+
+#include "check.hpp"
+
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr std::uint32_t LAYERS = 3, BLOCK = 16, HEADS = 2, QUERY_HEADS = 4, DIM = 8;
+constexpr std::uint32_t ROW = HEADS * DIM;
+
+kvt::name_space open_space(const kvt::store &store) {
+    kvt::layer_group group;
+    group.layers = {0, 1, 2};
+    group.dtype = KVT_DTYPE_F32;
+    group.k_bytes = group.v_bytes = ROW * sizeof(float);
+    kvt::layout layout;
+    layout.chunk_tokens = BLOCK;
+    layout.groups = {group};
+    return store.open_name_space({}, layout);
+}
+
+kvt::offload_opts model() {
+    kvt::offload_opts opts;
+    opts.shape.layers = LAYERS;
+    opts.shape.query_heads = QUERY_HEADS;
+    opts.shape.key_heads = HEADS;
+    opts.shape.key_dim = opts.shape.value_dim = DIM;
+    opts.shape.block_tokens = BLOCK;
+    opts.shape.max_tokens = 512;
+    opts.dtype = KVT_DTYPE_F32;
+    opts.buffer_tokens = 256;
+    return opts;
+}
+
+std::vector<float> numbers(std::size_t count, float seed) {
+    std::vector<float> all(count);
+    for (std::size_t i = 0; i < count; i++)
+        all[i] = static_cast<float>((i * 7919) % 1009) / 1009.0f + seed;
+    return all;
+}
+
+kvt_view_t view_of(std::vector<float> &rows, std::uint32_t first) {
+    return kvt::view(rows.data() + std::size_t{first} * ROW, DIM * sizeof(float), HEADS);
+}
+
+void append(const kvt::session &session, std::uint32_t first, std::uint32_t count) {
+    std::vector<std::uint32_t> tokens(count);
+    std::iota(tokens.begin(), tokens.end(), first);
+    session.append(tokens);
+}
+
+void put(const kvt::offload &offload, std::uint32_t layer, std::vector<float> &k,
+         std::vector<float> &v, std::uint32_t first, std::uint32_t count) {
+    const kvt_view_t of_k = view_of(k, first), of_v = view_of(v, first);
+    const kvt::op op = offload.put(layer, first, count, of_k, &of_v);
+    if (op) op.finish();
+}
+
+/// Every row of a buffer is the one that was put.
+bool same(const kvt::offload &offload, const kvt_offload_kv_t &kv, const std::vector<float> &k,
+          const std::vector<float> &v, std::uint32_t tokens) {
+    std::vector<std::uint32_t> at;
+    for (const std::uint32_t id : offload.blocks(kv.buffer))
+        for (std::uint32_t i = 0; i < BLOCK; i++) at.push_back(id * BLOCK + i);
+    for (std::uint32_t i = kv.tail_tokens; i > 0; i--) at.push_back(tokens - i);
+    if (at.size() != kv.tokens) return false;
+    for (std::size_t i = 0; i < at.size(); i++) {
+        const std::size_t bytes = ROW * sizeof(float), from = std::size_t{at[i]} * ROW;
+        if (std::memcmp(static_cast<const float *>(kv.k) + i * ROW, &k[from], bytes) != 0 ||
+            std::memcmp(static_cast<const float *>(kv.v) + i * ROW, &v[from], bytes) != 0)
+            return false;
+    }
+    const std::vector<std::uint32_t> rows = offload.rows_of(kv.buffer, at);
+    for (std::uint32_t i = 0; i < rows.size(); i++)
+        if (rows[i] != i) return false;
+    return rows.size() == at.size();
+}
+
+void writing(const kvt::store &store) {
+    const kvt::name_space space = open_space(store);
+    const kvt::session session = space.open_session();
+    kvt::offload_opts opts = model();
+    opts.decode = "quest(budget=48,page=16,dense=1)";
+    kvt::offload first = kvt::offload::open(session, opts);
+    const kvt::offload offload = std::move(first);
+    CHECK(!first && offload);
+    std::vector<std::vector<float>> k, v;
+    for (std::uint32_t i = 0; i < LAYERS; i++) {
+        k.push_back(numbers(512 * ROW, static_cast<float>(i)));
+        v.push_back(numbers(512 * ROW, static_cast<float>(i) + 100));
+    }
+    append(session, 0, 120);
+    for (std::uint32_t i = 0; i < LAYERS; i++) put(offload, i, k[i], v[i], 0, 120);
+    CHECK(offload.tokens(2).stored == 112 && offload.tokens(2).tail == 8);
+
+    kvt::sparse_context at;
+    at.is_prefill = true;
+    at.tokens = 120;
+    const std::vector<std::uint32_t> some = {1, 4};
+    CHECK(offload.load(1, 2, some, at) == 2);
+    CHECK_THROWS(offload.load(1, 2, at), KVT_E_BUSY);
+    kvt_offload_kv_t kv = offload.wait(1);
+    CHECK(kv.blocks == 2 && kv.tail_tokens == 0 && same(offload, kv, k[2], v[2], 120));
+    offload.done(1);
+    CHECK(offload.load(1, 2, kvt::span<const std::uint32_t>(), at) == 0);
+    CHECK(offload.wait(1).tokens == 0);
+    offload.done(1);
+    CHECK(offload.load_chosen(1, 2, some, at) == 2 && offload.blocks(1).size() == 2);
+    kv = offload.wait(1);
+    CHECK(kv.blocks == 2 && kv.tail_tokens == 8 && same(offload, kv, k[2], v[2], 120));
+    offload.done(1);
+    CHECK(offload.load_chosen(1, 2, kvt::span<const std::uint32_t>(), at) == 0);
+    CHECK(offload.wait(1).tokens == 8);
+    offload.done(1);
+
+    std::vector<float> asked = numbers(QUERY_HEADS * DIM, 0);
+    const kvt_rows_t query =
+        kvt::rows(asked.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
+    for (std::uint32_t token = 120; token < 140; token++) {
+        append(session, token, 1);
+        kvt::sparse_context now;
+        now.first_query = token;
+        now.tokens = token + 1;
+        offload.begin(now);
+        for (std::uint32_t i = 0; i < LAYERS; i++) {
+            put(offload, i, k[i], v[i], token, 1);
+            kv = offload.take(i, &query);
+            CHECK(same(offload, kv, k[i], v[i], token + 1));
+            offload.give_back(i);
+        }
+    }
+    CHECK(offload.stats().selections > 0 && offload.stats().saved_bytes > 0);
+    offload.truncate(70);
+    session.truncate(70);
+    CHECK(offload.tokens(0).stored == 64 && offload.tokens(0).tail == 6);
+    at.tokens = 70;
+    offload.load(0, 1, at);
+    CHECK(same(offload, offload.wait(0), k[1], v[1], 70));
+    CHECK_THROWS(offload.wait(5), KVT_E_INVALID);
+    CHECK_THROWS(offload.resume(16), KVT_E_BUSY);
+    CHECK_THROWS(offload.take(9), KVT_E_STATE);
+    CHECK_THROWS(offload.score(0, false, asked), KVT_E_UNSUPPORTED);
+    CHECK_THROWS(offload.tell_keys(9, 0, query), KVT_E_INVALID);
+}
+
+void forking(const kvt::store &store) {
+    const kvt::name_space space = open_space(store);
+    const kvt::session session = space.open_session();
+    kvt::offload_opts opts = model();
+    opts.decode = "quest(budget=48,page=16,dense=1)";
+    opts.audit_every = 1;
+    kvt::offload offload = kvt::offload::open(session, opts);
+    std::vector<float> k = numbers(150 * ROW, 3), v = numbers(150 * ROW, 4);
+    append(session, 5000, 100);
+    for (std::uint32_t i = 0; i < LAYERS; i++) put(offload, i, k, v, 0, 100);
+    const kvt::session second = session.fork();
+    const kvt::offload fork = offload.fork(second);
+    CHECK_THROWS(offload.fork(session), KVT_E_INVALID);
+    std::vector<float> other_k = k, other_v = v;
+    for (std::size_t i = 100 * ROW; i < k.size(); i++) other_k[i] += 1, other_v[i] -= 1;
+    append(session, 6000, 50);
+    append(second, 7000, 50);
+    for (std::uint32_t i = 0; i < LAYERS; i++) {
+        put(offload, i, k, v, 100, 50);
+        put(fork, i, other_k, other_v, 100, 50);
+    }
+    std::vector<float> asked = numbers(QUERY_HEADS * DIM, 0);
+    const kvt_rows_t query =
+        kvt::rows(asked.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
+    kvt::sparse_context at;
+    at.first_query = 149;
+    at.tokens = 150;
+    for (std::uint32_t i = 0; i < LAYERS; i++) {
+        offload.load(0, i, at, &query);
+        fork.load(0, i, at, &query);
+        CHECK(same(offload, offload.wait(0), k, v, 150));
+        CHECK(same(fork, fork.wait(0), other_k, other_v, 150));
+        offload.done(0);
+        fork.done(0);
+    }
+    CHECK(fork.stats().audited > 0 && fork.stats().audited == offload.stats().audited);
+    offload.close();
+    fork.load(0, 1, at);
+    CHECK(same(fork, fork.wait(0), other_k, other_v, 150));
+}
+
+void evicting(const kvt::store &store) {
+    const kvt::name_space space = open_space(store);
+    const kvt::session session = space.open_session();
+    kvt::offload_opts opts = model();
+    opts.decode = "h2o(sink=4,recent=20,budget=8,heads=all)";
+    kvt::offload offload = kvt::offload::open(session, opts);
+    std::vector<float> k = numbers(150 * ROW, 7), v = numbers(150 * ROW, 8);
+    append(session, 1000, 150);
+    put(offload, 0, k, v, 0, 150);
+    CHECK(static_cast<kvt::kept_tokens>(offload.kept(0)).empty());
+    std::vector<float> sums(150, 0.01f);
+    for (std::size_t i = 40; i < 48; i++) sums[i] = 9;
+    offload.observe(0, 150, sums, 150);
+    kvt::sparse_context at;
+    at.is_prefill = true;
+    at.tokens = 150;
+    CHECK(offload.evict(0, at));
+    const kvt::kept_tokens kept = offload.kept(0);
+    CHECK(kept.size() == 1 && kept[0].size() == 32 && kept[0][4] == 40 && kept[0][31] == 149);
+    offload.close();
+    CHECK(!offload);
+}
+
+void wrong(const kvt::store &store) {
+    const kvt::name_space space = open_space(store);
+    const kvt::session session = space.open_session();
+    kvt::offload_opts opts = model();
+    opts.decode = "questt";
+    CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_SPEC);
+    opts.decode = "";
+    CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_SPEC);
+    opts = model();
+    opts.shape.layers = 4;
+    CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_INVALID);
+    const kvt::offload none;
+    CHECK_THROWS(none.stats(), KVT_E_HANDLE);
+    CHECK_THROWS(none.blocks(0), KVT_E_HANDLE);
+}
+
+/// Every second block, by a policy of the engine's own, which is told of what leaves.
+void called_back(const kvt::store &store) {
+    const kvt::name_space space = open_space(store);
+    const kvt::session session = space.open_session();
+    std::uint32_t alone = 0, together = 0;
+    auto own = std::make_unique<kvt::sparse_custom>();
+    own->traits.caps = KVT_SPARSE_LOAD_DECODE;
+    own->traits.needs = KVT_NEEDS_QUERIES | KVT_NEEDS_KEYS;
+    own->traits.scope = KVT_SCOPE_LAYER;
+    own->traits.granularity = KVT_GRANULARITY_BLOCK;
+    own->traits.flags = KVT_SPARSE_SELECTS;
+    own->on_prefill_offload = [&](std::uint32_t, std::uint32_t, std::uint32_t,
+                                  const kvt_rows_t &) {
+        alone++;
+        return KVT_OK;
+    };
+    own->on_decode_offload = [&](std::uint32_t, std::uint32_t,
+                                 kvt::span<const kvt_rows_t> keys) {
+        together += keys.size() == LAYERS ? 1 : 100;
+        return KVT_OK;
+    };
+    own->select_blocks = [](std::uint32_t, const kvt_rows_t *query,
+                            kvt::span<const std::uint32_t> candidates,
+                            const kvt::sparse_context &, std::vector<std::uint32_t> &chosen) {
+        for (const std::uint32_t id : candidates)
+            if (query != nullptr && id % 2 == 0) chosen.push_back(id);
+        return KVT_OK;
+    };
+    kvt::offload_opts opts = model();
+    opts.buffers = 0;
+    CHECK_THROWS(kvt::offload::open(session, opts, nullptr,
+                                    std::make_unique<kvt::sparse_custom>(*own)),
+                 KVT_E_INVALID);
+    opts = model();
+    const kvt::offload offload = kvt::offload::open(session, opts, nullptr, std::move(own));
+    std::vector<float> k = numbers(512 * ROW, 3), v = numbers(512 * ROW, 4);
+    // Other tokens than before: equal ones have equal KV.
+    append(session, 9000, 90);
+    for (std::uint32_t i = 0; i < LAYERS; i++) put(offload, i, k, v, 0, 90);
+    std::vector<float> asked = numbers(QUERY_HEADS * DIM, 0);
+    const kvt_rows_t query =
+        kvt::rows(asked.data(), 1, QUERY_HEADS, DIM * sizeof(float), KVT_DTYPE_F32);
+    for (std::uint32_t token = 90; token < 96; token++) {
+        append(session, 9000 + token, 1);
+        kvt::sparse_context now;
+        now.first_query = token;
+        now.tokens = token + 1;
+        offload.begin(now);
+        for (std::uint32_t i = 0; i < LAYERS; i++) {
+            put(offload, i, k, v, token, 1);
+            const kvt_offload_kv_t kv = offload.take(i, &query);
+            CHECK(kv.blocks == 3 && same(offload, kv, k, v, token + 1));
+            offload.give_back(i);
+        }
+    }
+    CHECK(alone == 5 * LAYERS && together == 1);
+}
+
+}  // namespace
+
+int main() {
+    const kvt::runtime runtime = kvt::runtime::open();
+    const kvt::store store = kvt::store::open(runtime, "store(host=4MiB)");
+    writing(store);
+    forking(store);
+    evicting(store);
+    called_back(store);
+    wrong(store);
+    return done();
+}

@@ -1,0 +1,270 @@
+//! What each key got of the attention of a prompt's queries: column sums of the
+//! probabilities, from log-sum-exps, without the probabilities in memory. Of sparse attention
+//! too: keys that none of a few queries sees are left out.
+
+use std::marker::PhantomData;
+
+use crate::attention::element::read;
+use crate::attention::job;
+use crate::attention::keys::{Kind, One};
+use crate::attention::lanes::{Lanes, MAX_WIDTH};
+use crate::attention::level::{Level, levels};
+use crate::attention::limits::{Limits, Workspace};
+use crate::attention::panel::{Columns, TILE, bit_words, pack, product};
+use crate::attention::problem::Problem;
+use crate::attention::seen::{Few, look, mark};
+use crate::base::status::Result;
+use crate::fail;
+
+/// Tiles of an item.
+const TILES: usize = 4;
+/// Keys of an item.
+pub const KEYS: usize = TILES * TILE;
+
+/// The sums, cut into items that any thread may run in any order: equal bits come out.
+///
+/// A second pass over keys and queries, after a [`Prefill`](super::Prefill) by the same index
+/// has given the log-sum-exps: it costs half as much as the first.
+#[derive(Debug)]
+pub struct Sums<'a> {
+    problem: Problem<'a>,
+    level: Level,
+    lse: &'a [f32],
+    first: u32,
+    is_by_head: bool,
+    out: *mut f32,
+    lent: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: items write to places of their own, and `run` asks that each is run by one thread.
+unsafe impl Send for Sums<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Sums<'_> {}
+
+/// Numbers of scratch.
+fn scratch(problem: &Problem<'_>) -> usize {
+    let dim = problem.keys.dim() as usize;
+    KEYS * (dim + MAX_WIDTH / 2) + TILE * MAX_WIDTH + dim * MAX_WIDTH + words(problem)
+}
+
+/// Words of the bits of diagonals, where there are any.
+fn words(problem: &Problem<'_>) -> usize {
+    let has_lines = problem.select.heads.iter().any(|head| head.kind == Kind::Lines);
+    if has_lines { bit_words(problem) } else { 0 }
+}
+
+impl<'a> Sums<'a> {
+    /// What no sums of some limits need more of.
+    pub fn workspace(limits: &Limits) -> Result<Workspace> {
+        // SAFETY: only sizes are asked.
+        let problem = unsafe { limits.problem()? };
+        Ok(Workspace { memory: 0, scratch: scratch(&problem) })
+    }
+
+    /// Sums over the queries from `first` on (all of them, or the last ones), for each query
+    /// head: `[query heads, N]`; or for all heads together: `[N]`. `lse` is that of all
+    /// queries, over all keys that they see: where keys came in pieces, the merged one.
+    pub fn new(
+        problem: Problem<'a>,
+        lse: &'a [f32],
+        first: u32,
+        is_by_head: bool,
+        out: &'a mut [f32],
+    ) -> Result<Sums<'a>> {
+        problem.check()?;
+        let (queries, heads) = (problem.queries.tokens(), problem.queries.heads() as usize);
+        if lse.len() != queries as usize * heads || first > queries {
+            fail!(Invalid, "{} log-sum-exps of {queries} queries, from {first} on", lse.len());
+        }
+        let keys = problem.keys.tokens() as usize;
+        let wanted = if is_by_head { keys * heads } else { keys };
+        if out.len() != wanted {
+            fail!(Invalid, "{} sums of {wanted}", out.len());
+        }
+        let items = keys.div_ceil(KEYS).saturating_mul(heads);
+        if items > u32::MAX as usize {
+            fail!(Limit, "sums of {keys} keys by {heads} heads");
+        }
+        let (level, out) = (Level::best(), out.as_mut_ptr());
+        Ok(Sums { problem, level, lse, first, is_by_head, out, lent: PhantomData })
+    }
+
+    /// The same with other instructions; those of the best level, where they are not here.
+    pub fn with_level(mut self, level: Level) -> Sums<'a> {
+        self.level = if level.is_here() { level } else { Level::best() };
+        self
+    }
+
+    /// How many items there are.
+    pub fn items(&self) -> u32 {
+        let heads = if self.is_by_head { self.problem.queries.heads() } else { 1 };
+        self.problem.keys.tokens().div_ceil(KEYS as u32) * heads
+    }
+
+    /// Numbers of scratch that each thread needs.
+    pub fn scratch(&self) -> usize {
+        scratch(&self.problem)
+    }
+
+    /// Runs an item.
+    ///
+    /// # Safety
+    /// No two threads run the same item at a time.
+    pub unsafe fn run(&self, item: u32, memory: &mut [f32]) -> Result<()> {
+        job::check("item", item, self.items(), memory, self.scratch())?;
+        // SAFETY: the level is here; all was checked when this was made.
+        unsafe { run_item(self.level, self, item, memory.as_mut_ptr()) };
+        Ok(())
+    }
+
+    /// Runs all items on this thread.
+    pub fn all(&mut self, memory: &mut [f32]) -> Result<()> {
+        // SAFETY: there is one thread.
+        (0..self.items()).try_for_each(|item| unsafe { self.run(item, memory) })
+    }
+}
+
+levels! {
+    /// An item of column sums.
+    run_item = one(job: &Sums<'_>, item: u32, memory: *mut f32)
+}
+
+/// # Safety
+/// The item is one of the job's, and no other thread's; memory is of its size.
+#[inline(always)]
+unsafe fn one<L: Lanes, const R: usize>(job: &Sums<'_>, item: u32, memory: *mut f32) {
+    let problem = &job.problem;
+    let (heads, keys) = (problem.queries.heads(), problem.keys.tokens());
+    let dim = problem.keys.dim() as usize;
+    let (of, first) = match job.is_by_head {
+        true => (item % heads..item % heads + 1, item / heads * KEYS as u32),
+        false => (0..heads, item * KEYS as u32),
+    };
+    let row = if job.is_by_head { of.start as usize * keys as usize } else { 0 };
+    let count = (keys - first).min(KEYS as u32) as usize;
+    let mut tokens = [0_u32; KEYS];
+    tokens.iter_mut().zip(first..).for_each(|(token, key)| *token = key);
+    // SAFETY: in the order of `scratch`; the sums are those of these keys.
+    unsafe {
+        let scores = memory.add(KEYS * (dim + MAX_WIDTH / 2));
+        let queries = scores.add(TILE * MAX_WIDTH);
+        let bits = queries.add(dim * MAX_WIDTH).cast();
+        let bits = std::slice::from_raw_parts_mut(bits, words(problem));
+        let rows = Rows { keys: memory, sums: memory.add(KEYS * dim), scores, queries };
+        (0..count * L::N).for_each(|i| rows.sums.add(i).write(0.0));
+        let mut key_head = u32::MAX;
+        for head in of {
+            if problem.key_head(head) != key_head {
+                key_head = problem.key_head(head);
+                read::<L>(&problem.keys, key_head, &tokens[..count], rows.keys);
+            }
+            let one = problem.select.of(problem.heads(), head);
+            if let Some(lines) = one.lines(problem.first_query) {
+                mark(&lines, bits);
+            }
+            add_head::<L, R>(job, (head, &one, bits), (first, count), &rows);
+        }
+        for i in 0..count {
+            let sum = L::load(rows.sums.add(i * L::N)).sum();
+            job.out.add(row + first as usize + i).write(sum);
+        }
+    }
+}
+
+/// Memory of one that works.
+struct Rows {
+    keys: *mut f32,
+    sums: *mut f32,
+    scores: *mut f32,
+    queries: *mut f32,
+}
+
+/// Adds what keys get of a head.
+///
+/// # Safety
+/// As of [`one`]; `bits` are the head's diagonals.
+#[inline(always)]
+unsafe fn add_head<L: Lanes, const R: usize>(
+    job: &Sums<'_>,
+    (head, keys, bits): (u32, &One<'_>, &[u32]),
+    (first, count): (u32, usize),
+    rows: &Rows,
+) {
+    let problem = &job.problem;
+    let (queries, heads) = (problem.queries.tokens(), problem.queries.heads() as usize);
+    let (first, first_query) = (problem.first_key + first, problem.first_query);
+    let mut masks = [0; KEYS];
+    // Queries before the first key have none of these.
+    let mut query = job.first.max(first.saturating_sub(first_query));
+    while query < queries {
+        let used = (queries - query).min(L::WIDTH as u32);
+        let columns = Columns {
+            first_query: query,
+            first_head: head,
+            heads: 1,
+            skip: 0,
+            count: used as usize,
+        };
+        // What no query stands in gets nothing.
+        let mut logs = [f32::INFINITY; MAX_WIDTH];
+        for (log, q) in logs.iter_mut().zip(query as usize..).take(used as usize) {
+            let lse = job.lse[q * heads + head as usize];
+            *log = if lse > f32::NEG_INFINITY { lse * std::f32::consts::LOG2_E } else { *log };
+        }
+        let last = first_query + query + used - 1;
+        let masks = &mut masks[..count.min((last + 1 - first) as usize)];
+        let few = Few { query, count: used, first_query };
+        if look(keys, bits, &few, first, masks) {
+            let scale = problem.binary_scale();
+            // The first lane sees keys up to this one, each one more.
+            let near = i64::from(first_query + query) - i64::from(first);
+            // SAFETY: the caller's promise; so many keys are there.
+            unsafe {
+                pack::<L>(problem, &columns, scale, rows.scores, (rows.queries, 0));
+                add_seen::<L, R>(problem, &logs, (near, masks), rows);
+            }
+        }
+        query += used;
+    }
+}
+
+/// Adds what keys get of the queries that were packed: of each those in its mask.
+///
+/// # Safety
+/// As of [`one`]; there are as many keys as masks.
+#[inline(always)]
+unsafe fn add_seen<L: Lanes, const R: usize>(
+    problem: &Problem<'_>,
+    logs: &[f32; MAX_WIDTH],
+    (near, masks): (i64, &[u32]),
+    rows: &Rows,
+) {
+    let dim = problem.keys.dim() as usize;
+    let mut from = 0;
+    while let Some(masks) = masks.get(from..).filter(|masks| !masks.is_empty()) {
+        if masks[0] == 0 {
+            from += 1;
+            continue;
+        }
+        // Keys that are seen, up to the end of a tile.
+        let most = TILE - from % TILE;
+        let n = masks.iter().take(most).take_while(|&&mask| mask != 0).count();
+        // SAFETY: the caller's promise.
+        unsafe {
+            let keys = rows.keys.add(from * dim);
+            product::<L, R>(keys, (dim, 1), n, rows.queries, dim, rows.scores, None, || {});
+            for half in [0, L::N] {
+                let logs = L::load(logs.as_ptr().add(half));
+                for (i, &mask) in masks.iter().enumerate().take(n) {
+                    let ahead = ((from + i) as i64 - near - half as i64).clamp(0, 32);
+                    let bits = (u64::from(u32::MAX) << ahead) as u32 & mask >> half;
+                    let share = L::load(rows.scores.add(i * L::WIDTH + half)).sub(logs);
+                    let share = share.keep(bits).exp2();
+                    let sum = rows.sums.add((from + i) * L::N);
+                    L::load(sum).add(share).store(sum);
+                }
+            }
+        }
+        from += n;
+    }
+}

@@ -1,0 +1,143 @@
+//! How a decode is cut into parts: by keys alone, so that it does not depend on threads.
+
+use crate::attention::keys::Kind;
+use crate::attention::limits::Limits;
+use crate::attention::panel::{Columns, Place, TILE};
+use crate::attention::problem::Problem;
+use crate::attention::walk::Walk;
+use crate::base::status::Result;
+use crate::fail;
+
+/// Keys of a part.
+pub const PART_KEYS: usize = 1024;
+
+/// How a decode is cut.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    /// Query heads of a group: those that share keys, and what is selected of them.
+    pub group: u32,
+    /// Groups.
+    pub groups: u32,
+    /// Rows of a group.
+    pub rows: usize,
+    /// Parts of a group.
+    pub parts: usize,
+    /// Keys of the group that has the most, if scores are kept.
+    pub scores: usize,
+}
+
+/// Refuses what is not one list of blocks for all queries.
+fn can_follow(problem: &Problem<'_>) -> Result<()> {
+    for at in 0..problem.select.heads.len() {
+        let keys = problem.select.at(at);
+        if !matches!(keys.kind(problem.first_query), Kind::Dense | Kind::Blocks) {
+            fail!(Unsupported, "decode follows blocks, not diagonals and ranges: use prefill");
+        }
+        if keys.until(0, problem.first_query) < problem.queries.tokens() {
+            fail!(Unsupported, "decode has one row of queries, not several");
+        }
+    }
+    Ok(())
+}
+
+impl Cut {
+    /// Cuts a problem, if it can be decoded.
+    pub fn new(problem: &Problem<'_>, keeps_scores: bool) -> Result<Cut> {
+        problem.check()?;
+        can_follow(problem)?;
+        let heads = problem.heads();
+        let group = if problem.select.is_shared(heads) { heads.queries / heads.keys } else { 1 };
+        let groups = heads.queries / group;
+        let mut cut = Cut {
+            group,
+            groups,
+            rows: problem.queries.tokens() as usize * group as usize,
+            parts: 0,
+            scores: 0,
+        };
+        let most = (0..groups).map(|g| cut.walk(problem, g).count()).max().unwrap_or(0);
+        cut.parts = most.div_ceil(PART_KEYS).max(1);
+        cut.scores = if keeps_scores { most } else { 0 };
+        Ok(cut)
+    }
+
+    /// The cut of the largest problem that there may be: as many groups as heads.
+    pub fn largest(limits: &Limits) -> Cut {
+        let keys = limits.keys as usize;
+        Cut {
+            group: 1,
+            groups: limits.query_heads,
+            rows: limits.queries as usize,
+            parts: keys.div_ceil(PART_KEYS).max(1),
+            scores: if limits.keeps_scores { keys } else { 0 },
+        }
+    }
+
+    /// All keys of a group.
+    pub fn walk<'a>(&self, problem: &Problem<'a>, group: u32) -> Walk<'a> {
+        let queries = problem.queries.tokens();
+        let sight = queries.checked_sub(1).map_or(0, |last| problem.sight(last));
+        let keys = problem.select.of(problem.heads(), group * self.group);
+        keys.walk(0, (problem.first_query, queries), (problem.first_key, sight))
+    }
+
+    /// Rows of all groups.
+    pub fn all_rows(&self) -> usize {
+        self.rows * self.groups as usize
+    }
+
+    /// Numbers for results of parts, their log-sum-exps, and scores.
+    pub fn sizes(&self, problem: &Problem<'_>) -> Result<[usize; 3]> {
+        let rows = self.all_rows().checked_mul(self.parts);
+        let results = rows.and_then(|rows| rows.checked_mul(problem.values.dim() as usize));
+        let scores = self.all_rows().checked_mul(self.scores);
+        match (results, rows, scores) {
+            (Some(a), Some(b), Some(c)) if a.max(b).max(c) <= usize::MAX / 16 => Ok([a, b, c]),
+            _ => fail!(Limit, "{} rows of {} parts", self.all_rows(), self.parts),
+        }
+    }
+
+    /// The keys of a tile of a part of a group.
+    pub fn tile(
+        &self,
+        problem: &Problem<'_>,
+        (group, part, tile): (u32, usize, usize),
+        tokens: &mut [u32; TILE],
+    ) -> usize {
+        let mut walk = self.walk(problem, group);
+        walk.skip(part * PART_KEYS + tile * TILE);
+        walk.take(tokens, TILE)
+    }
+
+    /// The rows of a group.
+    pub fn columns(&self, group: u32, skip: usize, count: usize) -> Columns {
+        let first_head = group * self.group;
+        Columns { first_query: 0, first_head, heads: self.group, skip: skip as u32, count }
+    }
+
+    /// Where a part of a group puts what it comes to.
+    ///
+    /// # Safety
+    /// `memory` is of [`Cut::sizes`].
+    pub unsafe fn place(
+        &self,
+        problem: &Problem<'_>,
+        (group, part): (u32, usize),
+        memory: *mut f32,
+    ) -> Place {
+        let (row, dim) = (group as usize * self.rows, problem.values.dim() as usize);
+        let all = self.all_rows() * self.parts;
+        // SAFETY: results come first, then log-sum-exps, then scores.
+        unsafe {
+            let logs = memory.add(all * dim);
+            let scores = logs.add(all + row * self.scores + part * PART_KEYS);
+            Place {
+                out: memory.add((row * self.parts + part) * dim),
+                lse: logs.add(row * self.parts + part),
+                step: self.parts,
+                scores: if self.scores == 0 { std::ptr::null_mut() } else { scores },
+                scores_step: self.scores,
+            }
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! Attention of the next token, or of a few.
+
+use std::marker::PhantomData;
+
+use crate::attention::cut::{Cut, PART_KEYS};
+use crate::attention::job;
+use crate::attention::lanes::Lanes;
+use crate::attention::level::{Level, levels};
+use crate::attention::limits::{Limits, Workspace};
+use crate::attention::panel::{self, MAX_COLUMNS, Room};
+use crate::attention::problem::Problem;
+use crate::attention::{lanes::portable::Portable, narrow};
+use crate::base::status::Result;
+use crate::fail;
+
+/// A decode. First its parts are run, each some keys for the queries that share them, then
+/// its ends, one for each query and head; each may be run by any thread and in any order.
+/// What parts come to is put together in the order of keys: equal bits come out.
+#[derive(Debug)]
+pub struct Decode<'a> {
+    problem: Problem<'a>,
+    level: Level,
+    cut: Cut,
+    out: *mut f32,
+    lse: *mut f32,
+    /// Results of parts, their log-sum-exps, then scores.
+    memory: *mut f32,
+    lent: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: parts and ends write to places of their own, and `run` and `end` ask that each is
+// run by one thread.
+unsafe impl Send for Decode<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Decode<'_> {}
+
+impl<'a> Decode<'a> {
+    /// Numbers of memory that a decode needs beside scratch; more if scores are kept, for
+    /// [`Decode::sums`].
+    pub fn memory(problem: &Problem<'_>, keeps_scores: bool) -> Result<usize> {
+        Ok(Cut::new(problem, keeps_scores)?.sizes(problem)?.iter().sum())
+    }
+
+    /// What no decode of some limits needs more of.
+    pub fn workspace(limits: &Limits) -> Result<Workspace> {
+        // SAFETY: only sizes are asked.
+        let problem = unsafe { limits.problem()? };
+        let cut = Cut::largest(limits);
+        let rows = cut.rows.min(narrow::MAX_ROWS) * cut.groups as usize;
+        let few = narrow::scratch(&problem, rows, cut.groups as usize);
+        // Many rows that share their keys: those of all heads may.
+        let many = panel::scratch(&problem, cut.all_rows().min(MAX_COLUMNS));
+        Ok(Workspace { memory: cut.sizes(&problem)?.iter().sum(), scratch: few.max(many) })
+    }
+
+    /// A decode that writes `[T, query heads, Dv]` to `out`, and `[T, query heads]` to `lse`.
+    /// A query that sees no key gets zeros, and -inf. `memory` is of [`Decode::memory`].
+    pub fn new(
+        problem: Problem<'a>,
+        out: &'a mut [f32],
+        lse: &'a mut [f32],
+        memory: &'a mut [f32],
+        keeps_scores: bool,
+    ) -> Result<Decode<'a>> {
+        let cut = Cut::new(&problem, keeps_scores)?;
+        let rows = cut.all_rows();
+        let numbers = rows.saturating_mul(problem.values.dim() as usize);
+        if out.len() < numbers || lse.len() < rows {
+            fail!(TooSmall, "{} and {} numbers for {rows} rows", out.len(), lse.len());
+        }
+        let sizes = cut.sizes(&problem)?;
+        if memory.len() < sizes.iter().sum() {
+            fail!(TooSmall, "{} numbers of memory, {sizes:?} are needed", memory.len());
+        }
+        Ok(Decode {
+            problem,
+            level: Level::best(),
+            cut,
+            out: out.as_mut_ptr(),
+            lse: lse.as_mut_ptr(),
+            memory: memory.as_mut_ptr(),
+            lent: PhantomData,
+        })
+    }
+
+    /// The same with other instructions; those of the best level, where they are not here.
+    pub fn with_level(mut self, level: Level) -> Decode<'a> {
+        self.level = if level.is_here() { level } else { Level::best() };
+        self
+    }
+
+    /// How many parts there are: some keys of all heads, or of one that many queries share.
+    pub fn parts(&self) -> u32 {
+        // Heads that lie side by side are read together.
+        let groups = if self.is_narrow() { 1 } else { self.cut.groups };
+        groups * self.cut.parts as u32
+    }
+
+    /// How many ends there are.
+    pub fn ends(&self) -> u32 {
+        self.cut.all_rows() as u32
+    }
+
+    /// Numbers of scratch that each thread needs for parts.
+    pub fn scratch(&self) -> usize {
+        if self.is_narrow() {
+            narrow::scratch(&self.problem, self.cut.all_rows(), self.cut.groups as usize)
+        } else {
+            panel::scratch(&self.problem, self.cut.rows.min(MAX_COLUMNS))
+        }
+    }
+
+    fn is_narrow(&self) -> bool {
+        self.cut.rows <= narrow::MAX_ROWS
+    }
+
+    /// Runs a part.
+    ///
+    /// # Safety
+    /// No two threads run the same part at a time, and none an end before all parts are done.
+    pub unsafe fn run(&self, part: u32, memory: &mut [f32]) -> Result<()> {
+        job::check("part", part, self.parts(), memory, self.scratch())?;
+        // SAFETY: the level is here; all was checked when this was made.
+        unsafe { run_part(self.level, self, part, memory.as_mut_ptr()) };
+        Ok(())
+    }
+
+    /// The row of a group where a query and head are, counted through all groups.
+    fn row(&self, query: usize, head: usize) -> usize {
+        let group = self.cut.group as usize;
+        head / group * self.cut.rows + query * group + head % group
+    }
+
+    /// Puts the parts of a query and head together. Where scores are kept, they become what
+    /// each key got of its attention.
+    ///
+    /// # Safety
+    /// All parts are done; no two threads run the same end at a time.
+    pub unsafe fn end(&self, end: u32) -> Result<()> {
+        job::check("end", end, self.ends(), &[], 0)?;
+        let heads = self.problem.queries.heads() as usize;
+        let row = self.row(end as usize / heads, end as usize % heads);
+        let (dim, parts) = (self.problem.values.dim() as usize, self.cut.parts);
+        let [results, logs, _] = self.cut.sizes(&self.problem)?;
+        // SAFETY: parts have written rows; this end's results are no other's.
+        unsafe {
+            let (from, of) = (self.memory.add(row * parts * dim), self.memory.add(results));
+            let of = std::slice::from_raw_parts(of.add(row * parts), parts);
+            let out = std::slice::from_raw_parts_mut(self.out.add(end as usize * dim), dim);
+            let from = std::slice::from_raw_parts(from, parts * dim);
+            let lse = join(out, from, of);
+            self.lse.add(end as usize).write(lse);
+            if self.cut.scores > 0 {
+                let scores = self.memory.add(results + logs + row * self.cut.scores);
+                let walk = self.cut.walk(&self.problem, (row / self.cut.rows) as u32);
+                let count = walk.count().min(self.cut.scores);
+                shares(self.level, scores, count, self.cut.scores, lse);
+            }
+        }
+        Ok(())
+    }
+
+    /// Keys that sums are of, for each head: the most that one selects, if scores are kept.
+    pub fn sum_keys(&self) -> usize {
+        self.cut.scores
+    }
+
+    /// Adds what each key got of the attention of all queries to `sums`: `[query heads, keys]`,
+    /// or `[keys]` for all heads together, in the order in which keys are selected. When all
+    /// ends are done, and if scores were kept.
+    pub fn sums(&mut self, is_by_head: bool, sums: &mut [f32]) -> Result<()> {
+        // SAFETY: this is the only thread that has it.
+        unsafe { self.add_sums(is_by_head, sums) }
+    }
+
+    /// The same for one that threads share.
+    ///
+    /// # Safety
+    /// No thread runs a part or an end meanwhile.
+    pub unsafe fn add_sums(&self, is_by_head: bool, sums: &mut [f32]) -> Result<()> {
+        let (heads, keys) = (self.problem.queries.heads() as usize, self.cut.scores);
+        let wanted = if is_by_head { heads * keys } else { keys };
+        if sums.len() != wanted {
+            fail!(Invalid, "{} sums, {wanted} are kept", sums.len());
+        }
+        let select = &self.problem.select;
+        let is_one_list = select.heads.len() <= 1 || select.is_dense();
+        if !is_by_head && !is_one_list {
+            fail!(Invalid, "heads that see different keys have no sum");
+        }
+        if keys == 0 {
+            return Ok(());
+        }
+        let [results, logs, _] = self.cut.sizes(&self.problem)?;
+        for query in 0..self.problem.queries.tokens() as usize {
+            for head in 0..heads {
+                let row = results + logs + self.row(query, head) * keys;
+                // SAFETY: ends have written it, and nobody else has this.
+                let shares = unsafe { std::slice::from_raw_parts(self.memory.add(row), keys) };
+                let at = if is_by_head { head * keys } else { 0 };
+                sums[at..at + keys].iter_mut().zip(shares).for_each(|(sum, share)| *sum += share);
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs all parts and ends on this thread.
+    pub fn all(&mut self, memory: &mut [f32]) -> Result<()> {
+        // SAFETY: there is one thread.
+        (0..self.parts()).try_for_each(|part| unsafe { self.run(part, memory) })?;
+        // SAFETY: as above.
+        (0..self.ends()).try_for_each(|end| unsafe { self.end(end) })
+    }
+}
+
+/// Results of parts in one; returns their log-sum-exp.
+fn join(out: &mut [f32], from: &[f32], logs: &[f32]) -> f32 {
+    out.fill(0.0);
+    let most = logs.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+    if most == f32::NEG_INFINITY {
+        return most;
+    }
+    let sum: f32 = logs.iter().map(|log| (log - most).exp()).sum();
+    for (part, log) in from.chunks_exact(out.len()).zip(logs) {
+        let share = (log - most).exp() / sum;
+        out.iter_mut().zip(part).for_each(|(out, x)| *out += x * share);
+    }
+    most + sum.ln()
+}
+
+levels! {
+    /// A part of a decode.
+    run_part = one(job: &Decode<'_>, part: u32, memory: *mut f32)
+}
+
+/// # Safety
+/// The part is one of the job's, and no other thread's; memory is of its size.
+#[inline(always)]
+unsafe fn one<L: Lanes, const R: usize>(job: &Decode<'_>, part: u32, memory: *mut f32) {
+    let (problem, cut) = (&job.problem, &job.cut);
+    // SAFETY: the caller's promise; sizes are those of `Cut::sizes`.
+    unsafe {
+        if job.is_narrow() {
+            narrow::attend::<L, R>(problem, cut, part as usize, memory, job.memory);
+            return;
+        }
+        let (group, part) = (part % cut.groups, (part / cut.groups) as usize);
+        let mut walk = cut.walk(problem, group);
+        walk.skip(part * PART_KEYS);
+        let place = cut.place(problem, (group, part), job.memory);
+        let room = Room::new(problem, cut.rows.min(MAX_COLUMNS), L::WIDTH, memory);
+        for done in (0..cut.rows).step_by(MAX_COLUMNS) {
+            let columns = cut.columns(group, done, (cut.rows - done).min(MAX_COLUMNS));
+            panel::attend::<L, R>(problem, &columns, None, (walk, PART_KEYS), &room, &place);
+        }
+    }
+}
+
+levels! {
+    /// Scores as shares of attention, by the log-sum-exp of all of them; 0 behind `count`.
+    shares = to_shares(scores: *mut f32, count: usize, all: usize, lse: f32)
+}
+
+/// # Safety
+/// There are so many scores.
+#[inline(always)]
+unsafe fn to_shares<L: Lanes, const R: usize>(
+    scores: *mut f32,
+    count: usize,
+    all: usize,
+    lse: f32,
+) {
+    let log = if lse > f32::NEG_INFINITY { lse * std::f32::consts::LOG2_E } else { f32::INFINITY };
+    let mut i = 0;
+    // SAFETY: the caller's promise.
+    unsafe {
+        while i + L::N <= count {
+            let at = scores.add(i);
+            L::load(at).sub(L::splat(log)).exp2().store(at);
+            i += L::N;
+        }
+        while i < count {
+            *scores.add(i) = Portable::splat(*scores.add(i) - log).exp2().first();
+            i += 1;
+        }
+        (count..all).for_each(|i| scores.add(i).write(0.0));
+    }
+}

@@ -1,0 +1,242 @@
+//! Rows read where they are: products of a few queries with keys, and values weighted for
+//! them. For decode, which is as fast as memory gives rows.
+
+use crate::attention::element::{Element, part};
+use crate::attention::lanes::Lanes;
+use crate::attention::panel::TILE;
+use crate::attention::rows::Rows;
+
+/// What memory gives at once.
+const LINE_BYTES: usize = 64;
+
+/// Where rows of a tile are, and how many numbers one has.
+pub struct Tile {
+    /// A place a row.
+    pub rows: [*const u8; TILE],
+    /// Rows.
+    pub count: usize,
+    /// Numbers of a row.
+    pub dim: usize,
+}
+
+/// `out[r * TILE + j]` becomes the product of query r and row j of four. Queries are in the
+/// order of [`Element::place`], each `step` numbers with zeros at the end. Rows of `coming`
+/// are called for, line by line as rows are read: of many calls at once processors drop some.
+///
+/// # Safety
+/// As of [`Lanes`]; all that is named is there, of type E, but for `coming`.
+#[inline(always)]
+pub unsafe fn dots<L: Lanes, E: Element, const R: usize>(
+    rows: [*const u8; 4],
+    mut coming: [*const u8; 4],
+    dim: usize,
+    (queries, count, step): (*const f32, usize, usize),
+    out: *mut f32,
+) {
+    let mut r = 0;
+    // SAFETY: the caller's promise; out has TILE places a query.
+    unsafe {
+        while R >= 8 && r + 4 <= count {
+            four::<L, E, 4>(rows, coming, dim, queries.add(r * step), step, out.add(r * TILE));
+            coming = rows;
+            r += 4;
+        }
+        while r + 2 <= count {
+            four::<L, E, 2>(rows, coming, dim, queries.add(r * step), step, out.add(r * TILE));
+            coming = rows;
+            r += 2;
+        }
+        if r < count {
+            four::<L, E, 1>(rows, coming, dim, queries.add(r * step), step, out.add(r * TILE));
+        }
+    }
+}
+
+/// Says that a row will be read soon: no processor guesses that rows of another plane, page
+/// or head are next.
+///
+/// # Safety
+/// As of [`Lanes`]; token and head are there.
+#[inline(always)]
+pub unsafe fn call_row<L: Lanes>(rows: &Rows<'_>, token: u32, head: u32) {
+    let bytes = rows.dim() as usize * rows.dtype().bits() as usize / 8;
+    // SAFETY: nothing is read.
+    unsafe { call::<L>(rows.row(token, head), bytes) }
+}
+
+/// The same of a row that was found.
+///
+/// # Safety
+/// As of [`Lanes`]; the row need not be there.
+#[inline(always)]
+pub unsafe fn call<L: Lanes>(row: *const u8, bytes: usize) {
+    for at in (0..bytes).step_by(LINE_BYTES) {
+        // SAFETY: nothing is read.
+        unsafe { L::soon(row.wrapping_add(at)) };
+    }
+}
+
+/// # Safety
+/// As of [`dots`].
+#[inline(always)]
+unsafe fn four<L: Lanes, E: Element, const Q: usize>(
+    rows: [*const u8; 4],
+    coming: [*const u8; 4],
+    dim: usize,
+    queries: *const f32,
+    step: usize,
+    out: *mut f32,
+) {
+    // SAFETY: the caller's promise; what is behind a row is not read.
+    unsafe {
+        let mut sums = [[L::splat(0.0); 4]; Q];
+        let whole = dim - dim % L::WIDTH;
+        // What is left over comes first, so that the loop behind it has nothing but products.
+        if whole < dim {
+            for (j, (row, coming)) in rows.into_iter().zip(coming).enumerate() {
+                call::<L>(coming.wrapping_add(whole * E::BYTES), (dim - whole) * E::BYTES);
+                let both = part::<L, E>(row.add(whole * E::BYTES), dim - whole);
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let query = queries.add(r * step + whole);
+                    let sum = both[0].fma(L::load(query), sums[j]);
+                    sums[j] = both[1].fma(L::load(query.add(L::N)), sum);
+                }
+            }
+        }
+        let mut at = 0;
+        while at < whole {
+            let mut query = [[L::splat(0.0); 2]; Q];
+            for (r, query) in query.iter_mut().enumerate() {
+                let from = queries.add(r * step + at);
+                *query = [L::load(from), L::load(from.add(L::N))];
+            }
+            for (j, (row, coming)) in rows.into_iter().zip(coming).enumerate() {
+                call::<L>(coming.wrapping_add(at * E::BYTES), L::WIDTH * E::BYTES);
+                let [x, y] = E::pair::<L>(row.add(at * E::BYTES));
+                for (sums, query) in sums.iter_mut().zip(&query) {
+                    sums[j] = y.fma(query[1], x.fma(query[0], sums[j]));
+                }
+            }
+            at += L::WIDTH;
+        }
+        for (r, sums) in sums.into_iter().enumerate() {
+            out.add(r * TILE).cast::<[f32; 4]>().write_unaligned(L::sums(sums));
+        }
+    }
+}
+
+/// `out[r][..] = alpha[r] * out[r][..] + sum over i of weights[r * TILE + i] * row i`, where
+/// out is in the order of [`Element::place`], each `step` numbers. Rows of `coming` are called
+/// for as in [`dots`].
+///
+/// # Safety
+/// As of [`dots`].
+#[inline(always)]
+pub unsafe fn weigh<'a, L: Lanes, E: Element, const R: usize>(
+    tile: &'a Tile,
+    weights: *const f32,
+    alpha: *const f32,
+    (out, count, step): (*mut f32, usize, usize),
+    mut coming: &'a Tile,
+) {
+    let mut r = 0;
+    // SAFETY: the caller's promise.
+    unsafe {
+        while R >= 8 && r + 4 <= count {
+            let out = out.add(r * step);
+            some::<L, E, 4>(tile, weights.add(r * TILE), alpha.add(r), out, step, coming);
+            coming = tile;
+            r += 4;
+        }
+        while r + 2 <= count {
+            let out = out.add(r * step);
+            some::<L, E, 2>(tile, weights.add(r * TILE), alpha.add(r), out, step, coming);
+            coming = tile;
+            r += 2;
+        }
+        if r < count {
+            let out = out.add(r * step);
+            some::<L, E, 1>(tile, weights.add(r * TILE), alpha.add(r), out, step, coming);
+        }
+    }
+}
+
+/// # Safety
+/// As of [`weigh`].
+#[inline(always)]
+unsafe fn some<L: Lanes, E: Element, const Q: usize>(
+    tile: &Tile,
+    weights: *const f32,
+    alpha: *const f32,
+    out: *mut f32,
+    step: usize,
+    coming: &Tile,
+) {
+    let mut at = 0;
+    // SAFETY: the caller's promise; what is behind a row is not read.
+    unsafe {
+        while at + 2 * L::WIDTH <= tile.dim {
+            let read = |row: *const u8| {
+                let [a, b] = E::pair::<L>(row);
+                let [c, d] = E::pair::<L>(row.add(L::WIDTH * E::BYTES));
+                [a, b, c, d]
+            };
+            columns::<L, E, Q, 4>((tile, coming), at, weights, alpha, (out, step), read);
+            at += 2 * L::WIDTH;
+        }
+        while at < tile.dim {
+            let left = tile.dim - at;
+            if left >= L::WIDTH {
+                let read = |row: *const u8| E::pair::<L>(row);
+                columns::<L, E, Q, 2>((tile, coming), at, weights, alpha, (out, step), read);
+            } else {
+                let read = |row: *const u8| part::<L, E>(row, left);
+                columns::<L, E, Q, 2>((tile, coming), at, weights, alpha, (out, step), read);
+            }
+            at += L::WIDTH;
+        }
+    }
+}
+
+/// Numbers from `at` on; `read` gives V vectors of a row.
+///
+/// # Safety
+/// As of [`weigh`].
+#[inline(always)]
+unsafe fn columns<L: Lanes, E: Element, const Q: usize, const V: usize>(
+    (tile, coming): (&Tile, &Tile),
+    at: usize,
+    weights: *const f32,
+    alpha: *const f32,
+    (out, step): (*mut f32, usize),
+    read: impl Fn(*const u8) -> [L; V],
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let out = out.add(at);
+        let mut sums = [[L::splat(0.0); V]; Q];
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let alpha = L::splat(*alpha.add(r));
+            for (v, sum) in sums.iter_mut().enumerate() {
+                *sum = L::load(out.add(r * step + v * L::N)).mul(alpha);
+            }
+        }
+        let (rows, coming) = (tile.rows.as_ptr(), coming.rows.as_ptr());
+        let from = at * E::BYTES;
+        for i in 0..tile.count {
+            call::<L>(coming.add(i).read().wrapping_add(from), V * L::N * E::BYTES);
+            let values = read(rows.add(i).read().add(from));
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let weight = L::splat(*weights.add(r * TILE + i));
+                for (sum, value) in sums.iter_mut().zip(values) {
+                    *sum = value.fma(weight, *sum);
+                }
+            }
+        }
+        for (r, sums) in sums.into_iter().enumerate() {
+            for (v, sum) in sums.into_iter().enumerate() {
+                sum.store(out.add(r * step + v * L::N));
+            }
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Which instructions kernels use: what the processor has, found out when they are made.
+
+/// Instructions that kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// What any processor has.
+    Portable,
+    /// NEON.
+    Neon,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+impl Level {
+    /// Every level, the best last.
+    pub const ALL: [Level; 4] = [Level::Portable, Level::Neon, Level::Avx2, Level::Avx512];
+
+    /// Whether this processor has it.
+    pub fn is_here(self) -> bool {
+        match self {
+            Level::Portable => true,
+            Level::Neon => cfg!(target_arch = "aarch64"),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => {
+                Level::Avx2.is_here()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Level::Avx2 | Level::Avx512 => false,
+        }
+    }
+
+    /// The best that this processor has.
+    pub fn best() -> Level {
+        Level::ALL.into_iter().rev().find(|level| level.is_here()).unwrap_or(Level::Portable)
+    }
+}
+
+/// Compiles a generic function for every level: `fn name(level, arguments)` calls
+/// `generic::<vector, rows>(arguments)`, where `rows` is how many rows of two vectors fit in
+/// the registers.
+///
+/// The generic function must be `#[inline(always)]`, and all that it calls; then it is
+/// compiled with the features of its caller.
+macro_rules! levels {
+    ($(#[$doc:meta])* $name:ident = $generic:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// That of the generic function; the level is here.
+        pub unsafe fn $name(level: $crate::attention::level::Level, $($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn avx2($($arg: $ty),*) {
+                // SAFETY: the caller's promise.
+                unsafe { $generic::<$crate::attention::lanes::avx2::Avx2, 6>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+            unsafe fn avx512($($arg: $ty),*) {
+                // SAFETY: the caller's promise.
+                unsafe { $generic::<$crate::attention::lanes::avx512::Avx512, 8>($($arg),*) }
+            }
+            match level {
+                // SAFETY: the caller's promise, and that the level is here.
+                #[cfg(target_arch = "x86_64")]
+                $crate::attention::level::Level::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::attention::level::Level::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: as above; every aarch64 has it.
+                #[cfg(target_arch = "aarch64")]
+                $crate::attention::level::Level::Neon => unsafe {
+                    $generic::<$crate::attention::lanes::neon::Neon, 8>($($arg),*)
+                },
+                // SAFETY: as above.
+                _ => unsafe {
+                    $generic::<$crate::attention::lanes::portable::Portable, 2>($($arg),*)
+                },
+            }
+        }
+    };
+}
+pub(crate) use levels;

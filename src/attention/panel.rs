@@ -1,0 +1,460 @@
+//! What prefill kernels are made of: queries stand in columns, two vectors of them to a
+//! panel, so that a tile of keys meets a panel in a product of matrices, and maxima and sums
+//! are taken of each column in its own lane.
+//!
+//! What becomes of a column does not depend on its neighbours, so it is the same bits
+//! wherever a query stands.
+
+use crate::attention::dot::call_row;
+use crate::attention::element::read;
+use crate::attention::keys::{Kind, Lines};
+use crate::attention::lanes::{Lanes, MAX_WIDTH};
+use crate::attention::problem::Problem;
+use crate::attention::walk::Walk;
+
+/// Keys of a tile.
+pub const TILE: usize = 64;
+/// Most columns that meet a tile while it is near.
+pub const MAX_COLUMNS: usize = 128;
+
+/// Which rows of queries stand in columns: one after the other through `heads` heads of a
+/// token, then those of the next.
+#[derive(Clone, Copy, Debug)]
+pub struct Columns {
+    /// The query of the first row.
+    pub first_query: u32,
+    /// Its head.
+    pub first_head: u32,
+    /// Heads of a token that stand in rows.
+    pub heads: u32,
+    /// Rows before the first column.
+    pub skip: u32,
+    /// Columns.
+    pub count: usize,
+}
+
+impl Columns {
+    /// The query and head of a column.
+    pub fn at(&self, column: usize) -> (u32, u32) {
+        let row = self.skip + column as u32;
+        (self.first_query + row / self.heads, self.first_head + row % self.heads)
+    }
+}
+
+/// Where results go; rows are counted as in [`Columns`].
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// Sums of values, `[row, Dv]`.
+    pub out: *mut f32,
+    /// Log-sum-exps, one a row; may be null.
+    pub lse: *mut f32,
+    /// From a row to the next.
+    pub step: usize,
+    /// Scores, in powers of two, of row and place in the walk; may be null.
+    pub scores: *mut f32,
+    /// From the scores of a row to those of the next.
+    pub scores_step: usize,
+}
+
+/// Memory of one that works: f32s, laid out for the largest piece.
+#[derive(Clone, Copy)]
+pub struct Room {
+    dim: usize,
+    value_dim: usize,
+    /// Values are read as the first numbers of keys.
+    is_latent: bool,
+    keys: *mut f32,
+    values: *mut f32,
+    scores: *mut f32,
+    panels: *mut f32,
+    panel: usize,
+    /// A bit a distance: whether it is a diagonal.
+    pub bits: *mut u32,
+}
+
+/// Numbers of scratch for `columns` columns of a problem.
+pub fn scratch(problem: &Problem<'_>, columns: usize) -> usize {
+    let (dim, value_dim) = (problem.keys.dim() as usize, problem.values.dim() as usize);
+    let columns = columns.next_multiple_of(MAX_WIDTH);
+    let has_lines = problem.select.heads.iter().any(|head| head.kind == Kind::Lines);
+    let bits = if has_lines { bit_words(problem) } else { 0 };
+    TILE * (dim + value_dim + MAX_WIDTH) + columns * (dim + value_dim + 2) + bits
+}
+
+/// Words of the bits of distances, with those that are read beyond the last.
+pub fn bit_words(problem: &Problem<'_>) -> usize {
+    (problem.first_query + problem.queries.tokens()) as usize / 32 + 3
+}
+
+impl Room {
+    /// Lays out scratch of [`scratch`] numbers for `columns` columns.
+    ///
+    /// # Safety
+    /// `at` leads to so many.
+    pub unsafe fn new(problem: &Problem<'_>, columns: usize, width: usize, at: *mut f32) -> Room {
+        let (dim, value_dim) = (problem.keys.dim() as usize, problem.values.dim() as usize);
+        // SAFETY: in the order and sizes of `scratch`.
+        unsafe {
+            let values = at.add(TILE * dim);
+            let scores = values.add(TILE * value_dim);
+            let panels = scores.add(TILE * MAX_WIDTH);
+            let bits = panels.add(columns.next_multiple_of(MAX_WIDTH) * (dim + value_dim + 2));
+            Room {
+                dim,
+                value_dim,
+                is_latent: problem.is_latent(),
+                keys: at,
+                values,
+                scores,
+                panels,
+                panel: width * (dim + value_dim + 2),
+                bits: bits.cast(),
+            }
+        }
+    }
+}
+
+/// `rows` rows of a product: `out[i][..] = alpha * out[i][..] + sum over k of a[i, k] *
+/// b[k][..]`, where without alpha nothing is there before. `a[i, k]` is at `i * by_row +
+/// k * by_step`; rows of b and out are two vectors. `beside` is called every few rows.
+///
+/// # Safety
+/// As of [`Lanes`]; all that is named is there.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+pub unsafe fn product<L: Lanes, const R: usize>(
+    a: *const f32,
+    (by_row, by_step): (usize, usize),
+    rows: usize,
+    b: *const f32,
+    steps: usize,
+    out: *mut f32,
+    alpha: Option<[L; 2]>,
+    mut beside: impl FnMut(),
+) {
+    let mut i = 0;
+    // SAFETY: rows i to i + the size of the block are there.
+    unsafe {
+        while i + R <= rows {
+            let (a, out) = (a.add(i * by_row), out.add(i * L::WIDTH));
+            beside();
+            block::<L, R>(a, (by_row, by_step), b, steps, out, alpha);
+            i += R;
+        }
+        while i + 2 <= rows {
+            let (a, out) = (a.add(i * by_row), out.add(i * L::WIDTH));
+            beside();
+            block::<L, 2>(a, (by_row, by_step), b, steps, out, alpha);
+            i += 2;
+        }
+        if i < rows {
+            let (a, out) = (a.add(i * by_row), out.add(i * L::WIDTH));
+            block::<L, 1>(a, (by_row, by_step), b, steps, out, alpha);
+        }
+    }
+}
+
+/// # Safety
+/// As of [`product`], for R rows.
+#[inline(always)]
+unsafe fn block<L: Lanes, const R: usize>(
+    a: *const f32,
+    (by_row, by_step): (usize, usize),
+    b: *const f32,
+    steps: usize,
+    out: *mut f32,
+    alpha: Option<[L; 2]>,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut sums = [[L::splat(0.0); 2]; R];
+        if let Some([x, y]) = alpha {
+            for (i, sums) in sums.iter_mut().enumerate() {
+                let out = out.add(i * L::WIDTH);
+                *sums = [L::load(out).mul(x), L::load(out.add(L::N)).mul(y)];
+            }
+        }
+        for k in 0..steps {
+            let b = b.add(k * L::WIDTH);
+            let [x, y] = [L::load(b), L::load(b.add(L::N))];
+            let a = a.add(k * by_step);
+            for (i, sums) in sums.iter_mut().enumerate() {
+                let factor = L::splat(*a.add(i * by_row));
+                *sums = [factor.fma(x, sums[0]), factor.fma(y, sums[1])];
+            }
+        }
+        for (i, sums) in sums.iter().enumerate() {
+            let out = out.add(i * L::WIDTH);
+            sums[0].store(out);
+            sums[1].store(out.add(L::N));
+        }
+    }
+}
+
+/// Puts queries into the columns of panels, multiplied with `scale`; `row` is room for one.
+///
+/// # Safety
+/// As of [`Lanes`]; the rows are there, `to` has room for the panels, each `panel` numbers.
+#[inline(always)]
+pub unsafe fn pack<L: Lanes>(
+    problem: &Problem<'_>,
+    columns: &Columns,
+    scale: f32,
+    row: *mut f32,
+    (to, panel): (*mut f32, usize),
+) {
+    let dim = problem.keys.dim() as usize;
+    let room = columns.count.next_multiple_of(L::WIDTH);
+    for column in 0..room {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = to.add(column / L::WIDTH * panel + column % L::WIDTH);
+            if column < columns.count {
+                let (query, head) = columns.at(column);
+                read::<L>(&problem.queries, head, &[query], row);
+                (0..dim).for_each(|d| to.add(d * L::WIDTH).write(*row.add(d) * scale));
+            } else {
+                (0..dim).for_each(|d| to.add(d * L::WIDTH).write(0.0));
+            }
+        }
+    }
+}
+
+/// Computes columns with the keys of a walk.
+///
+/// # Safety
+/// As of [`Lanes`]; `room` is for as many columns, results have their place.
+#[inline(always)]
+pub unsafe fn attend<L: Lanes, const R: usize>(
+    problem: &Problem<'_>,
+    columns: &Columns,
+    lines: Option<Lines<'_>>,
+    (mut walk, most): (Walk<'_>, usize),
+    room: &Room,
+    place: &Place,
+) {
+    let key_head = problem.key_head(columns.first_head);
+    let mut sights = [0_u32; MAX_COLUMNS + MAX_WIDTH];
+    for (column, sight) in sights.iter_mut().enumerate().take(columns.count) {
+        *sight = problem.sight(columns.at(column).0);
+    }
+    let panels = columns.count.div_ceil(L::WIDTH);
+    let mut next = [0_u32; TILE];
+    let (mut seen, mut column) = (0, 0);
+    // SAFETY: the caller's promise; a panel is its queries, sums of values, maxima and sums.
+    unsafe {
+        pack::<L>(problem, columns, problem.binary_scale(), room.scores, (room.panels, room.panel));
+        for p in 0..panels {
+            let state = room.panels.add(p * room.panel + room.dim * L::WIDTH);
+            (0..(room.value_dim + 2) * L::WIDTH).for_each(|i| state.add(i).write(0.0));
+            let max = state.add(room.value_dim * L::WIDTH);
+            (0..L::WIDTH).for_each(|i| max.add(i).write(f32::MIN));
+        }
+        let mut coming = walk.take(&mut next, most);
+        while coming > 0 {
+            let (n, tile) = (coming, next);
+            coming = walk.take(&mut next, most - seen - n);
+            // What comes is called for between products: many at once would have to wait.
+            let steps = panels * (n.div_ceil(R) + room.value_dim.div_ceil(R));
+            let each = coming.div_ceil(steps.max(1));
+            let mut called = next[..coming].chunks(each.max(1));
+            let mut beside = || {
+                for &token in called.next().unwrap_or_default() {
+                    call_row::<L>(&problem.keys, token, key_head);
+                    call_row::<L>(&problem.values, token, key_head);
+                }
+            };
+            read::<L>(&problem.keys, key_head, &tile[..n], room.keys);
+            if !room.is_latent {
+                read::<L>(&problem.values, key_head, &tile[..n], room.values);
+            }
+            for p in 0..panels {
+                let sights = &sights[p * L::WIDTH..(p + 1) * L::WIDTH];
+                let used = L::WIDTH.min(columns.count - p * L::WIDTH);
+                // Columns ascend: what the last one sees is what one of them sees.
+                let all = n;
+                let n = tile[..n].partition_point(|&key| key < sights[used - 1]);
+                score::<L, R>(room, p, &tile[..n], &sights[..used], &mut beside);
+                if let Some(lines) = lines {
+                    let position = problem.first_query + columns.at(p * L::WIDTH).0;
+                    let at = (problem.first_key, position);
+                    mask_lines::<L>(room, &tile[..n], at, &lines, &mut column);
+                }
+                if !place.scores.is_null() {
+                    let first = columns.skip as usize + p * L::WIDTH;
+                    let to = place.scores.add(first * place.scores_step + seen);
+                    copy_scores::<L>(room, (n, all), (to, used, place.scores_step));
+                }
+                absorb::<L, R>(room, p, n, &mut beside);
+            }
+            seen += n;
+        }
+        finish::<L>(columns, room, place);
+    }
+}
+
+/// Copies the scores of `n` keys with a panel; those of the others, of `all`, are -inf.
+///
+/// # Safety
+/// As of [`attend`]; `to` has `used` rows of `all` numbers.
+#[inline(always)]
+unsafe fn copy_scores<L: Lanes>(
+    room: &Room,
+    (n, all): (usize, usize),
+    (to, used, step): (*mut f32, usize, usize),
+) {
+    for c in 0..used {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let row = to.add(c * step);
+            (0..n).for_each(|i| row.add(i).write(*room.scores.add(i * L::WIDTH + c)));
+            (n..all).for_each(|i| row.add(i).write(f32::NEG_INFINITY));
+        }
+    }
+}
+
+/// Scores of a tile with a panel; -inf where a column does not see the key.
+///
+/// # Safety
+/// As of [`attend`].
+#[inline(always)]
+unsafe fn score<L: Lanes, const R: usize>(
+    room: &Room,
+    p: usize,
+    tile: &[u32],
+    sights: &[u32],
+    beside: impl FnMut(),
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (queries, n) = (room.panels.add(p * room.panel), tile.len());
+        let strides = (room.dim, 1);
+        product::<L, R>(room.keys, strides, n, queries, room.dim, room.scores, None, beside);
+        let see_all = tile.last().zip(sights.first()).is_none_or(|(last, first)| last < first);
+        if see_all {
+            return;
+        }
+        let mut counts = [0.0_f32; MAX_WIDTH];
+        for (count, sight) in counts.iter_mut().zip(sights) {
+            *count = tile.partition_point(|key| key < sight) as f32;
+        }
+        let none = L::splat(f32::NEG_INFINITY);
+        for half in [0, L::N] {
+            let counts = L::load(counts.as_ptr().add(half));
+            for i in 0..n {
+                let at = room.scores.add(i * L::WIDTH + half);
+                let scores = L::load(at);
+                counts.less(L::splat(i as f32 + 0.5), none, scores).store(at);
+            }
+        }
+    }
+}
+
+/// Makes -inf what is on no column and no diagonal. `column` goes on from panel to panel
+/// only as far as tiles do: where a segment is one panel. The first of all keys and the first
+/// query are at positions.
+///
+/// # Safety
+/// As of [`attend`]; `room.bits` are the diagonals.
+#[inline(always)]
+unsafe fn mask_lines<L: Lanes>(
+    room: &Room,
+    tile: &[u32],
+    (first_key, position): (u32, u32),
+    lines: &Lines<'_>,
+    column: &mut usize,
+) {
+    for (i, key) in tile.iter().map(|&row| first_key + row).enumerate() {
+        while lines.columns.get(*column).is_some_and(|&c| c < key) {
+            *column += 1;
+        }
+        if lines.columns.get(*column) == Some(&key) {
+            continue;
+        }
+        // Bit l: whether the distance position + l - key is a diagonal.
+        let back = position.saturating_sub(key) as usize;
+        // SAFETY: distances are below `bit_words` - 2 words; scores of the tile are there.
+        unsafe {
+            let words = [*room.bits.add(back / 32), *room.bits.add(back / 32 + 1)];
+            let both = u64::from(words[0]) | u64::from(words[1]) << 32;
+            let ahead = key.saturating_sub(position);
+            let bits = (both >> (back % 32) << ahead) as u32;
+            for half in [0, L::N] {
+                let at = room.scores.add(i * L::WIDTH + half);
+                L::load(at).keep(bits >> half).store(at);
+            }
+        }
+    }
+}
+
+/// Takes the values of a tile in, by the scores of a panel.
+///
+/// # Safety
+/// As of [`attend`].
+#[inline(always)]
+unsafe fn absorb<L: Lanes, const R: usize>(room: &Room, p: usize, n: usize, beside: impl FnMut()) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let out = room.panels.add(p * room.panel + room.dim * L::WIDTH);
+        let max = out.add(room.value_dim * L::WIDTH);
+        let mut alpha = [L::splat(0.0); 2];
+        for (half, alpha) in alpha.iter_mut().enumerate() {
+            let scores = room.scores.add(half * L::N);
+            let (max, sum) = (max.add(half * L::N), max.add(L::WIDTH + half * L::N));
+            let before = L::load(max);
+            let mut most = before;
+            for i in 0..n {
+                most = most.max(L::load(scores.add(i * L::WIDTH)));
+            }
+            *alpha = before.sub(most).exp2();
+            let mut total = L::load(sum).mul(*alpha);
+            for i in 0..n {
+                let at = scores.add(i * L::WIDTH);
+                let weight = L::load(at).sub(most).exp2();
+                weight.store(at);
+                total = total.add(weight);
+            }
+            most.store(max);
+            total.store(sum);
+        }
+        let (values, step) =
+            if room.is_latent { (room.keys, room.dim) } else { (room.values, room.value_dim) };
+        let strides = (1, step);
+        product::<L, R>(values, strides, room.value_dim, room.scores, n, out, Some(alpha), beside);
+    }
+}
+
+/// Writes what columns have come to.
+///
+/// # Safety
+/// As of [`attend`].
+#[inline(always)]
+unsafe fn finish<L: Lanes>(columns: &Columns, room: &Room, place: &Place) {
+    for column in 0..columns.count {
+        let (panel, lane) = (column / L::WIDTH * room.panel, column % L::WIDTH);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let from = room.panels.add(panel + room.dim * L::WIDTH + lane);
+            let max = *from.add(room.value_dim * L::WIDTH);
+            let sum = *from.add((room.value_dim + 1) * L::WIDTH);
+            let row = (columns.skip as usize + column) * place.step;
+            let (out, share) = (place.out.add(row * room.value_dim), share(sum));
+            (0..room.value_dim).for_each(|d| out.add(d).write(*from.add(d * L::WIDTH) * share));
+            if !place.lse.is_null() {
+                place.lse.add(row).write(log_sum(max, sum));
+            }
+        }
+    }
+}
+
+/// What sums of weighted values are multiplied with; of nothing it is nothing.
+#[inline(always)]
+pub fn share(sum: f32) -> f32 {
+    if sum > 0.0 { 1.0 / sum } else { 0.0 }
+}
+
+/// The log-sum-exp of a maximum (of powers of two) and the sum beside it.
+#[inline(always)]
+pub fn log_sum(max: f32, sum: f32) -> f32 {
+    if sum > 0.0 { (max + sum.log2()) * std::f32::consts::LN_2 } else { f32::NEG_INFINITY }
+}

@@ -1,0 +1,149 @@
+//! Attention of a prompt, or of a part of one: dense, or by what keys are selected.
+
+use std::marker::PhantomData;
+
+use crate::attention::job;
+use crate::attention::keys::Kind;
+use crate::attention::lanes::Lanes;
+use crate::attention::level::{Level, levels};
+use crate::attention::limits::{Limits, Workspace};
+use crate::attention::panel::{Columns, Place, Room, attend, bit_words, scratch};
+use crate::attention::problem::Problem;
+use crate::attention::seen::mark;
+use crate::base::status::Result;
+use crate::fail;
+
+/// Queries of an item.
+pub const QUERIES: u32 = 64;
+
+/// A prefill, cut into items that any thread may run in any order: equal bits come out.
+///
+/// An item is 64 queries of a head; those of a head follow each other, since they read the
+/// same keys, and those with the most keys are first.
+#[derive(Debug)]
+pub struct Prefill<'a> {
+    problem: Problem<'a>,
+    level: Level,
+    out: *mut f32,
+    lse: *mut f32,
+    lent: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: items write to places of their own, and `run` asks that each is run by one thread.
+unsafe impl Send for Prefill<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Prefill<'_> {}
+
+impl<'a> Prefill<'a> {
+    /// What no prefill of some limits needs more of.
+    pub fn workspace(limits: &Limits) -> Result<Workspace> {
+        // SAFETY: only sizes are asked.
+        let problem = unsafe { limits.problem()? };
+        Ok(Workspace { memory: 0, scratch: scratch(&problem, QUERIES as usize) })
+    }
+
+    /// A prefill that writes `[S, query heads, Dv]` to `out`, and `[S, query heads]` to `lse`.
+    /// A query that sees no key gets zeros, and -inf.
+    pub fn new(
+        problem: Problem<'a>,
+        out: &'a mut [f32],
+        lse: Option<&'a mut [f32]>,
+    ) -> Result<Prefill<'a>> {
+        problem.check()?;
+        let rows = problem.queries.tokens() as usize * problem.queries.heads() as usize;
+        let numbers = rows.saturating_mul(problem.values.dim() as usize);
+        if out.len() < numbers {
+            fail!(TooSmall, "{} numbers for an output of {numbers}", out.len());
+        }
+        if let Some(lse) = lse.as_ref().filter(|lse| lse.len() < rows) {
+            fail!(TooSmall, "{} log-sum-exps for {rows} rows", lse.len());
+        }
+        let lse = lse.map_or(std::ptr::null_mut(), |lse| lse.as_mut_ptr());
+        let (level, out) = (Level::best(), out.as_mut_ptr());
+        Ok(Prefill { problem, level, out, lse, lent: PhantomData })
+    }
+
+    /// The same with other instructions; those of the best level, where they are not here.
+    pub fn with_level(mut self, level: Level) -> Prefill<'a> {
+        self.level = if level.is_here() { level } else { Level::best() };
+        self
+    }
+
+    /// How many items there are.
+    pub fn items(&self) -> u32 {
+        self.problem.queries.tokens().div_ceil(QUERIES) * self.problem.queries.heads()
+    }
+
+    /// Numbers of scratch that each thread needs.
+    pub fn scratch(&self) -> usize {
+        scratch(&self.problem, QUERIES as usize)
+    }
+
+    /// Runs an item.
+    ///
+    /// # Safety
+    /// No two threads run the same item at a time.
+    pub unsafe fn run(&self, item: u32, memory: &mut [f32]) -> Result<()> {
+        job::check("item", item, self.items(), memory, self.scratch())?;
+        // SAFETY: the level is here; all was checked when this was made.
+        unsafe { run_item(self.level, self, item, memory.as_mut_ptr()) };
+        Ok(())
+    }
+
+    /// Runs all items on this thread.
+    pub fn all(&mut self, memory: &mut [f32]) -> Result<()> {
+        // SAFETY: there is one thread.
+        (0..self.items()).try_for_each(|item| unsafe { self.run(item, memory) })
+    }
+}
+
+levels! {
+    /// An item of a prefill.
+    run_item = one(job: &Prefill<'_>, item: u32, memory: *mut f32)
+}
+
+/// # Safety
+/// The item is one of the job's, and no other thread's; memory is of its size.
+#[inline(always)]
+unsafe fn one<L: Lanes, const R: usize>(job: &Prefill<'_>, item: u32, memory: *mut f32) {
+    let problem = &job.problem;
+    let (queries, heads) = (problem.queries.tokens(), problem.queries.heads());
+    // The last queries see the most keys: they are begun first.
+    let tiles = queries.div_ceil(QUERIES);
+    let (mut query, head) = ((tiles - 1 - item % tiles) * QUERIES, item / tiles);
+    let end = (query + QUERIES).min(queries);
+    let keys = problem.select.of(problem.heads(), head);
+    // SAFETY: the caller's promise; rows of `out` and `lse` are those of query and head.
+    unsafe {
+        let room = Room::new(problem, QUERIES as usize, L::WIDTH, memory);
+        if let Some(lines) = keys.lines(problem.first_query + query) {
+            mark(&lines, std::slice::from_raw_parts_mut(room.bits, bit_words(problem)));
+        }
+        while query < end {
+            let (position, until) =
+                (problem.first_query + query, keys.until(query, problem.first_query));
+            let until = match keys.kind(position) {
+                // What queries see differs: few of them see little that others do not.
+                Kind::Lines => until.min(query + L::WIDTH as u32),
+                _ => until,
+            };
+            let until = until.min(end);
+            let count = (until - query) as usize;
+            let columns =
+                Columns { first_query: query, first_head: head, heads: 1, skip: 0, count };
+            let sight = problem.sight(until - 1);
+            let walk = keys.walk(query, (position, count as u32), (problem.first_key, sight));
+            let row = query as usize * heads as usize + head as usize;
+            let place = Place {
+                out: job.out.add(row * problem.values.dim() as usize),
+                lse: if job.lse.is_null() { job.lse } else { job.lse.add(row) },
+                step: heads as usize,
+                scores: std::ptr::null_mut(),
+                scores_step: 0,
+            };
+            let lines = keys.lines(position);
+            attend::<L, R>(problem, &columns, lines, (walk, usize::MAX), &room, &place);
+            query = until;
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! What is to be computed, checked.
+
+use crate::attention::element::read;
+use crate::attention::keys::{Heads, Keys};
+use crate::attention::lanes::portable::Portable;
+use crate::attention::rows::{MAX_DIM, Rows, Scales};
+use crate::base::status::Result;
+use crate::fail;
+use crate::meta::view::Place;
+
+/// Most tokens of a side.
+pub const MAX_TOKENS: u32 = 1 << 30;
+
+/// Queries, keys and values. Keys are at `first_key` and the positions after it, queries at
+/// `first_query` and those after it, and see keys up to their own position. Some of these, or
+/// all, may be missing: then queries are computed with those that are there.
+///
+/// So keys may come in pieces, each with the position that it begins at: results of all pieces
+/// are put together by [`merge()`](super::merge()). A query before a piece sees nothing of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Problem<'a> {
+    /// `[S, query heads, D]`
+    pub queries: Rows<'a>,
+    /// `[N, key heads, D]`
+    pub keys: Rows<'a>,
+    /// `[N, key heads, Dv]`. Where they are the first numbers of the keys (a latent row), and
+    /// lie in the same place, they are read once.
+    pub values: Rows<'a>,
+    /// The position of the first key; 0, where those before it are no piece of their own.
+    pub first_key: u32,
+    /// The position of the first query.
+    pub first_query: u32,
+    /// What products of queries and keys are multiplied with; 0 = 1 / sqrt(D).
+    pub scale: f32,
+    /// Which keys queries are computed with: positions, whatever piece is there.
+    pub select: Keys<'a>,
+}
+
+impl Problem<'_> {
+    /// Whether it can be computed. What numbers are is not looked at: [`check_finite`].
+    pub fn check(&self) -> Result<()> {
+        let (q, k, v) = (&self.queries, &self.keys, &self.values);
+        if q.dim() != k.dim() {
+            fail!(Invalid, "queries have {} numbers, keys {}", q.dim(), k.dim());
+        }
+        if (k.heads(), k.tokens()) != (v.heads(), v.tokens()) {
+            let (heads, tokens) = (v.heads(), v.tokens());
+            let (h, t) = (k.heads(), k.tokens());
+            fail!(Invalid, "{h} heads of {t} keys, but {heads} of {tokens} values");
+        }
+        if k.heads() == 0 || q.heads() == 0 || q.heads() % k.heads() != 0 {
+            fail!(Invalid, "{} query heads cannot share {} of keys", q.heads(), k.heads());
+        }
+        let end = |first: u32, tokens: u32| u64::from(first) + u64::from(tokens);
+        let ends = (end(self.first_query, q.tokens()), end(self.first_key, k.tokens()));
+        if ends.0.max(ends.1) > u64::from(MAX_TOKENS) {
+            fail!(Limit, "queries up to {}, keys up to {}, {MAX_TOKENS} at most", ends.0, ends.1);
+        }
+        if u64::from(q.tokens()) * u64::from(q.heads()) > u64::from(u32::MAX) {
+            fail!(Limit, "{} queries of {} heads", q.tokens(), q.heads());
+        }
+        if !(self.scale.is_finite() && self.scale >= 0.0) {
+            fail!(Invalid, "a scale of {}", self.scale);
+        }
+        self.select.check(self.heads(), self.first_query, q.tokens())
+    }
+
+    /// How many heads there are.
+    pub fn heads(&self) -> Heads {
+        Heads { queries: self.queries.heads(), keys: self.keys.heads() }
+    }
+
+    /// The head of keys of a query head.
+    pub fn key_head(&self, head: u32) -> u32 {
+        head / (self.queries.heads() / self.keys.heads())
+    }
+
+    /// How many keys, from the first that is there, a query can see.
+    pub fn sight(&self, query: u32) -> u32 {
+        let behind = self.first_query + query + 1;
+        behind.saturating_sub(self.first_key).min(self.keys.tokens())
+    }
+
+    /// What products are multiplied with so that powers of two are taken of them.
+    pub fn binary_scale(&self) -> f32 {
+        let scale = if self.scale > 0.0 {
+            f64::from(self.scale)
+        } else {
+            1.0 / f64::from(self.keys.dim()).sqrt()
+        };
+        (scale * std::f64::consts::LOG2_E) as f32
+    }
+
+    /// Whether values are the first numbers of keys.
+    pub fn is_latent(&self) -> bool {
+        let (k, v) = (self.keys.view(), self.values.view());
+        let is_same_place = match (k.place, v.place) {
+            (Place::At(k), Place::At(v)) => k == v,
+            (
+                Place::Pages { addresses, page_tokens, shift_bytes },
+                Place::Pages { addresses: of, page_tokens: tokens, shift_bytes: shift },
+            ) => addresses == of && (page_tokens, shift_bytes) == (tokens, shift),
+            _ => false,
+        };
+        let is_plain = |rows: &Rows<'_>| matches!(rows.scales(), Scales::None);
+        is_same_place
+            && self.keys.dtype() == self.values.dtype()
+            && self.keys.dim() >= self.values.dim()
+            && (k.token_stride_bytes, k.head_stride_bytes)
+                == (v.token_stride_bytes, v.head_stride_bytes)
+            && is_plain(&self.keys)
+            && is_plain(&self.values)
+    }
+}
+
+/// Whether all numbers of rows are finite, scales included: what kernels do with others is
+/// sound, but means nothing.
+pub fn check_finite(what: &str, rows: &Rows<'_>) -> Result<()> {
+    let mut row = [0.0_f32; MAX_DIM as usize];
+    for token in 0..rows.tokens() {
+        for head in 0..rows.heads() {
+            // SAFETY: the row is there, and no longer than MAX_DIM.
+            unsafe { read::<Portable>(rows, head, &[token], row.as_mut_ptr()) };
+            let sound =
+                row.iter().take(rows.dim() as usize).fold(true, |all, x| all & x.is_finite());
+            if !sound {
+                fail!(Invalid, "{what} of token {token}, head {head} are not finite");
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! Tokens go by chance: what every policy must be better than.
+
+use kvtier::attention::Rows;
+use kvtier::base::status::Result;
+use kvtier::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, caps, needs};
+
+use super::numbers::Random;
+
+/// Keeps `recent` last tokens and chance ones of the others, `budget` in all, a list for each
+/// head of keys.
+#[derive(Clone)]
+pub struct Chance {
+    seed: u64,
+    budget: usize,
+    recent: usize,
+    heads: u32,
+    /// For each layer and head what is there.
+    lists: Vec<Vec<u32>>,
+}
+
+impl Chance {
+    /// One for a sequence; another seed keeps others.
+    pub fn new(shape: &Shape, budget: usize, recent: usize, seed: u64) -> Chance {
+        let lists = vec![Vec::new(); (shape.layers * shape.key_heads) as usize];
+        Chance { seed, budget, recent, heads: shape.key_heads, lists }
+    }
+
+    fn of(&mut self, layer: u32) -> &mut [Vec<u32>] {
+        let heads = self.heads as usize;
+        &mut self.lists[layer as usize * heads..][..heads]
+    }
+}
+
+impl Sparse for Chance {
+    fn traits(&self) -> Traits {
+        Traits {
+            caps: caps::EVICT_PREFILL | caps::EVICT_DECODE,
+            needs: needs::KEYS,
+            scope: Scope::KeyHead,
+            ..Traits::NONE
+        }
+    }
+
+    fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        for list in self.of(layer) {
+            list.extend(first..first + keys.tokens());
+        }
+        Ok(())
+    }
+
+    fn evict(&mut self, layer: u32, _context: &Context, out: &mut Keep) -> Result<bool> {
+        let (seed, budget, recent) = (self.seed, self.budget, self.recent);
+        if self.of(layer)[0].len() <= budget {
+            return Ok(false);
+        }
+        out.clear();
+        for (head, list) in (0..).zip(self.of(layer)) {
+            let (old, new) = list.split_at(list.len() - recent);
+            let mut stays = old.to_vec();
+            let seed = seed + u64::from(layer) * 1000 + head;
+            Random::new(seed + new[0] as u64 * 77).shuffle(&mut stays);
+            stays.truncate(budget - recent);
+            stays.sort_unstable();
+            out.heads.push(stays.into_iter().chain(new.iter().copied()));
+        }
+        Ok(true)
+    }
+
+    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+        for (head, list) in (0..).zip(self.of(layer)) {
+            *list = kept.of(head).to_vec();
+        }
+        Ok(())
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        self.lists.iter_mut().for_each(|list| list.retain(|&at| at < tokens));
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.lists.iter_mut().for_each(Vec::clear);
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(self.clone()))
+    }
+}

@@ -1,0 +1,486 @@
+//! Layer-wise offload: what one is opened with, what it has done.
+
+use std::ffi::c_char;
+
+use crate::base::callback::{Foreign, refuse_reentry};
+use crate::base::clock::Clock;
+use crate::base::slab::{Pin, Slab};
+use crate::base::spec::Spec;
+use crate::base::status::{Result, Status};
+use crate::base::sync::{Arc, Condvar, Mutex};
+use crate::fail;
+use crate::ffi::attention::{kvt_attention_t, shape_of};
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
+use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::session_move::{KVT_LEVEL_DISK, KVT_LEVEL_DURABLE, KVT_LEVEL_RAM};
+use crate::ffi::slice::{require, text};
+use crate::ffi::sparse_custom::{Table, kvt_sparse_custom_t, made};
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
+use crate::kv::core::Level;
+use crate::meta::dtype::Dtype;
+use crate::offload::{Offload, Opts, Policies};
+use crate::sparse::{Shape, Sparse, registry};
+
+/// A session's KV, layer by layer: a ring of buffers that kernels read, the store behind it,
+/// and sparse policies that say which blocks have to come. Calls on one come one at a time: a
+/// second one waits for the first, or is KVT_E_REENTRANT in a callback.
+pub struct kvt_offload_t(());
+
+/// What an offload is opened with.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_offload_opts_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// Always 0.
+    pub flags: u64,
+    /// The session; kept, and not to be closed for another meanwhile.
+    pub session: *const kvt_session_t,
+    /// The model's attention; a block is a chunk of the session's namespace.
+    pub attention: *const kvt_attention_t,
+    /// KVT_DTYPE_*: what K and V are.
+    pub dtype: u32,
+    /// Buffers of the ring, 1 to 256; also how many layers are loaded ahead.
+    pub buffers: u32,
+    /// Tokens of a buffer, rounded up to blocks.
+    pub buffer_tokens: u32,
+    /// KVT_LEVEL_*: when a put has ended.
+    pub level: u32,
+    /// Spec of the sparse policy for prompts; null = everything is loaded.
+    pub prefill: *const c_char,
+    /// Length of that.
+    pub prefill_bytes: u64,
+    /// Spec of the sparse policy for text that is written; null = everything is loaded.
+    pub decode: *const c_char,
+    /// Length of that.
+    pub decode_bytes: u64,
+    /// Every so many-th load that leaves blocks out is audited: its blocks are compared with
+    /// those that the layer's own queries look at most, for which the keys of all are loaded.
+    /// 0 = none; 1 = each.
+    pub audit_every: u32,
+    /// Always 0.
+    pub reserved: u32,
+    /// A policy of the engine's own instead of `prefill`; else null. It is called by the
+    /// threads that call the offload.
+    pub prefill_custom: *const kvt_sparse_custom_t,
+    /// The same instead of `decode`.
+    pub decode_custom: *const kvt_sparse_custom_t,
+}
+
+/// What an offload has done, and who waited for what.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_offload_stats_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// Loads of a layer.
+    pub loads: u64,
+    /// Of them, those that a policy has cut.
+    pub selections: u64,
+    /// Blocks that could have been loaded.
+    pub candidates: u64,
+    /// Blocks that were.
+    pub loaded_blocks: u64,
+    /// Bytes of them.
+    pub loaded_bytes: u64,
+    /// Bytes that were not loaded, since a policy did not want them.
+    pub saved_bytes: u64,
+    /// Loads that failed.
+    pub failed_loads: u64,
+    /// Blocks that were put into the store.
+    pub put_blocks: u64,
+    /// Bytes of them.
+    pub put_bytes: u64,
+    /// Bytes that were copied to or from tails, the last tokens, which fill no block.
+    pub tail_bytes: u64,
+    /// Tokens that policies evicted: heads times tokens, where heads have lists of their own.
+    pub evicted_tokens: u64,
+    /// What policies know of the sequence, in bytes.
+    pub policy_bytes: u64,
+    /// Waits for blocks to come.
+    pub load_waits: u64,
+    /// How long those took, in nanoseconds.
+    pub load_wait_ns: u64,
+    /// Waits for a full tail to leave.
+    pub tail_waits: u64,
+    /// How long those took, in nanoseconds.
+    pub tail_wait_ns: u64,
+    /// Waits for blocks that kvt_offload_truncate divides.
+    pub cut_waits: u64,
+    /// How long those took, in nanoseconds.
+    pub cut_wait_ns: u64,
+    /// Selections of a policy that took any time.
+    pub select_waits: u64,
+    /// How long those took, in nanoseconds.
+    pub select_wait_ns: u64,
+    /// Loads that were audited.
+    pub audited: u64,
+    /// Blocks that their layers' own queries looked at most, as many of each load as came.
+    pub wanted: u64,
+    /// Of those, blocks that came: found / wanted is the recall of selections.
+    pub found: u64,
+    /// Which part of the attention to blocks went to those that came, in millionths: the sum
+    /// over what was audited.
+    pub found_ppm: u64,
+}
+
+// SAFETY: integers and raw pointers; the first field is the size.
+unsafe impl Plain for kvt_offload_opts_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_offload_opts_t {}
+// SAFETY: integers; the first field is the size.
+unsafe impl Plain for kvt_offload_stats_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_offload_stats_t {}
+
+/// An offload, and the session that it is for: that stays as long.
+pub(crate) struct OffloadNoun {
+    /// Taken out while a call uses it: policies by callbacks are called under no lock.
+    offload: Mutex<Option<Box<Offload>>>,
+    back: Condvar,
+    pub(crate) session: Pin<'static, SessionNoun>,
+}
+
+impl OffloadNoun {
+    pub(crate) fn new(offload: Offload, session: Pin<'static, SessionNoun>) -> OffloadNoun {
+        OffloadNoun { offload: Mutex::new(Some(Box::new(offload))), back: Condvar::new(), session }
+    }
+
+    /// Waits until nobody else uses it. A callback does not: it may be inside of that use.
+    fn take(&self) -> Result<Taken<'_>> {
+        let mut inside = self.offload.lock();
+        loop {
+            if let Some(offload) = inside.take() {
+                return Ok(Taken { of: self, offload: Some(offload) });
+            }
+            refuse_reentry()?;
+            self.back.wait(&mut inside);
+        }
+    }
+}
+
+/// An offload that goes back when this is dropped, also by a panic.
+struct Taken<'a> {
+    of: &'a OffloadNoun,
+    offload: Option<Box<Offload>>,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        *self.of.offload.lock() = self.offload.take();
+        self.of.back.notify_one();
+    }
+}
+
+static OFFLOADS: Slab<OffloadNoun> = Slab::new();
+
+impl Noun for OffloadNoun {
+    type C = kvt_offload_t;
+    const TYPE: u8 = 14;
+    const NAME: &'static str = "offload";
+    fn table() -> &'static Slab<Self> {
+        &OFFLOADS
+    }
+}
+
+/// Calls `body` with an offload.
+pub(crate) fn with_offload<R>(
+    handle: *const kvt_offload_t,
+    body: impl FnOnce(&mut Offload) -> Result<R>,
+) -> Result<R> {
+    with::<OffloadNoun, R>(handle, Access::Use, |noun| {
+        let mut taken = noun.take()?;
+        let Some(offload) = &mut taken.offload else { return Err(Status::Panic.into()) };
+        let (result, note) = (body(offload), offload.take_note());
+        drop(taken);
+        if let Some(note) = note {
+            log::warn!("an offload went on without {note}");
+        }
+        result
+    })
+}
+
+/// # Safety
+/// `spec` is null or valid for its length.
+unsafe fn policy_of(
+    when: &str,
+    spec: *const c_char,
+    bytes: u64,
+    custom: *const kvt_sparse_custom_t,
+    shape: &Shape,
+    taken: &mut Vec<Arc<Foreign<Table>>>,
+) -> Result<Option<Box<dyn Sparse>>> {
+    if !custom.is_null() {
+        if !spec.is_null() {
+            fail!(Invalid, "{when}: a spec and a policy of the engine's own");
+        }
+        // SAFETY: the caller's promise.
+        let (policy, foreign) = unsafe { made(custom, shape).map_err(|e| e.within(when))? };
+        taken.push(foreign);
+        return Ok(Some(policy));
+    }
+    if spec.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the caller's promise.
+    let made = unsafe { text(spec, bytes) }
+        .and_then(Spec::parse)
+        .and_then(|spec| registry::make(&spec, shape));
+    made.map(Some).map_err(|error| error.within(when))
+}
+
+/// # Safety
+/// Its pointers are null or valid.
+unsafe fn options(
+    given: &kvt_offload_opts_t,
+    session: u32,
+) -> Result<(Opts, Vec<Arc<Foreign<Table>>>)> {
+    known_flags(given.flags, 0)?;
+    if given.reserved != 0 {
+        fail!(Invalid, "reserved is {}", given.reserved);
+    }
+    let level = match given.level {
+        KVT_LEVEL_RAM => Level::Ram,
+        KVT_LEVEL_DISK => Level::Disk,
+        KVT_LEVEL_DURABLE => Level::Durable,
+        other => fail!(Invalid, "level {other} is none of KVT_LEVEL_*"),
+    };
+    let Some(dtype) = Dtype::from_code(given.dtype) else {
+        fail!(Invalid, "dtype {} is none of KVT_DTYPE_*", given.dtype);
+    };
+    let mut taken = Vec::new();
+    // SAFETY: the caller's promise.
+    let (shape, prefill, decode) = unsafe {
+        let shape = shape_of(given.attention)?;
+        let (spec, bytes, custom) = (given.prefill, given.prefill_bytes, given.prefill_custom);
+        let prefill = policy_of("prefill", spec, bytes, custom, &shape, &mut taken)?;
+        let (spec, bytes, custom) = (given.decode, given.decode_bytes, given.decode_custom);
+        (shape, prefill, policy_of("decode", spec, bytes, custom, &shape, &mut taken)?)
+    };
+    // SAFETY: as above; null is none.
+    let recipe = unsafe {
+        let of =
+            |spec: *const c_char, bytes| if spec.is_null() { Ok("") } else { text(spec, bytes) };
+        let (prefill, decode) =
+            (of(given.prefill, given.prefill_bytes)?, of(given.decode, given.decode_bytes)?);
+        // Neither has a line break: they are sound specs. Of a policy of the engine's own nobody
+        // knows whether it is the same another time.
+        if taken.is_empty() && prefill.len() + decode.len() > 0 {
+            format!("{prefill}\n{decode}")
+        } else {
+            String::new()
+        }
+    };
+    let opts = Opts {
+        session,
+        shape,
+        dtype,
+        buffers: given.buffers,
+        buffer_tokens: given.buffer_tokens,
+        level,
+        policies: Policies { prefill, decode },
+        recipe,
+        clock: Clock::real(),
+    };
+    Ok((opts, taken))
+}
+
+/// Opens an offload for a session. The ring is in host memory, which the store's account
+/// pays for.
+///
+/// @param opts  What it is for.
+/// @param out   The offload; close it with kvt_offload_close.
+/// @param err   Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_INVALID when the attention is not that of the session's namespace,
+///         KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy that does nothing there), KVT_E_BUDGET,
+///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+///         KVT_E_PANIC.
+///
+/// Ownership: the caller owns the offload. Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; structs are valid for the size they state.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_offload_open(
+    opts: *const kvt_offload_opts_t,
+    out: *mut *mut kvt_offload_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let given = unsafe {
+            require(out)?;
+            read(opts)?
+        };
+        let session = pin::<SessionNoun>(given.session, Access::Use)?;
+        // SAFETY: the caller's promise.
+        let (opts, taken) = unsafe { options(&given, session.number)? };
+        let store: &Arc<_> = &session.space.store;
+        let mut offload = Offload::open(store, opts)?;
+        offload.audit(given.audit_every)?;
+        let handle = insert(OffloadNoun::new(offload, session))?;
+        taken.iter().for_each(|taken| taken.keep());
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out.write(handle) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Closes an offload and clears the handle. Loads and puts of its own are given up; it waits
+/// for their end. What the store has stays there.
+///
+/// @param offload  The handle; null, or a handle that is null, is fine.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `offload` is null or valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_offload_close(offload: *mut *mut kvt_offload_t) -> kvt_status_t {
+    // SAFETY: the caller's promise.
+    guard(|| unsafe { free::<OffloadNoun>(offload, |_| Ok(())) })
+}
+
+/// How many tokens of a layer it has.
+///
+/// @param offload     The offload.
+/// @param layer       The layer.
+/// @param stored_out  Receives those that are in the store, in whole blocks.
+/// @param tail_out    Receives those behind them, which fill no block yet; may be null.
+/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid for writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_offload_tokens(
+    offload: *const kvt_offload_t,
+    layer: u32,
+    stored_out: *mut u32,
+    tail_out: *mut u32,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { require(stored_out)? };
+        let (stored, tail) = with_offload(offload, |offload| offload.tokens(layer))?;
+        // SAFETY: not null, and the caller's promise.
+        unsafe {
+            stored_out.write(stored);
+            if !tail_out.is_null() {
+                tail_out.write(tail);
+            }
+        }
+        Ok(())
+    })
+}
+
+/// What an offload has done since it was opened.
+///
+/// @param offload  The offload.
+/// @param out      Receives it.
+/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_offload_stats(
+    offload: *const kvt_offload_t,
+    out: *mut kvt_offload_stats_t,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { check_out(out)? };
+        let stats = with_offload(offload, |offload| Ok(offload.stats()))?;
+        let value = kvt_offload_stats_t {
+            struct_size: 0,
+            loads: stats.loads,
+            selections: stats.selections,
+            candidates: stats.candidates,
+            loaded_blocks: stats.loaded_blocks,
+            loaded_bytes: stats.loaded_bytes,
+            saved_bytes: stats.saved_bytes,
+            failed_loads: stats.failed_loads,
+            put_blocks: stats.put_blocks,
+            put_bytes: stats.put_bytes,
+            tail_bytes: stats.tail_bytes,
+            evicted_tokens: stats.evicted_tokens,
+            policy_bytes: stats.policy_bytes,
+            load_waits: stats.load_waits.count,
+            load_wait_ns: stats.load_waits.ns,
+            tail_waits: stats.tail_waits.count,
+            tail_wait_ns: stats.tail_waits.ns,
+            cut_waits: stats.cut_waits.count,
+            cut_wait_ns: stats.cut_waits.ns,
+            select_waits: stats.select_waits.count,
+            select_wait_ns: stats.select_waits.ns,
+            audited: stats.audited,
+            wanted: stats.wanted,
+            found: stats.found,
+            found_ppm: stats.found_ppm,
+        };
+        // SAFETY: it passed `check_out`.
+        unsafe { write(out, &value) };
+        Ok(())
+    })
+}
+
+/// Takes back what came behind `tokens` tokens, in all layers. To be called before
+/// kvt_session_truncate: where a block is cut, its first tokens come back from the store.
+/// Loads under way are given up, as by kvt_offload_done. After a failure no layer is cut: cut
+/// again, there or at a multiple of a block, which brings nothing back.
+///
+/// @param offload  The offload.
+/// @param tokens   How many are left.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_NOT_FOUND when a block that is cut is not in the store any more,
+///         KVT_E_BUDGET (a block of each layer is held beside the tails meanwhile), KVT_E_NOMEM,
+///         KVT_E_IO, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread; waits. Since 0.1.
+///
+/// # Safety
+/// `err` is null or points to a handle that is null or an error's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_offload_truncate(
+    offload: *const kvt_offload_t,
+    tokens: u32,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, || with_offload(offload, |offload| offload.truncate(tokens))) }
+}
+
+/// Goes on from tokens that are in the store already, from another session or an earlier
+/// life: whole blocks. Only before anything was put; the session has these tokens. What
+/// policies knew of the blocks comes back as far as it was kept with them; of others they are
+/// told the keys, which are loaded for that.
+///
+/// @param offload  The offload.
+/// @param tokens   How many, a multiple of a block's.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_BUSY when it has tokens already, KVT_E_NOT_FOUND when keys that
+///         policies have to see are not in the store, KVT_E_INVALID, KVT_E_IO, KVT_E_AGAIN,
+///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread; waits. Since 0.1.
+///
+/// # Safety
+/// `err` is null or points to a handle that is null or an error's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_offload_resume(
+    offload: *const kvt_offload_t,
+    tokens: u32,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, || with_offload(offload, |offload| offload.resume(tokens))) }
+}

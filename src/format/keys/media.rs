@@ -1,0 +1,100 @@
+//! Media in a sequence: which tokens do not say what they stand for, and the extra digests of
+//! chunks that come of it.
+
+use super::Digest;
+use super::chain::Media;
+use crate::base::status::Result;
+use crate::fail;
+
+/// An image or a sound, by the place of its first token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Medium {
+    /// Its first token, counted from the start of the sequence.
+    pub token: u64,
+    /// What it is.
+    pub digest: Digest,
+}
+
+/// Checks media that start in some tokens: by their places, one at each.
+pub fn check(media: &[Medium], tokens: std::ops::Range<u64>) -> Result<()> {
+    if let Some(one) = media.iter().find(|one| !tokens.contains(&one.token)) {
+        let at = one.token.wrapping_sub(tokens.start);
+        fail!(Invalid, "media at token {at} of {}", tokens.end.saturating_sub(tokens.start));
+    }
+    if !media.is_sorted_by(|a, b| a.token < b.token) {
+        fail!(Invalid, "media must ascend by their tokens, one at each");
+    }
+    Ok(())
+}
+
+/// The extra digest of a chunk that begins with the token `first`, of the media that start in
+/// it, by their places; none if there are none.
+pub fn extra(media: &[Medium], first: u64) -> Option<Digest> {
+    match media {
+        [] => None,
+        [one] => Some(one.digest),
+        many => {
+            let mut hasher = blake3::Hasher::new();
+            for one in many {
+                // A chunk has fewer tokens than that.
+                hasher.update(&(one.token.wrapping_sub(first) as u32).to_le_bytes());
+                hasher.update(&one.digest);
+            }
+            Some(*hasher.finalize().as_bytes())
+        }
+    }
+}
+
+/// The extra digests of all chunks in which media start. The media ascend by their tokens.
+pub fn extras(media: &[Medium], chunk_tokens: u32) -> Result<Vec<Media>> {
+    let each = u64::from(chunk_tokens.max(1));
+    let mut all = Vec::new();
+    for part in media.chunk_by(|a, b| a.token / each == b.token / each) {
+        let chunk = part.first().map_or(0, |one| one.token / each);
+        let Some(digest) = extra(part, chunk * each) else { continue };
+        if all.try_reserve(1).is_err() {
+            fail!(NoMem, "no memory for {} extra digests", all.len());
+        }
+        all.push(Media { chunk, digest });
+    }
+    Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    proptest! {
+        /// The definition of `docs/keys.md`, written down once more.
+        #[test]
+        fn each_chunk_has_the_digest_of_what_starts_in_it(
+            media in proptest::collection::btree_map(0u64..60, any::<[u8; 32]>(), 0..20),
+            each in 1u32..20,
+        ) {
+            let list: Vec<Medium> =
+                media.iter().map(|(&token, &digest)| Medium { token, digest }).collect();
+            let mut chunks: BTreeMap<u64, Vec<(u64, Digest)>> = BTreeMap::new();
+            for (token, digest) in media {
+                let each = u64::from(each);
+                chunks.entry(token / each).or_default().push((token % each, digest));
+            }
+            let wanted: Vec<Media> = chunks
+                .into_iter()
+                .map(|(chunk, parts)| {
+                    let words = parts.iter().flat_map(|(place, digest)| {
+                        [&(*place as u32).to_le_bytes()[..], &digest[..]].concat()
+                    });
+                    let words: Vec<u8> = words.collect();
+                    let digest = match parts.as_slice() {
+                        [(_, digest)] => *digest,
+                        _ => *blake3::hash(&words).as_bytes(),
+                    };
+                    Media { chunk, digest }
+                })
+                .collect();
+            prop_assert_eq!(extras(&list, each).expect("few"), wanted);
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! What the store's tables take, and who pays: the account that pays for cells, too. Tables
+//! grow as chunks come, and never shrink; they are paid for in steps, ahead of their growth.
+//! Where the account has nothing left cells have to give way.
+
+use crate::base::account::Account;
+use crate::base::budget::Tier;
+use crate::base::sync::Arc;
+use crate::kv::core::Core;
+use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
+
+const STEP_BYTES: u64 = 1 << 20;
+/// Of a chunk, beside its row and cells: indexes, notes, and what policies keep.
+const BESIDE_BYTES: u64 = 512;
+
+/// What is paid.
+pub(super) struct Ledger {
+    account: Option<Arc<Account>>,
+    paid_bytes: u64,
+    /// What is missing, and cells were asked to make room for; how much had been given back
+    /// when that was last looked at.
+    missing: Option<(u64, u64)>,
+}
+
+impl Ledger {
+    pub(super) fn new(account: Option<Arc<Account>>) -> Ledger {
+        Ledger { account, paid_bytes: 0, missing: None }
+    }
+}
+
+impl Drop for Ledger {
+    fn drop(&mut self) {
+        if let Some(account) = &self.account {
+            account.give_back(Tier::Host, self.paid_bytes);
+        }
+    }
+}
+
+impl Core {
+    /// Bytes of tables so far: chunks, cells, what policies know.
+    pub fn table_bytes(&self) -> u64 {
+        let boards = self.boards.iter().map(|board| board.chunks.used_bytes());
+        let shelves = [Some(&self.host_shelf), self.disk_shelf.as_ref()];
+        let shelves = shelves.into_iter().flatten().map(|s| s.evictor.objects().used_bytes());
+        boards.sum::<u64>() + shelves.sum::<u64>()
+    }
+
+    /// So many chunks are about to come: their rows are paid for.
+    pub(super) fn pay_for_rows(&mut self, chunks: usize) {
+        if self.ledger.account.is_none() {
+            return;
+        }
+        let layers = self.boards.iter().map(|board| board.layout.layers()).max().unwrap_or(0);
+        let each = (CHUNK_BYTES + layers * CELL_BYTES) as u64 + BESIDE_BYTES;
+        let needed = self.table_bytes() + chunks as u64 * each;
+        let asked = self.ledger.missing.map_or(0, |(bytes, _)| bytes);
+        let missing = needed.saturating_sub(self.ledger.paid_bytes);
+        if missing <= asked {
+            return;
+        }
+        let bytes = missing.next_multiple_of(STEP_BYTES);
+        if !self.pay_tables(bytes) {
+            self.owe(bytes - asked);
+        }
+    }
+
+    /// What has come free pays for what is missing. This is before anyone who waits for
+    /// memory gets it.
+    pub(super) fn pay_again(&mut self) {
+        let Some((missing, since_bytes)) = self.ledger.missing else { return };
+        let now_bytes = self.host.given_back_bytes();
+        let part = missing.min(now_bytes - since_bytes);
+        if part == 0 {
+            return;
+        }
+        if self.take_for_tables(part) {
+            let left = missing - part;
+            self.ledger.missing = (left > 0).then_some((left, now_bytes));
+        } else {
+            // Others were faster.
+            self.ledger.missing = Some((missing, now_bytes));
+            self.owe(part);
+        }
+    }
+
+    /// Bytes of tables that are paid for.
+    pub fn paid_table_bytes(&self) -> u64 {
+        self.ledger.paid_bytes
+    }
+
+    fn pay_tables(&mut self, bytes: u64) -> bool {
+        let since_bytes = self.host.given_back_bytes();
+        let is_paid =
+            self.take_for_tables(bytes) || self.host.trim() > 0 && self.take_for_tables(bytes);
+        // What was trimmed and is too little pays for a part.
+        self.ledger.missing = (!is_paid).then_some((bytes, since_bytes));
+        is_paid
+    }
+
+    fn take_for_tables(&mut self, bytes: u64) -> bool {
+        let Some(account) = &self.ledger.account else { return true };
+        let is_paid = account.take(Tier::Host, bytes).is_ok();
+        if is_paid {
+            self.ledger.paid_bytes += bytes;
+        }
+        is_paid
+    }
+}

@@ -1,0 +1,488 @@
+//! What policies are told: who is asked for, comes, is in use, has left; and what they
+//! mean when they choose.
+
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::kv::core::board::note;
+use crate::kv::core::debt::{cell_of_owner, owner_of};
+use crate::kv::core::grain::{Grain, Member, Part, cell_id};
+use crate::kv::core::moves::Deed;
+use crate::kv::core::shelf::{Chosen, Shelf, units_of};
+use crate::kv::core::{At, Board, Core, Space};
+use crate::kv::events::Kind;
+use crate::meta::chunks::Cell;
+use crate::meta::index::{NONE, Slot};
+use crate::meta::objects::Facts;
+use crate::policy::Hint;
+use crate::policy::evictor::{New, Who};
+
+const DISK: usize = Tier::Disk as usize;
+
+/// Cells that come.
+#[derive(Default)]
+struct News {
+    /// Those that the policy does not know.
+    new: Vec<New>,
+    all: Vec<Comer>,
+}
+
+/// One of them: what policies call it, where it is, and whether it was known.
+struct Comer {
+    id: u64,
+    home: u64,
+    is_known: bool,
+}
+
+impl News {
+    /// Notes a cell. One that had left, and that others continue, is known still.
+    fn add(&mut self, shelf: &Shelf, new: New, home: u64) {
+        let is_known = shelf.knows(new.id);
+        self.all.push(Comer { id: new.id, home, is_known });
+        if !is_known {
+            self.new.push(new);
+        }
+    }
+}
+
+impl Core {
+    /// Tells the policies of the chunks of a move: they are asked for, and come.
+    pub(super) fn tell_policies(&mut self, number: u32) {
+        let one = &self.moves[number].spec;
+        let (who, deed) = (one.who, one.deed);
+        let rows = &mut self.boards[one.board as usize];
+        for slot in one.slots.iter().filter(|&&slot| slot != NONE).map(|&slot| slot as usize) {
+            match deed {
+                Deed::Get => rows.uses[slot] = rows.uses[slot].saturating_add(1),
+                Deed::Put => rows.classes[slot] = who.priority.unwrap_or(1),
+                _ => {}
+            }
+        }
+        if deed == Deed::Get {
+            for tier in [Tier::Host, Tier::Disk] {
+                self.tell_asked(number, tier);
+            }
+        }
+        match self.host_shelf.grain {
+            Grain::Chunk => self.tell_chunks(number),
+            Grain::Cell => self.tell_cells(number),
+            Grain::Session => self.tell_session(number),
+        }
+    }
+
+    /// A move asks a tier's policy for what it is to get.
+    fn tell_asked(&mut self, number: u32, tier: Tier) {
+        let one = &self.moves[number].spec;
+        let rows = &self.boards[one.board as usize];
+        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+            return;
+        };
+        // Chunks that are all there are asked for by their rows.
+        let there = one.slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
+        let chunks = || there.clone().take(if one.asked.is_empty() { usize::MAX } else { 0 });
+        let chunks = || chunks().chain(one.asked.iter().copied());
+        let (mut who, mut ids) = (one.who, Vec::with_capacity(one.slots.len()));
+        match shelf.grain {
+            Grain::Chunk => ids.extend(chunks()),
+            Grain::Cell => {
+                let layers = one.first_layer..one.first_layer + one.layers;
+                let of = |layer| chunks().map(move |id| cell_id(id, layer));
+                // Who is last in a path leaves first: late layers, and of those the end.
+                ids.extend(layers.flat_map(of));
+                who.tokens_each = (who.tokens_each / rows.layout.layers() as u32).max(1);
+            }
+            Grain::Session => {
+                ids.extend(who.session);
+                who.tokens_each = who.tokens_each.saturating_mul(one.slots.len() as u32);
+            }
+        }
+        shelf.look(self.now_ns, &who, &ids);
+    }
+
+    /// Chunks of a move that come to memory.
+    fn tell_chunks(&mut self, number: u32) {
+        let one = &self.moves[number].spec;
+        let (who, deed, board) = (one.who, one.deed, one.board);
+        let rows = &mut self.boards[board as usize];
+        let mut new = Vec::new();
+        for &slot in &one.slots {
+            if comes(rows, slot, deed) && !rows.has(slot, note::IN_HOST) {
+                rows.set(slot, note::IN_HOST);
+                new.push(new_object(&self.spaces, rows, slot));
+            }
+        }
+        if new.is_empty() || self.host_shelf.insert(self.now_ns, &who, &new) {
+            for i in 0..self.moves[number].spec.slots.len() {
+                self.note_held(board, self.moves[number].spec.slots[i]);
+            }
+            return;
+        }
+        // One by one, then, when cells have come.
+        let rows = &mut self.boards[board as usize];
+        for id in new {
+            if let Some(slot) = rows.chunks.find_id(id.id) {
+                rows.clear(slot, note::IN_HOST);
+            }
+        }
+    }
+
+    /// Cells of a move that come to memory.
+    fn tell_cells(&mut self, number: u32) {
+        let one = &self.moves[number].spec;
+        let (who, board) = (one.who, one.board);
+        let mut news = News::default();
+        for layer in one.first_layer..one.first_layer + one.layers {
+            for &slot in &one.slots {
+                let rows = &self.boards[board as usize];
+                let below = rows.chunks.marks(slot).and_then(|marks| marks.get(layer));
+                let is_below = below.is_some_and(|marks| marks.there() & 1 << DISK != 0);
+                if one.deed == Deed::Put || is_below {
+                    let cell = Cell { chunk: slot, layer };
+                    let new = new_cell(&self.spaces, rows, cell);
+                    news.add(&self.host_shelf, new, owner_of(board, cell));
+                }
+            }
+        }
+        // Each that comes later, and was not told of now, must find room.
+        let pieces = (self.config.host_bytes.saturating_sub(self.host.live_bytes())) / PIECE_BYTES;
+        let spare = pieces + self.config.max_jobs as u64;
+        if self.host_shelf.has_room(news.new.len(), spare) {
+            self.enter_cells(board, Tier::Host, &who, &news);
+        }
+        for i in 0..self.moves[number].spec.slots.len() {
+            self.note_held(board, self.moves[number].spec.slots[i]);
+        }
+    }
+
+    /// Chunks of a move are its session's from now on, in all tiers.
+    fn tell_session(&mut self, number: u32) {
+        let one = &self.moves[number].spec;
+        let (who, deed, board) = (one.who, one.deed, one.board);
+        let Some(id) = who.session else { return self.tell_each(number) };
+        for tier in [Tier::Host, Tier::Disk] {
+            let one = &self.moves[number].spec;
+            let rows = &mut self.boards[board as usize];
+            let is_last = (tier == Tier::Disk) == self.disk_shelf.is_some();
+            let shelf = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier);
+            let Some(shelf) = shelf.filter(|shelf| shelf.grain == Grain::Session) else { continue };
+            let mut members = Vec::with_capacity(one.slots.len());
+            for &slot in one.slots.iter().filter(|&&slot| slot != NONE) {
+                rows.users[slot as usize] = id;
+                let will_be = tier == Tier::Host && comes(rows, slot, deed);
+                if !will_be && !rows.has(slot, flag_of(tier)) {
+                    continue;
+                }
+                // Alone it was told to be in use; a session's object never is.
+                if is_last && rows.has(slot, note::HELD) {
+                    shelf.hold(rows.id(slot), false);
+                    rows.clear(slot, note::HELD);
+                }
+                rows.set(slot, flag_of(tier));
+                members.push(member(rows, At { board, slot }));
+            }
+            if !members.is_empty() && !shelf.join(self.now_ns, &who, id, &members) {
+                members.iter().for_each(|member| rows.clear(member.at.slot, flag_of(tier)));
+            }
+        }
+    }
+
+    /// Each chunk of a move by itself.
+    fn tell_each(&mut self, number: u32) {
+        for i in 0..self.moves[number].spec.slots.len() {
+            let one = &self.moves[number].spec;
+            let at = At { board: one.board, slot: one.slots[i] };
+            if comes(&self.boards[at.board as usize], at.slot, one.deed) {
+                self.enter_shelf(at, Tier::Host, Part::All);
+            }
+        }
+    }
+
+    /// Tells a tier's policy of cells.
+    fn enter_cells(&mut self, board: u32, tier: Tier, who: &Who, news: &News) {
+        let is_last = (tier == Tier::Disk) == self.disk_shelf.is_some();
+        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+            return;
+        };
+        if !news.new.is_empty() {
+            shelf.insert(self.now_ns, who, &news.new);
+        }
+        let rows = &mut self.boards[board as usize];
+        for comer in &news.all {
+            if !shelf.set_home(comer.id, comer.home) {
+                continue;
+            }
+            let slot = cell_of_owner(comer.home).1.chunk;
+            rows.set(slot, flag_of(tier));
+            if is_last && !comer.is_known && rows.has(slot, note::HELD) {
+                shelf.hold(comer.id, true);
+            }
+        }
+    }
+
+    /// A cell has come to a tier.
+    pub(super) fn arrived(&mut self, board: u32, cell: Cell, tier: Tier) {
+        let at = At { board, slot: cell.chunk };
+        self.enter_shelf(at, tier, Part::Layer(cell.layer));
+        let rows = &self.boards[board as usize];
+        let cells = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.cells()[tier as usize]);
+        if usize::from(cells) == rows.layout.layers() {
+            self.say(Kind::Stored, tier, at);
+        }
+        if tier == Tier::Disk && cells == 1 {
+            self.came_below(at);
+        }
+    }
+
+    /// Sees to it that a tier's policy knows a part of a chunk that is there: a cell that has
+    /// come, or what is left when the rest had to go. Such a rest is of no session.
+    pub(super) fn enter_shelf(&mut self, at: At, tier: Tier, part: Part) {
+        let rows = &self.boards[at.board as usize];
+        let priority = Some(rows.classes[at.slot as usize].min(2));
+        let who = Who { priority, ..Who::default() };
+        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+            return;
+        };
+        let entered = match shelf.grain {
+            Grain::Cell => return self.enter_part(at, tier, part, &who),
+            _ if rows.has(at.slot, flag_of(tier)) => return,
+            Grain::Chunk => {
+                shelf.insert(self.now_ns, &who, &[new_object(&self.spaces, rows, at.slot)])
+            }
+            Grain::Session => {
+                let (alone, user) = (rows.id(at.slot), rows.users[at.slot as usize]);
+                let id = if part == Part::All || user == 0 { alone } else { user };
+                shelf.join(self.now_ns, &who, id, &[member(rows, at)])
+            }
+        };
+        if entered {
+            self.boards[at.board as usize].set(at.slot, flag_of(tier));
+            self.note_held(at.board, at.slot);
+        }
+    }
+
+    fn enter_part(&mut self, at: At, tier: Tier, part: Part, who: &Who) {
+        let rows = &self.boards[at.board as usize];
+        let Some(marks) = rows.chunks.marks(at.slot) else { return };
+        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+            return;
+        };
+        let mut news = News::default();
+        let layers = match part {
+            Part::All => 0..marks.len(),
+            Part::Layer(layer) => layer..layer + 1,
+        };
+        for layer in layers {
+            let cell = Cell { chunk: at.slot, layer };
+            let is_there = marks.get(layer).is_some_and(|m| m.there() & 1 << tier as u8 != 0);
+            if is_there {
+                news.add(shelf, new_cell(&self.spaces, rows, cell), owner_of(at.board, cell));
+            }
+        }
+        if !news.all.is_empty() {
+            self.enter_cells(at.board, tier, who, &news);
+            self.note_held(at.board, at.slot);
+        }
+    }
+
+    /// A cell has left a tier.
+    pub(super) fn departed(&mut self, board: u32, cell: Cell, tier: Tier) {
+        let at = At { board, slot: cell.chunk };
+        let rows = &self.boards[board as usize];
+        let layers = rows.layout.layers();
+        let Some(row) = rows.chunks.chunk(cell.chunk) else { return };
+        let left = usize::from(row.cells()[tier as usize]);
+        if left + 1 == layers {
+            self.say(Kind::Removed, tier, at);
+        }
+        if left == 0 {
+            if tier == Tier::Disk {
+                self.left_below(at);
+            }
+            return self.untell(at, tier);
+        }
+        let id = cell_id(self.boards[board as usize].id(cell.chunk), cell.layer);
+        let shelf = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier);
+        if let Some(shelf) = shelf.filter(|shelf| shelf.grain == Grain::Cell && shelf.knows(id)) {
+            shelf.remove(self.now_ns, id);
+        }
+    }
+
+    /// Nothing of a chunk is in a tier any more: its policy need not know it.
+    pub(super) fn untell(&mut self, at: At, tier: Tier) {
+        let rows = &mut self.boards[at.board as usize];
+        if !rows.has(at.slot, flag_of(tier)) {
+            return;
+        }
+        let (id, layers) = (rows.id(at.slot), rows.layout.layers());
+        let is_last = (tier == Tier::Disk) == self.disk_shelf.is_some();
+        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+            return;
+        };
+        let is_out = match shelf.grain {
+            // One that others continue stays, and frees nothing when it is chosen.
+            Grain::Chunk => shelf.remove(self.now_ns, id),
+            Grain::Cell => {
+                for id in (0..layers).map(|layer| cell_id(id, layer)) {
+                    if shelf.knows(id) {
+                        shelf.remove(self.now_ns, id);
+                    }
+                }
+                true
+            }
+            Grain::Session => {
+                shelf.leave(self.now_ns, at);
+                true
+            }
+        };
+        if is_out {
+            let held = if is_last { note::HELD } else { 0 };
+            rows.clear(at.slot, flag_of(tier) | held);
+        }
+    }
+
+    /// Tells the policy of the last tier whether a chunk is in use: it cannot go
+    /// anywhere from there.
+    pub(super) fn note_held(&mut self, board: u32, slot: Slot) {
+        let rows = &mut self.boards[board as usize];
+        let Some(row) = rows.chunks.chunk(slot) else { return };
+        let is_held = row.refs() > 0 || row.pin().is_some();
+        let (shelf, there) = match &mut self.disk_shelf {
+            Some(shelf) => (shelf, note::IN_DISK),
+            None => (&mut self.host_shelf, note::IN_HOST),
+        };
+        if is_held == rows.has(slot, note::HELD) || !rows.has(slot, there) {
+            return;
+        }
+        let id = rows.id(slot);
+        let is_told = match shelf.grain {
+            Grain::Chunk => shelf.hold(id, is_held),
+            Grain::Cell => {
+                let all = (0..rows.layout.layers()).map(|layer| cell_id(id, layer));
+                all.fold(false, |any, id| (shelf.knows(id) && shelf.hold(id, is_held)) | any)
+            }
+            Grain::Session => {
+                shelf.groups.of(At { board, slot }) == Some(id) && shelf.hold(id, is_held)
+            }
+        };
+        if is_told {
+            let change = if is_held { Board::set } else { Board::clear };
+            change(rows, slot, note::HELD);
+        }
+    }
+
+    /// Tells the policies what the engine says of the future of a session's chunks.
+    pub(super) fn tell_hint(
+        &mut self,
+        board: u32,
+        slots: &[Slot],
+        who: &Who,
+        hint: &Hint,
+    ) -> Result<()> {
+        let rows = &self.boards[board as usize];
+        let chunks = || slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
+        let layers = rows.layout.layers();
+        for shelf in [Some(&mut self.host_shelf), self.disk_shelf.as_mut()].into_iter().flatten() {
+            let ids: Vec<u64> = match shelf.grain {
+                Grain::Chunk => chunks().collect(),
+                Grain::Cell => {
+                    let of = |layer| chunks().map(move |id| cell_id(id, layer));
+                    (0..layers).flat_map(of).collect()
+                }
+                Grain::Session => who.session.into_iter().collect(),
+            };
+            shelf.hint(self.now_ns, who, &ids, hint)?;
+        }
+        Ok(())
+    }
+
+    /// Whom a policy means.
+    pub(super) fn chosen(&self, chosen: Chosen) -> Option<(At, Part)> {
+        match chosen {
+            Chosen::Chunk(id) => Some((self.chunk_of_id(id)?, Part::All)),
+            Chosen::Member(at) => Some((at, Part::All)),
+            Chosen::Cell(id, home) => {
+                let (board, cell) = cell_of_owner(home);
+                let rows = self.boards.get(board as usize)?;
+                // Its row may be another chunk's by now.
+                let is_it = rows.chunks.chunk(cell.chunk).is_some()
+                    && cell_id(rows.id(cell.chunk), cell.layer) == id;
+                let at = At { board, slot: cell.chunk };
+                is_it.then_some((at, Part::Layer(cell.layer)))
+            }
+        }
+    }
+
+    /// The chunk of an id that a policy gave.
+    fn chunk_of_id(&self, id: u64) -> Option<At> {
+        let mut boards = self.boards.iter().enumerate();
+        boards.find_map(|(at, board)| {
+            let slot = board.chunks.find_id(id)?;
+            Some(At { board: at as u32, slot })
+        })
+    }
+}
+
+/// The smallest piece of memory that a cell can have.
+pub(super) const PIECE_BYTES: u64 = 4096;
+
+/// The shelf of a tier, where it has one.
+fn shelf_of<'a>(
+    host: &'a mut Shelf,
+    disk: &'a mut Option<Shelf>,
+    tier: Tier,
+) -> Option<&'a mut Shelf> {
+    if tier == Tier::Disk { disk.as_mut() } else { Some(host) }
+}
+
+/// What is noted of a chunk that a tier's policy knows.
+fn flag_of(tier: Tier) -> u8 {
+    if tier == Tier::Disk { note::IN_DISK } else { note::IN_HOST }
+}
+
+/// Whether a move brings a chunk to memory.
+fn comes(rows: &Board, slot: Slot, deed: Deed) -> bool {
+    deed == Deed::Put || rows.chunks.chunk(slot).is_some_and(|row| row.cells()[DISK] > 0)
+}
+
+fn member(rows: &Board, at: At) -> Member {
+    let row = rows.chunks.chunk(at.slot);
+    Member {
+        at,
+        position: row.map_or(0, |row| row.position()),
+        units: units_of(rows.chunk_bytes(at.slot)),
+        tokens: row.map_or(0, |row| row.valid_tokens()),
+    }
+}
+
+/// A chunk as policies know it. Where holes can be computed it stands for itself: it may
+/// leave before those that continue it.
+fn new_object(spaces: &[Space], rows: &Board, slot: Slot) -> New {
+    let row = rows.chunks.chunk(slot);
+    let space = row.and_then(|row| spaces.get(row.namespace() as usize));
+    let holes = space.is_some_and(|space| space.holes);
+    let parent = rows.chunks.parent(slot).filter(|&parent| parent != NONE && !holes);
+    let tokens = row.map_or(0, |row| row.valid_tokens());
+    let context = row.map_or(0, |row| row.position()).saturating_mul(rows.layout.chunk_tokens());
+    New {
+        id: rows.id(slot),
+        parent: parent.map(|parent| rows.id(parent)),
+        units: units_of(rows.chunk_bytes(slot)),
+        facts: Facts { tokens, context, ..Facts::default() },
+    }
+}
+
+/// The same of a cell: it continues that of its layer in the chunk before.
+fn new_cell(spaces: &[Space], rows: &Board, cell: Cell) -> New {
+    let chunk = new_object(spaces, rows, cell.chunk);
+    let small = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
+    New {
+        id: cell_id(chunk.id, cell.layer),
+        parent: chunk.parent.map(|parent| cell_id(parent, cell.layer)),
+        units: units_of(rows.planes(cell).bytes()),
+        facts: Facts {
+            layer: small(cell.layer),
+            layers: small(rows.layout.layers()),
+            chunk: rows.chunks.chunk(cell.chunk).map_or(0, |row| row.position()),
+            ..chunk.facts
+        },
+    }
+}

@@ -1,0 +1,100 @@
+//! Chunks without the one before them: an earlier life wrote them down, and not that
+//! one. They wait for it by its key, and continue it as soon as it is added.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::base::status::Result;
+use crate::meta::chunks::{Added, Chunks, NewChunk};
+use crate::meta::index::{NONE, Slot};
+use crate::meta::key::Key;
+
+/// Who waits for whom.
+#[derive(Default)]
+pub(super) struct Orphans {
+    above: BTreeMap<Slot, Key>,
+    behind: BTreeSet<(Key, Slot)>,
+}
+
+impl Orphans {
+    fn add(&mut self, slot: Slot, above: Key) {
+        self.above.insert(slot, above);
+        self.behind.insert((above, slot));
+    }
+
+    /// A chunk waits no more.
+    pub(super) fn remove(&mut self, slot: Slot) {
+        if let Some(above) = self.above.remove(&slot) {
+            self.behind.remove(&(above, slot));
+        }
+    }
+
+    /// The next one that waits for a key, from a slot on.
+    fn next(&self, above: &Key, from: Slot) -> Option<Slot> {
+        self.behind.range((*above, from)..=(*above, NONE)).next().map(|&(_, slot)| slot)
+    }
+}
+
+impl Chunks {
+    /// Adds a chunk that continues the one with a key, or finds it, as [`Chunks::add`]. That
+    /// one need not be in the table: whenever it is added this one continues it. `new` need
+    /// not say which it is.
+    pub fn add_behind(&mut self, new: &NewChunk, above: &Key) -> Result<Added> {
+        let parent = if new.position == 0 { NONE } else { self.find(above).unwrap_or(NONE) };
+        let new = NewChunk { parent, ..*new };
+        if parent != NONE || new.position == 0 {
+            return self.add(&new);
+        }
+        if let Some(there) = self.known(&new)? {
+            return Ok(Added::There(there));
+        }
+        self.check_tokens(&new)?;
+        let slot = self.insert(&new)?;
+        self.orphans.add(slot, *above);
+        Ok(Added::New(slot))
+    }
+
+    /// Has a chunk continue the one before it, if it does not and that is the one; whether
+    /// it does now.
+    pub fn join(&mut self, slot: Slot, parent: Slot) -> bool {
+        let (Some(row), Some(above)) = (self.chunk(slot), self.chunk(parent)) else { return false };
+        if let Some(old) = self.parent(slot) {
+            return old == parent;
+        }
+        let fits = above.namespace == row.namespace
+            && above.position.checked_add(1) == Some(row.position)
+            && above.valid_tokens() == self.shape.chunk_tokens
+            && (above.owner == NONE || above.owner == row.owner);
+        if !fits {
+            return false;
+        }
+        let generation = above.generation;
+        let row = &mut self.rows[slot as usize];
+        (row.parent, row.parent_generation) = (parent, generation);
+        let above = &mut self.rows[parent as usize];
+        above.children += 1;
+        above.set_rejoined();
+        self.orphans.remove(slot);
+        true
+    }
+
+    /// Those that wait for a chunk that was added continue it.
+    pub(super) fn join_orphans(&mut self, parent: Slot) {
+        let Some(&key) = self.key(parent).filter(|_| !self.orphans.above.is_empty()) else {
+            return;
+        };
+        let mut from = 0;
+        while let Some(slot) = self.orphans.next(&key, from) {
+            self.join(slot, parent);
+            from = slot + 1;
+        }
+    }
+
+    /// The key of the chunk that one continues, where that is known: it need not be in the
+    /// table.
+    pub fn parent_key(&self, slot: Slot) -> Option<&Key> {
+        match self.parent(slot) {
+            Some(above) => self.key(above),
+            None => self.orphans.above.get(&slot),
+        }
+    }
+}

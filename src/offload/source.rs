@@ -1,0 +1,152 @@
+//! The engine's tensors of one layer, as policies read them and cut to blocks.
+
+use crate::attention::{Rows, Scales};
+use crate::base::memory::Buffer;
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::device::Memory;
+use crate::fail;
+use crate::kv::core::views::{LayerViews, PlaneView, Tokens};
+use crate::offload::opts::Geometry;
+
+/// K and V of some tokens of a layer.
+pub(super) struct Source {
+    pub views: LayerViews,
+}
+
+impl Source {
+    /// The engine's views, checked; heads that it does not tell apart are told apart.
+    pub fn new(geometry: &Geometry, given: &LayerViews, tokens: u32) -> Result<Source> {
+        let heads = geometry.shape.key_heads;
+        let k = plane_of("K", &given.k, heads, geometry.k_bytes, tokens)?;
+        let v = match (&given.v, geometry.v_bytes) {
+            (Some(v), bytes) if bytes > 0 => Some(plane_of("V", v, heads, bytes, tokens)?),
+            (None, 0) => None,
+            (Some(_), _) => fail!(Invalid, "V is a part of K here, and there is a view of it"),
+            (None, _) => fail!(Invalid, "the view of V is missing"),
+        };
+        Ok(Source { views: LayerViews { k, v } })
+    }
+
+    /// Whether blocks of so many tokens begin at pages.
+    pub fn has_blocks_of(&self, block: u32) -> bool {
+        let begin = |plane: &PlaneView| match plane.place {
+            Tokens::At(_) => true,
+            Tokens::Pages { page_tokens, .. } => page_tokens > 0 && block % page_tokens == 0,
+        };
+        begin(&self.views.k) && self.views.v.as_ref().is_none_or(begin)
+    }
+
+    /// Some of its tokens; none where they begin within a page.
+    pub fn part(&self, first: u32, tokens: u32) -> Option<LayerViews> {
+        let v = match &self.views.v {
+            Some(v) => Some(part_of(v, first, tokens)?),
+            None => None,
+        };
+        Some(LayerViews { k: part_of(&self.views.k, first, tokens)?, v })
+    }
+}
+
+/// Rows of a plane.
+///
+/// # Safety
+/// What the view leads to can be read, and is not written, as long as the rows live.
+pub(super) unsafe fn rows_of<'a>(geometry: &Geometry, plane: &'a PlaneView) -> Result<Rows<'a>> {
+    // SAFETY: the caller's promise.
+    unsafe { Rows::new(plane.view(), geometry.dtype, Scales::None) }
+}
+
+fn plane_of(
+    name: &str,
+    given: &PlaneView,
+    heads: u32,
+    token_bytes: u64,
+    tokens: u32,
+) -> Result<PlaneView> {
+    if given.memory != Memory::Host {
+        fail!(Unavailable, "{name}: there is no device that reaches this memory");
+    }
+    if given.tokens < tokens {
+        fail!(Invalid, "{name}: a view of {} tokens, {tokens} are put", given.tokens);
+    }
+    let run_bytes = token_bytes / u64::from(heads);
+    let mut plane = PlaneView { tokens, ..given.clone() };
+    if plane.heads == 1 && plane.run_bytes == token_bytes {
+        (plane.heads, plane.run_bytes, plane.head_stride_bytes) = (heads, run_bytes, run_bytes);
+    }
+    if plane.heads != heads || plane.run_bytes != run_bytes {
+        fail!(
+            Invalid,
+            "{name}: {} heads of {} bytes, the shape has {heads} of {run_bytes}",
+            plane.heads,
+            plane.run_bytes
+        );
+    }
+    Ok(plane)
+}
+
+fn part_of(plane: &PlaneView, first: u32, tokens: u32) -> Option<PlaneView> {
+    let place = match &plane.place {
+        Tokens::At(address) => {
+            let shift = u64::from(first).checked_mul(plane.token_stride_bytes)?;
+            Tokens::At(address.checked_add(shift)?)
+        }
+        &Tokens::Pages { ref addresses, page_tokens, shift_bytes } => {
+            if page_tokens == 0 || first % page_tokens != 0 {
+                return None;
+            }
+            let from = (first / page_tokens) as usize;
+            let pages = addresses.get(from..from + tokens.div_ceil(page_tokens) as usize)?;
+            Tokens::Pages { addresses: Arc::new(pages.to_vec()), page_tokens, shift_bytes }
+        }
+    };
+    Some(PlaneView { place, tokens, ..plane.clone() })
+}
+
+/// A plane in canonical order.
+pub(super) fn canonical(address: *mut u8, tokens: u32, heads: u32, token_bytes: u64) -> PlaneView {
+    let run_bytes = token_bytes / u64::from(heads);
+    PlaneView {
+        place: Tokens::At(address as u64),
+        tokens,
+        heads,
+        run_bytes,
+        token_stride_bytes: token_bytes,
+        head_stride_bytes: run_bytes,
+        memory: Memory::Host,
+    }
+}
+
+impl Geometry {
+    /// Some rows of K and V in memory of the offload's own, from a place on in which there is
+    /// room for `all` rows.
+    pub(super) fn views(
+        &self,
+        memory: &Buffer,
+        at: u64,
+        all: u32,
+        (first, tokens): (u32, u32),
+    ) -> Result<LayerViews> {
+        let heads = self.shape.key_heads;
+        let plane = |at: u64, token_bytes: u64| -> Result<PlaneView> {
+            let bytes = u64::from(tokens) * token_bytes;
+            let address = memory.range(at + u64::from(first) * token_bytes, bytes);
+            Ok(canonical(address.ok_or(Status::Invalid)?, tokens, heads, token_bytes))
+        };
+        let v = match self.v_bytes {
+            0 => None,
+            bytes => Some(plane(at + self.v_at(all), bytes)?),
+        };
+        Ok(LayerViews { k: plane(at, self.k_bytes)?, v })
+    }
+
+    /// The same of a tail.
+    pub(super) fn tail_views(
+        &self,
+        memory: &Buffer,
+        at: u64,
+        rows: (u32, u32),
+    ) -> Result<LayerViews> {
+        self.views(memory, at, self.shape.block_tokens, rows)
+    }
+}

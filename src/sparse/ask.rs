@@ -1,0 +1,138 @@
+//! A question for an index, checked.
+
+use crate::attention::Rows;
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
+use crate::sparse::index::{Context, Index, NO_QUERY};
+use crate::sparse::numbers;
+use crate::sparse::reach::Reach;
+use crate::sparse::shape::Shape;
+
+/// Queries and all keys up to the last of them.
+#[derive(Clone, Copy)]
+pub struct Ask<'a> {
+    /// The queries.
+    pub queries: &'a Rows<'a>,
+    /// All keys of the sequence, from its first token to the last query's.
+    pub keys: &'a Rows<'a>,
+    /// The position of the first query.
+    pub first: u32,
+    /// Tokens of the sequence.
+    pub tokens: u32,
+    /// What products are multiplied with.
+    pub scale: f32,
+    group: u32,
+}
+
+/// Whether the queries are the last tokens of the sequence. What depends on positions only
+/// need not look at keys, which may have been evicted.
+pub fn check_context(shape: &Shape, count: u32, context: &Context) -> Result<()> {
+    let end = context.first_query.checked_add(count);
+    if end != Some(context.tokens) || context.tokens > shape.max_tokens {
+        let (first, tokens, most) = (context.first_query, context.tokens, shape.max_tokens);
+        fail!(
+            Invalid,
+            "{count} queries from {first} on end a sequence of {tokens}, at most {most}"
+        );
+    }
+    Ok(())
+}
+
+/// Refuses what is not a prompt.
+pub fn only_prefill(name: &str, context: &Context) -> Result<()> {
+    if !context.is_prefill {
+        fail!(Unsupported, "{name} says what a prompt is computed with, not what follows it");
+    }
+    Ok(())
+}
+
+/// An index of rows of `block` queries by blocks of as many keys, whose lists are added head
+/// by head.
+pub fn each_head(
+    ask: &Ask<'_>,
+    block: u32,
+    mut add: impl FnMut(u32, &mut Reach) -> Result<()>,
+) -> Result<Index> {
+    let mut reach = Reach::default();
+    for head in 0..ask.heads() {
+        reach.blocks(block, block, NO_QUERY)?;
+        add(head, &mut reach)?;
+    }
+    Ok(reach.into_index())
+}
+
+/// The error for numbers that are not.
+pub fn not_finite(what: &str) -> Error {
+    Error::new(Status::Invalid, format!("{what} are not all finite"))
+}
+
+impl<'a> Ask<'a> {
+    /// Checks that rows are of the shape and keys are those of all tokens.
+    pub fn check(
+        shape: &Shape,
+        layer: u32,
+        queries: &'a Rows<'a>,
+        keys: Option<&'a Rows<'a>>,
+        context: &Context,
+    ) -> Result<Ask<'a>> {
+        let Some(keys) = keys else {
+            fail!(Invalid, "this policy looks at all keys, and there are none");
+        };
+        shape.check_queries(layer, queries)?;
+        shape.check_keys(layer, keys)?;
+        check_context(shape, queries.tokens(), context)?;
+        if keys.tokens() != context.tokens {
+            fail!(Invalid, "{} keys of {} tokens", keys.tokens(), context.tokens);
+        }
+        Ok(Ask {
+            queries,
+            keys,
+            first: context.first_query,
+            tokens: context.tokens,
+            scale: shape.softmax_scale(),
+            group: shape.group(),
+        })
+    }
+
+    /// How many queries.
+    pub fn count(&self) -> u32 {
+        self.queries.tokens()
+    }
+
+    /// Query heads.
+    pub fn heads(&self) -> u32 {
+        self.queries.heads()
+    }
+
+    /// Numbers of a head.
+    pub fn dim(&self) -> usize {
+        self.queries.dim() as usize
+    }
+
+    /// The head of keys that a query head looks at.
+    pub fn key_head(&self, head: u32) -> u32 {
+        head / self.group
+    }
+
+    /// Reads queries of a head from one on, as many as `out` has room for; those behind the
+    /// last are zero.
+    pub fn read_queries(&self, head: u32, from: u32, out: &mut [f32]) -> Result<()> {
+        read(self.queries, "queries", head, from, out)
+    }
+
+    /// Reads keys of a query head likewise.
+    pub fn read_keys(&self, head: u32, from: u32, out: &mut [f32]) -> Result<()> {
+        read(self.keys, "keys", self.key_head(head), from, out)
+    }
+}
+
+fn read(rows: &Rows<'_>, what: &str, head: u32, from: u32, out: &mut [f32]) -> Result<()> {
+    for (token, row) in (from..).zip(out.chunks_exact_mut(rows.dim() as usize)) {
+        if token >= rows.tokens() {
+            row.fill(0.0);
+        } else if !numbers::read(rows, token, head, row) {
+            return Err(not_finite(what));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,187 @@
+//! `duo`: some heads of keys keep all, the others the first and the newest tokens (Xiao et
+//! al., ICLR'25). Which heads, training has found: a number for each layer and head.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `alpha` | | numbers, layers one after the other: `"0.9 0.1; 0.2 0.8"` |
+//! | `file` | | instead: a text file of them, a line a layer |
+//! | `sparsity` | 0.5 | the heads with numbers from this quantile on keep all |
+//! | `sink`, `recent` | 64, 256 | what the others keep |
+//! | `evict_every` | 1 | they evict when so many tokens are too many |
+//!
+//! Of equal numbers the earlier head keeps all. Of n heads `n - ceil(sparsity * (n - 1))` do;
+//! none at 1.
+
+use std::path::Path;
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::fail;
+use crate::io::source::Source;
+use crate::sparse::kept::misfit;
+use crate::sparse::numbers::{check, grow, room};
+use crate::sparse::ranks::Ranks;
+use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, caps};
+
+/// Longest text of numbers.
+const MAX_TEXT_BYTES: usize = 16 << 20;
+
+/// Heads that keep all, and heads that stream.
+#[derive(Clone, Debug)]
+pub struct Duo {
+    shape: Shape,
+    /// For each layer and head of keys whether it keeps all.
+    is_full: Vec<bool>,
+    sink: u32,
+    recent: u32,
+    slack: u32,
+    /// For each layer the first token behind the first ones that heads which stream still have.
+    from: Vec<u32>,
+}
+
+/// Numbers divided by spaces, commas, semicolons or lines.
+fn numbers(text: &str, most: usize) -> Result<Vec<f32>> {
+    let mut out = Vec::new();
+    let is_gap = |c: char| c.is_ascii_whitespace() || matches!(c, ',' | ';');
+    for word in text.split(is_gap).filter(|word| !word.is_empty()) {
+        let Ok(number) = word.parse::<f32>() else {
+            return Err(misfit(format!("'{word}' is not a number")));
+        };
+        room(&mut out, 1)?;
+        out.push(number);
+        if out.len() > most {
+            return Err(misfit(format!("more numbers than the {most} heads of keys")));
+        }
+    }
+    Ok(out)
+}
+
+impl Duo {
+    /// Reads `duo` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Duo> {
+        shape.check()?;
+        let heads = shape.layers as usize * shape.key_heads as usize;
+        let most = u64::from(u32::MAX);
+        let alpha = match (reader.text("alpha")?, reader.text("file")?) {
+            (Some(text), None) => numbers(text, heads)?,
+            (None, Some(path)) => {
+                let bytes = Source::open(Path::new(path))?.rest(MAX_TEXT_BYTES)?;
+                let Ok(text) = std::str::from_utf8(&bytes) else {
+                    return Err(misfit(format!("{path} is not a text")));
+                };
+                numbers(text, heads).map_err(|error| error.within(path))?
+            }
+            _ => return Err(misfit("one of alpha and file is needed, not both")),
+        };
+        if alpha.len() != heads {
+            let count = alpha.len();
+            return Err(misfit(format!("{count} numbers, there are {heads} heads of keys")));
+        }
+        check("numbers of heads", &alpha)?;
+        let sparsity = reader.f64("sparsity", 0.5, 0.0..=1.0)?;
+        let few = (sparsity * (heads - 1) as f64).ceil() as usize;
+        let count = if sparsity >= 1.0 { 0 } else { heads - few };
+        let (mut best, mut is_full, mut from) = (Vec::new(), Vec::new(), Vec::new());
+        Ranks::default().top(&alpha, count, &mut best)?;
+        grow(&mut is_full, heads, false)?;
+        for at in best {
+            if let Some(full) = is_full.get_mut(at as usize) {
+                *full = true;
+            }
+        }
+        let sink = reader.u64("sink", 64, 0..=most)? as u32;
+        grow(&mut from, shape.layers as usize, sink)?;
+        Ok(Duo {
+            shape: *shape,
+            is_full,
+            sink,
+            recent: reader.u64("recent", 256, 1..=most)? as u32,
+            slack: reader.u64("evict_every", 1, 1..=most)? as u32 - 1,
+            from,
+        })
+    }
+
+    /// Which heads of a layer keep all.
+    pub fn full(&self, layer: u32) -> &[bool] {
+        let heads = self.shape.key_heads as usize;
+        self.is_full.chunks_exact(heads).nth(layer as usize).unwrap_or_default()
+    }
+}
+
+impl Sparse for Duo {
+    fn traits(&self) -> Traits {
+        Traits {
+            caps: caps::EVICT_PREFILL | caps::EVICT_DECODE,
+            scope: Scope::KeyHead,
+            is_ragged: true,
+            ..Traits::NONE
+        }
+    }
+
+    fn state_bytes(&self) -> u64 {
+        (self.is_full.capacity() + 4 * self.from.capacity()) as u64
+    }
+
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+        let Some(&from) = self.from.get(layer as usize) else {
+            fail!(Invalid, "layer {layer} of a model with {}", self.shape.layers);
+        };
+        let tokens = context.tokens;
+        if tokens > self.shape.max_tokens {
+            fail!(Limit, "{tokens} tokens, the limit is {}", self.shape.max_tokens);
+        }
+        let first = tokens.saturating_sub(self.recent);
+        if first.saturating_sub(from) <= self.slack || self.full(layer).iter().all(|full| *full) {
+            return Ok(false);
+        }
+        out.clear();
+        let streams = self.sink as usize + (tokens - first) as usize;
+        let each = |full: &bool| if *full { tokens as usize } else { streams };
+        room(&mut out.heads.items, self.full(layer).iter().map(each).sum())?;
+        room(&mut out.heads.starts, self.shape.key_heads as usize + 1)?;
+        for &full in self.full(layer) {
+            let gap = if full { tokens..tokens } else { self.sink.min(first)..first };
+            out.heads.push((0..gap.start).chain(gap.end..tokens));
+        }
+        Ok(true)
+    }
+
+    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+        let heads = self.full(layer);
+        if kept.heads.len() != heads.len() {
+            fail!(Invalid, "{} lists of tokens, there are {}", kept.heads.len(), heads.len());
+        }
+        let Some(head) = heads.iter().position(|full| !full) else { return Ok(()) };
+        // The newest tokens lie together; others that stay are somebody else's.
+        let list = kept.of(head as u32);
+        let run = list.windows(2).rev().take_while(|two| match two {
+            [a, b] => a.checked_add(1) == Some(*b),
+            _ => false,
+        });
+        let first = list.iter().rev().nth(run.count()).copied().unwrap_or(0);
+        let sink = self.sink;
+        if let Some(from) = self.from.get_mut(layer as usize) {
+            *from = first.max(sink);
+        }
+        Ok(())
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        let sink = self.sink;
+        // What lay between is gone: what comes now comes behind it.
+        self.from
+            .iter_mut()
+            .filter(|from| **from > tokens)
+            .for_each(|from| *from = tokens.max(sink));
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        let sink = self.sink;
+        self.from.fill(sink);
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(self.clone()))
+    }
+}

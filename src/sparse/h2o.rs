@@ -1,0 +1,227 @@
+//! `h2o`: tokens that got the most attention so far stay, beside the first and the newest
+//! ones (Zhang et al., NeurIPS'23).
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `sink` | 4 | first tokens that stay |
+//! | `recent` | 256 | newest tokens that stay |
+//! | `budget` | 1024 | so many of those between stay |
+//! | `heads` | each | `each`: every head of keys has tokens of its own, by the attention of its group of query heads. `all`: one list a layer, by that of all heads. Rows of MLA latents are shared by all heads, so there only `all` can be |
+//! | `evict_every` | 1 | tokens go when there are so many too many: `sink + budget + recent + evict_every - 1` is the most that ever stay |
+//! | `form` | token | `block`: whole blocks go, by the sum of their tokens; those that hold a first or newest token, or are not complete, stay |
+//!
+//! With `form=block` at most `budget / block` blocks between stay (one at least), so the most
+//! that ever stays is `sink + budget + recent + evict_every - 1` with each of the first three
+//! and the last rounded up to blocks, and one block more.
+//!
+//! It has to be told what each key got of the attention of all queries, at every step. Tokens
+//! that stay keep what they have; a new sequence begins with `reset`. Tokens that must not go
+//! (shared, pinned) the caller adds to the lists before it tells what was evicted.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::fail;
+use crate::sparse::kept::{Kept, List, check_sums, misfit};
+use crate::sparse::numbers::room;
+use crate::sparse::ranks::Ranks;
+use crate::sparse::{
+    ALL_QUERIES, Context, Granularity, Keep, Kind, Scope, Shape, Sparse, Traits, caps, needs,
+};
+
+/// Heavy hitters.
+#[derive(Clone, Debug)]
+pub struct H2o {
+    shape: Shape,
+    kept: Kept,
+    sink: usize,
+    recent: usize,
+    budget: usize,
+    slack: usize,
+    is_each: bool,
+    is_block: bool,
+    blocks: Blocks,
+}
+
+/// What is used while blocks are chosen.
+#[derive(Clone, Debug, Default)]
+struct Blocks {
+    ranks: Ranks,
+    /// Where the blocks that may go begin in a list, and where the last ends.
+    starts: Vec<u32>,
+    scores: Vec<f32>,
+    leaving: Vec<u32>,
+}
+
+impl H2o {
+    /// Reads `h2o` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<H2o> {
+        shape.check()?;
+        let most = u64::from(u32::MAX);
+        let heads = reader.choice("heads", &["each", "all"])?;
+        if heads == Some(0) && shape.kind == Kind::Latent {
+            return Err(misfit("all heads share a latent row: heads=each cannot be"));
+        }
+        let is_each = heads != Some(1) && shape.kind == Kind::Split;
+        let lists = if is_each { shape.key_heads } else { 1 };
+        Ok(H2o {
+            shape: *shape,
+            kept: Kept::new(shape.layers, lists, shape.max_tokens)?,
+            sink: reader.u64("sink", 4, 0..=most)? as usize,
+            recent: reader.u64("recent", 256, 0..=most)? as usize,
+            budget: reader.u64("budget", 1024, 1..=most)? as usize,
+            slack: reader.u64("evict_every", 1, 1..=most)? as usize - 1,
+            is_each,
+            is_block: reader.choice("form", &["token", "block"])? == Some(1),
+            blocks: Blocks::default(),
+        })
+    }
+
+    /// Rows of query heads in `sums`, if it can be.
+    fn rows(&self, sums: &[f32], tokens: u32) -> Result<usize> {
+        let (tokens, heads) = (tokens as usize, self.shape.query_heads as usize);
+        let rows = if sums.len() == tokens { 1 } else { heads };
+        let is_shared = rows == 1 && heads > 1 && self.is_each && self.shape.key_heads > 1;
+        if tokens == 0 || sums.len() != rows * tokens || is_shared {
+            fail!(Invalid, "{} sums of attention to {tokens} tokens by {heads} heads", sums.len());
+        }
+        Ok(rows)
+    }
+
+    fn plan_blocks(&mut self, layer: u32, out: &mut Keep) -> Result<bool> {
+        let each = self.shape.block_tokens;
+        let most = (self.budget / each as usize).max(1);
+        let (sink, recent, slack) = (self.sink, self.recent, self.slack);
+        let layer = self.kept.layer(layer)?;
+        let lists = &layer.lists;
+        let blocks = &mut self.blocks;
+        let mut any = false;
+        for list in lists {
+            blocks.find(list, each, layer.next, (sink, recent))?;
+            let count = blocks.scores.len();
+            any |= count > most && (count - most) * each as usize > slack;
+        }
+        if !any {
+            return Ok(false);
+        }
+        out.clear();
+        room(&mut out.heads.items, lists.iter().map(|list| list.positions.len()).sum())?;
+        room(&mut out.heads.starts, lists.len() + 1)?;
+        for list in lists {
+            blocks.find(list, each, layer.next, (sink, recent))?;
+            let leave = blocks.scores.len().saturating_sub(most);
+            let Blocks { ranks, starts, scores, leaving } = blocks;
+            leaving.clear();
+            ranks.bottom(scores, leave, leaving)?;
+            let mut from = 0;
+            let mut stays = Vec::new();
+            room(&mut stays, list.positions.len())?;
+            for &at in leaving.iter() {
+                let mut ends = starts.iter().skip(at as usize).map(|&end| end as usize);
+                let (Some(begin), Some(end)) = (ends.next(), ends.next()) else { break };
+                stays.extend_from_slice(list.positions.get(from..begin).unwrap_or_default());
+                from = end;
+            }
+            stays.extend_from_slice(list.positions.get(from..).unwrap_or_default());
+            out.heads.push(stays);
+        }
+        Ok(true)
+    }
+}
+
+impl Blocks {
+    /// Finds the blocks of a list that may go, with their scores.
+    fn find(&mut self, list: &List, each: u32, next: u32, ends: (usize, usize)) -> Result<()> {
+        let positions = &list.positions;
+        let count = positions.len();
+        let block = |at: usize| positions.get(at).map_or(0, |position| position / each);
+        self.starts.clear();
+        self.scores.clear();
+        let (first, last) = (ends.0.min(count), count.saturating_sub(ends.1));
+        // The first block without a first token, and the last without a newest one.
+        let from = match first {
+            0 => 0,
+            _ => positions.partition_point(|position| position / each <= block(first - 1)),
+        };
+        let to = match last < count {
+            true => positions.partition_point(|position| position / each < block(last)),
+            false => positions.partition_point(|position| position / each < next / each),
+        };
+        let mut at = from;
+        room(&mut self.starts, count / each as usize + 2)?;
+        while at < to {
+            let end = at + positions.iter().skip(at).take_while(|p| *p / each == block(at)).count();
+            let scores = list.scores.get(at..end).unwrap_or_default();
+            room(&mut self.scores, 1)?;
+            room(&mut self.starts, 2)?;
+            self.starts.push(at as u32);
+            self.scores.push(scores.iter().sum());
+            at = end;
+        }
+        self.starts.push(at as u32);
+        Ok(())
+    }
+}
+
+impl Sparse for H2o {
+    fn traits(&self) -> Traits {
+        Traits {
+            caps: caps::EVICT_PREFILL | caps::EVICT_DECODE,
+            needs: needs::COLUMN_SUMS,
+            scope: if self.is_each { Scope::KeyHead } else { Scope::Layer },
+            granularity: if self.is_block { Granularity::Block } else { Granularity::Token },
+            sum_queries: ALL_QUERIES,
+            ..Traits::NONE
+        }
+    }
+
+    fn state_bytes(&self) -> u64 {
+        self.kept.bytes()
+    }
+
+    fn observe(&mut self, layer: u32, _queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
+        let rows = self.rows(sums, tokens)?;
+        let next = self.kept.next_of(layer, tokens)?;
+        check_sums(sums)?;
+        self.kept.extend(layer, next, 0.0)?;
+        // Rows of a group of query heads, or all of them, go to one list.
+        let lists = self.kept.lists(layer);
+        let each = rows / lists.len().clamp(1, rows);
+        for (list, rows) in lists.iter_mut().zip(sums.chunks(each * tokens as usize)) {
+            for row in rows.chunks_exact(tokens as usize) {
+                list.scores.iter_mut().zip(row).for_each(|(score, sum)| *score += sum);
+            }
+        }
+        Ok(())
+    }
+
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+        // Tokens that nobody looked at yet are the newest ones.
+        self.kept.extend(layer, context.tokens, 0.0)?;
+        if self.is_block {
+            return self.plan_blocks(layer, out);
+        }
+        let (budget, slack) = (self.budget, self.slack);
+        let leave = |_, between: usize| match between.checked_sub(budget) {
+            Some(more) if more > slack => more,
+            _ => 0,
+        };
+        self.kept.plan(layer, (self.sink, self.recent), leave, out)
+    }
+
+    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+        self.kept.evicted(layer, kept)
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        self.kept.truncate(tokens);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.kept.truncate(0);
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(self.clone()))
+    }
+}

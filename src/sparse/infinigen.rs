@@ -1,0 +1,185 @@
+//! `predict`: blocks of a layer are chosen by a query that is there before the layer's own, so
+//! that they are loaded in time (the idea of InfiniGen, Lee et al., OSDI'24).
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `of` | quest | the policy that chooses |
+//! | `ahead` | 1 | the query that selections get is of so many layers before, or what predicts the layer's own from it |
+//! | `audit` | false | when the layer's own query comes (`index`), see what it would have chosen, and count |
+//!
+//! The first `ahead` layers have no query before theirs: all is loaded. Recall is the part of
+//! the blocks that the own queries would have chosen which the earlier ones did choose.
+
+use crate::attention::Rows;
+use crate::base::spec::{Reader, Spec};
+use crate::base::status::Result;
+use crate::sparse::kept::misfit;
+use crate::sparse::numbers::{grow, room};
+use crate::sparse::registry::make;
+use crate::sparse::{Context, Index, Keep, Shape, Sparse, Stats, Traits, caps, needs};
+
+/// What was chosen last in a layer, of what.
+#[derive(Clone, Debug, Default)]
+struct Last {
+    candidates: Vec<u32>,
+    chosen: Vec<u32>,
+}
+
+/// Chooses by earlier queries.
+pub struct Predict {
+    inner: Box<dyn Sparse>,
+    ahead: u32,
+    is_audited: bool,
+    last: Vec<Last>,
+    stats: Stats,
+    truth: Vec<u32>,
+}
+
+impl Predict {
+    /// Reads `predict` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Predict> {
+        let inner = match reader.spec("of")? {
+            Some(spec) => make(spec, shape)?,
+            None => make(&Spec::parse("quest")?, shape)?,
+        };
+        let ahead = reader.u64("ahead", 1, 1..=2048)? as u32;
+        Predict::new(inner, shape, ahead, reader.bool("audit", false)?)
+    }
+
+    /// One that chooses as another does.
+    pub fn new(inner: Box<dyn Sparse>, shape: &Shape, ahead: u32, audit: bool) -> Result<Predict> {
+        if inner.traits().caps & caps::LOAD_DECODE == 0
+            || inner.traits().needs & needs::QUERIES == 0
+        {
+            return Err(misfit("predict is of a policy that chooses blocks by queries"));
+        }
+        let mut last = Vec::new();
+        grow(&mut last, shape.layers as usize, Last::default())?;
+        let (stats, truth) = (Stats::default(), Vec::new());
+        Ok(Predict { inner, ahead, is_audited: audit, last, stats, truth })
+    }
+
+    /// Compares what was chosen in a layer with what its own query chooses.
+    fn audit(&mut self, layer: u32, queries: &Rows<'_>, context: &Context) -> Result<()> {
+        let Some(last) = self.last.get_mut(layer as usize) else { return Ok(()) };
+        if last.candidates.is_empty() {
+            return Ok(());
+        }
+        let Last { candidates, chosen } = last;
+        self.inner.select(layer, Some(queries), candidates, context, &mut self.truth)?;
+        let hits = self.truth.iter().filter(|id| chosen.binary_search(id).is_ok()).count();
+        candidates.clear();
+        self.stats.audit(self.truth.len(), hits);
+        Ok(())
+    }
+
+    fn forget(&mut self) {
+        self.last.iter_mut().for_each(|last| *last = Last::default());
+    }
+}
+
+impl Sparse for Predict {
+    fn traits(&self) -> Traits {
+        let traits = self.inner.traits();
+        let dense_layers = traits.dense_layers.max(self.ahead);
+        let needs = traits.needs | needs::NEXT_QUERY;
+        Traits { needs, dense_layers, ahead: self.ahead, ..traits }
+    }
+
+    fn stats(&self) -> Stats {
+        self.stats
+    }
+
+    fn state_bytes(&self) -> u64 {
+        let of = |last: &Last| 4 * (last.candidates.capacity() + last.chosen.capacity()) as u64;
+        self.inner.state_bytes() + self.last.iter().map(of).sum::<u64>()
+    }
+
+    fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        self.inner.append(layer, first, keys)
+    }
+
+    fn seal(&mut self, layer: u32, id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        self.inner.seal(layer, id, first, keys)
+    }
+
+    fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
+        self.inner.observe(layer, queries, sums, tokens)
+    }
+
+    fn score(&mut self, layer: u32, scores: &[f32]) -> Result<()> {
+        self.inner.score(layer, scores)
+    }
+
+    fn select(
+        &mut self,
+        layer: u32,
+        query: Option<&Rows<'_>>,
+        candidates: &[u32],
+        context: &Context,
+        out: &mut Vec<u32>,
+    ) -> Result<()> {
+        let query = query.filter(|_| layer >= self.ahead);
+        self.inner.select(layer, query, candidates, context, out)?;
+        self.stats.count(candidates.len(), out.len());
+        // Where all are loaded there is nothing to miss.
+        let is_choice = self.is_audited && !context.is_prefill && out.len() < candidates.len();
+        if let Some(last) = self.last.get_mut(layer as usize) {
+            last.candidates.clear();
+            last.chosen.clear();
+            if is_choice {
+                room(&mut last.candidates, candidates.len())?;
+                room(&mut last.chosen, out.len())?;
+                last.candidates.extend_from_slice(candidates);
+                last.chosen.extend_from_slice(out);
+            }
+        }
+        Ok(())
+    }
+
+    fn index(
+        &mut self,
+        layer: u32,
+        queries: &Rows<'_>,
+        keys: Option<&Rows<'_>>,
+        context: &Context,
+        out: &mut Index,
+    ) -> Result<()> {
+        if !context.is_prefill {
+            self.audit(layer, queries, context)?;
+        }
+        self.inner.index(layer, queries, keys, context, out)
+    }
+
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+        self.inner.evict(layer, context, out)
+    }
+
+    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+        self.inner.evicted(layer, kept)
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        self.forget();
+        self.inner.truncate(tokens)
+    }
+
+    fn reset(&mut self) {
+        self.forget();
+        self.inner.reset();
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        let (inner, last) = (self.inner.fork()?, self.last.clone());
+        let (ahead, is_audited, stats) = (self.ahead, self.is_audited, Stats::default());
+        Ok(Box::new(Predict { inner, ahead, is_audited, last, stats, truth: Vec::new() }))
+    }
+
+    fn save(&self, layer: u32, id: u32, out: &mut Vec<u8>) -> Result<()> {
+        self.inner.save(layer, id, out)
+    }
+
+    fn load(&mut self, layer: u32, id: u32, first: u32, bytes: &[u8]) -> Result<()> {
+        self.inner.load(layer, id, first, bytes)
+    }
+}

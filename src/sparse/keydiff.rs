@@ -1,0 +1,167 @@
+//! `keydiff`: tokens whose keys are most like the others' go (Park et al., 2025).
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `budget` | 1024 | tokens that stay, for each head of keys |
+//! | `ratio` | none | instead: this share goes, once, when the prompt has been computed |
+//! | `sink`, `recent` | 0, 0 | first and newest tokens that stay whatever their keys are |
+//!
+//! The anchor of a head is the mean of its keys, each made as long as the others; the token
+//! whose key has the least angle to it goes. Keys alone decide. When the anchor moves every
+//! angle changes, and keys may be gone by then: so the directions of all keys that stay are
+//! kept, in 16 bits a number (angles come out to within 1e-4).
+
+use crate::attention::Rows;
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::sparse::kept::{Kept, compact};
+use crate::sparse::knorm::{Ends, check_next};
+use crate::sparse::lists::Lists;
+use crate::sparse::numbers::{check_rows, fill, grow, room};
+use crate::sparse::{Context, Keep, Shape, Sparse, Traits};
+
+/// What a direction's number of one is kept as.
+const ONE: f32 = 32_767.0;
+
+/// Angles of keys.
+#[derive(Clone, Debug)]
+pub struct Keydiff {
+    shape: Shape,
+    kept: Kept,
+    ends: Ends,
+    /// For each layer and head the directions of keys, in the order of the tokens.
+    directions: Vec<Vec<i16>>,
+    row: Vec<f32>,
+}
+
+impl Keydiff {
+    /// Reads `keydiff` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Keydiff> {
+        shape.check()?;
+        let (mut row, mut directions) = (Vec::new(), Vec::new());
+        grow(&mut row, shape.key_dim as usize, 0.0)?;
+        grow(&mut directions, shape.layers as usize * shape.key_heads as usize, Vec::new())?;
+        Ok(Keydiff {
+            shape: *shape,
+            kept: Kept::new(shape.layers, shape.key_heads, shape.max_tokens)?,
+            ends: Ends::read(reader)?,
+            directions,
+            row,
+        })
+    }
+
+    fn of_layer(&mut self, layer: u32) -> &mut [Vec<i16>] {
+        let heads = self.shape.key_heads as usize;
+        let from = layer as usize * heads;
+        self.directions.get_mut(from..from + heads).unwrap_or_default()
+    }
+
+    /// Scores all tokens of a layer: the less the angle to the anchor, the lower.
+    fn score(&mut self, layer: u32) -> Result<()> {
+        let heads = self.shape.key_heads as usize;
+        let dim = self.shape.key_dim as usize;
+        let mut anchor = Vec::new();
+        room(&mut anchor, dim)?;
+        let directions = self.directions.iter().skip(layer as usize * heads);
+        for (list, directions) in self.kept.lists(layer).iter_mut().zip(directions) {
+            anchor.clear();
+            anchor.resize(dim, 0i64);
+            for direction in directions.chunks_exact(dim) {
+                anchor.iter_mut().zip(direction).for_each(|(sum, &n)| *sum += i64::from(n));
+            }
+            let length = anchor.iter().map(|&n| (n as f64) * (n as f64)).sum::<f64>().sqrt();
+            self.row.iter_mut().zip(&anchor).for_each(|(to, &n)| *to = (n as f64 / length) as f32);
+            if length == 0.0 {
+                self.row.fill(0.0);
+            }
+            for (score, direction) in list.scores.iter_mut().zip(directions.chunks_exact(dim)) {
+                let products = direction.iter().zip(&self.row).map(|(&n, a)| f32::from(n) * a);
+                *score = -products.sum::<f32>();
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Sparse for Keydiff {
+    fn traits(&self) -> Traits {
+        self.ends.traits()
+    }
+
+    fn state_bytes(&self) -> u64 {
+        let directions: usize = self.directions.iter().map(Vec::capacity).sum();
+        self.kept.bytes() + 2 * directions as u64
+    }
+
+    fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        self.shape.check_keys(layer, keys)?;
+        check_next(&self.kept, layer, first)?;
+        check_rows("keys", keys)?;
+        let numbers = keys.tokens() as usize * keys.dim() as usize;
+        for directions in self.of_layer(layer) {
+            room(directions, numbers)?;
+        }
+        self.kept.extend(layer, first.saturating_add(keys.tokens()), 0.0)?;
+        let mut row = std::mem::take(&mut self.row);
+        for (head, directions) in (0..).zip(self.of_layer(layer)) {
+            for token in 0..keys.tokens() {
+                fill(keys, token, head, &mut row);
+                let squares = row.iter().map(|&number| f64::from(number) * f64::from(number));
+                let length = squares.sum::<f64>().sqrt();
+                // A key of length zero has no direction.
+                let factor = if length > 0.0 { f64::from(ONE) / length } else { 0.0 };
+                directions.extend(row.iter().map(|&n| (f64::from(n) * factor).round() as i16));
+            }
+        }
+        self.row = row;
+        Ok(())
+    }
+
+    fn seal(&mut self, layer: u32, _id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        // What was appended before is known; a block that comes at once is not.
+        if self.kept.layer(layer)?.next > first {
+            return Ok(());
+        }
+        self.append(layer, first, keys)
+    }
+
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+        if !self.ends.is_due(&self.kept, layer, context)? {
+            return Ok(false);
+        }
+        self.score(layer)?;
+        self.ends.plan(&mut self.kept, layer, out)
+    }
+
+    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+        let mut leaving = Lists::default();
+        self.kept.leaving(layer, kept, &mut leaving)?;
+        let dim = self.shape.key_dim as usize;
+        for (at, directions) in self.of_layer(layer).iter_mut().enumerate() {
+            compact(directions, leaving.get(at), dim);
+        }
+        self.kept.remove(layer, &leaving);
+        Ok(())
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        self.kept.truncate(tokens);
+        let heads = self.shape.key_heads as usize;
+        let dim = self.shape.key_dim as usize;
+        for (layer, directions) in (0..).zip(self.directions.chunks_exact_mut(heads)) {
+            for (list, directions) in self.kept.lists(layer).iter().zip(directions) {
+                directions.truncate(list.positions.len() * dim);
+            }
+        }
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.kept.truncate(0);
+        self.directions.iter_mut().for_each(Vec::clear);
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(self.clone()))
+    }
+}

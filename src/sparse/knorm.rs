@@ -1,0 +1,340 @@
+//! `knorm`: tokens with the longest keys go (Devoto et al., EMNLP'24).
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `budget` | 1024 | tokens that stay, for each head of keys |
+//! | `ratio` | none | instead: this share goes, once, when the prompt has been computed |
+//! | `sink`, `recent` | 0, 0 | first and newest tokens that stay whatever their keys are |
+//!
+//! Keys alone decide, so it can be told of them as they are moved away. With a block the lengths
+//! of its keys are kept, as long as none of its tokens has gone; little-endian:
+//!
+//! | bytes | what |
+//! |---|---|
+//! | 0..4 | `KVTN` |
+//! | 4..6 | version: 1 |
+//! | 6..8 | zero |
+//! | 8..16 | heads, tokens (u32 each) |
+//! | 16.. | for each head and token the length (f32) |
+//!
+//! They come back in the order of the tokens, behind those that are known.
+
+use crate::attention::Rows;
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::fail;
+use crate::sparse::kept::{Cap, Kept};
+use crate::sparse::numbers::{check_rows, fill, grow, room};
+use crate::sparse::pages_blocks::Blocks;
+use crate::sparse::{Context, Keep, Scope, Shape, Sparse, Traits, caps, needs};
+
+const MAGIC: [u8; 8] = *b"KVTN\x01\0\0\0";
+const HEAD_BYTES: usize = 16;
+
+/// Lengths of keys.
+#[derive(Clone, Debug)]
+pub struct Knorm {
+    shape: Shape,
+    kept: Kept,
+    ends: Ends,
+    row: Vec<f32>,
+    /// Where blocks are, in each layer.
+    blocks: Vec<Blocks>,
+}
+
+/// What may go of lists of tokens by their scores.
+#[derive(Clone, Copy, Debug)]
+pub struct Ends {
+    cap: Cap,
+    sink: usize,
+    recent: usize,
+}
+
+impl Ends {
+    /// Reads `budget`, `ratio`, `sink` and `recent`.
+    pub fn read(reader: &mut Reader) -> Result<Ends> {
+        let most = u64::from(u32::MAX);
+        Ok(Ends {
+            cap: Cap::read(reader, 1024)?,
+            sink: reader.u64("sink", 0, 0..=most)? as usize,
+            recent: reader.u64("recent", 0, 0..=most)? as usize,
+        })
+    }
+
+    /// What a policy with these is like that decides by keys.
+    pub fn traits(&self) -> Traits {
+        Traits {
+            caps: caps::EVICT_PREFILL
+                | if self.cap.is_for_decode() { caps::EVICT_DECODE } else { 0 },
+            needs: needs::KEYS,
+            scope: Scope::KeyHead,
+            ..Traits::NONE
+        }
+    }
+
+    /// Whether any may go now.
+    pub fn is_due(&self, kept: &Kept, layer: u32, context: &Context) -> Result<bool> {
+        let cap = self.cap;
+        let is_more = |count: usize| count > cap.of(count);
+        let mut lists = kept.layer(layer)?.lists.iter();
+        let is_time = context.is_prefill || cap.is_for_decode();
+        Ok(is_time && lists.any(|list| is_more(list.positions.len())))
+    }
+
+    /// Says what stays.
+    pub fn plan(&self, kept: &mut Kept, layer: u32, out: &mut Keep) -> Result<bool> {
+        let cap = self.cap;
+        kept.plan(layer, (self.sink, self.recent), |count, _| count - cap.of(count), out)
+    }
+}
+
+/// An error if keys do not come where the ones before end.
+pub fn check_next(kept: &Kept, layer: u32, first: u32) -> Result<()> {
+    let next = kept.layer(layer)?.next;
+    if first != next {
+        fail!(Invalid, "keys from {first} on, those before end at {next}");
+    }
+    Ok(())
+}
+
+impl Knorm {
+    /// Reads `knorm` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Knorm> {
+        shape.check()?;
+        let (mut row, mut blocks) = (Vec::new(), Vec::new());
+        grow(&mut row, shape.key_dim as usize, 0.0)?;
+        grow(&mut blocks, shape.layers as usize, Blocks::default())?;
+        Ok(Knorm {
+            shape: *shape,
+            kept: Kept::new(shape.layers, shape.key_heads, shape.max_tokens)?,
+            ends: Ends::read(reader)?,
+            row,
+            blocks,
+        })
+    }
+
+    /// A block is at a place, if it begins at one.
+    fn note(&mut self, layer: u32, id: u32, first: u32) -> Result<()> {
+        let each = self.shape.block_tokens;
+        if let Some(blocks) = self.blocks.get_mut(layer as usize).filter(|_| first % each == 0) {
+            blocks.reserve(first / each)?;
+            blocks.set(id, first / each);
+        }
+        Ok(())
+    }
+}
+
+impl Sparse for Knorm {
+    fn traits(&self) -> Traits {
+        self.ends.traits()
+    }
+
+    fn state_bytes(&self) -> u64 {
+        self.kept.bytes() + self.blocks.iter().map(Blocks::bytes).sum::<u64>()
+    }
+
+    fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        self.shape.check_keys(layer, keys)?;
+        check_next(&self.kept, layer, first)?;
+        check_rows("keys", keys)?;
+        self.kept.extend(layer, first.saturating_add(keys.tokens()), 0.0)?;
+        let row = &mut self.row;
+        for (head, list) in (0..).zip(self.kept.lists(layer)) {
+            let from = list.scores.len() - keys.tokens() as usize;
+            for (token, score) in (0..).zip(list.scores.iter_mut().skip(from)) {
+                fill(keys, token, head, row);
+                // The longest goes: the least score.
+                let squares = row.iter().map(|&number| f64::from(number) * f64::from(number));
+                *score = -(squares.sum::<f64>().sqrt() as f32);
+            }
+        }
+        Ok(())
+    }
+
+    fn seal(&mut self, layer: u32, id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        // What was appended before is known; a block that comes at once is not.
+        if self.kept.layer(layer)?.next <= first {
+            self.append(layer, first, keys)?;
+        }
+        self.note(layer, id, first)
+    }
+
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+        Ok(self.ends.is_due(&self.kept, layer, context)?
+            && self.ends.plan(&mut self.kept, layer, out)?)
+    }
+
+    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+        self.kept.evicted(layer, kept)
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        self.kept.truncate(tokens);
+        let whole = tokens.div_ceil(self.shape.block_tokens);
+        self.blocks.iter_mut().for_each(|blocks| blocks.truncate(whole));
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.kept.truncate(0);
+        self.blocks.iter_mut().for_each(|blocks| blocks.truncate(0));
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(self.clone()))
+    }
+
+    fn save(&self, layer: u32, id: u32, out: &mut Vec<u8>) -> Result<()> {
+        let known = self.kept.layer(layer)?;
+        let Some(place) = self.blocks.get(layer as usize).and_then(|blocks| blocks.place(id))
+        else {
+            fail!(NotFound, "block {id} of layer {layer} is not known");
+        };
+        let first = place * self.shape.block_tokens;
+        let tokens = known.next.saturating_sub(first).min(self.shape.block_tokens);
+        let bytes = HEAD_BYTES + 4 * known.lists.len() * tokens as usize;
+        let begin = out.len();
+        room(out, bytes)?;
+        out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&(known.lists.len() as u32).to_le_bytes());
+        out.extend_from_slice(&tokens.to_le_bytes());
+        for list in &known.lists {
+            let from = list.positions.partition_point(|&position| position < first);
+            let scores = list.scores.iter().skip(from);
+            let there = list.positions.iter().skip(from).zip(scores);
+            let there = there.take_while(|(position, _)| **position < first + tokens);
+            there.for_each(|(_, score)| out.extend_from_slice(&(-score).to_le_bytes()));
+        }
+        if out.len() - begin != bytes {
+            out.truncate(begin);
+            fail!(NotFound, "tokens of block {id} of layer {layer} have gone");
+        }
+        Ok(())
+    }
+
+    fn load(&mut self, layer: u32, id: u32, first: u32, bytes: &[u8]) -> Result<()> {
+        let next = self.kept.layer(layer)?.next;
+        let lists = self.kept.lists(layer).len();
+        let tokens = bytes.get(12..HEAD_BYTES).map_or(0, |tokens| {
+            tokens.iter().rev().fold(0u32, |all, &byte| all << 8 | u32::from(byte))
+        });
+        let (head, lengths) = bytes.split_at_checked(HEAD_BYTES).unwrap_or_default();
+        let mut right = [0; HEAD_BYTES];
+        right[..8].copy_from_slice(&MAGIC);
+        right[8..12].copy_from_slice(&(lists as u32).to_le_bytes());
+        right[12..].copy_from_slice(&tokens.to_le_bytes());
+        let is_size = lengths.len() as u64 == 4 * lists as u64 * u64::from(tokens);
+        let is_block = (1..=self.shape.block_tokens).contains(&tokens);
+        let numbers = || lengths.as_chunks::<4>().0.iter().map(|&four| f32::from_le_bytes(four));
+        if head != right || !is_size || !is_block || !numbers().all(|length| length >= 0.0) {
+            fail!(Corrupt, "these bytes are no lengths of keys of block {id}");
+        }
+        if first != next {
+            fail!(Invalid, "a block from {first} on, those before end at {next}");
+        }
+        self.kept.extend(layer, first.saturating_add(tokens), 0.0)?;
+        let all: &mut [_] = self.kept.lists(layer);
+        let mut numbers = numbers();
+        for list in all {
+            let from = list.scores.len().saturating_sub(tokens as usize);
+            let scores = list.scores.iter_mut().skip(from);
+            scores.zip(&mut numbers).for_each(|(score, length)| *score = -length);
+        }
+        self.note(layer, id, first)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::spec::Spec;
+    use crate::sparse::Kind;
+    use crate::sparse::numbers::testing::rows;
+    use crate::sparse::registry::make;
+
+    fn policy() -> Box<dyn Sparse> {
+        let shape = Shape {
+            layers: 2,
+            query_heads: 2,
+            key_heads: 2,
+            key_dim: 3,
+            value_dim: 3,
+            scale: 0.0,
+            kind: Kind::Split,
+            block_tokens: 4,
+            max_tokens: 64,
+        };
+        make(&Spec::parse("knorm(budget=5)").expect("sound"), &shape).expect("sound")
+    }
+
+    fn numbers(tokens: usize) -> Vec<f32> {
+        (0..tokens * 6).map(|at| ((at * 37) % 101) as f32 - 50.0).collect()
+    }
+
+    fn left(policy: &mut dyn Sparse, layer: u32) -> Option<Keep> {
+        let context = Context { is_prefill: true, tokens: 12, ..Context::default() };
+        let mut keep = Keep::default();
+        policy.evict(layer, &context, &mut keep).expect("sound").then_some(keep)
+    }
+
+    #[test]
+    fn a_policy_that_is_told_of_lengths_is_one_that_saw_the_keys() {
+        let (all, mut saw, mut told) = (numbers(12), policy(), policy());
+        // By names of the caller's; the last block as it grows.
+        for (id, block) in (0u32..).zip(all.chunks(24)) {
+            let keys = rows(block, 2, 3);
+            for layer in 0..2 {
+                if id == 2 {
+                    saw.append(layer, 8, &keys).expect("sound");
+                }
+                saw.seal(layer, 100 - id, id * 4, &keys).expect("sound");
+            }
+        }
+        for layer in 0..2 {
+            for id in 0..3 {
+                let mut bytes = vec![9];
+                saw.save(layer, 100 - id, &mut bytes).expect("known");
+                assert_eq!(bytes.len(), 1 + 16 + 2 * 4 * 4);
+                told.load(layer, id, id * 4, &bytes[1..]).expect("they are its own");
+            }
+        }
+        for layer in 0..2 {
+            let keep = left(&mut *saw, layer).expect("more than five");
+            assert_eq!(Some(&keep), left(&mut *told, layer).as_ref());
+            assert_eq!(keep.heads.len(), 2);
+            saw.evicted(layer, &keep).expect("its own");
+            // Of a block that is not whole any more nothing can be kept.
+            let gone = |id| saw.save(layer, id, &mut Vec::new()).is_err();
+            assert!([100, 99, 98].into_iter().any(gone));
+        }
+        told.truncate(8).expect("shorter");
+        assert!(told.save(0, 2, &mut Vec::new()).is_err());
+        told.save(0, 1, &mut Vec::new()).expect("still there");
+    }
+
+    #[test]
+    fn bytes_that_are_none_of_its_own_are_refused_and_change_nothing() {
+        let (all, mut saw) = (numbers(4), policy());
+        saw.seal(0, 0, 0, &rows(&all, 2, 3)).expect("sound");
+        let mut right = Vec::new();
+        saw.save(0, 0, &mut right).expect("known");
+        let mut told = policy();
+        for at in 0..16 {
+            let mut bad = right.clone();
+            bad[at] ^= 0x41;
+            assert!(told.load(0, 0, 0, &bad).is_err(), "byte {at}");
+        }
+        for length in [f32::NAN, -1.0] {
+            let mut bad = right.clone();
+            bad[20..24].copy_from_slice(&length.to_le_bytes());
+            assert!(told.load(0, 0, 0, &bad).is_err(), "{length}");
+        }
+        for end in 0..right.len() {
+            assert!(told.load(0, 0, 0, &right[..end]).is_err(), "{end} bytes");
+        }
+        assert!(told.load(0, 1, 4, &right).is_err(), "there is one before it");
+        assert!(told.load(2, 0, 0, &right).is_err() && told.load(0, 0, 64, &right).is_err());
+        told.load(0, 0, 0, &right).expect("its own");
+        assert!(told.load(0, 0, 0, &right).is_err(), "twice");
+    }
+}

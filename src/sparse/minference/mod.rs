@@ -1,0 +1,354 @@
+//! `minference`: a prompt is computed with the keys that a pattern of each head says (Jiang
+//! et al., NeurIPS'24).
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `budget` | 0.3 | share of the tokens: a fifth of it columns, the rest diagonals; 1 = all |
+//! | `vertical`, `slash` | 1000, 6096 | columns and diagonals; one given replaces the budget |
+//! | `sinks` | 30 | first columns that are always in |
+//! | `recent` | 100 | nearest diagonals that are always in |
+//! | `last_q` | 64 | last queries that the pattern is estimated from |
+//! | `type` | vertical_slash | `vertical_slash`, `a_shape`, `tri_shape`, `block_sparse` |
+//! | `blocks` | 100 | `block_sparse`: blocks of 64 keys for each 64 queries |
+//! | `dense_rows` | 100 | `tri_shape`: last queries that see everything |
+//! | `dense_layers` | 0 | so many first layers see everything |
+//! | `pattern` | | a file with the pattern of each head ([`pattern`](crate::sparse::pattern)) |
+//! | `form` | exact | `exact`, `kernel`, `blocks`: see below |
+//!
+//! With N tokens so far and A the attention (softmax) of the last `last_q` queries:
+//!
+//! - `vertical_slash`: column j scores the sum of A over its key, diagonal d the sum of A over
+//!   all pairs at distance d. The first `sinks` columns and `recent` diagonals score infinity.
+//!   The greatest v and s stay. With a budget b: B = ⌊bN⌋, v = max(sinks + 1, ⌊B / 5⌋), s =
+//!   max(recent + 1, ⌊4B / 5⌋); else v = max(vertical, sinks), s = max(slash, min(50,
+//!   recent)); neither above N. Of equal columns the lower, of equal diagonals the nearer.
+//! - `a_shape`: the first v keys and, for each query, the last s up to itself.
+//! - `tri_shape`: the same, and everything for the last `dense_rows` tokens so far.
+//! - `block_sparse`: means of 64 queries and 64 keys; for each row the blocks with the
+//!   greatest products, of those that begin at or before it. Its own is not forced.
+//!
+//! Each head is told in the form that suits it. `form=exact` gives columns and diagonals as
+//! they are chosen. `form=kernel` gives those of `vertical_slash` as the published kernel
+//! computes them, a superset ([`inflate`]): columns, and ranges for rows of 64 queries.
+//! `form=blocks` gives all 64 keys of every block that holds one of those: a superset again,
+//! far larger where columns are many; the first keys and the last come in blocks then, too.
+//!
+//! A prompt that comes in parts: the last queries of each part estimate for that part, and N
+//! is the tokens up to its end. `tri_shape` is dense at the end of each part.
+
+pub mod inflate;
+mod pooled;
+
+use std::ops::Range;
+
+use crate::attention::Rows;
+use crate::base::spec::Reader;
+use crate::base::status::{Result, Status};
+use crate::fail;
+use crate::sparse::ask::{Ask, only_prefill};
+use crate::sparse::estimate::Estimate;
+use crate::sparse::index::{Context, Index, NO_QUERY};
+use crate::sparse::minference::inflate::{BLOCK, Lines, inflate};
+use crate::sparse::minference::pooled::Pooled;
+use crate::sparse::pattern::{Kind, MAX_SIZE, Pattern, Patterns};
+use crate::sparse::ranks::Ranks;
+use crate::sparse::reach::{Reach, Row, rows};
+use crate::sparse::shape::Shape;
+use crate::sparse::{Scope, Sparse, Traits, caps, needs};
+
+/// Names of `type`.
+const TYPES: [(&str, Kind); 4] = [
+    ("vertical_slash", Kind::VerticalSlash),
+    ("a_shape", Kind::AShape),
+    ("tri_shape", Kind::TriShape),
+    ("block_sparse", Kind::BlockSparse),
+];
+/// Fewest diagonals of a fixed size.
+const LEAST_DIAGONALS: u32 = 50;
+
+/// What is answered.
+#[derive(Clone, Copy, PartialEq)]
+enum Form {
+    Exact,
+    Kernel,
+    Blocks,
+}
+
+/// What a spec says.
+#[derive(Clone)]
+struct Settings {
+    shape: Shape,
+    form: Form,
+    /// The share of tokens; none = sizes are fixed.
+    budget: Option<f64>,
+    fixed: Pattern,
+    blocks: u32,
+    sinks: u32,
+    recent: u32,
+    last_q: u32,
+    dense_rows: u32,
+    dense_layers: u32,
+    patterns: Patterns,
+}
+
+/// Patterns of heads, found from the last queries.
+pub struct MInference {
+    settings: Settings,
+    estimate: Estimate,
+    ranks: Ranks,
+    pooled: Pooled,
+    lines: Lines,
+    ranges: Vec<Range<u32>>,
+}
+
+impl Settings {
+    fn read(reader: &mut Reader, shape: &Shape) -> Result<Settings> {
+        let forms = [Form::Exact, Form::Kernel, Form::Blocks];
+        let form = reader.choice("form", &["exact", "kernel", "blocks"])?.unwrap_or(0);
+        let kind = reader.choice("type", &TYPES.map(|(name, _)| name))?.unwrap_or(0);
+        let mut size = |key, default, least: u64| {
+            reader.u64(key, default, least..=u64::from(MAX_SIZE)).map(|n| n as u32)
+        };
+        // Zero can only mean that it was not given: it is refused.
+        let (vertical, slash) = (size("vertical", 0, 1)?, size("slash", 0, 1)?);
+        let (sinks, recent) = (size("sinks", 30, 0)?, size("recent", 100, 1)?);
+        let (blocks, dense_rows) = (size("blocks", 100, 1)?, size("dense_rows", 100, 0)?);
+        let dense_layers = size("dense_layers", 0, 0)?;
+        let last_q = reader.u64("last_q", 64, 1..=1024)? as u32;
+        let budget = reader.f64("budget", 0.0, f64::MIN_POSITIVE..=1.0)?;
+        let is_fixed = vertical > 0 || slash > 0;
+        if is_fixed && budget > 0.0 {
+            fail!(Spec, "either a budget or sizes");
+        }
+        let or = |n: u32, default| if n > 0 { n } else { default };
+        let patterns = match reader.text("pattern")? {
+            Some(path) => Patterns::open(path, shape)?,
+            None => Patterns::default(),
+        };
+        Ok(Settings {
+            shape: *shape,
+            form: forms.get(form).copied().unwrap_or(Form::Exact),
+            budget: (!is_fixed).then_some(if budget > 0.0 { budget } else { 0.3 }),
+            fixed: Pattern {
+                kind: TYPES.get(kind).map(|t| t.1).unwrap_or_default(),
+                vertical: or(vertical, 1000),
+                slash: or(slash, 6096),
+            },
+            blocks,
+            sinks,
+            recent,
+            last_q,
+            dense_rows,
+            dense_layers,
+            patterns,
+        })
+    }
+
+    /// The pattern of a head for so many tokens: sizes as far as there are tokens.
+    fn pattern(&self, layer: u32, head: u32, tokens: u32) -> Pattern {
+        let own = self.patterns.get(layer, head);
+        let mut pattern = own.unwrap_or(self.fixed);
+        let blocks = tokens.div_ceil(BLOCK);
+        match (pattern.kind, own, self.budget) {
+            (Kind::BlockSparse, Some(_), _) => {}
+            (Kind::BlockSparse, None, None | Some(..1.0)) => pattern.vertical = self.blocks,
+            (_, None, Some(1.0..)) => (pattern.vertical, pattern.slash) = (tokens, tokens),
+            (_, None, Some(budget)) => {
+                let all = (budget * f64::from(tokens)) as u32;
+                pattern.vertical = (all / 5).max(self.sinks.saturating_add(1));
+                pattern.slash =
+                    ((u64::from(all) * 4 / 5) as u32).max(self.recent.saturating_add(1));
+            }
+            (Kind::VerticalSlash, _, _) => {
+                pattern.vertical = pattern.vertical.max(self.sinks);
+                pattern.slash = pattern.slash.max(LEAST_DIAGONALS.min(self.recent));
+            }
+            _ => {}
+        }
+        let most = if pattern.kind == Kind::BlockSparse { blocks } else { tokens };
+        Pattern {
+            vertical: pattern.vertical.min(most),
+            slash: pattern.slash.min(tokens),
+            ..pattern
+        }
+    }
+
+    /// Whether a pattern leaves nothing out.
+    fn is_full(pattern: &Pattern, tokens: u32) -> bool {
+        match pattern.kind {
+            Kind::BlockSparse => pattern.vertical >= tokens.div_ceil(BLOCK),
+            _ => pattern.vertical >= tokens || pattern.slash >= tokens,
+        }
+    }
+
+    /// Whether all heads have the pattern of the spec, and it does not depend on keys.
+    fn is_same_for_all(&self) -> bool {
+        self.patterns.is_empty() && matches!(self.fixed.kind, Kind::AShape | Kind::TriShape)
+    }
+}
+
+impl MInference {
+    /// Reads `minference` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<MInference> {
+        Settings::read(reader, shape).map(MInference::new)
+    }
+
+    fn new(settings: Settings) -> MInference {
+        MInference {
+            settings,
+            estimate: Estimate::default(),
+            ranks: Ranks::default(),
+            pooled: Pooled::default(),
+            lines: Lines::default(),
+            ranges: Vec::new(),
+        }
+    }
+
+    /// Finds the columns and diagonals of a head by its last queries.
+    fn find(&mut self, ask: &Ask<'_>, head: u32, pattern: &Pattern) -> Result<()> {
+        let Settings { sinks, recent, last_q, .. } = self.settings;
+        self.estimate.run(ask, head, last_q)?;
+        let force = |scores: &mut [f32], count: u32| {
+            scores.iter_mut().take(count as usize).for_each(|score| *score = f32::INFINITY);
+        };
+        let Lines { columns, diagonals } = &mut self.lines;
+        for (scores, forced, out, count) in [
+            (&mut self.estimate.columns, sinks, columns, pattern.vertical),
+            (&mut self.estimate.diagonals, recent, diagonals, pattern.slash),
+        ] {
+            force(scores, forced);
+            out.clear();
+            self.ranks.top(scores, count as usize, out)?;
+        }
+        Ok(())
+    }
+
+    /// Adds a head whose pattern leaves something out.
+    fn head(&mut self, ask: &Ask<'_>, head: u32, pattern: &Pattern, out: &mut Reach) -> Result<()> {
+        let is_blocks = self.settings.form == Form::Blocks;
+        match pattern.kind {
+            Kind::BlockSparse => {
+                out.blocks(BLOCK, BLOCK, NO_QUERY)?;
+                self.pooled.add(ask, head, pattern.vertical, out)
+            }
+            Kind::VerticalSlash => {
+                self.find(ask, head, pattern)?;
+                if self.settings.form == Form::Exact {
+                    out.lines(NO_QUERY)?;
+                    out.list(self.lines.columns.iter().copied())?;
+                    return out.list(self.lines.diagonals.iter().copied());
+                }
+                self.inflated(ask, out)
+            }
+            Kind::AShape | Kind::TriShape => {
+                let rows = self.settings.dense_rows;
+                let is_a = pattern.kind == Kind::AShape;
+                let dense_from = if is_a { NO_QUERY } else { ask.tokens.saturating_sub(rows) };
+                if !is_blocks {
+                    out.lines(dense_from)?;
+                    out.list(0..pattern.vertical)?;
+                    return out.list(0..pattern.slash);
+                }
+                rounded(ask, pattern, dense_from, out)
+            }
+        }
+    }
+
+    /// Adds a head by what the published kernel makes of its lines.
+    fn inflated(&mut self, ask: &Ask<'_>, out: &mut Reach) -> Result<()> {
+        let is_blocks = self.settings.form == Form::Blocks;
+        let Lines { columns, diagonals } = &self.lines;
+        if is_blocks {
+            out.blocks(BLOCK, BLOCK, NO_QUERY)?;
+        } else {
+            out.ranges(BLOCK)?;
+            out.list(columns.iter().copied())?;
+        }
+        for Row { first, end, .. } in rows(ask.first, ask.tokens, BLOCK) {
+            // Rows of the kernel are whole, whether the last one is full or not.
+            inflate(diagonals, first.saturating_add(BLOCK), &mut self.ranges)?;
+            let mut columns = columns.iter().copied().filter(|_| is_blocks).peekable();
+            for range in &self.ranges {
+                while let Some(key) = columns.next_if(|&key| key < range.end.min(end)) {
+                    // Those inside are in it already.
+                    out.add(key..(key + 1).min(range.start))?;
+                }
+                out.add(range.start..range.end.min(end))?;
+            }
+            for key in columns.take_while(|&key| key < end) {
+                out.add(key..key + 1)?;
+            }
+            out.end()?;
+        }
+        Ok(())
+    }
+}
+
+/// Adds a head of the first keys and the last, in whole blocks.
+fn rounded(ask: &Ask<'_>, pattern: &Pattern, dense_from: u32, out: &mut Reach) -> Result<()> {
+    out.blocks(BLOCK, BLOCK, dense_from)?;
+    for Row { first, end, .. } in rows(ask.first, ask.tokens, BLOCK) {
+        if first < dense_from {
+            out.add(0..pattern.vertical.min(end))?;
+            let window = (first + 1).saturating_sub(pattern.slash);
+            out.add(window.max(pattern.vertical)..end)?;
+        }
+        out.end()?;
+    }
+    Ok(())
+}
+
+impl Sparse for MInference {
+    fn traits(&self) -> Traits {
+        Traits {
+            caps: caps::INDEX_PREFILL,
+            needs: needs::QUERIES | needs::ALL_KEYS,
+            scope: Scope::QueryHead,
+            dense_layers: self.settings.dense_layers,
+            ..Traits::NONE
+        }
+    }
+
+    fn index(
+        &mut self,
+        layer: u32,
+        queries: &Rows<'_>,
+        keys: Option<&Rows<'_>>,
+        context: &Context,
+        out: &mut Index,
+    ) -> Result<()> {
+        only_prefill("minference", context)?;
+        let settings = &self.settings;
+        let ask = Ask::check(&settings.shape, layer, queries, keys, context)?;
+        let tokens = ask.tokens;
+        let mut patterns = Vec::new();
+        if patterns.try_reserve_exact(ask.heads() as usize).is_err() {
+            return Err(Status::NoMem.into());
+        }
+        patterns.extend((0..ask.heads()).map(|head| settings.pattern(layer, head, tokens)));
+        let is_full = patterns.iter().all(|pattern| Settings::is_full(pattern, tokens));
+        let mut reach = Reach::default();
+        if !is_full && layer >= settings.dense_layers {
+            // One that depends on no key is the same for all.
+            let heads = if settings.is_same_for_all() { 1 } else { patterns.len() };
+            for (head, pattern) in (0..).zip(patterns.iter().take(heads)) {
+                match Settings::is_full(pattern, tokens) {
+                    true => reach.dense()?,
+                    false => self.head(&ask, head, pattern, &mut reach)?,
+                }
+            }
+        }
+        *out = reach.into_index();
+        Ok(())
+    }
+
+    fn truncate(&mut self, _tokens: u32) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset(&mut self) {}
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(MInference::new(self.settings.clone())))
+    }
+}

@@ -1,0 +1,56 @@
+//! Which blocks of keys fit a block of queries best, by the products of their means.
+
+use crate::base::status::Result;
+use crate::sparse::ask::{Ask, not_finite};
+use crate::sparse::lanes::{LANES, add_products, turn};
+use crate::sparse::minference::inflate::BLOCK;
+use crate::sparse::numbers::{all_finite, zeros};
+use crate::sparse::pool::{Divisor, pool};
+use crate::sparse::ranks::Ranks;
+use crate::sparse::reach::{Reach, rows};
+
+/// Means of blocks, and their products.
+#[derive(Default)]
+pub struct Pooled {
+    queries: Vec<f32>,
+    keys: Vec<f32>,
+    turned: Vec<f32>,
+    products: Vec<f32>,
+    scores: Vec<f32>,
+    ranks: Ranks,
+    chosen: Vec<u32>,
+}
+
+impl Pooled {
+    /// Adds the best `count` blocks for each row of a head to an index. Of blocks that begin
+    /// inside of a row all are in it: that can only be the first one's own, unless parts of a
+    /// prompt begin in the middle of a block.
+    pub fn add(&mut self, ask: &Ask<'_>, head: u32, count: u32, out: &mut Reach) -> Result<()> {
+        let dim = ask.dim();
+        // Missing rows of a block count as zeros, as where this comes from.
+        pool(ask.queries, head, BLOCK, Divisor::Full, &mut self.queries)?;
+        pool(ask.keys, ask.key_head(head), BLOCK, Divisor::Full, &mut self.keys)?;
+        zeros(&mut self.turned, dim * LANES)?;
+        let blocks = self.keys.len() / dim;
+        let all = rows(ask.first, ask.tokens, BLOCK);
+        for group in (0..all.clone().count()).step_by(LANES) {
+            turn(self.queries.chunks_exact(dim).skip(group), 1.0, &mut self.turned);
+            zeros(&mut self.products, blocks * LANES)?;
+            add_products(&self.turned, &self.keys, dim, &mut self.products);
+            if !all_finite(&self.products) {
+                return Err(not_finite("products of queries and keys"));
+            }
+            for (lane, row) in all.clone().skip(group).take(LANES).enumerate() {
+                let open = (row.first / BLOCK + 1) as usize;
+                self.scores.clear();
+                let column = self.products.iter().skip(lane).step_by(LANES).take(open);
+                self.scores.extend(column);
+                self.chosen.clear();
+                self.ranks.top(&self.scores, count as usize, &mut self.chosen)?;
+                let inside = open as u32..row.end.div_ceil(BLOCK);
+                out.list(self.chosen.iter().copied().chain(inside))?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,271 @@
+//! Where tokens lie that were loaded: blocks one after the other, a tail behind them. What is
+//! said of positions becomes what kernels follow over the rows.
+
+use std::ops::Range;
+
+use crate::attention::keys::{Heads, Keys, Lines};
+use crate::attention::panel::TILE;
+use crate::attention::problem::MAX_TOKENS;
+use crate::attention::walk::{Source, Walk};
+use crate::base::status::{Result, Status};
+use crate::fail;
+use crate::sparse::index::{Head, Index, Kind, NO_QUERY};
+use crate::sparse::reach::Reach;
+
+/// Tokens in a buffer, in the order of their positions.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Placed<'a> {
+    /// Which blocks of the sequence, ascending. One that is not full is the tail.
+    pub blocks: &'a [u32],
+    /// Tokens of a block.
+    pub block_tokens: u32,
+    /// The position of the first token of the tail, behind the last block.
+    pub tail_first: u32,
+    /// Tokens of the tail.
+    pub tail_tokens: u32,
+}
+
+/// Queries that an index is for.
+#[derive(Clone, Copy)]
+struct Asked {
+    /// The position of the first.
+    first: u32,
+    /// How many.
+    count: u32,
+    /// The row that the first has, or would have behind all rows.
+    row: u32,
+}
+
+impl Placed<'_> {
+    /// Whether it can be.
+    pub fn check(&self) -> Result<()> {
+        let Placed { blocks, block_tokens, tail_first, tail_tokens } = *self;
+        if block_tokens == 0 || !blocks.is_sorted_by(|a, b| a < b) {
+            fail!(Invalid, "blocks of {block_tokens} tokens, or blocks that do not ascend");
+        }
+        let last = blocks.last().map_or(0, |&id| self.begin(id) + u64::from(block_tokens));
+        let tail = u64::from(tail_first)..u64::from(tail_first) + u64::from(tail_tokens);
+        if !tail.is_empty() && tail.start < last {
+            fail!(Invalid, "a tail from {tail_first} on behind blocks that end at {last}");
+        }
+        if last.max(tail.end) > u64::from(MAX_TOKENS) {
+            fail!(Limit, "tokens up to {}, {MAX_TOKENS} at most", last.max(tail.end));
+        }
+        Ok(())
+    }
+
+    /// Rows of all.
+    pub fn rows(&self) -> u32 {
+        self.tail_row() + self.tail_tokens
+    }
+
+    /// The position of a row.
+    pub fn position_of(&self, row: u32) -> Option<u32> {
+        match self.blocks.get(row.checked_div(self.block_tokens)? as usize) {
+            Some(id) => Some(id * self.block_tokens + row % self.block_tokens),
+            None if row < self.rows() => Some(self.tail_first + (row - self.tail_row())),
+            None => None,
+        }
+    }
+
+    /// The row of a position, if it is there.
+    pub fn row_of(&self, position: u32) -> Option<u32> {
+        self.runs(position..position.saturating_add(1)).next().map(|run| run.start)
+    }
+
+    /// Says of rows in `out` what `keys` say of positions, for queries at `first` and the
+    /// `count - 1` positions after it; tokens that are not there are left out. Returns the row
+    /// that is the `first_query` of a problem over these rows, whose `first_key` is 0: where
+    /// the queries' own keys are there they are the last rows.
+    ///
+    /// One query is told in blocks, as decode follows them. Of more, diagonals become ranges
+    /// of every query: where no token is missing between two, it costs less to say in the
+    /// problem which is the first. After an error `out` means nothing.
+    pub fn index(
+        &self,
+        keys: &Keys<'_>,
+        heads: Heads,
+        (first, count): (u32, u32),
+        out: &mut Index,
+    ) -> Result<u32> {
+        self.check()?;
+        keys.check(heads, first, count)?;
+        let asked = Asked { first, count, row: self.first_row(first)? };
+        let mut reach = Reach::within(std::mem::take(out));
+        for (at, head) in keys.heads.iter().enumerate() {
+            match keys.heads.iter().take(at).position(|earlier| earlier == head) {
+                Some(same) => reach.again(same)?,
+                None => self.head(keys, at, &asked, &mut reach)?,
+            }
+        }
+        *out = reach.into_index();
+        Ok(asked.row)
+    }
+
+    fn begin(&self, id: u32) -> u64 {
+        u64::from(id) * u64::from(self.block_tokens)
+    }
+
+    fn tail_row(&self) -> u32 {
+        self.blocks.len() as u32 * self.block_tokens
+    }
+
+    /// Rows before the query at a position. Behind them there is nothing but the queries' own
+    /// keys, so that what is before a query is the same in rows.
+    fn first_row(&self, first: u32) -> Result<u32> {
+        let row = self.runs(0..first).last().map_or(0, |run| run.end);
+        let behind = self.rows() - row;
+        let last = behind.checked_sub(1).and_then(|more| self.position_of(row + more));
+        if last.is_some_and(|last| last - first != behind - 1) {
+            fail!(Invalid, "tokens are missing between the query at {first} and {last:?}");
+        }
+        Ok(row)
+    }
+
+    /// The rows of some positions: runs that ascend.
+    fn runs(&self, keys: Range<u32>) -> impl Iterator<Item = Range<u32>> {
+        let placed = *self;
+        let (start, end) = (u64::from(keys.start), u64::from(keys.end));
+        let size = u64::from(placed.block_tokens);
+        let from = placed.blocks.partition_point(|&id| placed.begin(id) + size <= start);
+        let blocks = (from as u32..).zip(placed.blocks.iter().skip(from));
+        let blocks = blocks.map_while(move |(at, &id)| {
+            let begin = placed.begin(id);
+            let (from, to) = (start.max(begin), end.min(begin + size));
+            let row = |key: u64| at * placed.block_tokens + (key - begin) as u32;
+            (from < to).then(|| row(from)..row(to))
+        });
+        let first = placed.tail_first;
+        let (from, to) = (keys.start.max(first), keys.end.min(first + placed.tail_tokens));
+        let row = move |key: u32| placed.tail_row() + (key - first);
+        blocks.chain((from < to).then(|| row(from)..row(to)))
+    }
+
+    /// The rows of positions that ascend.
+    fn each<'a>(
+        &'a self,
+        positions: impl Iterator<Item = u32> + 'a,
+    ) -> impl Iterator<Item = u32> + 'a {
+        let mut at = 0;
+        positions.filter_map(move |position| {
+            let id = position / self.block_tokens.max(1);
+            while self.blocks.get(at).is_some_and(|&has| has < id) {
+                at += 1;
+            }
+            if self.blocks.get(at) == Some(&id) {
+                return Some(at as u32 * self.block_tokens + position % self.block_tokens);
+            }
+            let inside = position.checked_sub(self.tail_first)?;
+            (inside < self.tail_tokens).then(|| self.tail_row() + inside)
+        })
+    }
+
+    /// Adds a head.
+    fn head(&self, keys: &Keys<'_>, at: usize, asked: &Asked, reach: &mut Reach) -> Result<()> {
+        let head = keys.at(at).head;
+        if head.kind == Kind::Dense || head.dense_from <= asked.first {
+            return reach.dense();
+        }
+        let dense_from = match head.dense_from {
+            NO_QUERY => NO_QUERY,
+            from => asked.row.saturating_add(from - asked.first),
+        };
+        match head.kind {
+            Kind::Dense => reach.dense(),
+            Kind::Blocks => self.blocks(keys, &Head { dense_from, ..head }, reach),
+            _ if asked.count <= 1 => {
+                reach.blocks(0, 1, NO_QUERY)?;
+                let end = asked.first.saturating_add(1);
+                let walk = keys.at(at).walk(0, (asked.first, 1), (0, end));
+                reach.list(self.each(positions(walk)))
+            }
+            Kind::Lines => self.lines(keys, &Head { dense_from, ..head }, asked, reach),
+            Kind::Ranges => self.ranges(keys, &Head { dense_from, ..head }, reach),
+        }
+    }
+
+    /// Blocks stay blocks: of as many keys as divide theirs, those loaded, and where the tail
+    /// begins.
+    fn blocks(&self, keys: &Keys<'_>, head: &Head, reach: &mut Reach) -> Result<()> {
+        let tail = if self.tail_tokens > 0 { self.tail_first } else { 0 };
+        let unit = common(common(head.key_block, self.block_tokens), tail).max(1);
+        reach.blocks(head.query_block, unit, head.dense_from)?;
+        for list in 0..head.lists {
+            for &id in keys.list(head.first + list) {
+                let behind = |id: u64| (id * u64::from(head.key_block)).min(MAX_TOKENS.into());
+                let positions = behind(id.into()) as u32..behind(u64::from(id) + 1) as u32;
+                self.runs(positions).try_for_each(|rows| reach.add(rows))?;
+            }
+            reach.end()?;
+        }
+        Ok(())
+    }
+
+    /// Columns stay columns; diagonals become ranges of each query.
+    fn lines(&self, keys: &Keys<'_>, head: &Head, asked: &Asked, reach: &mut Reach) -> Result<()> {
+        let (columns, diagonals) = (keys.list(head.first), keys.list(head.first + 1));
+        self.columns(columns, (1, head.dense_from), reach)?;
+        // Queries that see all have no list.
+        let count = asked.count.min(head.dense_from.saturating_sub(asked.row));
+        for position in (asked.first..).take(count as usize) {
+            let lines = Lines { columns: &[], diagonals };
+            let left = diagonals.partition_point(|&d| d <= position);
+            let source = Source::Lines { lines, left, position, width: 1 };
+            let walk = Walk::new(source, (0, position.saturating_add(1)));
+            let rows = self.each(positions(walk));
+            rows.into_iter().try_for_each(|row| reach.add(row..row + 1))?;
+            reach.end()?;
+        }
+        Ok(())
+    }
+
+    fn ranges(&self, keys: &Keys<'_>, head: &Head, reach: &mut Reach) -> Result<()> {
+        self.columns(keys.list(head.first), (head.query_block, head.dense_from), reach)?;
+        for list in 1..head.lists {
+            for range in keys.list(head.first + list).chunks_exact(2) {
+                if let [from, to] = *range {
+                    self.runs(from..to).try_for_each(|rows| reach.add(rows))?;
+                }
+            }
+            reach.end()?;
+        }
+        Ok(())
+    }
+
+    /// Begins a head of columns and ranges.
+    fn columns(
+        &self,
+        columns: &[u32],
+        (query_block, dense_from): (u32, u32),
+        reach: &mut Reach,
+    ) -> Result<()> {
+        reach.head(Head { kind: Kind::Ranges, query_block, dense_from, ..Head::DENSE })?;
+        reach.list(self.each(columns.iter().copied()))
+    }
+}
+
+/// All that a walk gives.
+fn positions(mut walk: Walk<'_>) -> impl Iterator<Item = u32> {
+    let (mut tile, mut at, mut count) = ([0; TILE], 0, 0);
+    std::iter::from_fn(move || {
+        if at == count {
+            (at, count) = (0, walk.take(&mut tile, TILE));
+        }
+        at += 1;
+        tile.get(at - 1).copied().filter(|_| at <= count)
+    })
+}
+
+/// The greatest number that divides both.
+fn common(a: u32, b: u32) -> u32 {
+    if b == 0 { a } else { common(b, a % b) }
+}
+
+/// Positions of all rows, ascending, in `out`.
+pub fn positions_of(placed: &Placed<'_>, out: &mut Vec<u32>) -> Result<()> {
+    placed.check()?;
+    out.clear();
+    out.try_reserve(placed.rows() as usize).map_err(|_| Status::NoMem)?;
+    out.extend((0..placed.rows()).filter_map(|row| placed.position_of(row)));
+    Ok(())
+}

@@ -1,0 +1,400 @@
+//! `quest`: pages whose keys could matter most to the query (Tang et al., ICML'24).
+//!
+//! Of each page and head of keys the least and the greatest of each number are kept. No key
+//! of the page can have a greater product with a query than `sum over d of max(q_d * least_d,
+//! q_d * greatest_d)`; pages are chosen by that. It looks at no attention, so what was not
+//! chosen once can be chosen again.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `budget` | 2048 | tokens that a head sees: `max(3, budget / page)` pages |
+//! | `page` | 16 | tokens of a page; blocks are whole pages |
+//! | `dense` | 2 | so many first layers see all |
+//! | `last` | free | `always`: the newest page is one of those chosen, as in the authors' kernels. `free`: it must earn its place, as in their reference |
+//! | `share` | none | `none`: each query head has its own pages, and blocks that any needs are loaded. `bound`: all share those with the greatest mean of the bound over heads |
+//! | `compat` | none | `fork`: as in an offloading engine that is around: a page is a block; queries are averaged over their group, the greater of the two whole products counts, and the mean over heads of keys. That is no bound, and misses pages that matter |
+//! | `topk`, `threshold` | 8, 4 | with `compat=fork`: so many blocks, where there are more than `threshold` |
+//!
+//! With as many pages as may be chosen, or fewer, all are. A block is loaded if one of the
+//! pages chosen is in it: what is computed with (`index`) is a part of what is loaded.
+//!
+//! Keys that come in again for a place widen its page's box; sealing makes it exact. So does
+//! what is taken back and written anew: until sealed, a box may be too wide, never too small.
+
+use crate::attention::Rows;
+use crate::base::spec::Reader;
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
+use crate::sparse::index::NO_QUERY;
+use crate::sparse::numbers::{check_rows, grow, room};
+use crate::sparse::pages::{Bound, Pages};
+use crate::sparse::pages_blocks::Blocks;
+use crate::sparse::pages_saved::{decode, encode};
+use crate::sparse::quest_work::{How, Work};
+use crate::sparse::ranks::ascending;
+use crate::sparse::reach::Reach;
+use crate::sparse::{
+    Context, Granularity, Index, Scope, Shape, Sparse, Stats, Traits, caps, needs,
+};
+
+/// Who shares a list of pages, and how pages are scored for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Share {
+    /// Nobody.
+    None,
+    /// All, by the mean of the bound.
+    Bound,
+    /// All, by the mean of the greater product with the mean query of a group.
+    Fork,
+}
+
+/// How pages are chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct Rule {
+    /// Tokens of a page.
+    pub page: u32,
+    /// How many are chosen.
+    pub count: u32,
+    /// With so many or fewer, all are.
+    pub threshold: u32,
+    /// First pages that always are among them.
+    pub sinks: u32,
+    /// Last pages that always are.
+    pub window: u32,
+    /// So many first layers see all.
+    pub dense: u32,
+    /// What a box is.
+    pub bound: Bound,
+    /// Who shares.
+    pub share: Share,
+}
+
+#[derive(Clone, Debug)]
+struct Layer {
+    pages: Pages,
+    blocks: Blocks,
+}
+
+/// Chooses pages by the boxes around their keys.
+#[derive(Clone, Debug)]
+pub struct Quest {
+    rule: Rule,
+    shape: Shape,
+    layers: Vec<Layer>,
+    work: Work,
+    stats: Stats,
+}
+
+impl Quest {
+    /// Reads `quest` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Quest> {
+        let is_fork = reader.choice("compat", &["none", "fork"])? == Some(1);
+        let tokens = reader.u64("budget", 2048, 1..=u64::from(u32::MAX))? as u32;
+        let page = reader.u64("page", 16, 1..=1 << 20)? as u32;
+        let is_kept = reader.choice("last", &["free", "always"])? == Some(1);
+        let share = match reader.choice("share", &["none", "bound"])? {
+            Some(1) => Share::Bound,
+            _ => Share::None,
+        };
+        let rule = Rule {
+            page,
+            count: (tokens / page).max(3),
+            threshold: 0,
+            sinks: 0,
+            window: u32::from(is_kept),
+            dense: reader.u64("dense", if is_fork { 0 } else { 2 }, 0..=2048)? as u32,
+            bound: Bound::Range,
+            share,
+        };
+        if !is_fork {
+            return Quest::new(rule, shape);
+        }
+        let most = u64::from(u32::MAX);
+        let count = reader.u64("topk", 8, 1..=most)? as u32;
+        let threshold = reader.u64("threshold", 4, 0..=most)? as u32;
+        let page = shape.block_tokens;
+        Quest::new(Rule { page, count, threshold, share: Share::Fork, ..rule }, shape)
+    }
+
+    /// A policy with a rule, for a model.
+    pub fn new(rule: Rule, shape: &Shape) -> Result<Quest> {
+        shape.check()?;
+        if rule.page == 0 || shape.block_tokens % rule.page != 0 {
+            let (page, block) = (rule.page, shape.block_tokens);
+            let text = format!("blocks of {block} tokens are not whole pages of {page}");
+            return Err(Error::new(Status::Spec, text));
+        }
+        let pages = Pages::new(rule.page, shape.key_heads, shape.key_dim, rule.bound);
+        let layer = Layer { pages, blocks: Blocks::default() };
+        let mut layers = Vec::new();
+        grow(&mut layers, shape.layers as usize, layer)?;
+        let (work, stats) = (Work::default(), Stats::default());
+        Ok(Quest { rule, shape: *shape, layers, work, stats })
+    }
+
+    fn is_dense(&self, layer: u32) -> bool {
+        layer < self.rule.dense
+    }
+
+    /// Where the keys of a block begin and how many may come; an error if it cannot be there.
+    fn place(&self, first: u32, tokens: u32) -> Result<u32> {
+        let each = self.shape.block_tokens;
+        let end = u64::from(first) + u64::from(tokens);
+        if first % each != 0 || tokens == 0 || tokens > each {
+            fail!(Invalid, "a block of {tokens} tokens from {first} on, blocks have {each}");
+        }
+        self.check_tokens(end)?;
+        Ok(first / each)
+    }
+
+    /// An error if a sequence cannot have so many tokens.
+    fn check_tokens(&self, tokens: u64) -> Result<()> {
+        if tokens > u64::from(self.shape.max_tokens) {
+            fail!(Limit, "{tokens} tokens, the limit is {}", self.shape.max_tokens);
+        }
+        Ok(())
+    }
+
+    fn score(&mut self, layer: u32, queries: &Rows<'_>) -> Result<()> {
+        let Quest { rule, shape, layers, work, .. } = self;
+        let Some(state) = layers.get(layer as usize) else { return Ok(()) };
+        work.score(How { rule, shape, boxes: &state.pages }, queries)
+    }
+
+    fn is_all(&self, pages: usize) -> bool {
+        pages <= self.rule.count.max(self.rule.threshold) as usize
+    }
+
+    /// Which of the candidates are to be loaded.
+    fn choose(
+        &mut self,
+        layer: u32,
+        query: Option<&Rows<'_>>,
+        candidates: &[u32],
+        context: &Context,
+        out: &mut Vec<u32>,
+    ) -> Result<()> {
+        let Some(query) = query.filter(|_| !context.is_prefill && !self.is_dense(layer)) else {
+            return ascending(candidates, out);
+        };
+        self.shape.check_queries(layer, query)?;
+        self.check_tokens(context.tokens.into())?;
+        self.gather(layer, candidates)?;
+        if self.is_all(self.work.pages.len()) || query.tokens() == 0 {
+            return ascending(candidates, out);
+        }
+        let count = self.work.mark(&self.rule, context.tokens.div_ceil(self.rule.page))?;
+        self.score(layer, query)?;
+        let mut marks = std::mem::take(&mut self.work.marks);
+        marks.clear();
+        grow(&mut marks, self.work.found.len(), false)?;
+        for list in 0..Work::lists(&self.rule, &self.shape) {
+            self.work.list(list, count)?;
+            for &column in &self.work.chosen {
+                let owner = self.work.owners.get(column as usize);
+                if let Some(mark) = owner.and_then(|&owner| marks.get_mut(owner as usize)) {
+                    *mark = true;
+                }
+            }
+        }
+        out.clear();
+        room(out, self.work.found.len())?;
+        let chosen = self.work.found.iter().zip(&marks).filter(|(_, mark)| **mark);
+        out.extend(chosen.map(|(&(id, _), _)| id));
+        out.sort_unstable();
+        self.work.marks = marks;
+        Ok(())
+    }
+
+    /// Puts the known pages of the candidates into `work.pages`.
+    fn gather(&mut self, layer: u32, candidates: &[u32]) -> Result<()> {
+        let Some(state) = self.layers.get(layer as usize) else { return Ok(()) };
+        let Work { pages, owners, found, .. } = &mut self.work;
+        state.blocks.find(layer, candidates, found)?;
+        let each = self.shape.block_tokens / self.rule.page;
+        pages.clear();
+        owners.clear();
+        room(pages, found.len() * each as usize)?;
+        room(owners, found.len() * each as usize)?;
+        for (owner, &(_, place)) in (0..).zip(found.iter()) {
+            for page in place * each..(place + 1) * each {
+                if state.pages.filled(page) > 0 {
+                    pages.push(page);
+                    owners.push(owner);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How a policy that chooses pages is like.
+fn traits(rule: &Rule) -> Traits {
+    Traits {
+        caps: caps::LOAD_DECODE | caps::INDEX_DECODE,
+        needs: needs::KEYS | needs::QUERIES,
+        scope: if rule.share == Share::None { Scope::QueryHead } else { Scope::Layer },
+        granularity: Granularity::Block,
+        requires_block_selection: true,
+        dense_layers: rule.dense,
+        ..Traits::NONE
+    }
+}
+
+impl Sparse for Quest {
+    fn traits(&self) -> Traits {
+        traits(&self.rule)
+    }
+
+    fn stats(&self) -> Stats {
+        self.stats
+    }
+
+    fn state_bytes(&self) -> u64 {
+        let state = |layer: &Layer| layer.pages.bytes() + layer.blocks.bytes();
+        self.work.bytes() + self.layers.iter().map(state).sum::<u64>()
+    }
+
+    fn append(&mut self, layer: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        self.shape.check_keys(layer, keys)?;
+        let end = u64::from(first) + u64::from(keys.tokens());
+        self.check_tokens(end)?;
+        if self.is_dense(layer) {
+            return Ok(());
+        }
+        check_rows("keys", keys)?;
+        match self.layers.get_mut(layer as usize) {
+            Some(layer) => layer.pages.put(first, keys, false),
+            None => Ok(()),
+        }
+    }
+
+    fn seal(&mut self, layer: u32, id: u32, first: u32, keys: &Rows<'_>) -> Result<()> {
+        self.shape.check_keys(layer, keys)?;
+        let place = self.place(first, keys.tokens())?;
+        if self.is_dense(layer) {
+            return Ok(());
+        }
+        check_rows("keys", keys)?;
+        if let Some(layer) = self.layers.get_mut(layer as usize) {
+            layer.blocks.reserve(place)?;
+            layer.pages.put(first, keys, true)?;
+            layer.blocks.set(id, place);
+        }
+        Ok(())
+    }
+
+    fn select(
+        &mut self,
+        layer: u32,
+        query: Option<&Rows<'_>>,
+        candidates: &[u32],
+        context: &Context,
+        out: &mut Vec<u32>,
+    ) -> Result<()> {
+        self.choose(layer, query, candidates, context, out)?;
+        self.stats.count(candidates.len(), out.len());
+        Ok(())
+    }
+
+    fn index(
+        &mut self,
+        layer: u32,
+        queries: &Rows<'_>,
+        _keys: Option<&Rows<'_>>,
+        context: &Context,
+        out: &mut Index,
+    ) -> Result<()> {
+        let Some(state) = self.layers.get(layer as usize) else {
+            return self.shape.check_queries(layer, queries);
+        };
+        self.shape.check_queries(layer, queries)?;
+        self.check_tokens(context.tokens.into())?;
+        let page = self.rule.page;
+        let total = context.tokens.div_ceil(page);
+        let is_all = self.is_all(total as usize);
+        if context.is_prefill || self.is_dense(layer) || is_all || queries.tokens() == 0 {
+            out.set_dense();
+            return Ok(());
+        }
+        // What nothing is known of cannot be left out.
+        let (mut unknown, known) = (Vec::new(), &mut self.work.pages);
+        known.clear();
+        room(known, total as usize)?;
+        room(&mut unknown, (0..total).filter(|&at| state.pages.filled(at) == 0).count())?;
+        for at in 0..total {
+            if state.pages.filled(at) > 0 { known.push(at) } else { unknown.push(at) }
+        }
+        let count = self.work.mark(&self.rule, total)?;
+        self.score(layer, queries)?;
+        // The memory of the answer before serves this one.
+        let mut reach = Reach::within(std::mem::take(out));
+        for list in 0..Work::lists(&self.rule, &self.shape) {
+            reach.blocks(0, page, NO_QUERY)?;
+            self.work.list(list, count)?;
+            let Work { pages, chosen, .. } = &mut self.work;
+            chosen.iter_mut().for_each(|at| *at = pages.get(*at as usize).copied().unwrap_or(0));
+            if !unknown.is_empty() {
+                chosen.extend_from_slice(&unknown);
+                chosen.sort_unstable();
+            }
+            reach.list(chosen.iter().copied())?;
+        }
+        *out = reach.into_index();
+        Ok(())
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        for layer in &mut self.layers {
+            layer.pages.truncate(tokens);
+            layer.blocks.truncate(tokens.div_ceil(self.shape.block_tokens));
+        }
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        for layer in &mut self.layers {
+            layer.pages.truncate(0);
+            layer.blocks.truncate(0);
+        }
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(Quest { stats: Stats::default(), ..self.clone() }))
+    }
+
+    fn save(&self, layer: u32, id: u32, out: &mut Vec<u8>) -> Result<()> {
+        let Some(state) = self.layers.get(layer as usize).filter(|_| !self.is_dense(layer)) else {
+            return Ok(());
+        };
+        let Some(place) = state.blocks.place(id) else {
+            fail!(NotFound, "block {id} of layer {layer} is not known");
+        };
+        let each = self.shape.block_tokens / self.rule.page;
+        let filled = (place * each..(place + 1) * each).map(|page| state.pages.filled(page));
+        let mut tokens = 0;
+        for known in filled {
+            tokens += known;
+            if known < self.rule.page {
+                break;
+            }
+        }
+        encode(&state.pages, place * each, tokens, out)
+    }
+
+    fn load(&mut self, layer: u32, id: u32, first: u32, bytes: &[u8]) -> Result<()> {
+        let place = self.place(first, 1)?;
+        let Some(state) = self.layers.get_mut(layer as usize) else {
+            fail!(Invalid, "layer {layer} of a model with {}", self.shape.layers);
+        };
+        if layer < self.rule.dense {
+            return if bytes.is_empty() { Ok(()) } else { Err(Status::Corrupt.into()) };
+        }
+        let most = (self.shape.max_tokens - first).min(self.shape.block_tokens);
+        let (tokens, corners) = decode(&state.pages, most, bytes)?;
+        state.blocks.reserve(place)?;
+        state.pages.restore(first / self.rule.page, tokens, &corners)?;
+        state.blocks.set(id, place);
+        Ok(())
+    }
+}

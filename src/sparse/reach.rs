@@ -1,0 +1,214 @@
+//! An index while it is made, with limits: head after head, list after list.
+
+use std::ops::Range;
+
+use crate::base::status::{Result, Status};
+use crate::fail;
+use crate::sparse::index::{Head, Index, Kind};
+
+/// Where heads and their lists are added.
+#[derive(Default)]
+pub struct Reach {
+    index: Index,
+    /// Where the list that is being made begins.
+    begun: usize,
+}
+
+/// The queries of a row: positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Which.
+    pub at: u32,
+    /// Its first query.
+    pub first: u32,
+    /// Behind its last.
+    pub end: u32,
+}
+
+/// The rows of queries from `first` up to `end`.
+pub fn rows(first: u32, end: u32, query_block: u32) -> impl Iterator<Item = Row> + Clone {
+    let count = end.saturating_sub(first).div_ceil(query_block);
+    (0..count).map(move |at| {
+        let from = first + at * query_block;
+        Row { at, first: from, end: from.saturating_add(query_block).min(end) }
+    })
+}
+
+impl Reach {
+    /// An index in the memory of another, which is lost.
+    pub fn within(index: Index) -> Reach {
+        let mut index = index;
+        index.set_dense();
+        Reach { index, begun: 0 }
+    }
+
+    /// Adds a head, whose lists follow.
+    pub fn head(&mut self, head: Head) -> Result<()> {
+        let Index { heads, lists } = &mut self.index;
+        if heads.try_reserve(1).and(lists.starts.try_reserve(1)).is_err() {
+            return Err(Status::NoMem.into());
+        }
+        if lists.starts.is_empty() {
+            lists.starts.push(0);
+        }
+        heads.push(Head { first: lists.len() as u32, lists: 0, ..head });
+        Ok(())
+    }
+
+    /// Adds a head that has what one before it has; no list follows.
+    pub fn again(&mut self, at: usize) -> Result<()> {
+        let Some(&head) = self.index.heads.get(at) else {
+            fail!(Invalid, "head {at} of {}", self.index.heads.len());
+        };
+        self.index.heads.try_reserve(1).map_err(|_| Status::NoMem)?;
+        self.index.heads.push(head);
+        Ok(())
+    }
+
+    /// Adds a head that sees all.
+    pub fn dense(&mut self) -> Result<()> {
+        self.head(Head::DENSE)
+    }
+
+    /// Begins a head that sees columns and diagonals: a list of each. Its queries from a
+    /// position on see all.
+    pub fn lines(&mut self, dense_from: u32) -> Result<()> {
+        self.head(Head { kind: Kind::Lines, dense_from, ..Head::DENSE })
+    }
+
+    /// Begins a head that sees blocks: a list a row. Its queries from a position on see all.
+    pub fn blocks(&mut self, query_block: u32, key_block: u32, dense_from: u32) -> Result<()> {
+        let kind = Kind::Blocks;
+        self.head(Head { kind, query_block, key_block, dense_from, ..Head::DENSE })
+    }
+
+    /// Begins a head that sees columns and ranges: a list of columns, then one a row.
+    pub fn ranges(&mut self, query_block: u32) -> Result<()> {
+        self.head(Head { kind: Kind::Ranges, query_block, ..Head::DENSE })
+    }
+
+    /// Adds keys to the list of a row: their range, or the blocks that hold one of them.
+    /// Those of a list come in order.
+    pub fn add(&mut self, keys: Range<u32>) -> Result<()> {
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let block = match self.index.heads.last() {
+            Some(head) if head.kind == Kind::Blocks => head.key_block.max(1),
+            _ => return self.add_range(keys),
+        };
+        let last = self.open().last().map_or(0, |last| last + 1);
+        self.items(last.max(keys.start / block)..keys.end.div_ceil(block))
+    }
+
+    fn add_range(&mut self, keys: Range<u32>) -> Result<()> {
+        let begun = self.begun;
+        match self.index.lists.items.get_mut(begun..).and_then(|list| list.last_mut()) {
+            Some(end) if keys.start <= *end => {
+                *end = keys.end.max(*end);
+                Ok(())
+            }
+            _ => self.items([keys.start, keys.end].into_iter()),
+        }
+    }
+
+    /// Adds one block.
+    pub fn add_block(&mut self, block: u32) -> Result<()> {
+        let from = self.open().last().map_or(0, |last| last + 1);
+        self.items(from.max(block)..block + 1)
+    }
+
+    /// Adds a list of numbers, which ascend.
+    pub fn list(&mut self, items: impl IntoIterator<Item = u32>) -> Result<()> {
+        self.items(items.into_iter())?;
+        self.end()
+    }
+
+    /// Adds numbers to a list, which ascend.
+    fn items(&mut self, items: impl Iterator<Item = u32>) -> Result<()> {
+        let all = &mut self.index.lists.items;
+        for item in items {
+            if all.len() == u32::MAX as usize {
+                fail!(Limit, "an index of more than {} numbers: ask for fewer queries", u32::MAX);
+            }
+            if all.len() == all.capacity() && all.try_reserve(1).is_err() {
+                return Err(Status::NoMem.into());
+            }
+            all.push(item);
+        }
+        Ok(())
+    }
+
+    fn open(&self) -> &[u32] {
+        self.index.lists.items.get(self.begun..).unwrap_or_default()
+    }
+
+    /// Ends a list.
+    pub fn end(&mut self) -> Result<()> {
+        let Index { heads, lists } = &mut self.index;
+        if lists.starts.try_reserve(1).is_err() {
+            return Err(Status::NoMem.into());
+        }
+        self.begun = lists.items.len();
+        lists.starts.push(self.begun as u32);
+        heads.iter_mut().rev().take(1).for_each(|head| head.lists += 1);
+        Ok(())
+    }
+
+    /// The index. One that leaves nothing out has no heads.
+    pub fn into_index(self) -> Index {
+        let mut index = self.index;
+        let sees_all = |head: &Head| head.kind == Kind::Dense || head.dense_from == 0;
+        if index.heads.iter().all(sees_all) {
+            index.set_dense();
+        }
+        index
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sparse::index::NO_QUERY;
+
+    #[test]
+    fn blocks_are_those_that_hold_a_key_and_come_once() {
+        let mut reach = Reach::default();
+        reach.blocks(64, 16, NO_QUERY).expect("room");
+        for keys in [0..1, 3..3, 15..17, 31..32, 64..81] {
+            reach.add(keys).expect("room");
+        }
+        reach.end().expect("room");
+        reach.add_block(0).expect("room");
+        reach.add_block(0).expect("room");
+        reach.end().expect("room");
+        let index = reach.into_index();
+        assert_eq!((index.list(0, 0), index.list(0, 1)), (&[0, 1, 4, 5][..], &[0][..]));
+        let all: Vec<Row> = rows(10, 20, 4).collect();
+        assert_eq!(all.last(), Some(&Row { at: 2, first: 18, end: 20 }));
+        assert_eq!((all.len(), rows(5, 5, 4).count()), (3, 0));
+    }
+
+    #[test]
+    fn heads_follow_each_other_and_ranges_that_touch_are_one() {
+        let mut reach = Reach::default();
+        reach.dense().expect("room");
+        reach.lines(40).expect("room");
+        reach.list([1, 9]).expect("room");
+        reach.list(0..3).expect("room");
+        reach.ranges(64).expect("room");
+        reach.list([4]).expect("room");
+        for keys in [0..1, 3..5, 5..6, 8..9] {
+            reach.add(keys).expect("room");
+        }
+        reach.end().expect("room");
+        let index = reach.into_index();
+        assert_eq!(index.heads.iter().map(|h| h.lists).collect::<Vec<u32>>(), [0, 2, 2]);
+        assert_eq!((index.list(1, 0), index.list(1, 1)), (&[1, 9][..], &[0, 1, 2][..]));
+        assert_eq!((index.list(2, 0), index.list(2, 1)), (&[4][..], &[0, 1, 3, 6, 8, 9][..]));
+        assert_eq!(index.head(1).dense_from, 40);
+        let mut again = Reach::within(index);
+        again.dense().expect("room");
+        assert!(again.into_index().is_dense());
+    }
+}

@@ -1,0 +1,111 @@
+//! What a model's attention is, as sparse policies need to know it.
+
+use crate::attention::Rows;
+use crate::base::status::Result;
+use crate::fail;
+
+/// Limits of a shape.
+pub const MAX_LAYERS: u32 = 2048;
+/// Most heads.
+pub const MAX_HEADS: u32 = 1024;
+
+/// How keys and values are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kind {
+    /// Keys and values apart, by head.
+    #[default]
+    Split,
+    /// One row a token for all heads, of which values are the first part.
+    Latent,
+}
+
+/// What a model's attention is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shape {
+    /// Layers.
+    pub layers: u32,
+    /// Heads of queries.
+    pub query_heads: u32,
+    /// Heads of keys; queries share them in groups.
+    pub key_heads: u32,
+    /// Numbers of a query and key head.
+    pub key_dim: u32,
+    /// Numbers of a value head.
+    pub value_dim: u32,
+    /// What products of queries and keys are multiplied with; 0 = 1 / sqrt(key_dim).
+    pub scale: f32,
+    /// How they are kept.
+    pub kind: Kind,
+    /// Tokens of a block that is loaded or moved as a whole.
+    pub block_tokens: u32,
+    /// Most tokens of a sequence.
+    pub max_tokens: u32,
+}
+
+impl Shape {
+    /// Whether it can be.
+    pub fn check(&self) -> Result<()> {
+        let counts = [
+            ("layers", self.layers, MAX_LAYERS),
+            ("query_heads", self.query_heads, MAX_HEADS),
+            ("key_heads", self.key_heads, self.query_heads),
+            ("key_dim", self.key_dim, crate::attention::rows::MAX_DIM),
+            ("value_dim", self.value_dim, crate::attention::rows::MAX_DIM),
+            ("block_tokens", self.block_tokens, 1 << 20),
+            ("max_tokens", self.max_tokens, 1 << 30),
+        ];
+        if let Some((name, n, most)) = counts.into_iter().find(|&(_, n, most)| n == 0 || n > most) {
+            fail!(Invalid, "{name} is {n}, it can be 1 to {most}");
+        }
+        if self.query_heads % self.key_heads != 0 {
+            let (q, k) = (self.query_heads, self.key_heads);
+            fail!(Invalid, "{q} query heads cannot share {k} heads of keys evenly");
+        }
+        if self.kind == Kind::Latent && (self.key_heads != 1 || self.value_dim > self.key_dim) {
+            fail!(Invalid, "a latent row is one head, and values are a part of it");
+        }
+        if !(self.scale.is_finite() && self.scale >= 0.0) {
+            fail!(Invalid, "a scale of {}", self.scale);
+        }
+        Ok(())
+    }
+
+    /// What products of queries and keys are multiplied with.
+    pub fn softmax_scale(&self) -> f32 {
+        if self.scale > 0.0 { self.scale } else { 1.0 / (self.key_dim as f32).sqrt() }
+    }
+
+    /// Query heads that share a head of keys.
+    pub fn group(&self) -> u32 {
+        self.query_heads / self.key_heads
+    }
+
+    /// Whether rows of keys are of this shape.
+    pub fn check_keys(&self, layer: u32, keys: &Rows<'_>) -> Result<()> {
+        self.check_rows("keys", layer, keys, self.key_heads, self.key_dim)
+    }
+
+    /// Whether rows of queries are of this shape.
+    pub fn check_queries(&self, layer: u32, queries: &Rows<'_>) -> Result<()> {
+        self.check_rows("queries", layer, queries, self.query_heads, self.key_dim)
+    }
+
+    /// Whether rows have so many heads and numbers.
+    pub fn check_rows(
+        &self,
+        what: &str,
+        layer: u32,
+        rows: &Rows<'_>,
+        heads: u32,
+        dim: u32,
+    ) -> Result<()> {
+        if layer >= self.layers {
+            fail!(Invalid, "layer {layer} of a model with {}", self.layers);
+        }
+        if rows.heads() != heads || rows.dim() != dim {
+            let (h, d) = (rows.heads(), rows.dim());
+            fail!(Invalid, "{what} have {h} heads of {d} numbers, the model {heads} of {dim}");
+        }
+        Ok(())
+    }
+}

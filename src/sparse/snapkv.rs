@@ -1,0 +1,279 @@
+//! `snapkv`: what the last queries of the prompt look at stays (Li et al., NeurIPS'24). Also
+//! the part that `pyramidkv` and `adakv` share with it.
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `budget` | 1024 | tokens that stay, for each list, the window included |
+//! | `ratio` | none | instead: this share goes |
+//! | `window` | 64 | so many last queries count; their tokens stay |
+//! | `kernel` | 5 | attention is evened out over so many tokens, an odd number; beyond the ends there is none |
+//! | `pool` | avg | `max`: the greatest of them instead of the mean |
+//! | `form` | kvpress | `kvpress`: a list a head of keys, by its whole group. `original`: a list a query head, for engines that keep repeated keys |
+//!
+//! It has to be told what each key got of the attention of the last `window` queries of the
+//! prompt (all, if there are fewer); the last word before tokens go counts. It evicts once, when
+//! the prompt has been computed: in parts, after the last.
+
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::fail;
+use crate::sparse::kept::{Cap, Kept, check_sums, misfit};
+use crate::sparse::numbers::{grow, room};
+use crate::sparse::ranks::{Ranks, without};
+use crate::sparse::{Context, Keep, Kind, Scope, Shape, Sparse, Traits, caps, needs};
+
+/// Which of the published forms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// As in kvpress: for each head of keys.
+    Kvpress,
+    /// As the authors': for each query head.
+    Original,
+}
+
+/// How many tokens stay in a layer.
+#[derive(Clone, Copy, Debug)]
+pub enum Budget {
+    /// As many in each.
+    Flat,
+    /// Fewer the deeper the layer; the parameter is how steeply.
+    Pyramid(u32),
+    /// As many, but heads share them: the parameter is the part each is sure of.
+    Ada(f64),
+}
+
+/// What the last queries look at.
+#[derive(Clone, Debug)]
+pub struct Snapkv {
+    shape: Shape,
+    kept: Kept,
+    cap: Cap,
+    budget: Budget,
+    form: Form,
+    window: usize,
+    kernel: usize,
+    is_max: bool,
+    /// Which layers were told of attention since they last evicted.
+    told: Vec<bool>,
+    ranks: Ranks,
+}
+
+impl Snapkv {
+    /// Reads `snapkv` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Snapkv> {
+        Snapkv::with(reader, shape, Budget::Flat)
+    }
+
+    /// Reads the parameters that all have, for a way to give out the budget.
+    pub fn with(reader: &mut Reader, shape: &Shape, budget: Budget) -> Result<Snapkv> {
+        shape.check()?;
+        let form = match reader.choice("form", &["kvpress", "original"])? {
+            Some(1) => Form::Original,
+            _ => Form::Kvpress,
+        };
+        if form == Form::Original && shape.kind == Kind::Latent {
+            return Err(misfit("all heads share a latent row: form=original cannot be"));
+        }
+        let lists = if form == Form::Original { shape.query_heads } else { shape.key_heads };
+        let cap = Cap::read(reader, 1024)?;
+        let window = reader.u64("window", 64, 1..=1 << 20)? as usize;
+        let kernel = reader.u64("kernel", 5, 1..=1023)? as usize;
+        if kernel % 2 == 0 {
+            return Err(misfit(format!("a kernel of {kernel} tokens has no middle")));
+        }
+        if matches!(cap, Cap::Tokens(tokens) if tokens as usize <= window) {
+            return Err(misfit(format!("the budget is no more than the window of {window}")));
+        }
+        let mut told = Vec::new();
+        grow(&mut told, shape.layers as usize, false)?;
+        Ok(Snapkv {
+            shape: *shape,
+            kept: Kept::new(shape.layers, lists, shape.max_tokens)?,
+            cap,
+            budget,
+            form,
+            window,
+            kernel,
+            is_max: reader.choice("pool", &["avg", "max"])? == Some(1),
+            told,
+            ranks: Ranks::default(),
+        })
+    }
+
+    /// How many of so many tokens stay in each list of a layer, or in the mean.
+    pub fn count(&self, layer: u32, tokens: usize) -> usize {
+        let count = match self.budget {
+            Budget::Pyramid(beta) => {
+                let of = crate::sparse::pyramidkv::Of {
+                    form: self.form,
+                    cap: self.cap,
+                    window: self.window,
+                    beta,
+                    layers: self.shape.layers,
+                };
+                of.count(layer, tokens)
+            }
+            _ => self.cap.of(tokens),
+        };
+        count.clamp(self.window.min(tokens), tokens)
+    }
+
+    /// Evens attention out over neighbours; the last `window` tokens are not looked at.
+    fn pool(&self, sums: &[f32], scores: &mut [f32]) {
+        let half = self.kernel / 2;
+        for (at, score) in scores.iter_mut().enumerate() {
+            let near = sums.iter().take(at + half + 1).skip(at.saturating_sub(half));
+            *score = match self.is_max {
+                true => near.fold(0.0, |most, &sum| if sum > most { sum } else { most }),
+                false => near.sum::<f32>() / self.kernel as f32,
+            };
+        }
+    }
+
+    /// Says what stays if heads share their tokens: each keeps its best `safe` ones, of the
+    /// others the lowest of all heads go.
+    fn share(&mut self, layer: u32, safe: f64, out: &mut Keep) -> Result<bool> {
+        let lists = &self.kept.layer(layer)?.lists;
+        let tokens = lists.first().map_or(0, |list| list.positions.len());
+        let stay = self.count(layer, tokens);
+        if stay >= tokens || lists.iter().any(|list| list.positions.len() != tokens) {
+            return Ok(false);
+        }
+        let sure = (stay as f64 * safe) as usize;
+        let (mut scores, mut best) = (Vec::new(), Vec::new());
+        room(&mut scores, tokens * lists.len())?;
+        for list in lists {
+            let from = scores.len();
+            scores.extend_from_slice(&list.scores);
+            best.clear();
+            self.ranks.top(&list.scores, sure, &mut best)?;
+            for &at in &best {
+                if let Some(score) = scores.get_mut(from + at as usize) {
+                    *score = f32::INFINITY;
+                }
+            }
+        }
+        let mut leaving = Vec::new();
+        self.ranks.bottom(&scores, lists.len() * (tokens - stay), &mut leaving)?;
+        out.clear();
+        room(&mut out.heads.items, lists.len() * stay)?;
+        room(&mut out.heads.starts, lists.len() + 1)?;
+        out.heads.starts.push(0);
+        let mut from = 0;
+        for (head, list) in lists.iter().enumerate() {
+            let to = leaving.partition_point(|&at| (at as usize) < (head + 1) * tokens);
+            let own = leaving.get_mut(from..to).unwrap_or_default();
+            own.iter_mut().for_each(|at| *at -= (head * tokens) as u32);
+            without(&list.positions, own, &mut out.heads.items)?;
+            out.heads.starts.push(out.heads.items.len() as u32);
+            from = to;
+        }
+        Ok(true)
+    }
+}
+
+impl Sparse for Snapkv {
+    fn traits(&self) -> Traits {
+        Traits {
+            caps: caps::EVICT_PREFILL,
+            needs: needs::COLUMN_SUMS,
+            scope: if self.form == Form::Original { Scope::QueryHead } else { Scope::KeyHead },
+            is_ragged: matches!(self.budget, Budget::Ada(_)),
+            sum_queries: self.window as u32,
+            ..Traits::NONE
+        }
+    }
+
+    fn state_bytes(&self) -> u64 {
+        self.kept.bytes() + self.told.capacity() as u64
+    }
+
+    fn observe(&mut self, layer: u32, queries: u32, sums: &[f32], tokens: u32) -> Result<()> {
+        let count = tokens as usize;
+        let heads = self.shape.query_heads as usize;
+        let rows = if self.shape.key_heads == 1 && sums.len() == count { 1 } else { heads };
+        if queries == 0 || queries as usize > self.window {
+            let most = self.window;
+            fail!(Invalid, "attention of {queries} queries, it takes that of the last {most}");
+        }
+        if count == 0 || sums.len() != rows * count {
+            fail!(Invalid, "{} sums of attention to {count} tokens by {heads} heads", sums.len());
+        }
+        let next = self.kept.next_of(layer, tokens)?;
+        check_sums(sums)?;
+        let mut sum = Vec::new();
+        grow(&mut sum, count, 0.0)?;
+        self.kept.extend(layer, next, f32::INFINITY)?;
+        let each = rows / self.kept.layer(layer)?.lists.len().clamp(1, rows);
+        let end = count.saturating_sub(self.window);
+        for (list, rows) in sums.chunks(each * count).enumerate() {
+            sum.fill(0.0);
+            for row in rows.chunks_exact(count) {
+                sum.iter_mut().zip(row).for_each(|(sum, got)| *sum += got);
+            }
+            let mut scores = match self.kept.lists(layer).get_mut(list) {
+                Some(list) => std::mem::take(&mut list.scores),
+                None => continue,
+            };
+            let (old, window) = scores.split_at_mut(end);
+            self.pool(sum.get(..end).unwrap_or_default(), old);
+            window.fill(f32::INFINITY);
+            if let Some(list) = self.kept.lists(layer).get_mut(list) {
+                list.scores = scores;
+            }
+        }
+        if let Some(told) = self.told.get_mut(layer as usize) {
+            *told = true;
+        }
+        Ok(())
+    }
+
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+        if !context.is_prefill || context.part.saturating_add(1) < context.parts {
+            return Ok(false);
+        }
+        let of = self.kept.layer(layer)?;
+        let there = of.lists.first().map_or(0, |list| list.positions.len());
+        let next = of.next;
+        let has_evicted = of.lists.iter().any(|list| list.positions.len() < next as usize);
+        let told = self.told.get(layer as usize).is_some_and(|told| *told);
+        if next < context.tokens || !told {
+            let more = context.tokens.saturating_sub(next) as usize;
+            let all = there + more;
+            if (has_evicted && more == 0) || self.count(layer, all) >= all {
+                return Ok(false);
+            }
+            fail!(State, "the attention of the last queries in layer {layer} was not told");
+        }
+        if let Budget::Ada(safe) = self.budget {
+            return self.share(layer, safe, out);
+        }
+        let stay = self.count(layer, there);
+        self.kept.plan(layer, (0, self.window), |count, _| count.saturating_sub(stay), out)
+    }
+
+    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+        self.kept.evicted(layer, kept)?;
+        if let Some(told) = self.told.get_mut(layer as usize) {
+            *told = false;
+        }
+        Ok(())
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        for (layer, told) in (0..).zip(self.told.iter_mut()) {
+            *told &= self.kept.layer(layer)?.next <= tokens;
+        }
+        self.kept.truncate(tokens);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.kept.truncate(0);
+        self.told.fill(false);
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(self.clone()))
+    }
+}

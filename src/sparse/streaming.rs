@@ -1,0 +1,164 @@
+//! `streaming`: the first tokens, which all others lean on, and the last (Xiao et al.,
+//! ICLR'24).
+//!
+//! | parameter | default | meaning |
+//! |---|---|---|
+//! | `sinks` | 4 | first tokens that stay |
+//! | `recent` | 1020 | last tokens that stay; each query counts as one of its own |
+//! | `rotate` | false | keys stand where they are in the cache, not where they were in the text |
+//!
+//! A query sees the sinks and the `recent` positions that end with its own, in a prompt and
+//! behind it. While text is written, all tokens but those may be evicted: after the newest
+//! token has come, `sinks + recent` stay.
+//!
+//! `rotate` changes nothing that is answered: positions are logical ones either way. The
+//! engine reads it ([`Streaming::rotates`]) and turns keys to the places they have in the
+//! cache, as the paper does; without, keys stay as they were computed.
+
+use crate::attention::Rows;
+use crate::base::spec::Reader;
+use crate::base::status::Result;
+use crate::fail;
+use crate::sparse::index::{Context, Index, NO_QUERY};
+use crate::sparse::keep::Keep;
+use crate::sparse::numbers::zeros;
+use crate::sparse::reach::Reach;
+use crate::sparse::shape::Shape;
+use crate::sparse::{Sparse, Traits, ask, caps};
+
+/// Sinks and a window.
+#[derive(Clone)]
+pub struct Streaming {
+    shape: Shape,
+    sinks: u32,
+    recent: u32,
+    rotates: bool,
+    /// For each layer the first position behind the sinks that is still there.
+    oldest: Vec<u32>,
+}
+
+impl Streaming {
+    /// Reads `streaming` with its parameters.
+    pub fn read(reader: &mut Reader, shape: &Shape) -> Result<Streaming> {
+        let most = 1..=u64::from(shape.max_tokens);
+        let mut oldest = Vec::new();
+        zeros(&mut oldest, shape.layers as usize)?;
+        let sinks = reader.u64("sinks", 4, 0..=u64::from(shape.max_tokens))? as u32;
+        oldest.fill(sinks);
+        Ok(Streaming {
+            shape: *shape,
+            sinks,
+            recent: reader.u64("recent", 1020, most)? as u32,
+            rotates: reader.bool("rotate", false)?,
+            oldest,
+        })
+    }
+
+    /// Whether keys are to stand where they are in the cache.
+    pub fn rotates(&self) -> bool {
+        self.rotates
+    }
+
+    /// Where the window of the token before `end` begins, and where the sinks end.
+    fn window(&self, end: u32) -> (u32, u32) {
+        (end.saturating_sub(self.recent), self.sinks.min(end))
+    }
+
+    fn oldest(&mut self, layer: u32) -> Result<&mut u32> {
+        let layers = self.shape.layers;
+        match self.oldest.get_mut(layer as usize) {
+            Some(oldest) => Ok(oldest),
+            None => fail!(Invalid, "layer {layer} of a model with {layers}"),
+        }
+    }
+
+    /// Sinks and window of the last token.
+    fn tokens(&self, end: u32) -> impl Iterator<Item = u32> {
+        let (begin, sinks) = self.window(end);
+        (0..sinks).chain(begin.max(sinks)..end)
+    }
+}
+
+impl Sparse for Streaming {
+    fn traits(&self) -> Traits {
+        Traits {
+            caps: caps::INDEX_PREFILL | caps::INDEX_DECODE | caps::EVICT_DECODE,
+            rotates: self.rotates,
+            ..Traits::NONE
+        }
+    }
+
+    fn state_bytes(&self) -> u64 {
+        (self.oldest.capacity() * size_of::<u32>()) as u64
+    }
+
+    fn index(
+        &mut self,
+        layer: u32,
+        queries: &Rows<'_>,
+        _keys: Option<&Rows<'_>>,
+        context: &Context,
+        out: &mut Index,
+    ) -> Result<()> {
+        self.shape.check_queries(layer, queries)?;
+        ask::check_context(&self.shape, queries.tokens(), context)?;
+        let (begin, sinks) = self.window(context.tokens);
+        let mut reach = Reach::default();
+        if begin > sinks && queries.tokens() == 1 {
+            reach.blocks(0, 1, NO_QUERY)?;
+            reach.list(self.tokens(context.tokens))?;
+        } else if begin > sinks {
+            reach.lines(NO_QUERY)?;
+            reach.list(0..sinks)?;
+            reach.list(0..self.recent.min(context.tokens))?;
+        }
+        *out = reach.into_index();
+        Ok(())
+    }
+
+    fn evict(&mut self, layer: u32, context: &Context, out: &mut Keep) -> Result<bool> {
+        if context.is_prefill {
+            fail!(Unsupported, "streaming evicts while text is written, not in a prompt");
+        }
+        ask::check_context(
+            &self.shape,
+            context.tokens.saturating_sub(context.first_query),
+            context,
+        )?;
+        let (begin, _) = self.window(context.tokens);
+        if begin <= *self.oldest(layer)? {
+            return Ok(false);
+        }
+        out.clear();
+        out.heads.push(self.tokens(context.tokens));
+        Ok(true)
+    }
+
+    fn evicted(&mut self, layer: u32, kept: &Keep) -> Result<()> {
+        let sinks = self.sinks;
+        let list = kept.of(0);
+        let (Some(first), Some(&last)) = (list.iter().find(|&&at| at >= sinks), list.last()) else {
+            fail!(Invalid, "nothing is kept behind the {sinks} first tokens");
+        };
+        if last >= self.shape.max_tokens {
+            fail!(Invalid, "position {last} of a sequence of at most {}", self.shape.max_tokens);
+        }
+        *self.oldest(layer)? = *first;
+        Ok(())
+    }
+
+    fn truncate(&mut self, tokens: u32) -> Result<()> {
+        // What comes again begins behind what is left.
+        let sinks = self.sinks;
+        self.oldest.iter_mut().for_each(|oldest| *oldest = (*oldest).min(tokens).max(sinks));
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.oldest.fill(self.sinks);
+    }
+
+    fn fork(&self) -> Result<Box<dyn Sparse>> {
+        Ok(Box::new(self.clone()))
+    }
+}

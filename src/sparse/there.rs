@@ -1,0 +1,242 @@
+//! Tokens of a layer that are there, as policies count them: what some rows got of the
+//! attention is put where the tokens of these rows are.
+
+use crate::attention::keys::{Heads, Keys};
+use crate::attention::panel::TILE;
+use crate::base::status::Result;
+use crate::fail;
+use crate::sparse::keep::Keep;
+use crate::sparse::placed::Placed;
+
+/// Which tokens of a layer are there.
+#[derive(Clone, Copy, Debug)]
+pub struct There<'a> {
+    /// What has stayed: lists for all heads, heads of keys or of queries. None = nothing was
+    /// evicted.
+    pub kept: Option<&'a Keep>,
+    /// Tokens from this position on came after that: they are all there.
+    pub from: u32,
+    /// Tokens of the sequence.
+    pub tokens: u32,
+    /// Heads of the model.
+    pub heads: Heads,
+}
+
+impl There<'_> {
+    /// Tokens of a list: what [`Sparse::observe`](crate::sparse::Sparse::observe) is told.
+    /// Lists of different lengths have no sums there.
+    pub fn count(&self) -> Result<u32> {
+        let There { kept, from, tokens, heads } = *self;
+        let Some(new) = tokens.checked_sub(from).filter(|_| kept.is_some() || from == 0) else {
+            fail!(Invalid, "all tokens from {from} on are there, of {tokens}");
+        };
+        let Some(kept) = kept else { return Ok(new) };
+        let lists = kept.heads.len();
+        if ![1, heads.keys as usize, heads.queries as usize].contains(&lists) {
+            let Heads { queries, keys } = heads;
+            fail!(Invalid, "{lists} lists of what has stayed, {queries} heads share {keys}");
+        }
+        let first = kept.heads.get(0).len();
+        for list in (0..lists).map(|at| kept.heads.get(at)) {
+            let is_before = list.last().is_none_or(|&last| last < from);
+            if list.len() != first || !is_before || !list.is_sorted_by(|a, b| a < b) {
+                fail!(Invalid, "lists of different lengths, or not of tokens before {from}");
+            }
+        }
+        match new.checked_add(first as u32) {
+            Some(count) => Ok(count),
+            None => fail!(Limit, "{first} and {new} tokens"),
+        }
+    }
+
+    /// Adds sums over rows, the tokens of which are at `positions`, ascending: `[query heads,
+    /// rows]` to `[query heads, count]`; or a row of all heads together, where they share one
+    /// list. Tokens that are not there may have got nothing. After an error `out` means
+    /// nothing.
+    pub fn add(&self, sums: &[f32], positions: &[u32], out: &mut [f32]) -> Result<()> {
+        let (lines, count) = self.lines(sums.len(), out.len())?;
+        let rows = sums.len() / lines;
+        if rows != positions.len() {
+            fail!(Invalid, "{} sums of {lines} heads and {} rows", sums.len(), positions.len());
+        }
+        if rows == 0 || count == 0 {
+            return Ok(());
+        }
+        let lines = sums.chunks_exact(rows).zip(out.chunks_exact_mut(count));
+        for (head, (sums, out)) in (0..).zip(lines) {
+            let mut line = Line::of(self, head, out);
+            let mut all = positions.iter().zip(sums);
+            all.try_for_each(|(&position, &sum)| line.add(position, sum))?;
+        }
+        Ok(())
+    }
+
+    /// The same of sums that a decode has kept, over what `select` names of the rows that are
+    /// placed, in its order: `[query heads, most]`. The queries are that problem's.
+    pub fn add_selected(
+        &self,
+        sums: &[f32],
+        (select, first_query, queries): (&Keys<'_>, u32, u32),
+        placed: &Placed<'_>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        placed.check()?;
+        select.check(self.heads, first_query, queries)?;
+        let (lines, count) = self.lines(sums.len(), out.len())?;
+        let most = sums.len() / lines;
+        if most == 0 || count == 0 {
+            return Ok(());
+        }
+        let sight = first_query.saturating_add(queries).min(placed.rows());
+        let lines = sums.chunks_exact(most).zip(out.chunks_exact_mut(count));
+        for (head, (sums, out)) in (0..).zip(lines) {
+            let mut line = Line::of(self, head, out);
+            let one = select.of(self.heads, head);
+            let mut walk = one.walk(0, (first_query, queries), (0, sight));
+            let mut rest = sums;
+            let mut tile = [0; TILE];
+            loop {
+                let n = walk.take(&mut tile, TILE);
+                let (Some((sums, behind)), Some(rows)) = (rest.split_at_checked(n), tile.get(..n))
+                else {
+                    fail!(Invalid, "{most} sums of a head, it sees more keys");
+                };
+                if n == 0 {
+                    break;
+                }
+                for (&row, &sum) in rows.iter().zip(sums) {
+                    line.add(placed.position_of(row).unwrap_or(u32::MAX), sum)?;
+                }
+                rest = behind;
+            }
+        }
+        Ok(())
+    }
+
+    /// Heads that sums and what is told are of, and tokens of each.
+    fn lines(&self, sums: usize, out: usize) -> Result<(usize, usize)> {
+        let count = self.count()? as usize;
+        let is_one = self.kept.is_none_or(|kept| kept.heads.len() == 1);
+        let lines = if is_one && out == count { 1 } else { self.heads.queries as usize };
+        if lines == 0 || out != lines.saturating_mul(count) || sums % lines != 0 {
+            fail!(Invalid, "{sums} sums, {out} of {lines} heads and {count} tokens");
+        }
+        Ok((lines, count))
+    }
+
+    /// What a query head has kept.
+    fn of(&self, head: u32) -> &[u32] {
+        let Some(kept) = self.kept else { return &[] };
+        let group = match kept.heads.len() {
+            n if n == self.heads.keys as usize => self.heads.queries / self.heads.keys.max(1),
+            _ => 1,
+        };
+        kept.of(head / group.max(1))
+    }
+}
+
+/// Where the tokens of a head are told.
+struct Line<'a> {
+    list: &'a [u32],
+    /// Those before this place came already.
+    at: usize,
+    from: u32,
+    out: &'a mut [f32],
+}
+
+impl<'a> Line<'a> {
+    fn of(there: &'a There<'_>, head: u32, out: &'a mut [f32]) -> Line<'a> {
+        Line { list: there.of(head), at: 0, from: there.from, out }
+    }
+
+    /// Adds what a token got; positions ascend.
+    fn add(&mut self, position: u32, sum: f32) -> Result<()> {
+        let rest = self.list.get(self.at..).unwrap_or_default();
+        let place = if let Some(new) = position.checked_sub(self.from) {
+            self.list.len() + new as usize
+        } else {
+            self.at += rest.partition_point(|&has| has < position);
+            match self.list.get(self.at) == Some(&position) {
+                true => self.at,
+                false => usize::MAX,
+            }
+        };
+        match self.out.get_mut(place) {
+            Some(to) => *to += sum,
+            None if sum == 0.0 => {}
+            None => fail!(Invalid, "token {position} got attention and is not there"),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keep(lists: &[&[u32]]) -> Keep {
+        let mut keep = Keep::default();
+        lists.iter().for_each(|list| keep.heads.push(list.iter().copied()));
+        keep
+    }
+
+    const HEADS: Heads = Heads { queries: 4, keys: 2 };
+
+    #[test]
+    fn sums_come_to_the_tokens_of_each_head() {
+        let kept = keep(&[&[0, 3], &[1, 2]]);
+        let there = There { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
+        assert_eq!(there.count().expect("equal lists"), 4);
+        // Rows of tokens 0, 1, 2, 3 and 6; heads 0 and 1 have not kept 1 and 2.
+        let sums = [
+            [1.0, 0.0, 0.0, 2.0, 3.0],
+            [4.0, 0.0, 0.0, 5.0, 6.0],
+            [0.0, 7.0, 8.0, 0.0, 9.0],
+            [0.0, 1.0, 2.0, 0.0, 3.0],
+        ];
+        let mut out = vec![0.5; 16];
+        there.add(sums.as_flattened(), &[0, 1, 2, 3, 6], &mut out).expect("there");
+        let want = [
+            [1.5, 2.5, 0.5, 3.5],
+            [4.5, 5.5, 0.5, 6.5],
+            [7.5, 8.5, 0.5, 9.5],
+            [1.5, 2.5, 0.5, 3.5],
+        ];
+        assert_eq!(out, want.as_flattened());
+        // One list for all, one row for all.
+        let kept = keep(&[&[1, 4]]);
+        let there = There { kept: Some(&kept), ..there };
+        let mut out = [0.0; 4];
+        there.add(&[1.0, 2.0, 4.0], &[1, 4, 5], &mut out).expect("there");
+        assert_eq!(out, [1.0, 2.0, 4.0, 0.0]);
+        let there = There { kept: None, from: 0, ..there };
+        let mut out = vec![0.0; 28];
+        there.add(&[1.0; 8], &[2, 6], &mut out).expect("there");
+        assert!((0..28).all(|at| out[at] == f32::from(u8::from(at % 7 == 2 || at % 7 == 6))));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let kept = keep(&[&[0, 3], &[1, 2]]);
+        let there = There { kept: Some(&kept), from: 5, tokens: 7, heads: HEADS };
+        let out = &mut [0.0; 16][..];
+        assert!(there.add(&[1.0; 4], &[1], out).is_err(), "evicted in the first head");
+        assert!(there.add(&[1.0; 4], &[7], out).is_err(), "not written yet");
+        assert!(there.add(&[0.0; 4], &[7], out).is_ok());
+        assert!(there.add(&[1.0; 3], &[5], out).is_err(), "three heads");
+        assert!(there.add(&[1.0; 4], &[5, 6], out).is_err(), "half of the sums");
+        assert!(there.add(&[1.0; 4], &[5], &mut out[..4]).is_err(), "heads have other lists");
+        for (lists, from, tokens) in [
+            (&[&[0u32, 3][..], &[1]][..], 5, 7),
+            (&[&[0, 5], &[1, 2]], 5, 7),
+            (&[&[3, 0], &[1, 2]], 5, 7),
+            (&[&[0, 3], &[1, 2]], 8, 7),
+            (&[&[0], &[1], &[2]], 5, 7),
+        ] {
+            let kept = keep(lists);
+            let bad = There { kept: Some(&kept), from, tokens, heads: HEADS };
+            assert!(bad.count().is_err(), "{lists:?}");
+        }
+        assert!(There { kept: None, ..there }.count().is_err(), "what became of the first five?");
+    }
+}

@@ -1,0 +1,139 @@
+//! The file that names the store: one block, twice. Where one of the two is damaged
+//! the other counts, and the damaged one is written anew from it.
+
+use crate::base::memory::Buffer;
+use crate::base::status::{Error, Result, Status};
+use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreHeader, StoreId, Unsound, VERSION};
+use crate::io::files::{FileId, Files, Piece, Way};
+use crate::tier::disk::Options;
+use crate::tier::disk::files::{STORE, refusal, unfinished};
+use crate::tier::disk::staging::Staging;
+
+/// Bytes of the file.
+pub(super) const STORE_BYTES: u64 = (STORE_BLOCKS * BLOCK_BYTES) as u64;
+const COPY_BYTES: u64 = BLOCK_BYTES as u64;
+
+/// What the file says, and how it is.
+pub(super) struct Named {
+    pub store: StoreId,
+    /// Copies that were not sound.
+    pub damaged: u32,
+    /// How long it is now.
+    pub bytes: u64,
+}
+
+/// Where the copies start.
+pub(super) fn copies() -> impl Iterator<Item = u64> {
+    (0..STORE_BLOCKS as u64).map(|copy| copy * COPY_BYTES)
+}
+
+/// What is said where no copy is sound.
+pub(super) fn unnamed(why: Unsound) -> Error {
+    match why {
+        Unsound::Version(other) => {
+            let text = format!("the store is of version {other}, this library reads {VERSION}");
+            Error::new(Status::Unsupported, text)
+        }
+        Unsound::Damaged => {
+            let text = format!(
+                "both copies in {STORE} are damaged: what the store is cannot be told. Put the file \
+                 back if there is a copy of it elsewhere; else remove the directory, and the store \
+                 begins anew"
+            );
+            Error::new(Status::Corrupt, text)
+        }
+    }
+}
+
+/// Makes the file.
+pub(super) fn make(files: &dyn Files, staging: &Staging, options: &Options) -> Result<StoreId> {
+    let header = StoreHeader { store: options.random, segment_bytes: options.segment_bytes };
+    let mut bytes = [0; STORE_BYTES as usize];
+    header.encode(&mut bytes);
+    let buffer = staging.map(STORE_BYTES)?;
+    // SAFETY: this call's own buffer, as long as the bytes.
+    unsafe { buffer.address().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    let draft = unfinished(STORE);
+    let file = files.create(&draft, STORE_BYTES).map_err(refusal)?;
+    // SAFETY: as above.
+    let written = unsafe { transfer(files, file, Way::Write, 0, buffer.address(), STORE_BYTES) };
+    let written = written.and_then(|()| files.sync(file));
+    files.close(file);
+    written.map_err(refusal)?;
+    files.rename(&draft, STORE)?;
+    files.sync_names()?;
+    Ok(options.random)
+}
+
+/// Reads the file. A copy that is damaged is written anew from the other, as far as that
+/// can be done.
+pub(super) fn read(files: &dyn Files, staging: &Staging) -> Result<Named> {
+    let buffer = staging.map(STORE_BYTES)?;
+    let file = files.open(STORE)?;
+    let named = look(files, file, &buffer);
+    files.close(file);
+    named
+}
+
+fn look(files: &dyn Files, file: FileId, buffer: &Buffer) -> Result<Named> {
+    let bytes = files.len(file)?;
+    let (mut sound, mut damaged) = (None, Vec::new());
+    let (mut why, mut failed) = (Unsound::Damaged, None);
+    for at in copies() {
+        // One read for each copy: the other may be fine where one cannot be read.
+        let Some(address) = buffer.range(at, COPY_BYTES) else { continue };
+        // SAFETY: this call's own buffer, here and below.
+        let read = unsafe { transfer(files, file, Way::Read, at, address, COPY_BYTES) };
+        // SAFETY: as above; zeros where nothing was read.
+        let block = unsafe { std::slice::from_raw_parts(address, BLOCK_BYTES) };
+        // What was not read to its end may look whole by chance.
+        let decoded = read.map(|()| StoreHeader::decode(block));
+        match decoded {
+            Ok(Ok(header)) => sound = sound.or(Some((header.store, address))),
+            Ok(Err(Unsound::Damaged)) => damaged.push(at),
+            // It is no damage: it stays as it is.
+            Ok(Err(version)) => why = version,
+            Err(error) => {
+                damaged.push(at);
+                // A file that is too short is damaged; else the disk may answer one day.
+                failed = failed.or(Some(error).filter(|_| at + COPY_BYTES <= bytes));
+            }
+        }
+    }
+    let Some((store, address)) = sound else {
+        return Err(match (why, failed) {
+            (Unsound::Damaged, Some(error)) => error,
+            _ => unnamed(why),
+        });
+    };
+    for &at in &damaged {
+        // In place: so the copy that is sound is touched by nothing, whatever happens.
+        // SAFETY: as above.
+        let written = unsafe { transfer(files, file, Way::Write, at, address, COPY_BYTES) };
+        match written.and_then(|()| files.sync(file)) {
+            Ok(()) => log::warn!("{STORE}: the copy at {at} was damaged, and is written anew"),
+            Err(error) => {
+                log::warn!("{STORE}: the copy at {at} is damaged, and stays so: {error}");
+            }
+        }
+    }
+    let bytes = files.len(file).unwrap_or(bytes);
+    Ok(Named { store, damaged: damaged.len() as u32, bytes })
+}
+
+/// # Safety
+/// The memory is valid for the way and nobody else's meanwhile.
+unsafe fn transfer(
+    files: &dyn Files,
+    file: FileId,
+    way: Way,
+    offset: u64,
+    address: *mut u8,
+    bytes: u64,
+) -> Result<()> {
+    let mut pieces = [Piece::one(file, way, offset, address, bytes)];
+    // SAFETY: the caller's promise.
+    unsafe { files.transfer(&mut pieces) };
+    let [piece] = pieces;
+    piece.result
+}
