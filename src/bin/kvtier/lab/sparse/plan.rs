@@ -89,7 +89,8 @@ mod tests {
     #[test]
     fn budgets_are_tokens() {
         assert_eq!(budgets("128, 64,,128").expect("budgets"), [64, 128]);
-        for wrong in ["", ",", "47", "4097", "-1", "1e3", "many", "64;128", "0"] {
+        let beyond = (MAX_TOKENS + 1).to_string();
+        for wrong in ["", ",", "47", beyond.as_str(), "-1", "1e3", "many", "64;128", "0"] {
             let error = budgets(wrong).expect_err(wrong).to_string();
             assert!(error.contains("budget"), "{error}");
         }
