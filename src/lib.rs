@@ -5,7 +5,9 @@
 //!
 //! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
 //! - [`lab`]: traces, and policies replayed on them.
-//! - [`kv`]: what an engine keeps its KV with: plans and paths so far.
+//! - [`kv`]: what an engine keeps its KV with: the store, its plans and its core.
+//! - [`offload`]: KV of one sequence layer by layer, with sparse policies.
+//! - [`stream`]: weights larger than memory: model files, plans, a pipeline.
 //! - [`policy`]: who leaves first. One file a policy, one registry.
 //! - [`sparse`]: which blocks and tokens matter. One file a policy, one registry.
 //! - [`tier`]: where bytes rest.
@@ -36,4 +38,5 @@ pub mod meta;
 pub mod offload;
 pub mod policy;
 pub mod sparse;
+pub mod stream;
 pub mod tier;
