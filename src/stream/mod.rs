@@ -4,6 +4,7 @@
 //! each unit lives and what a pass will take. [`core`] decides what is read and copied
 //! next; it has neither threads nor clock. [`streamer`] has both and carries that out.
 
+pub mod core;
 pub mod model;
 pub mod plan;
 pub mod units;

@@ -1,0 +1,306 @@
+//! A machine that exists only in time: one disk, one link to a device, a core of the
+//! streamer that says what they do; and a record of which bytes are where, so that whoever
+//! is given a unit that is not complete, or written under its user, is caught.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+
+use kvtier::base::status::{Error, Result, Status};
+use kvtier::device::Event;
+use kvtier::stream::core::{Copied, Copy, Core, From, Goal, Lease, Read, Setup, To, Want};
+use kvtier::stream::plan::{Home, Mode, Plan, Seat};
+use kvtier::stream::units::{Extent, NONE, Role, Unit, Units};
+
+pub const MIB: u64 = 1 << 20;
+
+/// Units of one extent each, one behind the other in a file.
+pub fn units(sizes: &[(Role, u64)]) -> Units {
+    let (mut units, mut offset, mut layer) = (Vec::new(), 0, 0);
+    let mut expert = 0;
+    for &(role, bytes) in sizes {
+        match role {
+            Role::Layer => (layer, expert) = (layer + 1, 0),
+            Role::Expert => expert += 1,
+            _ => {}
+        }
+        let lead = offset % 4096;
+        units.push(Unit {
+            name: format!("{role:?} {layer} {expert}"),
+            role,
+            layer: if layer == 0 { NONE } else { layer - 1 },
+            expert: if role == Role::Expert { expert - 1 } else { NONE },
+            extents: vec![Extent { file: 0, offset, bytes, at: lead }],
+            bytes,
+            image_bytes: (lead + bytes).next_multiple_of(4096),
+        });
+        offset += bytes;
+    }
+    Units { units, parts: Vec::new() }
+}
+
+/// A plan by hand.
+pub fn plan(units: &Units, seat: Seat, homes: Vec<Home>, slots: u32, staging_bytes: u64) -> Plan {
+    let largest = |expert: bool| {
+        let of = units.units.iter().filter(|unit| (unit.role == Role::Expert) == expert);
+        of.map(|unit| unit.image_bytes).max().unwrap_or(0)
+    };
+    Plan {
+        seat,
+        mode: Mode::Tiered,
+        on_processor: vec![false; homes.len()],
+        homes,
+        slots,
+        slot_bytes: largest(false),
+        expert_slots: 0,
+        expert_slot_bytes: largest(true),
+        staging_bytes,
+        chunk_bytes: 8 * MIB,
+        device_bytes: 0,
+        host_bytes: 0,
+        pinned_bytes: 0,
+        figures: Vec::new(),
+        forecast: None,
+    }
+}
+
+pub fn setup<'a>(units: &'a Units, plan: &'a Plan) -> Setup<'a> {
+    Setup {
+        units,
+        plan,
+        order: None,
+        wrap: true,
+        in_place: false,
+        policy: "fifo",
+        expert_policy: "lru",
+        marks: 0,
+    }
+}
+
+/// Where bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Place {
+    Home(u32),
+    Line(u32),
+    Expert(u32),
+    Staging(u32),
+}
+
+fn place(goal: Goal, unit: u32) -> Place {
+    match goal {
+        Goal::Home => Place::Home(unit),
+        Goal::Line(slot) => Place::Line(slot),
+        Goal::Expert(slot) => Place::Expert(slot),
+    }
+}
+
+#[derive(PartialEq)]
+enum End {
+    Read(Read, Result<()>),
+    Copy(Copy, Result<()>),
+}
+
+/// What a read or copy is to come to.
+pub type Fate = Box<dyn FnMut() -> Result<()>>;
+
+/// The machine.
+pub struct World {
+    pub core: Core,
+    pub now_ns: u64,
+    pub disk_bytes_per_s: f64,
+    pub link_bytes_per_s: f64,
+    pub fate: Fate,
+    /// Makes a read so many times as long.
+    pub slowness: Box<dyn FnMut() -> f64>,
+    readers: usize,
+    disk_free_ns: u64,
+    link_free_ns: u64,
+    copying: usize,
+    reading: usize,
+    ends: BinaryHeap<Reverse<(u64, u64)>>,
+    what: BTreeMap<u64, End>,
+    count: u64,
+    /// Chunks (by offset in the file) of which unit are in a place.
+    content: BTreeMap<Place, (u32, Vec<u64>)>,
+    used: BTreeMap<Place, u32>,
+    chunks: Vec<usize>,
+}
+
+impl World {
+    pub fn new(core: Core, units: &Units, disk_bytes_per_s: f64, link_bytes_per_s: f64) -> World {
+        let chunks = units.units.iter().map(|unit| {
+            let lead = unit.extents[0].offset % 4096;
+            (lead + unit.bytes).div_ceil(8 * MIB) as usize
+        });
+        World {
+            core,
+            now_ns: 0,
+            disk_bytes_per_s,
+            link_bytes_per_s,
+            fate: Box::new(|| Ok(())),
+            slowness: Box::new(|| 1.0),
+            readers: 2,
+            disk_free_ns: 0,
+            link_free_ns: 0,
+            copying: 0,
+            reading: 0,
+            ends: BinaryHeap::new(),
+            what: BTreeMap::new(),
+            count: 0,
+            content: BTreeMap::new(),
+            used: BTreeMap::new(),
+            chunks: chunks.collect(),
+        }
+    }
+
+    fn at(&mut self, time_ns: u64, end: End) {
+        self.count += 1;
+        self.ends.push(Reverse((time_ns, self.count)));
+        self.what.insert(self.count, end);
+    }
+
+    fn write(&mut self, to: Place, unit: u32, offset: u64) {
+        assert!(!self.used.contains_key(&to), "{to:?} is written while it is used");
+        let entry = self.content.entry(to).or_insert((unit, Vec::new()));
+        if entry.0 != unit {
+            *entry = (unit, Vec::new());
+        }
+        if entry.1.contains(&offset) {
+            entry.1.clear(); // a load that failed is tried again
+        }
+        entry.1.push(offset);
+    }
+
+    /// Gives disk and link what they can do now.
+    fn start(&mut self) {
+        while self.reading < self.readers {
+            let Some(read) = self.core.take_read(self.now_ns) else { break };
+            self.reading += 1;
+            let mut took = 0;
+            if let Read::Chunk { unit, chunk, to, .. } = read {
+                let slower = (self.slowness)();
+                took = (chunk.bytes as f64 / self.disk_bytes_per_s * slower * 1e9) as u64;
+                let to = match to {
+                    To::Place(goal) => place(goal, unit),
+                    To::Staging(slot) => Place::Staging(slot),
+                };
+                if matches!(to, Place::Staging(_)) {
+                    self.content.remove(&to);
+                }
+                self.write(to, unit, chunk.offset);
+            }
+            self.disk_free_ns = self.disk_free_ns.max(self.now_ns) + took;
+            let result = (self.fate)();
+            self.at(self.disk_free_ns, End::Read(read, result));
+        }
+        while self.copying < 2 {
+            let Some(copy) = self.core.take_copy(self.now_ns) else { break };
+            self.copying += 1;
+            let took = (copy.chunk.bytes as f64 / self.link_bytes_per_s * 1e9) as u64;
+            let from = match copy.from {
+                From::Staging(slot) => Place::Staging(slot),
+                From::Home => Place::Home(copy.unit),
+            };
+            let (unit, there) = &self.content[&from];
+            assert!(*unit == copy.unit && there.contains(&copy.chunk.offset), "copied too early");
+            self.write(place(copy.to, copy.unit), copy.unit, copy.chunk.offset);
+            self.link_free_ns = self.link_free_ns.max(self.now_ns) + took;
+            let event = Event(self.count);
+            self.core.copied(&copy, Copied::Issued(event), self.now_ns).expect("sound");
+            let result = (self.fate)();
+            self.at(self.link_free_ns, End::Copy(copy, result));
+        }
+    }
+
+    /// Lets the next thing end; false when nothing is under way.
+    pub fn step(&mut self, until_ns: u64) -> bool {
+        self.start();
+        let Some(&Reverse((time_ns, id))) = self.ends.peek() else { return false };
+        if time_ns > until_ns {
+            return false;
+        }
+        self.ends.pop();
+        self.now_ns = self.now_ns.max(time_ns);
+        match self.what.remove(&id).expect("an end") {
+            End::Read(read, result) => {
+                self.reading -= 1;
+                if let (Read::Chunk { unit, to: To::Place(goal), .. }, Err(_)) = (&read, &result) {
+                    self.content.remove(&place(*goal, *unit));
+                }
+                if let Read::Clear { unit, .. } = read {
+                    let keep = |at: &Place| matches!(at, Place::Staging(_) | Place::Home(_));
+                    self.content.retain(|at, (of, _)| keep(at) || *of != unit);
+                    assert!(!self.used.keys().any(|at| self.content.get(at).is_none()), "cleared");
+                }
+                self.core.read_done(&read, result, self.now_ns).expect("sound");
+            }
+            End::Copy(copy, result) => {
+                self.copying -= 1;
+                self.core.copied(&copy, Copied::Done(result), self.now_ns).expect("sound");
+            }
+        }
+        true
+    }
+
+    /// Lets time pass.
+    pub fn pass(&mut self, ns: u64) {
+        let until = self.now_ns + ns;
+        while self.step(until) {}
+        self.now_ns = until;
+    }
+
+    /// Lets everything end that is under way.
+    pub fn settle(&mut self) {
+        while self.step(u64::MAX) {}
+    }
+
+    /// Waits for a unit.
+    pub fn acquire(&mut self, unit: u32) -> Result<Lease> {
+        let limit = self.count + 200_000;
+        loop {
+            assert!(self.count < limit, "unit {unit} does not come");
+            match self.core.want(unit, false, self.now_ns)? {
+                Want::Ready(lease) => {
+                    let at = place(lease.place, unit);
+                    let (of, there) = self.content.get(&at).expect("a place with content");
+                    assert!(*of == unit, "unit {unit} was asked for, unit {of} is there");
+                    assert!(there.len() == self.chunks[unit as usize], "unit {unit} is in pieces");
+                    *self.used.entry(at).or_insert(0) += 1;
+                    return Ok(lease);
+                }
+                Want::Wait(_) => {
+                    if !self.step(u64::MAX) {
+                        return Err(Error::new(Status::Timeout, "nothing is under way"));
+                    }
+                }
+            }
+        }
+    }
+
+    /// The memory of a unit's home is used for something else.
+    pub fn forget_home(&mut self, unit: u32) {
+        self.content.remove(&Place::Home(unit));
+    }
+
+    pub fn release(&mut self, lease: &Lease) {
+        let at = place(lease.place, lease.unit);
+        let users = self.used.get_mut(&at).expect("a place in use");
+        *users -= 1;
+        if *users == 0 {
+            self.used.remove(&at);
+        }
+        self.core.release(lease, None, self.now_ns).expect("a lease");
+    }
+
+    /// A pass in order: each unit is computed for so long. How long all took.
+    pub fn run(&mut self, order: &[u32], compute_ns: u64) -> u64 {
+        let since = self.now_ns;
+        self.core.pass_begin(self.now_ns).expect("sound");
+        for &unit in order {
+            let lease = self.acquire(unit).expect("a unit");
+            self.pass(compute_ns);
+            self.release(&lease);
+        }
+        self.core.pass_end(self.now_ns).expect("sound");
+        self.now_ns - since
+    }
+}
