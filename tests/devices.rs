@@ -10,7 +10,7 @@ use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{POISON, Simulated, SimulatedOpts};
-use kvtier::device::{Copy, Device, Event, MAX_COPIES, Memory, State, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, MAX_COPIES, Memory, State, Stream, Way};
 use kvtier::meta::view::{Place, Side, View};
 use proptest::prelude::*;
 
@@ -661,4 +661,91 @@ fn a_checked_target_does_not_overlap_itself() {
     assert!(view.span(0, 4, Side::Source).is_ok());
     let refused = Copy::new(&view, 0, 4, room.address, Way::Scatter).err().expect("refused");
     assert_eq!(refused.status(), Status::Invalid);
+}
+
+#[test]
+fn memory_is_given_out_used_and_taken_back() {
+    on_all(9, |device| {
+        let free = device.free_bytes();
+        let a = device.allocate(300_001).expect("room");
+        let b = device.allocate(1).expect("room");
+        let ends = |memory: &DeviceMemory| memory.address + memory.bytes;
+        assert!(a.address % 256 == 0 && b.address % 256 == 0 && a != b);
+        assert!(ends(&a) <= b.address || ends(&b) <= a.address, "they do not overlap");
+        assert_eq!((a.bytes, b.bytes), (300_001, 1));
+        assert_eq!(a.memory == Memory::Device, device.facts().reaches_device);
+        // There and back, in two halves.
+        let (from, to) = (Room::filled(300_001, 1), Room::filled(300_001, 2));
+        for (host, way) in [(&from, Way::Scatter), (&to, Way::Gather)] {
+            let half = |at: u64, bytes| {
+                let host = host.address.wrapping_add(at as usize);
+                Copy::bytes(host, a.address + at, bytes, way, a.memory).expect("sound")
+            };
+            let mut copies = [half(0, 7), half(7, 299_994)];
+            done(device, submit(device, 0, None, &mut copies).expect("taken"));
+        }
+        assert!(to.bytes() == from.bytes());
+        // SAFETY: nothing uses it any more.
+        let give = |memory: &DeviceMemory| unsafe { device.free(memory) };
+        assert_eq!((give(&b), give(&a)), (Ok(()), Ok(())));
+        assert_eq!(give(&a).expect_err("given back").status(), Status::Handle);
+        assert_eq!(device.free_bytes(), free);
+        let refused = device.allocate(0).expect_err("nothing");
+        assert_eq!(refused.status(), Status::Invalid);
+    });
+}
+
+#[test]
+fn bytes_are_copied_up_to_a_gibibyte_and_more() {
+    let copy = |address, bytes| {
+        let room = 8 as *mut u8;
+        Copy::bytes(room, address, bytes, Way::Scatter, Memory::Device)
+    };
+    let large = copy(4096, 1 << 30).expect("a chunk");
+    assert_eq!((large.tensor.bytes(), large.tensor.strips().count()), (1 << 30, 1));
+    assert!(copy(4096, 1 << 40).is_ok());
+    for (address, bytes) in [(0, 5), (4096, 0), (u64::MAX, 5), (4096, u64::MAX)] {
+        assert!(copy(address, bytes).is_err(), "{bytes} at {address}");
+    }
+}
+
+#[test]
+fn device_memory_has_an_end_and_leaks_are_counted() {
+    let (device, clock) =
+        simulated_as(SimulatedOpts { memory_bytes: 10_000, ..SimulatedOpts::default() });
+    assert_eq!((device.free_bytes(), device.allocated_bytes()), (Some(10_000), 0));
+    let a = device.allocate(6_000).expect("room");
+    let error = device.allocate(4_001).expect_err("too much");
+    assert_eq!(error.status(), Status::NoMem);
+    assert!(error.message().contains("4000 of 10000 are free"), "{error}");
+    let b = device.allocate(4_000).expect("just enough");
+    assert!(device.allocate(u64::MAX).is_err() && device.allocate(1).is_err());
+    assert_eq!((device.free_bytes(), device.allocated_bytes()), (Some(0), 10_000));
+
+    // Work under way keeps its memory; what is freed is poisoned.
+    let room = Room::filled(6_000, 3);
+    let to_a =
+        || [Copy::bytes(room.address, a.address, 6_000, Way::Scatter, a.memory).expect("it")];
+    let event = submit(&device, 0, None, &mut to_a()).expect("taken");
+    // SAFETY: refused, as this test wants to see.
+    assert_eq!(unsafe { device.free(&a) }.expect_err("in use").status(), Status::Busy);
+    // SAFETY: only the other one is in use.
+    assert_eq!(unsafe { device.free(&b) }, Ok(()));
+    done(&device, event);
+    // SAFETY: nothing uses it any more.
+    assert_eq!(unsafe { device.free(&a) }, Ok(()));
+    let late = [Copy::bytes(room.address, a.address, 6_000, Way::Gather, a.memory).expect("it")];
+    done(&device, submit(&device, 0, None, &mut { late }).expect("taken"));
+    assert_eq!(room.bytes(), [POISON; 6_000], "who comes too late sees it");
+    assert_eq!((device.allocated_bytes(), clock.now_ns() > 1_000), (0, true));
+
+    let (other, _clock) = simulated(1);
+    let theirs = other.allocate(6_000).expect("no limit");
+    assert_eq!((other.free_bytes(), other.allocated_bytes()), (None, 6_000));
+    let ours = device.allocate(6_000).expect("room");
+    // SAFETY: refused.
+    let refused = unsafe { device.free(&theirs) };
+    assert!(theirs.address == ours.address || refused.is_err());
+    device.lose();
+    assert_eq!(device.allocate(1).expect_err("lost").status(), Status::Unavailable);
 }

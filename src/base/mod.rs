@@ -27,5 +27,6 @@ pub mod spare;
 pub mod spec;
 pub mod status;
 pub mod sync;
+pub mod window;
 pub mod worker;
 pub mod zeroed;

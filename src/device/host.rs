@@ -7,8 +7,11 @@ use crate::base::item::{Item, Outcome};
 use crate::base::memory::prefault;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Condvar, Mutex};
+use crate::device::pool::Pool;
 use crate::device::strips::{gather, scatter};
-use crate::device::{Copy, Device, Event, Facts, MAX_STREAMS, State, Stream, Way, check};
+use crate::device::{
+    Copy, Device, DeviceMemory, Event, Facts, MAX_STREAMS, Memory, State, Stream, Way, check,
+};
 use crate::fail;
 
 /// Copy the source to the target.
@@ -97,6 +100,7 @@ unsafe fn summed(src: *const u8, dst: Option<*mut u8>, bytes: usize) -> u64 {
 pub struct Host {
     calls: Mutex<Calls>,
     idle: Condvar,
+    pool: Pool,
 }
 
 #[derive(Default)]
@@ -110,7 +114,8 @@ struct Calls {
 
 impl Default for Host {
     fn default() -> Host {
-        Host { calls: Mutex::new(Calls::default()), idle: Condvar::new() }
+        let pool = Pool::new(Memory::Host, 0, None);
+        Host { calls: Mutex::new(Calls::default()), idle: Condvar::new(), pool }
     }
 }
 
@@ -194,6 +199,14 @@ impl Device for Host {
 
     fn release(&self, event: Event) -> Result<()> {
         self.calls.lock().known(event)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        self.pool.allocate(bytes)
+    }
+
+    unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
+        self.pool.free(memory)
     }
 
     fn close(&self, deadline_ns: u64) -> Result<()> {

@@ -16,6 +16,8 @@ use crate::fail;
 use crate::meta::view::{Side, Span, View};
 
 pub mod host;
+mod moved;
+mod pool;
 pub mod simulated;
 mod strips;
 
@@ -57,6 +59,20 @@ pub enum Way {
     Gather,
     /// From the plane into the tensor.
     Scatter,
+}
+
+/// Memory that a device has set aside: [`Device::allocate`]. It is not freed by being
+/// forgotten: what was not given back goes with its device.
+#[derive(Debug, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// Where it starts: a multiple of 256.
+    pub address: u64,
+    /// How long it is.
+    pub bytes: u64,
+    /// Where the address is valid.
+    pub memory: Memory,
+    /// Which one of its device's it is.
+    number: u64,
 }
 
 /// What a device is and can do.
@@ -101,6 +117,21 @@ impl<'a> Copy<'a> {
     }
 }
 
+impl Copy<'static> {
+    /// A copy of plain bytes between host memory and where `memory` says, without a sum:
+    /// [`Way::Scatter`] goes to the device.
+    pub fn bytes(
+        host: *mut u8,
+        address: u64,
+        bytes: u64,
+        way: Way,
+        memory: Memory,
+    ) -> Result<Copy<'static>> {
+        let view = View::canonical(address, 1, bytes);
+        Ok(Copy { memory, ..Copy::new(&view, 0, 1, host, way)? })
+    }
+}
+
 /// A copy engine.
 pub trait Device: Send + Sync {
     /// What it is.
@@ -136,6 +167,26 @@ pub trait Device: Send + Sync {
     /// Forgets an event that has ended; [`Status::Busy`] for one that has not. An
     /// asynchronous device has room for so many, then it refuses with [`Status::Again`].
     fn release(&self, event: Event) -> Result<()>;
+
+    /// Sets memory aside. [`Status::NoMem`] when there is not so much;
+    /// [`Status::Unsupported`] when the device has none to give. What is in it is not said.
+    fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        fail!(Unsupported, "the {} device gives out no memory: {bytes} bytes", self.facts().name)
+    }
+
+    /// Gives memory back, once. [`Status::Handle`]: it is not this device's, or was given
+    /// back; [`Status::Busy`]: work under way has been seen to use it.
+    ///
+    /// # Safety
+    /// Nobody uses the memory any more, and no work that does is under way.
+    unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
+        fail!(Handle, "the memory at {:#x} is not of this device", memory.address)
+    }
+
+    /// What the device has left to give, if it has memory of its own and knows.
+    fn free_bytes(&self) -> Option<u64> {
+        None
+    }
 
     /// Refuses new batches and waits for what is under way until a deadline (0 =
     /// none), then [`Status::Busy`]. Memory may be freed after it has succeeded;

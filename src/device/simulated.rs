@@ -11,10 +11,12 @@ use std::collections::{BTreeMap, VecDeque};
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Condvar, Guard, Mutex};
-use crate::device::strips::{copy_strip, there};
-use crate::device::{Copy, Device, Event, Facts, MAX_STREAMS, State, Stream, Way, check};
+use crate::device::moved::Moved;
+use crate::device::pool::Pool;
+use crate::device::{
+    Copy, Device, DeviceMemory, Event, Facts, MAX_STREAMS, Memory, State, Stream, check,
+};
 use crate::fail;
-use crate::meta::view::Strip;
 
 /// What targets have until their event is done.
 pub const POISON: u8 = 0xDB;
@@ -40,6 +42,8 @@ pub struct SimulatedOpts {
     pub fail_at: Vec<u64>,
     /// The batch, counted from 1, with which the device is lost; 0 = none.
     pub lost_at: u64,
+    /// What memory it has to give; 0 = no limit.
+    pub memory_bytes: u64,
 }
 
 impl Default for SimulatedOpts {
@@ -52,18 +56,9 @@ impl Default for SimulatedOpts {
             seed: 0,
             fail_at: Vec::new(),
             lost_at: 0,
+            memory_bytes: 0,
         }
     }
-}
-
-/// A copy, lowered: the caller's tables need not outlive `submit`. Addresses are
-/// numbers: the memory behind them is the caller's promise.
-struct Moved {
-    strips: Vec<Strip>,
-    plane: u64,
-    way: Way,
-    /// Poison at first, then what was read from the source.
-    bytes: Vec<u8>,
 }
 
 struct Batch {
@@ -118,6 +113,7 @@ pub struct Simulated {
     clock: Clock,
     inner: Mutex<Inner>,
     changed: Condvar,
+    pool: Pool,
 }
 
 impl Simulated {
@@ -139,7 +135,8 @@ impl Simulated {
             pending: 0,
             ended: VecDeque::new(),
         };
-        Ok(Simulated { opts, clock, inner: Mutex::new(inner), changed: Condvar::new() })
+        let pool = Pool::new(Memory::Device, opts.memory_bytes, Some(POISON));
+        Ok(Simulated { opts, clock, inner: Mutex::new(inner), changed: Condvar::new(), pool })
     }
 
     /// When something happens next; nothing does while nothing is under way.
@@ -157,6 +154,11 @@ impl Simulated {
     /// Whether it is gone.
     pub fn is_lost(&self) -> bool {
         self.now().lost
+    }
+
+    /// What is allocated and was not freed.
+    pub fn allocated_bytes(&self) -> u64 {
+        self.pool.allocated_bytes()
     }
 
     /// All that should have happened by now has.
@@ -298,58 +300,13 @@ impl Inner {
 }
 
 impl Batch {
+    /// Whether one of its copies goes to or from a range of device memory.
+    fn uses(&self, memory: &DeviceMemory) -> bool {
+        self.copies.iter().any(|copy| copy.uses(memory))
+    }
+
     fn touches(&self) -> bool {
         self.doom.is_none() || self.spoils
-    }
-}
-
-impl Moved {
-    fn lower(copy: &Copy<'_>) -> Result<Moved> {
-        let (mut strips, mut bytes) = (Vec::new(), Vec::new());
-        let (count, len) = (copy.tensor.strips().count(), copy.tensor.bytes() as usize);
-        if strips.try_reserve_exact(count).is_err() || bytes.try_reserve_exact(len).is_err() {
-            return Err(Status::NoMem.into());
-        }
-        strips.extend(copy.tensor.strips());
-        bytes.resize(len, POISON);
-        let plane = copy.plane.expose_provenance() as u64;
-        Ok(Moved { strips, plane, way: copy.way, bytes })
-    }
-
-    /// Takes the source as it is now.
-    fn read(&mut self) {
-        let bytes = self.bytes.as_mut_ptr();
-        // SAFETY: `submit` was promised that the memory is valid until the event has
-        // ended, and it has not; `bytes` are as long as the strips.
-        unsafe {
-            match self.way {
-                Way::Gather => self
-                    .strips
-                    .iter()
-                    .for_each(|strip| copy_strip::<true>(strip, bytes.add(strip.at as usize))),
-                Way::Scatter => {
-                    std::ptr::copy_nonoverlapping(there(self.plane), bytes, self.bytes.len());
-                }
-            }
-        }
-    }
-
-    /// Puts what it holds into the target.
-    fn write(&self) {
-        // Only read on this way.
-        let bytes = self.bytes.as_ptr().cast_mut();
-        // SAFETY: as in `read`.
-        unsafe {
-            match self.way {
-                Way::Gather => {
-                    std::ptr::copy_nonoverlapping(bytes, there(self.plane), self.bytes.len());
-                }
-                Way::Scatter => self
-                    .strips
-                    .iter()
-                    .for_each(|strip| copy_strip::<false>(strip, bytes.add(strip.at as usize))),
-            }
-        }
     }
 }
 
@@ -372,7 +329,8 @@ impl Device for Simulated {
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
         check(&self.facts(), stream, copies)?;
-        let lowered: Vec<Moved> = copies.iter().map(Moved::lower).collect::<Result<_>>()?;
+        let lowered: Vec<Moved> =
+            copies.iter().map(|copy| Moved::lower(copy, POISON)).collect::<Result<_>>()?;
         let mut inner = self.now();
         let now = self.clock.now_ns();
         if inner.lost || inner.closed {
@@ -455,6 +413,29 @@ impl Device for Simulated {
         inner.ended.retain(|ended| *ended != event);
         inner.free_slot(event.0 as u32 as usize);
         Ok(())
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        if self.is_lost() {
+            return Err(Status::Unavailable.into());
+        }
+        self.pool.allocate(bytes)
+    }
+
+    unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
+        let inner = self.now();
+        for slot in &inner.slots {
+            if let Phase::Pending(batch) = &slot.phase
+                && batch.uses(memory)
+            {
+                fail!(Busy, "batch {} uses the memory at {:#x}", batch.number, memory.address);
+            }
+        }
+        self.pool.free(memory)
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.pool.free_bytes()
     }
 
     fn close(&self, deadline_ns: u64) -> Result<()> {

@@ -1,14 +1,17 @@
 //! Files: reading them, and what this machine's kernel can do for them; local sockets.
 
 pub mod directory;
+pub mod engine;
 pub mod errno;
 pub mod files;
+pub mod fixed;
 pub mod lock;
 pub mod open_file;
 pub mod open_files;
 pub mod probe;
 pub mod read_only;
 pub mod real;
+pub mod sidecar;
 pub mod simulated;
 pub mod socket;
 pub mod source;
@@ -16,4 +19,4 @@ pub mod span;
 pub mod uring;
 
 #[cfg(all(test, not(feature = "shuttle")))]
-mod contract;
+pub(crate) mod contract;

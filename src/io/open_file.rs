@@ -12,6 +12,7 @@ pub struct OpenFile {
     fd: OwnedFd,
     name: String,
     poison: Poison,
+    end: u64,
 }
 
 impl AsRawFd for OpenFile {
@@ -23,7 +24,17 @@ impl AsRawFd for OpenFile {
 impl OpenFile {
     /// A file that was opened under a name.
     pub fn new(fd: OwnedFd, name: &str) -> OpenFile {
-        OpenFile { fd, name: name.to_string(), poison: Poison::default() }
+        OpenFile { fd, name: name.to_string(), poison: Poison::default(), end: u64::MAX }
+    }
+
+    /// A file that is only read, and expected to keep its length.
+    pub fn fixed(fd: OwnedFd, name: &str, bytes: u64) -> OpenFile {
+        OpenFile { end: bytes, ..OpenFile::new(fd, name) }
+    }
+
+    /// Where reads may end before their piece does: nowhere, unless it is fixed.
+    pub fn end(&self) -> u64 {
+        self.end
     }
 
     /// The name under which it was opened.

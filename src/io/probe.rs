@@ -8,6 +8,7 @@ use crate::base::fork;
 use crate::base::machine::MemoryFacts;
 use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Error, Result, Status};
+use crate::fail;
 
 /// Something optional: is it in this build, and on this machine?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,6 +122,23 @@ pub fn direct_alignment(directory: &Path) -> Result<u64> {
         .find(|align| works(*align))
         .map(|align| align as u64)
         .ok_or_else(|| Error::new(Status::Unavailable, "no alignment up to 64 KiB works"))
+}
+
+/// What the kernel says of a file (since Linux 6.1); 0 when it says nothing.
+pub fn told_alignment(file: &impl AsRawFd) -> Result<u64> {
+    // SAFETY: integers only, which may be zero.
+    let mut facts: libc::statx = unsafe { std::mem::zeroed() };
+    let (fd, flags) = (file.as_raw_fd(), libc::AT_EMPTY_PATH);
+    // SAFETY: an empty path means the descriptor; `facts` is a writable statx.
+    let rc = unsafe { libc::statx(fd, c"".as_ptr(), flags, libc::STATX_DIOALIGN, &mut facts) };
+    if rc != 0 || facts.stx_mask & libc::STATX_DIOALIGN == 0 {
+        return Ok(0);
+    }
+    let (memory, offset) = (facts.stx_dio_mem_align, facts.stx_dio_offset_align);
+    if memory == 0 || offset == 0 {
+        fail!(Unavailable, "the file system has no O_DIRECT for its files");
+    }
+    Ok(u64::from(memory.max(offset)))
 }
 
 #[cfg(all(test, not(feature = "shuttle")))]

@@ -1,30 +1,23 @@
 //! The files of a real directory: O_DIRECT and io_uring where both work, a plainer
 //! way where one does not, and a word about that.
 
-use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use once_cell::sync::OnceCell;
-
 use crate::base::fork;
-use crate::base::status::{Error, Result, Status};
-use crate::base::sync::atomic::{AtomicU32, Ordering};
+use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::fail;
 use crate::io::directory::{Directory, facts_of};
+use crate::io::engine::Engine;
 use crate::io::files::{Entry, FileId, Files, Piece, check_name};
 use crate::io::lock::Lock;
 use crate::io::open_file::{OpenFile, Poison};
 use crate::io::open_files::OpenFiles;
 use crate::io::probe;
-use crate::io::span::Span;
-use crate::io::uring::{MAX_DEPTH, Rings};
 
 /// Largest alignment for which O_DIRECT is used if nothing else is said: a block
 /// of the store.
 pub const MAX_ALIGN_BYTES: u64 = 4096;
-/// How often a ring may fail before a directory does without.
-const MAX_FAILURES: u32 = 2;
 
 /// How to open a directory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,7 +26,7 @@ pub struct RealOpts {
     pub buffered: bool,
     /// Without io_uring.
     pub no_uring: bool,
-    /// Transfers that one caller has in flight; 0 = [`MAX_DEPTH`].
+    /// Transfers that one caller has in flight; 0 = as many as can be.
     pub depth: u32,
     /// Through the page cache if direct transfers have to be aligned to more; 0 =
     /// [`MAX_ALIGN_BYTES`].
@@ -44,15 +37,9 @@ pub struct RealOpts {
 pub struct RealFiles {
     directory: Directory,
     files: Mutex<OpenFiles<Arc<OpenFile>>>,
-    rings: Option<Rings>,
-    ring_failures: AtomicU32,
+    engine: Engine,
     align: u64,
-    direct: bool,
     names_poison: Poison,
-    /// What was found when it was opened.
-    fallback: Option<String>,
-    /// That, and why the rings were given up.
-    rings_off: OnceCell<String>,
     /// Given up last: fields are dropped in this order.
     _lock: Lock,
 }
@@ -72,35 +59,16 @@ impl RealFiles {
                 Err(error) => reasons.push(format!("no direct transfers: {}", error.message())),
             }
         }
-        let mut rings = None;
-        if !opts.no_uring {
-            let depth = if opts.depth == 0 { MAX_DEPTH } else { opts.depth };
-            match Rings::new(depth) {
-                Ok(found) => rings = Some(found),
-                Err(error) => reasons.push(format!("no io_uring: {}", error.message())),
-            }
-        }
-        let fallback = (!reasons.is_empty()).then(|| reasons.join("; "));
-        if let Some(reason) = &fallback {
-            log::warn!("{}: {reason}", directory.path().display());
-        }
+        let place = directory.path().display().to_string();
+        let engine = Engine::new(&place, opts.no_uring, opts.depth, reasons);
         Ok(RealFiles {
             directory,
             files: Mutex::new(OpenFiles::default()),
-            rings,
-            ring_failures: AtomicU32::new(0),
+            engine,
             align,
-            direct: align > 1,
             names_poison: Poison::default(),
-            fallback,
-            rings_off: OnceCell::new(),
             _lock: lock,
         })
-    }
-
-    /// The rings, while they are in use.
-    fn rings(&self) -> Option<&Rings> {
-        self.rings.as_ref().filter(|_| self.rings_off.get().is_none())
     }
 
     fn file(&self, id: FileId) -> Result<Arc<OpenFile>> {
@@ -108,49 +76,13 @@ impl RealFiles {
     }
 
     fn flags(&self) -> i32 {
-        if self.direct { libc::O_DIRECT } else { 0 }
-    }
-
-    /// A ring failed. What it left undone was done without.
-    fn ring_failed(&self, reason: &str) {
-        let place = self.directory.path().display();
-        if self.ring_failures.fetch_add(1, Ordering::AcqRel) + 1 < MAX_FAILURES {
-            log::warn!("{place}: a ring of io_uring failed: {reason}");
-            return;
-        }
-        let late = format!("no io_uring any more: {reason}");
-        let all = self.fallback.iter().map(String::as_str).chain([late.as_str()]);
-        if self.rings_off.set(all.collect::<Vec<_>>().join("; ")).is_ok() {
-            log::warn!("{place}: {late}");
-        }
-    }
-
-    /// Carries out what is left of a batch, piece by piece.
-    ///
-    /// # Safety
-    /// As for [`Files::transfer`].
-    unsafe fn one_by_one(&self, pieces: &mut [Piece]) -> bool {
-        let mut any = false;
-        let open = |piece: &&mut Piece| match &piece.result {
-            Err(error) => error.status() == Status::Again,
-            Ok(()) => false,
-        };
-        for piece in pieces.iter_mut().filter(open) {
-            piece.result = self.file(piece.file).and_then(|file| {
-                let mut span = Span::new(piece, &*file);
-                // SAFETY: the caller's promise.
-                let result = unsafe { span.carry_out(self.align) };
-                result.map_err(|error| error.within(file.name()))
-            });
-            any |= piece.result.is_ok();
-        }
-        any
+        if self.align > 1 { libc::O_DIRECT } else { 0 }
     }
 }
 
 /// What direct transfers have to be aligned to, if they work.
 fn direct_alignment(directory: &Directory, lock: &Lock, most: u64) -> Result<u64> {
-    let align = match lock.file().map_or(Ok(0), told_alignment)? {
+    let align = match lock.file().map_or(Ok(0), probe::told_alignment)? {
         0 => tried_alignment(directory)?,
         told => told,
     };
@@ -173,39 +105,17 @@ fn tried_alignment(directory: &Directory) -> Result<u64> {
     probe::direct_alignment(directory.path())
 }
 
-/// What the kernel says of a file (since Linux 6.1); 0 when it says nothing.
-fn told_alignment(file: &impl AsRawFd) -> Result<u64> {
-    // SAFETY: integers only, which may be zero.
-    let mut facts: libc::statx = unsafe { std::mem::zeroed() };
-    let (fd, flags) = (file.as_raw_fd(), libc::AT_EMPTY_PATH);
-    // SAFETY: an empty path means the descriptor; `facts` is a writable statx.
-    let rc = unsafe { libc::statx(fd, c"".as_ptr(), flags, libc::STATX_DIOALIGN, &mut facts) };
-    if rc != 0 || facts.stx_mask & libc::STATX_DIOALIGN == 0 {
-        return Ok(0);
-    }
-    let (memory, offset) = (facts.stx_dio_mem_align, facts.stx_dio_offset_align);
-    if memory == 0 || offset == 0 {
-        fail!(Unavailable, "the file system has no O_DIRECT for its files");
-    }
-    Ok(u64::from(memory.max(offset)))
-}
-
 impl Files for RealFiles {
     fn align_bytes(&self) -> u64 {
         self.align
     }
 
     fn engine(&self) -> &str {
-        match (self.rings().is_some(), self.direct) {
-            (true, true) => "io_uring, direct",
-            (true, false) => "io_uring, buffered",
-            (false, true) => "threads, direct",
-            (false, false) => "threads, buffered",
-        }
+        self.engine.name(self.align > 1)
     }
 
     fn fallback(&self) -> Option<&str> {
-        self.rings_off.get().or(self.fallback.as_ref()).map(String::as_str)
+        self.engine.fallback()
     }
 
     fn list(&self) -> Result<Vec<Entry>> {
@@ -278,20 +188,10 @@ impl Files for RealFiles {
         for piece in pieces.iter_mut() {
             // What nobody has carried out yet says `Again`.
             let fine = forked.clone().and_then(|()| piece.check(self.align));
-            piece.result = fine.and(Err(Error::from(Status::Again)));
+            piece.result = fine.and(Err(Status::Again.into()));
         }
-        let mut outcome = Default::default();
-        if let (Some(rings), 2..) = (self.rings(), pieces.len()) {
-            // SAFETY: the caller's promise.
-            outcome = unsafe { rings.transfer(pieces, self.align, &|file| self.file(file)) };
-        }
-        // SAFETY: the caller's promise; no ring has any of the memory any more.
-        let any = unsafe { self.one_by_one(pieces) };
-        if let Some(error) = outcome.failed {
-            self.ring_failed(error.message());
-        } else if let (Some(number), true) = (outcome.refused, any) {
-            self.ring_failed(&std::io::Error::from_raw_os_error(number).to_string());
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.engine.transfer(pieces, self.align, &|file| self.file(file)) };
     }
 
     fn free_bytes(&self) -> Result<u64> {
@@ -306,6 +206,7 @@ mod tests {
     use crate::io::contract::{Scratch, bytes_of, memory, read, write};
     use crate::io::files::{LOCK_NAME, Way};
     use crate::io::uring::Damage;
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
     fn open(path: &Path) -> Result<RealFiles> {
@@ -457,7 +358,7 @@ mod tests {
         for how in [Damage::Cut, Damage::Restricted] {
             let scratch = Scratch::new();
             let files = open(&scratch.0).expect("made");
-            let Some(rings) = files.rings() else { return };
+            let Some(rings) = files.engine.rings() else { return };
             let file = files.create("x", 32 << 12).expect("created");
             assert!(batch(&files, file, 1).starts_with("io_uring"));
             rings.damage(how);
@@ -509,7 +410,7 @@ mod tests {
         let tried = tried_alignment(&directory);
         assert!(!left.exists() && directory.list() == Ok(vec![]));
         let lock = Lock::take(&directory).expect("free");
-        let told = lock.file().map_or(Ok(0), told_alignment);
+        let told = lock.file().map_or(Ok(0), probe::told_alignment);
         if let (Ok(tried), Ok(told)) = (&tried, &told) {
             // Less may work than is promised, never more.
             assert!(*told == 0 || tried <= told, "tried {tried}, told {told}");

@@ -17,6 +17,8 @@ pub struct Span {
     way: Way,
     offset: u64,
     left: u64,
+    /// Where the file ends, if that is known: a read that comes so far is complete.
+    end: u64,
     parts: [libc::iovec; MAX_PARTS],
 }
 
@@ -27,8 +29,14 @@ const NOWHERE: libc::iovec = libc::iovec { iov_base: std::ptr::null_mut(), iov_l
 
 impl Span {
     /// No transfer.
-    pub const NONE: Span =
-        Span { fd: -1, way: Way::Read, offset: 0, left: 0, parts: [NOWHERE; MAX_PARTS] };
+    pub const NONE: Span = Span {
+        fd: -1,
+        way: Way::Read,
+        offset: 0,
+        left: 0,
+        end: u64::MAX,
+        parts: [NOWHERE; MAX_PARTS],
+    };
 
     /// All of a piece that was checked.
     pub fn new(piece: &Piece, fd: &impl AsRawFd) -> Span {
@@ -37,12 +45,17 @@ impl Span {
             iov_len: part.bytes as usize, // at most MAX_PIECE_BYTES
         });
         let (way, offset) = (piece.way, piece.offset);
-        Span { fd: fd.as_raw_fd(), way, offset, left: piece.bytes(), parts }
+        Span { fd: fd.as_raw_fd(), way, offset, left: piece.bytes(), end: u64::MAX, parts }
+    }
+
+    /// The same, done where a file of so many bytes ends.
+    pub fn until(self, end: u64) -> Span {
+        Span { end, ..self }
     }
 
     /// Whether nothing is left.
     pub fn is_done(&self) -> bool {
-        self.left == 0
+        self.left == 0 || self.offset >= self.end
     }
 
     /// Where, which way and from which ranges the rest goes.
@@ -71,7 +84,7 @@ impl Span {
             part.iov_len -= step as usize;
             on -= step;
         }
-        if self.left > 0 && bytes % align.max(1) != 0 {
+        if !self.is_done() && bytes % align.max(1) != 0 {
             // Only the end of a file is not aligned.
             fail!(Io, "{} ended at {}, {} bytes too early", self.verb(), self.offset, self.left);
         }
@@ -164,6 +177,24 @@ mod tests {
                 assert!(span.is_done());
             }
         }
+    }
+
+    #[test]
+    fn a_known_end_is_an_end_and_nothing_before_it_is() {
+        let mut memory = [0u8; 64];
+        let span = Span::new(&piece(&mut memory, [16, 32, 48]), &null()).until(137);
+        let moved = |steps: &[u64]| {
+            let mut span = span;
+            let all: Result<()> = steps.iter().try_for_each(|bytes| span.moved(*bytes, 8));
+            all.map(|()| span.is_done()).map_err(|error| error.status())
+        };
+        assert_eq!(moved(&[37]), Ok(true));
+        assert_eq!(moved(&[32, 5]), Ok(true));
+        assert_eq!(moved(&[64]), Ok(true), "it became longer");
+        assert_eq!(moved(&[32]), Ok(false));
+        assert_eq!(moved(&[32, 0]), Err(Status::Io));
+        assert_eq!(moved(&[36]), Err(Status::Io));
+        assert!(span.until(100).is_done(), "all of it is behind the end");
     }
 
     #[test]

@@ -208,7 +208,7 @@ struct Flight<'a> {
 
 impl Flight<'_> {
     fn start(&mut self, index: usize, piece: &mut Piece, file: Arc<OpenFile>) -> Result<()> {
-        let span = Span::new(piece, &*file);
+        let span = Span::new(piece, &*file).until(file.end());
         if span.is_done() {
             piece.result = Ok(());
             return Ok(());

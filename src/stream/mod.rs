@@ -7,4 +7,5 @@
 pub mod core;
 pub mod model;
 pub mod plan;
+pub mod sums;
 pub mod units;

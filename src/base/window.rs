@@ -1,0 +1,288 @@
+//! A range of addresses as large as a model, of which only parts have memory behind them:
+//! for engines whose pointers to weights never change. A part gets its memory when it is
+//! written, and gives it back when its turn is over.
+
+use std::ffi::c_void;
+
+use crate::base::fork::{self, page_bytes};
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
+
+/// Largest window.
+pub const MAX_WINDOW_BYTES: u64 = 1 << 46;
+/// Pages that the kernel is asked about at once.
+const ASKED_PAGES: usize = 1 << 16;
+
+/// Addresses.
+pub struct Window {
+    start: *mut c_void,
+    bytes: u64,
+    mapped: usize,
+    strict: bool,
+}
+
+// SAFETY: a range of addresses; who reads and writes which part when is up to the callers
+// of `take` and `give_back`, who promise it.
+unsafe impl Send for Window {}
+// SAFETY: as above; the window itself does not change.
+unsafe impl Sync for Window {}
+
+impl Window {
+    /// Reserves addresses. What was not taken, or was given back, reads as zeros.
+    pub fn reserve(bytes: u64) -> Result<Window> {
+        Window::new(bytes, false)
+    }
+
+    /// The same to find mistakes with: whoever touches what was not taken, or was given
+    /// back, faults (SIGSEGV). Each edge between the two is one more mapping of the process,
+    /// of which there may be some 65,000.
+    pub fn strict(bytes: u64) -> Result<Window> {
+        Window::new(bytes, true)
+    }
+
+    fn new(bytes: u64, strict: bool) -> Result<Window> {
+        fork::arm()?;
+        fork::check()?;
+        if bytes == 0 || bytes > MAX_WINDOW_BYTES {
+            fail!(Invalid, "a window has 1 to {MAX_WINDOW_BYTES} bytes, not {bytes}");
+        }
+        let page = page_bytes() as u64;
+        let mapped = usize::try_from(bytes.next_multiple_of(page)).map_err(|_| Status::NoMem)?;
+        let prot = if strict { libc::PROT_NONE } else { libc::PROT_READ | libc::PROT_WRITE };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), mapped, prot, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            let os = std::io::Error::last_os_error();
+            fail!(
+                NoMem,
+                "cannot reserve {bytes} bytes of addresses: {os}; RLIMIT_AS or \
+                 vm.overcommit_memory = 2 may be why: set the latter to 0 or 1"
+            );
+        }
+        // A huge page would put memory behind neighbours that nobody took, and giving back
+        // a part of it frees nothing. Both advices may fail without harm on old kernels.
+        // SAFETY: the mapping made above.
+        unsafe {
+            libc::madvise(start, mapped, libc::MADV_DONTFORK);
+            libc::madvise(start, mapped, libc::MADV_NOHUGEPAGE);
+        }
+        Ok(Window { start, bytes, mapped, strict })
+    }
+
+    /// Where it starts: at a page.
+    pub fn address(&self) -> *mut u8 {
+        self.start.cast()
+    }
+
+    /// How long it is.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The address of `offset`, if `bytes` from there lie inside.
+    pub fn range(&self, offset: u64, bytes: u64) -> Option<*mut u8> {
+        let end = offset.checked_add(bytes)?;
+        // SAFETY: the range lies inside the mapping, which is below 2^63 bytes.
+        (end <= self.bytes).then(|| unsafe { self.address().add(offset as usize) })
+    }
+
+    fn check(&self, offset: u64, bytes: u64) -> Result<()> {
+        fork::check()?;
+        match self.range(offset, bytes) {
+            Some(_) => Ok(()),
+            None => fail!(Invalid, "{bytes} bytes at {offset} of a window of {}", self.bytes),
+        }
+    }
+
+    /// Makes every page that a range touches usable. Memory comes when it is written; a
+    /// window that is not strict has nothing to do.
+    pub fn take(&self, offset: u64, bytes: u64) -> Result<()> {
+        self.check(offset, bytes)?;
+        let page = page_bytes() as u64;
+        let from = offset / page * page;
+        let to = (offset + bytes).next_multiple_of(page);
+        if !self.strict || bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: pages of the mapping, in which nothing changes but who may use them.
+        let rc = unsafe {
+            let at = self.start.byte_add(from as usize);
+            libc::mprotect(at, (to - from) as usize, libc::PROT_READ | libc::PROT_WRITE)
+        };
+        if rc == 0 { Ok(()) } else { Err(Error::os("opening a part of a window")) }
+    }
+
+    /// Gives the memory behind a range back: of the pages that lie in it as a whole. One
+    /// that a neighbour shares is left alone. How many bytes that were.
+    ///
+    /// # Safety
+    /// Nobody uses the range any more: what was in it is lost.
+    pub unsafe fn give_back(&self, offset: u64, bytes: u64) -> Result<u64> {
+        self.check(offset, bytes)?;
+        let page = page_bytes() as u64;
+        let from = offset.next_multiple_of(page);
+        // The last page is the window's alone, however little of it is used.
+        let end = offset + bytes;
+        let to = if end == self.bytes { self.mapped as u64 } else { end / page * page };
+        if from >= to {
+            return Ok(0);
+        }
+        let len = (to - from) as usize;
+        // SAFETY: whole pages of the mapping, which the caller says nobody uses.
+        let rc = unsafe {
+            let at = self.start.byte_add(from as usize);
+            match libc::madvise(at, len, libc::MADV_DONTNEED) {
+                0 if self.strict => libc::mprotect(at, len, libc::PROT_NONE),
+                rc => rc,
+            }
+        };
+        if rc == 0 { Ok(to - from) } else { Err(Error::os("giving back a part of a window")) }
+    }
+
+    /// How much memory is behind it now, as the kernel says; takes longer the larger it is.
+    pub fn resident_bytes(&self) -> Result<u64> {
+        fork::check()?;
+        let page = page_bytes();
+        let mut seen = vec![0u8; ASKED_PAGES.min(self.mapped / page)];
+        let mut resident = 0u64;
+        let step = seen.len() * page;
+        for from in (0..self.mapped).step_by(step) {
+            let len = step.min(self.mapped - from);
+            // SAFETY: a range of the mapping, and a byte for each of its pages.
+            let rc = unsafe { libc::mincore(self.start.byte_add(from), len, seen.as_mut_ptr()) };
+            if rc != 0 {
+                return Err(Error::os("asking what memory a window has"));
+            }
+            let pages = seen.iter().take(len / page).filter(|byte| *byte & 1 == 1).count();
+            resident += (pages * page) as u64;
+        }
+        Ok(resident)
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // A child of a fork has no mapping of it: what lies there is somebody else's.
+        if fork::check().is_ok() {
+            // SAFETY: exactly what was mapped, and nobody uses it any more.
+            unsafe { libc::munmap(self.start, self.mapped) };
+        }
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn page() -> u64 {
+        page_bytes() as u64
+    }
+
+    fn fill(window: &Window, offset: u64, bytes: u64, with: u8) {
+        let at = window.range(offset, bytes).expect("inside");
+        // SAFETY: a range that this test has taken.
+        unsafe { at.write_bytes(with, bytes as usize) };
+    }
+
+    fn at(window: &Window, offset: u64) -> u8 {
+        // SAFETY: as above.
+        unsafe { window.range(offset, 1).expect("inside").read_volatile() }
+    }
+
+    fn give_back(window: &Window, offset: u64, bytes: u64) -> u64 {
+        // SAFETY: no test uses what it gives back but to see that it is gone.
+        unsafe { window.give_back(offset, bytes) }.expect("given back")
+    }
+
+    #[test]
+    fn terabytes_of_addresses_take_no_memory() {
+        let window = Window::reserve(3 << 40).expect("addresses");
+        let last = (3 << 40) - 100;
+        for offset in [0, 1 << 40, last] {
+            fill(&window, offset, 100, 7);
+            assert_eq!(at(&window, offset + 99), 7);
+        }
+        assert_eq!(give_back(&window, last, 100), 0, "it does not start at a page");
+        assert_eq!(give_back(&window, (3 << 40) - page(), page()), page());
+        assert_eq!((at(&window, last), at(&window, 0)), (0, 7));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let status = |bytes| Window::reserve(bytes).err().map(|error| error.status());
+        assert_eq!(status(0), Some(Status::Invalid));
+        assert_eq!(status(u64::MAX), Some(Status::Invalid));
+        let window = Window::strict(10_000).expect("addresses");
+        assert_eq!((window.bytes(), window.resident_bytes()), (10_000, Ok(0)));
+        for (offset, bytes) in [(0, 10_001), (u64::MAX, 2), (10_001, 0)] {
+            assert!(window.take(offset, bytes).is_err() && window.range(offset, bytes).is_none());
+            // SAFETY: refused.
+            assert!(unsafe { window.give_back(offset, bytes) }.is_err());
+        }
+        assert_eq!(window.take(10_000, 0), Ok(()));
+    }
+
+    /// Whether an address must not be touched. The kernel is asked, which says so where a
+    /// plain read would end the process: a write into a pipe from there fails.
+    fn faults(address: *mut u8) -> bool {
+        // SAFETY: descriptors of this test; the kernel checks the address.
+        unsafe {
+            let mut ends = [0; 2];
+            assert_eq!(libc::pipe(ends.as_mut_ptr()), 0);
+            let wrote = libc::write(ends[1], address.cast(), 1);
+            ends.iter().for_each(|fd| assert_eq!(libc::close(*fd), 0));
+            wrote != 1
+        }
+    }
+
+    #[test]
+    fn a_strict_window_faults_outside_of_turns() {
+        let window = Window::strict(16 * page()).expect("addresses");
+        assert!(faults(window.address()));
+        window.take(2 * page() + 5, page()).expect("taken");
+        let open = |n: u64| !faults(window.range(n * page(), 1).expect("inside"));
+        assert_eq!([1, 2, 3, 4].map(open), [false, true, true, false]);
+        fill(&window, 2 * page(), 2 * page(), 9);
+        assert_eq!(give_back(&window, 2 * page() + 5, 2 * page()), page());
+        assert_eq!([1, 2, 3, 4].map(open), [false, true, false, false]);
+        assert_eq!(at(&window, 2 * page()), 9);
+        window.take(3 * page(), 1).expect("taken");
+        assert_eq!((at(&window, 3 * page()), window.resident_bytes().is_ok()), (0, true));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+        #[test]
+        fn memory_comes_and_goes_by_whole_pages(
+            bytes in 1u64..40 * 4096,
+            strict in any::<bool>(),
+            steps in proptest::collection::vec((any::<bool>(), any::<u64>(), any::<u64>()), 1..20),
+        ) {
+            let window = Window::new(bytes, strict).expect("addresses");
+            let pages = bytes.div_ceil(page());
+            let mut model = vec![false; pages as usize];
+            for (take, a, b) in steps {
+                let offset = a % bytes;
+                let len = 1 + b % (bytes - offset);
+                let end = offset + len;
+                if take {
+                    prop_assert_eq!(window.take(offset, len), Ok(()));
+                    fill(&window, offset, len, 3);
+                    (offset / page()..end.div_ceil(page())).for_each(|n| model[n as usize] = true);
+                } else {
+                    let whole = |n: &u64| {
+                        n * page() >= offset && ((n + 1) * page() <= end || end == bytes)
+                    };
+                    let gone: Vec<u64> = (0..pages).filter(whole).collect();
+                    let expected = gone.len() as u64 * page();
+                    prop_assert_eq!(give_back(&window, offset, len), expected);
+                    gone.iter().for_each(|n| model[*n as usize] = false);
+                }
+                let resident = model.iter().filter(|page| **page).count() as u64 * page();
+                prop_assert_eq!(window.resident_bytes(), Ok(resident));
+            }
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! A copy of the simulated device, between its start and its event.
+
+use crate::base::status::{Result, Status};
+use crate::device::strips::{copy_strip, there};
+use crate::device::{Copy, DeviceMemory, Way};
+use crate::meta::view::Strip;
+
+/// A copy, lowered: the caller's tables need not outlive `submit`. Addresses are
+/// numbers: the memory behind them is the caller's promise.
+pub struct Moved {
+    strips: Vec<Strip>,
+    plane: u64,
+    way: Way,
+    /// Poison at first, then what was read from the source.
+    pub bytes: Vec<u8>,
+}
+
+impl Moved {
+    /// Notes what a copy moves; until that is read it holds poison.
+    pub fn lower(copy: &Copy<'_>, poison: u8) -> Result<Moved> {
+        let (mut strips, mut bytes) = (Vec::new(), Vec::new());
+        let (count, len) = (copy.tensor.strips().count(), copy.tensor.bytes() as usize);
+        if strips.try_reserve_exact(count).is_err() || bytes.try_reserve_exact(len).is_err() {
+            return Err(Status::NoMem.into());
+        }
+        strips.extend(copy.tensor.strips());
+        bytes.resize(len, poison);
+        let plane = copy.plane.expose_provenance() as u64;
+        Ok(Moved { strips, plane, way: copy.way, bytes })
+    }
+
+    /// Takes the source as it is now.
+    pub fn read(&mut self) {
+        let bytes = self.bytes.as_mut_ptr();
+        // SAFETY: `submit` was promised that the memory is valid until the event has
+        // ended, and it has not; `bytes` are as long as the strips.
+        unsafe {
+            match self.way {
+                Way::Gather => self
+                    .strips
+                    .iter()
+                    .for_each(|strip| copy_strip::<true>(strip, bytes.add(strip.at as usize))),
+                Way::Scatter => {
+                    std::ptr::copy_nonoverlapping(there(self.plane), bytes, self.bytes.len());
+                }
+            }
+        }
+    }
+
+    /// Puts what it holds into the target.
+    pub fn write(&self) {
+        // Only read on this way.
+        let bytes = self.bytes.as_ptr().cast_mut();
+        // SAFETY: as in `read`.
+        unsafe {
+            match self.way {
+                Way::Gather => {
+                    std::ptr::copy_nonoverlapping(bytes, there(self.plane), self.bytes.len());
+                }
+                Way::Scatter => self
+                    .strips
+                    .iter()
+                    .for_each(|strip| copy_strip::<false>(strip, bytes.add(strip.at as usize))),
+            }
+        }
+    }
+
+    /// Whether it goes to or from a range of device memory.
+    pub fn uses(&self, memory: &DeviceMemory) -> bool {
+        let end = memory.address.saturating_add(memory.bytes);
+        self.strips.iter().any(|strip| {
+            let runs = (strip.count.max(1) - 1).saturating_mul(strip.stride_bytes);
+            let reach = runs.saturating_add(strip.run_bytes);
+            strip.address < end && memory.address < strip.address.saturating_add(reach)
+        })
+    }
+}

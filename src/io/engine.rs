@@ -1,0 +1,125 @@
+//! How batches are carried out: by rings as long as those work, else piece by piece.
+//! What is not as good as it could be is said, once.
+
+use once_cell::sync::OnceCell;
+
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::base::sync::atomic::{AtomicU32, Ordering};
+use crate::io::files::{FileId, Piece};
+use crate::io::open_file::OpenFile;
+use crate::io::span::Span;
+use crate::io::uring::{MAX_DEPTH, Rings};
+
+/// How often a ring may fail before it goes on without.
+const MAX_FAILURES: u32 = 2;
+
+/// Which file a piece means.
+pub type Open<'a> = &'a dyn Fn(FileId) -> Result<Arc<OpenFile>>;
+
+/// What carries out transfers between real files and memory.
+pub struct Engine {
+    place: String,
+    rings: Option<Rings>,
+    ring_failures: AtomicU32,
+    /// What was found when it was opened.
+    fallback: Option<String>,
+    /// That, and why the rings were given up.
+    rings_off: OnceCell<String>,
+}
+
+impl Engine {
+    /// The best there is for the files of a place; `reasons` say what is not the best
+    /// already. So many transfers of a caller are in flight at once; 0 = [`MAX_DEPTH`].
+    pub fn new(place: &str, no_uring: bool, depth: u32, mut reasons: Vec<String>) -> Engine {
+        let mut rings = None;
+        if !no_uring {
+            match Rings::new(if depth == 0 { MAX_DEPTH } else { depth }) {
+                Ok(found) => rings = Some(found),
+                Err(error) => reasons.push(format!("no io_uring: {}", error.message())),
+            }
+        }
+        let fallback = (!reasons.is_empty()).then(|| reasons.join("; "));
+        if let Some(reason) = &fallback {
+            log::warn!("{place}: {reason}");
+        }
+        let place = place.to_string();
+        let (ring_failures, rings_off) = (AtomicU32::new(0), OnceCell::new());
+        Engine { place, rings, ring_failures, fallback, rings_off }
+    }
+
+    /// The rings, while they are in use.
+    pub fn rings(&self) -> Option<&Rings> {
+        self.rings.as_ref().filter(|_| self.rings_off.get().is_none())
+    }
+
+    /// What it is, for humans.
+    pub fn name(&self, direct: bool) -> &'static str {
+        match (self.rings().is_some(), direct) {
+            (true, true) => "io_uring, direct",
+            (true, false) => "io_uring, buffered",
+            (false, true) => "threads, direct",
+            (false, false) => "threads, buffered",
+        }
+    }
+
+    /// Why it is not the best one.
+    pub fn fallback(&self) -> Option<&str> {
+        self.rings_off.get().or(self.fallback.as_ref()).map(String::as_str)
+    }
+
+    /// Carries out those pieces that say [`Status::Again`].
+    ///
+    /// # Safety
+    /// As for [`crate::io::files::Files::transfer`].
+    pub unsafe fn transfer(&self, pieces: &mut [Piece], align: u64, open: Open<'_>) {
+        let mut outcome = Default::default();
+        if let (Some(rings), 2..) = (self.rings(), pieces.len()) {
+            // SAFETY: the caller's promise.
+            outcome = unsafe { rings.transfer(pieces, align, open) };
+        }
+        // SAFETY: the caller's promise; no ring has any of the memory any more.
+        let any = unsafe { one_by_one(pieces, align, open) };
+        if let Some(error) = outcome.failed {
+            self.ring_failed(error.message());
+        } else if let (Some(number), true) = (outcome.refused, any) {
+            self.ring_failed(&std::io::Error::from_raw_os_error(number).to_string());
+        }
+    }
+
+    /// A ring failed. What it left undone was done without.
+    fn ring_failed(&self, reason: &str) {
+        let place = &self.place;
+        if self.ring_failures.fetch_add(1, Ordering::AcqRel) + 1 < MAX_FAILURES {
+            log::warn!("{place}: a ring of io_uring failed: {reason}");
+            return;
+        }
+        let late = format!("no io_uring any more: {reason}");
+        let all = self.fallback.iter().map(String::as_str).chain([late.as_str()]);
+        if self.rings_off.set(all.collect::<Vec<_>>().join("; ")).is_ok() {
+            log::warn!("{place}: {late}");
+        }
+    }
+}
+
+/// Carries out what is left of a batch, piece by piece; whether any of it went well.
+///
+/// # Safety
+/// As for [`crate::io::files::Files::transfer`].
+unsafe fn one_by_one(pieces: &mut [Piece], align: u64, open: Open<'_>) -> bool {
+    let mut any = false;
+    let is_left = |piece: &&mut Piece| match &piece.result {
+        Err(error) => error.status() == Status::Again,
+        Ok(()) => false,
+    };
+    for piece in pieces.iter_mut().filter(is_left) {
+        piece.result = open(piece.file).and_then(|file| {
+            let mut span = Span::new(piece, &*file).until(file.end());
+            // SAFETY: the caller's promise.
+            let result = unsafe { span.carry_out(align) };
+            result.map_err(|error| error.within(file.name()))
+        });
+        any |= piece.result.is_ok();
+    }
+    any
+}

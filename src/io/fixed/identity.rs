@@ -1,0 +1,50 @@
+//! Which file it is, wherever it lies: what a note about its bytes is tied to.
+
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::status::Result;
+use crate::io::files::{FileId, Piece, Way};
+use crate::io::fixed::{FixedFiles, GRAIN_BYTES};
+
+/// How much of each end counts: headers of models differ in the first.
+const END_BYTES: u64 = 16 * GRAIN_BYTES;
+
+/// What a file is known by, under whatever path, on whatever machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// Its length.
+    pub bytes: u64,
+    /// When it was written last.
+    pub modified_ns: i128,
+    /// The checksum (XXH3-64) of its first and last 64 KiB.
+    pub ends: u64,
+}
+
+/// Looks at every file; reads little.
+pub fn identities(files: &dyn FixedFiles) -> Result<Vec<Identity>> {
+    let stock = Buffer::map(&MemoryWish { bytes: 2 * END_BYTES, ..MemoryWish::default() }, None)?;
+    (0..files.count()).map(|file| identity(files, file, &stock)).collect()
+}
+
+fn identity(files: &dyn FixedFiles, file: u32, stock: &Buffer) -> Result<Identity> {
+    let stamp = files.stamp(file);
+    let grains = stamp.bytes.next_multiple_of(GRAIN_BYTES);
+    let head = grains.min(END_BYTES);
+    let tail = (grains - head).min(END_BYTES);
+    let id = FileId(file);
+    let mut pieces = [
+        Piece::one(id, Way::Read, 0, stock.address(), head),
+        Piece::one(id, Way::Read, grains - tail, stock.address().wrapping_add(head as usize), tail),
+    ];
+    // SAFETY: two ranges of the stock, which is this call's alone and as long as both.
+    unsafe { files.transfer(&mut pieces) };
+    for piece in pieces {
+        piece.result?;
+    }
+    // SAFETY: what was read just now, with zeros behind the end; nobody writes it any more.
+    let both = unsafe { std::slice::from_raw_parts(stock.address(), (head + tail) as usize) };
+    let mut sum = Xxh3::new();
+    sum.update(both);
+    Ok(Identity { bytes: stamp.bytes, modified_ns: stamp.modified_ns, ends: sum.digest() })
+}

@@ -1,0 +1,72 @@
+//! A file as memory, to compare with: every first touch of a page is a fault, and what the
+//! kernel reads ahead is its own idea. Whoever cuts the file short meanwhile kills this
+//! process by SIGBUS, so it is used only where it is asked for by name.
+
+use std::os::fd::AsRawFd;
+
+use crate::base::fork;
+use crate::base::status::{Error, Result, Status};
+use crate::io::files::Piece;
+use crate::io::fixed::inside;
+use crate::io::fixed::opened::Opened;
+
+/// The pages of a file.
+pub struct Map {
+    start: *mut libc::c_void,
+    bytes: usize,
+}
+
+// SAFETY: pages that nobody writes through this.
+unsafe impl Send for Map {}
+// SAFETY: as above.
+unsafe impl Sync for Map {}
+
+impl Map {
+    /// Maps all of a file.
+    pub fn new(opened: &Opened) -> Result<Map> {
+        let Ok(bytes) = usize::try_from(opened.stamp.bytes) else {
+            return Err(Error::new(Status::NoMem, "the file is longer than the address space"));
+        };
+        if bytes == 0 {
+            return Ok(Map { start: std::ptr::null_mut(), bytes });
+        }
+        let (fd, flags) = (opened.file.as_raw_fd(), libc::MAP_SHARED | libc::MAP_NORESERVE);
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let start =
+            unsafe { libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_READ, flags, fd, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(Error::os("mapping a file").within(opened.name()));
+        }
+        // A child has no use for it, and its page tables would be copied.
+        // SAFETY: the mapping made above.
+        unsafe { libc::madvise(start, bytes, libc::MADV_DONTFORK) };
+        Ok(Map { start, bytes })
+    }
+
+    /// Copies what a piece wants, as far as the file has it.
+    ///
+    /// # Safety
+    /// As for [`crate::io::fixed::FixedFiles::transfer`].
+    pub unsafe fn read(&self, piece: &Piece) {
+        for (at, part) in inside(piece, self.bytes as u64) {
+            if part.bytes > 0 {
+                // SAFETY: `inside` ends where the mapping does; the memory is the caller's,
+                // and nobody else's.
+                unsafe {
+                    let from = self.start.byte_add(at as usize).cast::<u8>();
+                    std::ptr::copy_nonoverlapping(from, part.address, part.bytes as usize);
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // A child of a fork has no mapping of it: what lies there is somebody else's.
+        if self.bytes > 0 && fork::check().is_ok() {
+            // SAFETY: exactly what was mapped.
+            unsafe { libc::munmap(self.start, self.bytes) };
+        }
+    }
+}

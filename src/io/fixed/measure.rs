@@ -1,0 +1,58 @@
+//! What the disk under a model gives when it is asked for large pieces.
+
+use crate::base::clock::Clock;
+use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
+use crate::io::files::{FileId, Piece, Way};
+use crate::io::fixed::{FixedFiles, GRAIN_BYTES};
+
+/// Length of a read.
+const PIECE_BYTES: u64 = 4 << 20;
+/// Reads that are in flight at once.
+const IN_FLIGHT: u64 = 8;
+
+/// Bytes per second of reads that are spread over the largest file: about `bytes` of them,
+/// and none twice. Page cache that others have filled may make it too much where reads are
+/// not direct.
+pub fn measure(files: &dyn FixedFiles, clock: &Clock, bytes: u64) -> Result<u64> {
+    let Some(file) = (0..files.count()).max_by_key(|file| files.bytes(*file)) else {
+        fail!(Invalid, "a model without files has no bandwidth");
+    };
+    let whole = files.bytes(file);
+    if whole == 0 {
+        fail!(Invalid, "files without bytes have no bandwidth");
+    }
+    let piece = PIECE_BYTES.min(whole.next_multiple_of(GRAIN_BYTES));
+    let count = (bytes.min(whole) / piece).max(1);
+    // From the start of one to the start of the next, so that the last ends in the file.
+    let apart = match count {
+        1 => 0,
+        _ => (whole.saturating_sub(piece) / (count - 1)) / GRAIN_BYTES * GRAIN_BYTES,
+    };
+    let at_once = count.min(IN_FLIGHT);
+    let wish = MemoryWish { bytes: piece * at_once, ..MemoryWish::default() };
+    let stock = Buffer::map(&wish, None)?;
+    // SAFETY: the stock is this call's alone. Faults are not what is to be measured.
+    unsafe { crate::base::memory::prefault(stock.address(), stock.bytes()) };
+    let (mut moved, start) = (0u64, clock.now_ns());
+    for first in (0..count).step_by(at_once as usize) {
+        let mut pieces = Vec::new();
+        for i in first..count.min(first + at_once) {
+            let address = stock.range((i - first) * piece, piece).ok_or(Status::Invalid)?;
+            pieces.push(Piece::one(FileId(file), Way::Read, i * apart, address, piece));
+        }
+        // SAFETY: the stock is this call's alone, and no range of it comes twice.
+        unsafe { files.transfer(&mut pieces) };
+        for piece in pieces {
+            moved += piece.bytes().min(whole.saturating_sub(piece.offset));
+            piece.result?;
+        }
+    }
+    let took_ns = clock.now_ns().saturating_sub(start);
+    if took_ns == 0 {
+        return Err(Error::new(Status::State, "the clock stood still while reads were measured"));
+    }
+    let rate = u128::from(moved) * 1_000_000_000 / u128::from(took_ns);
+    Ok(u64::try_from(rate).unwrap_or(u64::MAX).max(1))
+}

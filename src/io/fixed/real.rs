@@ -1,0 +1,166 @@
+//! Files of a model on a real file system: O_DIRECT and io_uring where both work, a
+//! plainer way where one does not, and a word about that.
+
+use std::path::PathBuf;
+
+use crate::base::fork;
+use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::fail;
+use crate::io::engine::Engine;
+use crate::io::files::{FileId, Piece};
+use crate::io::fixed::mapped::Map;
+use crate::io::fixed::opened::Opened;
+use crate::io::fixed::{FixedFiles, GRAIN_BYTES, MAX_FIXED_FILES, Stamp, check_piece, zero_past};
+use crate::io::open_file::OpenFile;
+
+/// How to open the files of a model.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FixedOpts {
+    /// Through the page cache, which is told to forget what was read.
+    pub buffered: bool,
+    /// Without io_uring.
+    pub no_uring: bool,
+    /// Transfers that one caller has in flight; 0 = as many as can be.
+    pub depth: u32,
+    /// By copies out of a memory map. Slow, and there to be compared with; a file that is
+    /// cut short while it is read ends the process (SIGBUS).
+    pub mapped: bool,
+}
+
+/// Files of a model that are open.
+pub struct RealFixed {
+    files: Vec<Opened>,
+    /// As many as files, if they are mapped.
+    maps: Option<Vec<Map>>,
+    engine: Engine,
+    align: u64,
+}
+
+impl RealFixed {
+    /// Opens files, to read only.
+    pub fn open(paths: &[PathBuf], opts: &FixedOpts) -> Result<RealFixed> {
+        fork::arm()?;
+        fork::check()?;
+        if paths.is_empty() || paths.len() > MAX_FIXED_FILES {
+            fail!(Invalid, "{} files of a model, 1 to {MAX_FIXED_FILES} can be", paths.len());
+        }
+        let mut files = Vec::new();
+        files.try_reserve_exact(paths.len()).map_err(|_| Status::NoMem)?;
+        for path in paths {
+            files.push(Opened::open(path)?);
+        }
+        let mut reasons = Vec::new();
+        let mut align = 1;
+        if !opts.buffered && !opts.mapped {
+            match all_direct(&files) {
+                Ok(found) => align = found,
+                Err(error) => {
+                    files.iter().try_for_each(Opened::through_cache)?;
+                    let why = error.message();
+                    reasons.push(format!("no direct reads, slower and at more CPU time: {why}"));
+                }
+            }
+        }
+        let maps = opts.mapped.then(|| files.iter().map(Map::new).collect::<Result<Vec<Map>>>());
+        let maps = maps.transpose()?;
+        let place = files.first().map_or("", Opened::name).to_string();
+        let engine = Engine::new(&place, opts.no_uring || opts.mapped, opts.depth, reasons);
+        Ok(RealFixed { files, maps, engine, align })
+    }
+
+    fn file(&self, id: FileId) -> Result<Arc<OpenFile>> {
+        match self.files.get(id.0 as usize) {
+            Some(opened) => Ok(opened.file.clone()),
+            None => fail!(Invalid, "file {} of {}", id.0, self.files.len()),
+        }
+    }
+
+    /// # Safety
+    /// As for [`FixedFiles::transfer`].
+    unsafe fn copy(&self, maps: &[Map], piece: &Piece) -> Result<()> {
+        let index = piece.file.0 as usize;
+        let (Some(map), Some(opened)) = (maps.get(index), self.files.get(index)) else {
+            return Err(Status::Invalid.into());
+        };
+        // Closes most of the time in which a file that was cut short is fatal, not all.
+        opened.check_bytes()?;
+        // SAFETY: the caller's promise.
+        unsafe { map.read(piece) };
+        Ok(())
+    }
+}
+
+/// Has all files read past the page cache; what that must be aligned to.
+fn all_direct(files: &[Opened]) -> Result<u64> {
+    let wish = MemoryWish { bytes: 2 * GRAIN_BYTES, ..MemoryWish::default() };
+    let scratch = Buffer::map(&wish, None)?;
+    let mut align = 1;
+    for opened in files {
+        align = opened.go_direct(&scratch)?.max(align);
+    }
+    Ok(align)
+}
+
+impl FixedFiles for RealFixed {
+    fn align_bytes(&self) -> u64 {
+        self.align
+    }
+
+    fn engine(&self) -> &str {
+        if self.maps.is_some() { "mapped" } else { self.engine.name(self.align > 1) }
+    }
+
+    fn fallback(&self) -> Option<&str> {
+        self.engine.fallback().filter(|_| self.maps.is_none())
+    }
+
+    fn count(&self) -> u32 {
+        self.files.len() as u32 // at most MAX_FIXED_FILES
+    }
+
+    fn stamp(&self, file: u32) -> Stamp {
+        self.files.get(file as usize).map_or(Stamp::default(), |opened| opened.stamp)
+    }
+
+    fn check(&self, file: u32) -> Result<()> {
+        fork::check()?;
+        match self.files.get(file as usize) {
+            Some(opened) => opened.check(),
+            None => fail!(Invalid, "file {file} of {}", self.files.len()),
+        }
+    }
+
+    unsafe fn transfer(&self, pieces: &mut [Piece]) {
+        let forked = fork::check();
+        for piece in pieces.iter_mut() {
+            // What nobody has carried out yet says `Again`.
+            let fine = forked.clone().and_then(|()| check_piece(self, piece));
+            piece.result = fine.and(Err(Status::Again.into()));
+        }
+        let open = |piece: &Piece| match &piece.result {
+            Err(error) => error.status() == Status::Again,
+            Ok(()) => false,
+        };
+        match &self.maps {
+            Some(maps) => {
+                for piece in pieces.iter_mut().filter(|piece| open(piece)) {
+                    // SAFETY: the caller's promise.
+                    piece.result = unsafe { self.copy(maps, piece) };
+                }
+            }
+            // SAFETY: the caller's promise.
+            None => unsafe { self.engine.transfer(pieces, self.align, &|id| self.file(id)) },
+        }
+        for piece in pieces.iter().filter(|piece| piece.result.is_ok()) {
+            // SAFETY: the caller's promise; nothing of the piece is in flight.
+            unsafe { zero_past(piece, self.bytes(piece.file.0)) };
+            if let (1, None, Some(file)) =
+                (self.align, &self.maps, self.files.get(piece.file.0 as usize))
+            {
+                file.forget(piece.offset, piece.bytes());
+            }
+        }
+    }
+}
