@@ -6,6 +6,8 @@
 
 pub mod core;
 pub mod model;
+pub mod places;
 pub mod plan;
+pub mod streamer;
 pub mod sums;
 pub mod units;

@@ -66,7 +66,6 @@ struct Cell {
     /// Its bytes are at home, where that is memory.
     is_home: bool,
     is_expert: bool,
-    layer: u32,
     bytes: u64,
     /// Its slot, or [`NONE`].
     slot: u32,
@@ -135,8 +134,8 @@ impl Core {
         for (number, unit) in units.iter().enumerate() {
             let on_processor = plan.on_processor.get(number).copied().unwrap_or(false);
             let home = plan.homes[number];
-            let (is_expert, layer) = (unit.role == Role::Expert, unit.layer);
-            let mut cell = Cell::new(home, is_expert, layer, unit.bytes);
+            let is_expert = unit.role == Role::Expert;
+            let mut cell = Cell::new(home, is_expert, unit.bytes);
             cell.seated = is_seated(plan.seat, home, on_processor);
             let limit = if is_expert { plan.expert_slot_bytes } else { plan.slot_bytes };
             if !cell.seated && unit.image_bytes > limit {
@@ -194,6 +193,22 @@ impl Core {
         self.homecoming.len() + self.loads().filter(|load| load.goal == Some(Goal::Home)).count()
     }
 
+    /// Why a unit could not be brought home, told once.
+    pub fn home_error(&mut self) -> Option<Error> {
+        let away = |cell: &&mut Cell| cell.home != Home::File && !cell.is_home;
+        self.cells.iter_mut().filter(away).find_map(|cell| cell.error.take())
+    }
+
+    /// Whether all of a unit is in memory.
+    pub fn is_there(&self, unit: u32) -> bool {
+        self.cells.get(unit as usize).is_some_and(|cell| cell.ready || cell.is_home)
+    }
+
+    /// Whether a unit is in a slot, or on its way there.
+    pub fn is_in_slot(&self, unit: u32) -> bool {
+        self.cells.get(unit as usize).is_some_and(|cell| cell.slot != NONE)
+    }
+
     /// Staging slots.
     pub fn staging_count(&self) -> u32 {
         self.staging_count
@@ -238,13 +253,12 @@ impl Core {
 }
 
 impl Cell {
-    fn new(home: Home, is_expert: bool, layer: u32, bytes: u64) -> Cell {
+    fn new(home: Home, is_expert: bool, bytes: u64) -> Cell {
         Cell {
             home,
             seated: false,
             is_home: false,
             is_expert,
-            layer,
             bytes,
             slot: NONE,
             ready: false,

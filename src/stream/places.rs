@@ -1,0 +1,261 @@
+//! Memory: slots, staging and homes, and where in it each unit is.
+
+use crate::base::account::Account;
+use crate::base::budget::Tier;
+use crate::base::fault::Faults;
+use crate::base::memory::{Buffer, MemoryWish, Wish};
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::base::window::Window;
+use crate::device::{Device, DeviceMemory, Memory};
+use crate::fail;
+use crate::stream::core::Goal;
+use crate::stream::plan::{Home, Plan, Seat};
+use crate::stream::units::Units;
+
+/// Memory of a device, given back when it is dropped.
+struct OnDevice {
+    device: Arc<dyn Device>,
+    memory: DeviceMemory,
+    account: Option<Arc<Account>>,
+}
+
+impl Drop for OnDevice {
+    fn drop(&mut self) {
+        // SAFETY: places are dropped when no unit is in use and no work is under way: the
+        // streamer's close and its moves of homes wait for both.
+        if let Err(error) = unsafe { self.device.free(&self.memory) } {
+            log::warn!("{} bytes of the device stay taken: {error}", self.memory.bytes);
+        }
+        if let Some(account) = &self.account {
+            account.give_back(Tier::Device, self.memory.bytes);
+        }
+    }
+}
+
+enum Block {
+    Host(Buffer),
+    Device(OnDevice),
+    /// Its own stretch of the window, which its account pays for while it is a home.
+    Own,
+}
+
+/// Addresses of units that never change, and memory behind some of them.
+struct InPlace {
+    window: Window,
+    /// Where each unit begins; one more at the end.
+    offsets: Vec<u64>,
+    account: Option<Arc<Account>>,
+    /// What slots cost, whoever is in them.
+    slots_bytes: u64,
+}
+
+impl Drop for InPlace {
+    fn drop(&mut self) {
+        if let Some(account) = &self.account {
+            account.give_back(Tier::Host, self.slots_bytes);
+        }
+    }
+}
+
+/// Where a unit is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct At {
+    /// The address of its image.
+    pub address: u64,
+    /// Where that is valid.
+    pub memory: Memory,
+}
+
+/// Who gives memory, and who pays.
+pub struct Source<'a> {
+    /// The device, where the engine computes on one.
+    pub device: Option<&'a Arc<dyn Device>>,
+    /// Who pays.
+    pub account: Option<&'a Arc<Account>>,
+    /// Planted faults.
+    pub faults: Option<&'a Faults>,
+}
+
+/// The memory of a streamer.
+pub struct Places {
+    line: Option<Block>,
+    line_bytes: u64,
+    experts: Option<Block>,
+    expert_bytes: u64,
+    staging: Option<Buffer>,
+    chunk_bytes: u64,
+    homes: Vec<Option<Block>>,
+    images: Vec<u64>,
+    in_place: Option<InPlace>,
+}
+
+impl Places {
+    /// Takes the memory that a plan says.
+    pub fn new(units: &Units, plan: &Plan, in_place: bool, source: &Source) -> Result<Places> {
+        let seat = plan.seat;
+        if in_place && seat == Seat::Device {
+            fail!(Unsupported, "units in place: only where the processor computes");
+        }
+        let images: Vec<u64> = units.units.iter().map(|unit| unit.image_bytes).collect();
+        let total = |count: u32, bytes: u64| u64::from(count).checked_mul(bytes);
+        let line = total(plan.slots, plan.slot_bytes).ok_or(Status::Limit)?;
+        let experts = total(plan.expert_slots, plan.expert_slot_bytes).ok_or(Status::Limit)?;
+        let mut homes = Vec::new();
+        homes.try_reserve_exact(images.len()).map_err(|_| Status::NoMem)?;
+        homes.resize_with(images.len(), || None);
+        let mut places = Places {
+            line: None,
+            line_bytes: plan.slot_bytes,
+            experts: None,
+            expert_bytes: plan.expert_slot_bytes,
+            staging: None,
+            chunk_bytes: plan.chunk_bytes,
+            homes,
+            images,
+            in_place: None,
+        };
+        if in_place {
+            places.in_place = Some(places.window(line + experts, source)?);
+        } else {
+            places.line = slots(seat, line, source)?;
+            places.experts = slots(seat, experts, source)?;
+        }
+        if seat == Seat::Device {
+            places.staging = Some(host(plan.staging_bytes, true, source)?);
+        }
+        for (unit, home) in plan.homes.iter().enumerate() {
+            places.make_home(unit as u32, *home, seat, source)?;
+        }
+        Ok(places)
+    }
+
+    fn window(&self, slots_bytes: u64, source: &Source) -> Result<InPlace> {
+        let mut offsets = Vec::new();
+        offsets.try_reserve_exact(self.images.len() + 1).map_err(|_| Status::NoMem)?;
+        let mut at = 0u64;
+        for image in &self.images {
+            offsets.push(at);
+            at = at.checked_add(*image).ok_or(Status::Limit)?;
+        }
+        offsets.push(at);
+        let window = Window::reserve(at)?;
+        if let Some(account) = source.account {
+            account.take(Tier::Host, slots_bytes)?;
+        }
+        Ok(InPlace { window, offsets, account: source.account.cloned(), slots_bytes })
+    }
+
+    /// Memory for a unit's home.
+    pub fn make_home(&mut self, unit: u32, home: Home, seat: Seat, source: &Source) -> Result<()> {
+        let bytes = self.images[unit as usize];
+        let block = match (home, &self.in_place) {
+            (Home::File, _) => None,
+            (Home::Host, Some(in_place)) => {
+                if let Some(account) = &in_place.account {
+                    account.take(Tier::Host, bytes)?;
+                }
+                Some(Block::Own)
+            }
+            (Home::Host, None) => Some(Block::Host(host(bytes, seat == Seat::Device, source)?)),
+            (Home::Device, _) => Some(on_device(bytes, source)?),
+        };
+        self.homes[unit as usize] = block;
+        Ok(())
+    }
+
+    /// Gives the memory of a unit's home back.
+    ///
+    /// # Safety
+    /// Nobody uses it, and nothing that does is under way; where units are in place, the
+    /// unit is in no slot either.
+    pub unsafe fn free_home(&mut self, unit: u32) {
+        let (Some(Block::Own), Some(in_place)) =
+            (self.homes[unit as usize].take(), &self.in_place)
+        else {
+            return;
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.clear(unit) };
+        if let Some(account) = &in_place.account {
+            account.give_back(Tier::Host, self.images[unit as usize]);
+        }
+    }
+
+    /// Gives the memory back that a unit in place had while it was in a slot.
+    ///
+    /// # Safety
+    /// Nobody uses it, and nothing that does is under way.
+    pub unsafe fn clear(&self, unit: u32) {
+        let Some(in_place) = &self.in_place else { return };
+        let (from, to) = (in_place.offsets[unit as usize], in_place.offsets[unit as usize + 1]);
+        // SAFETY: the caller's promise.
+        if let Err(error) = unsafe { in_place.window.give_back(from, to - from) } {
+            log::warn!("{} bytes of a unit stay taken: {error}", to - from);
+        }
+    }
+
+    /// Where a unit is, or comes to.
+    pub fn at(&self, unit: u32, goal: Goal) -> Result<At> {
+        if let Some(in_place) = &self.in_place {
+            let address = in_place.window.address() as u64 + in_place.offsets[unit as usize];
+            return Ok(At { address, memory: Memory::Host });
+        }
+        let (block, offset) = match goal {
+            Goal::Home => (self.homes[unit as usize].as_ref(), 0),
+            Goal::Line(slot) => (self.line.as_ref(), u64::from(slot) * self.line_bytes),
+            Goal::Expert(slot) => (self.experts.as_ref(), u64::from(slot) * self.expert_bytes),
+        };
+        let (address, memory) = match block {
+            Some(Block::Host(buffer)) => (buffer.address() as u64, Memory::Host),
+            Some(Block::Device(on)) => (on.memory.address, on.memory.memory),
+            _ => return Err(Status::State.into()),
+        };
+        Ok(At { address: address + offset, memory })
+    }
+
+    /// Where a staging slot is.
+    pub fn staging(&self, slot: u32) -> Result<u64> {
+        let staging = self.staging.as_ref().ok_or(Status::State)?;
+        Ok(staging.address() as u64 + u64::from(slot) * self.chunk_bytes)
+    }
+
+    /// The stretch of addresses that units in place have.
+    pub fn range(&self) -> Option<(u64, u64)> {
+        self.in_place.as_ref().map(|p| (p.window.address() as u64, p.window.bytes()))
+    }
+}
+
+fn host(bytes: u64, pinned: bool, source: &Source) -> Result<Buffer> {
+    let wish = MemoryWish {
+        bytes,
+        pin: if pinned { Wish::Try } else { Wish::No },
+        account: source.account.cloned(),
+        ..MemoryWish::default()
+    };
+    Buffer::map(&wish, source.faults)
+}
+
+fn on_device(bytes: u64, source: &Source) -> Result<Block> {
+    let Some(device) = source.device else {
+        fail!(Invalid, "a plan for a device, and no device was given");
+    };
+    if let Some(account) = source.account {
+        account.take(Tier::Device, bytes)?;
+    }
+    let memory = device.allocate(bytes).inspect_err(|_| {
+        if let Some(account) = source.account {
+            account.give_back(Tier::Device, bytes);
+        }
+    })?;
+    let account = source.account.cloned();
+    Ok(Block::Device(OnDevice { device: device.clone(), memory, account }))
+}
+
+fn slots(seat: Seat, bytes: u64, source: &Source) -> Result<Option<Block>> {
+    match (bytes, seat) {
+        (0, _) => Ok(None),
+        (_, Seat::Host) => host(bytes, false, source).map(Block::Host).map(Some),
+        (_, Seat::Device) => on_device(bytes, source).map(Some),
+    }
+}

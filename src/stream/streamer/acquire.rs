@@ -1,0 +1,207 @@
+//! Units for the engine: asked for, had, given back.
+
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::atomic::Ordering;
+use crate::device::{Event, Memory};
+use crate::fail;
+use crate::stream::core::{Goal, Lease, Want, Why};
+use crate::stream::streamer::{LEAVING, ON_DEVICE, OPEN, Shared, State, Streamer, USERS};
+
+/// How a unit is asked for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct How {
+    /// Without waiting: [`Status::Again`] when it is not there.
+    pub poll: bool,
+    /// As soon as the device has been given all copies: the engine waits for the event.
+    pub early: bool,
+    /// When waiting ends with [`Status::Timeout`]; 0 = never.
+    pub deadline_ns: u64,
+}
+
+/// A unit that the engine has until it gives it back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Held {
+    /// What gives it back.
+    pub lease: Lease,
+    /// Where its image is.
+    pub address: u64,
+    /// How long that is.
+    pub bytes: u64,
+    /// Where the address is valid.
+    pub memory: Memory,
+    /// When it was asked for.
+    pub since_ns: u64,
+}
+
+impl Streamer {
+    /// Asks for a unit. It is there, and stays, until it is released as often as it was
+    /// acquired. [`Status::Busy`] when engines have all slots.
+    pub fn acquire(&self, unit: u32, how: How) -> Result<Held> {
+        let shared = &self.shared;
+        let Some(gate) = shared.gates.get(unit as usize) else {
+            fail!(Invalid, "unit {unit} of {}", shared.gates.len());
+        };
+        if !shared.noted {
+            // Nothing to decide where it is at home: one atomic operation, no lock.
+            if gate.fetch_add(1, Ordering::AcqRel) & OPEN != 0 {
+                shared.quick.fetch_add(1, Ordering::Relaxed);
+                return Ok(shared.at_home(unit));
+            }
+            shared.leave(unit);
+        }
+        self.acquire_slowly(unit, how)
+    }
+
+    fn acquire_slowly(&self, unit: u32, how: How) -> Result<Held> {
+        let shared = &self.shared;
+        let since_ns = shared.now_ns();
+        let mut waiting: Option<(Why, u64)> = None;
+        let mut state = shared.state.lock();
+        loop {
+            state.check()?;
+            let now_ns = shared.now_ns();
+            if let Some((why, from_ns)) = waiting.take() {
+                state.waits[why as usize] += now_ns.saturating_sub(from_ns);
+            }
+            let want = state.core.want(unit, how.early, now_ns);
+            shared.settle(&mut state);
+            match want? {
+                Want::Ready(lease) => {
+                    let at = state.places.at(unit, lease.place)?;
+                    if lease.place == Goal::Home {
+                        shared.gates[unit as usize].fetch_add(1, Ordering::AcqRel);
+                    } else {
+                        state.leased += 1;
+                    }
+                    let bytes = shared.units.units[unit as usize].image_bytes;
+                    let (address, memory) = (at.address, at.memory);
+                    return Ok(Held { lease, address, bytes, memory, since_ns: now_ns });
+                }
+                Want::Wait(_) if how.poll => return Err(Status::Again.into()),
+                Want::Wait(why) => {
+                    if waiting.is_none() && since_ns == now_ns {
+                        state.waited += 1;
+                    }
+                    waiting = Some((why, now_ns));
+                    shared.wait(&mut state, how.deadline_ns, now_ns)?;
+                }
+            }
+        }
+    }
+
+    /// Gives a unit back. `after`: the device's event after which its memory may be used
+    /// for another; none = now.
+    pub fn release(&self, held: &Held, after: Option<Event>) -> Result<()> {
+        let (shared, lease) = (&self.shared, &held.lease);
+        let Some(gate) = shared.gates.get(lease.unit as usize) else {
+            fail!(Invalid, "unit {} of {}", lease.unit, shared.gates.len());
+        };
+        if lease.place == Goal::Home {
+            if gate.load(Ordering::Acquire) & USERS == 0 {
+                fail!(State, "unit {} is not in use: it was given back before", lease.unit);
+            }
+            if shared.noted {
+                let mut state = shared.state.lock();
+                state.core.used_home(lease.unit, held.since_ns, shared.now_ns());
+            }
+            if let Some(event) = after {
+                shared.wait_event(event)?;
+            }
+            shared.leave(lease.unit);
+            return Ok(());
+        }
+        let mut state = shared.state.lock();
+        state.core.release(lease, after, shared.now_ns())?;
+        state.leased = state.leased.saturating_sub(1);
+        shared.settle(&mut state);
+        Ok(())
+    }
+
+    /// The engine will use these units: they are fetched as far as there is room.
+    pub fn hint(&self, units: &[u32]) -> Result<()> {
+        let mut state = self.shared.state.lock();
+        state.check()?;
+        let told = state.core.hint(units, self.shared.now_ns());
+        self.shared.settle(&mut state);
+        told
+    }
+
+    /// A pass begins. An error when a file of the model is not what it was.
+    pub fn pass_begin(&self) -> Result<()> {
+        self.shared.check_files()?;
+        let mut state = self.shared.state.lock();
+        state.check()?;
+        let told = state.core.pass_begin(self.shared.now_ns());
+        self.shared.settle(&mut state);
+        told
+    }
+
+    /// A pass has ended.
+    pub fn pass_end(&self) -> Result<()> {
+        let mut state = self.shared.state.lock();
+        state.check()?;
+        let told = state.core.pass_end(self.shared.now_ns());
+        self.shared.settle(&mut state);
+        told
+    }
+}
+
+impl Shared {
+    fn at_home(&self, unit: u32) -> Held {
+        let word = self.home_addresses[unit as usize].load(Ordering::Acquire);
+        let (address, memory) = match word & ON_DEVICE {
+            0 => (word, Memory::Host),
+            _ => (word & !ON_DEVICE, Memory::Device),
+        };
+        Held {
+            lease: Lease { unit, place: Goal::Home, event: None },
+            address,
+            bytes: self.units.units[unit as usize].image_bytes,
+            memory,
+            since_ns: 0,
+        }
+    }
+
+    /// A user of a home less. The last one lets the home move, if it is to.
+    pub(super) fn leave(&self, unit: u32) {
+        let before = self.gates[unit as usize].fetch_sub(1, Ordering::AcqRel);
+        if before & LEAVING != 0 && before & USERS == 1 {
+            let mut state = self.state.lock();
+            self.settle(&mut state);
+        }
+    }
+
+    fn wait(
+        &self,
+        state: &mut crate::base::sync::Guard<'_, State>,
+        deadline_ns: u64,
+        now_ns: u64,
+    ) -> Result<()> {
+        if deadline_ns == 0 {
+            self.arrived.wait(state);
+        } else if now_ns >= deadline_ns {
+            return Err(Error::new(Status::Timeout, "the unit has not come in time"));
+        } else {
+            self.arrived.wait_for(state, deadline_ns - now_ns);
+        }
+        Ok(())
+    }
+
+    /// Homes have no event: who gives one back there waits for it.
+    fn wait_event(&self, event: Event) -> Result<()> {
+        self.device.as_ref().map_or(Ok(()), |device| device.wait(event, 0))
+    }
+
+    fn check_files(&self) -> Result<()> {
+        for file in 0..self.files.count() {
+            match self.files.check(file) {
+                Err(error) if error.status() != Status::State => {
+                    let path = self.model.files[file as usize].path.display().to_string();
+                    return Err(error.within(&path));
+                }
+                _ => {} // what is open is sound, whoever has its name now
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,178 @@
+//! Homes that become others while the streamer runs: memory is needed elsewhere, or is
+//! there again.
+
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::base::sync::Arc;
+use crate::base::sync::atomic::Ordering;
+use crate::device::Memory as Where;
+use crate::fail;
+use crate::stream::core::Goal;
+use crate::stream::plan::{Home, Inputs, Plan, Seat, Wishes};
+use crate::stream::streamer::{LEAVING, ON_DEVICE, OPEN, Shared, State, Streamer, USERS};
+
+impl Streamer {
+    /// Makes the homes those of a plan for other memory: `host_bytes` and `device_bytes`
+    /// are what weights may have there from now on, none = as it is, `context` the tokens
+    /// that KV is kept for. Returns at once: units in use move when they are given back,
+    /// the others are brought while passes go on. Slots stay as they are.
+    pub fn rebalance(
+        &self,
+        host_bytes: Option<u64>,
+        device_bytes: Option<u64>,
+        context: Option<u32>,
+    ) -> Result<Plan> {
+        let shared = &self.shared;
+        let mut state = shared.state.lock();
+        state.check()?;
+        let mut wishes = shared.wishes.clone();
+        wishes.host_ceiling_bytes = host_bytes.or(wishes.host_ceiling_bytes);
+        wishes.device_ceiling_bytes = device_bytes.or(wishes.device_ceiling_bytes);
+        wishes.context = context.unwrap_or(wishes.context);
+        shared.change(&mut state, &wishes)?;
+        Ok(state.plan.clone())
+    }
+}
+
+impl Shared {
+    pub(super) fn inputs<'a>(&'a self, wishes: &'a Wishes) -> Inputs<'a> {
+        Inputs {
+            units: &self.units,
+            facts: &self.model.facts,
+            memory: self.memory,
+            links: self.links,
+            wishes,
+        }
+    }
+
+    fn change(&self, state: &mut State, wishes: &Wishes) -> Result<()> {
+        let plan = state.plan.rebalance(&self.inputs(wishes))?;
+        if (plan.slots, plan.slot_bytes) != (state.plan.slots, state.plan.slot_bytes) {
+            fail!(
+                Budget,
+                "{} slots of {} bytes do not fit any more: they stay as they were opened",
+                state.plan.slots,
+                state.plan.slot_bytes
+            );
+        }
+        state.moves.clear();
+        // Who leaves comes first: its memory is for who comes.
+        let differs = |unit: &usize| plan.homes[*unit] != state.plan.homes[*unit];
+        let changed: Vec<usize> = (0..plan.homes.len()).filter(differs).collect();
+        let (leave, come): (Vec<usize>, Vec<usize>) =
+            changed.into_iter().partition(|&unit| plan.homes[unit] == Home::File);
+        let all = leave.iter().chain(&come);
+        state.moves.extend(all.map(|&unit| (unit as u32, plan.homes[unit])));
+        for &(unit, _) in &state.moves {
+            let gate = &self.gates[unit as usize];
+            gate.fetch_or(LEAVING, Ordering::AcqRel);
+            gate.fetch_and(!OPEN, Ordering::AcqRel);
+        }
+        let slots = (plan.expert_slots, plan.expert_slot_bytes);
+        let before = (state.plan.expert_slots, state.plan.expert_slot_bytes);
+        state.plan = plan;
+        if slots != before {
+            (state.plan.expert_slots, state.plan.expert_slot_bytes) = before;
+        }
+        self.settle(state);
+        Ok(())
+    }
+
+    /// Moves what can move now.
+    pub(super) fn move_homes(&self, state: &mut State) {
+        if state.moves.is_empty() {
+            return;
+        }
+        let mut moves = std::mem::take(&mut state.moves);
+        let mut blocked = false;
+        moves.retain(|&(unit, home)| {
+            let moved = match self.move_home(state, unit, home, blocked) {
+                Ok(moved) => moved,
+                Err(error) => {
+                    log::warn!("unit {unit} stays where it is: {error}");
+                    true
+                }
+            };
+            blocked |= !moved && home == Home::File;
+            !moved
+        });
+        state.moves.extend(moves);
+    }
+
+    /// False: not yet. `blocked`: memory that is needed has not been given back.
+    fn move_home(&self, state: &mut State, unit: u32, home: Home, blocked: bool) -> Result<bool> {
+        let gate = &self.gates[unit as usize];
+        if (blocked && home != Home::File) || gate.load(Ordering::Acquire) & USERS > 0 {
+            return Ok(false);
+        }
+        let now_ns = self.now_ns();
+        let in_slot = state.core.is_in_slot(unit);
+        if state.places.range().is_some() && in_slot {
+            // Its own memory is in use as a slot: it moves when it has left.
+            return Ok(false);
+        }
+        if !state.core.set_home(unit, Home::File, now_ns)? {
+            return Ok(false);
+        }
+        // SAFETY: nobody uses it there: the gate is closed and has no users; the core has
+        // nothing under way to or from it, and in place it is in no slot.
+        unsafe { state.places.free_home(unit) };
+        gate.fetch_and(!LEAVING, Ordering::AcqRel);
+        if home != Home::File {
+            let made = state.places.make_home(unit, home, state.plan.seat, &self.source());
+            if let Err(error) = made {
+                state.plan.homes[unit as usize] = Home::File;
+                return Err(error);
+            }
+            self.note_home(state, unit)?;
+            state.core.set_home(unit, home, now_ns)?;
+        }
+        Ok(true)
+    }
+
+    /// Notes where a home is, for those who come without the lock.
+    pub(super) fn note_home(&self, state: &State, unit: u32) -> Result<()> {
+        let at = state.places.at(unit, Goal::Home)?;
+        let mark = if at.memory == Where::Device { ON_DEVICE } else { 0 };
+        self.home_addresses[unit as usize].store(at.address | mark, Ordering::Release);
+        Ok(())
+    }
+
+    /// Units that are used at home.
+    pub(super) fn used_homes(&self) -> u64 {
+        let used = |gate: &crate::base::sync::atomic::AtomicU32| {
+            gate.load(Ordering::Acquire) & USERS > 0
+        };
+        self.gates.iter().filter(|gate| used(gate)).count() as u64
+    }
+
+    /// The budget asks for bytes: residents go back to the file. How many bytes will come.
+    pub(super) fn reclaim(self: &Arc<Shared>, tier: Tier, bytes: u64) -> u64 {
+        let mut state = self.state.lock();
+        if state.check().is_err() {
+            return 0;
+        }
+        let mut wishes = self.wishes.clone();
+        let (now, ceiling) = match (tier, state.plan.seat) {
+            (Tier::Host, _) => (state.plan.host_bytes, &mut wishes.host_ceiling_bytes),
+            (Tier::Device, Seat::Device) => {
+                (state.plan.device_bytes, &mut wishes.device_ceiling_bytes)
+            }
+            _ => return 0,
+        };
+        *ceiling = Some(now.saturating_sub(bytes));
+        match self.change(&mut state, &wishes) {
+            Ok(()) => {
+                let after = match tier {
+                    Tier::Host => state.plan.host_bytes,
+                    _ => state.plan.device_bytes,
+                };
+                now.saturating_sub(after)
+            }
+            Err(error) => {
+                log::debug!("no weights leave for {bytes} bytes: {error}");
+                0
+            }
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! The streamer: a core that decides, memory, and threads that read and copy.
+
+mod acquire;
+mod homes;
+mod look;
+mod open;
+mod serve;
+
+pub use acquire::{Held, How};
+pub use look::{LinkUse, Progress};
+pub use open::{Opts, Verify};
+
+use std::path::PathBuf;
+
+use crate::base::account::Account;
+use crate::base::core::Core as Runtime;
+use crate::base::op::Op;
+use crate::base::owner::Owner;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex};
+use crate::device::Device;
+use crate::io::fixed::FixedFiles;
+use crate::stream::core::Core;
+use crate::stream::model::Model;
+use crate::stream::places::{Places, Source};
+use crate::stream::plan::{Home, Links, Memory, Plan, Wishes};
+use crate::stream::sums::Sums;
+use crate::stream::units::Units;
+
+/// The unit is at home, where it is used.
+const OPEN: u32 = 1 << 31;
+/// Its home is to be another: its last user looks after that.
+const LEAVING: u32 = 1 << 30;
+/// Of an address: it is the device's. Addresses are multiples of more than this.
+const ON_DEVICE: u64 = 1;
+/// How many use it there.
+const USERS: u32 = LEAVING - 1;
+
+/// Weights that are streamed.
+pub struct Streamer {
+    pub(super) shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What calls and threads share.
+pub(super) struct Shared {
+    pub runtime: Arc<Runtime>,
+    pub model: Model,
+    pub units: Units,
+    pub files: Arc<dyn FixedFiles>,
+    pub device: Option<Arc<dyn Device>>,
+    pub account: Option<Arc<Account>>,
+    pub sums: Sums,
+    pub verify: Verify,
+    pub sidecar: Option<PathBuf>,
+    pub wishes: Wishes,
+    pub links: Links,
+    pub memory: Memory,
+    pub state: Mutex<State>,
+    /// For readers, for the copier, for who waits for units.
+    pub reads: Condvar,
+    pub copies: Condvar,
+    pub arrived: Condvar,
+    /// Of each unit: whether it may be used at home, and how many do.
+    pub gates: Vec<AtomicU32>,
+    /// Where their homes are; the lowest bit says that it is on the device.
+    pub home_addresses: Vec<AtomicU64>,
+    /// Units that were had through their gates.
+    pub quick: AtomicU64,
+    /// Everything is noted, so nothing takes the quick way.
+    pub noted: bool,
+}
+
+/// What the lock guards.
+pub(super) struct State {
+    pub core: Core,
+    pub places: Places,
+    pub plan: Plan,
+    /// Homes that are to be others, as soon as nobody uses the units there.
+    pub moves: Vec<(u32, Home)>,
+    /// Units whose checksums were looked at.
+    pub verified: Vec<bool>,
+    pub stop: Option<Status>,
+    pub broken: bool,
+    pub leased: u64,
+    pub threads: u32,
+    /// How long calls waited: for reads, for copies, for slots; and how often.
+    pub waits: [u64; 3],
+    pub waited: u64,
+}
+
+impl State {
+    fn check(&self) -> Result<()> {
+        match self.stop {
+            _ if self.broken => Err(Status::Panic.into()),
+            Some(status) => Err(status.into()),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Shared {
+    pub fn now_ns(&self) -> u64 {
+        self.runtime.clock().now_ns()
+    }
+
+    pub fn source(&self) -> Source<'_> {
+        Source {
+            device: self.device.as_ref(),
+            account: self.account.as_ref(),
+            faults: self.runtime.faults(),
+        }
+    }
+
+    /// After anything that the core was told: homes that are there may be used, homes that
+    /// nobody uses may be others, and whoever waits looks again.
+    pub fn settle(&self, state: &mut State) {
+        for unit in state.core.take_opened() {
+            self.gates[unit as usize].fetch_or(OPEN, Ordering::AcqRel);
+        }
+        self.move_homes(state);
+        self.reads.notify_all();
+        self.copies.notify_all();
+        self.arrived.notify_all();
+    }
+
+    fn end(&self, status: Status) {
+        let mut state = self.state.lock();
+        state.stop.get_or_insert(status);
+        drop(state);
+        self.reads.notify_all();
+        self.copies.notify_all();
+        self.arrived.notify_all();
+    }
+}
+
+impl Owner for Shared {
+    fn abandoned(&self, _: &Op) {}
+
+    fn shut(&self, status: Status) {
+        self.end(status);
+    }
+
+    fn serve(&self) {}
+}
+
+impl Streamer {
+    /// Refuses new calls, ends what waits, and waits until a deadline (0 = for ever) for
+    /// reads and copies that are under way. [`Status::Busy`] while units are in use.
+    pub fn close(&self, deadline_ns: u64) -> Result<()> {
+        let shared = &self.shared;
+        let used = shared.used_homes();
+        let mut state = shared.state.lock();
+        if state.leased > 0 || used > 0 {
+            let count = state.leased + used;
+            let text = format!("{count} units are in use: give them back first");
+            return Err(Error::new(Status::Busy, text));
+        }
+        state.stop.get_or_insert(Status::Closed);
+        shared.reads.notify_all();
+        shared.copies.notify_all();
+        shared.arrived.notify_all();
+        while state.threads > 0 {
+            if deadline_ns == 0 {
+                shared.arrived.wait(&mut state);
+                continue;
+            }
+            let now = shared.now_ns();
+            if now >= deadline_ns {
+                return Err(Error::new(Status::Busy, "a read or copy has not ended yet"));
+            }
+            shared.arrived.wait_for(&mut state, deadline_ns - now);
+        }
+        drop(state);
+        let threads = std::mem::take(&mut *self.threads.lock());
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+        shared.save_sums();
+        Ok(())
+    }
+}
+
+impl Drop for Streamer {
+    fn drop(&mut self) {
+        // Whoever still has a unit has promised not to: the threads end all the same.
+        self.shared.end(Status::Closed);
+        let threads = std::mem::take(&mut *self.threads.lock());
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+    }
+}

@@ -1,0 +1,216 @@
+//! The threads of a streamer: readers, and one that copies to the device.
+
+use std::collections::VecDeque;
+
+use crate::base::panic;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, JoinHandle, spawn};
+use crate::device::{Copy as Transfer, Event, Stream, Way};
+use crate::io::files::{FileId, Piece, Way as FileWay};
+use crate::stream::core::{Chunk, Copied, Copy, From, Read, To};
+use crate::stream::streamer::{Shared, Verify};
+use crate::stream::units::GRAIN_BYTES;
+
+/// What one request to the disk asks for: several are in flight for a chunk.
+const REQUEST_BYTES: u64 = 1 << 20;
+/// Copies that the device has at once: while one ends the next begins.
+const COPIES: usize = 2;
+
+/// Starts the threads.
+pub(super) fn start(shared: &Arc<Shared>, readers: u32) -> Result<Vec<JoinHandle<()>>> {
+    let copiers = u32::from(shared.device.is_some());
+    let mut threads = Vec::new();
+    for number in 0..readers + copiers {
+        let is_reader = number < readers;
+        let name = if is_reader { "kvt-weights" } else { "kvt-copies" };
+        shared.state.lock().threads += 1;
+        let own = shared.clone();
+        let started = spawn(name.into(), move || {
+            let lived = panic::catch(|| if is_reader { own.read_all() } else { own.copy_all() });
+            let mut state = own.state.lock();
+            if let Err(text) = lived {
+                state.broken = true;
+                own.runtime.poison(&text);
+            }
+            state.threads -= 1;
+            drop(state);
+            own.end(Status::Closed);
+        });
+        match started {
+            Ok(thread) => threads.push(thread),
+            Err(error) => {
+                shared.state.lock().threads -= 1;
+                shared.end(Status::Closed);
+                threads.into_iter().for_each(|thread: JoinHandle<()>| drop(thread.join()));
+                return Err(error);
+            }
+        }
+    }
+    Ok(threads)
+}
+
+impl Shared {
+    fn read_all(&self) {
+        let mut state = self.state.lock();
+        while state.check().is_ok() {
+            let Some(read) = state.core.take_read(self.now_ns()) else {
+                self.reads.wait(&mut state);
+                continue;
+            };
+            let (address, verify) = match read {
+                Read::Clear { .. } => (Ok(0), false),
+                Read::Chunk { unit, chunk, to, .. } => {
+                    let address = match to {
+                        To::Place(goal) => {
+                            state.places.at(unit, goal).map(|at| at.address + chunk.at)
+                        }
+                        To::Staging(slot) => {
+                            state.places.staging(slot).map(|at| at + chunk.lead_bytes())
+                        }
+                    };
+                    let known = state.verified[unit as usize];
+                    (address, self.verify.looks(known))
+                }
+            };
+            if let Read::Clear { unit, .. } = read {
+                // SAFETY: the core hears of the end of this after it, and lets nobody have
+                // that memory before. Under the lock: places do not change meanwhile.
+                unsafe { state.places.clear(unit) };
+            }
+            drop(state);
+            let result = match (read, address) {
+                (Read::Clear { .. }, _) => Ok(()),
+                (_, Err(error)) => Err(error),
+                (Read::Chunk { unit, chunk, .. }, Ok(address)) => {
+                    // SAFETY: memory that the core keeps for this chunk until it hears of
+                    // its end; the whole grains around it belong to the same image.
+                    unsafe { self.read(unit, &chunk, address, verify) }
+                }
+            };
+            state = self.state.lock();
+            let told = state.core.read_done(&read, result, self.now_ns());
+            if let Read::Chunk { unit, .. } = read
+                && state.core.is_there(unit)
+            {
+                state.verified[unit as usize] = true;
+            }
+            self.note(&mut state, told);
+        }
+    }
+
+    /// What the core says to what it was told: an error would be a defect of ours.
+    fn note(&self, state: &mut crate::stream::streamer::State, told: Result<bool>) {
+        if let Err(error) = told {
+            self.runtime.poison(error.message());
+            state.broken = true;
+        }
+        self.settle(state);
+    }
+
+    /// # Safety
+    /// The grains that `address` and the chunk's length lie in are memory that nobody else
+    /// touches.
+    unsafe fn read(&self, unit: u32, chunk: &Chunk, address: u64, verify: bool) -> Result<()> {
+        let (offset, start) = (chunk.offset - chunk.lead_bytes(), address - chunk.lead_bytes());
+        debug_assert!(start % GRAIN_BYTES == 0, "a chunk lies in its image as in its file");
+        let all = chunk.read_bytes();
+        let mut pieces: Vec<Piece> = (0..all.div_ceil(REQUEST_BYTES))
+            .map(|i| {
+                let at = i * REQUEST_BYTES;
+                let bytes = REQUEST_BYTES.min(all - at);
+                let memory = (start + at) as *mut u8;
+                Piece::one(FileId(chunk.file), FileWay::Read, offset + at, memory, bytes)
+            })
+            .collect();
+        // SAFETY: the caller's promise.
+        unsafe { self.files.transfer(&mut pieces) };
+        for piece in pieces {
+            piece.result.map_err(|error| self.explain(error, chunk))?;
+        }
+        if verify {
+            // SAFETY: just filled, and nobody else's until this returns.
+            let bytes =
+                unsafe { std::slice::from_raw_parts(address as *const u8, chunk.bytes as usize) };
+            self.sums.note(unit, chunk.extent, chunk.offset, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// A read that fails may have a reason that says more.
+    fn explain(&self, error: Error, chunk: &Chunk) -> Error {
+        let changed = self.files.check(chunk.file).err();
+        let error = changed.filter(|e| e.status() == Status::Corrupt).unwrap_or(error);
+        let path = self.model.files.get(chunk.file as usize).map(|file| file.path.display());
+        path.map_or(error.clone(), |path| error.within(&path.to_string()))
+    }
+
+    fn copy_all(&self) {
+        let Some(device) = &self.device else { return };
+        let asynchronous = device.facts().asynchronous;
+        let mut issued: VecDeque<(Copy, Event)> = VecDeque::new();
+        let mut state = self.state.lock();
+        loop {
+            let going = state.check().is_ok();
+            let next =
+                if going && issued.len() < COPIES { state.core.take_copy(self.now_ns()) } else { None };
+            let told = if let Some(copy) = next {
+                let lowered = self.lower(&state, &copy);
+                drop(state);
+                let event = lowered.and_then(|mut transfer| {
+                    // SAFETY: the core keeps both sides for this copy until it hears of
+                    // its end.
+                    unsafe { device.submit(Stream(0), copy.after, std::slice::from_mut(&mut transfer)) }
+                });
+                state = self.state.lock();
+                let how = match event {
+                    Ok(event) => {
+                        issued.push_back((copy, event));
+                        Copied::Issued(event)
+                    }
+                    Err(error) => Copied::Done(Err(error)),
+                };
+                state.core.copied(&copy, how, self.now_ns())
+            } else if let Some((copy, event)) = issued.pop_front() {
+                drop(state);
+                let result = device.wait(event, 0);
+                if asynchronous && let Err(error) = device.release(event) {
+                    log::debug!("an event stays with its device: {error}");
+                }
+                state = self.state.lock();
+                state.core.copied(&copy, Copied::Done(result), self.now_ns())
+            } else if going {
+                self.copies.wait(&mut state);
+                continue;
+            } else {
+                return;
+            };
+            self.note(&mut state, told);
+        }
+    }
+
+    fn lower(
+        &self,
+        state: &crate::stream::streamer::State,
+        copy: &Copy,
+    ) -> Result<Transfer<'static>> {
+        let (chunk, places) = (&copy.chunk, &state.places);
+        let from = match copy.from {
+            From::Staging(slot) => places.staging(slot)? + chunk.lead_bytes(),
+            From::Home => places.at(copy.unit, crate::stream::core::Goal::Home)?.address + chunk.at,
+        };
+        let to = places.at(copy.unit, copy.to)?;
+        let from = from as *mut u8;
+        Transfer::bytes(from, to.address + chunk.at, chunk.bytes, Way::Scatter, to.memory)
+    }
+}
+
+impl Verify {
+    /// Whether a unit's bytes are looked at, of which that is known.
+    pub(super) fn looks(self, known: bool) -> bool {
+        match self {
+            Verify::Never => false,
+            Verify::First => !known,
+            Verify::Always => true,
+        }
+    }
+}
