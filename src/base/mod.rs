@@ -11,6 +11,8 @@ pub mod fault;
 pub mod fork;
 pub mod half;
 pub mod item;
+pub mod json;
+pub mod json_out;
 pub mod logging;
 pub mod machine;
 pub mod memory;

@@ -5,6 +5,7 @@ pub mod engine;
 pub mod errno;
 pub mod files;
 pub mod fixed;
+pub mod header;
 pub mod lock;
 pub mod open_file;
 pub mod open_files;

@@ -170,8 +170,7 @@ impl Places {
     /// Nobody uses it, and nothing that does is under way; where units are in place, the
     /// unit is in no slot either.
     pub unsafe fn free_home(&mut self, unit: u32) {
-        let (Some(Block::Own), Some(in_place)) =
-            (self.homes[unit as usize].take(), &self.in_place)
+        let (Some(Block::Own), Some(in_place)) = (self.homes[unit as usize].take(), &self.in_place)
         else {
             return;
         };

@@ -2,10 +2,10 @@
 //! and written down without it.
 
 use crate::base::budget::Tier;
+use crate::base::json_out::Json;
 use crate::base::spec::Spec;
 use crate::base::status::{Error, Result, Status};
 use crate::kv::control::Request;
-use crate::kv::control::json::Json;
 use crate::kv::control::views::{self, Tiers};
 use crate::kv::core::Core;
 use crate::kv::core::sight::TrialSight;

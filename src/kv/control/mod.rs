@@ -5,7 +5,6 @@
 
 mod answer;
 mod connection;
-mod json;
 mod request;
 mod serve;
 mod views;

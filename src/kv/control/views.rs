@@ -1,7 +1,7 @@
 //! Views of a store, written down as JSON.
 
+use crate::base::json_out::Json;
 use crate::kv::admission::REFUSALS;
-use crate::kv::control::json::Json;
 use crate::kv::core::Counters;
 use crate::kv::core::gauge::{DiskGauge, PolicyGauge, QueueGauge, Report};
 use crate::kv::core::sight::{BoardSight, SessionSight, TierSight, TrialSight};

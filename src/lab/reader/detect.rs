@@ -1,10 +1,10 @@
 //! What a file is, by how it starts. A guess that is wrong would make a trace of
 //! nonsense, so what is not recognised is refused with the names of the formats.
 
+use crate::base::json::Json;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::lab::format;
-use crate::lab::reader::json::Json;
 use crate::lab::reader::{KINDS, Kind, oracle};
 
 /// What some programs put before UTF-8.

@@ -4,7 +4,6 @@
 pub mod azure;
 pub mod csv;
 pub mod detect;
-pub mod json;
 pub mod mooncake;
 pub mod oracle;
 pub mod sharegpt;

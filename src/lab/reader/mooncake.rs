@@ -1,10 +1,10 @@
 //! The Mooncake traces: a request a line, `timestamp` in ms, `input_length`,
 //! `output_length`, and `hash_ids` of 512-token prefixes. They name no sessions.
 
+use crate::base::json::Json;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::source::Source;
-use crate::lab::reader::json::Json;
 use crate::lab::trace::{Builder, MAX_REQUEST_BLOCKS, MAX_TIME_NS, Request, Trace};
 
 /// Tokens of a block.

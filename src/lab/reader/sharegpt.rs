@@ -7,12 +7,12 @@
 //! a turn follows the answer after the time to produce it and a pause.
 
 use crate::base::checksum::checksum;
+use crate::base::json::Json;
 use crate::base::status::{Error, Result};
 use crate::fail;
 use crate::io::source::Source;
 use crate::lab::generate::rng::Rng;
 use crate::lab::reader::ReadOpts;
-use crate::lab::reader::json::Json;
 use crate::lab::trace::{Builder, Request, Trace};
 use crate::meta::index;
 use crate::meta::sessions::Stop;

@@ -5,12 +5,12 @@
 //! from a seed. Blocks are put together to the size that is asked for, and ids
 //! are mixed with the session's number. A sub-agent counts as a session.
 
+use crate::base::json::Json;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::source::Source;
 use crate::lab::generate::rng::Rng;
 use crate::lab::reader::ReadOpts;
-use crate::lab::reader::json::Json;
 use crate::lab::reader::mooncake::{push_id, time_ns};
 use crate::lab::trace::{Builder, Request, Trace};
 use crate::meta::index;

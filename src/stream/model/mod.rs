@@ -1,7 +1,24 @@
 //! Models in files: what tensors there are, and where their bytes are. Files are read,
-//! never trusted: every count, length and offset is checked before it is used.
+//! never trusted: every count, length and offset is checked before it is used, and no
+//! memory is taken for what a file only says it has.
+
+mod check;
+pub mod config;
+mod cursor;
+pub mod dtype;
+mod fingerprint;
+pub mod gguf;
+mod gguf_value;
+mod open;
+pub mod safetensors;
+pub mod shards;
+mod split;
 
 use std::path::PathBuf;
+
+use crate::base::status::Result;
+use crate::io::header::Header;
+pub use crate::stream::model::cursor::Stop;
 
 /// Most files of a model.
 pub const MAX_FILES: usize = 1 << 12;
@@ -60,11 +77,13 @@ pub struct Facts {
     pub hidden: u32,
     /// Heads of queries.
     pub heads: u32,
-    /// Heads of keys and values of one layer; the most where layers differ.
+    /// Heads of keys and values of one layer; the most where layers differ. One, where keys
+    /// are compressed to a latent vector.
     pub kv_heads: u32,
-    /// Numbers of a key.
+    /// Numbers of a key, as it is kept.
     pub key_dim: u32,
-    /// Numbers of a value.
+    /// Numbers of a value; 0 beside a `key_dim` that is not 0 where values are made of what
+    /// is kept of keys.
     pub value_dim: u32,
     /// The longest context.
     pub context: u32,
@@ -87,4 +106,56 @@ pub struct Model {
     pub tensors: Vec<Tensor>,
     /// What the files say of the model.
     pub facts: Facts,
+    /// A hash of the headers of the files.
+    pub heads: [u8; 32],
+}
+
+impl Model {
+    /// Opens a model: a GGUF or safetensors file, the index of a sharded model, the directory
+    /// of a model, any one file of a split GGUF model, or all its files.
+    pub fn open(paths: &[PathBuf]) -> Result<Model> {
+        open::open(paths)
+    }
+
+    /// A model whose tensors the caller names, in files that are there.
+    pub fn table(paths: &[PathBuf], tensors: Vec<Tensor>) -> Result<Model> {
+        let mut files = Vec::new();
+        for path in paths.iter().take(MAX_FILES + 1) {
+            files.push(File { path: path.clone(), bytes: Header::open(path)?.bytes() });
+        }
+        Model::named(files, tensors)
+    }
+
+    /// The same, of files whose lengths are known.
+    pub fn named(files: Vec<File>, tensors: Vec<Tensor>) -> Result<Model> {
+        let heads = fingerprint::heads(std::iter::empty());
+        check::finish(Format::Table, files, tensors, Facts::default(), heads)
+    }
+
+    /// A model of the header of one GGUF file, of which `head` is the start or all.
+    pub fn of_gguf(file: File, head: &[u8]) -> std::result::Result<Model, Stop> {
+        let found = gguf::parse(head, file.bytes)?;
+        let used = usize::try_from(found.head_bytes).ok().and_then(|bytes| head.get(..bytes));
+        let heads = fingerprint::heads(used.into_iter());
+        Ok(check::finish(Format::Gguf, vec![file], found.tensors, found.facts, heads)?)
+    }
+
+    /// A model of the header of one safetensors file, without the length before it.
+    pub fn of_safetensors(file: File, head: &[u8]) -> Result<Model> {
+        let tensors = safetensors::parse(head, file.bytes)?;
+        let heads = fingerprint::heads(std::iter::once(head));
+        check::finish(Format::Safetensors, vec![file], tensors, Facts::default(), heads)
+    }
+
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.iter().map(|tensor| tensor.bytes).sum()
+    }
+
+    /// What tells this model from others: a BLAKE3 hash of its headers, the lengths of its
+    /// files, and names, types, sizes and places of its tensors, whatever the files are
+    /// called. Two models that differ in weights alone may have the same.
+    pub fn fingerprint(&self) -> [u8; 32] {
+        fingerprint::of(self)
+    }
 }

@@ -1,5 +1,30 @@
 //! Who lives where, and why; what a pass will take.
 
+mod check;
+mod experts;
+mod explain;
+mod fast;
+mod hint;
+mod json;
+mod links;
+mod make;
+mod place;
+mod predict;
+mod rebalance;
+mod room;
+mod runs;
+mod show;
+mod sizing;
+mod slow;
+mod staging;
+mod steps;
+mod subset;
+mod what_if;
+
+pub use hint::Hint;
+pub use show::size;
+pub use sizing::{DEFAULT_CONTEXT, DEVICE_SAFETY_BYTES, HOST_RESERVE_BYTES};
+
 use crate::stream::units::Units;
 
 /// Where a unit is between the times it is used.
@@ -73,7 +98,7 @@ pub enum Mode {
 /// What the caller decides. 0 = the default, unless it says otherwise.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Wishes {
-    /// Where the engine computes.
+    /// Where the engine computes; none = on the device, if it has memory.
     pub seat: Option<Seat>,
     /// Residents and slots.
     pub mode: Mode,
@@ -87,7 +112,8 @@ pub struct Wishes {
     pub device_safety_bytes: Option<u64>,
     /// Kept free of host memory; the default is 6 GiB, less on small machines.
     pub host_reserve_bytes: Option<u64>,
-    /// Tokens of context, for the KV that the device has to hold.
+    /// Tokens of context, for the KV that is to be held where the engine computes; 0 = the
+    /// model's, at most 4096.
     pub context: u32,
     /// Sequences at once; 0 = 1.
     pub sequences: u32,
@@ -99,7 +125,7 @@ pub struct Wishes {
     pub workspace_bytes: u64,
     /// Buffers for hidden states.
     pub hidden_bytes: u64,
-    /// Slots that units pass through; 0 = 2.
+    /// Slots that units pass through; 0 = 2. In a ring, the least there may be.
     pub slots: u32,
     /// Slots for experts; none = as many as there is room for.
     pub expert_slots: Option<u32>,
@@ -109,7 +135,8 @@ pub struct Wishes {
     pub chunk_bytes: u64,
     /// What computing a unit takes: the same for all layers.
     pub layer_compute_ns: u64,
-    /// The last layers are computed by the processor, so many; host memory is their home.
+    /// The last layers are computed by the processor, so many; host memory is their home,
+    /// and that of their experts. Only where the seat is a device.
     pub processor_layers: u32,
 }
 
@@ -122,6 +149,8 @@ pub struct Figure {
     pub bytes: u64,
     /// It is subtracted.
     pub takes: bool,
+    /// It is what the ones before it come to.
+    pub total: bool,
     /// Why it is as much as it is.
     pub why: String,
 }
@@ -140,7 +169,8 @@ pub enum Binding {
 /// What a pass will take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forecast {
-    /// A pass in the steady state.
+    /// A pass in the steady state. Experts count with what is expected where all are as
+    /// likely; the embedding counts where it is also the head, or has no room in memory.
     pub pass_ns: u64,
     /// The first one: nothing was fetched ahead.
     pub first_ns: u64,
@@ -169,7 +199,8 @@ pub struct Plan {
     pub mode: Mode,
     /// The home of each unit.
     pub homes: Vec<Home>,
-    /// Units that the processor computes where they are (only with [`Seat::Device`]).
+    /// Units that are used in host memory, though the engine computes on a device: what the
+    /// processor computes, and the embedding where only rows are looked up in it.
     pub on_processor: Vec<bool>,
     /// Slots that units without a home where they are used pass through.
     pub slots: u32,

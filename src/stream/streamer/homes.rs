@@ -140,9 +140,8 @@ impl Shared {
 
     /// Units that are used at home.
     pub(super) fn used_homes(&self) -> u64 {
-        let used = |gate: &crate::base::sync::atomic::AtomicU32| {
-            gate.load(Ordering::Acquire) & USERS > 0
-        };
+        let used =
+            |gate: &crate::base::sync::atomic::AtomicU32| gate.load(Ordering::Acquire) & USERS > 0;
         self.gates.iter().filter(|gate| used(gate)).count() as u64
     }
 

@@ -151,15 +151,20 @@ impl Shared {
         let mut state = self.state.lock();
         loop {
             let going = state.check().is_ok();
-            let next =
-                if going && issued.len() < COPIES { state.core.take_copy(self.now_ns()) } else { None };
+            let next = if going && issued.len() < COPIES {
+                state.core.take_copy(self.now_ns())
+            } else {
+                None
+            };
             let told = if let Some(copy) = next {
                 let lowered = self.lower(&state, &copy);
                 drop(state);
                 let event = lowered.and_then(|mut transfer| {
                     // SAFETY: the core keeps both sides for this copy until it hears of
                     // its end.
-                    unsafe { device.submit(Stream(0), copy.after, std::slice::from_mut(&mut transfer)) }
+                    unsafe {
+                        device.submit(Stream(0), copy.after, std::slice::from_mut(&mut transfer))
+                    }
                 });
                 state = self.state.lock();
                 let how = match event {

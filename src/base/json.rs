@@ -1,5 +1,6 @@
 //! A strict JSON reader that hands values out as it meets them and builds no
-//! tree: traces are large, and most of a line is one array of numbers.
+//! tree: traces are large, and most of a line is one array of numbers; headers of
+//! models come from anywhere.
 
 use std::borrow::Cow;
 
@@ -249,6 +250,11 @@ impl<'a> Json<'a> {
     /// Whether a string is next.
     pub fn is_string(&mut self) -> bool {
         self.peek() == Some(b'"')
+    }
+
+    /// Whether a number is next.
+    pub fn is_number(&mut self) -> bool {
+        matches!(self.peek(), Some(b'0'..=b'9' | b'-'))
     }
 
     /// Reads a value of any kind and forgets it.

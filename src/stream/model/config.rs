@@ -1,0 +1,169 @@
+//! What `config.json` beside safetensors files says of a model.
+
+use crate::base::json::Json;
+use crate::base::status::Result;
+use crate::fail;
+use crate::io::header::Header;
+use crate::stream::model::Facts;
+use crate::stream::model::safetensors::corrupt;
+
+/// Longest file of this kind.
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// Numbers as they stand there, by what they are called in different families.
+const NAMES: [(&[&str], usize); 13] = [
+    (&["num_hidden_layers", "n_layer", "n_layers", "num_layers"], LAYERS),
+    (&["hidden_size", "n_embd", "d_model"], HIDDEN),
+    (&["num_attention_heads", "n_head", "n_heads"], HEADS),
+    (&["num_key_value_heads", "num_kv_heads", "multi_query_group_num"], KV_HEADS),
+    (&["head_dim", "kv_channels"], HEAD_DIM),
+    (&["v_head_dim"], VALUE_DIM),
+    (&["max_position_embeddings", "n_positions", "max_seq_len", "seq_length"], CONTEXT),
+    (&["vocab_size", "padded_vocab_size"], VOCABULARY),
+    (&["num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"], EXPERTS),
+    (&["num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"], EXPERTS_USED),
+    (&["kv_lora_rank"], RANK),
+    (&["qk_rope_head_dim"], ROPE),
+    (&["qk_nope_head_dim"], NOPE),
+];
+const LAYERS: usize = 0;
+const HIDDEN: usize = 1;
+const HEADS: usize = 2;
+const KV_HEADS: usize = 3;
+const HEAD_DIM: usize = 4;
+const VALUE_DIM: usize = 5;
+const CONTEXT: usize = 6;
+const VOCABULARY: usize = 7;
+const EXPERTS: usize = 8;
+const EXPERTS_USED: usize = 9;
+const RANK: usize = 10;
+const ROPE: usize = 11;
+const NOPE: usize = 12;
+
+/// Parts of a file that describe the model that makes symbols, where it is one of several.
+const INNER: [&str; 4] = ["text_config", "llm_config", "language_config", "ffn_config"];
+
+#[derive(Default)]
+struct Config {
+    architecture: String,
+    numbers: [u32; 13],
+}
+
+/// Reads an open file.
+pub fn read(file: &Header) -> Result<Facts> {
+    if file.bytes() > MAX_CONFIG_BYTES {
+        fail!(Limit, "{} bytes: more than {MAX_CONFIG_BYTES}", file.bytes());
+    }
+    parse(&file.read(0, file.bytes())?)
+}
+
+/// Reads the text of such a file.
+pub fn parse(text: &[u8]) -> Result<Facts> {
+    let mut config = Config::default();
+    let mut json = Json::new(text);
+    let read = object(&mut json, &mut config);
+    read.and_then(|()| json.end()).map_err(corrupt)?;
+    Ok(config.facts())
+}
+
+fn object(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
+    json.object(|json, key| {
+        if INNER.contains(&key) && json.is_nested() {
+            return object(json, config);
+        }
+        if key == "model_type" && json.is_string() {
+            let word = json.string()?;
+            if config.architecture.is_empty() {
+                config.architecture = word.into_owned();
+            }
+            return Ok(());
+        }
+        let found = NAMES.iter().find(|(names, _)| names.contains(&key));
+        match found {
+            // What is null, or a list with a number for each layer, says nothing here.
+            Some((_, slot)) if json.is_number() => {
+                let value = json.u32()?;
+                if let Some(number) = config.numbers.get_mut(*slot).filter(|n| **n == 0) {
+                    *number = value;
+                }
+                Ok(())
+            }
+            _ => json.skip(),
+        }
+    })
+}
+
+impl Config {
+    fn facts(self) -> Facts {
+        let of = |slot: usize| self.numbers.get(slot).copied().unwrap_or(0);
+        let or = |value: u32, other: u32| if value > 0 { value } else { other };
+        let head_dim = or(of(HEAD_DIM), of(HIDDEN).checked_div(of(HEADS)).unwrap_or(0));
+        // Compressed keys are one head, and values are part of them.
+        let compressed = of(RANK) > 0 && of(ROPE) > 0;
+        let rank = of(RANK).saturating_add(of(ROPE));
+        Facts {
+            layers: of(LAYERS),
+            hidden: of(HIDDEN),
+            heads: of(HEADS),
+            kv_heads: if compressed { 1 } else { or(of(KV_HEADS), of(HEADS)) },
+            key_dim: if compressed { rank } else { head_dim },
+            value_dim: if compressed { 0 } else { or(of(VALUE_DIM), head_dim) },
+            context: of(CONTEXT),
+            vocabulary: of(VOCABULARY),
+            experts: of(EXPERTS),
+            experts_used: of(EXPERTS_USED),
+            architecture: self.architecture,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::status::Status;
+
+    #[test]
+    fn families_call_the_same_by_different_names() {
+        let llama = br#"{"model_type":"llama","num_hidden_layers":32,"hidden_size":4096,
+            "num_attention_heads":32,"num_key_value_heads":8,"max_position_embeddings":8192,
+            "vocab_size":128256,"head_dim":null,"rope_scaling":{"num_hidden_layers":1}}"#;
+        let facts = parse(llama).expect("sound");
+        let expected = Facts {
+            architecture: "llama".into(),
+            layers: 32,
+            hidden: 4096,
+            heads: 32,
+            kv_heads: 8,
+            key_dim: 128,
+            value_dim: 128,
+            context: 8192,
+            vocabulary: 128_256,
+            experts: 0,
+            experts_used: 0,
+        };
+        assert_eq!(facts, expected);
+        let mla = br#"{"model_type":"deepseek_v3","num_hidden_layers":61,"kv_lora_rank":512,
+            "qk_rope_head_dim":64,"v_head_dim":128,"num_attention_heads":128,"hidden_size":7168,
+            "n_routed_experts":256,"num_experts_per_tok":8}"#;
+        let facts = parse(mla).expect("sound");
+        assert_eq!((facts.kv_heads, facts.key_dim, facts.value_dim), (1, 576, 0));
+        assert_eq!((facts.experts, facts.experts_used), (256, 8));
+        let inner = br#"{"model_type":"gemma3","text_config":{"model_type":"gemma3_text",
+            "num_hidden_layers":26},"vision_config":{"hidden_size":7}}"#;
+        let facts = parse(inner).expect("sound");
+        assert_eq!((facts.architecture.as_str(), facts.layers, facts.hidden), ("gemma3", 26, 0));
+        let gpt2 = br#"{"n_layer":12,"n_embd":768,"n_head":12,"n_positions":1024}"#;
+        let facts = parse(gpt2).expect("sound");
+        assert_eq!((facts.layers, facts.kv_heads, facts.value_dim), (12, 12, 64));
+    }
+
+    #[test]
+    fn what_is_no_config_is_refused() {
+        for text in ["", "[]", "{\"a\":1", "{} {}", "{\"n_layer\":4294967296}", "{\"n_layer\":-1}"]
+        {
+            let error = parse(text.as_bytes()).expect_err(text);
+            assert_eq!(error.status(), Status::Corrupt, "{text}: {error}");
+        }
+        assert_eq!(parse(b"{\"n_layer\":[1,2],\"n_embd\":\"x\"}"), Ok(Facts::default()));
+    }
+}

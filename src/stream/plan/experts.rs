@@ -1,0 +1,59 @@
+//! Experts of a model: how many share the slots, and how often one is expected to be read.
+
+use std::collections::BTreeMap;
+
+use crate::stream::plan::{Inputs, Plan};
+use crate::stream::units::{Role, Unit};
+
+/// What is known of experts before any was used: nobody says which are popular, so all
+/// are as likely.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Experts {
+    /// Those that share slots.
+    pub count: u64,
+    /// The largest of them.
+    pub slot_bytes: u64,
+    /// All of them.
+    pub bytes: u64,
+    /// How many a token uses of a layer.
+    pub used: u32,
+    /// How many each layer has.
+    layers: BTreeMap<u32, u32>,
+}
+
+impl Experts {
+    /// Those of a model; `in_place` are not streamed.
+    pub fn of(inputs: &Inputs, in_place: &[bool]) -> Experts {
+        let mut all = Experts { used: inputs.facts.experts_used.max(1), ..Experts::default() };
+        for (unit, in_place) in inputs.units.units.iter().zip(in_place) {
+            if unit.role != Role::Expert {
+                continue;
+            }
+            *all.layers.entry(unit.layer).or_default() += 1;
+            if !in_place {
+                all.count += 1;
+                all.bytes += unit.image_bytes;
+                all.slot_bytes = all.slot_bytes.max(unit.image_bytes);
+            }
+        }
+        all
+    }
+
+    /// The share of passes in which an expert is used.
+    pub fn use_of(&self, unit: &Unit) -> f64 {
+        let of = self.layers.get(&unit.layer).copied().unwrap_or(1).max(1);
+        f64::from(self.used.min(of)) / f64::from(of)
+    }
+
+    /// Slots without which a layer cannot be computed while the next expert comes.
+    pub fn least_slots(&self) -> u64 {
+        (u64::from(self.used) + 1).min(self.count)
+    }
+}
+
+impl Plan {
+    /// How likely an expert is not in a slot when it is asked for.
+    pub(super) fn expert_miss(&self, experts: &Experts) -> f64 {
+        1.0 - (f64::from(self.expert_slots) / experts.count.max(1) as f64).min(1.0)
+    }
+}

@@ -1,0 +1,105 @@
+//! What a plan takes of its budgets, in figures.
+
+use crate::stream::plan::make::Maker;
+use crate::stream::plan::runs::Count;
+use crate::stream::plan::show::size;
+use crate::stream::plan::{Figure, Home, Plan, Seat};
+use crate::stream::units::Role;
+
+/// Figures that take from a budget.
+struct Taken {
+    figures: Vec<Figure>,
+    left: u64,
+}
+
+impl Taken {
+    fn take(&mut self, name: &'static str, bytes: u64, why: String) {
+        if bytes > 0 {
+            self.figures.push(Figure { name, bytes, takes: true, total: false, why });
+            self.left = self.left.saturating_sub(bytes);
+        }
+    }
+
+    fn end(mut self, name: &'static str) -> Vec<Figure> {
+        let why = "nothing fits there any more".to_string();
+        self.figures.push(Figure { name, bytes: self.left, takes: false, total: true, why });
+        self.figures
+    }
+}
+
+impl Maker<'_> {
+    /// Writes down what the plan takes: of the device after its budget, then of the host.
+    pub(super) fn explain(&self, plan: &mut Plan) {
+        let all = &self.budgets.figures;
+        let host = all.iter().position(|figure| figure.name == "host free").unwrap_or(0);
+        let mut figures = all[..host].to_vec();
+        if plan.seat == Seat::Device {
+            figures.append(&mut self.device_figures(plan));
+        }
+        figures.extend_from_slice(&all[host..]);
+        figures.append(&mut self.host_figures(plan));
+        let pageable = plan.host_bytes.saturating_sub(plan.pinned_bytes);
+        if plan.seat == Seat::Device && pageable > 0 {
+            let why = "of it, beyond the quota for locked memory: copies from there are slower";
+            let (name, why) = ("pageable", why.to_string());
+            figures.push(Figure { name, bytes: pageable, takes: false, total: false, why });
+        }
+        plan.figures = figures;
+    }
+
+    fn device_figures(&self, plan: &Plan) -> Vec<Figure> {
+        let mut taken = Taken { figures: Vec::new(), left: self.budgets.device_bytes };
+        let Count { units, bytes } = self.homes(plan, Home::Device, false);
+        taken.take("device residents", bytes, format!("{units} units stay on the device"));
+        let Count { units, bytes } = self.homes(plan, Home::Device, true);
+        taken.take("device experts", bytes, format!("all {units} experts stay on the device"));
+        slots(plan, &mut taken);
+        taken.end("device left")
+    }
+
+    fn host_figures(&self, plan: &Plan) -> Vec<Figure> {
+        let mut taken = Taken { figures: Vec::new(), left: self.budgets.host_bytes };
+        let why = "units of the layers that the processor computes";
+        taken.take("processor", self.fixed(&self.in_place), why.to_string());
+        let why = "only rows are looked up in it: host memory is all it needs";
+        taken.take("embedding", self.fixed(&self.looked_up), why.to_string());
+        let Count { units, bytes } = self.homes(plan, Home::Host, false);
+        taken.take("host residents", bytes, format!("{units} units have their home here"));
+        let Count { units, bytes } = self.homes(plan, Home::Host, true);
+        taken.take("host experts", bytes, format!("{units} experts have their home here"));
+        if plan.seat == Seat::Host {
+            slots(plan, &mut taken);
+        }
+        let chunk = size(plan.chunk_bytes);
+        let why = format!("for reads on their way to the device, in chunks of {chunk}");
+        taken.take("staging", plan.staging_bytes, why);
+        taken.end("host left")
+    }
+
+    /// Units with that home, without those that are there whatever happens.
+    fn homes(&self, plan: &Plan, home: Home, experts: bool) -> Count {
+        let units = self.inputs.units.units.iter().enumerate();
+        let these = units.filter(|(i, unit)| {
+            let fixed = self.in_place[*i] || self.looked_up[*i];
+            !fixed && plan.homes[*i] == home && (unit.role == Role::Expert) == experts
+        });
+        these.fold(Count::default(), |count, (_, unit)| Count {
+            units: count.units + 1,
+            bytes: count.bytes + unit.image_bytes,
+        })
+    }
+
+    fn fixed(&self, which: &[bool]) -> u64 {
+        let units = self.inputs.units.units.iter().zip(which);
+        units.filter(|(_, yes)| **yes).map(|(unit, _)| unit.image_bytes).sum()
+    }
+}
+
+fn slots(plan: &Plan, taken: &mut Taken) {
+    let (count, bytes) = (plan.slots, plan.slot_bytes);
+    let why = format!("{count} x {}, the largest unit that passes through", size(bytes));
+    taken.take("slots", u64::from(count) * bytes, why);
+    let (count, bytes) = (plan.expert_slots, plan.expert_slot_bytes);
+    let why = format!("{count} x {}, the largest expert", size(bytes));
+    taken.take("expert slots", u64::from(count) * bytes, why);
+}
