@@ -123,6 +123,8 @@ def test_another_library_is_refused() -> None:
 def test_ctrl_c_is_heard_while_waiting() -> None:
     done = run("""
         import os, signal, threading, time, kvtier
+        # A shell starts what it runs in the background with this signal ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         runtime = kvtier.Runtime(workers=1)
         budget = runtime.budget(host_bytes=4096)
         account = budget.account("a")
