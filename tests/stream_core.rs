@@ -140,6 +140,70 @@ fn slots_that_engines_hold_are_an_answer_not_a_wait() {
     assert_eq!(world.core.want(6, false, 0).expect_err("no such unit").status(), Status::Invalid);
 }
 
+/// Which part of the experts that are asked for is there: 16 layers of 64 experts of which a
+/// token uses 6, as often as their rank says, in slots for a fourth.
+fn expert_hits(policy: &str, pinned_percent: u32) -> f64 {
+    const EXPERTS: usize = 64;
+    let mut sizes = Vec::new();
+    for _ in 0..16 {
+        sizes.push((Role::Layer, 4096));
+        sizes.extend([(Role::Expert, 4096); EXPERTS]);
+    }
+    let units = units(&sizes);
+    let mut plan = plan(&units, Seat::Host, vec![Home::File; sizes.len()], 2, 0);
+    plan.expert_slots = 16 * EXPERTS as u32 / 4;
+    let setup = Setup { expert_policy: policy, pinned_percent, ..setup(&units, &plan) };
+    let mut world = World::new(Core::new(&setup).expect("a core"), &units, 1e9, 1e9);
+    let weights: Vec<f64> = (1..=EXPERTS).map(|rank| (rank as f64).powf(-0.6)).collect();
+    let total: f64 = weights.iter().sum();
+    let mut random = 1u64;
+    let mut draw = || {
+        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let mut left = (random >> 11) as f64 / (1u64 << 53) as f64 * total;
+        weights
+            .iter()
+            .position(|w| {
+                left -= w;
+                left < 0.0
+            })
+            .unwrap_or(EXPERTS - 1)
+    };
+    for _ in 0..250 {
+        world.core.pass_begin(world.now_ns).expect("sound");
+        for layer in 0..16u32 {
+            let mut chosen = Vec::new();
+            while chosen.len() < 6 {
+                // Each layer has favourites of its own.
+                let expert = (draw() as u32 * 7 + layer * 13) % EXPERTS as u32;
+                if !chosen.contains(&expert) {
+                    chosen.push(expert);
+                }
+            }
+            for expert in chosen {
+                let unit = layer * (EXPERTS as u32 + 1) + 1 + expert;
+                let lease = world.acquire(unit).expect("an expert");
+                world.release(&lease);
+            }
+        }
+        world.core.pass_end(world.now_ns).expect("sound");
+    }
+    let stats = *world.core.stats();
+    let by_layer = world.core.layers().iter();
+    let (hits, misses) = by_layer.fold((0, 0), |(h, m), of| (h + of.hits, m + of.misses));
+    assert!((hits, misses) == (stats.expert_hits, stats.expert_misses) && hits + misses == 24_000);
+    assert_eq!(stats.read_bytes, misses * 4096, "what is there is not read again");
+    hits as f64 / (hits + misses) as f64
+}
+
+#[test]
+fn experts_that_are_used_much_stay() {
+    let (lru, lfu) = (expert_hits("lru", 0), expert_hits("lfu", 0));
+    let (half, most) = (expert_hits("lru", 50), expert_hits("lru", 95));
+    // Without repetition the skew is all there is: the more is kept for it the better.
+    assert!(lru + 0.05 < half && half + 0.01 < most, "lru {lru}, half {half}, most {most}");
+    assert!(lru + 0.08 < lfu && (0.25..0.45).contains(&lru), "lru {lru}, lfu {lfu}");
+}
+
 /// What an engine does, by chance.
 #[derive(Clone, Debug)]
 enum Act {

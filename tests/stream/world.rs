@@ -72,6 +72,7 @@ pub fn setup<'a>(units: &'a Units, plan: &'a Plan) -> Setup<'a> {
         in_place: false,
         policy: "fifo",
         expert_policy: "lru",
+        pinned_percent: 50,
         marks: 0,
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::stream::units::{GRAIN_BYTES, Unit, Units};
+use crate::stream::units::{Chunk, Units};
 
 /// Least size of a chunk, and what chunks are multiples of: a block of the checksums.
 pub const CHUNK_GRAIN_BYTES: u64 = 1 << 20;
@@ -10,48 +10,6 @@ pub const CHUNK_GRAIN_BYTES: u64 = 1 << 20;
 pub const MAX_CHUNK_BYTES: u64 = 1 << 28;
 /// Most chunks of a model.
 const MAX_CHUNKS: usize = 1 << 26;
-
-/// A piece of a unit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chunk {
-    /// Which extent of the unit.
-    pub extent: u32,
-    /// Which file of the model.
-    pub file: u32,
-    /// Where in the file.
-    pub offset: u64,
-    /// How long.
-    pub bytes: u64,
-    /// Where in the image of the unit.
-    pub at: u64,
-}
-
-impl Chunk {
-    /// How many bytes come before it in its first grain.
-    pub fn lead_bytes(&self) -> u64 {
-        self.offset % GRAIN_BYTES
-    }
-
-    /// The whole grains that it lies in: what is read.
-    pub fn read_bytes(&self) -> u64 {
-        (self.lead_bytes() + self.bytes).next_multiple_of(GRAIN_BYTES)
-    }
-}
-
-/// Cuts a unit: each extent at multiples of a chunk, counted from its first grain, so that
-/// no two chunks share a grain.
-fn cut(unit: &Unit, chunk_bytes: u64) -> impl Iterator<Item = Chunk> + '_ {
-    unit.extents.iter().enumerate().flat_map(move |(number, extent)| {
-        let start = extent.offset / GRAIN_BYTES * GRAIN_BYTES;
-        let end = extent.offset + extent.bytes;
-        (0..(end - start).div_ceil(chunk_bytes)).map(move |i| {
-            let offset = (start + i * chunk_bytes).max(extent.offset);
-            let bytes = (start + (i + 1) * chunk_bytes).min(end) - offset;
-            let at = extent.at + (offset - extent.offset);
-            Chunk { extent: number as u32, file: extent.file, offset, bytes, at }
-        })
-    })
-}
 
 /// The chunks of all units.
 pub struct Chunks {
@@ -76,7 +34,7 @@ impl Chunks {
         first.try_reserve_exact(units.units.len() + 1).map_err(|_| Status::NoMem)?;
         for unit in &units.units {
             first.push(pieces.len() as u32);
-            for piece in cut(unit, chunk_bytes) {
+            for piece in unit.chunks(chunk_bytes) {
                 if pieces.len() == MAX_CHUNKS {
                     fail!(Limit, "more than {MAX_CHUNKS} chunks: take larger ones");
                 }

@@ -3,12 +3,11 @@
 
 use crate::base::status::{Error, Result};
 use crate::device::Event;
-use crate::stream::core::chunks::Chunk;
 use crate::stream::core::load::{Goal, Load, Path, Rank};
 use crate::stream::core::record::Stage;
 use crate::stream::core::{Core, STAGING_SPARE};
 use crate::stream::plan::Home;
-use crate::stream::units::NONE;
+use crate::stream::units::{Chunk, NONE};
 
 /// Where a read goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,6 +5,7 @@
 //! So one order of calls is one run, and a simulation can ask it what a pass takes.
 
 mod chunks;
+mod experts;
 mod homes;
 mod jobs;
 mod load;
@@ -13,7 +14,8 @@ mod record;
 mod want;
 mod window;
 
-pub use chunks::{CHUNK_GRAIN_BYTES, Chunk, MAX_CHUNK_BYTES};
+pub use chunks::{CHUNK_GRAIN_BYTES, MAX_CHUNK_BYTES};
+pub use experts::PINNED_PERCENT;
 pub use jobs::{Copied, Copy, From, Read, To};
 pub use load::Goal;
 pub use record::{LayerCount, Mark, Stage, Stats};
@@ -25,6 +27,7 @@ use crate::base::status::{Error, Result};
 use crate::device::Event;
 use crate::fail;
 use crate::stream::core::chunks::Chunks;
+use crate::stream::core::experts::Favourites;
 use crate::stream::core::load::Load;
 use crate::stream::core::pool::Pool;
 use crate::stream::core::record::Record;
@@ -47,6 +50,8 @@ pub struct Setup<'a> {
     pub policy: &'a str,
     /// Who leaves the slots for experts.
     pub expert_policy: &'a str,
+    /// Of a hundred slots for experts, those that the most used have for themselves.
+    pub pinned_percent: u32,
     /// How many marks of what happened are kept.
     pub marks: usize,
 }
@@ -119,6 +124,8 @@ pub struct Core {
     opened: Vec<u32>,
     /// Experts that stay until they are used.
     kept: Vec<u32>,
+    /// Experts that stay because they are used much.
+    favourites: Favourites,
     record: Record,
 }
 
@@ -156,6 +163,8 @@ impl Core {
         let homecoming: VecDeque<u32> =
             (0..cells.len() as u32).filter(|&u| plan.homes[u as usize] != Home::File).collect();
         let policy = if plan.mode == Mode::Ring { setup.policy } else { "fifo" };
+        let percent = setup.pinned_percent;
+        let favourites = Favourites::new(cells.len(), plan.expert_slots, percent)?;
         let mut core = Core {
             seat: plan.seat,
             mode: plan.mode,
@@ -177,6 +186,7 @@ impl Core {
             clearing: Vec::new(),
             opened: Vec::new(),
             kept: Vec::new(),
+            favourites,
             record: Record::new(units, setup.marks)?,
         };
         core.advance(0)?;

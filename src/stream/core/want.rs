@@ -93,6 +93,9 @@ impl Core {
         }
         self.leave_window(unit)?;
         self.record.served(unit, hit);
+        if is_expert {
+            self.note_expert(unit)?;
+        }
         self.advance(now_ns)?;
         let place = if is_expert { Goal::Expert(slot) } else { Goal::Line(slot) };
         Ok(Lease { unit, place, event })

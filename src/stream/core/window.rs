@@ -96,8 +96,16 @@ impl Core {
         let cells = &self.cells;
         let pool = if is_expert { &mut self.experts } else { &mut self.line };
         let mut taken = pool.take(unit, now_ns, |left| cells[left as usize].slot)?;
-        if taken.is_none() && is_expert && !self.kept.is_empty() {
+        let id = self.cells[unit as usize].slot_load;
+        let wanted = is_expert && self.load(id).rank == Rank::Wanted;
+        if taken.is_none() && wanted {
+            // Whoever is asked for goes before who may be, and before who often is.
             self.let_go_kept(&[])?;
+            let cells = &self.cells;
+            taken = self.experts.take(unit, now_ns, |left| cells[left as usize].slot)?;
+        }
+        if taken.is_none() && wanted {
+            self.drop_favourites()?;
             let cells = &self.cells;
             taken = self.experts.take(unit, now_ns, |left| cells[left as usize].slot)?;
         }
@@ -119,6 +127,9 @@ impl Core {
         }
         if in_window {
             self.line.hold(taken.slot)?;
+        }
+        if is_expert {
+            self.pin_favourite(unit)?;
         }
         Ok(true)
     }

@@ -80,11 +80,14 @@ fn object(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
         }
         let found = NAMES.iter().find(|(names, _)| names.contains(&key));
         match found {
-            // What is null, or a list with a number for each layer, says nothing here.
+            // What is null, or a list with a number for each layer, says nothing here; nor does
+            // what cannot be counted, such as -1 for a context without end.
             Some((_, slot)) if json.is_number() => {
-                let value = json.u32()?;
-                if let Some(number) = config.numbers.get_mut(*slot).filter(|n| **n == 0) {
-                    *number = value;
+                let value = json.f64()?;
+                let counts = value.fract() == 0.0 && (0.0..=f64::from(u32::MAX)).contains(&value);
+                let number = config.numbers.get_mut(*slot).filter(|n| counts && **n == 0);
+                if let Some(number) = number {
+                    *number = value as u32;
                 }
                 Ok(())
             }
@@ -159,11 +162,12 @@ mod tests {
 
     #[test]
     fn what_is_no_config_is_refused() {
-        for text in ["", "[]", "{\"a\":1", "{} {}", "{\"n_layer\":4294967296}", "{\"n_layer\":-1}"]
-        {
+        for text in ["", "[]", "{\"a\":1", "{} {}", "{\"n_layer\":--1}"] {
             let error = parse(text.as_bytes()).expect_err(text);
             assert_eq!(error.status(), Status::Corrupt, "{text}: {error}");
         }
-        assert_eq!(parse(b"{\"n_layer\":[1,2],\"n_embd\":\"x\"}"), Ok(Facts::default()));
+        let nothing = br#"{"n_layer":[1,2],"n_embd":"x","n_head":null,"n_positions":-1,
+            "num_experts":4294967296,"vocab_size":0.5}"#;
+        assert_eq!(parse(nothing), Ok(Facts::default()));
     }
 }

@@ -16,7 +16,7 @@ use crate::io::fixed::FixedFiles;
 use crate::io::fixed::identity::identities;
 use crate::io::fixed::measure::measure;
 use crate::io::fixed::real::{FixedOpts, RealFixed};
-use crate::stream::core::{Core, Setup};
+use crate::stream::core::{Core, PINNED_PERCENT, Setup};
 use crate::stream::model::Model;
 use crate::stream::places::Places;
 use crate::stream::plan::{Home, Inputs, Links, Memory, Plan, Seat, Wishes};
@@ -60,8 +60,10 @@ pub struct Opts {
     pub in_place: bool,
     /// Who leaves, in [`crate::stream::plan::Mode::Ring`]; empty = `fifo`.
     pub policy: String,
-    /// Who leaves the slots for experts; empty = `slru`.
+    /// Who leaves the slots for experts; empty = `lru`.
     pub expert_policy: String,
+    /// Of a hundred slots for experts, those that the most used have for themselves.
+    pub pinned_percent: u32,
     /// Threads that read; 0 = 2.
     pub readers: u32,
     /// How files are opened.
@@ -91,6 +93,7 @@ impl Default for Opts {
             in_place: false,
             policy: String::new(),
             expert_policy: String::new(),
+            pinned_percent: PINNED_PERCENT,
             readers: 0,
             files: FixedOpts::default(),
             verify: Verify::Never,
@@ -157,7 +160,7 @@ impl Streamer {
         let or = |given: &str, default: &'static str| -> String {
             if given.is_empty() { default.into() } else { given.into() }
         };
-        let (policy, expert_policy) = (or(&opts.policy, "fifo"), or(&opts.expert_policy, "slru"));
+        let (policy, expert_policy) = (or(&opts.policy, "fifo"), or(&opts.expert_policy, "lru"));
         let core = Core::new(&Setup {
             units: &units,
             plan: &plan,
@@ -166,6 +169,7 @@ impl Streamer {
             in_place: opts.in_place,
             policy: &policy,
             expert_policy: &expert_policy,
+            pinned_percent: opts.pinned_percent,
             marks: opts.marks,
         })?;
         let sidecar = opts.sidecar.clone().filter(|_| opts.verify != Verify::Never).map(|path| {

@@ -7,9 +7,9 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, JoinHandle, spawn};
 use crate::device::{Copy as Transfer, Event, Stream, Way};
 use crate::io::files::{FileId, Piece, Way as FileWay};
-use crate::stream::core::{Chunk, Copied, Copy, From, Read, To};
+use crate::stream::core::{Copied, Copy, From, Read, To};
 use crate::stream::streamer::{Shared, Verify};
-use crate::stream::units::GRAIN_BYTES;
+use crate::stream::units::{Chunk, GRAIN_BYTES};
 
 /// What one request to the disk asks for: several are in flight for a chunk.
 const REQUEST_BYTES: u64 = 1 << 20;
@@ -64,9 +64,7 @@ impl Shared {
                         To::Place(goal) => {
                             state.places.at(unit, goal).map(|at| at.address + chunk.at)
                         }
-                        To::Staging(slot) => {
-                            state.places.staging(slot).map(|at| at + chunk.lead_bytes())
-                        }
+                        To::Staging(slot) => state.places.staging(slot).map(|at| at + lead(&chunk)),
                     };
                     let known = state.verified[unit as usize];
                     (address, self.verify.looks(known))
@@ -111,9 +109,9 @@ impl Shared {
     /// The grains that `address` and the chunk's length lie in are memory that nobody else
     /// touches.
     unsafe fn read(&self, unit: u32, chunk: &Chunk, address: u64, verify: bool) -> Result<()> {
-        let (offset, start) = (chunk.offset - chunk.lead_bytes(), address - chunk.lead_bytes());
+        let (offset, start) = (chunk.read_offset, address - lead(chunk));
         debug_assert!(start % GRAIN_BYTES == 0, "a chunk lies in its image as in its file");
-        let all = chunk.read_bytes();
+        let all = chunk.read_bytes;
         let mut pieces: Vec<Piece> = (0..all.div_ceil(REQUEST_BYTES))
             .map(|i| {
                 let at = i * REQUEST_BYTES;
@@ -200,13 +198,18 @@ impl Shared {
     ) -> Result<Transfer<'static>> {
         let (chunk, places) = (&copy.chunk, &state.places);
         let from = match copy.from {
-            From::Staging(slot) => places.staging(slot)? + chunk.lead_bytes(),
+            From::Staging(slot) => places.staging(slot)? + lead(chunk),
             From::Home => places.at(copy.unit, crate::stream::core::Goal::Home)?.address + chunk.at,
         };
         let to = places.at(copy.unit, copy.to)?;
         let from = from as *mut u8;
         Transfer::bytes(from, to.address + chunk.at, chunk.bytes, Way::Scatter, to.memory)
     }
+}
+
+/// How many bytes come before a chunk in its first grain.
+fn lead(chunk: &Chunk) -> u64 {
+    chunk.offset - chunk.read_offset
 }
 
 impl Verify {

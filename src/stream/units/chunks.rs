@@ -6,9 +6,9 @@ use crate::stream::units::{Extent, GRAIN_BYTES, Unit};
 /// Largest pieces: their offsets cannot overflow.
 const MAX_CHUNK_BYTES: u64 = 1 << 40;
 
-/// A piece of an extent.
+/// A piece of an extent, read at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct Chunk {
     /// Which extent of the unit.
     pub extent: u32,
     /// Which file.
@@ -55,15 +55,15 @@ impl Unit {
 }
 
 impl Iterator for Chunks<'_> {
-    type Item = Piece;
+    type Item = Chunk;
 
-    fn next(&mut self) -> Option<Piece> {
+    fn next(&mut self) -> Option<Chunk> {
         let extent = self.extents.get(self.number)?;
         let (first, end) = (floor(extent.offset), extent.offset + extent.bytes);
         let read_offset = first + self.done;
         let read_end = ceil(end).min(read_offset + self.chunk_bytes);
         let (from, to) = (extent.offset.max(read_offset), end.min(read_end));
-        let piece = Piece {
+        let piece = Chunk {
             extent: self.number as u32,
             file: extent.file,
             offset: from,

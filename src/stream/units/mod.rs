@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 use crate::base::status::Result;
 use crate::stream::model::Model;
-pub use crate::stream::units::chunks::{Chunks, Piece};
+pub use crate::stream::units::chunks::{Chunk, Chunks};
 pub use crate::stream::units::index::Index;
 pub use crate::stream::units::table::{Entry, Range};
 

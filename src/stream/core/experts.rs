@@ -1,0 +1,106 @@
+//! Experts that stay: those that are used most have part of the slots for themselves, and
+//! the policy sees to the rest. What an order of uses has of skew, the first part keeps;
+//! what it has of repetition, the second.
+
+use crate::base::status::{Result, Status};
+use crate::stream::core::Core;
+use crate::stream::units::NONE;
+
+/// After so many uses for each slot it is looked at again who is used most.
+const REVIEW_USES: u64 = 16;
+/// Of a hundred slots, those for the most used, where nothing else is said.
+pub const PINNED_PERCENT: u32 = 50;
+
+/// Who is used most.
+pub(super) struct Favourites {
+    /// Most that are pinned.
+    most: usize,
+    review: u64,
+    uses: u64,
+    /// Uses of each unit, of which those of long ago count less.
+    counts: Vec<u32>,
+    is_favourite: Vec<bool>,
+    list: Vec<u32>,
+    /// For the choice, so that it does not allocate.
+    ranking: Vec<u32>,
+}
+
+impl Favourites {
+    pub fn new(units: usize, slots: u32, percent: u32) -> Result<Favourites> {
+        let most = u64::from(slots) * u64::from(percent.min(100)) / 100;
+        let most = most.min(u64::from(slots.saturating_sub(1))) as usize;
+        let units = if most == 0 { 0 } else { units };
+        let (mut counts, mut is_favourite, mut ranking) = (Vec::new(), Vec::new(), Vec::new());
+        counts.try_reserve_exact(units).map_err(|_| Status::NoMem)?;
+        is_favourite.try_reserve_exact(units).map_err(|_| Status::NoMem)?;
+        ranking.try_reserve_exact(units).map_err(|_| Status::NoMem)?;
+        counts.resize(units, 0);
+        is_favourite.resize(units, false);
+        let review = REVIEW_USES * u64::from(slots);
+        Ok(Favourites { most, review, uses: 0, counts, is_favourite, list: Vec::new(), ranking })
+    }
+
+    fn is(&self, unit: u32) -> bool {
+        self.is_favourite.get(unit as usize).copied().unwrap_or(false)
+    }
+
+    /// A use; true when it is time to look who is used most.
+    fn used(&mut self, unit: u32) -> bool {
+        let Some(count) = self.counts.get_mut(unit as usize) else { return false };
+        *count = count.saturating_add(1);
+        self.uses += 1;
+        self.uses % self.review == 0
+    }
+
+    /// Chooses anew; those that were and are no more.
+    fn choose(&mut self) -> Vec<u32> {
+        let counts = &self.counts;
+        self.ranking.clear();
+        self.ranking.extend((0..counts.len() as u32).filter(|&unit| counts[unit as usize] > 1));
+        let key = |unit: &u32| (std::cmp::Reverse(counts[*unit as usize]), *unit);
+        if self.ranking.len() > self.most {
+            self.ranking.select_nth_unstable_by_key(self.most, key);
+            self.ranking.truncate(self.most);
+        }
+        let before = std::mem::replace(&mut self.list, self.ranking.clone());
+        before.iter().for_each(|&unit| self.is_favourite[unit as usize] = false);
+        self.list.iter().for_each(|&unit| self.is_favourite[unit as usize] = true);
+        self.counts.iter_mut().for_each(|count| *count /= 2);
+        before.into_iter().filter(|&unit| !self.is(unit)).collect()
+    }
+}
+
+impl Core {
+    /// An expert was given to the engine.
+    pub(super) fn note_expert(&mut self, unit: u32) -> Result<()> {
+        if !self.favourites.used(unit) {
+            return Ok(());
+        }
+        for unit in self.favourites.choose() {
+            self.pin(unit, false)?;
+        }
+        for at in 0..self.favourites.list.len() {
+            self.pin(self.favourites.list[at], true)?;
+        }
+        Ok(())
+    }
+
+    /// An expert has got a slot.
+    pub(super) fn pin_favourite(&mut self, unit: u32) -> Result<()> {
+        if self.favourites.is(unit) { self.pin(unit, true) } else { Ok(()) }
+    }
+
+    fn pin(&mut self, unit: u32, pinned: bool) -> Result<()> {
+        let slot = self.cells[unit as usize].slot;
+        if slot == NONE { Ok(()) } else { self.experts.pin(slot, pinned) }
+    }
+
+    /// Nobody stays for being used much: the engine needs more at once than the rest holds.
+    pub(super) fn drop_favourites(&mut self) -> Result<()> {
+        for unit in std::mem::take(&mut self.favourites.list) {
+            self.favourites.is_favourite[unit as usize] = false;
+            self.pin(unit, false)?;
+        }
+        Ok(())
+    }
+}
