@@ -5,6 +5,7 @@ use crate::device::Event;
 use crate::fail;
 use crate::stream::core::Core;
 use crate::stream::core::load::{Goal, Rank};
+use crate::stream::core::record::Stage;
 use crate::stream::plan::Home;
 use crate::stream::units::NONE;
 
@@ -187,6 +188,11 @@ impl Core {
             self.record.used(lease.unit, since_ns, now_ns);
         }
         self.advance(now_ns)
+    }
+
+    /// Somebody waited for a unit, for the record.
+    pub fn waited(&mut self, unit: u32, begin_ns: u64, end_ns: u64) {
+        self.record.mark(Stage::Wait, unit, begin_ns, end_ns);
     }
 
     /// A unit that was used at home, for the record.

@@ -2,6 +2,7 @@
 
 use crate::base::status::Result;
 use crate::fail;
+use crate::stream::core::{CHUNK_GRAIN_BYTES, MAX_CHUNK_BYTES};
 use crate::stream::plan::{Inputs, Seat};
 use crate::stream::units::{GRAIN_BYTES, MAX_UNITS, Role};
 
@@ -9,8 +10,6 @@ use crate::stream::units::{GRAIN_BYTES, MAX_UNITS, Role};
 const MAX_MODEL_BYTES: u64 = 1 << 60;
 /// Most slots that can be asked for.
 pub const MAX_SLOTS: u32 = 1 << 16;
-/// Largest chunk.
-pub const MAX_CHUNK_BYTES: u64 = 1 << 30;
 /// What one read or copy moves where nobody says: large enough for a disk's full rate.
 const CHUNK_BYTES: u64 = 8 << 20;
 
@@ -53,12 +52,17 @@ pub(super) fn grains(bytes: u64) -> u64 {
     bytes.div_ceil(GRAIN_BYTES).saturating_mul(GRAIN_BYTES)
 }
 
+/// Rounded up to what chunks are multiples of.
+fn whole(bytes: u64) -> u64 {
+    bytes.div_ceil(CHUNK_GRAIN_BYTES).saturating_mul(CHUNK_GRAIN_BYTES)
+}
+
 /// What one read or copy moves: as wished, else as usual, but not more than the largest
 /// unit has.
 pub(super) fn chunk_bytes(inputs: &Inputs) -> u64 {
     let largest = inputs.units.units.iter().map(|unit| unit.image_bytes).max().unwrap_or(0);
     match inputs.wishes.chunk_bytes {
-        0 => CHUNK_BYTES.min(grains(largest.max(1))),
-        said => grains(said),
+        0 => CHUNK_BYTES.min(whole(largest.max(1))),
+        said => whole(said),
     }
 }

@@ -54,7 +54,7 @@ impl Streamer {
 
     fn acquire_slowly(&self, unit: u32, how: How) -> Result<Held> {
         let shared = &self.shared;
-        let since_ns = shared.now_ns();
+        let mut since_ns: Option<u64> = None;
         let mut waiting: Option<(Why, u64)> = None;
         let mut state = shared.state.lock();
         loop {
@@ -67,6 +67,9 @@ impl Streamer {
             shared.settle(&mut state);
             match want? {
                 Want::Ready(lease) => {
+                    if let Some(since_ns) = since_ns {
+                        state.core.waited(unit, since_ns, now_ns);
+                    }
                     let at = state.places.at(unit, lease.place)?;
                     if lease.place == Goal::Home {
                         shared.gates[unit as usize].fetch_add(1, Ordering::AcqRel);
@@ -79,7 +82,8 @@ impl Streamer {
                 }
                 Want::Wait(_) if how.poll => return Err(Status::Again.into()),
                 Want::Wait(why) => {
-                    if waiting.is_none() && since_ns == now_ns {
+                    if since_ns.is_none() {
+                        since_ns = Some(now_ns);
                         state.waited += 1;
                     }
                     waiting = Some((why, now_ns));
