@@ -181,6 +181,18 @@ impl Places {
         }
     }
 
+    /// Gives all memory back.
+    ///
+    /// # Safety
+    /// Nobody uses any of it, and nothing that does is under way.
+    pub unsafe fn free_all(&mut self) {
+        for unit in 0..self.homes.len() {
+            // SAFETY: the caller's promise.
+            unsafe { self.free_home(unit as u32) };
+        }
+        (self.line, self.experts, self.staging, self.in_place) = (None, None, None, None);
+    }
+
     /// Gives the memory back that a unit in place had while it was in a slot.
     ///
     /// # Safety
@@ -222,6 +234,14 @@ impl Places {
     /// The stretch of addresses that units in place have.
     pub fn range(&self) -> Option<(u64, u64)> {
         self.in_place.as_ref().map(|p| (p.window.address() as u64, p.window.bytes()))
+    }
+}
+
+impl Drop for Places {
+    fn drop(&mut self) {
+        // SAFETY: the last of those who had it: threads have ended, and engines have
+        // promised not to use what they were given any more.
+        unsafe { self.free_all() };
     }
 }
 

@@ -125,6 +125,15 @@ impl Shared {
         self.arrived.notify_all();
     }
 
+    fn close_account(&self) {
+        let closed = self.account.as_ref().map(|account| account.close());
+        if let Some(Err(error)) =
+            closed.filter(|c| !matches!(c, Err(e) if e.status() == Status::Closed))
+        {
+            log::warn!("the account of weights that were closed stays open: {error}");
+        }
+    }
+
     fn end(&self, status: Status) {
         let mut state = self.state.lock();
         state.stop.get_or_insert(status);
@@ -176,6 +185,9 @@ impl Streamer {
         let threads = std::mem::take(&mut *self.threads.lock());
         threads.into_iter().for_each(|thread| drop(thread.join()));
         shared.save_sums();
+        // SAFETY: no unit is in use, and none can be had any more; the threads have ended.
+        unsafe { shared.state.lock().places.free_all() };
+        shared.close_account();
         Ok(())
     }
 }

@@ -21,6 +21,7 @@ use crate::stream::model::Model;
 use crate::stream::places::Places;
 use crate::stream::plan::{Home, Inputs, Links, Memory, Plan, Seat, Wishes};
 use crate::stream::streamer::{Shared, State, Streamer, serve};
+use crate::stream::sums::Sums;
 use crate::stream::sums::sidecar::{default_path, load_or_new};
 use crate::stream::units::Units;
 
@@ -146,47 +147,44 @@ impl Streamer {
             links: opts.links,
             wishes: &opts.wishes,
         })?;
-        Streamer::start(runtime, files, (model, units), plan, memory, opts)
+        let relative: Arc<Mutex<Weak<Shared>>> = Arc::new(Mutex::new(Weak::new()));
+        let account = account_of(&opts, &relative)?;
+        let shared =
+            Shared::new(runtime, files, (model, units), plan, memory, &opts, account.clone());
+        let opened = shared.and_then(|shared| {
+            *relative.lock() = Arc::downgrade(&shared);
+            Streamer::start(shared, opts.readers)
+        });
+        if let (Err(_), Some(account)) = (&opened, account)
+            && let Err(error) = account.close()
+        {
+            log::warn!("the account of weights that were not opened stays open: {error}");
+        }
+        opened
     }
 
-    fn start(
+    fn start(shared: Arc<Shared>, readers: u32) -> Result<Streamer> {
+        let owner: Weak<dyn Owner> = Arc::<Shared>::downgrade(&shared);
+        shared.runtime.add_owner(owner);
+        let readers = if readers == 0 { READERS } else { readers };
+        let threads = serve::start(&shared, readers)?;
+        Ok(Streamer { shared, threads: Mutex::new(threads) })
+    }
+}
+
+impl Shared {
+    /// Everything but the threads.
+    fn new(
         runtime: &Arc<Runtime>,
         files: Arc<dyn FixedFiles>,
         (model, units): (Model, Units),
         plan: Plan,
         memory: Memory,
-        opts: Opts,
-    ) -> Result<Streamer> {
-        let or = |given: &str, default: &'static str| -> String {
-            if given.is_empty() { default.into() } else { given.into() }
-        };
-        let (policy, expert_policy) = (or(&opts.policy, "fifo"), or(&opts.expert_policy, "lru"));
-        let core = Core::new(&Setup {
-            units: &units,
-            plan: &plan,
-            order: opts.order.as_deref(),
-            wrap: !opts.once,
-            in_place: opts.in_place,
-            policy: &policy,
-            expert_policy: &expert_policy,
-            pinned_percent: opts.pinned_percent,
-            marks: opts.marks,
-        })?;
-        let sidecar = opts.sidecar.clone().filter(|_| opts.verify != Verify::Never).map(|path| {
-            if path.as_os_str().is_empty() { default_path(&model.files[0].path) } else { path }
-        });
-        let sums = match &sidecar {
-            None => crate::stream::sums::Sums::new(&units)?,
-            Some(path) => {
-                let (sums, why) = load_or_new(path, &units, &identities(&*files)?)?;
-                if let Some(why) = why {
-                    log::info!("checksums are computed anew: {why}");
-                }
-                sums
-            }
-        };
-        let relative: Arc<Mutex<Weak<Shared>>> = Arc::new(Mutex::new(Weak::new()));
-        let account = account_of(&opts, &relative)?;
+        opts: &Opts,
+        account: Option<Arc<Account>>,
+    ) -> Result<Arc<Shared>> {
+        let core = core_of(&units, &plan, opts)?;
+        let (sums, sidecar) = sums_of(&*files, &model, &units, opts)?;
         let source = crate::stream::places::Source {
             device: opts.device.as_ref(),
             account: account.as_ref(),
@@ -199,12 +197,12 @@ impl Streamer {
             runtime: runtime.clone(),
             model,
             files,
-            device: opts.device,
+            device: opts.device.clone(),
             account,
             sums,
             verify: opts.verify,
             sidecar,
-            wishes: opts.wishes,
+            wishes: opts.wishes.clone(),
             links: opts.links,
             memory,
             reads: Condvar::new(),
@@ -229,18 +227,48 @@ impl Streamer {
             }),
             units,
         });
-        *relative.lock() = Arc::downgrade(&shared);
         {
             let state = shared.state.lock();
             let at_home = (0..count).filter(|&unit| homes[unit] != Home::File);
             at_home.into_iter().try_for_each(|unit| shared.note_home(&state, unit as u32))?;
         }
-        let owner: Weak<dyn Owner> = Arc::<Shared>::downgrade(&shared);
-        runtime.add_owner(owner);
-        let readers = if opts.readers == 0 { READERS } else { opts.readers };
-        let threads = serve::start(&shared, readers)?;
-        Ok(Streamer { shared, threads: Mutex::new(threads) })
+        Ok(shared)
     }
+}
+
+fn core_of(units: &Units, plan: &Plan, opts: &Opts) -> Result<Core> {
+    let or = |given: &str, default: &str| -> String {
+        if given.is_empty() { default.into() } else { given.into() }
+    };
+    let (policy, expert_policy) = (or(&opts.policy, "fifo"), or(&opts.expert_policy, "lru"));
+    Core::new(&Setup {
+        units,
+        plan,
+        order: opts.order.as_deref(),
+        wrap: !opts.once,
+        in_place: opts.in_place,
+        policy: &policy,
+        expert_policy: &expert_policy,
+        pinned_percent: opts.pinned_percent,
+        marks: opts.marks,
+    })
+}
+
+/// The checksums that are known, and where they are kept.
+fn sums_of(
+    files: &dyn FixedFiles,
+    model: &Model,
+    units: &Units,
+    opts: &Opts,
+) -> Result<(Sums, Option<PathBuf>)> {
+    let given = opts.sidecar.clone().filter(|_| opts.verify != Verify::Never);
+    let Some(path) = given else { return Ok((Sums::new(units)?, None)) };
+    let path = if path.as_os_str().is_empty() { default_path(&model.files[0].path) } else { path };
+    let (sums, why) = load_or_new(&path, units, &identities(files)?)?;
+    if let Some(why) = why {
+        log::info!("checksums are computed anew: {why}");
+    }
+    Ok((sums, Some(path)))
 }
 
 fn check(files: &dyn FixedFiles, model: &Model, opts: &Opts) -> Result<()> {
