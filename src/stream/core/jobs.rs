@@ -194,6 +194,7 @@ impl Core {
             Copied::Issued(event) => {
                 let load = self.load(id);
                 load.event = Some(event);
+                load.issued += 1;
                 return Ok(load.is_issued());
             }
             Copied::Done(result) => result,
@@ -245,7 +246,7 @@ impl Core {
             }
             return Ok(());
         }
-        (cell.slot_load, cell.ready, cell.event) = (NONE, true, load.event);
+        (cell.slot_load, cell.ready) = (NONE, true);
         let (slot, used) = (cell.slot, cell.users > 0);
         if cell.is_expert && !used {
             // It stays until who asked for it has come back for it.
@@ -269,15 +270,7 @@ impl Core {
                 self.drop_load(waiting)?;
             }
         } else {
-            cell.slot_load = NONE;
-            let (slot, in_window) = (cell.slot, std::mem::take(&mut cell.in_window));
-            (cell.slot, cell.ready, cell.event) = (NONE, false, None);
-            if in_window {
-                self.window.retain(|&unit| unit != load.unit);
-            }
-            if slot != NONE {
-                self.pool_of(load.unit).empty(slot)?;
-            }
+            self.leave_slot(&load)?;
         }
         self.record.lost(&load);
         if let Some(error) = load.failed {
@@ -285,6 +278,36 @@ impl Core {
             self.cells[load.unit as usize].error = Some(error);
         }
         Ok(())
+    }
+
+    /// A load to a slot has ended before it was there.
+    fn leave_slot(&mut self, load: &Load) -> Result<()> {
+        let cell = &mut self.cells[load.unit as usize];
+        cell.slot_load = NONE;
+        let (slot, in_window) = (cell.slot, std::mem::take(&mut cell.in_window));
+        let used = cell.users > 0;
+        if !used {
+            (cell.slot, cell.event) = (NONE, None);
+        }
+        if in_window {
+            self.window.retain(|&unit| unit != load.unit);
+        }
+        if slot == NONE {
+            return Ok(());
+        }
+        let pool = self.pool_of(load.unit);
+        if load.clear != NONE {
+            // Nothing was written yet, and what was to be given back is still there.
+            pool.set_dirty(slot, load.clear);
+        }
+        if !used {
+            return pool.empty(slot);
+        }
+        // Who was given it early has the slot until it is given back.
+        if in_window {
+            pool.let_go(slot)?;
+        }
+        pool.let_go(slot)
     }
 
     fn end_load(&mut self, id: u32) -> Option<Load> {
@@ -296,6 +319,10 @@ impl Core {
     /// A load is not wanted any more.
     pub(super) fn drop_load(&mut self, id: u32) -> Result<()> {
         let load = self.load(id);
+        if load.is_issued() {
+            // It is all with the device, and somebody may have been given it: it ends itself.
+            return Ok(());
+        }
         load.dropped = true;
         while let Some((_, slot)) = self.load(id).staged.pop_front() {
             self.staging.push(slot);

@@ -58,6 +58,8 @@ pub(super) struct Load {
     pub staged: VecDeque<(u32, u32)>,
     pub reading: u32,
     pub copying: u32,
+    /// Copies that the device was given.
+    pub issued: u32,
     pub done: u32,
     /// Whose memory has to be given back before this may fill its own; [`NONE`] = nobody's.
     pub clear: u32,
@@ -85,6 +87,7 @@ impl Load {
             staged: VecDeque::new(),
             reading: 0,
             copying: 0,
+            issued: 0,
             done: 0,
             clear: NONE,
             clearing: false,
@@ -125,6 +128,6 @@ impl Load {
 
     /// All its copies are with the device, if not done.
     pub fn is_issued(&self) -> bool {
-        self.path != Path::Direct && self.done + self.copying == self.chunks
+        self.path != Path::Direct && self.issued == self.chunks && !self.is_over()
     }
 }

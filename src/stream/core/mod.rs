@@ -23,7 +23,7 @@ pub use want::{Lease, Want, Why};
 
 use std::collections::VecDeque;
 
-use crate::base::status::{Error, Result};
+use crate::base::status::{Error, Result, Status};
 use crate::device::Event;
 use crate::fail;
 use crate::stream::core::chunks::Chunks;
@@ -86,7 +86,7 @@ struct Cell {
     /// Loads to its home and to its slot, or [`NONE`].
     home_load: u32,
     slot_load: u32,
-    /// Of the last copy to its slot.
+    /// Of the last copy to its slot, while somebody has it who was given it early.
     event: Option<Event>,
     /// Its place in the order, or [`NONE`].
     turn: u32,
@@ -126,6 +126,8 @@ pub struct Core {
     kept: Vec<u32>,
     /// Experts that stay because they are used much.
     favourites: Favourites,
+    /// Events that nobody waits for any more.
+    spent: Vec<Event>,
     record: Record,
 }
 
@@ -187,6 +189,7 @@ impl Core {
             opened: Vec::new(),
             kept: Vec::new(),
             favourites,
+            spent: Vec::new(),
             record: Record::new(units, setup.marks)?,
         };
         core.advance(0)?;
@@ -196,6 +199,34 @@ impl Core {
     /// Units that have come home where they are used, since this was asked last.
     pub fn take_opened(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.opened)
+    }
+
+    /// Events that were given to somebody who has given the unit back: they may be released.
+    pub fn take_spent(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.spent)
+    }
+
+    /// Whether somebody who has a unit may still wait for this event of its last copy.
+    pub fn keeps(&self, unit: u32, event: Event) -> bool {
+        let cell = self.cells.get(unit as usize);
+        cell.is_some_and(|cell| cell.users > 0 && cell.event == Some(event))
+    }
+
+    /// Why a unit that was given early has not come whole after all.
+    pub fn spoiled(&self, unit: u32) -> Option<Error> {
+        let cell = self.cells.get(unit as usize).filter(|cell| cell.is_spoiled())?;
+        let lost = || Error::new(Status::Io, "a copy of the unit has failed");
+        Some(cell.error.clone().unwrap_or_else(lost))
+    }
+
+    /// Where a unit lives, and whether it is there.
+    pub fn home_of(&self, unit: u32) -> Option<(Home, bool)> {
+        self.cells.get(unit as usize).map(|cell| (cell.home, cell.is_home))
+    }
+
+    /// Whether a unit is at home where it is used.
+    pub fn is_seated(&self, unit: u32) -> bool {
+        self.cells.get(unit as usize).is_some_and(|cell| cell.seated && cell.is_home)
     }
 
     /// Whether all units with a home in memory are there; how many are not.
@@ -283,6 +314,13 @@ impl Cell {
             since_ns: 0,
             error: None,
         }
+    }
+}
+
+impl Cell {
+    /// It was given early, its load failed, and who has it has not given it back.
+    fn is_spoiled(&self) -> bool {
+        self.slot != NONE && !self.ready && self.slot_load == NONE
     }
 }
 

@@ -157,6 +157,11 @@ impl Pool {
         Ok(())
     }
 
+    /// Whose bytes were the last to come there.
+    pub fn set_dirty(&mut self, slot: u32, unit: u32) {
+        self.slots[slot as usize].dirty = unit;
+    }
+
     /// It may be written after this event.
     pub fn set_after(&mut self, slot: u32, after: Option<Event>) {
         self.slots[slot as usize].after = after;

@@ -74,12 +74,11 @@ impl Core {
     fn serve(&mut self, unit: u32, issued: bool, now_ns: u64) -> Result<Lease> {
         let at = unit as usize;
         let slot = self.cells[at].slot;
-        let event = if issued {
+        if issued {
             let load = self.cells[at].slot_load;
-            self.load(load).event
-        } else {
-            self.cells[at].event
-        };
+            self.cells[at].event = self.load(load).event;
+        }
+        let event = self.cells[at].event;
         self.pool_of(unit).hold(slot)?;
         self.pool_of(unit).touch(slot, now_ns)?;
         let cell = &mut self.cells[at];
@@ -119,6 +118,9 @@ impl Core {
     /// Brings a unit to a slot, or makes haste where it is on its way.
     fn fetch(&mut self, unit: u32, rank: Rank, now_ns: u64) -> Result<()> {
         let cell = &self.cells[unit as usize];
+        if cell.is_spoiled() {
+            fail!(Busy, "unit {unit} has not come whole and is in use: give it back first");
+        }
         if cell.home == Home::Host && !cell.is_home {
             self.want_home(unit)?;
         }
@@ -186,6 +188,7 @@ impl Core {
         }
         if over {
             self.record.used(lease.unit, since_ns, now_ns);
+            self.last_left(lease.unit)?;
         }
         self.advance(now_ns)
     }
@@ -193,6 +196,21 @@ impl Core {
     /// Somebody waited for a unit, for the record.
     pub fn waited(&mut self, unit: u32, begin_ns: u64, end_ns: u64) {
         self.record.mark(Stage::Wait, unit, begin_ns, end_ns);
+    }
+
+    /// The last user of a unit in a slot has gone.
+    fn last_left(&mut self, unit: u32) -> Result<()> {
+        let cell = &mut self.cells[unit as usize];
+        let event = cell.event.take();
+        if cell.slot_load != NONE {
+            return Ok(()); // who copies looks after the event
+        }
+        let (slot, spoiled) = (cell.slot, cell.is_spoiled());
+        if spoiled {
+            cell.slot = NONE;
+        }
+        self.spent.extend(event);
+        if spoiled { self.pool_of(unit).empty(slot) } else { Ok(()) }
     }
 
     /// A unit that was used at home, for the record.
@@ -210,7 +228,7 @@ impl Core {
         self.let_go_kept(units)?;
         for &unit in units {
             let cell = &mut self.cells[unit as usize];
-            if cell.seated || cell.slot_load != NONE {
+            if cell.seated || cell.slot_load != NONE || cell.is_spoiled() {
                 continue;
             }
             if cell.ready {

@@ -42,7 +42,11 @@ impl Core {
             // for a slot; a load that was dropped has to end first.
             let slot = cell.slot;
             let near = self.window.iter().all(|&unit| self.cells[unit as usize].slot != NONE);
-            if slot == NONE || !near || self.window.len() >= self.line.len() as usize {
+            if slot == NONE
+                || cell.is_spoiled()
+                || !near
+                || self.window.len() >= self.line.len() as usize
+            {
                 return Ok(false);
             }
             self.line.hold(slot)?;

@@ -94,7 +94,9 @@ impl Streamer {
     }
 
     /// Gives a unit back. `after`: the device's event after which its memory may be used
-    /// for another; none = now.
+    /// for another; none = now. When it was given early and a copy has failed since, it is
+    /// given back all the same, and the error is that of the copy: what was computed with it
+    /// is wrong.
     pub fn release(&self, held: &Held, after: Option<Event>) -> Result<()> {
         let (shared, lease) = (&self.shared, &held.lease);
         let Some(gate) = shared.gates.get(lease.unit as usize) else {
@@ -115,10 +117,14 @@ impl Streamer {
             return Ok(());
         }
         let mut state = shared.state.lock();
+        let spoiled = state.core.spoiled(lease.unit);
         state.core.release(lease, after, shared.now_ns())?;
         state.leased = state.leased.saturating_sub(1);
         shared.settle(&mut state);
-        Ok(())
+        let spent = state.core.take_spent();
+        drop(state);
+        shared.release_events(&spent);
+        spoiled.map_or(Ok(()), Err)
     }
 
     /// The engine will use these units: they are fetched as far as there is room.

@@ -5,6 +5,7 @@ mod homes;
 mod look;
 mod open;
 mod serve;
+mod verify;
 
 pub use acquire::{Held, How};
 pub use look::{LinkUse, Progress};

@@ -28,12 +28,13 @@ pub(super) fn start(shared: &Arc<Shared>, readers: u32) -> Result<Vec<JoinHandle
         let started = spawn(name.into(), move || {
             let lived = panic::catch(|| if is_reader { own.read_all() } else { own.copy_all() });
             let mut state = own.state.lock();
+            let lived = lived.and_then(|told| told.map_err(|error| error.to_string()));
+            state.broken |= lived.is_err();
+            state.threads -= 1;
+            drop(state); // whoever is told of a defect asks for it
             if let Err(text) = lived {
-                state.broken = true;
                 own.runtime.poison(&text);
             }
-            state.threads -= 1;
-            drop(state);
             own.end(Status::Closed);
         });
         match started {
@@ -50,7 +51,7 @@ pub(super) fn start(shared: &Arc<Shared>, readers: u32) -> Result<Vec<JoinHandle
 }
 
 impl Shared {
-    fn read_all(&self) {
+    fn read_all(&self) -> Result<()> {
         let mut state = self.state.lock();
         while state.check().is_ok() {
             let Some(read) = state.core.take_read(self.now_ns()) else {
@@ -92,23 +93,22 @@ impl Shared {
             {
                 state.verified[unit as usize] = true;
             }
-            self.note(&mut state, told);
+            self.settle(&mut state);
+            told?; // an error would be a defect of ours
         }
-    }
-
-    /// What the core says to what it was told: an error would be a defect of ours.
-    fn note(&self, state: &mut crate::stream::streamer::State, told: Result<bool>) {
-        if let Err(error) = told {
-            self.runtime.poison(error.message());
-            state.broken = true;
-        }
-        self.settle(state);
+        Ok(())
     }
 
     /// # Safety
     /// The grains that `address` and the chunk's length lie in are memory that nobody else
     /// touches.
-    unsafe fn read(&self, unit: u32, chunk: &Chunk, address: u64, verify: bool) -> Result<()> {
+    pub(super) unsafe fn read(
+        &self,
+        unit: u32,
+        chunk: &Chunk,
+        address: u64,
+        verify: bool,
+    ) -> Result<()> {
         let (offset, start) = (chunk.read_offset, address - lead(chunk));
         debug_assert!(start % GRAIN_BYTES == 0, "a chunk lies in its image as in its file");
         let all = chunk.read_bytes;
@@ -142,9 +142,8 @@ impl Shared {
         path.map_or(error.clone(), |path| error.within(&path.to_string()))
     }
 
-    fn copy_all(&self) {
-        let Some(device) = &self.device else { return };
-        let asynchronous = device.facts().asynchronous;
+    fn copy_all(&self) -> Result<()> {
+        let Some(device) = &self.device else { return Ok(()) };
         let mut issued: VecDeque<(Copy, Event)> = VecDeque::new();
         let mut state = self.state.lock();
         loop {
@@ -176,18 +175,32 @@ impl Shared {
             } else if let Some((copy, event)) = issued.pop_front() {
                 drop(state);
                 let result = device.wait(event, 0);
-                if asynchronous && let Err(error) = device.release(event) {
-                    log::debug!("an event stays with its device: {error}");
-                }
                 state = self.state.lock();
-                state.core.copied(&copy, Copied::Done(result), self.now_ns())
+                let told = state.core.copied(&copy, Copied::Done(result), self.now_ns());
+                if !state.core.keeps(copy.unit, event) {
+                    self.release_events(&[event]);
+                }
+                told
             } else if going {
                 self.copies.wait(&mut state);
                 continue;
             } else {
-                return;
+                return Ok(());
             };
-            self.note(&mut state, told);
+            self.settle(&mut state);
+            told?;
+        }
+    }
+
+    /// Gives events back to the device.
+    pub(super) fn release_events(&self, events: &[Event]) {
+        let Some(device) = self.device.as_ref().filter(|device| device.facts().asynchronous) else {
+            return;
+        };
+        for &event in events {
+            if let Err(error) = device.release(event) {
+                log::debug!("an event stays with its device: {error}");
+            }
         }
     }
 
