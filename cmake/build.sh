@@ -9,7 +9,8 @@
 # One cargo call for each crate type: a call that makes both silently drops LTO.
 # Honours CARGO, CARGO_TARGET_DIR, CARGO_BUILD_TARGET, CARGO_NET_OFFLINE, RUSTFLAGS,
 # LD, OBJCOPY and AR. KVTIER_CARGO_ARGS is handed to cargo (cmake/vendor.sh prints some).
-# KVTIER_PLAIN_ARCHIVE=1 leaves the archive as rustc makes it.
+# KVTIER_PLAIN_ARCHIVE=1 leaves the archive as rustc makes it; KVTIER_CRATE_TYPES=cdylib
+# makes no archive at all.
 set -eu
 out=${1:?usage: cmake/build.sh OUTDIR [PROFILE]}
 profile=${2:-release}
@@ -51,7 +52,8 @@ seal() {
     rm -f "$one"
 }
 
-for type in cdylib staticlib; do
+types=${KVTIER_CRATE_TYPES:-cdylib staticlib}
+for type in $types; do
     # shellcheck disable=SC2086
     "$cargo" rustc --locked --lib --no-default-features --profile "$profile" \
         --crate-type $type ${KVTIER_CARGO_ARGS:-}
@@ -61,9 +63,9 @@ for type in cdylib staticlib; do
     esac
     cp "$artifacts/$built" "$out/lib/$built.new"
 done
-if [ -z "${KVTIER_PLAIN_ARCHIVE:-}" ]; then
-    seal "$out/lib/libkvtier.a.new"
-fi
+case $types in
+    *staticlib*) [ -n "${KVTIER_PLAIN_ARCHIVE:-}" ] || seal "$out/lib/libkvtier.a.new" ;;
+esac
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 minor=${version%.*}
@@ -73,7 +75,7 @@ cd "$out/lib"
 place() {
     if cmp -s "$1" "$2"; then rm -f "$1"; else chmod "$3" "$1" && mv -f "$1" "$2"; fi
 }
-place libkvtier.a.new libkvtier.a 644
+case $types in *staticlib*) place libkvtier.a.new libkvtier.a 644 ;; esac
 place libkvtier.so.new "libkvtier.so.$version" 755
 ln -sf "libkvtier.so.$version" "libkvtier.so.$soversion"
 ln -sf "libkvtier.so.$soversion" libkvtier.so

@@ -17,7 +17,8 @@ for tool in abidw abidiff xz; do
     command -v "$tool" >/dev/null || { echo "SKIP: $tool is not here"; exit 77; }
 done
 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$root/target}
-export CARGO_TARGET_DIR
+KVTIER_CRATE_TYPES=cdylib
+export CARGO_TARGET_DIR KVTIER_CRATE_TYPES
 
 # dump TREE OUTDIR XML: the interface of the library in OUTDIR, as TREE's header shows it.
 dump() {
