@@ -252,7 +252,11 @@ fn host(bytes: u64, pinned: bool, source: &Source) -> Result<Buffer> {
         account: source.account.cloned(),
         ..MemoryWish::default()
     };
-    Buffer::map(&wish, source.faults)
+    let buffer = Buffer::map(&wish, source.faults)?;
+    // Direct reads touch every page for the first time: fewer of them is faster. Whole huge
+    // pages would take more than the plan says.
+    buffer.prefer_huge();
+    Ok(buffer)
 }
 
 fn on_device(bytes: u64, source: &Source) -> Result<Block> {

@@ -43,11 +43,11 @@ impl Streamer {
         };
         if !shared.noted {
             // Nothing to decide where it is at home: one atomic operation, no lock.
-            if gate.fetch_add(1, Ordering::AcqRel) & OPEN != 0 {
+            let enter = |word: u32| (word & OPEN != 0 && word & USERS < USERS).then_some(word + 1);
+            if gate.fetch_update(Ordering::AcqRel, Ordering::Acquire, enter).is_ok() {
                 shared.quick.fetch_add(1, Ordering::Relaxed);
                 return Ok(shared.at_home(unit));
             }
-            shared.leave(unit);
         }
         self.acquire_slowly(unit, how)
     }
@@ -72,7 +72,7 @@ impl Streamer {
                     }
                     let at = state.places.at(unit, lease.place)?;
                     if lease.place == Goal::Home {
-                        shared.gates[unit as usize].fetch_add(1, Ordering::AcqRel);
+                        shared.enter(unit)?;
                     } else {
                         state.leased += 1;
                     }
@@ -103,8 +103,9 @@ impl Streamer {
             fail!(Invalid, "unit {} of {}", lease.unit, shared.gates.len());
         };
         if lease.place == Goal::Home {
+            let unused = || fail!(State, "unit {} is not in use: it was given back", lease.unit);
             if gate.load(Ordering::Acquire) & USERS == 0 {
-                fail!(State, "unit {} is not in use: it was given back before", lease.unit);
+                return unused();
             }
             if shared.noted {
                 let mut state = shared.state.lock();
@@ -113,8 +114,7 @@ impl Streamer {
             if let Some(event) = after {
                 shared.wait_event(event)?;
             }
-            shared.leave(lease.unit);
-            return Ok(());
+            return if shared.leave(lease.unit) { Ok(()) } else { unused() };
         }
         let mut state = shared.state.lock();
         let spoiled = state.core.spoiled(lease.unit);
@@ -172,13 +172,27 @@ impl Shared {
         }
     }
 
-    /// A user of a home less. The last one lets the home move, if it is to.
-    pub(super) fn leave(&self, unit: u32) {
-        let before = self.gates[unit as usize].fetch_sub(1, Ordering::AcqRel);
+    /// A user of a home more, under the lock.
+    fn enter(&self, unit: u32) -> Result<()> {
+        let more = |word: u32| (word & USERS < USERS).then_some(word + 1);
+        match self.gates[unit as usize].fetch_update(Ordering::AcqRel, Ordering::Acquire, more) {
+            Ok(_) => Ok(()),
+            Err(_) => fail!(Limit, "unit {unit} has {USERS} users: give it back"),
+        }
+    }
+
+    /// A user of a home less; false: it had none. The last one lets the home move, if it is to.
+    fn leave(&self, unit: u32) -> bool {
+        let less = |word: u32| (word & USERS > 0).then(|| word - 1);
+        let gate = &self.gates[unit as usize];
+        let Ok(before) = gate.fetch_update(Ordering::AcqRel, Ordering::Acquire, less) else {
+            return false;
+        };
         if before & LEAVING != 0 && before & USERS == 1 {
             let mut state = self.state.lock();
             self.settle(&mut state);
         }
+        true
     }
 
     fn wait(

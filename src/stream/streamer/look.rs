@@ -4,7 +4,7 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::Ordering;
 use crate::fail;
 use crate::io::fixed::identity::identities;
-use crate::stream::core::{LayerCount, Mark, Stats};
+use crate::stream::core::{Goal, LayerCount, Mark, Stats};
 use crate::stream::model::Model;
 use crate::stream::plan::{Forecast, Links, Plan};
 use crate::stream::streamer::{Shared, Streamer};
@@ -77,6 +77,19 @@ impl Streamer {
     /// The addresses of units in place: the first, and how many bytes.
     pub fn range(&self) -> Option<(u64, u64)> {
         self.shared.state.lock().places.range()
+    }
+
+    /// The address of a unit in place, and how many bytes it has.
+    pub fn fixed(&self, unit: u32) -> Result<(u64, u64)> {
+        let units = &self.shared.units.units;
+        let Some(found) = units.get(unit as usize) else {
+            fail!(Invalid, "unit {unit} of {}", units.len());
+        };
+        let state = self.shared.state.lock();
+        if state.places.range().is_none() {
+            fail!(State, "units are not in place: they have the addresses that they are had at");
+        }
+        Ok((state.places.at(unit, Goal::Home)?.address, found.image_bytes))
     }
 
     /// What it has done.

@@ -9,7 +9,7 @@ mod verify;
 
 pub use acquire::{Held, How};
 pub use look::{LinkUse, Progress};
-pub use open::{Opts, Verify};
+pub use open::{Opts, Verify, memory_of};
 
 use std::path::PathBuf;
 
@@ -118,12 +118,21 @@ impl Shared {
     /// nobody uses may be others, and whoever waits looks again.
     pub fn settle(&self, state: &mut State) {
         for unit in state.core.take_opened() {
-            self.gates[unit as usize].fetch_or(OPEN, Ordering::AcqRel);
+            if state.stop.is_none() {
+                self.gates[unit as usize].fetch_or(OPEN, Ordering::AcqRel);
+            }
         }
         self.move_homes(state);
         self.reads.notify_all();
         self.copies.notify_all();
         self.arrived.notify_all();
+    }
+
+    /// Nobody comes without the lock any more, and with it they are told why.
+    fn shut_gates(&self) {
+        for gate in &self.gates {
+            gate.fetch_and(!OPEN, Ordering::AcqRel);
+        }
     }
 
     fn close_account(&self) {
@@ -138,6 +147,7 @@ impl Shared {
     fn end(&self, status: Status) {
         let mut state = self.state.lock();
         state.stop.get_or_insert(status);
+        self.shut_gates();
         drop(state);
         self.reads.notify_all();
         self.copies.notify_all();
@@ -160,9 +170,16 @@ impl Streamer {
     /// reads and copies that are under way. [`Status::Busy`] while units are in use.
     pub fn close(&self, deadline_ns: u64) -> Result<()> {
         let shared = &self.shared;
-        let used = shared.used_homes();
         let mut state = shared.state.lock();
+        let is_open = |gate: &AtomicU32| gate.load(Ordering::Acquire) & OPEN != 0;
+        let open: Vec<bool> = shared.gates.iter().map(is_open).collect();
+        // Shut before users are counted: none may come behind the count.
+        shared.shut_gates();
+        let used = shared.used_homes();
         if state.leased > 0 || used > 0 {
+            for (gate, _) in shared.gates.iter().zip(open).filter(|(_, open)| *open) {
+                gate.fetch_or(OPEN, Ordering::AcqRel);
+            }
             let count = state.leased + used;
             let text = format!("{count} units are in use: give them back first");
             return Err(Error::new(Status::Busy, text));

@@ -289,7 +289,7 @@ fn check(files: &dyn FixedFiles, model: &Model, opts: &Opts) -> Result<()> {
 }
 
 /// What memory there is: of the machine, of the cgroup, of the budget.
-fn memory_of(opts: &Opts) -> Memory {
+pub fn memory_of(opts: &Opts) -> Memory {
     let facts = MemoryFacts::probe();
     let limit = facts.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes);
     let mut memory = Memory {
