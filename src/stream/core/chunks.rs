@@ -7,7 +7,7 @@ use crate::stream::units::{Chunk, Units};
 /// Least size of a chunk, and what chunks are multiples of: a block of the checksums.
 pub const CHUNK_GRAIN_BYTES: u64 = 1 << 20;
 /// Largest size of a chunk.
-pub const MAX_CHUNK_BYTES: u64 = 1 << 28;
+pub const MAX_CHUNK_BYTES: u64 = 1 << 30;
 /// Most chunks of a model.
 const MAX_CHUNKS: usize = 1 << 26;
 
