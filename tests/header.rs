@@ -66,6 +66,14 @@ fn generated() -> String {
         "offload_move",
         "offload_keep",
         "offload_fork",
+        "model",
+        "model_look",
+        "model_table",
+        "stream_opts",
+        "stream_plan",
+        "stream",
+        "stream_use",
+        "stream_look",
     ];
     let rank = |path: &Path| {
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or("");

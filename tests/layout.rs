@@ -15,6 +15,9 @@ use kvtier::ffi::feature::*;
 use kvtier::ffi::job::*;
 use kvtier::ffi::kernel::*;
 use kvtier::ffi::media::*;
+use kvtier::ffi::model::*;
+use kvtier::ffi::model_look::*;
+use kvtier::ffi::model_table::*;
 use kvtier::ffi::namespace::*;
 use kvtier::ffi::namespace_look::*;
 use kvtier::ffi::offload::*;
@@ -39,6 +42,11 @@ use kvtier::ffi::sparse_rows::*;
 use kvtier::ffi::store::*;
 use kvtier::ffi::store_events::*;
 use kvtier::ffi::store_rows::*;
+use kvtier::ffi::stream::*;
+use kvtier::ffi::stream_look::*;
+use kvtier::ffi::stream_opts::*;
+use kvtier::ffi::stream_plan::*;
+use kvtier::ffi::stream_use::*;
 use kvtier::ffi::trace::*;
 use kvtier::ffi::work::*;
 
@@ -79,7 +87,7 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_close_report_t {
             struct_size, queues, buffers, budgets, accounts, ops, stores, namespaces, sessions,
-            offloads,
+            offloads, streamers,
         }
         kvt_runtime_stats_t {
             struct_size, ops_submitted, ops_open, ops_live, ops_queued, ops_refused, workers,
@@ -308,6 +316,60 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_clear_report_t { struct_size, gone_chunks, held_chunks, moving_chunks }
         kvt_demote_report_t { struct_size, freed_chunks, leaving_chunks, staying_chunks }
+        kvt_text_t { text, bytes }
+        kvt_model_info_t {
+            struct_size, bytes, format, files, units, tensors, architecture, architecture_bytes,
+            layers, hidden, heads, kv_heads, key_dim, value_dim, context, vocabulary, experts,
+            experts_used, fingerprint,
+        }
+        kvt_model_file_t { struct_size, path, path_bytes, bytes }
+        kvt_unit_t { struct_size, name, name_bytes, role, layer, expert, parts, bytes, image_bytes }
+        kvt_tensor_t {
+            struct_size, name, name_bytes, dtype, dtype_bytes, dims, dim_count, file, offset, bytes,
+            parts, reserved,
+        }
+        kvt_part_t { tensor, unit, at, from, bytes }
+        kvt_file_range_t { file, reserved, offset, bytes }
+        kvt_unit_entry_t { name, name_bytes, role, layer, expert, reserved, ranges, range_count }
+        kvt_model_table_t {
+            struct_size, flags, paths, path_count, path_stride_bytes, units, unit_count,
+            unit_stride_bytes, range_stride_bytes,
+        }
+        kvt_stream_terms_t {
+            struct_size, flags, seat, mode, placement, slots, device_ceiling_bytes,
+            host_ceiling_bytes, device_safety_bytes, host_reserve_bytes, context, sequences,
+            kv_number_bytes, processor_layers, kv_bytes, workspace_bytes, hidden_bytes,
+            expert_slots, reserved, staging_bytes, chunk_bytes, layer_compute_ns, disk_bytes_per_s,
+            device_bytes_per_s, processor_bytes_per_s,
+        }
+        kvt_stream_memory_t {
+            struct_size, device_free_bytes, host_free_bytes, host_total_bytes, lockable_bytes,
+        }
+        kvt_stream_opts_t {
+            struct_size, flags, model, terms, budget, priority, order, order_count, policy,
+            policy_bytes, expert_policy, expert_policy_bytes, sidecar, sidecar_bytes, verify,
+            readers, depth, marks, pinned_percent, reserved,
+        }
+        kvt_stream_plan_t {
+            struct_size, seat, mode, device_units, host_units, file_units, slots, slot_bytes,
+            expert_slots, reserved, expert_slot_bytes, staging_bytes, chunk_bytes, device_bytes,
+            host_bytes, pinned_bytes,
+        }
+        kvt_forecast_t {
+            struct_size, pass_ns, first_ns, bound_ns, compute_ns, device_ns, disk_ns, device_bytes,
+            disk_bytes, tokens_per_s, binding, reserved,
+        }
+        kvt_unit_home_t { home, on_processor }
+        kvt_held_t { struct_size, address, bytes, unit, memory, place, event, since_ns }
+        kvt_stream_room_t { struct_size, flags, host_bytes, device_bytes, context, reserved }
+        kvt_stream_progress_t { struct_size, missing, homes, read_bytes }
+        kvt_stream_stats_t {
+            struct_size, passes, pass_ns, acquires, waited, wait_read_ns, wait_copy_ns,
+            wait_slot_ns, use_ns, read_bytes, read_ns, read_ceiling, copied_bytes, copy_ns,
+            copy_ceiling, wasted_bytes, failed, expert_hits, expert_misses,
+        }
+        kvt_layer_count_t { layer, reserved, hits, misses, bytes }
+        kvt_stream_mark_t { stage, unit, begin_ns, end_ns }
     }
 }
 

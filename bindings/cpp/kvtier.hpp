@@ -1396,6 +1396,7 @@ private:
 #include "kvtier_store.hpp"
 #include "kvtier_offload.hpp"
 #include "kvtier_sparse.hpp"
+#include "kvtier_stream.hpp"
 
 #undef KVTIER_FACE_
 

@@ -109,7 +109,7 @@ static inline void close_runtime(kvt_runtime_t **runtime) {
     CHECK_OK(kvt_runtime_close(runtime, in_ms(60000), &report, NULL));
     CHECK(*runtime == NULL);
     CHECK_EQ(report.queues + report.buffers + report.budgets + report.accounts + report.ops, 0);
-    CHECK_EQ(report.stores + report.namespaces + report.sessions, 0);
+    CHECK_EQ(report.stores + report.namespaces + report.sessions + report.streamers, 0);
 }
 
 static inline kvt_queue_t *open_queue(const kvt_runtime_t *runtime, uint64_t capacity) {

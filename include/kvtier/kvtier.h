@@ -39,6 +39,8 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_DEMOTE_REPORT_INIT KVT_INIT_(kvt_demote_report_t)
 #define KVT_ERROR_INFO_INIT KVT_INIT_(kvt_error_info_t)
 #define KVT_FEATURE_INIT KVT_INIT_(kvt_feature_t)
+#define KVT_FORECAST_INIT KVT_INIT_(kvt_forecast_t)
+#define KVT_HELD_INIT KVT_INIT_(kvt_held_t)
 #define KVT_IDENTITY_INIT KVT_INIT_(kvt_identity_t)
 #define KVT_INDEX_INIT KVT_INIT_(kvt_index_t)
 #define KVT_JOB_INFO_INIT KVT_INIT_(kvt_job_info_t)
@@ -46,6 +48,9 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_KERNEL_LIMITS_INIT KVT_INIT_(kvt_kernel_limits_t)
 #define KVT_LAYOUT_INIT KVT_INIT_(kvt_layout_t)
 #define KVT_LOOKUP_INIT KVT_INIT_(kvt_lookup_t)
+#define KVT_MODEL_FILE_INIT KVT_INIT_(kvt_model_file_t)
+#define KVT_MODEL_INFO_INIT KVT_INIT_(kvt_model_info_t)
+#define KVT_MODEL_TABLE_INIT KVT_INIT_(kvt_model_table_t)
 #define KVT_MOVE_INIT KVT_INIT_(kvt_move_t)
 #define KVT_OFFLOAD_KV_INIT KVT_INIT_(kvt_offload_kv_t)
 #define KVT_OFFLOAD_OPTS_INIT KVT_INIT_(kvt_offload_opts_t)
@@ -86,11 +91,20 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_SPARSE_TRAITS_INIT KVT_INIT_(kvt_sparse_traits_t)
 #define KVT_STORE_OPTS_INIT KVT_INIT_(kvt_store_opts_t)
 #define KVT_STORE_STATS_INIT KVT_INIT_(kvt_store_stats_t)
+#define KVT_STREAM_MEMORY_INIT KVT_INIT_(kvt_stream_memory_t)
+#define KVT_STREAM_OPTS_INIT KVT_INIT_(kvt_stream_opts_t)
+#define KVT_STREAM_PLAN_INIT KVT_INIT_(kvt_stream_plan_t)
+#define KVT_STREAM_PROGRESS_INIT KVT_INIT_(kvt_stream_progress_t)
+#define KVT_STREAM_ROOM_INIT KVT_INIT_(kvt_stream_room_t)
+#define KVT_STREAM_STATS_INIT KVT_INIT_(kvt_stream_stats_t)
+#define KVT_STREAM_TERMS_INIT KVT_INIT_(kvt_stream_terms_t)
 #define KVT_SUBMIT_OPTS_INIT KVT_INIT_(kvt_submit_opts_t)
+#define KVT_TENSOR_INIT KVT_INIT_(kvt_tensor_t)
 #define KVT_THERE_INIT KVT_INIT_(kvt_there_t)
 #define KVT_TIER_REPORT_INIT KVT_INIT_(kvt_tier_report_t)
 #define KVT_TRACE_INFO_INIT KVT_INIT_(kvt_trace_info_t)
 #define KVT_TRACE_OPTS_INIT KVT_INIT_(kvt_trace_opts_t)
+#define KVT_UNIT_INIT KVT_INIT_(kvt_unit_t)
 
 
 /**
@@ -896,6 +910,256 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_OFFLOAD_CHOSEN 1
 
 /**
+ * Of no layer, or no expert.
+ */
+#define KVT_NONE 4294967295
+
+/**
+ * kvt_model_info_t.format: GGUF, one file or split.
+ */
+#define KVT_FORMAT_GGUF 1
+
+/**
+ * kvt_model_info_t.format: safetensors, one file or sharded.
+ */
+#define KVT_FORMAT_SAFETENSORS 2
+
+/**
+ * kvt_model_info_t.format: byte ranges that the engine has named.
+ */
+#define KVT_FORMAT_TABLE 3
+
+/**
+ * kvt_unit_t.role: something else.
+ */
+#define KVT_ROLE_OTHER 0
+
+/**
+ * kvt_unit_t.role: a layer, without its experts.
+ */
+#define KVT_ROLE_LAYER 1
+
+/**
+ * kvt_unit_t.role: an expert of a layer.
+ */
+#define KVT_ROLE_EXPERT 2
+
+/**
+ * kvt_unit_t.role: what symbols are looked up in.
+ */
+#define KVT_ROLE_EMBEDDING 3
+
+/**
+ * kvt_unit_t.role: what comes between the last layer and the head.
+ */
+#define KVT_ROLE_NORM 4
+
+/**
+ * kvt_unit_t.role: what makes symbols of a hidden state.
+ */
+#define KVT_ROLE_HEAD 5
+
+/**
+ * kvt_stream_terms_t.seat: the engine computes on the processor, with weights in host memory.
+ */
+#define KVT_SEAT_HOST 1
+
+/**
+ * kvt_stream_terms_t.seat: the engine computes on a device. For plans alone: a streamer has
+ * no device yet.
+ */
+#define KVT_SEAT_DEVICE 2
+
+/**
+ * kvt_stream_terms_t.mode: residents stay, the others pass through a few slots.
+ */
+#define KVT_STREAM_TIERED 0
+
+/**
+ * kvt_stream_terms_t.mode: nothing stays, all memory is slots, and a policy says who leaves.
+ * For orders that nobody knows; slower where the order is known.
+ */
+#define KVT_STREAM_RING 1
+
+/**
+ * kvt_stream_terms_t.placement: residents at equal distances.
+ */
+#define KVT_PLACE_INTERLEAVED 0
+
+/**
+ * kvt_stream_terms_t.placement: the first units.
+ */
+#define KVT_PLACE_FIRST 1
+
+/**
+ * kvt_stream_terms_t.placement: the last units.
+ */
+#define KVT_PLACE_LAST 2
+
+/**
+ * device_ceiling_bytes is meant as it is, also when it is 0.
+ */
+#define KVT_TERMS_DEVICE_CEILING 1
+
+/**
+ * host_ceiling_bytes is meant as it is, also when it is 0.
+ */
+#define KVT_TERMS_HOST_CEILING 2
+
+/**
+ * device_safety_bytes is meant as it is, also when it is 0.
+ */
+#define KVT_TERMS_DEVICE_SAFETY 4
+
+/**
+ * host_reserve_bytes is meant as it is, also when it is 0.
+ */
+#define KVT_TERMS_HOST_RESERVE 8
+
+/**
+ * kv_bytes is meant as it is, also when it is 0.
+ */
+#define KVT_TERMS_KV 16
+
+/**
+ * expert_slots is meant as it is, also when it is 0.
+ */
+#define KVT_TERMS_EXPERT_SLOTS 32
+
+/**
+ * kvt_stream_opts_t.flags: the disk is measured first, if its speed is not said: that reads
+ * up to 256 MiB.
+ */
+#define KVT_STREAM_MEASURE 1
+
+/**
+ * No pass follows a pass: nothing is fetched ahead across its end.
+ */
+#define KVT_STREAM_ONCE 2
+
+/**
+ * Every unit has an address of its own, which never changes, and memory only while it is
+ * there: see kvt_stream_fixed.
+ */
+#define KVT_STREAM_IN_PLACE 4
+
+/**
+ * Files are read through the page cache, which is told to forget what was read.
+ */
+#define KVT_STREAM_BUFFERED 8
+
+/**
+ * Without io_uring.
+ */
+#define KVT_STREAM_NO_URING 16
+
+/**
+ * By copies out of a memory map: slow, and there to be compared with. A file that is cut
+ * short while it is read ends the process (SIGBUS).
+ */
+#define KVT_STREAM_MAPPED 32
+
+/**
+ * Checksums are kept: in the file `sidecar`, beside the model if that is empty.
+ */
+#define KVT_STREAM_SIDECAR 64
+
+/**
+ * pinned_percent is meant as it is, also when it is 0.
+ */
+#define KVT_STREAM_PINNED 128
+
+/**
+ * kvt_stream_opts_t.verify: bytes are not compared with checksums.
+ */
+#define KVT_VERIFY_NEVER 0
+
+/**
+ * When a unit is read for the first time; checksums that nobody knows are noted.
+ */
+#define KVT_VERIFY_FIRST 1
+
+/**
+ * Whenever it is read.
+ */
+#define KVT_VERIFY_ALWAYS 2
+
+/**
+ * kvt_unit_home_t.home: the file alone.
+ */
+#define KVT_HOME_FILE 1
+
+/**
+ * kvt_unit_home_t.home: host memory.
+ */
+#define KVT_HOME_HOST 2
+
+/**
+ * kvt_unit_home_t.home: memory of the device.
+ */
+#define KVT_HOME_DEVICE 3
+
+/**
+ * kvt_forecast_t.binding: computing.
+ */
+#define KVT_BINDING_COMPUTE 1
+
+/**
+ * kvt_forecast_t.binding: the way to the device.
+ */
+#define KVT_BINDING_DEVICE 2
+
+/**
+ * kvt_forecast_t.binding: the disk.
+ */
+#define KVT_BINDING_DISK 3
+
+/**
+ * A plan as text for people.
+ */
+#define KVT_PLAN_TEXT 0
+
+/**
+ * A plan as one JSON object.
+ */
+#define KVT_PLAN_JSON 1
+
+/**
+ * kvt_stream_acquire: does not wait; KVT_E_AGAIN when the unit is not there.
+ */
+#define KVT_ACQUIRE_POLL 1
+
+/**
+ * host_bytes is meant as it is, also when it is 0.
+ */
+#define KVT_ROOM_HOST 1
+
+/**
+ * device_bytes is meant as it is, also when it is 0.
+ */
+#define KVT_ROOM_DEVICE 2
+
+/**
+ * kvt_stream_mark_t.stage: a chunk was read.
+ */
+#define KVT_STAGE_READ 1
+
+/**
+ * kvt_stream_mark_t.stage: a chunk was copied to the device.
+ */
+#define KVT_STAGE_COPY 2
+
+/**
+ * kvt_stream_mark_t.stage: the engine had a unit.
+ */
+#define KVT_STAGE_USE 3
+
+/**
+ * kvt_stream_mark_t.stage: the engine waited for a unit.
+ */
+#define KVT_STAGE_WAIT 4
+
+/**
  * One owner's part in a budget. Internally locked: any thread may use it.
  */
 typedef struct kvt_account_t kvt_account_t;
@@ -934,6 +1198,12 @@ typedef struct kvt_event_t kvt_event_t;
  * is until it is closed.
  */
 typedef struct kvt_job_t kvt_job_t;
+
+/**
+ * What is in the files of a model: tensors, and the units that they move in. It never
+ * changes, so any thread may use it, and it needs no runtime. The files are not kept open.
+ */
+typedef struct kvt_model_t kvt_model_t;
 
 /**
  * A namespace of a store: sessions in it share what they have in common.
@@ -993,6 +1263,13 @@ typedef struct kvt_sparse_t kvt_sparse_t;
  * locked: any thread may use it.
  */
 typedef struct kvt_store_t kvt_store_t;
+
+/**
+ * Weights that come as the engine computes: units whose home is in memory are at hand, the
+ * others pass through a few slots, fetched ahead in the order of a pass. Internally locked:
+ * any thread may use it, and different threads may have different units.
+ */
+typedef struct kvt_stream_t kvt_stream_t;
 
 /**
  * Requests to a KV cache over time. Never changes: any thread may use it.
@@ -1193,6 +1470,10 @@ typedef struct kvt_close_report_t {
      * Offloads not closed.
      */
     uint64_t offloads;
+    /**
+     * Streamers not closed. Their threads have ended: calls on them give KVT_E_CLOSED.
+     */
+    uint64_t streamers;
 } kvt_close_report_t;
 
 /**
@@ -4784,6 +5065,936 @@ typedef struct kvt_offload_kv_t {
 } kvt_offload_kv_t;
 
 /**
+ * A text, or a path. Stands in arrays only.
+ */
+typedef struct kvt_text_t {
+    /**
+     * It.
+     */
+    const char *text;
+    /**
+     * Its length.
+     */
+    uint64_t bytes;
+} kvt_text_t;
+
+/**
+ * What a model is; numbers that its files do not say are 0.
+ */
+typedef struct kvt_model_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Bytes of all tensors.
+     */
+    uint64_t bytes;
+    /**
+     * KVT_FORMAT_*.
+     */
+    uint32_t format;
+    /**
+     * Files.
+     */
+    uint32_t files;
+    /**
+     * Units: see kvt_model_unit.
+     */
+    uint32_t units;
+    /**
+     * Tensors: see kvt_model_tensor.
+     */
+    uint32_t tensors;
+    /**
+     * Its architecture, such as "llama"; not NUL-terminated, lives until the model is closed.
+     */
+    const char *architecture;
+    /**
+     * Length of that.
+     */
+    uint64_t architecture_bytes;
+    /**
+     * Layers.
+     */
+    uint32_t layers;
+    /**
+     * Numbers of a hidden state.
+     */
+    uint32_t hidden;
+    /**
+     * Heads of queries.
+     */
+    uint32_t heads;
+    /**
+     * Heads of keys and values of one layer; the most where layers differ.
+     */
+    uint32_t kv_heads;
+    /**
+     * Numbers of a key, as it is kept.
+     */
+    uint32_t key_dim;
+    /**
+     * Numbers of a value; 0 beside a key_dim where values are made of what is kept of keys.
+     */
+    uint32_t value_dim;
+    /**
+     * The longest context.
+     */
+    uint32_t context;
+    /**
+     * Symbols.
+     */
+    uint32_t vocabulary;
+    /**
+     * Experts of a layer.
+     */
+    uint32_t experts;
+    /**
+     * Of them, those that a token uses.
+     */
+    uint32_t experts_used;
+    /**
+     * What tells it from other models: a hash of headers, lengths of files, names, types,
+     * sizes and places of tensors. Models that differ in weights alone may have the same.
+     */
+    uint8_t fingerprint[32];
+} kvt_model_info_t;
+
+/**
+ * A file of a model.
+ */
+typedef struct kvt_model_file_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Its path; not NUL-terminated, lives until the model is closed.
+     */
+    const char *path;
+    /**
+     * Length of that.
+     */
+    uint64_t path_bytes;
+    /**
+     * How long the file is.
+     */
+    uint64_t bytes;
+} kvt_model_file_t;
+
+/**
+ * A unit: bytes that are needed together, and move together. Units are numbered in the order
+ * in which a pass needs them: the embedding, what has no role, each layer followed by its
+ * experts, the norm, the head.
+ */
+typedef struct kvt_unit_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * What it is called, such as "layer 3 expert 7"; not NUL-terminated, lives until the
+     * model is closed.
+     */
+    const char *name;
+    /**
+     * Length of that.
+     */
+    uint64_t name_bytes;
+    /**
+     * KVT_ROLE_*.
+     */
+    uint32_t role;
+    /**
+     * Its layer, or KVT_NONE.
+     */
+    uint32_t layer;
+    /**
+     * Its expert, or KVT_NONE.
+     */
+    uint32_t expert;
+    /**
+     * Parts of tensors that it has.
+     */
+    uint32_t parts;
+    /**
+     * What its tensors have.
+     */
+    uint64_t bytes;
+    /**
+     * What it takes in memory.
+     */
+    uint64_t image_bytes;
+} kvt_unit_t;
+
+/**
+ * A tensor as it is in its file.
+ */
+typedef struct kvt_tensor_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Its name; not NUL-terminated, lives until the model is closed.
+     */
+    const char *name;
+    /**
+     * Length of that.
+     */
+    uint64_t name_bytes;
+    /**
+     * What its numbers are, as the format calls it, such as "Q6_K" or "BF16"; lives as long
+     * as the library.
+     */
+    const char *dtype;
+    /**
+     * Length of that.
+     */
+    uint64_t dtype_bytes;
+    /**
+     * Its dimensions, the innermost first; they live until the model is closed.
+     */
+    const uint64_t *dims;
+    /**
+     * How many.
+     */
+    uint32_t dim_count;
+    /**
+     * Which file of the model.
+     */
+    uint32_t file;
+    /**
+     * Where in that file, from its start.
+     */
+    uint64_t offset;
+    /**
+     * How long it is there.
+     */
+    uint64_t bytes;
+    /**
+     * Parts that it is divided into: one, or one for each expert; none if it has no bytes.
+     */
+    uint32_t parts;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_tensor_t;
+
+/**
+ * Where a tensor, or an expert's part of one, is in its unit. Stands in arrays only.
+ */
+typedef struct kvt_part_t {
+    /**
+     * Which tensor of the model.
+     */
+    uint32_t tensor;
+    /**
+     * Which unit.
+     */
+    uint32_t unit;
+    /**
+     * Where in the unit: kvt_held_t.address + at is its first byte.
+     */
+    uint64_t at;
+    /**
+     * Where in the tensor: 0 unless it is divided between experts.
+     */
+    uint64_t from;
+    /**
+     * How long.
+     */
+    uint64_t bytes;
+} kvt_part_t;
+
+/**
+ * A stretch of a file. Stands in arrays only.
+ */
+typedef struct kvt_file_range_t {
+    /**
+     * Which of the files.
+     */
+    uint32_t file;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Where in it.
+     */
+    uint64_t offset;
+    /**
+     * How long, at least 1.
+     */
+    uint64_t bytes;
+} kvt_file_range_t;
+
+/**
+ * A unit as the engine names it. Stands in arrays only.
+ */
+typedef struct kvt_unit_entry_t {
+    /**
+     * What it is called.
+     */
+    const char *name;
+    /**
+     * Length of that, 1 to 504.
+     */
+    uint64_t name_bytes;
+    /**
+     * KVT_ROLE_*.
+     */
+    uint32_t role;
+    /**
+     * The layer, of KVT_ROLE_LAYER and KVT_ROLE_EXPERT; else 0 or KVT_NONE.
+     */
+    uint32_t layer;
+    /**
+     * The expert, of KVT_ROLE_EXPERT; else 0 or KVT_NONE.
+     */
+    uint32_t expert;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Its bytes; each range becomes a tensor.
+     */
+    const struct kvt_file_range_t *ranges;
+    /**
+     * How many ranges.
+     */
+    uint64_t range_count;
+} kvt_unit_entry_t;
+
+/**
+ * A model as a table of byte ranges.
+ */
+typedef struct kvt_model_table_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * None are defined yet: 0.
+     */
+    uint64_t flags;
+    /**
+     * The files.
+     */
+    const struct kvt_text_t *paths;
+    /**
+     * How many.
+     */
+    uint64_t path_count;
+    /**
+     * sizeof(kvt_text_t).
+     */
+    uint64_t path_stride_bytes;
+    /**
+     * The units, in the order in which a pass needs them.
+     */
+    const struct kvt_unit_entry_t *units;
+    /**
+     * How many.
+     */
+    uint64_t unit_count;
+    /**
+     * sizeof(kvt_unit_entry_t).
+     */
+    uint64_t unit_stride_bytes;
+    /**
+     * sizeof(kvt_file_range_t).
+     */
+    uint64_t range_stride_bytes;
+} kvt_model_table_t;
+
+/**
+ * What you decide about memory, and know of links. 0 is the default everywhere; where 0 has
+ * a meaning of its own a flag says that it is meant.
+ */
+typedef struct kvt_stream_terms_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_TERMS_*.
+     */
+    uint64_t flags;
+    /**
+     * KVT_SEAT_*; 0 = on the device, if it has memory.
+     */
+    uint32_t seat;
+    /**
+     * KVT_STREAM_TIERED or KVT_STREAM_RING.
+     */
+    uint32_t mode;
+    /**
+     * KVT_PLACE_*: which units stay.
+     */
+    uint32_t placement;
+    /**
+     * Slots that units pass through; 0 = 2. In a ring, the least there may be.
+     */
+    uint32_t slots;
+    /**
+     * Most device memory for weights; 0 = what is free.
+     */
+    uint64_t device_ceiling_bytes;
+    /**
+     * Most host memory for weights, slots and staging; 0 = what is free.
+     */
+    uint64_t host_ceiling_bytes;
+    /**
+     * Kept free on the device; 0 = 256 MiB.
+     */
+    uint64_t device_safety_bytes;
+    /**
+     * Kept free of host memory; 0 = 6 GiB, less on small machines.
+     */
+    uint64_t host_reserve_bytes;
+    /**
+     * Tokens of context, for the KV that is held where the engine computes; 0 = the
+     * model's, at most 4096.
+     */
+    uint32_t context;
+    /**
+     * Sequences at once; 0 = 1.
+     */
+    uint32_t sequences;
+    /**
+     * Bytes of a number of KV; 0 = 2.
+     */
+    uint32_t kv_number_bytes;
+    /**
+     * So many of the last layers are computed by the processor; for a device seat.
+     */
+    uint32_t processor_layers;
+    /**
+     * KV; 0 = computed from the context.
+     */
+    uint64_t kv_bytes;
+    /**
+     * Memory that the engine computes in.
+     */
+    uint64_t workspace_bytes;
+    /**
+     * Buffers for hidden states.
+     */
+    uint64_t hidden_bytes;
+    /**
+     * Slots for experts; 0 = as many as there is room for.
+     */
+    uint32_t expert_slots;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Host memory that reads go to on their way to a device; 0 = chosen.
+     */
+    uint64_t staging_bytes;
+    /**
+     * How much one read or copy moves; 0 = 8 MiB.
+     */
+    uint64_t chunk_bytes;
+    /**
+     * What computing a layer takes, for forecasts.
+     */
+    uint64_t layer_compute_ns;
+    /**
+     * From the file into host memory, in bytes a second; 0 = not known.
+     */
+    uint64_t disk_bytes_per_s;
+    /**
+     * From host memory to the device; 0 = not known.
+     */
+    uint64_t device_bytes_per_s;
+    /**
+     * How fast the processor computes with weights in host memory; 0 = not known.
+     */
+    uint64_t processor_bytes_per_s;
+} kvt_stream_terms_t;
+
+/**
+ * What memory there is.
+ */
+typedef struct kvt_stream_memory_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Free on the device.
+     */
+    uint64_t device_free_bytes;
+    /**
+     * What this process may still take of host memory.
+     */
+    uint64_t host_free_bytes;
+    /**
+     * RAM of the machine, or of the cgroup if that is less.
+     */
+    uint64_t host_total_bytes;
+    /**
+     * What may be locked; UINT64_MAX = as much as there is.
+     */
+    uint64_t lockable_bytes;
+} kvt_stream_memory_t;
+
+/**
+ * Who lives where, in numbers.
+ */
+typedef struct kvt_stream_plan_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_SEAT_*: where the engine computes.
+     */
+    uint32_t seat;
+    /**
+     * KVT_STREAM_TIERED or KVT_STREAM_RING.
+     */
+    uint32_t mode;
+    /**
+     * Units at home in memory of the device.
+     */
+    uint32_t device_units;
+    /**
+     * Units at home in host memory.
+     */
+    uint32_t host_units;
+    /**
+     * Units at home in the file alone.
+     */
+    uint32_t file_units;
+    /**
+     * Slots that units without a home where they are used pass through.
+     */
+    uint32_t slots;
+    /**
+     * The size of one.
+     */
+    uint64_t slot_bytes;
+    /**
+     * Slots for experts.
+     */
+    uint32_t expert_slots;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * The size of one.
+     */
+    uint64_t expert_slot_bytes;
+    /**
+     * Host memory that reads go to on their way to a device.
+     */
+    uint64_t staging_bytes;
+    /**
+     * How much one read or copy moves.
+     */
+    uint64_t chunk_bytes;
+    /**
+     * What it takes of the device.
+     */
+    uint64_t device_bytes;
+    /**
+     * What it takes of host memory.
+     */
+    uint64_t host_bytes;
+    /**
+     * How much of that is locked.
+     */
+    uint64_t pinned_bytes;
+} kvt_stream_plan_t;
+
+/**
+ * What a pass will take; all 0 where the speed of a link that it needs is not known.
+ */
+typedef struct kvt_forecast_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * A pass in the steady state.
+     */
+    uint64_t pass_ns;
+    /**
+     * The first one: nothing was fetched ahead.
+     */
+    uint64_t first_ns;
+    /**
+     * No pass can take less.
+     */
+    uint64_t bound_ns;
+    /**
+     * Computing alone.
+     */
+    uint64_t compute_ns;
+    /**
+     * The device link alone.
+     */
+    uint64_t device_ns;
+    /**
+     * The disk alone.
+     */
+    uint64_t disk_ns;
+    /**
+     * Bytes that cross the device link in a pass.
+     */
+    uint64_t device_bytes;
+    /**
+     * Bytes that are read in a pass.
+     */
+    uint64_t disk_bytes;
+    /**
+     * Passes a second, which are tokens where a pass makes one; 0 = pass_ns is 0.
+     */
+    double tokens_per_s;
+    /**
+     * KVT_BINDING_*: what limits it; 0 = nothing is known.
+     */
+    uint32_t binding;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_forecast_t;
+
+/**
+ * Where a unit lives. Stands in arrays only.
+ */
+typedef struct kvt_unit_home_t {
+    /**
+     * KVT_HOME_*.
+     */
+    uint32_t home;
+    /**
+     * 1: it is used in host memory though the engine computes on a device, else 0.
+     */
+    uint32_t on_processor;
+} kvt_unit_home_t;
+
+/**
+ * How to open a streamer.
+ */
+typedef struct kvt_stream_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_STREAM_MEASURE and the like.
+     */
+    uint64_t flags;
+    /**
+     * The model. It may be closed afterwards.
+     */
+    const struct kvt_model_t *model;
+    /**
+     * What you decide about memory; null for defaults.
+     */
+    const struct kvt_stream_terms_t *terms;
+    /**
+     * Who pays for memory, a budget of the same runtime; null = nobody. When the budget needs
+     * host memory for others, residents go back to the file.
+     */
+    const struct kvt_budget_t *budget;
+    /**
+     * Its rank there: owners of low priority are asked first to give back.
+     */
+    int64_t priority;
+    /**
+     * The order of units in a pass, without experts; null = as they are numbered.
+     */
+    const uint32_t *order;
+    /**
+     * How many.
+     */
+    uint64_t order_count;
+    /**
+     * Spec of who leaves slots, for KVT_STREAM_RING; empty = "fifo".
+     */
+    const char *policy;
+    /**
+     * Length of that.
+     */
+    uint64_t policy_bytes;
+    /**
+     * Spec of who leaves the slots for experts; empty = "lru".
+     */
+    const char *expert_policy;
+    /**
+     * Length of that.
+     */
+    uint64_t expert_policy_bytes;
+    /**
+     * Path of the file that checksums are kept in; not empty means KVT_STREAM_SIDECAR.
+     */
+    const char *sidecar;
+    /**
+     * Length of that.
+     */
+    uint64_t sidecar_bytes;
+    /**
+     * KVT_VERIFY_*.
+     */
+    uint32_t verify;
+    /**
+     * Threads that read; 0 = 2, at most 64.
+     */
+    uint32_t readers;
+    /**
+     * Reads that one thread has in flight; 0 = as many as can be.
+     */
+    uint32_t depth;
+    /**
+     * Marks of what happened that are kept, for kvt_stream_marks; at most 2^20. With any,
+     * units at home are noted too, and had under a lock.
+     */
+    uint32_t marks;
+    /**
+     * Of a hundred slots for experts, those that the most used have for themselves; 0 = 50.
+     */
+    uint32_t pinned_percent;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_stream_opts_t;
+
+/**
+ * A unit that the engine has until it gives it back. Nobody but the library writes
+ * into it; copies of it are not given back on their own.
+ */
+typedef struct kvt_held_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Its bytes, to be read alone: a part of a tensor is at address + kvt_part_t.at. A
+     * multiple of 4096.
+     */
+    const void *address;
+    /**
+     * How many bytes there are: kvt_unit_t.image_bytes.
+     */
+    uint64_t bytes;
+    /**
+     * Which unit.
+     */
+    uint32_t unit;
+    /**
+     * KVT_MEMORY_*: where the address is valid; always KVT_MEMORY_HOST in this version.
+     */
+    uint32_t memory;
+    /**
+     * The library's own: where it is. 0 = it was given back.
+     */
+    uint64_t place;
+    /**
+     * The device's event from which on the bytes are complete; 0 = they are.
+     */
+    uint64_t event;
+    /**
+     * When it was had, where that is noted; else 0.
+     */
+    uint64_t since_ns;
+} kvt_held_t;
+
+/**
+ * How far the residents are.
+ */
+typedef struct kvt_stream_progress_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Units that have to come home and have not.
+     */
+    uint64_t missing;
+    /**
+     * Units whose home is in memory.
+     */
+    uint64_t homes;
+    /**
+     * Bytes read so far, for whatever.
+     */
+    uint64_t read_bytes;
+} kvt_stream_progress_t;
+
+/**
+ * What weights may have from now on.
+ */
+typedef struct kvt_stream_room_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_ROOM_*.
+     */
+    uint64_t flags;
+    /**
+     * Most host memory; 0 = as it is.
+     */
+    uint64_t host_bytes;
+    /**
+     * Most device memory; 0 = as it is.
+     */
+    uint64_t device_bytes;
+    /**
+     * Tokens of context that KV is kept for; 0 = as it is.
+     */
+    uint32_t context;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_stream_room_t;
+
+/**
+ * What a streamer has done.
+ */
+typedef struct kvt_stream_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Passes that have ended.
+     */
+    uint64_t passes;
+    /**
+     * How long the last one took.
+     */
+    uint64_t pass_ns;
+    /**
+     * Units that were had.
+     */
+    uint64_t acquires;
+    /**
+     * Calls that had to wait.
+     */
+    uint64_t waited;
+    /**
+     * How long calls waited for reads.
+     */
+    uint64_t wait_read_ns;
+    /**
+     * For copies to the device.
+     */
+    uint64_t wait_copy_ns;
+    /**
+     * For slots.
+     */
+    uint64_t wait_slot_ns;
+    /**
+     * How long the engine had units; of those at home only where marks are kept.
+     */
+    uint64_t use_ns;
+    /**
+     * Bytes that were read.
+     */
+    uint64_t read_bytes;
+    /**
+     * How long reads took, added up: more than the time that passed where several were under
+     * way.
+     */
+    uint64_t read_ns;
+    /**
+     * What the disk was measured or said to do, in bytes a second; 0 = not known.
+     */
+    uint64_t read_ceiling;
+    /**
+     * Bytes that were copied to the device.
+     */
+    uint64_t copied_bytes;
+    /**
+     * How long copies took, added up.
+     */
+    uint64_t copy_ns;
+    /**
+     * What the link to the device was said to do; 0 = not known.
+     */
+    uint64_t copy_ceiling;
+    /**
+     * Bytes that were brought and never used.
+     */
+    uint64_t wasted_bytes;
+    /**
+     * Reads and copies that failed.
+     */
+    uint64_t failed;
+    /**
+     * Experts that were asked for and there.
+     */
+    uint64_t expert_hits;
+    /**
+     * Experts that had to be brought.
+     */
+    uint64_t expert_misses;
+} kvt_stream_stats_t;
+
+/**
+ * What became of the experts of a layer. Stands in arrays only.
+ */
+typedef struct kvt_layer_count_t {
+    /**
+     * The layer.
+     */
+    uint32_t layer;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Experts that were asked for and there.
+     */
+    uint64_t hits;
+    /**
+     * Those that had to be brought.
+     */
+    uint64_t misses;
+    /**
+     * Bytes that were brought.
+     */
+    uint64_t bytes;
+} kvt_layer_count_t;
+
+/**
+ * Something that took time. Stands in arrays only.
+ */
+typedef struct kvt_stream_mark_t {
+    /**
+     * KVT_STAGE_*.
+     */
+    uint32_t stage;
+    /**
+     * Which unit.
+     */
+    uint32_t unit;
+    /**
+     * From when, CLOCK_MONOTONIC.
+     */
+    uint64_t begin_ns;
+    /**
+     * Until when.
+     */
+    uint64_t end_ns;
+} kvt_stream_mark_t;
+
+/**
  * Success.
  */
 #define KVT_OK 0
@@ -8282,6 +9493,618 @@ kvt_status_t kvt_offload_fork(const struct kvt_offload_t *offload,
                               const struct kvt_session_t *session,
                               struct kvt_offload_t **out,
                               struct kvt_error_t **err);
+
+/**
+ * Opens a model and groups its tensors into units by their names. Reads headers, not
+ * weights.
+ *
+ * @param paths         One path: a GGUF or safetensors file, the index of a sharded model,
+ *                      the directory of a model, any one file of a split GGUF model. Or
+ *                      all its files.
+ * @param path_count    How many.
+ * @param stride_bytes  sizeof(kvt_text_t).
+ * @param out           The model; close it with kvt_model_close.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_CORRUPT (files that are not what they say, with the reason),
+ *         KVT_E_UNSUPPORTED, KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT, KVT_E_INVALID,
+ *         KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the model. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_open(const struct kvt_text_t *paths,
+                            uint64_t path_count,
+                            uint64_t stride_bytes,
+                            struct kvt_model_t **out,
+                            struct kvt_error_t **err);
+
+/**
+ * Closes a model and clears the handle. Streamers that were opened with it stay; texts that
+ * were borrowed from it go.
+ *
+ * @param model  Pointer to the handle; null, or a null handle, is fine.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_close(struct kvt_model_t **model);
+
+/**
+ * What a model is.
+ *
+ * @param model  The model.
+ * @param out    Filled in; start it with KVT_MODEL_INFO_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: texts are borrowed until the model is closed. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_info(const struct kvt_model_t *model, struct kvt_model_info_t *out);
+
+/**
+ * A file of a model.
+ *
+ * @param model  The model.
+ * @param file   Which, below kvt_model_info_t.files.
+ * @param out    Filled in; start it with KVT_MODEL_FILE_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the path is borrowed until the model is closed. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_file(const struct kvt_model_t *model,
+                            uint32_t file,
+                            struct kvt_model_file_t *out);
+
+/**
+ * A unit of a model.
+ *
+ * @param model  The model.
+ * @param unit   Which, below kvt_model_info_t.units.
+ * @param out    Filled in; start it with KVT_UNIT_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the name is borrowed until the model is closed. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_unit(const struct kvt_model_t *model, uint32_t unit, struct kvt_unit_t *out);
+
+/**
+ * A tensor of a model.
+ *
+ * @param model   The model.
+ * @param tensor  Which, below kvt_model_info_t.tensors: they are in the order of files and
+ *                offsets.
+ * @param out     Filled in; start it with KVT_TENSOR_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: name and dims are borrowed until the model is closed. Threading: any thread.
+ * Since 0.1.
+ */
+kvt_status_t kvt_model_tensor(const struct kvt_model_t *model,
+                              uint32_t tensor,
+                              struct kvt_tensor_t *out);
+
+/**
+ * What is in a unit, in the order of places.
+ *
+ * @param model         The model.
+ * @param unit          The unit.
+ * @param parts         Receives its parts; null with room for 0 asks for the count alone.
+ * @param room          How many it has room for.
+ * @param stride_bytes  sizeof(kvt_part_t).
+ * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_unit_parts(const struct kvt_model_t *model,
+                                  uint32_t unit,
+                                  struct kvt_part_t *parts,
+                                  uint64_t room,
+                                  uint64_t stride_bytes,
+                                  uint64_t *count_out);
+
+/**
+ * Where a tensor is: one part, or one for each expert, in the order of places in it.
+ *
+ * @param model         The model.
+ * @param tensor        The tensor.
+ * @param parts         Receives its parts; null with room for 0 asks for the count alone.
+ * @param room          How many it has room for.
+ * @param stride_bytes  sizeof(kvt_part_t).
+ * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+ * @return As kvt_model_unit_parts.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_tensor_parts(const struct kvt_model_t *model,
+                                    uint32_t tensor,
+                                    struct kvt_part_t *parts,
+                                    uint64_t room,
+                                    uint64_t stride_bytes,
+                                    uint64_t *count_out);
+
+/**
+ * The tensor of a name.
+ *
+ * @param model       The model.
+ * @param name        The name.
+ * @param name_bytes  Its length.
+ * @param out         Receives its number.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_find(const struct kvt_model_t *model,
+                            const char *name,
+                            uint64_t name_bytes,
+                            uint32_t *out);
+
+/**
+ * The unit of a layer, or of an expert of a layer.
+ *
+ * @param model   The model.
+ * @param layer   The layer.
+ * @param expert  The expert; KVT_NONE = the layer itself.
+ * @param out     Receives the unit.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_layer(const struct kvt_model_t *model,
+                             uint32_t layer,
+                             uint32_t expert,
+                             uint32_t *out);
+
+/**
+ * A model whose units the engine names, for files of a format that is not known here. The
+ * ranges are its tensors, named after their units: "layer 3#0". Numbers of the model that a
+ * plan reckons KV from are not known: say kvt_stream_terms_t.kv_bytes.
+ *
+ * @param table  Files and units. The library takes copies.
+ * @param out    The model; close it with kvt_model_close.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (units without bytes, two of the same layer and expert),
+ *         KVT_E_CORRUPT (ranges that overlap or lie outside of their file), KVT_E_NOT_FOUND,
+ *         KVT_E_IO, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the model. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_table(const struct kvt_model_table_t *table,
+                             struct kvt_model_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Who would live where, and what a pass would take. Opens nothing and takes no memory;
+ * kvt_stream_open makes the same plan from the same terms and what memory there is then.
+ *
+ * @param model         The model.
+ * @param terms         What you decide; null for defaults. The seat may be a device, of which
+ *                      `memory` says what is free.
+ * @param memory        What memory there is; null = looked up, and no device.
+ * @param out           Receives it in numbers; start it with KVT_STREAM_PLAN_INIT. May be null.
+ * @param forecast      Receives what a pass takes; start it with KVT_FORECAST_INIT. May be
+ *                      null.
+ * @param homes         Receives the home of each unit; may be null with room for 0.
+ * @param home_room     How many it has room for: kvt_model_info_t.units.
+ * @param stride_bytes  sizeof(kvt_unit_home_t).
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
+ *         it takes at least), KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM,
+ *         KVT_E_TOO_NEW, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_plan(const struct kvt_model_t *model,
+                            const struct kvt_stream_terms_t *terms,
+                            const struct kvt_stream_memory_t *memory,
+                            struct kvt_stream_plan_t *out,
+                            struct kvt_forecast_t *forecast,
+                            struct kvt_unit_home_t *homes,
+                            uint64_t home_room,
+                            uint64_t stride_bytes,
+                            struct kvt_error_t **err);
+
+/**
+ * The same in words, with every figure explained.
+ *
+ * @param model         The model.
+ * @param terms         See kvt_model_plan.
+ * @param memory        See kvt_model_plan.
+ * @param kind          KVT_PLAN_TEXT or KVT_PLAN_JSON.
+ * @param out           Receives the words, not NUL-terminated; may be null with
+ *                      out_capacity 0 to learn the size.
+ * @param out_capacity  Room at `out`. Free memory changes meanwhile: leave some to spare.
+ * @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
+ * @param err           Explains a failure; may be null.
+ * @return As kvt_model_plan.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_plan_words(const struct kvt_model_t *model,
+                                  const struct kvt_stream_terms_t *terms,
+                                  const struct kvt_stream_memory_t *memory,
+                                  uint32_t kind,
+                                  char *out,
+                                  uint64_t out_capacity,
+                                  uint64_t *out_bytes,
+                                  struct kvt_error_t **err);
+
+/**
+ * What a pass would take over other links, with the homes of the plan for these terms.
+ *
+ * @param model        The model.
+ * @param terms        See kvt_model_plan.
+ * @param memory       See kvt_model_plan.
+ * @param links        The other links, such as "h2d=13,disk=3.3" in gigabytes (1e9) a second;
+ *                     those not named are as the terms say.
+ * @param links_bytes  Its length.
+ * @param out          Receives it; start it with KVT_FORECAST_INIT.
+ * @param err          Explains a failure, with the offset in `links`; may be null.
+ * @return As kvt_model_plan; KVT_E_SPEC, KVT_E_INVALID when a link that is needed is not known.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_model_what_if(const struct kvt_model_t *model,
+                               const struct kvt_stream_terms_t *terms,
+                               const struct kvt_stream_memory_t *memory,
+                               const char *links,
+                               uint64_t links_bytes,
+                               struct kvt_forecast_t *out,
+                               struct kvt_error_t **err);
+
+/**
+ * Opens the files of a model, makes a plan and takes the memory that it says. Units are on
+ * their way home when this returns. The engine computes in host memory: a device for
+ * weights does not reach C yet.
+ *
+ * @param runtime  Where it belongs.
+ * @param opts     What it streams, and how.
+ * @param out      The streamer; close it with kvt_stream_close.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
+ *         it takes at least), KVT_E_CORRUPT when a file is not what it was when the model was
+ *         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat),
+ *         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the streamer. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_open(const struct kvt_runtime_t *runtime,
+                             const struct kvt_stream_opts_t *opts,
+                             struct kvt_stream_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Closes a streamer: ends calls that wait for units, and waits for reads that are under way.
+ * Checksums that are new are written to the sidecar.
+ *
+ * @param stream       Pointer to the handle, cleared on success; null, or a null handle, is
+ *                     fine.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY while units are in use (it stays open: give them back first), or
+ *         when reads have not ended at the deadline (it stays closing and valid: call again);
+ *         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_close(struct kvt_stream_t **stream,
+                              uint64_t deadline_ns,
+                              struct kvt_error_t **err);
+
+/**
+ * Asks for a unit, and waits until it is there. It stays where it is until it was given back
+ * as often as it was had. A unit at home where it is used costs one atomic operation.
+ *
+ * @param stream       The streamer.
+ * @param unit         The unit.
+ * @param flags        KVT_ACQUIRE_POLL or 0.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param out          Receives where it is; start it with KVT_HELD_INIT.
+ * @param err          Explains a failure; may be null, which costs less where KVT_E_AGAIN is
+ *                     expected.
+ * @return KVT_OK; KVT_E_AGAIN (poll: it is on its way), KVT_E_TIMEOUT, KVT_E_BUSY when all
+ *         slots are in use by the engine, KVT_E_CORRUPT (bytes that are not what their
+ *         checksums say, a file that has changed), KVT_E_IO, KVT_E_INVALID (no such unit),
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. A failed read is tried again
+ *         when the unit is asked for again.
+ *
+ * Ownership: the bytes are borrowed until kvt_stream_release, and are to be read alone.
+ * Threading: any thread; waits. Since 0.1.
+ */
+kvt_status_t kvt_stream_acquire(const struct kvt_stream_t *stream,
+                                uint32_t unit,
+                                uint64_t flags,
+                                uint64_t deadline_ns,
+                                struct kvt_held_t *out,
+                                struct kvt_error_t **err);
+
+/**
+ * Gives a unit back, and clears what it was held by. Allowed while a streamer closes.
+ *
+ * @param stream  The streamer.
+ * @param held    What kvt_stream_acquire wrote.
+ * @param after   The device's event after which its memory may be used for another. Always 0
+ *                in this version: now.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
+ *         KVT_E_UNSUPPORTED (an event), KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also another one than had it. Since 0.1.
+ */
+kvt_status_t kvt_stream_release(const struct kvt_stream_t *stream,
+                                struct kvt_held_t *held,
+                                uint64_t after,
+                                struct kvt_error_t **err);
+
+/**
+ * Waits until all residents are at home. Not needed: units that are asked for come first.
+ *
+ * @param stream       The streamer.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TIMEOUT, KVT_E_REENTRANT inside a callback; KVT_E_IO, KVT_E_CORRUPT,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread; waits. Since 0.1.
+ */
+kvt_status_t kvt_stream_load(const struct kvt_stream_t *stream,
+                             uint64_t deadline_ns,
+                             struct kvt_error_t **err);
+
+/**
+ * How far that is.
+ *
+ * @param stream  The streamer.
+ * @param out     Filled in; start it with KVT_STREAM_PROGRESS_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_progress(const struct kvt_stream_t *stream,
+                                 struct kvt_stream_progress_t *out);
+
+/**
+ * A pass begins: units come in the order that was given. Files are looked at: a model that was
+ * changed meanwhile is not used any more.
+ *
+ * @param stream  The streamer.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_CORRUPT when a file is not what it was, KVT_E_IO, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_pass_begin(const struct kvt_stream_t *stream, struct kvt_error_t **err);
+
+/**
+ * A pass has ended. Unless KVT_STREAM_ONCE was said, the first units of the next are on
+ * their way already.
+ *
+ * @param stream  The streamer.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_pass_end(const struct kvt_stream_t *stream, struct kvt_error_t **err);
+
+/**
+ * The engine will use these units, such as the experts that a router has named: they are
+ * fetched as far as there are slots that nobody needs. What was hinted before and has not
+ * been used may leave.
+ *
+ * @param stream  The streamer.
+ * @param units   The units.
+ * @param count   How many.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (no such unit), KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_hint(const struct kvt_stream_t *stream,
+                             const uint32_t *units,
+                             uint64_t count,
+                             struct kvt_error_t **err);
+
+/**
+ * Gives weights more memory, or less, while passes go on: the context grows, KV needs room.
+ * Returns at once: units in use move when they are given back, the others are brought
+ * meanwhile (kvt_stream_progress says how far). Slots stay as they are.
+ *
+ * @param stream  The streamer.
+ * @param room    What there is from now on.
+ * @param out     Receives the new plan; start it with KVT_STREAM_PLAN_INIT. May be null.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUDGET when the slots do not fit any more (nothing was changed),
+ *         KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_rebalance(const struct kvt_stream_t *stream,
+                                  const struct kvt_stream_room_t *room,
+                                  struct kvt_stream_plan_t *out,
+                                  struct kvt_error_t **err);
+
+/**
+ * Who lives where now.
+ *
+ * @param stream        The streamer.
+ * @param out           Receives it in numbers; start it with KVT_STREAM_PLAN_INIT. May be null.
+ * @param forecast      Receives what a pass takes; start it with KVT_FORECAST_INIT. May be
+ *                      null.
+ * @param homes         Receives the home of each unit; may be null with room for 0.
+ * @param home_room     How many it has room for.
+ * @param stride_bytes  sizeof(kvt_unit_home_t).
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_plan(const struct kvt_stream_t *stream,
+                             struct kvt_stream_plan_t *out,
+                             struct kvt_forecast_t *forecast,
+                             struct kvt_unit_home_t *homes,
+                             uint64_t home_room,
+                             uint64_t stride_bytes);
+
+/**
+ * The same in words, with every figure explained.
+ *
+ * @param stream        The streamer.
+ * @param kind          KVT_PLAN_TEXT or KVT_PLAN_JSON.
+ * @param out           Receives the words, not NUL-terminated; may be null with
+ *                      out_capacity 0 to learn the size.
+ * @param out_capacity  Room at `out`.
+ * @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_plan_words(const struct kvt_stream_t *stream,
+                                   uint32_t kind,
+                                   char *out,
+                                   uint64_t out_capacity,
+                                   uint64_t *out_bytes);
+
+/**
+ * What a pass would take over other links.
+ *
+ * @param stream       The streamer.
+ * @param links        The other links, such as "disk=3.3" in gigabytes (1e9) a second; those
+ *                     not named are as they are.
+ * @param links_bytes  Its length.
+ * @param out          Receives it; start it with KVT_FORECAST_INIT.
+ * @param err          Explains a failure, with the offset in `links`; may be null.
+ * @return KVT_OK; KVT_E_SPEC, KVT_E_LIMIT, KVT_E_INVALID when a link that is needed is not
+ *         known; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_what_if(const struct kvt_stream_t *stream,
+                                const char *links,
+                                uint64_t links_bytes,
+                                struct kvt_forecast_t *out,
+                                struct kvt_error_t **err);
+
+/**
+ * What a streamer has done since it was opened; also of a poisoned one.
+ *
+ * @param stream  The streamer.
+ * @param out     Filled in; start it with KVT_STREAM_STATS_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_stats(const struct kvt_stream_t *stream, struct kvt_stream_stats_t *out);
+
+/**
+ * What became of experts, by layer.
+ *
+ * @param stream        The streamer.
+ * @param rows          Receives a row for each layer that has experts; null with room for 0
+ *                      asks for the count alone.
+ * @param room          How many it has room for.
+ * @param stride_bytes  sizeof(kvt_layer_count_t).
+ * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_layers(const struct kvt_stream_t *stream,
+                               struct kvt_layer_count_t *rows,
+                               uint64_t room,
+                               uint64_t stride_bytes,
+                               uint64_t *count_out);
+
+/**
+ * What happened last, for a picture of it: as many marks as kvt_stream_opts_t.marks says, the
+ * oldest first.
+ *
+ * @param stream        The streamer.
+ * @param rows          Receives them; null with room for 0 asks for the count alone.
+ * @param room          How many it has room for.
+ * @param stride_bytes  sizeof(kvt_stream_mark_t).
+ * @param count_out     Receives how many there are, also with KVT_E_TOO_SMALL; may be null.
+ * @return As kvt_stream_layers.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_marks(const struct kvt_stream_t *stream,
+                              struct kvt_stream_mark_t *rows,
+                              uint64_t room,
+                              uint64_t stride_bytes,
+                              uint64_t *count_out);
+
+/**
+ * How files are read, for people, and why not better.
+ *
+ * @param stream        The streamer.
+ * @param out           Receives a line of text, not NUL-terminated; may be null with
+ *                      out_capacity 0 to learn the size.
+ * @param out_capacity  Room at `out`.
+ * @param out_bytes     Length of the text; also written with KVT_E_TOO_SMALL. May be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_engine(const struct kvt_stream_t *stream,
+                               char *out,
+                               uint64_t out_capacity,
+                               uint64_t *out_bytes);
+
+/**
+ * Reads a unit from its files, past whatever is in memory, and compares it with its
+ * checksums; what nobody knows yet is noted. The calling thread reads, and waits.
+ *
+ * @param stream   The streamer.
+ * @param unit     The unit.
+ * @param sum_out  Receives its checksum; may be null.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_CORRUPT when it is not what it was, KVT_E_IO, KVT_E_INVALID, KVT_E_BUDGET,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread; waits. Since 0.1.
+ */
+kvt_status_t kvt_stream_verify(const struct kvt_stream_t *stream,
+                               uint32_t unit,
+                               uint64_t *sum_out,
+                               struct kvt_error_t **err);
+
+/**
+ * The checksum of a unit, if all of it has been looked at (KVT_VERIFY_*, or a sidecar).
+ *
+ * @param stream  The streamer.
+ * @param unit    The unit.
+ * @param out     Receives it.
+ * @return KVT_OK; KVT_E_NOT_FOUND, KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_stream_sum(const struct kvt_stream_t *stream, uint32_t unit, uint64_t *out);
+
+/**
+ * The address that a unit has in place (KVT_STREAM_IN_PLACE), from the opening to the close:
+ * an engine can set its pointers to weights once. There is memory only while the unit is had:
+ * reading there at another time reads zeros, or what is being brought.
+ *
+ * @param stream       The streamer.
+ * @param unit         The unit; KVT_NONE = the whole range of addresses.
+ * @param address_out  Receives the address.
+ * @param bytes_out    Receives how many bytes it has; may be null.
+ * @return KVT_OK; KVT_E_STATE when units are not in place, KVT_E_INVALID, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the range is the streamer's, and goes with its close. Threading: any thread.
+ * Since 0.1.
+ */
+kvt_status_t kvt_stream_fixed(const struct kvt_stream_t *stream,
+                              uint32_t unit,
+                              const void **address_out,
+                              uint64_t *bytes_out);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -24,6 +24,7 @@ use crate::ffi::session::SessionNoun;
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::StoreNoun;
+use crate::ffi::stream::StreamNoun;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// The root: owns threads, clock and notifier. Everything is opened on one.
@@ -118,6 +119,8 @@ pub struct kvt_close_report_t {
     pub sessions: u64,
     /// Offloads not closed.
     pub offloads: u64,
+    /// Streamers not closed. Their threads have ended: calls on them give KVT_E_CLOSED.
+    pub streamers: u64,
 }
 
 // SAFETY: integers, raw pointers and nullable functions; the first field is the size.
@@ -272,6 +275,7 @@ fn warn_of(left: &kvt_close_report_t) {
         (left.namespaces, "namespaces"),
         (left.sessions, "sessions"),
         (left.offloads, "offloads"),
+        (left.streamers, "streamers"),
     ];
     let open = counts.iter().filter(|(count, _)| *count > 0);
     let words: Vec<String> = open.map(|(count, what)| format!("{count} {what}")).collect();
@@ -292,6 +296,7 @@ fn census(core: &Arc<Core>) -> kvt_close_report_t {
     NamespaceNoun::table().visit(|n| left.namespaces += same(&n.0.core));
     SessionNoun::table().visit(|n| left.sessions += same(&n.space.core));
     OffloadNoun::table().visit(|n| left.offloads += same(&n.session.space.core));
+    StreamNoun::table().visit(|n| left.streamers += same(&n.core));
     left
 }
 

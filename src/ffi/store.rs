@@ -458,7 +458,7 @@ pub unsafe extern "C" fn kvt_store_metrics(
 
 /// # Safety
 /// `out` is null or has room for `capacity` bytes; `out_bytes` is null or valid for a write.
-unsafe fn give_text(
+pub(crate) unsafe fn give_text(
     text: &str,
     out: *mut c_char,
     capacity: u64,

@@ -20,10 +20,14 @@ class Sized(ctypes.Structure):
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 
+KVT_ACQUIRE_POLL = 1
 KVT_ADVICE_ZERO_GROW = 2
 KVT_ADVICE_ZERO_SHRINK = 1
 KVT_ATTENTION_LATENT = 1
 KVT_ATTENTION_SPLIT = 0
+KVT_BINDING_COMPUTE = 1
+KVT_BINDING_DEVICE = 2
+KVT_BINDING_DISK = 3
 KVT_BUDGET_STRICT = 1
 KVT_BUDGET_ZERO_HOST = 2
 KVT_BUDGET_ZERO_PINNED = 4
@@ -73,6 +77,9 @@ KVT_E_TOO_NEW = -3
 KVT_E_TOO_SMALL = -4
 KVT_E_UNAVAILABLE = -17
 KVT_E_UNSUPPORTED = -16
+KVT_FORMAT_GGUF = 1
+KVT_FORMAT_SAFETENSORS = 2
+KVT_FORMAT_TABLE = 3
 KVT_GRANULARITY_BLOCK = 1
 KVT_GRANULARITY_TOKEN = 0
 KVT_HEADER_VERSION = 65536
@@ -81,6 +88,9 @@ KVT_HINTS_STOP = 0
 KVT_HINTS_THINK = 2
 KVT_HINT_CONFIDENCE = 2
 KVT_HINT_DONE = 1
+KVT_HOME_DEVICE = 3
+KVT_HOME_FILE = 1
+KVT_HOME_HOST = 2
 KVT_INDEX_BLOCKS = 2
 KVT_INDEX_DENSE = 0
 KVT_INDEX_LINES = 1
@@ -114,6 +124,7 @@ KVT_NEEDS_QUERIES = 2
 KVT_NEEDS_SCORES = 16
 KVT_NEEDS_VALUES = 32
 KVT_NEEDS_WEIGHTS = 64
+KVT_NONE = 4294967295
 KVT_OFFLOAD_CHOSEN = 1
 KVT_OK = 0
 KVT_OP_CANCEL = 8
@@ -124,12 +135,17 @@ KVT_PAGES_FOREIGN = 3
 KVT_PAGES_HUGETLB = 2
 KVT_PAGES_NORMAL = 0
 KVT_PAGES_TRANSPARENT = 1
+KVT_PLACE_FIRST = 1
+KVT_PLACE_INTERLEAVED = 0
+KVT_PLACE_LAST = 2
 KVT_PLAN_COST = 4
+KVT_PLAN_JSON = 1
 KVT_PLAN_LOAD = 1
 KVT_PLAN_NO_OVERLAP = 1
 KVT_PLAN_NO_WAIT = 2
 KVT_PLAN_RECOMPUTE = 2
 KVT_PLAN_RESIDENT = 0
+KVT_PLAN_TEXT = 0
 KVT_POLICY_COST = 4
 KVT_POLICY_HOLES = 1
 KVT_POLICY_ZERO_REMEMBER = 2
@@ -142,6 +158,14 @@ KVT_RANGE_PENDING = 2
 KVT_RANGE_UNNEEDED = 3
 KVT_REPLAY_HOLES = 1
 KVT_REPLAY_UNTIMED = 2
+KVT_ROLE_EMBEDDING = 3
+KVT_ROLE_EXPERT = 2
+KVT_ROLE_HEAD = 5
+KVT_ROLE_LAYER = 1
+KVT_ROLE_NORM = 4
+KVT_ROLE_OTHER = 0
+KVT_ROOM_DEVICE = 2
+KVT_ROOM_HOST = 1
 KVT_ROW_PARENT = 1
 KVT_RULE_FULL = 0
 KVT_RULE_STATE = 2
@@ -152,6 +176,8 @@ KVT_SCALES_TOKEN = 1
 KVT_SCOPE_KEY_HEAD = 1
 KVT_SCOPE_LAYER = 2
 KVT_SCOPE_QUERY_HEAD = 0
+KVT_SEAT_DEVICE = 2
+KVT_SEAT_HOST = 1
 KVT_SELECT_TAIL = 1
 KVT_SESSION_PRIORITY = 1
 KVT_SPARSE_EVICT_DECODE = 32
@@ -164,6 +190,10 @@ KVT_SPARSE_NO_ID = 4294967295
 KVT_SPARSE_RAGGED = 1
 KVT_SPARSE_ROTATES = 4
 KVT_SPARSE_SELECTS = 2
+KVT_STAGE_COPY = 2
+KVT_STAGE_READ = 1
+KVT_STAGE_USE = 3
+KVT_STAGE_WAIT = 4
 KVT_STOP_CANCELLED = 4
 KVT_STOP_END_TURN = 2
 KVT_STOP_LENGTH = 3
@@ -172,8 +202,24 @@ KVT_STOP_UNKNOWN = 0
 KVT_STORE_CLEARED = 3
 KVT_STORE_REMOVED = 2
 KVT_STORE_STORED = 1
+KVT_STREAM_BUFFERED = 8
+KVT_STREAM_IN_PLACE = 4
+KVT_STREAM_MAPPED = 32
+KVT_STREAM_MEASURE = 1
+KVT_STREAM_NO_URING = 16
+KVT_STREAM_ONCE = 2
+KVT_STREAM_PINNED = 128
+KVT_STREAM_RING = 1
+KVT_STREAM_SIDECAR = 64
+KVT_STREAM_TIERED = 0
 KVT_SUBMIT_EACH = 1
 KVT_SUMS_BY_HEAD = 1
+KVT_TERMS_DEVICE_CEILING = 1
+KVT_TERMS_DEVICE_SAFETY = 4
+KVT_TERMS_EXPERT_SLOTS = 32
+KVT_TERMS_HOST_CEILING = 2
+KVT_TERMS_HOST_RESERVE = 8
+KVT_TERMS_KV = 16
 KVT_THREAD_NOTIFIER = 1
 KVT_THREAD_WORKER = 0
 KVT_TIER_DEVICE = 0
@@ -195,6 +241,9 @@ KVT_TIMED_SYNC_BATCH = 9
 KVT_TIMED_UPKEEP_BATCH = 10
 KVT_TIMED_WRITE_BATCH = 8
 KVT_TRACE_FLAT = 1
+KVT_VERIFY_ALWAYS = 2
+KVT_VERIFY_FIRST = 1
+KVT_VERIFY_NEVER = 0
 KVT_VERSION_MAJOR = 0
 KVT_VERSION_MINOR = 1
 KVT_VERSION_PATCH = 0
@@ -231,6 +280,10 @@ class kvt_job_p(Handle):
     """kvt_job_t *"""
 
 
+class kvt_model_p(Handle):
+    """kvt_model_t *"""
+
+
 class kvt_namespace_p(Handle):
     """kvt_namespace_t *"""
 
@@ -265,6 +318,10 @@ class kvt_sparse_p(Handle):
 
 class kvt_store_p(Handle):
     """kvt_store_t *"""
+
+
+class kvt_stream_p(Handle):
+    """kvt_stream_t *"""
 
 
 class kvt_trace_p(Handle):
@@ -333,6 +390,7 @@ class kvt_close_report_t(Sized):
         ("namespaces", ctypes.c_uint64),
         ("sessions", ctypes.c_uint64),
         ("offloads", ctypes.c_uint64),
+        ("streamers", ctypes.c_uint64),
     ]
 
 
@@ -1510,6 +1568,309 @@ class kvt_offload_kv_t(Sized):
     ]
 
 
+class kvt_text_t(ctypes.Structure):
+    _fields_ = [
+        ("text", ctypes.POINTER(ctypes.c_char)),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_model_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("format", ctypes.c_uint32),
+        ("files", ctypes.c_uint32),
+        ("units", ctypes.c_uint32),
+        ("tensors", ctypes.c_uint32),
+        ("architecture", ctypes.POINTER(ctypes.c_char)),
+        ("architecture_bytes", ctypes.c_uint64),
+        ("layers", ctypes.c_uint32),
+        ("hidden", ctypes.c_uint32),
+        ("heads", ctypes.c_uint32),
+        ("kv_heads", ctypes.c_uint32),
+        ("key_dim", ctypes.c_uint32),
+        ("value_dim", ctypes.c_uint32),
+        ("context", ctypes.c_uint32),
+        ("vocabulary", ctypes.c_uint32),
+        ("experts", ctypes.c_uint32),
+        ("experts_used", ctypes.c_uint32),
+        ("fingerprint", ctypes.c_uint8 * 32),
+    ]
+
+
+class kvt_model_file_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("path", ctypes.POINTER(ctypes.c_char)),
+        ("path_bytes", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_unit_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("role", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
+        ("expert", ctypes.c_uint32),
+        ("parts", ctypes.c_uint32),
+        ("bytes", ctypes.c_uint64),
+        ("image_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_tensor_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("dtype", ctypes.POINTER(ctypes.c_char)),
+        ("dtype_bytes", ctypes.c_uint64),
+        ("dims", ctypes.POINTER(ctypes.c_uint64)),
+        ("dim_count", ctypes.c_uint32),
+        ("file", ctypes.c_uint32),
+        ("offset", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("parts", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_part_t(ctypes.Structure):
+    _fields_ = [
+        ("tensor", ctypes.c_uint32),
+        ("unit", ctypes.c_uint32),
+        ("at", ctypes.c_uint64),
+        ("from", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_file_range_t(ctypes.Structure):
+    _fields_ = [
+        ("file", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("offset", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_unit_entry_t(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("role", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
+        ("expert", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("ranges", ctypes.POINTER(kvt_file_range_t)),
+        ("range_count", ctypes.c_uint64),
+    ]
+
+
+class kvt_model_table_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("paths", ctypes.POINTER(kvt_text_t)),
+        ("path_count", ctypes.c_uint64),
+        ("path_stride_bytes", ctypes.c_uint64),
+        ("units", ctypes.POINTER(kvt_unit_entry_t)),
+        ("unit_count", ctypes.c_uint64),
+        ("unit_stride_bytes", ctypes.c_uint64),
+        ("range_stride_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_stream_terms_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("seat", ctypes.c_uint32),
+        ("mode", ctypes.c_uint32),
+        ("placement", ctypes.c_uint32),
+        ("slots", ctypes.c_uint32),
+        ("device_ceiling_bytes", ctypes.c_uint64),
+        ("host_ceiling_bytes", ctypes.c_uint64),
+        ("device_safety_bytes", ctypes.c_uint64),
+        ("host_reserve_bytes", ctypes.c_uint64),
+        ("context", ctypes.c_uint32),
+        ("sequences", ctypes.c_uint32),
+        ("kv_number_bytes", ctypes.c_uint32),
+        ("processor_layers", ctypes.c_uint32),
+        ("kv_bytes", ctypes.c_uint64),
+        ("workspace_bytes", ctypes.c_uint64),
+        ("hidden_bytes", ctypes.c_uint64),
+        ("expert_slots", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("staging_bytes", ctypes.c_uint64),
+        ("chunk_bytes", ctypes.c_uint64),
+        ("layer_compute_ns", ctypes.c_uint64),
+        ("disk_bytes_per_s", ctypes.c_uint64),
+        ("device_bytes_per_s", ctypes.c_uint64),
+        ("processor_bytes_per_s", ctypes.c_uint64),
+    ]
+
+
+class kvt_stream_memory_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("device_free_bytes", ctypes.c_uint64),
+        ("host_free_bytes", ctypes.c_uint64),
+        ("host_total_bytes", ctypes.c_uint64),
+        ("lockable_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_stream_plan_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("seat", ctypes.c_uint32),
+        ("mode", ctypes.c_uint32),
+        ("device_units", ctypes.c_uint32),
+        ("host_units", ctypes.c_uint32),
+        ("file_units", ctypes.c_uint32),
+        ("slots", ctypes.c_uint32),
+        ("slot_bytes", ctypes.c_uint64),
+        ("expert_slots", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("expert_slot_bytes", ctypes.c_uint64),
+        ("staging_bytes", ctypes.c_uint64),
+        ("chunk_bytes", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+        ("pinned_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_forecast_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("pass_ns", ctypes.c_uint64),
+        ("first_ns", ctypes.c_uint64),
+        ("bound_ns", ctypes.c_uint64),
+        ("compute_ns", ctypes.c_uint64),
+        ("device_ns", ctypes.c_uint64),
+        ("disk_ns", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
+        ("disk_bytes", ctypes.c_uint64),
+        ("tokens_per_s", ctypes.c_double),
+        ("binding", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_unit_home_t(ctypes.Structure):
+    _fields_ = [
+        ("home", ctypes.c_uint32),
+        ("on_processor", ctypes.c_uint32),
+    ]
+
+
+class kvt_stream_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("model", kvt_model_p),
+        ("terms", ctypes.POINTER(kvt_stream_terms_t)),
+        ("budget", kvt_budget_p),
+        ("priority", ctypes.c_int64),
+        ("order", ctypes.POINTER(ctypes.c_uint32)),
+        ("order_count", ctypes.c_uint64),
+        ("policy", ctypes.POINTER(ctypes.c_char)),
+        ("policy_bytes", ctypes.c_uint64),
+        ("expert_policy", ctypes.POINTER(ctypes.c_char)),
+        ("expert_policy_bytes", ctypes.c_uint64),
+        ("sidecar", ctypes.POINTER(ctypes.c_char)),
+        ("sidecar_bytes", ctypes.c_uint64),
+        ("verify", ctypes.c_uint32),
+        ("readers", ctypes.c_uint32),
+        ("depth", ctypes.c_uint32),
+        ("marks", ctypes.c_uint32),
+        ("pinned_percent", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_held_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("address", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("unit", ctypes.c_uint32),
+        ("memory", ctypes.c_uint32),
+        ("place", ctypes.c_uint64),
+        ("event", ctypes.c_uint64),
+        ("since_ns", ctypes.c_uint64),
+    ]
+
+
+class kvt_stream_progress_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("missing", ctypes.c_uint64),
+        ("homes", ctypes.c_uint64),
+        ("read_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_stream_room_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("host_bytes", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
+        ("context", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_stream_stats_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("passes", ctypes.c_uint64),
+        ("pass_ns", ctypes.c_uint64),
+        ("acquires", ctypes.c_uint64),
+        ("waited", ctypes.c_uint64),
+        ("wait_read_ns", ctypes.c_uint64),
+        ("wait_copy_ns", ctypes.c_uint64),
+        ("wait_slot_ns", ctypes.c_uint64),
+        ("use_ns", ctypes.c_uint64),
+        ("read_bytes", ctypes.c_uint64),
+        ("read_ns", ctypes.c_uint64),
+        ("read_ceiling", ctypes.c_uint64),
+        ("copied_bytes", ctypes.c_uint64),
+        ("copy_ns", ctypes.c_uint64),
+        ("copy_ceiling", ctypes.c_uint64),
+        ("wasted_bytes", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+        ("expert_hits", ctypes.c_uint64),
+        ("expert_misses", ctypes.c_uint64),
+    ]
+
+
+class kvt_layer_count_t(ctypes.Structure):
+    _fields_ = [
+        ("layer", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("hits", ctypes.c_uint64),
+        ("misses", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_stream_mark_t(ctypes.Structure):
+    _fields_ = [
+        ("stage", ctypes.c_uint32),
+        ("unit", ctypes.c_uint32),
+        ("begin_ns", ctypes.c_uint64),
+        ("end_ns", ctypes.c_uint64),
+    ]
+
+
 #: Result and arguments of every function.
 FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_abi_check": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
@@ -1588,6 +1949,38 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_log_set": (kvt_status_t, (ctypes.c_uint32, kvt_log_fn, ctypes.c_void_p, kvt_destroy_fn,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_model_close": (kvt_status_t, (ctypes.POINTER(kvt_model_p),)),
+    "kvt_model_file": (kvt_status_t, (kvt_model_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_model_file_t),)),
+    "kvt_model_find": (kvt_status_t, (kvt_model_p, ctypes.c_char_p, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint32),)),
+    "kvt_model_info": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_model_info_t),)),
+    "kvt_model_layer": (kvt_status_t, (kvt_model_p, ctypes.c_uint32, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint32),)),
+    "kvt_model_open": (kvt_status_t, (ctypes.POINTER(kvt_text_t), ctypes.c_uint64,
+        ctypes.c_uint64, ctypes.POINTER(kvt_model_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_model_plan": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
+        ctypes.POINTER(kvt_stream_memory_t), ctypes.POINTER(kvt_stream_plan_t),
+        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_unit_home_t), ctypes.c_uint64,
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_model_plan_words": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
+        ctypes.POINTER(kvt_stream_memory_t), ctypes.c_uint32, ctypes.POINTER(ctypes.c_char),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_model_table": (kvt_status_t, (ctypes.POINTER(kvt_model_table_t),
+        ctypes.POINTER(kvt_model_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_model_tensor": (kvt_status_t, (kvt_model_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_tensor_t),)),
+    "kvt_model_tensor_parts": (kvt_status_t, (kvt_model_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_part_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_model_unit": (kvt_status_t, (kvt_model_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_unit_t),)),
+    "kvt_model_unit_parts": (kvt_status_t, (kvt_model_p, ctypes.c_uint32,
+        ctypes.POINTER(kvt_part_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_model_what_if": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
+        ctypes.POINTER(kvt_stream_memory_t), ctypes.c_char_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_clear": (kvt_status_t, (kvt_namespace_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_close": (kvt_status_t, (ctypes.POINTER(kvt_namespace_p),)),
@@ -1877,6 +2270,44 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_store_stats": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_store_stats_t),)),
     "kvt_store_tenants": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_tenant_t),
         ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_acquire": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32, ctypes.c_uint64,
+        ctypes.c_uint64, ctypes.POINTER(kvt_held_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_close": (kvt_status_t, (ctypes.POINTER(kvt_stream_p), ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_engine": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(ctypes.c_char),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_fixed": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_hint": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(ctypes.c_uint32),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_layers": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_layer_count_t),
+        ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_load": (kvt_status_t, (kvt_stream_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_marks": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_mark_t),
+        ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_open": (kvt_status_t, (kvt_runtime_p, ctypes.POINTER(kvt_stream_opts_t),
+        ctypes.POINTER(kvt_stream_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_pass_begin": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_pass_end": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_plan": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_plan_t),
+        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_unit_home_t), ctypes.c_uint64,
+        ctypes.c_uint64,)),
+    "kvt_stream_plan_words": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_char), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_progress": (kvt_status_t, (kvt_stream_p,
+        ctypes.POINTER(kvt_stream_progress_t),)),
+    "kvt_stream_rebalance": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_room_t),
+        ctypes.POINTER(kvt_stream_plan_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_release": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_held_t),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_stats": (kvt_status_t, (kvt_stream_p, ctypes.POINTER(kvt_stream_stats_t),)),
+    "kvt_stream_sum": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_stream_verify": (kvt_status_t, (kvt_stream_p, ctypes.c_uint32,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_stream_what_if": (kvt_status_t, (kvt_stream_p, ctypes.c_char_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_sums_open": (kvt_status_t, (ctypes.POINTER(kvt_problem_t),
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_job_p),

@@ -91,6 +91,7 @@ class CloseReport(NamedTuple):
     namespaces: int = 0
     sessions: int = 0
     offloads: int = 0
+    streamers: int = 0
 
 
 class RuntimeJob(_reaper.Job):
@@ -274,7 +275,7 @@ class Runtime(Resource):
         self._released()
         return CloseReport(report.queues, report.buffers, report.budgets, report.accounts,
                            report.ops, report.stores, report.namespaces, report.sessions,
-                           report.offloads)
+                           report.offloads, report.streamers)
 
 
 def _on_thread(number: int, role: int, index: int) -> None:

@@ -260,9 +260,11 @@ impl Core {
         kept.retain(|&unit| self.cells[unit as usize].kept);
         for &unit in kept.iter().filter(|unit| !but.contains(unit)) {
             let cell = &mut self.cells[unit as usize];
-            cell.kept = false;
-            let slot = cell.slot;
-            self.experts.let_go(slot)?;
+            // One that was had, and came again, is there twice.
+            if std::mem::take(&mut cell.kept) {
+                let slot = cell.slot;
+                self.experts.let_go(slot)?;
+            }
         }
         kept.retain(|unit| but.contains(unit));
         self.kept = kept;

@@ -48,6 +48,13 @@ impl Shared {
     fn change(&self, state: &mut State, wishes: &Wishes) -> Result<()> {
         let plan = state.plan.rebalance(&self.inputs(wishes))?;
         if (plan.slots, plan.slot_bytes) != (state.plan.slots, state.plan.slot_bytes) {
+            if state.plan.slots == 0 {
+                fail!(
+                    Budget,
+                    "units that leave memory would need slots, and it was opened without, since \
+                     everything had room: open it with less memory than the model takes"
+                );
+            }
             fail!(
                 Budget,
                 "{} slots of {} bytes do not fit any more: they stay as they were opened",

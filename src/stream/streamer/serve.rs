@@ -129,7 +129,8 @@ impl Shared {
             // SAFETY: just filled, and nobody else's until this returns.
             let bytes =
                 unsafe { std::slice::from_raw_parts(address as *const u8, chunk.bytes as usize) };
-            self.sums.note(unit, chunk.extent, chunk.offset, bytes)?;
+            let told = self.sums.note(unit, chunk.extent, chunk.offset, bytes);
+            told.map_err(|error| self.explain(error, chunk))?;
         }
         Ok(())
     }

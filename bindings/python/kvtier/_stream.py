@@ -1,0 +1,689 @@
+"""Weight streaming: models larger than memory, unit by unit."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+from . import _abi, _reaper
+from ._columns import Column, Columns
+from ._errors import make
+from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
+from ._resource import Resource, byref, new_error
+
+if TYPE_CHECKING:
+    from ._budget import Budget
+    from ._runtime import Runtime
+
+ROLE_OTHER = _abi.KVT_ROLE_OTHER
+ROLE_LAYER = _abi.KVT_ROLE_LAYER
+ROLE_EXPERT = _abi.KVT_ROLE_EXPERT
+ROLE_EMBEDDING = _abi.KVT_ROLE_EMBEDDING
+ROLE_NORM = _abi.KVT_ROLE_NORM
+ROLE_HEAD = _abi.KVT_ROLE_HEAD
+
+Path = Union[str, "os.PathLike[str]"]
+
+_SEATS = {"host": _abi.KVT_SEAT_HOST, "device": _abi.KVT_SEAT_DEVICE}
+_PLACES = {"interleaved": _abi.KVT_PLACE_INTERLEAVED, "first": _abi.KVT_PLACE_FIRST,
+           "last": _abi.KVT_PLACE_LAST}
+_VERIFY = {"never": _abi.KVT_VERIFY_NEVER, "first": _abi.KVT_VERIFY_FIRST,
+           "always": _abi.KVT_VERIFY_ALWAYS}
+_HOMES = {_abi.KVT_HOME_FILE: "file", _abi.KVT_HOME_HOST: "host", _abi.KVT_HOME_DEVICE: "device"}
+_STAGES = {_abi.KVT_STAGE_READ: "read", _abi.KVT_STAGE_COPY: "copy", _abi.KVT_STAGE_USE: "use",
+           _abi.KVT_STAGE_WAIT: "wait"}
+#: Types of numbers as numpy has them; bf16 comes as its bits.
+_NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4",
+          "I16": "<i2", "I8": "|i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1",
+          "BOOL": "|b1"}
+
+
+class ModelInfo(NamedTuple):
+    """What a model is; numbers that its files do not say are 0."""
+
+    format: str
+    bytes: int
+    files: int
+    units: int
+    tensors: int
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    context: int
+    vocabulary: int
+    experts: int
+    experts_used: int
+    fingerprint: bytes
+
+
+class ModelUnit(NamedTuple):
+    """Bytes that are needed together, and move together."""
+
+    number: int
+    name: str
+    #: ROLE_*.
+    role: int
+    layer: Optional[int]
+    expert: Optional[int]
+    bytes: int
+    image_bytes: int
+
+
+class Tensor(NamedTuple):
+    """A tensor as it is in its file."""
+
+    number: int
+    name: str
+    #: As the format calls it: "Q6_K", "BF16".
+    dtype: str
+    #: The outermost first, as numpy has it.
+    shape: Tuple[int, ...]
+    file: int
+    offset: int
+    bytes: int
+
+
+class Part(NamedTuple):
+    """Where a tensor, or an expert's part of one, is in its unit."""
+
+    tensor: int
+    unit: int
+    #: Where in the unit.
+    at: int
+    #: Where in the tensor.
+    start: int
+    bytes: int
+
+
+class UnitEntry(NamedTuple):
+    """A unit that you name: ranges are (file, offset, bytes)."""
+
+    name: str
+    ranges: Sequence[Tuple[int, int, int]]
+    role: int = ROLE_OTHER
+    layer: Optional[int] = None
+    expert: Optional[int] = None
+
+
+class StreamMark(NamedTuple):
+    """Something that took time: "read", "copy", "use" or "wait"."""
+
+    stage: str
+    unit: int
+    begin_ns: int
+    end_ns: int
+
+
+class LayerCount(NamedTuple):
+    """What became of the experts of a layer."""
+
+    layer: int
+    hits: int
+    misses: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class StreamTerms:
+    """What you decide about memory, and know of links. None, or 0, is the default."""
+
+    #: "host" or "device"; a streamer computes on the host in this version.
+    seat: Optional[str] = None
+    #: Nothing stays, all memory is slots.
+    ring: bool = False
+    #: "interleaved", "first" or "last".
+    placement: str = "interleaved"
+    slots: int = 0
+    device_ceiling_bytes: Optional[int] = None
+    host_ceiling_bytes: Optional[int] = None
+    device_safety_bytes: Optional[int] = None
+    host_reserve_bytes: Optional[int] = None
+    context: int = 0
+    sequences: int = 0
+    kv_number_bytes: int = 0
+    processor_layers: int = 0
+    kv_bytes: Optional[int] = None
+    workspace_bytes: int = 0
+    hidden_bytes: int = 0
+    expert_slots: Optional[int] = None
+    staging_bytes: int = 0
+    chunk_bytes: int = 0
+    layer_compute_ns: int = 0
+    disk_bytes_per_s: int = 0
+    device_bytes_per_s: int = 0
+    processor_bytes_per_s: int = 0
+
+
+class StreamMemory(NamedTuple):
+    """What memory there is, for plans."""
+
+    host_free_bytes: int
+    host_total_bytes: int
+    device_free_bytes: int = 0
+    lockable_bytes: int = 2**64 - 1
+
+
+def _one_of(name: str, value: str, known: Dict[str, int]) -> int:
+    if value not in known:
+        raise make(_abi.KVT_E_INVALID, f"{name} {value!r} is none of {', '.join(known)}")
+    return known[value]
+
+
+def _terms(given: Optional[StreamTerms]) -> Any:
+    given = given or StreamTerms()
+    c = _abi.kvt_stream_terms_t(
+        seat=0 if given.seat is None else _one_of("seat", given.seat, _SEATS),
+        mode=_abi.KVT_STREAM_RING if given.ring else _abi.KVT_STREAM_TIERED,
+        placement=_one_of("placement", given.placement, _PLACES))
+    for name, flag in (("device_ceiling_bytes", _abi.KVT_TERMS_DEVICE_CEILING),
+                       ("host_ceiling_bytes", _abi.KVT_TERMS_HOST_CEILING),
+                       ("device_safety_bytes", _abi.KVT_TERMS_DEVICE_SAFETY),
+                       ("host_reserve_bytes", _abi.KVT_TERMS_HOST_RESERVE),
+                       ("kv_bytes", _abi.KVT_TERMS_KV),
+                       ("expert_slots", _abi.KVT_TERMS_EXPERT_SLOTS)):
+        value = getattr(given, name)
+        if value is not None:
+            setattr(c, name, u32(value) if name == "expert_slots" else u64(value))
+            c.flags |= flag
+    for name in ("slots", "context", "sequences", "kv_number_bytes", "processor_layers"):
+        setattr(c, name, u32(getattr(given, name)))
+    for name in ("workspace_bytes", "hidden_bytes", "staging_bytes", "chunk_bytes",
+                 "layer_compute_ns", "disk_bytes_per_s", "device_bytes_per_s",
+                 "processor_bytes_per_s"):
+        setattr(c, name, u64(getattr(given, name)))
+    return c
+
+
+def _memory(given: Optional[StreamMemory]) -> Any:
+    if given is None:
+        return None
+    return byref(_abi.kvt_stream_memory_t(**{name: u64(value)
+                                             for name, value in given._asdict().items()}))
+
+
+def _paths(paths: Sequence[Path]) -> Tuple[Any, List[bytes]]:
+    held = [os.fsencode(path) for path in paths]
+    rows = (_abi.kvt_text_t * max(1, len(held)))()
+    for row, text in zip(rows, held):
+        row.text, row.bytes = text_pointer(text), len(text)
+    return rows, held
+
+
+def _text(pointer: Any, length: int) -> str:
+    return ctypes.string_at(pointer, length).decode("utf-8", "replace") if length else ""
+
+
+def _words(call: Any) -> str:
+    room, n, err = 4096, ctypes.c_uint64(), new_error()
+    while True:
+        to = ctypes.create_string_buffer(room)
+        status = call(to, room, byref(n), err)
+        if status != _abi.KVT_E_TOO_SMALL:
+            check_err(status, err)
+            return to.raw[: n.value].decode()
+        room = n.value + 256
+
+
+def _rows(kind: Any, call: Any) -> List[Any]:
+    room, n = 64, ctypes.c_uint64()
+    while True:
+        rows = (kind * room)()
+        status = call(rows, room, ctypes.sizeof(kind), byref(n))
+        if status != _abi.KVT_E_TOO_SMALL:
+            check(status)
+            return list(rows[: n.value])
+        room = n.value
+
+
+def _forecast(c: Any) -> Dict[str, Any]:
+    names = {0: "", _abi.KVT_BINDING_COMPUTE: "compute", _abi.KVT_BINDING_DEVICE: "device",
+             _abi.KVT_BINDING_DISK: "disk"}
+    found = {name: getattr(c, name) for name, *_ in c._fields_
+             if name not in ("struct_size", "reserved", "binding")}
+    return {**found, "binding": names.get(c.binding, "")}
+
+
+def _number(value: int) -> Optional[int]:
+    return None if value == _abi.KVT_NONE else value
+
+
+class ModelJob(_reaper.Job):
+    """Closes a model."""
+
+    __slots__ = ()
+    swift = True
+
+    def attempt(self) -> int:
+        return int(lib.kvt_model_close(byref(self.handle)))
+
+
+class Model(Resource):
+    """What is in the files of a model: a GGUF or safetensors file, the index of a sharded
+    model, a directory, any one file of a split GGUF model, or all its files. It never
+    changes; any thread may use it."""
+
+    _noun = "model"
+
+    def __init__(self, *paths: Path) -> None:
+        rows, held = _paths(paths)
+        handle, err = _abi.kvt_model_p(), new_error()
+        check_err(lib.kvt_model_open(rows, len(held), ctypes.sizeof(_abi.kvt_text_t),
+                                     byref(handle), byref(err)), err)
+        self._begin(handle)
+
+    @classmethod
+    def table(cls, paths: Sequence[Path], units: Sequence[UnitEntry]) -> "Model":
+        """Units that you name, for files of a format that is not known."""
+        rows, held = _paths(paths)
+        entries = (_abi.kvt_unit_entry_t * max(1, len(units)))()
+        kept: List[Any] = []
+        for entry, unit in zip(entries, units):
+            name = unit.name.encode()
+            ranges = (_abi.kvt_file_range_t * max(1, len(unit.ranges)))()
+            for row, (file, offset, length) in zip(ranges, unit.ranges):
+                row.file, row.offset, row.bytes = u32(file), u64(offset), u64(length)
+            kept += [name, ranges]
+            entry.name, entry.name_bytes = text_pointer(name), len(name)
+            entry.role = u32(unit.role)
+            entry.layer = _abi.KVT_NONE if unit.layer is None else u32(unit.layer)
+            entry.expert = _abi.KVT_NONE if unit.expert is None else u32(unit.expert)
+            entry.ranges = ctypes.cast(ranges, type(entry.ranges))
+            entry.range_count = len(unit.ranges)
+        c = _abi.kvt_model_table_t(
+            path_count=len(held), path_stride_bytes=ctypes.sizeof(_abi.kvt_text_t),
+            unit_count=len(units), unit_stride_bytes=ctypes.sizeof(_abi.kvt_unit_entry_t),
+            range_stride_bytes=ctypes.sizeof(_abi.kvt_file_range_t))
+        c.paths, c.units = ctypes.cast(rows, type(c.paths)), ctypes.cast(entries, type(c.units))
+        handle, err = _abi.kvt_model_p(), new_error()
+        check_err(lib.kvt_model_table(byref(c), byref(handle), byref(err)), err)
+        model = cls.__new__(cls)
+        model._begin(handle)
+        return model
+
+    def _begin(self, handle: Any) -> None:
+        self._own(ModelJob(handle, _reaper.RANK_BUFFER))
+        self._tensors: Optional[List[Tensor]] = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """What it is."""
+        c = _abi.kvt_model_info_t()
+        check(lib.kvt_model_info(self._raw, byref(c)))
+        formats = {_abi.KVT_FORMAT_GGUF: "gguf", _abi.KVT_FORMAT_SAFETENSORS: "safetensors",
+                   _abi.KVT_FORMAT_TABLE: "table"}
+        own = {name: getattr(c, name) for name in ModelInfo._fields}
+        own.update(format=formats[c.format], fingerprint=bytes(c.fingerprint),
+                   architecture=_text(c.architecture, c.architecture_bytes))
+        return ModelInfo(**own)
+
+    @property
+    def units(self) -> List[ModelUnit]:
+        """All units, in the order in which a pass needs them."""
+        found = []
+        for number in range(self.info.units):
+            c = _abi.kvt_unit_t()
+            check(lib.kvt_model_unit(self._raw, number, byref(c)))
+            found.append(ModelUnit(number, _text(c.name, c.name_bytes), c.role, _number(c.layer),
+                                   _number(c.expert), c.bytes, c.image_bytes))
+        return found
+
+    @property
+    def tensors(self) -> List[Tensor]:
+        """All tensors, in the order of files and offsets."""
+        if self._tensors is None:
+            found = []
+            for number in range(self.info.tensors):
+                c = _abi.kvt_tensor_t()
+                check(lib.kvt_model_tensor(self._raw, number, byref(c)))
+                shape = tuple(int(c.dims[i]) for i in reversed(range(c.dim_count)))
+                found.append(Tensor(number, _text(c.name, c.name_bytes),
+                                    _text(c.dtype, c.dtype_bytes), shape, c.file, c.offset,
+                                    c.bytes))
+            self._tensors = found
+        return self._tensors
+
+    def parts(self, unit: int) -> List[Part]:
+        """What is in a unit, in the order of places."""
+        raw = self._raw
+        rows = _rows(_abi.kvt_part_t, lambda to, room, each, n: lib.kvt_model_unit_parts(
+            raw, u32(unit), to, room, each, n))
+        return [Part(row.tensor, row.unit, row.at, getattr(row, "from"), row.bytes)
+                for row in rows]
+
+    def find(self, name: str) -> int:
+        """The tensor of a name."""
+        text, number = name.encode(), ctypes.c_uint32()
+        check(lib.kvt_model_find(self._raw, text, len(text), byref(number)))
+        return number.value
+
+    def layer(self, layer: int, expert: Optional[int] = None) -> int:
+        """The unit of a layer, or of an expert of it."""
+        number = ctypes.c_uint32()
+        check(lib.kvt_model_layer(self._raw, u32(layer), _abi.KVT_NONE if expert is None
+                                  else u32(expert), byref(number)))
+        return number.value
+
+    def plan(self, terms: Optional[StreamTerms] = None,
+             memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
+        """Who would live where, what a pass would take, and why. Opens nothing."""
+        plan: Dict[str, Any] = json.loads(self._plan(terms, memory, _abi.KVT_PLAN_JSON))
+        return plan
+
+    def plan_text(self, terms: Optional[StreamTerms] = None,
+                  memory: Optional[StreamMemory] = None) -> str:
+        """The same for people."""
+        return self._plan(terms, memory, _abi.KVT_PLAN_TEXT)
+
+    def _plan(self, terms: Optional[StreamTerms], memory: Optional[StreamMemory],
+              kind: int) -> str:
+        raw, c, m = self._raw, _terms(terms), _memory(memory)
+        return _words(lambda to, room, n, err: lib.kvt_model_plan_words(
+            raw, byref(c), m, kind, to, room, n, byref(err)))
+
+    def what_if(self, links: str, terms: Optional[StreamTerms] = None,
+                memory: Optional[StreamMemory] = None) -> Dict[str, Any]:
+        """What a pass would take over other links: "h2d=13,disk=3.3", in GB/s."""
+        text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
+        check_err(lib.kvt_model_what_if(self._raw, byref(_terms(terms)), _memory(memory), text,
+                                        len(text), byref(c), byref(err)), err)
+        return _forecast(c)
+
+    def close(self) -> None:
+        """Closes it; streamers that were opened with it stay."""
+        if self.closed:
+            return
+        check(lib.kvt_model_close(byref(self._job.handle)))
+        self._released()
+
+
+class _Lease:
+    """What keeps a unit: it is given back when neither it nor a view of it is left."""
+
+
+def _give_back(stream: int, held: Any) -> None:
+    if not _reaper.forked():
+        lib.kvt_stream_release(_abi.kvt_stream_p(stream), byref(held), 0, None)
+
+
+class StreamUnit:
+    """A unit that you have. Release it, use it in a `with`, or let go of it: it goes back as
+    soon as no view of its bytes is left either."""
+
+    def __init__(self, streamer: "Streamer", held: Any) -> None:
+        self._streamer, self._address, self._bytes = streamer, int(held.address), held.bytes
+        #: Which unit.
+        self.unit: int = held.unit
+        self._lease: Optional[_Lease] = _Lease()
+        weakref.finalize(self._lease, _give_back, streamer._raw.value, held)
+
+    @property
+    def released(self) -> bool:
+        """Whether it was released."""
+        return self._lease is None
+
+    def release(self) -> None:
+        """Lets go of it; doing so twice is fine."""
+        self._lease = None
+
+    def __enter__(self) -> "StreamUnit":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _memory(self, at: int, length: int) -> Any:
+        if self._lease is None:
+            raise make(_abi.KVT_E_STATE, "the unit was released")
+        memory: Any = (ctypes.c_ubyte * length).from_address(self._address + at)
+        memory.owner = self._lease
+        return memoryview(memory).cast("B").toreadonly()
+
+    @property
+    def data(self) -> memoryview:
+        """All its bytes, read-only, without a copy."""
+        view: memoryview = self._memory(0, self._bytes)
+        return view
+
+    @property
+    def address(self) -> int:
+        """Where they are."""
+        return self._address
+
+    def view(self, tensor: Union[int, str]) -> memoryview:
+        """The bytes of a tensor, or of this expert's part of it, read-only, without a copy."""
+        part = self._streamer._part(self.unit, tensor)
+        view: memoryview = self._memory(part.at, part.bytes)
+        return view
+
+    def array(self, tensor: Union[int, str]) -> Any:
+        """The same as a numpy array: numbers in their shape, bf16 as its bits (uint16),
+        quantised ones as bytes."""
+        import numpy
+
+        part = self._streamer._part(self.unit, tensor)
+        about = self._streamer._tensors[part.tensor]
+        code = _NUMPY.get(about.dtype)
+        flat = numpy.frombuffer(self._memory(part.at, part.bytes), dtype=code or numpy.uint8)
+        if code is None:
+            return flat
+        if part.bytes == about.bytes:
+            return flat.reshape(about.shape)
+        return flat.reshape((-1, *about.shape[1:]))
+
+
+class StreamJob(_reaper.Job):
+    """Closes a streamer."""
+
+    __slots__ = ()
+
+    def attempt(self) -> int:
+        return int(lib.kvt_stream_close(byref(self.handle), _reaper.slice_deadline(), None))
+
+
+class Streamer(Resource):
+    """Weights that come as you compute: units whose home is in memory are at hand, the others
+    pass through a few slots, fetched ahead. Any thread may use it."""
+
+    _noun = "streamer"
+
+    def __init__(self, runtime: "Runtime", model: Model, terms: Optional[StreamTerms] = None, *,
+                 budget: "Optional[Budget]" = None, priority: int = 0,
+                 order: Optional[Sequence[int]] = None, once: bool = False,
+                 in_place: bool = False, measure: bool = False, policy: str = "",
+                 expert_policy: str = "", pinned_percent: Optional[int] = None,
+                 verify: str = "never", sidecar: Optional[Path] = None, readers: int = 0,
+                 depth: int = 0, buffered: bool = False, uring: bool = True,
+                 mapped: bool = False, marks: int = 0) -> None:
+        """`sidecar` is where checksums are kept; "" = beside the model."""
+        flags = {_abi.KVT_STREAM_ONCE: once, _abi.KVT_STREAM_IN_PLACE: in_place,
+                 _abi.KVT_STREAM_MEASURE: measure, _abi.KVT_STREAM_BUFFERED: buffered,
+                 _abi.KVT_STREAM_NO_URING: not uring, _abi.KVT_STREAM_MAPPED: mapped,
+                 _abi.KVT_STREAM_SIDECAR: sidecar is not None,
+                 _abi.KVT_STREAM_PINNED: pinned_percent is not None}
+        terms_c = _terms(terms)
+        opts = _abi.kvt_stream_opts_t(
+            flags=sum(flag for flag, is_set in flags.items() if is_set), priority=priority,
+            verify=_one_of("verify", verify, _VERIFY), readers=u32(readers), depth=u32(depth),
+            marks=u32(marks), pinned_percent=u32(pinned_percent or 0))
+        opts.model, opts.terms = model._raw.value, ctypes.pointer(terms_c)
+        opts.budget = None if budget is None else budget._raw.value
+        texts = {"policy": policy.encode(), "expert_policy": expert_policy.encode(),
+                 "sidecar": os.fsencode(sidecar or "")}
+        for name, text in texts.items():
+            setattr(opts, name, text_pointer(text))
+            setattr(opts, f"{name}_bytes", len(text))
+        if order is not None:
+            numbers = (ctypes.c_uint32 * max(1, len(order)))(*(u32(unit) for unit in order))
+            opts.order, opts.order_count = ctypes.cast(numbers, type(opts.order)), len(order)
+        self._runtime, self._tensors = runtime, model.tensors
+        self._names = {tensor.name: tensor.number for tensor in self._tensors}
+        self._parts: Dict[Tuple[int, int], Part] = {
+            (unit, part.tensor): part
+            for unit in range(model.info.units) for part in model.parts(unit)}
+        handle, err = _abi.kvt_stream_p(), new_error()
+        check_err(lib.kvt_stream_open(runtime._raw, byref(opts), byref(handle), byref(err)), err)
+        self._own(StreamJob(handle, _reaper.RANK_STORE))
+
+    def _part(self, unit: int, tensor: Union[int, str]) -> Part:
+        number = self._names.get(tensor) if isinstance(tensor, str) else tensor
+        part = None if number is None else self._parts.get((unit, number))
+        if part is None:
+            raise make(_abi.KVT_E_NOT_FOUND, f"unit {unit} has nothing of tensor {tensor!r}")
+        return part
+
+    def _end(self, timeout: Optional[float]) -> int:
+        return deadline_after(self._runtime.now_ns(), timeout)
+
+    def load(self, timeout: Optional[float] = None) -> None:
+        """Waits until all residents are at home."""
+        err = new_error()
+        check_err(lib.kvt_stream_load(self._raw, self._end(timeout), byref(err)),
+                  err)
+
+    def progress(self) -> Dict[str, int]:
+        """How far that is."""
+        return self._numbers(_abi.kvt_stream_progress_t, lib.kvt_stream_progress)
+
+    def pass_begin(self) -> None:
+        """A pass begins."""
+        err = new_error()
+        check_err(lib.kvt_stream_pass_begin(self._raw, byref(err)), err)
+
+    def pass_end(self) -> None:
+        """A pass has ended."""
+        err = new_error()
+        check_err(lib.kvt_stream_pass_end(self._raw, byref(err)), err)
+
+    def acquire(self, unit: int, timeout: Optional[float] = None) -> StreamUnit:
+        """A unit, when it is there."""
+        held, err = _abi.kvt_held_t(), new_error()
+        check_err(lib.kvt_stream_acquire(self._raw, u32(unit), 0, self._end(timeout),
+                                         byref(held), byref(err)), err)
+        return StreamUnit(self, held)
+
+    def poll(self, unit: int) -> Optional[StreamUnit]:
+        """A unit if it is there; None: it is on its way."""
+        held, err = _abi.kvt_held_t(), new_error()
+        status = lib.kvt_stream_acquire(self._raw, u32(unit), _abi.KVT_ACQUIRE_POLL, 0,
+                                        byref(held), byref(err))
+        if status == _abi.KVT_E_AGAIN:
+            lib.kvt_error_free(byref(err))
+            return None
+        check_err(status, err)
+        return StreamUnit(self, held)
+
+    def hint(self, units: Column) -> None:
+        """You will use these units."""
+        raw, err = self._raw, new_error()
+        with Columns() as columns:
+            given, length = columns.take("units", "u32", units)
+            check_err(lib.kvt_stream_hint(raw, given, length, byref(err)), err)
+
+    def rebalance(self, host_bytes: Optional[int] = None, device_bytes: Optional[int] = None,
+                  context: int = 0) -> Dict[str, int]:
+        """Gives weights more memory, or less; the new plan in numbers."""
+        room, plan, err = _abi.kvt_stream_room_t(), _abi.kvt_stream_plan_t(), new_error()
+        room.context = u32(context)
+        if host_bytes is not None:
+            room.host_bytes, room.flags = u64(host_bytes), _abi.KVT_ROOM_HOST
+        if device_bytes is not None:
+            room.device_bytes = u64(device_bytes)
+            room.flags |= _abi.KVT_ROOM_DEVICE
+        check_err(lib.kvt_stream_rebalance(self._raw, byref(room), byref(plan), byref(err)), err)
+        return _fields(plan)
+
+    def plan(self) -> Dict[str, Any]:
+        """Who lives where now, and why."""
+        plan: Dict[str, Any] = json.loads(self._plan(_abi.KVT_PLAN_JSON))
+        return plan
+
+    def plan_text(self) -> str:
+        """The same for people."""
+        return self._plan(_abi.KVT_PLAN_TEXT)
+
+    def _plan(self, kind: int) -> str:
+        raw = self._raw
+        return _words(lambda to, room, n, err: lib.kvt_stream_plan_words(raw, kind, to, room, n))
+
+    def homes(self) -> List[str]:
+        """Where each unit lives now: "host", "device" or "file"."""
+        count = self._model_units()
+        rows = (_abi.kvt_unit_home_t * max(1, count))()
+        check(lib.kvt_stream_plan(self._raw, None, None, rows, count,
+                                  ctypes.sizeof(_abi.kvt_unit_home_t)))
+        return [_HOMES[row.home] for row in rows[:count]]
+
+    def _model_units(self) -> int:
+        plan = _abi.kvt_stream_plan_t()
+        check(lib.kvt_stream_plan(self._raw, byref(plan), None, None, 0, 0))
+        return int(plan.device_units + plan.host_units + plan.file_units)
+
+    def what_if(self, links: str) -> Dict[str, Any]:
+        """What a pass would take over other links: "disk=3.3", in GB/s."""
+        text, c, err = links.encode(), _abi.kvt_forecast_t(), new_error()
+        check_err(lib.kvt_stream_what_if(self._raw, text, len(text), byref(c), byref(err)), err)
+        return _forecast(c)
+
+    def stats(self) -> Dict[str, int]:
+        """What it has done."""
+        return self._numbers(_abi.kvt_stream_stats_t, lib.kvt_stream_stats)
+
+    def _numbers(self, kind: Any, call: Any) -> Dict[str, int]:
+        c = kind()
+        check(call(self._raw, byref(c)))
+        return _fields(c)
+
+    def layers(self) -> List[LayerCount]:
+        """Experts by layer."""
+        raw = self._raw
+        rows = _rows(_abi.kvt_layer_count_t, lambda to, room, each, n: lib.kvt_stream_layers(
+            raw, to, room, each, n))
+        return [LayerCount(row.layer, row.hits, row.misses, row.bytes) for row in rows]
+
+    def marks(self) -> List[StreamMark]:
+        """What happened last, the oldest first."""
+        raw = self._raw
+        rows = _rows(_abi.kvt_stream_mark_t, lambda to, room, each, n: lib.kvt_stream_marks(
+            raw, to, room, each, n))
+        return [StreamMark(_STAGES[row.stage], row.unit, row.begin_ns, row.end_ns)
+                for row in rows]
+
+    def engine(self) -> str:
+        """How files are read, and why not better."""
+        raw = self._raw
+        return _words(lambda to, room, n, err: lib.kvt_stream_engine(raw, to, room, n))
+
+    def verify(self, unit: int) -> int:
+        """Reads a unit anew and compares it with its checksums, or notes them."""
+        total, err = ctypes.c_uint64(), new_error()
+        check_err(lib.kvt_stream_verify(self._raw, u32(unit), byref(total), byref(err)), err)
+        return total.value
+
+    def fixed(self, unit: Optional[int] = None) -> Tuple[int, int]:
+        """The address and the length of a unit in place, or of all."""
+        address, length = ctypes.c_void_p(), ctypes.c_uint64()
+        check(lib.kvt_stream_fixed(self._raw, _abi.KVT_NONE if unit is None else u32(unit),
+                                   byref(address), byref(length)))
+        return int(address.value or 0), length.value
+
+    def close(self, timeout: Optional[float] = None) -> None:
+        """Closes it; BusyError while units, or views of them, are in use."""
+        if self.closed:
+            return
+        err = new_error()
+        check_err(lib.kvt_stream_close(byref(self._job.handle), self._end(timeout),
+                                       byref(err)), err)
+        self._released()
+
+
+def _fields(c: Any) -> Dict[str, int]:
+    return {name: int(getattr(c, name)) for name, *_ in c._fields_
+            if name not in ("struct_size", "reserved")}

@@ -1,0 +1,173 @@
+// kvt::model and kvt::streamer: passes over a model in a file, units that go back by
+// themselves, memory that becomes less, errors as exceptions.
+#include <kvtier/kvtier.hpp>
+
+#include "check.hpp"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <type_traits>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr std::uint32_t LAYERS = 6;
+constexpr std::uint64_t LAYER_BYTES = 70000, HEAD_BYTES = 20000;
+
+std::string write_model(const std::string &folder, std::vector<char> &image) {
+    std::string header = "{";
+    std::uint64_t end = 0;
+    const auto add = [&](const std::string &name, std::uint64_t bytes) {
+        header += (end > 0 ? ",\"" : "\"") + name + "\":{\"dtype\":\"U8\",\"shape\":[" +
+                  std::to_string(bytes) + "],\"data_offsets\":[" + std::to_string(end) + "," +
+                  std::to_string(end + bytes) + "]}";
+        end += bytes;
+    };
+    for (std::uint32_t layer = 0; layer < LAYERS; layer++)
+        add("model.layers." + std::to_string(layer) + ".mlp.weight", LAYER_BYTES);
+    add("lm_head.weight", HEAD_BYTES);
+    header += "}";
+    header.resize((header.size() + 7) / 8 * 8, ' ');
+    image.resize(8);
+    for (std::size_t i = 0; i < 8; i++)
+        image[i] = static_cast<char>((std::uint64_t{header.size()} >> (8 * i)) & 255);
+    image.insert(image.end(), header.begin(), header.end());
+    for (std::uint64_t i = 0; i < end; i++) image.push_back(static_cast<char>(i * 31 % 251));
+    const std::string path = folder + "/model.safetensors";
+    std::ofstream(path, std::ios::binary).write(image.data(), std::streamsize(image.size()));
+    return path;
+}
+
+kvt::stream_opts half() {
+    kvt::stream_opts opts;
+    opts.terms.flags = KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
+    opts.terms.host_ceiling_bytes = 5 * 73728 + 24576;
+    return opts;
+}
+
+bool same(const kvt::model &model, const kvt::held &held, const std::vector<char> &image) {
+    for (const kvt_part_t &part : model.unit_parts(held.unit())) {
+        const kvt_tensor_t tensor = model.tensor(part.tensor);
+        const auto bytes = held.part(part);
+        if (std::memcmp(bytes.data(), image.data() + tensor.offset + part.from, bytes.size()) != 0)
+            return false;
+    }
+    return true;
+}
+
+void look(const kvt::model &model, std::size_t image_bytes) {
+    const kvt_model_info_t info = model.info();
+    CHECK(info.units == LAYERS + 1 && info.tensors == LAYERS + 1);
+    CHECK(model.file(0).bytes == image_bytes);
+    const std::uint32_t tensor = model.find("model.layers.3.mlp.weight");
+    const auto parts = model.tensor_parts(tensor);
+    CHECK(parts.size() == 1 && parts[0].unit == model.layer(3));
+    CHECK(std::string(model.unit(parts[0].unit).name, 7) == "layer 3");
+    CHECK_THROWS(model.find("nothing"), KVT_E_NOT_FOUND);
+    CHECK_THROWS(model.layer(0, 0), KVT_E_NOT_FOUND);
+
+    kvt::stream_opts opts = half();
+    const kvt::stream_plan plan = model.plan(opts.terms);
+    CHECK(plan.homes.size() == info.units && plan.numbers.file_units > 0);
+    CHECK(model.plan_words(opts.terms).find("host") != std::string::npos);
+    CHECK(model.plan_words(opts.terms, nullptr, KVT_PLAN_JSON).front() == '{');
+    const kvt_forecast_t slow = model.what_if(opts.terms, "disk=1");
+    const kvt_forecast_t fast = model.what_if(opts.terms, "disk=2");
+    CHECK(fast.pass_ns < slow.pass_ns);
+    opts.terms.host_ceiling_bytes = 10000;
+    CHECK_THROWS(model.plan(opts.terms), KVT_E_BUDGET);
+}
+
+void passes(const kvt::runtime &runtime, const kvt::model &model, const std::vector<char> &image) {
+    kvt::streamer streamer = kvt::streamer::open(runtime, model, half());
+    streamer.load();
+    CHECK(streamer.progress().missing == 0);
+    for (int pass = 0; pass < 3; pass++) {
+        streamer.pass_begin();
+        for (std::uint32_t unit = 0; unit <= LAYERS; unit++)
+            CHECK(same(model, streamer.acquire(unit), image));
+        streamer.pass_end();
+    }
+    CHECK(streamer.stats().passes == 3 && streamer.stats().acquires == 3 * (LAYERS + 1));
+    CHECK(streamer.layers().empty() && streamer.marks().empty());
+    CHECK(!streamer.engine().empty() && !streamer.plan_words().empty());
+    const kvt::stream_plan plan = streamer.plan();
+    CHECK(plan.homes.size() == LAYERS + 1);
+
+    kvt::held one = streamer.acquire(1);
+    kvt::held other = std::move(one);
+    CHECK(!one && other && same(model, other, image));
+    CHECK_THROWS(streamer.close(), KVT_E_BUSY);
+    other.release();
+    CHECK(!other);
+    one = streamer.try_acquire(0);
+    while (!one) one = streamer.try_acquire(0);
+    CHECK(same(model, one, image));
+    one = kvt::held();
+    CHECK_THROWS(streamer.acquire(LAYERS + 1), KVT_E_INVALID);
+    CHECK_THROWS(streamer.fixed(0), KVT_E_STATE);
+    const std::vector<std::uint32_t> next = {1, 2};
+    streamer.hint(next);
+
+    kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+    room.host_bytes = 4 * 73728 + 24576;
+    CHECK(streamer.rebalance(room).host_units < plan.numbers.host_units);
+    CHECK(same(model, streamer.acquire(2), image));
+    const std::uint64_t sum = streamer.verify(2);
+    CHECK(streamer.sum(2) == sum);
+    streamer.close();
+    CHECK(!streamer);
+}
+
+void in_place(const kvt::runtime &runtime, const kvt::model &model,
+              const std::vector<char> &image) {
+    kvt::stream_opts opts = half();
+    opts.flags = KVT_STREAM_IN_PLACE;
+    opts.order = std::vector<std::uint32_t>{5, 4, 3, 2, 1, 0};
+    const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
+    for (std::uint32_t unit = LAYERS; unit-- > 0;) {
+        const kvt::held held = streamer.acquire(unit, kvt::deadline::in(std::chrono::seconds(60)));
+        CHECK(held.data() == streamer.fixed(unit) && same(model, held, image));
+    }
+}
+
+void table(const kvt::runtime &runtime, const std::string &path, const std::vector<char> &image) {
+    std::vector<kvt::unit_entry> units(1);
+    units[0].name = "a stretch";
+    units[0].ranges = {kvt_file_range_t{0, 0, 5000, 9000}, kvt_file_range_t{0, 0, 100, 7}};
+    const std::vector<std::string> paths = {path};
+    const kvt::model model = kvt::model::table(paths, units);
+    const kvt::streamer streamer = kvt::streamer::open(runtime, model);
+    CHECK(same(model, streamer.acquire(0), image));
+    units[0].ranges[0].offset = image.size();
+    CHECK_THROWS(kvt::model::table(paths, units), KVT_E_INVALID);
+}
+
+}  // namespace
+
+int main() {
+    static_assert(!std::is_copy_constructible<kvt::held>::value, "one gives back");
+    char folder[] = "/tmp/kvt-stream-cpp-XXXXXX";
+    CHECK(mkdtemp(folder) != nullptr);
+    std::vector<char> image;
+    const std::string path = write_model(folder, image);
+    {
+        kvt::runtime runtime = kvt::runtime::open();
+        kvt::model model = kvt::model::open(path);
+        look(model, image.size());
+        passes(runtime, model, image);
+        in_place(runtime, model, image);
+        table(runtime, path, image);
+        CHECK_THROWS(kvt::model::open(path + ".none"), KVT_E_NOT_FOUND);
+        model.close();
+        CHECK_THROWS(kvt::streamer::open(runtime, model), KVT_E_HANDLE);
+        CHECK(runtime.close().streamers == 0);
+    }
+    CHECK(std::remove(path.c_str()) == 0 && rmdir(folder) == 0);
+    return done();
+}
