@@ -32,9 +32,11 @@ fn any_program_ends_well() {
         })
         .unwrap();
     // By what programs are rolled these vary by a third: the bounds are far below the least seen.
-    let [submitted, called, replayed, moved, loaded, computed, answered] = machine::reached();
+    let [submitted, called, replayed, moved, loaded, computed, answered, streamed] =
+        machine::reached();
     assert!(submitted > 1000 && called > 200, "{submitted} submissions, {called} callbacks");
     assert!(replayed > 60 && moved > 200, "{replayed} replays, {moved} moves");
     assert!(loaded > 60, "{loaded} layers loaded");
+    assert!(streamed > 60, "{streamed} units had");
     assert!(computed > 60 && answered > 60, "{computed} computed, {answered} answers");
 }

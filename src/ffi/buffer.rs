@@ -178,6 +178,7 @@ fn wish_of(given: &kvt_buffer_opts_t) -> Result<MemoryWish> {
         align_bytes: given.align_bytes,
         pin: wish(KVT_BUFFER_PIN, KVT_BUFFER_TRY_PIN),
         huge: wish(KVT_BUFFER_HUGETLB, KVT_BUFFER_TRY_HUGE),
+        prefer_huge: false,
         account,
     })
 }

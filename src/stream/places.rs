@@ -249,6 +249,8 @@ fn host(bytes: u64, pinned: bool, source: &Source) -> Result<Buffer> {
     let wish = MemoryWish {
         bytes,
         pin: if pinned { Wish::Try } else { Wish::No },
+        // Whole huge pages would take more than the plan says.
+        prefer_huge: true,
         account: source.account.cloned(),
         ..MemoryWish::default()
     };

@@ -230,7 +230,7 @@ impl World {
                 if let Read::Clear { unit, .. } = read {
                     let keep = |at: &Place| matches!(at, Place::Staging(_) | Place::Home(_));
                     self.content.retain(|at, (of, _)| keep(at) || *of != unit);
-                    assert!(!self.used.keys().any(|at| self.content.get(at).is_none()), "cleared");
+                    assert!(!self.used.keys().any(|at| !self.content.contains_key(at)), "cleared");
                 }
                 self.core.read_done(&read, result, self.now_ns).expect("sound");
             }

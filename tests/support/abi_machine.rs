@@ -33,6 +33,8 @@ mod policy;
 mod sparse;
 #[path = "abi_store.rs"]
 mod store;
+#[path = "abi_stream.rs"]
+mod stream;
 #[path = "abi_trace.rs"]
 mod trace;
 
@@ -44,13 +46,14 @@ static MOVED: AtomicU64 = AtomicU64::new(0);
 static LOADED: AtomicU64 = AtomicU64::new(0);
 static COMPUTED: AtomicU64 = AtomicU64::new(0);
 static ANSWERED: AtomicU64 = AtomicU64::new(0);
+static STREAMED: AtomicU64 = AtomicU64::new(0);
 
 /// Submissions that were accepted, completions that were called back, replays that
 /// came to their end, moves that were accepted, layers that came into a buffer, attention that
-/// was compared with a model, and answers of sparse policies, so far: a test of what never gets
-/// that far would prove little.
-pub fn reached() -> [u64; 7] {
-    [&SUBMITTED, &CALLED, &REPLAYED, &MOVED, &LOADED, &COMPUTED, &ANSWERED]
+/// was compared with a model, answers of sparse policies, and units of weights, so far: a test
+/// of what never gets that far would prove little.
+pub fn reached() -> [u64; 8] {
+    [&SUBMITTED, &CALLED, &REPLAYED, &MOVED, &LOADED, &COMPUTED, &ANSWERED, &STREAMED]
         .map(|count| count.load(Ordering::SeqCst))
 }
 
@@ -177,6 +180,7 @@ struct Machine {
     kv: store::Stores,
     sparse: sparse::Sparses,
     jobs: kernel::Jobs,
+    streams: stream::Streams,
     err: *mut kvt_error_t,
     memory: Vec<Box<[u8]>>,
     taken: u64,
@@ -241,6 +245,7 @@ pub fn run(program: &[u8]) {
         kv: store::Stores::new(),
         sparse: sparse::Sparses::new(),
         jobs: kernel::Jobs::new(),
+        streams: stream::Streams::new(),
         err: null_mut(),
         memory: Vec::new(),
         taken: 0,
@@ -265,7 +270,7 @@ impl Machine {
     fn step(&mut self, tape: &mut Tape) {
         let err: *mut *mut kvt_error_t =
             if tape.byte() & 1 == 0 { null_mut() } else { &mut self.err };
-        match tape.byte() % 56 {
+        match tape.byte() % 60 {
             0 => self.open_runtime(tape, err),
             1 | 2 => self.open_queue(tape, err),
             3 => self.open_budget(tape, err),
@@ -297,6 +302,7 @@ impl Machine {
             40..=47 => self.use_offload(tape, err),
             48..=53 => self.use_sparse(tape, err),
             54 | 55 => self.use_kernels(tape, err),
+            56..=59 => self.use_streams(tape, err),
             _ => self.budget_calls(tape, err),
         }
     }
@@ -719,6 +725,7 @@ impl Machine {
                 assert!(freed == KVT_OK || freed == KVT_E_HANDLE, "{freed}");
             }
             self.kv.take_down();
+            self.streams.take_down();
             self.sparse.take_down();
             self.jobs.take_down();
             for policy in &mut self.policies.live {

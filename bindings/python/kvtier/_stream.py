@@ -27,6 +27,8 @@ ROLE_NORM = _abi.KVT_ROLE_NORM
 ROLE_HEAD = _abi.KVT_ROLE_HEAD
 
 Path = Union[str, "os.PathLike[str]"]
+#: Where a field is called bytes.
+_Bytes = bytes
 
 _SEATS = {"host": _abi.KVT_SEAT_HOST, "device": _abi.KVT_SEAT_DEVICE}
 _PLACES = {"interleaved": _abi.KVT_PLACE_INTERLEAVED, "first": _abi.KVT_PLACE_FIRST,
@@ -61,7 +63,7 @@ class ModelInfo(NamedTuple):
     vocabulary: int
     experts: int
     experts_used: int
-    fingerprint: bytes
+    fingerprint: _Bytes
 
 
 class ModelUnit(NamedTuple):

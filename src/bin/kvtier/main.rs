@@ -9,6 +9,7 @@ mod fsck;
 mod lab;
 mod reference;
 mod sim;
+mod stream;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -109,6 +110,11 @@ enum Command {
         #[arg(long, default_value_t = 0)]
         threads: usize,
     },
+    /// Models larger than memory: plan who lives where, stream them, measure that
+    Stream {
+        #[command(subcommand)]
+        command: stream::Command,
+    },
     /// Read, make and replay traces; compare eviction policies on them, and sparse ones
     Lab {
         #[command(subcommand)]
@@ -145,6 +151,7 @@ fn main() -> ExitCode {
             true => Ok(()),
             false => Err(format!("there is no group '{group}'; `kvtier bench` lists them").into()),
         },
+        Command::Stream { command } => stream::run(command),
         Command::Lab { command } => lab::run(command),
     };
     match result {

@@ -31,7 +31,8 @@ pub fn measure(files: &dyn FixedFiles, clock: &Clock, bytes: u64) -> Result<u64>
         _ => (whole.saturating_sub(piece) / (count - 1)) / GRAIN_BYTES * GRAIN_BYTES,
     };
     let at_once = count.min(IN_FLIGHT);
-    let wish = MemoryWish { bytes: piece * at_once, ..MemoryWish::default() };
+    // As weights have it: with small pages disks give less.
+    let wish = MemoryWish { bytes: piece * at_once, prefer_huge: true, ..MemoryWish::default() };
     let stock = Buffer::map(&wish, None)?;
     // SAFETY: the stock is this call's alone. Faults are not what is to be measured.
     unsafe { crate::base::memory::prefault(stock.address(), stock.bytes()) };

@@ -180,9 +180,14 @@ impl Core {
             }
             _ => (load.next_copy, From::Home),
         };
+        // Each waits for the one before it, so who waits for the last hears of any that fails.
+        let after = match (load.copying, load.issued) {
+            (0, 0) => load.after,
+            (0, _) => None,
+            _ => load.event,
+        };
         load.next_copy += 1;
         load.copying += 1;
-        let after = load.after;
         let chunk = self.chunks.of_unit(unit)[at as usize];
         Some(Copy { load: id, unit, chunk, from, to, after, since_ns: now_ns })
     }
@@ -248,6 +253,10 @@ impl Core {
         }
         (cell.slot_load, cell.ready) = (NONE, true);
         let (slot, used) = (cell.slot, cell.users > 0);
+        if !used && cell.waiters > 0 {
+            cell.promised = true;
+            return Ok(());
+        }
         if cell.is_expert && !used {
             // It stays until who asked for it has come back for it.
             cell.kept = true;

@@ -80,6 +80,9 @@ struct Cell {
     users: u32,
     /// It stays there until somebody has used it.
     kept: bool,
+    /// Who sleeps until it is there; and it stays until they have woken up.
+    waiters: u32,
+    promised: bool,
     /// It was asked for and not there; who has asked has not had it yet.
     missed: bool,
     in_window: bool,
@@ -305,6 +308,8 @@ impl Cell {
             ready: false,
             users: 0,
             kept: false,
+            waiters: 0,
+            promised: false,
             missed: false,
             in_window: false,
             home_load: NONE,

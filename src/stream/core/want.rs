@@ -101,6 +101,20 @@ impl Core {
         Ok(Lease { unit, place, event })
     }
 
+    /// Somebody sleeps until a unit is there: nobody else gets its slot before they wake up.
+    pub fn wait_begin(&mut self, unit: u32) {
+        self.cells[unit as usize].waiters += 1;
+    }
+
+    /// They are awake.
+    pub fn wait_end(&mut self, unit: u32) -> Result<()> {
+        let cell = &mut self.cells[unit as usize];
+        cell.waiters -= 1;
+        let slot = cell.slot;
+        let over = cell.waiters == 0 && std::mem::take(&mut cell.promised);
+        if over { self.pool_of(unit).let_go(slot) } else { Ok(()) }
+    }
+
     /// What a unit that is asked for waits for.
     pub fn why(&self, unit: u32) -> Why {
         let cell = &self.cells[unit as usize];
@@ -137,9 +151,17 @@ impl Core {
             } else {
                 self.jump(unit, rank)?;
             }
-        } else if rank < self.load(load).rank {
-            self.load(load).rank = rank;
-            self.skip_to(unit)?;
+        } else {
+            if rank < self.load(load).rank {
+                self.load(load).rank = rank;
+                self.skip_to(unit)?;
+            }
+            let cell = &self.cells[unit as usize];
+            let passed_over = !cell.in_window && !cell.is_expert;
+            if passed_over && self.load(load).goal.is_none() {
+                // Somebody else asked for another unit meanwhile, and slots follow the window.
+                self.jump(unit, rank)?;
+            }
         }
         self.advance(now_ns)?;
         let load = self.cells[unit as usize].slot_load;

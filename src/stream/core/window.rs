@@ -181,7 +181,9 @@ impl Core {
             let next = turn as usize + 1;
             self.next = if self.wrap { next % len } else { next };
         }
-        self.begin_load(unit, rank)?;
+        if self.cells[unit as usize].slot_load == NONE {
+            self.begin_load(unit, rank)?;
+        }
         self.cells[unit as usize].in_window = true;
         self.window.push_front(unit);
         Ok(())

@@ -87,7 +87,10 @@ impl Streamer {
                         state.waited += 1;
                     }
                     waiting = Some((why, now_ns));
-                    shared.wait(&mut state, how.deadline_ns, now_ns)?;
+                    state.core.wait_begin(unit);
+                    let waited = shared.wait(&mut state, how.deadline_ns, now_ns);
+                    state.core.wait_end(unit)?;
+                    waited?;
                 }
             }
         }

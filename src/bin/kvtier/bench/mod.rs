@@ -12,6 +12,11 @@ mod policy;
 mod scale;
 mod sparse;
 mod store;
+pub mod stream;
+mod stream_calls;
+mod stream_child;
+mod stream_passes;
+mod stream_timed;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -133,7 +138,7 @@ impl Bar {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 10] = [
+const GROUPS: [(&str, &str, Group); 11] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
     ("attention", "kernels on one core, beside its multiply-adds and its reading", attention::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
@@ -148,6 +153,7 @@ const GROUPS: [(&str, &str, Group); 10] = [
     ("scale", "ten million cells, an opening after a crash, memory in a storm", scale::run),
     ("sparse", "decisions of sparse policies, beside reading what they are made from", sparse::run),
     ("store", "puts, gets and restores, beside memcpy and plain reads", store::run),
+    ("stream", "weights larger than memory, beside the disk and a memory map", stream::run),
 ];
 
 /// Prints the groups.
@@ -163,7 +169,12 @@ pub fn run(group: &str, quick: bool, json: bool) -> bool {
     let Some((_, _, measure)) = GROUPS.iter().find(|(name, _, _)| *name == group) else {
         return false;
     };
-    let bars = measure(quick);
+    print(group, &measure(quick), json);
+    true
+}
+
+/// Prints the bars of a group.
+pub fn print(group: &str, bars: &[Bar], json: bool) {
     if !json {
         println!(
             "{:<24} {:>12} {:<10} {:>10}  {:<8} {:>12}  baseline",
@@ -176,7 +187,6 @@ pub fn run(group: &str, quick: bool, json: bool) -> bool {
             false => println!("{}", bar.row()),
         }
     }
-    true
 }
 
 /// The median; the slice is sorted by it.

@@ -3,9 +3,9 @@
 
 mod compare;
 mod explain;
-mod html;
+pub mod html;
 pub mod parse;
-mod plot;
+pub mod plot;
 mod sparse;
 mod table;
 

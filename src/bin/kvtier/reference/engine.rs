@@ -25,6 +25,17 @@ struct Blocks {
     is_evicted: bool,
 }
 
+/// The weights of a layer, and what keeps them where they are.
+pub struct Lent {
+    /// They.
+    pub layer: Layer,
+    /// Dropped when the layer has been computed.
+    pub until: Box<dyn std::any::Any>,
+}
+
+/// Who brings the weights of a layer when it is computed, where the model does not hold them.
+pub type Lender<'m> = &'m dyn Fn(u32) -> Result<Lent>;
+
 /// One sequence.
 pub struct Engine<'m, C: Cache> {
     /// The weights.
@@ -33,6 +44,8 @@ pub struct Engine<'m, C: Cache> {
     pub form: Form,
     /// What policies are told of the model.
     pub shape: Shape,
+    /// Who brings weights; none = the model has them.
+    pub lender: Option<Lender<'m>>,
     /// Where keys and values are.
     pub cache: C,
     /// Who is told and asked.
@@ -96,6 +109,7 @@ impl<'m, C: Cache> Engine<'m, C> {
             model,
             form,
             shape,
+            lender: None,
             cache,
             policies,
             tokens: 0,
@@ -153,7 +167,9 @@ impl<'m, C: Cache> Engine<'m, C> {
         self.tokens += symbols.len() as u32;
         let context = context(part.is_some(), part.unwrap_or((0, 1)), first, self.tokens);
         self.earlier.clear();
-        for (at, layer) in (0..).zip(&model.layers) {
+        for (at, own) in (0..).zip(&model.layers) {
+            let lent = self.lender.map(|lend| lend(at)).transpose()?;
+            let layer = lent.as_ref().map_or(own, |lent| &lent.layer);
             let own = self.project(layer, &norm(&x, &layer.first), first);
             self.put(at, &own, first)?;
             let asking =

@@ -1,0 +1,109 @@
+//! What the streamer's own work takes: a plan of a thousand units, a unit that is there.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::status::Result;
+use kvtier::stream::model::Facts;
+use kvtier::stream::plan::{Inputs, Links, Memory, Plan, Seat, Wishes};
+use kvtier::stream::streamer::{Held, How, Opts, Streamer};
+
+use super::store::say;
+use super::stream_timed::{files, model, units};
+use super::{Bar, Better, median, per_call};
+
+const UNITS: u32 = 1000;
+
+/// The slower of the seats; the units have many sizes, so that filling memory is work.
+fn plan_ms(rounds: u32) -> Result<f64> {
+    let mut units = units(UNITS, 64 << 20);
+    for (i, unit) in (0u64..).zip(&mut units.units) {
+        unit.image_bytes += i.wrapping_mul(2_654_435_761) % 4096 * 4096;
+        unit.bytes = unit.image_bytes;
+    }
+    let facts =
+        Facts { layers: UNITS, kv_heads: 8, key_dim: 128, value_dim: 128, ..Facts::default() };
+    let memory = Memory {
+        device_free_bytes: 24 << 30,
+        host_free_bytes: 40 << 30,
+        host_total_bytes: 64 << 30,
+        lockable_bytes: u64::MAX,
+    };
+    let links = Links { disk: 3_300_000_000, device: 13_000_000_000, processor: 0 };
+    let mut slowest = 0.0f64;
+    for seat in [Seat::Host, Seat::Device] {
+        let wishes = Wishes { seat: Some(seat), ..Wishes::default() };
+        let inputs = Inputs { units: &units, facts: &facts, memory, links, wishes: &wishes };
+        let mut took = Vec::new();
+        for _ in 0..rounds {
+            let begun = Instant::now();
+            black_box(Plan::make(&inputs)?);
+            took.push(begun.elapsed().as_secs_f64() * 1e3);
+        }
+        slowest = slowest.max(median(&mut took));
+    }
+    Ok(slowest)
+}
+
+/// Nanoseconds of an acquire, and of both.
+fn acquire_ns(rounds: u32) -> Result<(f64, f64)> {
+    const CALLS: u32 = 100_000;
+    let (model, units) = model(16, 1 << 20)?;
+    let runtime = Runtime::open(RuntimeOpts::default())?;
+    let wishes = Wishes { kv_bytes: Some(0), host_reserve_bytes: Some(0), ..Wishes::default() };
+    let files = files(&model, 0)?;
+    let opts = Opts { wishes, ..Opts::default() };
+    let streamer = Streamer::open_on(runtime.core(), files, model, units, opts)?;
+    streamer.load(0)?;
+    let how = How::default();
+    let (mut alone, mut both) = (Vec::new(), Vec::new());
+    let mut held: Vec<Held> = Vec::with_capacity(CALLS as usize);
+    for _ in 0..rounds {
+        let (mut unit, mut failed) = (0, None);
+        alone.push(per_call(CALLS, || {
+            unit = (unit + 1) % 16;
+            match streamer.acquire(unit, how) {
+                Ok(one) => held.push(one),
+                Err(error) => failed = Some(error),
+            }
+        }));
+        held.drain(..).try_for_each(|one| streamer.release(&one, None))?;
+        both.push(per_call(CALLS, || {
+            unit = (unit + 1) % 16;
+            let done = streamer.acquire(unit, how).and_then(|one| streamer.release(&one, None));
+            failed = failed.take().or(done.err());
+        }));
+        if let Some(error) = failed {
+            return Err(error);
+        }
+    }
+    streamer.close(0)?;
+    Ok((median(&mut alone), median(&mut both)))
+}
+
+/// Measures the bars.
+pub fn bars(quick: bool) -> Vec<Bar> {
+    let rounds = if quick { 9 } else { 31 };
+    let bar = |bar, unit, baseline, goal| Bar {
+        bar,
+        value: None,
+        unit,
+        baseline,
+        baseline_value: None,
+        goal: Some(goal),
+        better: Better::Lower,
+        note: String::new(),
+    };
+    let mut plan = bar("plan_1000_units", "ms", "nothing", 10.0);
+    match plan_ms(rounds) {
+        Ok(ms) => plan.value = Some(ms),
+        Err(error) => plan.note = say(error),
+    }
+    let mut acquire = bar("acquire_resident", "ns", "with its release", 200.0);
+    match acquire_ns(rounds) {
+        Ok((alone, both)) => (acquire.value, acquire.baseline_value) = (Some(alone), Some(both)),
+        Err(error) => acquire.note = say(error),
+    }
+    vec![plan, acquire]
+}

@@ -1,0 +1,129 @@
+//! Plans, without reading more of a model than its headers.
+
+use kvtier::base::clock::Clock;
+use kvtier::base::json_out::Json;
+use kvtier::base::machine::MemoryFacts;
+use kvtier::io::fixed::measure::measure;
+use kvtier::io::fixed::real::{FixedOpts, RealFixed};
+use kvtier::stream::model::Model;
+use kvtier::stream::plan::{Inputs, Links, Memory, Plan, Seat, Wishes};
+
+use super::sizes::{bytes, rate};
+use super::{Files, Outcome, Place};
+
+/// How much is read where the disk is measured.
+const MEASURED_BYTES: u64 = 256 << 20;
+
+/// What it is made from.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    files: Files,
+    /// Host memory that may be used, such as 8G; else what this machine has, less a reserve
+    #[arg(long, value_parser = bytes)]
+    host: Option<u64>,
+    /// What is free on a device, such as 24G; else the processor computes
+    #[arg(long, value_parser = bytes)]
+    device: Option<u64>,
+    /// Bytes a second from host memory to the device, such as 13G
+    #[arg(long, value_parser = rate, requires = "device")]
+    device_link: Option<u64>,
+    /// Bytes a second from the disk, such as 3.3G
+    #[arg(long, value_parser = rate)]
+    disk: Option<u64>,
+    /// Measure the disk
+    #[arg(long, conflicts_with = "disk")]
+    measure: bool,
+    /// Tokens that KV is kept for; 0 = the model's, at most 4096
+    #[arg(long, default_value_t = 0)]
+    context: u32,
+    /// Slots that units pass through; 0 = 2
+    #[arg(long, default_value_t = 0)]
+    slots: u32,
+    /// Which units stay
+    #[arg(long, value_enum, default_value = "interleaved")]
+    placement: Place,
+    /// Say what a pass would take over other links too, such as h2d=13,disk=3.3 (GB/s)
+    #[arg(long, value_name = "LINKS")]
+    what_if: Option<String>,
+    /// One JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+impl Args {
+    fn wishes(&self) -> Wishes {
+        Wishes {
+            seat: Some(if self.device.is_some() { Seat::Device } else { Seat::Host }),
+            placement: self.placement.into(),
+            host_ceiling_bytes: self.host,
+            // What is named is what may be used.
+            host_reserve_bytes: self.host.map(|_| 0),
+            context: self.context,
+            slots: self.slots,
+            ..Wishes::default()
+        }
+    }
+
+    /// That of this machine; or of another, where the memory is named.
+    fn memory(&self) -> Memory {
+        let facts = MemoryFacts::probe();
+        let limit = facts.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes);
+        let here = Memory {
+            device_free_bytes: self.device.unwrap_or(0),
+            host_free_bytes: facts.effective_bytes(),
+            host_total_bytes: facts.total_bytes.min(limit),
+            lockable_bytes: facts.lockable_bytes(),
+        };
+        match self.host {
+            None => here,
+            Some(host) => Memory {
+                host_free_bytes: host,
+                host_total_bytes: host,
+                lockable_bytes: u64::MAX,
+                ..here
+            },
+        }
+    }
+
+    fn links(&self, model: &Model) -> Outcome<Links> {
+        let mut disk = self.disk.unwrap_or(0);
+        if self.measure {
+            let paths: Vec<_> = model.files.iter().map(|file| file.path.clone()).collect();
+            let files = RealFixed::open(&paths, &FixedOpts::default())?;
+            disk = measure(&files, &Clock::real(), MEASURED_BYTES)?;
+        }
+        Ok(Links { disk, device: self.device_link.unwrap_or(0), processor: 0 })
+    }
+}
+
+/// Prints a plan.
+pub fn run(args: &Args) -> Outcome<()> {
+    let (model, units) = args.files.open()?;
+    let wishes = args.wishes();
+    let inputs = Inputs {
+        units: &units,
+        facts: &model.facts,
+        memory: args.memory(),
+        links: args.links(&model)?,
+        wishes: &wishes,
+    };
+    let plan = Plan::make(&inputs)?;
+    let other = args.what_if.as_deref().map(Links::parse).transpose()?;
+    let other = other.map(|links| plan.what_if(&inputs, links)).transpose()?;
+    if args.json {
+        let mut json: serde_json::Value = serde_json::from_str(&plan.json(&inputs))?;
+        if let Some(forecast) = other {
+            let mut text = Json::default();
+            forecast.json(&mut text);
+            json["what_if"] = serde_json::from_str(&text.into_text())?;
+        }
+        println!("{json}");
+        return Ok(());
+    }
+    print!("{}", plan.text(&inputs));
+    if let (Some(forecast), Some(links)) = (other, &args.what_if) {
+        print!("\nover {links}:\n{}", forecast.text(plan.seat));
+    }
+    Ok(())
+}

@@ -1,0 +1,177 @@
+//! Where the time of passes went.
+
+use std::fmt::Write;
+
+use kvtier::stream::core::Stats;
+use kvtier::stream::streamer::Streamer;
+use serde_json::json;
+
+use super::Outcome;
+use crate::human;
+
+/// A pass: how long it took, and the counters around it.
+pub struct Pass {
+    /// How long.
+    pub seconds: f64,
+    /// Counters before it.
+    pub before: Stats,
+    /// Counters after it.
+    pub after: Stats,
+}
+
+/// All passes.
+pub struct Report {
+    /// Seconds until all residents were there.
+    pub load_s: f64,
+    /// Bytes that were read for that.
+    pub load_bytes: u64,
+    /// The passes.
+    pub passes: Vec<Pass>,
+}
+
+fn ms(ns: u64) -> f64 {
+    ns as f64 / 1e6
+}
+
+fn rate(bytes: u64, seconds: f64) -> String {
+    format!("{}/s", human((bytes as f64 / seconds.max(1e-9)) as u64))
+}
+
+impl Pass {
+    fn of(&self, number: impl Fn(&Stats) -> u64) -> u64 {
+        number(&self.after).saturating_sub(number(&self.before))
+    }
+
+    fn row(&self, number: usize) -> String {
+        let (hits, misses) = (self.of(|s| s.expert_hits), self.of(|s| s.expert_misses));
+        let experts = match hits + misses {
+            0 => "-".to_string(),
+            all => format!("{hits} of {all}"),
+        };
+        format!(
+            "{number:>5} {:>10.1} {:>12} {:>12} {:>14} {:>9.1} {:>9.1} {:>9.1} {:>10.1}  {experts}",
+            self.seconds * 1e3,
+            human(self.of(|s| s.read_bytes)),
+            human(self.of(|s| s.copied_bytes)),
+            rate(self.of(|s| s.read_bytes), self.seconds),
+            ms(self.of(|s| s.wait_read_ns)),
+            ms(self.of(|s| s.wait_copy_ns)),
+            ms(self.of(|s| s.wait_slot_ns)),
+            self.seconds * 1e3 - ms(self.of(waits)),
+        )
+    }
+
+    fn json(&self) -> serde_json::Value {
+        json!({
+            "pass_ns": (self.seconds * 1e9) as u64,
+            "read_bytes": self.of(|s| s.read_bytes),
+            "read_ns": self.of(|s| s.read_ns),
+            "copied_bytes": self.of(|s| s.copied_bytes),
+            "copy_ns": self.of(|s| s.copy_ns),
+            "wait_read_ns": self.of(|s| s.wait_read_ns),
+            "wait_copy_ns": self.of(|s| s.wait_copy_ns),
+            "wait_slot_ns": self.of(|s| s.wait_slot_ns),
+            "waited": self.of(|s| s.waited),
+            "acquires": self.of(|s| s.acquires),
+            "wasted_bytes": self.of(|s| s.wasted_bytes),
+            "expert_hits": self.of(|s| s.expert_hits),
+            "expert_misses": self.of(|s| s.expert_misses),
+        })
+    }
+}
+
+fn waits(stats: &Stats) -> u64 {
+    stats.wait_read_ns + stats.wait_copy_ns + stats.wait_slot_ns
+}
+
+impl Report {
+    /// Nothing but the load.
+    pub fn new(streamer: &Streamer, load_s: f64) -> Report {
+        Report { load_s, load_bytes: streamer.stats().read_bytes, passes: Vec::new() }
+    }
+
+    /// The first pass is not steady: nothing was under way before it.
+    fn steady(&self) -> &[Pass] {
+        if self.passes.len() > 1 { &self.passes[1..] } else { &self.passes }
+    }
+
+    /// Bytes and seconds of a link in the steady passes.
+    fn crossed(&self, bytes: impl Fn(&Stats) -> u64) -> (u64, f64) {
+        let passes = self.steady();
+        let all = passes.iter().map(|pass| pass.of(&bytes)).sum();
+        (all, passes.iter().map(|pass| pass.seconds).sum())
+    }
+
+    /// A table for people.
+    pub fn text(&self, streamer: &Streamer) -> String {
+        let (engine, fallback) = streamer.engine();
+        let mut out = String::new();
+        // Writing to a string cannot fail, here and below.
+        let _ = writeln!(
+            out,
+            "loaded {} in {:.2} s, {}; files are read by {engine}",
+            human(self.load_bytes),
+            self.load_s,
+            rate(self.load_bytes, self.load_s)
+        );
+        if let Some(why) = fallback {
+            let _ = writeln!(out, "  {why}");
+        }
+        let _ = writeln!(
+            out,
+            "\n pass         ms         read       copied      disk rate waits, ms: read, copy, \
+             slot    the rest  experts that were there"
+        );
+        for (number, pass) in self.passes.iter().enumerate() {
+            let _ = writeln!(out, "{}", pass.row(number + 1));
+        }
+        out.push('\n');
+        let [disk, device] = streamer.links();
+        let links = [
+            ("disk", self.crossed(|s| s.read_bytes), disk.ceiling),
+            ("device link", self.crossed(|s| s.copied_bytes), device.ceiling),
+        ];
+        for (name, (bytes, seconds), ceiling) in links {
+            if bytes == 0 {
+                continue;
+            }
+            let mut line = format!("{name}: {} of what it was used for", rate(bytes, seconds));
+            if ceiling > 0 {
+                let percent = bytes as f64 / seconds / ceiling as f64 * 100.0;
+                line = format!(
+                    "{name}: {}, {percent:.0} % of {} that it was measured to do",
+                    rate(bytes, seconds),
+                    rate(ceiling, 1.0)
+                );
+            }
+            let _ = writeln!(out, "{line}");
+        }
+        out
+    }
+
+    /// All of it for programs.
+    pub fn json(&self, streamer: &Streamer) -> Outcome<serde_json::Value> {
+        let (engine, fallback) = streamer.engine();
+        let [disk, device] = streamer.links();
+        let layers = streamer.layers();
+        let layers = layers.iter().map(|layer| {
+            json!({
+                "layer": layer.layer,
+                "hits": layer.hits,
+                "misses": layer.misses,
+                "bytes": layer.bytes,
+            })
+        });
+        Ok(json!({
+            "plan": serde_json::from_str::<serde_json::Value>(&streamer.plan_json())?,
+            "engine": engine,
+            "fallback": fallback,
+            "load_ns": (self.load_s * 1e9) as u64,
+            "load_bytes": self.load_bytes,
+            "disk_ceiling": disk.ceiling,
+            "device_ceiling": device.ceiling,
+            "passes": self.passes.iter().map(Pass::json).collect::<Vec<_>>(),
+            "layers": layers.collect::<Vec<_>>(),
+        }))
+    }
+}
