@@ -17,7 +17,7 @@ use super::stream_passes::{
     measure, stock,
 };
 use super::{Bar, Better, median, stream_calls, stream_timed};
-use crate::human;
+use kvtier::stream::plan::size as human;
 
 const LAYERS: u64 = 40;
 /// Of the model, what the memory cgroups hold.
