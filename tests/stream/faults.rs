@@ -313,7 +313,7 @@ fn a_runtime_that_closes_ends_what_waits() {
     }
     rig.runtime.close(soon()).expect("it closes");
     for thread in threads {
-        assert_eq!(thread.join().expect("no panic"), Status::Cancelled);
+        assert_eq!(thread.join().expect("no panic"), Status::Closed);
     }
     gate.shut(false);
     rig.closed();

@@ -10,6 +10,7 @@ use crate::fail;
 use crate::stream::core::Goal;
 use crate::stream::plan::{Home, Inputs, Plan, Seat, Wishes};
 use crate::stream::streamer::{LEAVING, ON_DEVICE, OPEN, Shared, State, Streamer, USERS};
+use crate::stream::units::Role;
 
 impl Streamer {
     /// Makes the homes those of a plan for other memory: `host_bytes` and `device_bytes`
@@ -25,11 +26,11 @@ impl Streamer {
         let shared = &self.shared;
         let mut state = shared.state.lock();
         state.check()?;
-        let mut wishes = shared.wishes.clone();
+        let mut wishes = state.wishes.clone();
         wishes.host_ceiling_bytes = host_bytes.or(wishes.host_ceiling_bytes);
         wishes.device_ceiling_bytes = device_bytes.or(wishes.device_ceiling_bytes);
         wishes.context = context.unwrap_or(wishes.context);
-        shared.change(&mut state, &wishes)?;
+        shared.change(&mut state, wishes)?;
         Ok(state.plan.clone())
     }
 }
@@ -45,10 +46,20 @@ impl Shared {
         }
     }
 
-    fn change(&self, state: &mut State, wishes: &Wishes) -> Result<()> {
-        let plan = state.plan.rebalance(&self.inputs(wishes))?;
-        if (plan.slots, plan.slot_bytes) != (state.plan.slots, state.plan.slot_bytes) {
-            if state.plan.slots == 0 {
+    fn change(&self, state: &mut State, wishes: Wishes) -> Result<()> {
+        let before = &state.plan;
+        // Slots are there, whoever else has to go.
+        let mut kept = wishes.clone();
+        if before.expert_slots > 0 {
+            kept.expert_slots = Some(before.expert_slots);
+        }
+        let plan = before.rebalance(&self.inputs(&kept))?;
+        let slots = |plan: &Plan| {
+            let experts = u64::from(plan.expert_slots) * plan.expert_slot_bytes;
+            (plan.slots, plan.slot_bytes, experts, plan.staging_bytes)
+        };
+        if slots(&plan) != slots(before) {
+            if before.slots + before.expert_slots == 0 {
                 fail!(
                     Budget,
                     "units that leave memory would need slots, and it was opened without, since \
@@ -57,32 +68,42 @@ impl Shared {
             }
             fail!(
                 Budget,
-                "{} slots of {} bytes do not fit any more: they stay as they were opened",
-                state.plan.slots,
-                state.plan.slot_bytes
+                "{} slots of {} bytes, {} of {} for experts and {} bytes of staging do not fit any \
+                 more: they stay as they were opened",
+                before.slots,
+                before.slot_bytes,
+                before.expert_slots,
+                before.expert_slot_bytes,
+                before.staging_bytes
             );
         }
-        state.moves.clear();
-        // Who leaves comes first: its memory is for who comes.
-        let differs = |unit: &usize| plan.homes[*unit] != state.plan.homes[*unit];
-        let changed: Vec<usize> = (0..plan.homes.len()).filter(differs).collect();
-        let (leave, come): (Vec<usize>, Vec<usize>) =
-            changed.into_iter().partition(|&unit| plan.homes[unit] == Home::File);
-        let all = leave.iter().chain(&come);
-        state.moves.extend(all.map(|&unit| (unit as u32, plan.homes[unit])));
-        for &(unit, _) in &state.moves {
-            let gate = &self.gates[unit as usize];
-            gate.fetch_or(LEAVING, Ordering::AcqRel);
-            gate.fetch_and(!OPEN, Ordering::AcqRel);
-        }
-        let slots = (plan.expert_slots, plan.expert_slot_bytes);
-        let before = (state.plan.expert_slots, state.plan.expert_slot_bytes);
-        state.plan = plan;
-        if slots != before {
-            (state.plan.expert_slots, state.plan.expert_slot_bytes) = before;
-        }
+        (state.plan, state.wishes) = (plan, wishes);
+        self.plan_moves(state);
         self.settle(state);
         Ok(())
+    }
+
+    /// Who has to move, from where they are: not all that was planned before has happened.
+    fn plan_moves(&self, state: &mut State) {
+        let (mut leave, mut come) = (Vec::new(), Vec::new());
+        for (unit, &home) in (0..).zip(&state.plan.homes) {
+            let Some((now, there)) = state.core.home_of(unit) else { continue };
+            let gate = &self.gates[unit as usize];
+            let was_leaving = gate.load(Ordering::Acquire) & LEAVING != 0;
+            if now == home && (there || !was_leaving) {
+                gate.fetch_and(!LEAVING, Ordering::AcqRel);
+                if was_leaving && state.core.is_seated(unit) {
+                    self.open_gate(unit);
+                }
+                continue;
+            }
+            gate.fetch_or(LEAVING, Ordering::AcqRel);
+            gate.fetch_and(!OPEN, Ordering::AcqRel);
+            if home == Home::File { leave.push((unit, home)) } else { come.push((unit, home)) }
+        }
+        // Who leaves comes first: its memory is for who comes.
+        leave.append(&mut come);
+        state.moves = leave;
     }
 
     /// Moves what can move now.
@@ -158,16 +179,27 @@ impl Shared {
         if state.check().is_err() {
             return 0;
         }
-        let mut wishes = self.wishes.clone();
-        let (now, ceiling) = match (tier, state.plan.seat) {
-            (Tier::Host, _) => (state.plan.host_bytes, &mut wishes.host_ceiling_bytes),
+        let plan = &state.plan;
+        let slots = u64::from(plan.slots) * plan.slot_bytes
+            + u64::from(plan.expert_slots) * plan.expert_slot_bytes;
+        let (here, beside) = self.fixed_bytes(plan);
+        let mut wishes = state.wishes.clone();
+        let (now, least, ceiling) = match (tier, plan.seat) {
+            (Tier::Host, Seat::Host) => {
+                (plan.host_bytes, slots + here + beside, &mut wishes.host_ceiling_bytes)
+            }
+            (Tier::Host, Seat::Device) => {
+                let least = plan.staging_bytes + beside;
+                (plan.host_bytes, least, &mut wishes.host_ceiling_bytes)
+            }
             (Tier::Device, Seat::Device) => {
-                (state.plan.device_bytes, &mut wishes.device_ceiling_bytes)
+                (plan.device_bytes, slots + here, &mut wishes.device_ceiling_bytes)
             }
             _ => return 0,
         };
-        *ceiling = Some(now.saturating_sub(bytes));
-        match self.change(&mut state, &wishes) {
+        // What cannot be given is not what the rest is kept for.
+        *ceiling = Some(now.saturating_sub(bytes).max(least));
+        match self.change(&mut state, wishes) {
             Ok(()) => {
                 let after = match tier {
                     Tier::Host => state.plan.host_bytes,
@@ -180,5 +212,22 @@ impl Shared {
                 0
             }
         }
+    }
+
+    /// What stays whatever else goes: where the engine computes, what is too large for a
+    /// slot; in host memory, what the processor uses there.
+    fn fixed_bytes(&self, plan: &Plan) -> (u64, u64) {
+        let (mut here, mut beside) = (0, 0);
+        for (i, unit) in self.units.units.iter().enumerate() {
+            let is_expert = unit.role == Role::Expert;
+            let slot = if is_expert { plan.expert_slot_bytes } else { plan.slot_bytes };
+            let looked_up = unit.role == Role::Embedding && plan.homes[i] == Home::Host;
+            if plan.on_processor[i] || looked_up {
+                beside += unit.image_bytes;
+            } else if unit.image_bytes > slot {
+                here += unit.image_bytes;
+            }
+        }
+        (here, beside)
     }
 }

@@ -6,7 +6,7 @@ use crate::fail;
 use crate::io::fixed::identity::identities;
 use crate::stream::core::{Goal, LayerCount, Mark, Stats};
 use crate::stream::model::Model;
-use crate::stream::plan::{Forecast, Links, Plan};
+use crate::stream::plan::{Forecast, Links, Plan, Wishes};
 use crate::stream::streamer::{Shared, Streamer};
 use crate::stream::units::Units;
 
@@ -49,23 +49,28 @@ impl Streamer {
         self.shared.state.lock().plan.clone()
     }
 
+    fn planned(&self) -> (Plan, Wishes) {
+        let state = self.shared.state.lock();
+        (state.plan.clone(), state.wishes.clone())
+    }
+
     /// The plan for humans.
     pub fn plan_text(&self) -> String {
-        let plan = self.plan();
-        plan.text(&self.shared.inputs(&self.shared.wishes))
+        let (plan, wishes) = self.planned();
+        plan.text(&self.shared.inputs(&wishes))
     }
 
     /// The plan for programs.
     pub fn plan_json(&self) -> String {
-        let plan = self.plan();
-        plan.json(&self.shared.inputs(&self.shared.wishes))
+        let (plan, wishes) = self.planned();
+        plan.json(&self.shared.inputs(&wishes))
     }
 
     /// What a pass would take on other links; 0 = as they are.
     pub fn what_if(&self, links: Links) -> Result<Forecast> {
-        let plan = self.plan();
+        let (plan, wishes) = self.planned();
         let links = links.or(self.shared.links);
-        plan.what_if(&self.shared.inputs(&self.shared.wishes), links)
+        plan.what_if(&self.shared.inputs(&wishes), links)
     }
 
     /// How files are read, for humans, and why not better.

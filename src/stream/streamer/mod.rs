@@ -55,7 +55,6 @@ pub(super) struct Shared {
     pub sums: Sums,
     pub verify: Verify,
     pub sidecar: Option<PathBuf>,
-    pub wishes: Wishes,
     pub links: Links,
     pub memory: Memory,
     pub state: Mutex<State>,
@@ -78,6 +77,8 @@ pub(super) struct State {
     pub core: Core,
     pub places: Places,
     pub plan: Plan,
+    /// What it was made for.
+    pub wishes: Wishes,
     /// Homes that are to be others, as soon as nobody uses the units there.
     pub moves: Vec<(u32, Home)>,
     /// Units whose checksums were looked at.
@@ -117,15 +118,25 @@ impl Shared {
     /// After anything that the core was told: homes that are there may be used, homes that
     /// nobody uses may be others, and whoever waits looks again.
     pub fn settle(&self, state: &mut State) {
+        let going = state.check().is_ok();
         for unit in state.core.take_opened() {
-            if state.stop.is_none() {
-                self.gates[unit as usize].fetch_or(OPEN, Ordering::AcqRel);
+            if going {
+                self.open_gate(unit);
             }
         }
         self.move_homes(state);
         self.reads.notify_all();
         self.copies.notify_all();
         self.arrived.notify_all();
+    }
+
+    /// A unit may be used at home, unless it is about to leave.
+    fn open_gate(&self, unit: u32) {
+        let gate = &self.gates[unit as usize];
+        // Under the lock of the state, like all that says who leaves.
+        if gate.load(Ordering::Acquire) & LEAVING == 0 {
+            gate.fetch_or(OPEN, Ordering::AcqRel);
+        }
     }
 
     /// Nobody comes without the lock any more, and with it they are told why.
