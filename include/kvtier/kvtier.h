@@ -9663,9 +9663,9 @@ kvt_status_t kvt_model_layer(const struct kvt_model_t *model,
  * @param table  Files and units. The library takes copies.
  * @param out    The model; close it with kvt_model_close.
  * @param err    Explains a failure; may be null.
- * @return KVT_OK; KVT_E_INVALID (units without bytes, two of the same layer and expert),
- *         KVT_E_CORRUPT (ranges that overlap or lie outside of their file), KVT_E_NOT_FOUND,
- *         KVT_E_IO, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+ * @return KVT_OK; KVT_E_INVALID (units without bytes, two of the same layer and expert, ranges
+ *         that overlap or lie outside of their file), KVT_E_NOT_FOUND, KVT_E_IO, KVT_E_LIMIT,
+ *         KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Ownership: the caller owns the model. Threading: any thread. Since 0.1.
  */
