@@ -5,7 +5,8 @@
 mod world;
 
 use kvtier::base::status::{Error, Status};
-use kvtier::stream::core::{Core, Lease, Setup};
+use kvtier::device::Event;
+use kvtier::stream::core::{Core, Lease, Setup, Want};
 use kvtier::stream::plan::{Home, Mode, Seat};
 use kvtier::stream::units::Role;
 use proptest::prelude::*;
@@ -138,6 +139,23 @@ fn slots_that_engines_hold_are_an_answer_not_a_wait() {
     world.release(&b);
     world.release(&c);
     assert_eq!(world.core.want(6, false, 0).expect_err("no such unit").status(), Status::Invalid);
+}
+
+#[test]
+fn whoever_gets_a_slot_waits_for_its_last_user() {
+    let units = units(&[(Role::Layer, 9 * MIB); 6]);
+    let plan = plan(&units, Seat::Device, vec![Home::Host; 6], 1, 8 * CHUNK);
+    let core = Core::new(&setup(&units, &plan)).expect("a core");
+    let mut world = World::new(core, &units, 1e9, 1e9);
+    world.settle();
+    let lease = world.acquire(0).expect("there");
+    world.settle();
+    let after = Event(u64::MAX);
+    // The next unit gets the slot, and before anything of it is copied another is asked for.
+    world.release_after(&lease, Some(after));
+    assert!(matches!(world.core.want(3, false, world.now_ns), Ok(Want::Wait(_))));
+    let copy = world.core.take_copy(world.now_ns).expect("it is at home");
+    assert_eq!((copy.unit, copy.after), (3, Some(after)));
 }
 
 /// Which part of the experts that are asked for is there: 16 layers of 64 experts of which a

@@ -283,13 +283,17 @@ impl World {
     }
 
     pub fn release(&mut self, lease: &Lease) {
+        self.release_after(lease, None);
+    }
+
+    pub fn release_after(&mut self, lease: &Lease, after: Option<Event>) {
         let at = place(lease.place, lease.unit);
         let users = self.used.get_mut(&at).expect("a place in use");
         *users -= 1;
         if *users == 0 {
             self.used.remove(&at);
         }
-        self.core.release(lease, None, self.now_ns).expect("a lease");
+        self.core.release(lease, after, self.now_ns).expect("a lease");
     }
 
     /// A pass in order: each unit is computed for so long. How long all took.

@@ -309,6 +309,10 @@ impl Core {
             // Nothing was written yet, and what was to be given back is still there.
             pool.set_dirty(slot, load.clear);
         }
+        if load.issued == 0 {
+            // Whom this was to wait for, the next one has to.
+            pool.set_after(slot, load.after);
+        }
         if !used {
             return pool.empty(slot);
         }

@@ -162,6 +162,11 @@ impl Pool {
         self.slots[slot as usize].dirty = unit;
     }
 
+    /// The event after which it may be written.
+    pub fn after(&self, slot: u32) -> Option<Event> {
+        self.slots.get(slot as usize).and_then(|slot| slot.after)
+    }
+
     /// It may be written after this event.
     pub fn set_after(&mut self, slot: u32, after: Option<Event>) {
         self.slots[slot as usize].after = after;

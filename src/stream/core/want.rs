@@ -215,6 +215,28 @@ impl Core {
         self.advance(now_ns)
     }
 
+    /// The event after which the slot of a unit in use may be written, of another user who
+    /// has given it back.
+    pub fn after_of(&self, lease: &Lease) -> Option<Event> {
+        match lease.place {
+            Goal::Home => None,
+            Goal::Line(slot) => self.line.after(slot),
+            Goal::Expert(slot) => self.experts.after(slot),
+        }
+    }
+
+    /// That event has come to pass.
+    pub fn passed(&mut self, lease: &Lease, event: Event) {
+        let (slot, pool) = match lease.place {
+            Goal::Home => return,
+            Goal::Line(slot) => (slot, &mut self.line),
+            Goal::Expert(slot) => (slot, &mut self.experts),
+        };
+        if pool.after(slot) == Some(event) {
+            pool.set_after(slot, None);
+        }
+    }
+
     /// Somebody waited for a unit, for the record.
     pub fn waited(&mut self, unit: u32, begin_ns: u64, end_ns: u64) {
         self.record.mark(Stage::Wait, unit, begin_ns, end_ns);

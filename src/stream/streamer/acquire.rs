@@ -120,6 +120,18 @@ impl Streamer {
             return if shared.leave(lease.unit) { Ok(()) } else { unused() };
         }
         let mut state = shared.state.lock();
+        // A slot has one event: of two users who compute at once the first is waited for. Whether
+        // it ended well is not asked: it has read what it was to read.
+        while after.is_some()
+            && let Some(earlier) = state.core.after_of(lease).filter(|&event| Some(event) != after)
+        {
+            drop(state);
+            if let Err(error) = shared.wait_event(earlier) {
+                log::debug!("an event that a slot waited for: {error}");
+            }
+            state = shared.state.lock();
+            state.core.passed(lease, earlier);
+        }
         let spoiled = state.core.spoiled(lease.unit);
         state.core.release(lease, after, shared.now_ns())?;
         state.leased = state.leased.saturating_sub(1);
