@@ -27,14 +27,12 @@ pub(super) fn start(shared: &Arc<Shared>, readers: u32) -> Result<Vec<JoinHandle
         let own = shared.clone();
         let started = spawn(name.into(), move || {
             let lived = panic::catch(|| if is_reader { own.read_all() } else { own.copy_all() });
-            let mut state = own.state.lock();
             let lived = lived.and_then(|told| told.map_err(|error| error.to_string()));
-            state.broken |= lived.is_err();
-            state.threads -= 1;
-            drop(state); // whoever is told of a defect asks for it
             if let Err(text) = lived {
-                own.runtime.poison(&text);
+                own.state.lock().broken = true;
+                own.runtime.poison(&text); // who is told of it asks for the lock
             }
+            own.state.lock().threads -= 1;
             own.end(Status::Closed);
         });
         match started {
