@@ -1,9 +1,9 @@
 //! What is to be done: reads of files, copies to the device, memory to be given back; and
 //! what became of it.
 
-use crate::base::status::{Error, Result};
+use crate::base::status::Result;
 use crate::device::Event;
-use crate::stream::core::load::{Goal, Load, Path, Rank};
+use crate::stream::core::load::{Goal, Load, Path};
 use crate::stream::core::record::Stage;
 use crate::stream::core::{Core, STAGING_SPARE};
 use crate::stream::plan::Home;
@@ -283,7 +283,6 @@ impl Core {
         }
         self.record.lost(&load);
         if let Some(error) = load.failed {
-            log_failure(&error, load.rank);
             self.cells[load.unit as usize].error = Some(error);
         }
         Ok(())
@@ -341,12 +340,5 @@ impl Core {
             self.staging.push(slot);
         }
         if self.load(id).is_still() { self.end_failed(id) } else { Ok(()) }
-    }
-}
-
-/// What nobody waits for is not told to anybody either.
-fn log_failure(error: &Error, rank: Rank) {
-    if rank == Rank::Background {
-        log::warn!("a unit could not be brought home: {error}");
     }
 }

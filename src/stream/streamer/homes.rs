@@ -117,7 +117,7 @@ impl Shared {
             let moved = match self.move_home(state, unit, home, blocked) {
                 Ok(moved) => moved,
                 Err(error) => {
-                    log::warn!("unit {unit} stays where it is: {error}");
+                    state.note = Some(format!("unit {unit} has no home in memory: {error}"));
                     true
                 }
             };
@@ -208,6 +208,7 @@ impl Shared {
                 now.saturating_sub(after)
             }
             Err(error) => {
+                drop(state); // whoever is told may call
                 log::debug!("no weights leave for {bytes} bytes: {error}");
                 0
             }

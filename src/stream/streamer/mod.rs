@@ -81,6 +81,8 @@ pub(super) struct State {
     pub wishes: Wishes,
     /// Homes that are to be others, as soon as nobody uses the units there.
     pub moves: Vec<(u32, Home)>,
+    /// What is to be logged, under no lock: a reader does.
+    pub note: Option<String>,
     /// Units whose checksums were looked at.
     pub verified: Vec<bool>,
     pub stop: Option<Status>,

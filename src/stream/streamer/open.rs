@@ -217,6 +217,7 @@ impl Shared {
                 plan,
                 wishes: opts.wishes.clone(),
                 moves: Vec::new(),
+                note: None,
                 verified: vec![false; count],
                 stop: None,
                 broken: false,

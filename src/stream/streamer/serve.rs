@@ -52,6 +52,12 @@ impl Shared {
     fn read_all(&self) -> Result<()> {
         let mut state = self.state.lock();
         while state.check().is_ok() {
+            if let Some(note) = state.note.take() {
+                drop(state);
+                log::warn!("{note}");
+                state = self.state.lock();
+                continue;
+            }
             let Some(read) = state.core.take_read(self.now_ns()) else {
                 self.reads.wait(&mut state);
                 continue;
