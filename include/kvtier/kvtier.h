@@ -5498,7 +5498,7 @@ typedef struct kvt_stream_terms_t {
      */
     uint64_t staging_bytes;
     /**
-     * How much one read or copy moves; 0 = 8 MiB.
+     * How much one read or copy moves; 0 = 4 MiB.
      */
     uint64_t chunk_bytes;
     /**
@@ -5749,7 +5749,7 @@ typedef struct kvt_stream_opts_t {
      */
     uint32_t verify;
     /**
-     * Threads that read; 0 = 2, at most 64.
+     * Threads that read; 0 = 4, at most 64.
      */
     uint32_t readers;
     /**

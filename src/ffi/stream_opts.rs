@@ -119,7 +119,7 @@ pub struct kvt_stream_terms_t {
     pub reserved: u32,
     /// Host memory that reads go to on their way to a device; 0 = chosen.
     pub staging_bytes: u64,
-    /// How much one read or copy moves; 0 = 8 MiB.
+    /// How much one read or copy moves; 0 = 4 MiB.
     pub chunk_bytes: u64,
     /// What computing a layer takes, for forecasts.
     pub layer_compute_ns: u64,
@@ -182,7 +182,7 @@ pub struct kvt_stream_opts_t {
     pub sidecar_bytes: u64,
     /// KVT_VERIFY_*.
     pub verify: u32,
-    /// Threads that read; 0 = 2, at most 64.
+    /// Threads that read; 0 = 4, at most 64.
     pub readers: u32,
     /// Reads that one thread has in flight; 0 = as many as can be.
     pub depth: u32,

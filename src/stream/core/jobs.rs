@@ -36,7 +36,9 @@ pub enum Read {
         load: u32,
         /// Of which unit.
         unit: u32,
-        /// Which.
+        /// Which of its chunks.
+        at: u32,
+        /// What that is.
         chunk: Chunk,
         /// Where to.
         to: To,
@@ -122,7 +124,7 @@ impl Core {
         load.next_read += 1;
         load.reading += 1;
         let chunk = self.chunks.of_unit(unit)[at as usize];
-        Some(Read::Chunk { load: id, unit, chunk, to, since_ns: now_ns })
+        Some(Read::Chunk { load: id, unit, at, chunk, to, since_ns: now_ns })
     }
 
     /// Whether a unit's own memory is in use, where each has its own.
@@ -133,8 +135,10 @@ impl Core {
 
     /// A read has ended. True when somebody who waits should ask again.
     pub fn read_done(&mut self, read: &Read, result: Result<()>, now_ns: u64) -> Result<bool> {
-        let (id, chunk, to, since_ns) = match *read {
-            Read::Chunk { load, chunk, to, since_ns, .. } => (load, chunk, to, since_ns),
+        let (id, at, bytes, to, since_ns) = match *read {
+            Read::Chunk { load, at, chunk, to, since_ns, .. } => {
+                (load, at, chunk.bytes, to, since_ns)
+            }
             Read::Clear { load: id, unit } => {
                 self.clearing.retain(|&other| other != unit);
                 let load = self.load(id);
@@ -149,16 +153,14 @@ impl Core {
         if let Err(error) = result {
             load.failed.get_or_insert(error);
         } else if let (To::Staging(slot), false) = (to, over) {
-            let at = self.chunks.of_unit(unit).iter().position(|c| *c == chunk);
-            let at = at.unwrap_or_default() as u32;
-            self.load(id).staged.push_back((at, slot));
+            load.staged.push_back((at, slot));
         } else {
             load.done += 1;
         }
         if let (To::Staging(slot), true) = (to, over || !fine) {
             self.staging.push(slot);
         }
-        self.record.moved(Stage::Read, unit, chunk.bytes, since_ns, now_ns, fine);
+        self.record.moved(Stage::Read, unit, bytes, since_ns, now_ns, fine);
         self.settle(id, now_ns)
     }
 

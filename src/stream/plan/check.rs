@@ -10,8 +10,9 @@ use crate::stream::units::{GRAIN_BYTES, MAX_UNITS, Role};
 const MAX_MODEL_BYTES: u64 = 1 << 60;
 /// Most slots that can be asked for.
 pub const MAX_SLOTS: u32 = 1 << 16;
-/// What one read or copy moves where nobody says: large enough for a disk's full rate.
-const CHUNK_BYTES: u64 = 8 << 20;
+/// What one read or copy moves where nobody says: a disk gives its full rate for a few of them
+/// at once, and who asks out of turn waits for no more than these.
+const CHUNK_BYTES: u64 = 4 << 20;
 
 /// Fails on what no plan can be made from.
 pub(super) fn check(inputs: &Inputs, seat: Seat) -> Result<()> {

@@ -131,7 +131,7 @@ pub struct Wishes {
     pub expert_slots: Option<u32>,
     /// Host memory that reads go to on their way to a device; 0 = chosen.
     pub staging_bytes: u64,
-    /// How much one read or copy moves; 0 = 8 MiB.
+    /// How much one read or copy moves; 0 = 4 MiB.
     pub chunk_bytes: u64,
     /// What computing a unit takes: the same for all layers.
     pub layer_compute_ns: u64,

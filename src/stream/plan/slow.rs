@@ -7,7 +7,7 @@ use crate::stream::plan::check::grains;
 use crate::stream::plan::{Inputs, Seat};
 
 /// Chunks of staging where nothing says that more is better.
-const CHUNKS: u64 = 8;
+const CHUNKS: u64 = 16;
 /// With fewer nothing would be read while something is copied.
 const LEAST_CHUNKS: u64 = 2;
 

@@ -120,16 +120,24 @@ impl Shared {
     /// After anything that the core was told: homes that are there may be used, homes that
     /// nobody uses may be others, and whoever waits looks again.
     pub fn settle(&self, state: &mut State) {
+        self.settle_chunk(state, true);
+    }
+
+    /// The same after a read or a copy: who waits for a whole unit sleeps on unless there is
+    /// news.
+    pub fn settle_chunk(&self, state: &mut State, news: bool) {
         let going = state.check().is_ok();
-        for unit in state.core.take_opened() {
-            if going {
-                self.open_gate(unit);
-            }
+        let opened = state.core.take_opened();
+        let news = news || !opened.is_empty() || !state.moves.is_empty();
+        if going {
+            opened.into_iter().for_each(|unit| self.open_gate(unit));
         }
         self.move_homes(state);
-        self.reads.notify_all();
-        self.copies.notify_all();
-        self.arrived.notify_all();
+        self.reads.notify_one(); // it wakes the next if there is more
+        self.copies.notify_one();
+        if news {
+            self.arrived.notify_all();
+        }
     }
 
     /// A unit may be used at home, unless it is about to leave.

@@ -26,7 +26,7 @@ use crate::stream::sums::sidecar::{default_path, load_or_new};
 use crate::stream::units::Units;
 
 /// Threads that read, where nothing else is said.
-const READERS: u32 = 2;
+const READERS: u32 = 4;
 /// Most threads that read.
 pub const MAX_READERS: u32 = 64;
 /// How much is read to measure the disk.
@@ -65,7 +65,7 @@ pub struct Opts {
     pub expert_policy: String,
     /// Of a hundred slots for experts, those that the most used have for themselves.
     pub pinned_percent: u32,
-    /// Threads that read; 0 = 2.
+    /// Threads that read; 0 = 4.
     pub readers: u32,
     /// How files are opened.
     pub files: FixedOpts,

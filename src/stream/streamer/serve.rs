@@ -50,6 +50,7 @@ pub(super) fn start(shared: &Arc<Shared>, readers: u32) -> Result<Vec<JoinHandle
 
 impl Shared {
     fn read_all(&self) -> Result<()> {
+        let mut pieces = Vec::new(); // kept, so that chunks need no memory of their own
         let mut state = self.state.lock();
         while state.check().is_ok() {
             if let Some(note) = state.note.take() {
@@ -62,6 +63,7 @@ impl Shared {
                 self.reads.wait(&mut state);
                 continue;
             };
+            self.reads.notify_one(); // it wakes the next if there is more
             let (address, verify) = match read {
                 Read::Clear { .. } => (Ok(0), false),
                 Read::Chunk { unit, chunk, to, .. } => {
@@ -87,7 +89,7 @@ impl Shared {
                 (Read::Chunk { unit, chunk, .. }, Ok(address)) => {
                     // SAFETY: memory that the core keeps for this chunk until it hears of
                     // its end; the whole grains around it belong to the same image.
-                    unsafe { self.read(unit, &chunk, address, verify) }
+                    unsafe { self.read(unit, &chunk, address, verify, &mut pieces) }
                 }
             };
             state = self.state.lock();
@@ -97,7 +99,7 @@ impl Shared {
             {
                 state.verified[unit as usize] = true;
             }
-            self.settle(&mut state);
+            self.settle_chunk(&mut state, !matches!(told, Ok(false)));
             told?; // an error would be a defect of ours
         }
         Ok(())
@@ -112,21 +114,21 @@ impl Shared {
         chunk: &Chunk,
         address: u64,
         verify: bool,
+        pieces: &mut Vec<Piece>,
     ) -> Result<()> {
         let (offset, start) = (chunk.read_offset, address - lead(chunk));
         debug_assert!(start % GRAIN_BYTES == 0, "a chunk lies in its image as in its file");
         let all = chunk.read_bytes;
-        let mut pieces: Vec<Piece> = (0..all.div_ceil(REQUEST_BYTES))
-            .map(|i| {
-                let at = i * REQUEST_BYTES;
-                let bytes = REQUEST_BYTES.min(all - at);
-                let memory = (start + at) as *mut u8;
-                Piece::one(FileId(chunk.file), FileWay::Read, offset + at, memory, bytes)
-            })
-            .collect();
+        pieces.clear();
+        pieces.extend((0..all.div_ceil(REQUEST_BYTES)).map(|i| {
+            let at = i * REQUEST_BYTES;
+            let bytes = REQUEST_BYTES.min(all - at);
+            let memory = (start + at) as *mut u8;
+            Piece::one(FileId(chunk.file), FileWay::Read, offset + at, memory, bytes)
+        }));
         // SAFETY: the caller's promise.
-        unsafe { self.files.transfer(&mut pieces) };
-        for piece in pieces {
+        unsafe { self.files.transfer(pieces) };
+        for piece in pieces.drain(..) {
             piece.result.map_err(|error| self.explain(error, chunk))?;
         }
         if verify {
@@ -192,7 +194,7 @@ impl Shared {
             } else {
                 return Ok(());
             };
-            self.settle(&mut state);
+            self.settle_chunk(&mut state, !matches!(told, Ok(false)));
             told?;
         }
     }

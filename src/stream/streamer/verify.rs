@@ -19,10 +19,11 @@ impl Streamer {
         let account = shared.account.clone();
         let wish = MemoryWish { bytes: CHUNK_GRAIN_BYTES, account, ..MemoryWish::default() };
         let buffer = Buffer::map(&wish, shared.runtime.faults())?;
+        let mut pieces = Vec::new();
         for chunk in of.chunks(CHUNK_GRAIN_BYTES) {
             let address = buffer.address() as u64 + (chunk.offset - chunk.read_offset);
             // SAFETY: a chunk's grains are no more than the buffer has, which is this call's.
-            unsafe { shared.read(unit, &chunk, address, true)? };
+            unsafe { shared.read(unit, &chunk, address, true, &mut pieces)? };
         }
         shared.sums.sum_of_unit(unit).ok_or_else(|| Status::State.into())
     }

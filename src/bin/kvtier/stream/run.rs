@@ -80,7 +80,7 @@ pub struct Args {
     /// By copies out of a memory map: slow, to compare with
     #[arg(long)]
     mapped: bool,
-    /// Threads that read; 0 = 2
+    /// Threads that read; 0 = 4
     #[arg(long, default_value_t = 0)]
     readers: u32,
     /// Compare bytes with the checksums beside the model; those not there are noted
