@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 use std::time::Instant;
 
+use kvtier::base::memory::{Buffer, MemoryWish, prefault};
 use kvtier::base::runtime::{Runtime, RuntimeOpts};
 use kvtier::stream::model::Model;
 use kvtier::stream::plan::Wishes;
@@ -63,7 +64,8 @@ fn higher(mut bar: Bar, goal: f64) -> Bar {
 pub fn pass_bars(measured: &Measured, limit_bytes: u64) -> Vec<Bar> {
     let seconds = |way: usize| measured.seconds(way).map_or("-".into(), |s| format!("{s:.3} s"));
     let bound = measured.bounds(SPREAD_STAY).map(|mut bounds| median(&mut bounds));
-    let rate = measured.bytes as f64 / median(&mut measured.raw.clone()) / f64::from(1 << 30);
+    let rate =
+        measured.bytes as f64 / median(&mut measured.raw[SPREAD_STAY].clone()) / f64::from(1 << 30);
     let moved = measured.ready[SPREAD_STAY]["moved_bytes"].as_u64().unwrap_or(0);
     let about = format!(
         "({} a pass, {} of {} moved, raw {rate:.2} GiB/s)",
@@ -131,6 +133,18 @@ fn memory_bar(measured: &Measured, limit: u64, way: usize, name: &'static str) -
     told(lower(bar(name, "of limit", "the memory cgroup's limit"), 1.0), part, note)
 }
 
+/// Has the machine touch as much memory as a model takes, and gives it back. Memory of a
+/// virtual machine is not there before it was touched once, which is slower than any disk
+/// and no work of ours.
+fn touch(bytes: u64) -> Outcome<()> {
+    let wish = MemoryWish { bytes, prefer_huge: true, ..MemoryWish::default() };
+    let memory = Buffer::map(&wish, None).map_err(say)?;
+    memory.prefer_huge();
+    // SAFETY: the memory is this call's alone.
+    unsafe { prefault(memory.address(), memory.bytes()) };
+    Ok(())
+}
+
 /// A model of which everything stays, from open until all of it is there.
 fn load_bar(path: &PathBuf, rounds: u32) -> Bar {
     let mut bar =
@@ -151,6 +165,7 @@ fn load_bar(path: &PathBuf, rounds: u32) -> Bar {
                 ..Wishes::default()
             };
             let opts = Opts { wishes, ..Opts::default() };
+            touch(bytes)?;
             let begun = Instant::now();
             let streamer = Streamer::open(runtime.core(), model, units, opts).map_err(say)?;
             streamer.load(0).map_err(say)?;

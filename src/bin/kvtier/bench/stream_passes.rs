@@ -51,8 +51,9 @@ pub struct Setting {
 pub struct Measured {
     /// Bytes of the files.
     pub bytes: u64,
-    /// Seconds in which plain direct reads have all of them, in each round.
-    pub raw: Vec<f64>,
+    /// Seconds in which plain direct reads have all of them, just before and after each way's
+    /// passes in each round: what a disk gives changes.
+    pub raw: [Vec<f64>; WAYS],
     /// Seconds of a pass, in each round; or why there are none.
     pub took: [Outcome<Vec<f64>>; WAYS],
     /// What the ways said when they were ready.
@@ -150,7 +151,7 @@ fn round(
     passes: u32,
     mut raw: impl FnMut() -> Outcome<f64>,
 ) -> Outcome<()> {
-    let before = raw()?;
+    let mut before = raw()?;
     let mut seen = None;
     let mut order: Vec<usize> = (0..WAYS).collect();
     if turn % 2 == 1 {
@@ -168,8 +169,10 @@ fn round(
             }
             Err(why) => measured.took[way] = Err(why),
         }
+        let after = raw()?;
+        measured.raw[way].push((before + after) / 2.0);
+        before = after;
     }
-    measured.raw.push((before + raw()?) / 2.0);
     Ok(())
 }
 
@@ -187,7 +190,7 @@ pub fn measure(paths: &[PathBuf], setting: &Setting) -> Outcome<Measured> {
         (0..WAYS).map(|way| start(way, paths, setting.limit_bytes, slots_bytes, &maps)).collect();
     let mut measured = Measured {
         bytes,
-        raw: Vec::new(),
+        raw: Default::default(),
         took: std::array::from_fn(|way| match &children[way] {
             Ok(_) => Ok(Vec::new()),
             Err(why) => Err(why.clone()),
@@ -227,7 +230,7 @@ impl Measured {
     pub fn bounds(&self, way: usize) -> Outcome<Vec<f64>> {
         let moved = self.ready[way]["moved_bytes"].as_u64().ok_or("it reads nothing")?;
         let part = moved as f64 / self.bytes.max(1) as f64;
-        Ok(self.raw.iter().map(|raw| raw * part).collect())
+        Ok(self.raw[way].iter().map(|raw| raw * part).collect())
     }
 
     /// The median over rounds of a pass over its bound.

@@ -2,6 +2,7 @@
 
 mod bench;
 pub mod child;
+mod demo;
 mod picture;
 mod plan;
 mod report;
@@ -24,6 +25,8 @@ pub enum Command {
     Plan(plan::Args),
     /// Stream a model: passes over all units, and where their time went
     Run(Box<run::Args>),
+    /// Make a model and have it write, with less and less memory for its weights
+    Demo(demo::Args),
     /// Measure passes beside the bound, other placements and a memory map, in memory cgroups
     Bench(bench::Args),
     /// What the benchmarks run inside of memory cgroups
@@ -73,6 +76,7 @@ pub fn run(command: Command) -> Outcome<()> {
     match command {
         Command::Plan(args) => plan::run(&args),
         Command::Run(args) => run::run(&args),
+        Command::Demo(args) => demo::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Child(args) => child::run(&args),
     }
