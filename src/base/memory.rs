@@ -124,17 +124,6 @@ impl Buffer {
         })
     }
 
-    /// Asks for transparent huge pages where they fit into it: for memory whose size must
-    /// not be rounded to them.
-    pub fn prefer_huge(&self) {
-        if let Owner::Mapping { .. } = self.owner {
-            let mapped = (self.bytes as usize).next_multiple_of(page_bytes());
-            // SAFETY: pages of this buffer's own map; advice changes nothing of what is in
-            // them. On old kernels it fails without harm.
-            unsafe { libc::madvise(self.address.cast(), mapped, libc::MADV_HUGEPAGE) };
-        }
-    }
-
     /// Wraps memory the caller owns; `guard` is dropped when the last operation
     /// on it is released and the buffer is freed.
     ///

@@ -249,16 +249,13 @@ fn host(bytes: u64, pinned: bool, source: &Source) -> Result<Buffer> {
     let wish = MemoryWish {
         bytes,
         pin: if pinned { Wish::Try } else { Wish::No },
-        // Whole huge pages would take more than the plan says.
+        // Direct reads touch every page for the first time: fewer of them is faster. Whole huge
+        // pages would take more than the plan says.
         prefer_huge: true,
         account: source.account.cloned(),
         ..MemoryWish::default()
     };
-    let buffer = Buffer::map(&wish, source.faults)?;
-    // Direct reads touch every page for the first time: fewer of them is faster. Whole huge
-    // pages would take more than the plan says.
-    buffer.prefer_huge();
-    Ok(buffer)
+    Buffer::map(&wish, source.faults)
 }
 
 fn on_device(bytes: u64, source: &Source) -> Result<Block> {

@@ -139,7 +139,6 @@ fn memory_bar(measured: &Measured, limit: u64, way: usize, name: &'static str) -
 fn touch(bytes: u64) -> Outcome<()> {
     let wish = MemoryWish { bytes, prefer_huge: true, ..MemoryWish::default() };
     let memory = Buffer::map(&wish, None).map_err(say)?;
-    memory.prefer_huge();
     // SAFETY: the memory is this call's alone.
     unsafe { prefault(memory.address(), memory.bytes()) };
     Ok(())
