@@ -83,7 +83,7 @@ struct Cell {
     /// Who sleeps until it is there; and it stays until they have woken up.
     waiters: u32,
     promised: bool,
-    /// It was asked for and not there; who has asked has not had it yet.
+    /// It had to be brought, and nobody has had it since.
     missed: bool,
     in_window: bool,
     /// Loads to its home and to its slot, or [`NONE`].

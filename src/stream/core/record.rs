@@ -179,7 +179,7 @@ impl Record {
         }
     }
 
-    /// An expert was asked for, and has to be brought.
+    /// An expert was given that had to be brought, for whoever has it or by a hint.
     pub fn missed(&mut self, unit: u32) {
         let bytes = self.bytes.get(unit as usize).copied().unwrap_or(0);
         self.stats.expert_misses += 1;

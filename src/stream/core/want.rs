@@ -87,12 +87,16 @@ impl Core {
         }
         cell.users += 1;
         let is_expert = cell.is_expert;
-        let hit = is_expert && !std::mem::take(&mut cell.missed);
-        if std::mem::take(&mut cell.kept) {
+        let missed = is_expert && std::mem::take(&mut cell.missed);
+        let kept = std::mem::take(&mut cell.kept);
+        if missed {
+            self.record.missed(unit);
+        }
+        if kept {
             self.pool_of(unit).let_go(slot)?;
         }
         self.leave_window(unit)?;
-        self.record.served(unit, hit);
+        self.record.served(unit, is_expert && !missed);
         if is_expert {
             self.note_expert(unit)?;
         }
@@ -146,7 +150,6 @@ impl Core {
         if load == NONE {
             if self.cells[unit as usize].is_expert {
                 self.cells[unit as usize].missed = true;
-                self.record.missed(unit);
                 self.begin_load(unit, rank)?;
             } else {
                 self.jump(unit, rank)?;
@@ -288,6 +291,7 @@ impl Core {
                 continue;
             }
             cell.error = None;
+            cell.missed = cell.is_expert;
             self.begin_load(unit, Rank::Hinted)?;
             self.give_slot(unit, now_ns)?;
             let load = self.cells[unit as usize].slot_load;

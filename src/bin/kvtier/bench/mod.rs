@@ -15,6 +15,7 @@ mod store;
 pub mod stream;
 mod stream_calls;
 mod stream_child;
+mod stream_group;
 mod stream_passes;
 mod stream_timed;
 

@@ -1,87 +1,18 @@
 //! Processes that pass over a model, each in a memory cgroup of its own if one can be made.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child as Process, ChildStdin, ChildStdout, Command, Stdio};
 use std::rc::Rc;
-use std::time::Duration;
 
 use serde_json::Value;
 
 use super::disk::Outcome;
+pub use super::stream_group::Group;
 
 fn say(error: impl std::fmt::Display) -> String {
     error.to_string()
-}
-
-/// A memory cgroup that goes when it is done with.
-pub struct Group {
-    dir: PathBuf,
-    peak: &'static str,
-}
-
-/// Where a hierarchy with memory limits is mounted; of the second version with `true`.
-fn mounts() -> Vec<(PathBuf, bool)> {
-    let text = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let mount = |line: &str| {
-        let (left, right) = line.split_once(" - ")?;
-        let point = PathBuf::from(left.split(' ').nth(4)?);
-        let mut right = right.split(' ');
-        let (kind, options) = (right.next()?, right.nth(1).unwrap_or(""));
-        match kind {
-            "cgroup" if options.split(',').any(|o| o == "memory") => Some((point, false)),
-            "cgroup2" => Some((point, true)),
-            _ => None,
-        }
-    };
-    text.lines().filter_map(mount).collect()
-}
-
-impl Group {
-    /// One of so many bytes; the words say why there can be none.
-    pub fn new(name: &str, limit_bytes: u64) -> Outcome<Group> {
-        let mut why = "no memory cgroups are mounted".to_string();
-        for (mount, second) in mounts() {
-            let dir = mount.join(format!("kvtier-bench-{}-{name}", std::process::id()));
-            if let Err(error) = std::fs::create_dir(&dir) {
-                why = format!("no memory cgroup: {error}");
-                continue;
-            }
-            let (limit, peak) = match second {
-                true => ("memory.max", "memory.peak"),
-                false => ("memory.limit_in_bytes", "memory.max_usage_in_bytes"),
-            };
-            let group = Group { dir, peak };
-            match std::fs::write(group.dir.join(limit), limit_bytes.to_string()) {
-                Ok(()) => {
-                    // Where there is none, there is nothing to switch off.
-                    drop(std::fs::write(group.dir.join("memory.swap.max"), "0"));
-                    return Ok(group);
-                }
-                Err(error) => why = format!("no limit for a memory cgroup: {error}"),
-            }
-        }
-        Err(why)
-    }
-
-    /// The most that was charged to it.
-    pub fn peak_bytes(&self) -> Outcome<u64> {
-        let text = std::fs::read_to_string(self.dir.join(self.peak)).map_err(say)?;
-        text.trim().parse().map_err(say)
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        // What has ended is gone from it a moment later.
-        for _ in 0..100 {
-            if std::fs::remove_dir(&self.dir).is_ok() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        eprintln!("{} could not be removed", self.dir.display());
-    }
 }
 
 /// A setting of the disk that is put back.
@@ -158,7 +89,7 @@ impl Child {
         let mut command = Command::new(std::env::current_exe().map_err(say)?);
         command.args(["stream", "child", "--how", start.how]);
         if let Some(group) = &start.group {
-            command.arg("--cgroup").arg(&group.dir);
+            command.arg("--cgroup").arg(group.dir());
         }
         if let Some(bytes) = start.host_bytes {
             command.arg("--host").arg(bytes.to_string());
@@ -177,9 +108,16 @@ impl Child {
         let mut line = String::new();
         if self.answers.read_line(&mut line).map_err(say)? == 0 {
             let ended = self.process.wait().map_err(say)?;
-            return Err(format!("the process ended: {ended}"));
+            return Err(match ended.signal() {
+                Some(libc::SIGKILL) => "killed: it needs more memory than its cgroup has".into(),
+                _ => format!("the process ended: {ended}"),
+            });
         }
-        serde_json::from_str(&line).map_err(say)
+        let answer: Value = serde_json::from_str(&line).map_err(say)?;
+        match answer["error"].as_str() {
+            Some(words) => Err(words.into()),
+            None => Ok(answer),
+        }
     }
 
     /// Seconds of one pass, of so many after one that does not count; and what it saw.

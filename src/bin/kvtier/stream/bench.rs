@@ -3,6 +3,11 @@
 use super::Files;
 use super::Outcome;
 use super::sizes::bytes;
+use crate::bench::Bar;
+
+/// A smaller model is read before its pieces could be under way at once, and a cgroup that
+/// holds a part of it has no room for a process.
+const LEAST_BYTES: u64 = 64 << 20;
 
 /// What is measured.
 #[derive(clap::Args)]
@@ -20,10 +25,34 @@ pub struct Args {
     json: bool,
 }
 
+/// What keeps several bars from having a number is long, and is said with the first.
+fn say_once(bars: &mut [Bar]) {
+    let mut said: Vec<(String, &str)> = Vec::new();
+    for bar in bars.iter_mut().filter(|bar| bar.value.is_none()) {
+        match said.iter().find(|(note, _)| *note == bar.note) {
+            Some((_, first)) => bar.note = format!("(as {first})"),
+            None => said.push((bar.note.clone(), bar.bar)),
+        }
+    }
+}
+
 /// Measures, and prints bars.
 pub fn run(args: &Args) -> Outcome<()> {
-    let files = &args.files.files;
-    let bars = crate::bench::stream::of_files(files, args.host.unwrap_or(0), args.rounds)?;
+    let (model, _) = args.files.open()?;
+    let (has, limit) = (model.bytes(), args.host.unwrap_or(0));
+    if has < LEAST_BYTES {
+        let (has, least) = (crate::human(has), crate::human(LEAST_BYTES));
+        return Err(format!("a model of {has}: passes are measured from {least} on").into());
+    }
+    if limit >= has {
+        let (has, limit) = (crate::human(has), crate::human(limit));
+        return Err(format!("--host {limit} holds all {has} of the model: nothing moves").into());
+    }
+    drop(model);
+    let mut bars = crate::bench::stream::of_files(&args.files.files, limit, args.rounds)?;
+    if !args.json {
+        say_once(&mut bars);
+    }
     crate::bench::print("stream", &bars, args.json);
     Ok(())
 }

@@ -2,7 +2,7 @@
 //! cgroup, and the page cache that it fills is charged there.
 //!
 //! It says one line of JSON when it is ready, and one for each line of its input: a number of
-//! passes, before which comes one that does not count.
+//! passes, before which comes one that does not count. A line with an `error` is its last.
 
 use std::fs::File;
 use std::io::{BufRead, Write};
@@ -172,10 +172,23 @@ impl Subject {
     }
 }
 
-/// Serves its input.
+fn join(group: &Path) -> Outcome<()> {
+    let procs = group.join("cgroup.procs");
+    std::fs::write(&procs, std::process::id().to_string())
+        .map_err(|error| format!("no memory cgroup to be in: {}: {error}", procs.display()).into())
+}
+
+/// Serves its input; who started it is told what went wrong, and tells it.
 pub fn run(args: &Args) -> Outcome<()> {
+    if let Err(error) = serve(args) {
+        println!("{}", json!({ "error": error.to_string() }));
+    }
+    Ok(())
+}
+
+fn serve(args: &Args) -> Outcome<()> {
     if let Some(group) = &args.cgroup {
-        std::fs::write(group.join("cgroup.procs"), std::process::id().to_string())?;
+        join(group)?;
     }
     let subject = Subject::open(args, args.files.open()?)?;
     let mut out = std::io::stdout().lock();

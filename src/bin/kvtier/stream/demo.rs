@@ -14,7 +14,7 @@ use kvtier::stream::streamer::{How, Opts, Streamer};
 use kvtier::stream::units::Units;
 use serde_json::{Map, json};
 
-use super::Outcome;
+use super::{Outcome, print};
 use crate::human;
 use crate::reference::cache::InMemory;
 use crate::reference::engine::{Engine, Lent};
@@ -242,20 +242,26 @@ pub fn run(args: &Args) -> Outcome<()> {
     let dir = args.dir.clone().unwrap_or_else(std::env::temp_dir);
     let written = write(&model, &dir)?;
     let bytes = std::fs::metadata(&written.0)?.len();
-    println!(
-        "a transformer of {} layers, {} of weights in {}; {WRITTEN} tokens behind {PROMPT}\n",
+    print(&format!(
+        "a transformer of {} layers, {} of weights in {}; {WRITTEN} tokens behind {PROMPT}\n\n",
         args.layers,
         human(bytes),
         written.0.display()
-    );
-    println!(
-        "{:>22}  {:>10}  {:>12}  {:>10}  {:>9}  logits",
+    ))?;
+    print(&format!(
+        "{:>22}  {:>10}  {:>12}  {:>10}  {:>9}  logits\n",
         "memory for weights", "taken", "units stay", "read/token", "ms/token"
-    );
+    ))?;
     let resident = Engine::in_memory(&model, Form::Split, 16, Policies::default())?;
     let expected = text(resident, &|_| Ok(()))?;
     let ms = expected.seconds * 1e3;
-    println!("{:>22}  {:>10}  {:>12}  {:>10}  {ms:>9.1}", "no streamer", human(bytes), "all", "0");
+    print(&format!(
+        "{:>22}  {:>10}  {:>12}  {:>10}  {ms:>9.1}\n",
+        "no streamer",
+        human(bytes),
+        "all",
+        "0"
+    ))?;
     drop(model);
     let mut wrong = 0;
     for (percent, later) in [(110, None), (60, None), (30, None), (15, None), (60, Some(30))] {
@@ -267,14 +273,14 @@ pub fn run(args: &Args) -> Outcome<()> {
         };
         let same = run.text.logits == expected.logits;
         wrong += u32::from(!same);
-        println!(
-            "{name:>22}  {:>10}  {:>12}  {:>10}  {:>9.1}  {}",
+        print(&format!(
+            "{name:>22}  {:>10}  {:>12}  {:>10}  {:>9.1}  {}\n",
             human(run.weights),
             run.homes,
             human(run.read_bytes),
             run.text.seconds * 1e3,
             if same { "the same bits" } else { "WRONG" }
-        );
+        ))?;
     }
     if wrong > 0 {
         return Err(format!("{wrong} texts are not what they should be").into());

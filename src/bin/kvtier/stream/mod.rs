@@ -3,12 +3,14 @@
 mod bench;
 pub mod child;
 mod demo;
+mod draw;
 mod picture;
 mod plan;
 mod report;
 mod run;
 mod sizes;
 
+use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
@@ -47,6 +49,15 @@ impl Files {
         let model = Model::open(&self.files)?;
         let units = Units::of(&model)?;
         Ok((model, units))
+    }
+}
+
+/// Prints. Who reads no further, as `head` does, is no failure.
+fn print(text: &str) -> Outcome<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
     }
 }
 

@@ -1,36 +1,71 @@
 //! What happened to each unit when, as a picture.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::ops::Range;
 
 use kvtier::stream::core::{Mark, Stage};
 use kvtier::stream::plan::Home;
 use kvtier::stream::streamer::Streamer;
 
+use super::draw::{band, blocks, label, line, step};
 use crate::lab::html::head;
 use crate::lab::plot::escape;
 
 const WIDTH: f64 = 1100.0;
-const LEFT: f64 = 150.0;
-const TOP: f64 = 44.0;
-const ROW: f64 = 12.0;
+const LEFT: f64 = 178.0;
+const RIGHT: f64 = 34.0;
+/// Where the axis, the lanes of all units and the rows of units are.
+const AXIS: f64 = 64.0;
+const LANES: f64 = 84.0;
+const LANE: f64 = 17.0;
+const ROWS: f64 = LANES + 4.0 * LANE + 14.0;
+/// How high all rows are about, and the least and most that one is.
+const ALL_ROWS: f64 = 420.0;
+const ROW: (f64, f64) = (12.0, 26.0);
 /// Units that are drawn; of more, those that come first.
 const MAX_ROWS: usize = 400;
+/// Passes that are drawn; of more, the last ones: marks have to be wide enough to be seen.
+const MAX_PASSES: usize = 2;
+/// Rows after which the axis is drawn once more.
+const FAR_DOWN: usize = 40;
 /// Marks of one kind that are closer than this, in points, are drawn as one.
 const GAP: f64 = 0.15;
+/// Characters of a unit's name.
+const MAX_NAME: usize = 24;
 
-/// What each stage is called, its colour, and where in a row it is.
-const STAGES: [(Stage, &str, &str, f64, f64); 4] = [
-    (Stage::Read, "read", "#0072b2", 1.0, 3.0),
-    (Stage::Copy, "copy to the device", "#009e73", 4.0, 3.0),
-    (Stage::Use, "compute", "#e69f00", 7.0, 4.0),
-    (Stage::Wait, "wait", "#d55e00", 7.0, 4.0),
+/// What is drawn of a stage.
+struct Look {
+    stage: Stage,
+    name: &'static str,
+    colour: &'static str,
+    /// Where in a row it is, in parts of the row.
+    top: f64,
+    height: f64,
+}
+
+/// Colours that the colour-blind tell apart too, above all the two that stand side by side:
+/// an engine computes or stands still.
+const LOOKS: [Look; 4] = [
+    Look { stage: Stage::Read, name: "read", colour: "#0072b2", top: 0.08, height: 0.26 },
+    Look {
+        stage: Stage::Copy,
+        name: "copy to the device",
+        colour: "#009e73",
+        top: 0.36,
+        height: 0.24,
+    },
+    Look { stage: Stage::Use, name: "compute", colour: "#e69f00", top: 0.62, height: 0.32 },
+    Look { stage: Stage::Wait, name: "stall", colour: "#9a1b00", top: 0.62, height: 0.32 },
 ];
 
 /// Own colours, so that it can be looked at alone.
 const STYLE: &str = "<style>
-.k { font: 10px system-ui, sans-serif; fill: #1d1d1f } .back { fill: #fff } .line { stroke: #d8d8dc }
+.k { font: 10px system-ui, 'DejaVu Sans', sans-serif; fill: #1d1d1f } .t { font-size: 14px }
+.back { fill: #fff } .line { stroke: #d8d8dc } .pass { stroke: #77777c; stroke-dasharray: 4 3 }
+.band { fill: #f4f4f6 }
 @media (prefers-color-scheme: dark) {
-  .k { fill: #e8e8ea } .back { fill: #1b1b1e } .line { stroke: #3c3c42 }
+  .k { fill: #e8e8ea } .back { fill: #1b1b1e } .line { stroke: #3c3c42 } .band { fill: #26262a }
 }
 </style>";
 
@@ -41,60 +76,27 @@ struct Span {
 }
 
 impl Span {
+    fn whole_ns(&self) -> u64 {
+        (self.to_ns - self.from_ns).max(1)
+    }
+
     fn x(&self, at_ns: u64) -> f64 {
-        let whole = (self.to_ns - self.from_ns).max(1) as f64;
         let part = at_ns.clamp(self.from_ns, self.to_ns) - self.from_ns;
-        LEFT + part as f64 / whole * (WIDTH - LEFT - 10.0)
+        LEFT + part as f64 / self.whole_ns() as f64 * (WIDTH - LEFT - RIGHT)
     }
 }
 
-/// The marks of a unit in a stage as stretches of the picture.
-fn stretches(marks: &[Mark], span: &Span, unit: u32, stage: Stage) -> Vec<(f64, f64)> {
-    let mine = marks.iter().filter(|mark| mark.unit == unit && mark.stage == stage);
-    let mut all: Vec<(f64, f64)> =
-        mine.map(|mark| (span.x(mark.begin_ns), span.x(mark.end_ns))).collect();
+/// Stretches that are apart from each other.
+fn joined(mut all: Vec<(f64, f64)>, gap: f64) -> Vec<(f64, f64)> {
     all.sort_by(|a, b| a.0.total_cmp(&b.0));
     let mut out: Vec<(f64, f64)> = Vec::new();
     for (from, to) in all {
         match out.last_mut() {
-            Some(last) if from <= last.1 + GAP => last.1 = last.1.max(to),
+            Some(last) if from <= last.1 + gap => last.1 = last.1.max(to),
             _ => out.push((from, to)),
         }
     }
     out
-}
-
-fn legend(out: &mut String) {
-    for (i, (_, name, colour, ..)) in STAGES.iter().enumerate() {
-        let x = LEFT + 160.0 * i as f64;
-        // Writing to a string cannot fail, here and below.
-        let _ = write!(
-            out,
-            "<rect x=\"{x}\" y=\"6\" width=\"14\" height=\"8\" fill=\"{colour}\"/>\
-             <text class=\"k\" x=\"{}\" y=\"14\">{name}</text>",
-            x + 19.0
-        );
-    }
-}
-
-fn axis(out: &mut String, span: &Span, bottom: f64) {
-    let whole_ms = (span.to_ns - span.from_ns).max(1) as f64 / 1e6;
-    let rough = whole_ms / 10.0;
-    let unit = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|s| s * unit).into_iter().find(|s| *s >= rough);
-    let step = step.unwrap_or(unit);
-    for tick in 0..=(whole_ms / step) as u32 {
-        let at_ms = f64::from(tick) * step;
-        let x = span.x(span.from_ns + (at_ms * 1e6) as u64);
-        let _ = write!(
-            out,
-            "<line class=\"line\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{}\" y2=\"{bottom}\"/>\
-             <text class=\"k\" x=\"{x:.1}\" y=\"{}\" text-anchor=\"middle\">{} ms</text>",
-            TOP - 4.0,
-            TOP - 8.0,
-            (at_ms * 1000.0).round() / 1000.0
-        );
-    }
 }
 
 fn home(home: Home) -> &'static str {
@@ -105,74 +107,180 @@ fn home(home: Home) -> &'static str {
     }
 }
 
-/// A row for each unit, from a moment on; the units that something happened to.
-pub fn svg(streamer: &Streamer, from_ns: u64) -> String {
-    let mut marks = streamer.marks();
-    marks.retain(|mark| mark.end_ns >= from_ns);
-    let to_ns = marks.iter().map(|mark| mark.end_ns).max().unwrap_or(from_ns + 1);
-    // Where older marks have been dropped, the picture begins later.
-    let first = marks.iter().map(|mark| mark.begin_ns).min().unwrap_or(from_ns);
-    let span = Span { from_ns: first.max(from_ns).min(to_ns - 1), to_ns };
-    let (units, plan) = (&streamer.units().units, streamer.plan());
-    let mut rows: Vec<u32> = marks.iter().map(|mark| mark.unit).collect();
-    rows.sort_unstable();
-    rows.dedup();
-    let left_out = rows.len().saturating_sub(MAX_ROWS);
-    rows.truncate(MAX_ROWS);
-    let bottom = TOP + ROW * rows.len() as f64;
-    let height = bottom + if left_out > 0 { 24.0 } else { 6.0 };
-    let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\">\
-         {STYLE}<rect class=\"back\" width=\"{WIDTH}\" height=\"{height}\"/>"
-    );
-    legend(&mut out);
-    axis(&mut out, &span, bottom);
-    for (row, &unit) in rows.iter().enumerate() {
-        let y = TOP + ROW * row as f64;
-        let name = units.get(unit as usize).map_or("", |unit| unit.name.as_str());
-        let place = plan.homes.get(unit as usize).map_or("", |&at| home(at));
-        let short: String = name.chars().take(20).collect();
+/// Names and homes of units.
+type Names = Vec<(String, &'static str)>;
+
+/// What is drawn.
+pub struct Picture {
+    title: String,
+    names: Names,
+    /// When passes that are drawn began, and their numbers.
+    begun: Vec<(usize, u64)>,
+    span: Span,
+    /// Those of each unit and stage, in points.
+    stretches: BTreeMap<(u32, u32), Vec<(f64, f64)>>,
+}
+
+impl Picture {
+    /// The last passes of a model, of which all began at `begun`.
+    pub fn of(model: &str, streamer: &Streamer, begun: &[u64]) -> Picture {
+        let (units, plan) = (&streamer.units().units, streamer.plan());
+        let homes = units.iter().zip(&plan.homes);
+        let names = homes.map(|(unit, &at)| (unit.name.clone(), home(at))).collect();
+        Picture::new(model, names, streamer.marks(), begun)
+    }
+
+    fn new(model: &str, names: Names, mut marks: Vec<Mark>, all_begun: &[u64]) -> Picture {
+        let drawn = all_begun.len().saturating_sub(MAX_PASSES);
+        let mut begun: Vec<(usize, u64)> = (1..).zip(all_begun.iter().copied()).collect();
+        begun.drain(..drawn);
+        let from_ns = begun.first().map_or(0, |first| first.1);
+        marks.retain(|mark| mark.end_ns >= from_ns && (mark.unit as usize) < names.len());
+        let to_ns = marks.iter().map(|mark| mark.end_ns).max().unwrap_or(from_ns);
+        // Where older marks have been dropped, the picture begins later.
+        let first = marks.iter().map(|mark| mark.begin_ns).min().unwrap_or(from_ns);
+        let span = Span { from_ns: first.clamp(from_ns, to_ns), to_ns };
+        let mut stretches: BTreeMap<(u32, u32), Vec<(f64, f64)>> = BTreeMap::new();
+        for mark in &marks {
+            let of = stretches.entry((mark.unit, mark.stage as u32)).or_default();
+            of.push((span.x(mark.begin_ns), span.x(mark.end_ns)));
+        }
+        for of in stretches.values_mut() {
+            *of = joined(std::mem::take(of), GAP);
+        }
+        let which = match &begun[..] {
+            [] => "no pass".to_string(),
+            [(one, _)] => format!("pass {one} of {}", all_begun.len()),
+            [(first, _), .., (last, _)] => {
+                format!("passes {first} and {last} of {}", all_begun.len())
+            }
+        };
+        let title = format!("{model}: where the time of {which} went");
+        Picture { title, names, begun, span, stretches }
+    }
+
+    /// A stage of all units together: what of the link or the engine was in use.
+    fn lane(&self, stage: Stage) -> Vec<(f64, f64)> {
+        let of = self.stretches.iter().filter(|((_, of), _)| *of == stage as u32);
+        joined(of.flat_map(|(_, all)| all.iter().copied()).collect(), 0.0)
+    }
+
+    /// A row for each unit that something happened to, and lanes for what is shared.
+    pub fn svg(&self) -> String {
+        let mut rows: Vec<u32> = self.stretches.keys().map(|(unit, _)| *unit).collect();
+        rows.dedup();
+        let left_out = rows.len().saturating_sub(MAX_ROWS);
+        rows.truncate(MAX_ROWS);
+        let row = (ALL_ROWS / rows.len().max(1) as f64).clamp(ROW.0, ROW.1);
+        let bottom = ROWS + row * rows.len() as f64;
+        let again = rows.len() > FAR_DOWN;
+        let height = bottom + if again { 34.0 } else { 10.0 };
+        // Writing to a string cannot fail, here and below.
+        let mut out = String::new();
+        let title = escape(&self.title);
         let _ = write!(
             out,
-            "<text class=\"k\" x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{} ({place})</text>",
-            LEFT - 6.0,
-            y + 9.5,
-            escape(&short)
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
+             role=\"img\"><title>{title}</title>{STYLE}\
+             <rect class=\"back\" width=\"{WIDTH}\" height=\"{height}\"/>\
+             <text class=\"k t\" x=\"10\" y=\"19\">{title}</text>"
         );
-        for (stage, what, colour, down, height) in STAGES {
-            for (from, to) in stretches(&marks, &span, unit, stage) {
-                let _ = write!(
-                    out,
-                    "<rect x=\"{from:.2}\" y=\"{:.1}\" width=\"{:.2}\" height=\"{height}\" \
-                     fill=\"{colour}\"><title>{}: {what}</title></rect>",
-                    y + down,
-                    (to - from).max(0.3),
-                    escape(name)
-                );
+        legend(&mut out);
+        band(&mut out, WIDTH, LANES..LANES + 4.0 * LANE);
+        let places = (0..rows.len()).map(|at| ROWS + row * at as f64);
+        places.clone().step_by(2).for_each(|y| band(&mut out, WIDTH, y..y + row));
+        self.axis(&mut out, bottom, again);
+        self.lanes(&mut out);
+        for (y, &unit) in places.zip(&rows) {
+            self.row(&mut out, unit, y..y + row);
+        }
+        if left_out > 0 {
+            let words = format!("and {left_out} units more");
+            label(&mut out, (LEFT, bottom + 28.0), "start", &words);
+        }
+        out + "</svg>\n"
+    }
+
+    fn axis(&self, out: &mut String, bottom: f64, again: bool) {
+        let whole_ms = self.span.whole_ns() as f64 / 1e6;
+        let step = step(whole_ms / 10.0);
+        label(out, (LEFT - 26.0, AXIS), "end", "time");
+        for tick in 0..=(whole_ms / step) as u32 {
+            let at_ms = f64::from(tick) * step;
+            let x = self.span.x(self.span.from_ns + (at_ms * 1e6) as u64);
+            let words = format!("{} ms", (at_ms * 1e6).round() / 1e6);
+            line(out, "line", x, AXIS + 4.0..bottom);
+            label(out, (x, AXIS), "middle", &words);
+            if again {
+                label(out, (x, bottom + 12.0), "middle", &words);
+            }
+        }
+        let mut last = f64::NEG_INFINITY;
+        for (number, at_ns) in &self.begun {
+            let x = self.span.x(*at_ns);
+            line(out, "pass", x, AXIS + 6.0..bottom);
+            if x > last + 50.0 {
+                label(out, (x + 3.0, AXIS + 15.0), "start", &format!("pass {number}"));
+                last = x;
             }
         }
     }
-    if left_out > 0 {
+
+    fn lanes(&self, out: &mut String) {
+        let words = ["the disk", "the device link", "computing", "stalled"];
+        for (i, (look, name)) in LOOKS.iter().zip(words).enumerate() {
+            let y = LANES + LANE * i as f64;
+            let lane = self.lane(look.stage);
+            let busy = lane.iter().fold(0.0, |sum, (from, to)| sum + (to - from));
+            let percent = busy / (WIDTH - LEFT - RIGHT) * 100.0;
+            let name = format!("{name}: {percent:.0} % of the time");
+            label(out, (LEFT - 6.0, y + 12.0), "end", &name);
+            blocks(out, &lane, y + 2.0..y + LANE - 2.0, look.colour, &name);
+        }
+    }
+
+    fn row(&self, out: &mut String, unit: u32, y: Range<f64>) {
+        let Some((name, at)) = self.names.get(unit as usize) else { return };
+        let row = y.end - y.start;
+        let cut = if name.chars().count() > MAX_NAME { "…" } else { "" };
+        let short: String = name.chars().take(MAX_NAME).collect();
+        let words = format!("{short}{cut} ({at})");
+        label(out, (LEFT - 6.0, y.start + row / 2.0 + 3.5), "end", &words);
+        for look in &LOOKS {
+            let Some(all) = self.stretches.get(&(unit, look.stage as u32)) else { continue };
+            let top = y.start + look.top * row;
+            let words = format!("{name}: {}", look.name);
+            blocks(out, all, top..top + look.height * row, look.colour, &words);
+        }
+    }
+}
+
+fn legend(out: &mut String) {
+    let mut x = LEFT;
+    for look in &LOOKS {
         let _ = write!(
             out,
-            "<text class=\"k\" x=\"{LEFT}\" y=\"{:.1}\">and {left_out} units more</text>",
-            bottom + 16.0
+            "<rect x=\"{x}\" y=\"32\" width=\"16\" height=\"9\" fill=\"{}\"/>",
+            look.colour
         );
+        label(out, (x + 21.0, 40.0), "start", look.name);
+        x += 60.0 + 6.0 * look.name.len() as f64;
     }
-    out + "</svg>\n"
 }
 
 /// The picture with what it comes to in words.
-pub fn page(title: &str, streamer: &Streamer, from_ns: u64, words: &str) -> String {
-    let about = "A row for each unit that something happened to: what was read, copied, computed \
-                 with and waited for. In brackets its home.";
+pub fn page(picture: &Picture, words: &str, plan: &str) -> String {
+    let about = "Lanes above: how much of the time each link and the engine were busy; one that is \
+                 always busy is what a pass is bound by. Below a row for each unit that \
+                 something happened to, its home in brackets: when it was read from disk, copied \
+                 to the device, computed with, and when the engine stood still for it.";
     format!(
         "{}<style>main svg {{ max-width: none }} pre {{ overflow-x: auto }}</style>\
          <main>{}</main><h2>Passes</h2><pre>{}</pre><h2>Plan</h2><pre>{}</pre></html>\n",
-        head(&escape(title), about),
-        svg(streamer, from_ns),
+        head(&escape(&picture.title), about),
+        picture.svg(),
         escape(words),
-        escape(&streamer.plan_text())
+        escape(plan)
     )
 }
 
@@ -180,20 +288,81 @@ pub fn page(title: &str, streamer: &Streamer, from_ns: u64, words: &str) -> Stri
 mod tests {
     use super::*;
 
+    const END: f64 = WIDTH - RIGHT;
+
+    fn mark(stage: Stage, unit: u32, begin_ns: u64, end_ns: u64) -> Mark {
+        Mark { stage, unit, begin_ns, end_ns }
+    }
+
+    fn drawn(units: usize, marks: Vec<Mark>, begun: &[u64]) -> Picture {
+        let names = (0..units).map(|n| (format!("layer {n}"), "file")).collect();
+        Picture::new("a & b", names, marks, begun)
+    }
+
+    /// What stands between `before` and `after`, all of it.
+    fn between<'a>(text: &'a str, before: &str, after: &str) -> Vec<&'a str> {
+        let found = text.split(before).skip(1);
+        found.map(|rest| rest.split(after).next().expect("one")).collect()
+    }
+
     #[test]
     fn marks_that_touch_are_one_stretch() {
-        let span = Span { from_ns: 100, to_ns: 1100 };
-        let mark = |unit, begin_ns, end_ns| Mark { stage: Stage::Read, unit, begin_ns, end_ns };
-        let marks = [
-            mark(1, 300, 400),
-            mark(1, 0, 200),
-            mark(1, 200, 300),
-            mark(2, 0, 9),
-            mark(1, 900, 2000),
+        let marks = vec![
+            mark(Stage::Read, 1, 300, 400),
+            mark(Stage::Read, 1, 0, 200),
+            mark(Stage::Read, 1, 200, 300),
+            mark(Stage::Read, 2, 0, 9),
+            mark(Stage::Read, 1, 900, 1100),
         ];
-        let found = stretches(&marks, &span, 1, Stage::Read);
+        let picture = drawn(3, marks, &[100]);
+        let found = &picture.stretches[&(1, Stage::Read as u32)];
         assert_eq!(found.len(), 2);
-        assert_eq!((found[0].0, found[1].1), (LEFT, WIDTH - 10.0));
-        assert!(stretches(&marks, &span, 1, Stage::Copy).is_empty());
+        assert_eq!((found[0].0, found[1].1), (LEFT, END));
+        assert!(!picture.stretches.contains_key(&(1, Stage::Copy as u32)));
+        // What ended before the first pass began is in no picture.
+        assert!(!picture.stretches.contains_key(&(2, Stage::Read as u32)));
+    }
+
+    #[test]
+    fn lanes_count_what_overlaps_once() {
+        let marks = vec![
+            mark(Stage::Read, 0, 0, 500),
+            mark(Stage::Read, 1, 250, 750),
+            mark(Stage::Use, 0, 500, 600),
+            mark(Stage::Wait, 1, 600, 1000),
+        ];
+        let svg = drawn(2, marks, &[0]).svg();
+        for words in ["disk: 75 %", "link: 0 %", "computing: 10 %", "stalled: 40 %"] {
+            assert!(svg.contains(words), "{words}: {svg}");
+        }
+    }
+
+    #[test]
+    fn the_last_passes_are_drawn_and_said() {
+        let marks: Vec<Mark> = (0..8).map(|n| mark(Stage::Use, 0, n * 100, n * 100 + 50)).collect();
+        let begun: Vec<u64> = (0..8).map(|n| n * 100).collect();
+        let picture = drawn(1, marks.clone(), &begun);
+        assert_eq!((picture.span.from_ns, picture.span.to_ns), (600, 750));
+        let svg = picture.svg();
+        assert!(svg.contains("a &amp; b: where the time of passes 7 and 8 of 8 went"), "{svg}");
+        assert_eq!(between(&svg, ">pass ", "<"), ["7", "8"]);
+        assert!(drawn(1, marks, &begun[..1]).title.contains("pass 1 of 1"));
+        assert!(drawn(1, Vec::new(), &[]).svg().contains("no pass"));
+    }
+
+    #[test]
+    fn labels_of_few_and_of_many_units_do_not_touch() {
+        for units in [1, 5, 200, 700u32] {
+            let marks = (0..units).map(|n| mark(Stage::Read, n, 0, u64::from(n) + 1)).collect();
+            let svg = drawn(units as usize, marks, &[0]).svg();
+            let rows: Vec<f64> = between(&svg, "<text class=\"k\" x=\"172.0\" y=\"", "</text>")
+                .into_iter()
+                .filter(|text| text.contains("layer "))
+                .map(|text| text.split('"').next().expect("one").parse().expect("a number"))
+                .collect();
+            assert_eq!(rows.len(), (units as usize).min(MAX_ROWS));
+            assert!(rows.windows(2).all(|pair| pair[1] - pair[0] >= 12.0), "{units}");
+            assert_eq!(svg.contains("and 300 units more"), units == 700);
+        }
     }
 }

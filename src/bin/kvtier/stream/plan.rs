@@ -9,7 +9,7 @@ use kvtier::stream::model::Model;
 use kvtier::stream::plan::{Inputs, Links, Memory, Plan, Seat, Wishes};
 
 use super::sizes::{bytes, rate};
-use super::{Files, Outcome, Place};
+use super::{Files, Outcome, Place, print};
 
 /// How much is read where the disk is measured.
 const MEASURED_BYTES: u64 = 256 << 20;
@@ -118,12 +118,11 @@ pub fn run(args: &Args) -> Outcome<()> {
             forecast.json(&mut text);
             json["what_if"] = serde_json::from_str(&text.into_text())?;
         }
-        println!("{json}");
-        return Ok(());
+        return print(&format!("{json}\n"));
     }
-    print!("{}", plan.text(&inputs));
+    let mut text = plan.text(&inputs);
     if let (Some(forecast), Some(links)) = (other, &args.what_if) {
-        print!("\nover {links}:\n{}", forecast.text(plan.seat));
+        text += &format!("\nover {links}:\n{}", forecast.text(plan.seat));
     }
-    Ok(())
+    print(&text)
 }

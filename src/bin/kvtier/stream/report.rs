@@ -13,6 +13,8 @@ use crate::human;
 pub struct Pass {
     /// How long.
     pub seconds: f64,
+    /// Of that, how long the engine had units.
+    pub compute_s: f64,
     /// Counters before it.
     pub before: Stats,
     /// Counters after it.
@@ -48,22 +50,33 @@ impl Pass {
             0 => "-".to_string(),
             all => format!("{hits} of {all}"),
         };
+        let [compute, read, copy, slot, other] = self.parts_ms();
         format!(
-            "{number:>5} {:>10.1} {:>12} {:>12} {:>14} {:>9.1} {:>9.1} {:>9.1} {:>10.1}  {experts}",
+            "{number:>5} {:>10.1} {compute:>10.1} {read:>10.1} {copy:>9.1} {slot:>9.1} \
+             {other:>9.1} {:>11} {:>11} {:>13}  {experts}",
             self.seconds * 1e3,
             human(self.of(|s| s.read_bytes)),
             human(self.of(|s| s.copied_bytes)),
             rate(self.of(|s| s.read_bytes), self.seconds),
+        )
+    }
+
+    /// Milliseconds of computing, of waits for reads, copies and slots, and of all else.
+    fn parts_ms(&self) -> [f64; 5] {
+        let waits = [
             ms(self.of(|s| s.wait_read_ns)),
             ms(self.of(|s| s.wait_copy_ns)),
             ms(self.of(|s| s.wait_slot_ns)),
-            self.seconds * 1e3 - ms(self.of(waits)),
-        )
+        ];
+        let known = self.compute_s * 1e3 + waits.iter().sum::<f64>();
+        let other = (self.seconds * 1e3 - known).max(0.0);
+        [self.compute_s * 1e3, waits[0], waits[1], waits[2], other]
     }
 
     fn json(&self) -> serde_json::Value {
         json!({
             "pass_ns": (self.seconds * 1e9) as u64,
+            "compute_ns": (self.compute_s * 1e9) as u64,
             "read_bytes": self.of(|s| s.read_bytes),
             "read_ns": self.of(|s| s.read_ns),
             "copied_bytes": self.of(|s| s.copied_bytes),
@@ -80,10 +93,6 @@ impl Pass {
     }
 }
 
-fn waits(stats: &Stats) -> u64 {
-    stats.wait_read_ns + stats.wait_copy_ns + stats.wait_slot_ns
-}
-
 impl Report {
     /// Nothing but the load.
     pub fn new(streamer: &Streamer, load_s: f64) -> Report {
@@ -95,11 +104,9 @@ impl Report {
         if self.passes.len() > 1 { &self.passes[1..] } else { &self.passes }
     }
 
-    /// Bytes and seconds of a link in the steady passes.
-    fn crossed(&self, bytes: impl Fn(&Stats) -> u64) -> (u64, f64) {
-        let passes = self.steady();
-        let all = passes.iter().map(|pass| pass.of(&bytes)).sum();
-        (all, passes.iter().map(|pass| pass.seconds).sum())
+    /// Bytes that crossed a link in the steady passes.
+    fn crossed(&self, bytes: impl Fn(&Stats) -> u64) -> u64 {
+        self.steady().iter().map(|pass| pass.of(&bytes)).sum()
     }
 
     /// A table for people.
@@ -119,34 +126,54 @@ impl Report {
         }
         let _ = writeln!(
             out,
-            "\n pass         ms         read       copied      disk rate waits, ms: read, copy, \
-             slot    the rest  experts that were there"
+            "\n pass         ms    compute wait: read      copy      slot     other        read \
+             \x20    copied     disk rate  experts there"
         );
         for (number, pass) in self.passes.iter().enumerate() {
             let _ = writeln!(out, "{}", pass.row(number + 1));
         }
         out.push('\n');
+        self.sum_up(&mut out, streamer);
+        out
+    }
+
+    /// Where the time of a steady pass went, and what held it up.
+    fn sum_up(&self, out: &mut String, streamer: &Streamer) {
+        let passes = self.steady();
+        let seconds: f64 = passes.iter().map(|pass| pass.seconds).sum();
+        let all_ms = (seconds * 1e3).max(1e-9);
+        let names = ["computing", "waiting for reads", "for copies", "for slots", "other"];
+        let mut parts = Vec::new();
+        for (i, name) in names.into_iter().enumerate() {
+            let part_ms: f64 = passes.iter().map(|pass| pass.parts_ms()[i]).sum();
+            parts.push((name, part_ms / all_ms * 100.0));
+        }
+        let words: Vec<String> = parts
+            .iter()
+            .filter(|(_, percent)| *percent >= 0.5)
+            .map(|(name, percent)| format!("{percent:.0} % {name}"))
+            .collect();
+        let pass_ms = all_ms / passes.len().max(1) as f64;
+        let _ = writeln!(out, "a steady pass: {pass_ms:.1} ms, of it {}", words.join(", "));
         let [disk, device] = streamer.links();
         let links = [
-            ("disk", self.crossed(|s| s.read_bytes), disk.ceiling),
-            ("device link", self.crossed(|s| s.copied_bytes), device.ceiling),
+            ("the disk", self.crossed(|s| s.read_bytes), disk.ceiling),
+            ("the device link", self.crossed(|s| s.copied_bytes), device.ceiling),
         ];
-        for (name, (bytes, seconds), ceiling) in links {
+        for (name, bytes, ceiling) in links {
             if bytes == 0 {
                 continue;
             }
-            let mut line = format!("{name}: {} of what it was used for", rate(bytes, seconds));
-            if ceiling > 0 {
-                let percent = bytes as f64 / seconds / ceiling as f64 * 100.0;
-                line = format!(
-                    "{name}: {}, {percent:.0} % of {} that it was measured to do",
-                    rate(bytes, seconds),
-                    rate(ceiling, 1.0)
-                );
-            }
-            let _ = writeln!(out, "{line}");
+            let _ = write!(out, "{name}: {}", rate(bytes, seconds));
+            let percent = bytes as f64 / seconds.max(1e-9) / ceiling as f64 * 100.0;
+            let known = rate(ceiling, 1.0);
+            let _ = match ceiling {
+                0 => Ok(()),
+                _ if percent > 100.5 => write!(out, ", more than the {known} it was measured at"),
+                _ => write!(out, ", {percent:.0} % of the {known} it was known to do"),
+            };
+            out.push('\n');
         }
-        out
     }
 
     /// All of it for programs.

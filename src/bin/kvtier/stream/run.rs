@@ -1,7 +1,8 @@
 //! Passes over a model, as an engine makes them.
 
+use std::fs::File;
 use std::hint::black_box;
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -18,9 +19,10 @@ use kvtier::stream::streamer::{How, Opts, Streamer, Verify};
 use kvtier::stream::units::Role;
 
 use super::child::sum;
+use super::picture::{Picture, page};
 use super::report::{Pass, Report};
 use super::sizes::{bytes, rate, time};
-use super::{Files, Outcome, Place, picture};
+use super::{Files, Outcome, Place, print};
 
 /// Marks that are kept for a picture.
 const MARKS: usize = 1 << 18;
@@ -86,7 +88,7 @@ pub struct Args {
     /// Compare bytes with the checksums beside the model; those not there are noted
     #[arg(long, value_enum)]
     verify: Option<Look>,
-    /// A picture of what happened to each unit when
+    /// A picture of what happened to each unit when, in the last two passes
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// The same as a page
@@ -104,6 +106,8 @@ impl Args {
             placement: self.placement.into(),
             host_ceiling_bytes: self.host,
             host_reserve_bytes: self.host.map(|_| 0),
+            // A simulated device has no driver that wants any.
+            device_safety_bytes: Some(0),
             context: self.context,
             kv_bytes: (self.context == 0).then_some(0),
             slots: self.slots,
@@ -210,12 +214,15 @@ struct Engine<'a> {
     compute: Option<Duration>,
     reads: bool,
     router: Router,
+    /// How long it has computed.
+    computed: Duration,
 }
 
 impl Engine<'_> {
-    fn unit(&self, number: u32) -> Outcome<()> {
+    fn unit(&mut self, number: u32) -> Outcome<()> {
         let unit = &self.streamer.units().units[number as usize];
         let held = self.streamer.acquire(number, How::default())?;
+        let begun = Instant::now();
         match self.compute {
             Some(time) if unit.role == Role::Layer => std::thread::sleep(time),
             None if self.reads => {
@@ -223,6 +230,7 @@ impl Engine<'_> {
             }
             _ => {}
         }
+        self.computed += begun.elapsed();
         Ok(self.streamer.release(&held, None)?)
     }
 
@@ -251,6 +259,13 @@ impl Engine<'_> {
     }
 }
 
+/// A file for a picture; made before the passes, which may take long.
+fn made(path: &Option<PathBuf>) -> Outcome<Option<File>> {
+    let Some(path) = path else { return Ok(None) };
+    let file = File::create(path).map_err(|error| format!("{}: {error}", path.display()))?;
+    Ok(Some(file))
+}
+
 /// Runs.
 pub fn run(args: &Args) -> Outcome<()> {
     let (model, units) = args.files.open()?;
@@ -258,8 +273,9 @@ pub fn run(args: &Args) -> Outcome<()> {
     let clock = Clock::real();
     let used = if model.facts.experts_used == 0 { EXPERTS_USED } else { model.facts.experts_used };
     let streamer = Streamer::open(runtime.core(), model, units, args.opts()?)?;
+    let (svg, html) = (made(&args.svg)?, made(&args.html)?);
     if !args.json {
-        println!("{}", streamer.plan_text());
+        print(&format!("{}\n", streamer.plan_text()))?;
     }
     let load_s = load(&streamer, &clock, args.json)?;
     let mut report = Report::new(&streamer, load_s);
@@ -268,27 +284,31 @@ pub fn run(args: &Args) -> Outcome<()> {
         compute: args.compute.map(Duration::from_nanos),
         reads: args.device.is_none(),
         router: Router { random: 0x9E37_79B9_7F4A_7C15, used },
+        computed: Duration::ZERO,
     };
-    let from_ns = clock.now_ns();
+    let mut begun_ns = Vec::new();
     for _ in 0..args.passes {
+        begun_ns.push(clock.now_ns());
         let (before, begun) = (streamer.stats(), Instant::now());
+        engine.computed = Duration::ZERO;
         engine.pass()?;
         let seconds = begun.elapsed().as_secs_f64();
-        report.passes.push(Pass { seconds, before, after: streamer.stats() });
+        let compute_s = engine.computed.as_secs_f64();
+        report.passes.push(Pass { seconds, compute_s, before, after: streamer.stats() });
     }
-    let title = model_name(args);
-    if let Some(path) = &args.svg {
-        std::fs::write(path, picture::svg(&streamer, from_ns))?;
+    let text = report.text(&streamer);
+    let picture = Picture::of(&model_name(args), &streamer, &begun_ns);
+    if let Some(mut file) = svg {
+        file.write_all(picture.svg().as_bytes())?;
     }
-    if let Some(path) = &args.html {
-        std::fs::write(path, picture::page(&title, &streamer, from_ns, &report.text(&streamer)))?;
+    if let Some(mut file) = html {
+        file.write_all(page(&picture, &text, &streamer.plan_text()).as_bytes())?;
     }
     match args.json {
-        true => println!("{}", report.json(&streamer)?),
-        false => print!("{}", report.text(&streamer)),
+        true => print(&format!("{}\n", report.json(&streamer)?))?,
+        false => print(&text)?,
     }
-    streamer.close(0)?;
-    Ok(())
+    Ok(streamer.close(0)?)
 }
 
 fn model_name(args: &Args) -> String {

@@ -1,0 +1,210 @@
+//! `kvtier stream run`: passes, pictures of them, checksums, machines that are too small.
+
+use super::page::words_of;
+use super::*;
+
+fn run(path: &Path, args: &[&str]) -> Said {
+    stream("run", &[path], args)
+}
+
+#[test]
+fn passes_read_what_does_not_stay() {
+    let dir = Scratch::new("tool-run");
+    let path = gguf(&dir, &dense());
+    let said = json(&run(&path, &["--host", "8M", "--passes", "4", "--json"]).fine());
+    let passes = said["passes"].as_array().expect("passes");
+    assert_eq!(passes.len(), 4);
+    // What is away is read once a pass, but for what the slots have before and after.
+    let away = number(&said, "/plan/homes/file/bytes");
+    let slots = number(&said, "/plan/slots/count") * number(&said, "/plan/slots/slot_bytes");
+    let read: u64 = passes.iter().map(|pass| number(pass, "/read_bytes")).sum();
+    assert!(away > 4 << 20 && read.abs_diff(4 * away) <= slots + (1 << 20), "{read} {away}");
+    for pass in passes {
+        assert_eq!(number(pass, "/acquires"), 16, "{pass}");
+        let parts = ["/compute_ns", "/wait_read_ns", "/wait_copy_ns", "/wait_slot_ns"];
+        let sum: u64 = parts.iter().map(|part| number(pass, part)).sum();
+        assert!(number(pass, "/compute_ns") > 0 && sum <= number(pass, "/pass_ns"), "{pass}");
+        assert_eq!(number(pass, "/copied_bytes"), 0);
+    }
+    let text = run(&path, &["--host", "8M", "--passes", "2"]).fine();
+    for words in ["host budget", "files are read by", "a steady pass: ", "% computing", "the disk"]
+    {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+}
+
+#[test]
+fn everything_that_fits_stays() {
+    let dir = Scratch::new("tool-fits");
+    let path = gguf(&dir, &dense());
+    let said = json(&run(&path, &["--host", "64M", "--passes", "2", "--json"]).fine());
+    assert_eq!(number(&said, "/plan/homes/file/units"), 0);
+    let least: u64 = dense().gguf().iter().map(Made::bytes).sum();
+    let most = std::fs::metadata(&path).expect("there").len();
+    assert!((least..=most).contains(&number(&said, "/load_bytes")), "{said}");
+    let passes = said["passes"].as_array().expect("passes");
+    assert!(passes.iter().all(|pass| number(pass, "/read_bytes") == 0), "{said}");
+}
+
+#[test]
+fn computing_takes_as_long_as_it_is_said_to() {
+    let dir = Scratch::new("tool-compute");
+    let path = gguf(&dir, &dense());
+    let args = ["--host", "8M", "--passes", "2", "--compute", "3ms", "--json"];
+    let said = json(&run(&path, &args).fine());
+    for pass in said["passes"].as_array().expect("passes") {
+        assert!(number(pass, "/compute_ns") >= 12 * 3_000_000, "{pass}");
+    }
+    assert_eq!(number(&said, "/plan/forecast/compute_ns"), 12 * 3_000_000);
+}
+
+#[test]
+fn a_device_is_simulated() {
+    let dir = Scratch::new("tool-simulated");
+    let path = gguf(&dir, &dense());
+    let args = ["--device", "6M", "--device-link", "500M", "--host", "24M", "--compute", "100us"];
+    for more in [&[][..], &["--ring"]] {
+        let said = json(&run(&path, &[&args[..], more, &["--json"]].concat()).fine());
+        assert_eq!(said["plan"]["seat"], "device");
+        let expected = if more.is_empty() { "tiered" } else { "ring" };
+        assert_eq!(said["plan"]["mode"], expected);
+        for pass in said["passes"].as_array().expect("passes") {
+            assert!(number(pass, "/copied_bytes") > 4 << 20, "{pass}");
+        }
+        assert_eq!(number(&said, "/device_ceiling"), 500_000_000);
+    }
+    let text = run(&path, &args).fine();
+    assert!(text.contains("% of the 476.8 MiB/s"), "{text}");
+    run(&path, &["--device-link", "1G"]).fails(2, "--device <DEVICE>");
+    run(&path, &["--device", "64M", "--in-place"]).fails(2, "cannot be used with");
+}
+
+#[test]
+fn experts_are_drawn_as_many_as_the_model_uses() {
+    let dir = Scratch::new("tool-moe");
+    let path = gguf(&dir, &experts());
+    let said = json(&run(&path, &["--host", "4M", "--passes", "5", "--json"]).fine());
+    for pass in said["passes"].as_array().expect("passes") {
+        // Of each of 4 layers two experts; the layers and the four units that are no layers.
+        assert_eq!(number(pass, "/acquires"), 4 * 2 + 4 + 4, "{pass}");
+        assert_eq!(number(pass, "/expert_hits") + number(pass, "/expert_misses"), 8);
+    }
+    assert_eq!(said["layers"].as_array().expect("layers").len(), 4);
+}
+
+#[test]
+fn every_way_to_read_sees_the_same_model() {
+    let dir = Scratch::new("tool-ways");
+    let path = gguf(&dir, &dense());
+    for args in [&["--buffered"][..], &["--mapped"], &["--in-place"], &["--readers", "3"]] {
+        let args = [&["--host", "8M", "--verify", "always", "--passes", "2"], args].concat();
+        // What another way noted is what this one compares with.
+        assert!(run(&path, &args).fine().contains("a steady pass"), "{args:?}");
+    }
+    run(&path, &["--buffered", "--mapped"]).fails(2, "cannot be used with");
+    run(&path, &["--readers", "100000"]).fails(1, "readers");
+}
+
+#[test]
+fn pictures_can_be_read() {
+    let dir = Scratch::new("tool-page");
+    let sizes = [("dense", dense()), ("moe", experts())];
+    for (name, sizes) in &sizes {
+        // Names come from files.
+        let name = format!("<{name}>&\"x");
+        let mut tensors = sizes.gguf();
+        tensors.push(Made::new("</text>&\"<script>.weight", "F16", &[1 << 12], 1));
+        let path = write_gguf(&dir.0, &name, &tensors, &sizes.metadata(), 1).remove(0);
+        let (svg, html) = (dir.0.join("a.svg"), dir.0.join("a b.html"));
+        let mut tool = tool();
+        tool.arg("run").arg(&path).args(["--host", "4M", "--passes", "3", "--svg"]).arg(&svg);
+        let said = Said::of(tool.arg("--html").arg(&html).output().expect("it starts")).fine();
+        let read = |path: &Path| std::fs::read_to_string(path).expect("written");
+        let picture = read(&svg);
+        let title = format!("{name}.gguf: where the time of passes 2 and 3 of 3 went");
+        for words in [words_of(&picture), words_of(&read(&html))] {
+            let parts = ["pass 3", "layer 3 (", "</text>&\"<script>", "computing: ", " ms"];
+            for part in parts.into_iter().chain([title.as_str()]) {
+                assert!(words.contains(part), "{part}: {words}");
+            }
+        }
+        // The page has what the terminal has, and nothing from elsewhere.
+        let page = words_of(&read(&html));
+        let steady = said.lines().find(|line| line.starts_with("a steady pass")).expect("it");
+        assert!(page.contains(steady) && page.contains("host budget"), "{page}");
+        for outside in ["http://", "https://", "src=", "<script"] {
+            let found = read(&html).replace("http://www.w3.org/2000/svg", "");
+            assert!(!found.contains(outside), "{outside}");
+        }
+        assert!(picture.starts_with("<svg ") && picture.matches("<rect ").count() > 20);
+    }
+    let nowhere = dir.0.join("nowhere/a.html");
+    let nowhere = nowhere.to_str().expect("text");
+    let path = gguf(&dir, &Sizes::default());
+    run(&path, &["--html", nowhere]).fails(1, &format!("{nowhere}: No such file"));
+}
+
+#[test]
+fn a_sidecar_finds_a_byte_that_changed() {
+    let dir = Scratch::new("tool-verify");
+    let path = gguf(&dir, &dense());
+    let sidecar = dir.0.join("model.gguf.kvtsum");
+    run(&path, &["--host", "8M"]).fine();
+    assert!(!sidecar.exists(), "nobody asked for it");
+    let args = ["--host", "8M", "--verify", "first", "--passes", "2"];
+    run(&path, &args).fine();
+    let noted = std::fs::read(&sidecar).expect("kept");
+    run(&path, &args).fine();
+    assert!(std::fs::read(&sidecar).expect("kept") == noted, "it was written anew");
+
+    // A byte of a layer, with the file's times as they were: or it would be another file.
+    let before = std::fs::metadata(&path).expect("there").modified().expect("a time");
+    let mut bytes = std::fs::read(&path).expect("ours");
+    let at = bytes.len() / 2;
+    bytes[at] ^= 1;
+    std::fs::write(&path, &bytes).expect("written");
+    let file = std::fs::File::options().write(true).open(&path).expect("there");
+    file.set_modified(before).expect("set");
+    let said = run(&path, &args);
+    assert_eq!(said.code, Some(1), "{} {}", said.out, said.error);
+    assert!(said.error.contains("KVT_E_CORRUPT"), "{}", said.error);
+    // Without being asked to, nobody looks.
+    run(&path, &["--host", "8M"]).fine();
+    // A sidecar that is damaged is made anew.
+    bytes[at] ^= 1;
+    std::fs::write(&path, &bytes).expect("written");
+    file.set_modified(before).expect("set");
+    std::fs::write(&sidecar, &noted[..noted.len() / 2]).expect("written");
+    run(&path, &args).fine();
+    assert!(std::fs::read(&sidecar).expect("kept") == noted);
+}
+
+#[test]
+fn the_least_that_is_needed_is_said() {
+    let dir = Scratch::new("tool-least");
+    let path = gguf(&dir, &dense());
+    let said = run(&path, &["--host", "1M"]);
+    said.fails(1, "KVT_E_BUDGET");
+    let (_, rest) = said.error.split_once("needs at least ").expect("how much");
+    let least: u64 = rest.split(' ').next().expect("one").parse().expect("a number");
+    assert!(least > 1 << 20);
+    run(&path, &["--host", &least.to_string(), "--passes", "1"]).fine();
+    run(&path, &["--host", &(least - 4096).to_string()]).fails(1, "KVT_E_BUDGET");
+    run(&path, &["--host", "8M", "--slots", "1000"]).fails(1, "ask for fewer slots");
+}
+
+#[test]
+fn options_that_make_no_sense_are_explained() {
+    let dir = Scratch::new("tool-sense");
+    let path = gguf(&dir, &Sizes::default());
+    for (args, words) in [
+        (&["--passes", "0"][..], "0 is not in 1..=1000000"),
+        (&["--compute", "5"], "'5' is no time; such as 5ms"),
+        (&["--compute", "2000000s"], "more than an hour"),
+        (&["--ring", "--placement", "first"], "cannot be used with"),
+        (&["--verify", "sometimes"], "first, always"),
+        (&["--host", ""], "does not begin with a number"),
+    ] {
+        run(&path, args).fails(2, words);
+    }
+}
