@@ -4,6 +4,9 @@
 #![allow(missing_docs)]
 #![cfg(feature = "tool")] // serde_json comes with it
 
+#[path = "support/quants.rs"]
+mod quants;
+
 use std::path::{Path, PathBuf};
 
 use kvtier::base::status::Status;
@@ -145,6 +148,34 @@ fn types_have_the_sizes_that_ggml_gives_them() {
         // Blocks of Q8_1 became smaller, which the package has not followed; no file has them.
         let bytes = if ours == "Q8_1" { 36 } else { number(bytes) };
         assert_eq!((ours, numbers, bits), (text(name), number(block), 8 * bytes));
+    }
+}
+
+/// The numbers that tests of streaming compute with are those that the package finds.
+#[test]
+fn quantised_numbers_are_those_of_the_package() {
+    let golden = golden();
+    let path = folder().join("types.gguf");
+    let (model, file) = (
+        Model::open(std::slice::from_ref(&path)).expect("sound"),
+        std::fs::read(&path).expect("there"),
+    );
+    let found = golden["numbers"]["found"].as_object().expect("types");
+    assert_eq!(found.len(), 7);
+    for (dtype, wanted) in found {
+        let tensor =
+            model.tensors.iter().find(|tensor| tensor.dtype == dtype).expect("one of each");
+        let bytes = &file[tensor.offset as usize..][..tensor.bytes as usize];
+        let bits = quants::numbers_of(dtype, bytes).into_iter().flat_map(|number| {
+            // What is no number has many forms.
+            let number = if number.is_nan() { f32::from_bits(0x7FC0_0000) } else { number };
+            number.to_le_bytes()
+        });
+        assert_eq!(digest(&bits.collect::<Vec<_>>()), text(wanted), "{dtype}");
+    }
+    let plain: Vec<f32> = (0..512).map(|n| ((n * 7919 % 2003) as f32 - 1001.0) / 640.0).collect();
+    for (dtype, wanted) in golden["numbers"]["made"].as_object().expect("types") {
+        assert_eq!(digest(&quants::bytes_of(dtype, &plain)), text(wanted), "{dtype}");
     }
 }
 

@@ -1,6 +1,8 @@
 //! The core of the streamer against a simulated machine: what passes take, and that no
 //! order of calls, and nothing that fails, gives anybody wrong bytes or no answer.
 
+#[path = "stream/quits.rs"]
+mod quits;
 #[path = "stream/world.rs"]
 mod world;
 

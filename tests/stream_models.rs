@@ -190,6 +190,7 @@ fn facts_of(sizes: &Sizes) -> Facts {
         vocabulary: of(sizes.vocabulary),
         experts: of(sizes.experts),
         experts_used: of(sizes.experts.min(2)),
+        ..Facts::default()
     }
 }
 
@@ -1028,4 +1029,44 @@ fn long_headers_are_refused_before_memory_is_taken() {
     let (model, memory) = largest(|| Model::open(std::slice::from_ref(&path)));
     assert_eq!(model.expect("sound").facts.vocabulary, 400_000);
     assert!(memory as u64 <= bytes, "{memory} bytes at once");
+}
+
+#[test]
+fn windows_of_attention_are_what_headers_say() {
+    let head = |architecture: &str, pairs: Vec<(&str, Meta)>| {
+        let layers = ("block_count", Meta::U32(12));
+        let mut meta = vec![("general.architecture".into(), Meta::Text(architecture.into()))];
+        let pairs = pairs.into_iter().chain([layers]);
+        meta.extend(pairs.map(|(key, value)| (format!("{architecture}.{key}"), value)));
+        let head = gguf_head(&[], &meta);
+        Model::of_gguf(file(head.len() as u64), &head)
+    };
+    let found = |architecture: &str, pairs: Vec<(&str, Meta)>| {
+        let facts = head(architecture, pairs).expect("sound").facts;
+        (facts.window, facts.windowed_layers)
+    };
+    let (tokens, pattern) = ("attention.sliding_window", "attention.sliding_window_pattern");
+    let window = || (tokens, Meta::U32(1024));
+    let flags = |count: u64, flags: &[u8]| {
+        Meta::Raw(9, [&7u32.to_le_bytes()[..], &count.to_le_bytes(), flags].concat())
+    };
+    assert_eq!(found("x", vec![]), (0, 0));
+    assert_eq!(found("gemma3", vec![window()]), (1024, 10));
+    assert_eq!(found("mistral", vec![window()]), (1024, 12));
+    assert_eq!(found("llama", vec![window()]), (1024, 0));
+    // What the file says is more than what is known of its family.
+    assert_eq!(found("gemma3", vec![window(), (pattern, Meta::U32(4))]), (1024, 9));
+    assert_eq!(found("gemma3", vec![window(), (pattern, Meta::U32(1))]), (0, 0));
+    assert_eq!(found("x", vec![window(), (pattern, Meta::U64(u64::MAX))]), (1024, 12));
+    let listed = [1, 1, 0, 1, 1, 0, 1, 1, 0, 1, 255, 0];
+    assert_eq!(found("x", vec![window(), (pattern, flags(12, &listed))]), (1024, 8));
+    // Of another length, or something else: nobody knows.
+    assert_eq!(found("x", vec![window(), (pattern, flags(11, &listed[..11]))]), (1024, 0));
+    for odd in [Meta::Text("all".into()), Meta::I32(-1), Meta::Numbers(vec![1; 12])] {
+        assert_eq!(found("gemma3", vec![window(), (pattern, odd)]), (1024, 0));
+    }
+    // A list that the file lacks, and a window that nothing has.
+    assert!(head("x", vec![window(), (pattern, flags(u64::MAX, &listed))]).is_err());
+    let endless = head("x", vec![(tokens, Meta::U64(1 << 32))]);
+    assert!(matches!(endless, Err(Stop::Bad(error)) if error.status() == Corrupt));
 }

@@ -18,5 +18,7 @@ mod gate;
 mod mixes;
 #[path = "stream/rig.rs"]
 mod rig;
+#[path = "stream/shrinks.rs"]
+mod shrinks;
 #[path = "stream/threads.rs"]
 mod threads;

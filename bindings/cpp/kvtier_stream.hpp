@@ -30,7 +30,7 @@ struct stream_plan {
 };
 
 struct stream_opts {
-    /// What is decided about memory.
+    /// What is decided about memory; KVT_STREAM_SHRINKS is one of its flags.
     kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
     /// KVT_STREAM_*.
     std::uint64_t flags = 0;

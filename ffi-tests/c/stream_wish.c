@@ -628,6 +628,56 @@ static void check_rebalance(void) {
     close_stream(&stream);
 }
 
+/* With room for everything slots are kept, so that nearly all can be given back. */
+static void check_shrinks(void) {
+    kvt_stream_terms_t terms = terms_of(2 * model_image_bytes);
+    kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
+    CHECK_OK(kvt_model_plan(model, &terms, NULL, &plan, NULL, NULL, 0, 0, NULL));
+    CHECK_EQ(plan.host_units, info.units);
+    CHECK_EQ(plan.slots + plan.expert_slots, 0);
+    terms.flags |= KVT_STREAM_SHRINKS;
+    CHECK_OK(kvt_model_plan(model, &terms, NULL, &plan, NULL, NULL, 0, 0, NULL));
+    CHECK_EQ(plan.host_units, info.units);
+    CHECK_EQ(plan.slots, 2);
+    char *text = plan_words(&terms, NULL, KVT_PLAN_TEXT);
+    CHECK(strstr(text, "host floor") != NULL);
+    free(text);
+
+    kvt_stream_opts_t opts = opts_of(&terms);
+    kvt_stream_t *stream = open_stream(&opts);
+    one_pass(stream);
+    kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+    room.host_bytes = model_image_bytes * 6 / 10;
+    CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
+    CHECK(plan.host_units < info.units && plan.host_bytes <= room.host_bytes);
+    one_pass(stream);
+    room.host_bytes = 2 * model_image_bytes;
+    CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
+    CHECK_EQ(plan.host_units, info.units);
+    CHECK_OK(kvt_stream_load(stream, in_ms(60000), NULL));
+    one_pass(stream);
+    close_stream(&stream);
+
+    /* It belongs to the terms: elsewhere it has no meaning. */
+    opts.flags = KVT_STREAM_SHRINKS;
+    CHECK_IS(kvt_stream_open(runtime, &opts, &stream, NULL), KVT_E_INVALID);
+
+    /* With a budget it goes without saying. */
+    kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
+    limits.host_bytes = 2 * model_image_bytes;
+    kvt_budget_t *budget = NULL;
+    CHECK_OK(kvt_budget_open(runtime, &limits, &budget, NULL));
+    terms.flags &= ~(uint64_t)KVT_STREAM_SHRINKS;
+    opts.flags = 0;
+    opts.budget = budget;
+    stream = open_stream(&opts);
+    CHECK_OK(kvt_stream_plan(stream, &plan, NULL, NULL, 0, 0));
+    CHECK_EQ(plan.host_units, info.units);
+    CHECK_EQ(plan.slots, 2);
+    close_stream(&stream);
+    CHECK_OK(kvt_budget_close(&budget, NULL));
+}
+
 static void check_budget(void) {
     kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
     limits.host_bytes = 2 * model_image_bytes;
@@ -873,6 +923,7 @@ int main(void) {
     check_orders();
     check_in_place();
     check_rebalance();
+    check_shrinks();
     check_budget();
     check_table();
     check_sums();

@@ -136,6 +136,20 @@ void in_place(const kvt::runtime &runtime, const kvt::model &model,
     }
 }
 
+void shrinks(const kvt::runtime &runtime, const kvt::model &model,
+             const std::vector<char> &image) {
+    kvt::stream_opts opts = half();
+    opts.terms.host_ceiling_bytes = 4 * image.size();
+    opts.terms.flags |= KVT_STREAM_SHRINKS;
+    const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
+    kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+    room.host_bytes = half().terms.host_ceiling_bytes;
+    CHECK(model.plan(opts.terms).numbers.slots == 2);
+    CHECK(streamer.rebalance(room).host_units < LAYERS);
+    for (std::uint32_t unit = 0; unit < LAYERS; unit++)
+        CHECK(same(model, streamer.acquire(unit), image));
+}
+
 void table(const kvt::runtime &runtime, const std::string &path, const std::vector<char> &image) {
     std::vector<kvt::unit_entry> units(1);
     units[0].name = "a stretch";
@@ -162,6 +176,7 @@ int main() {
         look(model, image.size());
         passes(runtime, model, image);
         in_place(runtime, model, image);
+        shrinks(runtime, model, image);
         table(runtime, path, image);
         CHECK_THROWS(kvt::model::open(path + ".none"), KVT_E_NOT_FOUND);
         model.close();

@@ -1027,6 +1027,15 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_TERMS_EXPERT_SLOTS 32
 
 /**
+ * kvt_stream_terms_t.flags: weights are to be given back while the streamer is used, by
+ * kvt_stream_rebalance or as the budget asks. Slots are there also where everything fits, as
+ * large as lets it shrink most, and no more for experts than a layer needs, unless
+ * expert_slots says so. A streamer with a budget is opened like this in any case. Not the bit
+ * of any flag of kvt_stream_opts_t.
+ */
+#define KVT_STREAM_SHRINKS 256
+
+/**
  * kvt_stream_opts_t.flags: the disk is measured first, if its speed is not said: that reads
  * up to 256 MiB.
  */
@@ -5421,7 +5430,7 @@ typedef struct kvt_stream_terms_t {
      */
     uint64_t struct_size;
     /**
-     * KVT_TERMS_*.
+     * KVT_TERMS_*, KVT_STREAM_SHRINKS.
      */
     uint64_t flags;
     /**
@@ -5486,7 +5495,8 @@ typedef struct kvt_stream_terms_t {
      */
     uint64_t hidden_bytes;
     /**
-     * Slots for experts; 0 = as many as there is room for.
+     * Slots for experts; 0 = as many as there is room for, with KVT_STREAM_SHRINKS as few as a
+     * layer needs.
      */
     uint32_t expert_slots;
     /**
@@ -5705,7 +5715,8 @@ typedef struct kvt_stream_opts_t {
     const struct kvt_stream_terms_t *terms;
     /**
      * Who pays for memory, a budget of the same runtime; null = nobody. When the budget needs
-     * host memory for others, residents go back to the file.
+     * host memory for others, residents go back to the file: with a budget the terms have
+     * KVT_STREAM_SHRINKS.
      */
     const struct kvt_budget_t *budget;
     /**

@@ -247,6 +247,22 @@ impl<'a> Json<'a> {
         matches!(self.peek(), Some(b'[' | b'{'))
     }
 
+    /// Whether an array is next.
+    pub fn is_array(&mut self) -> bool {
+        self.peek() == Some(b'[')
+    }
+
+    /// Reads `true` or `false`, if one is next.
+    pub fn flag(&mut self) -> Result<Option<bool>> {
+        let flag = match self.peek() {
+            Some(b't') => true,
+            Some(b'f') => false,
+            _ => return Ok(None),
+        };
+        self.skip()?;
+        Ok(Some(flag))
+    }
+
     /// Whether a string is next.
     pub fn is_string(&mut self) -> bool {
         self.peek() == Some(b'"')

@@ -45,6 +45,12 @@ pub const KVT_TERMS_HOST_RESERVE: u64 = 8;
 pub const KVT_TERMS_KV: u64 = 16;
 /// expert_slots is meant as it is, also when it is 0.
 pub const KVT_TERMS_EXPERT_SLOTS: u64 = 32;
+/// kvt_stream_terms_t.flags: weights are to be given back while the streamer is used, by
+/// kvt_stream_rebalance or as the budget asks. Slots are there also where everything fits, as
+/// large as lets it shrink most, and no more for experts than a layer needs, unless
+/// expert_slots says so. A streamer with a budget is opened like this in any case. Not the bit
+/// of any flag of kvt_stream_opts_t.
+pub const KVT_STREAM_SHRINKS: u64 = 256;
 
 /// kvt_stream_opts_t.flags: the disk is measured first, if its speed is not said: that reads
 /// up to 256 MiB.
@@ -80,7 +86,7 @@ pub const KVT_VERIFY_ALWAYS: u32 = 2;
 pub struct kvt_stream_terms_t {
     /// sizeof of this struct.
     pub struct_size: u64,
-    /// KVT_TERMS_*.
+    /// KVT_TERMS_*, KVT_STREAM_SHRINKS.
     pub flags: u64,
     /// KVT_SEAT_*; 0 = on the device, if it has memory.
     pub seat: u32,
@@ -113,7 +119,8 @@ pub struct kvt_stream_terms_t {
     pub workspace_bytes: u64,
     /// Buffers for hidden states.
     pub hidden_bytes: u64,
-    /// Slots for experts; 0 = as many as there is room for.
+    /// Slots for experts; 0 = as many as there is room for, with KVT_STREAM_SHRINKS as few as a
+    /// layer needs.
     pub expert_slots: u32,
     /// Always 0.
     pub reserved: u32,
@@ -160,7 +167,8 @@ pub struct kvt_stream_opts_t {
     /// What you decide about memory; null for defaults.
     pub terms: *const kvt_stream_terms_t,
     /// Who pays for memory, a budget of the same runtime; null = nobody. When the budget needs
-    /// host memory for others, residents go back to the file.
+    /// host memory for others, residents go back to the file: with a budget the terms have
+    /// KVT_STREAM_SHRINKS.
     pub budget: *const kvt_budget_t,
     /// Its rank there: owners of low priority are asked first to give back.
     pub priority: i64,
@@ -209,7 +217,7 @@ unsafe impl Plain for kvt_stream_opts_t {}
 unsafe impl Sized_ for kvt_stream_opts_t {}
 
 fn terms_of(given: &kvt_stream_terms_t) -> Result<(Wishes, Links)> {
-    known_flags(given.flags, 2 * KVT_TERMS_EXPERT_SLOTS - 1)?;
+    known_flags(given.flags, (2 * KVT_TERMS_EXPERT_SLOTS - 1) | KVT_STREAM_SHRINKS)?;
     if given.reserved != 0 {
         fail!(Invalid, "reserved is {}", given.reserved);
     }
@@ -245,6 +253,7 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(Wishes, Links)> {
         hidden_bytes: given.hidden_bytes,
         slots: given.slots,
         expert_slots: expert_slots.map(|_| given.expert_slots),
+        shrinks: given.flags & KVT_STREAM_SHRINKS != 0,
         staging_bytes: given.staging_bytes,
         chunk_bytes: given.chunk_bytes,
         layer_compute_ns: given.layer_compute_ns,

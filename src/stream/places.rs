@@ -13,23 +13,24 @@ use crate::stream::core::Goal;
 use crate::stream::plan::{Home, Plan, Seat};
 use crate::stream::units::Units;
 
-/// Memory of a device, given back when it is dropped.
+/// Memory of a device.
 struct OnDevice {
     device: Arc<dyn Device>,
     memory: DeviceMemory,
     account: Option<Arc<Account>>,
 }
 
-impl Drop for OnDevice {
-    fn drop(&mut self) {
-        // SAFETY: places are dropped when no unit is in use and no work is under way: the
-        // streamer's close and its moves of homes wait for both.
-        if let Err(error) = unsafe { self.device.free(&self.memory) } {
-            log::warn!("{} bytes of the device stay taken: {error}", self.memory.bytes);
-        }
+impl OnDevice {
+    /// # Safety
+    /// No unit in it is in use, and no work that does is under way.
+    unsafe fn free(&self) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let freed = unsafe { self.device.free(&self.memory) };
         if let Some(account) = &self.account {
             account.give_back(Tier::Device, self.memory.bytes);
         }
+        let bytes = self.memory.bytes;
+        freed.map_err(|error| error.within(&format!("{bytes} bytes of the device stay taken")))
     }
 }
 
@@ -164,46 +165,62 @@ impl Places {
         Ok(())
     }
 
-    /// Gives the memory of a unit's home back.
+    /// Gives the memory of a unit's home back. It counts as given back also where it fails.
     ///
     /// # Safety
     /// Nobody uses it, and nothing that does is under way; where units are in place, the
     /// unit is in no slot either.
-    pub unsafe fn free_home(&mut self, unit: u32) {
-        let (Some(Block::Own), Some(in_place)) = (self.homes[unit as usize].take(), &self.in_place)
-        else {
-            return;
+    pub unsafe fn free_home(&mut self, unit: u32) -> Result<()> {
+        let block = self.homes[unit as usize].take();
+        let freed = match (&block, &self.in_place) {
+            // SAFETY: the caller's promise.
+            (Some(Block::Device(on)), _) => unsafe { on.free() },
+            (Some(Block::Own), Some(in_place)) => {
+                // SAFETY: the caller's promise.
+                let cleared = unsafe { self.clear(unit) };
+                if let Some(account) = &in_place.account {
+                    account.give_back(Tier::Host, self.images[unit as usize]);
+                }
+                cleared
+            }
+            _ => Ok(()),
         };
-        // SAFETY: the caller's promise.
-        unsafe { self.clear(unit) };
-        if let Some(account) = &in_place.account {
-            account.give_back(Tier::Host, self.images[unit as usize]);
-        }
+        drop(block);
+        freed
     }
 
-    /// Gives all memory back.
+    /// Gives all memory back; the first error, if there was any.
     ///
     /// # Safety
     /// Nobody uses any of it, and nothing that does is under way.
-    pub unsafe fn free_all(&mut self) {
+    pub unsafe fn free_all(&mut self) -> Result<()> {
+        let mut freed = Ok(());
         for unit in 0..self.homes.len() {
             // SAFETY: the caller's promise.
-            unsafe { self.free_home(unit as u32) };
+            freed = freed.and(unsafe { self.free_home(unit as u32) });
         }
-        (self.line, self.experts, self.staging, self.in_place) = (None, None, None, None);
+        for block in [self.line.take(), self.experts.take()].into_iter().flatten() {
+            if let Block::Device(on) = &block {
+                // SAFETY: the caller's promise.
+                freed = freed.and(unsafe { on.free() });
+            }
+        }
+        (self.staging, self.in_place) = (None, None);
+        freed
     }
 
     /// Gives the memory back that a unit in place had while it was in a slot.
     ///
     /// # Safety
     /// Nobody uses it, and nothing that does is under way.
-    pub unsafe fn clear(&self, unit: u32) {
-        let Some(in_place) = &self.in_place else { return };
+    pub unsafe fn clear(&self, unit: u32) -> Result<()> {
+        let Some(in_place) = &self.in_place else { return Ok(()) };
         let (from, to) = (in_place.offsets[unit as usize], in_place.offsets[unit as usize + 1]);
         // SAFETY: the caller's promise.
-        if let Err(error) = unsafe { in_place.window.give_back(from, to - from) } {
-            log::warn!("{} bytes of a unit stay taken: {error}", to - from);
-        }
+        let given = unsafe { in_place.window.give_back(from, to - from) };
+        given
+            .map(|_| ())
+            .map_err(|error| error.within(&format!("{} bytes of a unit stay taken", to - from)))
     }
 
     /// Where a unit is, or comes to.
@@ -241,7 +258,9 @@ impl Drop for Places {
     fn drop(&mut self) {
         // SAFETY: the last of those who had it: threads have ended, and engines have
         // promised not to use what they were given any more.
-        unsafe { self.free_all() };
+        if let Err(error) = unsafe { self.free_all() } {
+            log::warn!("{error}");
+        }
     }
 }
 

@@ -1,5 +1,8 @@
 //! A store in one thread, with sessions that put and get at random.
 
+#[path = "../support/shared_core.rs"]
+mod shared_core;
+
 use std::collections::BTreeSet;
 
 use kvtier::base::clock::Clock;
@@ -9,7 +12,6 @@ use kvtier::device::Stream;
 use kvtier::device::host::Host;
 use kvtier::io::simulated::random::Random;
 use kvtier::io::simulated::{SimFiles, SimOpts};
-use kvtier::kv::core::books::{Books, Page};
 use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
 use kvtier::kv::core::work::{Hands, Work};
 use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts, Wanted};
@@ -17,33 +19,11 @@ use kvtier::kv::hands::Tools;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout, Rule};
-use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+use kvtier::tier::disk::{DiskTier, Options};
+
+use shared_core::Shared;
 
 const SEGMENT: u64 = 32 * 4096;
-
-/// The core as hands and keepers share it.
-#[derive(Clone)]
-pub struct Shared(pub Arc<Mutex<Core>>);
-
-impl Books for Shared {
-    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
-        self.0.lock().page(from, page)
-    }
-}
-
-impl Keeper for Shared {
-    fn wants(&mut self, cell: &CellAt) -> bool {
-        self.0.lock().wants(cell)
-    }
-
-    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
-        self.0.lock().moved(cell, to)
-    }
-
-    fn lost(&mut self, cell: &CellAt) -> bool {
-        self.0.lock().lost(cell)
-    }
-}
 
 /// A session, and what it should be.
 pub struct Session {

@@ -284,6 +284,27 @@ fn residents_of_a_device_come_and_go() {
 }
 
 #[test]
+fn an_embedding_that_comes_back_to_host_memory_is_used_there() {
+    let files = Files::new("embedding", &dense(8));
+    let all = files.all_bytes();
+    let device = device(SimulatedOpts::default());
+    let rig = Rig::open(files, with_device(device, all * 2, all)).expect("a streamer");
+    for on_host in [0, all] {
+        rig.streamer.rebalance(Some(2 * MIB + on_host), Some(all * 2), None).expect("a plan");
+        rig.streamer.load(soon()).expect("residents");
+        let plan = rig.streamer.plan();
+        assert_eq!(plan.homes[0] == Home::Host, on_host > 0);
+        for unit in rig.files.order() {
+            let held = rig.streamer.acquire(unit, patiently()).expect("a unit");
+            assert!(rig.is_right(&held).expect("no event"));
+            assert_eq!(crate::rig::on_device(&held), !plan.on_processor[unit as usize]);
+            rig.streamer.release(&held, None).expect("given back");
+        }
+    }
+    rig.closed();
+}
+
+#[test]
 fn a_move_that_waits_is_not_forgotten_by_the_next() {
     let files = Files::even("forgotten", 22, 16 * 4096);
     let all = files.all_bytes();

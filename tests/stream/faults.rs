@@ -243,6 +243,34 @@ fn copies_that_fail_are_told_and_tried_again() {
     }
 }
 
+/// What the engine computes with a unit fails: that is the engine's to know, and nobody
+/// else's. The unit is given back, and its memory is used for others.
+#[test]
+fn an_engine_that_fails_keeps_no_unit_and_no_slot() {
+    let mut failed = 0;
+    for (at, on_it) in (1..=30).flat_map(|at| [(at, 30), (at, 150)]) {
+        let files = Files::new(&format!("engine-{at}-{on_it}"), &dense(8));
+        let all = files.all_bytes();
+        let device = device(SimulatedOpts { fail_at: vec![at], ..SimulatedOpts::default() });
+        let rig = Rig::open(files, with_device(device, all * on_it / 100, 0)).expect("a streamer");
+        for unit in rig.files.order().into_iter().skip(1) {
+            match rig.compute(unit, patiently()).map(|computing| computing.end()) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) | Err(error) => {
+                    assert_eq!(error.status(), Status::Io, "{error}");
+                    failed += 1;
+                }
+            }
+        }
+        for unit in rig.files.order() {
+            let again = rig.insist(unit, patiently(), &[Status::Io]);
+            assert!(again < 3, "unit {unit} of {on_it} %, {at}: {again} times");
+        }
+        rig.closed();
+    }
+    assert!(failed > 10, "{failed} batches failed");
+}
+
 #[test]
 fn a_device_that_is_lost_is_told() {
     for at in [1, 3, 20] {

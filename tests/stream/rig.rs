@@ -71,11 +71,6 @@ impl Files {
 
     /// Layers of one size, and nothing else, as an engine names them.
     pub fn even(name: &str, layers: u32, bytes: u64) -> Files {
-        let scratch = Scratch::new(&format!("stream-{name}"));
-        let paths = vec![scratch.0.join("table")];
-        let mut all = vec![0; bytes as usize * layers as usize];
-        content(3, 0, &mut all);
-        std::fs::write(&paths[0], &all).expect("written");
         let entry = |layer: u32| Entry {
             name: format!("layer {layer}"),
             role: Role::Layer,
@@ -83,8 +78,24 @@ impl Files {
             expert: NONE,
             ranges: vec![Range { file: 0, offset: u64::from(layer) * bytes, bytes }],
         };
-        let (model, units) = Units::table(&paths, (0..layers).map(entry).collect()).expect("units");
-        Files { scratch, paths, model, units, bytes: vec![all] }
+        let mut files =
+            Files::table(name, &[bytes * u64::from(layers)], (0..layers).map(entry).collect());
+        content(3, 0, &mut files.bytes[0]);
+        std::fs::write(&files.paths[0], &files.bytes[0]).expect("written");
+        files
+    }
+
+    /// Units as an engine names them, in files of these lengths that have nothing but zeros.
+    pub fn table(name: &str, lengths: &[u64], entries: Vec<Entry>) -> Files {
+        let scratch = Scratch::new(&format!("stream-{name}"));
+        let path = |file: usize| scratch.0.join(format!("table-{file}"));
+        let paths: Vec<PathBuf> = (0..lengths.len()).map(path).collect();
+        for (path, &bytes) in paths.iter().zip(lengths) {
+            std::fs::File::create(path).and_then(|f| f.set_len(bytes)).expect("a file");
+        }
+        let (model, units) = Units::table(&paths, entries).expect("units");
+        let bytes = lengths.iter().map(|&bytes| vec![0; bytes as usize]).collect();
+        Files { scratch, paths, model, units, bytes }
     }
 
     /// The same model in simulated files, with other bytes.
@@ -249,8 +260,12 @@ impl Rig {
     /// A use on the device that ends after it was given back: the bytes are copied out by
     /// a batch, whose event says when.
     pub fn compute(&self, unit: u32, how: How) -> Result<Computing<'_>> {
+        self.compute_with(&self.streamer.acquire(unit, How { early: true, ..how })?)
+    }
+
+    /// The same with a unit that is had already; it is given back, whatever this comes to.
+    pub fn compute_with(&self, held: &Held) -> Result<Computing<'_>> {
         let device = self.device.as_ref().expect("a device");
-        let held = self.streamer.acquire(unit, How { early: true, ..how })?;
         let mut out = vec![0u8; held.bytes as usize];
         let memory = held.memory;
         let copied = Copy::bytes(out.as_mut_ptr(), held.address, held.bytes, Way::Gather, memory);
@@ -260,12 +275,12 @@ impl Rig {
         let event = match event {
             Ok(event) => event,
             Err(error) => {
-                self.streamer.release(&held, None)?;
+                self.streamer.release(held, None)?;
                 return Err(error);
             }
         };
-        let released = self.streamer.release(&held, Some(event));
-        let computing = Computing { rig: self, unit, event, out };
+        let released = self.streamer.release(held, Some(event));
+        let computing = Computing { rig: self, unit: held.lease.unit, event, out };
         released.map(|()| computing)
     }
 

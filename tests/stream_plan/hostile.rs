@@ -34,6 +34,7 @@ fn what_cannot_be_is_refused_with_words() {
     assert_eq!(refused(&host), Status::Invalid);
     let huge = |s: &mut Setup| {
         s.facts.layers = u32::MAX;
+        (s.facts.window, s.facts.windowed_layers) = (u32::MAX, u32::MAX);
         s.facts.kv_heads = u32::MAX;
         s.facts.key_dim = u32::MAX;
         s.wishes.context = u32::MAX;
@@ -48,6 +49,37 @@ fn units_without_bytes_stay_where_they_cost_nothing() {
     assert_eq!((plan.slots, plan.device_bytes), (0, 0));
     let setup = Setup::layers(&[0, MIB, 0, MIB, MIB], 2 * MIB, 64 * MIB);
     check(&setup, &setup.plan(), 2 * MIB, 64 * MIB);
+}
+
+#[test]
+fn as_much_more_as_is_said_to_be_missing_is_enough() {
+    for seat in [Seat::Device, Seat::Host] {
+        for (free, kv, workspace) in [(0, 0, 0), (MIB, 0, 0), (MIB, 40 * MIB, 0), (9, 7 * MIB, MIB)]
+        {
+            let mut setup = Setup::layers(&[MIB; 6], free, 64 * MIB);
+            setup.wishes.seat = Some(seat);
+            (setup.wishes.kv_bytes, setup.wishes.workspace_bytes) = (Some(kv), workspace);
+            (setup.wishes.device_ceiling_bytes, setup.wishes.host_ceiling_bytes) = (None, None);
+            setup.wishes.host_reserve_bytes = Some(3 * MIB);
+            if seat == Seat::Host {
+                setup.memory.host_free_bytes = free;
+            }
+            let words = setup.error().message().to_string();
+            let more = words.split("free ").nth(1).and_then(|rest| rest.split(' ').next());
+            let more: u64 = more.and_then(|number| number.parse().ok()).expect(&words);
+            let place = match seat {
+                Seat::Device => &mut setup.memory.device_free_bytes,
+                Seat::Host => &mut setup.memory.host_free_bytes,
+            };
+            *place += more - 1;
+            assert!(setup.error().message().contains("free 1 more"), "{words}");
+            match seat {
+                Seat::Device => setup.memory.device_free_bytes += 1,
+                Seat::Host => setup.memory.host_free_bytes += 1,
+            }
+            setup.plan();
+        }
+    }
 }
 
 fn any_number() -> impl Strategy<Value = u64> {
@@ -80,7 +112,7 @@ proptest! {
         memory in prop::array::uniform4(any_number()),
         links in prop::array::uniform3(any_number()),
         some in prop::array::uniform8(any_number()),
-        ring in any::<bool>(), seat in 0usize..3, slots in 0u32..5, processor in 0u32..3, used in 0u32..4,
+        ring in any::<bool>(), shrinks in any::<bool>(), seat in 0usize..3, slots in 0u32..5, processor in 0u32..3, used in 0u32..4,
     ) {
         let mut setup = Setup::of(Vec::new());
         for (i, (role, bytes, layer)) in units.into_iter().enumerate() {
@@ -95,6 +127,7 @@ proptest! {
         setup.memory.lockable_bytes = memory[3];
         setup.links = Links { disk: links[0], device: links[1], processor: links[2] };
         let wishes = &mut setup.wishes;
+        wishes.shrinks = shrinks;
         wishes.mode = if ring { Mode::Ring } else { Mode::Tiered };
         wishes.seat = [None, Some(Seat::Host), Some(Seat::Device)][seat];
         wishes.slots = slots;
@@ -111,6 +144,7 @@ proptest! {
         setup.facts.kv_heads = some[5] as u32 % 64;
         setup.facts.key_dim = some[6] as u32 % 512;
         setup.facts.experts_used = used;
+        (setup.facts.window, setup.facts.windowed_layers) = (some[7] as u32, some[3] as u32 % 99);
         if let Ok(plan) = setup.make() {
             check(&setup, &plan, setup.memory.device_free_bytes, setup.memory.host_free_bytes);
             let (text, json) = (plan.text(&setup.inputs()), plan.json(&setup.inputs()));

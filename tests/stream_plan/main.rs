@@ -4,8 +4,10 @@
 mod chunks;
 mod golden;
 mod hostile;
+mod lean;
 mod placement;
 mod same;
 mod setup;
 mod shown;
 mod table;
+mod windows;

@@ -70,8 +70,11 @@ proptest! {
     }
 
     #[test]
-    fn the_minimum_that_is_named_is_one(sizes in small_sizes(), seat in any::<bool>()) {
+    fn the_minimum_that_is_named_is_one(
+        sizes in small_sizes(), seat in any::<bool>(), shrinks in any::<bool>(),
+    ) {
         let mut setup = Setup::layers(&sizes, 1, 1 << 30);
+        setup.wishes.shrinks = shrinks;
         if seat {
             setup.room(0, 0);
         }

@@ -96,6 +96,7 @@ fn terms(tape: &mut Tape) -> Padded<kvt_stream_terms_t> {
         c.host_ceiling_bytes = IMAGE_BYTES * u64::from(2 + t.byte() % 9);
         match t.byte() {
             240 => c.flags = t.flags(),
+            228..=239 => c.flags |= KVT_STREAM_SHRINKS,
             241 => c.seat = u32::from(t.byte() % 4),
             242..=244 => c.mode = u32::from(t.byte() % 3),
             245 => c.placement = u32::from(t.byte() % 4),

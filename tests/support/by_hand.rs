@@ -1,6 +1,9 @@
 //! A store in one thread, on a simulated disk: which hands work, and when, a test says.
 #![allow(dead_code)]
 
+#[path = "shared_core.rs"]
+mod shared_core;
+
 use kvtier::base::account::Account;
 use kvtier::base::status::Status;
 use kvtier::base::sync::{Arc, Mutex};
@@ -8,42 +11,19 @@ use kvtier::device::Stream;
 use kvtier::device::host::Host;
 use kvtier::io::simulated::plan::{Fault, Plan};
 use kvtier::io::simulated::{SimFiles, SimOpts};
-use kvtier::kv::core::books::{Books, Page};
 use kvtier::kv::core::work::Hands;
 use kvtier::kv::core::{Config, Core, Deed, Level, Rectangle, SessionOpts, SpaceOpts};
 use kvtier::kv::hands::Tools;
 use kvtier::meta::key::Key;
-use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+use kvtier::tier::disk::{DiskTier, Options};
 
 use crate::support::{Engine, Model, Shape, marks_of};
+use shared_core::Shared;
 
 /// Cells of 4 KiB, a block each.
 pub const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
 /// A few chunks.
 const SEGMENT: u64 = 16 * 4096;
-
-#[derive(Clone)]
-pub struct Shared(pub Arc<Mutex<Core>>);
-
-impl Books for Shared {
-    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
-        self.0.lock().page(from, page)
-    }
-}
-
-impl Keeper for Shared {
-    fn wants(&mut self, cell: &CellAt) -> bool {
-        self.0.lock().wants(cell)
-    }
-
-    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
-        self.0.lock().moved(cell, to)
-    }
-
-    fn lost(&mut self, cell: &CellAt) -> bool {
-        self.0.lock().lost(cell)
-    }
-}
 
 /// The store.
 pub struct World {

@@ -162,6 +162,9 @@ class StreamTerms:
     disk_bytes_per_s: int = 0
     device_bytes_per_s: int = 0
     processor_bytes_per_s: int = 0
+    #: Slots are there also where everything fits, so that weights can be given back by
+    #: `rebalance`. A streamer with a budget is opened like this in any case.
+    shrinks: bool = False
 
 
 class StreamMemory(NamedTuple):
@@ -195,6 +198,8 @@ def _terms(given: Optional[StreamTerms]) -> Any:
         if value is not None:
             setattr(c, name, u32(value) if name == "expert_slots" else u64(value))
             c.flags |= flag
+    if given.shrinks:
+        c.flags |= _abi.KVT_STREAM_SHRINKS
     for name in ("slots", "context", "sequences", "kv_number_bytes", "processor_layers"):
         setattr(c, name, u32(getattr(given, name)))
     for name in ("workspace_bytes", "hidden_bytes", "staging_bytes", "chunk_bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 from pathlib import Path
@@ -172,6 +173,19 @@ def test_memory_becomes_less(runtime: kvtier.Runtime, path: Path) -> None:
             streamer.acquire(1000)
     with pytest.raises(kvtier.UnsupportedError):
         kvtier.Streamer(runtime, model, kvtier.StreamTerms(seat="device"))
+
+
+def test_what_fits_can_shrink(runtime: kvtier.Runtime, path: Path) -> None:
+    plenty = dataclasses.replace(half(), host_ceiling_bytes=1 << 26)
+    with kvtier.Model(path) as model:
+        assert model.plan(plenty)["slots"]["count"] == 0
+        lean = dataclasses.replace(plenty, shrinks=True)
+        assert model.plan(lean)["slots"]["count"] == 2
+        with kvtier.Streamer(runtime, model, lean) as streamer:
+            plan = streamer.rebalance(host_bytes=half().host_ceiling_bytes)
+            assert 0 < plan["file_units"] and plan["host_bytes"] <= half().host_ceiling_bytes
+            for unit in range(LAYERS):
+                streamer.acquire(unit).release()
 
 
 def test_units_that_one_names(runtime: kvtier.Runtime, path: Path) -> None:

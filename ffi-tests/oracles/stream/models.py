@@ -201,6 +201,23 @@ def facts_of_gguf(reader):
     return facts
 
 
+def numbers_of(folder):
+    """The numbers that the package finds in blocks of noise, and the bytes that it makes of numbers."""
+    found = {}
+    for tensor in gguf.GGUFReader(folder / "types.gguf").tensors:
+        if tensor.tensor_type.name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"):
+            with np.errstate(all="ignore"):
+                numbers = gguf.quants.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+            bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32).flatten()
+            # What is no number has many forms.
+            bits[np.isnan(bits.view(np.float32))] = 0x7FC00000
+            found[tensor.tensor_type.name] = digest(bits.tobytes())
+    plain = ((np.arange(512) * 7919 % 2003).astype(np.float32) - 1001) / 640
+    made = {kind.name: digest(gguf.quants.quantize(plain.reshape(2, 256), kind).tobytes())
+            for kind in (KINDS.F32, KINDS.F16, KINDS.BF16, KINDS.Q8_0, KINDS.Q4_0)}  # fmt: skip
+    return {"found": found, "made": made}
+
+
 # ---- safetensors
 
 def crafted(header, data=b""):
@@ -345,7 +362,8 @@ def said(folder, headers):
         models[name] = said_of_safetensors(folder, files)
     sizes = [[int(kind), kind.name, *gguf.GGML_QUANT_SIZES[kind]] for kind in KINDS]
     versions = {name: importlib.metadata.version(name) for name in ("gguf", "safetensors")}
-    return {"versions": versions, "sizes": sizes, "models": models, "verdicts": verdicts(headers)}
+    return {"versions": versions, "sizes": sizes, "models": models, "verdicts": verdicts(headers),
+            "numbers": numbers_of(folder)}  # fmt: skip
 
 
 def text(found):
@@ -355,8 +373,9 @@ def text(found):
 
     models = ",\n".join(f"{short(name)}:{short(model)}" for name, model in found["models"].items())
     lines = ",\n".join(short(verdict) for verdict in found["verdicts"])
+    numbers = short(found["numbers"])
     head = f'"versions":{short(found["versions"])},\n"sizes":{short(found["sizes"])}'
-    return f'{{{head},\n"models":{{\n{models}}},\n"verdicts":[\n{lines}]}}\n'
+    return f'{{{head},\n"models":{{\n{models}}},\n"verdicts":[\n{lines}],\n"numbers":{numbers}}}\n'
 
 
 def main():

@@ -45,6 +45,28 @@ impl Core {
         Ok(())
     }
 
+    /// Takes a unit out of its slot, if it is in one. False: somebody uses it there or is to,
+    /// or it is on its way there, and this has to be asked again when that has ended.
+    pub fn quit_slot(&mut self, unit: u32) -> Result<bool> {
+        let Some(cell) = self.cells.get_mut(unit as usize) else {
+            fail!(Invalid, "unit {unit} of {}", self.cells.len());
+        };
+        // Who waits for it at home is none of these: it may have to move for them.
+        if cell.users > 0 || cell.promised || cell.slot_load != NONE {
+            return Ok(false);
+        }
+        let slot = std::mem::replace(&mut cell.slot, NONE);
+        if slot == NONE {
+            return Ok(true);
+        }
+        (cell.ready, cell.kept) = (false, false);
+        if std::mem::take(&mut cell.in_window) {
+            self.window.retain(|&other| other != unit);
+        }
+        self.pool_of(unit).empty(slot)?;
+        Ok(true)
+    }
+
     /// A unit gets another home. Into memory: it is brought there. To the file: its memory
     /// may be used for something else when this has returned true; else it is on its way
     /// there, and this has to be asked again when something has arrived. That nobody uses
@@ -71,11 +93,19 @@ impl Core {
         let seat = self.seat;
         let cell = &mut self.cells[unit as usize];
         (cell.home, cell.is_home) = (home, false);
-        cell.seated = is_seated(seat, home, false);
+        cell.seated = is_seated(seat, home, cell.on_processor);
         if home != Home::File {
             self.homecoming.push_back(unit);
         }
         self.advance(now_ns)?;
         Ok(true)
+    }
+
+    /// Whether the processor uses a unit where host memory is its home, although the engine
+    /// computes on a device. Said before it gets that home.
+    pub fn set_processor(&mut self, unit: u32, on_processor: bool) {
+        if let Some(cell) = self.cells.get_mut(unit as usize) {
+            cell.on_processor = on_processor;
+        }
     }
 }

@@ -194,6 +194,14 @@ impl Core {
         Some(Copy { load: id, unit, chunk, from, to, after, since_ns: now_ns })
     }
 
+    /// The event that a copy was to wait for has ended, well or not: nobody waits for it again.
+    pub fn has_waited(&mut self, copy: &Copy) {
+        let load = self.load(copy.load);
+        if load.after == copy.after {
+            load.after = None;
+        }
+    }
+
     /// A copy has come further. True when somebody who waits should ask again.
     pub fn copied(&mut self, copy: &Copy, how: Copied, now_ns: u64) -> Result<bool> {
         let id = copy.load;

@@ -68,6 +68,8 @@ struct Cell {
     home: Home,
     /// Its home is where it is used.
     seated: bool,
+    /// Host memory would be such a home, although the engine computes on a device.
+    on_processor: bool,
     /// Its bytes are at home, where that is memory.
     is_home: bool,
     is_expert: bool,
@@ -148,6 +150,7 @@ impl Core {
             let home = plan.homes[number];
             let is_expert = unit.role == Role::Expert;
             let mut cell = Cell::new(home, is_expert, unit.bytes);
+            cell.on_processor = on_processor;
             cell.seated = is_seated(plan.seat, home, on_processor);
             let limit = if is_expert { plan.expert_slot_bytes } else { plan.slot_bytes };
             if !cell.seated && unit.image_bytes > limit {
@@ -301,6 +304,7 @@ impl Cell {
         Cell {
             home,
             seated: false,
+            on_processor: false,
             is_home: false,
             is_expert,
             bytes,

@@ -100,19 +100,20 @@ pub(super) struct Record {
 
 impl Record {
     pub fn new(units: &[Unit], limit: usize) -> Result<Record> {
-        let mut layers: Vec<LayerCount> = Vec::new();
-        let mut layer_of = Vec::new();
+        // Units of a table come in any order.
+        let (mut numbers, mut layer_of) = (Vec::new(), Vec::new());
+        numbers.try_reserve_exact(units.len()).map_err(|_| Status::NoMem)?;
         layer_of.try_reserve_exact(units.len()).map_err(|_| Status::NoMem)?;
-        for unit in units {
-            if unit.role != Role::Expert {
-                layer_of.push(u32::MAX);
-                continue;
-            }
-            if layers.last().is_none_or(|last| last.layer != unit.layer) {
-                layers.push(LayerCount { layer: unit.layer, ..LayerCount::default() });
-            }
-            layer_of.push(layers.len() as u32 - 1);
-        }
+        let experts = units.iter().filter(|unit| unit.role == Role::Expert);
+        numbers.extend(experts.map(|unit| unit.layer));
+        numbers.sort_unstable();
+        numbers.dedup();
+        layer_of.extend(units.iter().map(|unit| match unit.role {
+            Role::Expert => numbers.partition_point(|&layer| layer < unit.layer) as u32,
+            _ => u32::MAX,
+        }));
+        let count = |layer: u32| LayerCount { layer, ..LayerCount::default() };
+        let layers = numbers.into_iter().map(count).collect();
         Ok(Record {
             stats: Stats::default(),
             layers,

@@ -6,12 +6,13 @@ use crate::fail;
 use crate::io::header::Header;
 use crate::stream::model::Facts;
 use crate::stream::model::safetensors::corrupt;
+use crate::stream::model::window::Which;
 
 /// Longest file of this kind.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Numbers as they stand there, by what they are called in different families.
-const NAMES: [(&[&str], usize); 13] = [
+const NAMES: [(&[&str], usize); 16] = [
     (&["num_hidden_layers", "n_layer", "n_layers", "num_layers"], LAYERS),
     (&["hidden_size", "n_embd", "d_model"], HIDDEN),
     (&["num_attention_heads", "n_head", "n_heads"], HEADS),
@@ -25,6 +26,9 @@ const NAMES: [(&[&str], usize); 13] = [
     (&["kv_lora_rank"], RANK),
     (&["qk_rope_head_dim"], ROPE),
     (&["qk_nope_head_dim"], NOPE),
+    (&["sliding_window"], WINDOW),
+    (&["sliding_window_pattern"], PERIOD),
+    (&["max_window_layers"], BEHIND),
 ];
 const LAYERS: usize = 0;
 const HIDDEN: usize = 1;
@@ -39,6 +43,9 @@ const EXPERTS_USED: usize = 9;
 const RANK: usize = 10;
 const ROPE: usize = 11;
 const NOPE: usize = 12;
+const WINDOW: usize = 13;
+const PERIOD: usize = 14;
+const BEHIND: usize = 15;
 
 /// Parts of a file that describe the model that makes symbols, where it is one of several.
 const INNER: [&str; 4] = ["text_config", "llm_config", "language_config", "ffn_config"];
@@ -46,7 +53,11 @@ const INNER: [&str; 4] = ["text_config", "llm_config", "language_config", "ffn_c
 #[derive(Default)]
 struct Config {
     architecture: String,
-    numbers: [u32; 13],
+    numbers: [u32; 16],
+    /// What it says of whether windows are used.
+    uses_window: Option<bool>,
+    /// What kind each layer is of, if it says: how many have a window, of how many.
+    layer_types: Option<(u64, u64)>,
 }
 
 /// Reads an open file.
@@ -78,6 +89,18 @@ fn object(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
             }
             return Ok(());
         }
+        if key == "use_sliding_window" {
+            return match json.flag()? {
+                None => json.skip(),
+                said => {
+                    config.uses_window = config.uses_window.or(said);
+                    Ok(())
+                }
+            };
+        }
+        if key == "layer_types" && json.is_array() {
+            return layer_types(json, config);
+        }
         let found = NAMES.iter().find(|(names, _)| names.contains(&key));
         match found {
             // What is null, or a list with a number for each layer, says nothing here; nor does
@@ -96,7 +119,33 @@ fn object(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
     })
 }
 
+/// A list of words, one for each layer.
+fn layer_types(json: &mut Json<'_>, config: &mut Config) -> Result<()> {
+    let (mut windowed, mut of) = (0, 0);
+    json.array(|json| {
+        of += 1;
+        if !json.is_string() {
+            return json.skip();
+        }
+        windowed += u64::from(json.string()? == "sliding_attention");
+        Ok(())
+    })?;
+    config.layer_types.get_or_insert((windowed, of));
+    Ok(())
+}
+
 impl Config {
+    /// Which layers have a window.
+    fn which(&self) -> Which {
+        let number = |slot: usize| self.numbers.get(slot).copied().unwrap_or(0).into();
+        match (self.layer_types, self.uses_window) {
+            (Some((windowed, of)), _) => Which::Listed { windowed, of },
+            (None, Some(true)) if number(BEHIND) > 0 => Which::Behind(number(BEHIND)),
+            _ if number(PERIOD) > 0 => Which::AllBut(number(PERIOD)),
+            _ => Which::Unsaid,
+        }
+    }
+
     fn facts(self) -> Facts {
         let of = |slot: usize| self.numbers.get(slot).copied().unwrap_or(0);
         let or = |value: u32, other: u32| if value > 0 { value } else { other };
@@ -104,7 +153,10 @@ impl Config {
         // Compressed keys are one head, and values are part of them.
         let compressed = of(RANK) > 0 && of(ROPE) > 0;
         let rank = of(RANK).saturating_add(of(ROPE));
-        Facts {
+        let which = self.which();
+        // What is not used is not there.
+        let window = if self.uses_window == Some(false) { 0 } else { of(WINDOW) };
+        let mut facts = Facts {
             layers: of(LAYERS),
             hidden: of(HIDDEN),
             heads: of(HEADS),
@@ -116,7 +168,10 @@ impl Config {
             experts: of(EXPERTS),
             experts_used: of(EXPERTS_USED),
             architecture: self.architecture,
-        }
+            ..Facts::default()
+        };
+        facts.set_window(window, which);
+        facts
     }
 }
 
@@ -143,6 +198,8 @@ mod tests {
             vocabulary: 128_256,
             experts: 0,
             experts_used: 0,
+            window: 0,
+            windowed_layers: 0,
         };
         assert_eq!(facts, expected);
         let mla = br#"{"model_type":"deepseek_v3","num_hidden_layers":61,"kv_lora_rank":512,
@@ -158,6 +215,34 @@ mod tests {
         let gpt2 = br#"{"n_layer":12,"n_embd":768,"n_head":12,"n_positions":1024}"#;
         let facts = parse(gpt2).expect("sound");
         assert_eq!((facts.layers, facts.kv_heads, facts.value_dim), (12, 12, 64));
+    }
+
+    #[test]
+    fn windows_are_those_of_the_layers_that_have_them() {
+        let window = |text: &str| {
+            let facts = parse(text.as_bytes()).expect("sound");
+            (facts.window, facts.windowed_layers)
+        };
+        let gemma = r#"{"model_type":"gemma3","text_config":{"num_hidden_layers":26,
+            "sliding_window":512,"sliding_window_pattern":6}}"#;
+        assert_eq!(window(gemma), (512, 22));
+        let listed = r#"{"model_type":"gpt_oss","num_hidden_layers":3,"sliding_window":128,
+            "layer_types":["sliding_attention","full_attention","sliding_attention"]}"#;
+        assert_eq!(window(listed), (128, 2));
+        let short = listed.replace(r#","full_attention""#, "");
+        assert_eq!(window(&short), (128, 0));
+        assert_eq!(window(&listed.replace("128", "null")), (0, 0));
+        assert_eq!(window(&listed.replace("128", "-1")), (0, 0));
+        let odd = listed.replace(r#""full_attention""#, "[1,{}],null,7");
+        assert_eq!(window(&odd), (128, 0));
+        let qwen = r#"{"model_type":"qwen2","num_hidden_layers":28,"sliding_window":4096,
+            "use_sliding_window":true,"max_window_layers":21}"#;
+        assert_eq!(window(qwen), (4096, 7));
+        assert_eq!(window(&qwen.replace("true", "false")), (0, 0));
+        // Not said whether it is used, nor of which layers: all of the context is reserved.
+        assert_eq!(window(&qwen.replace("true", "null")), (4096, 0));
+        let mistral = r#"{"model_type":"mistral","num_hidden_layers":32,"sliding_window":4096}"#;
+        assert_eq!(window(mistral), (4096, 32));
     }
 
     #[test]

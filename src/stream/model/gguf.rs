@@ -6,6 +6,7 @@ use crate::io::header::Header;
 use crate::stream::model::cursor::{Cursor, Stop, corrupt};
 use crate::stream::model::dtype::{self, Ggml};
 use crate::stream::model::gguf_value::{self, Value};
+use crate::stream::model::window::Which;
 use crate::stream::model::{Facts, MAX_NAME_BYTES, MAX_TENSORS, Tensor};
 
 /// How a GGUF file starts.
@@ -252,6 +253,7 @@ fn facts(meta: &Meta<'_>) -> Result<Facts> {
         vocabulary: or(words, number("vocab_size")?),
         experts: number("expert_count")?,
         experts_used: number("expert_used_count")?,
+        ..Facts::default()
     };
     // Where keys are compressed, a head's own sizes stand under other names.
     if number("attention.key_length_mla")? > 0 {
@@ -260,5 +262,13 @@ fn facts(meta: &Meta<'_>) -> Result<Facts> {
         facts.key_dim = rank.saturating_add(number("rope.dimension_count")?);
         facts.value_dim = 0;
     }
+    let window = number("attention.sliding_window")?;
+    let which = match meta.get(&format!("{architecture}.attention.sliding_window_pattern")) {
+        None => Which::Unsaid,
+        Some(Value::Number(period)) => Which::AllBut(period),
+        Some(Value::Flags(of, windowed)) => Which::Listed { windowed, of },
+        Some(_) => Which::Else,
+    };
+    facts.set_window(window, which);
     Ok(facts)
 }

@@ -15,10 +15,13 @@ pub enum Value<'a> {
     Text(&'a str),
     /// An array: how many elements, and the largest of whole numbers among them.
     Array(u64, Option<u64>),
+    /// An array of flags: how many, and how many are set.
+    Flags(u64, u64),
     /// Anything else.
     Else,
 }
 
+const FLAG: u32 = 7;
 const STRING: u32 = 8;
 const ARRAY: u32 = 9;
 
@@ -82,6 +85,10 @@ fn array<'a>(cursor: &mut Cursor<'a>, depth: u32) -> Result<Value<'a>, Stop> {
     }
     let mut largest = None;
     match kind {
+        FLAG => {
+            let set = cursor.take(count)?.iter().filter(|flag| **flag != 0).count();
+            return Ok(Value::Flags(count, set as u64));
+        }
         STRING => {
             for _ in 0..count {
                 cursor.bytes()?;

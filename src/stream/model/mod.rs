@@ -13,6 +13,7 @@ mod open;
 pub mod safetensors;
 pub mod shards;
 mod split;
+mod window;
 
 use std::path::PathBuf;
 
@@ -93,6 +94,10 @@ pub struct Facts {
     pub experts: u32,
     /// Of them, those that a token uses.
     pub experts_used: u32,
+    /// Tokens that some layers see back, and need KV of; 0 = all see everything.
+    pub window: u32,
+    /// How many layers that is true of; 0 beside a window = nobody knows which.
+    pub windowed_layers: u32,
 }
 
 /// What is in the files of a model.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::stream::plan::{Inputs, Plan};
+use crate::stream::plan::{Home, Inputs, Plan, Seat};
 use crate::stream::units::{Role, Unit};
 
 /// What is known of experts before any was used: nobody says which are popular, so all
@@ -52,8 +52,13 @@ impl Experts {
 }
 
 impl Plan {
-    /// How likely an expert is not in a slot when it is asked for.
-    pub(super) fn expert_miss(&self, experts: &Experts) -> f64 {
-        1.0 - (f64::from(self.expert_slots) / experts.count.max(1) as f64).min(1.0)
+    /// How likely an expert that is not at home where it is used is in no slot either when
+    /// it is asked for.
+    pub(super) fn expert_miss(&self, inputs: &Inputs, experts: &Experts) -> f64 {
+        let here = if self.seat == Seat::Device { Home::Device } else { Home::Host };
+        let units = inputs.units.units.iter().zip(&self.homes);
+        let at_home = units.filter(|(unit, home)| unit.role == Role::Expert && **home == here);
+        let away = experts.count.saturating_sub(at_home.count() as u64);
+        1.0 - (f64::from(self.expert_slots) / away.max(1) as f64).min(1.0)
     }
 }

@@ -33,11 +33,14 @@ impl Maker<'_> {
         let all = &self.budgets.figures;
         let host = all.iter().position(|figure| figure.name == "host free").unwrap_or(0);
         let mut figures = all[..host].to_vec();
+        let floor = plan.floor(self.inputs.units);
         if plan.seat == Seat::Device {
             figures.append(&mut self.device_figures(plan));
+            figures.extend(self.floor("device floor", floor.device_bytes, plan));
         }
         figures.extend_from_slice(&all[host..]);
         figures.append(&mut self.host_figures(plan));
+        figures.extend(self.floor("host floor", floor.host_bytes, plan));
         let pageable = plan.host_bytes.saturating_sub(plan.pinned_bytes);
         if plan.seat == Seat::Device && pageable > 0 {
             let why = "of it, beyond the quota for locked memory: copies from there are slower";
@@ -52,8 +55,9 @@ impl Maker<'_> {
         let Count { units, bytes } = self.homes(plan, Home::Device, false);
         taken.take("device residents", bytes, format!("{units} units stay on the device"));
         let Count { units, bytes } = self.homes(plan, Home::Device, true);
-        taken.take("device experts", bytes, format!("all {units} experts stay on the device"));
-        slots(plan, &mut taken);
+        let all = if units == self.experts.count { "all " } else { "" };
+        taken.take("device experts", bytes, format!("{all}{units} experts stay on the device"));
+        self.slots(plan, &mut taken);
         taken.end("device left")
     }
 
@@ -68,7 +72,7 @@ impl Maker<'_> {
         let Count { units, bytes } = self.homes(plan, Home::Host, true);
         taken.take("host experts", bytes, format!("{units} experts have their home here"));
         if plan.seat == Seat::Host {
-            slots(plan, &mut taken);
+            self.slots(plan, &mut taken);
         }
         let chunk = size(plan.chunk_bytes);
         let why = format!("for reads on their way to the device, in chunks of {chunk}");
@@ -93,13 +97,49 @@ impl Maker<'_> {
         let units = self.inputs.units.units.iter().zip(which);
         units.filter(|(_, yes)| **yes).map(|(unit, _)| unit.image_bytes).sum()
     }
-}
+    fn slots(&self, plan: &Plan, taken: &mut Taken) {
+        let is_lean = self.inputs.wishes.is_lean();
+        for (is_expert, name, largest) in [
+            (false, "slots", "the largest unit that passes through"),
+            (true, "expert slots", "the largest expert"),
+        ] {
+            let (count, bytes) = match is_expert {
+                false => (plan.slots, plan.slot_bytes),
+                true => (plan.expert_slots, plan.expert_slot_bytes),
+            };
+            let why = match is_lean {
+                false => largest,
+                true if self.all_stay(plan, is_expert) => {
+                    "kept though all have room, so that memory can be given back"
+                }
+                true if is_expert => largest,
+                true => "the size that lets most memory be given back",
+            };
+            let why = format!("{count} x {}, {why}", size(bytes));
+            taken.take(name, u64::from(count) * bytes, why);
+        }
+    }
 
-fn slots(plan: &Plan, taken: &mut Taken) {
-    let (count, bytes) = (plan.slots, plan.slot_bytes);
-    let why = format!("{count} x {}, the largest unit that passes through", size(bytes));
-    taken.take("slots", u64::from(count) * bytes, why);
-    let (count, bytes) = (plan.expert_slots, plan.expert_slot_bytes);
-    let why = format!("{count} x {}, the largest expert", size(bytes));
-    taken.take("expert slots", u64::from(count) * bytes, why);
+    /// Whether all of these have their home where they are used.
+    fn all_stay(&self, plan: &Plan, experts: bool) -> bool {
+        let here = if plan.seat == Seat::Device { Home::Device } else { Home::Host };
+        let items = if experts { &self.expert_items } else { &self.items };
+        items.iter().all(|item| plan.homes[item.unit] == here)
+    }
+
+    /// How little it can be made to take, where memory is to be given back.
+    fn floor(&self, name: &'static str, bytes: u64, plan: &Plan) -> Option<Figure> {
+        let why = match name {
+            _ if !self.inputs.wishes.is_lean() => return None,
+            "host floor" if plan.seat == Seat::Device => {
+                "what it can shrink to while it is used: staging, and what is used there"
+            }
+            _ if plan.slots + plan.expert_slots == 0 => {
+                "all of it: slots would take no less than units that leave"
+            }
+            _ => "what it can shrink to while it is used: slots, and what is too large for them",
+        };
+        let why = why.to_string();
+        Some(Figure { name, bytes, takes: false, total: false, why })
+    }
 }

@@ -50,7 +50,7 @@ impl Sizes {
         Ok(Sizes { sizes })
     }
 
-    /// What a slot size takes before anything else: all larger items stay.
+    /// What a slot size takes before anything else, the largest first: all larger items stay.
     fn needs(&self, slots: u32) -> impl Iterator<Item = (u64, u64)> + '_ {
         let slots = u64::from(slots);
         self.sizes.iter().map(move |&(bytes, larger)| {
@@ -59,21 +59,36 @@ impl Sizes {
     }
 }
 
-/// The ways that `room` bytes can be used by `items`.
+/// The slot size with which as few bytes as can be have to be in memory; 0 = all of them,
+/// slots would be no less. Of sizes as good the smallest: whatever memory there is, more of
+/// it is for items that stay.
+pub(super) fn leanest(items: &[Item], slots: u32) -> Result<u64> {
+    let sizes = Sizes::of(items)?;
+    let none = (0, place::sum(items));
+    let best = sizes.needs(slots).chain([none]).min_by_key(|&(bytes, needs)| (needs, bytes));
+    Ok(best.map_or(0, |(bytes, _)| bytes))
+}
+
+/// The ways that `room` bytes can be used by `items`. `only` is the one slot size that may
+/// be; with it slots are there also where all items have room.
 pub(super) fn ways(
     items: &[Item],
     room: u64,
     slots: u32,
     mode: Mode,
     how: Placement,
+    only: Option<u64>,
 ) -> Result<Ways> {
     let total = place::sum(items);
     if mode == Mode::Ring {
         return ring(items, room, slots);
     }
-    if total <= room {
+    if total <= room && only.is_none_or(|bytes| bytes == 0) {
         let stays = place::place(items, room, how, Spread::Full)?;
         return Ok(Ways::These(vec![Fast { stays, slots: 0, slot_bytes: 0 }]));
+    }
+    if let Some(slot_bytes) = only {
+        return lean(items, room, slots, slot_bytes, how);
     }
     let sizes = Sizes::of(items)?;
     let mut fit: Vec<u64> = Vec::with_room(sizes.sizes.len())?;
@@ -95,6 +110,23 @@ pub(super) fn ways(
                 all.push(one);
             }
         }
+    }
+    Ok(Ways::These(all))
+}
+
+/// With slots of this size alone, and none where it is 0.
+fn lean(items: &[Item], room: u64, slots: u32, slot_bytes: u64, how: Placement) -> Result<Ways> {
+    let larger = items.iter().map(|item| item.bytes).filter(|&bytes| bytes > slot_bytes).sum();
+    let needs_bytes = slot_bytes.saturating_mul(slots.into()).saturating_add(larger);
+    if needs_bytes > room {
+        return Ok(Ways::TooSmall { needs_bytes });
+    }
+    let mut all = Vec::new();
+    for spread in spreads(how) {
+        let mut one = tiered(items, room, slots, slot_bytes, how, *spread)?;
+        // Whoever passes through now, all that fit may have to one day.
+        one.slot_bytes = slot_bytes;
+        all.push(one);
     }
     Ok(Ways::These(all))
 }

@@ -5,7 +5,7 @@ use crate::fail;
 use crate::stream::plan::check::{check, chunk_bytes};
 use crate::stream::plan::experts::Experts;
 use crate::stream::plan::fast::{self, Fast, Ways};
-use crate::stream::plan::place::{self, Item, Spread};
+use crate::stream::plan::place::{self, Item};
 use crate::stream::plan::room::{Room, filled};
 use crate::stream::plan::sizing::{self, Budgets};
 use crate::stream::plan::steps::Pass;
@@ -58,8 +58,13 @@ pub(super) fn seat(inputs: &Inputs) -> Seat {
 }
 
 impl Wishes {
-    fn least_slots(&self) -> u32 {
+    pub(super) fn least_slots(&self) -> u32 {
         if self.slots == 0 { SLOTS } else { self.slots }
+    }
+
+    /// Slots are there for memory to be given back.
+    pub(super) fn is_lean(&self) -> bool {
+        self.shrinks && self.mode == Mode::Tiered
     }
 }
 
@@ -192,9 +197,14 @@ impl<'a> Maker<'a> {
         }
     }
 
-    /// All experts stay: there is room for them and all else.
+    /// All experts stay: there is room for them and all else. Where memory is to be given
+    /// back, only if slots for them would be no less.
     fn experts_stay(&self) -> bool {
         let wishes = self.inputs.wishes;
+        if wishes.is_lean() {
+            let slots = self.experts.least_slots().saturating_mul(self.experts.slot_bytes);
+            return wishes.expert_slots.is_none() && self.experts.bytes <= slots;
+        }
         let all = place::sum(&self.items) + self.experts.bytes;
         wishes.mode == Mode::Tiered && wishes.expert_slots.is_none() && all <= self.fast_bytes()
     }
@@ -226,9 +236,9 @@ impl<'a> Maker<'a> {
         let wishes = self.inputs.wishes;
         let expert_bytes = self.expert_bytes();
         let room = self.dense_room();
-        let slots = wishes.least_slots();
-        let ways =
-            fast::ways(&self.items, room.unwrap_or(0), slots, wishes.mode, wishes.placement)?;
+        let (slots, only) = (wishes.least_slots(), self.lean_slot()?);
+        let (room_bytes, how) = (room.unwrap_or(0), wishes.placement);
+        let ways = fast::ways(&self.items, room_bytes, slots, wishes.mode, how, only)?;
         Ok(match ways {
             Ways::These(these) if room.is_some() => Ways::These(these),
             Ways::These(_) => Ways::TooSmall { needs_bytes: expert_bytes },
@@ -273,12 +283,12 @@ impl<'a> Maker<'a> {
         let place = if self.seat == Seat::Device { "the device" } else { "host memory" };
         let (has, free) = (self.fast_bytes(), self.budgets.seat_free_bytes);
         let slots = self.inputs.wishes.least_slots();
+        let more = needs.saturating_sub(has).saturating_add(self.budgets.seat_short_bytes);
         fail!(
             Budget,
             "{place} has {has} bytes for weights (of {free} free) and needs at least {needs} for \
-             {slots} slots and what cannot pass through them: free {} more, raise the ceiling, \
-             lower the context, workspace or reserve, or ask for fewer slots",
-            needs.saturating_sub(has)
+             {slots} slots and what cannot pass through them: free {more} more, raise the ceiling, \
+             lower the context (KV), workspace, safety or reserve, or ask for fewer slots"
         )
     }
 
@@ -303,10 +313,17 @@ impl<'a> Maker<'a> {
             self.expert_items.iter().for_each(|item| homes[item.unit] = here);
             used += self.experts.bytes;
         } else if self.experts.count > 0 {
+            let wishes = self.inputs.wishes;
             let fit = (self.fast_bytes() - used) / self.experts.slot_bytes.max(1);
-            let wished = self.inputs.wishes.expert_slots.map_or(fit, u64::from);
+            let most = if wishes.is_lean() { self.experts.least_slots() } else { fit };
+            let wished = wishes.expert_slots.map_or(most, u64::from);
             expert_slots = wished.min(fit).min(self.experts.count);
             used += expert_slots * self.experts.slot_bytes;
+            if wishes.is_lean() {
+                // Slots stay as they are, homes can be given back: the rest is for homes.
+                let room = self.fast_bytes() - used;
+                used += self.settle(&self.expert_items, here, room, &mut homes)?;
+            }
         }
         let mut host_bytes = self.fixed_bytes;
         match self.seat {
@@ -356,35 +373,6 @@ impl<'a> Maker<'a> {
             spread_ns: spread.map_or(0, |forecast| forecast.pass_ns),
             bytes,
         })
-    }
-
-    /// Homes in host memory for those without one on the device, layers before experts;
-    /// what they take.
-    fn host_homes(&self, homes: &mut [Home], room: u64) -> Result<u64> {
-        let mut used = 0;
-        let how = self.inputs.wishes.placement;
-        for items in [&self.items, &self.expert_items] {
-            // Those that are there already come first, where there is a plan already.
-            for was in [true, false] {
-                let mut rest: Vec<Item> = Vec::with_room(items.len())?;
-                let open = items.iter().filter(|item| {
-                    homes[item.unit] == Home::File && (self.was_on_host(item.unit) == was)
-                });
-                rest.extend(open);
-                let stays = place::place(&rest, room - used, how, Spread::Full)?;
-                for (item, _) in rest.iter().zip(stays).filter(|(_, stays)| *stays) {
-                    homes[item.unit] = Home::Host;
-                    used += item.bytes;
-                }
-            }
-        }
-        Ok(used)
-    }
-}
-
-impl Maker<'_> {
-    fn was_on_host(&self, unit: usize) -> bool {
-        self.before.is_some_and(|plan| plan.homes.get(unit) == Some(&Home::Host))
     }
 }
 

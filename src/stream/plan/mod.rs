@@ -6,6 +6,7 @@ mod explain;
 mod fast;
 mod hint;
 mod json;
+mod lean;
 mod links;
 mod make;
 mod place;
@@ -22,6 +23,7 @@ mod subset;
 mod what_if;
 
 pub use hint::Hint;
+pub use lean::Floor;
 pub use show::size;
 pub use sizing::{DEFAULT_CONTEXT, DEVICE_SAFETY_BYTES, HOST_RESERVE_BYTES};
 
@@ -129,6 +131,10 @@ pub struct Wishes {
     pub slots: u32,
     /// Slots for experts; none = as many as there is room for.
     pub expert_slots: Option<u32>,
+    /// Memory is to be given back while it is used ([`Plan::rebalance`]): slots are there
+    /// also where everything fits, as large as lets it shrink most, and no more of them for
+    /// experts than a layer needs, where not said. A ring has nothing to give back.
+    pub shrinks: bool,
     /// Host memory that reads go to on their way to a device; 0 = chosen.
     pub staging_bytes: u64,
     /// How much one read or copy moves; 0 = 4 MiB.

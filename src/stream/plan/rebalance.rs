@@ -32,10 +32,13 @@ impl Maker<'_> {
     /// The same slots, and of the residents all that still fit; then who else fits. None
     /// where slots have to change.
     fn kept(&self, before: &Plan) -> Result<Option<Fast>> {
-        if before.seat != self.seat || before.mode != Mode::Tiered || before.slots == 0 {
+        if before.seat != self.seat || before.mode != Mode::Tiered {
             return Ok(None);
         }
         if self.inputs.wishes.mode != Mode::Tiered {
+            return Ok(None);
+        }
+        if before.slots == 0 && self.lean_slot()? != Some(0) {
             return Ok(None);
         }
         let slots_bytes = u64::from(before.slots).saturating_mul(before.slot_bytes);

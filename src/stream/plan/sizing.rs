@@ -28,6 +28,8 @@ pub(super) struct Budgets {
     /// Free where the engine computes, and what was taken from that before weights: for
     /// the words of errors.
     pub seat_free_bytes: u64,
+    /// What that takes beyond what is free.
+    pub seat_short_bytes: u64,
     /// How it was computed.
     pub figures: Vec<Figure>,
 }
@@ -36,6 +38,8 @@ pub(super) struct Budgets {
 struct Sum<'a> {
     figures: &'a mut Vec<Figure>,
     left: u64,
+    /// What was taken that was not there.
+    short: u64,
 }
 
 impl Sum<'_> {
@@ -46,13 +50,14 @@ impl Sum<'_> {
         why: &str,
     ) -> Sum<'a> {
         figures.push(Figure { name, bytes, takes: false, total: false, why: why.to_string() });
-        Sum { figures, left: bytes }
+        Sum { figures, left: bytes, short: 0 }
     }
 
     fn take(&mut self, name: &'static str, bytes: u64, why: String) {
         if bytes > 0 {
             self.figures.push(Figure { name, bytes, takes: true, total: false, why });
         }
+        self.short = self.short.saturating_add(bytes.saturating_sub(self.left));
         self.left = self.left.saturating_sub(bytes);
     }
 
@@ -73,8 +78,9 @@ impl Sum<'_> {
     }
 }
 
-/// What KV takes, and why.
-fn kv(facts: &Facts, wishes: &Wishes) -> Result<(u64, String)> {
+/// What KV of so many layers takes, and why; all of it, where the caller says how much. Which
+/// of them have a window is not noted: as few as can be.
+fn kv(facts: &Facts, wishes: &Wishes, layers: u32) -> Result<(u64, String)> {
     if let Some(bytes) = wishes.kv_bytes {
         return Ok((bytes, "as you say".to_string()));
     }
@@ -85,18 +91,37 @@ fn kv(facts: &Facts, wishes: &Wishes) -> Result<(u64, String)> {
     };
     let sequences = wishes.sequences.max(1);
     let number = if wishes.kv_number_bytes == 0 { KV_NUMBER_BYTES } else { wishes.kv_number_bytes };
+    let whole = layers.min(facts.layers.saturating_sub(facts.windowed_layers));
+    let (windowed, window) = (layers - whole, context.min(facts.window));
+    let tokens = |layers: u32, tokens: u32| u128::from(layers) * u128::from(tokens);
+    let tokens = tokens(whole, context) + tokens(windowed, window);
     let dims = u128::from(facts.key_dim) + u128::from(facts.value_dim);
-    let factors = [facts.layers, facts.kv_heads, number, context, sequences];
-    let product = factors.iter().try_fold(dims, |a, &b| a.checked_mul(u128::from(b)));
+    let factors = [dims, facts.kv_heads.into(), number.into(), sequences.into()];
+    let product = factors.iter().try_fold(tokens, |a, &b| a.checked_mul(b));
     let Some(bytes) = product.and_then(|all| u64::try_from(all).ok()) else {
         fail!(Limit, "KV of {context} tokens and {sequences} sequences overflows: ask for less");
     };
-    let why = format!(
-        "{} layers x {} heads x ({} + {}) numbers x {number} bytes x {context} tokens x \
-         {sequences} sequences",
-        facts.layers, facts.kv_heads, facts.key_dim, facts.value_dim
+    let each = format!(
+        "{} heads x ({} + {}) numbers x {number} bytes",
+        facts.kv_heads, facts.key_dim, facts.value_dim
     );
-    Ok((bytes, why))
+    let why = match windowed {
+        0 => format!("{layers} layers x {each} x {context} tokens x {sequences} sequences"),
+        _ => format!(
+            "{each} x {sequences} sequences x ({whole} layers x {context} tokens + {windowed} \
+             layers x {window} tokens, no more than their window of {})",
+            facts.window
+        ),
+    };
+    let unsure = facts.window > 0 && facts.windowed_layers == 0 && facts.window < context;
+    let note = match unsure {
+        false => String::new(),
+        true => format!(
+            "; some layers keep no more than {} tokens, but which is not known",
+            facts.window
+        ),
+    };
+    Ok((bytes, why + &note))
 }
 
 /// What stays free of host memory, and why.
@@ -117,26 +142,34 @@ fn reserve(inputs: &Inputs) -> (u64, String) {
 /// The budgets. KV of layers that the processor computes is in host memory.
 pub(super) fn budgets(inputs: &Inputs, seat: Seat) -> Result<Budgets> {
     let (wishes, memory) = (inputs.wishes, &inputs.memory);
-    let (kv_bytes, kv_why) = kv(inputs.facts, wishes)?;
+    let facts = inputs.facts;
+    let (kv_bytes, kv_why) = kv(facts, wishes, facts.layers)?;
     let mut all = Budgets::default();
     let reserves = [
         ("workspace", wishes.workspace_bytes, "what the engine computes in"),
         ("hidden", wishes.hidden_bytes, "hidden states"),
     ];
-    let on_host = match seat {
-        Seat::Host => kv_bytes,
-        Seat::Device => part(kv_bytes, wishes.processor_layers, inputs.facts.layers),
+    let away = wishes.processor_layers.min(facts.layers);
+    let (on_host, on_device) = match (seat, wishes.kv_bytes) {
+        (Seat::Host, _) => (kv_bytes, 0),
+        (Seat::Device, None) => {
+            (kv(facts, wishes, away)?.0, kv(facts, wishes, facts.layers - away)?.0)
+        }
+        (Seat::Device, Some(said)) => {
+            let on_host = part(said, away, facts.layers);
+            (on_host, said - on_host)
+        }
     };
     if seat == Seat::Device {
         let safety = wishes.device_safety_bytes.unwrap_or(DEVICE_SAFETY_BYTES);
         let free = memory.device_free_bytes;
         let mut sum = Sum::begin(&mut all.figures, "device free", free, "as the device says");
         sum.take("device safety", safety, "kept free for driver and kernels".to_string());
-        sum.take("device kv", kv_bytes - on_host, kv_why.clone());
+        sum.take("device kv", on_device, kv_why.clone());
         for (name, bytes, why) in reserves {
             sum.take(name, bytes, why.to_string());
         }
-        all.seat_free_bytes = free;
+        (all.seat_free_bytes, all.seat_short_bytes) = (free, sum.short);
         all.device_bytes = sum.end("device budget", wishes.device_ceiling_bytes);
     }
     let free = memory.host_free_bytes;
@@ -152,10 +185,10 @@ pub(super) fn budgets(inputs: &Inputs, seat: Seat) -> Result<Budgets> {
         }
     }
     if seat == Seat::Host {
-        all.seat_free_bytes = free;
         for (name, bytes, why) in reserves {
             sum.take(name, bytes, why.to_string());
         }
+        (all.seat_free_bytes, all.seat_short_bytes) = (free, sum.short);
     }
     all.host_bytes = sum.end("host budget", wishes.host_ceiling_bytes);
     Ok(all)

@@ -51,7 +51,7 @@ impl Pass {
     pub fn of(plan: &Plan, inputs: &Inputs, experts: &Experts) -> Result<Pass> {
         let units = &inputs.units.units;
         let mut steps: Vec<Step> = Vec::with_room(units.len())?;
-        let miss = plan.expert_miss(experts);
+        let miss = plan.expert_miss(inputs, experts);
         for (i, unit) in units.iter().enumerate() {
             if unit.role != Role::Expert {
                 steps.push(step(plan, inputs, i, unit));

@@ -64,6 +64,10 @@ impl Streamer {
                 state.waits[why as usize] += now_ns.saturating_sub(from_ns);
             }
             let want = state.core.want(unit, how.early, now_ns);
+            if matches!(want, Ok(Want::Ready(lease)) if lease.place == Goal::Home) {
+                // First: a home that is to leave does so when it has no user.
+                shared.enter(unit)?;
+            }
             shared.settle(&mut state);
             match want? {
                 Want::Ready(lease) => {
@@ -71,9 +75,7 @@ impl Streamer {
                         state.core.waited(unit, since_ns, now_ns);
                     }
                     let at = state.places.at(unit, lease.place)?;
-                    if lease.place == Goal::Home {
-                        shared.enter(unit)?;
-                    } else {
+                    if lease.place != Goal::Home {
                         state.leased += 1;
                     }
                     let bytes = shared.units.units[unit as usize].image_bytes;
@@ -114,8 +116,11 @@ impl Streamer {
                 let mut state = shared.state.lock();
                 state.core.used_home(lease.unit, held.since_ns, shared.now_ns());
             }
-            if let Some(event) = after {
-                shared.wait_event(event)?;
+            // As for a slot: whoever failed has read what it was to read, and is done with it.
+            if let Some(event) = after
+                && let Err(error) = shared.wait_event(event)
+            {
+                log::debug!("an event that a home waited for: {error}");
             }
             return if shared.leave(lease.unit) { Ok(()) } else { unused() };
         }

@@ -10,7 +10,6 @@ use crate::fail;
 use crate::stream::core::Goal;
 use crate::stream::plan::{Home, Inputs, Plan, Seat, Wishes};
 use crate::stream::streamer::{LEAVING, ON_DEVICE, OPEN, Shared, State, Streamer, USERS};
-use crate::stream::units::Role;
 
 impl Streamer {
     /// Makes the homes those of a plan for other memory: `host_bytes` and `device_bytes`
@@ -63,7 +62,7 @@ impl Shared {
                 fail!(
                     Budget,
                     "units that leave memory would need slots, and it was opened without, since \
-                     everything had room: open it with less memory than the model takes"
+                     everything had room: open it with the wish to shrink, or with a budget"
                 );
             }
             fail!(
@@ -134,28 +133,41 @@ impl Shared {
             return Ok(false);
         }
         let now_ns = self.now_ns();
-        let in_slot = state.core.is_in_slot(unit);
-        if state.places.range().is_some() && in_slot {
-            // Its own memory is in use as a slot: it moves when it has left.
+        if state.places.range().is_some() && !state.core.quit_slot(unit)? {
+            // Its own memory is in use as a slot.
             return Ok(false);
         }
-        if !state.core.set_home(unit, Home::File, now_ns)? {
+        let (was, _) = state.core.home_of(unit).unwrap_or((Home::File, false));
+        if was != Home::File && !state.core.set_home(unit, Home::File, now_ns)? {
             return Ok(false);
         }
         // SAFETY: nobody uses it there: the gate is closed and has no users; the core has
         // nothing under way to or from it, and in place it is in no slot.
-        unsafe { state.places.free_home(unit) };
+        if let Err(error) = unsafe { state.places.free_home(unit) } {
+            state.note = Some(error.to_string());
+        }
         gate.fetch_and(!LEAVING, Ordering::AcqRel);
         if home != Home::File {
             let made = state.places.make_home(unit, home, state.plan.seat, &self.source());
             if let Err(error) = made {
-                state.plan.homes[unit as usize] = Home::File;
+                self.forget_home(&mut state.plan, unit);
                 return Err(error);
             }
             self.note_home(state, unit)?;
+            state.core.set_processor(unit, state.plan.on_processor[unit as usize]);
             state.core.set_home(unit, home, now_ns)?;
         }
         Ok(true)
+    }
+
+    /// A unit has not got the home that was planned: it has the file alone.
+    fn forget_home(&self, plan: &mut Plan, unit: u32) {
+        let bytes = self.units.units[unit as usize].image_bytes;
+        match std::mem::replace(&mut plan.homes[unit as usize], Home::File) {
+            Home::Device => plan.device_bytes -= bytes,
+            Home::Host => plan.host_bytes -= bytes,
+            Home::File => {}
+        }
     }
 
     /// Notes where a home is, for those who come without the lock.
@@ -179,21 +191,12 @@ impl Shared {
         if state.check().is_err() {
             return 0;
         }
-        let plan = &state.plan;
-        let slots = u64::from(plan.slots) * plan.slot_bytes
-            + u64::from(plan.expert_slots) * plan.expert_slot_bytes;
-        let (here, beside) = self.fixed_bytes(plan);
+        let (plan, floor) = (&state.plan, state.plan.floor(&self.units));
         let mut wishes = state.wishes.clone();
-        let (now, least, ceiling) = match (tier, plan.seat) {
-            (Tier::Host, Seat::Host) => {
-                (plan.host_bytes, slots + here + beside, &mut wishes.host_ceiling_bytes)
-            }
-            (Tier::Host, Seat::Device) => {
-                let least = plan.staging_bytes + beside;
-                (plan.host_bytes, least, &mut wishes.host_ceiling_bytes)
-            }
-            (Tier::Device, Seat::Device) => {
-                (plan.device_bytes, slots + here, &mut wishes.device_ceiling_bytes)
+        let (now, least, ceiling) = match tier {
+            Tier::Host => (plan.host_bytes, floor.host_bytes, &mut wishes.host_ceiling_bytes),
+            Tier::Device if plan.seat == Seat::Device => {
+                (plan.device_bytes, floor.device_bytes, &mut wishes.device_ceiling_bytes)
             }
             _ => return 0,
         };
@@ -213,22 +216,5 @@ impl Shared {
                 0
             }
         }
-    }
-
-    /// What stays whatever else goes: where the engine computes, what is too large for a
-    /// slot; in host memory, what the processor uses there.
-    fn fixed_bytes(&self, plan: &Plan) -> (u64, u64) {
-        let (mut here, mut beside) = (0, 0);
-        for (i, unit) in self.units.units.iter().enumerate() {
-            let is_expert = unit.role == Role::Expert;
-            let slot = if is_expert { plan.expert_slot_bytes } else { plan.slot_bytes };
-            let looked_up = unit.role == Role::Embedding && plan.homes[i] == Home::Host;
-            if plan.on_processor[i] || looked_up {
-                beside += unit.image_bytes;
-            } else if unit.image_bytes > slot {
-                here += unit.image_bytes;
-            }
-        }
-        (here, beside)
     }
 }

@@ -225,7 +225,10 @@ impl Streamer {
         threads.into_iter().for_each(|thread| drop(thread.join()));
         shared.save_sums();
         // SAFETY: no unit is in use, and none can be had any more; the threads have ended.
-        unsafe { shared.state.lock().places.free_all() };
+        let freed = unsafe { shared.state.lock().places.free_all() };
+        if let Err(error) = freed {
+            log::warn!("{error}");
+        }
         shared.close_account();
         Ok(())
     }

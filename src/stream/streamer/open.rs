@@ -77,7 +77,7 @@ pub struct Opts {
     pub marks: usize,
     /// Where the engine computes, if not on the processor.
     pub device: Option<Arc<dyn Device>>,
-    /// Who pays for memory; none = nobody.
+    /// Who pays for memory; none = nobody. With one, [`Wishes::shrinks`] is wished.
     pub budget: Option<Arc<Budget>>,
     /// Its rank there: low ones are asked first to give back.
     pub priority: i32,
@@ -136,6 +136,8 @@ impl Streamer {
             fail!(Invalid, "the engine computes on a device exactly if one is given");
         }
         opts.wishes.seat = Some(seat);
+        // Who shares a budget has to be able to give something back.
+        opts.wishes.shrinks |= opts.budget.is_some();
         if opts.measure && opts.links.disk == 0 {
             opts.links.disk = measure(&*files, runtime.clock(), MEASURED_BYTES)?;
         }

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use crate::base::panic;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, JoinHandle, spawn};
-use crate::device::{Copy as Transfer, Event, Stream, Way};
+use crate::device::{Copy as Transfer, Event, State as DeviceState, Stream, Way};
 use crate::io::files::{FileId, Piece, Way as FileWay};
 use crate::stream::core::{Copied, Copy, From, Read, To};
 use crate::stream::streamer::{Shared, Verify};
@@ -80,7 +80,9 @@ impl Shared {
             if let Read::Clear { unit, .. } = read {
                 // SAFETY: the core hears of the end of this after it, and lets nobody have
                 // that memory before. Under the lock: places do not change meanwhile.
-                unsafe { state.places.clear(unit) };
+                if let Err(error) = unsafe { state.places.clear(unit) } {
+                    state.note = Some(error.to_string());
+                }
             }
             drop(state);
             let result = match (read, address) {
@@ -170,7 +172,13 @@ impl Shared {
                         device.submit(Stream(0), copy.after, std::slice::from_mut(&mut transfer))
                     }
                 });
+                // One that failed would fail each copy that waits for it, for ever.
+                let ended = |after| device.state(after) != Ok(DeviceState::Pending);
+                let has_waited = event.is_err() && copy.after.is_some_and(ended);
                 state = self.state.lock();
+                if has_waited {
+                    state.core.has_waited(&copy);
+                }
                 let how = match event {
                     Ok(event) => {
                         issued.push_back((copy, event));

@@ -43,6 +43,9 @@ pub struct Args {
     /// Which units stay
     #[arg(long, value_enum, default_value = "interleaved")]
     placement: Place,
+    /// Keep slots also where everything fits, so that memory can be given back
+    #[arg(long)]
+    shrinks: bool,
     /// Say what a pass would take over other links too, such as h2d=13,disk=3.3 (GB/s)
     #[arg(long, value_name = "LINKS")]
     what_if: Option<String>,
@@ -61,6 +64,7 @@ impl Args {
             host_reserve_bytes: self.host.map(|_| 0),
             context: self.context,
             slots: self.slots,
+            shrinks: self.shrinks,
             ..Wishes::default()
         }
     }

@@ -63,6 +63,9 @@ pub struct Args {
     /// Which units stay
     #[arg(long, value_enum, default_value = "interleaved")]
     placement: Place,
+    /// Keep slots also where everything fits, so that memory can be given back
+    #[arg(long)]
+    shrinks: bool,
     /// Nothing stays, all memory is a ring of slots
     #[arg(long, conflicts_with = "placement")]
     ring: bool,
@@ -111,6 +114,7 @@ impl Args {
             context: self.context,
             kv_bytes: (self.context == 0).then_some(0),
             slots: self.slots,
+            shrinks: self.shrinks,
             layer_compute_ns: self.compute.unwrap_or(0),
             ..Wishes::default()
         };

@@ -1,0 +1,421 @@
+//! Threads that do with a streamer whatever comes to their minds, and look at every byte that
+//! they are given, as long as they have it.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier::base::budget::Tier;
+use kvtier::base::status::{Error, Status};
+use kvtier::device::Memory;
+use kvtier::io::simulated::random::Random;
+use kvtier::stream::plan::Links;
+use kvtier::stream::streamer::{Held, How};
+use kvtier::stream::units::Role;
+
+use crate::cases::{Case, Ending, Payer, Trouble, one};
+use crate::rig::{MIB, soon};
+
+const GRAIN: u64 = 4096;
+/// What each thread does.
+const STEPS: u64 = 60;
+
+/// A case under way.
+pub struct Run {
+    pub case: Case,
+    /// What each thread does at the moment.
+    pub doing: Vec<Mutex<String>>,
+    /// Units that were had.
+    pub had: AtomicU64,
+    /// What can go wrong with files has.
+    struck: AtomicU64,
+}
+
+/// What a thread has.
+struct Hands<'a> {
+    run: &'a Run,
+    number: usize,
+    random: Random,
+    held: Vec<Held>,
+    most: usize,
+    /// Its place in the order.
+    turn: usize,
+}
+
+/// How a thread ended early: the streamer was closed, as it was to be.
+struct Closed;
+
+type Step = Result<(), Closed>;
+
+impl Run {
+    pub fn new(case: Case) -> Run {
+        let doing = (0..case.threads).map(|_| Mutex::default()).collect();
+        Run { case, doing, had: AtomicU64::new(0), struck: AtomicU64::new(0) }
+    }
+
+    /// Whether a unit has bytes in the grains of a stretch of a file.
+    fn touches(&self, unit: u32, file: u32, from: u64, to: u64) -> bool {
+        let of = &self.case.rig.files.units.units[unit as usize];
+        of.extents.iter().any(|extent| {
+            let end = (extent.offset + extent.bytes).next_multiple_of(GRAIN);
+            extent.file == file && extent.offset / GRAIN * GRAIN < to && end > from
+        })
+    }
+
+    /// Whether something may go wrong in a way: with a unit, or with whichever.
+    fn may(&self, unit: Option<u32>, status: Status) -> bool {
+        let near = |file, from, to| unit.is_none_or(|unit| self.touches(unit, file, from, to));
+        match (&self.case.trouble, status) {
+            (_, Status::Closed) => self.case.ending != Ending::Quiet,
+            (Trouble::Reads | Trouble::Copies, Status::Io) => true,
+            (Trouble::Stretch(file, span), Status::Io) => near(*file, span.start, span.end),
+            (Trouble::Cut(file, at), Status::Io | Status::Corrupt) => near(*file, *at, u64::MAX),
+            (Trouble::Written(file, at) | Trouble::Lie(file, at), Status::Corrupt) => {
+                near(*file, *at, at + 1)
+            }
+            (Trouble::Lost, Status::Unavailable) => true,
+            _ => false,
+        }
+    }
+
+    /// Whether files are not what they were, by what they say of themselves.
+    pub fn is_changed(&self) -> bool {
+        self.struck.load(Ordering::Acquire) > 0
+            && matches!(
+                self.case.trouble,
+                Trouble::Cut(..) | Trouble::Longer(..) | Trouble::Written(..)
+            )
+    }
+
+    /// What goes wrong with files goes wrong now.
+    pub fn strike(&self) {
+        let (sim, files) = (&self.case.sim, &self.case.rig.files);
+        match self.case.trouble {
+            Trouble::Cut(file, at) => sim.truncate(file, at),
+            Trouble::Longer(file) => {
+                sim.truncate(file, files.bytes[file as usize].len() as u64 + 1);
+            }
+            Trouble::Written(file, at) => sim.write(file, at),
+            Trouble::Lie(file, at) => sim.flip(file, at),
+            Trouble::Replaced(file) => sim.replace(file),
+            _ => return,
+        }
+        self.struck.store(1, Ordering::Release);
+    }
+
+    /// What a thread does from beginning to end.
+    pub fn work(&self, number: usize) {
+        let mut random = Random::new(self.case.seed.wrapping_mul(31) + number as u64);
+        let most = 1 + random.below(3) as usize;
+        let mut hands = Hands { run: self, number, random, held: Vec::new(), most, turn: 0 };
+        for step in 0..STEPS {
+            if number == 0 && step == STEPS / 2 {
+                self.strike();
+            }
+            if hands.step(step).is_err() {
+                break;
+            }
+        }
+        hands.let_go_all();
+        hands.says("nothing any more");
+    }
+}
+
+impl Hands<'_> {
+    fn says(&self, text: impl Into<String>) {
+        *self.run.doing[self.number].lock().expect("a lock") = text.into();
+    }
+
+    /// Judges what a call came to. `fine`: what it may say whatever goes wrong.
+    fn judge<T>(
+        &self,
+        unit: Option<u32>,
+        result: Result<T, Error>,
+        fine: &[Status],
+    ) -> Result<Option<T>, Closed> {
+        match result {
+            Ok(value) => Ok(Some(value)),
+            Err(error) => {
+                let doing = self.run.doing[self.number].lock().expect("a lock").clone();
+                let status = error.status();
+                let may = fine.contains(&status) || self.run.may(unit, status);
+                assert!(may, "{doing}: {error} ({status:?})");
+                if status == Status::Closed { Err(Closed) } else { Ok(None) }
+            }
+        }
+    }
+
+    fn step(&mut self, step: u64) -> Step {
+        match self.random.below(100) {
+            0..45 => self.acquire(),
+            45..62 => {
+                self.let_go();
+                Ok(())
+            }
+            62..68 => {
+                self.held.iter().for_each(|held| self.looks_right(held));
+                Ok(())
+            }
+            68..74 => self.stretch(),
+            74..78 => self.hint(),
+            78..82 => self.passes(),
+            82..86 => self.rebalance(),
+            86..90 => self.load(),
+            90..93 => self.verify(),
+            93..97 => self.compute(),
+            97 => self.look(),
+            _ => self.end(step),
+        }
+    }
+
+    fn any_unit(&mut self) -> u32 {
+        self.random.below(self.run.case.rig.files.units.units.len() as u64) as u32
+    }
+
+    /// The next unit of the order, or any.
+    fn wish(&mut self) -> u32 {
+        let order = &self.run.case.order;
+        if order.is_empty() || self.random.below(3) == 0 {
+            return self.any_unit();
+        }
+        self.turn += 1;
+        order[self.turn % order.len()]
+    }
+
+    fn how(&mut self) -> How {
+        let deadline_ns = match self.random.below(4) {
+            0 => 0,
+            1 => soon() - 20_000_000_000 + self.random.below(300_000),
+            _ => soon(),
+        };
+        How { poll: self.random.below(5) == 0, early: self.random.coin(), deadline_ns }
+    }
+
+    fn acquire(&mut self) -> Step {
+        if self.held.len() >= self.most {
+            self.let_go();
+        }
+        let (unit, how) = (self.wish(), self.how());
+        self.ask(unit, how)
+    }
+
+    fn ask(&mut self, unit: u32, how: How) -> Step {
+        let rig = &self.run.case.rig;
+        self.says(format!("acquire {unit}, {how:?}, with {} held", self.held.len()));
+        let told = rig.streamer.acquire(unit, how);
+        let mut fine = vec![Status::Busy];
+        if how.poll {
+            fine.push(Status::Again);
+        }
+        if how.deadline_ns > 0 && how.deadline_ns < soon() - 19_000_000_000 {
+            fine.push(Status::Timeout);
+        }
+        if let Err(error) = &told
+            && error.status() == Status::Busy
+        {
+            self.may_be_busy(unit);
+        }
+        let Some(held) = self.judge(Some(unit), told, &fine)? else { return Ok(()) };
+        self.run.had.fetch_add(1, Ordering::Relaxed);
+        if let Ok((address, bytes)) = rig.streamer.fixed(unit) {
+            assert_eq!((address, bytes), (held.address, held.bytes), "unit {unit} is in place");
+        }
+        assert_eq!(held.lease.unit, unit);
+        self.looks_right(&held);
+        self.held.push(held);
+        Ok(())
+    }
+
+    /// All slots have to be in use, or the unit spoiled, where one is refused.
+    fn may_be_busy(&self, unit: u32) {
+        let case = &self.run.case;
+        let plan = case.rig.streamer.plan();
+        let is_expert = case.rig.files.units.units[unit as usize].role == Role::Expert;
+        let slots = if is_expert { plan.expert_slots } else { plan.slots };
+        let others = 4 * (case.threads as usize - 1);
+        let spoils = matches!(case.trouble, Trouble::Copies | Trouble::Lost);
+        let held = self.held.len() + others;
+        assert!(spoils || slots as usize <= held, "unit {unit}: {slots} slots, {held} in use");
+    }
+
+    /// What was given early may turn out not to have come.
+    fn looks_right(&self, held: &Held) {
+        let unit = held.lease.unit;
+        match self.run.case.rig.is_right(held) {
+            Ok(right) => assert!(right, "unit {unit} has wrong bytes at {:?}", held.lease),
+            Err(error) => assert!(self.run.may(Some(unit), error.status()), "unit {unit}: {error}"),
+        }
+    }
+
+    fn let_go(&mut self) {
+        if self.held.is_empty() {
+            return;
+        }
+        let at = self.random.below(self.held.len() as u64) as usize;
+        let held = self.held.swap_remove(at);
+        self.looks_right(&held);
+        self.says(format!("release {:?}", held.lease));
+        let told = self.run.case.rig.streamer.release(&held, None);
+        let unit = held.lease.unit;
+        // Who hears second that a unit has not come whole is not told why.
+        let spoilt = |error: &Error| {
+            let lost = self.run.case.trouble == Trouble::Lost && error.status() == Status::Io;
+            let early = held.lease.event.is_some() && error.status() != Status::Closed;
+            early && (lost || self.run.may(Some(unit), error.status()))
+        };
+        if let Err(error) = &told {
+            assert!(spoilt(error), "release of {:?}: {error}", held.lease);
+        }
+    }
+
+    fn let_go_all(&mut self) {
+        while !self.held.is_empty() {
+            self.let_go();
+        }
+    }
+
+    /// Some units of the order, one behind the other, as a pass has them.
+    fn stretch(&mut self) -> Step {
+        self.let_go_all();
+        for _ in 0..self.random.below(12) {
+            let (unit, how) = (self.wish(), self.how());
+            self.ask(unit, how)?;
+            self.let_go();
+        }
+        Ok(())
+    }
+
+    fn hint(&mut self) -> Step {
+        let units: Vec<u32> = (0..self.random.below(5)).map(|_| self.any_unit()).collect();
+        self.says(format!("hint {units:?}"));
+        self.judge(None, self.run.case.rig.streamer.hint(&units), &[]).map(drop)
+    }
+
+    fn passes(&mut self) -> Step {
+        let streamer = &self.run.case.rig.streamer;
+        if self.random.coin() {
+            self.says("pass_end");
+            return self.judge(None, streamer.pass_end(), &[]).map(drop);
+        }
+        self.says("pass_begin");
+        let (before, told) = (self.run.is_changed(), streamer.pass_begin());
+        assert!(!(before && told.is_ok()), "a file has changed, and a pass begins");
+        let changed = self.run.case.trouble.clone();
+        let fine = match changed {
+            Trouble::Cut(..) | Trouble::Longer(..) | Trouble::Written(..) => &[Status::Corrupt][..],
+            _ => &[],
+        };
+        self.judge(None, told, fine).map(drop)
+    }
+
+    fn rebalance(&mut self) -> Step {
+        let case = &self.run.case;
+        let all = case.rig.files.all_bytes();
+        let mut some = || self.random.coin().then(|| all * self.random.below(130) / 100);
+        let (host, on_device) = (some(), some());
+        let host = if case.device.is_some() { host.map(|host| host + 3 * MIB) } else { host };
+        self.says(format!("rebalance {host:?} {on_device:?}"));
+        let told = case.rig.streamer.rebalance(host, on_device, None);
+        if let Ok(plan) = &told {
+            assert!(plan.host_bytes <= host.unwrap_or(u64::MAX), "{host:?}: {plan:?}");
+            assert!(plan.device_bytes <= on_device.unwrap_or(u64::MAX), "{on_device:?}: {plan:?}");
+        }
+        self.judge(None, told, &[Status::Budget])?;
+        if let (Payer::Cut, Some(budget), true) = (case.payer, &case.budget, self.random.coin()) {
+            let tier = one(&mut self.random, &[Tier::Host, Tier::Device]);
+            let bytes = 1 + all * self.random.below(150) / 100;
+            self.says(format!("resize {tier:?} {bytes}"));
+            budget.resize(tier, bytes).expect("resized");
+        }
+        Ok(())
+    }
+
+    fn load(&mut self) -> Step {
+        self.let_go_all();
+        let wait_ns = self.random.below(3_000_000);
+        self.says("load");
+        let until = soon() - 20_000_000_000 + wait_ns;
+        let told = self.run.case.rig.streamer.load(until);
+        self.judge(None, told, &[Status::Timeout]).map(drop)
+    }
+
+    /// Reads past all that is in memory, into memory of its own.
+    fn verify(&mut self) -> Step {
+        let case = &self.run.case;
+        let unit = self.any_unit();
+        self.says(format!("verify {unit}"));
+        let told = case.rig.streamer.verify(unit);
+        let poor = [Status::Budget, Status::NoMem];
+        let fine = if matches!(case.payer, Payer::Cut | Payer::Exact) { &poor[..] } else { &[] };
+        self.judge(Some(unit), told, fine).map(drop)
+    }
+
+    /// The device computes with some units behind the back of the streamer, which has them back.
+    fn compute(&mut self) -> Step {
+        let case = &self.run.case;
+        self.let_go_all();
+        if case.device.is_none() {
+            return Ok(());
+        }
+        let mut under_way = Vec::new();
+        for _ in 0..1 + self.random.below(6) {
+            let unit = self.wish();
+            self.says(format!("compute with {unit}"));
+            let how = How { early: true, poll: false, deadline_ns: soon() };
+            let held =
+                self.judge(Some(unit), case.rig.streamer.acquire(unit, how), &[Status::Busy]);
+            let Some(held) = held? else { continue };
+            self.run.had.fetch_add(1, Ordering::Relaxed);
+            if held.memory == Memory::Host {
+                self.held.push(held);
+                self.let_go();
+                continue;
+            }
+            let begun = case.rig.compute_with(&held);
+            under_way.extend(self.judge(Some(unit), begun, &[])?.map(|one| (unit, one)));
+        }
+        for (unit, computing) in &under_way {
+            self.judge(Some(*unit), computing.end(), &[])?;
+        }
+        Ok(())
+    }
+
+    /// Everything that can be looked at, while others work.
+    fn look(&mut self) -> Step {
+        let case = &self.run.case;
+        let streamer = &case.rig.streamer;
+        self.says("look");
+        let plan = streamer.plan();
+        assert_eq!(plan.homes.len(), case.rig.files.units.units.len());
+        let stats = streamer.stats();
+        assert!(stats.acquires >= self.held.len() as u64);
+        assert!(streamer.progress().homes <= plan.homes.len() as u64 * 2);
+        let texts = [streamer.plan_text(), streamer.plan_json(), streamer.engine().0];
+        assert!(texts.iter().all(|text| !text.is_empty()));
+        assert!(streamer.marks().len() <= 500);
+        assert!(streamer.layers().is_sorted_by(|a, b| a.layer < b.layer), "each layer once");
+        drop((streamer.links(), streamer.range(), streamer.sum_of(self.any_unit())));
+        drop(streamer.what_if(Links { disk: 1_000_000_000, device: 9_000_000_000, processor: 0 }));
+        for (lane, tier) in [Tier::Host, Tier::Device].map(|tier| (case.lane(tier), tier)) {
+            let over = lane.is_some_and(|lane| lane.peak_bytes > lane.limit_bytes);
+            assert!(!over || case.payer == Payer::Cut, "{tier:?}: {lane:?}");
+        }
+        Ok(())
+    }
+
+    /// Closes the streamer or its runtime, where that is how it ends.
+    fn end(&mut self, step: u64) -> Step {
+        let case = &self.run.case;
+        if case.ending == Ending::Quiet || step < STEPS / 3 {
+            return Ok(());
+        }
+        let until = soon() - 20_000_000_000 + self.random.below(1_000_000);
+        self.says("close");
+        let told = match case.ending {
+            Ending::Shut => case.rig.runtime.close(until),
+            _ => case.rig.streamer.close(until),
+        };
+        let is_closed = case.ending == Ending::Closed && told.is_ok();
+        assert!(!is_closed || self.held.is_empty(), "closed, and units are in use");
+        self.judge(None, told, &[Status::Busy]).map(drop)
+    }
+}

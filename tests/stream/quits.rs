@@ -1,0 +1,41 @@
+//! Units that leave their slots for good, as those in place do before they come home.
+
+use kvtier::base::status::Status;
+use kvtier::stream::core::{Core, Setup, Want};
+use kvtier::stream::plan::{Home, Seat};
+use kvtier::stream::units::Role;
+
+use crate::world::{MIB, World, plan, setup, units};
+
+const MS: u64 = 1_000_000;
+
+#[test]
+fn a_unit_quits_its_slot_when_nobody_is_to_use_it_there() {
+    let units = units(&[(Role::Layer, 9 * MIB); 6]);
+    let plan = plan(&units, Seat::Host, vec![Home::File; 6], 2, 0);
+    let core = Core::new(&Setup { in_place: true, ..setup(&units, &plan) }).expect("a core");
+    let mut world = World::new(core, &units, 1e9, 1e9);
+    let lease = world.acquire(0).expect("there");
+    assert!(!world.core.quit_slot(0).expect("sound"), "it is in use");
+    world.release(&lease);
+    assert!(world.core.quit_slot(0).expect("sound") && !world.core.is_in_slot(0));
+    // On its way, then promised to who sleeps until it is there.
+    assert!(matches!(world.core.want(3, false, world.now_ns).expect("sound"), Want::Wait(_)));
+    world.core.wait_begin(3);
+    assert!(!world.core.quit_slot(3).expect("sound"), "it is on its way");
+    world.settle();
+    assert!(!world.core.quit_slot(3).expect("sound"), "it is promised");
+    world.core.wait_end(3).expect("sound");
+    assert!(world.core.quit_slot(3).expect("sound"));
+    // Who waits for it elsewhere does not keep it.
+    world.core.wait_begin(5);
+    assert!(world.core.quit_slot(5).expect("sound"));
+    world.core.wait_end(5).expect("sound");
+    assert_eq!(world.core.quit_slot(6).expect_err("no such unit").status(), Status::Invalid);
+    // Both slots can be had.
+    let order: Vec<u32> = (0..6).collect();
+    world.run(&order, MS);
+    let (a, b) = (world.acquire(2).expect("there"), world.acquire(4).expect("there"));
+    world.release(&a);
+    world.release(&b);
+}

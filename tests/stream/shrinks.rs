@@ -1,0 +1,293 @@
+//! A streamer that shares a budget: what it had room for goes back to the files when others
+//! need memory, down to its floor, and comes again.
+
+use std::sync::Arc;
+
+use kvtier::base::account::Account;
+use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::op::{OpOpts, OpRef, RELEASED};
+use kvtier::base::runtime::Runtime;
+use kvtier::base::status::Status;
+use kvtier::device::simulated::SimulatedOpts;
+use kvtier::io::fixed::simulated::SimFixedOpts;
+use kvtier::stream::plan::{Home, Plan, Seat, Wishes};
+use kvtier::stream::streamer::Opts;
+
+use crate::numbers::Random;
+use crate::rig::{
+    Files, MIB, Rig, dense, device, experts, large, patiently, runtime, soon, with_device,
+    with_host,
+};
+
+const PLENTY: u64 = 1 << 30;
+
+/// Somebody else whose memory grows, as a store's does.
+struct Other {
+    budget: Arc<Budget>,
+    account: Arc<Account>,
+    tier: Tier,
+    bytes: u64,
+}
+
+impl Other {
+    fn new(runtime: &Runtime, tier: Tier, limit: u64) -> Other {
+        let mut opts = BudgetOpts { reserve_bytes: Some(0), ..BudgetOpts::default() };
+        opts.limits = opts.limits.map(|_| Some(PLENTY));
+        opts.limits[tier as usize] = Some(limit);
+        let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+        let account = budget.account("store", 1, None).expect("an account");
+        Other { budget, account, tier, bytes: 0 }
+    }
+
+    fn ask(&mut self, bytes: u64, deadline_ns: u64) -> OpRef {
+        let opts = OpOpts { deadline_ns, ..OpOpts::default() };
+        self.account.reserve_later(self.tier, bytes, &opts).expect("asked")
+    }
+
+    /// Grows until the streamer has so many bytes, while passes go on; one unit is in use
+    /// when it begins.
+    fn leave(&mut self, rig: &Rig, bytes: u64, in_use: u32) {
+        let more = self.budget.lane(self.tier).limit_bytes - bytes - self.bytes;
+        let held = rig.streamer.acquire(in_use, patiently()).expect("a unit");
+        let op = self.ask(more, soon());
+        rig.pass(patiently()).expect("a pass");
+        assert!(rig.is_right(&held).expect("no event"));
+        rig.streamer.release(&held, None).expect("given back");
+        assert_eq!(end(&op), Some(Status::Ok));
+        self.bytes += more;
+        rig.pass(patiently()).expect("a pass");
+        let lane = self.budget.lane(self.tier);
+        assert!(lane.reserved_bytes + lane.committed_bytes <= lane.limit_bytes);
+    }
+
+    fn give_back(&mut self) {
+        self.account.commit(self.tier, self.bytes, 0).expect("reserved");
+        self.bytes = 0;
+    }
+
+    /// What the streamer has.
+    fn streams(&self) -> u64 {
+        let lane = self.budget.lane(self.tier);
+        lane.reserved_bytes + lane.committed_bytes - self.bytes
+    }
+}
+
+/// How an op ends.
+fn end(op: &OpRef) -> Option<Status> {
+    op.wait(RELEASED, soon()).expect("it ends");
+    let status = op.info().status.and_then(Status::from_code);
+    op.remove();
+    status
+}
+
+fn takes(plan: &Plan) -> u64 {
+    if plan.seat == Seat::Device { plan.device_bytes } else { plan.host_bytes }
+}
+
+fn floor(rig: &Rig) -> u64 {
+    let floor = rig.streamer.plan().floor(&rig.files.units);
+    if rig.device.is_some() { floor.device_bytes } else { floor.host_bytes }
+}
+
+/// Every unit, also the experts.
+fn use_all(rig: &Rig) {
+    (0..rig.files.units.units.len() as u32)
+        .for_each(|unit| rig.use_unit(unit, patiently()).expect("a unit"));
+}
+
+/// From everything to the floor in steps, and to everything again.
+fn there_and_back(rig: &Rig, other: &mut Other) {
+    let all = rig.streamer.plan();
+    let here = if rig.device.is_some() { Home::Device } else { Home::Host };
+    let beside = |unit: usize| all.on_processor[unit];
+    let stay = (0..all.homes.len()).filter(|&unit| all.homes[unit] == here || beside(unit));
+    assert_eq!(stay.count(), all.homes.len());
+    rig.streamer.load(soon()).expect("residents");
+    let (most, least) = (takes(&all), floor(rig));
+    let largest = rig.files.units.units.iter().map(|unit| unit.image_bytes).max().expect("one");
+    assert!(least + largest < most, "{least} of {most}");
+    let count = all.homes.len() as u32;
+    for step in 1..=4 {
+        other.leave(rig, most - (most - least) * step / 4, (step as u32 * 7) % count);
+        use_all(rig);
+        rig.streamer.load(soon()).expect("those who stay");
+        assert_eq!(other.streams(), takes(&rig.streamer.plan()));
+    }
+    let small = rig.streamer.plan();
+    assert_eq!((takes(&small), floor(rig)), (least, least));
+    // No byte more, and who asks for it hears so.
+    let late = other.ask(1, rig.runtime.core().clock().now_ns() + 20_000_000);
+    assert_eq!(end(&late), Some(Status::Timeout));
+    rig.pass(patiently()).expect("a pass");
+    other.give_back();
+    let (host, on_it) =
+        (rig.device.is_none().then_some(PLENTY), rig.device.as_ref().map(|_| PLENTY));
+    let back = rig.streamer.rebalance(host, on_it, None).expect("all");
+    assert_eq!(back.homes, all.homes);
+    rig.pass(patiently()).expect("a pass");
+    rig.streamer.load(soon()).expect("residents");
+    assert_eq!(other.streams(), most);
+    let read = rig.streamer.stats().read_bytes;
+    use_all(rig);
+    assert_eq!(rig.streamer.stats().read_bytes, read, "all is at home again");
+}
+
+#[test]
+fn a_store_that_grows_gets_what_the_streamer_has() {
+    for in_place in [false, true] {
+        for sizes in [dense(24), large(6), experts(5, 6)] {
+            let name = format!("grows-{in_place}-{}-{}", sizes.layers, sizes.experts);
+            let files = Files::new(&name, &sizes);
+            let runtime = runtime("");
+            let mut other = Other::new(&runtime, Tier::Host, files.all_bytes() * 3);
+            let real = files.real();
+            let budget = Some(other.budget.clone());
+            let opts = Opts { in_place, budget, ..with_host(PLENTY) };
+            let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
+            for _ in 0..2 {
+                there_and_back(&rig, &mut other);
+            }
+            rig.closed();
+            assert_eq!(other.streams(), 0);
+        }
+    }
+}
+
+#[test]
+fn a_store_on_the_device_gets_what_the_streamer_has() {
+    for (sizes, homes) in [(dense(16), 0), (experts(4, 6), 0), (experts(4, 6), PLENTY)] {
+        let files = Files::new(&format!("dgrows-{}-{homes}", sizes.experts), &sizes);
+        let runtime = runtime("");
+        let mut other = Other::new(&runtime, Tier::Device, files.all_bytes() * 3);
+        let device = device(SimulatedOpts::default());
+        let real = files.real();
+        let budget = Some(other.budget.clone());
+        let opts = Opts { budget, ..with_device(device.clone(), PLENTY, homes) };
+        let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
+        there_and_back(&rig, &mut other);
+        rig.closed();
+        assert_eq!((other.streams(), device.allocated_bytes()), (0, 0));
+    }
+}
+
+#[test]
+fn what_does_not_come_back_is_not_counted() {
+    let files = Files::even("refused", 16, 16 * 4096);
+    let all = files.all_bytes();
+    let runtime = runtime("");
+    let mut other = Other::new(&runtime, Tier::Host, all * 3 / 2);
+    let real = files.real();
+    let opts = Opts { budget: Some(other.budget.clone()), ..with_host(PLENTY) };
+    let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
+    let least = floor(&rig);
+    other.leave(&rig, all / 2, 3);
+    // Allowed, but somebody else has that memory.
+    rig.streamer.rebalance(Some(PLENTY), None, None).expect("a plan");
+    rig.streamer.load(soon()).expect("those that have room");
+    assert_eq!(takes(&rig.streamer.plan()), other.streams());
+    rig.pass(patiently()).expect("a pass");
+    // And what it has can be given back as before.
+    other.leave(&rig, least, 5);
+    assert_eq!(other.streams(), least);
+    other.give_back();
+    rig.streamer.rebalance(None, None, None).expect("a plan");
+    rig.streamer.load(soon()).expect("residents");
+    rig.closed();
+}
+
+#[test]
+fn from_all_to_the_floor_and_back_while_units_are_used() {
+    for in_place in [false, true] {
+        for sizes in [dense(20), experts(5, 5)] {
+            let mut files = Files::new(&format!("sway-{in_place}-{}", sizes.experts), &sizes);
+            let slow =
+                SimFixedOpts { latency_ns: 100_000, jitter_percent: 50, ..Default::default() };
+            let simulated = files.simulate(slow);
+            let wishes = Wishes { shrinks: true, ..with_host(PLENTY).wishes };
+            let opts = Opts { in_place, wishes, ..with_host(PLENTY) };
+            let rig = Rig::open_on(runtime(""), simulated, files, opts).expect("a streamer");
+            let (most, least) = (takes(&rig.streamer.plan()), floor(&rig));
+            let slots = rig.streamer.plan().slots;
+            assert!(slots == 2 && least < most);
+            let mut random = Random::new(11);
+            let count = rig.files.units.units.len() as u32;
+            let mut held = Vec::new();
+            for step in 0..50 {
+                let wished = least + (most - least) * u64::from(random.below(5)) / 4;
+                let plan = rig.streamer.rebalance(Some(wished), None, None).expect("a plan");
+                assert!(plan.host_bytes <= wished && plan.slots == slots);
+                match rig.streamer.acquire(random.below(count), patiently()) {
+                    Ok(one) => held.push(one),
+                    Err(error) => assert_eq!(error.status(), Status::Busy, "{error}"),
+                }
+                for one in &held {
+                    assert!(rig.is_right(one).expect("no event"), "step {step}");
+                }
+                while held.len() > random.below(3) as usize {
+                    let one = held.swap_remove(random.below(held.len() as u32) as usize);
+                    rig.streamer.release(&one, None).expect("given back");
+                }
+                if held.is_empty() {
+                    rig.pass(patiently()).expect("a pass");
+                    use_all(&rig);
+                }
+            }
+            for one in held.drain(..) {
+                rig.streamer.release(&one, None).expect("given back");
+            }
+            rig.streamer.rebalance(Some(PLENTY), None, None).expect("all");
+            rig.streamer.load(soon()).expect("residents");
+            let homes = rig.streamer.plan().homes;
+            assert!(homes.iter().all(|home| *home == Home::Host));
+            let read = rig.streamer.stats().read_bytes;
+            use_all(&rig);
+            assert_eq!(rig.streamer.stats().read_bytes, read);
+            rig.closed();
+        }
+    }
+}
+
+#[test]
+fn homes_that_leave_are_given_to_nobody() {
+    for in_place in [false, true] {
+        let mut files = Files::even(&format!("raced-{in_place}"), 9, 4096);
+        let simulated = files.simulate(SimFixedOpts::default());
+        let wishes = Wishes { shrinks: true, slots: 4, ..with_host(PLENTY).wishes };
+        let opts = Opts { in_place, wishes, ..with_host(PLENTY) };
+        let rig = Rig::open_on(runtime(""), simulated, files, opts).expect("a streamer");
+        let (least, rig) = (floor(&rig), &rig);
+        std::thread::scope(|scope| {
+            // One comes while another gives it back, and it is to leave.
+            for _ in 0..3 {
+                scope.spawn(move || {
+                    for _ in 0..2_000 {
+                        rig.use_unit(0, patiently()).expect("a unit");
+                    }
+                });
+            }
+            scope.spawn(move || {
+                for step in 0..400 {
+                    let bytes = if step % 2 == 0 { least } else { PLENTY };
+                    rig.streamer.rebalance(Some(bytes), None, None).expect("a plan");
+                    std::thread::yield_now();
+                }
+            });
+        });
+        rig.streamer.load(soon()).expect("residents");
+        use_all(rig);
+        rig.closed();
+    }
+}
+
+#[test]
+fn without_wish_or_budget_what_fits_takes_no_slots() {
+    let files = Files::even("plain", 8, MIB);
+    let all = files.all_bytes();
+    let rig = Rig::open(files, with_host(PLENTY)).expect("a streamer");
+    let plan = rig.streamer.plan();
+    assert_eq!((plan.slots, plan.host_bytes), (0, all));
+    let error = rig.streamer.rebalance(Some(all / 2), None, None).expect_err("no slots");
+    assert!(error.status() == Status::Budget && error.message().contains("wish"), "{error}");
+    rig.pass(patiently()).expect("a pass");
+    rig.closed();
+}
