@@ -18,7 +18,7 @@ fn a_unit_quits_its_slot_when_nobody_is_to_use_it_there() {
     let lease = world.acquire(0).expect("there");
     assert!(!world.core.quit_slot(0).expect("sound"), "it is in use");
     world.release(&lease);
-    assert!(world.core.quit_slot(0).expect("sound") && !world.core.is_in_slot(0));
+    assert!(world.core.quit_slot(0).expect("sound") && !world.core.is_there(0));
     // On its way, then promised to who sleeps until it is there.
     assert!(matches!(world.core.want(3, false, world.now_ns).expect("sound"), Want::Wait(_)));
     world.core.wait_begin(3);

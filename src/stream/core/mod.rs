@@ -251,11 +251,6 @@ impl Core {
         self.cells.get(unit as usize).is_some_and(|cell| cell.ready || cell.is_home)
     }
 
-    /// Whether a unit is in a slot, or on its way there.
-    pub fn is_in_slot(&self, unit: u32) -> bool {
-        self.cells.get(unit as usize).is_some_and(|cell| cell.slot != NONE)
-    }
-
     /// Staging slots.
     pub fn staging_count(&self) -> u32 {
         self.staging_count
