@@ -3,11 +3,15 @@
 
 #![cfg(not(feature = "shuttle"))]
 
+#[path = "support/fake_cuda.rs"]
+mod fake_cuda;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier::base::checksum::checksum;
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
+use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{POISON, Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, MAX_COPIES, Memory, State, Stream, Way};
@@ -24,12 +28,18 @@ fn simulated_as(opts: SimulatedOpts) -> (Simulated, Clock) {
     (Simulated::new(clock.clone(), opts).expect("sound"), clock)
 }
 
+fn fake_cuda() -> Cuda {
+    let library = Some(fake_cuda::library());
+    Cuda::open(Clock::real(), &CudaOpts { library, ..CudaOpts::default() }).expect("a driver")
+}
+
 /// Runs a test on every device.
 fn on_all(seed: u64, test: impl Fn(&dyn Device)) {
     test(&Host::default());
     test(&simulated(seed).0);
     let real = SimulatedOpts { seed, latency_ns: 1_000, ..SimulatedOpts::default() };
     test(&Simulated::new(Clock::real(), real).expect("sound"));
+    test(&fake_cuda());
 }
 
 fn submit(
@@ -459,6 +469,7 @@ fn who_waits_as_documented_always_sees_right_bytes() {
     for seed in 0..60 {
         assert!(wander(&Host::default(), seed, 0), "host, seed {seed}");
         assert!(wander(&simulated(seed).0, seed, 0), "simulated, seed {seed}");
+        assert!(wander(&fake_cuda(), seed, 0), "CUDA without a device, seed {seed}");
     }
 }
 

@@ -15,10 +15,12 @@ use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::meta::view::{Side, Span, View};
 
+pub mod cuda;
 pub mod host;
 mod moved;
 mod pool;
 pub mod simulated;
+mod slots;
 mod strips;
 
 /// Most streams of a device.

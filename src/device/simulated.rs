@@ -13,6 +13,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Condvar, Guard, Mutex};
 use crate::device::moved::Moved;
 use crate::device::pool::Pool;
+use crate::device::slots::Slots;
 use crate::device::{
     Copy, Device, DeviceMemory, Event, Facts, MAX_STREAMS, Memory, State, Stream, check,
 };
@@ -74,14 +75,8 @@ struct Batch {
 }
 
 enum Phase {
-    Free,
     Pending(Batch),
     Ended(std::result::Result<(), Status>),
-}
-
-struct Slot {
-    generation: u32,
-    phase: Phase,
 }
 
 #[derive(Clone, Copy)]
@@ -99,10 +94,9 @@ struct Inner {
     /// When each stream has done what it was given.
     free_ns: Vec<u64>,
     /// What happens next: by time, then by the order in which it was planned.
-    agenda: BTreeMap<(u64, u64), (usize, Step)>,
+    agenda: BTreeMap<(u64, u64), (Event, Step)>,
     planned: u64,
-    slots: Vec<Slot>,
-    free: Vec<usize>,
+    known: Slots<Phase>,
     pending: usize,
     ended: VecDeque<Event>,
 }
@@ -130,8 +124,7 @@ impl Simulated {
             free_ns: vec![0; opts.streams as usize],
             agenda: BTreeMap::new(),
             planned: 0,
-            slots: Vec::new(),
-            free: Vec::new(),
+            known: Slots::new(MAX_EVENTS),
             pending: 0,
             ended: VecDeque::new(),
         };
@@ -211,56 +204,26 @@ impl Inner {
         ((u128::from(self.random()) * (u128::from(most) + 1)) >> 64) as u64
     }
 
-    fn find(&self, event: Event) -> Result<&Phase> {
-        let (slot, generation) = (event.0 as u32 as usize, (event.0 >> 32) as u32);
-        match self.slots.get(slot) {
-            Some(Slot { generation: there, phase }) if *there == generation => Ok(phase),
-            _ => fail!(Handle, "event {:#x} is none of this device, or was released", event.0),
-        }
-    }
-
-    fn event(&self, slot: usize) -> Event {
-        Event(u64::from(self.slots[slot].generation) << 32 | slot as u64)
-    }
-
-    /// A slot for one more event.
-    fn take_slot(&mut self) -> Result<usize> {
-        if let Some(slot) = self.free.pop() {
-            return Ok(slot);
-        }
-        if self.slots.len() == MAX_EVENTS {
-            return Err(Status::Again.into());
-        }
-        self.slots.push(Slot { generation: 1, phase: Phase::Free });
-        Ok(self.slots.len() - 1)
-    }
-
-    fn free_slot(&mut self, slot: usize) {
-        self.slots[slot].generation = self.slots[slot].generation.wrapping_add(1).max(1);
-        self.slots[slot].phase = Phase::Free;
-        self.free.push(slot);
-    }
-
-    fn plan(&mut self, time: u64, slot: usize, step: Step) {
+    fn plan(&mut self, time: u64, event: Event, step: Step) {
         self.planned += 1;
-        self.agenda.insert((time, self.planned), (slot, step));
+        self.agenda.insert((time, self.planned), (event, step));
     }
 
     fn run_until(&mut self, now: u64) {
         while let Some(next) = self.agenda.first_entry().filter(|entry| entry.key().0 <= now) {
-            let (slot, step) = next.remove();
-            let Phase::Pending(batch) = &mut self.slots[slot].phase else { continue };
+            let (event, step) = next.remove();
+            let Ok(Phase::Pending(batch)) = self.known.get_mut(event) else { continue };
             match step {
                 Step::Start if batch.touches() => batch.copies.iter().for_each(Moved::write),
                 Step::Read(copy) if batch.touches() => batch.copies[copy].read(),
-                Step::Finish => self.finish(slot),
+                Step::Finish => self.finish(event),
                 _ => {}
             }
         }
     }
 
-    fn finish(&mut self, slot: usize) {
-        let Phase::Pending(batch) = &self.slots[slot].phase else { return };
+    fn finish(&mut self, event: Event) {
+        let Ok(Phase::Pending(batch)) = self.known.get(event) else { return };
         if batch.loses {
             return self.lose();
         }
@@ -268,11 +231,11 @@ impl Inner {
             batch.copies.iter().for_each(Moved::write);
         }
         let outcome = batch.doom.map_or(Ok(()), Err);
-        self.end(slot, outcome);
+        self.end(event, outcome);
         // Whoever was to run after it has no input.
-        let (event, Err(status)) = (self.event(slot), outcome) else { return };
-        for slot in &mut self.slots {
-            if let Phase::Pending(batch) = &mut slot.phase
+        let Err(status) = outcome else { return };
+        for (_, phase) in self.known.iter_mut() {
+            if let Phase::Pending(batch) = phase
                 && batch.after == Some(event)
             {
                 (batch.doom, batch.spoils) = (Some(status), false);
@@ -280,22 +243,24 @@ impl Inner {
         }
     }
 
-    fn end(&mut self, slot: usize, outcome: std::result::Result<(), Status>) {
-        self.slots[slot].phase = Phase::Ended(outcome);
-        self.pending -= 1;
-        self.ended.push_back(self.event(slot));
+    fn end(&mut self, event: Event, outcome: std::result::Result<(), Status>) {
+        if let Ok(phase) = self.known.get_mut(event) {
+            *phase = Phase::Ended(outcome);
+            self.pending -= 1;
+            self.ended.push_back(event);
+        }
     }
 
     fn lose(&mut self) {
         self.lost = true;
         self.agenda.clear();
-        let number = |slot: usize| match &self.slots[slot].phase {
-            Phase::Pending(batch) => Some((batch.number, slot)),
-            _ => None,
+        let number = |(event, phase): (Event, &mut Phase)| match phase {
+            Phase::Pending(batch) => Some((batch.number, event)),
+            Phase::Ended(_) => None,
         };
-        let mut gone: Vec<_> = (0..self.slots.len()).filter_map(number).collect();
-        gone.sort_unstable();
-        gone.into_iter().for_each(|(_, slot)| self.end(slot, Err(Status::Unavailable)));
+        let mut gone: Vec<_> = self.known.iter_mut().filter_map(number).collect();
+        gone.sort_unstable_by_key(|(number, _)| *number);
+        gone.into_iter().for_each(|(_, event)| self.end(event, Err(Status::Unavailable)));
     }
 }
 
@@ -339,27 +304,19 @@ impl Device for Simulated {
         }
         let mut start = now.max(inner.free_ns[stream.0 as usize]);
         if let Some(event) = after {
-            match inner.find(event)? {
+            match inner.known.get(event)? {
                 Phase::Pending(batch) => start = start.max(batch.finish_ns),
                 Phase::Ended(Err(status)) => return Err(Error::from(*status)),
                 _ => {}
             }
         }
-        let slot = inner.take_slot()?;
         inner.batches += 1;
         let bytes = lowered.iter().map(|copy| copy.bytes.len() as u64).sum();
         let length = if lowered.is_empty() { 0 } else { self.duration_ns(&mut inner, bytes) };
         let finish_ns = start.saturating_add(length);
-        inner.plan(start, slot, Step::Start);
-        for copy in 0..lowered.len() {
-            let time = start + inner.up_to(finish_ns - start);
-            inner.plan(time, slot, Step::Read(copy));
-        }
-        inner.plan(finish_ns, slot, Step::Finish);
-        inner.free_ns[stream.0 as usize] = finish_ns;
-        let number = inner.batches;
+        let (number, count) = (inner.batches, lowered.len());
         let fails = self.opts.fail_at.contains(&number);
-        inner.slots[slot].phase = Phase::Pending(Batch {
+        let event = inner.known.insert(Phase::Pending(Batch {
             number,
             after,
             finish_ns,
@@ -367,28 +324,34 @@ impl Device for Simulated {
             spoils: fails,
             loses: self.opts.lost_at == number,
             copies: lowered,
-        });
+        }))?;
+        inner.plan(start, event, Step::Start);
+        for copy in 0..count {
+            let time = start + inner.up_to(finish_ns - start);
+            inner.plan(time, event, Step::Read(copy));
+        }
+        inner.plan(finish_ns, event, Step::Finish);
+        inner.free_ns[stream.0 as usize] = finish_ns;
         inner.pending += 1;
-        let event = inner.event(slot);
         inner.run_until(now);
         Ok(event)
     }
 
     fn state(&self, event: Event) -> Result<State> {
-        match self.now().find(event)? {
+        match self.now().known.get(event)? {
             Phase::Pending(_) => Ok(State::Pending),
             Phase::Ended(Err(status)) => Err(Error::from(*status)),
-            Phase::Ended(Ok(())) | Phase::Free => Ok(State::Done),
+            Phase::Ended(Ok(())) => Ok(State::Done),
         }
     }
 
     fn wait(&self, event: Event, deadline_ns: u64) -> Result<()> {
         let mut inner = self.now();
         loop {
-            let until = match inner.find(event)? {
+            let until = match inner.known.get(event)? {
                 Phase::Pending(batch) => batch.finish_ns,
                 Phase::Ended(Err(status)) => return Err(Error::from(*status)),
-                Phase::Ended(Ok(())) | Phase::Free => return Ok(()),
+                Phase::Ended(Ok(())) => return Ok(()),
             };
             if !self.sleep(&mut inner, until, deadline_ns) {
                 return Err(Status::Timeout.into());
@@ -407,12 +370,11 @@ impl Device for Simulated {
 
     fn release(&self, event: Event) -> Result<()> {
         let mut inner = self.now();
-        if let Phase::Pending(_) = inner.find(event)? {
+        if let Phase::Pending(_) = inner.known.get(event)? {
             return Err(Status::Busy.into());
         }
         inner.ended.retain(|ended| *ended != event);
-        inner.free_slot(event.0 as u32 as usize);
-        Ok(())
+        inner.known.remove(event).map(|_| ())
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
@@ -423,9 +385,9 @@ impl Device for Simulated {
     }
 
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
-        let inner = self.now();
-        for slot in &inner.slots {
-            if let Phase::Pending(batch) = &slot.phase
+        let mut inner = self.now();
+        for (_, phase) in inner.known.iter_mut() {
+            if let Phase::Pending(batch) = phase
                 && batch.uses(memory)
             {
                 fail!(Busy, "batch {} uses the memory at {:#x}", batch.number, memory.address);

@@ -250,14 +250,20 @@ fn opened(path: &Path) -> Result<(String, Option<String>)> {
 }
 
 fn cuda() -> Finding {
-    match probe::cuda_driver() {
-        Some(version) => Finding::new(
-            "cuda driver",
-            Mark::Good,
-            format!("{}.{}", version / 1000, version % 1000 / 10),
-            "an NVIDIA driver is there (this build has no device tier yet)",
-        ),
-        None => Finding::new("cuda driver", Mark::Absent, "none", "no device tier on this machine"),
+    let check = "cuda devices";
+    let means = "copies to and from them, in Rust; stores and streams from C have no device yet";
+    match kvtier::device::cuda::probe(None) {
+        Ok(found) if found.is_empty() => {
+            Finding::new(check, Mark::Absent, "none", "a driver without devices")
+        }
+        Ok(found) => {
+            let named = |device: &kvtier::device::cuda::Found| {
+                format!("{} ({}.{})", device.name, device.capability / 10, device.capability % 10)
+            };
+            let all: Vec<String> = found.iter().map(named).collect();
+            Finding::new(check, Mark::Good, all.join(", "), means)
+        }
+        Err(error) => Finding::new(check, Mark::Absent, "none", error.message()),
     }
 }
 

@@ -1,0 +1,101 @@
+//! A context, for as long as a call needs it: the thread has its own again afterwards.
+
+use std::ffi::{CStr, c_int};
+
+use crate::base::status::Result;
+use crate::device::cuda::Found;
+use crate::device::cuda::driver::{
+    CAPABILITY_MAJOR, CAPABILITY_MINOR, CAPTURE_RELAXED, Driver, Handle, Ordinal,
+    STREAM_NON_BLOCKING,
+};
+
+/// Most bytes of a device's name.
+const NAME_BYTES: usize = 256;
+
+/// The calling thread is in a context until this is dropped.
+pub struct Inside<'a> {
+    driver: &'a Driver,
+    capture_mode: u32,
+}
+
+impl<'a> Inside<'a> {
+    pub fn enter(driver: &'a Driver, context: usize) -> Result<Inside<'a>> {
+        let mut capture_mode = CAPTURE_RELAXED;
+        // SAFETY: a context that outlives its device. An engine that is making a graph forbids
+        // other threads some calls, and its graph would fail; this thread is not part of it.
+        unsafe {
+            driver.check("cuCtxPushCurrent", (driver.push)(context as Handle))?;
+            let code = (driver.exchange_capture_mode)(&mut capture_mode);
+            let inside = Inside { driver, capture_mode };
+            driver.check("cuThreadExchangeStreamCaptureMode", code)?;
+            Ok(inside)
+        }
+    }
+
+    /// Whose device the context is.
+    pub fn ordinal(&self) -> Result<Ordinal> {
+        let mut ordinal: Ordinal = 0;
+        // SAFETY: a place for a number.
+        let code = unsafe { (self.driver.context_device)(&mut ordinal) };
+        self.driver.check("cuCtxGetDevice", code).map(|()| ordinal)
+    }
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        let mut context: Handle = std::ptr::null_mut();
+        // SAFETY: what `enter` did, undone; places for what was there. Errors of work that is
+        // under way may come out here, and come out again where that is looked at.
+        unsafe {
+            (self.driver.exchange_capture_mode)(&mut self.capture_mode);
+            (self.driver.pop)(&mut context);
+        }
+    }
+}
+
+impl Driver {
+    /// How many devices there are.
+    pub fn devices(&self) -> Result<c_int> {
+        let mut count = 0;
+        // SAFETY: a place for a number.
+        let code = unsafe { (self.device_count)(&mut count) };
+        self.check("cuDeviceGetCount", code).map(|()| count)
+    }
+
+    /// What a device is.
+    pub fn found(&self, ordinal: Ordinal) -> Result<Found> {
+        let mut name = [0; NAME_BYTES];
+        // SAFETY: a place of that many bytes, the last of which stays zero.
+        let code =
+            unsafe { (self.device_name)(name.as_mut_ptr(), NAME_BYTES as c_int - 1, ordinal) };
+        self.check("cuDeviceGetName", code)?;
+        // SAFETY: as above: it ends with a zero.
+        let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+        let of = |which| self.attribute(which, ordinal).map(|number| number.max(0) as u32);
+        Ok(Found { name, capability: of(CAPABILITY_MAJOR)? * 10 + of(CAPABILITY_MINOR)? })
+    }
+
+    /// A number of a device.
+    pub fn attribute(&self, which: c_int, ordinal: Ordinal) -> Result<c_int> {
+        let mut value = 0;
+        // SAFETY: a place for a number.
+        let code = unsafe { (self.device_attribute)(&mut value, which, ordinal) };
+        self.check("cuDeviceGetAttribute", code).map(|()| value)
+    }
+
+    /// The context of a device that all of the process share.
+    pub fn retain(&self, ordinal: Ordinal) -> Result<usize> {
+        let mut context: Handle = std::ptr::null_mut();
+        // SAFETY: a place for a handle.
+        let code = unsafe { (self.retain_primary)(&mut context, ordinal) };
+        self.check("cuDevicePrimaryCtxRetain", code).map(|()| context as usize)
+    }
+
+    /// A stream of the current context.
+    pub fn make_stream(&self) -> Result<usize> {
+        let mut stream: Handle = std::ptr::null_mut();
+        // SAFETY: a place for a handle.
+        let code = unsafe { (self.create_stream)(&mut stream, STREAM_NON_BLOCKING) };
+        self.check("cuStreamCreate", code).map(|()| stream as usize)
+    }
+}

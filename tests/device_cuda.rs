@@ -1,0 +1,228 @@
+//! The CUDA device over a driver without a device: what it asks the driver for, what it gives
+//! back, and what becomes of each call that fails. (That it copies right is in `devices`.)
+
+#![cfg(not(feature = "shuttle"))]
+
+#[path = "support/fake_cuda.rs"]
+mod fake_cuda;
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard};
+
+use fake_cuda::Fake;
+use kvtier::base::clock::Clock;
+use kvtier::base::status::Status;
+use kvtier::device::cuda::{Cuda, CudaOpts, probe};
+use kvtier::device::{Copy, Device, Event, Memory, State, Stream, Way};
+
+/// There is one fake in a process: tests have it in turn, and find it as if new.
+fn alone(seed: u64) -> (MutexGuard<'static, ()>, Fake) {
+    static TURN: Mutex<()> = Mutex::new(());
+    let turn = TURN.lock().unwrap_or_else(|broken| broken.into_inner());
+    (turn, Fake::begin(seed))
+}
+
+fn opts() -> CudaOpts {
+    CudaOpts { library: Some(fake_cuda::library()), ..CudaOpts::default() }
+}
+
+fn open() -> Cuda {
+    Cuda::open(Clock::real(), &opts()).expect("a device")
+}
+
+const BYTES: usize = 64 << 10;
+
+/// To the device and back; whether what came back is what went, or what was said. Where a call
+/// fails work may be under way: its memory in this process stays for ever.
+fn round_trip(cuda: &Cuda) -> kvtier::base::status::Result<bool> {
+    let there = Box::leak((0..BYTES).map(|n| (n % 251) as u8).collect::<Box<[u8]>>());
+    let back = Box::leak(vec![0u8; BYTES].into_boxed_slice());
+    let memory = cuda.allocate(BYTES as u64)?;
+    let moved = (|| {
+        let to = |host: *mut u8, way| {
+            Copy::bytes(host, memory.address, BYTES as u64, way, Memory::Device)
+        };
+        // SAFETY: memory that stays.
+        unsafe {
+            let up = cuda.submit(Stream(0), None, &mut [to(there.as_mut_ptr(), Way::Scatter)?])?;
+            let down = cuda.submit(Stream(1), Some(up), &mut [to(back.as_mut_ptr(), Way::Gather)?]);
+            let ended = down.and_then(|down| cuda.wait(down, 0));
+            cuda.wait(up, 0).and(ended)
+        }
+    })();
+    // SAFETY: all that used it has ended, or it is refused.
+    let freed = unsafe { cuda.free(&memory) };
+    moved.and(freed).map(|()| there == back)
+}
+
+#[test]
+fn all_that_is_taken_is_given_back() {
+    let (_turn, fake) = alone(1);
+    let before = fake.live();
+    let cuda = open();
+    assert!(round_trip(&cuda).expect("it works"));
+    let kept = cuda.allocate(4096).expect("memory");
+    assert!(kept.address % 256 == 0 && cuda.free_bytes().expect("known") > 0);
+    drop(cuda);
+    assert_eq!(fake.live(), before, "streams, events, memory or contexts are left");
+    fake.check();
+}
+
+#[test]
+fn a_driver_that_is_none_too_old_or_without_devices_is_unavailable_and_says_why() {
+    let (_turn, fake) = alone(2);
+    let fails = |opts: &CudaOpts, word: &str| {
+        let error = Cuda::open(Clock::real(), opts).err().expect("no device");
+        assert_eq!(error.status(), Status::Unavailable, "{error}");
+        assert!(error.to_string().contains(word), "{error}");
+    };
+    let library = |path: &str| CudaOpts { library: Some(PathBuf::from(path)), ..opts() };
+    fails(&library("/nowhere/libcuda.so"), "no CUDA driver");
+    fails(&library("libc.so.6"), "has no cuInit");
+    fails(&CudaOpts { ordinal: 1, ..opts() }, "device 1, the driver has 1");
+    fake.set(11_080, 1, 1 << 30, false);
+    fails(&opts(), "knows CUDA 11.8, at least 12.0");
+    fake.set(12_040, 0, 1 << 30, false);
+    fails(&opts(), "device 0, the driver has 0");
+    fake.set(12_040, 1, 1 << 30, false);
+    fake.fail("cuInit", 1, 999);
+    fails(&opts(), "does not start");
+    assert_eq!(probe(Some(&fake_cuda::library())).expect("one")[0].name, "fake 0");
+    fake.check();
+}
+
+/// Every call that a device makes fails once, early and late: nothing hangs, nothing is lost,
+/// and what is said to have gone well has.
+#[test]
+fn any_call_may_fail() {
+    let calls = [
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxPushCurrent",
+        "cuCtxGetDevice",
+        "cuDeviceGetAttribute",
+        "cuStreamCreate",
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuEventQuery",
+        "cuEventSynchronize",
+        "cuStreamWaitEvent",
+        "cuMemAlloc",
+        "cuMemFree",
+        "cuMemcpyHtoDAsync",
+        "cuMemcpyDtoHAsync",
+        "cuStreamSynchronize",
+    ];
+    for call in calls {
+        let mut failed = 0;
+        for (nth, code) in (1..12).flat_map(|nth| [(nth, 2), (nth, 1), (nth, 400), (nth, 700)]) {
+            let (_turn, fake) = alone(nth as u64);
+            let before = fake.live();
+            fake.fail(call, nth, code);
+            let went = Cuda::open(Clock::real(), &opts()).and_then(|cuda| round_trip(&cuda));
+            failed += u32::from(went.is_err());
+            assert!(went.unwrap_or(true), "{call}, {nth}, {code}: wrong bytes");
+            fake.check();
+            // After a sticky error the driver takes nothing back; else all but what it refused.
+            let takes_back = code < 700 && !["cuMemFree", "cuCtxPushCurrent"].contains(&call);
+            assert!(
+                !takes_back || fake.live() == before,
+                "{call}, {nth}, {code}: something is left"
+            );
+            let _ = Fake::begin(0);
+        }
+        assert!(failed > 0 || call == "cuStreamSynchronize", "{call} was never made");
+    }
+}
+
+#[test]
+fn a_lost_device_says_so_to_all_and_waits_for_nothing() {
+    let (_turn, fake) = alone(3);
+    let cuda = open();
+    assert!(round_trip(&cuda).expect("it works"));
+    // SAFETY: a batch without memory.
+    let event = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect("an event");
+    fake.fail("cuEventQuery", 1, 700);
+    assert_eq!(cuda.state(event).expect_err("it is lost").status(), Status::Unavailable);
+    assert_eq!(cuda.wait(event, 0).expect_err("it is lost").status(), Status::Unavailable);
+    let mut ended = [Event(0); 4];
+    let count = cuda.poll(&mut ended);
+    assert!(ended[..count].contains(&event), "its end is told");
+    assert_eq!(cuda.allocate(1).expect_err("it is lost").status(), Status::Unavailable);
+    // SAFETY: as above.
+    let more = unsafe { cuda.submit(Stream(0), None, &mut []) };
+    assert_eq!(more.expect_err("it is lost").status(), Status::Unavailable);
+    cuda.close(0).expect("nothing is under way");
+}
+
+#[test]
+fn memory_that_is_not_there_is_no_memory() {
+    let (_turn, fake) = alone(4);
+    fake.set(12_040, 1, 1 << 20, false);
+    let cuda = open();
+    let error = cuda.allocate(2 << 20).expect_err("too much");
+    assert_eq!(error.status(), Status::NoMem);
+    assert!(error.to_string().contains("2097152 bytes of device memory"), "{error}");
+    let memory = cuda.allocate(1 << 20).expect("all of it");
+    assert_eq!(cuda.free_bytes(), Some(0));
+    // SAFETY: nothing uses it; the second time it is refused.
+    unsafe {
+        cuda.free(&memory).expect("ours");
+        assert_eq!(cuda.free(&memory).expect_err("it was freed").status(), Status::Handle);
+    }
+    fake.check();
+}
+
+#[test]
+fn an_engine_has_its_own_context_and_streams_and_makes_graphs() {
+    let (_turn, fake) = alone(5);
+    let before = fake.live();
+    let context = fake.context();
+    let streams = [fake.stream(), fake.stream()];
+    let taken = fake.live();
+    let cuda =
+        Cuda::open(Clock::real(), &CudaOpts { context, streams: streams.to_vec(), ..opts() })
+            .expect("a device");
+    assert_eq!(cuda.facts().streams, 2);
+    // Some thread makes a graph: what this one does is no part of it.
+    fake.set(12_040, 1, 1 << 30, true);
+    assert!(round_trip(&cuda).expect("it works meanwhile"));
+    // Of this stream a graph is made: copies into it would come whenever it is launched.
+    fake.capture(streams[0], true);
+    // SAFETY: a batch without memory.
+    let refused = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect_err("a graph");
+    assert_eq!(refused.status(), Status::State);
+    fake.capture(streams[0], false);
+    // SAFETY: as above.
+    let event = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect("no graph any more");
+    cuda.wait(event, 0).expect("it comes");
+    assert_eq!(cuda.state(event).expect("known"), State::Done);
+    drop(cuda);
+    assert_eq!(fake.live(), taken, "what is the engine's stays, and nothing else");
+    streams.into_iter().for_each(|stream| fake.end_stream(stream));
+    while fake.live() > before {
+        fake.give_context_back();
+    }
+    fake.check();
+}
+
+#[test]
+fn a_deadline_is_kept_while_nothing_comes() {
+    let (_turn, fake) = alone(6);
+    let context = fake.context();
+    let stream = fake.stream();
+    let cuda = Cuda::open(Clock::real(), &CudaOpts { context, streams: vec![stream], ..opts() })
+        .expect("a device");
+    // SAFETY: a batch without memory.
+    let event = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect("an event");
+    // Work of the fake goes on only when it is asked, and it refuses to say.
+    for _ in 0..16 {
+        fake.fail("cuEventQuery", 1, 600);
+    }
+    let clock = Clock::real();
+    let error = cuda.wait(event, clock.now_ns() + 20_000).expect_err("too early");
+    assert_eq!(error.status(), Status::Timeout);
+    cuda.wait(event, 0).expect("it comes");
+    drop(cuda);
+    fake.check();
+    let _ = Fake::begin(0);
+}
