@@ -2,9 +2,11 @@
 //! engine's context or the one that a process shares. Nothing here ever waits for a whole
 //! device or for its default stream.
 
+mod copies;
 mod driver;
 mod inside;
 mod known;
+mod open;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_int;
@@ -12,21 +14,14 @@ use std::path::PathBuf;
 
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Guard, Mutex};
+use crate::base::sync::{Condvar, Guard, Mutex};
 use crate::device::slots::Slots;
-use crate::device::{
-    Copy, Device, DeviceMemory, Event, Facts, MAX_STREAMS, Memory, State, Stream, Way, check,
-};
+use crate::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, check};
 use crate::fail;
-use crate::meta::view::Strip;
-use driver::{Driver, Handle, KIND_DEVICE, KIND_HOST, Rows, is_sticky};
+use driver::{Driver, Handle, is_sticky};
 use inside::Inside;
 use known::Known;
 
-/// Most events that are known at once.
-const MAX_EVENTS: usize = 65_536;
-/// Streams where nobody names any: two for each way.
-const STREAMS: u32 = 4;
 /// How long who waits with a deadline sleeps between looks, at first and at most.
 const NAP_NS: (u64, u64) = (5_000, 500_000);
 
@@ -76,6 +71,8 @@ pub struct Cuda {
     owns_streams: bool,
     max_pitch: u64,
     inner: Mutex<Inner>,
+    /// For those who sleep until they ask again; nobody wakes them.
+    nap: Condvar,
 }
 
 /// What the driver of a library finds.
@@ -85,124 +82,12 @@ pub fn probe(library: Option<&std::path::Path>) -> Result<Vec<Found>> {
 }
 
 impl Cuda {
-    /// Opens a device. [`Status::Unavailable`] and why, where there is none or no driver.
-    pub fn open(clock: Clock, opts: &CudaOpts) -> Result<Cuda> {
-        if opts.streams.len() > MAX_STREAMS as usize {
-            fail!(Invalid, "{} streams, up to {MAX_STREAMS} can be", opts.streams.len());
-        }
-        let driver = Driver::load(opts.library.as_deref())?;
-        let count = driver.devices()?;
-        let ordinal = c_int::try_from(opts.ordinal).ok().filter(|ordinal| *ordinal < count);
-        let Some(ordinal) = ordinal else {
-            fail!(Unavailable, "device {}, the driver has {count}", opts.ordinal);
-        };
-        let mut cuda = Cuda {
-            driver,
-            clock,
-            ordinal,
-            context: opts.context as usize,
-            owns_context: opts.context == 0,
-            streams: opts.streams.iter().map(|stream| *stream as usize).collect(),
-            owns_streams: opts.streams.is_empty(),
-            max_pitch: 0,
-            inner: Mutex::new(Inner {
-                known: Slots::new(MAX_EVENTS),
-                ended: VecDeque::new(),
-                spare: Vec::new(),
-                given: BTreeMap::new(),
-                last: 0,
-                lost: None,
-                closed: false,
-            }),
-        };
-        cuda.begin()?;
-        Ok(cuda)
-    }
-
-    /// Takes what it needs of the driver; what was taken is given back when it is dropped.
-    fn begin(&mut self) -> Result<()> {
-        if self.owns_context {
-            self.context = self.driver.retain(self.ordinal)?;
-        }
-        let inside = Inside::enter(&self.driver, self.context)?;
-        self.ordinal = inside.ordinal()?;
-        self.max_pitch = self.driver.attribute(driver::MAX_PITCH, self.ordinal)?.max(0) as u64;
-        let mut own = Vec::new();
-        if self.owns_streams {
-            for _ in 0..STREAMS {
-                let made = self.driver.make_stream();
-                let is_over = made.is_err();
-                own.push(made);
-                if is_over {
-                    break;
-                }
-            }
-        }
-        drop(inside);
-        for stream in own {
-            self.streams.push(stream?);
-        }
-        Ok(())
-    }
-
     fn enter(&self) -> Result<Inside<'_>> {
         Inside::enter(&self.driver, self.context)
     }
 
     fn stream(&self, stream: Stream) -> Handle {
         self.streams[stream.0 as usize] as Handle
-    }
-
-    /// Puts one copy on a stream, run by run or as rows.
-    ///
-    /// # Safety
-    /// As for [`Device::submit`].
-    unsafe fn issue(&self, copy: &Copy<'_>, stream: Handle) -> Result<()> {
-        for strip in copy.tensor.strips() {
-            let pitched = strip.count > 1 && strip.stride_bytes <= self.max_pitch;
-            let is_one = strip.count == 1 || strip.stride_bytes == strip.run_bytes;
-            let rows = if is_one || pitched { 1 } else { strip.count };
-            for row in 0..rows {
-                let part = match (is_one, pitched) {
-                    (true, _) => Strip { count: 1, run_bytes: strip.bytes(), ..strip },
-                    (_, true) => strip,
-                    _ => Strip {
-                        count: 1,
-                        address: strip.address.wrapping_add(row * strip.stride_bytes),
-                        at: strip.at + row * strip.run_bytes,
-                        ..strip
-                    },
-                };
-                // SAFETY: the caller's promise; the part is one of its strips.
-                unsafe { self.issue_strip(copy, &part, stream)? };
-            }
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// As for [`Cuda::issue`].
-    unsafe fn issue_strip(&self, copy: &Copy<'_>, strip: &Strip, stream: Handle) -> Result<()> {
-        let plane = copy.plane.wrapping_add(strip.at as usize);
-        let bytes = strip.bytes() as usize;
-        let call = &self.driver;
-        // SAFETY: the caller's promise; the stream is one of this context, which is entered.
-        unsafe {
-            match (strip.count, copy.memory, copy.way) {
-                (1, Memory::Device, Way::Scatter) => call.check(
-                    "cuMemcpyHtoDAsync",
-                    (call.to_device)(strip.address, plane.cast(), bytes, stream),
-                ),
-                (1, Memory::Device, Way::Gather) => call.check(
-                    "cuMemcpyDtoHAsync",
-                    (call.from_device)(plane.cast(), strip.address, bytes, stream),
-                ),
-                _ => {
-                    let rows = rows(copy, strip, plane);
-                    call.check("cuMemcpy2DAsync", (call.rows)(&rows, stream))
-                }
-            }
-        }
     }
 
     /// The driver does not know any more what its device does: all that is under way has
@@ -266,40 +151,6 @@ impl Cuda {
             None => Ok(()),
         }
     }
-}
-
-/// A copy of rows as the driver wants it.
-fn rows(copy: &Copy<'_>, strip: &Strip, plane: *mut u8) -> Rows {
-    let kind = if copy.memory == Memory::Device { KIND_DEVICE } else { KIND_HOST };
-    let tensor = std::ptr::with_exposed_provenance_mut(strip.address as usize);
-    let is_device = copy.memory == Memory::Device;
-    let (host, device) =
-        if is_device { (std::ptr::null_mut(), strip.address) } else { (tensor, 0) };
-    let pitch = if strip.count == 1 { strip.run_bytes } else { strip.stride_bytes } as usize;
-    let mut rows = Rows {
-        from_x_bytes: 0,
-        from_y: 0,
-        from_kind: kind,
-        from_host: host,
-        from_device: device,
-        from_array: std::ptr::null_mut(),
-        from_pitch: pitch,
-        to_x_bytes: 0,
-        to_y: 0,
-        to_kind: KIND_HOST,
-        to_host: plane.cast(),
-        to_device: 0,
-        to_array: std::ptr::null_mut(),
-        to_pitch: strip.run_bytes as usize,
-        width_bytes: strip.run_bytes as usize,
-        height: strip.count as usize,
-    };
-    if copy.way == Way::Scatter {
-        (rows.from_kind, rows.from_host, rows.from_device) = (KIND_HOST, plane.cast(), 0);
-        (rows.to_kind, rows.to_host, rows.to_device) = (kind, host, device);
-        std::mem::swap(&mut rows.from_pitch, &mut rows.to_pitch);
-    }
-    rows
 }
 
 impl Device for Cuda {
@@ -400,7 +251,8 @@ impl Device for Cuda {
                 }
                 nap = nap.min(deadline_ns - now_ns);
             }
-            std::thread::sleep(std::time::Duration::from_nanos(nap));
+            // The driver tells nobody when an event comes: it is asked again after a while.
+            self.nap.wait_for(&mut self.inner.lock(), nap);
             nap_ns = (nap_ns * 2).min(NAP_NS.1);
         }
     }
@@ -509,41 +361,5 @@ impl Cuda {
             fail!(State, "the stream is making a graph: give the device others, or none");
         }
         Ok(())
-    }
-}
-
-impl Drop for Cuda {
-    fn drop(&mut self) {
-        if self.context == 0 {
-            return;
-        }
-        let driver = &self.driver;
-        if let Ok(_inside) = Inside::enter(driver, self.context) {
-            let inner = self.inner.lock();
-            // SAFETY: what this device made and still has; its own streams have ended what they
-            // were given before memory goes, those of others were waited for by `close`.
-            unsafe {
-                if self.owns_streams {
-                    for &stream in &self.streams {
-                        (driver.sync_stream)(stream as Handle);
-                        (driver.destroy_stream)(stream as Handle);
-                    }
-                }
-                for &address in inner.given.values() {
-                    (driver.free)(address);
-                }
-            }
-            drop(inner);
-            let mut inner = self.inner.lock();
-            let open = inner.known.iter_mut().map(|(_, known)| known.event).collect::<Vec<_>>();
-            for event in open.into_iter().chain(inner.spare.iter().map(|known| known.event)) {
-                // SAFETY: as above.
-                unsafe { (driver.destroy_event)(event as Handle) };
-            }
-        }
-        if self.owns_context {
-            // SAFETY: retained once.
-            unsafe { (driver.release_primary)(self.ordinal) };
-        }
     }
 }
