@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// Layers of the model, 13 MiB each
-    #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(3..=512))]
+    #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u32).range(4..=512))]
     layers: u32,
 }
 
@@ -265,7 +265,9 @@ pub fn run(args: &Args) -> Outcome<()> {
     drop(model);
     let mut wrong = 0;
     for (percent, later) in [(110, None), (60, None), (30, None), (15, None), (60, Some(30))] {
-        let part = |percent: u64| bytes / 100 * percent;
+        // Less than two layers have no room to pass through.
+        let part =
+            |percent: u64| (bytes / 100 * percent).max(bytes / u64::from(args.layers) * 5 / 2);
         let run = stream(&written.0, args.layers, part(percent), later.map(part))?;
         let name = match later {
             None => format!("{percent} %"),
