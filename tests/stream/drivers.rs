@@ -137,7 +137,11 @@ impl Hands<'_> {
             Err(error) => {
                 let doing = self.run.doing[self.number].lock().expect("a lock").clone();
                 let status = error.status();
-                let may = fine.contains(&status) || self.run.may(unit, status);
+                // Others may take what a unit, too large for slots, was to move to.
+                let homeless = self.run.case.budget.is_some()
+                    && status == Status::Budget
+                    && error.message().contains("has lost its home");
+                let may = fine.contains(&status) || homeless || self.run.may(unit, status);
                 assert!(may, "{doing}: {error} ({status:?})");
                 if status == Status::Closed { Err(Closed) } else { Ok(None) }
             }

@@ -39,3 +39,39 @@ fn a_unit_quits_its_slot_when_nobody_is_to_use_it_there() {
     world.release(&a);
     world.release(&b);
 }
+
+#[test]
+fn what_is_larger_than_slots_never_gets_one() {
+    for seat in [Seat::Host, Seat::Device] {
+        let here = if seat == Seat::Host { Home::Host } else { Home::Device };
+        let units = units(&[
+            (Role::Layer, 9 * MIB),
+            (Role::Layer, 9 * MIB),
+            (Role::Layer, 20 * MIB),
+            (Role::Layer, 9 * MIB),
+        ]);
+        let homes = vec![Home::File, Home::File, here, Home::File];
+        let mut plan = plan(&units, seat, homes, 1, 32 * MIB);
+        plan.slot_bytes = units.units[0].image_bytes;
+        let core = Core::new(&setup(&units, &plan)).expect("a core");
+        let mut world = World::new(core, &units, 1e9, 1e9);
+        world.settle();
+        let mut order: Vec<u32> = (0..4).collect();
+        world.run(&order, MS);
+        // Its home goes, and there is no memory for another: passes do without it.
+        while !world.core.set_home(2, Home::File, world.now_ns).expect("sound") {
+            world.settle();
+        }
+        order.remove(2);
+        world.run(&order, MS);
+        world.run(&order, MS);
+        let error = world.core.want(2, false, world.now_ns).expect_err("no slot is as large");
+        assert_eq!(error.status(), Status::Budget);
+        world.core.hint(&[2], world.now_ns).expect("nothing is done");
+        assert!(!world.core.is_there(2));
+        assert!(world.core.set_home(2, here, world.now_ns).expect("sound"));
+        world.settle();
+        order.insert(2, 2);
+        world.run(&order, MS);
+    }
+}

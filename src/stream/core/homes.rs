@@ -101,8 +101,18 @@ impl Core {
         Ok(true)
     }
 
-    /// Whether the processor uses a unit where host memory is its home, although the engine
-    /// computes on a device. Said before it gets that home.
+    /// Whether slots are as large as a unit.
+    pub fn fits(&self, unit: u32) -> bool {
+        self.cells.get(unit as usize).is_some_and(|cell| cell.fits)
+    }
+
+    /// Whether the processor would use a unit where host memory is its home, although the
+    /// engine computes on a device.
+    pub fn is_on_processor(&self, unit: u32) -> bool {
+        self.cells.get(unit as usize).is_some_and(|cell| cell.on_processor)
+    }
+
+    /// The same, said before it gets that home.
     pub fn set_processor(&mut self, unit: u32, on_processor: bool) {
         if let Some(cell) = self.cells.get_mut(unit as usize) {
             cell.on_processor = on_processor;

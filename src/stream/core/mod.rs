@@ -74,6 +74,8 @@ struct Cell {
     is_home: bool,
     is_expert: bool,
     bytes: u64,
+    /// Slots are as large as it is; else it is used at home or not at all.
+    fits: bool,
     /// Its slot, or [`NONE`].
     slot: u32,
     /// Its bytes are in that slot.
@@ -153,7 +155,8 @@ impl Core {
             cell.on_processor = on_processor;
             cell.seated = is_seated(plan.seat, home, on_processor);
             let limit = if is_expert { plan.expert_slot_bytes } else { plan.slot_bytes };
-            if !cell.seated && unit.image_bytes > limit {
+            cell.fits = unit.image_bytes <= limit;
+            if !cell.seated && !cell.fits {
                 fail!(
                     Invalid,
                     "{} takes {} bytes and has no home where it is used; slots have {limit}",
@@ -303,6 +306,7 @@ impl Cell {
             is_home: false,
             is_expert,
             bytes,
+            fits: true,
             slot: NONE,
             ready: false,
             users: 0,

@@ -139,6 +139,14 @@ impl Core {
         if cell.is_spoiled() {
             fail!(Busy, "unit {unit} has not come whole and is in use: give it back first");
         }
+        if !cell.fits {
+            fail!(
+                Budget,
+                "unit {unit} takes {} bytes and has lost its home, and slots are smaller: rebalance \
+                 when there is memory for it",
+                cell.bytes
+            );
+        }
         if cell.home == Home::Host && !cell.is_home {
             self.want_home(unit)?;
         }
@@ -275,7 +283,7 @@ impl Core {
         self.let_go_kept(units)?;
         for &unit in units {
             let cell = &mut self.cells[unit as usize];
-            if cell.seated || cell.slot_load != NONE || cell.is_spoiled() {
+            if cell.seated || !cell.fits || cell.slot_load != NONE || cell.is_spoiled() {
                 continue;
             }
             if cell.ready {

@@ -21,9 +21,11 @@ impl Core {
     fn upcoming(&self) -> Option<(u32, usize)> {
         let len = self.order.len();
         let last = if self.wrap { self.next + len } else { len };
-        (self.next..last)
-            .map(|turn| (self.order[turn % len], turn))
-            .find(|&(unit, _)| !self.cells[unit as usize].seated)
+        (self.next..last).map(|turn| (self.order[turn % len], turn)).find(|&(unit, _)| {
+            let cell = &self.cells[unit as usize];
+            // One that has just lost its home may be larger than slots.
+            !cell.seated && cell.fits
+        })
     }
 
     fn extend(&mut self) -> Result<bool> {
@@ -140,6 +142,7 @@ impl Core {
 
     /// A load to a slot that it does not have yet.
     pub(super) fn begin_load(&mut self, unit: u32, rank: Rank) -> Result<()> {
+        debug_assert!(self.cells[unit as usize].fits, "a unit is larger than slots");
         let path = match (self.seat, self.cells[unit as usize].home) {
             (Seat::Device, Home::Host) => Path::Copied,
             (Seat::Device, _) => Path::Staged,

@@ -76,9 +76,37 @@ impl Shared {
                 before.staging_bytes
             );
         }
+        self.check_large(state, &plan)?;
         (state.plan, state.wishes) = (plan, wishes);
         self.plan_moves(state);
         self.settle(state);
+        Ok(())
+    }
+
+    /// Units that no slot holds have to have a home: they are not moved to where the budget has
+    /// no room for them, whatever a plan says.
+    fn check_large(&self, state: &State, plan: &Plan) -> Result<()> {
+        let Some(account) = &self.account else { return Ok(()) };
+        for (tier, place) in [(Tier::Host, Home::Host), (Tier::Device, Home::Device)] {
+            let (mut come, mut leave) = (0u64, 0u64);
+            for (unit, &home) in (0..).zip(&plan.homes) {
+                let (now, bytes) = (state.core.home_of(unit), &self.units.units[unit as usize]);
+                match now.map(|(now, _)| (now == place, home == place)) {
+                    Some((false, true)) if !state.core.fits(unit) => come += bytes.image_bytes,
+                    Some((true, false)) => leave += bytes.image_bytes,
+                    _ => {}
+                }
+            }
+            let lane = account.budget().lane(tier);
+            let free = lane.limit_bytes.saturating_sub(lane.reserved_bytes + lane.committed_bytes);
+            if come > free.saturating_add(leave) {
+                fail!(
+                    Budget,
+                    "units of {come} bytes, too large for slots, would have to move to where the \
+                     budget has {free} free: all stays as it is"
+                );
+            }
+        }
         Ok(())
     }
 
@@ -138,6 +166,7 @@ impl Shared {
             return Ok(false);
         }
         let (was, _) = state.core.home_of(unit).unwrap_or((Home::File, false));
+        let was_on_processor = state.core.is_on_processor(unit);
         if was != Home::File && !state.core.set_home(unit, Home::File, now_ns)? {
             return Ok(false);
         }
@@ -151,13 +180,48 @@ impl Shared {
             let made = state.places.make_home(unit, home, state.plan.seat, &self.source());
             if let Err(error) = made {
                 self.forget_home(&mut state.plan, unit);
+                self.go_back(state, unit, (was, was_on_processor))?;
                 return Err(error);
             }
-            self.note_home(state, unit)?;
-            state.core.set_processor(unit, state.plan.on_processor[unit as usize]);
-            state.core.set_home(unit, home, now_ns)?;
+            self.settle_in(state, unit, home)?;
         }
         Ok(true)
+    }
+
+    /// A unit has memory for a new home: it is brought there.
+    fn settle_in(&self, state: &mut State, unit: u32, home: Home) -> Result<()> {
+        self.note_home(state, unit)?;
+        state.core.set_processor(unit, state.plan.on_processor[unit as usize]);
+        state.core.set_home(unit, home, self.now_ns()).map(|_| ())
+    }
+
+    /// There is no memory where a unit was to go: it goes back to where it was, which is free
+    /// just now, if it may. It may be larger than slots, and then can be nowhere else.
+    fn go_back(
+        &self,
+        state: &mut State,
+        unit: u32,
+        (was, on_processor): (Home, bool),
+    ) -> Result<()> {
+        let bytes = self.units.units[unit as usize].image_bytes;
+        let (plan, wishes) = (&state.plan, &state.wishes);
+        let (used, ceiling) = match was {
+            Home::Device => (plan.device_bytes, wishes.device_ceiling_bytes),
+            _ => (plan.host_bytes, wishes.host_ceiling_bytes),
+        };
+        if was == Home::File
+            || ceiling.is_some_and(|ceiling| used.saturating_add(bytes) > ceiling)
+            || state.places.make_home(unit, was, state.plan.seat, &self.source()).is_err()
+        {
+            return Ok(());
+        }
+        let at = unit as usize;
+        (state.plan.homes[at], state.plan.on_processor[at]) = (was, on_processor);
+        match was {
+            Home::Device => state.plan.device_bytes += bytes,
+            _ => state.plan.host_bytes += bytes,
+        }
+        self.settle_in(state, unit, was)
     }
 
     /// A unit has not got the home that was planned: it has the file alone.
