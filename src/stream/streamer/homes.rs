@@ -90,10 +90,11 @@ impl Shared {
         for (tier, place) in [(Tier::Host, Home::Host), (Tier::Device, Home::Device)] {
             let (mut come, mut leave) = (0u64, 0u64);
             for (unit, &home) in (0..).zip(&plan.homes) {
-                let (now, bytes) = (state.core.home_of(unit), &self.units.units[unit as usize]);
+                let bytes = self.units.units[unit as usize].image_bytes;
+                let now = state.core.home_of(unit);
                 match now.map(|(now, _)| (now == place, home == place)) {
-                    Some((false, true)) if !state.core.fits(unit) => come += bytes.image_bytes,
-                    Some((true, false)) => leave += bytes.image_bytes,
+                    Some((false, true)) if !state.core.fits(unit) => come += bytes,
+                    Some((true, false)) => leave += bytes,
                     _ => {}
                 }
             }
@@ -144,7 +145,7 @@ impl Shared {
             let moved = match self.move_home(state, unit, home, blocked) {
                 Ok(moved) => moved,
                 Err(error) => {
-                    state.note = Some(format!("unit {unit} has no home in memory: {error}"));
+                    state.note = Some(format!("unit {unit} has not got its new home: {error}"));
                     true
                 }
             };
