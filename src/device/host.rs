@@ -161,6 +161,7 @@ impl Device for Host {
             reaches_device: false,
             wants_pinned: false,
             streams: MAX_STREAMS,
+            kernels: 0,
         }
     }
 

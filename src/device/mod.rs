@@ -12,9 +12,11 @@
 //! An event may be given as `after`, or waited on, from when `submit` has returned it.
 
 use crate::base::status::{Result, Status};
+use crate::device::call::Call;
 use crate::fail;
 use crate::meta::view::{Side, Span, View};
 
+pub mod call;
 pub mod cuda;
 pub mod host;
 mod moved;
@@ -92,6 +94,8 @@ pub struct Facts {
     pub wants_pinned: bool,
     /// How many streams it has.
     pub streams: u32,
+    /// The kernels it has: a bit for each [`call::Kind`].
+    pub kernels: u64,
 }
 
 /// One plane to copy, between a tensor and canonical order.
@@ -100,8 +104,10 @@ pub struct Copy<'a> {
     pub tensor: Span<'a>,
     /// Where the tensor is valid.
     pub memory: Memory,
-    /// The plane in host memory: as many bytes as the span has.
+    /// The plane: as many bytes as the span has.
     pub plane: *mut u8,
+    /// Where the plane is valid.
+    pub plane_memory: Memory,
     /// Which way.
     pub way: Way,
     /// Its checksum is wanted.
@@ -115,7 +121,8 @@ impl<'a> Copy<'a> {
     pub fn new(view: &View<'a>, first: u32, tokens: u32, plane: *mut u8, way: Way) -> Result<Self> {
         let side = if way == Way::Gather { Side::Source } else { Side::Target };
         let tensor = view.span(first, tokens, side)?;
-        Ok(Copy { tensor, memory: Memory::Host, plane, way, wants_sum: false, sum: 0 })
+        let (memory, plane_memory) = (Memory::Host, Memory::Host);
+        Ok(Copy { tensor, memory, plane, plane_memory, way, wants_sum: false, sum: 0 })
     }
 }
 
@@ -185,6 +192,53 @@ pub trait Device: Send + Sync {
         fail!(Handle, "the memory at {:#x} is not of this device", memory.address)
     }
 
+    /// Tells the device of host memory that copies will use again and again, so that they are
+    /// as fast as they can be. Devices to which all host memory is the same do nothing.
+    ///
+    /// # Safety
+    /// The memory stays what it is until [`Device::forget_host`].
+    unsafe fn know_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
+        let _ = (address, bytes);
+        Ok(())
+    }
+
+    /// Takes that back, before the memory goes.
+    ///
+    /// # Safety
+    /// No work that uses the memory is under way.
+    unsafe fn forget_host(&self, address: *mut u8) -> Result<()> {
+        let _ = address;
+        Ok(())
+    }
+
+    /// An event that comes when an event of the engine's own (for CUDA a `CUevent` that was
+    /// recorded) has come: to be waited for by batches, and released like any other.
+    ///
+    /// # Safety
+    /// It is such an event, and stays so until the event made of it has ended.
+    unsafe fn adopt(&self, raw: u64) -> Result<Event> {
+        fail!(Unsupported, "the {} device knows no event {raw:#x}", self.facts().name)
+    }
+
+    /// Has a stream of the engine's own (for CUDA a `CUstream`) go on only when an event has
+    /// come. The calling thread does not wait.
+    ///
+    /// # Safety
+    /// It is such a stream.
+    unsafe fn hold(&self, raw_stream: u64, event: Event) -> Result<()> {
+        let _ = event;
+        fail!(Unsupported, "the {} device knows no stream {raw_stream:#x}", self.facts().name)
+    }
+
+    /// Puts kernels on a stream, as `submit` does copies.
+    ///
+    /// # Safety
+    /// As for `submit`: all memory that the calls name is the device's to use until the event.
+    unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
+        let _ = (stream, after);
+        fail!(Unsupported, "the {} device has no kernels: {}", self.facts().name, calls.len())
+    }
+
     /// What the device has left to give, if it has memory of its own and knows.
     fn free_bytes(&self) -> Option<u64> {
         None
@@ -208,7 +262,8 @@ fn check(facts: &Facts, stream: Stream, copies: &[Copy<'_>]) -> Result<()> {
         if copy.plane.is_null() {
             return Err(Status::Invalid.into());
         }
-        if copy.memory == Memory::Device && !facts.reaches_device {
+        let is_device = [copy.memory, copy.plane_memory].contains(&Memory::Device);
+        if is_device && !facts.reaches_device {
             fail!(Unsupported, "the {} device does not reach device memory", facts.name);
         }
     }

@@ -68,10 +68,13 @@ impl Moved {
     /// Whether it goes to or from a range of device memory.
     pub fn uses(&self, memory: &DeviceMemory) -> bool {
         let end = memory.address.saturating_add(memory.bytes);
-        self.strips.iter().any(|strip| {
-            let runs = (strip.count.max(1) - 1).saturating_mul(strip.stride_bytes);
-            let reach = runs.saturating_add(strip.run_bytes);
-            strip.address < end && memory.address < strip.address.saturating_add(reach)
-        })
+        let meets = |address: u64, reach: u64| {
+            address < end && memory.address < address.saturating_add(reach)
+        };
+        meets(self.plane, self.bytes.len() as u64)
+            || self.strips.iter().any(|strip| {
+                let runs = (strip.count.max(1) - 1).saturating_mul(strip.stride_bytes);
+                meets(strip.address, runs.saturating_add(strip.run_bytes))
+            })
     }
 }

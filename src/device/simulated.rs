@@ -284,6 +284,7 @@ impl Device for Simulated {
             reaches_device: true,
             wants_pinned: false,
             streams: self.opts.streams,
+            kernels: 0,
         }
     }
 

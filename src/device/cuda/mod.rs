@@ -162,6 +162,7 @@ impl Device for Cuda {
             reaches_device: true,
             wants_pinned: true,
             streams: self.streams.len() as u32,
+            kernels: 0,
         }
     }
 
