@@ -5,6 +5,7 @@
 mod copies;
 mod driver;
 mod inside;
+pub mod kernels;
 mod known;
 mod open;
 
