@@ -17,7 +17,9 @@ use crate::fail;
 use crate::meta::view::{Side, Span, View};
 
 pub mod call;
+pub mod conformance;
 pub mod cuda;
+pub mod foreign;
 pub mod host;
 mod moved;
 mod pool;
@@ -76,7 +78,7 @@ pub struct DeviceMemory {
     /// Where the address is valid.
     pub memory: Memory,
     /// Which one of its device's it is.
-    number: u64,
+    pub(crate) number: u64,
 }
 
 /// What a device is and can do.

@@ -1,0 +1,323 @@
+//! What checks work with: a device, chance, and memory in all places that the device reaches.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+
+use crate::base::clock::Clock;
+use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Mutex};
+use crate::device::conformance::{ConformanceOpts, Outcome, Trouble, need};
+use crate::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+use crate::meta::view::View;
+
+/// How long an event may take.
+const PATIENCE_NS: u64 = 30_000_000_000;
+/// How often chance is tried.
+const ROUNDS: u32 = 40;
+
+/// Numbers that a seed chooses (splitmix64).
+pub struct Chance(Cell<u64>);
+
+impl Chance {
+    pub fn new(seed: u64) -> Chance {
+        Chance(Cell::new(seed))
+    }
+
+    pub fn next(&self) -> u64 {
+        let state = self.0.get().wrapping_add(0x9E37_79B9_7F4A_7C15);
+        self.0.set(state);
+        let z = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// One of `n`.
+    pub fn below(&self, n: u64) -> u64 {
+        self.next() % n.max(1)
+    }
+
+    /// One of these.
+    pub fn of<T: std::marker::Copy>(&self, all: &[T]) -> T {
+        all[self.below(all.len() as u64) as usize]
+    }
+
+    /// Bytes.
+    pub fn noise(&self, len: usize) -> Vec<u8> {
+        let mut out = Vec::with_capacity(len + 8);
+        while out.len() < len {
+            out.extend_from_slice(&self.next().to_le_bytes());
+        }
+        out.truncate(len);
+        out
+    }
+}
+
+/// A device that is put to the test.
+pub struct Bench<'a> {
+    pub device: &'a Arc<dyn Device>,
+    pub chance: Chance,
+    pub rounds: u64,
+    clock: Clock,
+    patience_ns: u64,
+    /// Work did not end: memory that it may use stays for ever.
+    stuck: Cell<bool>,
+    /// Events of batches that were begun and not finished: a check that fails leaves some.
+    open: RefCell<Vec<Event>>,
+    /// Memory of rooms that are gone.
+    left: RefCell<Vec<Holds>>,
+    /// Host memory that no check uses any more: a device that goes on writing is found out by the
+    /// next look, and not by a crash.
+    kept: Arc<Mutex<VecDeque<Buffer>>>,
+}
+
+/// What host memory has before and after it, to see what is written there.
+const EDGE: usize = 4096;
+/// How many pieces of host memory are kept.
+const KEPT: usize = 512;
+
+impl<'a> Bench<'a> {
+    pub fn new(device: &'a Arc<dyn Device>, opts: &ConformanceOpts) -> Bench<'a> {
+        let or = |said: u64, default| if said == 0 { default } else { said };
+        Bench {
+            device,
+            chance: Chance::new(opts.seed),
+            rounds: or(opts.rounds.into(), ROUNDS.into()),
+            clock: opts.clock.clone(),
+            patience_ns: or(opts.patience_ns, PATIENCE_NS),
+            stuck: Cell::new(false),
+            open: RefCell::new(Vec::new()),
+            left: RefCell::new(Vec::new()),
+            kept: Arc::new(Mutex::new(VecDeque::new())),
+        }
+    }
+
+    /// What another thread needs to test the same device.
+    pub fn share(&self) -> (Arc<dyn Device>, ConformanceOpts, Arc<Mutex<VecDeque<Buffer>>>) {
+        let opts = ConformanceOpts {
+            seed: self.chance.next(),
+            rounds: self.rounds as u32,
+            clock: self.clock.clone(),
+            patience_ns: self.patience_ns,
+            closes: false,
+        };
+        (self.device.clone(), opts, self.kept.clone())
+    }
+
+    /// A bench of another thread.
+    pub fn beside(self, kept: Arc<Mutex<VecDeque<Buffer>>>) -> Bench<'a> {
+        Bench { kept, ..self }
+    }
+
+    /// Waits for what a check that failed has left, and gives its memory back.
+    pub fn settle(&self) {
+        let until_ns = self.until_ns();
+        for event in self.open.take() {
+            let said = self.device.wait(event, until_ns);
+            let is_late = said.is_err_and(|error| error.status() == Status::Timeout);
+            self.stuck.set(self.stuck.get() || is_late);
+            if let Err(error) = self.device.release(event) {
+                log::debug!("an event that a check left: {error}");
+            }
+        }
+        for holds in self.left.take() {
+            match holds {
+                _ if self.stuck.get() => std::mem::forget(holds),
+                Holds::Host(buffer) => {
+                    let mut kept = self.kept.lock();
+                    kept.push_back(buffer);
+                    let oldest = if kept.len() > KEPT { kept.pop_front() } else { None };
+                    drop(kept);
+                    drop(oldest);
+                }
+                Holds::Device(given) => {
+                    // SAFETY: nothing that a sound device would do is under way any more.
+                    if let Err(error) = unsafe { self.device.free(&given) } {
+                        log::warn!("memory of a check was not taken back: {error}");
+                    }
+                }
+            }
+        }
+    }
+
+    pub fn is_stuck(&self) -> bool {
+        self.stuck.get()
+    }
+
+    /// Work that a thread began has not ended.
+    pub fn get_stuck(&self) {
+        self.stuck.set(true);
+    }
+
+    pub fn now_ns(&self) -> u64 {
+        self.clock.now_ns()
+    }
+
+    /// Until when an event that begins now may take.
+    pub fn until_ns(&self) -> u64 {
+        self.now_ns().saturating_add(self.patience_ns)
+    }
+
+    /// Puts copies on a stream.
+    pub fn submit(
+        &self,
+        stream: u32,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+    ) -> Result<Event> {
+        // SAFETY: rooms stay until the work of a check has ended, or for ever.
+        unsafe { self.device.submit(Stream(stream), after, copies) }
+    }
+
+    /// The same, and it must be taken.
+    pub fn begin(
+        &self,
+        stream: u32,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+    ) -> Outcome<Event> {
+        let said = self.submit(stream, after, copies);
+        let event = said.map_err(|error| self.trouble("a batch was refused", &error))?;
+        self.open.borrow_mut().push(event);
+        Ok(event)
+    }
+
+    /// Waits for an event that must end well.
+    pub fn wait(&self, event: Event) -> Outcome {
+        match self.device.wait(event, self.until_ns()) {
+            Ok(()) => Ok(()),
+            Err(error) => Err(self.trouble("an event did not end well", &error)),
+        }
+    }
+
+    /// Waits for it and forgets it.
+    pub fn finish(&self, event: Event) -> Outcome {
+        self.wait(event)?;
+        self.open.borrow_mut().retain(|open| *open != event);
+        self.said("an event that has ended was not released", self.device.release(event))
+    }
+
+    /// One copy, done.
+    pub fn do_copy(&self, copy: Copy<'_>) -> Outcome {
+        let event = self.begin(0, None, &mut [copy])?;
+        self.finish(event)
+    }
+
+    /// What must go well.
+    pub fn said<T>(&self, what: &str, said: Result<T>) -> Outcome<T> {
+        said.map_err(|error| self.trouble(what, &error))
+    }
+
+    fn trouble(&self, what: &str, error: &Error) -> Trouble {
+        // What is said of work under way is not known then.
+        self.stuck.set(self.stuck.get() || error.status() == Status::Timeout);
+        Trouble::Wrong(format!("{what}: {error}"))
+    }
+
+    /// Where memory can be.
+    pub fn places(&self) -> Vec<Memory> {
+        match self.device.facts().reaches_device {
+            true => vec![Memory::Host, Memory::Device],
+            false => vec![Memory::Host],
+        }
+    }
+
+    /// Memory with bytes of chance.
+    pub fn room(&self, memory: Memory, len: usize) -> Outcome<Room<'_>> {
+        let room = Room::empty(self, memory, len)?;
+        room.set(&self.chance.noise(len))?;
+        Ok(room)
+    }
+}
+
+enum Holds {
+    Host(Buffer),
+    Device(DeviceMemory),
+}
+
+/// Memory that is looked at and filled by way of the device, where nothing else reaches it.
+pub struct Room<'a> {
+    bench: &'a Bench<'a>,
+    pub memory: Memory,
+    pub address: u64,
+    pub len: usize,
+    holds: Option<Holds>,
+}
+
+impl<'a> Room<'a> {
+    /// Memory, as it comes.
+    pub fn empty(bench: &'a Bench<'_>, memory: Memory, len: usize) -> Outcome<Room<'a>> {
+        let bytes = (len as u64).max(1);
+        let (address, holds) = match memory {
+            Memory::Host => {
+                let wish = MemoryWish { bytes: bytes + 2 * EDGE as u64, ..MemoryWish::default() };
+                let buffer = bench.said("host memory", Buffer::map(&wish, None))?;
+                let start = buffer.address().expose_provenance();
+                (start as u64 + EDGE as u64, Holds::Host(buffer))
+            }
+            Memory::Device => {
+                let given = bench.said("device memory", bench.device.allocate(bytes))?;
+                (given.address, Holds::Device(given))
+            }
+        };
+        Ok(Room { bench, memory, address, len, holds: Some(holds) })
+    }
+
+    pub fn pointer(&self) -> *mut u8 {
+        std::ptr::with_exposed_provenance_mut(self.address as usize)
+    }
+
+    /// What is in it; nothing may be under way that writes it.
+    pub fn bytes(&self) -> Outcome<Vec<u8>> {
+        match self.memory {
+            Memory::Host => {
+                // SAFETY: the room's own memory, with its edges.
+                let all = unsafe {
+                    let start = self.pointer().wrapping_sub(EDGE);
+                    std::slice::from_raw_parts(start, self.len + 2 * EDGE)
+                };
+                let (content, after) = all[EDGE..].split_at(self.len);
+                let clean = all[..EDGE].iter().chain(after).all(|byte| *byte == 0);
+                need(clean, || format!("bytes beside {} that were copied were written", self.len))?;
+                Ok(content.to_vec())
+            }
+            Memory::Device => {
+                let there = Room::empty(self.bench, Memory::Host, self.len)?;
+                self.bench.do_copy(self.copy(&there, Way::Gather)?)?;
+                there.bytes()
+            }
+        }
+    }
+
+    /// Fills it; nothing may be under way that uses it.
+    pub fn set(&self, content: &[u8]) -> Outcome {
+        assert_eq!(content.len(), self.len);
+        match self.memory {
+            Memory::Host => {
+                // SAFETY: the room's own memory.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(content.as_ptr(), self.pointer(), self.len);
+                }
+                Ok(())
+            }
+            Memory::Device => {
+                let there = Room::empty(self.bench, Memory::Host, self.len)?;
+                there.set(content)?;
+                self.bench.do_copy(self.copy(&there, Way::Scatter)?)
+            }
+        }
+    }
+
+    /// A copy of this room, as a tensor, from or to a plane of the same length.
+    pub fn copy(&self, plane: &Room<'_>, way: Way) -> Outcome<Copy<'static>> {
+        let view = View::canonical(self.address, 1, self.len as u64);
+        let copy = self.bench.said("a copy", Copy::new(&view, 0, 1, plane.pointer(), way))?;
+        Ok(Copy { memory: self.memory, plane_memory: plane.memory, ..copy })
+    }
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        self.bench.left.borrow_mut().extend(self.holds.take());
+    }
+}

@@ -1,0 +1,200 @@
+//! Checks of what is around copies: memory, events, deadlines, refusals, the end.
+
+use crate::base::status::Status;
+use crate::device::conformance::bench::{Bench, Room};
+use crate::device::conformance::{Outcome, Trouble, need, refused};
+use crate::device::{Copy, Event, MAX_COPIES, MAX_STREAMS, Memory, State, Way};
+
+/// What it says of itself makes sense.
+pub fn facts(bench: &Bench<'_>) -> Outcome {
+    let facts = bench.device.facts();
+    need(!facts.name.is_empty(), || "it has no name".into())?;
+    need((1..=MAX_STREAMS).contains(&facts.streams), || {
+        format!("{} streams, 1 to {MAX_STREAMS} can be", facts.streams)
+    })
+}
+
+/// Memory is apart, aligned, given back once, and has an end.
+pub fn memory(bench: &Bench<'_>) -> Outcome {
+    let device = bench.device;
+    let reaches = device.facts().reaches_device;
+    let first = match device.allocate(300_001) {
+        Err(error) if error.status() == Status::Unsupported && !reaches => {
+            return Err(Trouble::Nothing("the device gives out no memory"));
+        }
+        said => bench.said("300,001 bytes", said)?,
+    };
+    let second = bench.said("1 byte", device.allocate(1))?;
+    for memory in [&first, &second] {
+        need(memory.address != 0 && memory.address % 256 == 0, || {
+            format!("memory at {:#x}, not at a multiple of 256", memory.address)
+        })?;
+        need((memory.memory == Memory::Device) == reaches, || {
+            format!("memory in {:?}, and the device says otherwise", memory.memory)
+        })?;
+    }
+    need((first.bytes, second.bytes) == (300_001, 1), || "other sizes than asked for".into())?;
+    let ends = |at: u64, bytes: u64| at + bytes;
+    let apart = ends(first.address, first.bytes) <= second.address
+        || ends(second.address, second.bytes) <= first.address;
+    need(apart, || "two pieces of memory overlap".into())?;
+    refused("0 bytes", device.allocate(0), Status::Invalid)?;
+    need(device.allocate(1 << 62).is_err(), || "2^62 bytes of memory were given".into())?;
+    for memory in [&second, &first] {
+        // SAFETY: nobody uses it.
+        let freed = unsafe { device.free(memory) };
+        bench.said("memory was not taken back", freed)?;
+    }
+    // SAFETY: nobody uses it; it is refused.
+    let again = unsafe { device.free(&first) };
+    refused("memory that was given back", again, Status::Handle)
+}
+
+/// What cannot be is refused, and nothing of it was done.
+pub fn refusals(bench: &Bench<'_>) -> Outcome {
+    let device = bench.device;
+    let (a, b) = (bench.room(Memory::Host, 64)?, bench.room(Memory::Host, 64)?);
+    let before = (a.bytes()?, b.bytes()?);
+    let copy = || a.copy(&b, Way::Gather);
+    let streams = device.facts().streams;
+    let said = bench.submit(streams, None, &mut [copy()?]);
+    refused("a stream that there is not", said, Status::Invalid)?;
+    let used = bench.begin(0, None, &mut [])?;
+    bench.finish(used)?;
+    let asynchronous = device.facts().asynchronous;
+    for unknown in [0, u64::MAX, used.0].into_iter().take(if asynchronous { 3 } else { 2 }) {
+        let event = Event(unknown);
+        let after = bench.submit(0, Some(event), &mut [copy()?]);
+        refused("a batch behind an unknown event", after, Status::Handle)?;
+        refused("the state of an unknown event", device.state(event), Status::Handle)?;
+        refused("waiting for an unknown event", device.wait(event, 0), Status::Handle)?;
+        refused("releasing an unknown event", device.release(event), Status::Handle)?;
+    }
+    let nowhere = Copy { plane: std::ptr::null_mut(), ..copy()? };
+    let said = bench.submit(0, None, &mut [copy()?, nowhere]);
+    refused("a plane at address 0", said, Status::Invalid)?;
+    if !device.facts().reaches_device {
+        let far = Copy { memory: Memory::Device, ..copy()? };
+        let said = bench.submit(0, None, &mut [copy()?, far]);
+        refused("device memory", said, Status::Unsupported)?;
+    }
+    let mut many = (0..=MAX_COPIES).map(|_| copy()).collect::<Outcome<Vec<_>>>()?;
+    refused("too many copies", bench.submit(0, None, &mut many), Status::Limit)?;
+    need((a.bytes()?, b.bytes()?) == before, || "what was refused was begun".into())
+}
+
+/// Each event ends once, is reported once, and is known until it is released.
+pub fn events(bench: &Bench<'_>) -> Outcome {
+    let device = bench.device;
+    let (asynchronous, streams) = (device.facts().asynchronous, device.facts().streams);
+    let mut old = [Event(0); 64];
+    while device.poll(&mut old) > 0 {}
+    let rooms = (0..2).map(|_| bench.room(Memory::Host, 70_000)).collect::<Outcome<Vec<_>>>()?;
+    let mut open = Vec::new();
+    for stream in [0, 1, 0, 2, 1, 0] {
+        let copies = &mut [rooms[0].copy(&rooms[1], Way::Gather)?];
+        open.push(bench.begin(stream % streams, None, copies)?);
+    }
+    for event in &open {
+        bench.wait(*event)?;
+        let done = device.state(*event).ok() == Some(State::Done);
+        need(done, || "an event that was waited for is not done".into())?;
+    }
+    let mut seen = Vec::new();
+    let mut some = [Event(0); 4];
+    loop {
+        let count = device.poll(&mut some);
+        if count == 0 {
+            break;
+        }
+        seen.extend(some[..count].iter().map(|event| event.0));
+    }
+    seen.sort_unstable();
+    let mut want: Vec<u64> = open.iter().filter(|_| asynchronous).map(|event| event.0).collect();
+    want.sort_unstable();
+    need(seen == want, || format!("{} events ended, {} were reported", want.len(), seen.len()))?;
+    for event in open {
+        bench.finish(event)?;
+        if asynchronous {
+            refused("an event that was released", device.state(event), Status::Handle)?;
+        }
+    }
+    Ok(())
+}
+
+/// Deadlines are kept.
+pub fn deadlines(bench: &Bench<'_>) -> Outcome {
+    let (a, b) = (bench.room(Memory::Host, 1 << 20)?, bench.room(Memory::Host, 1 << 20)?);
+    for late_ns in [1, 20_000, 1_000_000] {
+        let event = bench.begin(0, None, &mut [a.copy(&b, Way::Gather)?])?;
+        let deadline_ns = bench.now_ns() + late_ns;
+        match bench.device.wait(event, deadline_ns) {
+            Ok(()) => {}
+            Err(error) if error.status() == Status::Timeout => {
+                need(bench.now_ns() >= deadline_ns, || "a timeout before its deadline".into())?;
+            }
+            Err(error) => return Err(format!("waiting with a deadline: {error}").into()),
+        }
+        bench.finish(event)?;
+    }
+    Ok(())
+}
+
+/// Host memory that the device is told of is copied as any other, before and after.
+pub fn known_host(bench: &Bench<'_>) -> Outcome {
+    let place = *bench.places().last().unwrap_or(&Memory::Host);
+    let (there, here) = (bench.room(place, 1 << 20)?, bench.room(Memory::Host, 1 << 20)?);
+    for is_known in [false, true, false, true, false] {
+        if is_known {
+            // SAFETY: the room stays until it is forgotten.
+            let known = unsafe { bench.device.know_host(here.pointer(), here.len as u64) };
+            match known {
+                Err(error) if error.status() == Status::Unsupported => {
+                    return Err(Trouble::Nothing("all host memory is the same to it"));
+                }
+                said => bench.said("host memory that it may know", said)?,
+            }
+        }
+        let moved = round(bench, &there, &here);
+        if is_known {
+            // SAFETY: nothing is under way, or the room stays for ever.
+            let forgotten = unsafe { bench.device.forget_host(here.pointer()) };
+            bench.said("host memory that it knows is not forgotten", forgotten)?;
+        }
+        moved?;
+    }
+    Ok(())
+}
+
+fn round(bench: &Bench<'_>, there: &Room<'_>, here: &Room<'_>) -> Outcome {
+    let content = bench.chance.noise(here.len);
+    here.set(&content)?;
+    bench.do_copy(there.copy(here, Way::Scatter)?)?;
+    here.set(&bench.chance.noise(here.len))?;
+    bench.do_copy(there.copy(here, Way::Gather)?)?;
+    need(here.bytes()? == content, || "wrong bytes by way of known memory".into())
+}
+
+/// After it is closed no memory is touched, and nothing more is taken.
+pub fn close(bench: &Bench<'_>) -> Outcome {
+    let device = bench.device;
+    let (a, b) = (bench.room(Memory::Host, 1 << 20)?, bench.room(Memory::Host, 1 << 20)?);
+    let streams = device.facts().streams;
+    let mut open = Vec::new();
+    for stream in 0..12 {
+        let copies = &mut [a.copy(&b, Way::Gather)?];
+        open.push(bench.begin(stream % streams, None, copies)?);
+    }
+    bench.said("closing", device.close(bench.until_ns()))?;
+    let fresh = bench.chance.noise(b.len);
+    b.set(&fresh)?;
+    for event in open {
+        let done = device.state(event).ok() == Some(State::Done);
+        need(done, || "it is closed, and an event is open".into())?;
+        bench.finish(event)?;
+    }
+    let late = bench.submit(0, None, &mut [a.copy(&b, Way::Gather)?]);
+    refused("a batch after close", late, Status::Closed)?;
+    bench.said("closing again", device.close(bench.until_ns()))?;
+    need(b.bytes()? == fresh, || "memory was written after close".into())
+}

@@ -1,0 +1,146 @@
+//! What every device has to do, as checks that any device can be put to: those of this library
+//! are, and engines that bring their own run the same.
+//!
+//! A check does nothing but what a [`Device`] promises, waits as the promise says it must, and
+//! looks whether all bytes are right. Nothing in it waits without an end.
+
+mod bench;
+mod checks;
+mod layouts;
+mod moves;
+mod wander;
+
+use crate::base::clock::Clock;
+use crate::base::status::Status;
+use crate::base::sync::Arc;
+use crate::device::Device;
+
+use bench::Bench;
+
+/// How a device is put to the test.
+#[derive(Clone)]
+pub struct ConformanceOpts {
+    /// Chooses all that is left to chance.
+    pub seed: u64,
+    /// How often what is left to chance is tried; 0 = 40.
+    pub rounds: u32,
+    /// The clock of the device.
+    pub clock: Clock,
+    /// How long an event may take before that is a failure; 0 = 30 s.
+    pub patience_ns: u64,
+    /// The device is closed at the end, which is tested as well.
+    pub closes: bool,
+}
+
+/// What became of a check.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// The device does what it should.
+    Passed,
+    /// It has nothing that could be tested, and why.
+    Skipped(String),
+    /// It does not.
+    Failed(String),
+}
+
+/// How many checks ended how.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Count {
+    /// As they should.
+    pub passed: u32,
+    /// Without a test.
+    pub skipped: u32,
+    /// With a failure.
+    pub failed: u32,
+}
+
+/// Why a check did not pass.
+enum Trouble {
+    /// There is nothing to test.
+    Nothing(&'static str),
+    /// Something is wrong.
+    Wrong(String),
+}
+
+impl From<String> for Trouble {
+    fn from(text: String) -> Trouble {
+        Trouble::Wrong(text)
+    }
+}
+
+type Outcome<T = ()> = std::result::Result<T, Trouble>;
+
+/// One check.
+struct Check {
+    name: &'static str,
+    run: fn(&Bench<'_>) -> Outcome,
+    closes: bool,
+}
+
+const fn check(name: &'static str, run: fn(&Bench<'_>) -> Outcome) -> Check {
+    Check { name, run, closes: false }
+}
+
+/// All of them, in the order in which they make sense: later ones rely on earlier ones.
+const CHECKS: [Check; 17] = [
+    check("facts", checks::facts),
+    check("memory", checks::memory),
+    check("bytes", moves::bytes),
+    check("sizes", moves::sizes),
+    check("layouts", layouts::layouts),
+    check("sums", moves::sums),
+    check("large-batch", moves::large_batch),
+    check("empty-batch", moves::empty_batch),
+    check("stream-order", moves::stream_order),
+    check("event-order", moves::event_order),
+    check("refusals", checks::refusals),
+    check("events", checks::events),
+    check("deadlines", checks::deadlines),
+    check("known-host-memory", checks::known_host),
+    check("anything", wander::anything),
+    check("threads", wander::threads),
+    Check { name: "close", run: checks::close, closes: true },
+];
+
+/// Puts a device to all checks; `tell` hears of each. After a failure in which work did not end
+/// no more is begun.
+pub fn run(
+    device: &Arc<dyn Device>,
+    opts: &ConformanceOpts,
+    tell: &mut dyn FnMut(&'static str, &Verdict),
+) -> Count {
+    let mut count = Count::default();
+    let bench = Bench::new(device, opts);
+    for check in CHECKS.iter().filter(|check| opts.closes || !check.closes) {
+        let verdict = match bench.is_stuck() {
+            true => Verdict::Skipped("work of an earlier check has not ended".into()),
+            false => match (check.run)(&bench) {
+                Ok(()) => Verdict::Passed,
+                Err(Trouble::Nothing(why)) => Verdict::Skipped(why.into()),
+                Err(Trouble::Wrong(why)) => Verdict::Failed(why),
+            },
+        };
+        match verdict {
+            Verdict::Passed => count.passed += 1,
+            Verdict::Skipped(_) => count.skipped += 1,
+            Verdict::Failed(_) => count.failed += 1,
+        }
+        bench.settle();
+        tell(check.name, &verdict);
+    }
+    count
+}
+
+/// Fails with words unless something is so.
+fn need(is_so: bool, words: impl FnOnce() -> String) -> Outcome {
+    if is_so { Ok(()) } else { Err(Trouble::Wrong(words())) }
+}
+
+/// A call must be refused with a status.
+fn refused<T>(what: &str, said: crate::base::status::Result<T>, status: Status) -> Outcome {
+    match said {
+        Err(error) if error.status() == status => Ok(()),
+        Err(error) => Err(format!("{what}: refused with \"{error}\", not {status:?}").into()),
+        Ok(_) => Err(format!("{what}: taken, and should be refused with {status:?}").into()),
+    }
+}

@@ -1,0 +1,335 @@
+//! A device of the engine's own: the engine copies, keeps events and gives memory; this is what
+//! makes a [`Device`] of that. No lock is held while the engine is called.
+
+mod events;
+mod table;
+
+use std::collections::BTreeMap;
+
+use crate::base::clock::Clock;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::{Arc, Condvar, Mutex};
+use crate::device::call::Call;
+use crate::device::{
+    Copy, Device, DeviceMemory, Event, Facts, MAX_STREAMS, Memory, State, Stream, check,
+};
+use crate::fail;
+pub use table::{Engine, Rows, lower};
+
+use events::{Events, Outcome, Raw};
+
+/// What addresses of memory are multiples of.
+const ALIGN_BYTES: u64 = 256;
+/// How long who waits sleeps between questions, at first and at most.
+const NAP_NS: (u64, u64) = (5_000, 500_000);
+
+struct Inner {
+    events: Events,
+    /// Memory that was given out, by number: where, how much.
+    given: BTreeMap<u64, (u64, u64)>,
+    last: u64,
+    /// Calls of the engine that begin work.
+    under_way: u32,
+    /// Why nothing can be begun any more.
+    lost: Option<Error>,
+    closed: bool,
+    /// Copies as the engine wants them: memory that is used again.
+    spare: Vec<Rows>,
+}
+
+/// A device that an engine is.
+pub struct Foreign {
+    engine: Arc<dyn Engine>,
+    facts: Facts,
+    clock: Clock,
+    inner: Mutex<Inner>,
+    /// Somebody's call has ended.
+    changed: Condvar,
+}
+
+impl Foreign {
+    /// A device of an engine.
+    pub fn new(clock: Clock, engine: Arc<dyn Engine>) -> Result<Foreign> {
+        let facts = engine.facts();
+        if facts.streams == 0 || facts.streams > MAX_STREAMS {
+            fail!(Invalid, "{} streams, 1 to {MAX_STREAMS} can be", facts.streams);
+        }
+        let inner = Inner {
+            events: Events::new(facts.streams),
+            given: BTreeMap::new(),
+            last: 0,
+            under_way: 0,
+            lost: None,
+            closed: false,
+            spare: Vec::new(),
+        };
+        let changed = Condvar::new();
+        Ok(Foreign { engine, facts, clock, inner: Mutex::new(inner), changed })
+    }
+
+    /// What an engine said of work: who hears that the device is gone hears it for all.
+    fn heard<T>(&self, said: Result<T>) -> Result<T> {
+        if let Err(error) = &said
+            && error.status() == Status::Unavailable
+        {
+            let mut inner = self.inner.lock();
+            let text = format!("the device is lost: {}", error.message());
+            inner.lost.get_or_insert(Error::new(Status::Unavailable, text));
+            inner.events.lose();
+            self.changed.notify_all();
+        }
+        said
+    }
+
+    /// Whether anything can be begun.
+    fn check_alive(inner: &Inner) -> Result<()> {
+        match &inner.lost {
+            Some(why) => Err(why.clone()),
+            None if inner.closed => Err(Status::Closed.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Has the engine begin work on a line, behind `after`; the event of its end.
+    fn begin(
+        &self,
+        line: usize,
+        after: Option<Event>,
+        ask: impl FnOnce(u64) -> Result<u64>,
+    ) -> Result<Event> {
+        let mut inner = self.inner.lock();
+        Foreign::check_alive(&inner)?;
+        let before = match after.map(|event| inner.events.get(event)).transpose()? {
+            Some((_, Some(Err(status)))) => return Err(status.into()),
+            Some((raw, None)) => Some(raw),
+            _ => None,
+        };
+        let event = inner.events.promise()?;
+        inner.under_way += 1;
+        drop(inner);
+        let said = self.heard(ask(before.as_ref().map_or(0, |raw| raw.number())));
+        let raw = said.map(|number| Raw::new(&self.engine, number));
+        let mut inner = self.inner.lock();
+        inner.under_way -= 1;
+        self.changed.notify_all();
+        match raw {
+            Ok(raw) => inner.events.fill(event, line, raw),
+            Err(error) => {
+                inner.events.forget(event);
+                return Err(error);
+            }
+        }
+        if inner.lost.is_some() {
+            inner.events.lose();
+        }
+        Ok(event)
+    }
+
+    /// How far an event is: what is known, else what the engine says.
+    fn look(&self, event: Event) -> Result<Option<Outcome>> {
+        let (raw, known) = self.inner.lock().events.get(event)?;
+        if known.is_some() {
+            return Ok(known);
+        }
+        let outcome = match self.heard(self.engine.query(raw.number())) {
+            Ok(false) => return Ok(None),
+            Ok(true) => Ok(()),
+            Err(error) => Err(error.status()),
+        };
+        let (_, known) = {
+            let mut inner = self.inner.lock();
+            inner.events.settle(event, outcome);
+            inner.events.get(event)?
+        };
+        Ok(known)
+    }
+
+    /// Has the engine wait, or sleeps a while.
+    fn rest(&self, raw: &Raw, deadline_ns: u64, nap_ns: &mut u64) {
+        let now_ns = self.clock.now_ns();
+        match self.engine.wait(raw.number(), deadline_ns) {
+            // An engine that comes back early, time and again, must not be asked in a circle.
+            Some(_) if self.clock.now_ns() > now_ns + NAP_NS.0 => return,
+            _ => {}
+        }
+        let mut nap = *nap_ns;
+        if deadline_ns != 0 {
+            nap = nap.min(deadline_ns.saturating_sub(self.clock.now_ns()));
+        }
+        self.changed.wait_for(&mut self.inner.lock(), nap.max(1));
+        *nap_ns = (*nap_ns * 2).min(NAP_NS.1);
+    }
+}
+
+impl Device for Foreign {
+    fn facts(&self) -> Facts {
+        self.facts
+    }
+
+    unsafe fn submit(
+        &self,
+        stream: Stream,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+    ) -> Result<Event> {
+        check(&self.facts, stream, copies)?;
+        let mut rows = std::mem::take(&mut self.inner.lock().spare);
+        let lowered = lower(copies, &mut rows);
+        let event = lowered.and_then(|()| {
+            let ask = |before| self.engine.submit(stream.0, before, &rows);
+            self.begin(stream.0 as usize, after, ask)
+        });
+        rows.clear();
+        self.inner.lock().spare = rows;
+        event
+    }
+
+    fn state(&self, event: Event) -> Result<State> {
+        match self.look(event)? {
+            None => Ok(State::Pending),
+            Some(Ok(())) => Ok(State::Done),
+            Some(Err(status)) => Err(status.into()),
+        }
+    }
+
+    fn wait(&self, event: Event, deadline_ns: u64) -> Result<()> {
+        let mut nap_ns = NAP_NS.0;
+        loop {
+            if let Some(outcome) = self.look(event)? {
+                return outcome.map_err(Error::from);
+            }
+            if deadline_ns != 0 && self.clock.now_ns() >= deadline_ns {
+                return Err(Status::Timeout.into());
+            }
+            let (raw, _) = self.inner.lock().events.get(event)?;
+            self.rest(&raw, deadline_ns, &mut nap_ns);
+        }
+    }
+
+    fn poll(&self, ended: &mut [Event]) -> usize {
+        for line in 0..=self.facts.streams as usize {
+            let mut at = 0;
+            loop {
+                let next = self.inner.lock().events.open(line, at);
+                let Some(event) = next else { break };
+                // Those of a stream come in order; what was adopted comes in any.
+                match self.look(event) {
+                    Ok(None) if line < self.facts.streams as usize => break,
+                    _ => at += 1,
+                }
+            }
+        }
+        self.inner.lock().events.report(ended)
+    }
+
+    fn release(&self, event: Event) -> Result<()> {
+        if self.look(event)?.is_none() {
+            return Err(Status::Busy.into());
+        }
+        let gone = self.inner.lock().events.remove(event)?;
+        drop(gone); // with no lock held
+        Ok(())
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        if bytes == 0 {
+            fail!(Invalid, "0 bytes of device memory");
+        }
+        Foreign::check_alive(&self.inner.lock())?;
+        let address = self.heard(self.engine.allocate(bytes))?;
+        let mut inner = self.inner.lock();
+        inner.last += 1;
+        let number = inner.last;
+        inner.given.insert(number, (address, bytes));
+        drop(inner);
+        let memory = if self.facts.reaches_device { Memory::Device } else { Memory::Host };
+        let memory = DeviceMemory { address, bytes, memory, number };
+        if address == 0 || address % ALIGN_BYTES != 0 {
+            // SAFETY: nobody has it yet.
+            unsafe { self.free(&memory)? };
+            fail!(Invalid, "the engine gave memory at {address:#x}: not a multiple of 256");
+        }
+        Ok(memory)
+    }
+
+    unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
+        let mut inner = self.inner.lock();
+        if inner.given.get(&memory.number) != Some(&(memory.address, memory.bytes)) {
+            fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
+        }
+        inner.given.remove(&memory.number);
+        drop(inner);
+        self.engine.free(memory.address, memory.bytes);
+        Ok(())
+    }
+
+    unsafe fn know_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
+        self.engine.know_host(address.expose_provenance() as u64, bytes)
+    }
+
+    unsafe fn forget_host(&self, address: *mut u8) -> Result<()> {
+        self.engine.forget_host(address.addr() as u64)
+    }
+
+    unsafe fn adopt(&self, raw: u64) -> Result<Event> {
+        self.begin(self.facts.streams as usize, None, |_| self.engine.adopt(raw))
+    }
+
+    unsafe fn hold(&self, raw_stream: u64, event: Event) -> Result<()> {
+        let (raw, known) = self.inner.lock().events.get(event)?;
+        match known {
+            Some(outcome) => outcome.map_err(Error::from),
+            None => self.heard(self.engine.hold(raw_stream, raw.number())),
+        }
+    }
+
+    unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
+        check(&self.facts, stream, &[])?;
+        for call in calls {
+            if call.kind >= u64::BITS || self.facts.kernels & 1 << call.kind == 0 {
+                fail!(Unsupported, "the engine's device has no kernel {}", call.kind);
+            }
+        }
+        let ask = |before| self.engine.launch(stream.0, before, calls);
+        self.begin(stream.0 as usize, after, ask)
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.engine.free_bytes()
+    }
+
+    fn close(&self, deadline_ns: u64) -> Result<()> {
+        self.inner.lock().closed = true;
+        let is_over = || deadline_ns != 0 && self.clock.now_ns() >= deadline_ns;
+        for line in 0..=self.facts.streams as usize {
+            loop {
+                let mut inner = self.inner.lock();
+                if inner.under_way > 0 {
+                    if is_over() {
+                        fail!(Busy, "{} calls are under way", inner.under_way);
+                    }
+                    self.changed.wait_for(&mut inner, NAP_NS.1);
+                    continue;
+                }
+                let Some(event) = inner.events.open(line, 0) else { break };
+                drop(inner);
+                match self.wait(event, deadline_ns) {
+                    Err(error) if error.status() == Status::Timeout => {
+                        fail!(Busy, "batches are under way")
+                    }
+                    _ => {} // how it ended is its owner's to know
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        let given = std::mem::take(&mut self.inner.lock().given);
+        for (address, bytes) in given.into_values() {
+            self.engine.free(address, bytes);
+        }
+    }
+}

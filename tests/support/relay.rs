@@ -1,0 +1,259 @@
+//! An engine's own device for tests: it does what it is asked by way of a simulated device, well
+//! or with one fault.
+
+use std::collections::BTreeMap;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Error, Result, Status};
+use kvtier::device::call::{Call, Kind};
+use kvtier::device::foreign::{Engine, Rows};
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, Way};
+use kvtier::meta::view::{Place, View};
+
+/// What is wrong with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing.
+    None,
+    /// Events that come before the copies.
+    Early,
+    /// What a batch is to wait for counts for nothing.
+    NoAfter,
+    /// Streams that are one another's: work goes where it likes.
+    NoOrder,
+    /// The last run of each copy is left out.
+    Short,
+    /// A byte too many, where a run is longer than 4,000.
+    Long,
+    /// Rows are taken to lie one after the other.
+    NoStride,
+    /// Device memory that overlaps.
+    Twice,
+    /// Device memory at odd addresses.
+    Crooked,
+    /// Every 50th copy has a wrong byte.
+    Wrong,
+    /// What comes from the device goes to it.
+    Backwards,
+    /// Events never come.
+    Never,
+}
+
+impl Fault {
+    /// All that is wrong with some.
+    #[allow(dead_code)] // not every test binary uses all of it
+    pub const ALL: [Fault; 11] = [
+        Fault::Early,
+        Fault::NoAfter,
+        Fault::NoOrder,
+        Fault::Short,
+        Fault::Long,
+        Fault::NoStride,
+        Fault::Twice,
+        Fault::Crooked,
+        Fault::Wrong,
+        Fault::Backwards,
+        Fault::Never,
+    ];
+}
+
+/// The engine.
+pub struct Relay {
+    device: Simulated,
+    fault: Fault,
+    given: Mutex<BTreeMap<u64, DeviceMemory>>,
+    count: AtomicU64,
+    /// Events that were made and not taken back.
+    pub open: AtomicU64,
+    clock: Clock,
+}
+
+impl Relay {
+    /// On a clock, with a seed.
+    pub fn new(clock: Clock, seed: u64, fault: Fault) -> Relay {
+        let opts = SimulatedOpts { seed, memory_bytes: 1 << 33, ..SimulatedOpts::default() };
+        Relay {
+            device: Simulated::new(clock.clone(), opts).expect("sound"),
+            fault,
+            given: Mutex::new(BTreeMap::new()),
+            count: AtomicU64::new(0),
+            open: AtomicU64::new(0),
+            clock,
+        }
+    }
+
+    /// The device behind it is gone.
+    #[allow(dead_code)] // not every test binary uses all of it
+    pub fn lose(&self) {
+        self.device.lose();
+    }
+
+    /// What it gave and was not given back.
+    #[allow(dead_code)] // not every test binary uses all of it
+    pub fn given(&self) -> usize {
+        self.given.lock().expect("whole").len()
+    }
+
+    fn put(&self, stream: u32, after: u64, copies: &mut [Copy<'_>]) -> Result<u64> {
+        let after = (after != 0 && self.fault != Fault::NoAfter).then_some(Event(after));
+        let stream = match self.fault {
+            Fault::NoOrder => self.count.fetch_add(1, Ordering::SeqCst) as u32 % 4,
+            _ => stream,
+        };
+        // SAFETY: the promise made to the device that this is.
+        let event = unsafe { self.device.submit(Stream(stream), after, copies)? };
+        self.open.fetch_add(1, Ordering::SeqCst);
+        Ok(event.0)
+    }
+
+    /// Rows as a copy between a tensor and a plane, here of either kind of memory.
+    fn copy_of(&self, rows: &Rows) -> Result<Copy<'static>> {
+        let place = |is_device| if is_device == 1 { Memory::Device } else { Memory::Host };
+        let mut rows = *rows;
+        match self.fault {
+            Fault::Short if rows.runs > 1 => rows.runs -= 1,
+            Fault::Long if rows.run_bytes > 4_000 && rows.runs == 1 => rows.run_bytes += 1,
+            Fault::NoStride => {
+                (rows.from_stride_bytes, rows.to_stride_bytes) = (rows.run_bytes, rows.run_bytes);
+            }
+            Fault::Wrong if self.count.fetch_add(1, Ordering::SeqCst) % 50 == 49 => {
+                rows.from += 1;
+                rows.run_bytes -= u64::from(rows.run_bytes > 1);
+            }
+            _ => {}
+        }
+        let canonical = |stride| rows.runs == 1 || stride == rows.run_bytes;
+        let gathers = canonical(rows.to_stride_bytes);
+        assert!(gathers || canonical(rows.from_stride_bytes), "one side lies together");
+        let (tensor, plane, stride) = match gathers {
+            true => {
+                ((rows.from, rows.from_device), (rows.to, rows.to_device), rows.from_stride_bytes)
+            }
+            false => {
+                ((rows.to, rows.to_device), (rows.from, rows.from_device), rows.to_stride_bytes)
+            }
+        };
+        let view = View {
+            place: Place::At(tensor.0),
+            tokens: rows.runs as u32,
+            heads: 1,
+            run_bytes: rows.run_bytes,
+            token_stride_bytes: stride,
+            head_stride_bytes: rows.run_bytes,
+        };
+        let way = match gathers == (self.fault != Fault::Backwards) {
+            true => Way::Gather,
+            false => Way::Scatter,
+        };
+        let pointer = std::ptr::with_exposed_provenance_mut(plane.0 as usize);
+        let copy = Copy::new(&view, 0, rows.runs as u32, pointer, way)?;
+        Ok(Copy { memory: place(tensor.1), plane_memory: place(plane.1), ..copy })
+    }
+}
+
+impl Engine for Relay {
+    fn facts(&self) -> Facts {
+        Facts { kernels: Kind::Move.bit(), name: "relay", ..self.device.facts() }
+    }
+
+    fn submit(&self, stream: u32, after: u64, copies: &[Rows]) -> Result<u64> {
+        let mut copies =
+            copies.iter().map(|rows| self.copy_of(rows)).collect::<Result<Vec<_>>>()?;
+        if self.fault == Fault::Early {
+            let event = self.put(stream, after, &mut [])?;
+            self.put((stream + 1) % 4, after, &mut copies)?;
+            self.open.fetch_sub(1, Ordering::SeqCst);
+            return Ok(event);
+        }
+        self.put(stream, after, &mut copies)
+    }
+
+    fn query(&self, event: u64) -> Result<bool> {
+        if self.fault == Fault::Never {
+            return Ok(false);
+        }
+        Ok(self.device.state(Event(event))? == State::Done)
+    }
+
+    fn wait(&self, event: u64, deadline_ns: u64) -> Option<Result<()>> {
+        if self.fault == Fault::Never {
+            // Time passes, as it does on a device whose events never come.
+            self.clock.advance(deadline_ns.saturating_sub(self.clock.now_ns()).min(1 << 32));
+            return Some(Err(Status::Timeout.into()));
+        }
+        Some(self.device.wait(Event(event), deadline_ns))
+    }
+
+    fn release(&self, event: u64) {
+        if self.fault != Fault::Never {
+            self.device.release(Event(event)).expect("an event that has ended");
+        }
+        self.open.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<u64> {
+        let mut given = self.given.lock().expect("whole");
+        if self.fault == Fault::Twice
+            && let Some((address, _)) = given.last_key_value()
+            && bytes < 64 << 20
+        {
+            return Ok(*address);
+        }
+        // What a fault writes behind it is nobody's.
+        let least = if self.fault == Fault::Twice { 64 << 20 } else { 0 };
+        let memory = self.device.allocate(least.max(bytes + 4096))?;
+        let address = memory.address;
+        given.insert(address, memory);
+        Ok(if self.fault == Fault::Crooked { address + 8 } else { address })
+    }
+
+    fn free(&self, address: u64, _bytes: u64) {
+        if self.fault == Fault::Twice {
+            return;
+        }
+        let address = if self.fault == Fault::Crooked { address - 8 } else { address };
+        let mut given = self.given.lock().expect("whole");
+        // What a fault still uses stays until the device goes.
+        // SAFETY: the promise made to the device that this is.
+        if given.get(&address).is_some_and(|it| unsafe { self.device.free(it) }.is_ok()) {
+            given.remove(&address);
+        }
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.device.free_bytes()
+    }
+
+    fn know_host(&self, _address: u64, _bytes: u64) -> Result<()> {
+        Err(Error::new(Status::Unsupported, "all memory is the same"))
+    }
+
+    fn forget_host(&self, _address: u64) -> Result<()> {
+        Err(Error::new(Status::Unsupported, "all memory is the same"))
+    }
+
+    fn adopt(&self, raw: u64) -> Result<u64> {
+        // Its own kind of event is that of the device behind it.
+        self.device.state(Event(raw))?;
+        self.put(3, raw, &mut [])
+    }
+
+    fn hold(&self, raw_stream: u64, event: u64) -> Result<()> {
+        let marked = self.put(raw_stream as u32, event, &mut [])?;
+        self.open.fetch_sub(1, Ordering::SeqCst);
+        let _ = marked;
+        Ok(())
+    }
+
+    fn launch(&self, stream: u32, after: u64, calls: &[Call]) -> Result<u64> {
+        let copies = calls.iter().map(|call| {
+            let host = std::ptr::with_exposed_provenance_mut(call.out as usize);
+            let (from, bytes) = (call.keys, call.count.into());
+            Copy::bytes(host, from, bytes, Way::Gather, Memory::Host)
+        });
+        self.put(stream, after, &mut copies.collect::<Result<Vec<_>>>()?)
+    }
+}
