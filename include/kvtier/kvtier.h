@@ -36,7 +36,13 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_BUFFER_OPTS_INIT KVT_INIT_(kvt_buffer_opts_t)
 #define KVT_CLEAR_REPORT_INIT KVT_INIT_(kvt_clear_report_t)
 #define KVT_CLOSE_REPORT_INIT KVT_INIT_(kvt_close_report_t)
+#define KVT_CONFORMANCE_INIT KVT_INIT_(kvt_conformance_t)
+#define KVT_CONFORMANCE_OPTS_INIT KVT_INIT_(kvt_conformance_opts_t)
 #define KVT_DEMOTE_REPORT_INIT KVT_INIT_(kvt_demote_report_t)
+#define KVT_DEVICE_CUSTOM_INIT KVT_INIT_(kvt_device_custom_t)
+#define KVT_DEVICE_INFO_INIT KVT_INIT_(kvt_device_info_t)
+#define KVT_DEVICE_MEMORY_INIT KVT_INIT_(kvt_device_memory_t)
+#define KVT_DEVICE_OPTS_INIT KVT_INIT_(kvt_device_opts_t)
 #define KVT_ERROR_INFO_INIT KVT_INIT_(kvt_error_info_t)
 #define KVT_FEATURE_INIT KVT_INIT_(kvt_feature_t)
 #define KVT_FORECAST_INIT KVT_INIT_(kvt_forecast_t)
@@ -318,6 +324,142 @@ template <typename T> inline T kvt_sized_() {
  * Make the target's pages present; contents stay. Alone only.
  */
 #define KVT_DO_PREFAULT 8
+
+/**
+ * The processor copies, done when the call returns.
+ */
+#define KVT_DEVICE_HOST 1
+
+/**
+ * A GPU by way of the CUDA driver, which is loaded when the device is opened.
+ */
+#define KVT_DEVICE_CUDA 2
+
+/**
+ * The engine copies: kvt_device_custom_t.
+ */
+#define KVT_DEVICE_CUSTOM 3
+
+/**
+ * None at all: it takes its time and spoils what is not waited for. For tests.
+ */
+#define KVT_DEVICE_SIMULATED 4
+
+/**
+ * Work goes on after a call has returned.
+ */
+#define KVT_DEVICE_ASYNCHRONOUS 1
+
+/**
+ * It sums what it copies.
+ */
+#define KVT_DEVICE_SUMS 2
+
+/**
+ * It has memory that only it reaches: KVT_MEMORY_DEVICE.
+ */
+#define KVT_DEVICE_HAS_MEMORY 4
+
+/**
+ * Copies are slow, and not asynchronous, unless host memory is pinned: see
+ * kvt_device_know_host.
+ */
+#define KVT_DEVICE_WANTS_PINNED 8
+
+/**
+ * From the view into the plane.
+ */
+#define KVT_COPY_GATHER 0
+
+/**
+ * From the plane into the view.
+ */
+#define KVT_COPY_SCATTER 1
+
+/**
+ * Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS).
+ */
+#define KVT_COPY_SUM 1
+
+/**
+ * Moves runs of bytes.
+ */
+#define KVT_KERNEL_MOVE 1
+
+/**
+ * Changes what numbers are, with scales or without.
+ */
+#define KVT_KERNEL_CONVERT 2
+
+/**
+ * Sums bytes as the store does.
+ */
+#define KVT_KERNEL_SUM 3
+
+/**
+ * Makes the boxes of pages wider.
+ */
+#define KVT_KERNEL_PAGE_BOXES 4
+
+/**
+ * The most that a query can have of each page.
+ */
+#define KVT_KERNEL_PAGE_SCORES 5
+
+/**
+ * The largest of each row.
+ */
+#define KVT_KERNEL_TOP 6
+
+/**
+ * Adds weights to what tokens had.
+ */
+#define KVT_KERNEL_ADD 7
+
+/**
+ * Which tokens stay.
+ */
+#define KVT_KERNEL_KEEP 8
+
+/**
+ * Moves what stays together.
+ */
+#define KVT_KERNEL_COMPACT 9
+
+/**
+ * Columns and diagonals of the last queries.
+ */
+#define KVT_KERNEL_ESTIMATE 10
+
+/**
+ * Attention of a prompt over lines or blocks.
+ */
+#define KVT_KERNEL_PREFILL 11
+
+/**
+ * Attention of few queries over chosen pages.
+ */
+#define KVT_KERNEL_DECODE 12
+
+/**
+ * The device is closed at the end, which is a check as well.
+ */
+#define KVT_CONFORMANCE_CLOSES 1
+
+/**
+ * The device does what it should.
+ */
+#define KVT_VERDICT_PASSED 0
+
+/**
+ * It has nothing that could be tested.
+ */
+#define KVT_VERDICT_SKIPPED 1
+
+/**
+ * It does not do what it should.
+ */
+#define KVT_VERDICT_FAILED 2
 
 /**
  * The engine can use what lies behind a hole: objects leave in any order.
@@ -889,16 +1031,6 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_SUMS_BY_HEAD 1
 
 /**
- * kvt_prefill_open.
- */
-#define KVT_KERNEL_PREFILL 0
-
-/**
- * kvt_decode_open.
- */
-#define KVT_KERNEL_DECODE 1
-
-/**
  * kvt_sums_open.
  */
 #define KVT_KERNEL_SUMS 2
@@ -1139,6 +1271,12 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_ACQUIRE_POLL 1
 
 /**
+ * kvt_stream_acquire, on a device: does not wait for copies that are on their way:
+ * kvt_held_t.event says when the bytes are there. kvt_device_hold has a stream wait for it.
+ */
+#define KVT_ACQUIRE_EARLY 2
+
+/**
  * host_bytes is meant as it is, also when it is 0.
  */
 #define KVT_ROOM_HOST 1
@@ -1185,6 +1323,12 @@ typedef struct kvt_budget_t kvt_budget_t;
  * release: then the library's alone.
  */
 typedef struct kvt_buffer_t kvt_buffer_t;
+
+/**
+ * Who copies between an engine's memory and the library's: the processor, a GPU, or the engine
+ * itself. Stores and streamers are opened with one. Internally locked: any thread may use it.
+ */
+typedef struct kvt_device_t kvt_device_t;
 
 /**
  * A failure in words. Calls that take a `kvt_error_t **err` write one there
@@ -2028,6 +2172,651 @@ typedef struct kvt_buffer_item_t {
      */
     uint64_t tag;
 } kvt_buffer_item_t;
+
+/**
+ * Rows of bytes to copy: `runs` runs of `run_bytes` bytes, read and written at equal distances.
+ * One side has them without gaps. Stands in arrays only.
+ */
+typedef struct kvt_copy_rows_t {
+    /**
+     * Where the first run is read.
+     */
+    uint64_t from;
+    /**
+     * Where it is written.
+     */
+    uint64_t to;
+    /**
+     * From a run to the next, where they are read.
+     */
+    uint64_t from_stride_bytes;
+    /**
+     * The same, where they are written.
+     */
+    uint64_t to_stride_bytes;
+    /**
+     * Bytes of a run.
+     */
+    uint64_t run_bytes;
+    /**
+     * How many runs.
+     */
+    uint64_t runs;
+    /**
+     * KVT_MEMORY_*: where they are read.
+     */
+    uint32_t from_memory;
+    /**
+     * KVT_MEMORY_*: where they are written.
+     */
+    uint32_t to_memory;
+} kvt_copy_rows_t;
+
+/**
+ * Puts copies on a stream (0 to `streams` - 1, each in order), behind the event `after` if that
+ * is not 0, and writes the event of their end, a number of the engine's own that is not 0. No
+ * copies: the event marks the place. A batch whose `after` fails must fail. What is refused must
+ * not have begun. KVT_E_UNAVAILABLE, from any callback: the device is gone; nothing is asked
+ * of it any more but to release and free.
+ */
+typedef kvt_status_t (*kvt_device_submit_fn)(void *user_data,
+                                             uint32_t stream,
+                                             uint64_t after,
+                                             const struct kvt_copy_rows_t *copies,
+                                             uint64_t count,
+                                             uint64_t stride_bytes,
+                                             uint64_t *event_out);
+
+/**
+ * Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not; anything else is what its
+ * batch failed with.
+ */
+typedef kvt_status_t (*kvt_device_query_fn)(void *user_data, uint64_t event);
+
+/**
+ * Waits for an event until a deadline (CLOCK_MONOTONIC, 0 = none). It may return early: the
+ * event is asked for afterwards.
+ */
+typedef kvt_status_t (*kvt_device_wait_fn)(void *user_data, uint64_t event, uint64_t deadline_ns);
+
+/**
+ * Takes an event back that nobody asks for any more.
+ */
+typedef void (*kvt_device_release_fn)(void *user_data, uint64_t event);
+
+/**
+ * Gives memory at a multiple of 256; KVT_E_NOMEM where there is not so much.
+ */
+typedef kvt_status_t (*kvt_device_allocate_fn)(void *user_data,
+                                               uint64_t bytes,
+                                               uint64_t *address_out);
+
+/**
+ * Takes it back.
+ */
+typedef void (*kvt_device_free_fn)(void *user_data, uint64_t address, uint64_t bytes);
+
+/**
+ * What it has left to give.
+ */
+typedef kvt_status_t (*kvt_device_free_bytes_fn)(void *user_data, uint64_t *bytes_out);
+
+/**
+ * Learns of host memory that copies use again and again; with 0 bytes: that it goes.
+ */
+typedef kvt_status_t (*kvt_device_know_host_fn)(void *user_data, uint64_t address, uint64_t bytes);
+
+/**
+ * Makes an event of its own that comes with one that the engine names: see kvt_device_adopt.
+ */
+typedef kvt_status_t (*kvt_device_adopt_fn)(void *user_data, uint64_t raw, uint64_t *event_out);
+
+/**
+ * Has a stream that the engine names go on only after an event: see kvt_device_hold.
+ */
+typedef kvt_status_t (*kvt_device_hold_fn)(void *user_data, uint64_t raw_stream, uint64_t event);
+
+/**
+ * One kernel: 256 bytes, the same for all. Addresses are the device's, strides are bytes, 0 =
+ * none; each kernel uses some of the fields, and the others are 0. docs/device.md says which.
+ * Stands in arrays only.
+ */
+typedef struct kvt_kernel_t {
+    /**
+     * KVT_KERNEL_*.
+     */
+    uint32_t kind;
+    /**
+     * KVT_DTYPE_*: what keys and values, or what is read, are.
+     */
+    uint32_t dtype;
+    /**
+     * KVT_DTYPE_*: what queries and the output, or what is written, are.
+     */
+    uint32_t other_dtype;
+    /**
+     * KVT_SCALES_*.
+     */
+    uint32_t scaling;
+    /**
+     * Queries.
+     */
+    uint64_t queries;
+    /**
+     * Keys, or what is read.
+     */
+    uint64_t keys;
+    /**
+     * Values.
+     */
+    uint64_t values;
+    /**
+     * What is written.
+     */
+    uint64_t out;
+    /**
+     * Lists of places.
+     */
+    uint64_t index;
+    /**
+     * How long each list is.
+     */
+    uint64_t counts;
+    /**
+     * Where pages are.
+     */
+    uint64_t table;
+    /**
+     * Numbers that are read or changed.
+     */
+    uint64_t numbers;
+    /**
+     * More of them.
+     */
+    uint64_t more;
+    /**
+     * Scales of narrow numbers.
+     */
+    uint64_t scales;
+    /**
+     * Memory of the kernel's while it runs.
+     */
+    uint64_t scratch;
+    /**
+     * How much.
+     */
+    uint64_t scratch_bytes;
+    /**
+     * From a query to the next.
+     */
+    int64_t query_stride;
+    /**
+     * From a head of a query to the next.
+     */
+    int64_t query_head_stride;
+    /**
+     * From a key to the next.
+     */
+    int64_t key_stride;
+    /**
+     * From a head of a key to the next.
+     */
+    int64_t key_head_stride;
+    /**
+     * From a value to the next.
+     */
+    int64_t value_stride;
+    /**
+     * From a head of a value to the next.
+     */
+    int64_t value_head_stride;
+    /**
+     * From a row of what is written to the next.
+     */
+    int64_t out_stride;
+    /**
+     * From a head of it to the next.
+     */
+    int64_t out_head_stride;
+    /**
+     * How many queries.
+     */
+    uint32_t query_count;
+    /**
+     * Heads of a query.
+     */
+    uint32_t query_heads;
+    /**
+     * Heads of a key.
+     */
+    uint32_t key_heads;
+    /**
+     * Numbers of a key's head.
+     */
+    uint32_t key_dim;
+    /**
+     * Numbers of a value's head.
+     */
+    uint32_t value_dim;
+    /**
+     * Tokens of a page or block.
+     */
+    uint32_t page_tokens;
+    /**
+     * Tokens that the sequence has.
+     */
+    uint32_t tokens;
+    /**
+     * The first of what is worked on.
+     */
+    uint32_t first;
+    /**
+     * How many.
+     */
+    uint32_t count;
+    /**
+     * How many stay, or are chosen.
+     */
+    uint32_t keep;
+    /**
+     * So many of the last stay.
+     */
+    uint32_t recent;
+    /**
+     * So many of the first stay.
+     */
+    uint32_t sinks;
+    /**
+     * What products are multiplied with.
+     */
+    float scale;
+    /**
+     * What else it is to do, as the kernel says.
+     */
+    uint32_t flags;
+    /**
+     * 0.
+     */
+    uint64_t reserved[3];
+} kvt_kernel_t;
+
+/**
+ * Puts kernels on a stream, as copies.
+ */
+typedef kvt_status_t (*kvt_device_launch_fn)(void *user_data,
+                                             uint32_t stream,
+                                             uint64_t after,
+                                             const struct kvt_kernel_t *kernels,
+                                             uint64_t count,
+                                             uint64_t stride_bytes,
+                                             uint64_t *event_out);
+
+/**
+ * A device of the engine's own. `submit` and `query` must be there; each of the others may be
+ * null, and then there is none of that. They are called from any thread, from several at once;
+ * they must not unwind, and must not call the device they are of. `release`, `allocate`, `free`
+ * and `free_bytes` may be called while the library holds a lock: they must call nothing of it,
+ * and wait for no thread that does. The others are called with no lock held.
+ * kvt_device_conformance says whether all is as it should be.
+ */
+typedef struct kvt_device_custom_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED.
+     */
+    uint64_t flags;
+    /**
+     * How many streams it has, 1 to 64.
+     */
+    uint32_t streams;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * The kernels that `launch` knows: 1 << KVT_KERNEL_* for each.
+     */
+    uint64_t kernels;
+    /**
+     * Copies.
+     */
+    kvt_device_submit_fn submit;
+    /**
+     * How far an event is.
+     */
+    kvt_device_query_fn query;
+    /**
+     * Waits; null = events are asked for every so often.
+     */
+    kvt_device_wait_fn wait;
+    /**
+     * Takes events back.
+     */
+    kvt_device_release_fn release;
+    /**
+     * Gives memory.
+     */
+    kvt_device_allocate_fn allocate;
+    /**
+     * Takes it back.
+     */
+    kvt_device_free_fn free;
+    /**
+     * What is left.
+     */
+    kvt_device_free_bytes_fn free_bytes;
+    /**
+     * Host memory that is used again and again.
+     */
+    kvt_device_know_host_fn know_host;
+    /**
+     * Events of the engine's.
+     */
+    kvt_device_adopt_fn adopt;
+    /**
+     * Streams of the engine's.
+     */
+    kvt_device_hold_fn hold;
+    /**
+     * Kernels.
+     */
+    kvt_device_launch_fn launch;
+    /**
+     * Handed to all of them; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_device_custom_t;
+
+/**
+ * How to open a device.
+ */
+typedef struct kvt_device_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * None are defined yet: 0.
+     */
+    uint64_t flags;
+    /**
+     * KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
+     */
+    uint32_t kind;
+    /**
+     * CUDA: which device, where no context is given.
+     */
+    uint32_t ordinal;
+    /**
+     * CUDA: the engine's context (CUcontext), which outlives the device; 0 = the one that the
+     * process shares.
+     */
+    uint64_t context;
+    /**
+     * CUDA: the engine's streams (CUstream) of that context, none of them a default stream;
+     * null = some of its own.
+     */
+    const uint64_t *streams;
+    /**
+     * How many, at most 64.
+     */
+    uint64_t stream_count;
+    /**
+     * CUDA: the path of the driver's library; null = the system's.
+     */
+    const char *library;
+    /**
+     * Length of that.
+     */
+    uint64_t library_bytes;
+    /**
+     * Custom: what the engine can do.
+     */
+    const struct kvt_device_custom_t *custom;
+    /**
+     * Simulated: its memory; 0 = no limit.
+     */
+    uint64_t memory_bytes;
+    /**
+     * Simulated: chooses all that is left to chance.
+     */
+    uint64_t seed;
+    /**
+     * Simulated: what a batch takes at least; 0 = 10 us.
+     */
+    uint64_t latency_ns;
+    /**
+     * Simulated: what a stream moves; 0 = 20 GB/s.
+     */
+    uint64_t bytes_per_s;
+} kvt_device_opts_t;
+
+/**
+ * What a device is and can do.
+ */
+typedef struct kvt_device_info_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_DEVICE_ASYNCHRONOUS and so on.
+     */
+    uint64_t flags;
+    /**
+     * The kind that it was opened as.
+     */
+    uint32_t kind;
+    /**
+     * How many streams it has: work on one is in order.
+     */
+    uint32_t streams;
+    /**
+     * The kernels it has: 1 << KVT_KERNEL_* for each.
+     */
+    uint64_t kernels;
+    /**
+     * What it has left to give; UINT64_MAX where it does not know.
+     */
+    uint64_t free_bytes;
+} kvt_device_info_t;
+
+/**
+ * Memory that a device has set aside.
+ */
+typedef struct kvt_device_memory_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Where it starts: a multiple of 256.
+     */
+    uint64_t address;
+    /**
+     * How long it is.
+     */
+    uint64_t bytes;
+    /**
+     * The library's own: which one it is.
+     */
+    uint64_t number;
+    /**
+     * KVT_MEMORY_*: where the address is valid.
+     */
+    uint32_t memory;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_device_memory_t;
+
+/**
+ * Where the engine has one plane (K or V) of one layer, from the first token of
+ * a move on: the bytes of a head and token lie together, tokens and heads each at
+ * equal distances. Either at one address, or in pages. Stands in arrays only. All
+ * zero = there is no such plane.
+ */
+typedef struct kvt_view_t {
+    /**
+     * Where the first token is; null with pages.
+     */
+    void *address;
+    /**
+     * Where each page starts; null with an address.
+     */
+    void *const *pages;
+    /**
+     * How many pages.
+     */
+    uint64_t page_count;
+    /**
+     * Added to the address of each page: one table serves K, V and all layers.
+     */
+    int64_t shift_bytes;
+    /**
+     * Tokens of a page.
+     */
+    uint32_t page_tokens;
+    /**
+     * Tokens of the view (of a layer with a state: chunks); 0 = as many as are
+     * moved, or as the pages hold.
+     */
+    uint32_t tokens;
+    /**
+     * Heads of a token; 0 = 1.
+     */
+    uint32_t heads;
+    /**
+     * KVT_MEMORY_*.
+     */
+    uint32_t memory;
+    /**
+     * Bytes of a head and token. All heads together have what the layout says.
+     */
+    uint64_t run_bytes;
+    /**
+     * From a token to the next; 0 = heads * run_bytes.
+     */
+    uint64_t token_stride_bytes;
+    /**
+     * From a head to the next; 0 = run_bytes.
+     */
+    uint64_t head_stride_bytes;
+} kvt_view_t;
+
+/**
+ * A copy between tokens as an engine has them and a plane: the same tokens, heads and numbers
+ * one after the other, without gaps. Stands in arrays only.
+ */
+typedef struct kvt_copy_t {
+    /**
+     * KVT_COPY_SUM or 0.
+     */
+    uint64_t flags;
+    /**
+     * Where the engine has the tokens. It says how many it has.
+     */
+    struct kvt_view_t view;
+    /**
+     * The plane: tokens * heads * run_bytes bytes.
+     */
+    void *plane;
+    /**
+     * KVT_MEMORY_*: where that is.
+     */
+    uint32_t plane_memory;
+    /**
+     * KVT_COPY_GATHER or KVT_COPY_SCATTER.
+     */
+    uint32_t way;
+    /**
+     * The first token that is copied.
+     */
+    uint32_t first_token;
+    /**
+     * How many; 0 = all from there on.
+     */
+    uint32_t tokens;
+    /**
+     * Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums.
+     */
+    uint64_t sum;
+} kvt_copy_t;
+
+/**
+ * How a device is put to the test.
+ */
+typedef struct kvt_conformance_opts_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_CONFORMANCE_CLOSES or 0.
+     */
+    uint64_t flags;
+    /**
+     * Chooses all that is left to chance.
+     */
+    uint64_t seed;
+    /**
+     * How long an event may take; 0 = 30 s.
+     */
+    uint64_t patience_ns;
+    /**
+     * How often what is left to chance is tried; 0 = 40, at most 100,000.
+     */
+    uint32_t rounds;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_conformance_opts_t;
+
+/**
+ * Hears of a check: its name, a KVT_VERDICT_*, and why. Texts are UTF-8, not NUL-terminated,
+ * borrowed for the call. Called by the thread that called. It must not unwind.
+ */
+typedef void (*kvt_conformance_fn)(void *user_data,
+                                   const char *name,
+                                   uint64_t name_bytes,
+                                   uint32_t verdict,
+                                   const char *why,
+                                   uint64_t why_bytes);
+
+/**
+ * How many checks ended how.
+ */
+typedef struct kvt_conformance_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * As they should.
+     */
+    uint32_t passed;
+    /**
+     * There was nothing to test.
+     */
+    uint32_t skipped;
+    /**
+     * Something is wrong.
+     */
+    uint32_t failed;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_conformance_t;
 
 /**
  * Candidates as columns: one array a fact, each with `rows` entries. Null = the
@@ -3111,6 +3900,11 @@ typedef struct kvt_store_opts_t {
      * Always 0.
      */
     uint32_t reserved;
+    /**
+     * Who copies between the engine's memory and the store's, a device of the same runtime;
+     * null = the processor. With one that has memory of its own, moves take views of it.
+     */
+    const struct kvt_device_t *device;
 } kvt_store_opts_t;
 
 /**
@@ -3806,60 +4600,6 @@ typedef struct kvt_session_info_t {
      */
     uint32_t layers;
 } kvt_session_info_t;
-
-/**
- * Where the engine has one plane (K or V) of one layer, from the first token of
- * a move on: the bytes of a head and token lie together, tokens and heads each at
- * equal distances. Either at one address, or in pages. Stands in arrays only. All
- * zero = there is no such plane.
- */
-typedef struct kvt_view_t {
-    /**
-     * Where the first token is; null with pages.
-     */
-    void *address;
-    /**
-     * Where each page starts; null with an address.
-     */
-    void *const *pages;
-    /**
-     * How many pages.
-     */
-    uint64_t page_count;
-    /**
-     * Added to the address of each page: one table serves K, V and all layers.
-     */
-    int64_t shift_bytes;
-    /**
-     * Tokens of a page.
-     */
-    uint32_t page_tokens;
-    /**
-     * Tokens of the view (of a layer with a state: chunks); 0 = as many as are
-     * moved, or as the pages hold.
-     */
-    uint32_t tokens;
-    /**
-     * Heads of a token; 0 = 1.
-     */
-    uint32_t heads;
-    /**
-     * KVT_MEMORY_*.
-     */
-    uint32_t memory;
-    /**
-     * Bytes of a head and token. All heads together have what the layout says.
-     */
-    uint64_t run_bytes;
-    /**
-     * From a token to the next; 0 = heads * run_bytes.
-     */
-    uint64_t token_stride_bytes;
-    /**
-     * From a head to the next; 0 = run_bytes.
-     */
-    uint64_t head_stride_bytes;
-} kvt_view_t;
 
 /**
  * A rectangle of a session: tokens by layers, and where the engine has them.
@@ -5780,6 +6520,11 @@ typedef struct kvt_stream_opts_t {
      * Always 0.
      */
     uint32_t reserved;
+    /**
+     * Where the engine computes, a device of the same runtime with memory of its own; null = on
+     * the processor.
+     */
+    const struct kvt_device_t *device;
 } kvt_stream_opts_t;
 
 /**
@@ -5805,7 +6550,7 @@ typedef struct kvt_held_t {
      */
     uint32_t unit;
     /**
-     * KVT_MEMORY_*: where the address is valid; always KVT_MEMORY_HOST in this version.
+     * KVT_MEMORY_*: where the address is valid.
      */
     uint32_t memory;
     /**
@@ -5813,7 +6558,8 @@ typedef struct kvt_held_t {
      */
     uint64_t place;
     /**
-     * The device's event from which on the bytes are complete; 0 = they are.
+     * The device's event from which on the bytes are complete; 0 = they are. It is the
+     * streamer's, and known until the unit is given back.
      */
     uint64_t event;
     /**
@@ -6884,6 +7630,322 @@ kvt_status_t kvt_buffer_submit(const struct kvt_runtime_t *runtime,
  * Threading: any thread, also in callbacks. Since 0.1.
  */
 kvt_status_t kvt_checksum(const void *data, uint64_t size, uint64_t *out_value);
+
+/**
+ * Opens a device.
+ *
+ * @param runtime  Where it belongs.
+ * @param opts     Which one.
+ * @param out      The device; close it with kvt_device_close.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNAVAILABLE (CUDA: no driver, one that is too old or broken, or no such
+ *         device; the message says which), KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the device. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_open(const struct kvt_runtime_t *runtime,
+                             const struct kvt_device_opts_t *opts,
+                             struct kvt_device_t **out,
+                             struct kvt_error_t **err);
+
+/**
+ * Closes a device: refuses new work and waits for what is under way. Its memory that was not
+ * given back goes with it.
+ *
+ * @param device       Pointer to the handle, cleared on success; null, or a null handle, is
+ *                     fine.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY while a store or a streamer has it (it stays open), or when work
+ *         has not ended at the deadline (it stays closing and valid: call again);
+ *         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_close(struct kvt_device_t **device,
+                              uint64_t deadline_ns,
+                              struct kvt_error_t **err);
+
+/**
+ * What a device is and can do.
+ *
+ * @param device  The device.
+ * @param out     Filled in; start it with KVT_DEVICE_INFO_INIT.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_info(const struct kvt_device_t *device, struct kvt_device_info_t *out);
+
+/**
+ * A device in words, for logs: its name, and how it copies.
+ *
+ * @param device        The device.
+ * @param out           Receives the words, not NUL-terminated; may be null.
+ * @param out_capacity  How many bytes there is room for.
+ * @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_words(const struct kvt_device_t *device,
+                              char *out,
+                              uint64_t out_capacity,
+                              uint64_t *out_bytes);
+
+/**
+ * Sets memory of a device aside.
+ *
+ * @param device  The device.
+ * @param bytes   How much.
+ * @param out     What it is; start it with KVT_DEVICE_MEMORY_INIT. What is in it is not said.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOMEM, KVT_E_UNSUPPORTED (it has none to give), KVT_E_UNAVAILABLE (the
+ *         device is lost), KVT_E_INVALID, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Ownership: give it back with kvt_device_free; else it goes with the device. Threading: any
+ * thread. Since 0.1.
+ */
+kvt_status_t kvt_device_alloc(const struct kvt_device_t *device,
+                              uint64_t bytes,
+                              struct kvt_device_memory_t *out,
+                              struct kvt_error_t **err);
+
+/**
+ * Gives memory back.
+ *
+ * @param device  The device that gave it.
+ * @param memory  As kvt_device_alloc wrote it.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY while work under way is seen to use it; KVT_E_HANDLE (it is not
+ *         this device's, or was given back; or the device's handle), KVT_E_INVALID,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_free(const struct kvt_device_t *device,
+                             const struct kvt_device_memory_t *memory,
+                             struct kvt_error_t **err);
+
+/**
+ * Tells a device of host memory that copies will use again and again, so that they are as fast
+ * as they can be: CUDA pins it. A device to which all host memory is the same does nothing.
+ *
+ * @param device   The device.
+ * @param address  Where it starts, of a page.
+ * @param bytes    How much.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOMEM and KVT_E_UNSUPPORTED (it cannot be pinned: copies work, and are
+ *         slower), KVT_E_INVALID, KVT_E_UNAVAILABLE, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_know_host(const struct kvt_device_t *device,
+                                  void *address,
+                                  uint64_t bytes,
+                                  struct kvt_error_t **err);
+
+/**
+ * Takes that back, before the memory goes.
+ *
+ * @param device   The device.
+ * @param address  As it was said.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_NOT_FOUND or KVT_E_INVALID (it was not told of it), KVT_E_UNAVAILABLE,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_forget_host(const struct kvt_device_t *device,
+                                    void *address,
+                                    struct kvt_error_t **err);
+
+/**
+ * Puts copies on a stream, behind an event if one is given, and behind what is there. Without
+ * copies it marks the place.
+ *
+ * @param device        The device.
+ * @param stream        0 to kvt_device_info_t.streams - 1.
+ * @param after         An event of the device's; 0 = none.
+ * @param copies        The copies; their sums are written.
+ * @param count         How many, at most 65,536.
+ * @param stride_bytes  sizeof(kvt_copy_t).
+ * @param out_event     Receives the event of their end; release it with kvt_device_release.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK: they are on their way, or done where the device is not asynchronous;
+ *         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_UNSUPPORTED (memory that the device does not
+ *         reach), KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_STATE (a graph is
+ *         made of the stream), KVT_E_UNAVAILABLE (the device is lost), KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_IO, KVT_E_FORKED, KVT_E_PANIC. What `after` failed
+ *         with.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_copy(const struct kvt_device_t *device,
+                             uint32_t stream,
+                             uint64_t after,
+                             struct kvt_copy_t *copies,
+                             uint64_t count,
+                             uint64_t stride_bytes,
+                             uint64_t *out_event,
+                             struct kvt_error_t **err);
+
+/**
+ * How far an event is. Never waits.
+ *
+ * @param device  The device.
+ * @param event   One of its events.
+ * @return KVT_OK: it has come. KVT_E_AGAIN: not yet. What its batch failed with; of targets it
+ *         is not known then what they have. KVT_E_HANDLE: it is none of this device, or was
+ *         released. KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_query(const struct kvt_device_t *device, uint64_t event);
+
+/**
+ * Waits for an event.
+ *
+ * @param device       The device.
+ * @param event        One of its events.
+ * @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+ * @param err          Explains a failure; may be null.
+ * @return KVT_OK: it has come; KVT_E_TIMEOUT; what its batch failed with; KVT_E_HANDLE,
+ *         KVT_E_REENTRANT inside a callback, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_wait(const struct kvt_device_t *device,
+                             uint64_t event,
+                             uint64_t deadline_ns,
+                             struct kvt_error_t **err);
+
+/**
+ * Which events have ended, well or not: of an asynchronous device each is told once, unless it
+ * was released before. Never waits. Who shares a device with a store or a streamer is told of
+ * their events, too.
+ *
+ * @param device     The device.
+ * @param events     Receives events.
+ * @param capacity   How many there is room for, at most 65,536.
+ * @param out_count  How many were written.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_poll(const struct kvt_device_t *device,
+                             uint64_t *events,
+                             uint64_t capacity,
+                             uint64_t *out_count);
+
+/**
+ * Forgets events that have ended.
+ *
+ * @param device  The device.
+ * @param events  The events.
+ * @param count   How many, at most 65,536.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device,
+ *         or was released): those before it are released. KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_release(const struct kvt_device_t *device,
+                                const uint64_t *events,
+                                uint64_t count,
+                                struct kvt_error_t **err);
+
+/**
+ * Makes an event of the device's that comes when an event of the engine's own has come: what is
+ * behind it waits for the engine's kernels, and no thread does.
+ *
+ * @param device     The device.
+ * @param raw        The engine's event: for CUDA a CUevent that was recorded, as a number.
+ * @param out_event  Receives the event; release it with kvt_device_release.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (it is none, or of another context; or the
+ *         device's handle), KVT_E_AGAIN, KVT_E_STATE, KVT_E_UNAVAILABLE, KVT_E_CLOSED,
+ *         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_adopt(const struct kvt_device_t *device,
+                              uint64_t raw,
+                              uint64_t *out_event,
+                              struct kvt_error_t **err);
+
+/**
+ * Has a stream of the engine's own go on only when an event has come. No thread waits.
+ *
+ * @param device      The device.
+ * @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
+ * @param event       One of the device's events.
+ * @param err         Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the event, the stream or the device),
+ *         KVT_E_STATE (a graph is made of the stream), KVT_E_UNAVAILABLE, KVT_E_INVALID,
+ *         KVT_E_FORKED, KVT_E_PANIC. What the event's batch failed with.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_hold(const struct kvt_device_t *device,
+                             uint64_t raw_stream,
+                             uint64_t event,
+                             struct kvt_error_t **err);
+
+/**
+ * Puts kernels on a stream, behind an event if one is given, and behind what is there.
+ *
+ * @param device        The device; kvt_device_info says which kernels it has.
+ * @param stream        0 to kvt_device_info_t.streams - 1.
+ * @param after         An event of the device's; 0 = none.
+ * @param kernels       The kernels, done in order.
+ * @param count         How many, at most 4,096.
+ * @param stride_bytes  sizeof(kvt_kernel_t).
+ * @param out_event     Receives the event of their end; release it with kvt_device_release.
+ * @param err           Explains a failure; may be null.
+ * @return KVT_OK: the kernels are on their way; KVT_E_UNSUPPORTED, KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_UNAVAILABLE (the device is
+ *         lost), KVT_E_STATE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_FORKED,
+ *         KVT_E_PANIC. What `after` failed with.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
+                               uint32_t stream,
+                               uint64_t after,
+                               const struct kvt_kernel_t *kernels,
+                               uint64_t count,
+                               uint64_t stride_bytes,
+                               uint64_t *out_event,
+                               struct kvt_error_t **err);
+
+/**
+ * Puts a device to the test: memory, copies of all sizes and layouts in all places, order,
+ * events, deadlines, refusals, threads. Whoever brings a device of their own
+ * (kvt_device_custom_t) runs this first. It uses a few hundred MiB of memory at most, and
+ * nothing else should use the device meanwhile.
+ *
+ * @param device     The device.
+ * @param opts       How; null for defaults.
+ * @param report     Hears of each check; may be null.
+ * @param user_data  Handed to it.
+ * @param out        How many checks ended how; start it with KVT_CONFORMANCE_INIT.
+ * @param err        Explains a failure of the call; may be null.
+ * @return KVT_OK, also where checks failed: look at `out`. KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_REENTRANT inside a callback, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_conformance(const struct kvt_device_t *device,
+                                    const struct kvt_conformance_opts_t *opts,
+                                    kvt_conformance_fn report,
+                                    void *user_data,
+                                    struct kvt_conformance_t *out,
+                                    struct kvt_error_t **err);
 
 /**
  * Opens a policy.
@@ -9765,8 +10827,8 @@ kvt_status_t kvt_model_what_if(const struct kvt_model_t *model,
 
 /**
  * Opens the files of a model, makes a plan and takes the memory that it says. Units are on
- * their way home when this returns. The engine computes in host memory: a device for
- * weights does not reach C yet.
+ * their way home when this returns. With a device the engine computes there, and units come to
+ * its memory; without one it computes in host memory.
  *
  * @param runtime  Where it belongs.
  * @param opts     What it streams, and how.
@@ -9774,7 +10836,8 @@ kvt_status_t kvt_model_what_if(const struct kvt_model_t *model,
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
  *         it takes at least), KVT_E_CORRUPT when a file is not what it was when the model was
- *         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat),
+ *         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat without
+ *         a device, a host seat with one, units in place on a device),
  *         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
  *         KVT_E_FORKED, KVT_E_PANIC.
  *
@@ -9835,8 +10898,9 @@ kvt_status_t kvt_stream_acquire(const struct kvt_stream_t *stream,
  *
  * @param stream  The streamer.
  * @param held    What kvt_stream_acquire wrote.
- * @param after   The device's event after which its memory may be used for another. Always 0
- *                in this version: now.
+ * @param after   The device's event after which its memory may be used for another; 0 = now.
+ *                The streamer takes it over, and releases it. kvt_device_adopt makes one of an
+ *                event of the engine's.
  * @param err     Explains a failure; may be null.
  * @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
  *         KVT_E_UNSUPPORTED (an event), KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.

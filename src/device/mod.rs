@@ -148,6 +148,11 @@ pub trait Device: Send + Sync {
     /// What it is.
     fn facts(&self) -> Facts;
 
+    /// The same in words, for people: what it is called, and how it copies.
+    fn describe(&self) -> String {
+        self.facts().name.to_string()
+    }
+
     /// Puts a batch on a stream, behind what is there and behind `after`. A batch
     /// without copies only marks the place. What is refused was not begun; when
     /// `after` has failed, that is its status.

@@ -173,13 +173,6 @@ unsafe fn plane_of(
         }
         return Ok(None);
     }
-    match view.memory {
-        KVT_MEMORY_HOST => {}
-        KVT_MEMORY_DEVICE => {
-            fail!(Unavailable, "the store has no device that reaches this memory")
-        }
-        other => fail!(Invalid, "memory {other} is none of KVT_MEMORY_*"),
-    }
     let heads = view.heads.max(1);
     let or = |given: u64, usual: u64| if given == 0 { usual } else { given };
     let has = match view.pages.is_null() {
@@ -199,8 +192,17 @@ unsafe fn plane_of(
             view.run_bytes.saturating_mul(u64::from(heads)),
         ),
         head_stride_bytes: or(view.head_stride_bytes, view.run_bytes),
-        memory: Memory::Host,
+        memory: memory_of(view.memory)?,
     }))
+}
+
+/// Where memory is said to be.
+pub(crate) fn memory_of(code: u32) -> Result<Memory> {
+    match code {
+        KVT_MEMORY_HOST => Ok(Memory::Host),
+        KVT_MEMORY_DEVICE => Ok(Memory::Device),
+        other => fail!(Invalid, "memory {other} is none of KVT_MEMORY_*"),
+    }
 }
 
 /// A plane of a view that says itself how many tokens it has.
@@ -208,6 +210,19 @@ unsafe fn plane_of(
 /// # Safety
 /// As [`place_of`].
 pub(crate) unsafe fn plane_alone(view: &kvt_view_t) -> Result<PlaneView> {
+    // SAFETY: the caller's promise.
+    let plane = unsafe { plane_anywhere(view)? };
+    if plane.memory != Memory::Host {
+        fail!(Unavailable, "a view of device memory, and it is the processor that reads it");
+    }
+    Ok(plane)
+}
+
+/// A view that says all of itself, in whatever memory.
+///
+/// # Safety
+/// As [`place_of`].
+pub(crate) unsafe fn plane_anywhere(view: &kvt_view_t) -> Result<PlaneView> {
     if view.tokens == 0 && view.pages.is_null() {
         fail!(Invalid, "a view without pages says here how many tokens it has");
     }
@@ -339,6 +354,9 @@ unsafe fn submit(
                 // SAFETY: the caller's promise.
                 _ => unsafe { views_of(&given, layers, tokens)? },
             };
+            if views.are_on_device() && !noun.space.store.reaches_device() {
+                fail!(Unavailable, "the store was opened with no device that reaches this memory");
+            }
             let rectangle = Rectangle {
                 first_token: given.first_token,
                 tokens,

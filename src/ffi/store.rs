@@ -9,6 +9,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::ffi::budget::{BudgetNoun, kvt_budget_t};
+use crate::ffi::device::{device_of, kvt_device_t};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
@@ -76,6 +77,9 @@ pub struct kvt_store_opts_t {
     pub write: u32,
     /// Always 0.
     pub reserved: u32,
+    /// Who copies between the engine's memory and the store's, a device of the same runtime;
+    /// null = the processor. With one that has memory of its own, moves take views of it.
+    pub device: *const kvt_device_t,
 }
 
 /// What a store counts since it was opened, and what it has now.
@@ -273,9 +277,11 @@ pub unsafe extern "C" fn kvt_store_open(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let spec = unsafe {
+        let (given, spec) = unsafe {
             require(out)?;
-            spec_of(&read(opts)?)?
+            let given = read(opts)?;
+            let spec = spec_of(&given)?;
+            (given, spec)
         };
         let budget = match budget.is_null() {
             true => None,
@@ -286,7 +292,10 @@ pub unsafe extern "C" fn kvt_store_open(
             if budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
                 fail!(Invalid, "the budget belongs to another runtime");
             }
-            let store = Store::open(core, budget.as_ref(), &spec)?;
+            let store = match device_of(core, given.device)? {
+                Some(device) => Store::open_with(core, budget.as_ref(), &spec, device)?,
+                None => Store::open(core, budget.as_ref(), &spec)?,
+            };
             Ok(StoreNoun { core: core.clone(), store: Arc::new(store) })
         })?;
         let handle = insert(noun)?;

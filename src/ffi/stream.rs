@@ -7,15 +7,16 @@ use crate::base::core::Core;
 use crate::base::slab::{Pin, Slab};
 use crate::base::status::Result;
 use crate::base::sync::Arc;
-use crate::device::Memory;
+use crate::device::{Event, Memory};
 use crate::fail;
 use crate::ffi::budget::BudgetNoun;
+use crate::ffi::device::device_of;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
 use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::model::with_model;
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::session_move::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST};
+use crate::ffi::session_move::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, memory_of};
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream_opts::{kvt_stream_opts_t, options};
@@ -30,6 +31,9 @@ pub struct kvt_stream_t(());
 
 /// kvt_stream_acquire: does not wait; KVT_E_AGAIN when the unit is not there.
 pub const KVT_ACQUIRE_POLL: u64 = 1;
+/// kvt_stream_acquire, on a device: does not wait for copies that are on their way:
+/// kvt_held_t.event says when the bytes are there. kvt_device_hold has a stream wait for it.
+pub const KVT_ACQUIRE_EARLY: u64 = 2;
 
 /// A unit that the engine has until it gives it back. Nobody but the library writes
 /// into it; copies of it are not given back on their own.
@@ -45,11 +49,12 @@ pub struct kvt_held_t {
     pub bytes: u64,
     /// Which unit.
     pub unit: u32,
-    /// KVT_MEMORY_*: where the address is valid; always KVT_MEMORY_HOST in this version.
+    /// KVT_MEMORY_*: where the address is valid.
     pub memory: u32,
     /// The library's own: where it is. 0 = it was given back.
     pub place: u64,
-    /// The device's event from which on the bytes are complete; 0 = they are.
+    /// The device's event from which on the bytes are complete; 0 = they are. It is the
+    /// streamer's, and known until the unit is given back.
     pub event: u64,
     /// When it was had, where that is noted; else 0.
     pub since_ns: u64,
@@ -107,8 +112,8 @@ fn place_of(code: u64) -> Result<Goal> {
 }
 
 /// Opens the files of a model, makes a plan and takes the memory that it says. Units are on
-/// their way home when this returns. The engine computes in host memory: a device for
-/// weights does not reach C yet.
+/// their way home when this returns. With a device the engine computes there, and units come to
+/// its memory; without one it computes in host memory.
 ///
 /// @param runtime  Where it belongs.
 /// @param opts     What it streams, and how.
@@ -116,7 +121,8 @@ fn place_of(code: u64) -> Result<Goal> {
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
 ///         it takes at least), KVT_E_CORRUPT when a file is not what it was when the model was
-///         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat),
+///         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat without
+///         a device, a host seat with one, units in place on a device),
 ///         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
 ///         KVT_E_FORKED, KVT_E_PANIC.
 ///
@@ -146,6 +152,7 @@ pub unsafe extern "C" fn kvt_stream_open(
             if opts.budget.as_ref().is_some_and(|budget| !Arc::ptr_eq(budget.core(), core)) {
                 fail!(Invalid, "the budget belongs to another runtime");
             }
+            opts.device = device_of(core, given.device)?;
             let (model, units) = (parts.model.clone(), parts.units.clone());
             let streamer = Streamer::open(core, model, units, opts)?;
             Ok(StreamNoun { core: core.clone(), streamer })
@@ -221,8 +228,10 @@ pub unsafe extern "C" fn kvt_stream_acquire(
     let body = || {
         // SAFETY: the caller's promise.
         unsafe { check_out(out)? };
-        known_flags(flags, KVT_ACQUIRE_POLL)?;
-        let how = How { poll: flags & KVT_ACQUIRE_POLL != 0, early: false, deadline_ns };
+        known_flags(flags, KVT_ACQUIRE_POLL | KVT_ACQUIRE_EARLY)?;
+        let has = |flag: u64| flags & flag != 0;
+        let (poll, early) = (has(KVT_ACQUIRE_POLL), has(KVT_ACQUIRE_EARLY));
+        let how = How { poll, early, deadline_ns };
         let held = with_stream(stream, Access::Use, |streamer| streamer.acquire(unit, how))?;
         let given = kvt_held_t {
             struct_size: 0,
@@ -249,8 +258,9 @@ pub unsafe extern "C" fn kvt_stream_acquire(
 ///
 /// @param stream  The streamer.
 /// @param held    What kvt_stream_acquire wrote.
-/// @param after   The device's event after which its memory may be used for another. Always 0
-///                in this version: now.
+/// @param after   The device's event after which its memory may be used for another; 0 = now.
+///                The streamer takes it over, and releases it. kvt_device_adopt makes one of an
+///                event of the engine's.
 /// @param err     Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
 ///         KVT_E_UNSUPPORTED (an event), KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -272,18 +282,21 @@ pub unsafe extern "C" fn kvt_stream_release(
             check_out(held)?;
             read(held.cast_const())?
         };
-        if after != 0 {
-            fail!(Unsupported, "event {after}: the engine computes in host memory");
-        }
+        let after = (after != 0).then_some(Event(after));
         let place = place_of(given.place)?;
         let back = Held {
             lease: Lease { unit: given.unit, place, event: None },
             address: given.address.addr() as u64,
             bytes: given.bytes,
-            memory: Memory::Host,
+            memory: memory_of(given.memory)?,
             since_ns: given.since_ns,
         };
-        with_stream(stream, Access::Salvage, |streamer| streamer.release(&back, None))?;
+        with_stream(stream, Access::Salvage, |streamer| {
+            if after.is_some() && !streamer.has_device() {
+                fail!(Unsupported, "an event, and the engine computes in host memory");
+            }
+            streamer.release(&back, after)
+        })?;
         // SAFETY: it passed `check_out`.
         unsafe { write(held, &kvt_held_t { unit: given.unit, ..kvt_held_t::zeroed() }) };
         Ok(())

@@ -5,6 +5,7 @@ use std::ffi::c_char;
 use crate::base::status::Result;
 use crate::fail;
 use crate::ffi::budget::kvt_budget_t;
+use crate::ffi::device::kvt_device_t;
 use crate::ffi::model::{kvt_model_t, path};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::slice::text;
@@ -201,6 +202,9 @@ pub struct kvt_stream_opts_t {
     pub pinned_percent: u32,
     /// Always 0.
     pub reserved: u32,
+    /// Where the engine computes, a device of the same runtime with memory of its own; null = on
+    /// the processor.
+    pub device: *const kvt_device_t,
 }
 
 // SAFETY: integers alone; the first field is the size.
@@ -309,8 +313,8 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
     // SAFETY: the caller's promise, of all that follows.
     unsafe {
         let (wishes, links) = terms_of(&read(given.terms)?)?;
-        if wishes.seat == Some(Seat::Device) {
-            fail!(Unsupported, "a streamer on a device: plan for one, compute on the host");
+        if wishes.seat == Some(Seat::Device) && given.device.is_null() {
+            fail!(Unsupported, "the terms have a seat on a device, and there is no device");
         }
         let order = match given.order.is_null() && given.order_count == 0 {
             true => None,

@@ -155,6 +155,11 @@ impl Store {
         Ok(Store { inner, threads, account, opened: Opened { disk: report, adopted } })
     }
 
+    /// Whether its device has memory that only it reaches.
+    pub fn reaches_device(&self) -> bool {
+        self.inner.tools.lock().device.facts().reaches_device
+    }
+
     /// Does something to the core: what needs no hands is done when this returns.
     pub fn with<R>(&self, act: impl FnOnce(&mut Core) -> Result<R>) -> Result<R> {
         self.inner.runtime.check_open()?;

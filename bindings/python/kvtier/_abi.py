@@ -20,6 +20,7 @@ class Sized(ctypes.Structure):
         super().__init__(struct_size=ctypes.sizeof(type(self)), **fields)
 
 
+KVT_ACQUIRE_EARLY = 2
 KVT_ACQUIRE_POLL = 1
 KVT_ADVICE_ZERO_GROW = 2
 KVT_ADVICE_ZERO_SHRINK = 1
@@ -37,7 +38,19 @@ KVT_BUFFER_PIN = 1
 KVT_BUFFER_PREFAULT = 16
 KVT_BUFFER_TRY_HUGE = 8
 KVT_BUFFER_TRY_PIN = 2
+KVT_CONFORMANCE_CLOSES = 1
+KVT_COPY_GATHER = 0
+KVT_COPY_SCATTER = 1
+KVT_COPY_SUM = 1
 KVT_DECODE_SCORES = 1
+KVT_DEVICE_ASYNCHRONOUS = 1
+KVT_DEVICE_CUDA = 2
+KVT_DEVICE_CUSTOM = 3
+KVT_DEVICE_HAS_MEMORY = 4
+KVT_DEVICE_HOST = 1
+KVT_DEVICE_SIMULATED = 4
+KVT_DEVICE_SUMS = 2
+KVT_DEVICE_WANTS_PINNED = 8
 KVT_DO_CHECKSUM = 2
 KVT_DO_COPY = 1
 KVT_DO_PREFAULT = 8
@@ -98,9 +111,19 @@ KVT_INDEX_RANGES = 3
 KVT_IO_NONE = 0
 KVT_IO_THREADS = 1
 KVT_IO_URING = 2
-KVT_KERNEL_DECODE = 1
-KVT_KERNEL_PREFILL = 0
+KVT_KERNEL_ADD = 7
+KVT_KERNEL_COMPACT = 9
+KVT_KERNEL_CONVERT = 2
+KVT_KERNEL_DECODE = 12
+KVT_KERNEL_ESTIMATE = 10
+KVT_KERNEL_KEEP = 8
+KVT_KERNEL_MOVE = 1
+KVT_KERNEL_PAGE_BOXES = 4
+KVT_KERNEL_PAGE_SCORES = 5
+KVT_KERNEL_PREFILL = 11
+KVT_KERNEL_SUM = 3
 KVT_KERNEL_SUMS = 2
+KVT_KERNEL_TOP = 6
 KVT_KEY_BYTES = 32
 KVT_LEVEL_DISK = 1
 KVT_LEVEL_DURABLE = 2
@@ -242,6 +265,9 @@ KVT_TIMED_SYNC_BATCH = 9
 KVT_TIMED_UPKEEP_BATCH = 10
 KVT_TIMED_WRITE_BATCH = 8
 KVT_TRACE_FLAT = 1
+KVT_VERDICT_FAILED = 2
+KVT_VERDICT_PASSED = 0
+KVT_VERDICT_SKIPPED = 1
 KVT_VERIFY_ALWAYS = 2
 KVT_VERIFY_FIRST = 1
 KVT_VERIFY_NEVER = 0
@@ -267,6 +293,10 @@ class kvt_budget_p(Handle):
 
 class kvt_buffer_p(Handle):
     """kvt_buffer_t *"""
+
+
+class kvt_device_p(Handle):
+    """kvt_device_t *"""
 
 
 class kvt_error_p(Handle):
@@ -578,6 +608,224 @@ class kvt_buffer_item_t(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("expect", ctypes.c_uint64),
         ("tag", ctypes.c_uint64),
+    ]
+
+
+class kvt_copy_rows_t(ctypes.Structure):
+    _fields_ = [
+        ("from", ctypes.c_uint64),
+        ("to", ctypes.c_uint64),
+        ("from_stride_bytes", ctypes.c_uint64),
+        ("to_stride_bytes", ctypes.c_uint64),
+        ("run_bytes", ctypes.c_uint64),
+        ("runs", ctypes.c_uint64),
+        ("from_memory", ctypes.c_uint32),
+        ("to_memory", ctypes.c_uint32),
+    ]
+
+
+kvt_device_submit_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.c_uint64, ctypes.POINTER(kvt_copy_rows_t), ctypes.c_uint64, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_query_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64)
+
+
+kvt_device_wait_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64)
+
+
+kvt_device_release_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64)
+
+
+kvt_device_allocate_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_free_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
+
+
+kvt_device_free_bytes_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_know_host_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64)
+
+
+kvt_device_adopt_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_hold_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64,
+    ctypes.c_uint64)
+
+
+class kvt_kernel_t(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+        ("other_dtype", ctypes.c_uint32),
+        ("scaling", ctypes.c_uint32),
+        ("queries", ctypes.c_uint64),
+        ("keys", ctypes.c_uint64),
+        ("values", ctypes.c_uint64),
+        ("out", ctypes.c_uint64),
+        ("index", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("table", ctypes.c_uint64),
+        ("numbers", ctypes.c_uint64),
+        ("more", ctypes.c_uint64),
+        ("scales", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64),
+        ("scratch_bytes", ctypes.c_uint64),
+        ("query_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("key_stride", ctypes.c_int64),
+        ("key_head_stride", ctypes.c_int64),
+        ("value_stride", ctypes.c_int64),
+        ("value_head_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("out_head_stride", ctypes.c_int64),
+        ("query_count", ctypes.c_uint32),
+        ("query_heads", ctypes.c_uint32),
+        ("key_heads", ctypes.c_uint32),
+        ("key_dim", ctypes.c_uint32),
+        ("value_dim", ctypes.c_uint32),
+        ("page_tokens", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("count", ctypes.c_uint32),
+        ("keep", ctypes.c_uint32),
+        ("recent", ctypes.c_uint32),
+        ("sinks", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint64 * 3),
+    ]
+
+
+kvt_device_launch_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
+    ctypes.c_uint64, ctypes.POINTER(kvt_kernel_t), ctypes.c_uint64, ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+class kvt_device_custom_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("streams", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("kernels", ctypes.c_uint64),
+        ("submit", kvt_device_submit_fn),
+        ("query", kvt_device_query_fn),
+        ("wait", kvt_device_wait_fn),
+        ("release", kvt_device_release_fn),
+        ("allocate", kvt_device_allocate_fn),
+        ("free", kvt_device_free_fn),
+        ("free_bytes", kvt_device_free_bytes_fn),
+        ("know_host", kvt_device_know_host_fn),
+        ("adopt", kvt_device_adopt_fn),
+        ("hold", kvt_device_hold_fn),
+        ("launch", kvt_device_launch_fn),
+        ("user_data", ctypes.c_void_p),
+        ("destroy", kvt_destroy_fn),
+    ]
+
+
+class kvt_device_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("kind", ctypes.c_uint32),
+        ("ordinal", ctypes.c_uint32),
+        ("context", ctypes.c_uint64),
+        ("streams", ctypes.POINTER(ctypes.c_uint64)),
+        ("stream_count", ctypes.c_uint64),
+        ("library", ctypes.POINTER(ctypes.c_char)),
+        ("library_bytes", ctypes.c_uint64),
+        ("custom", ctypes.POINTER(kvt_device_custom_t)),
+        ("memory_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("latency_ns", ctypes.c_uint64),
+        ("bytes_per_s", ctypes.c_uint64),
+    ]
+
+
+class kvt_device_info_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("kind", ctypes.c_uint32),
+        ("streams", ctypes.c_uint32),
+        ("kernels", ctypes.c_uint64),
+        ("free_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_device_memory_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("number", ctypes.c_uint64),
+        ("memory", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+class kvt_view_t(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("pages", ctypes.POINTER(ctypes.c_void_p)),
+        ("page_count", ctypes.c_uint64),
+        ("shift_bytes", ctypes.c_int64),
+        ("page_tokens", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("heads", ctypes.c_uint32),
+        ("memory", ctypes.c_uint32),
+        ("run_bytes", ctypes.c_uint64),
+        ("token_stride_bytes", ctypes.c_uint64),
+        ("head_stride_bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_copy_t(ctypes.Structure):
+    _fields_ = [
+        ("flags", ctypes.c_uint64),
+        ("view", kvt_view_t),
+        ("plane", ctypes.c_void_p),
+        ("plane_memory", ctypes.c_uint32),
+        ("way", ctypes.c_uint32),
+        ("first_token", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("sum", ctypes.c_uint64),
+    ]
+
+
+class kvt_conformance_opts_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("patience_ns", ctypes.c_uint64),
+        ("rounds", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+kvt_conformance_fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(ctypes.c_char),
+    ctypes.c_uint64, ctypes.c_uint32, ctypes.POINTER(ctypes.c_char), ctypes.c_uint64)
+
+
+class kvt_conformance_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("passed", ctypes.c_uint32),
+        ("skipped", ctypes.c_uint32),
+        ("failed", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -923,6 +1171,7 @@ class kvt_store_opts_t(Sized):
         ("disk_policy_bytes", ctypes.c_uint64),
         ("write", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("device", kvt_device_p),
     ]
 
 
@@ -1140,22 +1389,6 @@ class kvt_session_info_t(Sized):
         ("full_chunks", ctypes.c_uint64),
         ("chunk_tokens", ctypes.c_uint32),
         ("layers", ctypes.c_uint32),
-    ]
-
-
-class kvt_view_t(ctypes.Structure):
-    _fields_ = [
-        ("address", ctypes.c_void_p),
-        ("pages", ctypes.POINTER(ctypes.c_void_p)),
-        ("page_count", ctypes.c_uint64),
-        ("shift_bytes", ctypes.c_int64),
-        ("page_tokens", ctypes.c_uint32),
-        ("tokens", ctypes.c_uint32),
-        ("heads", ctypes.c_uint32),
-        ("memory", ctypes.c_uint32),
-        ("run_bytes", ctypes.c_uint64),
-        ("token_stride_bytes", ctypes.c_uint64),
-        ("head_stride_bytes", ctypes.c_uint64),
     ]
 
 
@@ -1793,6 +2026,7 @@ class kvt_stream_opts_t(Sized):
         ("marks", ctypes.c_uint32),
         ("pinned_percent", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("device", kvt_device_p),
     ]
 
 
@@ -1925,6 +2159,41 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_job_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_decode_sums": (kvt_status_t, (kvt_job_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_adopt": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_alloc": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_device_memory_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_close": (kvt_status_t, (ctypes.POINTER(kvt_device_p), ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_conformance": (kvt_status_t, (kvt_device_p,
+        ctypes.POINTER(kvt_conformance_opts_t), kvt_conformance_fn, ctypes.c_void_p,
+        ctypes.POINTER(kvt_conformance_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_copy": (kvt_status_t, (kvt_device_p, ctypes.c_uint32, ctypes.c_uint64,
+        ctypes.POINTER(kvt_copy_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_forget_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_free": (kvt_status_t, (kvt_device_p, ctypes.POINTER(kvt_device_memory_t),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_hold": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_info": (kvt_status_t, (kvt_device_p, ctypes.POINTER(kvt_device_info_t),)),
+    "kvt_device_know_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_launch": (kvt_status_t, (kvt_device_p, ctypes.c_uint32, ctypes.c_uint64,
+        ctypes.POINTER(kvt_kernel_t), ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_open": (kvt_status_t, (kvt_runtime_p, ctypes.POINTER(kvt_device_opts_t),
+        ctypes.POINTER(kvt_device_p), ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_poll": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_device_query": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,)),
+    "kvt_device_release": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_wait": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_words": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_char),
+        ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
     "kvt_error_free": (kvt_status_t, (ctypes.POINTER(kvt_error_p),)),
     "kvt_error_info": (kvt_status_t, (kvt_error_p, ctypes.POINTER(kvt_error_info_t),)),
     "kvt_error_message": (ctypes.c_char_p, (kvt_error_p,)),

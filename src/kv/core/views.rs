@@ -89,6 +89,12 @@ pub struct LayerViews {
 pub struct Views(pub Vec<LayerViews>);
 
 impl Views {
+    /// Whether any of them is where only a device reaches it.
+    pub fn are_on_device(&self) -> bool {
+        let planes = self.0.iter().flat_map(|layer| [Some(&layer.k), layer.v.as_ref()]);
+        planes.flatten().any(|plane| plane.memory == Memory::Device)
+    }
+
     /// Checks them against the layout, for a move of `tokens` tokens in `chunks`
     /// chunks.
     pub fn check(

@@ -167,6 +167,13 @@ impl Pool {
         self.slots.get(slot as usize).and_then(|slot| slot.after)
     }
 
+    /// This event has passed: nothing is behind it any more.
+    pub fn forget(&mut self, event: Event) {
+        for slot in self.slots.iter_mut().filter(|slot| slot.after == Some(event)) {
+            slot.after = None;
+        }
+    }
+
     /// It may be written after this event.
     pub fn set_after(&mut self, slot: u32, after: Option<Event>) {
         self.slots[slot as usize].after = after;

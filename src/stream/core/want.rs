@@ -253,6 +253,16 @@ impl Core {
         self.record.mark(Stage::Wait, unit, begin_ns, end_ns);
     }
 
+    /// An event after which slots may be written has passed, and its number means nothing any
+    /// more. A copy on its way to the device may name it still; it is tried again without.
+    pub fn forget_event(&mut self, event: Event) {
+        self.line.forget(event);
+        self.experts.forget(event);
+        for load in self.loads.iter_mut().flatten().filter(|load| load.after == Some(event)) {
+            load.after = None;
+        }
+    }
+
     /// The last user of a unit in a slot has gone.
     fn last_left(&mut self, unit: u32) -> Result<()> {
         let cell = &mut self.cells[unit as usize];

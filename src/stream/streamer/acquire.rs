@@ -99,7 +99,7 @@ impl Streamer {
     }
 
     /// Gives a unit back. `after`: the device's event after which its memory may be used
-    /// for another; none = now. When it was given early and a copy has failed since, it is
+    /// for another; none = now. The event is the streamer's from then on, who releases it. When it was given early and a copy has failed since, it is
     /// given back all the same, and the error is that of the copy: what was computed with it
     /// is wrong.
     pub fn release(&self, held: &Held, after: Option<Event>) -> Result<()> {
@@ -122,6 +122,7 @@ impl Streamer {
             {
                 log::debug!("an event that a home waited for: {error}");
             }
+            shared.release_events(after.as_slice());
             return if shared.leave(lease.unit) { Ok(()) } else { unused() };
         }
         let mut state = shared.state.lock();
@@ -140,6 +141,7 @@ impl Streamer {
         let spoiled = state.core.spoiled(lease.unit);
         state.core.release(lease, after, shared.now_ns())?;
         state.leased = state.leased.saturating_sub(1);
+        shared.take_over(&mut state, after);
         shared.settle(&mut state);
         let spent = state.core.take_spent();
         drop(state);

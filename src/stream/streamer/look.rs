@@ -34,6 +34,11 @@ pub struct LinkUse {
 }
 
 impl Streamer {
+    /// Whether the engine computes on a device.
+    pub fn has_device(&self) -> bool {
+        self.shared.device.is_some()
+    }
+
     /// The model.
     pub fn model(&self) -> &Model {
         &self.shared.model

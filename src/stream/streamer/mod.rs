@@ -20,7 +20,7 @@ use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex};
-use crate::device::Device;
+use crate::device::{Device, Event};
 use crate::io::fixed::FixedFiles;
 use crate::stream::core::Core;
 use crate::stream::model::Model;
@@ -92,6 +92,8 @@ pub(super) struct State {
     /// How long calls waited: for reads, for copies, for slots; and how often.
     pub waits: [u64; 3],
     pub waited: u64,
+    /// Events that came with units that were given back: released when they have ended.
+    pub taken_over: Vec<Event>,
 }
 
 impl State {

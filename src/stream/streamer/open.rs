@@ -227,6 +227,7 @@ impl Shared {
                 threads: 0,
                 waits: [0; 3],
                 waited: 0,
+                taken_over: Vec::new(),
             }),
             units,
         });

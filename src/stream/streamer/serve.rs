@@ -8,7 +8,7 @@ use crate::base::sync::{Arc, JoinHandle, spawn};
 use crate::device::{Copy as Transfer, Event, State as DeviceState, Stream, Way};
 use crate::io::files::{FileId, Piece, Way as FileWay};
 use crate::stream::core::{Copied, Copy, From, Read, To};
-use crate::stream::streamer::{Shared, Verify};
+use crate::stream::streamer::{Shared, State, Verify};
 use crate::stream::units::{Chunk, GRAIN_BYTES};
 
 /// What one request to the disk asks for: several are in flight for a chunk.
@@ -207,6 +207,22 @@ impl Shared {
         }
     }
 
+    /// Takes an event over that came with a unit, and releases those that have ended.
+    pub(super) fn take_over(&self, state: &mut State, event: Option<Event>) {
+        let Some(device) = self.device.as_ref().filter(|device| device.facts().asynchronous) else {
+            return;
+        };
+        state.taken_over.extend(event);
+        let State { core, taken_over, .. } = state;
+        taken_over.retain(|event| {
+            let is_open = device.release(*event).is_err_and(|error| error.status() == Status::Busy);
+            if !is_open {
+                core.forget_event(*event);
+            }
+            is_open
+        });
+    }
+
     /// Gives events back to the device.
     pub(super) fn release_events(&self, events: &[Event]) {
         let Some(device) = self.device.as_ref().filter(|device| device.facts().asynchronous) else {
@@ -219,11 +235,7 @@ impl Shared {
         }
     }
 
-    fn lower(
-        &self,
-        state: &crate::stream::streamer::State,
-        copy: &Copy,
-    ) -> Result<Transfer<'static>> {
+    fn lower(&self, state: &State, copy: &Copy) -> Result<Transfer<'static>> {
         let (chunk, places) = (&copy.chunk, &state.places);
         let from = match copy.from {
             From::Staging(slot) => places.staging(slot)? + lead(chunk),

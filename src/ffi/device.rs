@@ -1,0 +1,357 @@
+//! Devices: opened, looked at, closed.
+
+use std::ffi::c_char;
+use std::os::unix::ffi::OsStrExt;
+
+use crate::base::callback::refuse_reentry;
+use crate::base::core::Core;
+use crate::base::slab::{Pin, Slab};
+use crate::base::status::Result;
+use crate::base::sync::Arc;
+use crate::device::cuda::{Cuda, CudaOpts};
+use crate::device::host::Host;
+use crate::device::simulated::{Simulated, SimulatedOpts};
+use crate::device::{Device, MAX_STREAMS};
+use crate::fail;
+use crate::ffi::device_custom::{kvt_device_custom_t, with_custom};
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
+use crate::ffi::policy_use::numbers;
+use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
+use crate::ffi::slice::{bytes, require};
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::store::give_text;
+use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
+
+/// Who copies between an engine's memory and the library's: the processor, a GPU, or the engine
+/// itself. Stores and streamers are opened with one. Internally locked: any thread may use it.
+pub struct kvt_device_t(());
+
+/// The processor copies, done when the call returns.
+pub const KVT_DEVICE_HOST: u32 = 1;
+/// A GPU by way of the CUDA driver, which is loaded when the device is opened.
+pub const KVT_DEVICE_CUDA: u32 = 2;
+/// The engine copies: kvt_device_custom_t.
+pub const KVT_DEVICE_CUSTOM: u32 = 3;
+/// None at all: it takes its time and spoils what is not waited for. For tests.
+pub const KVT_DEVICE_SIMULATED: u32 = 4;
+
+/// Work goes on after a call has returned.
+pub const KVT_DEVICE_ASYNCHRONOUS: u64 = 1;
+/// It sums what it copies.
+pub const KVT_DEVICE_SUMS: u64 = 2;
+/// It has memory that only it reaches: KVT_MEMORY_DEVICE.
+pub const KVT_DEVICE_HAS_MEMORY: u64 = 4;
+/// Copies are slow, and not asynchronous, unless host memory is pinned: see
+/// kvt_device_know_host.
+pub const KVT_DEVICE_WANTS_PINNED: u64 = 8;
+
+/// How to open a device.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_device_opts_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// None are defined yet: 0.
+    pub flags: u64,
+    /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
+    pub kind: u32,
+    /// CUDA: which device, where no context is given.
+    pub ordinal: u32,
+    /// CUDA: the engine's context (CUcontext), which outlives the device; 0 = the one that the
+    /// process shares.
+    pub context: u64,
+    /// CUDA: the engine's streams (CUstream) of that context, none of them a default stream;
+    /// null = some of its own.
+    pub streams: *const u64,
+    /// How many, at most 64.
+    pub stream_count: u64,
+    /// CUDA: the path of the driver's library; null = the system's.
+    pub library: *const c_char,
+    /// Length of that.
+    pub library_bytes: u64,
+    /// Custom: what the engine can do.
+    pub custom: *const kvt_device_custom_t,
+    /// Simulated: its memory; 0 = no limit.
+    pub memory_bytes: u64,
+    /// Simulated: chooses all that is left to chance.
+    pub seed: u64,
+    /// Simulated: what a batch takes at least; 0 = 10 us.
+    pub latency_ns: u64,
+    /// Simulated: what a stream moves; 0 = 20 GB/s.
+    pub bytes_per_s: u64,
+}
+
+/// What a device is and can do.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_device_info_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// KVT_DEVICE_ASYNCHRONOUS and so on.
+    pub flags: u64,
+    /// The kind that it was opened as.
+    pub kind: u32,
+    /// How many streams it has: work on one is in order.
+    pub streams: u32,
+    /// The kernels it has: 1 << KVT_KERNEL_* for each.
+    pub kernels: u64,
+    /// What it has left to give; UINT64_MAX where it does not know.
+    pub free_bytes: u64,
+}
+
+// SAFETY: integers and raw pointers; the first field is the size.
+unsafe impl Plain for kvt_device_opts_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_device_opts_t {}
+// SAFETY: integers alone; the first field is the size.
+unsafe impl Plain for kvt_device_info_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_device_info_t {}
+
+/// A device, and the runtime it belongs to.
+pub(crate) struct DeviceNoun {
+    pub(crate) core: Arc<Core>,
+    pub(crate) device: Arc<dyn Device>,
+    kind: u32,
+}
+
+static DEVICES: Slab<DeviceNoun> = Slab::new();
+
+impl Noun for DeviceNoun {
+    type C = kvt_device_t;
+    const TYPE: u8 = 19;
+    const NAME: &'static str = "device";
+    fn table() -> &'static Slab<Self> {
+        &DEVICES
+    }
+}
+
+/// Calls `body` with a device.
+pub(crate) fn with_device<R>(
+    handle: *const kvt_device_t,
+    body: impl FnOnce(&Arc<dyn Device>) -> Result<R>,
+) -> Result<R> {
+    with::<DeviceNoun, R>(handle, Access::Use, |noun| body(&noun.device))
+}
+
+/// The device that something of a runtime is to use; null = none.
+pub(crate) fn device_of(
+    core: &Arc<Core>,
+    handle: *const kvt_device_t,
+) -> Result<Option<Arc<dyn Device>>> {
+    if handle.is_null() {
+        return Ok(None);
+    }
+    let noun = pin::<DeviceNoun>(handle, Access::Use)?;
+    if !Arc::ptr_eq(&noun.core, core) {
+        fail!(Invalid, "the device belongs to another runtime");
+    }
+    Ok(Some(noun.device.clone()))
+}
+
+/// # Safety
+/// Pointers of `given` are null or valid for their lengths.
+unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
+    // SAFETY: the caller's promise.
+    let (library, streams) = unsafe {
+        let library = bytes(given.library.cast(), given.library_bytes)?;
+        let most = MAX_STREAMS as usize;
+        (library, numbers(given.streams, given.stream_count, most)?)
+    };
+    Ok(CudaOpts {
+        library: (!library.is_empty()).then(|| std::ffi::OsStr::from_bytes(library).into()),
+        ordinal: given.ordinal,
+        context: given.context,
+        streams: streams.to_vec(),
+        ..CudaOpts::default()
+    })
+}
+
+fn simulated_opts(given: &kvt_device_opts_t) -> SimulatedOpts {
+    let usual = SimulatedOpts::default();
+    let or = |said: u64, usual: u64| if said == 0 { usual } else { said };
+    SimulatedOpts {
+        seed: given.seed,
+        latency_ns: or(given.latency_ns, usual.latency_ns),
+        bytes_per_second: or(given.bytes_per_s, usual.bytes_per_second),
+        memory_bytes: given.memory_bytes,
+        ..usual
+    }
+}
+
+/// Fields that a kind of device has no use for are not set.
+fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
+    known_flags(given.flags, 0)?;
+    let cuda = given.ordinal != 0
+        || given.context != 0
+        || given.stream_count != 0
+        || given.library_bytes != 0;
+    let simulated = given.memory_bytes | given.seed | given.latency_ns | given.bytes_per_s != 0;
+    let is = |kind| given.kind == kind;
+    if cuda && !is(KVT_DEVICE_CUDA)
+        || simulated && !is(KVT_DEVICE_SIMULATED)
+        || given.custom.is_null() == is(KVT_DEVICE_CUSTOM)
+    {
+        fail!(Invalid, "fields are set that are for another kind of device, or custom is null");
+    }
+    Ok(())
+}
+
+/// Opens a device.
+///
+/// @param runtime  Where it belongs.
+/// @param opts     Which one.
+/// @param out      The device; close it with kvt_device_close.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_UNAVAILABLE (CUDA: no driver, one that is too old or broken, or no such
+///         device; the message says which), KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
+///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Ownership: the caller owns the device. Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; structs are valid for the size they state; the context and the
+/// streams are what they are said to be.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_open(
+    runtime: *const kvt_runtime_t,
+    opts: *const kvt_device_opts_t,
+    out: *mut *mut kvt_device_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let given = unsafe {
+            require(out)?;
+            read(opts)?
+        };
+        check_fields(&given)?;
+        let handle = on_runtime(runtime, |core| {
+            core.check_open()?;
+            let clock = core.clock().clone();
+            let put = |device: Arc<dyn Device>| {
+                insert(DeviceNoun { core: core.clone(), device, kind: given.kind })
+            };
+            match given.kind {
+                KVT_DEVICE_HOST => put(Arc::new(Host::default())),
+                // SAFETY: the caller's promise.
+                KVT_DEVICE_CUDA => {
+                    put(Arc::new(Cuda::open(clock, &unsafe { cuda_opts(&given)? })?))
+                }
+                // SAFETY: the caller's promise.
+                KVT_DEVICE_CUSTOM => unsafe {
+                    with_custom(given.custom, clock, |device| put(Arc::new(device)))
+                },
+                KVT_DEVICE_SIMULATED => {
+                    put(Arc::new(Simulated::new(clock, simulated_opts(&given))?))
+                }
+                other => fail!(Invalid, "kind {other} is none of KVT_DEVICE_*"),
+            }
+        })?;
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out.write(handle) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Closes a device: refuses new work and waits for what is under way. Its memory that was not
+/// given back goes with it.
+///
+/// @param device       Pointer to the handle, cleared on success; null, or a null handle, is
+///                     fine.
+/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+/// @param err          Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_BUSY while a store or a streamer has it (it stays open), or when work
+///         has not ended at the deadline (it stays closing and valid: call again);
+///         KVT_E_REENTRANT inside a callback; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid for reads and writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_close(
+    device: *mut *mut kvt_device_t,
+    deadline_ns: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let close = |noun: &Pin<'static, DeviceNoun>| {
+        refuse_reentry()?;
+        let users = Arc::strong_count(&noun.device) - 1;
+        if users > 0 {
+            fail!(Busy, "the device is in use: close what was opened with it first");
+        }
+        noun.device.close(deadline_ns)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { guard_err(err, || free::<DeviceNoun>(device, close)) }
+}
+
+/// What a device is and can do.
+///
+/// @param device  The device.
+/// @param out     Filled in; start it with KVT_DEVICE_INFO_INIT.
+/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_info(
+    device: *const kvt_device_t,
+    out: *mut kvt_device_info_t,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { check_out(out)? };
+        with::<DeviceNoun, ()>(device, Access::Salvage, |noun| {
+            let facts = noun.device.facts();
+            let flag = |has: bool, flag: u64| if has { flag } else { 0 };
+            let filled = kvt_device_info_t {
+                struct_size: 0,
+                flags: flag(facts.asynchronous, KVT_DEVICE_ASYNCHRONOUS)
+                    | flag(facts.sums, KVT_DEVICE_SUMS)
+                    | flag(facts.reaches_device, KVT_DEVICE_HAS_MEMORY)
+                    | flag(facts.wants_pinned, KVT_DEVICE_WANTS_PINNED),
+                kind: noun.kind,
+                streams: facts.streams,
+                kernels: facts.kernels,
+                free_bytes: noun.device.free_bytes().unwrap_or(u64::MAX),
+            };
+            // SAFETY: checked above.
+            unsafe { write(out, &filled) };
+            Ok(())
+        })
+    })
+}
+
+/// A device in words, for logs: its name, and how it copies.
+///
+/// @param device        The device.
+/// @param out           Receives the words, not NUL-terminated; may be null.
+/// @param out_capacity  How many bytes there is room for.
+/// @param out_bytes     Length of the words; also written with KVT_E_TOO_SMALL. May be null.
+/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or has room for `out_capacity` bytes; `out_bytes` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_words(
+    device: *const kvt_device_t,
+    out: *mut c_char,
+    out_capacity: u64,
+    out_bytes: *mut u64,
+) -> kvt_status_t {
+    guard(|| {
+        let words = with_device(device, |device| Ok(device.describe()))?;
+        // SAFETY: the caller's promise.
+        unsafe { give_text(&words, out, out_capacity, out_bytes) }
+    })
+}

@@ -1,0 +1,207 @@
+//! Events of devices, and of engines beside them.
+
+use crate::base::callback::refuse_reentry;
+use crate::base::status::{Error, Status};
+use crate::device::{Event, State};
+use crate::fail;
+use crate::ffi::device::{kvt_device_t, with_device};
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::policy_use::numbers;
+use crate::ffi::slice::require;
+use crate::ffi::status::kvt_status_t;
+
+/// Most events of an array.
+const MAX_EVENTS: usize = 65_536;
+
+/// How far an event is. Never waits.
+///
+/// @param device  The device.
+/// @param event   One of its events.
+/// @return KVT_OK: it has come. KVT_E_AGAIN: not yet. What its batch failed with; of targets it
+///         is not known then what they have. KVT_E_HANDLE: it is none of this device, or was
+///         released. KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// None: handles are checked.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_query(device: *const kvt_device_t, event: u64) -> kvt_status_t {
+    guard(|| match with_device(device, |device| device.state(Event(event)))? {
+        State::Done => Ok(()),
+        State::Pending => Err(Error::from(Status::Again)),
+    })
+}
+
+/// Waits for an event.
+///
+/// @param device       The device.
+/// @param event        One of its events.
+/// @param deadline_ns  CLOCK_MONOTONIC; 0 = wait for ever.
+/// @param err          Explains a failure; may be null.
+/// @return KVT_OK: it has come; KVT_E_TIMEOUT; what its batch failed with; KVT_E_HANDLE,
+///         KVT_E_REENTRANT inside a callback, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `err` is null or points to a handle that is null or an error's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_wait(
+    device: *const kvt_device_t,
+    event: u64,
+    deadline_ns: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        refuse_reentry()?;
+        with_device(device, |device| device.wait(Event(event), deadline_ns))
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Which events have ended, well or not: of an asynchronous device each is told once, unless it
+/// was released before. Never waits. Who shares a device with a store or a streamer is told of
+/// their events, too.
+///
+/// @param device     The device.
+/// @param events     Receives events.
+/// @param capacity   How many there is room for, at most 65,536.
+/// @param out_count  How many were written.
+/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `events` has room for `capacity` numbers; `out_count` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_poll(
+    device: *const kvt_device_t,
+    events: *mut u64,
+    capacity: u64,
+    out_count: *mut u64,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { require(out_count)? };
+        if capacity > MAX_EVENTS as u64 || events.is_null() {
+            fail!(Limit, "room for {capacity} events at {events:p}, {MAX_EVENTS} can be");
+        }
+        let mut ended = [Event(0); 64];
+        let mut count = 0;
+        while count < capacity {
+            let most = (capacity - count).min(ended.len() as u64) as usize;
+            let room = ended.get_mut(..most).unwrap_or_default();
+            let some = with_device(device, |device| Ok(device.poll(room)))?;
+            for event in ended.iter().take(some) {
+                // SAFETY: fewer than the caller has room for.
+                unsafe { events.add(count as usize).write_unaligned(event.0) };
+                count += 1;
+            }
+            if some < most {
+                break;
+            }
+        }
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_count.write(count) };
+        Ok(())
+    })
+}
+
+/// Forgets events that have ended.
+///
+/// @param device  The device.
+/// @param events  The events.
+/// @param count   How many, at most 65,536.
+/// @param err     Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device,
+///         or was released): those before it are released. KVT_E_INVALID, KVT_E_LIMIT,
+///         KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `events` is null or valid for reads of `count` numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_release(
+    device: *const kvt_device_t,
+    events: *const u64,
+    count: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let events = unsafe { numbers(events, count, MAX_EVENTS)? };
+        with_device(device, |device| {
+            events.iter().try_for_each(|event| device.release(Event(*event)))
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Makes an event of the device's that comes when an event of the engine's own has come: what is
+/// behind it waits for the engine's kernels, and no thread does.
+///
+/// @param device     The device.
+/// @param raw        The engine's event: for CUDA a CUevent that was recorded, as a number.
+/// @param out_event  Receives the event; release it with kvt_device_release.
+/// @param err        Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (it is none, or of another context; or the
+///         device's handle), KVT_E_AGAIN, KVT_E_STATE, KVT_E_UNAVAILABLE, KVT_E_CLOSED,
+///         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// It is such an event, and stays so until the one made of it has ended.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_adopt(
+    device: *const kvt_device_t,
+    raw: u64,
+    out_event: *mut u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        unsafe { require(out_event)? };
+        // SAFETY: the caller's promise.
+        let event = with_device(device, |device| unsafe { device.adopt(raw) })?;
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_event.write(event.0) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Has a stream of the engine's own go on only when an event has come. No thread waits.
+///
+/// @param device      The device.
+/// @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
+/// @param event       One of the device's events.
+/// @param err         Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the event, the stream or the device),
+///         KVT_E_STATE (a graph is made of the stream), KVT_E_UNAVAILABLE, KVT_E_INVALID,
+///         KVT_E_FORKED, KVT_E_PANIC. What the event's batch failed with.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// It is such a stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_hold(
+    device: *const kvt_device_t,
+    raw_stream: u64,
+    event: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        with_device(device, |device| unsafe { device.hold(raw_stream, Event(event)) })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}

@@ -1,0 +1,188 @@
+//! Kernels of devices.
+
+use crate::base::status::Result;
+use crate::device::call::{Call, Kind};
+use crate::device::{Event, Stream};
+use crate::ffi::device::{kvt_device_t, with_device};
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::guard_err;
+use crate::ffi::slice::require;
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Plain, Strided};
+
+/// Moves runs of bytes.
+pub const KVT_KERNEL_MOVE: u32 = 1;
+/// Changes what numbers are, with scales or without.
+pub const KVT_KERNEL_CONVERT: u32 = 2;
+/// Sums bytes as the store does.
+pub const KVT_KERNEL_SUM: u32 = 3;
+/// Makes the boxes of pages wider.
+pub const KVT_KERNEL_PAGE_BOXES: u32 = 4;
+/// The most that a query can have of each page.
+pub const KVT_KERNEL_PAGE_SCORES: u32 = 5;
+/// The largest of each row.
+pub const KVT_KERNEL_TOP: u32 = 6;
+/// Adds weights to what tokens had.
+pub const KVT_KERNEL_ADD: u32 = 7;
+/// Which tokens stay.
+pub const KVT_KERNEL_KEEP: u32 = 8;
+/// Moves what stays together.
+pub const KVT_KERNEL_COMPACT: u32 = 9;
+/// Columns and diagonals of the last queries.
+pub const KVT_KERNEL_ESTIMATE: u32 = 10;
+/// Attention of a prompt over lines or blocks.
+pub const KVT_KERNEL_PREFILL: u32 = 11;
+/// Attention of few queries over chosen pages.
+pub const KVT_KERNEL_DECODE: u32 = 12;
+
+const _: () = assert!(KVT_KERNEL_DECODE == Kind::Decode as u32);
+/// Most kernels of a batch.
+const MAX_KERNELS: u64 = 4096;
+
+/// One kernel: 256 bytes, the same for all. Addresses are the device's, strides are bytes, 0 =
+/// none; each kernel uses some of the fields, and the others are 0. docs/device.md says which.
+/// Stands in arrays only.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_kernel_t {
+    /// KVT_KERNEL_*.
+    pub kind: u32,
+    /// KVT_DTYPE_*: what keys and values, or what is read, are.
+    pub dtype: u32,
+    /// KVT_DTYPE_*: what queries and the output, or what is written, are.
+    pub other_dtype: u32,
+    /// KVT_SCALES_*.
+    pub scaling: u32,
+    /// Queries.
+    pub queries: u64,
+    /// Keys, or what is read.
+    pub keys: u64,
+    /// Values.
+    pub values: u64,
+    /// What is written.
+    pub out: u64,
+    /// Lists of places.
+    pub index: u64,
+    /// How long each list is.
+    pub counts: u64,
+    /// Where pages are.
+    pub table: u64,
+    /// Numbers that are read or changed.
+    pub numbers: u64,
+    /// More of them.
+    pub more: u64,
+    /// Scales of narrow numbers.
+    pub scales: u64,
+    /// Memory of the kernel's while it runs.
+    pub scratch: u64,
+    /// How much.
+    pub scratch_bytes: u64,
+    /// From a query to the next.
+    pub query_stride: i64,
+    /// From a head of a query to the next.
+    pub query_head_stride: i64,
+    /// From a key to the next.
+    pub key_stride: i64,
+    /// From a head of a key to the next.
+    pub key_head_stride: i64,
+    /// From a value to the next.
+    pub value_stride: i64,
+    /// From a head of a value to the next.
+    pub value_head_stride: i64,
+    /// From a row of what is written to the next.
+    pub out_stride: i64,
+    /// From a head of it to the next.
+    pub out_head_stride: i64,
+    /// How many queries.
+    pub query_count: u32,
+    /// Heads of a query.
+    pub query_heads: u32,
+    /// Heads of a key.
+    pub key_heads: u32,
+    /// Numbers of a key's head.
+    pub key_dim: u32,
+    /// Numbers of a value's head.
+    pub value_dim: u32,
+    /// Tokens of a page or block.
+    pub page_tokens: u32,
+    /// Tokens that the sequence has.
+    pub tokens: u32,
+    /// The first of what is worked on.
+    pub first: u32,
+    /// How many.
+    pub count: u32,
+    /// How many stay, or are chosen.
+    pub keep: u32,
+    /// So many of the last stay.
+    pub recent: u32,
+    /// So many of the first stay.
+    pub sinks: u32,
+    /// What products are multiplied with.
+    pub scale: f32,
+    /// What else it is to do, as the kernel says.
+    pub flags: u32,
+    /// 0.
+    pub reserved: [u64; 3],
+}
+
+// SAFETY: integers and floats.
+unsafe impl Plain for kvt_kernel_t {}
+
+const _: () = assert!(size_of::<kvt_kernel_t>() == size_of::<Call>());
+
+fn call_of(kernel: kvt_kernel_t) -> Call {
+    // SAFETY: both are the same fields of integers and floats, in the same order.
+    unsafe { std::mem::transmute::<kvt_kernel_t, Call>(kernel) }
+}
+
+/// Puts kernels on a stream, behind an event if one is given, and behind what is there.
+///
+/// @param device        The device; kvt_device_info says which kernels it has.
+/// @param stream        0 to kvt_device_info_t.streams - 1.
+/// @param after         An event of the device's; 0 = none.
+/// @param kernels       The kernels, done in order.
+/// @param count         How many, at most 4,096.
+/// @param stride_bytes  sizeof(kvt_kernel_t).
+/// @param out_event     Receives the event of their end; release it with kvt_device_release.
+/// @param err           Explains a failure; may be null.
+/// @return KVT_OK: the kernels are on their way; KVT_E_UNSUPPORTED, KVT_E_INVALID, KVT_E_LIMIT,
+///         KVT_E_TOO_NEW, KVT_E_AGAIN (65,536 events are open), KVT_E_UNAVAILABLE (the device is
+///         lost), KVT_E_STATE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_NOMEM, KVT_E_FORKED,
+///         KVT_E_PANIC. What `after` failed with.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Arrays are valid for their lengths. The memory that kernels name is the device's to use, as
+/// each of them uses it, until the event.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_launch(
+    device: *const kvt_device_t,
+    stream: u32,
+    after: u64,
+    kernels: *const kvt_kernel_t,
+    count: u64,
+    stride_bytes: u64,
+    out_event: *mut u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let rows = unsafe {
+            require(out_event)?;
+            Strided::new(kernels.cast_mut(), count, stride_bytes, MAX_KERNELS)?
+        };
+        let calls =
+            (0..rows.len()).map(|at| rows.get(at).map(call_of)).collect::<Result<Vec<Call>>>()?;
+        let after = (after != 0).then_some(Event(after));
+        let event = with_device(device, |device| {
+            // SAFETY: the caller's promise.
+            unsafe { device.launch(Stream(stream), after, &calls) }
+        })?;
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_event.write(event.0) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
