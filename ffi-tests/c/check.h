@@ -110,6 +110,7 @@ static inline void close_runtime(kvt_runtime_t **runtime) {
     CHECK(*runtime == NULL);
     CHECK_EQ(report.queues + report.buffers + report.budgets + report.accounts + report.ops, 0);
     CHECK_EQ(report.stores + report.namespaces + report.sessions + report.streamers, 0);
+    CHECK_EQ(report.devices, 0);
 }
 
 static inline kvt_queue_t *open_queue(const kvt_runtime_t *runtime, uint64_t capacity) {

@@ -1627,6 +1627,10 @@ typedef struct kvt_close_report_t {
      * Streamers not closed. Their threads have ended: calls on them give KVT_E_CLOSED.
      */
     uint64_t streamers;
+    /**
+     * Devices not closed.
+     */
+    uint64_t devices;
 } kvt_close_report_t;
 
 /**

@@ -13,6 +13,7 @@ use crate::base::sync::Arc;
 use crate::ffi::account::AccountNoun;
 use crate::ffi::budget::BudgetNoun;
 use crate::ffi::buffer::BufferNoun;
+use crate::ffi::device::DeviceNoun;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{foreign, guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, with};
@@ -121,6 +122,8 @@ pub struct kvt_close_report_t {
     pub offloads: u64,
     /// Streamers not closed. Their threads have ended: calls on them give KVT_E_CLOSED.
     pub streamers: u64,
+    /// Devices not closed.
+    pub devices: u64,
 }
 
 // SAFETY: integers, raw pointers and nullable functions; the first field is the size.
@@ -276,6 +279,7 @@ fn warn_of(left: &kvt_close_report_t) {
         (left.sessions, "sessions"),
         (left.offloads, "offloads"),
         (left.streamers, "streamers"),
+        (left.devices, "devices"),
     ];
     let open = counts.iter().filter(|(count, _)| *count > 0);
     let words: Vec<String> = open.map(|(count, what)| format!("{count} {what}")).collect();
@@ -297,6 +301,7 @@ fn census(core: &Arc<Core>) -> kvt_close_report_t {
     SessionNoun::table().visit(|n| left.sessions += same(&n.space.core));
     OffloadNoun::table().visit(|n| left.offloads += same(&n.session.space.core));
     StreamNoun::table().visit(|n| left.streamers += same(&n.core));
+    DeviceNoun::table().visit(|n| left.devices += same(&n.core));
     left
 }
 

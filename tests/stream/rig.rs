@@ -279,7 +279,13 @@ impl Rig {
                 return Err(error);
             }
         };
-        let released = self.streamer.release(held, Some(event));
+        // The streamer has an event of its own: it releases that when it likes.
+        // SAFETY: a batch without memory.
+        let mark = unsafe { device.submit(Stream(1), None, &mut []) };
+        if mark.is_err() {
+            drop(device.wait(event, soon()));
+        }
+        let released = self.streamer.release(held, mark.ok());
         let computing = Computing { rig: self, unit: held.lease.unit, event, out };
         released.map(|()| computing)
     }

@@ -99,9 +99,9 @@ impl Streamer {
     }
 
     /// Gives a unit back. `after`: the device's event after which its memory may be used
-    /// for another; none = now. The event is the streamer's from then on, who releases it. When it was given early and a copy has failed since, it is
-    /// given back all the same, and the error is that of the copy: what was computed with it
-    /// is wrong.
+    /// for another; none = now. The event is the streamer's from then on, who releases it. When
+    /// the unit was given early and a copy has failed since, it is given back all the same, and
+    /// the error is that of the copy: what was computed with it is wrong.
     pub fn release(&self, held: &Held, after: Option<Event>) -> Result<()> {
         let (shared, lease) = (&self.shared, &held.lease);
         let Some(gate) = shared.gates.get(lease.unit as usize) else {
@@ -116,36 +116,26 @@ impl Streamer {
                 let mut state = shared.state.lock();
                 state.core.used_home(lease.unit, held.since_ns, shared.now_ns());
             }
-            // As for a slot: whoever failed has read what it was to read, and is done with it.
-            if let Some(event) = after
-                && let Err(error) = shared.wait_event(event)
-            {
-                log::debug!("an event that a home waited for: {error}");
+            if let Some(event) = after {
+                shared.use_home_until(lease.unit, event);
             }
-            shared.release_events(after.as_slice());
-            return if shared.leave(lease.unit) { Ok(()) } else { unused() };
+            let left = shared.leave(lease.unit);
+            shared.let_ended_go();
+            return if left { Ok(()) } else { unused() };
         }
-        let mut state = shared.state.lock();
         // A slot has one event: of two users who compute at once the first is waited for. Whether
         // it ended well is not asked: it has read what it was to read.
-        while after.is_some()
-            && let Some(earlier) = state.core.after_of(lease).filter(|&event| Some(event) != after)
-        {
-            drop(state);
-            if let Err(error) = shared.wait_event(earlier) {
-                log::debug!("an event that a slot waited for: {error}");
-            }
-            state = shared.state.lock();
-            state.core.passed(lease, earlier);
-        }
+        after.iter().for_each(|event| shared.wait_for_earlier(lease, *event));
+        let mut state = shared.state.lock();
         let spoiled = state.core.spoiled(lease.unit);
         state.core.release(lease, after, shared.now_ns())?;
         state.leased = state.leased.saturating_sub(1);
-        shared.take_over(&mut state, after);
+        after.iter().for_each(|event| shared.use_slot_until(&mut state, *event));
         shared.settle(&mut state);
         let spent = state.core.take_spent();
         drop(state);
         shared.release_events(&spent);
+        shared.let_ended_go();
         spoiled.map_or(Ok(()), Err)
     }
 
@@ -231,11 +221,6 @@ impl Shared {
             self.arrived.wait_for(state, deadline_ns - now_ns);
         }
         Ok(())
-    }
-
-    /// Homes have no event: who gives one back there waits for it.
-    fn wait_event(&self, event: Event) -> Result<()> {
-        self.device.as_ref().map_or(Ok(()), |device| device.wait(event, 0))
     }
 
     fn check_files(&self) -> Result<()> {

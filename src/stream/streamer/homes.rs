@@ -161,6 +161,9 @@ impl Shared {
         if (blocked && home != Home::File) || gate.load(Ordering::Acquire) & USERS > 0 {
             return Ok(false);
         }
+        if state.home_uses[unit as usize] > 0 {
+            return Ok(false); // the device still reads it
+        }
         let now_ns = self.now_ns();
         if state.places.range().is_some() && !state.core.quit_slot(unit)? {
             // Its own memory is in use as a slot.
@@ -252,6 +255,7 @@ impl Shared {
 
     /// The budget asks for bytes: residents go back to the file. How many bytes will come.
     pub(super) fn reclaim(self: &Arc<Shared>, tier: Tier, bytes: u64) -> u64 {
+        self.let_ended_go();
         let mut state = self.state.lock();
         if state.check().is_err() {
             return 0;

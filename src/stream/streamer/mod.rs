@@ -1,6 +1,7 @@
 //! The streamer: a core that decides, memory, and threads that read and copy.
 
 mod acquire;
+mod after;
 mod homes;
 mod look;
 mod open;
@@ -11,6 +12,7 @@ pub use acquire::{Held, How};
 pub use look::{LinkUse, Progress};
 pub use open::{Opts, Verify, memory_of};
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 
 use crate::base::account::Account;
@@ -20,12 +22,13 @@ use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex};
-use crate::device::{Device, Event};
+use crate::device::Device;
 use crate::io::fixed::FixedFiles;
 use crate::stream::core::Core;
 use crate::stream::model::Model;
 use crate::stream::places::{Places, Source};
 use crate::stream::plan::{Home, Links, Memory, Plan, Wishes};
+use crate::stream::streamer::after::After;
 use crate::stream::sums::Sums;
 use crate::stream::units::Units;
 
@@ -92,8 +95,10 @@ pub(super) struct State {
     /// How long calls waited: for reads, for copies, for slots; and how often.
     pub waits: [u64; 3],
     pub waited: u64,
-    /// Events that came with units that were given back: released when they have ended.
-    pub taken_over: Vec<Event>,
+    /// Events that came with units that were given back, oldest first.
+    pub taken_over: VecDeque<After>,
+    /// For each unit: how many of those were used at home.
+    pub home_uses: Vec<u32>,
 }
 
 impl State {
@@ -226,6 +231,7 @@ impl Streamer {
         let threads = std::mem::take(&mut *self.threads.lock());
         threads.into_iter().for_each(|thread| drop(thread.join()));
         shared.save_sums();
+        shared.wait_for_uses(deadline_ns)?;
         // SAFETY: no unit is in use, and none can be had any more; the threads have ended.
         let freed = unsafe { shared.state.lock().places.free_all() };
         if let Err(error) = freed {

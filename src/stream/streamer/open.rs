@@ -1,5 +1,6 @@
 //! Opening a streamer.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 
 use crate::base::account::Account;
@@ -227,7 +228,8 @@ impl Shared {
                 threads: 0,
                 waits: [0; 3],
                 waited: 0,
-                taken_over: Vec::new(),
+                taken_over: VecDeque::new(),
+                home_uses: vec![0; count],
             }),
             units,
         });

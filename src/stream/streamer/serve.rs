@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use crate::base::panic;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, JoinHandle, spawn};
-use crate::device::{Copy as Transfer, Event, State as DeviceState, Stream, Way};
+use crate::device::{Copy as Transfer, Device, Event, State as DeviceState, Stream, Way};
 use crate::io::files::{FileId, Piece, Way as FileWay};
 use crate::stream::core::{Copied, Copy, From, Read, To};
 use crate::stream::streamer::{Shared, State, Verify};
@@ -165,13 +165,8 @@ impl Shared {
             let told = if let Some(copy) = next {
                 let lowered = self.lower(&state, &copy);
                 drop(state);
-                let event = lowered.and_then(|mut transfer| {
-                    // SAFETY: the core keeps both sides for this copy until it hears of
-                    // its end.
-                    unsafe {
-                        device.submit(Stream(0), copy.after, std::slice::from_mut(&mut transfer))
-                    }
-                });
+                let event =
+                    lowered.and_then(|transfer| self.put_copy(&**device, transfer, copy.after));
                 // One that failed would fail each copy that waits for it, for ever.
                 let ended = |after| device.state(after) != Ok(DeviceState::Pending);
                 let has_waited = event.is_err() && copy.after.is_some_and(ended);
@@ -193,7 +188,9 @@ impl Shared {
                 state = self.state.lock();
                 let told = state.core.copied(&copy, Copied::Done(result), self.now_ns());
                 if !state.core.keeps(copy.unit, event) {
+                    drop(state);
                     self.release_events(&[event]);
+                    state = self.state.lock();
                 }
                 told
             } else if going {
@@ -207,20 +204,30 @@ impl Shared {
         }
     }
 
-    /// Takes an event over that came with a unit, and releases those that have ended.
-    pub(super) fn take_over(&self, state: &mut State, event: Option<Event>) {
-        let Some(device) = self.device.as_ref().filter(|device| device.facts().asynchronous) else {
-            return;
+    /// Puts a copy on the device, behind an event that may have been released by now: then it
+    /// has passed.
+    fn put_copy(
+        &self,
+        device: &dyn Device,
+        mut transfer: Transfer<'_>,
+        after: Option<Event>,
+    ) -> Result<Event> {
+        let unknown = |error: &Error| error.status() == Status::Handle;
+        let mut put = |after| {
+            // SAFETY: the core keeps both sides for this copy until it hears of its end.
+            unsafe { device.submit(Stream(0), after, std::slice::from_mut(&mut transfer)) }
         };
-        state.taken_over.extend(event);
-        let State { core, taken_over, .. } = state;
-        taken_over.retain(|event| {
-            let is_open = device.release(*event).is_err_and(|error| error.status() == Status::Busy);
-            if !is_open {
-                core.forget_event(*event);
+        match put(after) {
+            Err(error)
+                if unknown(&error)
+                    && after.is_some_and(|after| {
+                        device.state(after).is_err_and(|error| unknown(&error))
+                    }) =>
+            {
+                put(None)
             }
-            is_open
-        });
+            said => said,
+        }
     }
 
     /// Gives events back to the device.
