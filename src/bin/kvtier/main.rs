@@ -2,6 +2,7 @@
 
 mod bench;
 mod config;
+mod conformance;
 mod control;
 mod demo;
 mod doctor;
@@ -95,6 +96,26 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Put a device to the test: the processor, a GPU, or one of your own
+    DeviceConformance {
+        /// Which device
+        kind: conformance::Kind,
+        /// A custom device's library, or the CUDA driver's
+        #[arg(long, value_name = "PATH")]
+        library: Option<PathBuf>,
+        /// Which GPU
+        #[arg(long, default_value_t = 0)]
+        ordinal: u32,
+        /// Chooses what is left to chance
+        #[arg(long, default_value_t = 0)]
+        seed: u64,
+        /// How often that is tried; 0 = 40
+        #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=100_000))]
+        rounds: u32,
+        /// One JSON object a check
+        #[arg(long)]
+        json: bool,
+    },
     /// Run the store in simulations: seeds choose workloads, faults, crashes and orders
     Sim {
         /// How many seeds
@@ -133,6 +154,10 @@ fn main() -> ExitCode {
             let linger = Duration::from_secs(linger);
             let policies = lab::parse::specs(&policies);
             demo::run(&demo::Opts { sessions, workers, policies, json, config, control, linger })
+        }
+        Command::DeviceConformance { kind, library, ordinal, seed, rounds, json } => {
+            let opts = conformance::Opts { kind, library, ordinal, seed, rounds, json };
+            return conformance::run(&opts);
         }
         Command::Config { file, json } => config::run(&file, json),
         Command::Control(command) => control::run(command),
