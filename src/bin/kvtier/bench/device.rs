@@ -1,0 +1,204 @@
+//! Copies of a GPU: beside the best that one large copy reaches, in the same run. Without a GPU
+//! nothing is measured, and each bar says why.
+
+use std::time::Instant;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::memory::{Buffer, MemoryWish};
+use kvtier::base::status::{Error, Result, Status};
+use kvtier::device::cuda::{Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+
+use super::{Bar, Better, median};
+
+/// Where the CUDA driver is, if not where the system has it: for a run without a GPU.
+const LIBRARY: &str = "KVTIER_CUDA_LIBRARY";
+const MIB: usize = 1 << 20;
+
+/// A bar, and what is wanted of it.
+struct Wish {
+    bar: &'static str,
+    goal: Option<f64>,
+    baseline: &'static str,
+}
+
+const fn wish(bar: &'static str, goal: f64, baseline: &'static str) -> Wish {
+    Wish { bar, goal: Some(goal), baseline }
+}
+
+const UP: &str = "one large copy to the device";
+const DOWN: &str = "one large copy from it";
+const WISHES: [Wish; 12] = [
+    wish("h2d_pinned", 0.95, UP),
+    wish("d2h_pinned", 0.95, DOWN),
+    wish("h2d_1m_cells", 0.95, UP),
+    wish("h2d_64k_cells", 0.85, UP),
+    wish("h2d_16k_cells", 0.60, UP),
+    Wish { bar: "h2d_4k_cells", goal: None, baseline: UP },
+    wish("d2h_64k_cells", 0.85, DOWN),
+    wish("d2h_16k_cells", 0.60, DOWN),
+    wish("both_ways", 0.85, "each way alone, added"),
+    Wish { bar: "h2d_pageable", goal: None, baseline: UP },
+    Wish { bar: "d2h_pageable", goal: None, baseline: DOWN },
+    Wish { bar: "d2d_copy", goal: None, baseline: UP },
+];
+
+/// A device with memory on both sides.
+struct Rig {
+    device: Cuda,
+    pinned: Buffer,
+    pageable: Buffer,
+    far: DeviceMemory,
+    other: DeviceMemory,
+    bytes: usize,
+    rounds: usize,
+}
+
+impl Rig {
+    fn open(quick: bool) -> Result<Rig> {
+        let library = std::env::var_os(LIBRARY).map(Into::into);
+        // The fake driver of the tests is far from a GPU: it only shows that this runs.
+        let bytes = if library.is_some() { 4 * MIB } else { 256 * MIB };
+        let rounds = if quick || library.is_some() { 3 } else { 9 };
+        let device = Cuda::open(Clock::real(), &CudaOpts { library, ..CudaOpts::default() })?;
+        let map = || {
+            let buffer =
+                Buffer::map(&MemoryWish { bytes: bytes as u64, ..MemoryWish::default() }, None)?;
+            // SAFETY: the buffer's own memory.
+            unsafe { buffer.address().write_bytes(7, bytes) };
+            Ok::<Buffer, Error>(buffer)
+        };
+        let (pinned, pageable) = (map()?, map()?);
+        // SAFETY: it stays until the device has gone, which forgets it.
+        unsafe { device.know_host(pinned.address(), bytes as u64)? };
+        let (far, other) = (device.allocate(bytes as u64)?, device.allocate(bytes as u64)?);
+        Ok(Rig { device, pinned, pageable, far, other, bytes, rounds })
+    }
+
+    /// Copies of cells: all of the memory, the cells of one side in another order.
+    fn cells(&self, host: &Buffer, cell: usize, way: Way) -> Result<Vec<Copy<'static>>> {
+        let count = self.bytes / cell;
+        // An odd factor visits each cell of a power of two once.
+        let place = |at: usize| at.wrapping_mul(2_654_435_761) % count;
+        (0..count.min(kvtier::device::MAX_COPIES))
+            .map(|at| {
+                let host = host.address().wrapping_add(place(at) * cell);
+                let address = self.far.address + (at * cell) as u64;
+                Copy::bytes(host, address, cell as u64, way, Memory::Device)
+            })
+            .collect()
+    }
+
+    fn begin(&self, stream: u32, copies: &mut [Copy<'_>]) -> Result<Event> {
+        // SAFETY: memory of the rig, which nobody else uses until the events have come.
+        unsafe { self.device.submit(Stream(stream), None, copies) }
+    }
+
+    fn end(&self, event: Event) -> Result<()> {
+        self.device.wait(event, 0)?;
+        self.device.release(event)
+    }
+
+    /// GB/s of batches that begin at once, one a stream.
+    fn rate(&self, batches: &mut [Vec<Copy<'static>>]) -> Result<f64> {
+        let bytes: u64 = batches.iter().flatten().map(|copy| copy.tensor.bytes()).sum();
+        let mut rates = Vec::new();
+        for round in 0..=self.rounds {
+            let began = Instant::now();
+            let mut events = Vec::new();
+            for (stream, batch) in batches.iter_mut().enumerate() {
+                events.push(self.begin(stream as u32, batch)?);
+            }
+            events.into_iter().try_for_each(|event| self.end(event))?;
+            if round > 0 {
+                rates.push(bytes as f64 / began.elapsed().as_secs_f64() / 1e9);
+            }
+        }
+        Ok(median(&mut rates))
+    }
+
+    fn whole(&self, host: &Buffer, way: Way) -> Result<Vec<Copy<'static>>> {
+        self.cells(host, self.bytes, way)
+    }
+
+    fn on_device(&self) -> Result<Vec<Copy<'static>>> {
+        let plane = std::ptr::with_exposed_provenance_mut(self.other.address as usize);
+        let address = self.far.address;
+        let copy = Copy::bytes(plane, address, self.bytes as u64, Way::Gather, Memory::Device)?;
+        Ok(vec![Copy { plane_memory: Memory::Device, ..copy }])
+    }
+
+    /// What a bar is of: its rate, and that of its baseline.
+    fn measure(&self, bar: &str, up: f64, down: f64) -> Result<(f64, f64)> {
+        let (way, baseline) =
+            if bar.starts_with("d2h") { (Way::Gather, down) } else { (Way::Scatter, up) };
+        let cell = match bar {
+            "h2d_1m_cells" => MIB,
+            "h2d_64k_cells" | "d2h_64k_cells" => 64 << 10,
+            "h2d_16k_cells" | "d2h_16k_cells" => 16 << 10,
+            "h2d_4k_cells" => 4 << 10,
+            _ => self.bytes / 4,
+        };
+        let rate = match bar {
+            "both_ways" => {
+                let mut both =
+                    [self.whole(&self.pinned, Way::Scatter)?, self.whole_elsewhere(Way::Gather)?];
+                return Ok((self.rate(&mut both)?, up + down));
+            }
+            "h2d_pageable" | "d2h_pageable" => {
+                self.rate(&mut [self.cells(&self.pageable, cell, way)?])?
+            }
+            "d2d_copy" => self.rate(&mut [self.on_device()?])?,
+            _ => self.rate(&mut [self.cells(&self.pinned, cell, way)?])?,
+        };
+        Ok((rate, baseline))
+    }
+
+    /// The other way at once, between other memory: its own half of the pinned host memory would
+    /// be the same bytes otherwise.
+    fn whole_elsewhere(&self, way: Way) -> Result<Vec<Copy<'static>>> {
+        let half = self.bytes / 2;
+        let host = self.pinned.address().wrapping_add(half);
+        let again = |_| Copy::bytes(host, self.other.address, half as u64, way, Memory::Device);
+        (0..2).map(again).collect()
+    }
+}
+
+fn bar(wish: &Wish, value: Option<(f64, f64)>, note: String) -> Bar {
+    Bar {
+        bar: wish.bar,
+        value: value.map(|(rate, baseline)| rate / baseline),
+        unit: "x",
+        baseline: wish.baseline,
+        baseline_value: value.map(|(_, baseline)| baseline),
+        goal: wish.goal,
+        better: Better::Higher,
+        note,
+    }
+}
+
+pub fn run(quick: bool) -> Vec<Bar> {
+    let rig = match Rig::open(quick) {
+        Ok(rig) => rig,
+        Err(error) => {
+            return WISHES.iter().map(|wish| bar(wish, None, error.to_string())).collect();
+        }
+    };
+    let large = |way| rig.rate(&mut [rig.whole(&rig.pinned, way)?]);
+    let ends = large(Way::Scatter).and_then(|up| Ok((up, large(Way::Gather)?)));
+    let measured = |wish: &Wish| {
+        let value = match &ends {
+            Ok((up, down)) => rig.measure(wish.bar, *up, *down),
+            Err(error) => Err(Error::new(Status::Io, error.to_string())),
+        };
+        match value {
+            Ok((rate, baseline)) => bar(wish, Some((rate, baseline)), format!("{rate:.2} GB/s")),
+            Err(error) => bar(wish, None, error.to_string()),
+        }
+    };
+    let mut bars: Vec<Bar> = WISHES.iter().map(measured).collect();
+    if let Some(first) = bars.first_mut() {
+        first.note = format!("{}; {}", first.note, rig.device.describe());
+    }
+    bars
+}
