@@ -141,8 +141,11 @@ impl Rig {
         };
         let rate = match bar {
             "both_ways" => {
-                let mut both =
-                    [self.whole(&self.pinned, Way::Scatter)?, self.whole_elsewhere(Way::Gather)?];
+                let half = self.bytes / 2;
+                let mut both = [
+                    self.twice(0, self.far.address, Way::Scatter)?,
+                    self.twice(half, self.other.address, Way::Gather)?,
+                ];
                 return Ok((self.rate(&mut both)?, up + down));
             }
             "h2d_pageable" | "d2h_pageable" => {
@@ -154,13 +157,11 @@ impl Rig {
         Ok((rate, baseline))
     }
 
-    /// The other way at once, between other memory: its own half of the pinned host memory would
-    /// be the same bytes otherwise.
-    fn whole_elsewhere(&self, way: Way) -> Result<Vec<Copy<'static>>> {
-        let half = self.bytes / 2;
-        let host = self.pinned.address().wrapping_add(half);
-        let again = |_| Copy::bytes(host, self.other.address, half as u64, way, Memory::Device);
-        (0..2).map(again).collect()
+    /// Half of the pinned memory, from `at` on, two times: the other half is for the other way.
+    fn twice(&self, at: usize, address: u64, way: Way) -> Result<Vec<Copy<'static>>> {
+        let host = self.pinned.address().wrapping_add(at);
+        let half = self.bytes as u64 / 2;
+        (0..2).map(|_| Copy::bytes(host, address, half, way, Memory::Device)).collect()
     }
 }
 
