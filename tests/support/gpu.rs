@@ -70,6 +70,7 @@ pub struct Stretch {
 unsafe impl Sync for Stretch {}
 
 /// The one of this process.
+#[global_allocator]
 pub static STRETCH: Stretch = Stretch {
     busy: AtomicBool::new(false),
     start: AtomicUsize::new(0),

@@ -1,21 +1,98 @@
 //! Kernels: CUDA sources that stand here beside what they were compiled to, and how each call is
-//! laid out on a device. All take one argument, the [`Call`] itself.
+//! laid out on a device. All take one argument, the [`Call`] itself; `call.h` says what of it.
+//! `ffi-tests/cuda/kernels/build.py` compiles them.
 
-use crate::base::status::Result;
-use crate::device::call::Call;
+pub mod attend;
+mod attend_decode;
+mod attend_prefill;
+mod check;
+mod convert;
+mod estimate;
+mod heavy;
+mod moves;
+mod pages;
+mod sum;
+mod top;
 
-/// One source, compiled.
+use std::io::Read;
+
+use ruzstd::decoding::StreamingDecoder;
+
+use crate::base::status::{Result, Status};
+use crate::device::call::{Call, Kind};
+use crate::fail;
+
+/// One source, compiled, and packed by zstd: most programs never need it.
 pub struct Module {
     /// Its file, without an ending.
     pub name: &'static str,
+    ptx: &'static [u8],
+    cubin_90: &'static [u8],
+}
+
+impl Module {
     /// For compute capability 8.0 and, compiled by the driver, all later ones. Ends with a zero.
-    pub ptx: &'static [u8],
+    pub fn ptx(&self) -> Result<Vec<u8>> {
+        let mut code = unpack(self.name, self.ptx)?;
+        code.push(0);
+        Ok(code)
+    }
+
     /// For 9.0, ready to run.
-    pub cubin_90: &'static [u8],
+    pub fn cubin_90(&self) -> Result<Vec<u8>> {
+        unpack(self.name, self.cubin_90)
+    }
+}
+
+fn unpack(name: &str, packed: &[u8]) -> Result<Vec<u8>> {
+    let mut code = Vec::new();
+    let unpacked = StreamingDecoder::new(packed)
+        .map_err(|error| error.to_string())
+        .and_then(|mut all| all.read_to_end(&mut code).map_err(|error| error.to_string()));
+    match unpacked {
+        Ok(_) => Ok(code),
+        Err(why) => fail!(Corrupt, "the kernels of {name} do not unpack: {why}"),
+    }
+}
+
+/// What a source was compiled to.
+macro_rules! compiled {
+    ($name:literal) => {
+        Module {
+            name: $name,
+            ptx: include_bytes!(concat!("built/", $name, ".ptx.zst")),
+            cubin_90: include_bytes!(concat!("built/", $name, ".cubin.zst")),
+        }
+    };
 }
 
 /// All sources.
-pub const MODULES: [Module; 0] = [];
+pub const MODULES: [Module; 10] = [
+    compiled!("move"),
+    compiled!("convert"),
+    compiled!("sum"),
+    compiled!("pages"),
+    compiled!("top"),
+    compiled!("attend_prefill"),
+    compiled!("attend_latent"),
+    compiled!("attend_decode"),
+    compiled!("estimate"),
+    compiled!("heavy"),
+];
+
+/// Places of [`MODULES`].
+mod module {
+    pub const MOVE: usize = 0;
+    pub const CONVERT: usize = 1;
+    pub const SUM: usize = 2;
+    pub const PAGES: usize = 3;
+    pub const TOP: usize = 4;
+    pub const ATTEND_PREFILL: usize = 5;
+    pub const ATTEND_LATENT: usize = 6;
+    pub const ATTEND_DECODE: usize = 7;
+    pub const ESTIMATE: usize = 8;
+    pub const HEAVY: usize = 9;
+}
 
 /// One launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,9 +112,52 @@ pub struct Step {
 /// Most launches of a call.
 pub const MAX_STEPS: usize = 4;
 
-/// The launches of a call, in this order on one stream. What is wrong with a call is said here:
-/// a kernel checks nothing.
+/// Launches as they are told.
+struct Steps<'a>(&'a mut Vec<Step>);
+
+impl Steps<'_> {
+    /// One more, of blocks of so many threads.
+    fn add(&mut self, module: usize, name: &'static str, grid: [u32; 3], block: u32) -> Result<()> {
+        self.add_with(module, name, grid, block, 0)
+    }
+
+    /// The same with shared memory.
+    fn add_with(
+        &mut self,
+        module: usize,
+        name: &'static str,
+        grid: [u32; 3],
+        block: u32,
+        shared_bytes: u32,
+    ) -> Result<()> {
+        if self.0.try_reserve(1).is_err() {
+            return Err(Status::NoMem.into());
+        }
+        self.0.push(Step { module, name, grid, block: [block, 1, 1], shared_bytes });
+        Ok(())
+    }
+}
+
+/// The launches of a call, in this order on one stream; they replace those in `steps`. What is
+/// wrong with a call is said here: a kernel checks nothing.
 pub fn steps(call: &Call, steps: &mut Vec<Step>) -> Result<()> {
-    let _ = steps;
-    crate::fail!(Unsupported, "kernel {} is none of this device", call.kind)
+    steps.clear();
+    let Some(kind) = Kind::of(call.kind) else {
+        fail!(Unsupported, "kernel {} is none of this device", call.kind)
+    };
+    let steps = &mut Steps(steps);
+    match kind {
+        Kind::Move => moves::steps(call, steps),
+        Kind::Convert => convert::steps(call, steps),
+        Kind::Sum => sum::steps(call, steps),
+        Kind::PageBoxes => pages::boxes(call, steps),
+        Kind::PageScores => pages::scores(call, steps),
+        Kind::Top => top::steps(call, steps),
+        Kind::Add => heavy::add(call, steps),
+        Kind::Keep => heavy::keep(call, steps),
+        Kind::Compact => heavy::compact(call, steps),
+        Kind::Estimate => estimate::steps(call, steps),
+        Kind::Prefill => attend_prefill::steps(call, steps),
+        Kind::Decode => attend_decode::steps(call, steps),
+    }
 }

@@ -1,0 +1,170 @@
+//! `Kind::Decode`: attention of the next token, or of a few.
+
+use crate::base::status::Result;
+use crate::device::call::Call;
+use crate::device::cuda::kernels::attend::{self, MAX_HEADS, MAX_TOKENS, OUT_F32};
+use crate::device::cuda::kernels::check::{aligned, dtype, only, place, scratch};
+use crate::device::cuda::kernels::{Steps, module};
+use crate::fail;
+use crate::meta::dtype::Dtype;
+
+/// What each key got is wanted: a row for each query head, for each head of keys, or one.
+const SUMS: u32 = 6;
+const SUMS_BY_QUERY_HEAD: u32 = 2;
+const SUMS_BY_KEY_HEAD: u32 = 4;
+/// Keys of a part, and from which number of keys on parts are long.
+const SHORT_PART: u32 = 128;
+const LONG_PART: u32 = 512;
+const LONG_FROM: u32 = 16_384;
+const THREADS: u32 = 128;
+/// Most numbers of a head.
+const MAX_DIM: u32 = 1024;
+/// Most rows of a block of threads.
+const ROWS: u32 = 8;
+
+/// How a decode is cut: `cut` of attend_decode.cu.
+struct Cut {
+    keys: u32,
+    part: u32,
+    parts: u32,
+    groups: u32,
+    rows: u32,
+}
+
+fn cut(call: &Call) -> Result<Cut> {
+    let chosen = u64::from(call.keep) * u64::from(call.recent);
+    let keys = if call.count == 0 { call.tokens.into() } else { chosen };
+    if keys > MAX_TOKENS.into() {
+        fail!(Limit, "{keys} keys of a list, {MAX_TOKENS} at most");
+    }
+    let keys = keys as u32;
+    let part = if keys > LONG_FROM { LONG_PART } else { SHORT_PART };
+    let is_shared = call.count <= 1 || call.count == call.key_heads;
+    let group = if is_shared { call.query_heads / call.key_heads } else { 1 };
+    let rows = u64::from(call.query_count) * u64::from(group);
+    if rows.div_ceil(ROWS.into()) > MAX_HEADS.into() {
+        fail!(Limit, "{rows} rows that share keys");
+    }
+    let parts = keys.div_ceil(part).max(1);
+    Ok(Cut { keys, part, parts, groups: call.query_heads / group, rows: rows as u32 })
+}
+
+/// Bytes of scratch that a call needs: `results` of attend_decode.cu.
+fn results(call: &Call, cut: &Cut) -> Option<u64> {
+    let rows = u64::from(call.query_count) * u64::from(call.query_heads);
+    let parts = u64::from(cut.parts) * (u64::from(call.value_dim) + 2);
+    let products = if call.flags & SUMS == 0 { 0 } else { u64::from(cut.keys) };
+    rows.checked_mul(4 * (parts + 1 + products))
+}
+
+/// What rows of keys and values are multiples of.
+fn check_types(call: &Call) -> Result<u64> {
+    const KNOWN: [Dtype; 4] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::I8];
+    let of = dtype("keys", call.dtype, &KNOWN)?;
+    dtype("queries", call.other_dtype, &KNOWN[..3])?;
+    match (call.scaling, of) {
+        (0, _) => {}
+        (1 | 2, Dtype::I8) => place("scales", call.scales, 4)?,
+        (scaling, _) => fail!(Invalid, "scales {scaling} of {of:?}"),
+    }
+    for (name, dim) in [("keys", call.key_dim), ("values", call.value_dim)] {
+        if dim == 0 || dim > MAX_DIM || dim % 8 != 0 {
+            fail!(Unsupported, "decode of {name} of {dim} numbers");
+        }
+    }
+    Ok(if of == Dtype::I8 { 8 } else { 16 })
+}
+
+fn check_chosen(call: &Call) -> Result<()> {
+    attend::check_lists(call)?;
+    if call.count == 0 {
+        return Ok(());
+    }
+    if call.keep == 0 || call.recent == 0 {
+        fail!(Invalid, "lists of {} blocks of {} tokens", call.keep, call.recent);
+    }
+    attend::places(4, &[("index", call.index), ("counts", call.counts)])
+}
+
+fn check_sums(call: &Call) -> Result<()> {
+    let is_shared = call.count <= 1 || call.count == call.key_heads;
+    match call.flags & SUMS {
+        0 => return Ok(()),
+        SUMS_BY_QUERY_HEAD => {}
+        SUMS_BY_KEY_HEAD if is_shared => {}
+        SUMS if call.count <= 1 => {}
+        _ => fail!(Invalid, "heads that see different keys have no sum"),
+    }
+    place("numbers", call.numbers, 4)
+}
+
+fn check(call: &Call) -> Result<()> {
+    only(call, |rest| {
+        attend::used_results(rest);
+        rest.flags &= !(OUT_F32 | SUMS);
+        if call.count > 0 {
+            (rest.index, rest.counts, rest.keep, rest.recent) = (0, 0, 0, 0);
+        }
+        if call.flags & SUMS != 0 {
+            rest.numbers = 0;
+        }
+        if call.scaling != 0 {
+            (rest.scaling, rest.scales) = (0, 0);
+        }
+    })?;
+    let bytes = check_types(call)?;
+    attend::check_shape(call)?;
+    check_chosen(call)?;
+    check_sums(call)?;
+    aligned("more", call.more, 4)?;
+    // Results are written two at a time.
+    attend::places(8, &[("queries", call.queries), ("out", call.out)])?;
+    attend::strides(8, &[call.query_stride, call.query_head_stride])?;
+    attend::strides(8, &[call.out_stride, call.out_head_stride])?;
+    attend::check_rows(call, bytes)
+}
+
+/// The kernel for so many rows.
+fn kernel(dtype: u32, rows: u32) -> &'static str {
+    const NAMES: [[&str; 3]; 4] = [
+        ["decode_f32_1", "decode_f32_4", "decode_f32_8"],
+        ["decode_f16_1", "decode_f16_4", "decode_f16_8"],
+        ["decode_bf16_1", "decode_bf16_4", "decode_bf16_8"],
+        ["decode_i8_1", "decode_i8_4", "decode_i8_8"],
+    ];
+    let types = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::I8];
+    let at = types.iter().position(|known| *known as u32 == dtype).unwrap_or(0);
+    NAMES[at][[1, 4, 8].iter().position(|most| rows <= *most).unwrap_or(2)]
+}
+
+/// The launches of a call.
+pub fn steps(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
+    check(call)?;
+    let cut = cut(call)?;
+    if call.query_count == 0 {
+        return Ok(());
+    }
+    scratch(call, results(call, &cut))?;
+    let rows = match cut.rows {
+        1 => 1,
+        2..=4 => 4,
+        _ => ROWS,
+    };
+    let dim = call.key_dim.max(call.value_dim).next_multiple_of(64);
+    // Queries and weights of rows, where keys and values are, and what warps tell each other.
+    let shared = rows * (dim + cut.part) * 4 + cut.part * 20 + 4 * rows * 4;
+    let grid = [cut.parts, cut.groups, cut.rows.div_ceil(rows)];
+    let (place, name) = (module::ATTEND_DECODE, kernel(call.dtype, rows));
+    steps.add_with(place, name, grid, THREADS, shared)?;
+    steps.add(place, "decode_join", [call.query_count * call.query_heads, 1, 1], THREADS)?;
+    let lines = match call.flags & SUMS {
+        SUMS_BY_QUERY_HEAD => call.query_heads,
+        SUMS_BY_KEY_HEAD => call.key_heads,
+        SUMS => 1,
+        _ => return Ok(()),
+    };
+    match cut.keys {
+        0 => Ok(()),
+        keys => steps.add(place, "decode_sums", [keys.div_ceil(THREADS), lines, 1], THREADS),
+    }
+}

@@ -1,0 +1,254 @@
+/* Attention of a prompt over latent rows (MLA): keys of 576 numbers, of which the first 512 are
+ * values. `Kind::Prefill`, as attend_prefill.cu.
+ *
+ * Results of 64 queries do not fit in the registers of four warps: eight have 32 queries and 128
+ * numbers each. So that products are made once, each warp makes those of 16 queries and 16 keys,
+ * and weights go through shared memory. Keys come 32 at a time, the next while these are used.
+ *
+ * A block of threads takes 161 KB of shared memory: queries 73728 bytes, keys twice 36864, weights
+ * 4096, what rows tell each other 1280, tiles 3584, and by lists the queue 4488. One fits on a
+ * processor, so that a thread may have 255 registers; 128 hold results. */
+#include "attend_walk.h"
+
+constexpr u32 DIM = 576, ROWS = 64, HALF = 32, LATENT_THREADS = 256;
+
+struct room {
+    u8 *queries, *keys, *weights;
+    float *mosts, *shrinks, *sums;
+    tile *tiles;
+    queue *line;
+};
+
+DEVICE room make_room() {
+    u8 *at = dynamic_shared();
+    room room;
+    room.queries = at;
+    room.keys = at + ROWS * DIM * 2;
+    room.weights = room.keys + 2 * HALF * DIM * 2;
+    room.mosts = (float *)(room.weights + ROWS * HALF * 2);
+    room.shrinks = room.mosts + 2 * ROWS;
+    room.sums = room.shrinks + ROWS;
+    room.tiles = (tile *)(room.sums + 2 * ROWS);
+    room.line = (queue *)(room.tiles + 2);
+    return room;
+}
+
+/* Where 8 weights of a row are: of eight rows none meet in a bank. */
+DEVICE u32 weight_place(u32 row, u32 chunk) { return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4); }
+
+/* Of the products a warp has 16 queries and 16 keys. */
+DEVICE u32 product_row() { return warp() / 2 * 16; }
+DEVICE u32 product_key() { return warp() % 2 * 16; }
+
+template <bool BF> DEVICE void multiply(float (&s)[2][4], const u8 *queries, const u8 *keys) {
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) s[i / 4][i % 4] = 0.0f;
+#pragma unroll 4
+    for (u32 k = 0; k < DIM / 16; k++) {
+        u32 a[4], b[4];
+        load_rows<DIM>(a, queries, product_row(), k);
+        load_keys<DIM>(b, keys, product_key(), k);
+        mma<BF>(s[0], a, b[0], b[1]);
+        mma<BF>(s[1], a, b[2], b[3]);
+    }
+}
+
+/* Hides keys behind a query, and those that it does not see by its lines. */
+DEVICE void hide(float (&s)[2][4], const walk &walk, const tile &tile, u32 first) {
+    u32 row = product_row() + lane() / 4;
+    bool has_lines = walk.kind == LINES;
+    if (!has_lines && tile.at[first + HALF - 1] <= walk.position) return;
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) {
+        u32 key = first + product_key() + i / 4 * 8 + lane() % 4 * 2 + i % 2;
+        u32 own = row + i % 4 / 2 * 8;
+        bool is_seen = tile.at[key] <= walk.position + own;
+        if (has_lines) is_seen = is_seen && (tile.seen[own / 32][key] >> own % 32 & 1);
+        if (!is_seen) s[i / 4][i % 4] = minus_infinity();
+    }
+}
+
+/* What rows were so far, in the two warps that have products of them. */
+struct progress {
+    float most[2], sum[2];
+};
+
+/* Makes weights of products, for all warps. */
+template <bool BF>
+DEVICE void soften(float (&s)[2][4], progress &rows, const room &room, float scale) {
+    u32 row = product_row() + lane() / 4;
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        float now = fmaxf(fmaxf(s[0][2 * half], s[0][2 * half + 1]),
+                          fmaxf(s[1][2 * half], s[1][2 * half + 1]));
+        now = fmaxf(now, across(now, 1));
+        now = fmaxf(now, across(now, 2));
+        if (lane() % 4 == 0) room.mosts[warp() % 2 * ROWS + row + half * 8] = now;
+    }
+    __syncthreads();
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        u32 own = row + half * 8;
+        float now = fmaxf(room.mosts[own], room.mosts[ROWS + own]), before = rows.most[half];
+        now = fmaxf(now, before);
+        float base = now == minus_infinity() ? 0.0f : now * scale;
+        float shrink = exp2_near(before * scale - base), sum = 0.0f;
+#pragma unroll
+        for (u32 n = 0; n < 2; n++) {
+            float x = exp2_near(s[n][2 * half] * scale - base);
+            float y = exp2_near(s[n][2 * half + 1] * scale - base);
+            sum += x + y;
+            u32 to = weight_place(own, product_key() / 8 + n) + lane() % 4 * 4;
+            *(u32 *)(room.weights + to) = two<BF>(x, y);
+        }
+        rows.most[half] = now;
+        rows.sum[half] = rows.sum[half] * shrink + sum;
+        if (warp() % 2 == 0 && lane() % 4 == 0) room.shrinks[own] = shrink;
+    }
+    __syncthreads();
+}
+
+/* Of the results a warp has 32 queries and 128 numbers. */
+DEVICE u32 result_row() { return warp() / 4 * 32; }
+DEVICE u32 result_step() { return warp() % 4 * 8; }
+
+template <bool BF>
+DEVICE void add_values(float (&out)[2][16][4], const room &room, const u8 *values) {
+#pragma unroll
+    for (u32 set = 0; set < 2; set++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            float shrink = room.shrinks[result_row() + set * 16 + half * 8 + lane() / 4];
+#pragma unroll
+            for (u32 n = 0; n < 16; n++) {
+                out[set][n][2 * half] *= shrink;
+                out[set][n][2 * half + 1] *= shrink;
+            }
+        }
+#pragma unroll
+    for (u32 k = 0; k < HALF / 16; k++) {
+        u32 a[2][4];
+#pragma unroll
+        for (u32 set = 0; set < 2; set++)
+            load_matrix4(a[set], room.weights + weight_place(result_row() + set * 16 + lane() % 16,
+                                                             2 * k + lane() / 16));
+#pragma unroll
+        for (u32 n = 0; n < 8; n++) {
+            u32 b[4];
+            load_values<DIM>(b, values, 16 * k, result_step() + n);
+#pragma unroll
+            for (u32 set = 0; set < 2; set++) {
+                mma<BF>(out[set][2 * n], a[set], b[0], b[1]);
+                mma<BF>(out[set][2 * n + 1], a[set], b[2], b[3]);
+            }
+        }
+    }
+}
+
+DEVICE void write_rows(const call &c, const float (&out)[2][16][4], progress &rows,
+                       const room &room, const walk &walk, u32 head, float scale) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        float sum = warp_sum<4>(rows.sum[half]);
+        u32 row = product_row() + half * 8 + lane() / 4;
+        if (lane() % 4 == 0) room.sums[warp() % 2 * ROWS + row] = sum;
+        if (lane() % 4 == 0 && warp() % 2 == 0) room.mosts[row] = rows.most[half];
+    }
+    __syncthreads();
+    u32 kind = c.flags & OUT_F32 ? (u32)F32 : c.other_dtype, bytes = kind == F32 ? 4 : 2;
+#pragma unroll
+    for (u32 set = 0; set < 2; set++)
+#pragma unroll
+        for (u32 half = 0; half < 2; half++) {
+            u32 row = result_row() + set * 16 + half * 8 + lane() / 4, query = walk.query + row;
+            if (query >= walk.until) continue;
+            float sum = room.sums[row] + room.sums[ROWS + row];
+            float share = sum > 0.0f ? 1.0f / sum : 0.0f;
+            u64 to = out_at(c, query, head) + (result_step() * 16 + lane() % 4 * 2) * bytes;
+#pragma unroll
+            for (u32 n = 0; n < 16; n++)
+                write_two(to + 8 * n * bytes, kind, out[set][n][2 * half] * share,
+                          out[set][n][2 * half + 1] * share);
+            if (c.more != 0 && warp() % 4 == 0 && lane() % 4 == 0)
+                ((float *)c.more)[(u64)query * c.query_heads + head] =
+                    log_of(room.mosts[row], sum, scale);
+        }
+}
+
+/* A block of queries of a head. */
+template <bool BF, bool LISTED> DEVICE void attend(const call &c, walk &walk, u32 head) {
+    room room = make_room();
+    float out[2][16][4] = {}, scale = binary_scale(c);
+    progress rows = {{minus_infinity(), minus_infinity()}, {0.0f, 0.0f}};
+    copy_queries<DIM, ROWS, LATENT_THREADS>(c, room.queries, walk.query, head, walk.until);
+    bool is_more = take<LISTED>(c, walk, room.line, room.tiles[0]), is_any = is_more;
+    __syncthreads();
+    if (is_any) copy_rows<DIM, HALF, LATENT_THREADS>(room.keys, room.tiles[0].keys);
+    copy_group();
+    for (u32 turn = 0; is_any; turn++) {
+        // Of each tile the first half, then the second.
+        const tile &tile = room.tiles[turn / 2 % 2];
+        bool is_second = turn % 2 == 1;
+        ::tile &next = room.tiles[(turn / 2 + 1) % 2];
+        copy_wait<0>();
+        __syncthreads();
+        if (!is_second) is_more = take<LISTED>(c, walk, room.line, next);
+        const u64 *coming = is_second ? next.keys : tile.keys + HALF;
+        u8 *keys = room.keys + turn % 2 * HALF * DIM * 2;
+        u8 *others = room.keys + (turn + 1) % 2 * HALF * DIM * 2;
+        is_any = !is_second || is_more;
+        if (is_any) copy_rows<DIM, HALF, LATENT_THREADS>(others, coming);
+        copy_group();
+        float s[2][4];
+        multiply<BF>(s, room.queries, keys);
+        hide(s, walk, tile, is_second ? HALF : 0);
+        soften<BF>(s, rows, room, scale);
+        add_values<BF>(out, room, keys);
+    }
+    // What rows told each other was read.
+    copy_wait<0>();
+    __syncthreads();
+    write_rows(c, out, rows, room, walk, head, scale);
+}
+
+template <bool BF> DEVICE void attend_dense(const call &c) {
+    // The last have most to do: they come first.
+    u32 query = (gridDim.x - 1 - blockIdx.x) * ROWS, head = blockIdx.y;
+    walk walk;
+    begin_walk(c, walk, query, least(query + ROWS, c.query_count),
+               head / (c.query_heads / c.key_heads));
+    attend<BF, false>(c, walk, head);
+}
+
+template <bool BF> DEVICE void attend_listed(const call &c) {
+    u32 head = blockIdx.y;
+    head_lists said = ((const head_lists *)c.numbers)[entry_of(c, head)];
+    u32 blocks = cut_of(c, said).all;
+    queue &line = *make_room().line;
+    for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
+        walk walk;
+        if (!begin_listed(c, walk, line, head, block)) continue;
+        attend<BF, true>(c, walk, head);
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
+    latent_f16(const __grid_constant__ call c) {
+    attend_dense<false>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
+    latent_listed_f16(const __grid_constant__ call c) {
+    attend_listed<false>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
+    latent_bf16(const __grid_constant__ call c) {
+    attend_dense<true>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
+    latent_listed_bf16(const __grid_constant__ call c) {
+    attend_listed<true>(c);
+}

@@ -1,0 +1,201 @@
+/* Heavy hitters: what tokens got is added up (`Kind::Add`), those that stay are chosen
+ * (`Kind::Keep`), and moved together (`Kind::Compact`). call.h says which fields they take. */
+#include "device.h"
+
+DEVICE float *scores_of(const call &c, u32 list) {
+    return (float *)(c.numbers + (u64)((i64)list * c.out_head_stride));
+}
+
+DEVICE u32 *list_of(const call &c, u32 list) {
+    return (u32 *)(c.index + (u64)((i64)list * c.out_stride));
+}
+
+/* A row of sums after the other, as the processor adds them: the same bits. Blocks of threads:
+ * tokens, lists. */
+extern "C" __global__ void __launch_bounds__(256) heavy_add(const __grid_constant__ call c) {
+    u32 token = blockIdx.x * 256 + threadIdx.x;
+    if (token >= c.tokens) return;
+    u32 rows = c.query_heads / c.key_heads, first = blockIdx.y * rows;
+    float *scores = scores_of(c, blockIdx.y), score = scores[token];
+    for (u32 row = first; row < first + rows; row++) {
+        u64 from = c.more + (u64)((i64)row * c.query_head_stride);
+        score = add_rounded(score, ((const float *)from)[token]);
+    }
+    scores[token] = score;
+}
+
+constexpr u32 KEEP_THREADS = 1024;
+
+/* A number that is the greater the greater a score is. Minus zero is zero. */
+DEVICE u32 order_of(float score) {
+    u32 bits = to_bits(add_rounded(score, 0.0f));
+    return bits ^ (bits >> 31 != 0 ? 0xFFFFFFFFu : 0x80000000u);
+}
+
+/* The sum over threads before one's own, and over all; `warps` are 32 numbers. All threads come,
+ * and have to meet before they come again. */
+DEVICE u32 sum_before(u32 x, u32 *warps, u32 &all) {
+    u32 up_to = warp_up_to(x);
+    if (lane() == WARP - 1) warps[warp()] = up_to;
+    __syncthreads();
+    u32 others = warp_up_to(warps[lane()]), own = warp();
+    all = from_lane(others, WARP - 1);
+    u32 before = from_lane(others, own == 0 ? 0 : own - 1);
+    __syncthreads();
+    return (own == 0 ? 0 : before) + up_to - x;
+}
+
+/* The order of the score that `rank` others are below, eight bits after the other; how many are
+ * below it is taken off the rank. */
+DEVICE u32 find_rank(const float *scores, u32 from, u32 to, u32 &rank, u32 *counts, u32 *found) {
+    u32 order = 0;
+    for (u32 shift = 32; shift > 0;) {
+        shift -= 8;
+        if (threadIdx.x < 256) counts[threadIdx.x] = 0;
+        __syncthreads();
+        for (u32 i = from + threadIdx.x; i < to; i += KEEP_THREADS) {
+            u32 own = order_of(scores[i]);
+            // What was found so far are the bits above.
+            if (shift == 24 || own >> (shift + 8) == order >> (shift + 8))
+                atomicAdd(&counts[own >> shift & 255], 1u);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            u32 digit = 0, left = rank;
+            while (left >= counts[digit]) left -= counts[digit++];
+            found[0] = digit;
+            found[1] = left;
+        }
+        __syncthreads();
+        order |= found[0] << shift;
+        rank = found[1];
+    }
+    return order;
+}
+
+/* One block of threads a list. */
+extern "C" __global__ void __launch_bounds__(KEEP_THREADS)
+    heavy_keep(const __grid_constant__ call c) {
+    __shared__ u32 counts[256];
+    __shared__ u32 warps[WARP];
+    __shared__ u32 found[2];
+    const float *scores = scores_of(c, blockIdx.x);
+    u32 *list = list_of(c, blockIdx.x);
+    u32 to = c.tokens - least(c.recent, c.tokens), from = least(c.sinks, to);
+    u32 leave = to - from > c.keep ? to - from - c.keep : 0;
+    // The last that goes, and how many of those that are equal to it.
+    u32 bar = 0, equals = 0;
+    if (leave > 0) {
+        equals = leave - 1;
+        bar = find_rank(scores, from, to, equals, counts, found);
+        equals++;
+    }
+    u32 kept = 0, same = 0;
+    for (u32 first = 0; first < c.tokens; first += KEEP_THREADS) {
+        u32 at = first + threadIdx.x, all;
+        bool may_go = leave > 0 && from <= at && at < to;
+        u32 order = may_go ? order_of(scores[at]) : 0;
+        // Of equal ones the lower positions go.
+        bool is_same = may_go && order == bar;
+        u32 before = same + sum_before(is_same, warps, all);
+        same += all;
+        bool goes = may_go && (order < bar || (is_same && before < equals));
+        bool stays = at < c.tokens && !goes;
+        u32 place = kept + sum_before(stays, warps, all);
+        kept += all;
+        if (stays) list[place] = at;
+    }
+    if (threadIdx.x == 0) ((u32 *)c.counts)[blockIdx.x] = kept;
+}
+
+/* How many rows move at a time: so many pieces of each of the threads. */
+constexpr u32 COMPACT_THREADS = 256, PIECES = 8;
+
+/* Rows of an array. */
+struct array {
+    u64 base;
+    i64 stride, head_stride;
+    u32 bytes;
+};
+
+DEVICE u64 row_at(const call &c, const array &rows, u32 token, u32 head) {
+    u64 base = rows.base;
+    if (c.table != 0) {
+        u32 page = token / c.page_tokens;
+        base += ((const u64 *)c.table)[page];
+        token -= page * c.page_tokens;
+    }
+    return base + (u64)((i64)token * rows.stride) + (u64)((i64)head * rows.head_stride);
+}
+
+/* Moves a slice of rows, SIDE pieces of T, to where they are kept. Lists ascend, so that no row
+ * moves up: what is written lies before all that is read later, and what is read together is read
+ * before any of it is written. */
+template <class T, u32 SIDE>
+DEVICE void compact(const call &c, const array &rows, u32 slice, u32 head, u32 list) {
+    constexpr u32 EACH = COMPACT_THREADS * PIECES / SIDE;
+    const u32 *stays = list_of(c, list);
+    u32 count = ((const u32 *)c.counts)[list], piece = slice * SIDE + threadIdx.x % SIDE;
+    bool is_there = piece < rows.bytes / sizeof(T);
+    for (u32 first = 0; first < count; first += EACH) {
+        T held[PIECES];
+        bool moves[PIECES];
+#pragma unroll
+        for (u32 i = 0; i < PIECES; i++) {
+            u32 to = first + i * (COMPACT_THREADS / SIDE) + threadIdx.x / SIDE;
+            u32 from = is_there && to < count ? stays[to] : to;
+            moves[i] = from != to;
+            if (moves[i]) held[i] = ((const T *)row_at(c, rows, from, head))[piece];
+        }
+        __syncthreads();
+#pragma unroll
+        for (u32 i = 0; i < PIECES; i++) {
+            u32 to = first + i * (COMPACT_THREADS / SIDE) + threadIdx.x / SIDE;
+            if (moves[i]) ((T *)row_at(c, rows, to, head))[piece] = held[i];
+        }
+    }
+}
+
+DEVICE u32 row_bytes(const call &c, u32 dim) {
+    if (c.dtype == F32) return dim * 4;
+    if (c.dtype == F16 || c.dtype == BF16) return dim * 2;
+    return c.dtype == I4 ? dim / 2 : dim;
+}
+
+/* Keys and values. Blocks of threads: slices of 64 bytes, heads, arrays. */
+template <class T> DEVICE void compact_rows(const call &c) {
+    array rows = {c.keys, c.key_stride, c.key_head_stride, row_bytes(c, c.key_dim)};
+    if (blockIdx.z == 1)
+        rows = {c.values, c.value_stride, c.value_head_stride, row_bytes(c, c.value_dim)};
+    if (blockIdx.x * 64 >= rows.bytes) return;
+    compact<T, 64 / sizeof(T)>(c, rows, blockIdx.x, blockIdx.y, c.count == 1 ? 0 : blockIdx.y);
+}
+
+extern "C" __global__ void __launch_bounds__(COMPACT_THREADS, 4)
+    heavy_compact_16(const __grid_constant__ call c) {
+    compact_rows<quad>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(COMPACT_THREADS, 4)
+    heavy_compact_4(const __grid_constant__ call c) {
+    compact_rows<u32>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(COMPACT_THREADS, 4)
+    heavy_compact_1(const __grid_constant__ call c) {
+    compact_rows<u8>(c);
+}
+
+/* Scores go where their tokens go. Blocks of threads: lists. */
+extern "C" __global__ void __launch_bounds__(COMPACT_THREADS, 4)
+    heavy_compact_scores(const __grid_constant__ call c) {
+    const u32 *stays = list_of(c, blockIdx.x);
+    float *scores = scores_of(c, blockIdx.x);
+    u32 count = ((const u32 *)c.counts)[blockIdx.x];
+    for (u32 first = 0; first < count; first += COMPACT_THREADS) {
+        u32 to = first + threadIdx.x;
+        float score = to < count ? scores[stays[to]] : 0.0f;
+        __syncthreads();
+        if (to < count) scores[to] = score;
+    }
+}

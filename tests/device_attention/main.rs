@@ -1,0 +1,15 @@
+//! Kernels of attention for devices, on the processor: their sources are compiled with what stands
+//! in for a device (`ffi-tests/cuda/kernels`), and what they come to is compared with attention in
+//! binary64 and with the kernels and policies of the library.
+
+#![cfg(not(feature = "shuttle"))]
+
+mod data;
+mod decode;
+#[path = "../support/emulated.rs"]
+mod emulated;
+mod estimate;
+#[path = "../support/gpu.rs"]
+mod gpu;
+mod heavy;
+mod prefill;
