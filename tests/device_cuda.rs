@@ -7,20 +7,12 @@
 mod fake_cuda;
 
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard};
 
-use fake_cuda::Fake;
+use fake_cuda::{Fake, alone};
 use kvtier::base::clock::Clock;
 use kvtier::base::status::Status;
 use kvtier::device::cuda::{Cuda, CudaOpts, probe};
 use kvtier::device::{Copy, Device, Event, Memory, State, Stream, Way};
-
-/// There is one fake in a process: tests have it in turn, and find it as if new.
-fn alone(seed: u64) -> (MutexGuard<'static, ()>, Fake) {
-    static TURN: Mutex<()> = Mutex::new(());
-    let turn = TURN.lock().unwrap_or_else(|broken| broken.into_inner());
-    (turn, Fake::begin(seed))
-}
 
 fn opts() -> CudaOpts {
     CudaOpts { library: Some(fake_cuda::library()), ..CudaOpts::default() }
@@ -96,6 +88,9 @@ fn a_driver_that_is_none_too_old_or_without_devices_is_unavailable_and_says_why(
 #[test]
 fn any_call_may_fail() {
     let calls = [
+        "cuDeviceGetCount",
+        "cuDeviceGet",
+        "cuDeviceGetName",
         "cuDevicePrimaryCtxRetain",
         "cuCtxPushCurrent",
         "cuCtxGetDevice",
@@ -225,4 +220,153 @@ fn a_deadline_is_kept_while_nothing_comes() {
     drop(cuda);
     fake.check();
     let _ = Fake::begin(0);
+}
+
+/// A driver that does not say how far work is, for ever: the wait ends, and says so.
+#[test]
+fn a_driver_that_never_answers_is_given_up() {
+    for (calls, with_deadline) in [
+        (&["cuEventQuery", "cuEventSynchronize"][..], false),
+        (&["cuEventQuery"][..], true),
+        (&["cuCtxPushCurrent"][..], false),
+    ] {
+        let (_turn, fake) = alone(7);
+        let cuda = open();
+        // SAFETY: a batch without memory.
+        let event = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect("an event");
+        calls.iter().for_each(|call| fake.fail(call, -1, 1));
+        let deadline_ns = Clock::real().now_ns() + 60_000_000_000;
+        let error = cuda.wait(event, if with_deadline { deadline_ns } else { 0 });
+        assert_eq!(error.expect_err("it cannot know").status(), Status::Unavailable);
+        assert!(Clock::real().now_ns() < deadline_ns);
+        let error = cuda.allocate(1).expect_err("it is lost");
+        assert!(error.to_string().contains("does not say how far work is"), "{error}");
+        cuda.close(0).expect("nothing is under way any more");
+        let _ = Fake::begin(0);
+        drop(cuda);
+    }
+}
+
+/// One question that is refused is no failure of the work.
+#[test]
+fn a_question_that_fails_is_asked_again() {
+    let (_turn, fake) = alone(8);
+    let cuda = open();
+    // SAFETY: a batch without memory.
+    let event = unsafe { cuda.submit(Stream(0), None, &mut []) }.expect("an event");
+    for call in ["cuEventQuery", "cuCtxPushCurrent"] {
+        fake.fail(call, 1, 1);
+        assert_eq!(cuda.state(event).expect("not known yet"), State::Pending);
+    }
+    assert_eq!(
+        cuda.release(event).map_err(|error| error.status()).err().unwrap_or(Status::Busy),
+        Status::Busy
+    );
+    cuda.wait(event, 0).expect("it comes");
+    fake.check();
+}
+
+/// Only the first open event of each stream is asked for, however many there are.
+#[test]
+fn a_poll_asks_once_for_each_stream() {
+    let (_turn, fake) = alone(9);
+    let cuda = open();
+    let mut open = Vec::new();
+    for n in 0..4000 {
+        // SAFETY: a batch without memory.
+        open.push(unsafe { cuda.submit(Stream(n % 4), None, &mut []) }.expect("an event"));
+    }
+    // The driver says that nothing has come: one question for each stream.
+    fake.fail("cuEventQuery", -1, 600);
+    let mut ended = vec![Event(0); 4000];
+    let before = fake.calls("cuEventQuery");
+    assert_eq!(cuda.poll(&mut ended), 0);
+    assert_eq!(fake.calls("cuEventQuery") - before, 4);
+    let _ = Fake::begin(0);
+    // The last of a stream has come, so have all before it.
+    cuda.wait(open[3999], 0).expect("it comes");
+    let before = fake.calls("cuEventQuery");
+    let of_stream = open.iter().skip(3).step_by(4);
+    assert!(of_stream.clone().all(|event| cuda.state(*event).expect("known") == State::Done));
+    assert_eq!(fake.calls("cuEventQuery"), before, "nobody had to be asked");
+    cuda.close(0).expect("all come");
+    let mut seen: Vec<u64> = Vec::new();
+    loop {
+        let count = cuda.poll(&mut ended[..7]);
+        seen.extend(ended[..count].iter().map(|event| event.0));
+        if count == 0 {
+            break;
+        }
+    }
+    let mut all: Vec<u64> = open.iter().map(|event| event.0).collect();
+    seen.sort_unstable();
+    all.sort_unstable();
+    assert_eq!(seen, all, "each once");
+    open.iter().for_each(|event| cuda.release(*event).expect("it has ended"));
+    drop(cuda);
+    fake.check();
+}
+
+/// A batch that fails when a part of it was begun: its event comes when that part has ended, and
+/// says that the batch failed; nobody waits for the stream meanwhile.
+#[test]
+fn a_batch_that_fails_half_way_ends_with_its_failure() {
+    let (_turn, fake) = alone(10);
+    let cuda = open();
+    let memory = cuda.allocate(4096).expect("memory");
+    let host = Box::leak(vec![3u8; 4096].into_boxed_slice());
+    let to = |at: usize| {
+        let place = host.as_ptr().wrapping_add(at).cast_mut();
+        Copy::bytes(place, memory.address + at as u64, 64, Way::Scatter, Memory::Device)
+    };
+    let mut copies: Vec<_> = (0..4).map(|n| to(n * 64).expect("sound")).collect();
+    let syncs = fake.calls("cuStreamSynchronize");
+    fake.fail("cuMemcpyHtoDAsync", 3, 2);
+    // SAFETY: memory that stays.
+    let event = unsafe { cuda.submit(Stream(0), None, &mut copies) }.expect("it was begun");
+    assert_eq!(cuda.wait(event, 0).expect_err("it failed").status(), Status::NoMem);
+    assert_eq!(fake.calls("cuStreamSynchronize"), syncs);
+    // What follows it fails with it, and others do not.
+    // SAFETY: as above.
+    unsafe {
+        let after = cuda.submit(Stream(1), Some(event), &mut []);
+        assert_eq!(after.expect_err("it failed").status(), Status::NoMem);
+        let next = cuda.submit(Stream(0), None, &mut copies).expect("the device goes on");
+        cuda.wait(next, 0).expect("it comes");
+        fake.fail("cuMemcpyHtoDAsync", 1, 2);
+        let none = cuda.submit(Stream(0), None, &mut copies);
+        assert_eq!(none.expect_err("nothing was begun").status(), Status::NoMem);
+    }
+    drop(cuda);
+    fake.check();
+}
+
+/// Several devices, each with its own context and memory.
+#[test]
+fn each_ordinal_is_a_device_of_its_own() {
+    let (_turn, fake) = alone(11);
+    fake.set(12_040, 3, 1 << 30, false);
+    let before = fake.live();
+    let found = probe(Some(&fake_cuda::library())).expect("some");
+    let names: Vec<_> = found.iter().map(|device| device.name.as_str()).collect();
+    assert_eq!(names, ["fake 0", "fake 1", "fake 2"]);
+    let open = |ordinal| Cuda::open(Clock::real(), &CudaOpts { ordinal, ..opts() });
+    let (first, last) = (open(0).expect("a device"), open(2).expect("a device"));
+    assert_eq!(last.describe().name, "fake 2");
+    assert!(round_trip(&first).expect("it works") && round_trip(&last).expect("it works"));
+    let memory = first.allocate(4096).expect("memory");
+    let host = Box::leak(vec![0u8; 64].into_boxed_slice()).as_mut_ptr();
+    let copy = || Copy::bytes(host, memory.address, 64, Way::Gather, Memory::Device);
+    // SAFETY: memory that stays; the other device's is refused.
+    unsafe {
+        let strange = last.submit(Stream(0), None, &mut [copy().expect("sound")]);
+        let error = strange.expect_err("not its memory");
+        assert!(error.to_string().contains("is device 0's, this is 2"), "{error}");
+        assert_eq!(last.free(&memory).expect_err("not its memory").status(), Status::Handle);
+        first.free(&memory).expect("its own");
+    }
+    assert_eq!(open(3).err().expect("none").status(), Status::Unavailable);
+    drop((first, last));
+    assert_eq!(fake.live(), before);
+    fake.check();
 }

@@ -4,21 +4,28 @@
  * step there, as a seed says, so across streams nothing has an order that no event gave it. Between
  * the first step of a copy and its second its target is poisoned. Calls in no context, with
  * handles that are none or were given back, are counted as wrong; what was taken and not given back
- * is counted too. Any call can be made to fail. Device memory is memory of this process.
+ * is counted too. Any call can be made to fail. Device memory is memory of this process, and so is what
+ * is mapped into ranges of addresses. Kernels run on the processor, by a library that knows them or,
+ * those that move bytes, here.
  */
+#define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 typedef int code_t;
 typedef uint64_t pointer_t;
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
-       NOT_READY = 600, CAPTURE_FORBIDS = 900 };
-enum { POISON = 0xDB, RELAXED = 2, MOST = 4096, DEEP = 64, HOST = 1, DEVICE = 2 };
+       NOT_FOUND = 500, NOT_READY = 600, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
+       CAPTURE_FORBIDS = 900, CAPTURED_EVENT = 907 };
+enum { POISON = 0xDB, RELAXED = 2, MOST = 4096, DEEP = 64, HOST = 1, DEVICE = 2, MOST_DEVICES = 4 };
 enum { MAGIC_STREAM = 0x53545245, MAGIC_EVENT = 0x4556454e, GONE = 0x474f4e45 };
+enum { CALL_BYTES = 256, PLAIN_SHARED = 48 << 10 };
 
 typedef struct {
     size_t from_x, from_y;
@@ -37,19 +44,33 @@ typedef struct {
 } rows_t;
 
 typedef struct event event_t;
+typedef struct function {
+    char name[64];
+    unsigned shared;
+} function_t;
+
 typedef struct op {
-    enum { COPY, RECORD, WAIT } what;
+    enum { COPY, RECORD, WAIT, LAUNCH } what;
     unsigned char *to;
     const unsigned char *from;
     size_t to_pitch, from_pitch, width, height;
     int begun;
     event_t *event;
     uint64_t turn; /* of the event */
+    const function_t *function;
+    unsigned grid[3], block[3], shared;
+    unsigned char call[CALL_BYTES];
     struct op *next;
 } op_t;
 
+/* A context: one of each device's that all share, and one that is an engine's alone. */
+typedef struct context {
+    int ordinal, is_shared;
+} context_t;
+
 typedef struct stream {
     unsigned magic;
+    context_t *context;
     op_t *first, **last;
     int capturing;
     struct stream *next;
@@ -58,20 +79,27 @@ typedef struct stream {
 struct event {
     unsigned magic;
     uint64_t recorded, done; /* how often it was put on a stream, and how often that came */
+    int is_captured;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static stream_t *streams;
 static uint64_t seed = 1;
 static long wrong, live_streams, live_events, live_bytes, retained, allocations, max_bytes = 1l << 30;
-static int somebody_captures, context_is_there, sticky, version = 12040, devices = 1;
+static long live_hosts, live_modules, live_windows, max_host_bytes, host_bytes;
+static int somebody_captures, sticky, version = 12040, devices = 1, capability = 8, same_addresses = 1;
 static char wrong_text[256];
-static struct { pointer_t at; size_t bytes; } given[MOST];
+static struct { pointer_t at; size_t bytes; int ordinal; } given[MOST];
+static struct { char *at; size_t bytes; int is_mapped, is_own; } hosts[MOST];
+static int (*emulator)(const char *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                       const void *);
 static struct { char call[64]; long nth; code_t code; } planted[16];
-static __thread void *contexts[DEEP];
+static long shared_by[MOST_DEVICES];
+static __thread context_t *contexts[DEEP];
 static __thread int deep;
 static __thread unsigned capture_mode;
-static char the_context;
+static context_t shared_contexts[MOST_DEVICES] = {{0, 1}, {1, 1}, {2, 1}, {3, 1}};
+static context_t own_contexts[MOST_DEVICES] = {{0, 0}, {1, 0}, {2, 0}, {3, 0}};
 
 static uint64_t chance(void) {
     seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
@@ -95,14 +123,40 @@ static void lose(code_t code) {
     }
 }
 
+/* How often each call was made. */
+static struct { const char *call; long count; } counted[96];
+static int has_failed;
+
+static void count(const char *call) {
+    for (int i = 0; i < 96; i++) {
+        if (!counted[i].call) counted[i].call = call;
+        if (!strcmp(counted[i].call, call)) {
+            counted[i].count++;
+            return;
+        }
+    }
+}
+
 /* Whether a call is to fail, and with what. */
 static code_t planned(const char *call) {
+    count(call);
     for (int i = 0; i < 16; i++)
-        if (planted[i].nth > 0 && !strcmp(planted[i].call, call) && --planted[i].nth == 0) {
-            if (planted[i].code >= 700 && planted[i].code < 720) lose(planted[i].code);
+        if (planted[i].nth && !strcmp(planted[i].call, call) &&
+            (planted[i].nth < 0 || --planted[i].nth == 0)) {
+            code_t code = planted[i].code;
+            has_failed = 1;
+            if (code >= 700 && code < 720 && code != 701 && code != ALREADY_REGISTERED &&
+                code != NOT_REGISTERED)
+                lose(code);
             return planted[i].code;
         }
     return sticky;
+}
+
+/* The context that the thread is in, if it lives. */
+static context_t *current(void) {
+    context_t *c = deep ? contexts[deep - 1] : NULL;
+    return c && (!c->is_shared || shared_by[c->ordinal] > 0) ? c : NULL;
 }
 
 #define BEGIN(call)                                                                              \
@@ -111,7 +165,7 @@ static code_t planned(const char *call) {
     if (told != OK) { pthread_mutex_unlock(&lock); return told; }
 #define BEGIN_IN(call)                                                                           \
     BEGIN(call)                                                                                  \
-    if (deep == 0 || contexts[deep - 1] != &the_context || !context_is_there) {                  \
+    if (!current()) {                                                                            \
         complain(call, "in no context");                                                         \
         END(INVALID_CONTEXT)                                                                     \
     }
@@ -122,6 +176,9 @@ static int is_stream(const stream_t *stream) {
     for (const stream_t *s = streams; s; s = s->next) if (s == stream) return 1;
     return 0;
 }
+
+/* Whether a stream is one, and of the context that the thread is in. */
+static int is_here(const stream_t *stream) { return is_stream(stream) && stream->context == current(); }
 
 static int is_event(const event_t *event) { return event && event->magic == MAGIC_EVENT; }
 
@@ -135,6 +192,8 @@ static void poison(const op_t *op) {
         memset(op->to + row * op->to_pitch, POISON, op->width);
 }
 
+static int runs(const op_t *op);
+
 /* One step of a stream; false: it has nothing to do, or has to wait. */
 static int step(stream_t *stream) {
     op_t *op = stream->first;
@@ -145,7 +204,9 @@ static int step(stream_t *stream) {
         poison(op);
         return 1;
     }
+    if (op->what == LAUNCH && !op->begun) return op->begun = 1;
     if (op->what == COPY) copy(op);
+    if (op->what == LAUNCH && !runs(op)) complain("cuLaunchKernel", "it goes where it may not");
     if (op->what == RECORD && op->event->done < op->turn) op->event->done = op->turn;
     stream->first = op->next;
     if (!stream->first) stream->last = &stream->first;
@@ -206,6 +267,13 @@ code_t cuDeviceGetCount(int *to) {
     END(OK)
 }
 
+code_t cuDeviceGet(int *to, int place) {
+    BEGIN("cuDeviceGet")
+    NEED(place >= 0 && place < devices, "cuDeviceGet", "no such device", INVALID_VALUE)
+    *to = place;
+    END(OK)
+}
+
 code_t cuDeviceGetName(char *to, int most, int ordinal) {
     BEGIN("cuDeviceGetName")
     snprintf(to, (size_t)most, "fake %d", ordinal);
@@ -215,34 +283,35 @@ code_t cuDeviceGetName(char *to, int most, int ordinal) {
 code_t cuDeviceGetAttribute(int *to, int which, int ordinal) {
     (void)ordinal;
     BEGIN("cuDeviceGetAttribute")
-    *to = which == 11 ? 1 << 20 : which == 75 ? 9 : 0;
+    *to = which == 11 ? 1 << 20 : which == 75 ? capability : which == 91 ? same_addresses : 0;
     END(OK)
 }
 
-code_t cuDevicePrimaryCtxRetain(void **to, int ordinal) {
+code_t cuDevicePrimaryCtxRetain(context_t **to, int ordinal) {
     BEGIN("cuDevicePrimaryCtxRetain")
     NEED(ordinal >= 0 && ordinal < devices, "cuDevicePrimaryCtxRetain", "no such device", INVALID_VALUE)
-    retained++, context_is_there = 1;
-    *to = &the_context;
+    retained++, shared_by[ordinal]++;
+    *to = &shared_contexts[ordinal];
     END(OK)
 }
 
 code_t cuDevicePrimaryCtxRelease_v2(int ordinal) {
-    (void)ordinal;
     BEGIN("cuDevicePrimaryCtxRelease")
-    NEED(retained > 0, "cuDevicePrimaryCtxRelease", "not retained", INVALID_CONTEXT)
-    if (--retained == 0) context_is_there = 0;
+    NEED(shared_by[ordinal] > 0, "cuDevicePrimaryCtxRelease", "not retained", INVALID_CONTEXT)
+    retained--, shared_by[ordinal]--;
     END(OK)
 }
 
-code_t cuCtxPushCurrent_v2(void *context) {
+code_t cuCtxPushCurrent_v2(context_t *context) {
     BEGIN("cuCtxPushCurrent")
-    NEED(context == &the_context && deep < DEEP, "cuCtxPushCurrent", "no context", INVALID_CONTEXT)
+    int is_one = (context >= shared_contexts && context < shared_contexts + MOST_DEVICES) ||
+                 (context >= own_contexts && context < own_contexts + MOST_DEVICES);
+    NEED(is_one && deep < DEEP, "cuCtxPushCurrent", "no context", INVALID_CONTEXT)
     contexts[deep++] = context;
     END(OK)
 }
 
-code_t cuCtxPopCurrent_v2(void **to) {
+code_t cuCtxPopCurrent_v2(context_t **to) {
     pthread_mutex_lock(&lock);
     NEED(deep > 0, "cuCtxPopCurrent", "nothing was pushed", INVALID_CONTEXT)
     *to = contexts[--deep];
@@ -257,7 +326,7 @@ code_t cuThreadExchangeStreamCaptureMode(unsigned *mode) {
 
 code_t cuCtxGetDevice(int *to) {
     BEGIN_IN("cuCtxGetDevice")
-    *to = 0;
+    *to = current()->ordinal;
     END(OK)
 }
 
@@ -281,10 +350,21 @@ code_t cuMemAlloc_v2(pointer_t *to, size_t bytes) {
         if (!memory) END(OUT_OF_MEMORY)
         memset(memory, POISON, bytes);
         given[i].at = *to = (pointer_t)(uintptr_t)memory, given[i].bytes = bytes;
+        given[i].ordinal = current()->ordinal;
         live_bytes += (long)bytes, allocations++;
         END(OK)
     }
     END(OUT_OF_MEMORY)
+}
+
+/* Whether work under way copies from or to a range. */
+static int in_use(pointer_t at, size_t bytes) {
+    for (stream_t *s = streams; s; s = s->next)
+        for (op_t *op = s->first; op; op = op->next)
+            if (op->what == COPY && ((pointer_t)(uintptr_t)op->to - at < bytes ||
+                                     (pointer_t)(uintptr_t)op->from - at < bytes))
+                return 1;
+    return 0;
 }
 
 code_t cuMemFree_v2(pointer_t at) {
@@ -292,11 +372,7 @@ code_t cuMemFree_v2(pointer_t at) {
     NEED(!is_forbidden(), "cuMemFree", "while a graph is made", CAPTURE_FORBIDS)
     for (int i = 0; i < MOST; i++) {
         if (given[i].at != at) continue;
-        for (stream_t *s = streams; s; s = s->next)
-            for (op_t *op = s->first; op; op = op->next)
-                if (op->what == COPY && ((pointer_t)(uintptr_t)op->to - at < given[i].bytes ||
-                                         (pointer_t)(uintptr_t)op->from - at < given[i].bytes))
-                    complain("cuMemFree", "memory that work under way uses");
+        if (in_use(at, given[i].bytes)) complain("cuMemFree", "memory that work under way uses");
         memset((void *)(uintptr_t)at, POISON, given[i].bytes);
         live_bytes -= (long)given[i].bytes, allocations--;
         given[i].at = 0;
@@ -307,11 +383,18 @@ code_t cuMemFree_v2(pointer_t at) {
     END(INVALID_VALUE)
 }
 
-static int is_device(pointer_t at, size_t bytes) {
-    for (int i = 0; i < MOST; i++)
-        if (given[i].at && at >= given[i].at && at + bytes <= given[i].at + given[i].bytes) return 1;
-    return 0;
+/* Whose device a range of memory is: a number, or -1 = none's. It may go over several that touch. */
+static int owner(pointer_t at, size_t bytes) {
+    for (int i = 0; i < MOST; i++) {
+        if (!given[i].at || at < given[i].at || at >= given[i].at + given[i].bytes) continue;
+        size_t left = given[i].at + given[i].bytes - at;
+        int rest = bytes <= left ? given[i].ordinal : owner(at + left, bytes - left);
+        return rest == given[i].ordinal ? rest : -1;
+    }
+    return -1;
 }
+
+static int is_device(pointer_t at, size_t bytes) { return owner(at, bytes) == current()->ordinal; }
 
 static code_t put(stream_t *stream, op_t with) {
     op_t *op = enqueue(stream);
@@ -323,7 +406,7 @@ static code_t put(stream_t *stream, op_t with) {
 
 code_t cuMemcpyHtoDAsync_v2(pointer_t to, const void *from, size_t bytes, stream_t *stream) {
     BEGIN_IN("cuMemcpyHtoDAsync")
-    NEED(is_stream(stream), "cuMemcpyHtoDAsync", "no stream", INVALID_HANDLE)
+    NEED(is_here(stream), "cuMemcpyHtoDAsync", "no stream", INVALID_HANDLE)
     NEED(!stream->capturing, "cuMemcpyHtoDAsync", "into a graph", CAPTURE_FORBIDS)
     if (!is_device(to, bytes)) END(INVALID_VALUE)
     END(put(stream, (op_t){.what = COPY, .to = (unsigned char *)(uintptr_t)to, .from = from,
@@ -332,16 +415,33 @@ code_t cuMemcpyHtoDAsync_v2(pointer_t to, const void *from, size_t bytes, stream
 
 code_t cuMemcpyDtoHAsync_v2(void *to, pointer_t from, size_t bytes, stream_t *stream) {
     BEGIN_IN("cuMemcpyDtoHAsync")
-    NEED(is_stream(stream), "cuMemcpyDtoHAsync", "no stream", INVALID_HANDLE)
+    NEED(is_here(stream), "cuMemcpyDtoHAsync", "no stream", INVALID_HANDLE)
     NEED(!stream->capturing, "cuMemcpyDtoHAsync", "into a graph", CAPTURE_FORBIDS)
     if (!is_device(from, bytes)) END(INVALID_VALUE)
     END(put(stream, (op_t){.what = COPY, .to = to, .from = (const unsigned char *)(uintptr_t)from,
                            .width = bytes, .height = 1}))
 }
 
+code_t cuMemcpyDtoDAsync_v2(pointer_t to, pointer_t from, size_t bytes, stream_t *stream) {
+    BEGIN_IN("cuMemcpyDtoDAsync")
+    NEED(is_here(stream), "cuMemcpyDtoDAsync", "no stream", INVALID_HANDLE)
+    NEED(!stream->capturing, "cuMemcpyDtoDAsync", "into a graph", CAPTURE_FORBIDS)
+    if (!is_device(from, bytes) || !is_device(to, bytes)) END(INVALID_VALUE)
+    END(put(stream, (op_t){.what = COPY, .to = (unsigned char *)(uintptr_t)to,
+                           .from = (const unsigned char *)(uintptr_t)from, .width = bytes, .height = 1}))
+}
+
+code_t cuMemcpyAsync(pointer_t to, pointer_t from, size_t bytes, stream_t *stream) {
+    BEGIN_IN("cuMemcpyAsync")
+    NEED(is_here(stream), "cuMemcpyAsync", "no stream", INVALID_HANDLE)
+    NEED(!stream->capturing, "cuMemcpyAsync", "into a graph", CAPTURE_FORBIDS)
+    END(put(stream, (op_t){.what = COPY, .to = (unsigned char *)(uintptr_t)to,
+                           .from = (const unsigned char *)(uintptr_t)from, .width = bytes, .height = 1}))
+}
+
 code_t cuMemcpy2DAsync_v2(const rows_t *rows, stream_t *stream) {
     BEGIN_IN("cuMemcpy2DAsync")
-    NEED(is_stream(stream), "cuMemcpy2DAsync", "no stream", INVALID_HANDLE)
+    NEED(is_here(stream), "cuMemcpy2DAsync", "no stream", INVALID_HANDLE)
     NEED(!stream->capturing, "cuMemcpy2DAsync", "into a graph", CAPTURE_FORBIDS)
     int from_fits = rows->width <= rows->from_pitch, to_fits = rows->width <= rows->to_pitch;
     if (!rows->height || !rows->width || !from_fits || !to_fits || rows->from_pitch > 1 << 20 ||
@@ -362,6 +462,7 @@ code_t cuStreamCreate(stream_t **to, unsigned flags) {
     BEGIN_IN("cuStreamCreate")
     NEED(flags == 1, "cuStreamCreate", "it would wait for the default stream", INVALID_VALUE)
     stream_t *stream = calloc(1, sizeof *stream);
+    stream->context = current();
     stream->magic = MAGIC_STREAM, stream->last = &stream->first, stream->next = streams;
     streams = *to = stream;
     live_streams++;
@@ -395,6 +496,8 @@ code_t cuStreamWaitEvent(stream_t *stream, event_t *event, unsigned flags) {
     BEGIN_IN("cuStreamWaitEvent")
     NEED(flags == 0 && is_stream(stream), "cuStreamWaitEvent", "no stream", INVALID_HANDLE)
     NEED(is_event(event), "cuStreamWaitEvent", "no event", INVALID_HANDLE)
+    NEED(!stream->capturing, "cuStreamWaitEvent", "into a graph", CAPTURE_FORBIDS)
+    NEED(!event->is_captured, "cuStreamWaitEvent", "the stream becomes part of a graph", CAPTURE_FORBIDS)
     END(put(stream, (op_t){.what = WAIT, .event = event, .turn = event->recorded}))
 }
 
@@ -402,6 +505,13 @@ code_t cuStreamIsCapturing(stream_t *stream, int *to) {
     BEGIN_IN("cuStreamIsCapturing")
     NEED(is_stream(stream), "cuStreamIsCapturing", "no stream", INVALID_HANDLE)
     *to = stream->capturing;
+    END(OK)
+}
+
+code_t cuStreamGetCtx(stream_t *stream, context_t **to) {
+    BEGIN_IN("cuStreamGetCtx")
+    NEED(is_stream(stream), "cuStreamGetCtx", "no stream", INVALID_HANDLE)
+    *to = stream->context;
     END(OK)
 }
 
@@ -424,7 +534,7 @@ code_t cuEventDestroy_v2(event_t *event) {
 
 code_t cuEventRecord(event_t *event, stream_t *stream) {
     BEGIN_IN("cuEventRecord")
-    NEED(is_stream(stream), "cuEventRecord", "no stream", INVALID_HANDLE)
+    NEED(is_here(stream), "cuEventRecord", "no stream", INVALID_HANDLE)
     NEED(is_event(event), "cuEventRecord", "no event", INVALID_HANDLE)
     END(put(stream, (op_t){.what = RECORD, .event = event, .turn = ++event->recorded}))
 }
@@ -432,6 +542,7 @@ code_t cuEventRecord(event_t *event, stream_t *stream) {
 code_t cuEventQuery(event_t *event) {
     BEGIN_IN("cuEventQuery")
     NEED(is_event(event), "cuEventQuery", "no event", INVALID_HANDLE)
+    if (event->is_captured) END(CAPTURED_EVENT)
     progress(chance() % 4);
     END(event->done == event->recorded ? OK : NOT_READY)
 }
@@ -444,16 +555,45 @@ code_t cuEventSynchronize(event_t *event) {
     END(OK)
 }
 
+#include "fake_memory.h"
+#include "fake_kernels.h"
+
 /* What tests tell it, and ask of it. */
 
 void fake_begin(uint64_t with) {
     pthread_mutex_lock(&lock);
     seed = with * 2 + 1, wrong = 0, sticky = 0, somebody_captures = 0, version = 12040, devices = 1;
-    max_bytes = 1l << 30, wrong_text[0] = 0;
+    max_bytes = 1l << 30, max_host_bytes = 1l << 40, emulator = NULL, wrong_text[0] = 0, has_failed = 0, capability = 8, same_addresses = 1;
+    for (int i = 0; i < MOST_DEVICES; i++) own_contexts[i].ordinal = shared_contexts[i].ordinal = i;
     memset(planted, 0, sizeof planted);
     pthread_mutex_unlock(&lock);
 }
 
+/* Forgets what a device that was lost has left. Nobody may have anything of it any more. */
+void fake_forget(void) {
+    pthread_mutex_lock(&lock);
+    lose(OK);
+    for (stream_t *s = streams, *next; s; s = next) next = s->next, free(s);
+    for (int i = 0; i < MOST; i++) {
+        int is_mapped = 0;
+        for (int m = 0; m < MOST_WINDOWS; m++)
+            is_mapped |= mapped[m].at && (pointer_t)(uintptr_t)mapped[m].at == given[i].at;
+        if (given[i].at && !is_mapped) free((void *)(uintptr_t)given[i].at);
+        if (hosts[i].at && hosts[i].is_own) free(hosts[i].at);
+        given[i].at = 0, hosts[i].at = NULL;
+    }
+    for (int m = 0; m < MOST_WINDOWS; m++) {
+        if (windows[m].at) munmap(windows[m].raw, windows[m].bytes + GRAIN);
+        if (pieces[m].bytes) close(pieces[m].fd);
+        windows[m].at = mapped[m].at = NULL, pieces[m].bytes = 0;
+    }
+    streams = NULL, live_streams = live_events = live_bytes = allocations = retained = 0;
+    live_hosts = live_modules = live_windows = host_bytes = 0;
+    memset(shared_by, 0, sizeof shared_by);
+    pthread_mutex_unlock(&lock);
+}
+
+/* The nth call from now on fails, or all do (-1). */
 void fake_fail(const char *call, long nth, code_t code) {
     pthread_mutex_lock(&lock);
     for (int i = 0; i < 16; i++)
@@ -465,6 +605,12 @@ void fake_fail(const char *call, long nth, code_t code) {
     pthread_mutex_unlock(&lock);
 }
 
+void fake_no_more_failures(void) {
+    pthread_mutex_lock(&lock);
+    memset(planted, 0, sizeof planted);
+    pthread_mutex_unlock(&lock);
+}
+
 void fake_set(int of_version, int of_devices, long of_bytes, int captures) {
     pthread_mutex_lock(&lock);
     version = of_version, devices = of_devices, max_bytes = of_bytes, somebody_captures = captures;
@@ -473,9 +619,61 @@ void fake_set(int of_version, int of_devices, long of_bytes, int captures) {
 
 void fake_capture(stream_t *stream, int is) { stream->capturing = is; }
 
-/* What is taken and was not given back: streams, events, allocations, contexts. */
-long fake_live(void) { return live_streams + live_events + allocations + retained; }
+void fake_capture_event(event_t *event, int is) { event->is_captured = is; }
+
+/* As if the event were on a stream that stands still; then it comes. */
+void fake_hold_back(event_t *event, int is) {
+    if (is) event->recorded++;
+    else event->done = event->recorded;
+}
+
+/* An engine's own context of a device. */
+context_t *fake_context(int ordinal) { return &own_contexts[ordinal]; }
+
+/* What devices are capable of. */
+void fake_capability(int major) { capability = major; }
+
+/* Whether devices find registered host memory where the processor does. */
+void fake_same_addresses(int is) { same_addresses = is; }
+
+/* How often a call was made. */
+long fake_calls(const char *call) {
+    long found = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < 96 && counted[i].call; i++)
+        if (!strcmp(counted[i].call, call)) found = counted[i].count;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+/* Whether a call that was to fail has been made. */
+int fake_has_failed(void) { return has_failed; }
+
+/* How much host memory may be registered. */
+void fake_lockable(long bytes) { max_host_bytes = bytes; }
+
+/* What runs kernels: `emu_launch` of the library that has them. */
+void fake_emulator(void *launches) { *(void **)&emulator = launches; }
+
+/* Work of an event's stream goes on until it comes, or nothing moves. */
+void fake_run(void) {
+    pthread_mutex_lock(&lock);
+    while (all_steps()) {}
+    pthread_mutex_unlock(&lock);
+}
+
+/* What is taken and was not given back: streams, events, memory, contexts, modules. */
+long fake_live(void) {
+    return live_streams + live_events + allocations + retained + live_hosts + live_modules + live_windows;
+}
 
 long fake_wrong(void) { return wrong; }
 
 const char *fake_words(void) { return wrong_text; }
+
+/* What was wrong so far, if anything; then nothing is. */
+const char *fake_take_words(void) {
+    int was = wrong > 0;
+    wrong = 0;
+    return was ? wrong_text : NULL;
+}

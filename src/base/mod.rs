@@ -13,6 +13,7 @@ pub mod half;
 pub mod item;
 pub mod json;
 pub mod json_out;
+pub mod library;
 pub mod logging;
 pub mod machine;
 pub mod memory;

@@ -1,10 +1,11 @@
 //! Probes: io_uring, O_DIRECT alignment, and the list of optional features.
 
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 
 use crate::base::fork;
+use crate::base::library::{CUDA_DRIVER, LEAST_CUDA, cuda_version};
 use crate::base::machine::MemoryFacts;
 use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Error, Result, Status};
@@ -40,7 +41,7 @@ pub fn feature(index: usize) -> Option<Feature> {
     let (name, note) = *FEATURES.get(index)?;
     let facts = MemoryFacts::probe;
     let (built, present) = match name {
-        "cuda" => (false, cuda_driver().is_some()),
+        "cuda" => (true, has_cuda()),
         "faults" => (true, true),
         "hugetlb" => (true, facts().hugetlb_free_pages > 0),
         "io_uring" => (true, io_uring().is_ok()),
@@ -66,26 +67,9 @@ pub fn io_uring() -> Result<()> {
     Ok(())
 }
 
-/// The version of the CUDA driver (13010 = 13.1), when there is one.
-pub fn cuda_driver() -> Option<i32> {
-    const NAME: &CStr = c"libcuda.so.1";
-    const SYMBOL: &CStr = c"cuDriverGetVersion";
-    // SAFETY: loading the driver runs its initialisers, as every CUDA program
-    // does; the symbol has this signature in every version of the driver. It is
-    // not unloaded: drivers do not support that.
-    unsafe {
-        let library = libc::dlopen(NAME.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL);
-        if library.is_null() {
-            return None;
-        }
-        let symbol = libc::dlsym(library, SYMBOL.as_ptr());
-        if symbol.is_null() {
-            return None;
-        }
-        let version: extern "C" fn(*mut i32) -> i32 = std::mem::transmute(symbol);
-        let mut out = 0;
-        (version(&mut out) == 0).then_some(out)
-    }
+/// Whether the CUDA driver of this machine is one that the device can use.
+fn has_cuda() -> bool {
+    cuda_version(Path::new(CUDA_DRIVER)).is_ok_and(|version| version >= LEAST_CUDA)
 }
 
 /// The least alignment at which O_DIRECT reads work on a directory's file system.

@@ -24,7 +24,7 @@ use kvtier::device::cuda::kernels::MODULES;
 /// Runs a call that nothing is wrong with.
 pub fn run(call: &Call) {
     // SAFETY: tests give what they own, and look at it when this has ended.
-    unsafe { emulated::run(call) }.unwrap_or_else(|error| panic!("{call:?}: {error}"));
+    unsafe { gpu::run(call) }.unwrap_or_else(|error| panic!("{call:?}: {error}"));
 }
 
 /// Where something is, as kernels are told of it.

@@ -111,15 +111,11 @@ pub unsafe fn launch(step: &Step, call: &Call) -> std::result::Result<(), String
     }
 }
 
-/// Runs all launches of a call: on a GPU, where the test has one.
+/// Runs all launches of a call.
 ///
 /// # Safety
 /// As of [`launch`].
 pub unsafe fn run(call: &Call) -> Result<()> {
-    if crate::gpu::is_there() {
-        // SAFETY: the caller's promise.
-        return unsafe { crate::gpu::run(call) };
-    }
     let mut all = Vec::new();
     steps(call, &mut all)?;
     for step in &all {
@@ -136,4 +132,9 @@ pub fn offset(field: &str) -> Option<usize> {
     let offset: extern "C" fn(*const c_char) -> c_long =
         unsafe { std::mem::transmute(symbol(c"emu_offset")) };
     usize::try_from(offset(name.as_ptr())).ok()
+}
+
+/// Where `emu_launch` is: what the driver without a device runs kernels with.
+pub fn launches() -> *mut c_void {
+    symbol(c"emu_launch")
 }

@@ -40,11 +40,15 @@ pub fn device() -> &'static Cuda {
     })
 }
 
-/// Runs a kernel, to its end.
+/// Runs a kernel, to its end: there, or on the processor where there is no GPU.
 ///
 /// # Safety
 /// As for [`Device::launch`].
 pub unsafe fn run(call: &Call) -> Result<()> {
+    if !is_there() {
+        // SAFETY: the caller's promise.
+        return unsafe { crate::emulated::run(call) };
+    }
     // One at a time: tests' memory is used by one kernel and nobody else.
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(|broken| broken.into_inner());

@@ -3,10 +3,12 @@
 use std::path::Path;
 
 use kvtier::base::budget::{DEFAULT_HOST_PERCENT, DEFAULT_RESERVE_BYTES};
+use kvtier::base::clock::Clock;
 use kvtier::base::fork;
 use kvtier::base::machine::MemoryFacts;
 use kvtier::base::status::Result;
 use kvtier::base::sync::cores;
+use kvtier::device::cuda;
 use kvtier::io::files::Files;
 use kvtier::io::probe;
 use kvtier::io::real::{RealFiles, RealOpts};
@@ -249,22 +251,33 @@ fn opened(path: &Path) -> Result<(String, Option<String>)> {
     Ok(found)
 }
 
+/// Each device is opened for a moment, so that what it says is what a store would have.
 fn cuda() -> Finding {
     let check = "cuda devices";
-    let means = "copies to and from them, in Rust; stores and streams from C have no device yet";
-    match kvtier::device::cuda::probe(None) {
+    let found = match cuda::probe(None) {
         Ok(found) if found.is_empty() => {
-            Finding::new(check, Mark::Absent, "none", "a driver without devices")
+            return Finding::new(check, Mark::Absent, "none", "a driver without devices");
         }
-        Ok(found) => {
-            let named = |device: &kvtier::device::cuda::Found| {
-                format!("{} ({}.{})", device.name, device.capability / 10, device.capability % 10)
-            };
-            let all: Vec<String> = found.iter().map(named).collect();
-            Finding::new(check, Mark::Good, all.join(", "), means)
-        }
-        Err(error) => Finding::new(check, Mark::Absent, "none", error.message()),
-    }
+        Ok(found) => found,
+        Err(error) => return Finding::new(check, Mark::Absent, "none", error.message()),
+    };
+    let opened: Vec<_> = (0..found.len()).map(described).collect();
+    let mark = if opened.iter().all(Result::is_ok) { Mark::Good } else { Mark::Limited };
+    let words = found.iter().zip(opened).map(|(device, opened)| match opened {
+        Ok(told) => told,
+        Err(error) => format!("{}: {}", device.name, error.message()),
+    });
+    let words: Vec<String> = words.collect();
+    Finding::new(check, mark, words.join("; next: "), "how KV is copied to and from them")
+}
+
+fn described(ordinal: usize) -> Result<String> {
+    let opts = cuda::CudaOpts {
+        ordinal: ordinal as u32,
+        choice: cuda::Choice::Measured,
+        ..cuda::CudaOpts::default()
+    };
+    Ok(cuda::Cuda::open(Clock::real(), &opts)?.describe().to_string())
 }
 
 #[cfg(test)]

@@ -1,95 +1,210 @@
-//! Copies as the driver wants them: one run, or rows at a distance.
+//! Copies as the driver wants them: runs of bytes, one by one or many in a call, and rows at a
+//! distance.
+
+use std::ffi::c_void;
 
 use crate::base::status::Result;
-use crate::device::cuda::Cuda;
-use crate::device::cuda::driver::{Handle, KIND_DEVICE, KIND_HOST, Rows};
-use crate::device::{Copy, Memory, Way};
+use crate::device::cuda::batches::{Means, Runs};
+use crate::device::cuda::words::{Handle, KIND_DEVICE, KIND_HOST, Pointer, Rows, is_sticky};
+use crate::device::cuda::{Cuda, Inner};
+use crate::device::{Copy, Event, Memory, Way};
 use crate::meta::view::Strip;
 
+/// Runs of this length and longer are better as runs than as rows, where many go in one call.
+const ROW_BYTES: u64 = 4096;
+
+/// A run of bytes, from and to addresses that say where they are valid.
+#[derive(Clone, Copy)]
+pub struct Run {
+    pub to: Pointer,
+    pub from: Pointer,
+    pub bytes: usize,
+    pub to_memory: Memory,
+    pub from_memory: Memory,
+}
+
 impl Cuda {
-    /// Puts one copy on a stream, run by run or as rows.
+    /// Puts copies on a stream. `begun` says whether any may be under way when it fails.
     ///
     /// # Safety
-    /// As for [`Device::submit`].
-    pub(super) unsafe fn issue(&self, copy: &Copy<'_>, stream: Handle) -> Result<()> {
+    /// As for [`crate::device::Device::submit`]; the stream is one of this context, which is
+    /// entered.
+    pub(super) unsafe fn issue(
+        &self,
+        inner: &mut Inner,
+        copies: &[Copy<'_>],
+        event: Event,
+        stream: Handle,
+        begun: &mut bool,
+    ) -> Result<()> {
+        let mut runs = std::mem::take(&mut inner.runs);
+        runs.clear();
+        inner.begin_moves();
+        let mut issue = || {
+            for copy in copies {
+                // SAFETY: the caller's promise.
+                unsafe { self.issue_copy(inner, copy, &mut runs, stream, begun)? };
+            }
+            // SAFETY: as above.
+            unsafe {
+                self.issue_runs(inner, &runs, stream, begun)?;
+                self.issue_moves(inner, event, stream, begun)
+            }
+        };
+        let issued = issue();
+        inner.runs = runs;
+        issued
+    }
+
+    /// # Safety
+    /// As for [`Cuda::issue`].
+    unsafe fn issue_copy(
+        &self,
+        inner: &mut Inner,
+        copy: &Copy<'_>,
+        runs: &mut Runs,
+        stream: Handle,
+        begun: &mut bool,
+    ) -> Result<()> {
+        let means = self.means_for(copy);
+        let gathers = means == Means::Batch && self.batch_call.is_some();
         for strip in copy.tensor.strips() {
-            let pitched = strip.count > 1 && strip.stride_bytes <= self.max_pitch;
+            if means == Means::Kernel && inner.note_piece(copy, &strip) {
+                continue;
+            }
             let is_one = strip.count == 1 || strip.stride_bytes == strip.run_bytes;
-            let rows = if is_one || pitched { 1 } else { strip.count };
-            for row in 0..rows {
-                let part = match (is_one, pitched) {
-                    (true, _) => Strip { count: 1, run_bytes: strip.bytes(), ..strip },
-                    (_, true) => strip,
-                    _ => Strip {
-                        count: 1,
-                        address: strip.address.wrapping_add(row * strip.stride_bytes),
-                        at: strip.at + row * strip.run_bytes,
-                        ..strip
-                    },
-                };
-                // SAFETY: the caller's promise; the part is one of its strips.
-                unsafe { self.issue_strip(copy, &part, stream)? };
+            // The driver takes no rows that overlap, and none that are too far from each other.
+            let fits = (strip.run_bytes..=self.max_pitch).contains(&strip.stride_bytes);
+            if !is_one && fits && !(gathers && strip.run_bytes >= ROW_BYTES) {
+                let rows = rows(copy, &strip);
+                // SAFETY: the caller's promise: a strip of the copy.
+                let code = unsafe { (self.driver.rows)(&rows, stream) };
+                if code == 0 {
+                    *begun = true;
+                    continue;
+                }
+                // Within a device some distances may not suit it: then row by row.
+                if is_sticky(code) {
+                    return Err(self.driver.error("cuMemcpy2DAsync", code));
+                }
+            }
+            let (count, bytes) = match is_one {
+                true => (1, strip.bytes()),
+                false => (strip.count, strip.run_bytes),
+            };
+            for row in 0..count {
+                let run = run_of(copy, &strip, row, bytes);
+                if gathers && inner.is_batched(&run) {
+                    runs.push(run)?;
+                    continue;
+                }
+                // SAFETY: as above: a run of a strip.
+                unsafe { self.issue_run(&run, stream)? };
+                *begun = true;
             }
         }
         Ok(())
     }
 
+    /// Puts one run on a stream.
+    ///
     /// # Safety
     /// As for [`Cuda::issue`].
-    unsafe fn issue_strip(&self, copy: &Copy<'_>, strip: &Strip, stream: Handle) -> Result<()> {
-        let plane = copy.plane.wrapping_add(strip.at as usize);
-        let bytes = strip.bytes() as usize;
-        let call = &self.driver;
-        // SAFETY: the caller's promise; the stream is one of this context, which is entered.
+    pub(super) unsafe fn issue_run(&self, run: &Run, stream: Handle) -> Result<()> {
+        let (call, bytes) = (&self.driver, run.bytes);
+        let host =
+            |address: Pointer| std::ptr::with_exposed_provenance_mut::<c_void>(address as usize);
+        // SAFETY: the caller's promise.
         unsafe {
-            match (strip.count, copy.memory, copy.way) {
-                (1, Memory::Device, Way::Scatter) => call.check(
+            match (run.from_memory, run.to_memory) {
+                (Memory::Host, Memory::Device) => call.check(
                     "cuMemcpyHtoDAsync",
-                    (call.to_device)(strip.address, plane.cast(), bytes, stream),
+                    (call.to_device)(run.to, host(run.from).cast_const(), bytes, stream),
                 ),
-                (1, Memory::Device, Way::Gather) => call.check(
+                (Memory::Device, Memory::Host) => call.check(
                     "cuMemcpyDtoHAsync",
-                    (call.from_device)(plane.cast(), strip.address, bytes, stream),
+                    (call.from_device)(host(run.to), run.from, bytes, stream),
                 ),
-                _ => {
-                    let rows = rows(copy, strip, plane);
-                    call.check("cuMemcpy2DAsync", (call.rows)(&rows, stream))
+                (Memory::Device, Memory::Device) => call.check(
+                    "cuMemcpyDtoDAsync",
+                    (call.within_device)(run.to, run.from, bytes, stream),
+                ),
+                (Memory::Host, Memory::Host) => {
+                    call.check("cuMemcpyAsync", (call.anywhere)(run.to, run.from, bytes, stream))
                 }
             }
         }
     }
 }
 
+fn run_of(copy: &Copy<'_>, strip: &Strip, row: u64, bytes: u64) -> Run {
+    let tensor = strip.address.wrapping_add(row.wrapping_mul(strip.stride_bytes));
+    let plane = copy.plane.expose_provenance() as u64 + strip.at + row * strip.run_bytes;
+    let bytes = bytes as usize;
+    let (tensor_memory, plane_memory) = (copy.memory, copy.plane_memory);
+    match copy.way {
+        Way::Gather => Run {
+            to: plane,
+            from: tensor,
+            bytes,
+            to_memory: plane_memory,
+            from_memory: tensor_memory,
+        },
+        Way::Scatter => Run {
+            to: tensor,
+            from: plane,
+            bytes,
+            to_memory: tensor_memory,
+            from_memory: plane_memory,
+        },
+    }
+}
+
+/// One side of a copy of rows.
+struct RowSide {
+    kind: u32,
+    host: *mut c_void,
+    device: Pointer,
+    pitch: usize,
+}
+
+impl RowSide {
+    fn new(memory: Memory, address: u64, pitch: u64) -> RowSide {
+        let pitch = pitch as usize;
+        match memory {
+            Memory::Device => {
+                RowSide { kind: KIND_DEVICE, host: std::ptr::null_mut(), device: address, pitch }
+            }
+            Memory::Host => {
+                let host = std::ptr::with_exposed_provenance_mut(address as usize);
+                RowSide { kind: KIND_HOST, host, device: 0, pitch }
+            }
+        }
+    }
+}
+
 /// A copy of rows as the driver wants it.
-fn rows(copy: &Copy<'_>, strip: &Strip, plane: *mut u8) -> Rows {
-    let kind = if copy.memory == Memory::Device { KIND_DEVICE } else { KIND_HOST };
-    let tensor = std::ptr::with_exposed_provenance_mut(strip.address as usize);
-    let is_device = copy.memory == Memory::Device;
-    let (host, device) =
-        if is_device { (std::ptr::null_mut(), strip.address) } else { (tensor, 0) };
-    let pitch = if strip.count == 1 { strip.run_bytes } else { strip.stride_bytes } as usize;
-    let mut rows = Rows {
+fn rows(copy: &Copy<'_>, strip: &Strip) -> Rows {
+    let plane = copy.plane.expose_provenance() as u64 + strip.at;
+    let tensor = RowSide::new(copy.memory, strip.address, strip.stride_bytes);
+    let plane = RowSide::new(copy.plane_memory, plane, strip.run_bytes);
+    let (from, to) = if copy.way == Way::Gather { (tensor, plane) } else { (plane, tensor) };
+    Rows {
         from_x_bytes: 0,
         from_y: 0,
-        from_kind: kind,
-        from_host: host,
-        from_device: device,
+        from_kind: from.kind,
+        from_host: from.host,
+        from_device: from.device,
         from_array: std::ptr::null_mut(),
-        from_pitch: pitch,
+        from_pitch: from.pitch,
         to_x_bytes: 0,
         to_y: 0,
-        to_kind: KIND_HOST,
-        to_host: plane.cast(),
-        to_device: 0,
+        to_kind: to.kind,
+        to_host: to.host,
+        to_device: to.device,
         to_array: std::ptr::null_mut(),
-        to_pitch: strip.run_bytes as usize,
+        to_pitch: to.pitch,
         width_bytes: strip.run_bytes as usize,
         height: strip.count as usize,
-    };
-    if copy.way == Way::Scatter {
-        (rows.from_kind, rows.from_host, rows.from_device) = (KIND_HOST, plane.cast(), 0);
-        (rows.to_kind, rows.to_host, rows.to_device) = (kind, host, device);
-        std::mem::swap(&mut rows.from_pitch, &mut rows.to_pitch);
     }
-    rows
 }

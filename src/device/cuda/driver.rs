@@ -1,98 +1,43 @@
 //! The CUDA driver: loaded when somebody asks for a device, and not needed by anybody else.
 //! What it lacks is an error with words, never a panic.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::path::Path;
 
+use crate::base::library::{CUDA_DRIVER, LEAST_CUDA, Library};
 use crate::base::status::{Error, Result, Status};
+use crate::device::cuda::words::{
+    AccessOf, Allocation, BatchOrder, Code, Handle, Ordinal, Pointer, Rows, status_of,
+};
 use crate::fail;
 
-/// An address of the device.
-pub type Pointer = u64;
-/// A device's number.
-pub type Ordinal = c_int;
-/// What the driver hands out: contexts, streams, events.
-pub type Handle = *mut c_void;
-/// What its functions return; 0 = well.
-pub type Code = c_int;
-
-/// A copy of rows of bytes at distances: `CUDA_MEMCPY2D` of the driver.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct Rows {
-    pub from_x_bytes: usize,
-    pub from_y: usize,
-    pub from_kind: c_uint,
-    pub from_host: *const c_void,
-    pub from_device: Pointer,
-    pub from_array: Handle,
-    pub from_pitch: usize,
-    pub to_x_bytes: usize,
-    pub to_y: usize,
-    pub to_kind: c_uint,
-    pub to_host: *mut c_void,
-    pub to_device: Pointer,
-    pub to_array: Handle,
-    pub to_pitch: usize,
-    pub width_bytes: usize,
-    pub height: usize,
-}
-
-/// [`Rows::from_kind`]: memory of the processor.
-pub const KIND_HOST: c_uint = 1;
-/// [`Rows::from_kind`]: memory of the device.
-pub const KIND_DEVICE: c_uint = 2;
-/// Streams that do not wait for the default stream.
-pub const STREAM_NON_BLOCKING: c_uint = 1;
-/// Events that only order: no times, and who waits sleeps.
-pub const EVENT_FLAGS: c_uint = 1 | 2;
-/// A graph that another thread makes forbids this one nothing.
-pub const CAPTURE_RELAXED: c_uint = 2;
-/// Attribute: the longest distance between rows of a copy.
-pub const MAX_PITCH: c_int = 11;
-/// Attribute: the first number of the compute capability.
-pub const CAPABILITY_MAJOR: c_int = 75;
-/// Attribute: the second.
-pub const CAPABILITY_MINOR: c_int = 76;
-/// The oldest driver that all functions and kernels here need: CUDA 12.0.
-pub const LEAST_VERSION: c_int = 12_000;
-
-/// Codes that mean something of their own here.
-pub mod code {
-    use super::Code;
-
-    pub const INVALID_VALUE: Code = 1;
-    pub const OUT_OF_MEMORY: Code = 2;
-    pub const NO_DEVICE: Code = 100;
-    pub const INVALID_DEVICE: Code = 101;
-    pub const INVALID_CONTEXT: Code = 201;
-    pub const INVALID_HANDLE: Code = 400;
-    pub const NOT_READY: Code = 600;
-    pub const NOT_SUPPORTED: Code = 801;
-    /// After these the context is of no use any more: the process would have to make another.
-    pub const STICKY: [Code; 15] =
-        [46, 214, 220, 221, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999];
-}
-
 macro_rules! driver {
-    ($($(#[$doc:meta])* $name:ident = $symbol:literal ($($arg:ty),*);)*) => {
-        /// The functions of a driver that was loaded.
+    (all { $($(#[$doc:meta])* $name:ident = $symbol:literal ($($arg:ty),*);)* }
+     newer { $($(#[$may_doc:meta])* $may:ident = $may_symbol:literal ($($may_arg:ty),*);)* }) => {
+        /// The functions of a driver that was loaded. Those that older ones lack may be absent.
         pub struct Driver {
             $($(#[$doc])* pub $name: unsafe extern "C" fn($($arg),*) -> Code,)*
+            $($(#[$may_doc])* pub $may: Option<unsafe extern "C" fn($($may_arg),*) -> Code>,)*
         }
 
         impl Driver {
-            fn of(library: Library) -> Result<Driver> {
+            fn of(library: &Library) -> Result<Driver> {
                 Ok(Driver {
                     $($name: {
-                        let symbol = library.symbol($symbol)?;
+                        let Some(symbol) = library.symbol($symbol) else {
+                            let name = library.name();
+                            fail!(Unavailable, "{name} has no {}: an old driver, or none", $symbol);
+                        };
+                        type Function = unsafe extern "C" fn($($arg),*) -> Code;
                         // SAFETY: the driver's functions of these names have had these
                         // signatures since they are there; names change when those do.
-                        unsafe {
-                            std::mem::transmute::<Handle, unsafe extern "C" fn($($arg),*) -> Code>(symbol)
-                        }
+                        unsafe { std::mem::transmute::<Handle, Function>(symbol) }
                     },)*
+                    $($may: library.symbol($may_symbol).map(|symbol| {
+                        type Function = unsafe extern "C" fn($($may_arg),*) -> Code;
+                        // SAFETY: as above.
+                        unsafe { std::mem::transmute::<Handle, Function>(symbol) }
+                    }),)*
                 })
             }
         }
@@ -100,125 +45,182 @@ macro_rules! driver {
 }
 
 driver! {
-    /// Starts it.
-    init = "cuInit" (c_uint);
-    /// Which CUDA it knows: 12040 is 12.4.
-    version = "cuDriverGetVersion" (*mut c_int);
-    /// What a code is called.
-    error_name = "cuGetErrorName" (Code, *mut *const c_char);
-    /// What a code means.
-    error_text = "cuGetErrorString" (Code, *mut *const c_char);
-    /// How many devices there are.
-    device_count = "cuDeviceGetCount" (*mut c_int);
-    /// Its name.
-    device_name = "cuDeviceGetName" (*mut c_char, c_int, Ordinal);
-    /// A number that says what it can do.
-    device_attribute = "cuDeviceGetAttribute" (*mut c_int, c_int, Ordinal);
-    /// The context that everybody in the process shares.
-    retain_primary = "cuDevicePrimaryCtxRetain" (*mut Handle, Ordinal);
-    /// Gives that back.
-    release_primary = "cuDevicePrimaryCtxRelease_v2" (Ordinal);
-    /// Makes a context the calling thread's.
-    push = "cuCtxPushCurrent_v2" (Handle);
-    /// The one before is it again.
-    pop = "cuCtxPopCurrent_v2" (*mut Handle);
-    /// Whether a graph that is being made elsewhere forbids this thread some calls.
-    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_uint);
-    /// Whose device the thread's context is.
-    context_device = "cuCtxGetDevice" (*mut Ordinal);
-    /// What is free, and all there is.
-    memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
-    /// Takes device memory.
-    allocate = "cuMemAlloc_v2" (*mut Pointer, usize);
-    /// Gives it back.
-    free = "cuMemFree_v2" (Pointer);
-    /// Copies to the device.
-    to_device = "cuMemcpyHtoDAsync_v2" (Pointer, *const c_void, usize, Handle);
-    /// Copies from it.
-    from_device = "cuMemcpyDtoHAsync_v2" (*mut c_void, Pointer, usize, Handle);
-    /// Copies rows.
-    rows = "cuMemcpy2DAsync_v2" (*const Rows, Handle);
-    /// A stream.
-    create_stream = "cuStreamCreate" (*mut Handle, c_uint);
-    /// Ends one.
-    destroy_stream = "cuStreamDestroy_v2" (Handle);
-    /// Waits until it has done what it was given.
-    sync_stream = "cuStreamSynchronize" (Handle);
-    /// Has a stream wait for an event.
-    stream_wait = "cuStreamWaitEvent" (Handle, Handle, c_uint);
-    /// Whether a graph is being made of what is put on it.
-    is_capturing = "cuStreamIsCapturing" (Handle, *mut c_int);
-    /// An event.
-    create_event = "cuEventCreate" (*mut Handle, c_uint);
-    /// Ends one.
-    destroy_event = "cuEventDestroy_v2" (Handle);
-    /// Puts an event on a stream.
-    record = "cuEventRecord" (Handle, Handle);
-    /// Whether it has come to pass.
-    query = "cuEventQuery" (Handle);
-    /// Sleeps until it has.
-    sync_event = "cuEventSynchronize" (Handle);
+    all {
+        /// Starts it.
+        init = "cuInit" (c_uint);
+        /// Which CUDA it knows: 12040 is 12.4.
+        get_version = "cuDriverGetVersion" (*mut c_int);
+        /// What a code is called.
+        error_name = "cuGetErrorName" (Code, *mut *const c_char);
+        /// What a code means.
+        error_text = "cuGetErrorString" (Code, *mut *const c_char);
+        /// How many devices there are.
+        device_count = "cuDeviceGetCount" (*mut c_int);
+        /// A device's handle, by its place.
+        device = "cuDeviceGet" (*mut Ordinal, c_int);
+        /// Its name.
+        device_name = "cuDeviceGetName" (*mut c_char, c_int, Ordinal);
+        /// A number that says what it can do.
+        device_attribute = "cuDeviceGetAttribute" (*mut c_int, c_int, Ordinal);
+        /// The context that everybody in the process shares.
+        retain_primary = "cuDevicePrimaryCtxRetain" (*mut Handle, Ordinal);
+        /// Gives that back.
+        release_primary = "cuDevicePrimaryCtxRelease_v2" (Ordinal);
+        /// Makes a context the calling thread's.
+        push = "cuCtxPushCurrent_v2" (Handle);
+        /// The one before is it again.
+        pop = "cuCtxPopCurrent_v2" (*mut Handle);
+        /// Whether a graph that is being made elsewhere forbids this thread some calls.
+        exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_uint);
+        /// Whose device the thread's context is.
+        context_device = "cuCtxGetDevice" (*mut Ordinal);
+        /// What is free, and all there is.
+        memory_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
+        /// Takes device memory.
+        allocate = "cuMemAlloc_v2" (*mut Pointer, usize);
+        /// Gives it back.
+        free = "cuMemFree_v2" (Pointer);
+        /// Copies to the device.
+        to_device = "cuMemcpyHtoDAsync_v2" (Pointer, *const c_void, usize, Handle);
+        /// Copies from it.
+        from_device = "cuMemcpyDtoHAsync_v2" (*mut c_void, Pointer, usize, Handle);
+        /// Copies within it, or from one to another.
+        within_device = "cuMemcpyDtoDAsync_v2" (Pointer, Pointer, usize, Handle);
+        /// Copies from anywhere to anywhere: addresses say what they are.
+        anywhere = "cuMemcpyAsync" (Pointer, Pointer, usize, Handle);
+        /// Copies rows.
+        rows = "cuMemcpy2DAsync_v2" (*const Rows, Handle);
+        /// A stream.
+        create_stream = "cuStreamCreate" (*mut Handle, c_uint);
+        /// Ends one.
+        destroy_stream = "cuStreamDestroy_v2" (Handle);
+        /// Waits until it has done what it was given.
+        sync_stream = "cuStreamSynchronize" (Handle);
+        /// Has a stream wait for an event.
+        stream_wait = "cuStreamWaitEvent" (Handle, Handle, c_uint);
+        /// Whether a graph is being made of what is put on it.
+        is_capturing = "cuStreamIsCapturing" (Handle, *mut c_int);
+        /// An event.
+        create_event = "cuEventCreate" (*mut Handle, c_uint);
+        /// Ends one.
+        destroy_event = "cuEventDestroy_v2" (Handle);
+        /// Puts an event on a stream.
+        record = "cuEventRecord" (Handle, Handle);
+        /// Whether it has come to pass.
+        query = "cuEventQuery" (Handle);
+        /// Sleeps until it has.
+        sync_event = "cuEventSynchronize" (Handle);
+        /// Which context a stream is of.
+        stream_context = "cuStreamGetCtx" (Handle, *mut Handle);
+        /// Keeps host memory where it is, and tells the device.
+        register_host = "cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
+        /// Takes that back.
+        unregister_host = "cuMemHostUnregister" (*mut c_void);
+        /// Where the device finds such memory.
+        host_on_device = "cuMemHostGetDevicePointer_v2" (*mut Pointer, *mut c_void, c_uint);
+        /// Host memory that is such from the start.
+        allocate_host = "cuMemHostAlloc" (*mut *mut c_void, usize, c_uint);
+        /// Gives that back.
+        free_host = "cuMemFreeHost" (*mut c_void);
+        /// What the driver knows of an address: so many questions, their numbers, where each answer
+        /// goes.
+        about_pointer =
+            "cuPointerGetAttributes" (c_uint, *const c_int, *const *mut c_void, Pointer);
+        /// Loads kernels: an image, and so many options with their values.
+        load_module =
+            "cuModuleLoadDataEx" (*mut Handle, *const c_void, c_uint, *const c_int,
+                                  *const *mut c_void);
+        /// Unloads them.
+        unload_module = "cuModuleUnload" (Handle);
+        /// A kernel by its name.
+        find_function = "cuModuleGetFunction" (*mut Handle, Handle, *const c_char);
+        /// What a kernel may have.
+        set_function = "cuFuncSetAttribute" (Handle, c_int, c_int);
+        /// Puts a kernel on a stream: blocks, threads, shared memory, where each argument is.
+        launch = "cuLaunchKernel" (Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint,
+                                   Handle, *const *mut c_void, *const *mut c_void);
+    }
+    newer {
+        /// A function of a name and a CUDA version, and whether it was found.
+        find_symbol =
+            "cuGetProcAddress_v2" (*const c_char, *mut Handle, c_int, c_ulonglong, *mut c_int);
+        /// The smallest pieces that memory can be mapped in.
+        granularity = "cuMemGetAllocationGranularity" (*mut usize, *const Allocation, c_int);
+        /// Sets addresses aside.
+        reserve = "cuMemAddressReserve" (*mut Pointer, usize, usize, Pointer, c_ulonglong);
+        /// Gives them back.
+        unreserve = "cuMemAddressFree" (Pointer, usize);
+        /// Memory that has no address yet.
+        create_memory = "cuMemCreate" (*mut u64, usize, *const Allocation, c_ulonglong);
+        /// Gives it back, once it is nowhere mapped.
+        release_memory = "cuMemRelease" (u64);
+        /// Gives it an address.
+        map = "cuMemMap" (Pointer, usize, usize, u64, c_ulonglong);
+        /// Takes that from it.
+        unmap = "cuMemUnmap" (Pointer, usize);
+        /// Who may use what is mapped.
+        set_access = "cuMemSetAccess" (Pointer, usize, *const AccessOf, usize);
+    }
 }
 
-/// A library that stays loaded: drivers do not like to be unloaded.
-struct Library(Handle, String);
+/// Many copies in one call: targets, sources, lengths and how many; descriptions, which copy each
+/// is of first and how many; which copy failed; a stream.
+pub type BatchCall = unsafe extern "C" fn(
+    *const Pointer,
+    *const Pointer,
+    *const usize,
+    usize,
+    *const BatchOrder,
+    *const usize,
+    usize,
+    *mut usize,
+    Handle,
+) -> Code;
 
-impl Library {
-    fn open(path: &Path) -> Result<Library> {
-        let name = path.display().to_string();
-        let Ok(text) = CString::new(path.as_os_str().as_bytes()) else {
-            fail!(Invalid, "the name of a library has a zero in it");
-        };
-        // SAFETY: a string that ends with a zero. What the library does when it is loaded is the
-        // trust that is put in a driver, or in whoever named another.
-        let handle = unsafe { libc::dlopen(text.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if handle.is_null() {
-            fail!(Unavailable, "no CUDA driver: {}", last_error());
-        }
-        Ok(Library(handle, name))
-    }
-
-    fn symbol(&self, name: &str) -> Result<Handle> {
-        let text = CString::new(name).map_err(|_| Status::Invalid)?;
-        // SAFETY: a library that is loaded, and a string that ends with a zero.
-        let symbol = unsafe { libc::dlsym(self.0, text.as_ptr()) };
-        if symbol.is_null() {
-            fail!(Unavailable, "{} has no {name}: the CUDA driver is too old, or none", self.1);
-        }
-        Ok(symbol)
-    }
-}
-
-fn last_error() -> String {
-    // SAFETY: the words of this thread's last failure, or null; copied before anything else.
-    unsafe {
-        let text = libc::dlerror();
-        if text.is_null() {
-            return "it could not be loaded".into();
-        }
-        CStr::from_ptr(text).to_string_lossy().into_owned()
-    }
-}
+/// The CUDA whose form of that call is asked for. Later drivers still have it beside a newer one,
+/// and hand out the one that belongs to the version in the question.
+const BATCH_VERSION: c_int = 12_080;
 
 impl Driver {
     /// Loads a driver, the system's if none is named, and starts it.
     pub fn load(path: Option<&Path>) -> Result<Driver> {
-        let library = Library::open(path.unwrap_or(Path::new("libcuda.so.1")))?;
-        let driver = Driver::of(library)?;
-        let mut version = 0;
-        // SAFETY: the driver's own functions, with a place for what they say.
-        unsafe {
-            driver.check("cuInit", (driver.init)(0)).map_err(|error| {
-                Error::new(Status::Unavailable, format!("CUDA does not start: {error}"))
-            })?;
-            driver.check("cuDriverGetVersion", (driver.version)(&mut version))?;
-        }
-        if version < LEAST_VERSION {
+        let library = Library::open(path.unwrap_or(Path::new(CUDA_DRIVER)))
+            .map_err(|error| error.within("no CUDA driver"))?;
+        let driver = Driver::of(&library)?;
+        // SAFETY: the driver's own function.
+        let code = unsafe { (driver.init)(0) };
+        driver.check("cuInit", code).map_err(|error| {
+            Error::new(Status::Unavailable, format!("CUDA does not start: {error}"))
+        })?;
+        let version = driver.version()?;
+        if version < LEAST_CUDA {
             let named = |v: c_int| format!("{}.{}", v / 1000, v % 1000 / 10);
-            let (has, needs) = (named(version), named(LEAST_VERSION));
+            let (has, needs) = (named(version), named(LEAST_CUDA));
             fail!(Unavailable, "the driver knows CUDA {has}, at least {needs} is needed");
         }
         Ok(driver)
+    }
+
+    /// The call for many copies at once, where the driver has it.
+    pub fn batch_call(&self) -> Option<BatchCall> {
+        let find = self.find_symbol?;
+        let (mut symbol, mut found): (Handle, c_int) = (std::ptr::null_mut(), -1);
+        // SAFETY: a name that ends with a zero, and places for the answers.
+        let code = unsafe {
+            find(c"cuMemcpyBatchAsync".as_ptr(), &mut symbol, BATCH_VERSION, 0, &mut found)
+        };
+        if code != 0 || found != 0 || symbol.is_null() {
+            return None;
+        }
+        // SAFETY: the function of this name and version has this signature.
+        Some(unsafe { std::mem::transmute::<Handle, BatchCall>(symbol) })
+    }
+
+    /// Notes a call that failed where nothing more can be done about it.
+    pub fn note(&self, call: &str, code: Code) {
+        if code != 0 {
+            log::warn!("giving back to CUDA: {}", self.error(call, code).message());
+        }
     }
 
     /// What a call returned, as a result.
@@ -240,22 +242,5 @@ impl Driver {
         };
         let text = format!("{call}: {} ({code}), {}", word(self.error_name), word(self.error_text));
         Error::new(status_of(code), text)
-    }
-}
-
-/// Whether nothing works any more after a code.
-pub fn is_sticky(code: Code) -> bool {
-    code::STICKY.contains(&code)
-}
-
-fn status_of(code: Code) -> Status {
-    match code {
-        code::OUT_OF_MEMORY => Status::NoMem,
-        code::INVALID_VALUE => Status::Invalid,
-        code::INVALID_HANDLE | code::INVALID_CONTEXT => Status::Handle,
-        code::NOT_SUPPORTED => Status::Unsupported,
-        code::NO_DEVICE | code::INVALID_DEVICE => Status::Unavailable,
-        code if is_sticky(code) => Status::Unavailable,
-        _ => Status::Io,
     }
 }

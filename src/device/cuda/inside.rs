@@ -4,9 +4,9 @@ use std::ffi::{CStr, c_int};
 
 use crate::base::status::Result;
 use crate::device::cuda::Found;
-use crate::device::cuda::driver::{
-    CAPABILITY_MAJOR, CAPABILITY_MINOR, CAPTURE_RELAXED, Driver, Handle, Ordinal,
-    STREAM_NON_BLOCKING,
+use crate::device::cuda::driver::Driver;
+use crate::device::cuda::words::{
+    CAPABILITY_MAJOR, CAPABILITY_MINOR, CAPTURE_RELAXED, Handle, Ordinal, STREAM_NON_BLOCKING,
 };
 
 /// Most bytes of a device's name.
@@ -44,22 +44,38 @@ impl<'a> Inside<'a> {
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
         let mut context: Handle = std::ptr::null_mut();
-        // SAFETY: what `enter` did, undone; places for what was there. Errors of work that is
-        // under way may come out here, and come out again where that is looked at.
+        // SAFETY: what `enter` did, undone; places for what was there.
         unsafe {
-            (self.driver.exchange_capture_mode)(&mut self.capture_mode);
-            (self.driver.pop)(&mut context);
+            let code = (self.driver.exchange_capture_mode)(&mut self.capture_mode);
+            self.driver.note("cuThreadExchangeStreamCaptureMode", code);
+            self.driver.note("cuCtxPopCurrent", (self.driver.pop)(&mut context));
         }
     }
 }
 
 impl Driver {
+    /// Which CUDA it knows, as 12040 for 12.4.
+    pub fn version(&self) -> Result<c_int> {
+        let mut version = 0;
+        // SAFETY: a place for a number.
+        let code = unsafe { (self.get_version)(&mut version) };
+        self.check("cuDriverGetVersion", code).map(|()| version)
+    }
+
     /// How many devices there are.
     pub fn devices(&self) -> Result<c_int> {
         let mut count = 0;
         // SAFETY: a place for a number.
         let code = unsafe { (self.device_count)(&mut count) };
         self.check("cuDeviceGetCount", code).map(|()| count)
+    }
+
+    /// A device's handle, by its place.
+    pub fn device_at(&self, place: c_int) -> Result<Ordinal> {
+        let mut device = 0;
+        // SAFETY: a place for a handle.
+        let code = unsafe { (self.device)(&mut device, place) };
+        self.check("cuDeviceGet", code).map(|()| device)
     }
 
     /// What a device is.

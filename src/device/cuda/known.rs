@@ -1,17 +1,37 @@
-//! What is known of an event.
+//! What is known of events: each one alone, and all that are open, stream by stream. Events of
+//! one stream come in order, so only the first open one of each has to be asked for.
+
+use std::collections::VecDeque;
 
 use crate::base::status::{Result, Status};
-use crate::device::cuda::driver::{Driver, EVENT_FLAGS, Handle};
-use crate::device::{Copy, DeviceMemory, Memory};
+use crate::device::call::Call;
+use crate::device::cuda::driver::Driver;
+use crate::device::cuda::words::{EVENT_FLAGS, Handle};
+use crate::device::slots::Slots;
+use crate::device::{Copy, DeviceMemory, Event, Memory};
+
+/// Most events that are known at once.
+const MAX_EVENTS: usize = 65_536;
+
+/// How a batch ended.
+pub type Outcome = std::result::Result<(), Status>;
 
 /// An event of the driver's, and what it is for.
 pub struct Known {
     /// The driver's handle.
     pub event: usize,
+    /// Which line it waits in.
+    line: usize,
     /// How the batch ended, if it has.
-    pub outcome: Option<std::result::Result<(), Status>>,
+    pub outcome: Option<Outcome>,
+    /// What it ends with although its event comes: only a part of it was begun.
+    fails: Option<Status>,
+    /// How often in a row the driver has refused to say how far it is.
+    refusals: u32,
+    /// Its end was reported.
+    is_told: bool,
     /// Device memory that the batch uses, as addresses from and to.
-    pub uses: Vec<(u64, u64)>,
+    uses: Vec<(u64, u64)>,
 }
 
 impl Known {
@@ -21,34 +41,257 @@ impl Known {
         // SAFETY: a place for a handle.
         let code = unsafe { (driver.create_event)(&mut event, EVENT_FLAGS) };
         driver.check("cuEventCreate", code)?;
-        Ok(Known { event: event as usize, outcome: None, uses: Vec::new() })
+        Ok(Known {
+            event: event as usize,
+            line: 0,
+            outcome: None,
+            fails: None,
+            refusals: 0,
+            is_told: false,
+            uses: Vec::new(),
+        })
+    }
+
+    /// Makes it as if new, for a batch of a line.
+    fn reset(&mut self, line: usize) {
+        (self.line, self.outcome, self.fails) = (line, None, None);
+        (self.refusals, self.is_told) = (0, false);
+        self.uses.clear();
+    }
+
+    fn note(&mut self, from: u64, bytes: u64) -> Result<()> {
+        let to = from.saturating_add(bytes);
+        match self.uses.last_mut() {
+            Some((_, end)) if *end == from => *end = to,
+            _ => {
+                self.uses.try_reserve(1).map_err(|_| Status::NoMem)?;
+                self.uses.push((from, to));
+            }
+        }
+        Ok(())
     }
 
     /// Notes which device memory copies use.
-    pub fn note(&mut self, copies: &[Copy<'_>]) -> Result<()> {
-        (self.outcome, self.uses) = (None, std::mem::take(&mut self.uses));
-        self.uses.clear();
-        for copy in copies.iter().filter(|copy| copy.memory == Memory::Device) {
-            for strip in copy.tensor.strips() {
-                let runs = strip.count.max(1) - 1;
-                let reach = runs.saturating_mul(strip.stride_bytes).saturating_add(strip.run_bytes);
-                let (from, to) = (strip.address, strip.address.saturating_add(reach));
-                match self.uses.last_mut() {
-                    Some((_, end)) if *end == from => *end = to,
-                    _ => {
-                        self.uses.try_reserve(1).map_err(|_| Status::NoMem)?;
-                        self.uses.push((from, to));
-                    }
+    pub fn note_copies(&mut self, copies: &[Copy<'_>]) -> Result<()> {
+        for copy in copies {
+            if copy.plane_memory == Memory::Device {
+                self.note(copy.plane as u64, copy.tensor.bytes())?;
+            }
+            if copy.memory == Memory::Device {
+                for strip in copy.tensor.strips() {
+                    let runs = strip.count.max(1) - 1;
+                    let reach = runs.saturating_mul(strip.stride_bytes);
+                    self.note(strip.address, reach.saturating_add(strip.run_bytes))?;
                 }
             }
         }
         Ok(())
     }
 
-    /// Whether it is under way and uses that memory.
-    pub fn uses(&self, memory: &DeviceMemory) -> bool {
+    /// Notes where kernels begin to read and write: how far they go only they know.
+    pub fn note_calls(&mut self, calls: &[Call]) -> Result<()> {
+        for address in calls.iter().flat_map(|call| addresses(call).map(|(_, address)| address)) {
+            if address != 0 {
+                self.note(address, 1)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn uses(&self, memory: &DeviceMemory) -> bool {
         let end = memory.address.saturating_add(memory.bytes);
-        let overlaps = |&(from, to): &(u64, u64)| from < end && memory.address < to;
-        self.outcome.is_none() && self.uses.iter().any(overlaps)
+        self.uses.iter().any(|&(from, to)| from < end && memory.address < to)
+    }
+}
+
+/// The addresses of a call, with their names; 0 = none. With a table of blocks keys and values
+/// are distances from where each begins.
+pub fn addresses(call: &Call) -> [(&'static str, u64); 11] {
+    let alone = |address| if call.table == 0 { address } else { 0 };
+    [
+        ("queries", call.queries),
+        ("keys", alone(call.keys)),
+        ("values", alone(call.values)),
+        ("out", call.out),
+        ("index", call.index),
+        ("counts", call.counts),
+        ("table", call.table),
+        ("numbers", call.numbers),
+        ("more", call.more),
+        ("scales", call.scales),
+        ("scratch", call.scratch),
+    ]
+}
+
+/// All events that are known.
+pub struct Events {
+    known: Slots<Known>,
+    /// The open ones of each stream, the oldest first.
+    lines: Vec<VecDeque<Event>>,
+    open: usize,
+    count: usize,
+    /// Those that ended and were not reported.
+    ended: VecDeque<Event>,
+    /// Events of the driver that may be used again.
+    spare: Vec<Known>,
+}
+
+impl Default for Events {
+    fn default() -> Events {
+        let known = Slots::new(MAX_EVENTS);
+        let (lines, ended, spare) = (Vec::new(), VecDeque::new(), Vec::new());
+        Events { known, lines, open: 0, count: 0, ended, spare }
+    }
+}
+
+impl Events {
+    /// One more line; its number.
+    pub fn add_line(&mut self) -> usize {
+        self.lines.push(VecDeque::new());
+        self.lines.len() - 1
+    }
+
+    /// How many events of a line are open.
+    pub fn open_in(&self, line: usize) -> usize {
+        self.lines[line].len()
+    }
+
+    /// One more event, at the end of a line. What it needs to end one day is taken now, so that
+    /// ending it never fails.
+    pub fn begin(
+        &mut self,
+        driver: &Driver,
+        line: usize,
+        note: impl FnOnce(&mut Known) -> Result<()>,
+    ) -> Result<Event> {
+        self.known.reserve()?;
+        self.lines[line].try_reserve(1).map_err(|_| Status::NoMem)?;
+        self.ended.try_reserve(self.open + 1).map_err(|_| Status::NoMem)?;
+        self.spare.try_reserve(self.count + 1).map_err(|_| Status::NoMem)?;
+        let mut known = match self.spare.pop() {
+            Some(known) => known,
+            None => Known::new(driver)?,
+        };
+        known.reset(line);
+        if let Err(error) = note(&mut known) {
+            self.spare.push(known);
+            return Err(error);
+        }
+        let event = self.known.insert(known)?;
+        self.lines[line].push_back(event);
+        (self.open, self.count) = (self.open + 1, self.count + 1);
+        Ok(event)
+    }
+
+    /// What is known of an event.
+    pub fn get(&self, event: Event) -> Result<&Known> {
+        self.known.get(event)
+    }
+
+    /// The driver's handle of an event.
+    pub fn raw(&self, event: Event) -> Result<Handle> {
+        self.known.get(event).map(|known| known.event as Handle)
+    }
+
+    /// It ends with a status when it comes.
+    pub fn will_fail(&mut self, event: Event, status: Status) {
+        if let Ok(known) = self.known.get_mut(event) {
+            known.fails = Some(status);
+        }
+    }
+
+    /// The event has come, and so have all before it on its stream.
+    pub fn come(&mut self, event: Event) {
+        let line = match self.known.get(event) {
+            Ok(known) if known.outcome.is_none() => known.line,
+            _ => return,
+        };
+        while let Some(first) = self.lines[line].pop_front() {
+            self.end(first, None);
+            if first == event {
+                break;
+            }
+        }
+    }
+
+    fn end(&mut self, event: Event, failed: Option<Status>) {
+        self.open -= 1;
+        if let Ok(known) = self.known.get_mut(event) {
+            known.outcome = Some(failed.or(known.fails).map_or(Ok(()), Err));
+            self.ended.push_back(event);
+        }
+    }
+
+    /// All that is open has failed.
+    pub fn fail_all(&mut self, status: Status) {
+        for line in 0..self.lines.len() {
+            while let Some(event) = self.lines[line].pop_front() {
+                self.end(event, Some(status));
+            }
+        }
+    }
+
+    /// The driver did not say how far an event is; how often in a row. When it does: `said`.
+    pub fn refused(&mut self, event: Event, said: bool) -> u32 {
+        let Ok(known) = self.known.get_mut(event) else { return 0 };
+        known.refusals = if said { 0 } else { known.refusals + 1 };
+        known.refusals
+    }
+
+    /// The oldest open event of a line.
+    pub fn first_open(&self, line: usize) -> Option<Event> {
+        self.lines[line].front().copied()
+    }
+
+    /// The newest open event of the first line that has any.
+    pub fn last_open(&self) -> Option<Event> {
+        self.lines.iter().find_map(|line| line.back().copied())
+    }
+
+    /// How many lines there are.
+    pub fn lines(&self) -> usize {
+        self.lines.len()
+    }
+
+    /// An open event whose batch uses that memory.
+    pub fn user(&self, memory: &DeviceMemory) -> Option<Event> {
+        let uses = |event: &&Event| self.known.get(**event).is_ok_and(|known| known.uses(memory));
+        self.lines.iter().flatten().find(uses).copied()
+    }
+
+    /// Reports what has ended, each once.
+    pub fn tell(&mut self, ended: &mut [Event]) -> usize {
+        let count = ended.len().min(self.ended.len());
+        for (slot, event) in ended.iter_mut().zip(self.ended.drain(..count)) {
+            *slot = event;
+            if let Ok(known) = self.known.get_mut(event) {
+                known.is_told = true;
+            }
+        }
+        count
+    }
+
+    /// Forgets an event, which has ended or was never begun.
+    pub fn forget(&mut self, event: Event) -> Result<()> {
+        let known = self.known.remove(event)?;
+        self.count -= 1;
+        if known.outcome.is_none() {
+            // The newest of its line: it was taken back before others came.
+            self.lines[known.line].retain(|other| *other != event);
+            self.open -= 1;
+        } else if !known.is_told {
+            // Mostly the first: events are released in the order in which they end.
+            if let Some(at) = self.ended.iter().position(|other| *other == event) {
+                self.ended.remove(at);
+            }
+        }
+        self.spare.push(known);
+        Ok(())
+    }
+
+    /// All events of the driver that were made.
+    pub fn all(&mut self) -> impl Iterator<Item = Handle> {
+        let known = self.known.iter_mut().map(|(_, known)| known.event as Handle);
+        known.chain(self.spare.iter().map(|known| known.event as Handle))
     }
 }

@@ -1,30 +1,52 @@
-//! A GPU by way of the CUDA driver: copies on streams of its own or of the engine's, in the
-//! engine's context or the one that a process shares. Nothing here ever waits for a whole
-//! device or for its default stream.
+//! A GPU by way of the CUDA driver: copies and kernels on streams of its own or of the engine's,
+//! in the engine's context or the one that a process shares. Nothing here ever waits for a whole
+//! device or touches its default stream. `docs/device.md` says what it asks of drivers.
 
+mod batches;
+#[cfg(all(test, not(feature = "shuttle")))]
+mod checked;
 mod copies;
 mod driver;
+mod engine;
+mod hosts;
 mod inside;
 pub mod kernels;
 mod known;
+mod launch;
+mod measure;
+mod moves;
 mod open;
+mod pointers;
+mod put;
+mod window;
+mod words;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::path::PathBuf;
 
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Condvar, Guard, Mutex};
-use crate::device::slots::Slots;
+use crate::base::sync::atomic::{AtomicBool, Ordering};
+use crate::base::sync::{Condvar, Mutex};
+use crate::device::call::Call;
+use crate::device::cuda::known::{Events, Outcome};
 use crate::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, check};
 use crate::fail;
-use driver::{Driver, Handle, is_sticky};
+pub use batches::{Choice, Chosen, Means};
+use driver::Driver;
+use hosts::HostRange;
 use inside::Inside;
-use known::Known;
+use launch::Loaded;
+pub use measure::{Description, Rate};
+use put::Work;
+pub use window::Window;
+use words::{Handle, is_sticky};
 
 /// How long who waits with a deadline sleeps between looks, at first and at most.
 const NAP_NS: (u64, u64) = (5_000, 500_000);
+/// How often in a row the driver may refuse to say how far an event is.
+const MAX_REFUSALS: u32 = 64;
 
 /// How to open a device.
 #[derive(Clone, Debug, Default)]
@@ -37,7 +59,10 @@ pub struct CudaOpts {
     /// one that the process shares.
     pub context: u64,
     /// The engine's streams (`CUstream` as numbers), of that context; none = some of its own.
+    /// The default stream is refused.
     pub streams: Vec<u64>,
+    /// How small copies are given to the driver.
+    pub choice: Choice,
 }
 
 /// What a driver says of a device.
@@ -49,12 +74,18 @@ pub struct Found {
     pub capability: u32,
 }
 
+#[derive(Default)]
 struct Inner {
-    known: Slots<Known>,
-    ended: VecDeque<Event>,
-    /// Events of the driver that may be used again.
-    spare: Vec<Known>,
-    given: BTreeMap<u64, u64>,
+    events: Events,
+    /// Memory that was given out: how much, and its number.
+    given: BTreeMap<u64, (u64, u64)>,
+    hosts: BTreeMap<u64, HostRange>,
+    /// Streams that wait for events of the engine's.
+    listeners: Vec<usize>,
+    runs: batches::Runs,
+    moves: moves::Moves,
+    /// The driver refused to take many copies at once.
+    batches_fail: bool,
     last: u64,
     /// Why nothing can be begun any more.
     lost: Option<Error>,
@@ -71,6 +102,15 @@ pub struct Cuda {
     streams: Vec<usize>,
     owns_streams: bool,
     max_pitch: u64,
+    capability: u32,
+    reaches_pageable: bool,
+    batch_call: Option<driver::BatchCall>,
+    chosen: Chosen,
+    description: Description,
+    kernels: u64,
+    /// One was asked for and does not load.
+    kernels_fail: AtomicBool,
+    loaded: Mutex<Loaded>,
     inner: Mutex<Inner>,
     /// For those who sleep until they ask again; nobody wakes them.
     nap: Condvar,
@@ -79,7 +119,7 @@ pub struct Cuda {
 /// What the driver of a library finds.
 pub fn probe(library: Option<&std::path::Path>) -> Result<Vec<Found>> {
     let driver = Driver::load(library)?;
-    (0..driver.devices()?).map(|ordinal| driver.found(ordinal)).collect()
+    (0..driver.devices()?).map(|place| driver.found(driver.device_at(place)?)).collect()
 }
 
 impl Cuda {
@@ -87,75 +127,99 @@ impl Cuda {
         Inside::enter(&self.driver, self.context)
     }
 
-    fn stream(&self, stream: Stream) -> Handle {
-        self.streams[stream.0 as usize] as Handle
-    }
-
     /// The driver does not know any more what its device does: all that is under way has
     /// failed, and nothing more is begun.
-    fn lose(inner: &mut Inner, why: &Error) {
-        let text = format!("the device is lost: {}", why.message());
-        inner.lost.get_or_insert(Error::new(Status::Unavailable, text));
-        for (event, known) in inner.known.iter_mut() {
-            if known.outcome.is_none() {
-                known.outcome = Some(Err(Status::Unavailable));
-                inner.ended.push_back(event);
-            }
+    fn lose(&self, inner: &mut Inner, why: &Error) {
+        if inner.lost.is_none() {
+            let text = format!("the device is lost: {}", why.message());
+            log::error!("{text}");
+            inner.lost = Some(Error::new(Status::Unavailable, text));
         }
+        inner.events.fail_all(Status::Unavailable);
     }
 
     /// Looks how far an event is, and notes it.
-    fn look(
-        &self,
-        inner: &mut Inner,
-        event: Event,
-    ) -> Result<Option<std::result::Result<(), Status>>> {
-        let known = inner.known.get(event)?;
-        if known.outcome.is_some() {
-            return Ok(known.outcome);
+    fn look(&self, inner: &mut Inner, event: Event) -> Result<Option<Outcome>> {
+        if inner.events.get(event)?.outcome.is_none() {
+            match self.enter() {
+                Ok(_inside) => self.ask(inner, event)?,
+                // Nothing is known of the work: it is no failure of its.
+                Err(error) => self.refuse(inner, event, &error),
+            }
         }
-        let raw = known.event as Handle;
-        let inside = self.enter()?;
+        Ok(inner.events.get(event)?.outcome)
+    }
+
+    /// Asks the driver how far an event is. The context is entered.
+    fn ask(&self, inner: &mut Inner, event: Event) -> Result<()> {
+        let raw = inner.events.raw(event)?;
         // SAFETY: an event of this context, which is not given back while it is known.
-        let mut code = unsafe { (self.driver.query)(raw) };
-        if code != 0 && code != driver::code::NOT_READY && !is_sticky(code) {
-            // The question failed, the work perhaps not.
-            // SAFETY: as above.
-            code = unsafe { (self.driver.sync_event)(raw) };
-        }
-        drop(inside);
-        match code {
-            driver::code::NOT_READY => return Ok(None),
-            0 => {
-                inner.known.get_mut(event)?.outcome = Some(Ok(()));
-                inner.ended.push_back(event);
+        match unsafe { (self.driver.query)(raw) } {
+            0 => inner.events.come(event),
+            words::code::NOT_READY => {
+                inner.events.refused(event, true);
             }
-            code => {
-                Cuda::lose(inner, &self.driver.error("cuEventQuery", code));
-            }
+            code => self.answered(inner, event, "cuEventQuery", code),
         }
-        Ok(inner.known.get(event)?.outcome)
+        Ok(())
     }
 
-    /// An event of the driver's that nobody uses.
-    fn take_known(&self, inner: &mut Inner) -> Result<Known> {
-        match inner.spare.pop() {
-            Some(known) => Ok(known),
-            None => Known::new(&self.driver),
+    /// Asks for the first open events of a line, for as long as they have come: they come in
+    /// order. The context is entered.
+    fn ask_first(&self, inner: &mut Inner, line: usize) {
+        while let Some(event) = inner.events.first_open(line) {
+            // An event that is open is known.
+            let asked = self.ask(inner, event);
+            if asked.is_err() || inner.events.first_open(line) == Some(event) {
+                break;
+            }
         }
     }
 
-    fn check_alive(inner: &Guard<'_, Inner>) -> Result<()> {
+    /// A question was answered with an error.
+    fn answered(&self, inner: &mut Inner, event: Event, call: &str, code: c_int) {
+        let error = self.driver.error(call, code);
+        if is_sticky(code) {
+            self.lose(inner, &error);
+        } else {
+            self.refuse(inner, event, &error);
+        }
+    }
+
+    /// The question failed, the work perhaps not: it is asked again, but not for ever.
+    fn refuse(&self, inner: &mut Inner, event: Event, error: &Error) {
+        if inner.events.refused(event, false) >= MAX_REFUSALS {
+            self.lose(inner, &error.clone().within("the driver does not say how far work is"));
+        }
+    }
+
+    fn check_alive(inner: &Inner) -> Result<()> {
         match &inner.lost {
             Some(why) => Err(why.clone()),
             None if inner.closed => Err(Status::Closed.into()),
             None => Ok(()),
         }
     }
+
+    /// Sleeps until an event has come, unless that cannot be had.
+    fn sleep_on(&self, event: Event, raw: Handle) -> bool {
+        let Ok(inside) = self.enter() else { return false };
+        // SAFETY: events are used again and not given back before the device is dropped.
+        let code = unsafe { (self.driver.sync_event)(raw) };
+        drop(inside);
+        let mut inner = self.inner.lock();
+        match code {
+            0 => inner.events.come(event),
+            code => self.answered(&mut inner, event, "cuEventSynchronize", code),
+        }
+        code == 0 || is_sticky(code)
+    }
 }
 
 impl Device for Cuda {
     fn facts(&self) -> Facts {
+        // Asked with every batch: not of what may be loading for a while.
+        let has_kernels = !self.kernels_fail.load(Ordering::Acquire);
         Facts {
             name: "cuda",
             asynchronous: true,
@@ -163,7 +227,7 @@ impl Device for Cuda {
             reaches_device: true,
             wants_pinned: true,
             streams: self.streams.len() as u32,
-            kernels: 0,
+            kernels: if has_kernels { self.kernels } else { 0 },
         }
     }
 
@@ -174,50 +238,7 @@ impl Device for Cuda {
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
         check(&self.facts(), stream, copies)?;
-        let stream = self.stream(stream);
-        let mut inner = self.inner.lock();
-        Cuda::check_alive(&inner)?;
-        let waits = match after.map(|event| self.look(&mut inner, event)).transpose()? {
-            Some(Some(Err(status))) => return Err(status.into()),
-            Some(None) => after,
-            _ => None,
-        };
-        let _inside = self.enter()?;
-        if !self.owns_streams {
-            self.refuse_capturing(stream)?;
-        }
-        inner.known.reserve()?;
-        let mut known = self.take_known(&mut inner)?;
-        if let Err(error) = known.note(copies) {
-            inner.spare.push(known);
-            return Err(error);
-        }
-        let event = inner.known.insert(known)?;
-        let raw = inner.known.get(event)?.event as Handle;
-        let issued = (|| {
-            if let Some(before) = waits {
-                let before = inner.known.get(before)?.event as Handle;
-                // SAFETY: an event and a stream of this context.
-                let code = unsafe { (self.driver.stream_wait)(stream, before, 0) };
-                self.driver.check("cuStreamWaitEvent", code)?;
-            }
-            for copy in copies.iter() {
-                // SAFETY: the caller's promise.
-                unsafe { self.issue(copy, stream)? };
-            }
-            // SAFETY: as above.
-            self.driver.check("cuEventRecord", unsafe { (self.driver.record)(raw, stream) })
-        })();
-        let Err(error) = issued else { return Ok(event) };
-        // What was put on the stream already must have ended before the caller hears of it.
-        // SAFETY: a stream of this context.
-        if unsafe { (self.driver.sync_stream)(stream) } != 0 {
-            Cuda::lose(&mut inner, &error);
-        }
-        let known = inner.known.remove(event)?;
-        inner.ended.retain(|other| *other != event);
-        inner.spare.push(known);
-        Err(error)
+        self.put(&mut self.inner.lock(), stream.0 as usize, after, &Work::Copies(copies))
     }
 
     fn state(&self, event: Event) -> Result<State> {
@@ -235,15 +256,10 @@ impl Device for Cuda {
             if let Some(outcome) = self.look(&mut inner, event)? {
                 return outcome.map_err(Error::from);
             }
-            let raw = inner.known.get(event)?.event as Handle;
+            let raw = inner.events.raw(event)?;
             drop(inner);
-            if deadline_ns == 0 {
-                let _inside = self.enter()?;
-                // SAFETY: events are used again and not given back before the device is dropped.
-                let code = unsafe { (self.driver.sync_event)(raw) };
-                if code == 0 || is_sticky(code) {
-                    continue;
-                }
+            if deadline_ns == 0 && self.sleep_on(event, raw) {
+                continue;
             }
             let mut nap = nap_ns;
             if deadline_ns != 0 {
@@ -261,19 +277,12 @@ impl Device for Cuda {
 
     fn poll(&self, ended: &mut [Event]) -> usize {
         let mut inner = self.inner.lock();
-        let is_open =
-            |(event, known): (Event, &mut Known)| known.outcome.is_none().then_some(event);
-        let open: Vec<Event> = inner.known.iter_mut().filter_map(is_open).collect();
-        for event in open {
-            if self.look(&mut inner, event).is_err() {
-                break; // no context: it is looked at again
+        if let Ok(_inside) = self.enter() {
+            for line in 0..inner.events.lines() {
+                self.ask_first(&mut inner, line);
             }
         }
-        let count = ended.len().min(inner.ended.len());
-        for (slot, event) in ended.iter_mut().zip(inner.ended.drain(..count)) {
-            *slot = event;
-        }
-        count
+        inner.events.tell(ended)
     }
 
     fn release(&self, event: Event) -> Result<()> {
@@ -281,48 +290,60 @@ impl Device for Cuda {
         if self.look(&mut inner, event)?.is_none() {
             return Err(Status::Busy.into());
         }
-        inner.ended.retain(|other| *other != event);
-        let known = inner.known.remove(event)?;
-        inner.spare.push(known);
-        Ok(())
+        inner.events.forget(event)
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        Cuda::check_alive(&self.inner.lock())?;
+        let address = self.take_memory(bytes)?;
         let mut inner = self.inner.lock();
-        Cuda::check_alive(&inner)?;
-        let _inside = self.enter()?;
-        let mut address = 0;
-        let wanted = usize::try_from(bytes).map_err(|_| Status::Limit)?;
-        // SAFETY: a place for an address.
-        let code = unsafe { (self.driver.allocate)(&mut address, wanted) };
-        self.driver.check("cuMemAlloc", code).map_err(|error| match error.status() {
-            Status::NoMem => error.within(&format!("{bytes} bytes of device memory")),
-            _ => error,
-        })?;
         inner.last += 1;
         let number = inner.last;
-        inner.given.insert(number, address);
+        inner.given.insert(address, (bytes, number));
         Ok(DeviceMemory { address, bytes, memory: Memory::Device, number })
     }
 
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
         let mut inner = self.inner.lock();
-        if inner.given.get(&memory.number) != Some(&memory.address) {
+        if inner.given.get(&memory.address).map(|given| given.1) != Some(memory.number) {
             fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
         }
-        let uses = |(event, known): (Event, &mut Known)| known.uses(memory).then_some(event);
-        let users: Vec<Event> = inner.known.iter_mut().filter_map(uses).collect();
-        for event in users {
+        while let Some(event) = inner.events.user(memory) {
             if self.look(&mut inner, event)?.is_none() {
                 fail!(Busy, "a batch uses the memory at {:#x}", memory.address);
             }
         }
-        inner.given.remove(&memory.number);
+        inner.given.remove(&memory.address);
+        drop(inner); // the driver may wait for all that the device does: others need not
         let _inside = self.enter()?;
         // SAFETY: memory that this device took and gives back once; nobody uses it, as the
         // caller promises.
         let code = unsafe { (self.driver.free)(memory.address) };
         self.driver.check("cuMemFree", code)
+    }
+
+    unsafe fn know_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.tell_of_host(address, bytes) }
+    }
+
+    unsafe fn forget_host(&self, address: *mut u8) -> Result<()> {
+        self.take_back_host(address)
+    }
+
+    unsafe fn adopt(&self, raw: u64) -> Result<Event> {
+        // SAFETY: the caller's promise.
+        unsafe { self.take_event(raw) }
+    }
+
+    unsafe fn hold(&self, raw_stream: u64, event: Event) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.hold_stream(raw_stream, event) }
+    }
+
+    unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_all(stream, after, calls) }
     }
 
     fn free_bytes(&self) -> Option<u64> {
@@ -336,11 +357,7 @@ impl Device for Cuda {
     fn close(&self, deadline_ns: u64) -> Result<()> {
         self.inner.lock().closed = true;
         loop {
-            let mut inner = self.inner.lock();
-            let is_open =
-                |(event, known): (Event, &mut Known)| known.outcome.is_none().then_some(event);
-            let Some(event) = inner.known.iter_mut().find_map(is_open) else { return Ok(()) };
-            drop(inner);
+            let Some(event) = self.inner.lock().events.last_open() else { return Ok(()) };
             match self.wait(event, deadline_ns) {
                 Err(error) if error.status() == Status::Timeout => {
                     fail!(Busy, "batches are under way")
@@ -348,20 +365,5 @@ impl Device for Cuda {
                 _ => {} // how it ended is its owner's to know
             }
         }
-    }
-}
-
-impl Cuda {
-    /// Copies do not go into a graph that the engine is making: they would happen whenever it is
-    /// launched, and never now.
-    fn refuse_capturing(&self, stream: Handle) -> Result<()> {
-        let mut state = 0;
-        // SAFETY: a stream of the engine's, of this context, and a place for a number.
-        let code = unsafe { (self.driver.is_capturing)(stream, &mut state) };
-        self.driver.check("cuStreamIsCapturing", code)?;
-        if state != 0 {
-            fail!(State, "the stream is making a graph: give the device others, or none");
-        }
-        Ok(())
     }
 }

@@ -1,20 +1,24 @@
 //! What a device takes of the driver, and gives back.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_int;
 
 use crate::base::clock::Clock;
-use crate::base::status::Result;
+use crate::base::status::{Result, Status};
+use crate::base::sync::atomic::AtomicBool;
 use crate::base::sync::{Condvar, Mutex};
 use crate::device::MAX_STREAMS;
-use crate::device::cuda::driver::{Driver, Handle, MAX_PITCH};
+use crate::device::cuda::batches::Chosen;
+use crate::device::cuda::driver::Driver;
+use crate::device::cuda::hosts::How;
 use crate::device::cuda::inside::Inside;
+use crate::device::cuda::launch::{Loaded, kernels};
+use crate::device::cuda::measure::Description;
+use crate::device::cuda::words::{
+    DEFAULT_STREAMS, Handle, MAX_PITCH, Pointer, REACHES_PAGEABLE, SAME_ADDRESSES,
+};
 use crate::device::cuda::{Cuda, CudaOpts, Inner};
-use crate::device::slots::Slots;
 use crate::fail;
 
-/// Most events that are known at once.
-const MAX_EVENTS: usize = 65_536;
 /// Streams where nobody names any: two for each way.
 const STREAMS: u32 = 4;
 
@@ -24,12 +28,17 @@ impl Cuda {
         if opts.streams.len() > MAX_STREAMS as usize {
             fail!(Invalid, "{} streams, up to {MAX_STREAMS} can be", opts.streams.len());
         }
+        if let Some(stream) = opts.streams.iter().find(|one| DEFAULT_STREAMS.contains(one)) {
+            fail!(Invalid, "stream {stream:#x} is the default one, which is everybody's");
+        }
         let driver = Driver::load(opts.library.as_deref())?;
         let count = driver.devices()?;
-        let ordinal = c_int::try_from(opts.ordinal).ok().filter(|ordinal| *ordinal < count);
-        let Some(ordinal) = ordinal else {
+        let place = c_int::try_from(opts.ordinal).ok().filter(|place| *place < count);
+        let Some(place) = place else {
             fail!(Unavailable, "device {}, the driver has {count}", opts.ordinal);
         };
+        let ordinal = driver.device_at(place)?;
+        let batch_call = driver.batch_call();
         let mut cuda = Cuda {
             driver,
             clock,
@@ -39,18 +48,19 @@ impl Cuda {
             streams: opts.streams.iter().map(|stream| *stream as usize).collect(),
             owns_streams: opts.streams.is_empty(),
             max_pitch: 0,
-            inner: Mutex::new(Inner {
-                known: Slots::new(MAX_EVENTS),
-                ended: VecDeque::new(),
-                spare: Vec::new(),
-                given: BTreeMap::new(),
-                last: 0,
-                lost: None,
-                closed: false,
-            }),
+            capability: 0,
+            reaches_pageable: false,
+            batch_call,
+            chosen: Chosen::default(),
+            description: Description::default(),
+            kernels: kernels(),
+            kernels_fail: AtomicBool::new(false),
+            loaded: Mutex::new(Loaded::default()),
+            inner: Mutex::new(Inner::default()),
             nap: Condvar::new(),
         };
         cuda.begin()?;
+        cuda.choose(opts.choice);
         Ok(cuda)
     }
 
@@ -62,6 +72,17 @@ impl Cuda {
         let inside = Inside::enter(&self.driver, self.context)?;
         self.ordinal = inside.ordinal()?;
         self.max_pitch = self.driver.attribute(MAX_PITCH, self.ordinal)?.max(0) as u64;
+        self.reaches_pageable = self.driver.attribute(REACHES_PAGEABLE, self.ordinal)? != 0;
+        // Elsewhere a batch would go to addresses that mean nothing to the device, and lose it.
+        if self.driver.attribute(SAME_ADDRESSES, self.ordinal)? == 0 {
+            self.batch_call = None;
+        }
+        let found = self.driver.found(self.ordinal)?;
+        self.capability = found.capability;
+        self.description.found(&found, self.driver.version()?);
+        for &stream in &self.streams {
+            self.check_stream(stream as u64)?;
+        }
         let mut own = Vec::new();
         if self.owns_streams {
             for _ in 0..STREAMS {
@@ -77,7 +98,60 @@ impl Cuda {
         for stream in own {
             self.streams.push(stream?);
         }
+        let mut inner = self.inner.lock();
+        for _ in &self.streams {
+            inner.events.add_line();
+        }
         Ok(())
+    }
+}
+
+impl Cuda {
+    /// Memory of the device's.
+    pub(super) fn take_memory(&self, bytes: u64) -> Result<Pointer> {
+        let _inside = self.enter()?;
+        let mut address = 0;
+        let wanted = usize::try_from(bytes).map_err(|_| Status::Limit)?;
+        // SAFETY: a place for an address.
+        let code = unsafe { (self.driver.allocate)(&mut address, wanted) };
+        self.driver.check("cuMemAlloc", code).map_err(|error| match error.status() {
+            Status::NoMem => error.within(&format!("{bytes} bytes of device memory")),
+            _ => error,
+        })?;
+        Ok(address)
+    }
+
+    /// Gives back what this device made and still has, in its context.
+    fn give_back(&self, inner: &mut Inner) {
+        let driver = &self.driver;
+        let listeners = inner.listeners.iter().copied();
+        let own = self.streams.iter().copied().filter(|_| self.owns_streams).chain(listeners);
+        // SAFETY: what this device made; its own streams have ended what they were given before
+        // anything else goes, those of others were waited for by `close`.
+        unsafe {
+            for stream in own {
+                driver.note("cuStreamSynchronize", (driver.sync_stream)(stream as Handle));
+                driver.note("cuStreamDestroy", (driver.destroy_stream)(stream as Handle));
+            }
+            for module in self.loaded.lock().modules() {
+                driver.note("cuModuleUnload", (driver.unload_module)(module));
+            }
+            for &address in inner.given.keys() {
+                driver.note("cuMemFree", (driver.free)(address));
+            }
+            for (host, device) in inner.moves.taken() {
+                driver.note("cuMemFreeHost", (driver.free_host)(host as Handle));
+                driver.note("cuMemFree", (driver.free)(device));
+            }
+            for event in inner.events.all() {
+                driver.note("cuEventDestroy", (driver.destroy_event)(event));
+            }
+        }
+        for (&address, range) in &inner.hosts {
+            if range.how == How::Ours {
+                driver.note("cuMemHostUnregister", self.unregister_raw(address));
+            }
+        }
     }
 }
 
@@ -86,33 +160,14 @@ impl Drop for Cuda {
         if self.context == 0 {
             return;
         }
-        let driver = &self.driver;
-        if let Ok(_inside) = Inside::enter(driver, self.context) {
-            let inner = self.inner.lock();
-            // SAFETY: what this device made and still has; its own streams have ended what they
-            // were given before memory goes, those of others were waited for by `close`.
-            unsafe {
-                if self.owns_streams {
-                    for &stream in &self.streams {
-                        (driver.sync_stream)(stream as Handle);
-                        (driver.destroy_stream)(stream as Handle);
-                    }
-                }
-                for &address in inner.given.values() {
-                    (driver.free)(address);
-                }
-            }
-            drop(inner);
-            let mut inner = self.inner.lock();
-            let open = inner.known.iter_mut().map(|(_, known)| known.event).collect::<Vec<_>>();
-            for event in open.into_iter().chain(inner.spare.iter().map(|known| known.event)) {
-                // SAFETY: as above.
-                unsafe { (driver.destroy_event)(event as Handle) };
-            }
+        match self.enter() {
+            Ok(_inside) => self.give_back(&mut self.inner.lock()),
+            Err(error) => log::warn!("a CUDA device keeps what it has: {}", error.message()),
         }
         if self.owns_context {
             // SAFETY: retained once.
-            unsafe { (driver.release_primary)(self.ordinal) };
+            let code = unsafe { (self.driver.release_primary)(self.ordinal) };
+            self.driver.note("cuDevicePrimaryCtxRelease", code);
         }
     }
 }

@@ -1,0 +1,217 @@
+//! Many small copies at once: how they are given to the driver, and which way is the fastest
+//! here, as measured when the device is opened.
+
+use std::fmt;
+
+use crate::base::status::{Error, Result, Status};
+use crate::device::cuda::copies::Run;
+use crate::device::cuda::hosts::How;
+use crate::device::cuda::words::{BatchOrder, Handle, Pointer, is_sticky};
+use crate::device::cuda::{Cuda, Inner};
+use crate::device::{Copy, Memory};
+
+/// Most runs that are given to the driver in one call: some drivers crash on very many.
+const MAX_RUNS: usize = 1024;
+/// Fewer are given one by one.
+const LEAST_RUNS: usize = 4;
+/// Longer runs keep the bus busy however they are given.
+const LONG_BYTES: u64 = 1 << 20;
+/// Where short runs end.
+const SHORT_BYTES: u64 = 32 << 10;
+
+/// How many copies are given to the driver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Means {
+    /// One call each.
+    #[default]
+    Plain,
+    /// Many in a call, where the driver has one for that (CUDA 12.8).
+    Batch,
+    /// By a kernel, where both sides are within its reach. Elsewhere one by one.
+    Kernel,
+}
+
+impl fmt::Display for Means {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Means::Plain => "one by one",
+            Means::Batch => "in batches",
+            Means::Kernel => "by a kernel",
+        })
+    }
+}
+
+/// How a device comes to its means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice {
+    /// It is told. What it does not have is one by one.
+    Fixed(Means),
+    /// It tries each for a moment when it is opened, and takes the fastest.
+    Measured,
+}
+
+impl Default for Choice {
+    fn default() -> Choice {
+        Choice::Fixed(Means::Plain)
+    }
+}
+
+/// What was chosen: to the device and from it (also within it), short runs and longer ones.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Chosen {
+    /// To the device: short, longer.
+    pub to_device: [Means; 2],
+    /// From it.
+    pub from_device: [Means; 2],
+}
+
+impl Chosen {
+    /// The same for all.
+    pub fn all(means: Means) -> Chosen {
+        Chosen { to_device: [means; 2], from_device: [means; 2] }
+    }
+}
+
+/// Runs that wait to be given to the driver together; the lists are used again.
+#[derive(Default)]
+pub struct Runs {
+    to: Vec<Pointer>,
+    from: Vec<Pointer>,
+    bytes: Vec<usize>,
+    memory: Vec<(Memory, Memory)>,
+}
+
+impl Runs {
+    pub fn clear(&mut self) {
+        self.to.clear();
+        self.from.clear();
+        self.bytes.clear();
+        self.memory.clear();
+    }
+
+    pub fn push(&mut self, run: Run) -> Result<()> {
+        let room = self.to.try_reserve(1).is_ok()
+            && self.from.try_reserve(1).is_ok()
+            && self.bytes.try_reserve(1).is_ok()
+            && self.memory.try_reserve(1).is_ok();
+        if !room {
+            return Err(Status::NoMem.into());
+        }
+        self.to.push(run.to);
+        self.from.push(run.from);
+        self.bytes.push(run.bytes);
+        self.memory.push((run.from_memory, run.to_memory));
+        Ok(())
+    }
+
+    fn len(&self) -> usize {
+        self.to.len()
+    }
+
+    fn run(&self, at: usize) -> Run {
+        let (from_memory, to_memory) = self.memory[at];
+        Run { to: self.to[at], from: self.from[at], bytes: self.bytes[at], to_memory, from_memory }
+    }
+}
+
+impl Inner {
+    /// Whether a run may go with others in a call: drivers were seen to crash on host memory that
+    /// is not registered.
+    pub fn is_batched(&self, run: &Run) -> bool {
+        let is_sound = |memory, address, bytes: usize| {
+            memory == Memory::Device
+                || self.host_range(address).is_some_and(|(start, range)| {
+                    range.how != How::Pageable && bytes as u64 <= range.bytes - (address - start)
+                })
+        };
+        is_sound(run.from_memory, run.from, run.bytes) && is_sound(run.to_memory, run.to, run.bytes)
+    }
+}
+
+impl Cuda {
+    /// How a copy is given to the driver.
+    pub(super) fn means_for(&self, copy: &Copy<'_>) -> Means {
+        let is_host = copy.memory == Memory::Host && copy.plane_memory == Memory::Host;
+        let Some(strip) = copy.tensor.strips().next() else { return Means::Plain };
+        let is_one = strip.stride_bytes == strip.run_bytes;
+        let bytes = if is_one { strip.bytes() } else { strip.run_bytes };
+        if is_host || bytes >= LONG_BYTES {
+            return Means::Plain;
+        }
+        let to_device = match copy.way {
+            crate::device::Way::Gather => copy.plane_memory == Memory::Device,
+            crate::device::Way::Scatter => copy.memory == Memory::Device,
+        };
+        let chosen = if to_device { self.chosen.to_device } else { self.chosen.from_device };
+        chosen[usize::from(bytes > SHORT_BYTES)]
+    }
+
+    /// Gives runs to the driver together. What it does not take together it is given one by one:
+    /// to copy a run twice does no harm.
+    ///
+    /// # Safety
+    /// As for [`Cuda::issue`].
+    pub(super) unsafe fn issue_runs(
+        &self,
+        inner: &mut Inner,
+        runs: &Runs,
+        stream: Handle,
+        begun: &mut bool,
+    ) -> Result<()> {
+        let mut at = 0;
+        while at < runs.len() {
+            let count = (runs.len() - at).min(MAX_RUNS);
+            let is_many = count >= LEAST_RUNS && !inner.batches_fail;
+            // SAFETY: the caller's promise.
+            if !is_many || !unsafe { self.issue_batch(inner, runs, at, count, stream, begun)? } {
+                for run in at..at + count {
+                    // SAFETY: as above.
+                    unsafe { self.issue_run(&runs.run(run), stream)? };
+                    *begun = true;
+                }
+            }
+            at += count;
+        }
+        Ok(())
+    }
+
+    /// Whether the driver took some runs together.
+    ///
+    /// # Safety
+    /// As for [`Cuda::issue`].
+    unsafe fn issue_batch(
+        &self,
+        inner: &mut Inner,
+        runs: &Runs,
+        at: usize,
+        count: usize,
+        stream: Handle,
+        begun: &mut bool,
+    ) -> Result<bool> {
+        let Some(call) = self.batch_call else { return Ok(false) };
+        let part = at..at + count;
+        let (to, from) = (runs.to[part.clone()].as_ptr(), runs.from[part.clone()].as_ptr());
+        let bytes = runs.bytes[part].as_ptr();
+        // One description for all: sources are read when the stream's turn comes.
+        let (order, first, mut failed) =
+            (BatchOrder { order: 1, ..BatchOrder::default() }, 0, usize::MAX);
+        *begun = true;
+        // SAFETY: lists of `count` each, one description from the first copy on, and a place for
+        // a number; the memory is the caller's promise.
+        let code = unsafe { call(to, from, bytes, count, &order, &first, 1, &mut failed, stream) };
+        if code == 0 {
+            return Ok(true);
+        }
+        let error = self.driver.error("cuMemcpyBatchAsync", code);
+        if is_sticky(code) {
+            return Err(error);
+        }
+        self.give_up_batches(inner, &error);
+        Ok(false)
+    }
+
+    fn give_up_batches(&self, inner: &mut Inner, error: &Error) {
+        log::warn!("copies go one by one from now on: {}", error.message());
+        inner.batches_fail = true;
+    }
+}

@@ -1,0 +1,116 @@
+//! Events and streams of the engine's own. Nothing here waits, and what is part of a graph that
+//! an engine is making is refused: it would come whenever that is launched, and never now.
+
+use crate::base::status::{Error, Result};
+use crate::device::Event;
+use crate::device::cuda::put::Work;
+use crate::device::cuda::words::{DEFAULT_STREAMS, Handle, code};
+use crate::device::cuda::{Cuda, Inner};
+use crate::fail;
+
+/// Most streams that only listen for the engine's events. While there are fewer such events open
+/// each has a stream of its own, so that one that comes late holds up no others.
+const MAX_LISTENERS: usize = 32;
+
+impl Cuda {
+    /// What [`crate::device::Device::adopt`] says.
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn take_event(&self, raw: u64) -> Result<Event> {
+        if raw == 0 {
+            fail!(Invalid, "an event of the engine's at address 0");
+        }
+        let mut inner = self.inner.lock();
+        Cuda::check_alive(&inner)?;
+        let inside = self.enter()?;
+        // An event that belongs to a graph says so only here: a stream that waits for one would
+        // become part of that graph.
+        // SAFETY: the caller's promise: an event.
+        let code = unsafe { (self.driver.query)(raw as Handle) };
+        if code != 0 && code != code::NOT_READY {
+            let error = self.driver.error("cuEventQuery", code);
+            self.note_end(&mut inner, code, &error);
+            return Err(error.within("an event of the engine's"));
+        }
+        let line = self.listener(&mut inner)?;
+        drop(inside);
+        self.put(&mut inner, line, None, &Work::After(raw as Handle))
+    }
+
+    /// The line of a stream that no engine knows of: one that has nothing to wait for, if there is
+    /// any. The context is entered.
+    pub(super) fn listener(&self, inner: &mut Inner) -> Result<usize> {
+        let first = self.streams.len();
+        let lines = first..first + inner.listeners.len();
+        for line in lines.clone() {
+            self.ask_first(inner, line);
+        }
+        let idle = lines.clone().find(|line| inner.events.open_in(*line) == 0);
+        if let Some(line) = idle {
+            return Ok(line);
+        }
+        if inner.listeners.len() < MAX_LISTENERS {
+            inner.listeners.push(self.driver.make_stream()?);
+            return Ok(inner.events.add_line());
+        }
+        Ok(lines.min_by_key(|line| inner.events.open_in(*line)).unwrap_or(first))
+    }
+
+    /// What [`crate::device::Device::hold`] says.
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn hold_stream(&self, raw: u64, event: Event) -> Result<()> {
+        let mut inner = self.inner.lock();
+        let outcome = self.look(&mut inner, event)?;
+        let inside = self.enter()?;
+        self.check_stream(raw)?;
+        self.refuse_capturing(raw as Handle)?;
+        match outcome {
+            Some(Ok(())) => return Ok(()),
+            Some(Err(status)) => return Err(status.into()),
+            None => {}
+        }
+        let before = inner.events.raw(event)?;
+        // SAFETY: a stream and an event of this context.
+        let code = unsafe { (self.driver.stream_wait)(raw as Handle, before, 0) };
+        drop(inside);
+        let held = self.driver.check("cuStreamWaitEvent", code);
+        held.inspect_err(|error| self.note_end(&mut inner, code, error))
+    }
+
+    /// Refuses streams that are not of this context, and those that are everybody's.
+    pub(super) fn check_stream(&self, raw: u64) -> Result<()> {
+        if DEFAULT_STREAMS.contains(&raw) {
+            fail!(Invalid, "stream {raw:#x} is the default one, which is everybody's");
+        }
+        let mut context: Handle = std::ptr::null_mut();
+        // SAFETY: a stream, as the caller promises, and a place for a handle.
+        let code = unsafe { (self.driver.stream_context)(raw as Handle, &mut context) };
+        self.driver.check("cuStreamGetCtx", code)?;
+        if context as usize != self.context {
+            fail!(Invalid, "stream {raw:#x} is of another context than the device");
+        }
+        Ok(())
+    }
+
+    /// Copies do not go into a graph that the engine is making.
+    pub(super) fn refuse_capturing(&self, stream: Handle) -> Result<()> {
+        let mut state = 0;
+        // SAFETY: a stream of the engine's, of this context, and a place for a number.
+        let code = unsafe { (self.driver.is_capturing)(stream, &mut state) };
+        self.driver.check("cuStreamIsCapturing", code)?;
+        if state != 0 {
+            fail!(State, "the stream is making a graph: give the device others, or none");
+        }
+        Ok(())
+    }
+
+    /// A call that was refused for good ends the device.
+    pub(super) fn note_end(&self, inner: &mut Inner, code: i32, error: &Error) {
+        if crate::device::cuda::words::is_sticky(code) {
+            self.lose(inner, error);
+        }
+    }
+}

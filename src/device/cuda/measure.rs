@@ -1,0 +1,250 @@
+//! What a device is, in words and numbers, and which way of giving it small copies is the
+//! fastest here: each is tried for a moment when the device is opened.
+
+use std::fmt;
+
+use crate::base::clock::Clock;
+use crate::base::status::Result;
+use crate::device::cuda::batches::{Choice, Chosen, Means};
+use crate::device::cuda::hosts::{HostRange, How};
+use crate::device::cuda::put::Work;
+use crate::device::cuda::words::{HOST_MAPPED, HOST_PORTABLE};
+use crate::device::cuda::{Cuda, Found};
+use crate::device::{Copy, Device, DeviceMemory, Memory, Way};
+
+/// What is copied to try a way.
+const TRIAL_BYTES: u64 = 4 << 20;
+/// How long the runs are, for short ones and longer ones.
+const CELL_BYTES: [u64; 2] = [16 << 10, 64 << 10];
+/// How often each way is tried; the best counts.
+const TRIALS: u32 = 3;
+/// No trial begins when so much time has gone: what was found by then decides.
+const TRIAL_NS: u64 = 40_000_000;
+
+/// How fast small copies went one way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rate {
+    /// To the device, not from it.
+    pub to_device: bool,
+    /// How long each copy was.
+    pub cell_bytes: u64,
+    /// How they were given to the driver.
+    pub means: Means,
+    /// Bytes in a second.
+    pub bytes_per_s: u64,
+}
+
+/// What a device is, for people.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Description {
+    /// What the driver calls it.
+    pub name: String,
+    /// Its compute capability, as 90 for 9.0.
+    pub capability: u32,
+    /// Which CUDA the driver knows, as 12040 for 12.4.
+    pub version: u32,
+    /// How small copies are given to the driver.
+    pub chosen: Chosen,
+    /// What was measured for that, when the device was opened.
+    pub rates: Vec<Rate>,
+    /// Why it was not, or not to the end.
+    pub not_measured: Option<String>,
+    /// Host memory that it was told of and that could not be registered.
+    pub pageable_bytes: u64,
+    /// Why kernels cannot be had, if one was asked for and could not.
+    pub no_kernels: Option<String>,
+}
+
+impl Description {
+    pub(super) fn found(&mut self, found: &Found, version: i32) {
+        (self.name, self.capability) = (found.name.clone(), found.capability);
+        self.version = version.max(0) as u32;
+    }
+}
+
+impl fmt::Display for Description {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (major, minor) = (self.capability / 10, self.capability % 10);
+        let (cuda, point) = (self.version / 1000, self.version % 1000 / 10);
+        write!(f, "{} ({major}.{minor}, CUDA {cuda}.{point})", self.name)?;
+        for (words, means) in
+            [("to it", self.chosen.to_device), ("from it", self.chosen.from_device)]
+        {
+            write!(f, "; small copies {words} {}, less small ones {}", means[0], means[1])?;
+        }
+        if let Some(why) = &self.not_measured {
+            write!(f, "; not measured: {why}")?;
+        }
+        if self.pageable_bytes > 0 {
+            write!(f, "; {} bytes of host memory are not registered", self.pageable_bytes)?;
+        }
+        if let Some(why) = &self.no_kernels {
+            write!(f, "; no kernels: {why}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Memory on both sides, for trials; given back when it is dropped.
+struct Trial<'a> {
+    cuda: &'a Cuda,
+    host: *mut u8,
+    memory: Option<DeviceMemory>,
+}
+
+impl<'a> Trial<'a> {
+    fn new(cuda: &'a Cuda) -> Result<Trial<'a>> {
+        let mut trial = Trial { cuda, host: std::ptr::null_mut(), memory: None };
+        let _inside = cuda.enter()?;
+        let mut host = std::ptr::null_mut();
+        let flags = HOST_PORTABLE | HOST_MAPPED;
+        // SAFETY: a place for an address.
+        let code = unsafe { (cuda.driver.allocate_host)(&mut host, TRIAL_BYTES as usize, flags) };
+        cuda.driver.check("cuMemHostAlloc", code)?;
+        trial.host = host.cast();
+        let mut there = 0;
+        // SAFETY: a place for an address, and memory that was taken just now.
+        let code = unsafe { (cuda.driver.host_on_device)(&mut there, host, 0) };
+        let is_mapped = code == 0 && there == host as u64;
+        let range = HostRange { bytes: TRIAL_BYTES, how: How::Theirs, is_mapped };
+        cuda.inner.lock().hosts.insert(host as u64, range);
+        trial.memory = Some(cuda.allocate(TRIAL_BYTES)?);
+        Ok(trial)
+    }
+
+    /// How long it takes to copy all of it in cells.
+    fn run(&self, cell_bytes: u64, to_device: bool) -> Result<u64> {
+        let Some(memory) = &self.memory else { return Ok(u64::MAX) };
+        let way = if to_device { Way::Scatter } else { Way::Gather };
+        let mut copies = Vec::with_capacity((TRIAL_BYTES / cell_bytes) as usize);
+        // Neighbours on one side are none on the other, as cells of a store are.
+        let count = TRIAL_BYTES / cell_bytes;
+        for cell in 0..count {
+            let host = self.host.wrapping_add((cell * cell_bytes) as usize);
+            let there = memory.address + (cell * 7 + 3) % count * cell_bytes;
+            copies.push(Copy::bytes(host, there, cell_bytes, way, Memory::Device)?);
+        }
+        let clock = Clock::real();
+        let start_ns = clock.now_ns();
+        let mut inner = self.cuda.inner.lock();
+        let inside = self.cuda.enter()?;
+        // Not on a stream of the engine's: nothing of its is to wait for this.
+        let line = self.cuda.listener(&mut inner)?;
+        drop(inside);
+        // The trial's memory stays until what was begun has ended.
+        let event = self.cuda.put(&mut inner, line, None, &Work::Copies(&copies))?;
+        drop(inner);
+        self.cuda.wait(event, 0)?;
+        let took_ns = clock.now_ns() - start_ns;
+        self.cuda.release(event)?;
+        Ok(took_ns.max(1))
+    }
+}
+
+impl Drop for Trial<'_> {
+    fn drop(&mut self) {
+        let driver = &self.cuda.driver;
+        if let Some(memory) = &self.memory {
+            // SAFETY: memory of the trial's; what used it has ended.
+            if let Err(error) = unsafe { self.cuda.free(memory) } {
+                log::warn!("memory of a trial stays: {}", error.message());
+            }
+        }
+        self.cuda.inner.lock().hosts.remove(&(self.host as u64));
+        if let (false, Ok(_inside)) = (self.host.is_null(), self.cuda.enter()) {
+            // SAFETY: as above.
+            driver.note("cuMemFreeHost", unsafe { (driver.free_host)(self.host.cast()) });
+        }
+    }
+}
+
+impl Cuda {
+    /// Decides how small copies are given to the driver. Where that cannot be measured they are
+    /// given one by one, and the description says why.
+    pub(super) fn choose(&mut self, choice: Choice) {
+        let wants_kernel = [Choice::Measured, Choice::Fixed(Means::Kernel)].contains(&choice);
+        let has_lists = wants_kernel && self.has_mover();
+        self.chosen = match choice {
+            Choice::Fixed(Means::Kernel) if !has_lists => Chosen::default(),
+            Choice::Fixed(means) => Chosen::all(means),
+            Choice::Measured => {
+                let has = |means: &Means| match means {
+                    Means::Plain => true,
+                    Means::Batch => self.batch_call.is_some(),
+                    Means::Kernel => has_lists,
+                };
+                let all = [Means::Plain, Means::Batch, Means::Kernel];
+                let all: Vec<Means> = all.into_iter().filter(has).collect();
+                self.measure(&all)
+            }
+        };
+        self.description.chosen = self.chosen;
+    }
+
+    /// Whether the kernel that moves bytes can be had; all that it needs is taken.
+    fn has_mover(&self) -> bool {
+        let taken = self.take_lists().and_then(|()| self.load_mover());
+        if let Err(error) = &taken {
+            log::info!("no kernel moves bytes: {}", error.message());
+        }
+        taken.is_ok()
+    }
+
+    fn measure(&mut self, all: &[Means]) -> Chosen {
+        let (mut rates, mut best) = (Vec::new(), Chosen::default());
+        let tried = self.try_all(all, &mut rates);
+        if let Err(error) = tried {
+            self.description.not_measured = Some(error.message().to_string());
+        }
+        for to_device in [true, false] {
+            for (class, cell_bytes) in CELL_BYTES.into_iter().enumerate() {
+                let of =
+                    |rate: &&Rate| rate.to_device == to_device && rate.cell_bytes == cell_bytes;
+                let fastest = rates.iter().filter(of).max_by_key(|rate| rate.bytes_per_s);
+                let Some(fastest) = fastest else { continue };
+                let means = if to_device { &mut best.to_device } else { &mut best.from_device };
+                means[class] = fastest.means;
+            }
+        }
+        self.description.rates = rates;
+        best
+    }
+
+    fn try_all(&mut self, all: &[Means], rates: &mut Vec<Rate>) -> Result<()> {
+        let clock = Clock::real();
+        let end_ns = clock.now_ns() + TRIAL_NS;
+        for &means in all {
+            self.chosen = Chosen::all(means);
+            let trial = Trial::new(self)?;
+            for (to_device, cell_bytes) in
+                [true, false].into_iter().flat_map(|to| CELL_BYTES.map(|bytes| (to, bytes)))
+            {
+                let mut best_ns = u64::MAX;
+                for _ in 0..=TRIALS {
+                    if clock.now_ns() < end_ns {
+                        best_ns = best_ns.min(trial.run(cell_bytes, to_device)?);
+                    }
+                }
+                if best_ns == u64::MAX {
+                    return Err(crate::base::status::Status::Timeout.into());
+                }
+                let bytes_per_s =
+                    (u128::from(TRIAL_BYTES) * 1_000_000_000 / u128::from(best_ns)) as u64;
+                rates.push(Rate { to_device, cell_bytes, means, bytes_per_s });
+            }
+        }
+        Ok(())
+    }
+
+    /// What the device is and how it is used, for people.
+    pub fn describe(&self) -> Description {
+        let mut description = self.description.clone();
+        let inner = self.inner.lock();
+        let pageable = inner.hosts.values().filter(|range| range.how == How::Pageable);
+        description.pageable_bytes = pageable.map(|range| range.bytes).sum();
+        drop(inner);
+        let loaded = self.loaded.lock();
+        description.no_kernels = loaded.failure().map(|error| error.message().to_string());
+        description
+    }
+}

@@ -1,0 +1,223 @@
+//! Small copies by a kernel: it reads and writes host memory that is registered where it is, so
+//! one launch moves any number of pieces, whatever their layouts. Lists of pieces lie in memory
+//! of the device's own, which is used again when the batch has ended.
+
+use crate::base::status::{Result, Status};
+use crate::device::call::{Call, Kind};
+use crate::device::cuda::kernels::{Step, steps};
+use crate::device::cuda::launch::Launch;
+use crate::device::cuda::words::{HOST_PORTABLE, Handle, Pointer};
+use crate::device::cuda::{Cuda, Inner};
+use crate::device::{Copy, Event, Memory, Way};
+use crate::meta::view::Strip;
+
+/// Pieces of one launch.
+const LIST_PIECES: usize = 2048;
+/// Lists that may be in use at once; when all are, copies go another way.
+const LISTS: usize = 4;
+const LIST_BYTES: usize = LIST_PIECES * size_of::<Piece>();
+/// What the kernel needs beside a list: a number for each piece, and one more.
+const SCRATCH_BYTES: usize = (LIST_PIECES + 1) * 8;
+
+/// Runs of equal length at equal distances: what the kernel calls a piece.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Piece {
+    from: u64,
+    to: u64,
+    from_stride: i64,
+    to_stride: i64,
+    run_bytes: u32,
+    runs: u32,
+}
+
+const _: () = assert!(size_of::<Piece>() == 40);
+
+/// A list of pieces, in host memory and on the device, and the batch that uses it.
+struct List {
+    host: usize,
+    device: Pointer,
+    user: Option<Event>,
+}
+
+/// All lists, and what is noted down for the next.
+#[derive(Default)]
+pub struct Moves {
+    lists: Vec<List>,
+    pieces: Vec<Piece>,
+    steps: Vec<Step>,
+    /// The kernel's functions by their names.
+    functions: Vec<(&'static str, usize)>,
+    /// How many pieces there is room for in lists that nobody uses.
+    room: usize,
+}
+
+impl Moves {
+    /// What was taken of the driver: in host memory and of the device.
+    pub fn taken(&self) -> impl Iterator<Item = (usize, Pointer)> {
+        self.lists.iter().map(|list| (list.host, list.device))
+    }
+}
+
+impl Inner {
+    /// Finds out how many pieces there is room for.
+    pub fn begin_moves(&mut self) {
+        let events = &self.events;
+        for list in &mut self.moves.lists {
+            let in_use = |event| events.get(event).is_ok_and(|known| known.outcome.is_none());
+            list.user = list.user.filter(|event| in_use(*event));
+        }
+        let free = self.moves.lists.iter().filter(|list| list.user.is_none()).count();
+        self.moves.room = free * LIST_PIECES;
+        self.moves.pieces.clear();
+    }
+
+    /// Notes a strip for the kernel; whether it takes it.
+    pub fn note_piece(&mut self, copy: &Copy<'_>, strip: &Strip) -> bool {
+        let plane = copy.plane.expose_provenance() as u64 + strip.at;
+        let tensor_reach = (strip.count - 1).saturating_mul(strip.stride_bytes) + strip.run_bytes;
+        let reaches =
+            |memory, address, bytes| memory == Memory::Device || self.is_mapped(address, bytes);
+        let is_one = strip.count == 1 || strip.stride_bytes == strip.run_bytes;
+        let (run, runs) = if is_one { (strip.bytes(), 1) } else { (strip.run_bytes, strip.count) };
+        let (Ok(run_bytes), Ok(runs)) = (u32::try_from(run), u32::try_from(runs)) else {
+            return false;
+        };
+        if self.moves.room == 0
+            || !reaches(copy.memory, strip.address, tensor_reach)
+            || !reaches(copy.plane_memory, plane, strip.bytes())
+            || self.moves.pieces.try_reserve(1).is_err()
+        {
+            return false;
+        }
+        let (tensor, plane) =
+            ((strip.address, strip.stride_bytes as i64), (plane, strip.run_bytes as i64));
+        let (from, to) = if copy.way == Way::Gather { (tensor, plane) } else { (plane, tensor) };
+        self.moves.room -= 1;
+        self.moves.pieces.push(Piece {
+            from: from.0,
+            to: to.0,
+            from_stride: from.1,
+            to_stride: to.1,
+            run_bytes,
+            runs,
+        });
+        true
+    }
+
+    /// Whether kernels find all of a range of host memory where the processor does.
+    fn is_mapped(&self, address: u64, bytes: u64) -> bool {
+        self.host_range(address).is_some_and(|(start, range)| {
+            range.is_mapped && bytes <= range.bytes - (address - start)
+        })
+    }
+}
+
+impl Cuda {
+    /// Takes memory for lists. [`Status::Unsupported`] where there is no such kernel.
+    pub(super) fn take_lists(&self) -> Result<()> {
+        if self.kernels & Kind::Move.bit() == 0 {
+            return Err(Status::Unsupported.into());
+        }
+        let _inside = self.enter()?;
+        for _ in 0..LISTS {
+            let mut host = std::ptr::null_mut();
+            // SAFETY: a place for an address.
+            let code = unsafe { (self.driver.allocate_host)(&mut host, LIST_BYTES, HOST_PORTABLE) };
+            self.driver.check("cuMemHostAlloc", code)?;
+            let device = self.take_memory((LIST_BYTES + SCRATCH_BYTES) as u64);
+            let list = List { host: host as usize, device: 0, user: None };
+            match device {
+                Ok(device) => self.inner.lock().moves.lists.push(List { device, ..list }),
+                Err(error) => {
+                    // SAFETY: what was taken just now.
+                    self.driver.note("cuMemFreeHost", unsafe { (self.driver.free_host)(host) });
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Loads the kernel. Later launches need not ask for it: others may be loading theirs then.
+    pub(super) fn load_mover(&self) -> Result<()> {
+        let device = self.inner.lock().moves.lists.first().map(|list| list.device);
+        let Some(device) = device else { return Err(Status::Unsupported.into()) };
+        let launches = self.prepare(&[move_call(device, 1)])?;
+        let functions = launches.iter().map(|launch| (launch.step.name, launch.function));
+        self.inner.lock().moves.functions = functions.collect();
+        Ok(())
+    }
+
+    /// Puts the pieces that were noted on a stream.
+    ///
+    /// # Safety
+    /// As for [`Cuda::issue`].
+    pub(super) unsafe fn issue_moves(
+        &self,
+        inner: &mut Inner,
+        event: Event,
+        stream: Handle,
+        begun: &mut bool,
+    ) -> Result<()> {
+        let mut moves = std::mem::take(&mut inner.moves);
+        let mut issue = || {
+            let Moves { lists, pieces, steps, functions, .. } = &mut moves;
+            let mut free = lists.iter_mut().filter(|list| list.user.is_none());
+            for part in pieces.chunks(LIST_PIECES) {
+                let Some(list) = free.next() else { return Err(Status::Again.into()) };
+                list.user = Some(event);
+                // SAFETY: the caller's promise.
+                unsafe { self.issue_list(list, part, (steps, functions), stream, begun)? };
+            }
+            Ok(())
+        };
+        let issued = issue();
+        inner.moves = moves;
+        issued
+    }
+
+    /// # Safety
+    /// As for [`Cuda::issue`].
+    unsafe fn issue_list(
+        &self,
+        list: &List,
+        pieces: &[Piece],
+        (found, functions): (&mut Vec<Step>, &[(&str, usize)]),
+        stream: Handle,
+        begun: &mut bool,
+    ) -> Result<()> {
+        let host: *mut Piece = std::ptr::with_exposed_provenance_mut(list.host);
+        let bytes = size_of_val(pieces);
+        // SAFETY: the list's own memory, which is that long and which nobody uses now.
+        let code = unsafe {
+            std::ptr::copy_nonoverlapping(pieces.as_ptr(), host, pieces.len());
+            (self.driver.to_device)(list.device, host.cast_const().cast(), bytes, stream)
+        };
+        *begun = true;
+        self.driver.check("cuMemcpyHtoDAsync", code)?;
+        let call = move_call(list.device, pieces.len() as u32);
+        found.clear();
+        steps(&call, found)?;
+        for step in found.iter() {
+            let function = functions.iter().find(|(name, _)| *name == step.name);
+            let Some(&(_, function)) = function else { return Err(Status::Unsupported.into()) };
+            let launch = Launch { function, step: *step, call: 0 };
+            // SAFETY: the caller's promise, and a list that is this launch's until its event.
+            unsafe { self.issue_kernels(&[launch], &[call], stream, begun)? };
+        }
+        Ok(())
+    }
+}
+
+/// What the kernel is asked.
+fn move_call(device: Pointer, count: u32) -> Call {
+    Call {
+        kind: Kind::Move as u32,
+        table: device,
+        count,
+        scratch: device + LIST_BYTES as u64,
+        scratch_bytes: SCRATCH_BYTES as u64,
+        ..Call::default()
+    }
+}

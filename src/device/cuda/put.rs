@@ -1,0 +1,121 @@
+//! Work, put on a stream between what it waits for and the event that it ends with.
+
+use crate::base::status::Result;
+use crate::device::call::Call;
+use crate::device::cuda::launch::Launch;
+use crate::device::cuda::words::Handle;
+use crate::device::cuda::{Cuda, Inner};
+use crate::device::{Copy, Event};
+
+/// What is put on a stream. The memory that it names is the device's to use until its event, as
+/// whoever made it promised.
+pub enum Work<'a, 'b> {
+    /// Copies.
+    Copies(&'a [Copy<'b>]),
+    /// Kernels, and what each of them is asked.
+    Kernels(&'a [Launch], &'a [Call]),
+    /// An event of the engine's is waited for.
+    After(Handle),
+}
+
+impl Cuda {
+    /// Puts work on the stream of a line. When it fails before anything was begun, nothing was.
+    /// When it fails later there is an event all the same, which ends with that failure once the
+    /// device has done what was begun.
+    pub(super) fn put(
+        &self,
+        inner: &mut Inner,
+        line: usize,
+        after: Option<Event>,
+        work: &Work<'_, '_>,
+    ) -> Result<Event> {
+        Cuda::check_alive(inner)?;
+        let waits = match after.map(|event| self.look(inner, event)).transpose()? {
+            Some(Some(Err(status))) => return Err(status.into()),
+            Some(None) => after,
+            _ => None,
+        };
+        Cuda::check_alive(inner)?; // looking may have found that it is lost
+        let stream = self.stream_of(inner, line);
+        let _inside = self.enter()?;
+        if !self.owns_streams && line < self.streams.len() {
+            self.refuse_capturing(stream)?;
+        }
+        match work {
+            Work::Copies(copies) => self.check_copies(inner, copies)?,
+            Work::Kernels(_, calls) => self.check_calls(inner, calls)?,
+            Work::After(_) => {}
+        }
+        let event = inner.events.begin(&self.driver, line, |known| match work {
+            Work::Copies(copies) => known.note_copies(copies),
+            Work::Kernels(_, calls) => known.note_calls(calls),
+            Work::After(_) => Ok(()),
+        })?;
+        let mut begun = false;
+        let issued = self
+            .wait_for(inner, stream, waits)
+            .and_then(|()| self.issue_work(inner, event, stream, work, &mut begun));
+        let raw = inner.events.raw(event)?;
+        // SAFETY: an event and a stream of this context.
+        let record =
+            || self.driver.check("cuEventRecord", unsafe { (self.driver.record)(raw, stream) });
+        let Err(error) = issued.and_then(|()| record()) else { return Ok(event) };
+        if begun && record().is_ok() {
+            log::warn!("a batch was begun and failed: {}", error.message());
+            inner.events.will_fail(event, error.status());
+            return Ok(event);
+        }
+        // What may have been begun must have ended before the caller hears of it.
+        // SAFETY: as above.
+        if begun && unsafe { (self.driver.sync_stream)(stream) } != 0 {
+            self.lose(inner, &error);
+        }
+        inner.events.forget(event)?;
+        Err(error)
+    }
+
+    fn wait_for(&self, inner: &Inner, stream: Handle, before: Option<Event>) -> Result<()> {
+        let Some(before) = before else { return Ok(()) };
+        let raw = inner.events.raw(before)?;
+        // SAFETY: an event and a stream of this context.
+        let code = unsafe { (self.driver.stream_wait)(stream, raw, 0) };
+        self.driver.check("cuStreamWaitEvent", code)
+    }
+
+    fn issue_work(
+        &self,
+        inner: &mut Inner,
+        event: Event,
+        stream: Handle,
+        work: &Work<'_, '_>,
+        begun: &mut bool,
+    ) -> Result<()> {
+        match work {
+            // SAFETY: the promise that came with the work.
+            Work::Copies(copies) => unsafe { self.issue(inner, copies, event, stream, begun) },
+            // SAFETY: as above.
+            Work::Kernels(launches, calls) => unsafe {
+                self.issue_kernels(launches, calls, stream, begun)
+            },
+            Work::After(raw) => {
+                // SAFETY: the engine's event, as it has promised, and a stream of this context.
+                let code = unsafe { (self.driver.stream_wait)(stream, *raw, 0) };
+                self.driver.check("cuStreamWaitEvent", code)
+            }
+        }
+    }
+
+    fn stream_of(&self, inner: &Inner, line: usize) -> Handle {
+        let own = self.streams.get(line).copied();
+        own.unwrap_or_else(|| inner.listeners[line - self.streams.len()]) as Handle
+    }
+}
+
+impl Inner {
+    /// Where memory of this device's that an address is in ends.
+    pub fn given_end(&self, address: u64) -> Option<u64> {
+        let (&start, &(bytes, _)) = self.given.range(..=address).next_back()?;
+        let end = start.saturating_add(bytes);
+        (address < end).then_some(end)
+    }
+}
