@@ -135,8 +135,13 @@ fn terms_of(given: &kvt_plan_terms_t) -> Result<PlanTerms> {
 }
 
 fn segment(leg: &Leg) -> kvt_plan_segment_t {
-    let [host_bytes, disk_bytes, remote_bytes] = leg.bytes;
-    let from = [(remote_bytes, Tier::Remote), (disk_bytes, Tier::Disk), (host_bytes, Tier::Host)];
+    let [host_bytes, disk_bytes, remote_bytes, device_bytes] = leg.bytes;
+    let from = [
+        (remote_bytes, Tier::Remote),
+        (disk_bytes, Tier::Disk),
+        (host_bytes, Tier::Host),
+        (device_bytes, Tier::Device),
+    ];
     let farthest = from.into_iter().find(|&(bytes, _)| bytes > 0);
     kvt_plan_segment_t {
         first_token: leg.first_token,

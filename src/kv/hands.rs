@@ -1,10 +1,12 @@
 //! The hands of a store: they carry out what the core decides. No lock is held while
 //! they work.
 
-use crate::base::status::Result;
+use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
-use crate::device::{Copy, Device, Stream};
+use crate::device::host::Host;
+use crate::device::{Copy, Device, Event, Memory, Stream, Way};
 use crate::kv::coder;
+use crate::kv::core::audit::Audit;
 use crate::kv::core::books::Books;
 use crate::kv::core::work::{CopyBatch, CopyItem, SyncBatch, Upkeep, Work};
 use crate::tier::disk::DiskTier;
@@ -34,6 +36,10 @@ impl Tools {
         match (work, &self.disk) {
             // SAFETY: the caller's promise.
             (Work::Copies(batch), _) => unsafe { self.copy(batch, stream) },
+            (Work::Slabs(slabs), _) => {
+                slabs.carry_out(&self.device);
+                Ok(())
+            }
             (Work::Reads(batch), Some(disk)) => {
                 // SAFETY: pieces of memory that the core keeps for these reads.
                 unsafe { coder::read(batch, disk) };
@@ -56,24 +62,123 @@ impl Tools {
         }
     }
 
+    /// Reads a cell in device memory back, and says whether it is right.
+    ///
+    /// # Safety
+    /// The core that has begun the audit has not ended it yet.
+    pub unsafe fn audit(&self, one: &Audit, stream: Stream) -> Result<Option<bool>> {
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(one.bytes as usize).map_err(|_| Status::NoMem)?;
+        bytes.resize(one.bytes as usize, 0u8);
+        let (way, memory) = (Way::Gather, Memory::Device);
+        let back = Copy::bytes(bytes.as_mut_ptr(), one.device, one.bytes, way, memory)?;
+        // SAFETY: a piece that is read until the audit has ended, and memory of this call.
+        unsafe {
+            self.submit_parts(stream, None, &mut [back])?;
+            Ok(one.is_right(&bytes))
+        }
+    }
+
     /// # Safety
     /// As [`Tools::work`].
-    unsafe fn copy(&self, batch: &CopyBatch, stream: Stream) -> Result<()> {
+    unsafe fn copy(&self, batch: &mut CopyBatch, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        let outcome = unsafe { self.copy_all(batch, stream) };
+        let is_lost = outcome.as_ref().is_err_and(|e| e.status() == Status::Unavailable);
+        if is_lost && batch.rescued.is_some() {
+            // SAFETY: the caller's promise; a lost device touches nothing any more.
+            let done = unsafe { copy_without(batch) };
+            batch.rescued = Some(done?);
+        }
+        outcome
+    }
+
+    /// # Safety
+    /// As [`Tools::work`].
+    unsafe fn copy_all(&self, batch: &CopyBatch, stream: Stream) -> Result<()> {
         let mut copies = Vec::with_capacity(batch.items.len());
         for item in &batch.items {
             copies.push(copy_of(batch, item)?);
         }
+        let mut fills = Vec::with_capacity(batch.fills.len());
+        for fill in &batch.fills {
+            let (host, way) = (fill.host as *mut u8, Way::Scatter);
+            fills.push(Copy::bytes(host, fill.device, fill.bytes, way, Memory::Device)?);
+        }
+        // SAFETY: the caller's promise; planes are pieces that are kept for this.
+        unsafe { self.submit_all(stream, &mut fills, &mut copies) }
+    }
+
+    /// Copies `first`, and `then` what may read that. Nothing is under way any more when this
+    /// returns.
+    ///
+    /// # Safety
+    /// As [`Device::submit`].
+    unsafe fn submit_all(
+        &self,
+        stream: Stream,
+        first: &mut [Copy<'_>],
+        then: &mut [Copy<'_>],
+    ) -> Result<()> {
+        if first.is_empty() {
+            // SAFETY: the caller's promise.
+            return unsafe { self.submit_parts(stream, None, then) };
+        }
+        // SAFETY: the caller's promise. Fewer than a batch of cells: one part.
+        let filled = unsafe { self.device.submit(stream, None, first)? };
+        // SAFETY: the same.
+        let copied = unsafe { self.submit_parts(stream, Some(filled), then) };
+        let ended = self.end(filled);
+        copied.and(ended)
+    }
+
+    /// # Safety
+    /// As [`Device::submit`].
+    unsafe fn submit_parts(
+        &self,
+        stream: Stream,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+    ) -> Result<()> {
         for part in copies.chunks_mut(crate::device::MAX_COPIES) {
-            // SAFETY: the caller's promise; planes are pieces that are kept for this.
-            let event = unsafe { self.device.submit(stream, None, part)? };
-            let ended = self.device.wait(event, 0);
-            if self.device.facts().asynchronous {
-                self.device.release(event)?;
-            }
-            ended?;
+            // SAFETY: the caller's promise.
+            let event = unsafe { self.device.submit(stream, after, part)? };
+            self.end(event)?;
         }
         Ok(())
     }
+
+    /// Waits for a batch, and forgets it.
+    fn end(&self, event: Event) -> Result<()> {
+        let ended = self.device.wait(event, 0);
+        if self.device.facts().asynchronous {
+            self.device.release(event)?;
+        }
+        ended
+    }
+}
+
+/// Carries those jobs of a batch out by the processor that are between places in host memory;
+/// which ones.
+///
+/// # Safety
+/// As [`Tools::work`].
+unsafe fn copy_without(batch: &CopyBatch) -> Result<Vec<bool>> {
+    let mut all: Vec<Vec<Copy<'_>>> = batch.jobs().map(|_| Vec::new()).collect();
+    let mut is_in_host = vec![true; all.len()];
+    for item in &batch.items {
+        let copy = copy_of(batch, item)?;
+        is_in_host[item.job] &= [copy.memory, copy.plane_memory] == [Memory::Host; 2];
+        all[item.job].push(copy);
+    }
+    let host = Host::default();
+    for (copies, is_in_host) in all.iter_mut().zip(&is_in_host) {
+        if *is_in_host {
+            // SAFETY: the caller's promise; such copies are done when this returns.
+            unsafe { host.submit(Stream(0), None, copies)? };
+        }
+    }
+    Ok(is_in_host)
 }
 
 fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<'a>> {
@@ -84,7 +189,7 @@ fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<'a>> {
     };
     let address = item.address as *mut u8;
     let mut copy = Copy::new(&plane.view(), item.first, item.tokens, address, item.way)?;
-    copy.memory = plane.memory;
+    (copy.memory, copy.plane_memory) = (plane.memory, item.memory);
     Ok(copy)
 }
 

@@ -11,8 +11,8 @@ use crate::fail;
 use crate::kv::calibrate::Speed;
 use crate::meta::cost::Cost;
 
-/// Tiers that chunks are loaded from, the nearest first: host, disk, remote.
-pub const SOURCES: usize = 3;
+/// Tiers that chunks are loaded from: host, disk, remote, device.
+pub const SOURCES: usize = 4;
 /// Most chunks of one plan.
 pub const MAX_CHUNKS: usize = 1 << 22;
 
@@ -363,9 +363,9 @@ mod tests {
     proptest! {
         #[test]
         fn none_is_better(
-            kinds in proptest::collection::vec((any::<u8>(), 0usize..3), 0..11),
+            kinds in proptest::collection::vec((any::<u8>(), 0usize..4), 0..11),
             holes in any::<bool>(), overlap in any::<bool>(),
-            rates in proptest::array::uniform3(1e8f64..1e11),
+            rates in proptest::array::uniform4(1e8f64..1e11),
         ) {
             let parts: Vec<Part> = kinds.iter().map(|&(kind, source)| part(kind, source)).collect();
             let terms = terms(holes, overlap, rates);
@@ -393,10 +393,10 @@ mod tests {
         parts[0].need = Need::Compute;
         parts[1].need = Need::Compute;
         let mut plan = Plan::default();
-        plan.make(&parts, &terms(true, false, [1e11; 3])).unwrap();
+        plan.make(&parts, &terms(true, false, [1e11; 4])).unwrap();
         assert_eq!(deeds(&plan), [(Deed::Recompute, 2), (Deed::Load, 6)]);
-        assert_eq!(plan.segments[1].bytes, [6 * (32 << 20), 0, 0]);
-        plan.make(&parts, &terms(false, false, [1e11; 3])).unwrap();
+        assert_eq!(plan.segments[1].bytes, [6 * (32 << 20), 0, 0, 0]);
+        plan.make(&parts, &terms(false, false, [1e11; 4])).unwrap();
         assert_eq!(deeds(&plan), [(Deed::Recompute, 8)]);
         assert_eq!(plan.total_ns, plan.without_ns);
     }
@@ -405,7 +405,7 @@ mod tests {
     fn a_slow_tier_gives_up_what_is_cheap_to_compute() {
         // Loading 8 chunks takes longer than computing a few of them meanwhile.
         let parts = vec![part(2, 1); 8];
-        let slow = terms(true, true, [1e11, 1e9, 1e9]);
+        let slow = terms(true, true, [1e11, 1e9, 1e9, 1e11]);
         let mut plan = Plan::default();
         plan.make(&parts, &slow).unwrap();
         let (deed, leading) = deeds(&plan)[0];
@@ -420,9 +420,10 @@ mod tests {
     #[test]
     fn what_is_jammed_is_given_up_whole_though_sums_are_rounded() {
         for n in 2..40u64 {
-            let part = |i| Part { tokens: 16, need: Need::Load([0, 1000 + 37 * (i * i % n), 0]) };
+            let part =
+                |i| Part { tokens: 16, need: Need::Load([0, 1000 + 37 * (i * i % n), 0, 0]) };
             let parts: Vec<Part> = (0..n).map(part).collect();
-            let mut terms = terms(true, false, [1e11, 3e9, 1e9]);
+            let mut terms = terms(true, false, [1e11, 3e9, 1e9, 1e11]);
             terms.routes[1].queued_ns = 1e12;
             let mut plan = Plan::default();
             plan.make(&parts, &terms).unwrap();
@@ -433,9 +434,9 @@ mod tests {
     #[test]
     fn what_is_there_costs_nothing() {
         let mut plan = Plan::default();
-        plan.make(&[part(1, 0); 5], &terms(false, true, [1e9; 3])).unwrap();
+        plan.make(&[part(1, 0); 5], &terms(false, true, [1e9; 4])).unwrap();
         assert_eq!((deeds(&plan), plan.total_ns), (vec![(Deed::Resident, 5)], 0.0));
-        plan.make(&[], &terms(false, true, [1e9; 3])).unwrap();
+        plan.make(&[], &terms(false, true, [1e9; 4])).unwrap();
         assert_eq!((plan.segments.len(), plan.total_ns), (0, 0.0));
     }
 }

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `host` | 1GiB | most bytes of cells in memory |
 //! | `disk` | none | `disk(path="...", bytes=...)`: the disk tier |
+//! | `device` | none | `device(capacity=...)`: copies in device memory; needs a device with memory of its own |
 //! | `policy` | `horizon` | who leaves memory: any policy |
 //! | `disk_policy` | `lru` | who leaves the disk |
 //! | `grain` | `chunk` | what policies choose among: `chunk`; `cell`: late layers leave memory before early ones; `session`: what a session was the last to use leaves together |
@@ -26,6 +27,12 @@
 //! | `segment` | 64MiB | bytes of a segment |
 //! | `buffered` | false | through the page cache |
 //! | `uring` | true | io_uring where it works |
+//!
+//! | parameter of `device` | default | meaning |
+//! |---|---|---|
+//! | `capacity` | | most bytes of device memory |
+//! | `policy` | `s3fifo` | who leaves it |
+//! | `admission` | `all` | what may come: `all`, `none`, `select(...)` |
 
 use std::path::PathBuf;
 
@@ -35,7 +42,7 @@ use crate::fail;
 use crate::format::codec::Codec;
 use crate::io::real::RealOpts;
 use crate::kv::core::grain::Grain;
-use crate::kv::core::{Config, Write};
+use crate::kv::core::{Config, DeviceConfig, Write};
 use crate::policy::custom;
 
 /// A disk tier as described.
@@ -84,6 +91,10 @@ impl StoreSpec {
         let write = reader.choice("write", &["through", "back", "never"])?;
         let config = Config {
             host_bytes: reader.bytes("host", usual.host_bytes)?,
+            device: match reader.spec("device")? {
+                Some(device) => read_device(device)?,
+                None => DeviceConfig::default(),
+            },
             host_policy: policy(&mut reader, "policy", &usual.host_policy)?,
             disk_policy: policy(&mut reader, "disk_policy", &usual.disk_policy)?,
             grain: match grain {
@@ -138,6 +149,24 @@ fn written(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String
     Ok(reader.spec(key)?.map_or_else(|| usual.to_string(), |spec| spec.to_string()))
 }
 
+fn read_device(spec: &Spec) -> Result<DeviceConfig> {
+    let usual = DeviceConfig::default();
+    match spec.name.as_str() {
+        "none" => return Reader::new(spec).finish().map(|()| usual),
+        "device" => {}
+        _ => return Err(spec.unknown_name(&["device", "none"])),
+    }
+    let mut reader = Reader::new(spec);
+    let bytes = reader.bytes("capacity", 0)?;
+    let policy = policy(&mut reader, "policy", &usual.policy)?;
+    let admission = written(&mut reader, "admission", &usual.admission)?;
+    reader.finish()?;
+    if bytes == 0 {
+        fail!(Spec, "device(...) needs capacity=...: most bytes of device memory");
+    }
+    Ok(DeviceConfig { bytes, policy, admission })
+}
+
 fn read_disk(spec: &Spec) -> Result<Option<DiskSpec>> {
     match spec.name.as_str() {
         "none" => return Reader::new(spec).finish().map(|()| None),
@@ -178,12 +207,20 @@ mod tests {
         assert_eq!(spec.control, Some(PathBuf::from("run/kv")));
         assert!(StoreSpec::parse("store(control=\"\")").unwrap().control.is_none());
         assert!(StoreSpec::parse("").unwrap().disk.is_none());
+        assert_eq!(StoreSpec::parse("store(device=none)").unwrap().config.device.bytes, 0);
+        let text = "store(device=device(capacity=2GiB, policy=lru, admission=select(hits=2)))";
+        let device = StoreSpec::parse(text).unwrap().config.device;
+        assert_eq!((device.bytes, &device.policy[..]), (2 << 30, "lru"));
+        assert_eq!(device.admission, "select(hits=2)");
         for (bad, word) in [
             ("store(hots=1GiB)", "host"),
             ("stor()", "store"),
             ("store(disk=disk(path=\"x\"))", "bytes="),
             ("store(disk=disk(bytes=1GiB))", "path="),
             ("store(disk=disc(bytes=1GiB))", "disk"),
+            ("store(device=device())", "capacity="),
+            ("store(device=devise(capacity=1GiB))", "device"),
+            ("store(device=device(capacity=1GiB, policy=custom))", "score function"),
             ("store(write=thru)", "through"),
             ("store(codec=lz)", "lz4"),
             ("store(codec=int8)", "none"),

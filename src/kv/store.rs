@@ -22,6 +22,7 @@ use crate::kv::spec::{DiskSpec, StoreSpec};
 use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
 
 mod after;
+mod audit;
 mod clear;
 mod ends;
 mod look;
@@ -127,6 +128,7 @@ impl Store {
         };
         let mut core = Core::new(spec.config.clone(), account.clone(), disk.clone())?;
         core.tick(runtime.clock().now_ns());
+        core.fill_device(&device)?;
         let adopted = match &recovered {
             Some(recovered) => core.adopt(recovered)?,
             None => Adopted::default(),
@@ -454,7 +456,16 @@ fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
     let slot = slot.clone();
     Box::new(move |tier, bytes, _deadline| {
         let inner = slot.lock().upgrade();
-        let Some(inner) = inner.filter(|_| tier == Tier::Host) else { return 0 };
+        let has = matches!(tier, Tier::Host | Tier::Device);
+        let Some(inner) = inner.filter(|_| has) else { return 0 };
+        if tier == Tier::Device {
+            let mut state = inner.state.lock();
+            let promised = state.core.shrink_device(bytes);
+            let news = inner.news(&mut state);
+            drop(state);
+            finish(news);
+            return promised;
+        }
         // What nobody uses goes first.
         let trimmed = inner.tools.lock().disk.as_ref().map_or(0, |disk| disk.trim());
         if trimmed >= bytes {

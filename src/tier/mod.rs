@@ -1,4 +1,5 @@
-//! Where bytes rest: memory of the host, files.
+//! Where bytes rest: memory of the device, memory of the host, files.
 
+pub mod device;
 pub mod disk;
 pub mod host;

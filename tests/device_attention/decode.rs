@@ -7,7 +7,7 @@ use kvtier::device::cuda::kernels::attend::OUT_F32;
 use kvtier::meta::dtype::Dtype;
 
 use crate::data::{Bytes, Problem, Shape, rows};
-use crate::emulated::run;
+use crate::gpu::run;
 
 const BY_QUERY_HEAD: u32 = 2;
 const BY_KEY_HEAD: u32 = 4;

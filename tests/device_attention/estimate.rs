@@ -7,7 +7,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::sparse::{Context, Index, registry};
 
 use crate::data::{Bytes, Problem, Shape, rows};
-use crate::emulated::run;
+use crate::gpu::run;
 
 /// Sums by key, and by distance, of each query head.
 fn compute(problem: &Problem) -> [Vec<f32>; 2] {

@@ -7,7 +7,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::sparse::{Context, Keep, registry};
 
 use crate::data::{Bytes, number};
-use crate::emulated::run;
+use crate::gpu::run;
 
 /// Scores of lists, with room behind each.
 struct Scores {

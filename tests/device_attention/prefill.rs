@@ -9,7 +9,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::sparse::{Context, Index, registry};
 
 use crate::data::{Bytes, Problem, Shape, rows};
-use crate::emulated::run;
+use crate::gpu::run;
 
 /// What lists say, of one head or of several.
 #[derive(Default)]

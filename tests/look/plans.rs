@@ -22,7 +22,7 @@ fn part_of(rows: &Rows, chunk: usize, one: &Chosen) -> Part {
     let need = match one.state {
         State::Miss => Need::Compute,
         _ if copied == 0 => Need::Nothing,
-        _ => Need::Load([copied, one.bytes[DISK], 0]),
+        _ => Need::Load([copied, one.bytes[DISK], 0, 0]),
     };
     Part { tokens: rows.tokens[chunk] as u32, need }
 }

@@ -11,7 +11,7 @@ use crate::kv::core::Core;
 use crate::kv::core::sight::TrialSight;
 use crate::kv::core::trial::Trial;
 
-const TIERS: [Tier; 2] = [Tier::Host, Tier::Disk];
+const TIERS: [Tier; 3] = [Tier::Host, Tier::Disk, Tier::Device];
 
 /// A store that is asked.
 pub trait Subject {

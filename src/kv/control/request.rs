@@ -140,9 +140,10 @@ fn count(reader: &mut Reader, key: &'static str, usual: u64, most: usize) -> Res
 }
 
 fn tier(reader: &mut Reader) -> Result<Option<Tier>> {
-    Ok(match reader.choice("tier", &["host", "disk"])? {
+    Ok(match reader.choice("tier", &["host", "disk", "device"])? {
         Some(0) => Some(Tier::Host),
-        Some(_) => Some(Tier::Disk),
+        Some(1) => Some(Tier::Disk),
+        Some(_) => Some(Tier::Device),
         None => None,
     })
 }

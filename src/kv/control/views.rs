@@ -55,6 +55,7 @@ pub(super) fn stats(
             ("chunks", all.chunks),
             ("host_cells", all.host_cells),
             ("disk_cells", all.disk_cells),
+            ("device_cells", all.device_cells),
             ("pins", all.pins),
             ("moves", all.moves),
             ("jobs", all.jobs),
@@ -75,6 +76,9 @@ pub(super) fn stats(
             json.key("host").object(|json| policy(json, &all.host_policy));
             if !all.disk_policy.name.is_empty() {
                 json.key("disk").object(|json| policy(json, &all.disk_policy));
+            }
+            if !all.device_policy.name.is_empty() {
+                json.key("device").object(|json| policy(json, &all.device_policy));
             }
         });
         if all.disk.budget_bytes > 0 {
@@ -102,6 +106,10 @@ fn counters(json: &mut Json, all: &Counters) {
         ("known_cells", all.known),
         ("host_hit_cells", all.host_hits),
         ("disk_hit_cells", all.disk_hits),
+        ("device_hit_cells", all.device_hits),
+        ("device_promoted_cells", all.promoted),
+        ("device_evicted_chunks", all.device_evicted),
+        ("device_lost_cells", all.device_lost),
         ("missed_cells", all.misses),
         ("corrupt_cells", all.corrupt),
         ("written_cells", all.written),

@@ -11,6 +11,7 @@ use crate::meta::index::Slot;
 
 const HOST: u8 = 1 << Tier::Host as u8;
 const DISK: u8 = 1 << Tier::Disk as u8;
+const DEVICE: u8 = 1 << Tier::Device as u8;
 
 impl Core {
     /// Queues a chunk to be written down, behind those before it that are in memory only.
@@ -89,7 +90,7 @@ impl Core {
     /// Whether a chunk has something that is in memory only, and in no batch.
     fn is_unwritten(&self, at: At) -> bool {
         let marks = self.boards[at.board as usize].chunks.marks(at.slot).unwrap_or_default();
-        marks.iter().any(|marks| marks.there() == HOST && marks.arriving() & DISK == 0)
+        marks.iter().any(|marks| marks.there() & !DEVICE == HOST && marks.arriving() & DISK == 0)
     }
 
     fn is_up_only(&self, at: At) -> bool {

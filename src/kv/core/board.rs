@@ -14,25 +14,30 @@ use crate::meta::chunks::{Cell, Chunks, Coded, Shape};
 use crate::meta::dtype::Dtype;
 use crate::meta::index::Slot;
 use crate::meta::layout::{Layout, Planes, Rule};
+use crate::tier::device::Piece;
 
 /// What is noted of a chunk beside its row.
 pub mod note {
     /// The policy of the host tier knows it.
-    pub const IN_HOST: u8 = 1;
+    pub const IN_HOST: u16 = 1;
     /// The policy of the disk tier knows it.
-    pub const IN_DISK: u8 = 2;
+    pub const IN_DISK: u16 = 2;
     /// It waits for its turn to be written down.
-    pub const QUEUED: u8 = 4;
+    pub const QUEUED: u16 = 4;
     /// Someone waits for it to be on disk: no rule of admission keeps it from there.
-    pub const FORCED: u8 = 8;
+    pub const FORCED: u16 = 8;
     /// Its memory is given back once it is on disk.
-    pub const LEAVES: u8 = 16;
+    pub const LEAVES: u16 = 16;
     /// The policy of the last tier was told that it is in use.
-    pub const HELD: u8 = 32;
+    pub const HELD: u16 = 32;
     /// It was found on disk, and not all of that was read yet: it may be damaged.
-    pub const UNREAD: u8 = 64;
+    pub const UNREAD: u16 = 64;
     /// What continues it is on disk or goes there, and needs it there.
-    pub const BELOW: u8 = 128;
+    pub const BELOW: u16 = 128;
+    /// The policy of the device tier knows it.
+    pub const IN_DEVICE: u16 = 256;
+    /// That policy was told that it is pinned.
+    pub const PINNED: u16 = 512;
 }
 
 /// Chunks of one layout.
@@ -44,13 +49,17 @@ pub struct Board {
     /// The chunks.
     pub chunks: Chunks,
     /// [`note`] of each chunk.
-    pub notes: Zeroed<u8>,
+    pub notes: Zeroed<u16>,
     /// Uses of each chunk since it came, up to 255.
     pub uses: Zeroed<u8>,
     /// The class of who stored it.
     pub classes: Zeroed<u8>,
     /// The session that used each chunk last, where policies choose sessions; 0 = nobody.
     pub users: Zeroed<u64>,
+    /// The piece of device memory of each cell that is there; empty without such a tier.
+    pieces: Zeroed<u32>,
+    /// Slots below this one have used that table.
+    pieces_used: usize,
 }
 
 impl Board {
@@ -66,7 +75,35 @@ impl Board {
             uses: Zeroed::new(max_chunks)?,
             classes: Zeroed::new(max_chunks)?,
             users: Zeroed::sparse(max_chunks)?,
+            pieces: Zeroed::sparse(0)?,
+            pieces_used: 0,
         })
+    }
+
+    /// Cells can be in device memory, too.
+    pub(super) fn with_pieces(mut self) -> Result<Board> {
+        let shape = self.chunks.shape();
+        self.pieces = Zeroed::sparse(shape.layers * shape.max_chunks)?;
+        Ok(self)
+    }
+
+    /// The piece of device memory that a cell has or had last.
+    pub(super) fn piece(&self, cell: Cell) -> Piece {
+        let at = cell.chunk as usize * self.chunks.shape().layers + cell.layer;
+        Piece(self.pieces.get(at).copied().unwrap_or_default())
+    }
+
+    pub(super) fn set_piece(&mut self, cell: Cell, piece: Piece) {
+        let at = cell.chunk as usize * self.chunks.shape().layers + cell.layer;
+        if let Some(one) = self.pieces.get_mut(at) {
+            *one = piece.0;
+            self.pieces_used = self.pieces_used.max(cell.chunk as usize + 1);
+        }
+    }
+
+    /// Bytes that the table of these pieces has used so far.
+    pub(super) fn piece_table_bytes(&self) -> u64 {
+        (self.pieces_used * self.chunks.shape().layers * size_of::<u32>()) as u64
     }
 
     /// What policies call a chunk.
@@ -75,17 +112,17 @@ impl Board {
     }
 
     /// Whether a note is set.
-    pub fn has(&self, slot: Slot, note: u8) -> bool {
+    pub fn has(&self, slot: Slot, note: u16) -> bool {
         self.notes[slot as usize] & note != 0
     }
 
     /// Sets notes.
-    pub fn set(&mut self, slot: Slot, notes: u8) {
+    pub fn set(&mut self, slot: Slot, notes: u16) {
         self.notes[slot as usize] |= notes;
     }
 
     /// Clears notes.
-    pub fn clear(&mut self, slot: Slot, notes: u8) {
+    pub fn clear(&mut self, slot: Slot, notes: u16) {
         self.notes[slot as usize] &= !notes;
     }
 
@@ -96,6 +133,12 @@ impl Board {
             Some(group) => group.planes(tokens),
             None => Planes { k_bytes: 0, v_bytes: 0 },
         }
+    }
+
+    /// Bytes of a layer's cell of a full chunk.
+    pub fn full_bytes(&self, layer: usize) -> u64 {
+        let group = self.layout.group(layer);
+        group.map_or(0, |group| group.planes(self.layout.chunk_tokens()).bytes())
     }
 
     /// What the planes of a layer's cells are to a codec. States have no rows of tokens:

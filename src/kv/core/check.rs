@@ -4,8 +4,8 @@ use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
-use crate::kv::core::board::note;
 use crate::kv::core::grain::{Grain, cell_id};
+use crate::kv::core::told::flag_of;
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::{Cell, Place};
 
@@ -30,6 +30,7 @@ impl Core {
     /// Checks the tables against each other and against the tiers.
     pub fn check(&self) -> Result<()> {
         self.check_lines()?;
+        self.check_near()?;
         let (mut pieces, mut blocks) = (0, 0);
         for (number, board) in self.boards.iter().enumerate() {
             let (p, b) = self.check_board(number)?;
@@ -77,7 +78,7 @@ impl Core {
             if row.cells_somewhere() == 0 && board.chunks.may_leave(slot) {
                 fail!(State, "chunk {slot} of board {number} has no cells, and nobody needs it");
             }
-            for tier in [Tier::Host, Tier::Disk] {
+            for tier in [Tier::Device, Tier::Host, Tier::Disk] {
                 if row.cells()[tier as usize] > 0 {
                     self.check_known(At { board: number as u32, slot }, tier)?;
                 }
@@ -89,11 +90,13 @@ impl Core {
     /// Whether a tier's policy knows what is there of a chunk, or it leaves.
     fn check_known(&self, at: At, tier: Tier) -> Result<()> {
         let board = &self.boards[at.board as usize];
-        let shelf =
-            if tier == Tier::Host { Some(&self.host_shelf) } else { self.disk_shelf.as_ref() };
+        let shelf = match tier {
+            Tier::Host => Some(&self.host_shelf),
+            Tier::Device => self.near.as_ref().map(|near| &near.shelf),
+            _ => self.disk_shelf.as_ref(),
+        };
         let Some(shelf) = shelf else { return Ok(()) };
-        let flag = if tier == Tier::Host { note::IN_HOST } else { note::IN_DISK };
-        let is_known = board.has(at.slot, flag);
+        let is_known = board.has(at.slot, flag_of(tier));
         let in_its_grain = |layer| match shelf.grain {
             Grain::Chunk => is_known,
             Grain::Cell => is_known && shelf.knows(cell_id(board.id(at.slot), layer)),
@@ -101,7 +104,8 @@ impl Core {
         };
         for (layer, marks) in board.chunks.marks(at.slot).unwrap_or_default().iter().enumerate() {
             let is_there = marks.there() & 1 << tier as u8 != 0;
-            let leaves = self.leaving.get(&at).is_some_and(|leave| leave.has(layer));
+            let leaves =
+                tier != Tier::Device && self.leaving.get(&at).is_some_and(|leave| leave.has(layer));
             if is_there && !leaves && !in_its_grain(layer) {
                 fail!(State, "layer {layer} of {at:?} is in {}, and no policy knows", tier.name());
             }

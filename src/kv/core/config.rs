@@ -23,11 +23,30 @@ pub enum Write {
     Never,
 }
 
+/// What of a store rests in device memory, too.
+#[derive(Clone, Debug)]
+pub struct DeviceConfig {
+    /// Most bytes of device memory; 0 = none, there is no such tier.
+    pub bytes: u64,
+    /// Who leaves it.
+    pub policy: String,
+    /// What may come.
+    pub admission: String,
+}
+
+impl Default for DeviceConfig {
+    fn default() -> DeviceConfig {
+        DeviceConfig { bytes: 0, policy: "s3fifo".into(), admission: "all".into() }
+    }
+}
+
 /// What a store is to be like.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Most bytes of cells in memory.
     pub host_bytes: u64,
+    /// Its copies in device memory.
+    pub device: DeviceConfig,
     /// Who leaves memory.
     pub host_policy: String,
     /// Who leaves the disk.
@@ -67,6 +86,7 @@ impl Default for Config {
     fn default() -> Config {
         Config {
             host_bytes: 1 << 30,
+            device: DeviceConfig::default(),
             host_policy: "horizon".into(),
             disk_policy: "lru".into(),
             grain: Grain::Chunk,
@@ -90,7 +110,7 @@ impl Default for Config {
 impl Config {
     /// Whether it can be.
     pub(super) fn check(&self) -> Result<()> {
-        for policy in [&self.host_policy, &self.disk_policy] {
+        for policy in [&self.host_policy, &self.disk_policy, &self.device.policy] {
             custom::refuse(&Spec::parse(policy)?, "a store")?;
         }
         if self.drop_cells && self.grain != Grain::Cell {
@@ -112,10 +132,15 @@ impl Config {
         Ok(())
     }
 
+    /// Objects of a policy that chooses chunks: what is gone, and others continue, is known
+    /// for some time yet.
+    pub(super) fn chunk_objects(&self) -> usize {
+        self.max_chunks + self.max_chunks / 4 + 64
+    }
+
     /// Opens the policies of memory and, if there is one, of a disk of so many bytes.
     pub(super) fn open_shelves(&self, disk_bytes: Option<u64>) -> Result<(Shelf, Option<Shelf>)> {
-        // What is gone, and others continue, is known for some time yet.
-        let chunks = self.max_chunks + self.max_chunks / 4 + 64;
+        let chunks = self.chunk_objects();
         let objects = |grain, bytes: u64| match grain {
             // Memory may be made larger, and cells be told of before they come.
             Grain::Cell => {
@@ -154,6 +179,14 @@ pub struct Counters {
     pub host_hits: u64,
     /// Cells that had to be read from disk first.
     pub disk_hits: u64,
+    /// Cells read from device memory.
+    pub device_hits: u64,
+    /// Cells that were copied into device memory.
+    pub promoted: u64,
+    /// Chunks that its policy has sent away from there.
+    pub device_evicted: u64,
+    /// Cells that were forgotten there because the device has failed.
+    pub device_lost: u64,
     /// Cells that were nowhere.
     pub misses: u64,
     /// Cells whose bytes were wrong, and that became misses.

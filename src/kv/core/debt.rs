@@ -9,6 +9,7 @@ use crate::kv::core::{At, Core, Write};
 use crate::meta::chunks::Cell;
 
 const HOST: u8 = 1 << Tier::Host as u8;
+const DEVICE: u8 = 1 << Tier::Device as u8;
 
 /// What is owed to others.
 #[derive(Default)]
@@ -159,7 +160,7 @@ impl Core {
         let rows = &self.boards[board as usize].chunks;
         let is_blocked = rows.chunk(cell.chunk).is_some_and(|row| row.is_blocked());
         let there = rows.marks(cell.chunk).and_then(|all| all.get(cell.layer));
-        let is_below = there.is_some_and(|marks| marks.there() & !HOST != 0);
+        let is_below = there.is_some_and(|marks| marks.there() & !(HOST | DEVICE) != 0);
         !is_blocked || is_below || self.disk.is_some() && self.config.write != Write::Never
     }
 

@@ -1,5 +1,6 @@
 //! What goes down at the engine's wish.
 
+use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::kv::core::board::note;
 use crate::kv::core::grain::Part;
@@ -33,6 +34,7 @@ impl Core {
     /// cells have left.
     fn send_down(&mut self, at: At, demoted: &mut Demoted) {
         if !self.is_in_host(at, Part::All) {
+            self.drop_where(at, Tier::Device as usize, |_, _| true);
             return;
         }
         // Its session holds it: what admission says does not count.
@@ -41,6 +43,7 @@ impl Core {
             demoted.staying += 1;
             return;
         }
+        self.drop_where(at, Tier::Device as usize, |_, _| true);
         let freed = self.drop_copies(at, |_| true);
         if left == 0 {
             demoted.freed += 1;

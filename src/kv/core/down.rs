@@ -263,7 +263,7 @@ impl Core {
 
     /// What cells of a chunk are to be coded with: as the recipe of its namespace says,
     /// or the store.
-    fn codec_of(&self, at: At) -> Codec {
+    pub(super) fn codec_of(&self, at: At) -> Codec {
         let row = self.boards[at.board as usize].chunks.chunk(at.slot);
         let space = row.and_then(|row| self.spaces.get(row.namespace() as usize));
         space.and_then(|space| space.codec).unwrap_or(self.config.codec)

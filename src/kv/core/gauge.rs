@@ -3,6 +3,7 @@
 use crate::base::budget::Tier;
 use crate::format::segment::BLOCK_BYTES;
 use crate::kv::admission::REFUSALS;
+use crate::kv::core::replicas::Replicas;
 use crate::kv::core::shelf::Shelf;
 use crate::kv::core::speeds::Flow;
 use crate::kv::core::tenants::Tenant;
@@ -10,6 +11,7 @@ use crate::kv::core::times::{Latency, TIMED};
 use crate::kv::core::work::{Hands, KINDS};
 use crate::kv::core::{Core, Counters};
 use crate::kv::queues::{LANES, Queues};
+use crate::tier::device::DeviceStats;
 use crate::tier::disk::{DiskTier, Stats};
 
 /// What the memory of a store has.
@@ -25,6 +27,29 @@ pub struct HostGauge {
     pub pieces: u64,
     /// Segments.
     pub segments: u32,
+}
+
+/// What the device memory of a store has; all zero where there is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceGauge {
+    /// Most bytes of slabs.
+    pub limit_bytes: u64,
+    /// Bytes of slabs.
+    pub used_bytes: u64,
+    /// Bytes of cells.
+    pub live_bytes: u64,
+    /// Slabs.
+    pub slabs: u32,
+    /// The device is lost, and the tier closed.
+    pub is_lost: bool,
+}
+
+impl DeviceGauge {
+    fn of(near: &Replicas) -> DeviceGauge {
+        let DeviceStats { limit_bytes, slabs, slab_bytes, live_bytes, .. } = near.stats();
+        let (used_bytes, is_lost) = (slab_bytes, near.is_lost());
+        DeviceGauge { limit_bytes, used_bytes, live_bytes, slabs, is_lost }
+    }
 }
 
 /// How files are read and written.
@@ -169,6 +194,8 @@ pub struct Report {
     pub host: HostGauge,
     /// Its disk.
     pub disk: DiskGauge,
+    /// Its device memory.
+    pub device: DeviceGauge,
     /// Layouts.
     pub layouts: u64,
     /// Namespaces.
@@ -181,6 +208,8 @@ pub struct Report {
     pub host_cells: u64,
     /// Cells on disk.
     pub disk_cells: u64,
+    /// Cells in device memory.
+    pub device_cells: u64,
     /// Pins.
     pub pins: u64,
     /// Moves under way.
@@ -201,6 +230,8 @@ pub struct Report {
     pub copies: QueueGauge,
     /// Reads of the disk.
     pub reads: QueueGauge,
+    /// Copies out of device memory.
+    pub near: QueueGauge,
     /// Batches under way, by [`Hands`].
     pub batches: [u32; KINDS],
     /// Events that were written.
@@ -209,6 +240,8 @@ pub struct Report {
     pub host_policy: PolicyGauge,
     /// Who leaves the disk; without a name where there is none.
     pub disk_policy: PolicyGauge,
+    /// Who leaves device memory; without a name where there is none.
+    pub device_policy: PolicyGauge,
     /// Tenants that are told apart.
     pub tenants: u64,
     /// Times that a chunk was to go to disk, and admission let it.
@@ -224,14 +257,16 @@ pub struct Report {
 impl Report {
     /// Cells that were asked for and were somewhere; 0 of none.
     pub fn hit_ratio(&self) -> f64 {
-        let Counters { host_hits, disk_hits, misses, .. } = self.counters;
-        share(host_hits + disk_hits, host_hits + disk_hits + misses)
+        let Counters { device_hits, host_hits, disk_hits, misses, .. } = self.counters;
+        let hits = device_hits + host_hits + disk_hits;
+        share(hits, hits + misses)
     }
 
-    /// Cells that were asked for and were in memory; 0 of none.
+    /// Cells that were asked for and were in memory, the device's or the host's; 0 of none.
     pub fn host_hit_ratio(&self) -> f64 {
-        let Counters { host_hits, disk_hits, misses, .. } = self.counters;
-        share(host_hits, host_hits + disk_hits + misses)
+        let Counters { device_hits, host_hits, disk_hits, misses, .. } = self.counters;
+        let hits = device_hits + host_hits;
+        share(hits, hits + disk_hits + misses)
     }
 }
 
@@ -267,11 +302,21 @@ impl Core {
             downs: self.downs.len() as u64,
             syncs: self.commits.len() as u64,
             copies: QueueGauge::of(&self.copies, &self.speeds.copies, batches(Hands::Copy)),
+            near: match &self.near {
+                Some(near) => QueueGauge::of(near.queue(), &self.speeds.near, 0),
+                None => QueueGauge::default(),
+            },
             reads: QueueGauge::of(&self.reads, &self.speeds.reads, batches(Hands::Read)),
             batches: self.under_way,
             events: self.events.next_number(),
             host_policy: PolicyGauge::of(&self.host_shelf),
             disk_policy: self.disk_shelf.as_ref().map(PolicyGauge::of).unwrap_or_default(),
+            device: self.near.as_deref().map(DeviceGauge::of).unwrap_or_default(),
+            device_policy: self
+                .near
+                .as_ref()
+                .map(|n| PolicyGauge::of(&n.shelf))
+                .unwrap_or_default(),
             tenants: self.tenants.rows().len() as u64,
             admission_admitted,
             admission_admitted_bytes,
@@ -284,6 +329,7 @@ impl Core {
             report.chunks += counts.chunks;
             report.host_cells += counts.cells[Tier::Host as usize];
             report.disk_cells += counts.cells[Tier::Disk as usize];
+            report.device_cells += counts.cells[Tier::Device as usize];
         }
         report
     }

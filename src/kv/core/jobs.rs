@@ -4,19 +4,18 @@ use std::collections::btree_map::Entry;
 
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::Arc;
 use crate::kv::core::board::note;
 use crate::kv::core::debt::owner_of;
 use crate::kv::core::line::{Line, Link, Of};
 use crate::kv::core::moves::{Deed, Level};
-use crate::kv::core::work::{CopyBatch, CopyItem};
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::{Begin, Cell, Marks, Place};
-use crate::meta::layout::Rule;
+use crate::tier::device;
 use crate::tier::host::Piece;
 
 const HOST: u8 = 1 << Tier::Host as u8;
 const DISK: u8 = 1 << Tier::Disk as u8;
+const DEVICE: u8 = 1 << Tier::Device as u8;
 
 /// What a job waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +51,12 @@ pub struct Job {
     pub(super) retries: u8,
     /// It had to be read from disk.
     was_below: bool,
+    /// It reads the cell's copy in device memory.
+    pub(super) is_near: bool,
+    /// Device memory that it fills.
+    pub(super) replica: Option<device::Piece>,
+    /// It has nothing to do with device memory any more.
+    pub(super) plain: bool,
     /// Its neighbours in the lines that it stands in.
     pub(super) links: [Link; 2],
 }
@@ -59,7 +64,19 @@ pub struct Job {
 impl Job {
     pub(super) fn new(number: u32, at: u64, cell: Cell) -> Job {
         let (piece, step, links) = (None, Step::Fresh, [Link::NONE; 2]);
-        Job { number, at, cell, piece, step, retries: 0, was_below: false, links }
+        Job {
+            number,
+            at,
+            cell,
+            piece,
+            step,
+            retries: 0,
+            was_below: false,
+            is_near: false,
+            replica: None,
+            plain: false,
+            links,
+        }
     }
 }
 
@@ -111,6 +128,9 @@ impl Core {
     }
 
     fn route_get(&mut self, id: u32, deed: Deed, board: u32, cell: Cell, marks: Marks) {
+        if marks.there() & DEVICE != 0 && self.route_near(id, deed, board, cell) {
+            return;
+        }
         if marks.there() & HOST != 0 {
             if deed == Deed::Prefetch {
                 return self.end_job(id, 0, None);
@@ -163,12 +183,12 @@ impl Core {
         }
     }
 
-    fn queue_copy(&mut self, id: u32, board: u32, cell: Cell) {
+    pub(super) fn queue_copy(&mut self, id: u32, board: u32, cell: Cell) {
         let one = &self.moves[self.jobs[id].number].spec;
         let (lane, flow) = (one.lane, one.flow);
         let bytes = self.boards[board as usize].planes(cell).bytes();
         self.jobs[id].step = Step::Copies;
-        self.copies.push(lane, flow, id, bytes);
+        self.copies_of(self.jobs[id].is_near).push(lane, flow, id, bytes);
     }
 
     fn wait_for_cell(&mut self, id: u32, board: u32, cell: Cell) {
@@ -282,7 +302,7 @@ impl Core {
                 }
             }
             Step::Copies => {
-                self.copies.remove(id);
+                self.copies_of(job.is_near).remove(id);
                 self.end_copying(id, false);
             }
             Step::Reads => {
@@ -292,103 +312,6 @@ impl Core {
             }
         }
         self.end_job(id, 0, Some(status.into()));
-    }
-
-    /// The next copies, up to a batch.
-    pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
-        let (mut batch, mut bytes) = (CopyBatch::default(), 0);
-        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
-            let Some((_, id)) = self.copies.pop() else { break };
-            self.jobs[id].step = Step::Copying;
-            bytes += self.add_copies(id, &mut batch);
-            batch.jobs.push(id);
-        }
-        (!batch.jobs.is_empty()).then_some(batch)
-    }
-
-    /// Adds the copies of a job to a batch; their bytes.
-    fn add_copies(&self, id: u32, batch: &mut CopyBatch) -> u64 {
-        let job = &self.jobs[id];
-        let one = &self.moves[job.number];
-        let (board, cell) = self.cell_of(job);
-        let rows = &self.boards[board as usize];
-        let address = job.piece.and_then(|piece| self.host.address(piece).ok());
-        let address = address.expect("a copy has its memory from when it was queued");
-        let planes = rows.planes(cell);
-        let (chunk, layer) = one.place(job.at);
-        let is_state = rows.layout.group(cell.layer).is_some_and(|g| g.rule == Rule::State);
-        let tokens = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens());
-        let (first, tokens) = match is_state {
-            true => (chunk as u32, 1),
-            false => (chunk as u32 * rows.layout.chunk_tokens(), tokens),
-        };
-        // One after the other they are of one move, mostly.
-        if batch.views.last().is_none_or(|last| !Arc::ptr_eq(last, &one.spec.views)) {
-            batch.views.push(one.spec.views.clone());
-        }
-        let views = batch.views.len() - 1;
-        let mut add = |is_v: bool, offset: u64| {
-            batch.items.push(CopyItem {
-                views,
-                layer,
-                is_v,
-                first,
-                tokens,
-                address: address.wrapping_add(offset as usize) as usize,
-                way: one.way(),
-            });
-        };
-        if planes.k_bytes > 0 {
-            add(false, 0);
-        }
-        if planes.v_bytes > 0 {
-            add(true, planes.k_bytes);
-        }
-        planes.bytes()
-    }
-
-    pub(super) fn done_copies(&mut self, batch: &CopyBatch, result: &Result<()>) {
-        for &id in &batch.jobs {
-            let (board, cell) = self.cell_of(&self.jobs[id]);
-            let bytes = self.boards[board as usize].planes(cell).bytes();
-            self.end_copying(id, result.is_ok());
-            match result {
-                Ok(()) => self.end_job(id, bytes, None),
-                Err(error) => self.end_job(id, 0, Some(error.clone())),
-            }
-        }
-    }
-
-    /// A copy has ended, or does not begin.
-    fn end_copying(&mut self, id: u32, came: bool) {
-        let job = self.jobs[id];
-        let (board, cell) = self.cell_of(&job);
-        let chunks = &mut self.boards[board as usize].chunks;
-        if self.moves[job.number].spec.deed != Deed::Put {
-            match chunks.end_read(cell, Tier::Host) {
-                Ok(Some(place)) => {
-                    self.free_place(board, cell, place);
-                    self.wake(board, cell);
-                }
-                Ok(None) => {}
-                Err(error) => log::error!("a read could not be ended: {error}"),
-            }
-            return;
-        }
-        let Some(piece) = self.jobs[id].piece.take() else { return };
-        let place = came.then_some(Place::Host(piece.0));
-        if let Err(error) = chunks.end_store(cell, Tier::Host, place) {
-            log::error!("a store could not be ended: {error}");
-        }
-        match came {
-            true => {
-                self.counters.stored += 1;
-                self.arrived(board, cell, Tier::Host);
-                self.write_ahead(job.number, At { board, slot: cell.chunk });
-            }
-            false => self.give_back(piece),
-        }
-        self.wake(board, cell);
     }
 }
 

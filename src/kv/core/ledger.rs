@@ -5,7 +5,7 @@
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::sync::Arc;
-use crate::kv::core::Core;
+use crate::kv::core::{Board, Core};
 use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
 
 const STEP_BYTES: u64 = 1 << 20;
@@ -38,8 +38,10 @@ impl Drop for Ledger {
 impl Core {
     /// Bytes of tables so far: chunks, cells, what policies know.
     pub fn table_bytes(&self) -> u64 {
-        let boards = self.boards.iter().map(|board| board.chunks.used_bytes());
-        let shelves = [Some(&self.host_shelf), self.disk_shelf.as_ref()];
+        let used = |board: &Board| board.chunks.used_bytes() + board.piece_table_bytes();
+        let boards = self.boards.iter().map(used);
+        let near = self.near.as_ref().map(|near| &near.shelf);
+        let shelves = [Some(&self.host_shelf), self.disk_shelf.as_ref(), near];
         let shelves = shelves.into_iter().flatten().map(|s| s.evictor.objects().used_bytes());
         boards.sum::<u64>() + shelves.sum::<u64>()
     }
@@ -50,7 +52,8 @@ impl Core {
             return;
         }
         let layers = self.boards.iter().map(|board| board.layout.layers()).max().unwrap_or(0);
-        let each = (CHUNK_BYTES + layers * CELL_BYTES) as u64 + BESIDE_BYTES;
+        let piece = if self.near.is_some() { size_of::<u32>() } else { 0 };
+        let each = (CHUNK_BYTES + layers * (CELL_BYTES + piece)) as u64 + BESIDE_BYTES;
         let needed = self.table_bytes() + chunks as u64 * each;
         let asked = self.ledger.missing.map_or(0, |(bytes, _)| bytes);
         let missing = needed.saturating_sub(self.ledger.paid_bytes);

@@ -7,13 +7,15 @@ use crate::fail;
 use crate::format::keys::chain::Chain;
 use crate::kv::core::Core;
 use crate::kv::path::MAX_TOKENS;
-use crate::kv::plan::Route;
+use crate::kv::plan::{Route, SOURCES};
 use crate::meta::chunks::{Chunks, PLACES};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
 use crate::meta::reuse::{self, Found, Reach, State};
 
+const DEVICE: usize = Tier::Device as usize;
+const HOST: usize = Tier::Host as usize;
 const DISK: usize = Tier::Disk as usize;
 const REMOTE: usize = Tier::Remote as usize;
 /// Chunks for which memory is kept between lookups.
@@ -183,15 +185,17 @@ impl Core {
         (look.tokens, look.bytes, look.pending_bytes) = (tokens, moves.bytes, 0);
         (look.now_tokens, look.soon_tokens) = (reach.tokens, reach.soon_tokens);
         look.ranges.clear();
-        let (mut chunks, mut at, mut all) = (0, 0, 0);
+        let (mut counts, mut at) = ([0; 3], 0);
         for range in reuse::ranges(found) {
             let parts = &found[range.first..range.first + range.chunks];
             let pending = parts.iter().map(|one| pending_bytes(&rows.layout, one)).sum();
             let reads = parts.iter().filter(|one| one.bytes[DISK] + one.bytes[REMOTE] > 0).count();
+            let near = parts.iter().filter(|one| one.bytes[DEVICE] > 0).count();
             let copies = parts.iter().filter(|one| loads(one)).count();
-            let load_ns = time(&routes, &range.bytes, pending, [copies, reads], false);
+            let these = [copies, reads, near];
+            let load_ns = time(&routes, &range.bytes, pending, these, false);
             look.pending_bytes += pending;
-            (chunks, all) = (chunks + copies, all + reads);
+            counts.iter_mut().zip(these).for_each(|(sum, n)| *sum += n);
             let stretch = Stretch {
                 first_token: at,
                 tokens: range.tokens,
@@ -204,7 +208,7 @@ impl Core {
             at += range.tokens;
             add(&mut look.ranges, stretch)?;
         }
-        look.load_ns = time(&routes, &look.bytes, look.pending_bytes, [chunks, all], true);
+        look.load_ns = time(&routes, &look.bytes, look.pending_bytes, counts, true);
         if tokens > at {
             let rest = Stretch { first_token: at, tokens: tokens - at, ..MISS };
             add(&mut look.ranges, rest)?;
@@ -259,9 +263,10 @@ fn add(ranges: &mut Vec<Stretch>, next: Stretch) -> Result<()> {
     Ok(())
 }
 
-/// Whether something of a chunk has to be copied.
+/// Whether something of a chunk has to be copied that is not on the device.
 fn loads(one: &Found) -> bool {
-    matches!(one.state, State::Hit | State::Pending)
+    let is_near = one.bytes[DEVICE] > 0 && one.bytes[HOST] + one.bytes[DISK] == 0;
+    matches!(one.state, State::Hit | State::Pending) && !is_near
 }
 
 /// Bytes that are needed of a chunk and in no tier yet.
@@ -276,18 +281,19 @@ pub(super) fn pending_bytes(layout: &Layout, one: &Found) -> u64 {
 }
 
 /// How long so many chunks take to be copied, and those of them on disk to be read
-/// beside that.
+/// beside that, and those on the device to be copied there.
 fn time(
-    routes: &[Route],
+    routes: &[Route; SOURCES],
     bytes: &[u64; PLACES],
     pending_bytes: u64,
-    [copies, reads]: [usize; 2],
+    [copies, reads, near]: [usize; 3],
     queued: bool,
 ) -> u64 {
     let below = bytes[DISK] + bytes[REMOTE];
-    let above = bytes[Tier::Host as usize] + below + pending_bytes;
-    let ways = routes.iter().zip([(above, copies), (below, reads)]);
-    let ns = ways.filter(|(_, (bytes, _))| *bytes > 0).map(|(route, (bytes, chunks))| {
+    let above = bytes[HOST] + below + pending_bytes;
+    let [by_copy, by_read, _, by_near] = routes;
+    let ways = [(by_copy, above, copies), (by_read, below, reads), (by_near, bytes[DEVICE], near)];
+    let ns = ways.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(|(route, bytes, chunks)| {
         let waits = if queued { route.queued_ns } else { 0.0 };
         route.speed.ns(bytes, chunks as u64) + waits
     });

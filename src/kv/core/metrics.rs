@@ -32,9 +32,12 @@ impl Core {
         losses(&mut out, &report.counters);
         tiers(&mut out, &report);
         self.engine(&mut out);
+        device(&mut out, &report);
         wear(&mut out, &report);
         numbers(&mut out, &report);
-        queues(&mut out, [("copies", &report.copies), ("reads", &report.reads)]);
+        let mut ways = vec![("copies", &report.copies), ("reads", &report.reads)];
+        ways.extend(self.near.as_ref().map(|_| ("device", &report.near)));
+        queues(&mut out, &ways);
         batches(&mut out, &report);
         times(&mut out, self.times());
         policies(&mut out, &report);
@@ -56,8 +59,9 @@ impl Core {
     fn decisions(&self, out: &mut Exposition) {
         let help = "Time in which a policy said who leaves, of one decision in 16.";
         out.family("kvtier_policy_decision_seconds", Kind::Histogram, help);
-        let shelves = [Some(&self.host_shelf), self.disk_shelf.as_ref()];
-        for (tier, shelf) in TIERS.into_iter().zip(shelves) {
+        let near = self.near.as_ref().map(|near| &near.shelf);
+        let shelves = [Some(&self.host_shelf), self.disk_shelf.as_ref(), near];
+        for (tier, shelf) in ["host", "disk", "device"].into_iter().zip(shelves) {
             let Some(shelf) = shelf else { continue };
             let labels = [("tier", tier), ("policy", shelf.evictor.name())];
             histogram(out, &labels, &shelf.evictor.metrics.decision);
@@ -80,7 +84,8 @@ fn counters(out: &mut Exposition, all: &Counters) {
         (&[("deed", "prefetch")], prefetches),
     ];
     family(out, "kvtier_moves_total", Kind::Counter, "Moves begun.", &samples);
-    let samples: [(Labels, f64); 3] = [
+    let samples: [(Labels, f64); 4] = [
+        (&[("from", "device")], all.device_hits as f64),
         (&[("from", "host")], all.host_hits as f64),
         (&[("from", "disk")], all.disk_hits as f64),
         (&[("from", "nowhere")], all.misses as f64),
@@ -163,6 +168,34 @@ fn tiers(out: &mut Exposition, all: &Report) {
     }
 }
 
+/// What is in device memory, where the store has some.
+fn device(out: &mut Exposition, all: &Report) {
+    if all.device_policy.name.is_empty() {
+        return;
+    }
+    let (device, counters) = (&all.device, &all.counters);
+    let gauges = [
+        ("limit_bytes", device.limit_bytes, "Most bytes of device memory."),
+        ("used_bytes", device.used_bytes, "Bytes of device memory that are taken."),
+        ("live_bytes", device.live_bytes, "Bytes of cells there."),
+        ("cells", all.device_cells, "Cells there."),
+        ("is_lost", u64::from(device.is_lost), "The device has failed, and the tier is closed."),
+    ];
+    for (name, value, help) in gauges {
+        family(out, &format!("kvtier_device_{name}"), Kind::Gauge, help, &[(&[], value as f64)]);
+    }
+    let totals = [
+        ("hits", counters.device_hits, "Cells that were asked for and copied from there."),
+        ("promoted", counters.promoted, "Cells that have come there."),
+        ("evicted", counters.device_evicted, "Chunks that the policy has sent away from there."),
+        ("lost", counters.device_lost, "Cells that were forgotten there with the device."),
+    ];
+    for (name, value, help) in totals {
+        let name = format!("kvtier_device_{name}_total");
+        family(out, &name, Kind::Counter, help, &[(&[], value as f64)]);
+    }
+}
+
 fn wear(out: &mut Exposition, all: &Report) {
     let stats = &all.disk.stats;
     let samples: [(Labels, f64); 3] = [
@@ -210,29 +243,29 @@ fn numbers(out: &mut Exposition, all: &Report) {
     family(out, "kvtier_events_total", Kind::Counter, "Events written.", &[(&[], events)]);
 }
 
-fn queues(out: &mut Exposition, queues: [(&str, &QueueGauge); 2]) {
+fn queues(out: &mut Exposition, queues: &[(&str, &QueueGauge)]) {
     out.family("kvtier_queue_cells", Kind::Gauge, "Cells that wait, by way and urgency.");
-    for (way, gauge) in queues {
+    for &(way, gauge) in queues {
         for (lane, cells) in LANES.into_iter().zip(gauge.cells) {
             out.sample(&[("way", way), ("lane", lane)], cells as f64);
         }
     }
     out.family("kvtier_queue_bytes", Kind::Gauge, "Bytes that wait, by way and urgency.");
-    for (way, gauge) in queues {
+    for &(way, gauge) in queues {
         for (lane, bytes) in LANES.into_iter().zip(gauge.bytes) {
             out.sample(&[("way", way), ("lane", lane)], bytes as f64);
         }
     }
     out.family("kvtier_batch_bytes", Kind::Gauge, "Bytes of batches under way.");
-    for (way, gauge) in queues {
+    for &(way, gauge) in queues {
         out.sample(&[("way", way)], gauge.batch_bytes as f64);
     }
     out.family("kvtier_speed_bytes_per_second", Kind::Gauge, "What is known of a way's rate.");
-    for (way, gauge) in queues {
+    for &(way, gauge) in queues {
         out.sample(&[("way", way)], gauge.bytes_per_second);
     }
     out.family("kvtier_delay_seconds", Kind::Gauge, "What is known of a batch's delay.");
-    for (way, gauge) in queues {
+    for &(way, gauge) in queues {
         out.sample(&[("way", way)], gauge.delay_ns / 1e9);
     }
 }
@@ -283,7 +316,8 @@ fn histogram(out: &mut Exposition, labels: Labels, times: &Histogram) {
 }
 
 fn policies(out: &mut Exposition, all: &Report) {
-    let tiers = [("host", &all.host_policy), ("disk", &all.disk_policy)];
+    let tiers =
+        [("host", &all.host_policy), ("disk", &all.disk_policy), ("device", &all.device_policy)];
     let there = || tiers.iter().filter(|(_, policy)| !policy.name.is_empty());
     out.family("kvtier_policy_objects", Kind::Gauge, "Chunks that a policy knows.");
     for (tier, policy) in there() {

@@ -5,16 +5,19 @@
 //! chooses.
 
 mod along;
+pub mod audit;
 pub mod board;
 pub mod books;
 mod check;
 pub mod clear;
 mod config;
+mod copies;
 mod debt;
 pub mod demote;
 mod down;
 pub mod gauge;
 pub mod grain;
+mod held;
 mod jobs;
 mod ledger;
 mod line;
@@ -22,14 +25,17 @@ pub mod look;
 mod metrics;
 pub mod moves;
 mod notes;
+mod objects;
 mod pins;
 pub mod plans;
 mod reads;
 mod recover;
+pub mod replicas;
 mod room;
 mod session;
 pub mod shelf;
 pub mod sight;
+pub mod slabs;
 mod speeds;
 mod syncs;
 pub mod table;
@@ -43,7 +49,7 @@ mod wait;
 pub mod work;
 
 pub use board::Board;
-pub use config::{Config, Counters, Write};
+pub use config::{Config, Counters, DeviceConfig, Write};
 pub use jobs::Job;
 pub use moves::{Deed, Finished, Level, MoveSpec};
 pub use recover::Adopted;
@@ -129,6 +135,8 @@ pub struct Core {
     pub(super) jobs: Table<Job>,
     pub(super) host_shelf: Shelf,
     pub(super) disk_shelf: Option<Shelf>,
+    /// Copies of cells in device memory.
+    pub(super) near: Option<Box<replicas::Replicas>>,
     pub(super) admission: Admission,
     copies: Queues,
     reads: Queues,
@@ -199,6 +207,7 @@ impl Core {
         Ok(Core {
             now_ns: 0,
             host: HostTier::new(account.clone(), &opts)?,
+            near: replicas::Replicas::open(&config, account.clone())?,
             ledger: ledger::Ledger::new(account),
             boards: Vec::new(),
             spaces: Vec::new(),
@@ -285,7 +294,11 @@ impl Core {
                 fail!(Limit, "{MAX_BOARDS} layouts are as many as can be")
             }
             None => {
-                self.boards.push(Board::new(&opts.layout, self.config.max_chunks)?);
+                let board = Board::new(&opts.layout, self.config.max_chunks)?;
+                self.boards.push(match self.near {
+                    Some(_) => board.with_pieces()?,
+                    None => board,
+                });
                 self.boards.len() - 1
             }
         };
@@ -378,7 +391,11 @@ impl Core {
                     self.upkeep.dropped(Spot(spot), bytes);
                 }
             }
-            Place::Device | Place::Remote => {}
+            Place::Device => {
+                let piece = self.boards[board as usize].piece(cell);
+                self.free_near(piece);
+            }
+            Place::Remote => {}
         }
     }
 
@@ -414,6 +431,7 @@ impl Core {
     fn forget_chunk(&mut self, at: At) {
         self.untell(at, Tier::Host);
         self.untell(at, Tier::Disk);
+        self.untell(at, Tier::Device);
         let board = &mut self.boards[at.board as usize];
         board.notes[at.slot as usize] = 0;
         board.uses[at.slot as usize] = 0;

@@ -45,7 +45,7 @@ pub struct Leg {
     pub first_token: u64,
     /// How many.
     pub tokens: u64,
-    /// Bytes that are loaded from memory, from disk, from elsewhere.
+    /// Bytes that are loaded from memory, from disk, from elsewhere, from the device.
     pub bytes: [u64; SOURCES],
     /// How long this takes by itself.
     pub ns: f64,
@@ -237,8 +237,8 @@ impl Drafts {
         }
         let mut at = 0;
         session.legs.extend(plan.segments.iter().map(|one| {
-            let [all, disk, remote] = one.bytes;
-            let bytes = [all.saturating_sub(disk).saturating_sub(remote), disk, remote];
+            let [all, disk, remote, near] = one.bytes;
+            let bytes = [all.saturating_sub(disk).saturating_sub(remote), disk, remote, near];
             let (deed, tokens, first_token) = (one.deed, one.tokens, at);
             at += tokens;
             let ns = if deed == Deed::Recompute { cost.of(first_token, tokens) } else { one.ns };
@@ -251,12 +251,12 @@ impl Drafts {
 /// What a chunk needs: all of it is copied, and what is below memory is read first.
 fn part(layout: &Layout, one: &Found) -> Part {
     let bytes = |tier: Tier| one.bytes[tier as usize];
-    let (disk, remote) = (bytes(Tier::Disk), bytes(Tier::Remote));
+    let (disk, remote, near) = (bytes(Tier::Disk), bytes(Tier::Remote), bytes(Tier::Device));
     let copied = bytes(Tier::Host) + disk + remote + pending_bytes(layout, one);
     let need = match one.state {
         State::Miss => Need::Compute,
-        _ if copied == 0 => Need::Nothing,
-        _ => Need::Load([copied, disk, remote]),
+        _ if copied + near == 0 => Need::Nothing,
+        _ => Need::Load([copied, disk, remote, near]),
     };
     Part { tokens: one.tokens, need }
 }

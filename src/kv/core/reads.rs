@@ -103,6 +103,7 @@ impl Core {
             self.give_back(piece);
             if arrival == Arrival::BadSource {
                 self.departed(board, cell, Tier::Disk);
+                self.forget_if_alone(board, cell);
             }
         }
         self.wake(board, cell);

@@ -1,6 +1,6 @@
 //! Room in memory: who leaves, and where to.
 
-use crate::base::budget::Tier;
+use crate::base::budget::{ALL_TIERS, Tier};
 use crate::kv::admission::Candidate;
 use crate::kv::core::board::note;
 use crate::kv::core::grain::{Grain, Leave, Part};
@@ -17,6 +17,7 @@ const MOST_REFUSALS: u32 = 16;
 const PAUSE_NS: u64 = 1_000_000_000;
 const HOST: usize = Tier::Host as usize;
 const DISK: usize = Tier::Disk as usize;
+const DEVICE: u8 = 1 << Tier::Device as u8;
 
 impl Core {
     /// Bytes that should come free now.
@@ -133,12 +134,13 @@ impl Core {
     pub(super) fn only_in_host(&self, at: At, part: Part) -> u64 {
         let rows = &self.boards[at.board as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return 0 };
-        let only = |(layer, marks): (usize, &crate::meta::chunks::Marks)| match marks.there() {
-            there if there == 1 << HOST && part.has(layer) => {
-                rows.planes(Cell { chunk: at.slot, layer }).bytes()
-            }
-            _ => 0,
-        };
+        let only =
+            |(layer, marks): (usize, &crate::meta::chunks::Marks)| match marks.there() & !DEVICE {
+                there if there == 1 << HOST && part.has(layer) => {
+                    rows.planes(Cell { chunk: at.slot, layer }).bytes()
+                }
+                _ => 0,
+            };
         marks.iter().enumerate().map(only).sum()
     }
 
@@ -168,14 +170,15 @@ impl Core {
     }
 
     /// Drops the cells of a chunk in a tier where `may` says so of the layer and the tiers
-    /// that it is in; the bytes that are free or will be.
+    /// that it is in, but for the device's; the bytes that are free or will be. What is on
+    /// the device does not stay there alone.
     pub(super) fn drop_where(
         &mut self,
         at: At,
         tier: usize,
         may: impl Fn(usize, u8) -> bool,
     ) -> u64 {
-        let kind = if tier == HOST { Tier::Host } else { Tier::Disk };
+        let kind = ALL_TIERS[tier];
         let layers = self.boards[at.board as usize].layout.layers();
         let mut freed = 0;
         for layer in 0..layers {
@@ -184,9 +187,17 @@ impl Core {
             let Some(marks) = rows.chunks.marks(at.slot).and_then(|all| all.get(layer)) else {
                 return freed;
             };
-            if marks.there() & 1 << tier == 0 || !may(layer, marks.there()) {
+            let there = marks.there();
+            if there & 1 << tier == 0 || !may(layer, there & !DEVICE) {
                 continue;
             }
+            if there == DEVICE | 1 << tier {
+                if rows.chunks.chunk(at.slot).is_some_and(|row| row.is_blocked()) {
+                    continue;
+                }
+                self.forget_replica(at.board, cell);
+            }
+            let rows = &mut self.boards[at.board as usize];
             let bytes = rows.planes(cell).bytes();
             match rows.chunks.begin_drop(cell, kind) {
                 Ok(Gone::Now(place)) => {

@@ -27,6 +27,7 @@ pub const LEAST_HOST_BYTES: u64 = 64 << 10;
 
 const HOST: u8 = 1 << Tier::Host as u8;
 const DISK: u8 = 1 << Tier::Disk as u8;
+const DEVICE: u8 = 1 << Tier::Device as u8;
 
 /// A session that is open.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -49,7 +50,7 @@ pub struct SessionSight {
     pub layers: u64,
 }
 
-/// Where the cells of a session are: a letter a cell. `M` in memory, `D` on disk, `B` in
+/// Where the cells of a session are: a letter a cell. `G` in device memory too, `M` in memory, `D` on disk, `B` in
 /// both, `~` on its way, `.` nowhere.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BoardSight {
@@ -98,14 +99,19 @@ impl Core {
             (Tier::Host, _) => Ok(&self.host_shelf),
             (Tier::Disk, Some(shelf)) => Ok(shelf),
             (Tier::Disk, None) => fail!(NotFound, "this store has no disk"),
+            (Tier::Device, _) => match &self.near {
+                Some(near) => Ok(&near.shelf),
+                None => fail!(NotFound, "this store has no device tier"),
+            },
             _ => fail!(Unsupported, "nobody chooses who leaves {}", tier.name()),
         }
     }
 
     fn shelf_mut(&mut self, tier: Tier) -> Result<&mut Shelf> {
         self.shelf(tier)?;
-        Ok(match &mut self.disk_shelf {
-            Some(shelf) if tier == Tier::Disk => shelf,
+        Ok(match (tier, &mut self.disk_shelf, &mut self.near) {
+            (Tier::Disk, Some(shelf), _) => shelf,
+            (Tier::Device, _, Some(near)) => &mut near.shelf,
             _ => &mut self.host_shelf,
         })
     }
@@ -217,6 +223,10 @@ impl Core {
             Tier::Disk => {
                 (report.disk.budget_bytes, report.disk.used_bytes, report.disk.live_bytes)
             }
+            Tier::Device => {
+                let device = report.device;
+                (device.limit_bytes, device.used_bytes, device.live_bytes)
+            }
             _ => (report.host.limit_bytes, report.host.cost_bytes, report.host.live_bytes),
         };
         let share = |part: f64| (limit_bytes as f64 * part) as u64;
@@ -299,11 +309,12 @@ fn trial_seen(trial: &Trial, now_ns: u64) -> TrialSight {
 
 fn letter(marks: Option<Marks>) -> char {
     let Some(marks) = marks else { return '.' };
-    match (marks.there() & HOST != 0, marks.there() & DISK != 0) {
-        (true, true) => 'B',
-        (true, false) => 'M',
-        (false, true) => 'D',
-        (false, false) if marks.arriving() != 0 => '~',
-        (false, false) => '.',
+    match marks.there() {
+        there if there & DEVICE != 0 => 'G',
+        there if there & (HOST | DISK) == HOST | DISK => 'B',
+        there if there & HOST != 0 => 'M',
+        there if there & DISK != 0 => 'D',
+        _ if marks.arriving() != 0 => '~',
+        _ => '.',
     }
 }

@@ -9,12 +9,14 @@ use crate::kv::calibrate::{Prefill, Speed};
 use crate::kv::core::work::{Hands, Outcome, Work};
 use crate::kv::core::{Board, Core};
 use crate::kv::plan::{Route, SOURCES};
-use crate::kv::queues::LANES;
+use crate::kv::queues::{LANES, Queues};
 use crate::meta::cost::Cost;
 
 /// What a batch is before any was seen: its delay in ns, and bytes a second.
 const COPIES: (f64, f64) = (20_000.0, 8e9);
 const READS: (f64, f64) = (150_000.0, 2e9);
+/// The same out of device memory.
+const NEAR: (f64, f64) = (10_000.0, 2e11);
 
 /// What a batch moves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,20 +44,27 @@ impl Flow {
 pub(super) struct Speeds {
     pub(super) copies: Flow,
     pub(super) reads: Flow,
+    /// Out of device memory.
+    pub(super) near: Flow,
     /// By namespace; those of which nothing was seen are not here.
     prefills: BTreeMap<u32, Prefill>,
 }
 
 impl Default for Speeds {
     fn default() -> Speeds {
-        let (copies, reads) = (Flow::new(COPIES), Flow::new(READS));
-        Speeds { copies, reads, prefills: BTreeMap::new() }
+        let (copies, reads, near) = (Flow::new(COPIES), Flow::new(READS), Flow::new(NEAR));
+        Speeds { copies, reads, near, prefills: BTreeMap::new() }
     }
 }
 
 impl Speeds {
-    fn flow(&mut self, hands: Hands) -> &mut Flow {
-        if hands == Hands::Read { &mut self.reads } else { &mut self.copies }
+    /// The way that work takes.
+    fn flow(&mut self, work: &Work) -> &mut Flow {
+        match work {
+            Work::Reads(_) => &mut self.reads,
+            Work::Copies(batch) if batch.is_near => &mut self.near,
+            _ => &mut self.copies,
+        }
     }
 }
 
@@ -71,12 +80,16 @@ impl Core {
         let cells = jobs.iter().map(|&id| self.cell_of(&self.jobs[id]));
         let bytes = cells.map(|(board, cell)| self.boards[board as usize].planes(cell).bytes());
         *burden = Burden { bytes: bytes.sum(), beside: self.under_way[hands as usize] };
-        self.speeds.flow(hands).under_way += burden.bytes;
+        let bytes = burden.bytes;
+        self.speeds.flow(work).under_way += bytes;
     }
 
     /// A batch has ended, and is still counted as under way.
     pub(super) fn observe(&mut self, work: &Work, outcome: &Outcome, elapsed_ns: u64) {
         let hands = work.hands();
+        if matches!(work, Work::Slabs(_)) {
+            return;
+        }
         self.times.batch(hands as usize, elapsed_ns);
         let (burden, sound) = match work {
             Work::Copies(batch) => (batch.burden, outcome.is_ok()),
@@ -88,7 +101,7 @@ impl Core {
         };
         // Those that went beside it had their part of the way.
         let beside = (u64::from(burden.beside) + u64::from(self.under_way[hands as usize])).max(2);
-        let flow = self.speeds.flow(hands);
+        let flow = self.speeds.flow(work);
         flow.under_way -= burden.bytes;
         if sound {
             flow.speed.observe(burden.bytes, 1, elapsed_ns.saturating_mul(2) / beside);
@@ -130,16 +143,22 @@ impl Core {
         let Some(board) = self.board_of(space) else {
             fail!(NotFound, "there is no namespace {space}");
         };
-        let copies = self.route_of(Hands::Copy, board, lane);
-        let reads = self.route_of(Hands::Read, board, lane);
-        Ok([copies, reads, reads])
+        let [copying, reading] = [Hands::Copy, Hands::Read].map(|h| self.under_way[h as usize]);
+        let copies = self.route_of((&self.speeds.copies, &self.copies), copying, board, lane);
+        let reads = self.route_of((&self.speeds.reads, &self.reads), reading, board, lane);
+        let near = self.near.as_ref().map_or(copies, |near| {
+            self.route_of((&self.speeds.near, near.queue()), copying, board, lane)
+        });
+        Ok([copies, reads, reads, near])
     }
 
-    fn route_of(&self, hands: Hands, board: &Board, lane: usize) -> Route {
-        let (flow, queues) = match hands {
-            Hands::Read => (&self.speeds.reads, &self.reads),
-            _ => (&self.speeds.copies, &self.copies),
-        };
+    fn route_of(
+        &self,
+        (flow, queues): (&Flow, &Queues),
+        begun: u32,
+        board: &Board,
+        lane: usize,
+    ) -> Route {
         let layout = &board.layout;
         let share = self.batches(layout.layers() as f64, layout.chunk_bytes(layout.chunk_tokens()));
         let speed = Speed::guess(flow.speed.ns(0, 1) * share, flow.speed.bytes_per_second());
@@ -148,7 +167,6 @@ impl Core {
             let waiting = queues.waiting(lane);
             (cells, bytes) = (cells + u64::from(waiting.0), bytes + waiting.1);
         }
-        let begun = self.under_way[hands as usize];
         let batches = self.batches(cells as f64, bytes).ceil() as u64 + u64::from(begun);
         let queued_ns = if bytes > 0 { flow.speed.ns(bytes, batches) } else { 0.0 };
         Route { speed, queued_ns }

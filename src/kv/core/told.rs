@@ -5,14 +5,15 @@ use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::kv::core::board::note;
 use crate::kv::core::debt::{cell_of_owner, owner_of};
-use crate::kv::core::grain::{Grain, Member, Part, cell_id};
+use crate::kv::core::grain::{Grain, Part, cell_id};
 use crate::kv::core::moves::Deed;
-use crate::kv::core::shelf::{Chosen, Shelf, units_of};
-use crate::kv::core::{At, Board, Core, Space};
+use crate::kv::core::objects::{comes, member, new_cell, new_object};
+use crate::kv::core::replicas::Replicas;
+use crate::kv::core::shelf::{Chosen, Shelf};
+use crate::kv::core::{At, Core};
 use crate::kv::events::Kind;
 use crate::meta::chunks::Cell;
 use crate::meta::index::{NONE, Slot};
-use crate::meta::objects::Facts;
 use crate::policy::Hint;
 use crate::policy::evictor::{New, Who};
 
@@ -58,7 +59,7 @@ impl Core {
             }
         }
         if deed == Deed::Get {
-            for tier in [Tier::Host, Tier::Disk] {
+            for tier in [Tier::Device, Tier::Host, Tier::Disk] {
                 self.tell_asked(number, tier);
             }
         }
@@ -73,7 +74,9 @@ impl Core {
     fn tell_asked(&mut self, number: u32, tier: Tier) {
         let one = &self.moves[number].spec;
         let rows = &self.boards[one.board as usize];
-        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+        let Some(shelf) =
+            shelf_of(&mut self.host_shelf, &mut self.disk_shelf, &mut self.near, tier)
+        else {
             return;
         };
         // Chunks that are all there are asked for by their rows.
@@ -161,8 +164,8 @@ impl Core {
         for tier in [Tier::Host, Tier::Disk] {
             let one = &self.moves[number].spec;
             let rows = &mut self.boards[board as usize];
-            let is_last = (tier == Tier::Disk) == self.disk_shelf.is_some();
-            let shelf = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier);
+            let is_last = self.disk_shelf.is_none() || tier == Tier::Disk;
+            let shelf = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, &mut self.near, tier);
             let Some(shelf) = shelf.filter(|shelf| shelf.grain == Grain::Session) else { continue };
             let mut members = Vec::with_capacity(one.slots.len());
             for &slot in one.slots.iter().filter(|&&slot| slot != NONE) {
@@ -198,8 +201,10 @@ impl Core {
 
     /// Tells a tier's policy of cells.
     fn enter_cells(&mut self, board: u32, tier: Tier, who: &Who, news: &News) {
-        let is_last = (tier == Tier::Disk) == self.disk_shelf.is_some();
-        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+        let is_last = self.is_last(tier);
+        let Some(shelf) =
+            shelf_of(&mut self.host_shelf, &mut self.disk_shelf, &mut self.near, tier)
+        else {
             return;
         };
         if !news.new.is_empty() {
@@ -238,7 +243,9 @@ impl Core {
         let rows = &self.boards[at.board as usize];
         let priority = Some(rows.classes[at.slot as usize].min(2));
         let who = Who { priority, ..Who::default() };
-        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+        let Some(shelf) =
+            shelf_of(&mut self.host_shelf, &mut self.disk_shelf, &mut self.near, tier)
+        else {
             return;
         };
         let entered = match shelf.grain {
@@ -262,7 +269,9 @@ impl Core {
     fn enter_part(&mut self, at: At, tier: Tier, part: Part, who: &Who) {
         let rows = &self.boards[at.board as usize];
         let Some(marks) = rows.chunks.marks(at.slot) else { return };
-        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+        let Some(shelf) =
+            shelf_of(&mut self.host_shelf, &mut self.disk_shelf, &mut self.near, tier)
+        else {
             return;
         };
         let mut news = News::default();
@@ -300,7 +309,7 @@ impl Core {
             return self.untell(at, tier);
         }
         let id = cell_id(self.boards[board as usize].id(cell.chunk), cell.layer);
-        let shelf = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier);
+        let shelf = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, &mut self.near, tier);
         if let Some(shelf) = shelf.filter(|shelf| shelf.grain == Grain::Cell && shelf.knows(id)) {
             shelf.remove(self.now_ns, id);
         }
@@ -308,13 +317,15 @@ impl Core {
 
     /// Nothing of a chunk is in a tier any more: its policy need not know it.
     pub(super) fn untell(&mut self, at: At, tier: Tier) {
+        let is_last = self.is_last(tier);
         let rows = &mut self.boards[at.board as usize];
         if !rows.has(at.slot, flag_of(tier)) {
             return;
         }
         let (id, layers) = (rows.id(at.slot), rows.layout.layers());
-        let is_last = (tier == Tier::Disk) == self.disk_shelf.is_some();
-        let Some(shelf) = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, tier) else {
+        let Some(shelf) =
+            shelf_of(&mut self.host_shelf, &mut self.disk_shelf, &mut self.near, tier)
+        else {
             return;
         };
         let is_out = match shelf.grain {
@@ -334,38 +345,12 @@ impl Core {
             }
         };
         if is_out {
-            let held = if is_last { note::HELD } else { 0 };
+            let held = match tier {
+                Tier::Device => note::PINNED,
+                _ if is_last => note::HELD,
+                _ => 0,
+            };
             rows.clear(at.slot, flag_of(tier) | held);
-        }
-    }
-
-    /// Tells the policy of the last tier whether a chunk is in use: it cannot go
-    /// anywhere from there.
-    pub(super) fn note_held(&mut self, board: u32, slot: Slot) {
-        let rows = &mut self.boards[board as usize];
-        let Some(row) = rows.chunks.chunk(slot) else { return };
-        let is_held = row.refs() > 0 || row.pin().is_some();
-        let (shelf, there) = match &mut self.disk_shelf {
-            Some(shelf) => (shelf, note::IN_DISK),
-            None => (&mut self.host_shelf, note::IN_HOST),
-        };
-        if is_held == rows.has(slot, note::HELD) || !rows.has(slot, there) {
-            return;
-        }
-        let id = rows.id(slot);
-        let is_told = match shelf.grain {
-            Grain::Chunk => shelf.hold(id, is_held),
-            Grain::Cell => {
-                let all = (0..rows.layout.layers()).map(|layer| cell_id(id, layer));
-                all.fold(false, |any, id| (shelf.knows(id) && shelf.hold(id, is_held)) | any)
-            }
-            Grain::Session => {
-                shelf.groups.of(At { board, slot }) == Some(id) && shelf.hold(id, is_held)
-            }
-        };
-        if is_told {
-            let change = if is_held { Board::set } else { Board::clear };
-            change(rows, slot, note::HELD);
         }
     }
 
@@ -380,7 +365,9 @@ impl Core {
         let rows = &self.boards[board as usize];
         let chunks = || slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
         let layers = rows.layout.layers();
-        for shelf in [Some(&mut self.host_shelf), self.disk_shelf.as_mut()].into_iter().flatten() {
+        let near = self.near.as_mut().map(|near| &mut near.shelf);
+        let shelves = [near, Some(&mut self.host_shelf), self.disk_shelf.as_mut()];
+        for shelf in shelves.into_iter().flatten() {
             let ids: Vec<u64> = match shelf.grain {
                 Grain::Chunk => chunks().collect(),
                 Grain::Cell => {
@@ -428,61 +415,21 @@ pub(super) const PIECE_BYTES: u64 = 4096;
 fn shelf_of<'a>(
     host: &'a mut Shelf,
     disk: &'a mut Option<Shelf>,
+    near: &'a mut Option<Box<Replicas>>,
     tier: Tier,
 ) -> Option<&'a mut Shelf> {
-    if tier == Tier::Disk { disk.as_mut() } else { Some(host) }
+    match tier {
+        Tier::Device => near.as_mut().map(|near| &mut near.shelf),
+        Tier::Disk => disk.as_mut(),
+        _ => Some(host),
+    }
 }
 
 /// What is noted of a chunk that a tier's policy knows.
-fn flag_of(tier: Tier) -> u8 {
-    if tier == Tier::Disk { note::IN_DISK } else { note::IN_HOST }
-}
-
-/// Whether a move brings a chunk to memory.
-fn comes(rows: &Board, slot: Slot, deed: Deed) -> bool {
-    deed == Deed::Put || rows.chunks.chunk(slot).is_some_and(|row| row.cells()[DISK] > 0)
-}
-
-fn member(rows: &Board, at: At) -> Member {
-    let row = rows.chunks.chunk(at.slot);
-    Member {
-        at,
-        position: row.map_or(0, |row| row.position()),
-        units: units_of(rows.chunk_bytes(at.slot)),
-        tokens: row.map_or(0, |row| row.valid_tokens()),
-    }
-}
-
-/// A chunk as policies know it. Where holes can be computed it stands for itself: it may
-/// leave before those that continue it.
-fn new_object(spaces: &[Space], rows: &Board, slot: Slot) -> New {
-    let row = rows.chunks.chunk(slot);
-    let space = row.and_then(|row| spaces.get(row.namespace() as usize));
-    let holes = space.is_some_and(|space| space.holes);
-    let parent = rows.chunks.parent(slot).filter(|&parent| parent != NONE && !holes);
-    let tokens = row.map_or(0, |row| row.valid_tokens());
-    let context = row.map_or(0, |row| row.position()).saturating_mul(rows.layout.chunk_tokens());
-    New {
-        id: rows.id(slot),
-        parent: parent.map(|parent| rows.id(parent)),
-        units: units_of(rows.chunk_bytes(slot)),
-        facts: Facts { tokens, context, ..Facts::default() },
-    }
-}
-
-/// The same of a cell: it continues that of its layer in the chunk before.
-fn new_cell(spaces: &[Space], rows: &Board, cell: Cell) -> New {
-    let chunk = new_object(spaces, rows, cell.chunk);
-    let small = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
-    New {
-        id: cell_id(chunk.id, cell.layer),
-        parent: chunk.parent.map(|parent| cell_id(parent, cell.layer)),
-        units: units_of(rows.planes(cell).bytes()),
-        facts: Facts {
-            layer: small(cell.layer),
-            layers: small(rows.layout.layers()),
-            chunk: rows.chunks.chunk(cell.chunk).map_or(0, |row| row.position()),
-            ..chunk.facts
-        },
+pub(super) fn flag_of(tier: Tier) -> u16 {
+    match tier {
+        Tier::Device => note::IN_DEVICE,
+        Tier::Disk => note::IN_DISK,
+        _ => note::IN_HOST,
     }
 }

@@ -385,6 +385,7 @@ impl Core {
         self.counters.corrupt += 1;
         let gone = self.boards[board as usize].chunks.lose(which, Tier::Disk);
         self.departed(board, which, Tier::Disk);
+        self.forget_if_alone(board, which);
         self.wake(board, which);
         self.tidy(board, which.chunk);
         // One that is read is dropped when that has ended.

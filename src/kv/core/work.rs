@@ -2,10 +2,11 @@
 
 use crate::base::status::{Error, Result};
 use crate::base::sync::Arc;
-use crate::device::Way;
+use crate::device::{Memory, Way};
 use crate::format::codec::int8::Quality;
 use crate::format::codec::{Codec, Shape};
 use crate::kv::core::books::Checkpoint;
+use crate::kv::core::slabs::SlabWork;
 use crate::kv::core::speeds::Burden;
 use crate::kv::core::views::Views;
 use crate::kv::core::{At, Core};
@@ -49,21 +50,50 @@ pub struct CopyItem {
     pub first: u32,
     /// How many.
     pub tokens: u32,
-    /// The store's side: an address of host memory.
+    /// The store's side.
     pub address: usize,
+    /// Where that is.
+    pub memory: Memory,
+    /// Which job of the batch it is of.
+    pub job: usize,
     /// Which way.
     pub way: Way,
+}
+
+/// A cell to be copied from host to device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Fill {
+    /// Where it is.
+    pub host: usize,
+    /// Where it goes.
+    pub device: u64,
+    /// How long it is.
+    pub bytes: u64,
 }
 
 /// Copies.
 #[derive(Default)]
 pub struct CopyBatch {
     pub(super) jobs: Vec<u32>,
+    /// They are out of the device tier.
+    pub(super) is_near: bool,
+    /// What is copied into the device tier before anything else: `items` may read it there.
+    pub fills: Vec<Fill>,
+    /// The device may be lost and the store go on: jobs between places in host memory are
+    /// then done without it, and noted here.
+    pub rescued: Option<Vec<bool>>,
     pub(super) burden: Burden,
     /// The engine's side of its moves.
     pub views: Vec<Arc<Views>>,
     /// What to copy.
     pub items: Vec<CopyItem>,
+}
+
+impl CopyBatch {
+    /// Its jobs.
+    pub fn jobs(&self) -> impl Iterator<Item = u32> + '_ {
+        self.jobs.iter().copied()
+    }
 }
 
 /// Cells to be read.
@@ -154,6 +184,8 @@ pub enum Upkeep {
 pub enum Work {
     /// Copies.
     Copies(CopyBatch),
+    /// Device memory.
+    Slabs(SlabWork),
     /// Reads.
     Reads(ReadBatch),
     /// Writes.
@@ -171,7 +203,7 @@ impl Work {
     /// Whose work it is.
     pub fn hands(&self) -> Hands {
         match self {
-            Work::Copies(_) => Hands::Copy,
+            Work::Copies(_) | Work::Slabs(_) => Hands::Copy,
             Work::Reads(_) => Hands::Read,
             Work::Writes(_) => Hands::Write,
             Work::Syncs(_) => Hands::Sync,
@@ -188,8 +220,20 @@ impl Work {
 impl Core {
     /// Work for some hands, if there is any.
     pub fn take(&mut self, hands: Hands) -> Option<Work> {
+        let mut work = self.take_once(hands);
+        // Copies that a lost device was to make have become others.
+        while work.is_none() && hands == Hands::Copy && self.has_work(hands) {
+            work = self.take_once(hands);
+        }
+        work
+    }
+
+    fn take_once(&mut self, hands: Hands) -> Option<Work> {
         let mut work = match hands {
-            Hands::Copy => self.take_copies().map(Work::Copies),
+            Hands::Copy => {
+                let slabs = self.take_slabs().map(Work::Slabs);
+                slabs.or_else(|| self.take_copies().map(Work::Copies))
+            }
             Hands::Read => self.take_reads().map(Work::Reads),
             Hands::Write => self.take_writes().map(Work::Writes),
             Hands::Sync => self.take_syncs().map(Work::Syncs),
@@ -209,7 +253,9 @@ impl Core {
     /// may make work for another.
     pub fn has_work(&self, hands: Hands) -> bool {
         match hands {
-            Hands::Copy => (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0),
+            Hands::Copy => {
+                (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0) || self.has_near_work()
+            }
             Hands::Read => (0..LANES).any(|lane| self.reads.waiting(lane).0 > 0),
             Hands::Write => !self.downs.is_empty() && !self.upkeep.holds_writes,
             Hands::Sync => !self.commits.is_empty() || self.fresh.len() >= self.flush_at,
@@ -228,12 +274,13 @@ impl Core {
         self.observe(&work, &outcome, elapsed_ns);
         self.turn_ends(&work, &outcome);
         self.under_way[work.hands() as usize] -= 1;
-        match &work {
-            Work::Copies(batch) => self.done_copies(batch, &outcome),
-            Work::Reads(batch) => self.done_reads(batch),
-            Work::Writes(batch) => self.done_writes(batch),
-            Work::Syncs(batch) => self.done_syncs(batch),
-            Work::Upkeep(upkeep) => self.done_upkeep(upkeep, outcome),
+        match work {
+            Work::Copies(batch) => self.done_copies(&batch, &outcome),
+            Work::Slabs(slabs) => self.done_slabs(slabs),
+            Work::Reads(batch) => self.done_reads(&batch),
+            Work::Writes(batch) => self.done_writes(&batch),
+            Work::Syncs(batch) => self.done_syncs(&batch),
+            Work::Upkeep(upkeep) => self.done_upkeep(&upkeep, outcome),
         }
         self.settle();
     }

@@ -3,6 +3,7 @@
 
 use crate::base::status::Status;
 use crate::base::sync::Arc;
+use crate::device::Memory;
 use crate::format::codec::int8::Scales;
 use crate::format::codec::{Codec, Shape};
 use crate::io::simulated::random::Random;
@@ -53,6 +54,7 @@ impl World {
 
     /// A rectangle of a session, with the engine's memory for it.
     pub(super) fn rectangle(&mut self, at: usize, deed: Deed) -> Option<(Rectangle, Asked)> {
+        let memory = self.memory();
         let session = &self.sessions[at];
         let layout = &self.layouts[session.space as usize];
         let each = layout.chunk_tokens() as usize;
@@ -92,7 +94,7 @@ impl World {
         }
         let views = planes.iter_mut().enumerate().map(|(i, planes)| {
             let group = layout.group(first_layer + i)?;
-            Some(views_of(group, planes, count, each))
+            Some(views_of(group, planes, count, each, memory))
         });
         let views = Arc::new(Views(views.collect::<Option<Vec<_>>>()?));
         let by_layer = self.random.coin();
@@ -254,7 +256,11 @@ impl World {
         };
         let tolerated =
             [Status::NotFound, Status::Cancelled, Status::Budget, Status::Io, Status::Closed];
-        if let Some(error) = one.error.as_ref().filter(|e| !tolerated.contains(&e.status())) {
+        // Who has tensors on a device that is lost has lost them, too.
+        let is_known = |status| {
+            tolerated.contains(&status) || status == Status::Unavailable && self.may_lose_device()
+        };
+        if let Some(error) = one.error.as_ref().filter(|e| !is_known(e.status())) {
             return Err(wrong(format!("{:?} ended with {error}", asked.deed)));
         }
         if asked.deed == Deed::Put {
@@ -343,9 +349,11 @@ pub(super) fn views_of(
     planes: &mut Planes,
     tokens: usize,
     each: usize,
+    memory: Memory,
 ) -> LayerViews {
     let view = |bytes: &mut Vec<u8>, count: usize, token_bytes: u64| {
-        PlaneView::canonical(bytes.as_mut_ptr() as u64, count as u32, token_bytes)
+        let address = bytes.as_mut_ptr() as u64;
+        PlaneView { memory, ..PlaneView::canonical(address, count as u32, token_bytes) }
     };
     if group.rule == Rule::State {
         return LayerViews {

@@ -2,9 +2,9 @@
 
 use crate::base::clock::Clock;
 use crate::base::sync::{Arc, Mutex};
-use crate::device::Device;
 use crate::device::host::Host;
 use crate::device::simulated::{Simulated, SimulatedOpts};
+use crate::device::{Device, Memory};
 use crate::io::simulated::SimFiles;
 use crate::io::simulated::plan::{Fault, Plan};
 use crate::io::simulated::random::Random;
@@ -39,7 +39,7 @@ impl World {
         let plan = plan(&mut self.random);
         // What opens a store finds the disk in order; what it finds there is not.
         again.set_plan(Plan::default());
-        let device = self.tools.device.clone();
+        let device = self.next_device()?;
         let (core, tools, dropped) =
             open_store(&again, &self.config, self.disk_bytes, &self.clock, device)?;
         (self.files, self.core, self.tools) = (again, core, tools);
@@ -78,6 +78,10 @@ impl World {
             a.no_room += b.no_room;
             a.failed_writes += b.failed_writes;
             a.failed_reads += b.failed_reads;
+            a.device_hits += b.device_hits;
+            a.promoted += b.promoted;
+            a.device_evicted += b.device_evicted;
+            a.device_lost += b.device_lost;
         };
         sums(all, &now);
         // Whom the policy has sent away, or nobody could read, is not missed.
@@ -123,7 +127,7 @@ impl World {
         let Some(group) = layout.group(layer) else { return Ok(()) };
         let (k, v) = Planes::lengths(group, each, each);
         let mut planes = Planes { k: vec![POISON; k], v: vec![POISON; v] };
-        let views = Arc::new(Views(vec![views_of(group, &mut planes, each, each)]));
+        let views = Arc::new(Views(vec![views_of(group, &mut planes, each, each, Memory::Host)]));
         let rectangle = Rectangle {
             first_token: first as u64,
             tokens: each as u64,

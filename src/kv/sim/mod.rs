@@ -6,6 +6,7 @@
 mod callers;
 mod content;
 mod lives;
+mod near;
 mod wishes;
 mod world;
 
@@ -36,6 +37,8 @@ pub struct Report {
     pub kept: u64,
     /// Chunks of namespaces that were cleared as a whole.
     pub cleared: u64,
+    /// Cells in device memory that were read back and right.
+    pub audited: u64,
     /// A mark of everything that happened: equal for equal seeds.
     pub mark: u64,
     /// What the stores counted, all together.

@@ -18,6 +18,7 @@ use crate::kv::core::{Config, Core, SpaceOpts, Write};
 use crate::kv::hands::Tools;
 use crate::kv::sim::content::Planes;
 use crate::kv::sim::lives::{FEW_CHUNKS, SEGMENT, device, open_store, plan};
+use crate::kv::sim::near::Near;
 use crate::kv::sim::wishes::Wishes;
 use crate::kv::sim::{Failure, Report};
 use crate::meta::dtype::Dtype;
@@ -112,6 +113,7 @@ pub(super) struct World {
     /// no later sync makes it so, and the next life cannot know.
     pub(super) untold: bool,
     pub(super) wishes: Option<Wishes>,
+    pub(super) near: Option<Near>,
     pub(super) report: Report,
 }
 
@@ -157,7 +159,9 @@ impl World {
         let disk_bytes = (8 + random.below(40)) * SEGMENT + 400_000;
         let (codec, codecs) = codecs(seed);
         let (grain, drop_cells) = grain(seed);
+        let near = Near::of(seed);
         let config = Config {
+            device: near.as_ref().map(Near::config).unwrap_or_default(),
             host_bytes: (4 + random.below(40)) << 16,
             host_policy: POLICIES[random.below(6) as usize].into(),
             disk_policy: POLICIES[random.below(6) as usize].into(),
@@ -176,7 +180,10 @@ impl World {
             ..Config::default()
         };
         let clock = Clock::manual(1);
-        let device = device(seed, &clock)?;
+        let device = match &near {
+            Some(near) => near.device(&clock)?,
+            None => device(seed, &clock)?,
+        };
         let (core, tools, _) = open_store(&files, &config, disk_bytes, &clock, device)?;
         let forgets = plan.per_million[Fault::LostSync as usize] > 0
             || plan.per_million[Fault::BitRot as usize] > 0
@@ -202,6 +209,7 @@ impl World {
             is_rotten: forgets,
             untold: false,
             wishes: Wishes::of(seed),
+            near,
             report: Report::default(),
         };
         world.open_spaces()?;
@@ -247,6 +255,7 @@ impl World {
             _ => self.work(),
         }
         self.wish()?;
+        self.near_wish()?;
         self.collect()?;
         self.report.mark = Random::new(self.report.mark ^ what ^ self.pending.len() as u64).draw();
         if self.files.is_closed() {
@@ -322,6 +331,9 @@ impl World {
                     )));
                 }
                 core.check()?;
+                drop(core);
+                self.report.audited += self.audit()?;
+                let core = self.core.0.lock();
                 if self.all_went_well(&core) {
                     core.check_prefixes()?;
                 }

@@ -1,0 +1,192 @@
+//! Copies between the engine's tensors and the store: what goes into a batch, and what
+//! becomes of it.
+
+use crate::base::budget::Tier;
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::device::Memory;
+use crate::kv::core::jobs::Step;
+use crate::kv::core::moves::Deed;
+use crate::kv::core::work::{CopyBatch, CopyItem, Fill};
+use crate::kv::core::{At, Core};
+use crate::kv::queues::Queues;
+use crate::meta::chunks::{Cell, Place};
+use crate::meta::layout::Rule;
+
+/// Where the store has a cell.
+struct Side {
+    address: usize,
+    memory: Memory,
+}
+
+impl Core {
+    /// The queue of copies: out of device memory, or all others.
+    pub(super) fn copies_of(&mut self, is_near: bool) -> &mut Queues {
+        match &mut self.near {
+            Some(near) if is_near => near.queue_mut(),
+            _ => &mut self.copies,
+        }
+    }
+
+    /// The next copies, up to a batch. Those out of device memory have their own: that is
+    /// another way, with a speed of its own.
+    pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
+        let is_near = self.is_nears_turn();
+        let rescued = self.near.as_ref().map(|_| Vec::new());
+        let (mut batch, mut bytes) = (CopyBatch { is_near, rescued, ..CopyBatch::default() }, 0);
+        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
+            let Some((_, id)) = self.copies_of(is_near).pop() else { break };
+            if self.turn_away(id) {
+                continue;
+            }
+            self.jobs[id].step = Step::Copying;
+            self.jobs[id].replica = self.replica_for(id);
+            bytes += self.add_copies(id, &mut batch);
+            batch.jobs.push(id);
+        }
+        (!batch.jobs.is_empty()).then_some(batch)
+    }
+
+    /// Adds the copies of a job to a batch; their bytes.
+    fn add_copies(&self, id: u32, batch: &mut CopyBatch) -> u64 {
+        let job = &self.jobs[id];
+        let one = &self.moves[job.number];
+        let (board, cell) = self.cell_of(job);
+        let bytes = self.boards[board as usize].planes(cell).bytes();
+        let replica = job.replica.and_then(|piece| self.near.as_ref()?.address(piece).ok());
+        if job.is_near {
+            let address = self.near_address(board, cell);
+            let address = address.expect("what is read stays where it is") as usize;
+            self.add_planes(id, &Side { address, memory: Memory::Device }, batch);
+            return bytes;
+        }
+        let address = job.piece.and_then(|piece| self.host.address(piece).ok());
+        let host = address.expect("a copy has its memory from when it was queued") as usize;
+        let in_host = Side { address: host, memory: Memory::Host };
+        match replica {
+            // Over the link once: on the device it is passed on.
+            Some(device) if one.spec.deed == Deed::Get => {
+                batch.fills.push(Fill { host, device, bytes });
+                let address = device as usize;
+                self.add_planes(id, &Side { address, memory: Memory::Device }, batch);
+            }
+            Some(device) => {
+                self.add_planes(id, &in_host, batch);
+                let address = device as usize;
+                self.add_planes(id, &Side { address, memory: Memory::Device }, batch);
+            }
+            None => self.add_planes(id, &in_host, batch),
+        }
+        bytes
+    }
+
+    /// Adds the copies between the engine's planes of a job's cell and one place of it.
+    fn add_planes(&self, id: u32, side: &Side, batch: &mut CopyBatch) {
+        let job = &self.jobs[id];
+        let one = &self.moves[job.number];
+        let (board, cell) = self.cell_of(job);
+        let rows = &self.boards[board as usize];
+        let planes = rows.planes(cell);
+        let (chunk, layer) = one.place(job.at);
+        let is_state = rows.layout.group(cell.layer).is_some_and(|g| g.rule == Rule::State);
+        let tokens = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens());
+        let (first, tokens) = match is_state {
+            true => (chunk as u32, 1),
+            false => (chunk as u32 * rows.layout.chunk_tokens(), tokens),
+        };
+        // One after the other they are of one move, mostly.
+        if batch.views.last().is_none_or(|last| !Arc::ptr_eq(last, &one.spec.views)) {
+            batch.views.push(one.spec.views.clone());
+        }
+        let (views, job) = (batch.views.len() - 1, batch.jobs.len());
+        let (memory, way) = (side.memory, one.way());
+        let mut add = |is_v: bool, offset: u64| {
+            let address = side.address.wrapping_add(offset as usize);
+            let item = CopyItem { views, layer, is_v, first, tokens, address, memory, job, way };
+            batch.items.push(item);
+        };
+        if planes.k_bytes > 0 {
+            add(false, 0);
+        }
+        if planes.v_bytes > 0 {
+            add(true, planes.k_bytes);
+        }
+    }
+
+    pub(super) fn done_copies(&mut self, batch: &CopyBatch, result: &Result<()>) {
+        if result.as_ref().is_err_and(|error| error.status() == Status::Unavailable) {
+            self.lose_device();
+        }
+        for (at, &id) in batch.jobs.iter().enumerate() {
+            let is_rescued = batch.rescued.as_ref().and_then(|all| all.get(at)) == Some(&true);
+            let job = self.jobs[id];
+            let (board, cell) = self.cell_of(&job);
+            let bytes = self.boards[board as usize].planes(cell).bytes();
+            let came = result.is_ok() || is_rescued;
+            self.end_copying(id, came);
+            match result {
+                Err(_) if !came && (job.is_near || job.replica.is_some()) => {
+                    // What is there may be no good; it is elsewhere, too.
+                    if job.is_near {
+                        self.counters.device_lost += u64::from(self.forget_replica(board, cell));
+                    }
+                    self.look_again(id);
+                }
+                Err(error) if !came => self.end_job(id, 0, Some(error.clone())),
+                _ => self.end_job(id, bytes, None),
+            }
+        }
+    }
+
+    /// A copy has ended, or does not begin.
+    pub(super) fn end_copying(&mut self, id: u32, came: bool) {
+        let job = self.jobs[id];
+        let (board, cell) = self.cell_of(&job);
+        let deed = self.moves[job.number].spec.deed;
+        (self.jobs[id].is_near, self.jobs[id].replica) = (false, None);
+        let filled = job.replica.map(|piece| (piece, came));
+        if deed != Deed::Put {
+            let tier = if job.is_near { Tier::Device } else { Tier::Host };
+            self.counters.device_hits += u64::from(job.is_near && came);
+            if let Some(filled) = filled {
+                self.end_filling(board, cell, deed, filled);
+            }
+            let mut is_news = filled.is_some();
+            match self.boards[board as usize].chunks.end_read(cell, tier) {
+                Ok(Some(place)) => {
+                    self.free_place(board, cell, place);
+                    is_news = true;
+                }
+                Ok(None) => {}
+                Err(error) => log::error!("a read could not be ended: {error}"),
+            }
+            if is_news {
+                self.wake(board, cell);
+            }
+            return;
+        }
+        if let Some(piece) = self.jobs[id].piece.take() {
+            self.end_storing(id, board, cell, came.then_some(Place::Host(piece.0)));
+            if !came {
+                self.give_back(piece);
+            }
+        }
+        if let Some(filled) = filled {
+            self.end_filling(board, cell, deed, filled);
+        }
+        self.wake(board, cell);
+    }
+
+    /// A put's cell is in host memory, or will not be.
+    fn end_storing(&mut self, id: u32, board: u32, cell: Cell, place: Option<Place>) {
+        let chunks = &mut self.boards[board as usize].chunks;
+        if let Err(error) = chunks.end_store(cell, Tier::Host, place) {
+            log::error!("a store could not be ended: {error}");
+        }
+        if place.is_some() {
+            self.counters.stored += 1;
+            self.arrived(board, cell, Tier::Host);
+            self.write_ahead(self.jobs[id].number, At { board, slot: cell.chunk });
+        }
+    }
+}

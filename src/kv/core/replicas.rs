@@ -1,0 +1,363 @@
+//! Copies of cells in device memory: for who computes there they come without a crossing of
+//! the link. Nothing is there alone: host memory or the disk has it, too. So who leaves is
+//! forgotten, and a device that is lost costs nothing but the way.
+
+use crate::base::account::Account;
+use crate::base::budget::Tier;
+use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
+use crate::device::Memory;
+use crate::fail;
+use crate::kv::admission::{Admission, Candidate};
+use crate::kv::core::board::note;
+use crate::kv::core::debt::{cell_of_owner, owner_of};
+use crate::kv::core::grain::Grain;
+use crate::kv::core::jobs::{Job, Step};
+use crate::kv::core::moves::Deed;
+use crate::kv::core::shelf::Shelf;
+use crate::kv::core::{At, Config, Core};
+use crate::kv::queues::{LANES, Queues};
+use crate::meta::chunks::{Arrival, Begin, Cell, Gone, Place};
+use crate::tier::device::{DeviceStats, DeviceTier, Piece};
+
+const DEVICE: u8 = 1 << Tier::Device as u8;
+const HOST: u8 = 1 << Tier::Host as u8;
+/// Chunks that leave for one cell, at most: then it stays away.
+const MOST_VICTIMS: u32 = 8;
+/// Cells of another size get a slab of their own so often.
+const VACATE_NS: u64 = 1_000_000_000;
+
+/// The device tier: what is there, who leaves, and what waits to be copied from there.
+pub struct Replicas {
+    pub(super) tier: DeviceTier,
+    /// Its policy. It chooses chunks, in any order.
+    pub(super) shelf: Shelf,
+    admission: Admission,
+    queue: Queues,
+    pub(super) account: Option<Arc<Account>>,
+    /// The device is lost: nothing comes any more.
+    is_lost: bool,
+    /// Slabs are being taken.
+    pub(super) is_taking: bool,
+    /// Before this no slab is asked for.
+    pub(super) asks_ns: u64,
+    /// When a slab was last made free for another size.
+    vacated_ns: u64,
+    /// Copies from here were taken last.
+    had_turn: bool,
+}
+
+impl Replicas {
+    /// One without memory, if a store is to have one.
+    pub(super) fn open(
+        config: &Config,
+        account: Option<Arc<Account>>,
+    ) -> Result<Option<Box<Replicas>>> {
+        let device = &config.device;
+        if device.bytes == 0 {
+            return Ok(None);
+        }
+        let objects = config.chunk_objects();
+        Ok(Some(Box::new(Replicas {
+            tier: DeviceTier::new(account.clone(), device.bytes)?,
+            shelf: Shelf::open(&device.policy, Grain::Chunk, objects, device.bytes, true)?,
+            admission: Admission::open(&device.admission, 0)?,
+            queue: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            account,
+            is_lost: false,
+            is_taking: false,
+            asks_ns: 0,
+            vacated_ns: 0,
+            had_turn: false,
+        })))
+    }
+
+    /// What waits to be copied from there.
+    pub(super) fn queue(&self) -> &Queues {
+        &self.queue
+    }
+
+    /// The same, to change it.
+    pub(super) fn queue_mut(&mut self) -> &mut Queues {
+        &mut self.queue
+    }
+
+    /// What its memory has.
+    pub fn stats(&self) -> DeviceStats {
+        self.tier.stats()
+    }
+
+    /// Whose its pieces in use are.
+    pub(super) fn owners(&self) -> Vec<u64> {
+        self.tier.owners().collect()
+    }
+
+    /// Whether its device is lost.
+    pub fn is_lost(&self) -> bool {
+        self.is_lost
+    }
+
+    /// Where a piece is.
+    pub(super) fn address(&self, piece: Piece) -> Result<u64> {
+        self.tier.address(piece)
+    }
+
+    pub(super) fn wants_slabs(&self, now_ns: u64) -> bool {
+        !self.is_lost && !self.is_taking && now_ns >= self.asks_ns && self.tier.missing_slabs() > 0
+    }
+
+    pub(super) fn waiting(&self) -> bool {
+        (0..LANES).any(|lane| self.queue.waiting(lane).0 > 0)
+    }
+}
+
+impl Core {
+    /// Forgets the copy of a cell in device memory. Nothing is lost: it is elsewhere, too.
+    /// Whether it was there.
+    pub(super) fn forget_replica(&mut self, board: u32, cell: Cell) -> bool {
+        match self.boards[board as usize].chunks.begin_drop(cell, Tier::Device) {
+            Ok(Gone::Now(place)) => self.free_place(board, cell, place),
+            Ok(Gone::Later) => {}
+            Ok(Gone::Not) | Err(_) => return false,
+        }
+        self.departed(board, cell, Tier::Device);
+        true
+    }
+
+    /// The same, where a cell was found lost everywhere else.
+    pub(super) fn forget_if_alone(&mut self, board: u32, cell: Cell) {
+        let marks = self.boards[board as usize].chunks.marks(cell.chunk);
+        let there = marks.and_then(|all| all.get(cell.layer)).map_or(0, |marks| marks.there());
+        if there != DEVICE {
+            return;
+        }
+        if let Ok(Gone::Now(place)) = self.boards[board as usize].chunks.lose(cell, Tier::Device) {
+            self.free_place(board, cell, place);
+        }
+        self.departed(board, cell, Tier::Device);
+    }
+
+    /// The device is lost: whatever was there is forgotten, and nothing comes any more.
+    pub(super) fn lose_device(&mut self) {
+        let Some(near) = self.near.as_mut().filter(|near| !near.is_lost) else { return };
+        near.is_lost = true;
+        let owners = near.owners();
+        let before = self.device_cells();
+        self.vacate_near(&owners);
+        if let Some(near) = self.near.as_mut() {
+            near.tier.drain(u64::MAX);
+        }
+        self.counters.device_lost += before - self.device_cells();
+        log::warn!("the device has failed: {before} cells there are forgotten, its tier closes");
+    }
+
+    /// Cells in device memory.
+    pub fn device_cells(&self) -> u64 {
+        let counts = self.boards.iter().map(|board| board.chunks.counts());
+        counts.map(|counts| counts.cells[Tier::Device as usize]).sum()
+    }
+
+    /// Whether a job's copy may have to do with device memory: the engine has the layer there.
+    fn is_for_near(&self, job: &Job) -> bool {
+        let one = &self.moves[job.number].spec;
+        let layer = one.views.0.get(job.cell.layer.wrapping_sub(one.first_layer));
+        let on_device = layer.is_some_and(|layer| {
+            layer.k.memory == Memory::Device
+                && layer.v.as_ref().is_none_or(|v| v.memory == Memory::Device)
+        });
+        on_device && !job.plain && self.near.as_ref().is_some_and(|near| !near.is_lost)
+    }
+
+    /// Has a get's cell copied from device memory, if it is there and wanted there. A
+    /// prefetch of such a cell has ended. Whether that was so.
+    pub(super) fn route_near(&mut self, id: u32, deed: Deed, board: u32, cell: Cell) -> bool {
+        if deed == Deed::Prefetch {
+            self.end_job(id, 0, None);
+            return true;
+        }
+        if !self.is_for_near(&self.jobs[id]) {
+            return false;
+        }
+        if self.boards[board as usize].chunks.begin_read(cell, Tier::Device).is_err() {
+            return false;
+        }
+        self.jobs[id].is_near = true;
+        self.queue_copy(id, board, cell);
+        true
+    }
+
+    /// Whether the next copies are out of device memory: they take turns with the others.
+    pub(super) fn is_nears_turn(&mut self) -> bool {
+        let others_wait = (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0);
+        let Some(near) = self.near.as_mut() else { return false };
+        let is = near.waiting() && !(others_wait && near.had_turn);
+        near.had_turn = is;
+        is
+    }
+
+    /// A job whose copy would be out of a lost device looks again.
+    pub(super) fn turn_away(&mut self, id: u32) -> bool {
+        let is_lost = self.near.as_ref().is_some_and(|near| near.is_lost);
+        if is_lost && self.jobs[id].is_near {
+            self.end_copying(id, false);
+            self.look_again(id);
+            return true;
+        }
+        false
+    }
+
+    /// A job begins anew, and leaves device memory alone.
+    pub(super) fn look_again(&mut self, id: u32) {
+        let job = &mut self.jobs[id];
+        (job.plain, job.step) = (true, Step::Fresh);
+        self.woken.push(id);
+    }
+
+    /// Device memory for a job's cell, if that is to be had there from now on.
+    pub(super) fn replica_for(&mut self, id: u32) -> Option<Piece> {
+        let job = self.jobs[id];
+        if !self.is_for_near(&job) {
+            return None;
+        }
+        let (board, cell) = self.cell_of(&job);
+        let is_put = self.moves[job.number].spec.deed == Deed::Put;
+        let marks = *self.boards[board as usize].chunks.marks(cell.chunk)?.get(cell.layer)?;
+        let is_free = (marks.there() | marks.arriving() | marks.leaving()) & DEVICE == 0;
+        if !is_free || !is_put && marks.there() & HOST == 0 {
+            return None;
+        }
+        let piece = self.find_near_piece(board, cell)?;
+        let chunks = &mut self.boards[board as usize].chunks;
+        if !is_put && !matches!(chunks.begin_copy(cell, Tier::Host, Tier::Device), Ok(Begin::Begun))
+        {
+            self.free_near(piece);
+            return None;
+        }
+        Some(piece)
+    }
+
+    /// A piece for a cell, if it is admitted: others leave for it.
+    fn find_near_piece(&mut self, board: u32, cell: Cell) -> Option<Piece> {
+        let rows = &self.boards[board as usize];
+        let bytes = rows.full_bytes(cell.layer);
+        let one = Candidate {
+            bytes,
+            hits: u32::from(rows.uses[cell.chunk as usize]),
+            priority: rows.classes[cell.chunk as usize],
+        };
+        let now_ns = self.now_ns;
+        let near = self.near.as_mut()?;
+        let stats = near.tier.stats();
+        let free = 1.0 - stats.live_bytes as f64 / stats.slab_bytes.max(1) as f64;
+        if bytes > near.tier.each_bytes() || near.admission.admit(&one, free, now_ns).is_err() {
+            return None;
+        }
+        for _ in 0..MOST_VICTIMS {
+            let near = self.near.as_mut()?;
+            if let Some(piece) = near.tier.alloc(bytes, owner_of(board, cell)) {
+                return Some(piece);
+            }
+            if near.tier.has_empty() {
+                return None; // no host memory for what is to be known of its pieces
+            }
+            if !near.tier.has_size(bytes) && now_ns >= near.vacated_ns + VACATE_NS {
+                self.vacate_one();
+            } else if !self.evict_near(bytes) {
+                return None;
+            }
+        }
+        None
+    }
+
+    /// Whoever is in the emptiest slab is forgotten, but for what is pinned.
+    fn vacate_one(&mut self) {
+        let now_ns = self.now_ns;
+        let Some(near) = self.near.as_mut() else { return };
+        near.vacated_ns = now_ns;
+        let slab = near.tier.emptiest();
+        let mut owners: Vec<u64> =
+            slab.into_iter().flat_map(|at| near.tier.owners_in(at)).collect();
+        owners.retain(|&owner| {
+            let (board, cell) = cell_of_owner(owner);
+            let row = self.boards[board as usize].chunks.chunk(cell.chunk);
+            row.is_none_or(|row| row.pin().is_none())
+        });
+        self.vacate_near(&owners);
+    }
+
+    /// The chunk that the policy chooses is forgotten; whether it chose one.
+    fn evict_near(&mut self, bytes: u64) -> bool {
+        let now_ns = self.now_ns;
+        let Some(near) = self.near.as_mut() else { return false };
+        let mut victims = Vec::new();
+        near.shelf.choose(now_ns, bytes, 1, &mut victims);
+        for &victim in &victims {
+            let Some((at, _)) = self.chosen(victim) else { continue };
+            self.boards[at.board as usize].clear(at.slot, note::IN_DEVICE | note::PINNED);
+            let freed = self.drop_where(at, Tier::Device as usize, |_, _| true);
+            self.counters.device_evicted += u64::from(freed > 0);
+        }
+        !victims.is_empty()
+    }
+
+    /// The copy of a cell into device memory has ended, or does not begin. A put's is noted
+    /// when the cell is in host memory.
+    pub(super) fn end_filling(&mut self, board: u32, cell: Cell, deed: Deed, one: (Piece, bool)) {
+        let (piece, mut came) = one;
+        let stays =
+            self.near.as_ref().is_some_and(|near| !near.is_lost && !near.tier.drains(piece));
+        let chunks = &mut self.boards[board as usize].chunks;
+        if deed == Deed::Put {
+            let begun = chunks.begin_copy(cell, Tier::Host, Tier::Device);
+            if !came || !matches!(begun, Ok(Begin::Begun)) {
+                return self.free_near(piece);
+            }
+        }
+        // It may have left host memory meanwhile, and be nowhere else.
+        let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        let is_elsewhere = marks.is_some_and(|marks| marks.there() & !DEVICE != 0);
+        came &= is_elsewhere && stays;
+        let arrival = if came { Arrival::Here(Place::Device) } else { Arrival::Failed };
+        match chunks.end_copy(cell, Tier::Device, arrival) {
+            Ok(Some(place)) => self.free_place(board, cell, place),
+            Ok(None) => {}
+            Err(error) => log::error!("a way to the device could not be ended: {error}"),
+        }
+        if !came {
+            return self.free_near(piece);
+        }
+        self.boards[board as usize].set_piece(cell, piece);
+        self.counters.promoted += 1;
+        self.arrived(board, cell, Tier::Device);
+    }
+
+    /// Where the copy of a cell in device memory is, for who reads it.
+    pub(super) fn near_address(&self, board: u32, cell: Cell) -> Result<u64> {
+        match &self.near {
+            Some(near) => near.address(self.boards[board as usize].piece(cell)),
+            None => Err(Status::NotFound.into()),
+        }
+    }
+
+    /// Whether what is in device memory is what the tables say, for [`Core::check`].
+    pub fn check_near(&self) -> Result<()> {
+        let Some(near) = &self.near else { return Ok(()) };
+        let (cells, stats) = (self.device_cells(), near.tier.stats());
+        if self.is_idle() && stats.live_pieces != cells {
+            fail!(State, "{} pieces of device memory for {cells} cells", stats.live_pieces);
+        }
+        if self.is_idle() && near.is_lost && stats.slabs > 0 {
+            fail!(State, "{} slabs of a device that is lost", stats.slabs);
+        }
+        for (number, board) in self.boards.iter().enumerate() {
+            for slot in board.chunks.slots() {
+                let marks = board.chunks.marks(slot).unwrap_or_default();
+                if let Some(layer) = marks.iter().position(|marks| marks.there() == DEVICE) {
+                    let at = At { board: number as u32, slot };
+                    fail!(State, "layer {layer} of {at:?} is on the device alone");
+                }
+            }
+        }
+        Ok(())
+    }
+}

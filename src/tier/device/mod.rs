@@ -1,0 +1,305 @@
+//! Device memory for copies of cells: a few slabs, each cut into pieces of one size. What
+//! is kept of them is here, on the host: no piece costs a call of the device. Nothing is
+//! moved. A slab without a piece in use goes to another size, or back to the device.
+
+mod pieces;
+mod slab;
+
+pub use slab::Slab;
+
+use crate::base::account::Account;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::fail;
+use pieces::Pieces;
+
+/// Sizes of pieces are multiples of this: what lies there is reached in full lines.
+pub const GRAIN_BYTES: u64 = 256;
+/// Slabs that a tier is had in: so much at most has to leave for another size.
+const SLABS: u64 = 32;
+const LEAST_SLAB_BYTES: u64 = 64 << 10;
+/// Most bytes of a tier.
+const MOST_BYTES: u64 = 1 << 48;
+const INDEX_BITS: u32 = 20;
+const MOST_PIECES: u64 = 1 << INDEX_BITS;
+const MOST_SLABS: usize = 1 << (32 - INDEX_BITS);
+
+/// Number of a piece: its slab, and its place there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece(pub u32);
+
+impl Piece {
+    fn new(slab: usize, index: u32) -> Piece {
+        Piece((slab as u32) << INDEX_BITS | index)
+    }
+
+    fn slab(self) -> usize {
+        (self.0 >> INDEX_BITS) as usize
+    }
+
+    fn index(self) -> u32 {
+        self.0 & (MOST_PIECES as u32 - 1)
+    }
+}
+
+/// What the tier has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceStats {
+    /// Most bytes of slabs.
+    pub limit_bytes: u64,
+    /// Slabs.
+    pub slabs: u32,
+    /// Their bytes.
+    pub slab_bytes: u64,
+    /// Pieces in use.
+    pub live_pieces: u64,
+    /// Their bytes.
+    pub live_bytes: u64,
+}
+
+/// A slab of the tier.
+struct Row {
+    slab: Slab,
+    /// How it is cut; not at all while nothing of it is in use.
+    pieces: Option<Pieces>,
+    /// It gives out no more pieces, and goes once it is empty.
+    drains: bool,
+}
+
+impl Row {
+    fn live(&self) -> u32 {
+        self.pieces.as_ref().map_or(0, Pieces::live)
+    }
+
+    fn live_bytes(&self) -> u64 {
+        self.pieces.as_ref().map_or(0, |p| u64::from(p.live()) * p.piece_bytes())
+    }
+}
+
+/// Memory of a device for cells, under its owner's lock; addresses are valid without it.
+pub struct DeviceTier {
+    account: Option<Arc<Account>>,
+    limit_bytes: u64,
+    each_bytes: u64,
+    rows: Vec<Option<Row>>,
+    held_bytes: u64,
+    live_bytes: u64,
+    live_pieces: u64,
+    /// Empty slabs, to be given back.
+    leaving: Vec<Slab>,
+}
+
+impl DeviceTier {
+    /// A tier without memory, of at most so many bytes. The account pays for its tables.
+    pub fn new(account: Option<Arc<Account>>, limit_bytes: u64) -> Result<DeviceTier> {
+        check(limit_bytes)?;
+        let each = (limit_bytes / SLABS).max(LEAST_SLAB_BYTES).min(limit_bytes);
+        Ok(DeviceTier {
+            account,
+            limit_bytes,
+            each_bytes: each / GRAIN_BYTES * GRAIN_BYTES,
+            rows: Vec::new(),
+            held_bytes: 0,
+            live_bytes: 0,
+            live_pieces: 0,
+            leaving: Vec::new(),
+        })
+    }
+
+    /// The length of its slabs: no piece can be longer.
+    pub fn each_bytes(&self) -> u64 {
+        self.each_bytes
+    }
+
+    /// Slabs that it may have and has not.
+    pub fn missing_slabs(&self) -> u64 {
+        let room = MOST_SLABS.saturating_sub(self.rows.iter().flatten().count()) as u64;
+        (self.limit_bytes.saturating_sub(self.held_bytes) / self.each_bytes).min(room)
+    }
+
+    /// Takes a slab over. One that is more than it may have by now goes back.
+    pub fn add(&mut self, slab: Slab) {
+        if self.missing_slabs() == 0 {
+            return self.leaving.push(slab);
+        }
+        self.held_bytes += slab.bytes();
+        let row = Some(Row { slab, pieces: None, drains: false });
+        match self.rows.iter().position(Option::is_none) {
+            Some(at) => self.rows[at] = row,
+            None => self.rows.push(row),
+        }
+    }
+
+    /// Takes a piece of at least `bytes` bytes, and remembers whose it is. None: no slab has
+    /// one of that size, nor is any empty.
+    pub fn alloc(&mut self, bytes: u64, owner: u64) -> Option<Piece> {
+        let piece_bytes = bytes.max(1).next_multiple_of(GRAIN_BYTES);
+        let at = self.row_for(piece_bytes)?;
+        let row = self.rows[at].as_mut()?;
+        if row.live() == 0 && row.pieces.as_ref().is_none_or(|p| p.piece_bytes() != piece_bytes) {
+            let count = (row.slab.bytes() / piece_bytes).min(MOST_PIECES) as u32;
+            row.pieces = Some(Pieces::new(self.account.as_ref(), piece_bytes, count).ok()?);
+        }
+        let index = row.pieces.as_mut()?.take(owner)?;
+        self.live_pieces += 1;
+        self.live_bytes += piece_bytes;
+        Some(Piece::new(at, index))
+    }
+
+    /// Where a piece of a size can be had: in the fullest slab of that size, so that others
+    /// become empty.
+    fn row_for(&self, piece_bytes: u64) -> Option<usize> {
+        let rows = self.rows.iter().enumerate().filter_map(|(at, row)| Some((at, row.as_ref()?)));
+        let may_give = |(at, row): (usize, &Row)| {
+            let fits = match &row.pieces {
+                Some(pieces) if pieces.live() > 0 => {
+                    pieces.piece_bytes() == piece_bytes && !pieces.is_full()
+                }
+                _ => piece_bytes <= row.slab.bytes(),
+            };
+            (fits && !row.drains).then_some((row.live(), std::cmp::Reverse(at)))
+        };
+        rows.filter_map(may_give).max().map(|(_, std::cmp::Reverse(at))| at)
+    }
+
+    /// Gives a piece back.
+    pub fn free(&mut self, piece: Piece) -> Result<()> {
+        let at = piece.slab();
+        let pieces = self.rows.get_mut(at).and_then(|row| row.as_mut()?.pieces.as_mut());
+        let Some(pieces) = pieces.filter(|pieces| pieces.is_live(piece.index())) else {
+            return Err(stale(piece));
+        };
+        pieces.give_back(piece.index());
+        self.live_pieces -= 1;
+        self.live_bytes -= pieces.piece_bytes();
+        self.let_go_if_empty(at);
+        Ok(())
+    }
+
+    fn let_go_if_empty(&mut self, at: usize) {
+        if !self.rows[at].as_ref().is_some_and(|row| row.drains && row.live() == 0) {
+            return;
+        }
+        if let Some(row) = self.rows[at].take() {
+            self.held_bytes -= row.slab.bytes();
+            self.leaving.push(row.slab);
+        }
+    }
+
+    /// Where a piece is; valid until it is freed.
+    pub fn address(&self, piece: Piece) -> Result<u64> {
+        let row = self.rows.get(piece.slab()).and_then(Option::as_ref);
+        let pieces = row.and_then(|row| row.pieces.as_ref());
+        match (row, pieces.filter(|pieces| pieces.is_live(piece.index()))) {
+            (Some(row), Some(pieces)) => {
+                Ok(row.slab.address() + u64::from(piece.index()) * pieces.piece_bytes())
+            }
+            _ => Err(stale(piece)),
+        }
+    }
+
+    /// Whose the pieces in use are, slab by slab.
+    pub fn owners(&self) -> impl Iterator<Item = u64> + '_ {
+        (0..self.rows.len()).flat_map(|at| self.owners_in(at))
+    }
+
+    /// Whose those of one slab are.
+    pub fn owners_in(&self, slab: usize) -> impl Iterator<Item = u64> + '_ {
+        let row = self.rows.get(slab).and_then(Option::as_ref);
+        row.and_then(|row| row.pieces.as_ref()).into_iter().flat_map(Pieces::owners)
+    }
+
+    /// Whether a piece is of a slab that goes once it is empty.
+    pub fn drains(&self, piece: Piece) -> bool {
+        self.rows.get(piece.slab()).and_then(Option::as_ref).is_none_or(|row| row.drains)
+    }
+
+    /// Whether a slab is empty and stays.
+    pub fn has_empty(&self) -> bool {
+        self.rows.iter().flatten().any(|row| row.live() == 0 && !row.drains)
+    }
+
+    /// Whether a slab has pieces of a size, or can be cut into some: else none can be had
+    /// before one is empty.
+    pub fn has_size(&self, bytes: u64) -> bool {
+        let piece_bytes = bytes.max(1).next_multiple_of(GRAIN_BYTES);
+        let of_it = |row: &Row| {
+            let pieces = row.pieces.as_ref().filter(|pieces| pieces.live() > 0);
+            !row.drains && pieces.is_none_or(|pieces| pieces.piece_bytes() == piece_bytes)
+        };
+        self.rows.iter().flatten().any(of_it)
+    }
+
+    /// The slab with the fewest bytes in use, of those that stay.
+    pub fn emptiest(&self) -> Option<usize> {
+        let rows = self.rows.iter().enumerate().filter_map(|(at, row)| Some((at, row.as_ref()?)));
+        let stay = rows.filter(|(_, row)| !row.drains);
+        stay.min_by_key(|(at, row)| (row.live_bytes(), *at)).map(|(at, _)| at)
+    }
+
+    /// Has slabs drain until so many bytes of them do, the emptiest first; whose pieces have
+    /// to go, and how many bytes will come free.
+    pub fn drain(&mut self, bytes: u64) -> (Vec<u64>, u64) {
+        let (mut owners, mut goes) = (Vec::new(), 0);
+        while goes < bytes {
+            let Some(at) = self.emptiest() else { break };
+            let Some(row) = self.rows[at].as_mut() else { break };
+            row.drains = true;
+            goes += row.slab.bytes();
+            owners.extend(self.owners_in(at));
+            self.let_go_if_empty(at);
+        }
+        (owners, goes)
+    }
+
+    /// Changes how many bytes slabs may have. Of those beyond a smaller limit the emptiest
+    /// drain: whose pieces have to go.
+    pub fn set_limit(&mut self, bytes: u64) -> Result<Vec<u64>> {
+        if bytes > 0 {
+            check(bytes)?;
+        }
+        self.limit_bytes = bytes;
+        let stays = self.rows.iter().flatten().filter(|row| !row.drains);
+        let stays: u64 = stays.map(|row| row.slab.bytes()).sum();
+        Ok(self.drain(stays.saturating_sub(bytes)).0)
+    }
+
+    /// Whether there are empty slabs to be given back.
+    pub fn has_leaving(&self) -> bool {
+        !self.leaving.is_empty()
+    }
+
+    /// Those slabs; dropping them gives them back.
+    pub fn take_leaving(&mut self) -> Vec<Slab> {
+        std::mem::take(&mut self.leaving)
+    }
+
+    /// What it has.
+    pub fn stats(&self) -> DeviceStats {
+        DeviceStats {
+            limit_bytes: self.limit_bytes,
+            slabs: self.rows.iter().flatten().count() as u32,
+            slab_bytes: self.held_bytes,
+            live_pieces: self.live_pieces,
+            live_bytes: self.live_bytes,
+        }
+    }
+}
+
+fn check(bytes: u64) -> Result<()> {
+    if !(LEAST_SLAB_BYTES..=MOST_BYTES).contains(&bytes) {
+        fail!(Limit, "{bytes} bytes of device memory; {LEAST_SLAB_BYTES} to {MOST_BYTES} can be");
+    }
+    Ok(())
+}
+
+/// A piece that is not in use: freed twice, or never given out.
+#[cold]
+fn stale(piece: Piece) -> Error {
+    debug_assert!(false, "piece {:#x} of the device is not in use", piece.0);
+    Error::new(Status::Invalid, format!("piece {:#x} of the device is not in use", piece.0))
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+#[path = "tests.rs"]
+mod tests;

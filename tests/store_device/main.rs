@@ -1,0 +1,12 @@
+//! Stores with a device tier: simulations, and real threads over a simulated device.
+
+#![cfg(not(feature = "shuttle"))]
+
+#[path = "../support/store.rs"]
+mod support;
+
+mod batches;
+mod faults;
+mod moves;
+mod rig;
+mod sim;
