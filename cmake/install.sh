@@ -49,6 +49,7 @@ install -m 644 "$root/include/kvtier/kvtier.h" "$root/bindings/cpp/kvtier.hpp" \
     "$root/bindings/cpp/kvtier_policy.hpp" "$root/bindings/cpp/kvtier_lab.hpp" \
     "$root/bindings/cpp/kvtier_store.hpp" "$root/bindings/cpp/kvtier_offload.hpp" \
     "$root/bindings/cpp/kvtier_sparse.hpp" "$root/bindings/cpp/kvtier_stream.hpp" \
+    "$root/bindings/cpp/kvtier_device.hpp" \
     "$to/include/kvtier/"
 
 fill() {

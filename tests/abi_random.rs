@@ -14,7 +14,7 @@ fn any_program_ends_well() {
     // that has tokens, so that programs get somewhere.
     // Each opcode with as many zeros as it reads, or the end of the store's is eaten.
     let mut start = Vec::new();
-    for (opcode, arguments) in [(0u8, 6), (30, 7), (31, 11), (32, 8), (40, 15), (34, 7)] {
+    for (opcode, arguments) in [(0u8, 6), (30, 8), (31, 11), (32, 8), (40, 15), (34, 7)] {
         start.extend([1, opcode]);
         start.extend(vec![0u8; arguments]);
     }
@@ -32,11 +32,12 @@ fn any_program_ends_well() {
         })
         .unwrap();
     // By what programs are rolled these vary by a third: the bounds are far below the least seen.
-    let [submitted, called, replayed, moved, loaded, computed, answered, streamed] =
+    let [submitted, called, replayed, moved, loaded, computed, answered, streamed, copied] =
         machine::reached();
     assert!(submitted > 1000 && called > 200, "{submitted} submissions, {called} callbacks");
     assert!(replayed > 60 && moved > 200, "{replayed} replays, {moved} moves");
     assert!(loaded > 60, "{loaded} layers loaded");
     assert!(streamed > 60, "{streamed} units had");
+    assert!(copied > 60, "{copied} copies of devices compared");
     assert!(computed > 60 && answered > 60, "{computed} computed, {answered} answers");
 }

@@ -10,6 +10,11 @@ use kvtier::ffi::attention::*;
 use kvtier::ffi::budget::*;
 use kvtier::ffi::buffer::*;
 use kvtier::ffi::clear::*;
+use kvtier::ffi::device::*;
+use kvtier::ffi::device_custom::*;
+use kvtier::ffi::device_kernel::*;
+use kvtier::ffi::device_move::*;
+use kvtier::ffi::device_test::*;
 use kvtier::ffi::error::*;
 use kvtier::ffi::feature::*;
 use kvtier::ffi::job::*;
@@ -87,7 +92,7 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_close_report_t {
             struct_size, queues, buffers, budgets, accounts, ops, stores, namespaces, sessions,
-            offloads, streamers,
+            offloads, streamers, devices,
         }
         kvt_runtime_stats_t {
             struct_size, ops_submitted, ops_open, ops_live, ops_queued, ops_refused, workers,
@@ -195,6 +200,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_store_opts_t {
             struct_size, flags, spec, spec_bytes, host_bytes, disk_bytes, disk_path,
             disk_path_bytes, policy, policy_bytes, disk_policy, disk_policy_bytes, write, reserved,
+            device,
         }
         kvt_store_stats_t {
             struct_size, puts, gets, prefetches, stored_cells, known_cells, host_hit_cells,
@@ -345,10 +351,33 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_stream_memory_t {
             struct_size, device_free_bytes, host_free_bytes, host_total_bytes, lockable_bytes,
         }
+        kvt_copy_rows_t {
+            from, to, from_stride_bytes, to_stride_bytes, run_bytes, runs, from_memory, to_memory,
+        }
+        kvt_kernel_t {
+            kind, dtype, other_dtype, scaling, queries, keys, values, out, index, counts, table,
+            numbers, more, scales, scratch, scratch_bytes, query_stride, query_head_stride,
+            key_stride, key_head_stride, value_stride, value_head_stride, out_stride,
+            out_head_stride, query_count, query_heads, key_heads, key_dim, value_dim, page_tokens,
+            tokens, first, count, keep, recent, sinks, scale, flags, reserved,
+        }
+        kvt_device_custom_t {
+            struct_size, flags, streams, reserved, kernels, submit, query, wait, release, allocate,
+            free, free_bytes, know_host, adopt, hold, launch, user_data, destroy,
+        }
+        kvt_device_opts_t {
+            struct_size, flags, kind, ordinal, context, streams, stream_count, library,
+            library_bytes, custom, memory_bytes, seed, latency_ns, bytes_per_s,
+        }
+        kvt_device_info_t { struct_size, flags, kind, streams, kernels, free_bytes }
+        kvt_device_memory_t { struct_size, address, bytes, number, memory, reserved }
+        kvt_copy_t { flags, view, plane, plane_memory, way, first_token, tokens, sum }
+        kvt_conformance_opts_t { struct_size, flags, seed, patience_ns, rounds, reserved }
+        kvt_conformance_t { struct_size, passed, skipped, failed, reserved }
         kvt_stream_opts_t {
             struct_size, flags, model, terms, budget, priority, order, order_count, policy,
             policy_bytes, expert_policy, expert_policy_bytes, sidecar, sidecar_bytes, verify,
-            readers, depth, marks, pinned_percent, reserved,
+            readers, depth, marks, pinned_percent, reserved, device,
         }
         kvt_stream_plan_t {
             struct_size, seat, mode, device_units, host_units, file_units, slots, slot_bytes,

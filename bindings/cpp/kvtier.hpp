@@ -344,6 +344,17 @@ template <class T> ret<T> give(kvt_status_t status, T value) {
 
 inline const void *address_of(const std::byte *p) noexcept { return p; }
 
+/// Text of which the library says how long it is.
+template <class Call> kvt_status_t words(std::string &text, Call call) {
+    std::uint64_t bytes = 0;
+    text.resize(4096);
+    for (;;) {
+        const kvt_status_t status = call(&text[0], text.size(), &bytes);
+        text.resize(static_cast<std::size_t>(bytes));
+        if (status != KVT_E_TOO_SMALL) return status;
+    }
+}
+
 /// Runs a callable on behalf of the library: nothing may unwind into it.
 template <class R, class F, class... A>
 R guarded(const char *where, R otherwise, F &f, A &&...args) noexcept {
@@ -1393,6 +1404,7 @@ private:
 
 #include "kvtier_policy.hpp"
 #include "kvtier_lab.hpp"
+#include "kvtier_device.hpp"
 #include "kvtier_store.hpp"
 #include "kvtier_offload.hpp"
 #include "kvtier_sparse.hpp"

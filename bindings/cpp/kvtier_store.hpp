@@ -138,6 +138,8 @@ struct store_opts {
     std::string_view disk_policy;
     /// KVT_WRITE_*.
     std::uint32_t write = 0;
+    /// Who copies between the engine's memory and the store's; null = the processor.
+    const kvt::device *device = nullptr;
 };
 
 struct lookup_result {
@@ -537,6 +539,7 @@ public:
         c.disk_policy = opts.disk_policy.data();
         c.disk_policy_bytes = opts.disk_policy.size();
         c.write = opts.write;
+        c.device = opts.device != nullptr ? opts.device->get() : nullptr;
         kvt_store_t *raw = nullptr;
         const kvt_status_t status =
             kvt_store_open(on.get(), pays != nullptr ? pays->get() : nullptr, &c, &raw, f.out());

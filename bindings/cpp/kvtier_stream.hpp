@@ -49,6 +49,8 @@ struct stream_opts {
     std::uint32_t depth = 0;
     std::uint32_t marks = 0;
     std::uint32_t pinned_percent = 0;
+    /// Where the engine computes, with memory of its own; null = on the processor.
+    const kvt::device *device = nullptr;
 };
 
 namespace detail {
@@ -66,17 +68,6 @@ template <class Row, class Call> kvt_status_t rows(std::vector<Row> &list, Call 
     for (;;) {
         const kvt_status_t status = call(list.data(), list.size(), sizeof(Row), &count);
         list.resize(static_cast<std::size_t>(count));
-        if (status != KVT_E_TOO_SMALL) return status;
-    }
-}
-
-/// Text of which it says how long it is.
-template <class Call> kvt_status_t words(std::string &text, Call call) {
-    std::uint64_t bytes = 0;
-    text.resize(4096);
-    for (;;) {
-        const kvt_status_t status = call(&text[0], text.size(), &bytes);
-        text.resize(static_cast<std::size_t>(bytes));
         if (status != KVT_E_TOO_SMALL) return status;
     }
 }
@@ -241,6 +232,10 @@ public:
     std::uint32_t unit() const noexcept { return raw_.unit; }
     const std::byte *data() const noexcept { return static_cast<const std::byte *>(raw_.address); }
     std::uint64_t bytes() const noexcept { return raw_.bytes; }
+    /// KVT_MEMORY_*: where `data` is valid.
+    std::uint32_t memory() const noexcept { return raw_.memory; }
+    /// The device's event from which on the bytes are complete; 0 = they are.
+    std::uint64_t event() const noexcept { return raw_.event; }
     /// A part of a tensor in it.
     span<const std::byte> part(const kvt_part_t &part) const noexcept {
         return span<const std::byte>(data() + part.at, static_cast<std::size_t>(part.bytes));
@@ -250,6 +245,22 @@ public:
         detail::failure f;
         const kvt_status_t status = kvt_stream_release(stream_, &raw_, 0, f.out());
         stream_ = nullptr;
+        return detail::check(status, f);
+    }
+    /// Gives it back; its memory is used for another after this event of the device's, which
+    /// the streamer takes over. Where that is refused both stay what they were. What a copy to
+    /// the device failed with is told here, too, and then the unit has gone back.
+    ret<void> release(device_event &&after) {
+        detail::failure f;
+        const kvt_status_t status =
+            kvt_stream_release(stream_, &raw_, after.number(), f.out());
+        const bool refused = status == KVT_E_UNSUPPORTED || status == KVT_E_INVALID ||
+                             status == KVT_E_HANDLE || status == KVT_E_STATE ||
+                             status == KVT_E_FORKED;
+        if (!refused) {
+            stream_ = nullptr;
+            (void)after.release();
+        }
         return detail::check(status, f);
     }
     /// Gives it back; what fails is told to the hook.
@@ -302,6 +313,7 @@ public:
         c.depth = opts.depth;
         c.marks = opts.marks;
         c.pinned_percent = opts.pinned_percent;
+        c.device = opts.device != nullptr ? opts.device->get() : nullptr;
         kvt_stream_t *raw = nullptr;
         const kvt_status_t status = kvt_stream_open(on.get(), &c, &raw, f.out());
         return detail::give(status, f, streamer::adopt(raw));
@@ -335,10 +347,12 @@ public:
     }
     /// Waits until a unit is there.
     ret<held> acquire(std::uint32_t unit, deadline by = {}) const {
-        detail::failure f;
-        kvt_held_t c = KVT_HELD_INIT;
-        const kvt_status_t status = kvt_stream_acquire(raw_, unit, 0, by.ns, &c, f.out());
-        return detail::give(status, f, held(status == KVT_OK ? raw_ : nullptr, c));
+        return acquire_as(unit, 0, by);
+    }
+    /// The same on a device, without waiting for copies that are on their way: held::event
+    /// says when the bytes are there.
+    ret<held> acquire_early(std::uint32_t unit, deadline by = {}) const {
+        return acquire_as(unit, KVT_ACQUIRE_EARLY, by);
     }
     /// The unit if it is there, else nothing: it is on its way.
     ret<held> try_acquire(std::uint32_t unit) const {
@@ -436,6 +450,14 @@ public:
         const void *address = nullptr;
         const kvt_status_t status = kvt_stream_fixed(raw_, unit, &address, nullptr);
         return detail::give(status, address);
+    }
+
+private:
+    ret<held> acquire_as(std::uint32_t unit, std::uint64_t flags, deadline by) const {
+        detail::failure f;
+        kvt_held_t c = KVT_HELD_INIT;
+        const kvt_status_t status = kvt_stream_acquire(raw_, unit, flags, by.ns, &c, f.out());
+        return detail::give(status, f, held(status == KVT_OK ? raw_ : nullptr, c));
     }
 };
 

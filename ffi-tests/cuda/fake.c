@@ -543,7 +543,7 @@ code_t cuEventQuery(event_t *event) {
     BEGIN_IN("cuEventQuery")
     NEED(is_event(event), "cuEventQuery", "no event", INVALID_HANDLE)
     if (event->is_captured) END(CAPTURED_EVENT)
-    progress(chance() % 4);
+    progress(chance() % 32);
     END(event->done == event->recorded ? OK : NOT_READY)
 }
 

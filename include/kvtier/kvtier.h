@@ -2232,19 +2232,21 @@ typedef kvt_status_t (*kvt_device_submit_fn)(void *user_data,
                                              uint64_t *event_out);
 
 /**
- * Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not; anything else is what its
- * batch failed with.
+ * Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not. Anything else is what its
+ * batch failed with, and the library takes it that the batch touches no memory any more: where
+ * only the question failed, KVT_E_AGAIN is the answer.
  */
 typedef kvt_status_t (*kvt_device_query_fn)(void *user_data, uint64_t event);
 
 /**
  * Waits for an event until a deadline (CLOCK_MONOTONIC, 0 = none). It may return early: the
- * event is asked for afterwards.
+ * event is asked for afterwards, and after a pause if it was very early.
  */
 typedef kvt_status_t (*kvt_device_wait_fn)(void *user_data, uint64_t event, uint64_t deadline_ns);
 
 /**
- * Takes an event back that nobody asks for any more.
+ * Takes an event back that nobody asks for any more. Batches that were given it as `after` may
+ * still wait for it.
  */
 typedef void (*kvt_device_release_fn)(void *user_data, uint64_t event);
 
@@ -2272,11 +2274,13 @@ typedef kvt_status_t (*kvt_device_know_host_fn)(void *user_data, uint64_t addres
 
 /**
  * Makes an event of its own that comes with one that the engine names: see kvt_device_adopt.
+ * The one that is named stays the engine's.
  */
 typedef kvt_status_t (*kvt_device_adopt_fn)(void *user_data, uint64_t raw, uint64_t *event_out);
 
 /**
- * Has a stream that the engine names go on only after an event: see kvt_device_hold.
+ * Has a stream that the engine names go on only after an event: see kvt_device_hold. It is not
+ * called for an event that has come already.
  */
 typedef kvt_status_t (*kvt_device_hold_fn)(void *user_data, uint64_t raw_stream, uint64_t event);
 
@@ -7852,7 +7856,8 @@ kvt_status_t kvt_device_poll(const struct kvt_device_t *device,
  * @param count   How many, at most 65,536.
  * @param err     Explains a failure; may be null.
  * @return KVT_OK; KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device,
- *         or was released): those before it are released. KVT_E_INVALID, KVT_E_LIMIT,
+ *         or was released; a device that is not asynchronous knows its events for ever): those
+ *         before it are released. KVT_E_INVALID, KVT_E_LIMIT,
  *         KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread. Since 0.1.
@@ -10907,7 +10912,10 @@ kvt_status_t kvt_stream_acquire(const struct kvt_stream_t *stream,
  *                event of the engine's.
  * @param err     Explains a failure; may be null.
  * @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
- *         KVT_E_UNSUPPORTED (an event), KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *         KVT_E_UNSUPPORTED (an event, without a device), KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC: it was not given back. What a copy failed with that was on its way when
+ *         the unit was had: it was given back, `held` is cleared, and what was computed with
+ *         it is wrong.
  *
  * Threading: any thread, also another one than had it. Since 0.1.
  */

@@ -61,7 +61,9 @@ impl Pool {
     /// Takes memory back.
     pub fn free(&self, memory: &DeviceMemory) -> Result<()> {
         let mut blocks = self.blocks.lock();
-        let ours = |buffer: &Buffer| buffer.address() as u64 == memory.address;
+        let ours = |buffer: &Buffer| {
+            (buffer.address() as u64, buffer.bytes()) == (memory.address, memory.bytes)
+        };
         if !blocks.given.get(&memory.number).is_some_and(ours) {
             fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
         }

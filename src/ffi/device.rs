@@ -8,7 +8,7 @@ use crate::base::core::Core;
 use crate::base::slab::{Pin, Slab};
 use crate::base::status::Result;
 use crate::base::sync::Arc;
-use crate::device::cuda::{Cuda, CudaOpts};
+use crate::device::cuda::{Choice, Cuda, CudaOpts};
 use crate::device::host::Host;
 use crate::device::simulated::{Simulated, SimulatedOpts};
 use crate::device::{Device, MAX_STREAMS};
@@ -165,7 +165,7 @@ unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
         ordinal: given.ordinal,
         context: given.context,
         streams: streams.to_vec(),
-        ..CudaOpts::default()
+        choice: Choice::Measured,
     })
 }
 
@@ -236,9 +236,10 @@ pub unsafe extern "C" fn kvt_device_open(
             };
             match given.kind {
                 KVT_DEVICE_HOST => put(Arc::new(Host::default())),
-                // SAFETY: the caller's promise.
                 KVT_DEVICE_CUDA => {
-                    put(Arc::new(Cuda::open(clock, &unsafe { cuda_opts(&given)? })?))
+                    // SAFETY: the caller's promise.
+                    let opts = unsafe { cuda_opts(&given)? };
+                    put(Arc::new(Cuda::open(clock, &opts)?))
                 }
                 // SAFETY: the caller's promise.
                 KVT_DEVICE_CUSTOM => unsafe {

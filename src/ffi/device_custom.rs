@@ -62,18 +62,20 @@ pub type kvt_device_submit_fn = Option<
     ) -> kvt_status_t,
 >;
 
-/// Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not; anything else is what its
-/// batch failed with.
+/// Whether an event has come: KVT_OK, or KVT_E_AGAIN while it has not. Anything else is what its
+/// batch failed with, and the library takes it that the batch touches no memory any more: where
+/// only the question failed, KVT_E_AGAIN is the answer.
 pub type kvt_device_query_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, event: u64) -> kvt_status_t>;
 
 /// Waits for an event until a deadline (CLOCK_MONOTONIC, 0 = none). It may return early: the
-/// event is asked for afterwards.
+/// event is asked for afterwards, and after a pause if it was very early.
 pub type kvt_device_wait_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, event: u64, deadline_ns: u64) -> kvt_status_t,
 >;
 
-/// Takes an event back that nobody asks for any more.
+/// Takes an event back that nobody asks for any more. Batches that were given it as `after` may
+/// still wait for it.
 pub type kvt_device_release_fn = Option<unsafe extern "C" fn(user_data: *mut c_void, event: u64)>;
 
 /// Gives memory at a multiple of 256; KVT_E_NOMEM where there is not so much.
@@ -94,11 +96,13 @@ pub type kvt_device_know_host_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, address: u64, bytes: u64) -> kvt_status_t>;
 
 /// Makes an event of its own that comes with one that the engine names: see kvt_device_adopt.
+/// The one that is named stays the engine's.
 pub type kvt_device_adopt_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, raw: u64, event_out: *mut u64) -> kvt_status_t,
 >;
 
-/// Has a stream that the engine names go on only after an event: see kvt_device_hold.
+/// Has a stream that the engine names go on only after an event: see kvt_device_hold. It is not
+/// called for an event that has come already.
 pub type kvt_device_hold_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, raw_stream: u64, event: u64) -> kvt_status_t,
 >;

@@ -117,7 +117,8 @@ pub unsafe extern "C" fn kvt_device_poll(
 /// @param count   How many, at most 65,536.
 /// @param err     Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_BUSY (one has not ended) and KVT_E_HANDLE (one is none of this device,
-///         or was released): those before it are released. KVT_E_INVALID, KVT_E_LIMIT,
+///         or was released; a device that is not asynchronous knows its events for ever): those
+///         before it are released. KVT_E_INVALID, KVT_E_LIMIT,
 ///         KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Threading: any thread. Since 0.1.

@@ -263,7 +263,10 @@ pub unsafe extern "C" fn kvt_stream_acquire(
 ///                event of the engine's.
 /// @param err     Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_STATE when it was given back before, KVT_E_INVALID,
-///         KVT_E_UNSUPPORTED (an event), KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///         KVT_E_UNSUPPORTED (an event, without a device), KVT_E_HANDLE, KVT_E_FORKED,
+///         KVT_E_PANIC: it was not given back. What a copy failed with that was on its way when
+///         the unit was had: it was given back, `held` is cleared, and what was computed with
+///         it is wrong.
 ///
 /// Threading: any thread, also another one than had it. Since 0.1.
 ///
@@ -291,15 +294,15 @@ pub unsafe extern "C" fn kvt_stream_release(
             memory: memory_of(given.memory)?,
             since_ns: given.since_ns,
         };
-        with_stream(stream, Access::Salvage, |streamer| {
+        let right = with_stream(stream, Access::Salvage, |streamer| {
             if after.is_some() && !streamer.has_device() {
                 fail!(Unsupported, "an event, and the engine computes in host memory");
             }
-            streamer.release(&back, after)
+            streamer.give_back(&back, after)
         })?;
         // SAFETY: it passed `check_out`.
         unsafe { write(held, &kvt_held_t { unit: given.unit, ..kvt_held_t::zeroed() }) };
-        Ok(())
+        right
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }

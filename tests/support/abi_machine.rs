@@ -23,6 +23,8 @@ use kvtier::ffi::trace::*;
 use kvtier::ffi::version::*;
 use kvtier::ffi::work::*;
 
+#[path = "abi_device.rs"]
+mod device;
 #[path = "abi_kernel.rs"]
 mod kernel;
 #[path = "abi_offload.rs"]
@@ -47,13 +49,14 @@ static LOADED: AtomicU64 = AtomicU64::new(0);
 static COMPUTED: AtomicU64 = AtomicU64::new(0);
 static ANSWERED: AtomicU64 = AtomicU64::new(0);
 static STREAMED: AtomicU64 = AtomicU64::new(0);
+static COPIED: AtomicU64 = AtomicU64::new(0);
 
 /// Submissions that were accepted, completions that were called back, replays that
 /// came to their end, moves that were accepted, layers that came into a buffer, attention that
-/// was compared with a model, answers of sparse policies, and units of weights, so far: a test
-/// of what never gets that far would prove little.
-pub fn reached() -> [u64; 8] {
-    [&SUBMITTED, &CALLED, &REPLAYED, &MOVED, &LOADED, &COMPUTED, &ANSWERED, &STREAMED]
+/// was compared with a model, answers of sparse policies, units of weights, and copies of
+/// devices, so far: a test of what never gets that far would prove little.
+pub fn reached() -> [u64; 9] {
+    [&SUBMITTED, &CALLED, &REPLAYED, &MOVED, &LOADED, &COMPUTED, &ANSWERED, &STREAMED, &COPIED]
         .map(|count| count.load(Ordering::SeqCst))
 }
 
@@ -181,6 +184,7 @@ struct Machine {
     sparse: sparse::Sparses,
     jobs: kernel::Jobs,
     streams: stream::Streams,
+    devices: device::Devices,
     err: *mut kvt_error_t,
     memory: Vec<Box<[u8]>>,
     taken: u64,
@@ -246,6 +250,7 @@ pub fn run(program: &[u8]) {
         sparse: sparse::Sparses::new(),
         jobs: kernel::Jobs::new(),
         streams: stream::Streams::new(),
+        devices: device::Devices::new(),
         err: null_mut(),
         memory: Vec::new(),
         taken: 0,
@@ -270,7 +275,7 @@ impl Machine {
     fn step(&mut self, tape: &mut Tape) {
         let err: *mut *mut kvt_error_t =
             if tape.byte() & 1 == 0 { null_mut() } else { &mut self.err };
-        match tape.byte() % 60 {
+        match tape.byte() % 64 {
             0 => self.open_runtime(tape, err),
             1 | 2 => self.open_queue(tape, err),
             3 => self.open_budget(tape, err),
@@ -303,6 +308,7 @@ impl Machine {
             48..=53 => self.use_sparse(tape, err),
             54 | 55 => self.use_kernels(tape, err),
             56..=59 => self.use_streams(tape, err),
+            60..=63 => self.use_devices(tape, err),
             _ => self.budget_calls(tape, err),
         }
     }
@@ -726,6 +732,7 @@ impl Machine {
             }
             self.kv.take_down();
             self.streams.take_down();
+            self.devices.take_down();
             self.sparse.take_down();
             self.jobs.take_down();
             for policy in &mut self.policies.live {

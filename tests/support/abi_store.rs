@@ -158,7 +158,9 @@ impl Machine {
         let runtime = self.runtimes.pick(tape);
         let budget = if tape.byte() > 200 { self.budgets.pick(tape) } else { null_mut() };
         let spec = SPECS[usize::from(tape.byte()) % SPECS.len()];
+        let device = self.some_device(tape);
         let mut opts = Padded::<kvt_store_opts_t>::new(tape, |o, t| {
+            o.device = device;
             o.flags = u64::from(t.byte() > 250);
             (o.spec, o.spec_bytes) = (spec.as_ptr().cast(), spec.len() as u64);
             let fields = t.byte();

@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::ptr::{null, null_mut};
 
 use kvtier::ffi::budget::kvt_budget_t;
+use kvtier::ffi::device::kvt_device_t;
 use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::model::*;
 use kvtier::ffi::model_look::*;
 use kvtier::ffi::model_table::*;
+use kvtier::ffi::session_move::KVT_MEMORY_DEVICE;
 use kvtier::ffi::status::*;
 use kvtier::ffi::stream::*;
 use kvtier::ffi::stream_look::*;
@@ -36,6 +38,8 @@ const FILE_BYTES: u64 = 100_000;
 pub(super) struct Streams {
     models: Shelf<kvt_model_t>,
     streams: Shelf<kvt_stream_t>,
+    /// Streamers with a device, and which.
+    devices: Vec<(*mut kvt_stream_t, *const kvt_device_t)>,
     held: Vec<(*mut kvt_stream_t, kvt_held_t)>,
     path: Option<PathBuf>,
 }
@@ -46,7 +50,13 @@ fn content(offset: u64) -> u8 {
 
 impl Streams {
     pub(super) fn new() -> Streams {
-        Streams { models: Shelf::new(), streams: Shelf::new(), held: Vec::new(), path: None }
+        Streams {
+            models: Shelf::new(),
+            streams: Shelf::new(),
+            devices: Vec::new(),
+            held: Vec::new(),
+            path: None,
+        }
     }
 
     /// The file of the machine, made when it is asked for.
@@ -61,6 +71,10 @@ impl Streams {
         });
         let text = path.as_os_str().as_encoded_bytes();
         kvt_text_t { text: text.as_ptr().cast(), bytes: text.len() as u64 }
+    }
+
+    fn device_of(&self, stream: *mut kvt_stream_t) -> *const kvt_device_t {
+        self.devices.iter().rfind(|(of, _)| *of == stream).map_or(null(), |(_, device)| *device)
     }
 
     pub(super) fn take_down(&mut self) {
@@ -90,10 +104,16 @@ fn unit(tape: &mut Tape) -> u32 {
     }
 }
 
-fn terms(tape: &mut Tape) -> Padded<kvt_stream_terms_t> {
+fn terms(tape: &mut Tape, on_device: bool) -> Padded<kvt_stream_terms_t> {
     Padded::<kvt_stream_terms_t>::new(tape, |c, t| {
         c.flags = KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
-        c.host_ceiling_bytes = IMAGE_BYTES * u64::from(2 + t.byte() % 9);
+        if on_device {
+            c.flags |= KVT_TERMS_DEVICE_CEILING | KVT_TERMS_DEVICE_SAFETY;
+            c.device_ceiling_bytes = IMAGE_BYTES * u64::from(2 + t.byte() % 9);
+        }
+        // What is read goes through host memory.
+        let staging = if on_device { 4 << 20 } else { 0 };
+        c.host_ceiling_bytes = staging + IMAGE_BYTES * u64::from(2 + t.byte() % 9);
         match t.byte() {
             240 => c.flags = t.flags(),
             228..=239 => c.flags |= KVT_STREAM_SHRINKS,
@@ -128,7 +148,8 @@ impl Machine {
             9 | 10 => self.release_unit(tape, err),
             11 | 12 => self.tell_stream(tape, err),
             13 => self.look_at_stream(tape, err),
-            14 => self.open_stream(tape, err),
+            14 if tape.byte() > 128 => self.open_stream(tape, err),
+            14 => self.open_on_device(tape, err),
             _ => self.close_stream(tape, err),
         }
     }
@@ -185,7 +206,7 @@ impl Machine {
         let (number, mut found, mut count) = (unit(tape), 0, 0);
         let (mut info, mut file) = (out::<kvt_model_info_t>(), out::<kvt_model_file_t>());
         let (mut one, mut tensor) = (out::<kvt_unit_t>(), out::<kvt_tensor_t>());
-        let (mut terms, mut memory) = (terms(tape), out::<kvt_stream_memory_t>());
+        let (mut terms, mut memory) = (terms(tape, false), out::<kvt_stream_memory_t>());
         let (mut plan, mut forecast) = (out::<kvt_stream_plan_t>(), out::<kvt_forecast_t>());
         let mut parts = [kvt_part_t { tensor: 0, unit: 0, at: 0, from: 0, bytes: 0 }; 4];
         let mut homes = [kvt_unit_home_t { home: 0, on_processor: 0 }; 8];
@@ -222,12 +243,14 @@ impl Machine {
             return;
         }
         let (model, runtime) = (self.streams.models.pick(tape), self.runtimes.pick(tape));
-        let mut terms = terms(tape);
+        let device = self.some_device(tape);
+        let mut terms = terms(tape, !device.is_null());
         let budget: *const kvt_budget_t =
             if tape.byte() > 200 { self.budgets.pick(tape) } else { null() };
         let order: Vec<u32> = (0..4).map(|_| unit(tape)).collect();
         let mut opts = Padded::<kvt_stream_opts_t>::new(tape, |c, t| {
             (c.model, c.terms, c.budget) = (model, terms.ptr(), budget);
+            c.device = device;
             // Not from a map: that is for comparing with.
             c.flags = if t.byte() > 128 { t.flags() & !KVT_STREAM_MAPPED & !64 } else { 0 };
             if t.byte() > 220 {
@@ -243,11 +266,47 @@ impl Machine {
         let status = check(unsafe { kvt_stream_open(runtime, opts.ptr(), &mut stream, err) });
         assert_eq!(status == KVT_OK, !stream.is_null());
         self.streams.streams.live.extend((status == KVT_OK).then_some(stream));
+        if status == KVT_OK && !device.is_null() {
+            self.streams.devices.push((stream, device));
+        }
+    }
+
+    /// A streamer with a device, as it should be opened.
+    fn open_on_device(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        self.open_model(tape, err);
+        let full = self.streams.streams.live.len() >= 2;
+        let (Some(&runtime), Some(&model)) =
+            (self.runtimes.live.first(), self.streams.models.live.first())
+        else {
+            return;
+        };
+        let device = self.simulated_device(runtime);
+        if full || device.is_null() {
+            return;
+        }
+        let slots = u64::from(2 + tape.byte() % 9);
+        let mut terms = Padded::<kvt_stream_terms_t>::new(&mut Tape(&[]), |c, _| {
+            c.flags = KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
+            c.flags |= KVT_TERMS_DEVICE_CEILING | KVT_TERMS_DEVICE_SAFETY;
+            c.device_ceiling_bytes = IMAGE_BYTES * slots;
+            c.host_ceiling_bytes = 4 << 20;
+        });
+        let mut opts = Padded::<kvt_stream_opts_t>::new(&mut Tape(&[]), |c, _| {
+            (c.model, c.terms, c.device, c.readers) = (model, terms.ptr(), device, 1);
+        });
+        let mut stream = null_mut();
+        // SAFETY: valid pointers.
+        if check(unsafe { kvt_stream_open(runtime, opts.ptr(), &mut stream, err) }) == KVT_OK {
+            self.streams.streams.live.push(stream);
+            self.streams.devices.push((stream, device));
+        }
     }
 
     fn acquire_unit(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
         let (stream, number) = (self.streams.streams.pick(tape), unit(tape));
-        let flags = if tape.byte() > 250 { tape.flags() } else { u64::from(tape.byte() % 2) };
+        let device = self.streams.device_of(stream);
+        let some = if device.is_null() { 2 } else { 4 };
+        let flags = if tape.byte() > 250 { tape.flags() } else { u64::from(tape.byte() % some) };
         let deadline_ns = self.now() + 2_000_000_000;
         let mut held = out::<kvt_held_t>();
         // SAFETY: valid pointers; what is given is as long as it says, until it is given back.
@@ -259,11 +318,18 @@ impl Machine {
             }
             let held = held.ptr().read_unaligned();
             assert_eq!((held.unit, held.bytes % 4096), (number, 0));
-            let (from, at) = (u64::from(number) * UNIT_BYTES + 100, held.address.cast::<u8>());
+            let mut copied = vec![0; held.bytes as usize];
+            let mut at = held.address.cast::<u8>();
+            let mut whole = true;
+            if held.memory == KVT_MEMORY_DEVICE {
+                whole = self.bring(device, &held, &mut copied);
+                at = copied.as_ptr();
+            }
+            let from = u64::from(number) * UNIT_BYTES + 100;
             let lead = from % 4096;
             let same = (0..UNIT_BYTES - 100)
                 .all(|i| at.add((lead + i) as usize).read() == content(from + i));
-            assert!(same, "unit {number} is not what is in the file");
+            assert!(same || !whole, "unit {number} is not what is in the file");
             STREAMED.fetch_add(1, Ordering::SeqCst);
             self.streams.held.push((stream, held));
         }
@@ -277,15 +343,20 @@ impl Machine {
         let (stream, mut held) = self.streams.held[at];
         // SAFETY: valid pointers.
         unsafe {
+            let device = self.streams.device_of(stream);
             let after = u64::from(tape.byte() > 250);
-            if after == 1 {
+            if after == 1 && device.is_null() {
                 assert_ne!(check(kvt_stream_release(stream, &mut held, after, err)), KVT_OK);
             }
             if tape.byte() > 240 && wrong != stream {
                 let mut none = kvt_held_t { place: 0, ..held };
                 assert_ne!(check(kvt_stream_release(wrong, &mut none, 0, err)), KVT_OK);
             }
-            assert_eq!(check(kvt_stream_release(stream, &mut held, 0, err)), KVT_OK);
+            let marks = !device.is_null() && tape.byte() > 100;
+            let after = if marks { self.mark(device) } else { 0 };
+            // A copy that has failed is told of here, too: the unit has gone back.
+            let status = check(kvt_stream_release(stream, &mut held, after, err));
+            assert!(status == KVT_OK || !device.is_null() && status == KVT_E_IO, "{status}");
             assert_eq!(check(kvt_stream_release(stream, &mut held, 0, err)), KVT_E_STATE);
         }
         self.streams.held.remove(at);

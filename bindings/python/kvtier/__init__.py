@@ -22,6 +22,15 @@ from ._budget import (
     TierReport,
 )
 from ._buffer import Buffer, BufferInfo
+from ._device import (
+    Check,
+    Conformance,
+    Device,
+    DeviceCopy,
+    DeviceEvent,
+    DeviceInfo,
+    DeviceMemory,
+)
 from ._errors import (
     AbiError,
     AgainError,
@@ -52,6 +61,7 @@ from ._kernels import Attended, Decoded, Index, IndexHead, IndexKind, Keep, Plac
 from ._misc import Feature, checksum, feature, features, log_to, spec_check, version
 from ._offload import Attention, Context, LayerKV, Offload, OffloadTokens
 from ._op import ISSUED, RELEASED, RESOLVED, ItemOutcome, Op, OpInfo, Result
+from ._own_device import CopyRows
 from ._plan import (
     EXISTS_WHOLE,
     PLAN_LOAD,
@@ -130,7 +140,6 @@ from ._store import (
     Session,
     SessionInfo,
     Store,
-    View,
 )
 from ._stream import (
     ROLE_EMBEDDING,
@@ -161,14 +170,16 @@ from ._trace import (
     Trace,
     TraceInfo,
 )
+from ._view import View
 
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
 __all__ = [
     "AbiError", "Account", "Advice", "AgainError", "Attended", "Attention", "Budget",
-    "BudgetError", "BudgetReport", "Buffer", "BufferInfo", "BusyError", "CancelledError",
-    "ClearReport", "CloseReport", "ClosedError", "Comparison", "Completion", "Context",
-    "CorruptError", "Decoded", "DemoteReport", "EXISTS_WHOLE", "Error", "Event", "Eviction",
+    "BudgetError", "BudgetReport", "Buffer", "BufferInfo", "BusyError", "CancelledError", "Check",
+    "ClearReport", "CloseReport", "ClosedError", "Comparison", "Completion", "Conformance",
+    "Context", "CopyRows", "CorruptError", "Decoded", "DemoteReport", "Device", "DeviceCopy",
+    "DeviceEvent", "DeviceInfo", "DeviceMemory", "EXISTS_WHOLE", "Error", "Event", "Eviction",
     "Feature", "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError",
     "Held", "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead",
     "IndexKind", "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE",

@@ -422,6 +422,7 @@ class kvt_close_report_t(Sized):
         ("sessions", ctypes.c_uint64),
         ("offloads", ctypes.c_uint64),
         ("streamers", ctypes.c_uint64),
+        ("devices", ctypes.c_uint64),
     ]
 
 

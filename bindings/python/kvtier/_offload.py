@@ -16,7 +16,8 @@ from ._op import Op
 from ._pybuffer import Export
 from ._resource import Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, submit_opts
-from ._store import DTYPES, LEVEL_RAM, View, _fill
+from ._store import DTYPES, LEVEL_RAM
+from ._view import View, fill
 
 if TYPE_CHECKING:
     from ._queue import Queue
@@ -231,9 +232,9 @@ class Offload(Resource):
         raw, runtime = self._raw, self._session._space._store._runtime
         kept: List[Any] = []
         rows = (_abi.kvt_view_t * 2)()
-        _fill(rows[0], k, False, kept)
+        fill(rows[0], k, False, kept)
         if v is not None:
-            _fill(rows[1], v, False, kept)
+            fill(rows[1], v, False, kept)
         op = Op(runtime, queue, tag, False)
         op._keep(kept)
         opts, serial = submit_opts(runtime, op, queue, timeout, 0, priority)

@@ -92,6 +92,7 @@ class CloseReport(NamedTuple):
     sessions: int = 0
     offloads: int = 0
     streamers: int = 0
+    devices: int = 0
 
 
 class RuntimeJob(_reaper.Job):
@@ -275,7 +276,7 @@ class Runtime(Resource):
         self._released()
         return CloseReport(report.queues, report.buffers, report.budgets, report.accounts,
                            report.ops, report.stores, report.namespaces, report.sessions,
-                           report.offloads, report.streamers)
+                           report.offloads, report.streamers, report.devices)
 
 
 def _on_thread(number: int, role: int, index: int) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import array
 import ctypes
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _abi, _reaper
-from ._buffer import Buffer
 from ._columns import Column, Columns
 from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
@@ -33,12 +31,13 @@ from ._plan import (
     values,
 )
 from ._policy import STOP_UNKNOWN, LogEntry, log_entries
-from ._pybuffer import Export
 from ._resource import Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
+from ._view import View, fill
 
 if TYPE_CHECKING:
     from ._budget import Budget
+    from ._device import Device
     from ._event import Event
     from ._queue import Queue
     from ._runtime import Runtime
@@ -104,22 +103,6 @@ class Group:
     rule: int = RULE_FULL
     window_tokens: int = 0
     state_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class View:
-    """One plane of one layer in a contiguous object (bytearray, numpy array,
-    kvtier.Buffer): tokens from `offset` on, or in pages that begin at offsets. 0 is no gap
-    between tokens, or heads. Never leads out of the object."""
-
-    source: Any
-    run_bytes: int
-    heads: int = 1
-    offset: int = 0
-    token_stride: int = 0
-    head_stride: int = 0
-    pages: Optional[Sequence[int]] = None
-    page_tokens: int = 0
 
 
 class SessionInfo(NamedTuple):
@@ -206,44 +189,11 @@ def _layout(chunk_tokens: int, groups: Sequence[Group], kept: List[Any]) -> Any:
     return c
 
 
-def _fill(row: Any, view: View, writable: bool, kept: List[Any]) -> None:
-    """A view for C, checked against the object it leads into."""
-    source = view.source
-    if isinstance(source, Buffer):
-        source = source.view()
-    export = Export(source, writable=writable)
-    kept.append(export)
-    run, heads = u64(view.run_bytes), max(1, u32(view.heads))
-    head_stride = u64(view.head_stride) or run
-    token_stride = u64(view.token_stride) or run * heads
-    if run == 0 or token_stride >= 1 << 63:
-        raise _invalid(f"runs of {run} bytes, {token_stride} bytes from token to token")
-    token = (heads - 1) * head_stride + run
-    row.run_bytes, row.heads = run, heads
-    row.token_stride_bytes, row.head_stride_bytes = token_stride, head_stride
-    if view.pages is None:
-        room = export.nbytes - u64(view.offset) - token
-        if room < 0:
-            raise _invalid(f"a token at {view.offset} leads out of {export.nbytes} bytes")
-        row.address = export.address + view.offset
-        row.tokens = min(room // token_stride + 1, 2**32 - 1)
-        return
-    each = u32(view.page_tokens)
-    end = (each - 1) * token_stride + token
-    if each == 0 or any(not 0 <= p + view.offset <= export.nbytes - end for p in view.pages):
-        raise _invalid(f"pages of {each} tokens lead out of {export.nbytes} bytes")
-    pages = array.array("Q", [export.address + page + view.offset for page in view.pages])
-    kept.append(pages)
-    row.pages = ctypes.cast(ctypes.c_void_p(pages.buffer_info()[0]),
-                            ctypes.POINTER(ctypes.c_void_p))
-    row.page_count, row.page_tokens = len(pages), each
-
-
 def _views(views: Sequence[Optional[View]], writable: bool, kept: List[Any]) -> Any:
     rows = (_abi.kvt_view_t * len(views))()
     for row, view in zip(rows, views):
         if view is not None:
-            _fill(row, view, writable, kept)
+            fill(row, view, writable, kept)
     kept.append(rows)
     return rows
 
@@ -567,19 +517,23 @@ class Namespace(Resource):
 class Store(Resource):
     """Keeps KV in memory and on disk, as its spec says:
     `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`. What is given beside the spec counts
-    instead of what it says; `write` is `through`, `back` or `never`."""
+    instead of what it says; `write` is `through`, `back` or `never`. `device` copies between
+    your memory and the store's: with one that has memory, views may lead into that."""
 
     _noun = "store"
 
     def __init__(self, runtime: "Runtime", spec: str = "store", *,
                  budget: "Optional[Budget]" = None, host_bytes: int = 0, disk_bytes: int = 0,
                  disk_path: "Union[str, os.PathLike[str]]" = "", policy: str = "",
-                 disk_policy: str = "", write: str = "") -> None:
-        self._runtime = runtime
+                 disk_policy: str = "", write: str = "",
+                 device: "Optional[Device]" = None) -> None:
+        self._runtime, self._device = runtime, device
         if write not in ("", *WRITES):
             raise _invalid(f"write {write!r} is none of {', '.join(WRITES)}")
         opts = _abi.kvt_store_opts_t(host_bytes=u64(host_bytes), disk_bytes=u64(disk_bytes),
                                      write=WRITES.get(write, 0))
+        if device is not None:
+            opts.device = device._raw.value
         texts = {"spec": spec, "disk_path": os.fspath(disk_path), "policy": policy,
                  "disk_policy": disk_policy}
         kept = {name: text.encode() for name, text in texts.items()}

@@ -14,9 +14,11 @@ from ._columns import Column, Columns
 from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._resource import Resource, byref, new_error
+from ._view import Place
 
 if TYPE_CHECKING:
     from ._budget import Budget
+    from ._device import Device, DeviceEvent
     from ._runtime import Runtime
 
 ROLE_OTHER = _abi.KVT_ROLE_OTHER
@@ -137,7 +139,7 @@ class LayerCount(NamedTuple):
 class StreamTerms:
     """What you decide about memory, and know of links. None, or 0, is the default."""
 
-    #: "host" or "device"; a streamer computes on the host in this version.
+    #: "host" or "device", which is where a streamer with a device computes.
     seat: Optional[str] = None
     #: Nothing stays, all memory is slots.
     ring: bool = False
@@ -420,24 +422,52 @@ def _give_back(stream: int, held: Any) -> None:
         lib.kvt_stream_release(_abi.kvt_stream_p(stream), byref(held), 0, None)
 
 
-class StreamUnit:
+#: With these a unit was not given back.
+_REFUSED = (_abi.KVT_E_UNSUPPORTED, _abi.KVT_E_INVALID, _abi.KVT_E_HANDLE, _abi.KVT_E_STATE,
+            _abi.KVT_E_FORKED)
+
+
+class StreamUnit(Place):
     """A unit that you have. Release it, use it in a `with`, or let go of it: it goes back as
-    soon as no view of its bytes is left either."""
+    soon as no view of its bytes is left either. On a device it has no bytes to look at, but
+    copies take it: `Device.download`."""
 
     def __init__(self, streamer: "Streamer", held: Any) -> None:
-        self._streamer, self._address, self._bytes = streamer, int(held.address), held.bytes
+        self._streamer, self._held = streamer, held
+        #: Where its bytes are.
+        self.address: int = int(held.address)
+        self.nbytes: int = held.bytes
+        self._kind: int = held.memory
         #: Which unit.
         self.unit: int = held.unit
+        #: Whether it is in memory of the device: then there is its `address` alone.
+        self.on_device: bool = self._kind == _abi.KVT_MEMORY_DEVICE
+        #: The device's event from which on the bytes are complete, as a number; 0 = they are.
+        self.event: int = held.event
         self._lease: Optional[_Lease] = _Lease()
-        weakref.finalize(self._lease, _give_back, streamer._raw.value, held)
+        self._finalizer = weakref.finalize(self._lease, _give_back, streamer._raw.value, held)
 
     @property
     def released(self) -> bool:
         """Whether it was released."""
         return self._lease is None
 
-    def release(self) -> None:
-        """Lets go of it; doing so twice is fine."""
+    def release(self, after: "Optional[DeviceEvent]" = None) -> None:
+        """Lets go of it; doing so twice is fine. On a device its memory is used for another
+        after the event, if one is given: the streamer takes that over."""
+        if after is not None:
+            if self._lease is None:
+                raise make(_abi.KVT_E_STATE, "the unit was released")
+            if not self.on_device:
+                raise make(_abi.KVT_E_UNSUPPORTED, "an event, of a unit in host memory")
+            err = new_error()
+            status = lib.kvt_stream_release(self._streamer._raw, byref(self._held),
+                                            after.number, byref(err))
+            if status not in _REFUSED:  # what a copy failed with is told here, too
+                self._finalizer.detach()
+                self._lease = None
+                after._taken_over()
+            check_err(status, err)
         self._lease = None
 
     def __enter__(self) -> "StreamUnit":
@@ -446,23 +476,25 @@ class StreamUnit:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _memory(self, at: int, length: int) -> Any:
+    def _check(self, writable: bool) -> None:
         if self._lease is None:
             raise make(_abi.KVT_E_STATE, "the unit was released")
-        memory: Any = (ctypes.c_ubyte * length).from_address(self._address + at)
+        if writable:
+            raise make(_abi.KVT_E_INVALID, "a unit is read alone")
+
+    def _memory(self, at: int, length: int) -> Any:
+        self._check(False)
+        if self.on_device:
+            raise make(_abi.KVT_E_UNSUPPORTED, "the unit is in memory of the device")
+        memory: Any = (ctypes.c_ubyte * length).from_address(self.address + at)
         memory.owner = self._lease
         return memoryview(memory).cast("B").toreadonly()
 
     @property
     def data(self) -> memoryview:
         """All its bytes, read-only, without a copy."""
-        view: memoryview = self._memory(0, self._bytes)
+        view: memoryview = self._memory(0, self.nbytes)
         return view
-
-    @property
-    def address(self) -> int:
-        """Where they are."""
-        return self._address
 
     def view(self, tensor: Union[int, str]) -> memoryview:
         """The bytes of a tensor, or of this expert's part of it, read-only, without a copy."""
@@ -508,8 +540,10 @@ class Streamer(Resource):
                  expert_policy: str = "", pinned_percent: Optional[int] = None,
                  verify: str = "never", sidecar: Optional[Path] = None, readers: int = 0,
                  depth: int = 0, buffered: bool = False, uring: bool = True,
-                 mapped: bool = False, marks: int = 0) -> None:
-        """`sidecar` is where checksums are kept; "" = beside the model."""
+                 mapped: bool = False, marks: int = 0,
+                 device: "Optional[Device]" = None) -> None:
+        """`sidecar` is where checksums are kept; "" = beside the model. With a `device` you
+        compute there, and units come to its memory."""
         flags = {_abi.KVT_STREAM_ONCE: once, _abi.KVT_STREAM_IN_PLACE: in_place,
                  _abi.KVT_STREAM_MEASURE: measure, _abi.KVT_STREAM_BUFFERED: buffered,
                  _abi.KVT_STREAM_NO_URING: not uring, _abi.KVT_STREAM_MAPPED: mapped,
@@ -522,6 +556,9 @@ class Streamer(Resource):
             marks=u32(marks), pinned_percent=u32(pinned_percent or 0))
         opts.model, opts.terms = model._raw.value, ctypes.pointer(terms_c)
         opts.budget = None if budget is None else budget._raw.value
+        if device is not None:
+            opts.device = device._raw.value
+        self._device = device
         texts = {"policy": policy.encode(), "expert_policy": expert_policy.encode(),
                  "sidecar": os.fsencode(sidecar or "")}
         for name, text in texts.items():
@@ -569,10 +606,13 @@ class Streamer(Resource):
         err = new_error()
         check_err(lib.kvt_stream_pass_end(self._raw, byref(err)), err)
 
-    def acquire(self, unit: int, timeout: Optional[float] = None) -> StreamUnit:
-        """A unit, when it is there."""
+    def acquire(self, unit: int, timeout: Optional[float] = None, *,
+                early: bool = False) -> StreamUnit:
+        """A unit, when it is there. `early`: on a device also while copies are on their way;
+        `StreamUnit.event` says when the bytes are there."""
         held, err = _abi.kvt_held_t(), new_error()
-        check_err(lib.kvt_stream_acquire(self._raw, u32(unit), 0, self._end(timeout),
+        flags = _abi.KVT_ACQUIRE_EARLY if early else 0
+        check_err(lib.kvt_stream_acquire(self._raw, u32(unit), flags, self._end(timeout),
                                          byref(held), byref(err)), err)
         return StreamUnit(self, held)
 

@@ -3,7 +3,7 @@
 use crate::base::status::Status;
 use crate::device::conformance::bench::{Bench, Room};
 use crate::device::conformance::{Outcome, Trouble, need, refused};
-use crate::device::{Copy, Event, MAX_COPIES, MAX_STREAMS, Memory, State, Way};
+use crate::device::{Copy, DeviceMemory, Event, MAX_COPIES, MAX_STREAMS, Memory, State, Way};
 
 /// What it says of itself makes sense.
 pub fn facts(bench: &Bench<'_>) -> Outcome {
@@ -40,6 +40,12 @@ pub fn memory(bench: &Bench<'_>) -> Outcome {
     need(apart, || "two pieces of memory overlap".into())?;
     refused("0 bytes", device.allocate(0), Status::Invalid)?;
     need(device.allocate(1 << 62).is_err(), || "2^62 bytes of memory were given".into())?;
+    let part = DeviceMemory { bytes: first.bytes - 1, ..first };
+    // SAFETY: nobody uses it; it is refused.
+    let said = unsafe { device.free(&part) };
+    refused("memory of another length", said, Status::Handle)?;
+    let DeviceMemory { address, memory, number, .. } = part;
+    let first = DeviceMemory { address, bytes: 300_001, memory, number };
     for memory in [&second, &first] {
         // SAFETY: nobody uses it.
         let freed = unsafe { device.free(memory) };

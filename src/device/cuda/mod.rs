@@ -305,7 +305,7 @@ impl Device for Cuda {
 
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
         let mut inner = self.inner.lock();
-        if inner.given.get(&memory.address).map(|given| given.1) != Some(memory.number) {
+        if inner.given.get(&memory.address) != Some(&(memory.bytes, memory.number)) {
             fail!(Handle, "the memory at {:#x} is not the device's, or free", memory.address);
         }
         while let Some(event) = inner.events.user(memory) {

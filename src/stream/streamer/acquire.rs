@@ -103,6 +103,12 @@ impl Streamer {
     /// the unit was given early and a copy has failed since, it is given back all the same, and
     /// the error is that of the copy: what was computed with it is wrong.
     pub fn release(&self, held: &Held, after: Option<Event>) -> Result<()> {
+        self.give_back(held, after)?
+    }
+
+    /// The same, for those who have to know both: whether it was given back, and whether what
+    /// was computed with it is right.
+    pub fn give_back(&self, held: &Held, after: Option<Event>) -> Result<Result<()>> {
         let (shared, lease) = (&self.shared, &held.lease);
         let Some(gate) = shared.gates.get(lease.unit as usize) else {
             fail!(Invalid, "unit {} of {}", lease.unit, shared.gates.len());
@@ -121,7 +127,7 @@ impl Streamer {
             }
             let left = shared.leave(lease.unit);
             shared.let_ended_go();
-            return if left { Ok(()) } else { unused() };
+            return if left { Ok(Ok(())) } else { unused() };
         }
         // A slot has one event: of two users who compute at once the first is waited for. Whether
         // it ended well is not asked: it has read what it was to read.
@@ -136,7 +142,7 @@ impl Streamer {
         drop(state);
         shared.release_events(&spent);
         shared.let_ended_go();
-        spoiled.map_or(Ok(()), Err)
+        Ok(spoiled.map_or(Ok(()), Err))
     }
 
     /// The engine will use these units: they are fetched as far as there is room.

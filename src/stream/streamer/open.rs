@@ -298,8 +298,14 @@ fn check(files: &dyn FixedFiles, model: &Model, opts: &Opts) -> Result<()> {
 pub fn memory_of(opts: &Opts) -> Memory {
     let facts = MemoryFacts::probe();
     let limit = facts.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes);
+    // A device that does not know what it has is believed to have what the ceiling says.
+    let device_free_bytes = opts
+        .device
+        .as_ref()
+        .and_then(|device| device.free_bytes().or(opts.wishes.device_ceiling_bytes))
+        .unwrap_or(0);
     let mut memory = Memory {
-        device_free_bytes: opts.device.as_ref().and_then(|d| d.free_bytes()).unwrap_or(0),
+        device_free_bytes,
         host_free_bytes: facts.effective_bytes(),
         host_total_bytes: facts.total_bytes.min(limit),
         lockable_bytes: facts.lockable_bytes(),

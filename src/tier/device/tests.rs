@@ -47,7 +47,8 @@ fn pieces_do_not_overlap_and_slabs_change_sizes() {
                 assert!(spans.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0));
                 let mut owners: Vec<u64> = tier.owners().collect();
                 let mut ours: Vec<u64> = live.iter().map(|one| one.3).collect();
-                (owners.sort_unstable(), ours.sort_unstable());
+                owners.sort_unstable();
+                ours.sort_unstable();
                 assert_eq!((owners, tier.stats().live_pieces), (ours, live.len() as u64));
             }
         }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvtier::base::clock::Clock;
 use kvtier::base::memory::{Buffer, MemoryWish};
 use kvtier::base::status::{Error, Result, Status};
-use kvtier::device::cuda::{Cuda, CudaOpts};
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
 
 use super::{Bar, Better, median};
@@ -60,7 +60,10 @@ impl Rig {
         // The fake driver of the tests is far from a GPU: it only shows that this runs.
         let bytes = if library.is_some() { 4 * MIB } else { 256 * MIB };
         let rounds = if quick || library.is_some() { 3 } else { 9 };
-        let device = Cuda::open(Clock::real(), &CudaOpts { library, ..CudaOpts::default() })?;
+        let device = Cuda::open(
+            Clock::real(),
+            &CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() },
+        )?;
         let map = || {
             let buffer =
                 Buffer::map(&MemoryWish { bytes: bytes as u64, ..MemoryWish::default() }, None)?;

@@ -1,0 +1,143 @@
+"""Devices of the user's own: what C calls, and what becomes of answers and exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Callable, List, NamedTuple, Tuple
+
+from . import _abi, _callbacks
+from ._errors import Error, make
+from ._lib import u32, u64
+
+
+class CopyRows(NamedTuple):
+    """Runs of bytes to copy, read and written at equal distances."""
+
+    #: Addresses of the first run.
+    source: int
+    target: int
+    #: From a run to the next.
+    source_stride: int
+    target_stride: int
+    #: Bytes of a run.
+    run_bytes: int
+    #: How many runs.
+    runs: int
+    #: `abi.KVT_MEMORY_*`.
+    source_memory: int
+    target_memory: int
+
+
+_ROW_FIELDS = [name for name, *_ in _abi.kvt_copy_rows_t._fields_]
+
+
+def _status(call: Callable[[], Any]) -> int:
+    """Calls what is the user's; what it raises is a status."""
+    try:
+        call()
+        return _abi.KVT_OK
+    except Error as error:
+        return error.status
+    except MemoryError:
+        return _abi.KVT_E_NOMEM
+    except BaseException as error:  # noqa: BLE001: nothing may cross into C
+        _callbacks.report(error)
+        return _abi.KVT_E_STATE
+
+
+def _entries(kind: Any, first: Any, count: int, stride: int) -> List[Any]:
+    """Copies of C's entries, which may be longer than this package knows."""
+    size = ctypes.sizeof(kind)
+    start = ctypes.cast(first, ctypes.c_void_p).value or 0
+    return [kind.from_buffer_copy(ctypes.string_at(start + i * stride, size))
+            for i in range(count)]
+
+
+def _put(out: Any, value: Any) -> None:
+    out[0] = u64(value)
+
+
+def _submit(number: int, stream: int, after: int, copies: Any, count: int, stride: int,
+            out: Any) -> int:
+    def body() -> None:
+        rows = [CopyRows(*(getattr(row, name) for name in _ROW_FIELDS))
+                for row in _entries(_abi.kvt_copy_rows_t, copies, count, stride)]
+        _put(out, _callbacks.find(number).submit(stream, after, rows))
+    return _status(body)
+
+
+def _launch(number: int, stream: int, after: int, kernels: Any, count: int, stride: int,
+            out: Any) -> int:
+    return _status(lambda: _put(out, _callbacks.find(number).launch(
+        stream, after, _entries(_abi.kvt_kernel_t, kernels, count, stride))))
+
+
+def _query(number: int, event: int) -> int:
+    def body() -> None:
+        if not _callbacks.find(number).query(event):
+            raise make(_abi.KVT_E_AGAIN, "it has not come")
+    return _status(body)
+
+
+def _wait(number: int, event: int, deadline_ns: int) -> int:
+    return _status(lambda: _callbacks.find(number).wait(event, deadline_ns))
+
+
+def _release(number: int, event: int) -> None:
+    with _callbacks.Quiet():
+        _status(lambda: _callbacks.find(number).release(event))
+
+
+def _allocate(number: int, nbytes: int, out: Any) -> int:
+    with _callbacks.Quiet():
+        return _status(lambda: _put(out, _callbacks.find(number).allocate(nbytes)))
+
+
+def _free(number: int, address: int, nbytes: int) -> None:
+    with _callbacks.Quiet():
+        _status(lambda: _callbacks.find(number).free(address, nbytes))
+
+
+def _free_bytes(number: int, out: Any) -> int:
+    with _callbacks.Quiet():
+        return _status(lambda: _put(out, _callbacks.find(number).free_bytes()))
+
+
+def _know_host(number: int, address: int, nbytes: int) -> int:
+    return _status(lambda: _callbacks.find(number).know_host(address, nbytes))
+
+
+def _adopt(number: int, raw: int, out: Any) -> int:
+    return _status(lambda: _put(out, _callbacks.find(number).adopt(raw)))
+
+
+def _hold(number: int, raw_stream: int, event: int) -> int:
+    return _status(lambda: _callbacks.find(number).hold(raw_stream, event))
+
+
+_FUNCTIONS = {
+    "submit": _abi.kvt_device_submit_fn(_submit), "query": _abi.kvt_device_query_fn(_query),
+    "wait": _abi.kvt_device_wait_fn(_wait), "release": _abi.kvt_device_release_fn(_release),
+    "allocate": _abi.kvt_device_allocate_fn(_allocate), "free": _abi.kvt_device_free_fn(_free),
+    "free_bytes": _abi.kvt_device_free_bytes_fn(_free_bytes),
+    "know_host": _abi.kvt_device_know_host_fn(_know_host),
+    "adopt": _abi.kvt_device_adopt_fn(_adopt), "hold": _abi.kvt_device_hold_fn(_hold),
+    "launch": _abi.kvt_device_launch_fn(_launch),
+}
+
+
+def table_for_c(device: Any) -> Tuple[Any, int]:
+    """The table of C for a device of the user's own; its number is C's on success only."""
+    table = _abi.kvt_device_custom_t(destroy=_callbacks.on_destroy)
+    for name, flag in (("has_memory", _abi.KVT_DEVICE_HAS_MEMORY),
+                       ("wants_pinned", _abi.KVT_DEVICE_WANTS_PINNED)):
+        table.flags |= flag if getattr(device, name, False) else 0
+    table.streams = u32(getattr(device, "streams", 1))
+    for kind in getattr(device, "kernels", ()):
+        table.kernels |= u64(1 << kind)
+    for name, function in _FUNCTIONS.items():
+        if getattr(device, name, None) is not None:
+            setattr(table, name, function)
+    number = _callbacks.register(device)
+    table.user_data = number
+    return table, number

@@ -1,0 +1,379 @@
+"""Devices: copies, memory and events, and one of Python's own that is put to the test."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
+
+import kvtier
+import numpy as np
+import pytest
+from kvtier import DeviceCopy, Group, Identity, View, abi
+
+SOON = 60.0
+
+
+class Accelerator:
+    """A thread does the work; memory of the "device" is ctypes' own. Copies of other streams
+    overtake each other only where events allow it."""
+
+    streams = 2
+    has_memory = True
+    kernels = (abi.KVT_KERNEL_MOVE,)
+    size = 64 << 20
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queues: Dict[int, List[Tuple[int, int, Any]]] = {0: [], 1: []}
+        self._ended: Dict[int, bool] = {}
+        self._memory: Dict[int, Any] = {}
+        self._last = self._used = 0
+        self._over = False
+        self.pinned: Dict[int, int] = {}
+        #: Marks on streams that nobody asks for.
+        self.held: List[int] = []
+        #: What the next call raises.
+        self.trouble: Any = None
+        self._threads = [threading.Thread(target=self._serve, args=(stream,), daemon=True)
+                         for stream in self._queues]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(SOON)
+            assert not thread.is_alive()
+        for event in self.held:
+            self.release(event)
+        assert not self._ended and not self._memory
+
+    def promise(self) -> int:
+        """An event of the engine's own."""
+        with self._changed:
+            self._last += 1
+            self._ended[self._last] = False
+            return self._last
+
+    def come(self, event: int) -> None:
+        with self._changed:
+            if event in self._ended:
+                self._ended[event] = True
+            self._changed.notify_all()
+
+    def _raise(self) -> None:
+        trouble, self.trouble = self.trouble, None
+        if trouble is not None:
+            raise trouble
+
+    def _put(self, stream: int, after: int, work: Any) -> int:
+        self._raise()
+        with self._changed:
+            if after and after not in self._ended:
+                raise kvtier.HandleError("no such event", abi.KVT_E_HANDLE, "KVT_E_HANDLE")
+            self._last += 1
+            self._ended[self._last] = False
+            self._queues[stream].append((self._last, after, work))
+            self._changed.notify_all()
+            return self._last
+
+    def _serve(self, stream: int) -> None:
+        queue = self._queues[stream]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or queue)
+                if not queue:
+                    return
+                event, after, work = queue[0]
+                self._changed.wait_for(lambda: self._over or self._ended.get(after, True))
+            for source, target, nbytes in work:
+                ctypes.memmove(target, source, nbytes)
+            with self._changed:
+                queue.pop(0)
+            self.come(event)
+
+    def submit(self, stream: int, after: int, copies: List[kvtier.CopyRows]) -> int:
+        return self._put(stream, after, [
+            (c.source + i * c.source_stride, c.target + i * c.target_stride, c.run_bytes)
+            for c in copies for i in range(c.runs)])
+
+    def launch(self, stream: int, after: int, kernels: List[Any]) -> int:
+        return self._put(stream, after, [(k.keys, k.out, k.count) for k in kernels])
+
+    def query(self, event: int) -> bool:
+        with self._changed:
+            return self._ended[event]
+
+    def wait(self, event: int, deadline_ns: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended[event], 0.01)
+
+    def release(self, event: int) -> None:
+        with self._changed:
+            self._ended.pop(event, None)
+
+    def allocate(self, nbytes: int) -> int:
+        self._raise()
+        with self._changed:
+            if nbytes > self.size - self._used:
+                raise MemoryError
+            memory = ctypes.create_string_buffer(nbytes + 256)
+            address = -(-ctypes.addressof(memory) // 256) * 256
+            self._memory[address] = memory
+            self._used += nbytes
+            return address
+
+    def free(self, address: int, nbytes: int) -> None:
+        with self._changed:
+            del self._memory[address]
+            self._used -= nbytes
+
+    def free_bytes(self) -> int:
+        return self.size - self._used
+
+    def know_host(self, address: int, nbytes: int) -> None:
+        if nbytes:
+            self.pinned[address] = nbytes
+        elif self.pinned.pop(address, None) is None:
+            raise kvtier.NotFoundError("not pinned", abi.KVT_E_NOT_FOUND, "KVT_E_NOT_FOUND")
+
+    def adopt(self, raw: int) -> int:
+        return self._put(1, raw, [])
+
+    def hold(self, raw_stream: int, event: int) -> None:
+        self.held.append(self._put(raw_stream, event, []))
+
+
+@pytest.fixture
+def engine() -> Any:
+    engine = Accelerator()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def device(runtime: kvtier.Runtime, engine: Accelerator) -> Any:
+    with kvtier.Device(runtime, engine) as device:
+        yield device
+
+
+def noise(seed: int, nbytes: int) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+def test_a_device_of_ones_own_is_put_to_the_test(device: kvtier.Device) -> None:
+    info = device.info
+    assert (info.kind, info.streams, info.kernels) == ("custom", 2, (abi.KVT_KERNEL_MOVE,))
+    assert info.asynchronous and info.has_memory and not info.sums
+    assert info.free_bytes == Accelerator.size
+    assert "custom" in device.words()
+    report = device.conformance(seed=3, rounds=2)
+    assert [check for check in report.checks if check.verdict == "failed"] == []
+    assert report.failed == 0 and report.passed >= 10
+    assert len(report.checks) == report.passed + report.skipped
+
+
+def test_a_wrong_device_is_found_out(runtime: kvtier.Runtime, engine: Accelerator) -> None:
+    class Wrong(Accelerator):
+        def submit(self, stream: int, after: int, copies: List[kvtier.CopyRows]) -> int:
+            return super().submit(stream, after, [c._replace(runs=c.runs - 1) if c.runs > 1
+                                                  else c for c in copies])
+    wrong = Wrong()
+    with kvtier.Device(runtime, wrong) as device:
+        report = device.conformance(rounds=1)
+        assert report.failed > 0
+        assert all(check.why for check in report.checks if check.verdict == "failed")
+    wrong.stop()
+
+
+def test_copies_of_all_kinds(device: kvtier.Device) -> None:
+    tokens, heads, run, gap = 33, 2, 48, 16
+    step, plane = heads * run + gap, tokens * heads * run
+    source = np.frombuffer(noise(1, tokens * step), dtype=np.uint8)
+    image = source.reshape(tokens, step)[:, : heads * run].tobytes()
+    view = View(source, run, heads, token_stride=step)
+    with device.alloc(plane) as memory, device.alloc(plane) as other:
+        assert memory.on_device and memory.address % 256 == 0 and len(memory) == plane
+        there = device.copy([DeviceCopy(view, memory)])
+        back = bytearray(plane)
+        with device.download(memory, back, stream=1, after=there) as home:
+            home.wait(SOON)
+            assert bytes(back) == image and home.done and there.done
+        kernel = abi.kvt_kernel_t(kind=abi.KVT_KERNEL_MOVE, keys=memory.address,
+                                  out=other.address, count=plane)
+        moved = device.launch([kernel])
+        again = np.zeros(tokens * step, dtype=np.uint8)
+        to = View(again, run, heads, token_stride=step)
+        device.copy([DeviceCopy(to, other, scatter=True, first_token=1, tokens=tokens - 2)],
+                    after=moved.number).close(SOON)
+        rows = again.reshape(tokens, step)
+        assert rows[1 : tokens - 1, : heads * run].tobytes() == image[: (tokens - 2) * heads * run]
+        assert not rows[0].any() and not rows[-1].any() and not rows[:, heads * run :].any()
+        with pytest.raises(kvtier.InvalidError):
+            device.copy([DeviceCopy(view, memory, plane_offset=1)])
+        with pytest.raises(kvtier.InvalidError):
+            device.copy([DeviceCopy(View(memory, run, offset=plane), back)])
+        with pytest.raises(kvtier.InvalidError):
+            device.upload(back, memory, stream=9)
+        kernel.kind = abi.KVT_KERNEL_DECODE
+        with pytest.raises(kvtier.UnsupportedError):
+            device.launch([kernel])
+        for event in (there, moved):
+            event.close(SOON)
+    assert memory.closed
+    with pytest.raises(kvtier.ClosedError):
+        device.upload(back, memory)
+    with pytest.raises(kvtier.ClosedError):
+        device.copy(after=there)
+
+
+def test_what_waits_for_an_event_of_the_engine(device: kvtier.Device,
+                                               engine: Accelerator) -> None:
+    data, back = noise(2, 5000), bytearray(5000)
+    memory = device.alloc(5000)
+    computed = engine.promise()
+    adopted = device.adopt(computed)
+    there = device.upload(data, memory, after=adopted)
+    device.hold(1, there)
+    home = device.download(memory, back, stream=1)
+    assert not (adopted.done or there.done or home.done)
+    with pytest.raises(kvtier.TimeoutError):
+        home.wait(0.02)
+    with pytest.raises(kvtier.BusyError):
+        home.close(0.0)
+    engine.come(computed)
+    home.wait(SOON)
+    assert bytes(back) == data
+    told = device.poll()
+    assert there.number in told and home.number in told
+    engine.release(computed)
+    with pytest.raises(kvtier.HandleError):
+        device.adopt(1 << 40)
+    device.know_host(memory.address, 4096)
+    assert engine.pinned == {memory.address: 4096}
+    device.forget_host(memory.address)
+    with pytest.raises(kvtier.NotFoundError):
+        device.forget_host(memory.address)
+
+
+def test_what_is_let_go_of_stays_until_it_has_come(device: kvtier.Device,
+                                                   engine: Accelerator) -> None:
+    memory, data = device.alloc(9000), noise(4, 9000)
+    computed = engine.promise()
+    device.upload(bytearray(data), memory, after=device.adopt(computed))
+    gc.collect()
+    engine.come(computed)
+    back = bytearray(9000)
+    device.download(memory, back).close(SOON)
+    assert bytes(back) == data
+    engine.release(computed)
+
+
+def test_what_an_engine_raises(device: kvtier.Device, engine: Accelerator,
+                               unraisable: List[Any]) -> None:
+    memory = device.alloc(64)
+    engine.trouble = ZeroDivisionError("in the engine")
+    with pytest.raises(kvtier.StateError):
+        device.upload(b"x" * 64, memory)
+    assert [type(error) for error in unraisable] == [ZeroDivisionError]
+    engine.trouble = kvtier.IoError("the link", abi.KVT_E_IO, "KVT_E_IO")
+    with pytest.raises(kvtier.IoError):
+        device.upload(b"x" * 64, memory)
+    with pytest.raises(kvtier.NoMemoryError):
+        device.alloc(Accelerator.size)
+    assert len(unraisable) == 1
+    back = bytearray(64)
+    device.upload(b"y" * 64, memory).close(SOON)
+    device.download(memory, back).close(SOON)
+    assert bytes(back) == b"y" * 64
+    with pytest.raises(kvtier.InvalidError):
+        device.alloc(0)
+
+
+def test_a_store_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device) -> None:
+    tokens, run = 16, 64
+    plane = tokens * run
+    image, empty, found = noise(5, 4 * plane), bytes(4 * plane), bytearray(4 * plane)
+    groups = [Group(layers=[0, 1], k_bytes=run, v_bytes=run)]
+    cache = device.alloc(4 * plane)
+    k, v = ([View(cache, run, offset=(2 * layer + part) * plane) for layer in range(2)]
+            for part in range(2))
+    with kvtier.Store(runtime, host_bytes=1 << 20, device=device) as store:
+        with pytest.raises(kvtier.BusyError):
+            device.close(0.1)
+        space = store.namespace(Identity(model=b"m"), chunk_tokens=4, groups=groups)
+        with space, space.session() as session:
+            session.append(list(range(tokens)))
+            device.upload(image, cache).close(SOON)
+            assert session.put(k, v).result(SOON).value == tokens
+            device.upload(empty, cache).close(SOON)
+            assert session.get(k, v).result(SOON).value == tokens
+            device.download(cache, found).close(SOON)
+    assert bytes(found) == image
+
+
+def test_a_streamer_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device,
+                                  engine: Accelerator, tmp_path: Path) -> None:
+    units, nbytes = 5, 40960
+    image = noise(6, units * nbytes)
+    path = tmp_path / "weights"
+    path.write_bytes(image)
+    entries = [kvtier.UnitEntry(f"layer {i}", [(0, i * nbytes, nbytes)],
+                                role=kvtier.ROLE_LAYER, layer=i) for i in range(units)]
+    terms = kvtier.StreamTerms(device_ceiling_bytes=3 * nbytes, device_safety_bytes=0,
+                               kv_bytes=0, host_reserve_bytes=0)
+    view = bytearray(nbytes)
+    with kvtier.Model.table([path], entries) as model, \
+            kvtier.Streamer(runtime, model, terms, device=device) as streamer:
+        for number in range(2 * units):
+            unit = streamer.acquire(number % units, SOON, early=True)
+            assert unit.on_device
+            with pytest.raises(kvtier.UnsupportedError):
+                unit.data
+            device.download(unit, view, after=unit.event).close(SOON)
+            start = unit.unit * nbytes
+            assert bytes(view) == image[start : start + nbytes]
+            computed = engine.promise()
+            unit.release(device.adopt(computed))
+            assert unit.released
+            engine.come(computed)
+            engine.release(computed)
+            with pytest.raises(kvtier.StateError):
+                unit.release(device.copy())
+            with pytest.raises(kvtier.StateError):
+                device.download(unit, view)
+
+
+def test_the_other_kinds(runtime: kvtier.Runtime) -> None:
+    with kvtier.Device(runtime) as host:
+        assert host.info.kind == "host" and host.info.sums and not host.info.asynchronous
+        source, target = noise(7, 5000), bytearray(5000)
+        event = host.copy([DeviceCopy(View(source, 100), target, sum=True)])
+        assert event.done and bytes(target) == source
+        assert event.sums == [kvtier.checksum(source)]
+        assert host.copy().sums == []
+    with kvtier.Device(runtime, "simulated", memory_bytes=1 << 20, latency_ns=100_000) as one:
+        assert one.info.free_bytes == 1 << 20
+        with pytest.raises(kvtier.NoMemoryError):
+            one.alloc(1 << 21)
+        memory, back = one.alloc(5000), bytearray(5000)
+        there = one.upload(source, memory)
+        one.download(memory, back, stream=1, after=there).close(SOON)
+        assert bytes(back) == source
+        # Not waited for: the event keeps what it needs, and the device waits when it closes.
+        one.upload(source, memory)
+    with pytest.raises(kvtier.ClosedError):
+        one.info
+    with pytest.raises(kvtier.UnavailableError):
+        kvtier.Device(runtime, "cuda", library="/nowhere/libcuda.so.1")
+    with pytest.raises(kvtier.InvalidError):
+        kvtier.Device(runtime, "abacus")
+    with pytest.raises(kvtier.InvalidError):
+        kvtier.Device(runtime, "host", seed=1)
+    with pytest.raises(kvtier.InvalidError):
+        kvtier.Device(runtime, object())

@@ -1,0 +1,498 @@
+// kvt::device: a device of the engine's own, with threads, that is put to the test, has a store
+// and a streamer; copies, events and memory as owners; exceptions in callbacks.
+#include <kvtier/kvtier.hpp>
+
+#include "check.hpp"
+
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <new>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+namespace {
+
+kvt::deadline soon() { return kvt::deadline::in(std::chrono::seconds(60)); }
+
+/// An accelerator as an engine might have one: a thread for each stream, and memory that is
+/// called the device's. `adopt` and `hold` take its own events and streams.
+class threads : public kvt::custom_device {
+public:
+    static constexpr std::uint32_t STREAMS = 3;
+    static constexpr std::uint64_t MEMORY = std::uint64_t{64} << 20;
+
+    threads() {
+        for (std::uint32_t stream = 0; stream < STREAMS; stream++)
+            workers_.emplace_back([this, stream] { serve(stream); });
+    }
+    ~threads() override {
+        {
+            const std::lock_guard<std::mutex> locked(lock_);
+            over_ = true;
+        }
+        changed_.notify_all();
+        for (std::thread &worker : workers_) worker.join();
+        for (const auto &one : memory_) ::operator delete(one.second, std::align_val_t{256});
+        ++ended();
+    }
+    threads(const threads &) = delete;
+    threads &operator=(const threads &) = delete;
+
+    /// How many have been deleted.
+    static std::atomic<int> &ended() {
+        static std::atomic<int> count{0};
+        return count;
+    }
+    /// The next `submit` or `allocate` throws.
+    std::atomic<bool> bad{false};
+    /// Events that nobody has taken back.
+    std::size_t known() {
+        const std::lock_guard<std::mutex> locked(lock_);
+        return events_.size();
+    }
+    /// The engine's own event, which comes with `come`.
+    std::uint64_t promise() {
+        const std::lock_guard<std::mutex> locked(lock_);
+        events_[++last_] = KVT_E_AGAIN;
+        return last_;
+    }
+    void come(std::uint64_t event) { settle(event, KVT_OK); }
+
+    std::uint64_t flags() const override { return KVT_DEVICE_HAS_MEMORY; }
+    std::uint32_t streams() const override { return STREAMS; }
+    std::uint64_t kernels() const override { return 1 << KVT_KERNEL_MOVE; }
+
+    kvt_status_t submit(std::uint32_t stream, std::uint64_t after,
+                        kvt::span<const kvt_copy_rows_t> copies, std::uint64_t &event) override {
+        return put(stream, after, work{0, 0, {copies.begin(), copies.end()}}, event);
+    }
+    kvt_status_t launch(std::uint32_t stream, std::uint64_t after,
+                        kvt::span<const kvt_kernel_t> kernels, std::uint64_t &event) override {
+        work moves;
+        for (const kvt_kernel_t &kernel : kernels) {
+            kvt_copy_rows_t rows{};
+            rows.from = kernel.keys;
+            rows.to = kernel.out;
+            rows.run_bytes = kernel.count;
+            rows.runs = 1;
+            moves.copies.push_back(rows);
+        }
+        return put(stream, after, std::move(moves), event);
+    }
+    kvt_status_t query(std::uint64_t event) override {
+        const std::lock_guard<std::mutex> locked(lock_);
+        const auto found = events_.find(event);
+        return found == events_.end() ? KVT_E_HANDLE : found->second;
+    }
+    kvt_status_t wait(std::uint64_t event, kvt::deadline by) override {
+        std::unique_lock<std::mutex> locked(lock_);
+        const auto come = [&] { return events_[event] != KVT_E_AGAIN; };
+        const std::chrono::steady_clock::time_point end{std::chrono::nanoseconds(by.ns)};
+        if (by.ns == 0) changed_.wait(locked, come);
+        else (void)changed_.wait_until(locked, end, come);
+        return KVT_OK;
+    }
+    void release(std::uint64_t event) override {
+        const std::lock_guard<std::mutex> locked(lock_);
+        events_.erase(event);
+    }
+    kvt_status_t allocate(std::uint64_t bytes, std::uint64_t &address) override {
+        if (bad.exchange(false)) throw std::bad_alloc();
+        const std::lock_guard<std::mutex> locked(lock_);
+        if (bytes > MEMORY - used_) return KVT_E_NOMEM;
+        void *const memory =
+            ::operator new(static_cast<std::size_t>(bytes), std::align_val_t{256});
+        address = reinterpret_cast<std::uintptr_t>(memory);
+        memory_[address] = memory;
+        used_ += bytes;
+        return KVT_OK;
+    }
+    void free(std::uint64_t address, std::uint64_t bytes) override {
+        const std::lock_guard<std::mutex> locked(lock_);
+        ::operator delete(memory_.at(address), std::align_val_t{256});
+        memory_.erase(address);
+        used_ -= bytes;
+    }
+    std::optional<std::uint64_t> free_bytes() override {
+        const std::lock_guard<std::mutex> locked(lock_);
+        return MEMORY - used_;
+    }
+    kvt_status_t know_host(std::uint64_t address, std::uint64_t bytes) override {
+        const std::lock_guard<std::mutex> locked(lock_);
+        if (bytes != 0) return pinned_.insert(address), KVT_OK;
+        return pinned_.erase(address) != 0 ? KVT_OK : KVT_E_NOT_FOUND;
+    }
+    kvt_status_t adopt(std::uint64_t raw, std::uint64_t &event) override {
+        // A copy of its own: the engine's may be released before.
+        return put(STREAMS - 1, raw, work{}, event);
+    }
+    kvt_status_t hold(std::uint64_t raw_stream, std::uint64_t event) override {
+        std::uint64_t mark = 0;
+        return put(static_cast<std::uint32_t>(raw_stream), event, work{}, mark, true);
+    }
+
+private:
+    struct work {
+        std::uint64_t event = 0;
+        std::uint64_t after = 0;
+        std::vector<kvt_copy_rows_t> copies;
+        /// Nobody asks for its event.
+        bool forget = false;
+    };
+
+    kvt_status_t put(std::uint32_t stream, std::uint64_t after, work what, std::uint64_t &event,
+                     bool forget = false) {
+        if (bad.exchange(false)) throw std::runtime_error("the accelerator is out of order");
+        {
+            const std::lock_guard<std::mutex> locked(lock_);
+            if (stream >= STREAMS) return KVT_E_INVALID;
+            if (after != 0 && events_.count(after) == 0) return KVT_E_HANDLE;
+            event = what.event = ++last_;
+            what.after = after;
+            what.forget = forget;
+            if (!forget) events_[event] = KVT_E_AGAIN;
+            // Who is waited for may be released meanwhile.
+            if (after != 0 && events_[after] == KVT_OK) what.after = 0;
+            queues_[stream].push_back(std::move(what));
+        }
+        changed_.notify_all();
+        return KVT_OK;
+    }
+    void settle(std::uint64_t event, kvt_status_t how) {
+        {
+            const std::lock_guard<std::mutex> locked(lock_);
+            const auto found = events_.find(event);
+            if (found != events_.end()) found->second = how;
+        }
+        changed_.notify_all();
+    }
+    void serve(std::uint32_t stream) {
+        for (;;) {
+            std::unique_lock<std::mutex> locked(lock_);
+            std::deque<work> &queue = queues_[stream];
+            changed_.wait(locked, [&] { return over_ || !queue.empty(); });
+            if (queue.empty()) return;
+            const work now = std::move(queue.front());
+            queue.pop_front();
+            const auto come = [&] {
+                const auto found = events_.find(now.after);
+                return over_ || found == events_.end() || found->second != KVT_E_AGAIN;
+            };
+            if (now.after != 0) changed_.wait(locked, come);
+            const auto before = events_.find(now.after);
+            const kvt_status_t how =
+                now.after == 0 || before == events_.end() ? KVT_OK : before->second;
+            locked.unlock();
+            if (how == KVT_OK)
+                for (const kvt_copy_rows_t &rows : now.copies) move(rows);
+            if (!now.forget) settle(now.event, how);
+        }
+    }
+    static void move(const kvt_copy_rows_t &rows) {
+        for (std::uint64_t i = 0; i < rows.runs; i++)
+            std::memcpy(reinterpret_cast<void *>(rows.to + i * rows.to_stride_bytes),
+                        reinterpret_cast<const void *>(rows.from + i * rows.from_stride_bytes),
+                        static_cast<std::size_t>(rows.run_bytes));
+    }
+
+    std::mutex lock_;
+    std::condition_variable changed_;
+    std::deque<work> queues_[STREAMS];
+    std::map<std::uint64_t, kvt_status_t> events_;
+    std::map<std::uint64_t, void *> memory_;
+    std::set<std::uint64_t> pinned_;
+    std::vector<std::thread> workers_;
+    std::uint64_t last_ = 0;
+    std::uint64_t used_ = 0;
+    bool over_ = false;
+};
+
+/// The device, and the engine's side of it, which it owns.
+struct rig {
+    threads *engine;
+    kvt::device device;
+
+    explicit rig(const kvt::runtime &runtime) {
+        std::unique_ptr<threads> own(new threads);
+        engine = own.get();
+        device = kvt::device::custom(runtime, std::move(own));
+    }
+};
+
+void conforms(const kvt::device &device) {
+    kvt::conformance_opts opts;
+    opts.seed = 7;
+    opts.rounds = 10;
+    const kvt::conformance_report report = device.conformance(opts);
+    for (const kvt::conformance_check &check : report.checks)
+        if (check.verdict == KVT_VERDICT_FAILED)
+            std::fprintf(stderr, "%s: %s\n", check.name.c_str(), check.why.c_str());
+    CHECK(report.failed == 0 && report.passed >= 10);
+    CHECK(report.checks.size() == report.passed + report.skipped);
+}
+
+/// Tokens with gaps between them go to the device and come back without.
+void copies(const rig &on) {
+    constexpr std::uint32_t TOKENS = 33, HEADS = 2, RUN = 48, GAP = 16;
+    constexpr std::size_t PLANE = std::size_t{TOKENS} * HEADS * RUN;
+    std::vector<std::uint8_t> from(TOKENS * (HEADS * RUN + GAP)), to(PLANE), plain;
+    for (std::size_t i = 0; i < from.size(); i++)
+        from[i] = static_cast<std::uint8_t>(i * 37 + i / 251);
+    for (std::uint32_t token = 0; token < TOKENS; token++) {
+        const auto at = from.begin() + token * (HEADS * RUN + GAP);
+        plain.insert(plain.end(), at, at + HEADS * RUN);
+    }
+    kvt_view_t view = kvt::view(from.data(), RUN, HEADS);
+    view.token_stride_bytes = HEADS * RUN + GAP;
+    view.tokens = TOKENS;
+    kvt::device_memory memory = on.device.alloc(PLANE);
+    CHECK(memory.memory() == KVT_MEMORY_DEVICE && memory.address() % 256 == 0);
+    CHECK(memory.bytes() == PLANE);
+    const kvt::device_event there =
+        on.device.copy(kvt::gather(view, memory.data(), memory.memory()), 0);
+    const kvt::device_event back =
+        on.device.copy(kvt::download(memory.data(), to.data(), PLANE), 1, there.number());
+    back.wait(soon());
+    CHECK(back.is_done() && there.is_done() && to == plain);
+
+    // The other way, a kernel between: the engine's only one moves bytes.
+    std::vector<std::uint8_t> again(from.size(), 0);
+    kvt::device_memory other = on.device.alloc(PLANE);
+    kvt_kernel_t kernel{};
+    kernel.kind = KVT_KERNEL_MOVE;
+    kernel.keys = memory.address();
+    kernel.out = other.address();
+    kernel.count = PLANE;
+    view.address = again.data();
+    const kvt::device_event moved = on.device.launch(kvt::span<const kvt_kernel_t>(&kernel, 1));
+    const kvt::device_event home = on.device.copy(
+        kvt::scatter(view, other.data(), other.memory()), 2, moved.number());
+    home.wait(soon());
+    for (std::uint32_t token = 0; token < TOKENS; token++) {
+        const std::size_t at = std::size_t{token} * (HEADS * RUN + GAP);
+        CHECK(std::memcmp(&again[at], &from[at], HEADS * RUN) == 0);
+        CHECK(token + 1 == TOKENS || again[at + HEADS * RUN] == 0);
+    }
+    kernel.kind = KVT_KERNEL_DECODE;
+    CHECK_THROWS(on.device.launch(kvt::span<const kvt_kernel_t>(&kernel, 1)), KVT_E_UNSUPPORTED);
+    CHECK_THROWS(on.device.copy(kvt::download(other.data(), to.data(), PLANE), 9),
+                 KVT_E_INVALID);
+    other.free();
+    CHECK(!other);
+}
+
+/// What is behind an event of the engine's waits for it, and no thread does.
+void engine_events(const rig &on) {
+    std::vector<std::uint8_t> host(4096, 7), back(4096, 0);
+    const kvt::device_memory memory = on.device.alloc(host.size());
+    const std::uint64_t computed = on.engine->promise();
+    const kvt::device_event adopted = on.device.adopt_event(computed);
+    kvt::device_event there = on.device.copy(
+        kvt::upload(host.data(), memory.data(), host.size()), 0, adopted.number());
+    on.device.hold(1, there.number());
+    const kvt::device_event home =
+        on.device.copy(kvt::download(memory.data(), back.data(), back.size()), 1);
+    CHECK(!adopted.is_done() && !there.is_done() && !home.is_done());
+    CHECK_THROWS(there.wait(kvt::deadline::in(std::chrono::milliseconds(20))), KVT_E_TIMEOUT);
+    on.engine->come(computed);
+    home.wait(soon());
+    CHECK(back == host && there.is_done());
+    CHECK_THROWS(on.device.adopt_event(1 << 30), KVT_E_HANDLE);
+    on.engine->release(computed);
+    std::set<std::uint64_t> told;
+    for (const std::uint64_t event : on.device.poll()) told.insert(event);
+    CHECK(told.count(there.number()) == 1 && told.count(home.number()) == 1);
+    on.device.know_host(host.data(), host.size());
+    on.device.forget_host(host.data());
+    CHECK_THROWS(on.device.forget_host(host.data()), KVT_E_NOT_FOUND);
+}
+
+std::atomic<int> &defects() {
+    static std::atomic<int> count{0};
+    return count;
+}
+
+/// What an engine throws is a status, and the device goes on.
+void exceptions(const rig &on) {
+    std::vector<std::uint8_t> host(64, 3);
+    const kvt::device_memory memory = on.device.alloc(host.size());
+    const kvt_copy_t copy = kvt::upload(host.data(), memory.data(), host.size());
+    const kvt::defect_hook former = kvt::set_defect_hook(
+        [](const char *, kvt_status_t, const char *) noexcept { ++defects(); });
+    on.engine->bad = true;
+    CHECK_THROWS(on.device.copy(copy), KVT_E_STATE);
+    on.engine->bad = true;
+    CHECK_THROWS(on.device.alloc(64), KVT_E_NOMEM);
+    CHECK(defects() == 2);
+    (void)kvt::set_defect_hook(former);
+    on.device.copy(copy).wait(soon());
+    CHECK_THROWS(on.device.alloc(threads::MEMORY + 1), KVT_E_NOMEM);
+    CHECK_THROWS(on.device.alloc(0), KVT_E_INVALID);
+}
+
+/// KV goes from memory of the device into a store, and back.
+void stores(const kvt::runtime &runtime, rig &on) {
+    constexpr std::uint32_t TOKENS = 16, RUN = 64;
+    constexpr std::size_t PLANE = TOKENS * RUN;
+    kvt::store_opts opts;
+    opts.host_bytes = 1 << 20;
+    opts.device = &on.device;
+    kvt::store store = kvt::store::open(runtime, opts);
+    CHECK_THROWS(on.device.close(), KVT_E_BUSY);
+    kvt::layer_group group;
+    group.layers = {0, 1};
+    group.k_bytes = group.v_bytes = RUN;
+    kvt::layout layout;
+    layout.chunk_tokens = 4;
+    layout.groups = {group};
+    kvt::identity who;
+    who.model = "m";
+    kvt::session session = store.open_name_space(who, layout).open_session();
+    std::vector<std::uint32_t> tokens(TOKENS);
+    for (std::uint32_t i = 0; i < TOKENS; i++) tokens[i] = i;
+    session.append(tokens);
+
+    const kvt::device_memory cache = on.device.alloc(4 * PLANE);
+    std::vector<std::uint8_t> image(4 * PLANE), found(4 * PLANE, 0);
+    for (std::size_t i = 0; i < image.size(); i++)
+        image[i] = static_cast<std::uint8_t>(i * 11 + i / 256);
+    std::vector<kvt_view_t> k, v;
+    for (std::size_t i = 0; i < 4; i++) {
+        kvt_view_t plane = kvt::view(static_cast<std::uint8_t *>(cache.data()) + i * PLANE, RUN);
+        plane.memory = cache.memory();
+        (i % 2 == 0 ? k : v).push_back(plane);
+    }
+    kvt::rectangle all;
+    all.k = k;
+    all.v = v;
+    on.device.copy(kvt::upload(image.data(), cache.data(), image.size())).wait(soon());
+    CHECK(session.put(all).finish().value == TOKENS);
+    on.device.copy(kvt::upload(found.data(), cache.data(), found.size())).wait(soon());
+    CHECK(session.get(all).finish().value == TOKENS);
+    on.device.copy(kvt::download(cache.data(), found.data(), found.size())).wait(soon());
+    CHECK(found == image);
+    session.close();
+    store.close();
+}
+
+/// Weights of a file go to the device; the engine says when it has read them.
+void streams(const kvt::runtime &runtime, rig &on) {
+    constexpr std::uint32_t UNITS = 5;
+    constexpr std::uint64_t BYTES = 40960;
+    char path[] = "/tmp/kvt-device-cpp-XXXXXX";
+    const int file = mkstemp(path);
+    CHECK(file >= 0);
+    std::vector<char> image(UNITS * BYTES);
+    for (std::size_t i = 0; i < image.size(); i++) image[i] = static_cast<char>(i * 13 + i / 99);
+    CHECK(write(file, image.data(), image.size()) == static_cast<ssize_t>(image.size()));
+    CHECK(close(file) == 0);
+    std::vector<kvt::unit_entry> units(UNITS);
+    for (std::uint32_t i = 0; i < UNITS; i++) {
+        units[i].name = "layer " + std::to_string(i);
+        units[i].role = KVT_ROLE_LAYER;
+        units[i].layer = i;
+        units[i].ranges = {kvt_file_range_t{0, 0, i * BYTES, BYTES}};
+    }
+    const std::vector<std::string> paths = {path};
+    const kvt::model model = kvt::model::table(paths, units);
+    kvt::stream_opts opts;
+    opts.device = &on.device;
+    opts.terms.flags = KVT_TERMS_DEVICE_CEILING | KVT_TERMS_DEVICE_SAFETY | KVT_TERMS_KV |
+                       KVT_TERMS_HOST_RESERVE;
+    opts.terms.device_ceiling_bytes = 3 * BYTES;
+    kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
+    CHECK_THROWS(on.device.close(), KVT_E_BUSY);
+    std::vector<char> found(BYTES);
+    for (int pass = 0; pass < 2; pass++) {
+        streamer.pass_begin();
+        for (std::uint32_t unit = 0; unit < UNITS; unit++) {
+            kvt::held held = streamer.acquire_early(unit, soon());
+            CHECK(held.memory() == KVT_MEMORY_DEVICE);
+            kvt::device_event read = on.device.copy(
+                kvt::download(held.data(), found.data(), BYTES), 2, held.event());
+            read.wait(soon());
+            CHECK(std::memcmp(found.data(), &image[unit * BYTES], BYTES) == 0);
+            const std::uint64_t computed = on.engine->promise();
+            kvt::device_event after = on.device.adopt_event(computed);
+            held.release(std::move(after));
+            CHECK(!held && !after);
+            on.engine->come(computed);
+            on.engine->release(computed);
+        }
+        streamer.pass_end();
+    }
+    streamer.close();
+    CHECK(std::remove(path) == 0);
+}
+
+void kinds(const kvt::runtime &runtime) {
+    const kvt::device host = kvt::device::host(runtime);
+    const kvt::device_info info = host.info();
+    CHECK(info.kind == KVT_DEVICE_HOST && info.sums && !info.asynchronous && !info.has_memory);
+    std::vector<std::uint8_t> from(5000, 9), to(5000, 0);
+    kvt_view_t view = kvt::view(from.data(), 100);
+    view.tokens = 50;
+    kvt_copy_t copy = kvt::gather(view, to.data());
+    copy.flags = KVT_COPY_SUM;
+    CHECK(host.copy(kvt::span<kvt_copy_t>(&copy, 1)).is_done() && to == from);
+    CHECK(copy.sum ==
+          kvt::checksum({reinterpret_cast<const std::byte *>(to.data()), to.size()}));
+    CHECK(!host.words().empty());
+
+    kvt::simulated_opts opts;
+    opts.memory_bytes = 1 << 20;
+    opts.latency_ns = 200000;
+    kvt::device simulated = kvt::device::simulated(runtime, opts);
+    CHECK(simulated.info().has_memory && simulated.info().free_bytes == opts.memory_bytes);
+    {
+        const kvt::device_memory memory = simulated.alloc(to.size());
+        // Nothing waits by name: the event does when it goes.
+        (void)simulated.copy(kvt::upload(from.data(), memory.data(), from.size()));
+        to.assign(to.size(), 0);
+        (void)simulated.copy(kvt::download(memory.data(), to.data(), to.size()));
+        CHECK(to == from);
+    }
+    simulated.close();
+    CHECK_THROWS(simulated.info(), KVT_E_HANDLE);
+
+    kvt::cuda_opts none;
+    none.library = "/nowhere/libcuda.so.1";
+    CHECK_THROWS(kvt::device::cuda(runtime, none), KVT_E_UNAVAILABLE);
+    CHECK_THROWS(kvt::device::custom(runtime, nullptr), KVT_E_INVALID);
+}
+
+}  // namespace
+
+int main() {
+    kvt::check_abi();
+    {
+        const kvt::runtime runtime = kvt::runtime::open();
+        kinds(runtime);
+        rig on(runtime);
+        const kvt::device_info info = on.device.info();
+        CHECK(info.kind == KVT_DEVICE_CUSTOM && info.asynchronous && info.has_memory);
+        CHECK(info.streams == threads::STREAMS && info.free_bytes == threads::MEMORY);
+        CHECK(info.has_kernel(KVT_KERNEL_MOVE) && !info.has_kernel(KVT_KERNEL_DECODE));
+        conforms(on.device);
+        copies(on);
+        engine_events(on);
+        exceptions(on);
+        stores(runtime, on);
+        streams(runtime, on);
+        CHECK(on.engine->known() == 0 && on.engine->free_bytes() == threads::MEMORY);
+        CHECK(threads::ended() == 0);
+        on.device.close(soon());
+        CHECK(threads::ended() == 1);
+    }
+    return done();
+}
