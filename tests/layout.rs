@@ -214,6 +214,13 @@ fn rust_table() -> BTreeMap<String, String> {
             admission_admitted_bytes, admission_refused_never, admission_refused_hits,
             admission_refused_priority, admission_refused_size, admission_refused_wear, disk_engine,
             disk_direct,
+            device_hit_cells,
+            device_promoted_cells,
+            device_evicted_chunks,
+            device_lost_cells,
+            device_limit_bytes,
+            device_used_bytes,
+            device_cells,
         }
         kvt_latency_t { kind, reserved, count, mean_ns, p50_ns, p99_ns, max_ns }
         kvt_tenant_t { tenant, is_rest, put_bytes, got_bytes, hit_cells, missed_cells }

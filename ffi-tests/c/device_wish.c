@@ -476,6 +476,8 @@ static void check_store(kvt_device_t *device) {
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
     opts.host_bytes = UINT64_C(16) << 20;
     opts.device = device;
+    opts.spec = "store(device=device(capacity=4MiB))";
+    opts.spec_bytes = strlen(opts.spec);
     kvt_store_t *store = NULL;
     CHECK_OK(kvt_store_open(runtime, NULL, &opts, &store, NULL));
     kvt_device_t *busy = device;
@@ -512,6 +514,14 @@ static void check_store(kvt_device_t *device) {
     CHECK(memcmp(near(from.memory.address, KVT_MEMORY_DEVICE),
                  near(to.memory.address, KVT_MEMORY_DEVICE), (size_t)from.memory.bytes) == 0);
 
+    /* What was put from the accelerator stays there, too, and comes back without the link. */
+    kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
+    CHECK_OK(kvt_store_stats(store, &stats));
+    CHECK_EQ(stats.device_hit_cells, LAYERS * TOKENS / CHUNK);
+    CHECK_EQ(stats.device_cells, LAYERS * TOKENS / CHUNK);
+    CHECK_EQ(stats.host_hit_cells, 0);
+    CHECK(stats.device_used_bytes > 0 && stats.device_used_bytes <= stats.device_limit_bytes);
+
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
     CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
@@ -521,6 +531,9 @@ static void check_store(kvt_device_t *device) {
     /* A store that has no device refuses what it cannot reach. */
     opts.device = NULL;
     kvt_error_t *error = NULL;
+    CHECK(kvt_store_open(runtime, NULL, &opts, &store, NULL) < 0);
+    opts.spec = NULL;
+    opts.spec_bytes = 0;
     CHECK_OK(kvt_store_open(runtime, NULL, &opts, &store, NULL));
     CHECK_OK(kvt_namespace_open(store, NULL, &layout, 0, &space, NULL));
     CHECK_OK(kvt_session_open(space, NULL, &session, NULL));

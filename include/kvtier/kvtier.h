@@ -3910,7 +3910,8 @@ typedef struct kvt_store_opts_t {
     uint32_t reserved;
     /**
      * Who copies between the engine's memory and the store's, a device of the same runtime;
-     * null = the processor. With one that has memory of its own, moves take views of it.
+     * null = the processor. With one that has memory of its own, moves take views of it, and
+     * `device=device(capacity=8GiB)` in the spec keeps cells there, too.
      */
     const struct kvt_device_t *device;
 } kvt_store_opts_t;
@@ -4136,6 +4137,34 @@ typedef struct kvt_store_stats_t {
      * 1: past the page cache, 0: through it.
      */
     uint32_t disk_direct;
+    /**
+     * Cells read from device memory; host_hit_cells does not count them.
+     */
+    uint64_t device_hit_cells;
+    /**
+     * Cells that came to device memory.
+     */
+    uint64_t device_promoted_cells;
+    /**
+     * Chunks that left device memory for others; they are elsewhere, too.
+     */
+    uint64_t device_evicted_chunks;
+    /**
+     * Cells that were forgotten there when the device was lost.
+     */
+    uint64_t device_lost_cells;
+    /**
+     * Most bytes of device memory; 0 = there is no device tier.
+     */
+    uint64_t device_limit_bytes;
+    /**
+     * Bytes of device memory that are taken.
+     */
+    uint64_t device_used_bytes;
+    /**
+     * Cells in device memory.
+     */
+    uint64_t device_cells;
 } kvt_store_stats_t;
 
 /**

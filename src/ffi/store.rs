@@ -78,7 +78,8 @@ pub struct kvt_store_opts_t {
     /// Always 0.
     pub reserved: u32,
     /// Who copies between the engine's memory and the store's, a device of the same runtime;
-    /// null = the processor. With one that has memory of its own, moves take views of it.
+    /// null = the processor. With one that has memory of its own, moves take views of it, and
+    /// `device=device(capacity=8GiB)` in the spec keeps cells there, too.
     pub device: *const kvt_device_t,
 }
 
@@ -195,6 +196,20 @@ pub struct kvt_store_stats_t {
     pub disk_engine: u32,
     /// 1: past the page cache, 0: through it.
     pub disk_direct: u32,
+    /// Cells read from device memory; host_hit_cells does not count them.
+    pub device_hit_cells: u64,
+    /// Cells that came to device memory.
+    pub device_promoted_cells: u64,
+    /// Chunks that left device memory for others; they are elsewhere, too.
+    pub device_evicted_chunks: u64,
+    /// Cells that were forgotten there when the device was lost.
+    pub device_lost_cells: u64,
+    /// Most bytes of device memory; 0 = there is no device tier.
+    pub device_limit_bytes: u64,
+    /// Bytes of device memory that are taken.
+    pub device_used_bytes: u64,
+    /// Cells in device memory.
+    pub device_cells: u64,
 }
 
 // SAFETY: integers and a raw pointer; the first field is the size.
@@ -429,6 +444,13 @@ fn filled(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
         admission_refused_wear: wear,
         disk_engine: disk.engine as u32,
         disk_direct: u32::from(disk.is_direct),
+        device_hit_cells: c.device_hits,
+        device_promoted_cells: c.promoted,
+        device_evicted_chunks: c.device_evicted,
+        device_lost_cells: c.device_lost,
+        device_limit_bytes: report.device.limit_bytes,
+        device_used_bytes: report.device.used_bytes,
+        device_cells: report.device_cells,
     }
 }
 

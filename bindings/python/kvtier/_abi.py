@@ -1232,6 +1232,13 @@ class kvt_store_stats_t(Sized):
         ("admission_refused_wear", ctypes.c_uint64),
         ("disk_engine", ctypes.c_uint32),
         ("disk_direct", ctypes.c_uint32),
+        ("device_hit_cells", ctypes.c_uint64),
+        ("device_promoted_cells", ctypes.c_uint64),
+        ("device_evicted_chunks", ctypes.c_uint64),
+        ("device_lost_cells", ctypes.c_uint64),
+        ("device_limit_bytes", ctypes.c_uint64),
+        ("device_used_bytes", ctypes.c_uint64),
+        ("device_cells", ctypes.c_uint64),
     ]
 
 
