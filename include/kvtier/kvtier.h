@@ -2286,7 +2286,7 @@ typedef kvt_status_t (*kvt_device_hold_fn)(void *user_data, uint64_t raw_stream,
 
 /**
  * One kernel: 256 bytes, the same for all. Addresses are the device's, strides are bytes, 0 =
- * none; each kernel uses some of the fields, and the others are 0. docs/device.md says which.
+ * none; each kernel uses some of the fields, and the others are 0. docs/kernels.md says which.
  * Stands in arrays only.
  */
 typedef struct kvt_kernel_t {

@@ -40,7 +40,7 @@ const _: () = assert!(KVT_KERNEL_DECODE == Kind::Decode as u32);
 const MAX_KERNELS: u64 = 4096;
 
 /// One kernel: 256 bytes, the same for all. Addresses are the device's, strides are bytes, 0 =
-/// none; each kernel uses some of the fields, and the others are 0. docs/device.md says which.
+/// none; each kernel uses some of the fields, and the others are 0. docs/kernels.md says which.
 /// Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy)]

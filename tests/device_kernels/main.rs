@@ -88,6 +88,20 @@ fn the_kernels_own_header_has_the_same_fields() {
     assert_eq!(emulated::offset("nothing"), None);
 }
 
+/// The page that users read says what the kernels' own header says.
+#[test]
+fn the_documentation_is_that_of_the_header() {
+    let header = include_str!("../../src/device/cuda/kernels/call.h");
+    let (comment, _) = header.split_once("*/").expect("a comment");
+    let said = |line: &str| {
+        let line = line.trim_start_matches("/*").trim_start_matches(" *");
+        line.strip_prefix(' ').unwrap_or(line).trim_end().to_string()
+    };
+    let text: Vec<String> = comment.lines().map(said).collect();
+    let page = include_str!("../../docs/kernels.md");
+    assert!(page.contains(text.join("\n").trim()), "docs/kernels.md is not what call.h says");
+}
+
 /// What `build.py` wrote is whole: each module has code for both, and is none that is not built.
 #[test]
 fn what_is_embedded_is_what_was_built() {
