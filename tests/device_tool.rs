@@ -2,6 +2,9 @@
 
 #![cfg(all(feature = "tool", not(feature = "shuttle")))]
 
+#[path = "support/fake_cuda.rs"]
+mod fake_cuda;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -95,5 +98,28 @@ fn what_cannot_be_opened_says_why() {
         let (code, text) = conformance(args);
         assert_eq!(code, Some(2), "{text}");
         assert!(text.contains(word), "{text}");
+    }
+}
+
+/// Over a driver without a device, which has no speed to speak of: each bar is measured, and
+/// without a driver each says why not.
+#[test]
+fn bars_are_measured_or_say_why_not() {
+    for has_driver in [true, false] {
+        let library =
+            if has_driver { fake_cuda::library() } else { PathBuf::from("/nowhere/libcuda.so") };
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvtier"));
+        command.args(["bench", "device", "--quick", "--json"]);
+        let output = command.env("KVTIER_CUDA_LIBRARY", library).output().expect("it runs");
+        let text = String::from_utf8(output.stdout).expect("text");
+        let lines: Vec<serde_json::Value> =
+            text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+        assert_eq!(lines.len(), 12, "{text}");
+        for line in &lines {
+            let measured = line["value"].as_f64().is_some_and(|value| value > 0.0);
+            assert_eq!(measured, has_driver, "{line}");
+            let note = line["note"].as_str().unwrap_or("");
+            assert!(has_driver || note.contains("no CUDA driver"), "{line}");
+        }
     }
 }
