@@ -101,6 +101,9 @@ static __thread unsigned capture_mode;
 static context_t shared_contexts[MOST_DEVICES] = {{0, 1}, {1, 1}, {2, 1}, {3, 1}};
 static context_t own_contexts[MOST_DEVICES] = {{0, 0}, {1, 0}, {2, 0}, {3, 0}};
 
+/* Steps that a question about an event may bring: few for those who look at each. */
+static unsigned pace = 64;
+
 static uint64_t chance(void) {
     seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
     return seed >> 11;
@@ -543,7 +546,7 @@ code_t cuEventQuery(event_t *event) {
     BEGIN_IN("cuEventQuery")
     NEED(is_event(event), "cuEventQuery", "no event", INVALID_HANDLE)
     if (event->is_captured) END(CAPTURED_EVENT)
-    progress(chance() % 32);
+    progress(chance() % pace);
     END(event->done == event->recorded ? OK : NOT_READY)
 }
 
@@ -562,6 +565,7 @@ code_t cuEventSynchronize(event_t *event) {
 
 void fake_begin(uint64_t with) {
     pthread_mutex_lock(&lock);
+    pace = 4;
     seed = with * 2 + 1, wrong = 0, sticky = 0, somebody_captures = 0, version = 12040, devices = 1;
     max_bytes = 1l << 30, max_host_bytes = 1l << 40, emulator = NULL, wrong_text[0] = 0, has_failed = 0, capability = 8, same_addresses = 1;
     for (int i = 0; i < MOST_DEVICES; i++) own_contexts[i].ordinal = shared_contexts[i].ordinal = i;

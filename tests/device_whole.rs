@@ -1,0 +1,235 @@
+//! The library as a whole on CUDA: stores with tensors and a tier in device memory, weights that
+//! pass through it, to the bit; on a GPU where `KVTIER_GPU` says that there is one, else over the
+//! driver without a device.
+
+#![cfg(not(feature = "shuttle"))]
+
+#[path = "support/fake_cuda.rs"]
+mod fake_cuda;
+#[path = "support/model_files.rs"]
+mod model_files;
+#[path = "stream/rig.rs"]
+#[allow(dead_code)] // of what streamers are tested with
+mod rig;
+#[path = "support/store.rs"]
+#[allow(dead_code)] // of what stores are tested with
+mod support;
+
+use std::sync::Arc;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::status::Status;
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
+use kvtier::kv::core::Rectangle;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
+use kvtier::kv::store::Store;
+use kvtier::stream::plan::Wishes;
+use kvtier::stream::streamer::How;
+use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
+
+const MODEL: Model = Model { layers: 4, heads: 4, run: 64, chunk: 16 };
+const TOKENS: usize = 5 * MODEL.chunk + 7;
+
+fn cuda() -> Arc<Cuda> {
+    let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
+    let opts = CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() };
+    Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
+}
+
+/// An engine's tensors in device memory: an image of tensors in host memory.
+struct Mirror<'a> {
+    device: &'a Cuda,
+    engine: Engine,
+    there: DeviceMemory,
+}
+
+impl<'a> Mirror<'a> {
+    fn new(device: &'a Cuda, engine: Engine) -> Mirror<'a> {
+        let there = device.allocate(engine.bytes().len() as u64).expect("room");
+        let mirror = Mirror { device, engine, there };
+        mirror.copy(Way::Scatter);
+        mirror
+    }
+
+    fn here(&self) -> u64 {
+        self.engine.bytes().as_ptr().expose_provenance() as u64
+    }
+
+    /// All of it, to the device or from it.
+    fn copy(&self, way: Way) {
+        let host = std::ptr::with_exposed_provenance_mut(self.here() as usize);
+        let (address, bytes) = (self.there.address, self.there.bytes);
+        let copy = Copy::bytes(host, address, bytes, way, Memory::Device).expect("sound");
+        // SAFETY: memory of the mirror's, which nobody else uses.
+        let event = unsafe { self.device.submit(Stream(0), None, &mut [copy]) }.expect("taken");
+        self.device.wait(event, 0).expect("it ends");
+        self.device.release(event).expect("it has ended");
+    }
+
+    /// What the engine tells a store: the same, elsewhere.
+    fn whole(&self) -> Rectangle {
+        let what = self.engine.whole();
+        let moved = |address: u64| address - self.here() + self.there.address;
+        let of = |plane: &PlaneView| {
+            let place = match &plane.place {
+                Tokens::At(address) => Tokens::At(moved(*address)),
+                Tokens::Pages { addresses, page_tokens, shift_bytes } => Tokens::Pages {
+                    addresses: Arc::new(addresses.iter().map(|page| moved(*page)).collect()),
+                    page_tokens: *page_tokens,
+                    shift_bytes: *shift_bytes,
+                },
+            };
+            PlaneView { memory: Memory::Device, place, ..plane.clone() }
+        };
+        let layer =
+            |layer: &LayerViews| LayerViews { k: of(&layer.k), v: layer.v.as_ref().map(of) };
+        let views = Arc::new(Views(what.views.0.iter().map(layer).collect()));
+        Rectangle { views, ..what }
+    }
+}
+
+impl Drop for Mirror<'_> {
+    fn drop(&mut self) {
+        // SAFETY: all moves have ended.
+        unsafe { self.device.free(&self.there) }.expect("its own");
+    }
+}
+
+/// What is put from device memory comes back to it, in every layout, from the tier, from host
+/// memory, and after the tier has given its memory back.
+#[test]
+fn kv_goes_from_device_memory_to_device_memory() {
+    for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
+        let device = cuda();
+        let runtime = support::runtime();
+        let store = Store::open_with(runtime.core(), None, &spec_of(spec), device.clone());
+        let home = Home { store: store.expect("opened"), runtime };
+        let space = home.space(1, &MODEL);
+        let right = Done { status: Status::Ok, tokens: TOKENS };
+        for (number, shape) in SHAPES.into_iter().enumerate() {
+            let tokens = document(number as u32, TOKENS);
+            let marks = marks_of(0, &tokens);
+            let session = home.session(space, &tokens);
+            let mut engine = Engine::new(MODEL, shape, tokens.len());
+            engine.compute(&marks);
+            let from = Mirror::new(&device, engine);
+            let put = home.submit(session, Deed::Put, Level::Ram, from.whole());
+            assert_eq!(wait(&put.expect("taken")[0]), right, "{spec}, {shape:?}");
+            for other in SHAPES {
+                let mut to = Mirror::new(&device, Engine::new(MODEL, other, tokens.len()));
+                let get = home.submit(session, Deed::Get, Level::Ram, to.whole());
+                assert_eq!(wait(&get.expect("taken")[0]), right, "{spec}, {shape:?}, {other:?}");
+                to.copy(Way::Gather);
+                to.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
+            }
+            home.end(session);
+        }
+        let hits = home.counters().device_hits;
+        assert_eq!(hits > 0, spec.contains("device="), "{spec}: {hits} hits on the device");
+        home.close();
+        assert_eq!(device.close(0), Ok(()));
+    }
+}
+
+/// Tensors in host memory, which the device pins, are the same to a store.
+#[test]
+fn kv_goes_from_host_memory_by_way_of_the_device() {
+    let device = cuda();
+    let runtime = support::runtime();
+    let spec = spec_of("store(host=8MiB)");
+    let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
+    let home = Home { store, runtime };
+    let space = home.space(1, &MODEL);
+    for (number, shape) in SHAPES.into_iter().enumerate() {
+        let tokens = document(number as u32, TOKENS);
+        let marks = marks_of(0, &tokens);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, shape, tokens.len());
+        engine.compute(&marks);
+        assert_eq!(home.put(session, Level::Ram, &engine).tokens, TOKENS);
+        let mut back = Engine::new(MODEL, shape, tokens.len());
+        assert_eq!(home.get(session, &back).tokens, TOKENS);
+        back.check(&marks, 0..TOKENS, 0..MODEL.layers);
+        home.end(session);
+    }
+    home.close();
+}
+
+/// Weights pass through device memory while the device computes behind the streamer's back.
+#[test]
+fn weights_pass_through_device_memory() {
+    for (name, sizes) in
+        [("whole", rig::dense(6)), ("large", rig::large(5)), ("experts", rig::experts(4, 6))]
+    {
+        let device = cuda();
+        let files = rig::Files::new(&format!("cuda-{name}"), &sizes);
+        let bytes = files.units.units.iter().map(|unit| unit.image_bytes).sum::<u64>();
+        let wishes = Wishes {
+            host_ceiling_bytes: Some(2 * rig::MIB + bytes / 4),
+            device_ceiling_bytes: Some(bytes * 3 / 5),
+            staging_bytes: 2 * rig::MIB,
+            ..rig::wishes()
+        };
+        let shared: Arc<dyn Device> = device.clone();
+        let opts = kvtier::stream::streamer::Opts {
+            wishes,
+            device: Some(shared),
+            ..kvtier::stream::streamer::Opts::default()
+        };
+        let rig = rig::Rig::open(files, opts).expect("opened");
+        for pass in 0..3 {
+            rig.streamer.pass_begin().expect("open");
+            let mut under_way = Vec::new();
+            for unit in rig.files.order() {
+                let how = How { early: pass != 1, ..rig::patiently() };
+                let held = rig.streamer.acquire(unit, how).expect("it comes");
+                if held.memory == Memory::Host {
+                    // The embedding, of which rows are looked up.
+                    assert!(rig.is_right(&held).expect("no event"), "unit {unit}");
+                    rig.streamer.release(&held, None).expect("had");
+                    continue;
+                }
+                under_way.push(rig.compute_with(&held).expect("begun"));
+                if under_way.len() > 1 {
+                    under_way.remove(0).end().expect("right bytes");
+                }
+            }
+            under_way.iter().for_each(|computing| computing.end().expect("right bytes"));
+            drop(under_way);
+            rig.streamer.pass_end().expect("open");
+        }
+        rig.closed();
+    }
+}
+
+/// What cannot be is refused, and costs nothing but itself.
+#[test]
+fn wrong_addresses_and_too_much_memory_cost_one_call() {
+    let device = cuda();
+    let free = device.free_bytes().expect("known");
+    let error = device.allocate(free.saturating_mul(4)).expect_err("too much");
+    assert_eq!(error.status(), Status::NoMem, "{error}");
+    let mut host = [7u8; 4096];
+    let memory = device.allocate(4096).expect("room");
+    let wrong = [
+        memory.address + 4096 * 1024 * 1024 * 1024,
+        host.as_ptr().expose_provenance() as u64,
+        memory.address + 4000,
+    ];
+    for address in wrong {
+        let copy = Copy::bytes(host.as_mut_ptr(), address, 4096, Way::Scatter, Memory::Device);
+        // SAFETY: refused, as this test wants to see.
+        let said = unsafe { device.submit(Stream(0), None, &mut [copy.expect("arithmetic")]) };
+        assert_eq!(said.expect_err("no memory of the device").status(), Status::Invalid);
+    }
+    let mut back = [0u8; 4096];
+    for (there, way) in [(&mut host, Way::Scatter), (&mut back, Way::Gather)] {
+        let copy = Copy::bytes(there.as_mut_ptr(), memory.address, 4096, way, Memory::Device);
+        // SAFETY: both stay until the event.
+        let event = unsafe { device.submit(Stream(0), None, &mut [copy.expect("sound")]) };
+        device.wait(event.expect("taken"), 0).expect("it goes on");
+    }
+    assert_eq!(back, [7; 4096]);
+}
