@@ -123,6 +123,22 @@ fn without_rust_sections(text: &str) -> String {
     out.join("\n") + "\n"
 }
 
+/// The generator takes one of two constants that have one name, and says nothing.
+#[test]
+fn constants_have_names_of_their_own() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ffi");
+    let mut names = std::collections::BTreeSet::new();
+    for entry in std::fs::read_dir(folder).expect("src/ffi") {
+        let text = std::fs::read_to_string(entry.expect("entry").path()).expect("source");
+        for line in text.lines() {
+            let Some(rest) = line.strip_prefix("pub const ") else { continue };
+            let name = rest.split(':').next().unwrap_or(rest).to_string();
+            assert!(names.insert(name.clone()), "{name} is there twice");
+        }
+    }
+    assert!(names.len() > 200);
+}
+
 #[test]
 fn the_committed_header_is_current() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/kvtier/kvtier.h");

@@ -45,7 +45,7 @@ struct device_info {
     bool wants_pinned = false;
     /// How many it has: work on one is in order.
     std::uint32_t streams = 0;
-    /// 1 << KVT_KERNEL_* for each.
+    /// 1 << KVT_LAUNCH_* for each.
     std::uint64_t kernels = 0;
     /// What it has left to give; nothing where it does not know.
     std::optional<std::uint64_t> free_bytes;
@@ -94,7 +94,7 @@ public:
     virtual std::uint64_t flags() const { return 0; }
     /// 1 to 64.
     virtual std::uint32_t streams() const { return 1; }
-    /// The kernels that `launch` knows: 1 << KVT_KERNEL_* for each.
+    /// The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
     virtual std::uint64_t kernels() const { return 0; }
 
     /// Puts copies on a stream, behind an event if `after` is not 0, and writes the event of

@@ -423,7 +423,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     CHECK_IS(kvt_device_copy(device, 0, 0, &copy, 1, 12, &up, NULL), KVT_E_INVALID);
     kvt_kernel_t kernel;
     memset(&kernel, 0, sizeof kernel);
-    kernel.kind = KVT_KERNEL_MOVE;
+    kernel.kind = KVT_LAUNCH_MOVE;
     CHECK_IS(kvt_device_launch(device, 0, 0, &kernel, 1, sizeof kernel, &up, NULL),
              KVT_E_UNSUPPORTED);
     CHECK_IS(kvt_device_know_host(device, NULL, 5, NULL), KVT_E_INVALID);

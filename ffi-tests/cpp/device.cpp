@@ -70,7 +70,7 @@ public:
 
     std::uint64_t flags() const override { return KVT_DEVICE_HAS_MEMORY; }
     std::uint32_t streams() const override { return STREAMS; }
-    std::uint64_t kernels() const override { return 1 << KVT_KERNEL_MOVE; }
+    std::uint64_t kernels() const override { return 1 << KVT_LAUNCH_MOVE; }
 
     kvt_status_t submit(std::uint32_t stream, std::uint64_t after,
                         kvt::span<const kvt_copy_rows_t> copies, std::uint64_t &event) override {
@@ -269,7 +269,7 @@ void copies(const rig &on) {
     std::vector<std::uint8_t> again(from.size(), 0);
     kvt::device_memory other = on.device.alloc(PLANE);
     kvt_kernel_t kernel{};
-    kernel.kind = KVT_KERNEL_MOVE;
+    kernel.kind = KVT_LAUNCH_MOVE;
     kernel.keys = memory.address();
     kernel.out = other.address();
     kernel.count = PLANE;
@@ -283,7 +283,7 @@ void copies(const rig &on) {
         CHECK(std::memcmp(&again[at], &from[at], HEADS * RUN) == 0);
         CHECK(token + 1 == TOKENS || again[at + HEADS * RUN] == 0);
     }
-    kernel.kind = KVT_KERNEL_DECODE;
+    kernel.kind = KVT_LAUNCH_DECODE;
     CHECK_THROWS(on.device.launch(kvt::span<const kvt_kernel_t>(&kernel, 1)), KVT_E_UNSUPPORTED);
     CHECK_THROWS(on.device.copy(kvt::download(other.data(), to.data(), PLANE), 9),
                  KVT_E_INVALID);
@@ -482,7 +482,7 @@ int main() {
         const kvt::device_info info = on.device.info();
         CHECK(info.kind == KVT_DEVICE_CUSTOM && info.asynchronous && info.has_memory);
         CHECK(info.streams == threads::STREAMS && info.free_bytes == threads::MEMORY);
-        CHECK(info.has_kernel(KVT_KERNEL_MOVE) && !info.has_kernel(KVT_KERNEL_DECODE));
+        CHECK(info.has_kernel(KVT_LAUNCH_MOVE) && !info.has_kernel(KVT_LAUNCH_DECODE));
         conforms(on.device);
         copies(on);
         engine_events(on);

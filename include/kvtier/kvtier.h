@@ -384,62 +384,62 @@ template <typename T> inline T kvt_sized_() {
 /**
  * Moves runs of bytes.
  */
-#define KVT_KERNEL_MOVE 1
+#define KVT_LAUNCH_MOVE 1
 
 /**
  * Changes what numbers are, with scales or without.
  */
-#define KVT_KERNEL_CONVERT 2
+#define KVT_LAUNCH_CONVERT 2
 
 /**
  * Sums bytes as the store does.
  */
-#define KVT_KERNEL_SUM 3
+#define KVT_LAUNCH_SUM 3
 
 /**
  * Makes the boxes of pages wider.
  */
-#define KVT_KERNEL_PAGE_BOXES 4
+#define KVT_LAUNCH_PAGE_BOXES 4
 
 /**
  * The most that a query can have of each page.
  */
-#define KVT_KERNEL_PAGE_SCORES 5
+#define KVT_LAUNCH_PAGE_SCORES 5
 
 /**
  * The largest of each row.
  */
-#define KVT_KERNEL_TOP 6
+#define KVT_LAUNCH_TOP 6
 
 /**
  * Adds weights to what tokens had.
  */
-#define KVT_KERNEL_ADD 7
+#define KVT_LAUNCH_ADD 7
 
 /**
  * Which tokens stay.
  */
-#define KVT_KERNEL_KEEP 8
+#define KVT_LAUNCH_KEEP 8
 
 /**
  * Moves what stays together.
  */
-#define KVT_KERNEL_COMPACT 9
+#define KVT_LAUNCH_COMPACT 9
 
 /**
  * Columns and diagonals of the last queries.
  */
-#define KVT_KERNEL_ESTIMATE 10
+#define KVT_LAUNCH_ESTIMATE 10
 
 /**
  * Attention of a prompt over lines or blocks.
  */
-#define KVT_KERNEL_PREFILL 11
+#define KVT_LAUNCH_PREFILL 11
 
 /**
  * Attention of few queries over chosen pages.
  */
-#define KVT_KERNEL_DECODE 12
+#define KVT_LAUNCH_DECODE 12
 
 /**
  * The device is closed at the end, which is a check as well.
@@ -1029,6 +1029,16 @@ template <typename T> inline T kvt_sized_() {
  * Sums for each query head; else one row for all of them.
  */
 #define KVT_SUMS_BY_HEAD 1
+
+/**
+ * kvt_prefill_open.
+ */
+#define KVT_KERNEL_PREFILL 0
+
+/**
+ * kvt_decode_open.
+ */
+#define KVT_KERNEL_DECODE 1
 
 /**
  * kvt_sums_open.
@@ -2291,7 +2301,7 @@ typedef kvt_status_t (*kvt_device_hold_fn)(void *user_data, uint64_t raw_stream,
  */
 typedef struct kvt_kernel_t {
     /**
-     * KVT_KERNEL_*.
+     * KVT_LAUNCH_*.
      */
     uint32_t kind;
     /**
@@ -2485,7 +2495,7 @@ typedef struct kvt_device_custom_t {
      */
     uint32_t reserved;
     /**
-     * The kernels that `launch` knows: 1 << KVT_KERNEL_* for each.
+     * The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
      */
     uint64_t kernels;
     /**
@@ -2627,7 +2637,7 @@ typedef struct kvt_device_info_t {
      */
     uint32_t streams;
     /**
-     * The kernels it has: 1 << KVT_KERNEL_* for each.
+     * The kernels it has: 1 << KVT_LAUNCH_* for each.
      */
     uint64_t kernels;
     /**

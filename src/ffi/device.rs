@@ -95,7 +95,7 @@ pub struct kvt_device_info_t {
     pub kind: u32,
     /// How many streams it has: work on one is in order.
     pub streams: u32,
-    /// The kernels it has: 1 << KVT_KERNEL_* for each.
+    /// The kernels it has: 1 << KVT_LAUNCH_* for each.
     pub kernels: u64,
     /// What it has left to give; UINT64_MAX where it does not know.
     pub free_bytes: u64,

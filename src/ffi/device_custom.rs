@@ -137,7 +137,7 @@ pub struct kvt_device_custom_t {
     pub streams: u32,
     /// Always 0.
     pub reserved: u32,
-    /// The kernels that `launch` knows: 1 << KVT_KERNEL_* for each.
+    /// The kernels that `launch` knows: 1 << KVT_LAUNCH_* for each.
     pub kernels: u64,
     /// Copies.
     pub submit: kvt_device_submit_fn,

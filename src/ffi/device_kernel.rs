@@ -11,31 +11,31 @@ use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Strided};
 
 /// Moves runs of bytes.
-pub const KVT_KERNEL_MOVE: u32 = 1;
+pub const KVT_LAUNCH_MOVE: u32 = 1;
 /// Changes what numbers are, with scales or without.
-pub const KVT_KERNEL_CONVERT: u32 = 2;
+pub const KVT_LAUNCH_CONVERT: u32 = 2;
 /// Sums bytes as the store does.
-pub const KVT_KERNEL_SUM: u32 = 3;
+pub const KVT_LAUNCH_SUM: u32 = 3;
 /// Makes the boxes of pages wider.
-pub const KVT_KERNEL_PAGE_BOXES: u32 = 4;
+pub const KVT_LAUNCH_PAGE_BOXES: u32 = 4;
 /// The most that a query can have of each page.
-pub const KVT_KERNEL_PAGE_SCORES: u32 = 5;
+pub const KVT_LAUNCH_PAGE_SCORES: u32 = 5;
 /// The largest of each row.
-pub const KVT_KERNEL_TOP: u32 = 6;
+pub const KVT_LAUNCH_TOP: u32 = 6;
 /// Adds weights to what tokens had.
-pub const KVT_KERNEL_ADD: u32 = 7;
+pub const KVT_LAUNCH_ADD: u32 = 7;
 /// Which tokens stay.
-pub const KVT_KERNEL_KEEP: u32 = 8;
+pub const KVT_LAUNCH_KEEP: u32 = 8;
 /// Moves what stays together.
-pub const KVT_KERNEL_COMPACT: u32 = 9;
+pub const KVT_LAUNCH_COMPACT: u32 = 9;
 /// Columns and diagonals of the last queries.
-pub const KVT_KERNEL_ESTIMATE: u32 = 10;
+pub const KVT_LAUNCH_ESTIMATE: u32 = 10;
 /// Attention of a prompt over lines or blocks.
-pub const KVT_KERNEL_PREFILL: u32 = 11;
+pub const KVT_LAUNCH_PREFILL: u32 = 11;
 /// Attention of few queries over chosen pages.
-pub const KVT_KERNEL_DECODE: u32 = 12;
+pub const KVT_LAUNCH_DECODE: u32 = 12;
 
-const _: () = assert!(KVT_KERNEL_DECODE == Kind::Decode as u32);
+const _: () = assert!(KVT_LAUNCH_DECODE == Kind::Decode as u32);
 /// Most kernels of a batch.
 const MAX_KERNELS: u64 = 4096;
 
@@ -45,7 +45,7 @@ const MAX_KERNELS: u64 = 4096;
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvt_kernel_t {
-    /// KVT_KERNEL_*.
+    /// KVT_LAUNCH_*.
     pub kind: u32,
     /// KVT_DTYPE_*: what keys and values, or what is read, are.
     pub dtype: u32,

@@ -354,8 +354,15 @@ unsafe fn submit(
                 // SAFETY: the caller's promise.
                 _ => unsafe { views_of(&given, layers, tokens)? },
             };
-            if views.are_on_device() && !noun.space.store.reaches_device() {
-                fail!(Unavailable, "the store was opened with no device that reaches this memory");
+            if let Some((name, at)) = views.on_device()
+                && !noun.space.store.reaches_device()
+            {
+                let layer = given.first_layer as usize + at;
+                fail!(
+                    Unavailable,
+                    "{name} of layer {layer} is in device memory, and the store was opened with \
+                     no device that reaches it"
+                );
             }
             let rectangle = Rectangle {
                 first_token: given.first_token,

@@ -139,7 +139,7 @@ unsafe extern "C" fn launch(
     of_this_machine(user_data);
     for i in 0..count as usize {
         // SAFETY: the library's promise about kernels.
-        assert_eq!(unsafe { (*kernels.add(i)).kind }, KVT_KERNEL_TOP);
+        assert_eq!(unsafe { (*kernels.add(i)).kind }, KVT_LAUNCH_TOP);
     }
     // SAFETY: the library's promise.
     unsafe { event.write(next_event()) };
@@ -218,7 +218,7 @@ fn table(tape: &mut Tape) -> Padded<kvt_device_custom_t> {
             c.hold = Some(hold);
         }
         c.free_bytes = if t.byte() > 128 { None } else { Some(free_bytes) };
-        c.kernels = if t.byte() > 128 { 1 << KVT_KERNEL_TOP } else { 0 };
+        c.kernels = if t.byte() > 128 { 1 << KVT_LAUNCH_TOP } else { 0 };
         c.launch = if (c.kernels != 0) == (t.byte() <= 250) { Some(launch) } else { None };
         c.user_data = USER;
         c.destroy = Some(destroy);
@@ -647,7 +647,7 @@ impl Machine {
         let mut kernels: [kvt_kernel_t; 2] = unsafe { std::mem::zeroed() };
         for kernel in &mut kernels {
             let known = tape.byte() < 200;
-            kernel.kind = if known { KVT_KERNEL_TOP } else { tape.number() as u32 };
+            kernel.kind = if known { KVT_LAUNCH_TOP } else { tape.number() as u32 };
         }
         let (rows, mut event) = (kernels.as_ptr(), 0);
         let stride = size_of::<kvt_kernel_t>() as u64;

@@ -41,7 +41,7 @@ class DeviceInfo(NamedTuple):
     wants_pinned: bool
     #: How many it has: work on one is in order.
     streams: int
-    #: Numbers of the kernels it has, `abi.KVT_KERNEL_*`.
+    #: Numbers of the kernels it has, `abi.KVT_LAUNCH_*`.
     kernels: Tuple[int, ...]
     #: What it has left to give; None where it does not know.
     free_bytes: Optional[int]

@@ -22,7 +22,7 @@ class Accelerator:
 
     streams = 2
     has_memory = True
-    kernels = (abi.KVT_KERNEL_MOVE,)
+    kernels = (abi.KVT_LAUNCH_MOVE,)
     size = 64 << 20
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ def noise(seed: int, nbytes: int) -> bytes:
 
 def test_a_device_of_ones_own_is_put_to_the_test(device: kvtier.Device) -> None:
     info = device.info
-    assert (info.kind, info.streams, info.kernels) == ("custom", 2, (abi.KVT_KERNEL_MOVE,))
+    assert (info.kind, info.streams, info.kernels) == ("custom", 2, (abi.KVT_LAUNCH_MOVE,))
     assert info.asynchronous and info.has_memory and not info.sums
     assert info.free_bytes == Accelerator.size
     assert "custom" in device.words()
@@ -204,7 +204,7 @@ def test_copies_of_all_kinds(device: kvtier.Device) -> None:
         with device.download(memory, back, stream=1, after=there) as home:
             home.wait(SOON)
             assert bytes(back) == image and home.done and there.done
-        kernel = abi.kvt_kernel_t(kind=abi.KVT_KERNEL_MOVE, keys=memory.address,
+        kernel = abi.kvt_kernel_t(kind=abi.KVT_LAUNCH_MOVE, keys=memory.address,
                                   out=other.address, count=plane)
         moved = device.launch([kernel])
         again = np.zeros(tokens * step, dtype=np.uint8)
@@ -220,7 +220,7 @@ def test_copies_of_all_kinds(device: kvtier.Device) -> None:
             device.copy([DeviceCopy(View(memory, run, offset=plane), back)])
         with pytest.raises(kvtier.InvalidError):
             device.upload(back, memory, stream=9)
-        kernel.kind = abi.KVT_KERNEL_DECODE
+        kernel.kind = abi.KVT_LAUNCH_DECODE
         with pytest.raises(kvtier.UnsupportedError):
             device.launch([kernel])
         for event in (there, moved):

@@ -89,10 +89,14 @@ pub struct LayerViews {
 pub struct Views(pub Vec<LayerViews>);
 
 impl Views {
-    /// Whether any of them is where only a device reaches it.
-    pub fn are_on_device(&self) -> bool {
-        let planes = self.0.iter().flat_map(|layer| [Some(&layer.k), layer.v.as_ref()]);
-        planes.flatten().any(|plane| plane.memory == Memory::Device)
+    /// The first plane that is where only a device reaches it: its name, and of which layer.
+    pub fn on_device(&self) -> Option<(&'static str, usize)> {
+        let is_there = |plane: &PlaneView| plane.memory == Memory::Device;
+        self.0.iter().enumerate().find_map(|(at, layer)| match &layer.v {
+            _ if is_there(&layer.k) => Some(("K", at)),
+            Some(v) if is_there(v) => Some(("V", at)),
+            _ => None,
+        })
     }
 
     /// Checks them against the layout, for a move of `tokens` tokens in `chunks`
