@@ -12,7 +12,6 @@ mod model_files;
 #[allow(dead_code)] // of what streamers are tested with
 mod rig;
 #[path = "support/store.rs"]
-#[allow(dead_code)] // of what stores are tested with
 mod support;
 
 use std::sync::Arc;
