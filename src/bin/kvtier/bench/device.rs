@@ -9,7 +9,7 @@ use kvtier::base::status::{Error, Result, Status};
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
 
-use super::{Bar, Better, median};
+use super::{Bar, Better, device_kernels, median};
 
 /// Where the CUDA driver is, if not where the system has it: for a run without a GPU.
 const LIBRARY: &str = "KVTIER_CUDA_LIBRARY";
@@ -124,6 +124,10 @@ impl Rig {
         self.cells(host, self.bytes, way)
     }
 
+    fn rate_on_device(&self) -> Option<f64> {
+        self.on_device().and_then(|copies| self.rate(&mut [copies])).ok()
+    }
+
     fn on_device(&self) -> Result<Vec<Copy<'static>>> {
         let plane = std::ptr::with_exposed_provenance_mut(self.other.address as usize);
         let address = self.far.address;
@@ -201,6 +205,8 @@ pub fn run(quick: bool) -> Vec<Bar> {
         }
     };
     let mut bars: Vec<Bar> = WISHES.iter().map(measured).collect();
+    let copied = rig.rate_on_device();
+    bars.extend(device_kernels::run(&rig.device, copied, rig.bytes < 64 * MIB, rig.rounds));
     if let Some(first) = bars.first_mut() {
         first.note = format!("{}; {}", first.note, rig.device.describe());
     }

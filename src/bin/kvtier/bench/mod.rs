@@ -3,6 +3,7 @@
 mod abi;
 mod attention;
 mod device;
+mod device_kernels;
 mod disk;
 mod index;
 mod lab;
@@ -144,7 +145,7 @@ const GROUPS: [(&str, &str, Group); 12] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
     ("attention", "kernels on one core, beside its multiply-adds and its reading", attention::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
-    ("device", "copies of a GPU, beside one large copy", device::run),
+    ("device", "copies and kernels of a GPU, beside one large copy", device::run),
     ("disk", "transfers, appends and reads of the disk tier, beside plain calls", disk::run),
     ("lab", "replaying a trace on one thread", lab::run),
     (

@@ -1,0 +1,273 @@
+//! Kernels of a GPU: moving and scoring beside what the device copies, attention over some keys
+//! beside the same over all.
+
+use std::time::Instant;
+
+use kvtier::attention::keys::{Head, Kind as Told};
+use kvtier::base::status::Result;
+use kvtier::device::call::{Call, Kind};
+use kvtier::device::cuda::Cuda;
+use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
+use kvtier::meta::dtype::Dtype;
+
+use super::{Bar, Better, median};
+
+/// Heads of queries and keys, and numbers of each.
+const QUERY_HEADS: u32 = 32;
+const KEY_HEADS: u32 = 8;
+const DIM: u32 = 128;
+/// Tokens of a block of keys and of a row of queries.
+const BLOCK: u32 = 64;
+/// Of a hundred blocks, those that are kept.
+const KEPT_PERCENT: u32 = 30;
+
+/// A device, and memory of it that goes when this does.
+struct Lab<'a> {
+    device: &'a Cuda,
+    rounds: usize,
+    taken: std::cell::RefCell<Vec<DeviceMemory>>,
+}
+
+impl Lab<'_> {
+    fn room(&self, bytes: u64) -> Result<u64> {
+        let memory = self.device.allocate(bytes)?;
+        let address = memory.address;
+        self.taken.borrow_mut().push(memory);
+        Ok(address)
+    }
+
+    /// What is in device memory then.
+    fn told<T: Copy_>(&self, content: &[T]) -> Result<u64> {
+        let bytes = size_of_val(content) as u64;
+        let address = self.room(bytes)?;
+        let host = content.as_ptr().cast::<u8>().cast_mut(); // only read on this way
+        let copy = Copy::bytes(host, address, bytes, Way::Scatter, Memory::Device)?;
+        // SAFETY: both stay until the event, which is waited for.
+        let event = unsafe { self.device.submit(Stream(0), None, &mut [copy])? };
+        self.device.wait(event, 0)?;
+        self.device.release(event)?;
+        Ok(address)
+    }
+
+    /// Seconds of a call.
+    fn time(&self, call: &Call) -> Result<f64> {
+        let mut times = Vec::new();
+        for round in 0..=self.rounds {
+            let began = Instant::now();
+            // SAFETY: memory of the lab's, which nobody else uses.
+            let event = unsafe { self.device.launch(Stream(0), None, std::slice::from_ref(call))? };
+            self.device.wait(event, 0)?;
+            self.device.release(event)?;
+            if round > 0 {
+                times.push(began.elapsed().as_secs_f64());
+            }
+        }
+        Ok(median(&mut times))
+    }
+}
+
+impl Drop for Lab<'_> {
+    fn drop(&mut self) {
+        for memory in self.taken.take() {
+            // SAFETY: all calls have ended.
+            if let Err(error) = unsafe { self.device.free(&memory) } {
+                log::warn!("memory of a bench stays: {error}");
+            }
+        }
+    }
+}
+
+/// Plain numbers.
+trait Copy_: std::marker::Copy {}
+impl Copy_ for u32 {}
+impl Copy_ for [u64; 5] {}
+impl Copy_ for Head {}
+
+/// Pieces of 64 KiB that change places on the device: GB/s.
+fn moving(lab: &Lab<'_>, bytes: u64) -> Result<f64> {
+    let (from, to, piece) = (lab.room(bytes)?, lab.room(bytes)?, 64 << 10);
+    let count = bytes / piece;
+    // from, to, two distances that one run does not need, and its length with how many there are.
+    let row = |at: u64| {
+        let there = at.wrapping_mul(2_654_435_761) % count;
+        [from + at * piece, to + there * piece, 0, 0, piece | 1 << 32]
+    };
+    let table: Vec<[u64; 5]> = (0..count).map(row).collect();
+    let call = Call {
+        kind: Kind::Move as u32,
+        table: lab.told(&table)?,
+        count: count as u32,
+        scratch: lab.room(8 * (count + 1))?,
+        scratch_bytes: 8 * (count + 1),
+        ..Call::default()
+    };
+    Ok(bytes as f64 / lab.time(&call)? / 1e9)
+}
+
+/// Boxes of pages that are read for their scores: GB/s.
+fn scoring(lab: &Lab<'_>, bytes: u64) -> Result<f64> {
+    let row = u64::from(2 * DIM) * 4;
+    let pages = bytes / (row * u64::from(KEY_HEADS));
+    let call = Call {
+        kind: Kind::PageScores as u32,
+        dtype: Dtype::F32.code(),
+        other_dtype: Dtype::Bf16.code(),
+        queries: lab.room(u64::from(QUERY_HEADS * DIM) * 2)?,
+        query_count: 1,
+        query_heads: QUERY_HEADS,
+        query_head_stride: i64::from(DIM) * 2,
+        key_heads: KEY_HEADS,
+        key_dim: DIM,
+        numbers: lab.room(bytes)?,
+        key_stride: row as i64 * i64::from(KEY_HEADS),
+        key_head_stride: row as i64,
+        count: pages as u32,
+        out: lab.room(pages * u64::from(QUERY_HEADS) * 4)?,
+        ..Call::default()
+    };
+    Ok(bytes as f64 / lab.time(&call)? / 1e9)
+}
+
+/// Attention over memory as it is: its numbers do not matter.
+fn problem(lab: &Lab<'_>, kind: Kind, queries: u32, tokens: u32) -> Result<Call> {
+    let row = |heads: u32| i64::from(heads * DIM) * 2;
+    let room = |tokens: u32, heads: u32| lab.room(u64::from(tokens) * row(heads) as u64);
+    Ok(Call {
+        kind: kind as u32,
+        dtype: Dtype::Bf16.code(),
+        other_dtype: Dtype::Bf16.code(),
+        queries: room(queries, QUERY_HEADS)?,
+        keys: room(tokens, KEY_HEADS)?,
+        values: room(tokens, KEY_HEADS)?,
+        out: room(queries, QUERY_HEADS)?,
+        query_stride: row(QUERY_HEADS),
+        query_head_stride: row(1),
+        key_stride: row(KEY_HEADS),
+        key_head_stride: row(1),
+        value_stride: row(KEY_HEADS),
+        value_head_stride: row(1),
+        out_stride: row(QUERY_HEADS),
+        out_head_stride: row(1),
+        query_count: queries,
+        query_heads: QUERY_HEADS,
+        key_heads: KEY_HEADS,
+        key_dim: DIM,
+        value_dim: DIM,
+        tokens,
+        first: tokens - queries,
+        ..Call::default()
+    })
+}
+
+/// A prompt over all keys, and over some blocks of them: how much faster, and TFLOP/s of all.
+fn prefill(lab: &Lab<'_>, tokens: u32) -> Result<(f64, f64)> {
+    let dense = problem(lab, Kind::Prefill, tokens, tokens)?;
+    let rows = tokens / BLOCK;
+    let (mut starts, mut items) = (vec![0u32], Vec::new());
+    for row in 0..rows {
+        // Spread evenly, the last with the diagonal.
+        let blocks = row + 1;
+        let kept = (blocks * KEPT_PERCENT / 100).max(1);
+        items.extend((1..=kept).map(|at| at * blocks / kept - 1));
+        starts.push(items.len() as u32);
+    }
+    let head = Head {
+        kind: Told::Blocks,
+        first: 0,
+        lists: rows,
+        query_block: BLOCK,
+        key_block: BLOCK,
+        ..Head::DENSE
+    };
+    let scratch_bytes = 12 * u64::from(tokens / 32 + 8);
+    let sparse = Call {
+        count: 1,
+        numbers: lab.told(&[head])?,
+        counts: lab.told(&starts)?,
+        index: lab.told(&items)?,
+        scratch: lab.room(scratch_bytes)?,
+        scratch_bytes,
+        ..dense
+    };
+    let all = lab.time(&dense)?;
+    let work = 2.0 * f64::from(tokens).powi(2) * f64::from(QUERY_HEADS * DIM);
+    Ok((all / lab.time(&sparse)?, work / all / 1e12))
+}
+
+/// One query over all keys, and over a sixteenth of their pages: how much faster, and GB/s of all.
+fn decode(lab: &Lab<'_>, tokens: u32) -> Result<(f64, f64)> {
+    let page = 16;
+    let parts = tokens.div_ceil(128).max(1);
+    let scratch_bytes = 4 * u64::from(QUERY_HEADS) * (u64::from(parts) * u64::from(DIM + 2) + 1);
+    let dense = Call {
+        scratch: lab.room(scratch_bytes)?,
+        scratch_bytes,
+        ..problem(lab, Kind::Decode, 1, tokens)?
+    };
+    let keep = tokens / page / 16;
+    let lists: Vec<u32> = (0..KEY_HEADS).flat_map(|_| (0..keep).map(|at| at * 16)).collect();
+    let chosen = Call {
+        count: KEY_HEADS,
+        keep,
+        recent: page,
+        index: lab.told(&lists)?,
+        counts: lab.told(&[keep; KEY_HEADS as usize])?,
+        ..dense
+    };
+    let all = lab.time(&dense)?;
+    let read = f64::from(tokens) * f64::from(KEY_HEADS * DIM) * 4.0;
+    Ok((all / lab.time(&chosen)?, read / all / 1e9))
+}
+
+fn bar(
+    name: &'static str,
+    goal: Option<f64>,
+    baseline: &'static str,
+    said: Result<(f64, f64, String)>,
+) -> Bar {
+    let (value, baseline_value, note) = match said {
+        Ok((value, of, note)) => (Some(value), Some(of), note),
+        Err(error) => (None, None, error.to_string()),
+    };
+    let (bar, unit, better) = (name, "x", Better::Higher);
+    Bar { bar, value, unit, baseline, baseline_value, goal, better, note }
+}
+
+/// The bars. `copied`: GB/s that the device copies within itself, where that was measured.
+pub fn run(device: &Cuda, copied: Option<f64>, small: bool, rounds: usize) -> Vec<Bar> {
+    let lab = || Lab { device, rounds, taken: Default::default() };
+    let bytes: u64 = if small { 4 << 20 } else { 256 << 20 };
+    let tokens = if small { 256 } else { 65_536 };
+    let beside =
+        |rate: Result<f64>, of: f64| rate.map(|rate| (rate / of, of, format!("{rate:.1} GB/s")));
+    let copied = copied.unwrap_or(f64::NAN);
+    let speed = |said: Result<(f64, f64)>, unit: &str| {
+        said.map(|(times, speed)| (times, 1.0, format!("all keys at {speed:.1} {unit}")))
+    };
+    vec![
+        bar(
+            "move_kernel",
+            Some(0.75),
+            "a copy on the device",
+            beside(moving(&lab(), bytes), copied),
+        ),
+        bar(
+            "page_scores",
+            Some(0.75),
+            "what a copy on the device reads and writes",
+            beside(scoring(&lab(), bytes), 2.0 * copied),
+        ),
+        bar(
+            "prefill_sparse_30",
+            Some(2.0),
+            "the same over all keys",
+            speed(prefill(&lab(), tokens), "TFLOP/s"),
+        ),
+        bar(
+            "decode_chosen_16th",
+            None,
+            "the same over all keys",
+            speed(decode(&lab(), 2 * tokens), "GB/s"),
+        ),
+    ]
+}
