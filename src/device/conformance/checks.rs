@@ -95,10 +95,11 @@ pub fn events(bench: &Bench<'_>) -> Outcome {
     let (asynchronous, streams) = (device.facts().asynchronous, device.facts().streams);
     let mut old = [Event(0); 64];
     while device.poll(&mut old) > 0 {}
-    let rooms = (0..2).map(|_| bench.room(Memory::Host, 70_000)).collect::<Outcome<Vec<_>>>()?;
+    let rooms = (0..7).map(|_| bench.room(Memory::Host, 70_000)).collect::<Outcome<Vec<_>>>()?;
     let mut open = Vec::new();
-    for stream in [0, 1, 0, 2, 1, 0] {
-        let copies = &mut [rooms[0].copy(&rooms[1], Way::Gather)?];
+    // Nothing orders batches of different streams: each has a target of its own.
+    for (stream, target) in [0, 1, 0, 2, 1, 0].into_iter().zip(&rooms[1..]) {
+        let copies = &mut [rooms[0].copy(target, Way::Gather)?];
         open.push(bench.begin(stream % streams, None, copies)?);
     }
     for event in &open {
@@ -184,23 +185,27 @@ fn round(bench: &Bench<'_>, there: &Room<'_>, here: &Room<'_>) -> Outcome {
 /// After it is closed no memory is touched, and nothing more is taken.
 pub fn close(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
-    let (a, b) = (bench.room(Memory::Host, 1 << 20)?, bench.room(Memory::Host, 1 << 20)?);
+    let a = bench.room(Memory::Host, 300_000)?;
+    let targets =
+        (0..12).map(|_| bench.room(Memory::Host, 300_000)).collect::<Outcome<Vec<_>>>()?;
     let streams = device.facts().streams;
     let mut open = Vec::new();
-    for stream in 0..12 {
-        let copies = &mut [a.copy(&b, Way::Gather)?];
+    for (stream, target) in (0..).zip(&targets) {
+        let copies = &mut [a.copy(target, Way::Gather)?];
         open.push(bench.begin(stream % streams, None, copies)?);
     }
     bench.said("closing", device.close(bench.until_ns()))?;
-    let fresh = bench.chance.noise(b.len);
-    b.set(&fresh)?;
+    let fresh = bench.chance.noise(a.len);
+    targets.iter().try_for_each(|target| target.set(&fresh))?;
     for event in open {
         let done = device.state(event).ok() == Some(State::Done);
         need(done, || "it is closed, and an event is open".into())?;
         bench.finish(event)?;
     }
-    let late = bench.submit(0, None, &mut [a.copy(&b, Way::Gather)?]);
+    let late = bench.submit(0, None, &mut [a.copy(&targets[0], Way::Gather)?]);
     refused("a batch after close", late, Status::Closed)?;
     bench.said("closing again", device.close(bench.until_ns()))?;
-    need(b.bytes()? == fresh, || "memory was written after close".into())
+    targets.iter().try_for_each(|target| {
+        need(target.bytes()? == fresh, || "memory was written after close".into())
+    })
 }
