@@ -221,8 +221,10 @@ impl Core {
     /// Work for some hands, if there is any.
     pub fn take(&mut self, hands: Hands) -> Option<Work> {
         let mut work = self.take_once(hands);
-        // Copies that a lost device was to make have become others.
-        while work.is_none() && hands == Hands::Copy && self.has_work(hands) {
+        // Copies that a lost device was to make have become others, and so may reads of cells that
+        // have left the disk. Who sleeps now is woken by nobody.
+        let comes_again = matches!(hands, Hands::Copy | Hands::Read);
+        while work.is_none() && comes_again && self.has_work(hands) {
             work = self.take_once(hands);
         }
         work
