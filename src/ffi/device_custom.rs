@@ -2,6 +2,7 @@
 //! know and for engines that have copies and memory of their own.
 
 use std::ffi::c_void;
+use std::mem::offset_of;
 
 use crate::base::callback::Foreign as Callback;
 use crate::base::clock::Clock;
@@ -14,6 +15,7 @@ use crate::fail;
 use crate::ffi::device::{KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED};
 use crate::ffi::device_kernel::kvt_kernel_t;
 use crate::ffi::logging::kvt_destroy_fn;
+use crate::ffi::session_move::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 
@@ -44,6 +46,19 @@ pub struct kvt_copy_rows_t {
 unsafe impl Plain for kvt_copy_rows_t {}
 
 const _: () = assert!(size_of::<kvt_copy_rows_t>() == size_of::<Rows>());
+
+/// Both have each field in one place: one is handed over as the other.
+macro_rules! same_places {
+    ($($ours:ident $theirs:ident,)*) => {
+        $(const _: () = assert!(offset_of!(kvt_copy_rows_t, $ours) == offset_of!(Rows, $theirs));)*
+    };
+}
+
+same_places!(
+    from from, to to, from_stride_bytes from_stride_bytes, to_stride_bytes to_stride_bytes,
+    run_bytes run_bytes, runs runs, from_memory from_device, to_memory to_device,
+);
+const _: () = assert!(KVT_MEMORY_HOST == 0 && KVT_MEMORY_DEVICE == 1);
 
 /// Puts copies on a stream (0 to `streams` - 1, each in order), behind the event `after` if that
 /// is not 0, and writes the event of their end, a number of the engine's own that is not 0. No

@@ -1,5 +1,7 @@
 //! Kernels of devices.
 
+use std::mem::offset_of;
+
 use crate::base::status::Result;
 use crate::device::call::{Call, Kind};
 use crate::device::{Event, Stream};
@@ -129,6 +131,18 @@ pub struct kvt_kernel_t {
 unsafe impl Plain for kvt_kernel_t {}
 
 const _: () = assert!(size_of::<kvt_kernel_t>() == size_of::<Call>());
+
+/// Both have each field in one place: one is read as the other.
+macro_rules! same_places {
+    ($($field:ident)*) => {
+        $(const _: () = assert!(offset_of!(kvt_kernel_t, $field) == offset_of!(Call, $field));)*
+    };
+}
+
+same_places!(kind dtype other_dtype scaling queries keys values out index counts table numbers more
+    scales scratch scratch_bytes query_stride query_head_stride key_stride key_head_stride
+    value_stride value_head_stride out_stride out_head_stride query_count query_heads key_heads
+    key_dim value_dim page_tokens tokens first count keep recent sinks scale flags reserved);
 
 fn call_of(kernel: kvt_kernel_t) -> Call {
     // SAFETY: both are the same fields of integers and floats, in the same order.
