@@ -46,6 +46,7 @@ fn generated() -> String {
         "policy_advice",
         "trace",
         "store",
+        "store_stats",
         "namespace",
         "namespace_look",
         "prefill",

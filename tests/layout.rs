@@ -47,6 +47,7 @@ use kvtier::ffi::sparse_rows::*;
 use kvtier::ffi::store::*;
 use kvtier::ffi::store_events::*;
 use kvtier::ffi::store_rows::*;
+use kvtier::ffi::store_stats::*;
 use kvtier::ffi::stream::*;
 use kvtier::ffi::stream_look::*;
 use kvtier::ffi::stream_opts::*;

@@ -19,9 +19,8 @@ use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::{bytes, require};
+use crate::ffi::slice::{bytes, give_text, require};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::store::give_text;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
 /// Who copies between an engine's memory and the library's: the processor, a GPU, or the engine

@@ -66,6 +66,7 @@ pub mod store;
 pub mod store_change;
 pub mod store_events;
 pub mod store_rows;
+pub mod store_stats;
 pub mod stream;
 pub mod stream_look;
 pub mod stream_opts;

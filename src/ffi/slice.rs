@@ -46,3 +46,30 @@ pub(crate) unsafe fn require<T>(out: *mut T) -> Result<()> {
     }
     Ok(())
 }
+
+/// Hands a text out; how long it is, in any case.
+///
+/// # Safety
+/// `out` is null or has room for `capacity` bytes; `out_bytes` is null or valid for a write.
+pub(crate) unsafe fn give_text(
+    text: &str,
+    out: *mut std::ffi::c_char,
+    capacity: u64,
+    out_bytes: *mut u64,
+) -> Result<()> {
+    let needed = text.len() as u64;
+    if !out_bytes.is_null() {
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_bytes.write(needed) };
+    }
+    if out.is_null() {
+        return Ok(());
+    }
+    if capacity < needed {
+        let words = format!("the text has {needed} bytes, room is {capacity}");
+        return Err(Error::new(Status::TooSmall, words));
+    }
+    // SAFETY: the caller has room for `capacity` >= `needed` bytes.
+    unsafe { std::ptr::copy_nonoverlapping(text.as_ptr(), out.cast(), text.len()) };
+    Ok(())
+}

@@ -6,9 +6,8 @@ use crate::base::status::{Result, Status};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::Access;
-use crate::ffi::slice::{require, text};
+use crate::ffi::slice::{give_text, require, text};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::store::give_text;
 use crate::ffi::stream::{kvt_stream_t, with_stream};
 use crate::ffi::stream_plan::{
     PlanOut, forecast_of, kvt_forecast_t, kvt_stream_plan_t, kvt_unit_home_t, words_of,

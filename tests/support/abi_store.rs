@@ -23,6 +23,7 @@ use kvtier::ffi::store::*;
 use kvtier::ffi::store_change::*;
 use kvtier::ffi::store_events::*;
 use kvtier::ffi::store_rows::*;
+use kvtier::ffi::store_stats::*;
 
 use super::{MOVED, Machine, Ordering, Padded, Shelf, Tape, check, out, size_field};
 
