@@ -323,6 +323,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_plan_terms_t { struct_size, flags, alpha_ns, beta_ns, priority, reserved }
         kvt_plan_segment_t {
             first_token, tokens, deed, tier, host_bytes, disk_bytes, remote_bytes, predicted_ns,
+            device_bytes,
         }
         kvt_plan_t {
             struct_size, tokens, resident_tokens, load_tokens, recompute_tokens, total_ns, load_ns,

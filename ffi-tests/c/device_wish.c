@@ -518,6 +518,15 @@ static void check_store(kvt_device_t *device) {
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     CHECK_OK(kvt_store_stats(store, &stats));
     CHECK_EQ(stats.device_hit_cells, LAYERS * TOKENS / CHUNK);
+    kvt_plan_segment_t segment;
+    kvt_plan_terms_t terms = KVT_PLAN_TERMS_INIT;
+    terms.flags = KVT_PLAN_COST;
+    terms.beta_ns = 1e9;
+    uint64_t segments = 0;
+    CHECK_OK(kvt_session_plan(session, &terms, &segment, 1, sizeof segment, &segments, NULL, NULL));
+    CHECK(segments == 1 && segment.deed == KVT_PLAN_LOAD && segment.tier == KVT_TIER_DEVICE);
+    CHECK_EQ(segment.device_bytes, (uint64_t)2 * LAYERS * TOKENS * TOKEN_BYTES);
+    CHECK_EQ(segment.host_bytes + segment.disk_bytes + segment.remote_bytes, 0);
     CHECK_EQ(stats.device_cells, LAYERS * TOKENS / CHUNK);
     CHECK_EQ(stats.host_hit_cells, 0);
     CHECK(stats.device_used_bytes > 0 && stats.device_used_bytes <= stats.device_limit_bytes);

@@ -4783,6 +4783,10 @@ typedef struct kvt_plan_segment_t {
      * How long this takes by itself, predicted.
      */
     uint64_t predicted_ns;
+    /**
+     * Bytes to be copied from the device tier, on the device.
+     */
+    uint64_t device_bytes;
 } kvt_plan_segment_t;
 
 /**

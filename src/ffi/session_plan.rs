@@ -69,6 +69,8 @@ pub struct kvt_plan_segment_t {
     pub remote_bytes: u64,
     /// How long this takes by itself, predicted.
     pub predicted_ns: u64,
+    /// Bytes to be copied from the device tier, on the device.
+    pub device_bytes: u64,
 }
 
 /// What a plan comes to.
@@ -156,6 +158,7 @@ fn segment(leg: &Leg) -> kvt_plan_segment_t {
         disk_bytes,
         remote_bytes,
         predicted_ns: leg.ns as u64,
+        device_bytes,
     }
 }
 

@@ -1442,6 +1442,7 @@ class kvt_plan_segment_t(ctypes.Structure):
         ("disk_bytes", ctypes.c_uint64),
         ("remote_bytes", ctypes.c_uint64),
         ("predicted_ns", ctypes.c_uint64),
+        ("device_bytes", ctypes.c_uint64),
     ]
 
 

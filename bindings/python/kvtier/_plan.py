@@ -78,6 +78,7 @@ class Segment(NamedTuple):
     disk_bytes: int
     remote_bytes: int
     predicted_ns: int
+    device_bytes: int
 
 
 class Plan(NamedTuple):

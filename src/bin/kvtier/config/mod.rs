@@ -158,6 +158,8 @@ mod tests {
         let disk = store.disk.expect("one");
         assert_eq!((disk.path.as_os_str().to_str(), disk.bytes), (Some("k\"v"), 2 << 30));
         assert_eq!(parse("").expect("all defaults").to_string(), "store");
+        let on_device = parse("[device]\ncapacity = \"2GiB\"\npolicy = \"lru\"\n").expect("sound");
+        assert_eq!(on_device.to_string(), "store(device=device(capacity=2GiB,policy=lru))");
         let dotted = "disk.path = \"x\"\ndisk.bytes = \"1GiB\"\n";
         let inline = "disk = { path = \"x\", bytes = \"1GiB\" }\n";
         assert_eq!(parse(dotted).expect("ok").to_string(), parse(inline).expect("ok").to_string());
