@@ -370,3 +370,52 @@ fn each_ordinal_is_a_device_of_its_own() {
     assert_eq!(fake.live(), before);
     fake.check();
 }
+
+/// Memory that an engine hands in is what is given out, and stays the engine's.
+#[test]
+fn memory_comes_from_what_the_engine_hands_in() {
+    let (_turn, fake) = alone(12);
+    fake.set(12_040, 2, 1 << 30, false);
+    let before = fake.live();
+    let open = |ordinal| Cuda::open(Clock::real(), &CudaOpts { ordinal, ..opts() });
+    let (engine, other) = (open(0).expect("a device"), open(1).expect("a device"));
+    let (mine, strange) =
+        (engine.allocate(1 << 20).expect("memory"), other.allocate(4096).expect("memory"));
+    let within = |arena| Cuda::open(Clock::real(), &CudaOpts { arena, ..opts() });
+    for arena in [
+        (strange.address, 4096),
+        (mine.address, (1 << 20) + 1),
+        (mine.address, 0),
+        (0, 4096),
+        (&raw const fake as u64, 4096),
+        (u64::MAX - 4096, 4096),
+    ] {
+        let error = within(arena).err().expect("not memory of device 0's");
+        assert_eq!(error.status(), Status::Invalid, "{arena:?}: {error}");
+    }
+    let cuda = within((mine.address, mine.bytes)).expect("a device");
+    assert!(round_trip(&cuda).expect("it works"));
+    assert_eq!(cuda.free_bytes(), Some(1 << 20));
+    let asked = fake.live();
+    let half = cuda.allocate(1 << 19).expect("a half");
+    assert_eq!(fake.live(), asked, "the driver was asked");
+    let end = mine.address + mine.bytes;
+    assert!((mine.address..end).contains(&half.address) && half.address + half.bytes <= end);
+    assert_eq!(cuda.allocate((1 << 19) + 1).expect_err("no more").status(), Status::NoMem);
+    // SAFETY: nothing uses it.
+    unsafe {
+        cuda.free(&half).expect("its own");
+        assert_eq!(cuda.free(&half).expect_err("not twice").status(), Status::Handle);
+    }
+    let _kept = cuda.allocate(1 << 20).expect("all of it");
+    drop(cuda);
+    assert!(round_trip(&engine).expect("the engine goes on"));
+    // SAFETY: nothing uses them.
+    unsafe {
+        engine.free(&mine).expect("still the engine's");
+        other.free(&strange).expect("its own");
+    }
+    drop((engine, other));
+    assert_eq!(fake.live(), before);
+    fake.check();
+}

@@ -20,6 +20,10 @@ struct cuda_opts {
     std::vector<std::uint64_t> streams;
     /// The path of the driver's library; empty = the system's.
     std::string_view library;
+    /// Memory of that device, which outlives it, and how much: what it gives out comes from
+    /// there. 0 = the driver is asked.
+    std::uint64_t arena = 0;
+    std::uint64_t arena_bytes = 0;
 };
 
 /// A device that is none, for tests: it takes its time, and spoils what is not waited for.
@@ -413,6 +417,8 @@ public:
         c.stream_count = opts.streams.size();
         c.library = opts.library.data();
         c.library_bytes = opts.library.size();
+        c.arena = opts.arena;
+        c.arena_bytes = opts.arena_bytes;
         return open(on, c);
     }
     static ret<device> simulated(const runtime &on, const simulated_opts &opts = {}) {

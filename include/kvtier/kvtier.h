@@ -2614,6 +2614,15 @@ typedef struct kvt_device_opts_t {
      * Simulated: what a stream moves; 0 = 20 GB/s.
      */
     uint64_t bytes_per_s;
+    /**
+     * CUDA: memory of that device, which outlives it: what it gives out (to stores, streamers,
+     * and by kvt_device_alloc) comes from there. 0 = the driver is asked.
+     */
+    uint64_t arena;
+    /**
+     * How much; 0 with 0.
+     */
+    uint64_t arena_bytes;
 } kvt_device_opts_t;
 
 /**

@@ -80,6 +80,11 @@ pub struct kvt_device_opts_t {
     pub latency_ns: u64,
     /// Simulated: what a stream moves; 0 = 20 GB/s.
     pub bytes_per_s: u64,
+    /// CUDA: memory of that device, which outlives it: what it gives out (to stores, streamers,
+    /// and by kvt_device_alloc) comes from there. 0 = the driver is asked.
+    pub arena: u64,
+    /// How much; 0 with 0.
+    pub arena_bytes: u64,
 }
 
 /// What a device is and can do.
@@ -165,6 +170,7 @@ unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
         context: given.context,
         streams: streams.to_vec(),
         choice: Choice::Measured,
+        arena: (given.arena, given.arena_bytes),
     })
 }
 
@@ -186,7 +192,8 @@ fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
     let cuda = given.ordinal != 0
         || given.context != 0
         || given.stream_count != 0
-        || given.library_bytes != 0;
+        || given.library_bytes != 0
+        || given.arena | given.arena_bytes != 0;
     let simulated = given.memory_bytes | given.seed | given.latency_ns | given.bytes_per_s != 0;
     let is = |kind| given.kind == kind;
     if cuda && !is(KVT_DEVICE_CUDA)

@@ -343,6 +343,7 @@ impl Machine {
                 253 => o.seed = t.number(),
                 254 => o.flags = t.flags(),
                 255 => o.ordinal = 1,
+                249 => (o.arena, o.arena_bytes) = (t.number(), t.number()),
                 _ => {}
             }
             if o.kind == KVT_DEVICE_CUDA {

@@ -753,6 +753,8 @@ class kvt_device_opts_t(Sized):
         ("seed", ctypes.c_uint64),
         ("latency_ns", ctypes.c_uint64),
         ("bytes_per_s", ctypes.c_uint64),
+        ("arena", ctypes.c_uint64),
+        ("arena_bytes", ctypes.c_uint64),
     ]
 
 

@@ -274,13 +274,15 @@ class Device(Resource):
     def __init__(self, runtime: "Runtime", what: Union[str, Any] = "host", *, ordinal: int = 0,
                  context: int = 0, streams: Sequence[int] = (),
                  library: "Union[str, os.PathLike[str]]" = "", memory_bytes: int = 0,
-                 seed: int = 0, latency_ns: int = 0, bytes_per_s: int = 0) -> None:
+                 seed: int = 0, latency_ns: int = 0, bytes_per_s: int = 0,
+                 arena: int = 0, arena_bytes: int = 0) -> None:
         """CUDA: the GPU `ordinal`, or of your `context`, with `streams` of that; `library` is
-        the path of the driver's. Simulated: the last four."""
+        the path of the driver's; what it gives out comes from your memory at `arena`, if there
+        is some. Simulated: the four before."""
         opts = _abi.kvt_device_opts_t(
             ordinal=u32(ordinal), context=u64(context), stream_count=len(streams),
             memory_bytes=u64(memory_bytes), seed=u64(seed), latency_ns=u64(latency_ns),
-            bytes_per_s=u64(bytes_per_s))
+            bytes_per_s=u64(bytes_per_s), arena=u64(arena), arena_bytes=u64(arena_bytes))
         opts.streams = (ctypes.c_uint64 * len(streams))(*(u64(stream) for stream in streams))
         path, number = os.fsencode(library), 0
         opts.library, opts.library_bytes = text_pointer(path), len(path)

@@ -2,6 +2,7 @@
 //! in the engine's context or the one that a process shares. Nothing here ever waits for a whole
 //! device or touches its default stream. `docs/device.md` says what it asks of drivers.
 
+mod arena;
 mod batches;
 #[cfg(all(test, not(feature = "shuttle")))]
 mod checked;
@@ -30,6 +31,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::base::sync::{Condvar, Mutex};
 use crate::device::call::Call;
+use crate::device::cuda::arena::Arena;
 use crate::device::cuda::known::{Events, Outcome};
 use crate::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, check};
 use crate::fail;
@@ -63,6 +65,9 @@ pub struct CudaOpts {
     pub streams: Vec<u64>,
     /// How small copies are given to the driver.
     pub choice: Choice,
+    /// Device memory of the engine's, from where on and how much: what the device gives out
+    /// comes from it. Nothing = the driver is asked for memory.
+    pub arena: (u64, u64),
 }
 
 /// What a driver says of a device.
@@ -79,6 +84,8 @@ struct Inner {
     events: Events,
     /// Memory that was given out: how much, and its number.
     given: BTreeMap<u64, (u64, u64)>,
+    /// Where that comes from, unless it is the driver.
+    arena: Option<Arena>,
     hosts: BTreeMap<u64, HostRange>,
     /// Streams that wait for events of the engine's.
     listeners: Vec<usize>,
@@ -294,9 +301,17 @@ impl Device for Cuda {
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
-        Cuda::check_alive(&self.inner.lock())?;
-        let address = self.take_memory(bytes)?;
         let mut inner = self.inner.lock();
+        Cuda::check_alive(&inner)?;
+        let address = match &mut inner.arena {
+            Some(arena) => arena.take(bytes)?,
+            None => {
+                drop(inner);
+                let address = self.take_memory(bytes)?;
+                inner = self.inner.lock();
+                address
+            }
+        };
         inner.last += 1;
         let number = inner.last;
         inner.given.insert(address, (bytes, number));
@@ -314,6 +329,10 @@ impl Device for Cuda {
             }
         }
         inner.given.remove(&memory.address);
+        if let Some(arena) = &mut inner.arena {
+            arena.give(memory.address, memory.bytes);
+            return Ok(());
+        }
         drop(inner); // the driver may wait for all that the device does: others need not
         let _inside = self.enter()?;
         // SAFETY: memory that this device took and gives back once; nobody uses it, as the
@@ -347,6 +366,9 @@ impl Device for Cuda {
     }
 
     fn free_bytes(&self) -> Option<u64> {
+        if let Some(arena) = &self.inner.lock().arena {
+            return Some(arena.free_bytes());
+        }
         let _inside = self.enter().ok()?;
         let (mut free, mut all) = (0, 0);
         // SAFETY: places for two numbers.

@@ -7,12 +7,14 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::AtomicBool;
 use crate::base::sync::{Condvar, Mutex};
 use crate::device::MAX_STREAMS;
+use crate::device::cuda::arena::Arena;
 use crate::device::cuda::batches::Chosen;
 use crate::device::cuda::driver::Driver;
 use crate::device::cuda::hosts::How;
 use crate::device::cuda::inside::Inside;
 use crate::device::cuda::launch::{Loaded, kernels};
 use crate::device::cuda::measure::Description;
+use crate::device::cuda::pointers::Seen;
 use crate::device::cuda::words::{
     DEFAULT_STREAMS, Handle, MAX_PITCH, Pointer, REACHES_PAGEABLE, SAME_ADDRESSES,
 };
@@ -60,6 +62,7 @@ impl Cuda {
             nap: Condvar::new(),
         };
         cuda.begin()?;
+        cuda.take_arena(opts.arena)?;
         cuda.choose(opts.choice);
         Ok(cuda)
     }
@@ -107,6 +110,19 @@ impl Cuda {
 }
 
 impl Cuda {
+    /// Takes memory over that the engine hands in.
+    fn take_arena(&self, (address, bytes): (u64, u64)) -> Result<()> {
+        if (address, bytes) == (0, 0) {
+            return Ok(());
+        }
+        let arena = Arena::new(address, bytes)?;
+        let mut inner = self.inner.lock();
+        let _inside = self.enter()?;
+        self.check_range(&inner, &mut Seen::default(), address, bytes)?;
+        inner.arena = Some(arena);
+        Ok(())
+    }
+
     /// Memory of the device's.
     pub(super) fn take_memory(&self, bytes: u64) -> Result<Pointer> {
         let _inside = self.enter()?;
@@ -136,7 +152,7 @@ impl Cuda {
             for module in self.loaded.lock().modules() {
                 driver.note("cuModuleUnload", (driver.unload_module)(module));
             }
-            for &address in inner.given.keys() {
+            for &address in inner.given.keys().filter(|_| inner.arena.is_none()) {
                 driver.note("cuMemFree", (driver.free)(address));
             }
             for (host, device) in inner.moves.taken() {

@@ -41,7 +41,7 @@ impl About {
 
 /// Ranges of a batch that were found to be the device's.
 #[derive(Default)]
-struct Seen {
+pub struct Seen {
     ranges: [(u64, u64); REMEMBERED],
     next: usize,
 }
@@ -109,7 +109,13 @@ impl Cuda {
         Ok(())
     }
 
-    fn check_range(&self, inner: &Inner, seen: &mut Seen, from: u64, bytes: u64) -> Result<()> {
+    pub(super) fn check_range(
+        &self,
+        inner: &Inner,
+        seen: &mut Seen,
+        from: u64,
+        bytes: u64,
+    ) -> Result<()> {
         let Some(end) = from.checked_add(bytes) else {
             fail!(Invalid, "{bytes} bytes at {from:#x} lead out of the address space");
         };
