@@ -90,6 +90,7 @@ impl Tensors {
             by_layer: false,
             wanted: Wanted::All,
             views: Arc::new(Views(self.0.iter_mut().map(layer).collect())),
+            after: None,
         }
     }
 

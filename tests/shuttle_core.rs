@@ -261,6 +261,7 @@ impl Engine {
             by_layer: false,
             wanted: Wanted::All,
             views: kvtier::base::sync::Arc::new(Views(views)),
+            after: None,
         }
     }
 

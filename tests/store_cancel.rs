@@ -81,6 +81,7 @@ fn rectangle(chunks: u32) -> Rectangle {
         by_layer: false,
         wanted: Wanted::All,
         views: Arc::new(Views(views)),
+        after: None,
     }
 }
 

@@ -85,10 +85,15 @@ pub struct OpInfo {
     pub tag: u64,
 }
 
+/// What is to be done when an op is released.
+pub type Joined = Box<dyn FnOnce() + Send>;
+
 /// What is guarded by the op's lock: its detail text and what was not yet told.
 pub(super) struct Told {
     error: Option<Error>,
     unsent: u32,
+    /// Who is called when the op is released.
+    pub(super) joined: Vec<Joined>,
 }
 
 /// An operation. Lives in the slab [`ops`]; held by pins.
@@ -146,7 +151,7 @@ impl Op {
             bytes_done: AtomicU64::new(0),
             value: AtomicU64::new(0),
             place: AtomicU32::new(crate::base::promise::NOWHERE),
-            told: Mutex::new(Told { error: None, unsent: opts.moments() }),
+            told: Mutex::new(Told { error: None, unsent: opts.moments(), joined: Vec::new() }),
             changed: Condvar::new(),
             run,
             items,
@@ -278,6 +283,7 @@ impl Op {
         assert!(before & RELEASED == 0, "an op was released twice");
         // Whatever was not told yet has happened by now, an issue included.
         let news = self.news(&mut told, EVENTS);
+        let joined = std::mem::take(&mut told.joined);
         drop(told);
         match (news, outbox) {
             (Some((queue, entry)), Some(outbox)) => outbox.add(queue, entry),
@@ -285,6 +291,7 @@ impl Op {
             (None, _) => {}
         }
         self.wake(before);
+        joined.into_iter().for_each(|released| released());
         self.core.op_released();
     }
 
@@ -344,6 +351,8 @@ impl Op {
         if let Some(queue) = &self.queue {
             queue.unreserve(self.told.lock().unsent.count_ones());
         }
+        let joined = std::mem::take(&mut self.told.lock().joined);
+        joined.into_iter().for_each(|released| released());
         self.core.op_released();
     }
 

@@ -1,8 +1,8 @@
 //! What the owner of a promised op does with it: ops that no worker of the pool
 //! carries out.
 
-use crate::base::op::{CANCEL, ISSUED, Op, RESOLVED};
-use crate::base::status::Status;
+use crate::base::op::{CANCEL, ISSUED, Joined, Op, RELEASED, RESOLVED};
+use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::Ordering;
 
 /// Of an op that its owner has not noted yet.
@@ -54,6 +54,20 @@ impl Op {
     pub fn value(&self) -> u64 {
         let own = || self.value.load(Ordering::Acquire);
         self.items().first().map_or_else(own, |i| i.value.load(Ordering::Acquire))
+    }
+
+    /// Has something done when the op is released, well or not; at once, if it was. Whoever
+    /// releases it does that with no lock held: it must be short, and not wait.
+    pub fn when_released(&self, released: Joined) -> Result<()> {
+        let mut told = self.told.lock();
+        if self.bits.load(Ordering::Acquire) & RELEASED == 0 {
+            told.joined.try_reserve(1).map_err(|_| Status::NoMem)?;
+            told.joined.push(released);
+            return Ok(());
+        }
+        drop(told);
+        released();
+        Ok(())
     }
 
     /// Undoes a promise that its owner had begun, before anybody was told of it.

@@ -29,6 +29,8 @@ mod strips;
 
 /// Most streams of a device.
 pub const MAX_STREAMS: u32 = 64;
+/// Most streams that a device lends at a time, where it makes them for that.
+pub const MAX_LENT: usize = 16;
 /// Most copies of one batch.
 pub const MAX_COPIES: usize = 65_536;
 
@@ -237,6 +239,19 @@ pub trait Device: Send + Sync {
         fail!(Unsupported, "the {} device knows no stream {raw_stream:#x}", self.facts().name)
     }
 
+    /// An event that comes when it is said to: [`Device::keep`]. It can be waited for before
+    /// that, by batches, streams and threads, and is released like any other.
+    /// [`Status::Unsupported`] where there is no such thing; a device has room for some.
+    fn promise(&self) -> Result<Event> {
+        fail!(Unsupported, "the {} device makes no promises", self.facts().name)
+    }
+
+    /// Has such an event come, if it has not: what waits for it goes on. [`Status::Handle`]: it
+    /// is no promise of this device's. The device keeps all that are open when it is closed.
+    fn keep(&self, event: Event) -> Result<()> {
+        fail!(Handle, "event {:#x} is no promise of the {} device's", event.0, self.facts().name)
+    }
+
     /// Puts kernels on a stream, as `submit` does copies.
     ///
     /// # Safety
@@ -244,6 +259,24 @@ pub trait Device: Send + Sync {
     unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
         let _ = (stream, after);
         fail!(Unsupported, "the {} device has no kernels: {}", self.facts().name, calls.len())
+    }
+
+    /// Streams that are never lent: 0 to one less than this. What must not wait for long behind
+    /// anything of others' goes to one of these.
+    fn common_streams(&self) -> u32 {
+        self.facts().streams
+    }
+
+    /// Lends a stream that the device gives to nobody else until [`Device::take_back`]: for
+    /// batches behind events that may come late, so that they hold up nothing else.
+    /// [`Status::Again`]: there is none, or none now.
+    fn lend(&self) -> Result<Stream> {
+        fail!(Again, "the {} device has no stream to lend", self.facts().name)
+    }
+
+    /// Takes such a stream back, when all that was put on it has ended.
+    fn take_back(&self, stream: Stream) {
+        let _ = stream;
     }
 
     /// What the device has left to give, if it has memory of its own and knows.

@@ -6,7 +6,10 @@
 //! the seed chooses. Across streams, batches overtake each other. One seed and one
 //! order of calls give one run.
 
-use std::collections::{BTreeMap, VecDeque};
+mod promise;
+mod streams;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
@@ -15,7 +18,7 @@ use crate::device::moved::Moved;
 use crate::device::pool::Pool;
 use crate::device::slots::Slots;
 use crate::device::{
-    Copy, Device, DeviceMemory, Event, Facts, MAX_STREAMS, Memory, State, Stream, check,
+    Copy, Device, DeviceMemory, Event, Facts, MAX_LENT, MAX_STREAMS, Memory, State, Stream, check,
 };
 use crate::fail;
 
@@ -23,6 +26,8 @@ use crate::fail;
 pub const POISON: u8 = 0xDB;
 /// Most events that are known at once.
 pub const MAX_EVENTS: usize = 65_536;
+/// Nobody knows when.
+const NEVER: u64 = u64::MAX;
 /// Longest wait of a real clock before it is looked at again.
 const LONGEST_SLEEP_NS: u64 = 1_000_000_000;
 
@@ -65,6 +70,10 @@ impl Default for SimulatedOpts {
 struct Batch {
     number: u64,
     after: Option<Event>,
+    stream: usize,
+    /// How long it takes.
+    length_ns: u64,
+    /// [`NEVER`] while nobody knows when it begins.
     finish_ns: u64,
     /// What it will fail with.
     doom: Option<Status>,
@@ -93,6 +102,13 @@ struct Inner {
     closed: bool,
     /// When each stream has done what it was given.
     free_ns: Vec<u64>,
+    /// Which of the streams after its own are lent.
+    lent: [bool; MAX_LENT],
+    /// Batches of each stream of which nobody knows when they begin: they, or those before
+    /// them, are behind a promise.
+    parked: Vec<VecDeque<Event>>,
+    /// Events that are promises, kept or not.
+    promises: BTreeSet<u64>,
     /// What happens next: by time, then by the order in which it was planned.
     agenda: BTreeMap<(u64, u64), (Event, Step)>,
     planned: u64,
@@ -121,7 +137,10 @@ impl Simulated {
             batches: 0,
             lost: false,
             closed: false,
-            free_ns: vec![0; opts.streams as usize],
+            free_ns: vec![0; opts.streams as usize + MAX_LENT],
+            lent: [false; MAX_LENT],
+            parked: (0..opts.streams as usize + MAX_LENT).map(|_| VecDeque::new()).collect(),
+            promises: BTreeSet::new(),
             agenda: BTreeMap::new(),
             planned: 0,
             known: Slots::new(MAX_EVENTS),
@@ -254,6 +273,7 @@ impl Inner {
     fn lose(&mut self) {
         self.lost = true;
         self.agenda.clear();
+        self.parked.iter_mut().for_each(VecDeque::clear);
         let number = |(event, phase): (Event, &mut Phase)| match phase {
             Phase::Pending(batch) => Some((batch.number, event)),
             Phase::Ended(_) => None,
@@ -294,7 +314,11 @@ impl Device for Simulated {
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
-        check(&self.facts(), stream, copies)?;
+        let mut facts = self.facts();
+        if self.inner.lock().lends(stream.0.wrapping_sub(self.opts.streams)) {
+            facts.streams = stream.0 + 1;
+        }
+        check(&facts, stream, copies)?;
         let lowered: Vec<Moved> =
             copies.iter().map(|copy| Moved::lower(copy, POISON)).collect::<Result<_>>()?;
         let mut inner = self.now();
@@ -303,37 +327,31 @@ impl Device for Simulated {
             let status = if inner.lost { Status::Unavailable } else { Status::Closed };
             return Err(status.into());
         }
-        let mut start = now.max(inner.free_ns[stream.0 as usize]);
-        if let Some(event) = after {
-            match inner.known.get(event)? {
-                Phase::Pending(batch) => start = start.max(batch.finish_ns),
-                Phase::Ended(Err(status)) => return Err(Error::from(*status)),
-                _ => {}
-            }
+        if let Some(event) = after
+            && let Phase::Ended(Err(status)) = inner.known.get(event)?
+        {
+            return Err(Error::from(*status));
         }
         inner.batches += 1;
         let bytes = lowered.iter().map(|copy| copy.bytes.len() as u64).sum();
-        let length = if lowered.is_empty() { 0 } else { self.duration_ns(&mut inner, bytes) };
-        let finish_ns = start.saturating_add(length);
-        let (number, count) = (inner.batches, lowered.len());
+        let length_ns = if lowered.is_empty() { 0 } else { self.duration_ns(&mut inner, bytes) };
+        let number = inner.batches;
         let fails = self.opts.fail_at.contains(&number);
         let event = inner.known.insert(Phase::Pending(Batch {
             number,
             after,
-            finish_ns,
+            stream: stream.0 as usize,
+            length_ns,
+            finish_ns: NEVER,
             doom: fails.then_some(Status::Io),
             spoils: fails,
             loses: self.opts.lost_at == number,
             copies: lowered,
         }))?;
-        inner.plan(start, event, Step::Start);
-        for copy in 0..count {
-            let time = start + inner.up_to(finish_ns - start);
-            inner.plan(time, event, Step::Read(copy));
-        }
-        inner.plan(finish_ns, event, Step::Finish);
-        inner.free_ns[stream.0 as usize] = finish_ns;
         inner.pending += 1;
+        if !inner.parked[stream.0 as usize].is_empty() || !inner.begin(event, now) {
+            inner.parked[stream.0 as usize].push_back(event);
+        }
         inner.run_until(now);
         Ok(event)
     }
@@ -350,6 +368,10 @@ impl Device for Simulated {
         let mut inner = self.now();
         loop {
             let until = match inner.known.get(event)? {
+                // Of what is behind a promise nobody knows: who keeps it wakes this.
+                Phase::Pending(batch) if batch.finish_ns == NEVER => {
+                    inner.next_or(LONGEST_SLEEP_NS, self.clock.now_ns())
+                }
                 Phase::Pending(batch) => batch.finish_ns,
                 Phase::Ended(Err(status)) => return Err(Error::from(*status)),
                 Phase::Ended(Ok(())) => return Ok(()),
@@ -375,6 +397,7 @@ impl Device for Simulated {
             return Err(Status::Busy.into());
         }
         inner.ended.retain(|ended| *ended != event);
+        inner.promises.remove(&event.0);
         inner.known.remove(event).map(|_| ())
     }
 
@@ -397,6 +420,22 @@ impl Device for Simulated {
         self.pool.free(memory)
     }
 
+    fn promise(&self) -> Result<Event> {
+        self.make_promise()
+    }
+
+    fn keep(&self, event: Event) -> Result<()> {
+        self.keep_promise(event)
+    }
+
+    fn lend(&self) -> Result<Stream> {
+        self.inner.lock().lend(self.opts.streams)
+    }
+
+    fn take_back(&self, stream: Stream) {
+        self.inner.lock().take_back(stream.0.wrapping_sub(self.opts.streams));
+    }
+
     fn free_bytes(&self) -> Option<u64> {
         self.pool.free_bytes()
     }
@@ -404,6 +443,7 @@ impl Device for Simulated {
     fn close(&self, deadline_ns: u64) -> Result<()> {
         let mut inner = self.now();
         inner.closed = true;
+        self.keep_all(&mut inner);
         while inner.pending > 0 {
             let until = inner.agenda.first_key_value().map_or(0, |((time, _), _)| *time);
             if !self.sleep(&mut inner, until, deadline_ns) {

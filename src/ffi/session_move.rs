@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use crate::base::op::Op;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
-use crate::device::Memory;
+use crate::device::{Event, Memory};
 use crate::fail;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::event::{EventNoun, kvt_event_t};
@@ -116,6 +116,14 @@ pub struct kvt_move_t {
     pub chunks: *const u32,
     /// How many.
     pub chunk_count: u64,
+    /// An event of the store's device (kvt_device_copy, kvt_device_launch, kvt_device_adopt,
+    /// kvt_device_promise); 0 = none. No copy between the tensors and the store runs before it
+    /// has come: they are put behind it on the device, and no thread waits. What they need from
+    /// disk comes meanwhile. It stays yours, several moves may name it, and it is not to be
+    /// released before the last of their ops was. One that fails, or is released before it was
+    /// seen to come, fails the move with that: tensors are as they were where nothing came.
+    /// With `ready` both have to come. Not for prefetches.
+    pub after: u64,
 }
 
 // SAFETY: integers and raw pointers.
@@ -372,6 +380,7 @@ unsafe fn submit(
                 by_layer: given.flags & KVT_MOVE_EACH_LAYER != 0,
                 wanted,
                 views: Arc::new(views),
+                after: (given.after != 0).then_some(Event(given.after)),
             };
             let (store, ready) = (&noun.space.store, ready.as_deref());
             let ops = store.submit_after(noun.number, deed, level, rectangle, &opts, ready)?;
@@ -403,8 +412,9 @@ unsafe fn submit(
 /// @param err        Explains a failure; may be null.
 /// @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
 ///         store is full; KVT_E_INVALID, KVT_E_UNAVAILABLE (a level that needs a disk,
-///         memory that no device reaches), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
-///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///         memory that no device reaches, an event of a device to a store without one),
+///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE (also: `after`
+///         is no event of the store's device), KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Ownership: the caller owns the ops; the tensors are the library's until the
 /// release. Threading: any thread, also in callbacks. Since 0.1.

@@ -96,15 +96,7 @@ impl Tools {
     /// # Safety
     /// As [`Tools::work`].
     unsafe fn copy_all(&self, batch: &CopyBatch, stream: Stream) -> Result<()> {
-        let mut copies = Vec::with_capacity(batch.items.len());
-        for item in &batch.items {
-            copies.push(copy_of(batch, item)?);
-        }
-        let mut fills = Vec::with_capacity(batch.fills.len());
-        for fill in &batch.fills {
-            let (host, way) = (fill.host as *mut u8, Way::Scatter);
-            fills.push(Copy::bytes(host, fill.device, fill.bytes, way, Memory::Device)?);
-        }
+        let (mut fills, mut copies) = copies_of(batch)?;
         // SAFETY: the caller's promise; planes are pieces that are kept for this.
         unsafe { self.submit_all(stream, &mut fills, &mut copies) }
     }
@@ -149,7 +141,7 @@ impl Tools {
     }
 
     /// Waits for a batch, and forgets it.
-    fn end(&self, event: Event) -> Result<()> {
+    pub(super) fn end(&self, event: Event) -> Result<()> {
         let ended = self.device.wait(event, 0);
         if self.device.facts().asynchronous {
             self.device.release(event)?;
@@ -179,6 +171,20 @@ unsafe fn copy_without(batch: &CopyBatch) -> Result<Vec<bool>> {
         }
     }
     Ok(is_in_host)
+}
+
+/// The copies of a batch: those into the device tier, and those that may read them there.
+pub(super) fn copies_of(batch: &CopyBatch) -> Result<(Vec<Copy<'static>>, Vec<Copy<'_>>)> {
+    let mut copies = Vec::with_capacity(batch.items.len());
+    for item in &batch.items {
+        copies.push(copy_of(batch, item)?);
+    }
+    let mut fills = Vec::with_capacity(batch.fills.len());
+    for fill in &batch.fills {
+        let (host, way) = (fill.host as *mut u8, Way::Scatter);
+        fills.push(Copy::bytes(host, fill.device, fill.bytes, way, Memory::Device)?);
+    }
+    Ok((fills, copies))
 }
 
 fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<'a>> {

@@ -2,6 +2,7 @@
 //! move it.
 
 pub mod admission;
+pub mod behind;
 pub mod calibrate;
 mod coder;
 pub mod control;

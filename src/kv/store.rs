@@ -23,6 +23,7 @@ use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered
 
 mod after;
 mod audit;
+mod behind;
 mod clear;
 mod ends;
 mod look;
@@ -35,6 +36,8 @@ struct State {
     ops: Vec<Vec<OpRef>>,
     /// Hands that sleep.
     sleeping: [u32; KINDS],
+    /// Whoever looks after copies behind events sleeps.
+    crew_sleeps: bool,
     /// It closes: nothing new is begun.
     closing: bool,
     stop: bool,
@@ -48,6 +51,8 @@ struct Inner {
     state: Mutex<State>,
     /// There is work for hands.
     work: [Condvar; KINDS],
+    /// There are events of the device to look after.
+    behind: Condvar,
     /// Something has ended.
     ended: Condvar,
     tools: Mutex<Tools>,
@@ -61,6 +66,8 @@ pub struct Store {
     inner: Arc<Inner>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     account: Option<Arc<Account>>,
+    /// It was opened with a device, whose events can be named.
+    has_device: bool,
     /// What opening found.
     pub opened: Opened,
 }
@@ -81,7 +88,9 @@ impl Store {
         budget: Option<&Arc<Budget>>,
         spec: &StoreSpec,
     ) -> Result<Store> {
-        Store::open_with(runtime, budget, spec, Arc::new(Host::default()))
+        let mut store = Store::open_with(runtime, budget, spec, Arc::new(Host::default()))?;
+        store.has_device = false;
+        Ok(store)
     }
 
     /// The same, with copies made by a device.
@@ -137,6 +146,7 @@ impl Store {
             core,
             ops: Vec::new(),
             sleeping: [0; KINDS],
+            crew_sleeps: false,
             closing: false,
             stop: false,
             broken: false,
@@ -145,6 +155,7 @@ impl Store {
             runtime: runtime.clone(),
             state: Mutex::new(state),
             work: std::array::from_fn(|_| Condvar::new()),
+            behind: Condvar::new(),
             ended: Condvar::new(),
             tools: Mutex::new(Tools { device, disk }),
             bell,
@@ -154,7 +165,8 @@ impl Store {
         runtime.add_owner(inner.this.clone());
         let threads = serve::start(&inner, spec, listener).inspect_err(|_| inner.stop())?;
         let threads = Mutex::new(threads);
-        Ok(Store { inner, threads, account, opened: Opened { disk: report, adopted } })
+        let opened = Opened { disk: report, adopted };
+        Ok(Store { inner, threads, account, has_device: true, opened })
     }
 
     /// Whether its device has memory that only it reaches.
@@ -194,10 +206,11 @@ impl Store {
         session: u32,
         deed: Deed,
         level: Level,
-        rectangle: Rectangle,
+        mut rectangle: Rectangle,
         opts: &OpOpts,
         ready: Option<&Ready>,
     ) -> Result<Vec<OpRef>> {
+        rectangle.after = self.check_after(deed, &rectangle)?;
         ready.map_or(Ok(()), Ready::check_room)?;
         let count = if rectangle.by_layer { rectangle.layers } else { 1 };
         let ops = self.promise_ops(count, opts)?;
@@ -319,6 +332,9 @@ impl Inner {
                 self.work[at].notify_one();
             }
         }
+        if state.crew_sleeps && state.core.has_events_ahead() {
+            self.behind.notify_one();
+        }
         let mut finished = Vec::new();
         state.core.finished(&mut finished);
         let mut news = Vec::with_capacity(finished.len());
@@ -361,6 +377,7 @@ impl Inner {
     fn stop(&self) {
         self.state.lock().stop = true;
         self.work.iter().for_each(|work| work.notify_all());
+        self.behind.notify_all();
         self.bell.iter().for_each(Bell::ring);
     }
 }

@@ -114,6 +114,7 @@ impl Offload {
             by_layer: false,
             wanted: Wanted::All,
             views: Arc::new(Views(vec![views])),
+            after: None,
         };
         let opts = OpOpts::default();
         let ops = self.store.submit(self.session, Deed::Get, Level::Ram, rectangle, &opts)?;

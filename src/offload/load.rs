@@ -330,6 +330,7 @@ impl Offload {
             by_layer: false,
             wanted: Wanted::Chunks(copy_of(blocks)?),
             views: Arc::new(Views(vec![views])),
+            after: None,
         };
         let (get, ram) = (Deed::Get, Level::Ram);
         let ops = self.store.submit(self.session, get, ram, rectangle, &OpOpts::default())?;

@@ -149,6 +149,7 @@ impl Offload {
             by_layer: false,
             wanted: Wanted::All,
             views: Arc::new(Views(vec![part])),
+            after: None,
         };
         let ops = self.store.submit(self.session, Deed::Put, self.level, rectangle, opts)?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())

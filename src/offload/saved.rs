@@ -220,6 +220,7 @@ impl Saved {
             by_layer: false,
             wanted: Wanted::All,
             views: Arc::new(Views(vec![LayerViews { k, v: None }])),
+            after: None,
         };
         let ops = store.submit(self.session, deed, Level::Ram, what, &OpOpts::default())?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())

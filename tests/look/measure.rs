@@ -36,6 +36,7 @@ fn store(core: &mut Core, session: u32, tokens: u32, layers: std::ops::Range<usi
         by_layer: false,
         wanted: Wanted::All,
         views: Arc::new(Views(views)),
+        after: None,
     };
     core.submit_rectangle(session, Deed::Put, Level::Ram, 0, rectangle).unwrap();
     while let Some(work) = core.take(Hands::Copy) {

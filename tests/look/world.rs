@@ -243,6 +243,7 @@ impl World {
             by_layer: false,
             wanted: self.wanted.clone(),
             views: Arc::new(Views(views.collect())),
+            after: None,
         };
         let mut core = self.core.0.lock();
         match core.submit_rectangle(session.number, deed, Level::Ram, lane, rectangle) {

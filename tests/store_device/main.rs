@@ -6,6 +6,7 @@
 mod support;
 
 mod batches;
+mod behind;
 mod faults;
 mod moves;
 mod rig;

@@ -14,7 +14,7 @@ fn seeds_keep_every_promise() {
     // Far from those of other tests; every second one has a device, of those every second one
     // a tier.
     let first = first.unwrap_or(50_000);
-    let mut sums = [0; 6];
+    let mut sums = [0; 7];
     for seed in (first..).step_by(2).take(count as usize) {
         let report = run(&SimOpts { seed, steps: 600 }).unwrap_or_else(|f| panic!("{f}"));
         let counters = report.counters;
@@ -25,6 +25,7 @@ fn seeds_keep_every_promise() {
             counters.device_lost,
             report.audited,
             report.kept,
+            report.behind,
         ];
         sums.iter_mut().zip(more).for_each(|(sum, n)| *sum += n);
     }

@@ -218,6 +218,7 @@ impl Engine {
             by_layer,
             wanted: Wanted::All,
             views: Arc::new(Views(layers.map(of).collect())),
+            after: None,
         }
     }
 

@@ -109,6 +109,7 @@ fn functions_have_the_arguments_of_the_headers() {
         map = cuMemMap(_, _, _, _, _);
         unmap = cuMemUnmap(_, _);
         set_access = cuMemSetAccess(_, _, _, _);
+        wait_value = cuStreamWaitValue32_v2(_, _, _, _);
     }
     let batch = theirs(sys::cuMemcpyBatchAsync as unsafe fn(_, _, _, _, _, _, _, _, _) -> _);
     assert_eq!(BatchCall::SIZES, batch);

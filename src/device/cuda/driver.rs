@@ -158,6 +158,8 @@ driver! {
         map = "cuMemMap" (Pointer, usize, usize, u64, c_ulonglong);
         /// Takes that from it.
         unmap = "cuMemUnmap" (Pointer, usize);
+        /// Has a stream wait until a number in memory is as large as another, or larger.
+        wait_value = "cuStreamWaitValue32_v2" (Handle, Pointer, u32, c_uint);
         /// Who may use what is mapped.
         set_access = "cuMemSetAccess" (Pointer, usize, *const AccessOf, usize);
     }

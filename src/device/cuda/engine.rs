@@ -2,10 +2,10 @@
 //! an engine is making is refused: it would come whenever that is launched, and never now.
 
 use crate::base::status::{Error, Result};
-use crate::device::Event;
 use crate::device::cuda::put::Work;
 use crate::device::cuda::words::{DEFAULT_STREAMS, Handle, code};
 use crate::device::cuda::{Cuda, Inner};
+use crate::device::{Event, MAX_LENT, Stream};
 use crate::fail;
 
 /// Most streams that only listen for the engine's events. While there are fewer such events open
@@ -46,7 +46,8 @@ impl Cuda {
         for line in lines.clone() {
             self.ask_first(inner, line);
         }
-        let idle = lines.clone().find(|line| inner.events.open_in(*line) == 0);
+        let is_free = |line: &usize| !inner.lent.contains(line);
+        let idle = lines.clone().find(|at| is_free(at) && inner.events.open_in(*at) == 0);
         if let Some(line) = idle {
             return Ok(line);
         }
@@ -54,7 +55,24 @@ impl Cuda {
             inner.listeners.push(self.driver.make_stream()?);
             return Ok(inner.events.add_line());
         }
-        Ok(lines.min_by_key(|line| inner.events.open_in(*line)).unwrap_or(first))
+        let shared = lines.filter(is_free).min_by_key(|line| inner.events.open_in(*line));
+        Ok(shared.unwrap_or(first))
+    }
+
+    /// What [`crate::device::Device::lend`] says: one of those streams.
+    pub(super) fn lend_stream(&self) -> Result<Stream> {
+        let mut inner = self.inner.lock();
+        Cuda::check_alive(&inner)?;
+        let _inside = self.enter()?;
+        let is_over = inner.lent.len() >= MAX_LENT;
+        let line = if is_over { None } else { Some(self.listener(&mut inner)?) };
+        match line.filter(|line| inner.events.open_in(*line) == 0) {
+            Some(line) => {
+                inner.lent.push(line);
+                Ok(Stream(line as u32))
+            }
+            None => fail!(Again, "{} streams are lent, the others wait", inner.lent.len()),
+        }
     }
 
     /// What [`crate::device::Device::hold`] says.
@@ -71,6 +89,9 @@ impl Cuda {
             Some(Ok(())) => return Ok(()),
             Some(Err(status)) => return Err(status.into()),
             None => {}
+        }
+        if let Some(number) = inner.events.get(event)?.promise {
+            return self.hold_for_promise(&mut inner, raw as Handle, number);
         }
         let before = inner.events.raw(event)?;
         // SAFETY: a stream and an event of this context.

@@ -28,6 +28,9 @@ pub struct Known {
     fails: Option<Status>,
     /// How often in a row the driver has refused to say how far it is.
     refusals: u32,
+    /// It comes when its device is told so, and the driver knows nothing of it: its number
+    /// among the promises.
+    pub promise: Option<usize>,
     /// Its end was reported.
     is_told: bool,
     /// Device memory that the batch uses, as addresses from and to.
@@ -47,6 +50,7 @@ impl Known {
             outcome: None,
             fails: None,
             refusals: 0,
+            promise: None,
             is_told: false,
             uses: Vec::new(),
         })
@@ -55,7 +59,7 @@ impl Known {
     /// Makes it as if new, for a batch of a line.
     fn reset(&mut self, line: usize) {
         (self.line, self.outcome, self.fails) = (line, None, None);
-        (self.refusals, self.is_told) = (0, false);
+        (self.refusals, self.promise, self.is_told) = (0, None, false);
         self.uses.clear();
     }
 
@@ -183,6 +187,39 @@ impl Events {
         Ok(event)
     }
 
+    /// One more event that comes when it is said to. It is on no stream.
+    pub fn promise(&mut self, driver: &Driver, number: usize) -> Result<Event> {
+        self.known.reserve()?;
+        self.ended.try_reserve(self.open + 1).map_err(|_| Status::NoMem)?;
+        self.spare.try_reserve(self.count + 1).map_err(|_| Status::NoMem)?;
+        let mut known = match self.spare.pop() {
+            Some(known) => known,
+            None => Known::new(driver)?,
+        };
+        known.reset(0);
+        known.promise = Some(number);
+        let event = self.known.insert(known)?;
+        (self.open, self.count) = (self.open + 1, self.count + 1);
+        Ok(event)
+    }
+
+    /// Such an event ends, if it has not.
+    pub fn end_promise(&mut self, event: Event, failed: Option<Status>) {
+        if self.known.get(event).is_ok_and(|known| known.outcome.is_none()) {
+            self.end(event, failed);
+        }
+    }
+
+    /// An event of the driver's to be put on a stream that nobody looks at.
+    pub fn take_spare(&mut self, driver: &Driver) -> Result<Known> {
+        self.spare.pop().map_or_else(|| Known::new(driver), Ok)
+    }
+
+    /// Takes it back when it has come.
+    pub fn give_spare(&mut self, known: Known) {
+        self.spare.push(known);
+    }
+
     /// What is known of an event.
     pub fn get(&self, event: Event) -> Result<&Known> {
         self.known.get(event)
@@ -200,10 +237,16 @@ impl Events {
         }
     }
 
+    /// What an open event will come to, if that is known: whatever would run behind one that
+    /// fails has no input.
+    pub fn fate(&self, event: Event) -> Result<()> {
+        self.known.get(event)?.fails.map_or(Ok(()), |status| Err(status.into()))
+    }
+
     /// The event has come, and so have all before it on its stream.
     pub fn come(&mut self, event: Event) {
         let line = match self.known.get(event) {
-            Ok(known) if known.outcome.is_none() => known.line,
+            Ok(known) if known.outcome.is_none() && known.promise.is_none() => known.line,
             _ => return,
         };
         while let Some(first) = self.lines[line].pop_front() {

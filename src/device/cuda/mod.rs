@@ -18,6 +18,7 @@ mod measure;
 mod moves;
 mod open;
 mod pointers;
+mod promise;
 mod put;
 mod window;
 mod words;
@@ -89,8 +90,11 @@ struct Inner {
     hosts: BTreeMap<u64, HostRange>,
     /// Streams that wait for events of the engine's.
     listeners: Vec<usize>,
+    /// Those of their lines that are lent.
+    lent: Vec<usize>,
     runs: batches::Runs,
     moves: moves::Moves,
+    promises: promise::Promises,
     /// The driver refused to take many copies at once.
     batches_fail: bool,
     last: u64,
@@ -142,12 +146,14 @@ impl Cuda {
             log::error!("{text}");
             inner.lost = Some(Error::new(Status::Unavailable, text));
         }
+        inner.keep_all(Some(Status::Unavailable));
         inner.events.fail_all(Status::Unavailable);
     }
 
     /// Looks how far an event is, and notes it.
     fn look(&self, inner: &mut Inner, event: Event) -> Result<Option<Outcome>> {
-        if inner.events.get(event)?.outcome.is_none() {
+        let known = inner.events.get(event)?;
+        if known.outcome.is_none() && known.promise.is_none() {
             match self.enter() {
                 Ok(_inside) => self.ask(inner, event)?,
                 // Nothing is known of the work: it is no failure of its.
@@ -244,8 +250,12 @@ impl Device for Cuda {
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
-        check(&self.facts(), stream, copies)?;
-        self.put(&mut self.inner.lock(), stream.0 as usize, after, &Work::Copies(copies))
+        let (mut facts, mut inner) = (self.facts(), self.inner.lock());
+        if inner.lent.contains(&(stream.0 as usize)) {
+            facts.streams = stream.0 + 1;
+        }
+        check(&facts, stream, copies)?;
+        self.put(&mut inner, stream.0 as usize, after, &Work::Copies(copies))
     }
 
     fn state(&self, event: Event) -> Result<State> {
@@ -263,9 +273,10 @@ impl Device for Cuda {
             if let Some(outcome) = self.look(&mut inner, event)? {
                 return outcome.map_err(Error::from);
             }
+            let is_promise = inner.events.get(event)?.promise.is_some();
             let raw = inner.events.raw(event)?;
             drop(inner);
-            if deadline_ns == 0 && self.sleep_on(event, raw) {
+            if deadline_ns == 0 && !is_promise && self.sleep_on(event, raw) {
                 continue;
             }
             let mut nap = nap_ns;
@@ -297,6 +308,8 @@ impl Device for Cuda {
         if self.look(&mut inner, event)?.is_none() {
             return Err(Status::Busy.into());
         }
+        let promise = inner.events.get(event)?.promise;
+        promise.into_iter().for_each(|number| inner.free_promise(number));
         inner.events.forget(event)
     }
 
@@ -360,9 +373,25 @@ impl Device for Cuda {
         unsafe { self.hold_stream(raw_stream, event) }
     }
 
+    fn promise(&self) -> Result<Event> {
+        self.make_promise()
+    }
+
+    fn keep(&self, event: Event) -> Result<()> {
+        self.keep_promise(event)
+    }
+
     unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
         // SAFETY: the caller's promise.
         unsafe { self.launch_all(stream, after, calls) }
+    }
+
+    fn lend(&self) -> Result<Stream> {
+        self.lend_stream()
+    }
+
+    fn take_back(&self, stream: Stream) {
+        self.inner.lock().lent.retain(|line| *line != stream.0 as usize);
     }
 
     fn free_bytes(&self) -> Option<u64> {
@@ -377,7 +406,11 @@ impl Device for Cuda {
     }
 
     fn close(&self, deadline_ns: u64) -> Result<()> {
-        self.inner.lock().closed = true;
+        let mut inner = self.inner.lock();
+        inner.closed = true;
+        inner.keep_all(None);
+        drop(inner);
+        self.nap.notify_all();
         loop {
             let Some(event) = self.inner.lock().events.last_open() else { return Ok(()) };
             match self.wait(event, deadline_ns) {

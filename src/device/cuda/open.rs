@@ -139,6 +139,7 @@ impl Cuda {
 
     /// Gives back what this device made and still has, in its context.
     fn give_back(&self, inner: &mut Inner) {
+        inner.keep_all(Some(Status::Closed));
         let driver = &self.driver;
         let listeners = inner.listeners.iter().copied();
         let own = self.streams.iter().copied().filter(|_| self.owns_streams).chain(listeners);
@@ -159,7 +160,8 @@ impl Cuda {
                 driver.note("cuMemFreeHost", (driver.free_host)(host as Handle));
                 driver.note("cuMemFree", (driver.free)(device));
             }
-            for event in inner.events.all() {
+            self.give_page_back(inner);
+            for event in inner.promises.passing().chain(inner.events.all()) {
                 driver.note("cuEventDestroy", (driver.destroy_event)(event));
             }
         }

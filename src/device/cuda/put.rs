@@ -32,7 +32,9 @@ impl Cuda {
         Cuda::check_alive(inner)?;
         let waits = match after.map(|event| self.look(inner, event)).transpose()? {
             Some(Some(Err(status))) => return Err(status.into()),
-            Some(None) => after,
+            Some(None) => {
+                after.map(|event| inner.events.fate(event).map(|()| event)).transpose()?
+            }
             _ => None,
         };
         Cuda::check_alive(inner)?; // looking may have found that it is lost
@@ -74,8 +76,11 @@ impl Cuda {
         Err(error)
     }
 
-    fn wait_for(&self, inner: &Inner, stream: Handle, before: Option<Event>) -> Result<()> {
+    fn wait_for(&self, inner: &mut Inner, stream: Handle, before: Option<Event>) -> Result<()> {
         let Some(before) = before else { return Ok(()) };
+        if let Some(number) = inner.events.get(before)?.promise {
+            return self.wait_for_promise(inner, stream, number);
+        }
         let raw = inner.events.raw(before)?;
         // SAFETY: an event and a stream of this context.
         let code = unsafe { (self.driver.stream_wait)(stream, raw, 0) };

@@ -48,6 +48,8 @@ pub const EVENT_FLAGS: c_uint = 1 | 2;
 pub const CAPTURE_RELAXED: c_uint = 2;
 /// Host memory that is pinned for all contexts, and that devices reach by its address.
 pub const HOST_PORTABLE: c_uint = 1;
+/// A number is waited for until it is as large, or larger, counted in a circle.
+pub const WAIT_AS_LARGE: c_uint = 0;
 /// Host memory that kernels reach.
 pub const HOST_MAPPED: c_uint = 2;
 /// Attribute: the longest distance between rows of a copy.

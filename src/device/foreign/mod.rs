@@ -30,6 +30,8 @@ struct Inner {
     last: u64,
     /// Calls of the engine that begin work.
     under_way: u32,
+    /// Streams that are lent.
+    lent: Vec<u32>,
     /// Why nothing can be begun any more.
     lost: Option<Error>,
     closed: bool,
@@ -59,6 +61,7 @@ impl Foreign {
             given: BTreeMap::new(),
             last: 0,
             under_way: 0,
+            lent: Vec::new(),
             lost: None,
             closed: false,
             spare: Vec::new(),
@@ -292,6 +295,25 @@ impl Device for Foreign {
         }
         let ask = |before| self.engine.launch(stream.0, before, calls);
         self.begin(stream.0 as usize, after, ask)
+    }
+
+    fn common_streams(&self) -> u32 {
+        self.facts.streams.div_ceil(2)
+    }
+
+    fn lend(&self) -> Result<Stream> {
+        let mut inner = self.inner.lock();
+        let is_free = |stream: &u32| !inner.lent.contains(stream);
+        let Some(stream) = (self.common_streams()..self.facts.streams).rev().find(is_free) else {
+            fail!(Again, "{} of {} streams are lent", inner.lent.len(), self.facts.streams);
+        };
+        inner.lent.try_reserve(1).map_err(|_| Status::NoMem)?;
+        inner.lent.push(stream);
+        Ok(Stream(stream))
+    }
+
+    fn take_back(&self, stream: Stream) {
+        self.inner.lock().lent.retain(|lent| *lent != stream.0);
     }
 
     fn free_bytes(&self) -> Option<u64> {

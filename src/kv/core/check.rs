@@ -14,13 +14,14 @@ impl Core {
     pub fn what_waits(&self) -> String {
         format!(
             "{} moves, {} jobs, {} hungry, {} cells waited for, {} chunks to go down, {} leaving, \
-             {:?} batches, {} to be synced, {}",
+             {} behind events, {:?} batches, {} to be synced, {}",
             self.moves.len(),
             self.jobs.len(),
             self.hungry.len(),
             self.waiting.len(),
             self.downs.len(),
             self.leaving.len(),
+            self.cells_behind(),
             self.under_way,
             self.commits.len(),
             self.upkeep.words(),
@@ -52,6 +53,7 @@ impl Core {
                 fail!(State, "{live} blocks of the disk live, cells there have {blocks}");
             }
         }
+        self.check_nothing_behind()?;
         let waits = (self.jobs.len(), self.hungry.len(), self.waiting.len(), self.woken.len());
         if waits != (0, 0, 0, 0) || self.hungry_bytes != 0 {
             fail!(State, "jobs {waits:?} are left, for {} bytes", self.hungry_bytes);

@@ -39,12 +39,18 @@ impl Core {
             if self.turn_away(id) {
                 continue;
             }
-            self.jobs[id].step = Step::Copying;
-            self.jobs[id].replica = self.replica_for(id);
-            bytes += self.add_copies(id, &mut batch);
-            batch.jobs.push(id);
+            bytes += self.take_copy(id, &mut batch);
         }
         (!batch.jobs.is_empty()).then_some(batch)
+    }
+
+    /// A job is copied from now on; its bytes.
+    pub(super) fn take_copy(&mut self, id: u32, batch: &mut CopyBatch) -> u64 {
+        self.jobs[id].step = Step::Copying;
+        self.jobs[id].replica = self.replica_for(id);
+        let bytes = self.add_copies(id, batch);
+        batch.jobs.push(id);
+        bytes
     }
 
     /// Adds the copies of a job to a batch; their bytes.
@@ -125,7 +131,7 @@ impl Core {
             let came = result.is_ok() || is_rescued;
             self.end_copying(id, came);
             match result {
-                Err(_) if !came && (job.is_near || job.replica.is_some()) => {
+                Err(_) if !came && !batch.is_spent && (job.is_near || job.replica.is_some()) => {
                     // What is there may be no good; it is elsewhere, too.
                     if job.is_near {
                         self.counters.device_lost += u64::from(self.forget_replica(board, cell));

@@ -28,6 +28,8 @@ pub(super) enum Step {
     Waiting,
     /// For its turn to be copied.
     Copies,
+    /// For an event that is ahead of the copy.
+    Behind,
     /// For the copy.
     Copying,
     /// For its turn to be read.
@@ -55,6 +57,8 @@ pub struct Job {
     pub(super) is_near: bool,
     /// Device memory that it fills.
     pub(super) replica: Option<device::Piece>,
+    /// Its bytes, if it counts among those that are behind an event.
+    pub(super) behind_bytes: u64,
     /// It has nothing to do with device memory any more.
     pub(super) plain: bool,
     /// Its neighbours in the lines that it stands in.
@@ -74,6 +78,7 @@ impl Job {
             was_below: false,
             is_near: false,
             replica: None,
+            behind_bytes: 0,
             plain: false,
             links,
         }
@@ -184,6 +189,9 @@ impl Core {
     }
 
     pub(super) fn queue_copy(&mut self, id: u32, board: u32, cell: Cell) {
+        if self.queue_behind(id) {
+            return;
+        }
         let one = &self.moves[self.jobs[id].number].spec;
         let (lane, flow) = (one.lane, one.flow);
         let bytes = self.boards[board as usize].planes(cell).bytes();
@@ -270,6 +278,7 @@ impl Core {
         let Some(number) = self.jobs.get(id).map(|job| job.number) else { return };
         self.moves[number].jobs.remove(&mut self.jobs, Of::Move, id);
         if let Some(job) = self.jobs.remove(id) {
+            self.end_behind(&job);
             self.count(job.number, job.at, bytes, error);
         }
     }
@@ -303,6 +312,10 @@ impl Core {
             }
             Step::Copies => {
                 self.copies_of(job.is_near).remove(id);
+                self.end_copying(id, false);
+            }
+            Step::Behind => {
+                self.withdraw_behind(&job, id);
                 self.end_copying(id, false);
             }
             Step::Reads => {

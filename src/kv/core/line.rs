@@ -121,8 +121,9 @@ impl Core {
             }
             found += count;
         }
+        let behind = self.behind.lines().map(|line| (line, Step::Behind));
         let lines = self.waiting.values().map(|line| (line, Step::Waiting));
-        for (line, step) in lines.chain([(&self.hungry, Step::Hungry)]) {
+        for (line, step) in lines.chain([(&self.hungry, Step::Hungry)]).chain(behind) {
             let is_so = |id: &u32| self.jobs.get(*id).is_some_and(|job| job.step == step);
             let count = line.all(&self.jobs, Of::Wait).filter(is_so).count();
             if count != line.len() {
@@ -130,7 +131,7 @@ impl Core {
             }
             waiting += count;
         }
-        let waits = |job: &Job| matches!(job.step, Step::Waiting | Step::Hungry);
+        let waits = |job: &Job| matches!(job.step, Step::Waiting | Step::Hungry | Step::Behind);
         let wait = self.jobs.iter().filter(|(_, job)| waits(job)).count();
         if (found, waiting) != (self.jobs.len(), wait) {
             fail!(

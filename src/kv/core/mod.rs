@@ -6,6 +6,7 @@
 
 mod along;
 pub mod audit;
+pub mod behind;
 pub mod board;
 pub mod books;
 mod check;
@@ -184,6 +185,7 @@ pub struct Core {
     scratch: look::Scratch,
     drafts: plans::Drafts,
     waits: wait::Waits,
+    behind: behind::Behind,
     turns: clear::Turns,
     finished: Vec<Finished>,
     /// What is counted.
@@ -247,6 +249,7 @@ impl Core {
             scratch: look::Scratch::default(),
             drafts: plans::Drafts::default(),
             waits: wait::Waits::default(),
+            behind: behind::Behind::default(),
             turns: clear::Turns::default(),
             finished: Vec::new(),
             counters: Counters::default(),

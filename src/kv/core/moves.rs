@@ -2,7 +2,7 @@
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
-use crate::device::Way;
+use crate::device::{Event, Way};
 use crate::fail;
 use crate::kv::core::line::{Line, Of};
 use crate::kv::core::views::Views;
@@ -66,6 +66,8 @@ pub struct MoveSpec {
     pub needed_from: Vec<u32>,
     /// Where the engine has them; none for a prefetch.
     pub views: Arc<Views>,
+    /// An event of the device that its copies are behind.
+    pub after: Option<Event>,
     /// Nothing is begun before [`Core::begin_waiting`] of this ticket.
     pub ticket: Option<u64>,
 }
@@ -188,9 +190,10 @@ impl Core {
     /// Begins a move; its number. Its chunks stay until it has ended.
     pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
         self.check_move(&spec)?;
+        self.check_behind(&spec)?;
         let mut slots = spec.slots.clone();
         slots.retain(|&slot| slot != NONE);
-        let (board, ticket) = (spec.board, spec.ticket);
+        let (board, ticket, after) = (spec.board, spec.ticket, spec.after);
         let number = self.moves.add(Move::new(spec, self.now_ns)?)?;
         for (held, &slot) in slots.iter().enumerate() {
             if let Err(error) = self.boards[board as usize].chunks.retain(slot) {
@@ -202,6 +205,7 @@ impl Core {
             }
             self.note_held(board, slot);
         }
+        self.join_behind(after);
         self.tell_policies(number);
         self.counters.moves[self.moves[number].spec.deed as usize] += 1;
         match ticket {
@@ -275,6 +279,10 @@ impl Core {
                 self.feed_later(number);
                 return false;
             }
+            if self.is_parked(number) {
+                return true;
+            }
+            let one = &mut self.moves[number];
             let at = one.cursor;
             one.cursor += 1;
             one.under_way += 1;
@@ -290,6 +298,7 @@ impl Core {
             let cell = Cell { chunk: one.spec.slots[chunk], layer };
             let job = self.jobs.add(Job::new(number, at, cell)).expect("there is room");
             self.moves[number].jobs.push_back(&mut self.jobs, Of::Move, job);
+            self.begin_behind(job);
             self.route(job);
             if self.moves.get(number).is_none() {
                 return true; // that was its last one
@@ -400,6 +409,7 @@ impl Core {
         let Some(one) = self.moves.remove(number) else { return };
         self.times.moved(&one, self.now_ns);
         self.stop_waiting(one.spec.ticket);
+        self.leave_behind(one.spec.after);
         for &slot in one.spec.slots.iter().rev().filter(|&&slot| slot != NONE) {
             self.let_go(board, slot);
         }

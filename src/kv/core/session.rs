@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
+use crate::device::Event;
 use crate::fail;
 use crate::format::keys::media::Medium;
 use crate::kv::core::moves::{Deed, Level, MoveSpec};
@@ -76,6 +77,9 @@ pub struct Rectangle {
     pub wanted: Wanted,
     /// Where the engine has them.
     pub views: Arc<Views>,
+    /// An event of the store's device: no copy to or from the views runs before it has come.
+    /// It stays known until the move has ended.
+    pub after: Option<Event>,
 }
 
 impl Core {
@@ -269,7 +273,7 @@ impl Core {
         pick(&mut asked, picked);
         let who = self.session(at)?.who;
         let flow = at;
-        let Rectangle { first_layer, layers, by_layer, wanted, views, .. } = rectangle;
+        let Rectangle { first_layer, layers, by_layer, wanted, views, after, .. } = rectangle;
         let needed_from = match wanted {
             Wanted::Needed => {
                 let layout = &self.boards[board as usize].layout;
@@ -292,6 +296,7 @@ impl Core {
             by_layer,
             needed_from,
             views,
+            after,
             ticket,
         })
     }

@@ -77,6 +77,8 @@ pub struct CopyBatch {
     pub(super) jobs: Vec<u32>,
     /// They are out of the device tier.
     pub(super) is_near: bool,
+    /// The event that they are behind will never come.
+    pub(super) is_spent: bool,
     /// What is copied into the device tier before anything else: `items` may read it there.
     pub fills: Vec<Fill>,
     /// The device may be lost and the store go on: jobs between places in host memory are

@@ -54,7 +54,7 @@ impl World {
 
     /// A rectangle of a session, with the engine's memory for it.
     pub(super) fn rectangle(&mut self, at: usize, deed: Deed) -> Option<(Rectangle, Asked)> {
-        let memory = self.memory();
+        let (memory, after) = (self.memory(), self.name_event(deed));
         let session = &self.sessions[at];
         let layout = &self.layouts[session.space as usize];
         let each = layout.chunk_tokens() as usize;
@@ -106,13 +106,14 @@ impl World {
             by_layer,
             wanted,
             views,
+            after,
         };
         // What comes lies one after the other.
         let (marks, first) = match deed {
             Deed::Put => (session.marks.clone(), first),
             _ => (marks, 0),
         };
-        let asked = Asked {
+        let mut asked = Asked {
             deed,
             level: Level::Ram,
             space: session.space,
@@ -124,7 +125,10 @@ impl World {
             by_layer,
             planes,
             parts_left: if by_layer { layers } else { 1 },
+            after: rectangle.after,
+            hidden: Vec::new(),
         };
+        self.hide(&mut asked);
         Some((rectangle, asked))
     }
 
@@ -233,6 +237,7 @@ impl World {
                 return Err(wrong(format!("move {} ended twice", one.number)));
             };
             asked.parts_left -= 1;
+            self.check_event(&asked, one.bytes)?;
             self.compare(&asked, &one)?;
             if one.last != (asked.parts_left == 0) {
                 return Err(wrong(format!("{} parts are left: {one:?}", asked.parts_left)));

@@ -12,6 +12,7 @@ use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::views::Views;
 use crate::kv::core::{Config, Core, Counters, Rectangle, SessionOpts, Wanted};
 use crate::kv::hands::Tools;
+use crate::kv::sim::ahead::Behind;
 use crate::kv::sim::callers::views_of;
 use crate::kv::sim::content::{Planes, prefixes};
 use crate::kv::sim::world::{Asked, Outcome, POISON, Shared, World, wrong};
@@ -33,6 +34,7 @@ impl World {
         self.report.crashes += 1;
         self.add_counters();
         self.pending.clear();
+        self.end_behind()?;
         self.asked.clear();
         self.sessions.clear();
         let again = self.files.reopen();
@@ -43,6 +45,7 @@ impl World {
         let (core, tools, dropped) =
             open_store(&again, &self.config, self.disk_bytes, &self.clock, device)?;
         (self.files, self.core, self.tools) = (again, core, tools);
+        self.behind = Behind::of(self.report.crashes.into(), &self.tools);
         // More may be found than a small table has rows for.
         self.forgets |= dropped > 0 && self.config.max_chunks == FEW_CHUNKS;
         self.open_spaces()?;
@@ -136,6 +139,7 @@ impl World {
             by_layer: false,
             wanted: Wanted::All,
             views,
+            after: None,
         };
         let ram = Level::Ram;
         let number_of_move =
@@ -152,6 +156,8 @@ impl World {
             by_layer: false,
             planes: vec![planes],
             parts_left: 1,
+            after: None,
+            hidden: Vec::new(),
         };
         self.asked.insert(number_of_move, asked);
         let before = self.core.0.lock().counters.misses;

@@ -3,6 +3,7 @@
 //! ends next. A model knows what every byte must be and what was promised to last.
 //! The same seed does the same again.
 
+mod ahead;
 mod callers;
 mod content;
 mod lives;
@@ -39,6 +40,8 @@ pub struct Report {
     pub cleared: u64,
     /// Cells in device memory that were read back and right.
     pub audited: u64,
+    /// Parts of moves that came behind an event of the device.
+    pub behind: u64,
     /// A mark of everything that happened: equal for equal seeds.
     pub mark: u64,
     /// What the stores counted, all together.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::base::budget::Tier;
 use crate::base::clock::Clock;
 use crate::base::sync::{Arc, Mutex};
-use crate::device::Stream;
+use crate::device::{Event, Stream};
 use crate::format::codec::Codec;
 use crate::io::simulated::plan::{Fault, Plan};
 use crate::io::simulated::random::Random;
@@ -16,6 +16,7 @@ use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::work::{Hands, Work};
 use crate::kv::core::{Config, Core, SpaceOpts, Write};
 use crate::kv::hands::Tools;
+use crate::kv::sim::ahead::Behind;
 use crate::kv::sim::content::Planes;
 use crate::kv::sim::lives::{FEW_CHUNKS, SEGMENT, device, open_store, plan};
 use crate::kv::sim::near::Near;
@@ -59,6 +60,9 @@ pub(super) struct Asked {
     pub(super) by_layer: bool,
     pub(super) planes: Vec<Planes>,
     pub(super) parts_left: usize,
+    /// The event that it is behind, and what its tensors have once that has come.
+    pub(super) after: Option<Event>,
+    pub(super) hidden: Vec<Planes>,
 }
 
 /// A store's core behind the lock that hands and keepers share.
@@ -114,6 +118,7 @@ pub(super) struct World {
     pub(super) untold: bool,
     pub(super) wishes: Option<Wishes>,
     pub(super) near: Option<Near>,
+    pub(super) behind: Option<Behind>,
     pub(super) report: Report,
 }
 
@@ -189,6 +194,7 @@ impl World {
             || plan.per_million[Fault::BitRot as usize] > 0
             || plan.per_million[Fault::Misdirected as usize] > 0;
         files.set_plan(plan);
+        let behind = Behind::of(seed, &tools);
         let mut world = World {
             random,
             picks: Random::new(seed ^ 0x91C5),
@@ -210,6 +216,7 @@ impl World {
             untold: false,
             wishes: Wishes::of(seed),
             near,
+            behind,
             report: Report::default(),
         };
         world.open_spaces()?;
@@ -256,6 +263,7 @@ impl World {
         }
         self.wish()?;
         self.near_wish()?;
+        self.look_behind()?;
         self.collect()?;
         self.report.mark = Random::new(self.report.mark ^ what ^ self.pending.len() as u64).draw();
         if self.files.is_closed() {
@@ -313,12 +321,15 @@ impl World {
     /// Carries everything out.
     pub(super) fn rest(&mut self) -> Outcome<()> {
         self.give_all_words();
+        self.keep_all()?;
         for _ in 0..MOST_TURNS {
             for hands in Hands::ALL {
                 let work = self.core.0.lock().take(hands);
                 self.pending.extend(work);
             }
+            let is_behind = self.rest_behind();
             if self.pending.is_empty()
+                && !is_behind
                 && Hands::ALL.iter().all(|&h| !self.core.0.lock().has_work(h))
             {
                 self.collect()?;
@@ -332,6 +343,7 @@ impl World {
                 }
                 core.check()?;
                 drop(core);
+                self.forget_events()?;
                 self.report.audited += self.audit()?;
                 let core = self.core.0.lock();
                 if self.all_went_well(&core) {

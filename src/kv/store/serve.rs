@@ -77,12 +77,13 @@ impl Inner {
     }
 
     /// After a defect: nobody waits for ever.
-    fn give_up(&self) {
+    pub(super) fn give_up(&self) {
         let ops: Vec<OpRef> = self.state.lock().ops.iter_mut().flat_map(std::mem::take).collect();
         for op in ops {
             op.give_up(Status::Panic);
         }
         self.work.iter().for_each(|work| work.notify_all());
+        self.behind.notify_all();
         self.ended.notify_all();
     }
 
@@ -138,10 +139,14 @@ pub(super) fn start(
     for (hands, count) in Hands::ALL.into_iter().zip(counts) {
         for at in 0..count {
             let (inner, tools) = (inner.clone(), tools.clone());
-            let stream = Stream(at % tools.device.facts().streams.max(1));
+            let stream = Stream(at % tools.device.common_streams().max(1));
             let name = format!("kvt-{}", format!("{hands:?}").to_lowercase());
             threads.push(spawn(name, move || inner.serve(hands, stream, &tools))?);
         }
+    }
+    if tools.device.facts().asynchronous {
+        let inner = inner.clone();
+        threads.push(spawn("kvt-behind".into(), move || inner.serve_behind(tools))?);
     }
     if let Some(listener) = listener {
         let inner = inner.clone();

@@ -182,6 +182,7 @@ impl World {
             by_layer: false,
             wanted: Wanted::All,
             views: self.views.clone(),
+            after: None,
         };
         self.core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what)?;
         while let Some(mut work) = Hands::ALL.into_iter().find_map(|hands| self.core.take(hands)) {

@@ -77,6 +77,7 @@ impl Tensors {
             by_layer,
             wanted: Wanted::All,
             views,
+            after: None,
         }
     }
 }
@@ -294,6 +295,7 @@ impl Bare {
             by_layer: false,
             wanted: Wanted::All,
             views: self.views.clone(),
+            after: None,
         };
         self.core.submit_rectangle(session, deed, Level::Ram, 0, what)?;
         while let Some(work) = self.core.take(Hands::Copy) {

@@ -170,7 +170,8 @@ impl<'a> Talk<'a> {
         let layers = self.model.layout.layers();
         let (first_token, first_layer) = (0, 0);
         let views = Arc::new(Views(views));
-        Rectangle { first_token, tokens, first_layer, layers, by_layer, wanted: Wanted::All, views }
+        let (wanted, after) = (Wanted::All, None);
+        Rectangle { first_token, tokens, first_layer, layers, by_layer, wanted, views, after }
     }
 
     /// Brings back what the store has of a conversation, layer by layer; how many

@@ -1,0 +1,73 @@
+//! Promises of a simulated device: of what is behind one nobody knows when it begins.
+
+use crate::base::status::{Result, Status};
+use crate::base::sync::Guard;
+use crate::device::Event;
+use crate::device::simulated::{Batch, Inner, NEVER, Phase, Simulated};
+use crate::fail;
+
+/// Most promises that are known at once: few, so that whoever forgets to release them is found.
+const MAX_PROMISES: usize = 4096;
+
+impl Simulated {
+    /// What [`crate::device::Device::promise`] says.
+    pub(super) fn make_promise(&self) -> Result<Event> {
+        let mut inner = self.now();
+        if inner.lost || inner.closed {
+            let status = if inner.lost { Status::Unavailable } else { Status::Closed };
+            return Err(status.into());
+        }
+        if inner.promises.len() >= MAX_PROMISES {
+            fail!(Again, "{MAX_PROMISES} promises are known, as many as can be");
+        }
+        let number = inner.batches;
+        let event = inner.known.insert(Phase::Pending(Batch {
+            number,
+            after: None,
+            stream: 0,
+            length_ns: 0,
+            finish_ns: NEVER,
+            doom: None,
+            spoils: false,
+            loses: false,
+            copies: Vec::new(),
+        }))?;
+        inner.promises.insert(event.0);
+        inner.pending += 1;
+        Ok(event)
+    }
+
+    /// What [`crate::device::Device::keep`] says.
+    pub(super) fn keep_promise(&self, event: Event) -> Result<()> {
+        let mut inner = self.now();
+        if !inner.promises.contains(&event.0) {
+            fail!(Handle, "event {:#x} is no promise of this device", event.0);
+        }
+        inner.keep(event, self.clock.now_ns());
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Keeps all that are open.
+    pub(super) fn keep_all(&self, inner: &mut Guard<'_, Inner>) {
+        let all: Vec<u64> = inner.promises.iter().copied().collect();
+        all.into_iter().for_each(|event| inner.keep(Event(event), self.clock.now_ns()));
+        self.changed.notify_all();
+    }
+}
+
+impl Inner {
+    fn keep(&mut self, event: Event, now: u64) {
+        if let Ok(Phase::Pending(_)) = self.known.get(event) {
+            self.end(event, Ok(()));
+            self.unpark(now);
+            self.run_until(now);
+        }
+    }
+
+    /// When something happens next, or so long from now.
+    pub(super) fn next_or(&self, longest_ns: u64, now: u64) -> u64 {
+        let next = self.agenda.first_key_value().map(|((time, _), _)| *time);
+        next.unwrap_or(u64::MAX).min(now.saturating_add(longest_ns))
+    }
+}

@@ -1,0 +1,69 @@
+//! Streams of a simulated device: when what is put on them begins, and those that are lent.
+
+use crate::base::status::Result;
+use crate::device::simulated::{Inner, NEVER, Phase, Step};
+use crate::device::{Event, MAX_LENT, Stream};
+use crate::fail;
+
+impl Inner {
+    /// Plans a batch, unless nobody knows when what it is behind comes.
+    pub(super) fn begin(&mut self, event: Event, now: u64) -> bool {
+        let Ok(Phase::Pending(batch)) = self.known.get(event) else { return true };
+        let (stream, length_ns) = (batch.stream, batch.length_ns);
+        let copies = batch.copies.len();
+        let mut start = now.max(self.free_ns[stream]);
+        if let Some(Ok(Phase::Pending(before))) = batch.after.map(|event| self.known.get(event)) {
+            if before.finish_ns == NEVER {
+                return false;
+            }
+            start = start.max(before.finish_ns);
+        }
+        let finish_ns = start.saturating_add(length_ns).min(NEVER - 1);
+        if let Ok(Phase::Pending(batch)) = self.known.get_mut(event) {
+            batch.finish_ns = finish_ns;
+        }
+        self.plan(start, event, Step::Start);
+        for copy in 0..copies {
+            let time = start + self.up_to(finish_ns - start);
+            self.plan(time, event, Step::Read(copy));
+        }
+        self.plan(finish_ns, event, Step::Finish);
+        self.free_ns[stream] = finish_ns;
+        true
+    }
+
+    /// Plans those whose time is known now.
+    pub(super) fn unpark(&mut self, now: u64) {
+        let mut goes_on = true;
+        while std::mem::take(&mut goes_on) {
+            for stream in 0..self.parked.len() {
+                while let Some(&event) = self.parked[stream].front()
+                    && self.begin(event, now)
+                {
+                    self.parked[stream].pop_front();
+                    goes_on = true;
+                }
+            }
+        }
+    }
+
+    /// What [`crate::device::Device::lend`] says: those that are lent have numbers from `first` on.
+    pub(super) fn lend(&mut self, first: u32) -> Result<Stream> {
+        let Some(at) = self.lent.iter().position(|lent| !lent) else {
+            fail!(Again, "all {MAX_LENT} streams are lent");
+        };
+        self.lent[at] = true;
+        Ok(Stream(first + at as u32))
+    }
+
+    /// Whether it is lent now.
+    pub(super) fn lends(&self, at: u32) -> bool {
+        self.lent.get(at as usize) == Some(&true)
+    }
+
+    pub(super) fn take_back(&mut self, at: u32) {
+        if let Some(lent) = self.lent.get_mut(at as usize) {
+            *lent = false;
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! Copies behind events of the device that have not come: they are submitted behind them, on
+//! streams that nobody else uses, and looked after. No thread waits for one of them alone.
+
+use std::collections::VecDeque;
+
+use crate::base::status::{Error, Result, Status};
+use crate::device::{Copy, Event, MAX_COPIES, State, Stream};
+use crate::kv::core::Core;
+use crate::kv::core::work::CopyBatch;
+use crate::kv::hands::{Tools, copies_of};
+
+/// Where a core is to be found, behind whatever lock it has.
+pub trait Desk {
+    /// Does something to it.
+    fn with(&mut self, act: &mut dyn FnMut(&mut Core));
+}
+
+/// A batch that was submitted.
+struct Begun {
+    batch: CopyBatch,
+    after: Event,
+    /// Events of its parts that were not seen to end.
+    parts: VecDeque<Event>,
+    outcome: Result<()>,
+}
+
+/// Who looks after such copies: one of a store.
+pub struct Crew {
+    tools: Tools,
+    /// Streams that were lent, and the event that all on each is behind.
+    streams: Vec<(Event, Stream)>,
+    begun: Vec<Begun>,
+}
+
+impl Crew {
+    /// Nothing is begun.
+    pub fn new(tools: Tools) -> Crew {
+        Crew { tools, streams: Vec::new(), begun: Vec::new() }
+    }
+
+    /// Whether nothing was begun that has not ended.
+    pub fn is_idle(&self) -> bool {
+        self.begun.is_empty()
+    }
+
+    /// Tells the core of what has ended, and begins what can be begun; whether there was
+    /// anything of that. Never waits.
+    ///
+    /// # Safety
+    /// The engine's memory is what the views of moves say until they have ended, and the core's
+    /// is what it was until it hears of their end from here.
+    pub unsafe fn turn(&mut self, desk: &mut dyn Desk) -> bool {
+        let mut ended = self.ended();
+        let mut ahead = Vec::new();
+        let mut did = !ended.is_empty();
+        desk.with(&mut |core| {
+            for (batch, outcome, is_spent) in ended.drain(..) {
+                core.done_behind(batch, &outcome, is_spent);
+            }
+            core.events_ahead(&mut ahead);
+        });
+        let mut told = Vec::new();
+        let mut ready = Vec::new();
+        for &(event, has_copies) in &ahead {
+            match self.tools.device.state(event) {
+                Ok(State::Done) => told.push((event, Ok(()))),
+                Ok(State::Pending) if has_copies => {
+                    ready.extend(self.stream_for(event).map(|stream| (event, stream)));
+                }
+                Ok(State::Pending) => {}
+                Err(error) => told.push((event, Err(error.status()))),
+            }
+        }
+        let mut taken = Vec::new();
+        desk.with(&mut |core| {
+            told.iter().for_each(|&(event, outcome)| core.event_ended(event, outcome));
+            for &(event, stream) in &ready {
+                while let Some(batch) = core.take_behind(event) {
+                    taken.push((batch, event, stream));
+                }
+            }
+        });
+        did |= !told.is_empty() || !taken.is_empty();
+        for (batch, event, stream) in taken {
+            // SAFETY: the caller's promise.
+            unsafe { self.begin(batch, event, stream) };
+        }
+        self.give_streams_back(&ahead);
+        did
+    }
+
+    /// Waits until the first of what was begun has ended, or until a deadline.
+    pub fn rest(&self, deadline_ns: u64) {
+        let first = self.begun.iter().find_map(|one| one.parts.front());
+        if let Some(&event) = first {
+            let _ = self.tools.device.wait(event, deadline_ns); // how it ended is asked again
+        }
+    }
+
+    /// Waits until nothing that was begun touches memory any more: nobody is told.
+    pub fn finish(&mut self) {
+        for one in self.begun.drain(..) {
+            for event in one.parts {
+                let _ = self.tools.end(event); // nobody is left to hear of it
+            }
+        }
+    }
+
+    /// What has ended, how, and whether that is because its event failed.
+    fn ended(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
+        let mut ended = Vec::new();
+        let mut at = 0;
+        while at < self.begun.len() {
+            if !self.begun[at].has_ended(&self.tools) {
+                at += 1;
+                continue;
+            }
+            let Begun { batch, after, outcome, .. } = self.begun.remove(at);
+            let (outcome, is_spent) = match self.failed(after) {
+                Some(error) => (Err(error), true),
+                None => (outcome, false),
+            };
+            ended.push((batch, outcome, is_spent));
+        }
+        ended
+    }
+
+    /// What an event has failed with. One that its owner has released has come before, if what
+    /// was behind it has.
+    fn failed(&self, event: Event) -> Option<Error> {
+        self.tools.device.state(event).err().filter(|error| error.status() != Status::Handle)
+    }
+
+    /// The stream of an event: nothing else is on it.
+    fn stream_for(&mut self, event: Event) -> Option<Stream> {
+        if let Some((_, stream)) = self.streams.iter().find(|(of, _)| *of == event) {
+            return Some(*stream);
+        }
+        // Where none is to be had its copies begin when it has come.
+        let stream = self.tools.device.lend().ok()?;
+        self.streams.push((event, stream));
+        Some(stream)
+    }
+
+    /// Gives streams back on which nothing is, of events that nothing more is put behind.
+    fn give_streams_back(&mut self, ahead: &[(Event, bool)]) {
+        let (begun, device) = (&self.begun, &self.tools.device);
+        self.streams.retain(|(event, stream)| {
+            let is_used = begun.iter().any(|one| one.after == *event)
+                || ahead.iter().any(|(other, has)| other == event && *has);
+            if !is_used {
+                device.take_back(*stream);
+            }
+            is_used
+        });
+    }
+
+    /// # Safety
+    /// As [`Crew::turn`].
+    unsafe fn begin(&mut self, batch: CopyBatch, after: Event, stream: Stream) {
+        let mut parts = VecDeque::new();
+        let outcome = copies_of(&batch).and_then(|(mut fills, mut copies)| {
+            // Into the device tier they may go at once: the engine has no part in that. What
+            // reads them there is behind them on the stream.
+            // SAFETY: the caller's promise; planes are pieces that are kept for this.
+            unsafe {
+                self.submit(stream, None, &mut fills, &mut parts)?;
+                self.submit(stream, Some(after), &mut copies, &mut parts)
+            }
+        });
+        self.begun.push(Begun { batch, after, parts, outcome });
+    }
+
+    /// # Safety
+    /// As [`crate::device::Device::submit`].
+    unsafe fn submit(
+        &self,
+        stream: Stream,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+        parts: &mut VecDeque<Event>,
+    ) -> Result<()> {
+        for part in copies.chunks_mut(MAX_COPIES) {
+            // SAFETY: the caller's promise.
+            parts.push_back(unsafe { self.tools.device.submit(stream, after, part)? });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        self.finish();
+        self.streams.drain(..).for_each(|(_, stream)| self.tools.device.take_back(stream));
+    }
+}
+
+impl Begun {
+    /// Whether all parts have; how is noted.
+    fn has_ended(&mut self, tools: &Tools) -> bool {
+        while let Some(&part) = self.parts.front() {
+            if matches!(tools.device.state(part), Ok(State::Pending)) {
+                return false;
+            }
+            self.parts.pop_front();
+            let ended = tools.end(part);
+            if self.outcome.is_ok() {
+                self.outcome = ended;
+            }
+        }
+        true
+    }
+}
