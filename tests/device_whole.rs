@@ -6,6 +6,8 @@
 
 #[path = "support/fake_cuda.rs"]
 mod fake_cuda;
+#[path = "support/mirror.rs"]
+mod mirror;
 #[path = "support/model_files.rs"]
 mod model_files;
 #[path = "stream/rig.rs"]
@@ -19,13 +21,12 @@ use std::sync::Arc;
 use kvtier::base::clock::Clock;
 use kvtier::base::status::Status;
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
-use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
-use kvtier::kv::core::Rectangle;
+use kvtier::device::{Copy, Device, Memory, Stream, Way};
 use kvtier::kv::core::moves::{Deed, Level};
-use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
 use kvtier::kv::store::Store;
 use kvtier::stream::plan::Wishes;
 use kvtier::stream::streamer::How;
+use mirror::Mirror;
 use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
 
 const MODEL: Model = Model { layers: 4, heads: 4, run: 64, chunk: 16 };
@@ -35,65 +36,6 @@ fn cuda() -> Arc<Cuda> {
     let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
     let opts = CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() };
     Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
-}
-
-/// An engine's tensors in device memory: an image of tensors in host memory.
-struct Mirror<'a> {
-    device: &'a Cuda,
-    engine: Engine,
-    there: DeviceMemory,
-}
-
-impl<'a> Mirror<'a> {
-    fn new(device: &'a Cuda, engine: Engine) -> Mirror<'a> {
-        let there = device.allocate(engine.bytes().len() as u64).expect("room");
-        let mirror = Mirror { device, engine, there };
-        mirror.copy(Way::Scatter);
-        mirror
-    }
-
-    fn here(&self) -> u64 {
-        self.engine.bytes().as_ptr().expose_provenance() as u64
-    }
-
-    /// All of it, to the device or from it.
-    fn copy(&self, way: Way) {
-        let host = std::ptr::with_exposed_provenance_mut(self.here() as usize);
-        let (address, bytes) = (self.there.address, self.there.bytes);
-        let copy = Copy::bytes(host, address, bytes, way, Memory::Device).expect("sound");
-        // SAFETY: memory of the mirror's, which nobody else uses.
-        let event = unsafe { self.device.submit(Stream(0), None, &mut [copy]) }.expect("taken");
-        self.device.wait(event, 0).expect("it ends");
-        self.device.release(event).expect("it has ended");
-    }
-
-    /// What the engine tells a store: the same, elsewhere.
-    fn whole(&self) -> Rectangle {
-        let what = self.engine.whole();
-        let moved = |address: u64| address - self.here() + self.there.address;
-        let of = |plane: &PlaneView| {
-            let place = match &plane.place {
-                Tokens::At(address) => Tokens::At(moved(*address)),
-                Tokens::Pages { addresses, page_tokens, shift_bytes } => Tokens::Pages {
-                    addresses: Arc::new(addresses.iter().map(|page| moved(*page)).collect()),
-                    page_tokens: *page_tokens,
-                    shift_bytes: *shift_bytes,
-                },
-            };
-            PlaneView { memory: Memory::Device, place, ..plane.clone() }
-        };
-        let layer =
-            |layer: &LayerViews| LayerViews { k: of(&layer.k), v: layer.v.as_ref().map(of) };
-        let views = Arc::new(Views(what.views.0.iter().map(layer).collect()));
-        Rectangle { views, ..what }
-    }
-}
-
-impl Drop for Mirror<'_> {
-    fn drop(&mut self) {
-        // SAFETY: all moves have ended.
-        unsafe { self.device.free(&self.there) }.expect("its own");
-    }
 }
 
 /// What is put from device memory comes back to it, in every layout, from the tier, from host
@@ -113,11 +55,11 @@ fn kv_goes_from_device_memory_to_device_memory() {
             let session = home.session(space, &tokens);
             let mut engine = Engine::new(MODEL, shape, tokens.len());
             engine.compute(&marks);
-            let from = Mirror::new(&device, engine);
+            let from = Mirror::new(&*device, engine);
             let put = home.submit(session, Deed::Put, Level::Ram, from.whole());
             assert_eq!(wait(&put.expect("taken")[0]), right, "{spec}, {shape:?}");
             for other in SHAPES {
-                let mut to = Mirror::new(&device, Engine::new(MODEL, other, tokens.len()));
+                let mut to = Mirror::new(&*device, Engine::new(MODEL, other, tokens.len()));
                 let get = home.submit(session, Deed::Get, Level::Ram, to.whole());
                 assert_eq!(wait(&get.expect("taken")[0]), right, "{spec}, {shape:?}, {other:?}");
                 to.copy(Way::Gather);

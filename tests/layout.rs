@@ -377,6 +377,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_device_opts_t {
             struct_size, flags, kind, ordinal, context, streams, stream_count, library,
             library_bytes, custom, memory_bytes, seed, latency_ns, bytes_per_s, arena, arena_bytes,
+            peers, peer_count,
         }
         kvt_device_info_t { struct_size, flags, kind, streams, kernels, free_bytes }
         kvt_device_memory_t { struct_size, address, bytes, number, memory, reserved }

@@ -22,7 +22,7 @@ typedef int code_t;
 typedef uint64_t pointer_t;
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_CONTEXT = 201, INVALID_HANDLE = 400,
-       NOT_FOUND = 500, NOT_READY = 600, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
+       NOT_FOUND = 500, NOT_READY = 600, ALREADY_REACHED = 704, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
        CAPTURE_FORBIDS = 900, CAPTURED_EVENT = 907 };
 enum { POISON = 0xDB, RELAXED = 2, MOST = 4096, DEEP = 64, HOST = 1, DEVICE = 2, MOST_DEVICES = 4 };
 enum { MAGIC_STREAM = 0x53545245, MAGIC_EVENT = 0x4556454e, GONE = 0x474f4e45 };
@@ -90,7 +90,11 @@ static long wrong, live_streams, live_events, live_bytes, retained, allocations,
 static long live_hosts, live_modules, live_windows, max_host_bytes, host_bytes;
 static int somebody_captures, sticky, version = 12040, devices = 1, capability = 8, same_addresses = 1;
 static char wrong_text[256];
-static struct { pointer_t at; size_t bytes; int ordinal; } given[MOST];
+/* Without a context: mapped piece by piece, and there for those alone who were named. */
+static struct { pointer_t at; size_t bytes; int ordinal; context_t *context; } given[MOST];
+/* Which device can have access to which other's memory, and which context has it to which. */
+static int may_reach[MOST_DEVICES][MOST_DEVICES];
+static int has_reach[2 * MOST_DEVICES][2 * MOST_DEVICES];
 static struct { char *at; size_t bytes; int is_mapped, is_own; } hosts[MOST];
 static int (*emulator)(const char *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                        const void *);
@@ -149,7 +153,8 @@ static code_t planned(const char *call) {
             (planted[i].nth < 0 || --planted[i].nth == 0)) {
             code_t code = planted[i].code;
             has_failed = 1;
-            if (code >= 700 && code < 720 && code != 701 && code != ALREADY_REGISTERED &&
+            if (code >= 700 && code < 720 && code != 701 && code != 711 && code != ALREADY_REACHED &&
+                code != ALREADY_REGISTERED &&
                 code != NOT_REGISTERED)
                 lose(code);
             return planted[i].code;
@@ -191,12 +196,35 @@ static void copy(const op_t *op) {
         memcpy(op->to + row * op->to_pitch, op->from + row * op->from_pitch, op->width);
 }
 
+/* Whether it is host memory that the driver gave out. */
+static int is_own_host(const void *at) {
+    for (int i = 0; i < MOST; i++)
+        if (hosts[i].is_own && hosts[i].at && (const char *)at >= hosts[i].at &&
+            (const char *)at < hosts[i].at + hosts[i].bytes)
+            return 1;
+    return 0;
+}
+
+static int owner(pointer_t at, size_t bytes);
+
+/* A bit that changes on the bus: to the device or from it, of the nth copy from now on, or of all.
+ * What a caller of the driver took of it is spared: lists, which lead elsewhere with another bit. */
+static long flips[2];
+
+static void flip(void *to, const void *from, size_t bytes) {
+    int goes_there = owner((pointer_t)(uintptr_t)to, bytes) >= 0;
+    int comes_from = owner((pointer_t)(uintptr_t)from, bytes) >= 0;
+    if (goes_there == comes_from || is_own_host(goes_there ? from : to)) return;
+    long *nth = &flips[!goes_there];
+    if (*nth && (*nth < 0 || --*nth == 0)) ((unsigned char *)to)[bytes / 2] ^= 1;
+}
+
 static void poison(const op_t *op) {
     for (size_t row = 0; row < op->height; row++)
         memset(op->to + row * op->to_pitch, POISON, op->width);
 }
 
-static int runs(const op_t *op);
+static int runs(const context_t *context, const op_t *op);
 
 /* One step of a stream; false: it has nothing to do, or has to wait. */
 static int step(stream_t *stream) {
@@ -209,8 +237,11 @@ static int step(stream_t *stream) {
         return 1;
     }
     if (op->what == LAUNCH && !op->begun) return op->begun = 1;
-    if (op->what == COPY) copy(op);
-    if (op->what == LAUNCH && !runs(op)) complain("cuLaunchKernel", "it goes where it may not");
+    if (op->what == COPY) {
+        copy(op);
+        flip(op->to, op->from, op->width);
+    }
+    if (op->what == LAUNCH && !runs(stream->context, op)) complain("cuLaunchKernel", "it goes where it may not");
     if (op->what == RECORD && op->event->done < op->turn) op->event->done = op->turn;
     stream->first = op->next;
     if (!stream->first) stream->last = &stream->first;
@@ -354,7 +385,7 @@ code_t cuMemAlloc_v2(pointer_t *to, size_t bytes) {
         if (!memory) END(OUT_OF_MEMORY)
         memset(memory, POISON, bytes);
         given[i].at = *to = (pointer_t)(uintptr_t)memory, given[i].bytes = bytes;
-        given[i].ordinal = current()->ordinal;
+        given[i].ordinal = current()->ordinal, given[i].context = current();
         live_bytes += (long)bytes, allocations++;
         END(OK)
     }
@@ -398,7 +429,23 @@ static int owner(pointer_t at, size_t bytes) {
     return -1;
 }
 
-static int is_device(pointer_t at, size_t bytes) { return owner(at, bytes) == current()->ordinal; }
+static int number_of(const context_t *c) { return c->ordinal + (c->is_shared ? 0 : MOST_DEVICES); }
+
+/* Whether a context's work goes to memory of a device as it is. */
+static int reaches(const context_t *from, pointer_t at, size_t bytes) {
+    int ordinal = owner(at, bytes);
+    if (ordinal == from->ordinal) return 1;
+    for (int i = 0; ordinal >= 0 && i < MOST; i++)
+        if (given[i].at && at >= given[i].at && at < given[i].at + given[i].bytes)
+            return given[i].context && has_reach[number_of(from)][number_of(given[i].context)];
+    return 0;
+}
+
+static int is_device(pointer_t at, size_t bytes) {
+    int is = reaches(current(), at, bytes);
+    if (!is && owner(at, bytes) >= 0) complain("a copy", "of another device's memory, as if it were here");
+    return is;
+}
 
 static code_t put(stream_t *stream, op_t with) {
     op_t *op = enqueue(stream);
@@ -433,6 +480,37 @@ code_t cuMemcpyDtoDAsync_v2(pointer_t to, pointer_t from, size_t bytes, stream_t
     if (!is_device(from, bytes) || !is_device(to, bytes)) END(INVALID_VALUE)
     END(put(stream, (op_t){.what = COPY, .to = (unsigned char *)(uintptr_t)to,
                            .from = (const unsigned char *)(uintptr_t)from, .width = bytes, .height = 1}))
+}
+
+code_t cuMemcpyPeerAsync(pointer_t to, context_t *to_context, pointer_t from, context_t *from_context,
+                         size_t bytes, stream_t *stream) {
+    const char *call = "cuMemcpyPeerAsync";
+    BEGIN_IN(call)
+    NEED(is_here(stream), call, "no stream", INVALID_HANDLE)
+    NEED(!stream->capturing, call, "into a graph", CAPTURE_FORBIDS)
+    NEED(to_context && owner(to, bytes) == to_context->ordinal, call, "a target of another device", INVALID_VALUE)
+    NEED(from_context && owner(from, bytes) == from_context->ordinal, call, "a source of another", INVALID_VALUE)
+    END(put(stream, (op_t){.what = COPY, .to = (unsigned char *)(uintptr_t)to,
+                           .from = (const unsigned char *)(uintptr_t)from, .width = bytes, .height = 1}))
+}
+
+code_t cuDeviceCanAccessPeer(int *to, int from, int other) {
+    BEGIN("cuDeviceCanAccessPeer")
+    NEED(from >= 0 && from < devices && other >= 0 && other < devices && from != other,
+         "cuDeviceCanAccessPeer", "no such devices", INVALID_VALUE)
+    *to = may_reach[from][other];
+    END(OK)
+}
+
+code_t cuCtxEnablePeerAccess(context_t *other, unsigned flags) {
+    const char *call = "cuCtxEnablePeerAccess";
+    BEGIN_IN(call)
+    NEED(other && flags == 0 && other->ordinal != current()->ordinal, call, "to whom?", INVALID_VALUE)
+    NEED(may_reach[current()->ordinal][other->ordinal], call, "where there is no way", 217)
+    int *has = &has_reach[number_of(current())][number_of(other)];
+    if (*has) END(ALREADY_REACHED)
+    *has = 1;
+    END(OK)
 }
 
 code_t cuMemcpyAsync(pointer_t to, pointer_t from, size_t bytes, stream_t *stream) {
@@ -570,7 +648,8 @@ void fake_begin(uint64_t with) {
     seed = with * 2 + 1, wrong = 0, sticky = 0, somebody_captures = 0, version = 12040, devices = 1;
     max_bytes = 1l << 30, max_host_bytes = 1l << 40, emulator = NULL, wrong_text[0] = 0, has_failed = 0, capability = 8, same_addresses = 1;
     for (int i = 0; i < MOST_DEVICES; i++) own_contexts[i].ordinal = shared_contexts[i].ordinal = i;
-    memset(planted, 0, sizeof planted);
+    memset(planted, 0, sizeof planted), flips[0] = flips[1] = 0;
+    memset(has_reach, 0, sizeof has_reach), memset(may_reach, 0, sizeof may_reach);
     pthread_mutex_unlock(&lock);
 }
 
@@ -613,6 +692,19 @@ void fake_fail(const char *call, long nth, code_t code) {
 void fake_no_more_failures(void) {
     pthread_mutex_lock(&lock);
     memset(planted, 0, sizeof planted);
+    pthread_mutex_unlock(&lock);
+}
+
+/* Whether a device can have access to another's memory. */
+void fake_reach(int from, int to, int can) { may_reach[from][to] = can; }
+
+/* How many steps a question about an event may bring. */
+void fake_pace(unsigned steps) { pace = steps; }
+
+/* The nth copy over the bus from now on comes with another bit, or all do (-1); 0 = none. */
+void fake_flip(int from_device, long nth) {
+    pthread_mutex_lock(&lock);
+    flips[from_device] = nth;
     pthread_mutex_unlock(&lock);
 }
 

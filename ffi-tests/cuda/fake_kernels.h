@@ -93,31 +93,38 @@ static uint32_t count_of(const op_t *op) {
     return count;
 }
 
-static int is_reached(uint64_t at, uint64_t bytes) {
+static int is_reached(const context_t *context, uint64_t at, uint64_t bytes) {
     int host = host_at((const char *)(uintptr_t)at);
     int is_host = host >= 0 && hosts[host].is_mapped &&
                   at + bytes <= (uint64_t)(uintptr_t)hosts[host].at + hosts[host].bytes;
-    return is_host || owner(at, bytes) >= 0;
+    return is_host || reaches(context, at, bytes);
 }
 
 /* Carries a launch out; false: it would go where no kernel may. */
-static int runs(const op_t *op) {
+static int runs(const context_t *context, const op_t *op) {
     const char *name = op->function->name;
     if (!strcmp(name, "move_parts") || !strcmp(name, "move_plan")) {
         const piece_t *pieces = (const piece_t *)(uintptr_t)table_of(op);
         uint32_t count = count_of(op);
-        if (!is_reached(table_of(op), count * sizeof *pieces)) return 0;
+        if (!is_reached(context, table_of(op), count * sizeof *pieces)) return 0;
         for (uint32_t i = 0; i < count; i++) {
             piece_t p = pieces[i];
             uint64_t last = p.runs - 1;
-            if (!is_reached(p.from, last * (uint64_t)p.from_stride + p.run_bytes) ||
-                !is_reached(p.to, last * (uint64_t)p.to_stride + p.run_bytes))
+            if (!is_reached(context, p.from, last * (uint64_t)p.from_stride + p.run_bytes) ||
+                !is_reached(context, p.to, last * (uint64_t)p.to_stride + p.run_bytes))
                 return 0;
             for (uint64_t run = 0; !emulator && !strcmp(name, "move_parts") && run < p.runs; run++)
                 memcpy((char *)(uintptr_t)p.to + run * (uint64_t)p.to_stride,
                        (const char *)(uintptr_t)p.from + run * (uint64_t)p.from_stride, p.run_bytes);
         }
     }
-    return !emulator || emulator(name, op->grid[0], op->grid[1], op->grid[2], op->block[0], op->block[1],
-                                 op->block[2], op->shared, op->call) == 0;
+    int went = !emulator || emulator(name, op->grid[0], op->grid[1], op->grid[2], op->block[0],
+                                     op->block[1], op->block[2], op->shared, op->call) == 0;
+    if (!strcmp(name, "move_parts")) {
+        const piece_t *pieces = (const piece_t *)(uintptr_t)table_of(op);
+        for (uint32_t i = 0, count = count_of(op); went && i < count; i++)
+            flip((void *)(uintptr_t)pieces[i].to, (const void *)(uintptr_t)pieces[i].from,
+                 pieces[i].run_bytes);
+    }
+    return went;
 }

@@ -85,6 +85,7 @@ code_t cuPointerGetAttributes(unsigned count, const int *which, void *const *to,
         else if (which[i] == 3) *(pointer_t *)to[i] = is_reached ? at : 0;
         else if (which[i] == 8) *(unsigned *)to[i] = 0;
         else if (which[i] == 9) *(int *)to[i] = device >= 0 ? given[device].ordinal : host >= 0 ? 0 : -2;
+        else if (which[i] == 16) *(unsigned *)to[i] = current() && reaches(current(), at, 1) ? 3 : 0;
         else if (which[i] == 11) *(pointer_t *)to[i] = start;
         else if (which[i] == 12) *(size_t *)to[i] = bytes;
         else {
@@ -118,8 +119,8 @@ static code_t batch(const pointer_t *to, const pointer_t *from, const size_t *by
     for (size_t i = 0; i < count; i++)
         NEED(to[i] && from[i] && bytes[i], call, "a copy of nothing", INVALID_VALUE)
     for (size_t i = 0; i < count; i++) {
-        int is_known = owner(to[i], bytes[i]) >= 0 || host_at((const char *)(uintptr_t)to[i]) >= 0;
-        is_known &= owner(from[i], bytes[i]) >= 0 || host_at((const char *)(uintptr_t)from[i]) >= 0;
+        int is_known = reaches(current(), to[i], bytes[i]) || host_at((const char *)(uintptr_t)to[i]) >= 0;
+        is_known &= reaches(current(), from[i], bytes[i]) || host_at((const char *)(uintptr_t)from[i]) >= 0;
         NEED(is_known && same_addresses, call, "memory that is not registered", INVALID_VALUE)
     }
     size_t *turns = calloc(count, sizeof *turns);
@@ -270,6 +271,7 @@ code_t cuMemSetAccess(pointer_t at, size_t bytes, const access_t *who, size_t co
             for (int i = 0; i < MOST; i++)
                 if (!given[i].at) {
                     given[i].at = at, given[i].bytes = bytes, given[i].ordinal = current()->ordinal;
+                    given[i].context = NULL;
                     END(OK)
                 }
     complain("cuMemSetAccess", "nothing is mapped there");

@@ -90,7 +90,9 @@ pub struct Facts {
     pub name: &'static str,
     /// Work goes on after `submit` has returned. Where not, events are done by then.
     pub asynchronous: bool,
-    /// It sums planes on the way. Where not, whoever wants a sum makes it after.
+    /// It sums planes on the way. Where not, whoever wants a sum makes it after. An asynchronous
+    /// device that does sums what lies in its own memory, so that bytes can be held against that
+    /// which have crossed a bus: whoever copies is to do so.
     pub sums: bool,
     /// It reaches [`Memory::Device`].
     pub reaches_device: bool,
@@ -114,9 +116,12 @@ pub struct Copy<'a> {
     pub plane_memory: Memory,
     /// Which way.
     pub way: Way,
-    /// Its checksum is wanted.
+    /// Its checksum is wanted: of the plane, in canonical order. An asynchronous device sums the
+    /// side that is in its memory, what was read there or what is there now; where both are, the
+    /// target.
     pub wants_sum: bool,
-    /// The checksum of the plane, if that was wanted and the device makes sums.
+    /// The checksum of the plane, if that was wanted and the device makes sums. Of asynchronous
+    /// devices it is to be asked for: [`Device::sums`].
     pub sum: u64,
 }
 
@@ -176,6 +181,14 @@ pub trait Device: Send + Sync {
 
     /// Waits for an event until a deadline (0 = none), then [`Status::Timeout`].
     fn wait(&self, event: Event, deadline_ns: u64) -> Result<()>;
+
+    /// The sums that copies of a batch wanted, in their order, from when its event has come until
+    /// that is released; how many were written. [`Status::Busy`]: it has not come. Devices that
+    /// are not asynchronous have put them into the copies.
+    fn sums(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
+        let _ = sums;
+        fail!(Unsupported, "the {} device has no sums of event {:#x}", self.facts().name, event.0)
+    }
 
     /// Reports events that have ended, well or not; how many were written. An
     /// asynchronous device reports each event once, unless it is released before;

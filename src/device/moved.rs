@@ -1,8 +1,9 @@
 //! A copy of the simulated device, between its start and its event.
 
+use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
 use crate::device::strips::{copy_strip, there};
-use crate::device::{Copy, DeviceMemory, Way};
+use crate::device::{Copy, DeviceMemory, Memory, Way};
 use crate::meta::view::Strip;
 
 /// A copy, lowered: the caller's tables need not outlive `submit`. Addresses are
@@ -13,6 +14,14 @@ pub struct Moved {
     way: Way,
     /// Poison at first, then what was read from the source.
     pub bytes: Vec<u8>,
+    /// It goes over the bus: one side is the device's, the other is not.
+    pub crosses: bool,
+    /// A bit of it changes there.
+    pub spoils: bool,
+    /// The target is in the device's memory: what is summed is what came there.
+    sums_target: bool,
+    wants_sum: bool,
+    sum: u64,
 }
 
 impl Moved {
@@ -26,11 +35,41 @@ impl Moved {
         strips.extend(copy.tensor.strips());
         bytes.resize(len, poison);
         let plane = copy.plane.expose_provenance() as u64;
-        Ok(Moved { strips, plane, way: copy.way, bytes })
+        let target = if copy.way == Way::Gather { copy.plane_memory } else { copy.memory };
+        Ok(Moved {
+            strips,
+            plane,
+            way: copy.way,
+            bytes,
+            crosses: copy.memory != copy.plane_memory,
+            spoils: false,
+            sums_target: target == Memory::Device,
+            wants_sum: copy.wants_sum,
+            sum: 0,
+        })
     }
 
-    /// Takes the source as it is now.
+    /// The sum of what the device has of it, if that was wanted.
+    pub fn sum(&self) -> Option<u64> {
+        self.wants_sum.then_some(self.sum)
+    }
+
+    /// Takes the source as it is now, over the bus if it is on the other side.
     pub fn read(&mut self) {
+        self.take();
+        if self.wants_sum && !self.sums_target {
+            self.sum = checksum(&self.bytes);
+        }
+        let middle = self.bytes.len() / 2;
+        if let (true, Some(byte)) = (self.spoils, self.bytes.get_mut(middle)) {
+            *byte ^= 1;
+        }
+        if self.wants_sum && self.sums_target {
+            self.sum = checksum(&self.bytes);
+        }
+    }
+
+    fn take(&mut self) {
         let bytes = self.bytes.as_mut_ptr();
         // SAFETY: `submit` was promised that the memory is valid until the event has
         // ended, and it has not; `bytes` are as long as the strips.

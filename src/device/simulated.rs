@@ -21,6 +21,9 @@ use crate::device::{
     Copy, Device, DeviceMemory, Event, Facts, MAX_LENT, MAX_STREAMS, Memory, State, Stream, check,
 };
 use crate::fail;
+pub use opts::SimulatedOpts;
+
+mod opts;
 
 /// What targets have until their event is done.
 pub const POISON: u8 = 0xDB;
@@ -30,42 +33,6 @@ pub const MAX_EVENTS: usize = 65_536;
 const NEVER: u64 = u64::MAX;
 /// Longest wait of a real clock before it is looked at again.
 const LONGEST_SLEEP_NS: u64 = 1_000_000_000;
-
-/// How a simulated device behaves.
-#[derive(Clone, Debug)]
-pub struct SimulatedOpts {
-    /// How many streams it has.
-    pub streams: u32,
-    /// What each batch with copies takes at least.
-    pub latency_ns: u64,
-    /// What a stream moves in a second; 0 = no limit.
-    pub bytes_per_second: u64,
-    /// Batches take up to this much longer, as the seed says.
-    pub jitter_percent: u64,
-    /// Chooses all that is left to chance.
-    pub seed: u64,
-    /// Batches, counted from 1, whose events fail.
-    pub fail_at: Vec<u64>,
-    /// The batch, counted from 1, with which the device is lost; 0 = none.
-    pub lost_at: u64,
-    /// What memory it has to give; 0 = no limit.
-    pub memory_bytes: u64,
-}
-
-impl Default for SimulatedOpts {
-    fn default() -> SimulatedOpts {
-        SimulatedOpts {
-            streams: 4,
-            latency_ns: 10_000,
-            bytes_per_second: 20_000_000_000,
-            jitter_percent: 200,
-            seed: 0,
-            fail_at: Vec::new(),
-            lost_at: 0,
-            memory_bytes: 0,
-        }
-    }
-}
 
 struct Batch {
     number: u64,
@@ -85,7 +52,8 @@ struct Batch {
 
 enum Phase {
     Pending(Batch),
-    Ended(std::result::Result<(), Status>),
+    /// How it went, and the sums that copies wanted.
+    Ended(std::result::Result<(), Status>, Vec<u64>),
 }
 
 #[derive(Clone, Copy)]
@@ -98,6 +66,8 @@ enum Step {
 struct Inner {
     random: u64,
     batches: u64,
+    /// Copies over the bus so far.
+    crossed: u64,
     lost: bool,
     closed: bool,
     /// When each stream has done what it was given.
@@ -135,6 +105,7 @@ impl Simulated {
         let inner = Inner {
             random: opts.seed,
             batches: 0,
+            crossed: 0,
             lost: false,
             closed: false,
             free_ns: vec![0; opts.streams as usize + MAX_LENT],
@@ -228,6 +199,15 @@ impl Inner {
         self.agenda.insert((time, self.planned), (event, step));
     }
 
+    /// Chooses the copies that are to come wrong.
+    fn spoil(&mut self, opts: &SimulatedOpts, copies: &mut [Moved]) {
+        for copy in copies.iter_mut().filter(|copy| copy.crosses) {
+            self.crossed += 1;
+            let by_chance = opts.damage_permille > 0 && self.up_to(999) < opts.damage_permille;
+            copy.spoils = by_chance || opts.damage_at.contains(&self.crossed);
+        }
+    }
+
     fn run_until(&mut self, now: u64) {
         while let Some(next) = self.agenda.first_entry().filter(|entry| entry.key().0 <= now) {
             let (event, step) = next.remove();
@@ -264,7 +244,13 @@ impl Inner {
 
     fn end(&mut self, event: Event, outcome: std::result::Result<(), Status>) {
         if let Ok(phase) = self.known.get_mut(event) {
-            *phase = Phase::Ended(outcome);
+            let sums = match phase {
+                Phase::Pending(batch) if outcome.is_ok() => {
+                    batch.copies.iter().filter_map(Moved::sum).collect()
+                }
+                _ => Vec::new(),
+            };
+            *phase = Phase::Ended(outcome, sums);
             self.pending -= 1;
             self.ended.push_back(event);
         }
@@ -276,7 +262,7 @@ impl Inner {
         self.parked.iter_mut().for_each(VecDeque::clear);
         let number = |(event, phase): (Event, &mut Phase)| match phase {
             Phase::Pending(batch) => Some((batch.number, event)),
-            Phase::Ended(_) => None,
+            Phase::Ended(..) => None,
         };
         let mut gone: Vec<_> = self.known.iter_mut().filter_map(number).collect();
         gone.sort_unstable_by_key(|(number, _)| *number);
@@ -300,7 +286,7 @@ impl Device for Simulated {
         Facts {
             name: "simulated",
             asynchronous: true,
-            sums: false,
+            sums: self.opts.sums,
             reaches_device: true,
             wants_pinned: false,
             streams: self.opts.streams,
@@ -319,7 +305,7 @@ impl Device for Simulated {
             facts.streams = stream.0 + 1;
         }
         check(&facts, stream, copies)?;
-        let lowered: Vec<Moved> =
+        let mut lowered: Vec<Moved> =
             copies.iter().map(|copy| Moved::lower(copy, POISON)).collect::<Result<_>>()?;
         let mut inner = self.now();
         let now = self.clock.now_ns();
@@ -328,11 +314,12 @@ impl Device for Simulated {
             return Err(status.into());
         }
         if let Some(event) = after
-            && let Phase::Ended(Err(status)) = inner.known.get(event)?
+            && let Phase::Ended(Err(status), _) = inner.known.get(event)?
         {
             return Err(Error::from(*status));
         }
         inner.batches += 1;
+        inner.spoil(&self.opts, &mut lowered);
         let bytes = lowered.iter().map(|copy| copy.bytes.len() as u64).sum();
         let length_ns = if lowered.is_empty() { 0 } else { self.duration_ns(&mut inner, bytes) };
         let number = inner.batches;
@@ -359,8 +346,8 @@ impl Device for Simulated {
     fn state(&self, event: Event) -> Result<State> {
         match self.now().known.get(event)? {
             Phase::Pending(_) => Ok(State::Pending),
-            Phase::Ended(Err(status)) => Err(Error::from(*status)),
-            Phase::Ended(Ok(())) => Ok(State::Done),
+            Phase::Ended(Err(status), _) => Err(Error::from(*status)),
+            Phase::Ended(Ok(()), _) => Ok(State::Done),
         }
     }
 
@@ -373,11 +360,22 @@ impl Device for Simulated {
                     inner.next_or(LONGEST_SLEEP_NS, self.clock.now_ns())
                 }
                 Phase::Pending(batch) => batch.finish_ns,
-                Phase::Ended(Err(status)) => return Err(Error::from(*status)),
-                Phase::Ended(Ok(())) => return Ok(()),
+                Phase::Ended(Err(status), _) => return Err(Error::from(*status)),
+                Phase::Ended(Ok(()), _) => return Ok(()),
             };
             if !self.sleep(&mut inner, until, deadline_ns) {
                 return Err(Status::Timeout.into());
+            }
+        }
+    }
+
+    fn sums(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
+        match self.now().known.get(event)? {
+            Phase::Pending(_) => Err(Status::Busy.into()),
+            Phase::Ended(Err(status), _) => Err(Error::from(*status)),
+            Phase::Ended(Ok(()), all) => {
+                sums.iter_mut().zip(all).for_each(|(to, sum)| *to = *sum);
+                Ok(sums.len().min(all.len()))
             }
         }
     }

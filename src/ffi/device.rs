@@ -46,13 +46,21 @@ pub const KVT_DEVICE_HAS_MEMORY: u64 = 4;
 /// kvt_device_know_host.
 pub const KVT_DEVICE_WANTS_PINNED: u64 = 8;
 
+/// CUDA and simulated: the device sums what it copies, where it lies in its memory, and stores
+/// hold what has come over the bus against that: a copy that came damaged is made again, and if
+/// that does not help, fails with KVT_E_CORRUPT.
+pub const KVT_DEVICE_VERIFY: u64 = 1;
+
+/// Most peers of a device.
+const MAX_PEERS: usize = 63;
+
 /// How to open a device.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvt_device_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
-    /// None are defined yet: 0.
+    /// KVT_DEVICE_VERIFY, or 0.
     pub flags: u64,
     /// KVT_DEVICE_HOST, _CUDA, _CUSTOM or _SIMULATED.
     pub kind: u32,
@@ -85,6 +93,11 @@ pub struct kvt_device_opts_t {
     pub arena: u64,
     /// How much; 0 with 0.
     pub arena_bytes: u64,
+    /// CUDA: other devices of the process (ordinals) whose memory copies may name, too, as what
+    /// their primary contexts gave out; null = none.
+    pub peers: *const u32,
+    /// How many, at most 63.
+    pub peer_count: u64,
 }
 
 /// What a device is and can do.
@@ -159,10 +172,11 @@ pub(crate) fn device_of(
 /// Pointers of `given` are null or valid for their lengths.
 unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
     // SAFETY: the caller's promise.
-    let (library, streams) = unsafe {
+    let (library, streams, peers) = unsafe {
         let library = bytes(given.library.cast(), given.library_bytes)?;
         let most = MAX_STREAMS as usize;
-        (library, numbers(given.streams, given.stream_count, most)?)
+        let peers = numbers(given.peers, given.peer_count, MAX_PEERS)?;
+        (library, numbers(given.streams, given.stream_count, most)?, peers)
     };
     Ok(CudaOpts {
         library: (!library.is_empty()).then(|| std::ffi::OsStr::from_bytes(library).into()),
@@ -171,6 +185,8 @@ unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
         streams: streams.to_vec(),
         choice: Choice::Measured,
         arena: (given.arena, given.arena_bytes),
+        peers: peers.to_vec(),
+        verify: given.flags & KVT_DEVICE_VERIFY != 0,
     })
 }
 
@@ -182,22 +198,25 @@ fn simulated_opts(given: &kvt_device_opts_t) -> SimulatedOpts {
         latency_ns: or(given.latency_ns, usual.latency_ns),
         bytes_per_second: or(given.bytes_per_s, usual.bytes_per_second),
         memory_bytes: given.memory_bytes,
+        sums: given.flags & KVT_DEVICE_VERIFY != 0,
         ..usual
     }
 }
 
 /// Fields that a kind of device has no use for are not set.
 fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
-    known_flags(given.flags, 0)?;
+    known_flags(given.flags, KVT_DEVICE_VERIFY)?;
     let cuda = given.ordinal != 0
         || given.context != 0
         || given.stream_count != 0
         || given.library_bytes != 0
-        || given.arena | given.arena_bytes != 0;
+        || given.arena | given.arena_bytes != 0
+        || given.peer_count != 0;
     let simulated = given.memory_bytes | given.seed | given.latency_ns | given.bytes_per_s != 0;
     let is = |kind| given.kind == kind;
     if cuda && !is(KVT_DEVICE_CUDA)
         || simulated && !is(KVT_DEVICE_SIMULATED)
+        || given.flags != 0 && !is(KVT_DEVICE_CUDA) && !is(KVT_DEVICE_SIMULATED)
         || given.custom.is_null() == is(KVT_DEVICE_CUSTOM)
     {
         fail!(Invalid, "fields are set that are for another kind of device, or custom is null");

@@ -7,7 +7,8 @@ use crate::base::status::{Error, Result, Status};
 use crate::device::{Copy, Event, MAX_COPIES, State, Stream};
 use crate::kv::core::Core;
 use crate::kv::core::work::CopyBatch;
-use crate::kv::hands::{Tools, copies_of};
+use crate::kv::hands::Tools;
+use crate::kv::verify::{self, Made, Summed};
 
 /// Where a core is to be found, behind whatever lock it has.
 pub trait Desk {
@@ -19,8 +20,13 @@ pub trait Desk {
 struct Begun {
     batch: CopyBatch,
     after: Event,
-    /// Events of its parts that were not seen to end.
-    parts: VecDeque<Event>,
+    /// Events of its parts that were not seen to end, and how many sums the device makes in
+    /// each.
+    parts: VecDeque<(Event, usize)>,
+    /// What those are of, in their order.
+    summed: VecDeque<Summed>,
+    /// Jobs that came damaged.
+    bad: Vec<usize>,
     outcome: Result<()>,
 }
 
@@ -50,7 +56,8 @@ impl Crew {
     /// The engine's memory is what the views of moves say until they have ended, and the core's
     /// is what it was until it hears of their end from here.
     pub unsafe fn turn(&mut self, desk: &mut dyn Desk) -> bool {
-        let mut ended = self.ended();
+        // SAFETY: the caller's promise.
+        let mut ended = unsafe { self.ended() };
         let mut ahead = Vec::new();
         let mut did = !ended.is_empty();
         desk.with(&mut |core| {
@@ -92,7 +99,7 @@ impl Crew {
     /// Waits until the first of what was begun has ended, or until a deadline.
     pub fn rest(&self, deadline_ns: u64) {
         let first = self.begun.iter().find_map(|one| one.parts.front());
-        if let Some(&event) = first {
+        if let Some(&(event, _)) = first {
             let _ = self.tools.device.wait(event, deadline_ns); // how it ended is asked again
         }
     }
@@ -100,23 +107,35 @@ impl Crew {
     /// Waits until nothing that was begun touches memory any more: nobody is told.
     pub fn finish(&mut self) {
         for one in self.begun.drain(..) {
-            for event in one.parts {
-                let _ = self.tools.end(event); // nobody is left to hear of it
+            for (event, _) in one.parts {
+                let _ = self.tools.end(event, &mut []); // nobody is left to hear of it
             }
         }
     }
 
     /// What has ended, how, and whether that is because its event failed.
-    fn ended(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
+    ///
+    /// # Safety
+    /// As [`Crew::turn`].
+    unsafe fn ended(&mut self) -> Vec<(CopyBatch, Result<()>, bool)> {
         let mut ended = Vec::new();
         let mut at = 0;
         while at < self.begun.len() {
-            if !self.begun[at].has_ended(&self.tools) {
+            // SAFETY: the caller's promise.
+            if !unsafe { self.begun[at].has_ended(&self.tools) } {
                 at += 1;
                 continue;
             }
-            let Begun { batch, after, outcome, .. } = self.begun.remove(at);
-            let (outcome, is_spent) = match self.failed(after) {
+            let Begun { mut batch, after, mut outcome, bad, .. } = self.begun.remove(at);
+            let failure = self.failed(after);
+            if failure.is_none() && outcome.is_ok() && !bad.is_empty() {
+                // Its event has come: a copy made again waits for nobody.
+                let stream = self.streams.iter().find(|(of, _)| *of == after);
+                let stream = stream.map_or(Stream(0), |(_, stream)| *stream);
+                // SAFETY: the caller's promise.
+                outcome = unsafe { verify::again(&self.tools, &mut batch, stream, bad) };
+            }
+            let (outcome, is_spent) = match failure {
                 Some(error) => (Err(error), true),
                 None => (outcome, false),
             };
@@ -158,17 +177,18 @@ impl Crew {
     /// # Safety
     /// As [`Crew::turn`].
     unsafe fn begin(&mut self, batch: CopyBatch, after: Event, stream: Stream) {
-        let mut parts = VecDeque::new();
-        let outcome = copies_of(&batch).and_then(|(mut fills, mut copies)| {
+        let (mut parts, mut summed) = (VecDeque::new(), VecDeque::new());
+        let outcome = Made::of(&self.tools, &batch, None).and_then(|mut made| {
+            summed.extend(made.summed());
             // Into the device tier they may go at once: the engine has no part in that. What
             // reads them there is behind them on the stream.
             // SAFETY: the caller's promise; planes are pieces that are kept for this.
             unsafe {
-                self.submit(stream, None, &mut fills, &mut parts)?;
-                self.submit(stream, Some(after), &mut copies, &mut parts)
+                self.submit(stream, None, &mut made.fills, &mut parts)?;
+                self.submit(stream, Some(after), &mut made.copies, &mut parts)
             }
         });
-        self.begun.push(Begun { batch, after, parts, outcome });
+        self.begun.push(Begun { batch, after, parts, summed, bad: Vec::new(), outcome });
     }
 
     /// # Safety
@@ -178,11 +198,12 @@ impl Crew {
         stream: Stream,
         after: Option<Event>,
         copies: &mut [Copy<'_>],
-        parts: &mut VecDeque<Event>,
+        parts: &mut VecDeque<(Event, usize)>,
     ) -> Result<()> {
         for part in copies.chunks_mut(MAX_COPIES) {
             // SAFETY: the caller's promise.
-            parts.push_back(unsafe { self.tools.device.submit(stream, after, part)? });
+            let event = unsafe { self.tools.device.submit(stream, after, part)? };
+            parts.push_back((event, part.iter().filter(|copy| copy.wants_sum).count()));
         }
         Ok(())
     }
@@ -197,15 +218,29 @@ impl Drop for Crew {
 
 impl Begun {
     /// Whether all parts have; how is noted.
-    fn has_ended(&mut self, tools: &Tools) -> bool {
-        while let Some(&part) = self.parts.front() {
+    ///
+    /// # Safety
+    /// As [`Crew::turn`].
+    unsafe fn has_ended(&mut self, tools: &Tools) -> bool {
+        while let Some(&(part, sums)) = self.parts.front() {
             if matches!(tools.device.state(part), Ok(State::Pending)) {
                 return false;
             }
             self.parts.pop_front();
-            let ended = tools.end(part);
-            if self.outcome.is_ok() {
-                self.outcome = ended;
+            let told = match tools.device.state(part) {
+                Ok(_) => verify::sums_of(&*tools.device, part, sums),
+                Err(error) => Err(error),
+            };
+            let ended = tools.end(part, &mut []);
+            let summed = self.summed.drain(..sums.min(self.summed.len()));
+            match told.and_then(|sums| ended.map(|()| sums)) {
+                // SAFETY: the caller's promise: the batch has ended, its core has not heard.
+                Ok(sums) => unsafe {
+                    let bad = summed.zip(sums).filter_map(|(one, sum)| one.damaged(sum));
+                    self.bad.extend(bad);
+                },
+                Err(error) if self.outcome.is_ok() => self.outcome = Err(error),
+                Err(_) => {}
             }
         }
         true

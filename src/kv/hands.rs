@@ -5,10 +5,10 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::host::Host;
 use crate::device::{Copy, Device, Event, Memory, Stream, Way};
-use crate::kv::coder;
 use crate::kv::core::audit::Audit;
 use crate::kv::core::books::Books;
 use crate::kv::core::work::{CopyBatch, CopyItem, SyncBatch, Upkeep, Work};
+use crate::kv::{coder, verify};
 use crate::tier::disk::DiskTier;
 
 /// What work is done with.
@@ -83,7 +83,7 @@ impl Tools {
     /// As [`Tools::work`].
     unsafe fn copy(&self, batch: &mut CopyBatch, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
-        let outcome = unsafe { self.copy_all(batch, stream) };
+        let outcome = unsafe { verify::copy(self, batch, stream) };
         let is_lost = outcome.as_ref().is_err_and(|e| e.status() == Status::Unavailable);
         if is_lost && batch.rescued.is_some() {
             // SAFETY: the caller's promise; a lost device touches nothing any more.
@@ -93,20 +93,12 @@ impl Tools {
         outcome
     }
 
-    /// # Safety
-    /// As [`Tools::work`].
-    unsafe fn copy_all(&self, batch: &CopyBatch, stream: Stream) -> Result<()> {
-        let (mut fills, mut copies) = copies_of(batch)?;
-        // SAFETY: the caller's promise; planes are pieces that are kept for this.
-        unsafe { self.submit_all(stream, &mut fills, &mut copies) }
-    }
-
     /// Copies `first`, and `then` what may read that. Nothing is under way any more when this
     /// returns.
     ///
     /// # Safety
     /// As [`Device::submit`].
-    unsafe fn submit_all(
+    pub(super) unsafe fn submit_all(
         &self,
         stream: Stream,
         first: &mut [Copy<'_>],
@@ -120,7 +112,7 @@ impl Tools {
         let filled = unsafe { self.device.submit(stream, None, first)? };
         // SAFETY: the same.
         let copied = unsafe { self.submit_parts(stream, Some(filled), then) };
-        let ended = self.end(filled);
+        let ended = self.end(filled, first);
         copied.and(ended)
     }
 
@@ -135,15 +127,18 @@ impl Tools {
         for part in copies.chunks_mut(crate::device::MAX_COPIES) {
             // SAFETY: the caller's promise.
             let event = unsafe { self.device.submit(stream, after, part)? };
-            self.end(event)?;
+            self.end(event, part)?;
         }
         Ok(())
     }
 
-    /// Waits for a batch, and forgets it.
-    pub(super) fn end(&self, event: Event) -> Result<()> {
-        let ended = self.device.wait(event, 0);
+    /// Waits for a batch, takes its sums over, and forgets it.
+    pub(super) fn end(&self, event: Event, copies: &mut [Copy<'_>]) -> Result<()> {
+        let mut ended = self.device.wait(event, 0);
         if self.device.facts().asynchronous {
+            if ended.is_ok() {
+                ended = verify::take_sums(&*self.device, event, copies);
+            }
             self.device.release(event)?;
         }
         ended
@@ -173,21 +168,7 @@ unsafe fn copy_without(batch: &CopyBatch) -> Result<Vec<bool>> {
     Ok(is_in_host)
 }
 
-/// The copies of a batch: those into the device tier, and those that may read them there.
-pub(super) fn copies_of(batch: &CopyBatch) -> Result<(Vec<Copy<'static>>, Vec<Copy<'_>>)> {
-    let mut copies = Vec::with_capacity(batch.items.len());
-    for item in &batch.items {
-        copies.push(copy_of(batch, item)?);
-    }
-    let mut fills = Vec::with_capacity(batch.fills.len());
-    for fill in &batch.fills {
-        let (host, way) = (fill.host as *mut u8, Way::Scatter);
-        fills.push(Copy::bytes(host, fill.device, fill.bytes, way, Memory::Device)?);
-    }
-    Ok((fills, copies))
-}
-
-fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<'a>> {
+pub(super) fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<'a>> {
     let layer = &batch.views[item.views].0[item.layer];
     let plane = match (&layer.v, item.is_v) {
         (Some(v), true) => v,

@@ -17,3 +17,4 @@ pub mod ready;
 pub mod sim;
 pub mod spec;
 pub mod store;
+mod verify;

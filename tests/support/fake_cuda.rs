@@ -67,6 +67,25 @@ impl Fake {
         none();
     }
 
+    /// Whether a device can have access to another's memory; at first none can.
+    pub fn reach(&self, from: i32, to: i32, can: bool) {
+        let reach: extern "C" fn(c_int, c_int, c_int) = self.call("fake_reach");
+        reach(from, to, can.into());
+    }
+
+    /// How many steps a question about an event may bring.
+    pub fn pace(&self, steps: u32) {
+        let pace: extern "C" fn(u32) = self.call("fake_pace");
+        pace(steps);
+    }
+
+    /// A bit changes on the bus, from the device or to it: of the `nth` copy from now on; of all
+    /// that come (-1), or of none (0).
+    pub fn flip(&self, from_device: bool, nth: i64) {
+        let flip: extern "C" fn(c_int, c_long) = self.call("fake_flip");
+        flip(from_device.into(), nth);
+    }
+
     /// What it says of itself; `captures`: some thread is making a graph.
     pub fn set(&self, version: i32, devices: i32, bytes: i64, captures: bool) {
         // SAFETY: the signature of the function in `fake.c`.
@@ -130,16 +149,26 @@ impl Fake {
 
     /// An engine's context, which the fake keeps until [`Fake::give_context_back`].
     pub fn context(&self) -> u64 {
+        self.context_of(0)
+    }
+
+    /// The same, of any device.
+    pub fn context_of(&self, ordinal: i32) -> u64 {
         let retain: extern "C" fn(*mut u64, c_int) -> c_int = self.call("cuDevicePrimaryCtxRetain");
         let mut context = 0;
-        assert_eq!(retain(&mut context, 0), 0);
+        assert_eq!(retain(&mut context, ordinal), 0);
         context
     }
 
     /// Gives it back as often as it was asked for.
     pub fn give_context_back(&self) {
+        self.give_context_of_back(0);
+    }
+
+    /// The same, of any device.
+    pub fn give_context_of_back(&self, ordinal: i32) {
         let release: extern "C" fn(c_int) -> c_int = self.call("cuDevicePrimaryCtxRelease_v2");
-        assert_eq!(release(0), 0);
+        assert_eq!(release(ordinal), 0);
     }
 
     /// A context of a device that an engine has for itself.

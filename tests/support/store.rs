@@ -284,6 +284,17 @@ impl Engine {
         });
     }
 
+    /// Whether some tokens and layers are there, without a word where they are not.
+    pub fn is_right(&mut self, marks: &[u64]) -> bool {
+        let (tokens, layers) = (0..self.tokens.min(marks.len()), 0..self.model.layers);
+        let (mut right, mut is_right) = (vec![0; self.model.run], true);
+        self.visit(tokens, layers, |engine, at, token, layer, v, head| {
+            Engine::right(marks[token], layer, v, head, &mut right);
+            is_right &= engine.memory[at..at + right.len()] == right;
+        });
+        is_right
+    }
+
     /// Where each head of some tokens and layers is either untouched or right.
     pub fn check_if_there(&mut self, marks: &[u64]) {
         let (tokens, layers) = (0..self.tokens.min(marks.len()), 0..self.model.layers);

@@ -261,7 +261,7 @@ fn cuda() -> Finding {
         Ok(found) => found,
         Err(error) => return Finding::new(check, Mark::Absent, "none", error.message()),
     };
-    let opened: Vec<_> = (0..found.len()).map(described).collect();
+    let opened: Vec<_> = (0..found.len()).map(|at| described(at, found.len())).collect();
     let mark = if opened.iter().all(Result::is_ok) { Mark::Good } else { Mark::Limited };
     let words = found.iter().zip(opened).map(|(device, opened)| match opened {
         Ok(told) => told,
@@ -271,9 +271,10 @@ fn cuda() -> Finding {
     Finding::new(check, mark, words.join("; next: "), "how KV is copied to and from them")
 }
 
-fn described(ordinal: usize) -> Result<String> {
+fn described(ordinal: usize, count: usize) -> Result<String> {
     let opts = cuda::CudaOpts {
         ordinal: ordinal as u32,
+        peers: (0..count as u32).filter(|other| *other as usize != ordinal).collect(),
         choice: cuda::Choice::Measured,
         ..cuda::CudaOpts::default()
     };

@@ -55,13 +55,21 @@ pub fn sums(bench: &Bench<'_>) -> Outcome {
     if !bench.device.facts().sums {
         return Err(Trouble::Nothing("the device makes no sums"));
     }
+    let facts = bench.device.facts();
+    // An asynchronous one sums what is in its own memory, and is asked when that is there.
+    let place = if facts.asynchronous { Memory::Device } else { Memory::Host };
     for len in [1, 100, 4096, 65_537, 1 << 20] {
         for way in [Way::Gather, Way::Scatter] {
-            let (a, b) = (bench.room(Memory::Host, len)?, bench.room(Memory::Host, len)?);
+            let (a, b) = (bench.room(place, len)?, bench.room(Memory::Host, len)?);
             let moved = if way == Way::Gather { a.bytes()? } else { b.bytes()? };
             let mut copies = [a.copy(&b, way)?];
             copies[0].wants_sum = true;
             let event = bench.begin(0, None, &mut copies)?;
+            bench.wait(event)?;
+            if facts.asynchronous {
+                let told = bench.device.sums(event, std::slice::from_mut(&mut copies[0].sum));
+                need(told == Ok(1), || format!("{way:?} of {len}: {told:?} sums"))?;
+            }
             bench.finish(event)?;
             need(copies[0].sum == checksum(&moved), || format!("{way:?} of {len}: wrong sum"))?;
         }

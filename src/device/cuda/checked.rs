@@ -25,7 +25,8 @@ macro_rules! shapes {
 }
 
 shapes! {
-    (A) (A, B) (A, B, C) (A, B, C, D) (A, B, C, D, E) (A, B, C, D, E, F, G, H, I)
+    (A) (A, B) (A, B, C) (A, B, C, D) (A, B, C, D, E) (A, B, C, D, E, F)
+    (A, B, C, D, E, F, G, H, I)
     (A, B, C, D, E, F, G, H, I, J, K)
 }
 
@@ -74,6 +75,9 @@ fn functions_have_the_arguments_of_the_headers() {
         to_device = cuMemcpyHtoDAsync_v2(_, _, _, _);
         from_device = cuMemcpyDtoHAsync_v2(_, _, _, _);
         within_device = cuMemcpyDtoDAsync_v2(_, _, _, _);
+        between_devices = cuMemcpyPeerAsync(_, _, _, _, _, _);
+        can_reach = cuDeviceCanAccessPeer(_, _, _);
+        reach = cuCtxEnablePeerAccess(_, _);
         anywhere = cuMemcpyAsync(_, _, _, _);
         rows = cuMemcpy2DAsync_v2(_, _);
         create_stream = cuStreamCreate(_, _);
@@ -198,6 +202,12 @@ fn numbers_are_those_of_the_headers() {
         (POINTER_ORDINAL as i64, About::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL as i64),
         (POINTER_START as i64, About::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR as i64),
         (POINTER_BYTES as i64, About::CU_POINTER_ATTRIBUTE_RANGE_SIZE as i64),
+        (POINTER_ACCESS as i64, About::CU_POINTER_ATTRIBUTE_ACCESS_FLAGS as i64),
+        (
+            POINTER_READ_WRITE as i64,
+            sys::CUDA_POINTER_ATTRIBUTE_ACCESS_FLAGS::CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READWRITE
+                as i64,
+        ),
         (JIT_ERRORS as i64, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER as i64),
         (JIT_ERROR_BYTES as i64, sys::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES as i64),
         (
@@ -232,6 +242,7 @@ fn codes_are_those_of_the_headers() {
         (code::INVALID_CONTEXT, Theirs::CUDA_ERROR_INVALID_CONTEXT),
         (code::INVALID_HANDLE, Theirs::CUDA_ERROR_INVALID_HANDLE),
         (code::NOT_READY, Theirs::CUDA_ERROR_NOT_READY),
+        (code::ALREADY_REACHED, Theirs::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED),
         (code::ALREADY_REGISTERED, Theirs::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED),
         (code::NOT_SUPPORTED, Theirs::CUDA_ERROR_NOT_SUPPORTED),
         (code::CAPTURED_EVENT, Theirs::CUDA_ERROR_CAPTURED_EVENT),

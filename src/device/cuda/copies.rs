@@ -5,6 +5,7 @@ use std::ffi::c_void;
 
 use crate::base::status::Result;
 use crate::device::cuda::batches::{Means, Runs};
+use crate::device::cuda::peers::Apart;
 use crate::device::cuda::words::{Handle, KIND_DEVICE, KIND_HOST, Pointer, Rows, is_sticky};
 use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Event, Memory, Way};
@@ -32,18 +33,23 @@ impl Cuda {
     pub(super) unsafe fn issue(
         &self,
         inner: &mut Inner,
-        copies: &[Copy<'_>],
+        (copies, apart): (&[Copy<'_>], &[Apart]),
         event: Event,
-        stream: Handle,
+        (line, stream): (usize, Handle),
         begun: &mut bool,
     ) -> Result<()> {
         let mut runs = std::mem::take(&mut inner.runs);
         runs.clear();
         inner.begin_moves();
         let mut issue = || {
-            for copy in copies {
+            for (at, copy) in copies.iter().enumerate() {
                 // SAFETY: the caller's promise.
-                unsafe { self.issue_copy(inner, copy, &mut runs, stream, begun)? };
+                unsafe {
+                    match Apart::find(apart, at) {
+                        None => self.issue_copy(inner, copy, &mut runs, stream, begun)?,
+                        Some(one) => self.issue_apart(inner, (copy, one), (line, stream), begun)?,
+                    }
+                }
             }
             // SAFETY: as above.
             unsafe {
@@ -72,7 +78,7 @@ impl Cuda {
             if means == Means::Kernel && inner.note_piece(copy, &strip) {
                 continue;
             }
-            let is_one = strip.count == 1 || strip.stride_bytes == strip.run_bytes;
+            let is_one = runs_of(&strip).0 == 1;
             // The driver takes no rows that overlap, and none that are too far from each other.
             let fits = (strip.run_bytes..=self.max_pitch).contains(&strip.stride_bytes);
             if !is_one && fits && !(gathers && strip.run_bytes >= ROW_BYTES) {
@@ -88,10 +94,7 @@ impl Cuda {
                     return Err(self.driver.error("cuMemcpy2DAsync", code));
                 }
             }
-            let (count, bytes) = match is_one {
-                true => (1, strip.bytes()),
-                false => (strip.count, strip.run_bytes),
-            };
+            let (count, bytes) = runs_of(&strip);
             for row in 0..count {
                 let run = run_of(copy, &strip, row, bytes);
                 if gathers && inner.is_batched(&run) {
@@ -137,7 +140,16 @@ impl Cuda {
     }
 }
 
-fn run_of(copy: &Copy<'_>, strip: &Strip, row: u64, bytes: u64) -> Run {
+/// A strip as runs: how many, and their length.
+pub fn runs_of(strip: &Strip) -> (u64, u64) {
+    match strip.count == 1 || strip.stride_bytes == strip.run_bytes {
+        true => (1, strip.bytes()),
+        false => (strip.count, strip.run_bytes),
+    }
+}
+
+/// One of them.
+pub fn run_of(copy: &Copy<'_>, strip: &Strip, row: u64, bytes: u64) -> Run {
     let tensor = strip.address.wrapping_add(row.wrapping_mul(strip.stride_bytes));
     let plane = copy.plane.expose_provenance() as u64 + strip.at + row * strip.run_bytes;
     let bytes = bytes as usize;

@@ -86,6 +86,13 @@ driver! {
         from_device = "cuMemcpyDtoHAsync_v2" (*mut c_void, Pointer, usize, Handle);
         /// Copies within it, or from one to another.
         within_device = "cuMemcpyDtoDAsync_v2" (Pointer, Pointer, usize, Handle);
+        /// Copies from one context's memory to another's: target, its context, source, its context.
+        between_devices =
+            "cuMemcpyPeerAsync" (Pointer, Handle, Pointer, Handle, usize, Handle);
+        /// Whether a device can have access to another's memory.
+        can_reach = "cuDeviceCanAccessPeer" (*mut c_int, Ordinal, Ordinal);
+        /// Gives the current context that access.
+        reach = "cuCtxEnablePeerAccess" (Handle, c_uint);
         /// Copies from anywhere to anywhere: addresses say what they are.
         anywhere = "cuMemcpyAsync" (Pointer, Pointer, usize, Handle);
         /// Copies rows.

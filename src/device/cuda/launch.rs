@@ -195,6 +195,29 @@ impl Cuda {
         Err(Error::new(Status::Unavailable, text.trim_end()))
     }
 
+    /// Puts one kernel on a stream, of functions that were loaded before.
+    ///
+    /// # Safety
+    /// As for [`Cuda::issue_kernels`].
+    pub(super) unsafe fn issue_call(
+        &self,
+        call: &Call,
+        (found, functions): (&mut Vec<Step>, &[(&str, usize)]),
+        stream: Handle,
+        begun: &mut bool,
+    ) -> Result<()> {
+        found.clear();
+        steps(call, found)?;
+        for step in found.iter() {
+            let function = functions.iter().find(|(name, _)| *name == step.name);
+            let Some(&(_, function)) = function else { return Err(Status::Unsupported.into()) };
+            let launch = Launch { function, step: *step, call: 0 };
+            // SAFETY: the caller's promise.
+            unsafe { self.issue_kernels(&[launch], &[*call], stream, begun)? };
+        }
+        Ok(())
+    }
+
     /// Puts kernels on a stream.
     ///
     /// # Safety

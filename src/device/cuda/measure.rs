@@ -7,6 +7,7 @@ use crate::base::clock::Clock;
 use crate::base::status::Result;
 use crate::device::cuda::batches::{Choice, Chosen, Means};
 use crate::device::cuda::hosts::{HostRange, How};
+use crate::device::cuda::peers::Peer;
 use crate::device::cuda::put::Work;
 use crate::device::cuda::words::{HOST_MAPPED, HOST_PORTABLE};
 use crate::device::cuda::{Cuda, Found};
@@ -53,6 +54,10 @@ pub struct Description {
     pub pageable_bytes: u64,
     /// Why kernels cannot be had, if one was asked for and could not.
     pub no_kernels: Option<String>,
+    /// Its peers, and why it has no access to their memory, where it has none.
+    pub peers: Vec<(u32, Option<String>)>,
+    /// It sums what it copies.
+    pub verifies: bool,
 }
 
 impl Description {
@@ -80,6 +85,15 @@ impl fmt::Display for Description {
         }
         if let Some(why) = &self.no_kernels {
             write!(f, "; no kernels: {why}")?;
+        }
+        for (ordinal, apart) in &self.peers {
+            match apart {
+                None => write!(f, "; reaches device {ordinal}")?,
+                Some(why) => write!(f, "; device {ordinal} by copies alone: {why}")?,
+            }
+        }
+        if self.verifies {
+            write!(f, "; what it copies is verified")?;
         }
         Ok(())
     }
@@ -244,6 +258,10 @@ impl Cuda {
         description.pageable_bytes = pageable.map(|range| range.bytes).sum();
         drop(inner);
         let loaded = self.loaded.lock();
+        let words = |error: &crate::base::status::Error| error.message().to_string();
+        let told = |peer: &Peer| (peer.ordinal as u32, peer.apart.as_ref().map(words));
+        description.peers = self.peers.iter().map(told).collect();
+        description.verifies = self.verifies;
         description.no_kernels = loaded.failure().map(|error| error.message().to_string());
         description
     }

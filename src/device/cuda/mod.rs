@@ -17,9 +17,11 @@ mod launch;
 mod measure;
 mod moves;
 mod open;
+mod peers;
 mod pointers;
 mod promise;
 mod put;
+mod sums;
 mod window;
 mod words;
 
@@ -69,6 +71,11 @@ pub struct CudaOpts {
     /// Device memory of the engine's, from where on and how much: what the device gives out
     /// comes from it. Nothing = the driver is asked for memory.
     pub arena: (u64, u64),
+    /// Other devices of the process, by their places, whose memory copies may name, too: what
+    /// their shared contexts gave out.
+    pub peers: Vec<u32>,
+    /// The device sums what it copies, where it lies in its memory, and who copies compares.
+    pub verify: bool,
 }
 
 /// What a driver says of a device.
@@ -95,6 +102,7 @@ struct Inner {
     runs: batches::Runs,
     moves: moves::Moves,
     promises: promise::Promises,
+    sums: sums::Sums,
     /// The driver refused to take many copies at once.
     batches_fail: bool,
     last: u64,
@@ -119,6 +127,8 @@ pub struct Cuda {
     chosen: Chosen,
     description: Description,
     kernels: u64,
+    verifies: bool,
+    peers: Vec<peers::Peer>,
     /// One was asked for and does not load.
     kernels_fail: AtomicBool,
     loaded: Mutex<Loaded>,
@@ -236,7 +246,7 @@ impl Device for Cuda {
         Facts {
             name: "cuda",
             asynchronous: true,
-            sums: false,
+            sums: self.verifies,
             reaches_device: true,
             wants_pinned: true,
             streams: self.streams.len() as u32,
@@ -255,6 +265,7 @@ impl Device for Cuda {
             facts.streams = stream.0 + 1;
         }
         check(&facts, stream, copies)?;
+        self.check_sums(copies)?;
         self.put(&mut inner, stream.0 as usize, after, &Work::Copies(copies))
     }
 
@@ -291,6 +302,10 @@ impl Device for Cuda {
             self.nap.wait_for(&mut self.inner.lock(), nap);
             nap_ns = (nap_ns * 2).min(NAP_NS.1);
         }
+    }
+
+    fn sums(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
+        self.sums_of(event, sums)
     }
 
     fn poll(&self, ended: &mut [Event]) -> usize {

@@ -4,8 +4,7 @@
 
 use crate::base::status::{Result, Status};
 use crate::device::call::{Call, Kind};
-use crate::device::cuda::kernels::{Step, steps};
-use crate::device::cuda::launch::Launch;
+use crate::device::cuda::kernels::Step;
 use crate::device::cuda::words::{HOST_PORTABLE, Handle, Pointer};
 use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Event, Memory, Way};
@@ -197,16 +196,8 @@ impl Cuda {
         *begun = true;
         self.driver.check("cuMemcpyHtoDAsync", code)?;
         let call = move_call(list.device, pieces.len() as u32);
-        found.clear();
-        steps(&call, found)?;
-        for step in found.iter() {
-            let function = functions.iter().find(|(name, _)| *name == step.name);
-            let Some(&(_, function)) = function else { return Err(Status::Unsupported.into()) };
-            let launch = Launch { function, step: *step, call: 0 };
-            // SAFETY: the caller's promise, and a list that is this launch's until its event.
-            unsafe { self.issue_kernels(&[launch], &[call], stream, begun)? };
-        }
-        Ok(())
+        // SAFETY: the caller's promise, and a list that is this launch's until its event.
+        unsafe { self.issue_call(&call, (found, functions), stream, begun) }
     }
 }
 

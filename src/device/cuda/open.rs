@@ -56,6 +56,8 @@ impl Cuda {
             chosen: Chosen::default(),
             description: Description::default(),
             kernels: kernels(),
+            verifies: opts.verify,
+            peers: Vec::new(),
             kernels_fail: AtomicBool::new(false),
             loaded: Mutex::new(Loaded::default()),
             inner: Mutex::new(Inner::default()),
@@ -63,6 +65,10 @@ impl Cuda {
         };
         cuda.begin()?;
         cuda.take_arena(opts.arena)?;
+        cuda.open_peers(&opts.peers, count)?;
+        if opts.verify {
+            cuda.load_summer()?;
+        }
         cuda.choose(opts.choice);
         Ok(cuda)
     }
@@ -160,6 +166,12 @@ impl Cuda {
                 driver.note("cuMemFreeHost", (driver.free_host)(host as Handle));
                 driver.note("cuMemFree", (driver.free)(device));
             }
+            for host in inner.sums.taken_hosts() {
+                driver.note("cuMemFreeHost", (driver.free_host)(host as Handle));
+            }
+            for address in inner.sums.taken() {
+                driver.note("cuMemFree", (driver.free)(address));
+            }
             self.give_page_back(inner);
             for event in inner.promises.passing().chain(inner.events.all()) {
                 driver.note("cuEventDestroy", (driver.destroy_event)(event));
@@ -182,6 +194,7 @@ impl Drop for Cuda {
             Ok(_inside) => self.give_back(&mut self.inner.lock()),
             Err(error) => log::warn!("a CUDA device keeps what it has: {}", error.message()),
         }
+        self.leave_peers();
         if self.owns_context {
             // SAFETY: retained once.
             let code = unsafe { (self.driver.release_primary)(self.ordinal) };

@@ -3,9 +3,10 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use crate::base::status::Result;
+use crate::base::status::{Result, Status};
 use crate::device::call::Call;
 use crate::device::cuda::known::addresses;
+use crate::device::cuda::peers::{Apart, Whose};
 use crate::device::cuda::words::{
     KIND_DEVICE, KIND_HOST, POINTER_BYTES, POINTER_KIND, POINTER_MANAGED, POINTER_ON_DEVICE,
     POINTER_ORDINAL, POINTER_START, code,
@@ -39,22 +40,33 @@ impl About {
     }
 }
 
-/// Ranges of a batch that were found to be the device's.
+/// Ranges of a batch that were found to be sound, and whose they are.
 #[derive(Default)]
 pub struct Seen {
-    ranges: [(u64, u64); REMEMBERED],
+    ranges: [(u64, u64, Whose); REMEMBERED],
     next: usize,
 }
 
 impl Seen {
-    fn end_of(&self, address: u64) -> Option<u64> {
-        let inside = |range: &&(u64, u64)| (range.0..range.1).contains(&address);
-        self.ranges.iter().find(inside).map(|range| range.1)
+    fn end_of(&self, address: u64) -> Option<(u64, Whose)> {
+        let inside = |range: &&(u64, u64, Whose)| (range.0..range.1).contains(&address);
+        self.ranges.iter().find(inside).map(|range| (range.1, range.2))
     }
 
-    fn add(&mut self, from: u64, to: u64) {
-        self.ranges[self.next] = (from, to);
+    fn add(&mut self, from: u64, to: u64, whose: Whose) {
+        self.ranges[self.next] = (from, to, whose);
         self.next = (self.next + 1) % REMEMBERED;
+    }
+}
+
+/// Whose several parts of one side are. What is not all of one device cannot be copied where
+/// there is no access to it.
+fn both(found: Option<Whose>, more: Whose) -> Result<Whose> {
+    match found {
+        Some(before) if before != more && (before.is_apart() || more.is_apart()) => {
+            fail!(Invalid, "memory of several devices in one copy, without access to all of it")
+        }
+        _ => Ok(more),
     }
 }
 
@@ -90,23 +102,31 @@ impl Cuda {
         self.driver.check("cuPointerGetAttributes", code).map(|()| about)
     }
 
-    /// Refuses copies whose device memory is not this device's, as far as that can be known.
-    pub(super) fn check_copies(&self, inner: &Inner, copies: &[Copy<'_>]) -> Result<()> {
-        let mut seen = Seen::default();
-        for copy in copies {
+    /// Refuses copies whose device memory is not this device's or a peer's, as far as that can be
+    /// known. Which of them have memory that there is no access to.
+    pub(super) fn check_copies(&self, inner: &Inner, copies: &[Copy<'_>]) -> Result<Vec<Apart>> {
+        let (mut seen, mut apart) = (Seen::default(), Vec::new());
+        for (at, copy) in copies.iter().enumerate() {
+            let (mut tensor, mut plane) = (None, Whose::Own);
             if copy.plane_memory == Memory::Device {
-                let plane = copy.plane as u64;
-                self.check_range(inner, &mut seen, plane, copy.tensor.bytes())?;
+                let address = copy.plane as u64;
+                plane = self.check_range(inner, &mut seen, address, copy.tensor.bytes())?;
             }
             if copy.memory == Memory::Device {
                 for strip in copy.tensor.strips() {
                     let runs = (strip.count.max(1) - 1).saturating_mul(strip.stride_bytes);
                     let reach = runs.saturating_add(strip.run_bytes);
-                    self.check_range(inner, &mut seen, strip.address, reach)?;
+                    let whose = self.check_range(inner, &mut seen, strip.address, reach)?;
+                    tensor = Some(both(tensor, whose)?);
                 }
             }
+            let tensor = tensor.unwrap_or_default();
+            if tensor.is_apart() || plane.is_apart() {
+                apart.try_reserve(1).map_err(|_| Status::NoMem)?;
+                apart.push(Apart { copy: at, tensor, plane });
+            }
         }
-        Ok(())
+        Ok(apart)
     }
 
     pub(super) fn check_range(
@@ -115,44 +135,50 @@ impl Cuda {
         seen: &mut Seen,
         from: u64,
         bytes: u64,
-    ) -> Result<()> {
+    ) -> Result<Whose> {
         let Some(end) = from.checked_add(bytes) else {
             fail!(Invalid, "{bytes} bytes at {from:#x} lead out of the address space");
         };
-        let mut at = from;
+        let (mut at, mut all) = (from, None);
         for _ in 0..MAX_PIECES {
-            at = match seen.end_of(at).or_else(|| inner.given_end(at)) {
+            let given = || inner.given_end(at).map(|end| (end, Whose::Own));
+            let (next, whose) = match seen.end_of(at).or_else(given) {
                 Some(known) => known,
                 None => {
                     let about = self.about(at)?;
-                    self.check_device(at, &about)?;
+                    let whose = self.check_device(at, &about)?;
                     let to = about.start.saturating_add(about.bytes as u64);
                     if !(about.start..to).contains(&at) {
-                        return Ok(()); // the driver does not say how far it goes
+                        return both(all, whose); // the driver does not say how far it goes
                     }
-                    seen.add(about.start, to);
-                    to
+                    seen.add(about.start, to, whose);
+                    (to, whose)
                 }
             };
+            all = Some(both(all, whose)?);
+            at = next;
             if at >= end {
-                return Ok(());
+                break;
             }
         }
-        Ok(())
+        Ok(all.unwrap_or_default())
     }
 
     /// Memory that processors and devices share is everybody's.
-    fn check_device(&self, address: u64, about: &About) -> Result<()> {
+    fn check_device(&self, address: u64, about: &About) -> Result<Whose> {
         if about.is_managed != 0 || (about.kind == KIND_DEVICE && about.ordinal == self.ordinal) {
-            return Ok(());
+            return Ok(Whose::Own);
         }
         match about.kind {
-            KIND_DEVICE => fail!(
-                Invalid,
-                "the memory at {address:#x} is device {}'s, this is {}",
-                about.ordinal,
-                self.ordinal
-            ),
+            KIND_DEVICE => match self.whose(address, about.ordinal)? {
+                Some(whose) => Ok(whose),
+                None => fail!(
+                    Invalid,
+                    "the memory at {address:#x} is device {}'s, this is {}",
+                    about.ordinal,
+                    self.ordinal
+                ),
+            },
             KIND_HOST => fail!(Invalid, "the memory at {address:#x} is the processor's"),
             _ => fail!(Invalid, "the driver knows no memory at {address:#x}"),
         }
@@ -169,7 +195,11 @@ impl Cuda {
             let is_reached = about.kind == 0 && self.reaches_pageable;
             if !is_here && !is_reached {
                 let checked = self.check_device(address, &about);
-                checked.map_err(|error| error.within(&format!("{name} of a kernel")))?;
+                let whose =
+                    checked.map_err(|error| error.within(&format!("{name} of a kernel")))?;
+                if whose.is_apart() {
+                    fail!(Invalid, "{name} of a kernel: there is no access to {address:#x}");
+                }
             }
         }
         Ok(())

@@ -3,6 +3,7 @@
 use crate::base::status::Result;
 use crate::device::call::Call;
 use crate::device::cuda::launch::Launch;
+use crate::device::cuda::peers::Apart;
 use crate::device::cuda::words::Handle;
 use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Event};
@@ -43,8 +44,9 @@ impl Cuda {
         if !self.owns_streams && line < self.streams.len() {
             self.refuse_capturing(stream)?;
         }
+        let mut apart = Vec::new();
         match work {
-            Work::Copies(copies) => self.check_copies(inner, copies)?,
+            Work::Copies(copies) => apart = self.check_copies(inner, copies)?,
             Work::Kernels(_, calls) => self.check_calls(inner, calls)?,
             Work::After(_) => {}
         }
@@ -54,9 +56,9 @@ impl Cuda {
             Work::After(_) => Ok(()),
         })?;
         let mut begun = false;
-        let issued = self
-            .wait_for(inner, stream, waits)
-            .and_then(|()| self.issue_work(inner, event, stream, work, &mut begun));
+        let issued = self.wait_for(inner, stream, waits).and_then(|()| {
+            self.issue_work(inner, event, (line, stream), (work, &apart), &mut begun)
+        });
         let raw = inner.events.raw(event)?;
         // SAFETY: an event and a stream of this context.
         let record =
@@ -91,13 +93,20 @@ impl Cuda {
         &self,
         inner: &mut Inner,
         event: Event,
-        stream: Handle,
-        work: &Work<'_, '_>,
+        (line, stream): (usize, Handle),
+        (work, apart): (&Work<'_, '_>, &[Apart]),
         begun: &mut bool,
     ) -> Result<()> {
         match work {
-            // SAFETY: the promise that came with the work.
-            Work::Copies(copies) => unsafe { self.issue(inner, copies, event, stream, begun) },
+            Work::Copies(copies) => {
+                let (batch, onto) = ((*copies, apart), (line, stream));
+                let plan = self.plan_sums(inner, batch, event, line)?;
+                // SAFETY: the promise that came with the work.
+                unsafe { self.issue(inner, batch, event, onto, begun)? };
+                let Some(plan) = plan else { return Ok(()) };
+                // SAFETY: as above.
+                unsafe { self.issue_sums(inner, (batch, &plan), event, onto, begun) }
+            }
             // SAFETY: as above.
             Work::Kernels(launches, calls) => unsafe {
                 self.issue_kernels(launches, calls, stream, begun)

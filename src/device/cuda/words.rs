@@ -75,6 +75,10 @@ pub const POINTER_ORDINAL: c_int = 9;
 pub const POINTER_START: c_int = 11;
 /// Of an address: how long that is.
 pub const POINTER_BYTES: c_int = 12;
+/// Of an address: what the device of the current context may do there.
+pub const POINTER_ACCESS: c_int = 16;
+/// [`POINTER_ACCESS`]: read and write.
+pub const POINTER_READ_WRITE: c_uint = 3;
 /// Of kernels: where a compiler's words of errors go.
 pub const JIT_ERRORS: c_int = 5;
 /// Of kernels: how many bytes of them.
@@ -140,6 +144,7 @@ pub mod code {
     pub const INVALID_CONTEXT: Code = 201;
     pub const INVALID_HANDLE: Code = 400;
     pub const NOT_READY: Code = 600;
+    pub const ALREADY_REACHED: Code = 704;
     pub const ALREADY_REGISTERED: Code = 712;
     pub const NOT_SUPPORTED: Code = 801;
     pub const CAPTURED_EVENT: Code = 907;

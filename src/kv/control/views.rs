@@ -112,6 +112,7 @@ fn counters(json: &mut Json, all: &Counters) {
         ("device_lost_cells", all.device_lost),
         ("missed_cells", all.misses),
         ("corrupt_cells", all.corrupt),
+        ("damaged_copies", all.damaged),
         ("written_cells", all.written),
         ("written_bytes", all.written_bytes),
         ("loaded_bytes", all.loaded_bytes),

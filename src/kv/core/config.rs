@@ -191,6 +191,8 @@ pub struct Counters {
     pub misses: u64,
     /// Cells whose bytes were wrong, and that became misses.
     pub corrupt: u64,
+    /// Copies that came damaged over a device's bus, and were made again.
+    pub damaged: u64,
     /// Cells written to disk.
     pub written: u64,
     /// Their bytes, as they are in memory.

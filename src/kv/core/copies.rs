@@ -72,7 +72,7 @@ impl Core {
         match replica {
             // Over the link once: on the device it is passed on.
             Some(device) if one.spec.deed == Deed::Get => {
-                batch.fills.push(Fill { host, device, bytes });
+                batch.fills.push(Fill { host, device, bytes, job: batch.jobs.len() });
                 let address = device as usize;
                 self.add_planes(id, &Side { address, memory: Memory::Device }, batch);
             }
@@ -123,7 +123,10 @@ impl Core {
         if result.as_ref().is_err_and(|error| error.status() == Status::Unavailable) {
             self.lose_device();
         }
+        self.counters.damaged += batch.damage.seen;
+        let damaged = Err(Status::Corrupt.into());
         for (at, &id) in batch.jobs.iter().enumerate() {
+            let result = if batch.damage.jobs.contains(&at) { &damaged } else { result };
             let is_rescued = batch.rescued.as_ref().and_then(|all| all.get(at)) == Some(&true);
             let job = self.jobs[id];
             let (board, cell) = self.cell_of(&job);

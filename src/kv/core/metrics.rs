@@ -96,6 +96,7 @@ fn counters(out: &mut Exposition, all: &Counters) {
         ("cells_stored", all.stored, "Cells stored from outside."),
         ("cells_known", all.known, "Cells that were there when they were to be stored."),
         ("cells_corrupt", all.corrupt, "Cells whose bytes were wrong, and that became misses."),
+        ("copies_damaged", all.damaged, "Copies that came damaged over a device's bus."),
         ("cells_written", all.written, "Cells written to disk."),
         ("written_bytes", all.written_bytes, "Bytes of cells written to disk."),
         ("coded_cells", all.coded, "Of those, cells that were coded."),

@@ -69,6 +69,17 @@ pub struct Fill {
     pub device: u64,
     /// How long it is.
     pub bytes: u64,
+    /// Which job of the batch it is of.
+    pub job: usize,
+}
+
+/// What a device said of copies over the bus, where it sums.
+#[derive(Debug, Default)]
+pub struct Damage {
+    /// Copies that came with other bytes than were sent.
+    pub seen: u64,
+    /// Jobs of the batch that were no better the second time.
+    pub jobs: Vec<usize>,
 }
 
 /// Copies.
@@ -84,6 +95,8 @@ pub struct CopyBatch {
     /// The device may be lost and the store go on: jobs between places in host memory are
     /// then done without it, and noted here.
     pub rescued: Option<Vec<bool>>,
+    /// What came damaged over the bus.
+    pub damage: Damage,
     pub(super) burden: Burden,
     /// The engine's side of its moves.
     pub views: Vec<Arc<Views>>,

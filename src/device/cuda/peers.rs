@@ -1,0 +1,221 @@
+//! Memory of other devices of the process. Where this device has access to it, it is as its own:
+//! for copies of all kinds, and for kernels. Elsewhere there is one call that takes it, a run of
+//! bytes at a time, and between it and the host bytes pass through this device's memory: nothing
+//! else is documented to work without access.
+
+use std::ffi::c_int;
+
+use crate::base::status::{Error, Result};
+use crate::device::cuda::copies::{Run, run_of, runs_of};
+use crate::device::cuda::words::{Handle, Ordinal, POINTER_ACCESS, POINTER_READ_WRITE, code};
+use crate::device::cuda::{Cuda, Inner};
+use crate::device::{Copy, Memory, Way};
+use crate::fail;
+
+/// Another device, whose memory copies may name.
+pub struct Peer {
+    pub ordinal: Ordinal,
+    /// The context that its process shares.
+    context: usize,
+    /// Why this device has no access to its memory, if it has none.
+    pub apart: Option<Error>,
+}
+
+/// Whose memory copies have found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Whose {
+    /// This device's, or everybody's.
+    #[default]
+    Own,
+    /// Another's, which one, and there is access to it.
+    Reached(usize),
+    /// Another's, without.
+    Apart(usize),
+}
+
+impl Whose {
+    pub fn is_apart(self) -> bool {
+        matches!(self, Whose::Apart(_))
+    }
+}
+
+/// A copy of a batch with memory that this device has no access to.
+#[derive(Clone, Copy)]
+pub struct Apart {
+    /// Which copy.
+    pub copy: usize,
+    pub tensor: Whose,
+    pub plane: Whose,
+}
+
+impl Apart {
+    /// What is known of a copy, if it is such; they are in order.
+    pub fn find(all: &[Apart], copy: usize) -> Option<&Apart> {
+        let at = all.binary_search_by_key(&copy, |apart| apart.copy).ok()?;
+        all.get(at)
+    }
+}
+
+impl Cuda {
+    /// Has access to other devices' memory from now on, as far as that can be had. It stays when
+    /// this device is closed: others may have come to count on it.
+    pub(super) fn open_peers(&mut self, places: &[u32], count: c_int) -> Result<()> {
+        for place in places {
+            let found = c_int::try_from(*place).ok().filter(|place| *place < count);
+            let Some(found) = found else {
+                fail!(Invalid, "peer {place}, the driver has {count} devices");
+            };
+            let ordinal = self.driver.device_at(found)?;
+            if ordinal == self.ordinal {
+                fail!(Invalid, "device {place} is no peer of itself");
+            }
+            if self.peers.iter().any(|peer| peer.ordinal == ordinal) {
+                fail!(Invalid, "peer {place} is named twice");
+            }
+            let context = self.driver.retain(ordinal)?;
+            self.peers.push(Peer { ordinal, context, apart: None });
+            let apart = self.reach(ordinal, context).err();
+            if let Some(error) = &apart {
+                log::info!("no access to device {ordinal}'s memory: {}", error.message());
+            }
+            if let Some(peer) = self.peers.last_mut() {
+                peer.apart = apart;
+            }
+        }
+        Ok(())
+    }
+
+    fn reach(&self, ordinal: Ordinal, context: usize) -> Result<()> {
+        let mut can = 0;
+        // SAFETY: a place for a number.
+        let asked = unsafe { (self.driver.can_reach)(&mut can, self.ordinal, ordinal) };
+        self.driver.check("cuDeviceCanAccessPeer", asked)?;
+        if can == 0 {
+            fail!(Unsupported, "there is no way between the devices");
+        }
+        let _inside = self.enter()?;
+        // SAFETY: a context that was retained; flags are 0, as they have to be.
+        match unsafe { (self.driver.reach)(context as Handle, 0) } {
+            code::ALREADY_REACHED => Ok(()),
+            other => self.driver.check("cuCtxEnablePeerAccess", other),
+        }
+    }
+
+    /// Whose the memory of another device is, if that is one of the peers. Access is asked for
+    /// each allocation: what is mapped or taken from pools has its own.
+    pub(super) fn whose(&self, address: u64, ordinal: Ordinal) -> Result<Option<Whose>> {
+        let Some(peer) = self.peers.iter().position(|peer| peer.ordinal == ordinal) else {
+            return Ok(None);
+        };
+        let mut access: u32 = 0;
+        let (asked, answer) = ([POINTER_ACCESS], [(&raw mut access).cast()]);
+        // SAFETY: one question, and a place for its answer.
+        let code =
+            unsafe { (self.driver.about_pointer)(1, asked.as_ptr(), answer.as_ptr(), address) };
+        self.driver.check("cuPointerGetAttributes", code)?;
+        let is_reached = access == POINTER_READ_WRITE;
+        Ok(Some(if is_reached { Whose::Reached(peer) } else { Whose::Apart(peer) }))
+    }
+
+    fn context_of(&self, whose: Whose) -> Handle {
+        let peer = match whose {
+            Whose::Own => None,
+            Whose::Reached(peer) | Whose::Apart(peer) => self.peers.get(peer),
+        };
+        peer.map_or(self.context, |peer| peer.context) as Handle
+    }
+
+    /// Puts a copy on a stream that has memory without access on one side or both.
+    ///
+    /// # Safety
+    /// As for [`Cuda::issue`].
+    pub(super) unsafe fn issue_apart(
+        &self,
+        inner: &mut Inner,
+        (copy, apart): (&Copy<'_>, &Apart),
+        (line, stream): (usize, Handle),
+        begun: &mut bool,
+    ) -> Result<()> {
+        let (from, to) = match copy.way {
+            Way::Gather => (apart.tensor, apart.plane),
+            Way::Scatter => (apart.plane, apart.tensor),
+        };
+        let contexts = (self.context_of(from), self.context_of(to));
+        for strip in copy.tensor.strips() {
+            let (count, bytes) = runs_of(&strip);
+            for row in 0..count {
+                let run = run_of(copy, &strip, row, bytes);
+                // SAFETY: the caller's promise: a run of a strip.
+                unsafe { self.issue_run_apart(inner, &run, contexts, (line, stream), begun)? };
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As for [`Cuda::issue`].
+    unsafe fn issue_run_apart(
+        &self,
+        inner: &mut Inner,
+        run: &Run,
+        (from, to): (Handle, Handle),
+        (line, stream): (usize, Handle),
+        begun: &mut bool,
+    ) -> Result<()> {
+        let own = self.context as Handle;
+        let between = |run: &Run, from: Handle, to: Handle| {
+            // SAFETY: the caller's promise, and contexts that are retained.
+            let code = unsafe {
+                (self.driver.between_devices)(run.to, to, run.from, from, run.bytes, stream)
+            };
+            self.driver.check("cuMemcpyPeerAsync", code)
+        };
+        if [run.from_memory, run.to_memory] == [Memory::Device; 2] {
+            between(run, from, to)?;
+            *begun = true;
+            return Ok(());
+        }
+        // A stream's work is in order: so is who has the memory on the way.
+        let stage = self.stage(&mut inner.sums, line, 1)?;
+        let mut done = 0;
+        while done < run.bytes {
+            let bytes = (run.bytes - done).min(stage.bytes as usize);
+            let on_way = Memory::Device;
+            let first = Run {
+                to: stage.address,
+                from: run.from + done as u64,
+                bytes,
+                to_memory: on_way,
+                ..*run
+            };
+            let then = Run {
+                to: run.to + done as u64,
+                from: stage.address,
+                bytes,
+                from_memory: on_way,
+                ..*run
+            };
+            *begun = true;
+            if run.from_memory == Memory::Host {
+                // SAFETY: the caller's promise, and memory of this stream's alone.
+                unsafe { self.issue_run(&first, stream)? };
+                between(&then, own, to)?;
+            } else {
+                between(&first, from, own)?;
+                // SAFETY: as above.
+                unsafe { self.issue_run(&then, stream)? };
+            }
+            done += bytes;
+        }
+        Ok(())
+    }
+
+    /// Gives the peers' contexts back.
+    pub(super) fn leave_peers(&mut self) {
+        for peer in self.peers.drain(..) {
+            // SAFETY: retained once.
+            let code = unsafe { (self.driver.release_primary)(peer.ordinal) };
+            self.driver.note("cuDevicePrimaryCtxRelease", code);
+        }
+    }
+}

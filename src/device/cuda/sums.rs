@@ -1,0 +1,370 @@
+//! What a device sums of its own memory, for whoever copies to hold bytes against that have
+//! crossed a bus. A plane that lies there in one piece is summed where it is. Of others the pieces
+//! are put together first, in memory of the stream's own: a sum is one of a plane's order.
+
+use crate::base::checksum::BLOCK_BYTES;
+use crate::base::status::{Result, Status};
+use crate::device::call::{Call, Kind};
+use crate::device::cuda::kernels::Step;
+use crate::device::cuda::peers::{Apart, Whose};
+use crate::device::cuda::words::{HOST_PORTABLE, Handle, Pointer};
+use crate::device::cuda::{Cuda, Inner};
+use crate::device::{Copy, Event, Memory, Way};
+use crate::fail;
+
+/// Lists that may be in use at once: one for each batch with sums that was not released.
+const LISTS: usize = 256;
+/// The least that a list has room for, in ranges and in blocks of them.
+const LEAST: (usize, usize) = (256, 4096);
+/// Memory for planes that are put together, for each stream that has such.
+const STAGE_BYTES: u64 = 8 << 20;
+/// Planes lie there at multiples of this.
+const STAGE_GRAIN: u64 = 256;
+
+/// A range, as the kernel has it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Range {
+    address: u64,
+    bytes: u64,
+}
+
+/// Ranges and their sums, in host memory and on the device, and the batch that they are of.
+struct List {
+    host: usize,
+    device: Pointer,
+    ranges: usize,
+    blocks: usize,
+    user: Option<Event>,
+    /// How many ranges that has.
+    count: usize,
+}
+
+impl List {
+    /// Where the sums are, behind the ranges.
+    fn sums_at(&self) -> usize {
+        self.ranges * size_of::<Range>()
+    }
+
+    /// Where the kernel's own memory is, behind the sums.
+    fn scratch_at(&self) -> usize {
+        self.sums_at() + self.ranges * 8
+    }
+
+    fn scratch_bytes(&self) -> usize {
+        8 * (self.ranges + 1 + self.blocks)
+    }
+
+    fn call(&self, first: usize, count: usize) -> Call {
+        Call {
+            kind: Kind::Sum as u32,
+            table: self.device + (first * size_of::<Range>()) as u64,
+            count: count as u32,
+            out: self.device + (self.sums_at() + first * 8) as u64,
+            scratch: self.device + self.scratch_at() as u64,
+            scratch_bytes: self.scratch_bytes() as u64,
+            ..Call::default()
+        }
+    }
+}
+
+/// Where planes of a stream are put together. Its work is in order: so is who has the memory.
+#[derive(Clone, Copy, Default)]
+pub struct Stage {
+    pub address: Pointer,
+    pub bytes: u64,
+}
+
+/// What sums are made with; memory is taken when it is first needed, and used again.
+#[derive(Default)]
+pub struct Sums {
+    lists: Vec<List>,
+    stages: Vec<Stage>,
+    /// Stages that were too small: to give memory back may wait for the whole device.
+    outgrown: Vec<Pointer>,
+    steps: Vec<Step>,
+    /// The kernel's functions by their names.
+    functions: Vec<(&'static str, usize)>,
+}
+
+impl Sums {
+    /// Host memory that was taken of the driver.
+    pub fn taken_hosts(&self) -> impl Iterator<Item = usize> {
+        self.lists.iter().map(|list| list.host)
+    }
+
+    /// Memory of the device's that was.
+    pub fn taken(&self) -> impl Iterator<Item = Pointer> {
+        let stages = self.stages.iter().map(|stage| stage.address).filter(|at| *at != 0);
+        let lists = self.lists.iter().map(|list| list.device);
+        stages.chain(self.outgrown.iter().copied()).chain(lists)
+    }
+}
+
+/// Copies, and which of them have memory without access.
+type Batch<'a, 'b> = (&'a [Copy<'b>], &'a [Apart]);
+
+/// How the sums of a batch are made.
+pub struct Plan {
+    ranges: Vec<Range>,
+    /// Which of them are put together first, and from which copy.
+    staged: Vec<Option<usize>>,
+    /// The stage is used anew from these on.
+    groups: Vec<usize>,
+    list: usize,
+}
+
+/// Where the side of a copy that is summed begins, if it lies in one piece that kernels reach.
+/// None: it does not.
+fn piece_of(copy: &Copy<'_>, apart: Option<&Apart>) -> Option<u64> {
+    if apart.is_some_and(|apart| side_of(copy, apart).is_apart()) {
+        return None;
+    }
+    if is_plane(copy) {
+        return Some(copy.plane.expose_provenance() as u64);
+    }
+    let mut strips = copy.tensor.strips();
+    let first = strips.next()?;
+    let is_one = first.count == 1 || first.stride_bytes == first.run_bytes;
+    (is_one && strips.next().is_none()).then_some(first.address)
+}
+
+/// Whether it is the plane that is summed: the device's side, of two the target.
+fn is_plane(copy: &Copy<'_>) -> bool {
+    let is_alone = copy.memory == Memory::Host;
+    copy.plane_memory == Memory::Device && (is_alone || copy.way == Way::Gather)
+}
+
+/// Whose the summed side is.
+fn side_of(copy: &Copy<'_>, apart: &Apart) -> Whose {
+    if is_plane(copy) { apart.plane } else { apart.tensor }
+}
+
+impl Cuda {
+    /// Loads the kernel, for a device that is to sum.
+    pub(super) fn load_summer(&self) -> Result<()> {
+        if self.kernels & Kind::Sum.bit() == 0 {
+            fail!(Unsupported, "no kernel sums here: copies cannot be verified");
+        }
+        let (host, device, (ranges, blocks)) = (0, STAGE_GRAIN, LEAST);
+        let any = List { host, device, ranges, blocks, user: None, count: 0 };
+        let prepared = self.prepare(&[any.call(0, 1)]);
+        let launches = prepared.map_err(|e| e.within("copies cannot be verified"))?;
+        let functions = launches.iter().map(|launch| (launch.step.name, launch.function));
+        self.inner.lock().sums.functions = functions.collect();
+        Ok(())
+    }
+
+    /// Refuses sums that cannot be made.
+    pub(super) fn check_sums(&self, copies: &[Copy<'_>]) -> Result<()> {
+        for copy in copies.iter().filter(|copy| copy.wants_sum) {
+            if !self.verifies {
+                fail!(Unsupported, "the device was not opened to make sums");
+            }
+            if [copy.memory, copy.plane_memory] == [Memory::Host; 2] {
+                fail!(Unsupported, "a sum of what is in host memory on both sides");
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what the sums of a batch need. None: there are none.
+    pub(super) fn plan_sums(
+        &self,
+        inner: &mut Inner,
+        (copies, apart): Batch<'_, '_>,
+        event: Event,
+        line: usize,
+    ) -> Result<Option<Plan>> {
+        let piece_at = |at: usize, copy: &Copy<'_>| piece_of(copy, Apart::find(apart, at));
+        let wanted = || copies.iter().enumerate().filter(|(_, copy)| copy.wants_sum);
+        let (mut count, mut blocks, mut longest) = (0, 0, 0);
+        for (at, copy) in wanted() {
+            let bytes = copy.tensor.bytes();
+            (count, blocks) = (count + 1, blocks + bytes.div_ceil(BLOCK_BYTES as u64) as usize);
+            longest = if piece_at(at, copy).is_none() { bytes.max(longest) } else { longest };
+        }
+        if count == 0 {
+            return Ok(None);
+        }
+        let stage = self.stage(&mut inner.sums, line, longest)?;
+        let list = self.take_list(inner, event, count, blocks)?;
+        let (mut ranges, mut staged, mut groups) = (Vec::new(), Vec::new(), Vec::new());
+        let room = ranges.try_reserve_exact(count).and_then(|()| staged.try_reserve_exact(count));
+        room.map_err(|_| Status::NoMem)?;
+        let mut used = 0;
+        for (at, copy) in wanted() {
+            let bytes = copy.tensor.bytes();
+            let piece = piece_at(at, copy);
+            if piece.is_none() && used + bytes > stage.bytes {
+                groups.push(ranges.len());
+                used = 0;
+            }
+            ranges.push(Range { address: piece.unwrap_or(stage.address + used), bytes });
+            staged.push(piece.is_none().then_some(at));
+            if piece.is_none() {
+                used = (used + bytes).next_multiple_of(STAGE_GRAIN);
+            }
+        }
+        groups.push(count);
+        Ok(Some(Plan { ranges, staged, groups, list }))
+    }
+
+    /// Memory for planes of a line, at least so much in one piece.
+    pub(super) fn stage(&self, sums: &mut Sums, line: usize, longest: u64) -> Result<Stage> {
+        if longest == 0 {
+            return Ok(Stage::default());
+        }
+        if sums.stages.len() <= line {
+            sums.stages.resize(line + 1, Stage::default());
+        }
+        if sums.stages[line].bytes < longest {
+            let bytes = longest.checked_next_power_of_two().ok_or(Status::Limit)?;
+            let bytes = bytes.max(STAGE_BYTES);
+            let new = Stage { address: self.take_memory(bytes)?, bytes };
+            let old = std::mem::replace(&mut sums.stages[line], new);
+            sums.outgrown.extend(Some(old.address).filter(|at| *at != 0));
+        }
+        Ok(sums.stages[line])
+    }
+
+    /// A list that nobody has, for a batch.
+    fn take_list(
+        &self,
+        inner: &mut Inner,
+        event: Event,
+        count: usize,
+        blocks: usize,
+    ) -> Result<usize> {
+        let (events, lists) = (&inner.events, &mut inner.sums.lists);
+        for list in lists.iter_mut() {
+            list.user = list.user.filter(|event| events.get(*event).is_ok());
+        }
+        let fits =
+            |list: &List| list.user.is_none() && list.ranges >= count && list.blocks >= blocks;
+        let at = match lists.iter().position(fits) {
+            Some(at) => at,
+            None if lists.len() == LISTS => fail!(Again, "{LISTS} batches with sums are open"),
+            None => {
+                let ranges = count.next_power_of_two().max(LEAST.0);
+                let list = self.new_list(ranges, blocks.next_power_of_two().max(LEAST.1))?;
+                lists.push(list);
+                lists.len() - 1
+            }
+        };
+        (lists[at].user, lists[at].count) = (Some(event), count);
+        Ok(at)
+    }
+
+    fn new_list(&self, ranges: usize, blocks: usize) -> Result<List> {
+        let mut list = List { host: 0, device: 0, ranges, blocks, user: None, count: 0 };
+        let mut host = std::ptr::null_mut();
+        let bytes = list.scratch_at();
+        // SAFETY: a place for an address.
+        let code = unsafe { (self.driver.allocate_host)(&mut host, bytes, HOST_PORTABLE) };
+        self.driver.check("cuMemHostAlloc", code)?;
+        list.host = host.expose_provenance();
+        match self.take_memory((bytes + list.scratch_bytes()) as u64) {
+            Ok(device) => Ok(List { device, ..list }),
+            Err(error) => {
+                // SAFETY: what was taken just now.
+                self.driver.note("cuMemFreeHost", unsafe { (self.driver.free_host)(host) });
+                Err(error)
+            }
+        }
+    }
+
+    /// Puts the sums of a batch on its stream, behind its copies.
+    ///
+    /// # Safety
+    /// As for [`Cuda::issue`]; the plan is of these copies.
+    pub(super) unsafe fn issue_sums(
+        &self,
+        inner: &mut Inner,
+        (batch, plan): (Batch<'_, '_>, &Plan),
+        event: Event,
+        (line, stream): (usize, Handle),
+        begun: &mut bool,
+    ) -> Result<()> {
+        let list = &inner.sums.lists[plan.list];
+        let (host, device) = (list.host, list.device);
+        let (sums_at, bytes) = (list.sums_at(), std::mem::size_of_val(&plan.ranges[..]));
+        let there: *mut Range = std::ptr::with_exposed_provenance_mut(host);
+        *begun = true;
+        // SAFETY: the list's own memory, which has room for the ranges and is this batch's.
+        let code = unsafe {
+            std::ptr::copy_nonoverlapping(plan.ranges.as_ptr(), there, plan.ranges.len());
+            (self.driver.to_device)(device, there.cast_const().cast(), bytes, stream)
+        };
+        self.driver.check("cuMemcpyHtoDAsync", code)?;
+        let mut first = 0;
+        for &end in &plan.groups {
+            if end > first {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    self.issue_group(inner, (batch, plan), first..end, event, (line, stream))?
+                };
+            }
+            first = end;
+        }
+        let sums: Handle = std::ptr::with_exposed_provenance_mut(host + sums_at);
+        // SAFETY: as above; as many sums as ranges, and places for them.
+        let code = unsafe {
+            (self.driver.from_device)(sums, device + sums_at as u64, 8 * plan.ranges.len(), stream)
+        };
+        self.driver.check("cuMemcpyDtoHAsync", code)
+    }
+
+    /// # Safety
+    /// As for [`Cuda::issue_sums`].
+    unsafe fn issue_group(
+        &self,
+        inner: &mut Inner,
+        ((copies, apart), plan): (Batch<'_, '_>, &Plan),
+        part: std::ops::Range<usize>,
+        event: Event,
+        (line, stream): (usize, Handle),
+    ) -> Result<()> {
+        let (mut gathers, mut far) = (Vec::new(), Vec::new());
+        let room = gathers.try_reserve_exact(part.len());
+        room.and_then(|()| far.try_reserve_exact(apart.len().min(part.len())))
+            .map_err(|_| Status::NoMem)?;
+        for at in part.clone() {
+            let Some(number) = plan.staged[at] else { continue };
+            let (copy, Range { address, bytes }) = (&copies[number], plan.ranges[at]);
+            let whose = Apart::find(apart, number).map_or(Whose::Own, |one| side_of(copy, one));
+            if whose.is_apart() {
+                far.push(Apart { copy: gathers.len(), tensor: whose, plane: Whose::Own });
+            }
+            let there = std::ptr::with_exposed_provenance_mut(address as usize);
+            let from = copy.plane.expose_provenance() as u64;
+            let whole = Copy::bytes(there, from, bytes, Way::Gather, Memory::Device)?;
+            let tensor = if is_plane(copy) { whole.tensor } else { copy.tensor };
+            gathers.push(Copy { tensor, plane_memory: Memory::Device, ..whole });
+        }
+        let mut begun = true;
+        // SAFETY: tensors of the caller's, and memory of this stream's alone.
+        unsafe { self.issue(inner, (&gathers, &far), event, (line, stream), &mut begun)? };
+        let mut found = std::mem::take(&mut inner.sums.steps);
+        let call = inner.sums.lists[plan.list].call(part.start, part.len());
+        // SAFETY: ranges of this batch's memory, and a list that is its until it is released.
+        let issued = unsafe {
+            self.issue_call(&call, (&mut found, &inner.sums.functions), stream, &mut begun)
+        };
+        inner.sums.steps = found;
+        issued
+    }
+
+    /// What [`crate::device::Device::sums`] says.
+    pub(super) fn sums_of(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
+        let mut inner = self.inner.lock();
+        self.look(&mut inner, event)?.ok_or(Status::Busy)??;
+        let list = inner.sums.lists.iter().find(|list| list.user == Some(event));
+        let Some(list) = list else { return Ok(0) };
+        let count = list.count.min(sums.len());
+        let from = std::ptr::with_exposed_provenance::<u64>(list.host + list.sums_at());
+        // SAFETY: sums of the list, which the device has written: its event has come.
+        unsafe { std::ptr::copy_nonoverlapping(from, sums.as_mut_ptr(), count) };
+        Ok(count)
+    }
+}
