@@ -10,7 +10,8 @@ use std::sync::Arc;
 use fake_cuda::{Fake, alone};
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
-use kvtier::device::cuda::{Cuda, CudaOpts, Window};
+use kvtier::device::cuda::{Cuda, CudaOpts, CudaWindow};
+use kvtier::device::window::{Piece, Window};
 use kvtier::device::{Copy, Device, Memory, Stream, Way};
 
 fn open() -> Result<Arc<Cuda>> {
@@ -31,25 +32,43 @@ fn noise(len: usize) -> &'static mut [u8] {
     Box::leak((0..len).map(|n| (n % 249) as u8).collect::<Box<[u8]>>())
 }
 
+/// A window of so many grains, and how long one is.
+fn window(cuda: &Arc<Cuda>, grains: u64) -> Result<(CudaWindow, u64)> {
+    let grain = cuda.window_grain()?;
+    Ok((CudaWindow::new(cuda.clone(), grains * grain)?, grain))
+}
+
+/// Memory that is put somewhere at once.
+fn map(window: &CudaWindow, at: u64, bytes: u64) -> Result<Piece> {
+    let piece = window.create(bytes)?;
+    // SAFETY: nobody has it yet.
+    unsafe { window.put(piece, at)? };
+    Ok(piece)
+}
+
 /// Memory goes through a window of four pieces; whether what was written is found again.
 fn pass(cuda: &Arc<Cuda>) -> Result<bool> {
-    let grain = Window::new(cuda.clone(), 1)?.grain_bytes();
-    let window = Window::new(cuda.clone(), 4 * grain)?;
+    let (window, grain) = window(cuda, 4)?;
     let there = noise(200);
-    window.map(0, grain)?;
-    window.map(grain, grain)?;
+    let (first, second) = (map(&window, 0, grain)?, map(&window, grain, grain)?);
     // A copy that goes over both pieces.
     copy(cuda, window.address() + grain - 100, there, Way::Scatter)?;
     // SAFETY: the copy has ended.
     unsafe {
-        window.shift(0, 2 * grain)?;
-        window.shift(grain, 3 * grain)?;
+        window.put(first, 2 * grain)?;
+        window.put(first, 2 * grain)?; // it is there
+        window.put(second, 3 * grain)?;
     }
     let found = Box::leak(vec![0u8; 200].into_boxed_slice());
     copy(cuda, window.address() + 3 * grain - 100, found, Way::Gather)?;
     let right = found == there;
     // SAFETY: as above.
-    unsafe { window.unmap(2 * grain)? };
+    unsafe {
+        window.take(first)?;
+        window.take(first)?; // it is nowhere
+        window.put(first, grain)?;
+        window.destroy(first)?;
+    }
     Ok(right && window.mapped_bytes() == grain)
 }
 
@@ -68,36 +87,34 @@ fn memory_moves_along_and_all_is_given_back() {
 fn what_cannot_be_is_refused() {
     let (_turn, fake) = alone(2);
     let cuda = open().expect("a device");
-    assert_eq!(Window::new(cuda.clone(), 0).err().expect("none").status(), Status::Invalid);
-    assert_eq!(Window::new(cuda.clone(), u64::MAX).err().expect("none").status(), Status::Limit);
-    let window = Window::new(cuda.clone(), 1).expect("addresses");
-    let grain = window.grain_bytes();
-    assert_eq!(window.bytes(), grain);
-    drop(window);
-    let window = Window::new(cuda.clone(), 4 * grain).expect("addresses");
-    window.map(grain, 2 * grain).expect("memory");
-    for (at, bytes) in [
-        (0, 0),
-        (0, grain - 1),
-        (1, grain),
-        (grain, grain),
-        (2 * grain, grain),
-        (0, 2 * grain),
-        (0, 4 * grain),
-        (3 * grain, 2 * grain),
-        (u64::MAX - grain + 1, grain),
-    ] {
-        let error = window.map(at, bytes).expect_err("refused");
-        assert_eq!(error.status(), Status::Invalid, "{at}, {bytes}: {error}");
+    let status = |bytes| CudaWindow::new(cuda.clone(), bytes).err().map(|error| error.status());
+    assert_eq!(status(0), Some(Status::Invalid));
+    assert_eq!(status(u64::MAX), Some(Status::Limit));
+    let (window, grain) = window(&cuda, 4).expect("addresses");
+    assert_eq!((window.bytes(), window.grain_bytes()), (4 * grain, grain));
+    let small = CudaWindow::new(cuda.clone(), 1).expect("addresses");
+    assert_eq!(small.bytes(), grain);
+    drop(small);
+    for bytes in [0, grain - 1, grain + 1] {
+        assert_eq!(window.create(bytes).expect_err("refused").status(), Status::Invalid);
     }
+    let two = map(&window, grain, 2 * grain).expect("memory");
+    let one = window.create(grain).expect("memory");
     // SAFETY: nothing is under way.
     unsafe {
-        for at in [0, 2 * grain, 3 * grain] {
-            assert_eq!(window.unmap(at).expect_err("refused").status(), Status::Invalid);
-            assert_eq!(window.shift(at, 0).expect_err("refused").status(), Status::Invalid);
+        for at in [1, grain, 2 * grain, 4 * grain, u64::MAX - grain + 1] {
+            assert_eq!(window.put(one, at).expect_err("refused").status(), Status::Invalid);
         }
-        assert_eq!(window.shift(grain, 3 * grain).expect_err("too far").status(), Status::Invalid);
-        window.shift(grain, 0).expect("what it leaves is free");
+        assert_eq!(window.put(two, 3 * grain).expect_err("too far").status(), Status::Invalid);
+        window.put(two, 0).expect("a part of what it leaves");
+        assert_eq!(window.put(one, grain).expect_err("refused").status(), Status::Invalid);
+        window.put(one, 2 * grain).expect("free");
+        window.destroy(one).expect("its own");
+        for gone in [one, Piece(77)] {
+            assert_eq!(window.put(gone, 2 * grain).expect_err("gone").status(), Status::Handle);
+            assert_eq!(window.take(gone).expect_err("gone").status(), Status::Handle);
+            assert_eq!(window.destroy(gone).expect_err("gone").status(), Status::Handle);
+        }
     }
     // Addresses without memory are no memory.
     let some = noise(64);
@@ -106,7 +123,7 @@ fn what_cannot_be_is_refused() {
     let over = copy(&cuda, window.address() + 2 * grain - 32, some, Way::Scatter);
     assert_eq!(over.expect_err("refused").status(), Status::Invalid);
     fake.set(12_040, 1, 0, false);
-    assert_eq!(window.map(3 * grain, grain).expect_err("no memory").status(), Status::NoMem);
+    assert_eq!(window.create(grain).expect_err("no memory").status(), Status::NoMem);
     fake.check();
 }
 

@@ -98,51 +98,67 @@ fn kv_goes_from_host_memory_by_way_of_the_device() {
     home.close();
 }
 
-/// Weights pass through device memory while the device computes behind the streamer's back.
+/// Weights pass through device memory while the device computes behind the streamer's back; in
+/// place, too, where each has addresses that never change.
 #[test]
 fn weights_pass_through_device_memory() {
     for (name, sizes) in
         [("whole", rig::dense(6)), ("large", rig::large(5)), ("experts", rig::experts(4, 6))]
     {
-        let device = cuda();
-        let files = rig::Files::new(&format!("cuda-{name}"), &sizes);
-        let bytes = files.units.units.iter().map(|unit| unit.image_bytes).sum::<u64>();
-        let wishes = Wishes {
-            host_ceiling_bytes: Some(2 * rig::MIB + bytes / 4),
-            device_ceiling_bytes: Some(bytes * 3 / 5),
-            staging_bytes: 2 * rig::MIB,
-            ..rig::wishes()
-        };
-        let shared: Arc<dyn Device> = device.clone();
-        let opts = kvtier::stream::streamer::Opts {
-            wishes,
-            device: Some(shared),
-            ..kvtier::stream::streamer::Opts::default()
-        };
-        let rig = rig::Rig::open(files, opts).expect("opened");
-        for pass in 0..3 {
-            rig.streamer.pass_begin().expect("open");
-            let mut under_way = Vec::new();
-            for unit in rig.files.order() {
-                let how = How { early: pass != 1, ..rig::patiently() };
-                let held = rig.streamer.acquire(unit, how).expect("it comes");
-                if held.memory == Memory::Host {
-                    // The embedding, of which rows are looked up.
-                    assert!(rig.is_right(&held).expect("no event"), "unit {unit}");
-                    rig.streamer.release(&held, None).expect("had");
-                    continue;
-                }
-                under_way.push(rig.compute_with(&held).expect("begun"));
-                if under_way.len() > 1 {
-                    under_way.remove(0).end().expect("right bytes");
-                }
-            }
-            under_way.iter().for_each(|computing| computing.end().expect("right bytes"));
-            drop(under_way);
-            rig.streamer.pass_end().expect("open");
+        for in_place in [false, true] {
+            weights_pass(&format!("cuda-{name}-{in_place}"), &sizes, in_place);
         }
-        rig.closed();
     }
+}
+
+fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
+    let device = cuda();
+    let files = rig::Files::new(name, sizes);
+    let bytes = files.all_bytes();
+    // In place all takes whole pieces: of a few, some pass through slots.
+    let grain = if in_place { device.window_grain().expect("windows") } else { 0 };
+    let rounded = |unit: &kvtier::stream::units::Unit| unit.image_bytes + grain;
+    let taken: u64 = files.units.units.iter().map(rounded).sum();
+    let wishes = Wishes {
+        host_ceiling_bytes: Some(2 * rig::MIB + bytes / 4),
+        device_ceiling_bytes: Some(taken * 3 / 5),
+        staging_bytes: 2 * rig::MIB,
+        ..rig::wishes()
+    };
+    let shared: Arc<dyn Device> = device.clone();
+    let opts = kvtier::stream::streamer::Opts {
+        wishes,
+        in_place,
+        device: Some(shared),
+        ..kvtier::stream::streamer::Opts::default()
+    };
+    let rig = rig::Rig::open(files, opts).expect("opened");
+    let fixed = |unit| rig.streamer.fixed(unit).map(|(address, _)| address).ok();
+    let at: Vec<_> = (0..rig.files.units.units.len() as u32).map(fixed).collect();
+    let experts: Vec<u32> = (0..8).flat_map(|layer| rig.files.experts_of(layer)).collect();
+    for pass in 0..3 {
+        rig.streamer.pass_begin().expect("open");
+        let mut under_way = Vec::new();
+        for unit in rig.files.order().into_iter().chain(experts.iter().copied()) {
+            let how = How { early: pass != 1, ..rig::patiently() };
+            let held = rig.streamer.acquire(unit, how).expect("it comes");
+            assert_eq!(at[unit as usize], in_place.then_some(held.address), "unit {unit}");
+            if held.memory == Memory::Host {
+                // The embedding, of which rows are looked up.
+                assert!(rig.is_right(&held).expect("no event"), "unit {unit}");
+                rig.streamer.release(&held, None).expect("had");
+                continue;
+            }
+            under_way.push(rig.compute_with(&held).expect("begun"));
+            if under_way.len() > 1 {
+                under_way.remove(0).end().expect("right bytes");
+            }
+        }
+        under_way.iter().for_each(|computing| computing.end().expect("right bytes"));
+        drop(under_way);
+        rig.streamer.pass_end().expect("open");
+    }
+    rig.closed();
 }
 
 /// What cannot be is refused, and costs nothing but itself.

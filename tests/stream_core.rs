@@ -315,6 +315,14 @@ fn live(case: &Case) {
     let setup =
         Setup { wrap: case.wrap, in_place: case.in_place, policy: "lru", ..setup(&units, &plan) };
     let mut world = World::new(Core::new(&setup).expect("a core"), &units, 2e9, 3e9);
+    if case.in_place && case.seat == Seat::Device {
+        world = world.in_place();
+        let mut times = 0u32;
+        world.put_off = Box::new(move || {
+            times += 1;
+            times % 3 != 0
+        });
+    }
     let (mut count, every) = (0u32, case.fail_every);
     world.fate = Box::new(move || {
         count += 1;

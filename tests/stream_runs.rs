@@ -22,3 +22,5 @@ mod rig;
 mod shrinks;
 #[path = "stream/threads.rs"]
 mod threads;
+#[path = "stream/windows.rs"]
+mod windows;

@@ -12,7 +12,9 @@
 //! An event may be given as `after`, or waited on, from when `submit` has returned it.
 
 use crate::base::status::{Result, Status};
+use crate::base::sync::Arc;
 use crate::device::call::Call;
+use crate::device::window::Window;
 use crate::fail;
 use crate::meta::view::{Side, Span, View};
 
@@ -26,6 +28,7 @@ mod pool;
 pub mod simulated;
 mod slots;
 mod strips;
+pub mod window;
 
 /// Most streams of a device.
 pub const MAX_STREAMS: u32 = 64;
@@ -290,6 +293,19 @@ pub trait Device: Send + Sync {
     /// Takes such a stream back, when all that was put on it has ended.
     fn take_back(&self, stream: Stream) {
         let _ = stream;
+    }
+
+    /// What places and lengths in windows of the device are multiples of.
+    /// [`Status::Unsupported`] where it has none.
+    fn window_grain(&self) -> Result<u64> {
+        let name = self.facts().name;
+        fail!(Unsupported, "the {name} device has no addresses that stay while memory moves")
+    }
+
+    /// Reserves at least so many bytes of addresses, without memory.
+    fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
+        self.window_grain()?;
+        fail!(Unsupported, "the {} device reserves no {bytes} addresses", self.facts().name)
     }
 
     /// What the device has left to give, if it has memory of its own and knows.

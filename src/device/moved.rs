@@ -3,7 +3,7 @@
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
 use crate::device::strips::{copy_strip, there};
-use crate::device::{Copy, DeviceMemory, Memory, Way};
+use crate::device::{Copy, Memory, Way};
 use crate::meta::view::Strip;
 
 /// A copy, lowered: the caller's tables need not outlive `submit`. Addresses are
@@ -105,15 +105,19 @@ impl Moved {
     }
 
     /// Whether it goes to or from a range of device memory.
-    pub fn uses(&self, memory: &DeviceMemory) -> bool {
-        let end = memory.address.saturating_add(memory.bytes);
-        let meets = |address: u64, reach: u64| {
-            address < end && memory.address < address.saturating_add(reach)
-        };
-        meets(self.plane, self.bytes.len() as u64)
-            || self.strips.iter().any(|strip| {
-                let runs = (strip.count.max(1) - 1).saturating_mul(strip.stride_bytes);
-                meets(strip.address, runs.saturating_add(strip.run_bytes))
-            })
+    pub fn uses(&self, address: u64, bytes: u64) -> bool {
+        let end = address.saturating_add(bytes);
+        self.ranges().any(|(from, to)| from < end && address < to)
+    }
+
+    /// From where to where the ranges go that it reads and writes.
+    pub fn ranges(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        let plane = (self.plane, self.plane.saturating_add(self.bytes.len() as u64));
+        let strips = self.strips.iter().map(|strip| {
+            let runs = (strip.count.max(1) - 1).saturating_mul(strip.stride_bytes);
+            let reach = runs.saturating_add(strip.run_bytes);
+            (strip.address, strip.address.saturating_add(reach))
+        });
+        std::iter::once(plane).chain(strips)
     }
 }

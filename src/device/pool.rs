@@ -37,8 +37,8 @@ impl Pool {
         Pool { memory, limit, poison, blocks: Mutex::new(Blocks::default()) }
     }
 
-    /// Sets memory aside.
-    pub fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+    /// Counts memory that somebody sets aside elsewhere.
+    pub fn count(&self, bytes: u64) -> Result<()> {
         let mut blocks = self.blocks.lock();
         let used = blocks.used_bytes.saturating_add(bytes);
         if self.limit != 0 && used > self.limit {
@@ -46,6 +46,18 @@ impl Pool {
             fail!(NoMem, "{bytes} bytes of device memory, {free} of {} are free", self.limit);
         }
         blocks.used_bytes = used;
+        Ok(())
+    }
+
+    /// Takes that back.
+    pub fn discount(&self, bytes: u64) {
+        self.blocks.lock().used_bytes -= bytes;
+    }
+
+    /// Sets memory aside.
+    pub fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        self.count(bytes)?;
+        let mut blocks = self.blocks.lock();
         blocks.last += 1;
         let number = blocks.last;
         drop(blocks);

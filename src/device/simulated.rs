@@ -6,24 +6,25 @@
 //! the seed chooses. Across streams, batches overtake each other. One seed and one
 //! order of calls give one run.
 
+mod opts;
 mod promise;
 mod streams;
+mod window;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Condvar, Guard, Mutex};
+use crate::base::sync::{Arc, Condvar, Guard, Mutex, Weak};
 use crate::device::moved::Moved;
 use crate::device::pool::Pool;
 use crate::device::slots::Slots;
+use crate::device::window::Window;
 use crate::device::{
     Copy, Device, DeviceMemory, Event, Facts, MAX_LENT, MAX_STREAMS, Memory, State, Stream, check,
 };
 use crate::fail;
 pub use opts::SimulatedOpts;
-
-mod opts;
 
 /// What targets have until their event is done.
 pub const POISON: u8 = 0xDB;
@@ -94,6 +95,7 @@ pub struct Simulated {
     inner: Mutex<Inner>,
     changed: Condvar,
     pool: Pool,
+    windows: Mutex<Vec<Weak<window::Addresses>>>,
 }
 
 impl Simulated {
@@ -119,7 +121,8 @@ impl Simulated {
             ended: VecDeque::new(),
         };
         let pool = Pool::new(Memory::Device, opts.memory_bytes, Some(POISON));
-        Ok(Simulated { opts, clock, inner: Mutex::new(inner), changed: Condvar::new(), pool })
+        let (inner, windows) = (Mutex::new(inner), Mutex::new(Vec::new()));
+        Ok(Simulated { opts, clock, inner, changed: Condvar::new(), pool, windows })
     }
 
     /// When something happens next; nothing does while nothing is under way.
@@ -242,6 +245,18 @@ impl Inner {
         }
     }
 
+    /// Fails while work under way uses a range of device memory.
+    fn check_unused(&mut self, address: u64, bytes: u64) -> Result<()> {
+        for (_, phase) in self.known.iter_mut() {
+            if let Phase::Pending(batch) = phase
+                && batch.uses(address, bytes)
+            {
+                fail!(Busy, "batch {} uses the memory at {address:#x}", batch.number);
+            }
+        }
+        Ok(())
+    }
+
     fn end(&mut self, event: Event, outcome: std::result::Result<(), Status>) {
         if let Ok(phase) = self.known.get_mut(event) {
             let sums = match phase {
@@ -272,8 +287,8 @@ impl Inner {
 
 impl Batch {
     /// Whether one of its copies goes to or from a range of device memory.
-    fn uses(&self, memory: &DeviceMemory) -> bool {
-        self.copies.iter().any(|copy| copy.uses(memory))
+    fn uses(&self, address: u64, bytes: u64) -> bool {
+        self.copies.iter().any(|copy| copy.uses(address, bytes))
     }
 
     fn touches(&self) -> bool {
@@ -307,6 +322,7 @@ impl Device for Simulated {
         check(&facts, stream, copies)?;
         let mut lowered: Vec<Moved> =
             copies.iter().map(|copy| Moved::lower(copy, POISON)).collect::<Result<_>>()?;
+        self.check_windows(&lowered)?;
         let mut inner = self.now();
         let now = self.clock.now_ns();
         if inner.lost || inner.closed {
@@ -407,14 +423,7 @@ impl Device for Simulated {
     }
 
     unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
-        let mut inner = self.now();
-        for (_, phase) in inner.known.iter_mut() {
-            if let Phase::Pending(batch) = phase
-                && batch.uses(memory)
-            {
-                fail!(Busy, "batch {} uses the memory at {:#x}", batch.number, memory.address);
-            }
-        }
+        self.now().check_unused(memory.address, memory.bytes)?;
         self.pool.free(memory)
     }
 
@@ -432,6 +441,14 @@ impl Device for Simulated {
 
     fn take_back(&self, stream: Stream) {
         self.inner.lock().take_back(stream.0.wrapping_sub(self.opts.streams));
+    }
+
+    fn window_grain(&self) -> Result<u64> {
+        self.grain()
+    }
+
+    fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
+        Simulated::reserve(self, bytes)
     }
 
     fn free_bytes(&self) -> Option<u64> {

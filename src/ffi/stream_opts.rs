@@ -260,6 +260,7 @@ fn terms_of(given: &kvt_stream_terms_t) -> Result<(Wishes, Links)> {
         shrinks: given.flags & KVT_STREAM_SHRINKS != 0,
         staging_bytes: given.staging_bytes,
         chunk_bytes: given.chunk_bytes,
+        device_grain_bytes: 0, // as the device says, where units are in place
         layer_compute_ns: given.layer_compute_ns,
         processor_layers: given.processor_layers,
     };

@@ -5,6 +5,7 @@
 //! next; it has neither threads nor clock. [`streamer`] has both and carries that out.
 
 pub mod core;
+pub mod in_window;
 pub mod model;
 pub mod places;
 pub mod plan;

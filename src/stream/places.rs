@@ -10,8 +10,9 @@ use crate::base::window::Window;
 use crate::device::{Device, DeviceMemory, Memory};
 use crate::fail;
 use crate::stream::core::Goal;
+use crate::stream::in_window::InWindow;
 use crate::stream::plan::{Home, Plan, Seat};
-use crate::stream::units::Units;
+use crate::stream::units::{Role, Units};
 
 /// Memory of a device.
 struct OnDevice {
@@ -89,15 +90,13 @@ pub struct Places {
     homes: Vec<Option<Block>>,
     images: Vec<u64>,
     in_place: Option<InPlace>,
+    in_window: Option<InWindow>,
 }
 
 impl Places {
     /// Takes the memory that a plan says.
     pub fn new(units: &Units, plan: &Plan, in_place: bool, source: &Source) -> Result<Places> {
         let seat = plan.seat;
-        if in_place && seat == Seat::Device {
-            fail!(Unsupported, "units in place: only where the processor computes");
-        }
         let images: Vec<u64> = units.units.iter().map(|unit| unit.image_bytes).collect();
         let total = |count: u32, bytes: u64| u64::from(count).checked_mul(bytes);
         let line = total(plan.slots, plan.slot_bytes).ok_or(Status::Limit)?;
@@ -115,8 +114,11 @@ impl Places {
             homes,
             images,
             in_place: None,
+            in_window: None,
         };
-        if in_place {
+        if in_place && seat == Seat::Device {
+            places.in_window = Some(places.device_window(units, plan, source)?);
+        } else if in_place {
             places.in_place = Some(places.window(line + experts, source)?);
         } else {
             places.line = slots(seat, line, source)?;
@@ -147,6 +149,14 @@ impl Places {
         Ok(InPlace { window, offsets, account: source.account.cloned(), slots_bytes })
     }
 
+    fn device_window(&self, units: &Units, plan: &Plan, source: &Source) -> Result<InWindow> {
+        let device = source.device.ok_or(Status::Invalid)?.clone();
+        let is_expert: Vec<bool> =
+            units.units.iter().map(|unit| unit.role == Role::Expert).collect();
+        let reserve = |bytes| device.window(bytes);
+        InWindow::new(&self.images, &is_expert, plan, reserve, source.account)
+    }
+
     /// Memory for a unit's home.
     pub fn make_home(&mut self, unit: u32, home: Home, seat: Seat, source: &Source) -> Result<()> {
         let bytes = self.images[unit as usize];
@@ -159,7 +169,10 @@ impl Places {
                 Some(Block::Own)
             }
             (Home::Host, None) => Some(Block::Host(host(bytes, seat == Seat::Device, source)?)),
-            (Home::Device, _) => Some(on_device(bytes, source)?),
+            (Home::Device, _) => match &mut self.in_window {
+                Some(in_window) => in_window.make_home(unit).map(|()| Some(Block::Own))?,
+                None => Some(on_device(bytes, source)?),
+            },
         };
         self.homes[unit as usize] = block;
         Ok(())
@@ -175,6 +188,10 @@ impl Places {
         let freed = match (&block, &self.in_place) {
             // SAFETY: the caller's promise.
             (Some(Block::Device(on)), _) => unsafe { on.free() },
+            (Some(Block::Own), None) => {
+                self.in_window.iter_mut().for_each(|in_window| in_window.free_home(unit));
+                Ok(())
+            }
             (Some(Block::Own), Some(in_place)) => {
                 // SAFETY: the caller's promise.
                 let cleared = unsafe { self.clear(unit) };
@@ -205,6 +222,10 @@ impl Places {
                 freed = freed.and(unsafe { on.free() });
             }
         }
+        if let Some(mut in_window) = self.in_window.take() {
+            // SAFETY: the caller's promise.
+            freed = freed.and(unsafe { in_window.free_all() });
+        }
         (self.staging, self.in_place) = (None, None);
         freed
     }
@@ -229,6 +250,12 @@ impl Places {
             let address = in_place.window.address() as u64 + in_place.offsets[unit as usize];
             return Ok(At { address, memory: Memory::Host });
         }
+        if let Some(in_window) = &self.in_window {
+            match (goal, &self.homes[unit as usize]) {
+                (Goal::Home, Some(Block::Host(_))) => {}
+                _ => return Ok(At { address: in_window.address(unit), memory: Memory::Device }),
+            }
+        }
         let (block, offset) = match goal {
             Goal::Home => (self.homes[unit as usize].as_ref(), 0),
             Goal::Line(slot) => (self.line.as_ref(), u64::from(slot) * self.line_bytes),
@@ -248,8 +275,25 @@ impl Places {
         Ok(staging.address() as u64 + u64::from(slot) * self.chunk_bytes)
     }
 
+    /// The address of a unit in place, which never changes: in host memory where the processor
+    /// uses it beside a device.
+    pub fn fixed(&self, unit: u32, on_processor: bool) -> Result<u64> {
+        match &self.in_window {
+            Some(in_window) if !on_processor => Ok(in_window.address(unit)),
+            _ => Ok(self.at(unit, Goal::Home)?.address),
+        }
+    }
+
+    /// Units in place on a device.
+    pub fn in_window(&mut self) -> Option<&mut InWindow> {
+        self.in_window.as_mut()
+    }
+
     /// The stretch of addresses that units in place have.
     pub fn range(&self) -> Option<(u64, u64)> {
+        if let Some(in_window) = &self.in_window {
+            return Some(in_window.range());
+        }
         self.in_place.as_ref().map(|p| (p.window.address() as u64, p.window.bytes()))
     }
 }

@@ -18,7 +18,7 @@ use crate::rig::{
 
 const PLENTY: u64 = 1 << 30;
 
-fn budget(rig_runtime: &kvtier::base::runtime::Runtime, host: u64) -> Arc<Budget> {
+pub fn budget(rig_runtime: &kvtier::base::runtime::Runtime, host: u64) -> Arc<Budget> {
     let mut opts = BudgetOpts { reserve_bytes: Some(0), ..BudgetOpts::default() };
     opts.limits[Tier::Host as usize] = Some(host);
     opts.limits[Tier::Pinned as usize] = Some(host);
@@ -26,7 +26,7 @@ fn budget(rig_runtime: &kvtier::base::runtime::Runtime, host: u64) -> Arc<Budget
     Budget::open(rig_runtime.core(), &opts).expect("a budget")
 }
 
-fn used(budget: &Budget, tier: Tier) -> u64 {
+pub fn used(budget: &Budget, tier: Tier) -> u64 {
     let lane = budget.lane(tier);
     lane.reserved_bytes + lane.committed_bytes
 }

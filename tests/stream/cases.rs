@@ -164,6 +164,7 @@ fn simulated(random: &mut Random, trouble: &Trouble) -> Arc<Simulated> {
     device(SimulatedOpts {
         latency_ns: one(random, &[0, 10_000, 200_000]),
         seed: random.draw(),
+        grain_bytes: one(random, &[4096, 16_384]),
         fail_at: if *trouble == Trouble::Copies { some(random) } else { Vec::new() },
         lost_at: if *trouble == Trouble::Lost { 1 + random.below(100) } else { 0 },
         ..SimulatedOpts::default()
@@ -188,7 +189,7 @@ fn options(random: &mut Random, files: &Files, on_device: bool) -> Opts {
         wishes,
         order: one(random, &[None, Some(order)]),
         once: random.below(4) == 0,
-        in_place: !on_device && random.coin(),
+        in_place: random.coin(),
         policy: one(random, &policies).into(),
         expert_policy: one(random, &policies).into(),
         pinned_percent: one(random, &[0, 50, 100]),

@@ -323,7 +323,10 @@ impl Hands<'_> {
             assert!(plan.host_bytes <= host.unwrap_or(u64::MAX), "{host:?}: {plan:?}");
             assert!(plan.device_bytes <= on_device.unwrap_or(u64::MAX), "{on_device:?}: {plan:?}");
         }
-        self.judge(None, told, &[Status::Budget])?;
+        // Who is used by the processor is so for good, where units are in place on a device.
+        let moves = case.device.is_some() && case.rig.streamer.fixed(0).is_ok();
+        let fine = [Status::Budget, Status::Unsupported];
+        self.judge(None, told, &fine[..1 + usize::from(moves)])?;
         if let (Payer::Cut, Some(budget), true) = (case.payer, &case.budget, self.random.coin()) {
             let tier = one(&mut self.random, &[Tier::Host, Tier::Device]);
             let bytes = 1 + all * self.random.below(150) / 100;

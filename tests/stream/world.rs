@@ -55,6 +55,7 @@ pub fn plan(units: &Units, seat: Seat, homes: Vec<Home>, slots: u32, staging_byt
         expert_slot_bytes: largest(true),
         staging_bytes,
         chunk_bytes: 8 * MIB,
+        device_grain_bytes: 0,
         device_bytes: 0,
         host_bytes: 0,
         pinned_bytes: 0,
@@ -124,6 +125,11 @@ pub struct World {
     content: BTreeMap<Place, (u32, Vec<u64>)>,
     used: BTreeMap<Place, u32>,
     chunks: Vec<usize>,
+    /// Units have memory only where it was put: whose addresses each place is behind, and
+    /// whether one has to wait.
+    in_place: bool,
+    behind: BTreeMap<Place, u32>,
+    pub put_off: Box<dyn FnMut() -> bool>,
 }
 
 impl World {
@@ -150,7 +156,46 @@ impl World {
             content: BTreeMap::new(),
             used: BTreeMap::new(),
             chunks: chunks.collect(),
+            in_place: false,
+            behind: BTreeMap::new(),
+            put_off: Box::new(|| false),
         }
+    }
+
+    /// The same where units are in place on a device.
+    pub fn in_place(self) -> World {
+        World { in_place: true, ..self }
+    }
+
+    /// Puts memory behind addresses. Whether anything came of it.
+    fn back(&mut self) -> bool {
+        let mut has_ended = false;
+        for job in self.core.take_backings() {
+            assert!(self.in_place, "{job:?} where no unit is in place");
+            let to = place(job.to, job.unit);
+            // What has to wait is asked for again when something has ended.
+            let is_idle = self.reading + self.copying == 0;
+            let result = match !is_idle && (self.put_off)() {
+                true => Ok(false),
+                false => (self.fate)().map(|()| true),
+            };
+            if result == Ok(true) {
+                let gone = |at: &Place, unit: &u32| *at == to || *unit == job.unit;
+                for (at, _) in self.behind.iter().filter(|(at, unit)| gone(at, unit)) {
+                    assert!(!self.used.contains_key(at), "{at:?} is put elsewhere while used");
+                }
+                self.behind.retain(|at, unit| !gone(at, unit));
+                self.behind.insert(to, job.unit);
+                self.content.remove(&to);
+            }
+            has_ended |= result != Ok(false);
+            self.core.backed(&job, result, self.now_ns).expect("sound");
+        }
+        has_ended
+    }
+
+    fn has_memory(&self, at: Place, unit: u32) -> bool {
+        !self.in_place || self.behind.get(&at) == Some(&unit)
     }
 
     fn at(&mut self, time_ns: u64, end: End) {
@@ -171,8 +216,8 @@ impl World {
         entry.1.push(offset);
     }
 
-    /// Gives disk and link what they can do now.
-    fn start(&mut self) {
+    /// Gives disk and link what they can do now. Whether something has ended already.
+    fn start(&mut self) -> bool {
         while self.reading < self.readers {
             let Some(read) = self.core.take_read(self.now_ns) else { break };
             self.reading += 1;
@@ -193,6 +238,7 @@ impl World {
             let result = (self.fate)();
             self.at(self.disk_free_ns, End::Read(read, result));
         }
+        let has_ended = self.back();
         while self.copying < 2 {
             let Some(copy) = self.core.take_copy(self.now_ns) else { break };
             self.copying += 1;
@@ -203,19 +249,22 @@ impl World {
             };
             let (unit, there) = &self.content[&from];
             assert!(*unit == copy.unit && there.contains(&copy.chunk.offset), "copied too early");
-            self.write(place(copy.to, copy.unit), copy.unit, copy.chunk.offset);
+            let to = place(copy.to, copy.unit);
+            assert!(self.has_memory(to, copy.unit), "{copy:?} goes where no memory is");
+            self.write(to, copy.unit, copy.chunk.offset);
             self.link_free_ns = self.link_free_ns.max(self.now_ns) + took;
             let event = Event(self.count);
             self.core.copied(&copy, Copied::Issued(event), self.now_ns).expect("sound");
             let result = (self.fate)();
             self.at(self.link_free_ns, End::Copy(copy, result));
         }
+        has_ended
     }
 
     /// Lets the next thing end; false when nothing is under way.
     pub fn step(&mut self, until_ns: u64) -> bool {
-        self.start();
-        let Some(&Reverse((time_ns, id))) = self.ends.peek() else { return false };
+        let has_ended = self.start();
+        let Some(&Reverse((time_ns, id))) = self.ends.peek() else { return has_ended };
         if time_ns > until_ns {
             return false;
         }
@@ -265,6 +314,8 @@ impl World {
                     let (of, there) = self.content.get(&at).expect("a place with content");
                     assert!(*of == unit, "unit {unit} was asked for, unit {of} is there");
                     assert!(there.len() == self.chunks[unit as usize], "unit {unit} is in pieces");
+                    let is_on_device = self.in_place && !self.core.is_on_processor(unit);
+                    assert!(!is_on_device || self.has_memory(at, unit), "unit {unit} has none");
                     *self.used.entry(at).or_insert(0) += 1;
                     return Ok(lease);
                 }

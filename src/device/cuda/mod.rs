@@ -32,10 +32,11 @@ use std::path::PathBuf;
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicBool, Ordering};
-use crate::base::sync::{Condvar, Mutex};
+use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::device::call::Call;
 use crate::device::cuda::arena::Arena;
 use crate::device::cuda::known::{Events, Outcome};
+use crate::device::window::Window;
 use crate::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, check};
 use crate::fail;
 pub use batches::{Choice, Chosen, Means};
@@ -45,7 +46,7 @@ use inside::Inside;
 use launch::Loaded;
 pub use measure::{Description, Rate};
 use put::Work;
-pub use window::Window;
+pub use window::CudaWindow;
 use words::{Handle, is_sticky};
 
 /// How long who waits with a deadline sleeps between looks, at first and at most.
@@ -407,6 +408,14 @@ impl Device for Cuda {
 
     fn take_back(&self, stream: Stream) {
         self.inner.lock().lent.retain(|line| *line != stream.0 as usize);
+    }
+
+    fn window_grain(&self) -> Result<u64> {
+        window::grain(self)
+    }
+
+    fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
+        Ok(Arc::new(CudaWindow::new(self, bytes)?))
     }
 
     fn free_bytes(&self) -> Option<u64> {

@@ -1,8 +1,6 @@
 //! A range of the device's addresses of which only some have memory: weights keep their addresses
 //! while the memory behind them moves along with the model.
 
-use std::collections::BTreeMap;
-
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex};
 use crate::device::cuda::Cuda;
@@ -10,161 +8,83 @@ use crate::device::cuda::inside::Inside;
 use crate::device::cuda::words::{
     ACCESS_READ_WRITE, AccessOf, Allocation, GRAIN_LEAST, LOCATION_DEVICE, MEMORY_STAYS, Pointer,
 };
+use crate::device::window::{Known, Piece, Pieces, Window};
 use crate::fail;
 
+/// What the driver knows of a piece.
+#[derive(Clone, Copy)]
+struct Memory {
+    handle: u64,
+    /// The device may use it where it is. Not where the driver mapped it and then failed twice.
+    is_open: bool,
+}
+
 /// Addresses that stay reserved until this is dropped, with whatever is mapped into them.
-pub struct Window {
+pub struct CudaWindow {
     cuda: Arc<Cuda>,
     start: Pointer,
     bytes: u64,
     grain_bytes: u64,
-    /// What is mapped, by where it begins: the driver's handle, and how much.
-    pieces: Mutex<BTreeMap<u64, (u64, u64)>>,
+    /// Held while the driver maps: what it says and what is noted are one.
+    pieces: Mutex<Pieces<Memory>>,
 }
 
-impl Window {
+/// What places and lengths are multiples of. [`Status::Unsupported`] where the driver cannot map.
+pub(super) fn grain(cuda: &Cuda) -> Result<u64> {
+    let of = of_device(cuda);
+    let (call, mut grain) = (&cuda.driver, 0);
+    let ask = there(call.granularity)?;
+    let _inside = cuda.enter()?;
+    // SAFETY: a description and a place for a number.
+    call.check("cuMemGetAllocationGranularity", unsafe { ask(&mut grain, &of, GRAIN_LEAST) })?;
+    Ok(grain.max(1) as u64)
+}
+
+impl CudaWindow {
     /// Reserves at least so many bytes of addresses. [`Status::Unsupported`] where the driver
     /// cannot.
-    pub fn new(cuda: Arc<Cuda>, bytes: u64) -> Result<Window> {
-        let of = of_device(&cuda);
-        let inside = cuda.enter()?;
-        let (call, reserve) = (&cuda.driver, there(cuda.driver.reserve)?);
-        let (mut grain, mut start) = (0, 0);
-        // SAFETY: a description and a place for a number.
-        let code = unsafe { there(call.granularity)?(&mut grain, &of, GRAIN_LEAST) };
-        call.check("cuMemGetAllocationGranularity", code)?;
-        let Some(whole) = bytes.checked_next_multiple_of(grain.max(1) as u64) else {
+    pub fn new(cuda: Arc<Cuda>, bytes: u64) -> Result<CudaWindow> {
+        let grain_bytes = grain(&cuda)?;
+        let Some(whole) = bytes.checked_next_multiple_of(grain_bytes) else {
             return Err(Status::Limit.into());
         };
         if whole == 0 {
             fail!(Invalid, "a window of no addresses");
         }
+        let (reserve, mut start) = (there(cuda.driver.reserve)?, 0);
+        let inside = cuda.enter()?;
         // SAFETY: a place for an address; any will do.
         let code = unsafe { reserve(&mut start, whole as usize, 0, 0, 0) };
-        call.check("cuMemAddressReserve", code)?;
+        cuda.driver.check("cuMemAddressReserve", code)?;
         drop(inside);
-        let (grain_bytes, pieces) = (grain as u64, Mutex::new(BTreeMap::new()));
-        Ok(Window { cuda, start, bytes: whole, grain_bytes, pieces })
-    }
-
-    /// Where it starts.
-    pub fn address(&self) -> u64 {
-        self.start
-    }
-
-    /// How long it is.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// What places and lengths are multiples of.
-    pub fn grain_bytes(&self) -> u64 {
-        self.grain_bytes
+        let pieces = Mutex::new(Pieces::new(whole, grain_bytes));
+        Ok(CudaWindow { cuda, start, bytes: whole, grain_bytes, pieces })
     }
 
     /// How much memory is mapped.
     pub fn mapped_bytes(&self) -> u64 {
-        self.pieces.lock().values().map(|piece| piece.1).sum()
-    }
-
-    /// Puts new memory of the device behind a part of the addresses.
-    pub fn map(&self, at: u64, bytes: u64) -> Result<()> {
-        let mut pieces = self.pieces.lock();
-        self.check(&pieces, at, bytes)?;
-        let of = of_device(&self.cuda);
-        let inside = self.cuda.enter()?;
-        let mut handle = 0;
-        // SAFETY: a place for a handle, and a description.
-        let code =
-            unsafe { there(self.cuda.driver.create_memory)?(&mut handle, bytes as usize, &of, 0) };
-        self.cuda.driver.check("cuMemCreate", code)?;
-        match self.attach(&inside, at, bytes, handle) {
-            Ok(()) => {
-                pieces.insert(at, (handle, bytes));
-                Ok(())
-            }
-            Err(error) => {
-                self.release(&inside, handle);
-                Err(error)
-            }
-        }
-    }
-
-    /// Takes the memory from a part of the addresses that was mapped as a whole, and puts it
-    /// behind another. What is in it stays.
-    ///
-    /// # Safety
-    /// No work that is under way uses either part.
-    pub unsafe fn shift(&self, from: u64, to: u64) -> Result<()> {
-        let mut pieces = self.pieces.lock();
-        let Some(&(handle, bytes)) = pieces.get(&from) else {
-            fail!(Invalid, "nothing is mapped at {from} of a window");
-        };
-        let inside = self.cuda.enter()?;
-        pieces.remove(&from);
-        let checked = self.check(&pieces, to, bytes);
-        if checked.is_err() {
-            pieces.insert(from, (handle, bytes));
-            return checked;
-        }
-        if let Err(error) = self.detach(&inside, from, bytes) {
-            pieces.insert(from, (handle, bytes));
-            return Err(error);
-        }
-        let attached = self.attach(&inside, to, bytes, handle);
-        match attached {
-            Ok(()) => drop(pieces.insert(to, (handle, bytes))),
-            Err(_) => self.release(&inside, handle),
-        }
-        attached
-    }
-
-    /// Takes the memory back from a part of the addresses that was mapped as a whole.
-    ///
-    /// # Safety
-    /// No work that is under way uses it.
-    pub unsafe fn unmap(&self, at: u64) -> Result<()> {
-        let mut pieces = self.pieces.lock();
-        let Some(&(handle, bytes)) = pieces.get(&at) else {
-            fail!(Invalid, "nothing is mapped at {at} of a window");
-        };
-        let inside = self.cuda.enter()?;
-        self.detach(&inside, at, bytes)?;
-        pieces.remove(&at);
-        self.release(&inside, handle);
-        Ok(())
-    }
-
-    fn check(&self, pieces: &BTreeMap<u64, (u64, u64)>, at: u64, bytes: u64) -> Result<()> {
-        let end = at.checked_add(bytes).filter(|end| *end <= self.bytes);
-        let grain = self.grain_bytes;
-        let (Some(end), true) = (end, bytes > 0 && at % grain == 0 && bytes % grain == 0) else {
-            fail!(Invalid, "{bytes} bytes at {at} of a window of {}, by {grain}", self.bytes);
-        };
-        let before = pieces.range(..end).next_back();
-        if before.is_some_and(|(start, piece)| start + piece.1 > at) {
-            fail!(Invalid, "{bytes} bytes at {at} of a window are mapped already");
-        }
-        Ok(())
+        self.pieces.lock().placed_bytes()
     }
 
     /// Gives memory its address, and the device leave to use it.
-    fn attach(&self, _inside: &Inside<'_>, at: u64, bytes: u64, handle: u64) -> Result<()> {
-        let (call, address, bytes) = (&self.cuda.driver, self.start + at, bytes as usize);
-        // SAFETY: a part of what is reserved, to which nothing is mapped, and memory that long.
-        call.check("cuMemMap", unsafe { there(call.map)?(address, bytes, 0, handle, 0) })?;
+    fn attach(&self, inside: &Inside<'_>, at: u64, known: &Known<Memory>) -> (bool, Result<()>) {
+        let (call, address, bytes) = (&self.cuda.driver, self.start + at, known.bytes as usize);
+        let mapped = there(call.map).and_then(|map| {
+            // SAFETY: a part of what is reserved, to which nothing is mapped, and memory that long.
+            call.check("cuMemMap", unsafe { map(address, bytes, 0, known.own.handle, 0) })
+        });
+        if mapped.is_err() {
+            return (false, mapped);
+        }
         let who =
             AccessOf { location: [LOCATION_DEVICE, self.cuda.ordinal], flags: ACCESS_READ_WRITE };
         let set = there(call.set_access).and_then(|set_access| {
             // SAFETY: what was mapped just now, and one description.
             call.check("cuMemSetAccess", unsafe { set_access(address, bytes, &who, 1) })
         });
-        set.inspect_err(|_| {
-            if let Some(unmap) = call.unmap {
-                // SAFETY: nobody could use it yet.
-                call.note("cuMemUnmap", unsafe { unmap(address, bytes) });
-            }
-        })
+        // Nobody could use it yet.
+        let stays = set.is_ok() || self.detach(inside, at, known.bytes).is_err();
+        (stays, set)
     }
 
     fn detach(&self, _inside: &Inside<'_>, at: u64, bytes: u64) -> Result<()> {
@@ -174,27 +94,105 @@ impl Window {
         call.check("cuMemUnmap", code)
     }
 
-    fn release(&self, _inside: &Inside<'_>, handle: u64) {
+    fn release(&self, _inside: &Inside<'_>, handle: u64) -> Result<()> {
         let call = &self.cuda.driver;
-        if let Some(release) = call.release_memory {
-            // SAFETY: memory that this window made, and gives back once.
-            call.note("cuMemRelease", unsafe { release(handle) });
+        let release = there(call.release_memory)?;
+        // SAFETY: memory that this window made, and gives back once.
+        call.check("cuMemRelease", unsafe { release(handle) })
+    }
+
+    /// Unmaps a piece, where it is mapped.
+    fn free_place(
+        &self,
+        inside: &Inside<'_>,
+        pieces: &mut Pieces<Memory>,
+        piece: Piece,
+    ) -> Result<Known<Memory>> {
+        let mut known = pieces.get(piece)?;
+        if let Some(at) = known.at {
+            self.detach(inside, at, known.bytes)?;
+            pieces.set(piece, known.own, None);
+            known.at = None;
         }
+        Ok(known)
     }
 }
 
-impl Drop for Window {
+impl Window for CudaWindow {
+    fn address(&self) -> u64 {
+        self.start
+    }
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn grain_bytes(&self) -> u64 {
+        self.grain_bytes
+    }
+
+    fn create(&self, bytes: u64) -> Result<Piece> {
+        self.pieces.lock().check_length(bytes)?;
+        let (of, call, mut handle) = (of_device(&self.cuda), &self.cuda.driver, 0);
+        let create = there(call.create_memory)?;
+        let _inside = self.cuda.enter()?;
+        // SAFETY: a place for a handle, and a description.
+        let code = unsafe { create(&mut handle, bytes as usize, &of, 0) };
+        call.check("cuMemCreate", code)?;
+        Ok(self.pieces.lock().add(Memory { handle, is_open: false }, bytes))
+    }
+
+    unsafe fn put(&self, piece: Piece, at: u64) -> Result<()> {
+        let mut pieces = self.pieces.lock();
+        pieces.check_place(piece, at)?;
+        let known = pieces.get(piece)?;
+        if known.at == Some(at) && known.own.is_open {
+            return Ok(());
+        }
+        let inside = self.cuda.enter()?;
+        let known = self.free_place(&inside, &mut pieces, piece)?;
+        let (is_there, attached) = self.attach(&inside, at, &known);
+        let own = Memory { is_open: attached.is_ok(), ..known.own };
+        pieces.set(piece, own, is_there.then_some(at));
+        attached
+    }
+
+    unsafe fn take(&self, piece: Piece) -> Result<()> {
+        let mut pieces = self.pieces.lock();
+        if pieces.get(piece)?.at.is_none() {
+            return Ok(());
+        }
+        let inside = self.cuda.enter()?;
+        self.free_place(&inside, &mut pieces, piece).map(|_| ())
+    }
+
+    unsafe fn destroy(&self, piece: Piece) -> Result<()> {
+        let mut pieces = self.pieces.lock();
+        pieces.get(piece)?;
+        let inside = self.cuda.enter()?;
+        let known = self.free_place(&inside, &mut pieces, piece)?;
+        self.release(&inside, known.own.handle)?;
+        pieces.remove(piece);
+        Ok(())
+    }
+}
+
+impl Drop for CudaWindow {
     fn drop(&mut self) {
         let call = &self.cuda.driver;
         let inside = match self.cuda.enter() {
             Ok(inside) => inside,
             Err(error) => return log::warn!("a window stays: {}", error.message()),
         };
-        for (at, (handle, bytes)) in std::mem::take(&mut *self.pieces.lock()) {
-            if let Err(error) = self.detach(&inside, at, bytes) {
+        let mut pieces = self.pieces.lock();
+        for piece in pieces.all() {
+            let Ok(known) = pieces.get(piece) else { continue };
+            if let Err(error) = self.free_place(&inside, &mut pieces, piece) {
                 log::warn!("a part of a window stays: {}", error.message());
             }
-            self.release(&inside, handle);
+            if let Err(error) = self.release(&inside, known.own.handle) {
+                log::warn!("memory of a window stays: {}", error.message());
+            }
         }
         if let Some(unreserve) = call.unreserve {
             // SAFETY: what was reserved, with nothing mapped to it.

@@ -31,6 +31,7 @@ impl Core {
         let path = if staged { Path::Staged } else { Path::Direct };
         let id = self.add_load(unit, path, rank);
         self.load(id).goal = Some(Goal::Home);
+        self.load(id).unbacked = staged && self.in_place;
         self.cells[unit as usize].home_load = id;
     }
 

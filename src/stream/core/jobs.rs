@@ -230,7 +230,7 @@ impl Core {
     }
 
     /// Something of a load has ended: perhaps it has, too.
-    fn settle(&mut self, id: u32, now_ns: u64) -> Result<bool> {
+    pub(super) fn settle(&mut self, id: u32, now_ns: u64) -> Result<bool> {
         let load = self.load(id);
         let news = if load.is_over() {
             while let Some((_, slot)) = self.load(id).staged.pop_front() {

@@ -64,6 +64,9 @@ pub(super) struct Load {
     /// Whose memory has to be given back before this may fill its own; [`NONE`] = nobody's.
     pub clear: u32,
     pub clearing: bool,
+    /// No memory is behind its addresses yet; and somebody puts it there.
+    pub unbacked: bool,
+    pub backing: bool,
     /// It is not wanted any more: what is under way ends, nothing else begins.
     pub dropped: bool,
     pub failed: Option<Error>,
@@ -91,6 +94,8 @@ impl Load {
             done: 0,
             clear: NONE,
             clearing: false,
+            unbacked: false,
+            backing: false,
             dropped: false,
             failed: None,
             event: None,
@@ -105,7 +110,12 @@ impl Load {
 
     /// Whether nothing of it is under way.
     pub fn is_still(&self) -> bool {
-        self.reading == 0 && self.copying == 0 && !self.clearing
+        self.reading == 0 && self.copying == 0 && !self.clearing && !self.backing
+    }
+
+    /// Whether it has a place whose addresses want memory.
+    pub fn wants_memory(&self) -> bool {
+        self.unbacked && !self.backing && self.goal.is_some() && !self.is_over()
     }
 
     pub fn wants_read(&self) -> bool {
@@ -123,7 +133,7 @@ impl Load {
             Path::Staged => !self.staged.is_empty(),
             Path::Copied => is_home && self.next_copy < self.chunks,
         };
-        ready && self.goal.is_some() && !self.is_over()
+        ready && self.goal.is_some() && !self.unbacked && !self.is_over()
     }
 
     /// All its copies are with the device, if not done.

@@ -4,6 +4,7 @@
 //! done ([`Core::take_read`], [`Core::take_copy`]); it has no threads, no clock, no memory.
 //! So one order of calls is one run, and a simulation can ask it what a pass takes.
 
+mod backing;
 mod chunks;
 mod experts;
 mod homes;
@@ -14,6 +15,7 @@ mod record;
 mod want;
 mod window;
 
+pub use backing::Backing;
 pub use chunks::{CHUNK_GRAIN_BYTES, MAX_CHUNK_BYTES};
 pub use experts::PINNED_PERCENT;
 pub use jobs::{Copied, Copy, From, Read, To};

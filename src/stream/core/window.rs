@@ -121,14 +121,15 @@ impl Core {
             (cell.slot, cell.ready, cell.event) = (NONE, false, None);
         }
         let goal = if is_expert { Goal::Expert(taken.slot) } else { Goal::Line(taken.slot) };
-        let in_place = self.in_place;
+        let (in_place, on_device) = (self.in_place, self.is_backed());
         let cell = &mut self.cells[unit as usize];
         cell.slot = taken.slot;
         // Its place in the window is a reason of its own to stay.
         let (in_window, id) = (cell.in_window, cell.slot_load);
         let load = self.load(id);
         (load.goal, load.after) = (Some(goal), taken.after);
-        if in_place && taken.dirty != NONE && taken.dirty != unit {
+        load.unbacked = on_device;
+        if in_place && !on_device && taken.dirty != NONE && taken.dirty != unit {
             load.clear = taken.dirty;
         }
         if in_window {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::stream::plan::{Home, Inputs, Plan, Seat};
+use crate::stream::plan::{Home, Inputs, Plan, Seat, taken_by};
 use crate::stream::units::{Role, Unit};
 
 /// What is known of experts before any was used: nobody says which are popular, so all
@@ -23,7 +23,8 @@ pub(super) struct Experts {
 
 impl Experts {
     /// Those of a model; `in_place` are not streamed.
-    pub fn of(inputs: &Inputs, in_place: &[bool]) -> Experts {
+    pub fn of(inputs: &Inputs, seat: Seat, in_place: &[bool]) -> Experts {
+        let grain_bytes = inputs.wishes.device_grain_bytes;
         let mut all = Experts { used: inputs.facts.experts_used.max(1), ..Experts::default() };
         for (unit, in_place) in inputs.units.units.iter().zip(in_place) {
             if unit.role != Role::Expert {
@@ -32,8 +33,9 @@ impl Experts {
             *all.layers.entry(unit.layer).or_default() += 1;
             if !in_place {
                 all.count += 1;
-                all.bytes += unit.image_bytes;
-                all.slot_bytes = all.slot_bytes.max(unit.image_bytes);
+                let bytes = taken_by(unit.image_bytes, seat.home(), grain_bytes);
+                all.bytes += bytes;
+                all.slot_bytes = all.slot_bytes.max(bytes);
             }
         }
         all

@@ -58,7 +58,31 @@ impl Maker<'_> {
         let all = if units == self.experts.count { "all " } else { "" };
         taken.take("device experts", bytes, format!("{all}{units} experts stay on the device"));
         self.slots(plan, &mut taken);
-        taken.end("device left")
+        let mut figures = taken.end("device left");
+        figures.extend(self.lost_to_grains(plan));
+        figures
+    }
+
+    /// What units in place take of the device beyond what they have.
+    fn lost_to_grains(&self, plan: &Plan) -> Option<Figure> {
+        let grain = plan.device_grain_bytes;
+        let units = self.inputs.units.units.iter().zip(&plan.homes);
+        let homes = units
+            .filter(|(_, home)| **home == Home::Device)
+            .map(|(unit, _)| plan.taken_by(unit.image_bytes, Home::Device) - unit.image_bytes);
+        let bytes = homes.sum();
+        let why = format!(
+            "of the units that stay, lost: in place each takes whole pieces of {}, and no two \
+             share one",
+            size(grain)
+        );
+        (grain > 0).then_some(Figure {
+            name: "device grains",
+            bytes,
+            takes: false,
+            total: false,
+            why,
+        })
     }
 
     fn host_figures(&self, plan: &Plan) -> Vec<Figure> {
@@ -89,7 +113,7 @@ impl Maker<'_> {
         });
         these.fold(Count::default(), |count, (_, unit)| Count {
             units: count.units + 1,
-            bytes: count.bytes + unit.image_bytes,
+            bytes: count.bytes + plan.taken_by(unit.image_bytes, home),
         })
     }
 

@@ -33,7 +33,7 @@ impl Plan {
             if self.on_processor.get(i) == Some(&true) {
                 beside = beside.saturating_add(unit.image_bytes);
             } else if unit.image_bytes > self.slot_for(unit) {
-                here = here.saturating_add(unit.image_bytes);
+                here = here.saturating_add(self.taken_by(unit.image_bytes, self.seat.home()));
             }
         }
         match self.seat {
@@ -62,7 +62,8 @@ impl Maker<'_> {
             // Where all share one memory, an embedding leaves it, too, when nothing else can.
             let beside = self.in_place[unit] || self.looked_up[unit] && self.seat == Seat::Device;
             if one.role != Role::Expert && !beside {
-                passing.push(Item { unit, bytes: one.image_bytes });
+                let bytes = self.taken_by(one.image_bytes, self.seat.home());
+                passing.push(Item { unit, bytes });
             }
         }
         fast::leanest(&passing, wishes.least_slots()).map(Some)

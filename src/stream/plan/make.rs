@@ -9,7 +9,7 @@ use crate::stream::plan::place::{self, Item};
 use crate::stream::plan::room::{Room, filled};
 use crate::stream::plan::sizing::{self, Budgets};
 use crate::stream::plan::steps::Pass;
-use crate::stream::plan::{Home, Inputs, Links, Mode, Plan, Seat, Wishes, predict, slow};
+use crate::stream::plan::{Home, Inputs, Links, Mode, Plan, Seat, Wishes, predict, slow, taken_by};
 use crate::stream::units::Role;
 
 /// Slots where nobody says: one is computed while the next is filled.
@@ -105,7 +105,7 @@ impl<'a> Maker<'a> {
             inputs,
             seat,
             budgets,
-            experts: Experts::of(inputs, &in_place),
+            experts: Experts::of(inputs, seat, &in_place),
             chunk_bytes: chunk_bytes(inputs),
             in_place,
             looked_up: filled(false, len)?,
@@ -179,7 +179,7 @@ impl<'a> Maker<'a> {
             fail!(NoMem, "no memory for {} experts", self.experts.count);
         }
         for (unit, one) in units.iter().enumerate() {
-            let item = Item { unit, bytes: one.image_bytes };
+            let item = Item { unit, bytes: self.taken_by(one.image_bytes, self.seat.home()) };
             match one.role {
                 _ if self.in_place[unit] || self.looked_up[unit] => {}
                 Role::Expert => self.expert_items.push(item),
@@ -187,6 +187,11 @@ impl<'a> Maker<'a> {
             }
         }
         Ok(())
+    }
+
+    /// What a unit takes where its home is.
+    pub fn taken_by(&self, image_bytes: u64, home: Home) -> u64 {
+        taken_by(image_bytes, home, self.inputs.wishes.device_grain_bytes)
     }
 
     /// Bytes for weights where the engine computes.
@@ -295,7 +300,7 @@ impl<'a> Maker<'a> {
     /// The plan of one way, and how good it is.
     pub fn finish(&self, fast: &Fast, staging_bytes: u64) -> Result<(Key, Plan)> {
         let mut homes = filled(Home::File, self.inputs.units.units.len())?;
-        let here = if self.seat == Seat::Device { Home::Device } else { Home::Host };
+        let here = self.seat.home();
         let mut used = u64::from(fast.slots) * fast.slot_bytes;
         for (item, stays) in self.items.iter().zip(&fast.stays) {
             if *stays {
@@ -350,6 +355,7 @@ impl<'a> Maker<'a> {
             expert_slot_bytes: if expert_slots > 0 { self.experts.slot_bytes } else { 0 },
             staging_bytes,
             chunk_bytes: self.chunk_bytes,
+            device_grain_bytes: self.inputs.wishes.device_grain_bytes,
             device_bytes: if on_device { used } else { 0 },
             host_bytes,
             pinned_bytes: if on_device { host_bytes.min(lockable) } else { 0 },

@@ -49,6 +49,13 @@ pub enum Seat {
     Device,
 }
 
+impl Seat {
+    /// The home of units that stay where they are used.
+    pub fn home(self) -> Home {
+        if self == Seat::Device { Home::Device } else { Home::Host }
+    }
+}
+
 /// How fast bytes get where; 0 = not known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Links {
@@ -139,6 +146,9 @@ pub struct Wishes {
     pub staging_bytes: u64,
     /// How much one read or copy moves; 0 = 4 MiB.
     pub chunk_bytes: u64,
+    /// What a unit takes of the device is a multiple of this, where units are in place there;
+    /// 0 = it takes what it has.
+    pub device_grain_bytes: u64,
     /// What computing a unit takes: the same for all layers.
     pub layer_compute_ns: u64,
     /// The last layers are computed by the processor, so many; host memory is their home,
@@ -220,6 +230,8 @@ pub struct Plan {
     pub staging_bytes: u64,
     /// How much one read or copy moves.
     pub chunk_bytes: u64,
+    /// What units and slots on the device are multiples of; 0 = they take what they have.
+    pub device_grain_bytes: u64,
     /// What it takes of the device.
     pub device_bytes: u64,
     /// What it takes of host memory.
@@ -230,6 +242,21 @@ pub struct Plan {
     pub figures: Vec<Figure>,
     /// What a pass will take; nothing where links are not known.
     pub forecast: Option<Forecast>,
+}
+
+impl Plan {
+    /// What a unit with an image of so many bytes takes where its home is.
+    pub fn taken_by(&self, image_bytes: u64, home: Home) -> u64 {
+        taken_by(image_bytes, home, self.device_grain_bytes)
+    }
+}
+
+/// The same with what units on the device are multiples of.
+fn taken_by(image_bytes: u64, home: Home, grain_bytes: u64) -> u64 {
+    match (home, grain_bytes) {
+        (Home::Device, 1..) => image_bytes.div_ceil(grain_bytes).saturating_mul(grain_bytes),
+        _ => image_bytes,
+    }
 }
 
 /// All that a plan is made from.

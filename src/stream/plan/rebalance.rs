@@ -5,7 +5,7 @@ use crate::stream::plan::fast::Fast;
 use crate::stream::plan::make::Maker;
 use crate::stream::plan::place::{self, Item, Spread};
 use crate::stream::plan::room::Room;
-use crate::stream::plan::{Home, Inputs, Mode, Plan, Seat};
+use crate::stream::plan::{Inputs, Mode, Plan};
 
 impl Plan {
     /// The plan for what memory there is now: who stays where this plan has them is chosen
@@ -44,7 +44,7 @@ impl Maker<'_> {
         let slots_bytes = u64::from(before.slots).saturating_mul(before.slot_bytes);
         let room = self.dense_room().and_then(|room| room.checked_sub(slots_bytes));
         let Some(mut left) = room else { return Ok(None) };
-        let here = if self.seat == Seat::Device { Home::Device } else { Home::Host };
+        let here = self.seat.home();
         let mut stays = place::none(&self.items)?;
         for (item, stays) in self.items.iter().zip(&mut stays) {
             if item.bytes > before.slot_bytes {

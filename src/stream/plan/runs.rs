@@ -54,7 +54,7 @@ impl Plan {
             units.filter(|(unit, of)| **of == home && (unit.role == Role::Expert) == experts);
         these.fold(Count::default(), |count, (unit, _)| Count {
             units: count.units + 1,
-            bytes: count.bytes + unit.image_bytes,
+            bytes: count.bytes + self.taken_by(unit.image_bytes, home),
         })
     }
 }

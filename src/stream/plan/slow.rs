@@ -63,7 +63,10 @@ impl Maker<'_> {
         for was in [true, false] {
             let mut rest: Vec<Item> = Vec::with_room(items.len())?;
             let open = |item: &&Item| homes[item.unit] == Home::File && had(item.unit) == was;
-            rest.extend(items.iter().filter(open));
+            rest.extend(items.iter().filter(open).map(|item| {
+                let image_bytes = self.inputs.units.units[item.unit].image_bytes;
+                Item { bytes: self.taken_by(image_bytes, home), ..*item }
+            }));
             let how = self.inputs.wishes.placement;
             let stays = place::place(&rest, room - used, how, Spread::Full)?;
             for (item, _) in rest.iter().zip(stays).filter(|(_, stays)| *stays) {

@@ -18,7 +18,7 @@ impl Plan {
     /// What a pass would take over `links`; those not named are as in `inputs`.
     pub fn what_if(&self, inputs: &Inputs, links: Links) -> Result<Forecast> {
         self.fits(inputs)?;
-        let experts = Experts::of(inputs, &self.on_processor);
+        let experts = Experts::of(inputs, self.seat, &self.on_processor);
         let pass = Pass::of(self, inputs, &experts)?;
         let links = links.or(inputs.links);
         match predict::forecast(&pass, &links)? {

@@ -76,6 +76,13 @@ impl Shared {
                 before.staging_bytes
             );
         }
+        if state.places.in_window().is_some() && plan.on_processor != before.on_processor {
+            fail!(
+                Unsupported,
+                "units in place are used where they were when the streamer was opened: with that \
+                 memory some would move between processor and device"
+            );
+        }
         self.check_large(state, &plan)?;
         (state.plan, state.wishes) = (plan, wishes);
         self.plan_moves(state);
@@ -90,7 +97,7 @@ impl Shared {
         for (tier, place) in [(Tier::Host, Home::Host), (Tier::Device, Home::Device)] {
             let (mut come, mut leave) = (0u64, 0u64);
             for (unit, &home) in (0..).zip(&plan.homes) {
-                let bytes = self.units.units[unit as usize].image_bytes;
+                let bytes = plan.taken_by(self.units.units[unit as usize].image_bytes, place);
                 let now = state.core.home_of(unit);
                 match now.map(|(now, _)| (now == place, home == place)) {
                     Some((false, true)) if !state.core.fits(unit) => come += bytes,
@@ -158,6 +165,8 @@ impl Shared {
     /// False: not yet. `blocked`: memory that is needed has not been given back.
     fn move_home(&self, state: &mut State, unit: u32, home: Home, blocked: bool) -> Result<bool> {
         let gate = &self.gates[unit as usize];
+        let is_mapped = state.places.in_window().is_some_and(|in_window| in_window.is_leaving());
+        let blocked = blocked || is_mapped;
         if (blocked && home != Home::File) || gate.load(Ordering::Acquire) & USERS > 0 {
             return Ok(false);
         }
@@ -180,6 +189,13 @@ impl Shared {
             state.note = Some(error.to_string());
         }
         gate.fetch_and(!LEAVING, Ordering::AcqRel);
+        if home == Home::Device && state.places.in_window().is_some() {
+            // Since it lost its home it may be on its way to a slot, whose memory would come to
+            // where that of its home is to be.
+            if !state.core.quit_slot(unit)? {
+                return Ok(false);
+            }
+        }
         if home != Home::File {
             let made = state.places.make_home(unit, home, state.plan.seat, &self.source());
             if let Err(error) = made {
@@ -207,7 +223,7 @@ impl Shared {
         unit: u32,
         (was, on_processor): (Home, bool),
     ) -> Result<()> {
-        let bytes = self.units.units[unit as usize].image_bytes;
+        let bytes = state.plan.taken_by(self.units.units[unit as usize].image_bytes, was);
         let (plan, wishes) = (&state.plan, &state.wishes);
         let (used, ceiling) = match was {
             Home::Device => (plan.device_bytes, wishes.device_ceiling_bytes),
@@ -230,8 +246,9 @@ impl Shared {
 
     /// A unit has not got the home that was planned: it has the file alone.
     fn forget_home(&self, plan: &mut Plan, unit: u32) {
-        let bytes = self.units.units[unit as usize].image_bytes;
-        match std::mem::replace(&mut plan.homes[unit as usize], Home::File) {
+        let was = std::mem::replace(&mut plan.homes[unit as usize], Home::File);
+        let bytes = plan.taken_by(self.units.units[unit as usize].image_bytes, was);
+        match was {
             Home::Device => plan.device_bytes -= bytes,
             Home::Host => plan.host_bytes -= bytes,
             Home::File => {}

@@ -4,7 +4,7 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::Ordering;
 use crate::fail;
 use crate::io::fixed::identity::identities;
-use crate::stream::core::{Goal, LayerCount, Mark, Stats};
+use crate::stream::core::{LayerCount, Mark, Stats};
 use crate::stream::model::Model;
 use crate::stream::plan::{Forecast, Links, Plan, Wishes};
 use crate::stream::streamer::{Shared, Streamer};
@@ -99,7 +99,8 @@ impl Streamer {
         if state.places.range().is_none() {
             fail!(State, "units are not in place: they have the addresses that they are had at");
         }
-        Ok((state.places.at(unit, Goal::Home)?.address, found.image_bytes))
+        let on_processor = state.core.is_on_processor(unit);
+        Ok((state.places.fixed(unit, on_processor)?, found.image_bytes))
     }
 
     /// What it has done.
@@ -152,7 +153,8 @@ impl Streamer {
             if let Some(error) = state.core.home_error() {
                 return Err(error);
             }
-            if state.core.missing_homes() + state.moves.len() == 0 {
+            let is_leaving = state.places.in_window().is_some_and(|all| all.is_leaving());
+            if state.core.missing_homes() + state.moves.len() == 0 && !is_leaving {
                 return Ok(());
             }
             let now = shared.now_ns();

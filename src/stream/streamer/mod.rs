@@ -2,6 +2,7 @@
 
 mod acquire;
 mod after;
+mod backing;
 mod homes;
 mod look;
 mod open;

@@ -18,13 +18,14 @@ use crate::io::fixed::identity::identities;
 use crate::io::fixed::measure::measure;
 use crate::io::fixed::real::{FixedOpts, RealFixed};
 use crate::stream::core::{Core, PINNED_PERCENT, Setup};
+use crate::stream::in_window::MAX_GRAIN_BYTES;
 use crate::stream::model::Model;
 use crate::stream::places::Places;
 use crate::stream::plan::{Home, Inputs, Links, Memory, Plan, Seat, Wishes};
 use crate::stream::streamer::{Shared, State, Streamer, serve};
 use crate::stream::sums::Sums;
 use crate::stream::sums::sidecar::{default_path, load_or_new};
-use crate::stream::units::Units;
+use crate::stream::units::{GRAIN_BYTES, Units};
 
 /// Threads that read, where nothing else is said.
 const READERS: u32 = 4;
@@ -141,6 +142,9 @@ impl Streamer {
         opts.wishes.shrinks |= opts.budget.is_some();
         if opts.measure && opts.links.disk == 0 {
             opts.links.disk = measure(&*files, runtime.clock(), MEASURED_BYTES)?;
+        }
+        if let (true, Some(device)) = (opts.in_place, &opts.device) {
+            opts.wishes.device_grain_bytes = grain_of(&**device)?;
         }
         let memory = memory_of(&opts);
         let plan = Plan::make(&Inputs {
@@ -292,6 +296,15 @@ fn check(files: &dyn FixedFiles, model: &Model, opts: &Opts) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// What units in place on a device are put in whole multiples of.
+fn grain_of(device: &dyn Device) -> Result<u64> {
+    let grain = device.window_grain().map_err(|error| error.within("units in place"))?;
+    if !(GRAIN_BYTES..=MAX_GRAIN_BYTES).contains(&grain) || grain % GRAIN_BYTES != 0 {
+        fail!(Unsupported, "units in place: the device maps memory by {grain} bytes");
+    }
+    Ok(grain)
 }
 
 /// What memory there is: of the machine, of the cgroup, of the budget.

@@ -8,6 +8,7 @@ use crate::base::sync::{Arc, JoinHandle, spawn};
 use crate::device::{Copy as Transfer, Device, Event, State as DeviceState, Stream, Way};
 use crate::io::files::{FileId, Piece, Way as FileWay};
 use crate::stream::core::{Copied, Copy, From, Read, To};
+use crate::stream::streamer::backing::Backed;
 use crate::stream::streamer::{Shared, State, Verify};
 use crate::stream::units::{Chunk, GRAIN_BYTES};
 
@@ -157,6 +158,10 @@ impl Shared {
         let mut state = self.state.lock();
         loop {
             let going = state.check().is_ok();
+            let mut backed = Backed::Nothing;
+            if going {
+                (state, backed) = self.back(&**device, state)?;
+            }
             let next = if going && issued.len() < COPIES {
                 state.core.take_copy(self.now_ns())
             } else {
@@ -194,7 +199,7 @@ impl Shared {
                 }
                 told
             } else if going {
-                self.copies.wait(&mut state);
+                state = self.rest(&**device, state, backed);
                 continue;
             } else {
                 return Ok(());

@@ -1,0 +1,165 @@
+//! Windows of the simulated device: addresses that fault where no memory was put. What was put
+//! behind them is poison until it is written, and what was taken is gone.
+
+use crate::base::status::{Result, Status};
+use crate::base::sync::{Arc, Mutex};
+use crate::base::window::Window as Range;
+use crate::device::moved::Moved;
+use crate::device::simulated::{POISON, Simulated};
+use crate::device::window::{Piece, Pieces, Window};
+use crate::fail;
+
+/// What the device knows of a window.
+pub struct Addresses {
+    range: Range,
+    /// The first of them that is a multiple of the grain, and how many bytes follow.
+    start: u64,
+    bytes: u64,
+    grain_bytes: u64,
+    pieces: Mutex<Pieces<()>>,
+}
+
+struct SimulatedWindow {
+    device: Arc<Simulated>,
+    at: Arc<Addresses>,
+}
+
+impl Addresses {
+    /// Where a part begins in the range that it is of.
+    fn offset(&self, at: u64) -> u64 {
+        self.start - self.range.address() as u64 + at
+    }
+
+    /// Whether what lies here of a range of addresses has memory.
+    fn backs(&self, (from, to): (u64, u64)) -> bool {
+        let (from, to) = (from.max(self.start), to.min(self.start + self.bytes));
+        from >= to || self.pieces.lock().covers(from - self.start, to - self.start)
+    }
+}
+
+impl Simulated {
+    pub(super) fn grain(&self) -> Result<u64> {
+        match self.opts.grain_bytes {
+            0 => fail!(Unsupported, "this simulated device has no windows"),
+            grain if grain.is_power_of_two() => Ok(grain),
+            grain => fail!(Invalid, "a grain of {grain} bytes: it is a power of two"),
+        }
+    }
+
+    pub(super) fn reserve(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
+        let grain_bytes = self.grain()?;
+        let Some(whole) = bytes.checked_next_multiple_of(grain_bytes) else {
+            return Err(Status::Limit.into());
+        };
+        if whole == 0 {
+            fail!(Invalid, "a window of no addresses");
+        }
+        self.check_there()?;
+        let range = Range::strict(whole.checked_add(grain_bytes).ok_or(Status::Limit)?)?;
+        let start = (range.address().expose_provenance() as u64).next_multiple_of(grain_bytes);
+        let pieces = Mutex::new(Pieces::new(whole, grain_bytes));
+        let at = Arc::new(Addresses { range, start, bytes: whole, grain_bytes, pieces });
+        let mut windows = self.windows.lock();
+        windows.retain(|window| window.strong_count() > 0);
+        windows.push(Arc::downgrade(&at));
+        drop(windows);
+        Ok(Arc::new(SimulatedWindow { device: self, at }))
+    }
+
+    /// Windows that are there.
+    pub fn windows(&self) -> usize {
+        self.windows.lock().iter().filter(|window| window.strong_count() > 0).count()
+    }
+
+    fn check_there(&self) -> Result<()> {
+        if self.is_lost() { Err(Status::Unavailable.into()) } else { Ok(()) }
+    }
+
+    /// Refuses copies to or from addresses of windows that have no memory.
+    pub(super) fn check_windows(&self, copies: &[Moved]) -> Result<()> {
+        for window in self.windows.lock().iter().filter_map(|window| window.upgrade()) {
+            for range in copies.iter().flat_map(|copy| copy.ranges()) {
+                if !window.backs(range) {
+                    fail!(Invalid, "no memory is behind all of {:#x} to {:#x}", range.0, range.1);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl SimulatedWindow {
+    /// Takes a piece from its addresses, if it has any.
+    fn free_place(&self, pieces: &mut Pieces<()>, piece: Piece) -> Result<()> {
+        let known = pieces.get(piece)?;
+        let Some(at) = known.at else { return Ok(()) };
+        self.device.now().check_unused(self.at.start + at, known.bytes)?;
+        // SAFETY: nobody uses it, as the caller promises, and no batch does.
+        unsafe { self.at.range.give_back(self.at.offset(at), known.bytes)? };
+        pieces.set(piece, (), None);
+        Ok(())
+    }
+}
+
+impl Window for SimulatedWindow {
+    fn address(&self) -> u64 {
+        self.at.start
+    }
+
+    fn bytes(&self) -> u64 {
+        self.at.bytes
+    }
+
+    fn grain_bytes(&self) -> u64 {
+        self.at.grain_bytes
+    }
+
+    fn create(&self, bytes: u64) -> Result<Piece> {
+        self.device.check_there()?;
+        let mut pieces = self.at.pieces.lock();
+        pieces.check_length(bytes)?;
+        self.device.pool.count(bytes)?;
+        Ok(pieces.add((), bytes))
+    }
+
+    unsafe fn put(&self, piece: Piece, at: u64) -> Result<()> {
+        self.device.check_there()?;
+        let mut pieces = self.at.pieces.lock();
+        pieces.check_place(piece, at)?;
+        let known = pieces.get(piece)?;
+        if known.at == Some(at) {
+            return Ok(());
+        }
+        self.free_place(&mut pieces, piece)?;
+        let offset = self.at.offset(at);
+        self.at.range.take(offset, known.bytes)?;
+        if let Some(address) = self.at.range.range(offset, known.bytes) {
+            // SAFETY: a part of the range that was taken just now, which nobody has yet.
+            unsafe { address.write_bytes(POISON, known.bytes as usize) };
+        }
+        pieces.set(piece, (), Some(at));
+        Ok(())
+    }
+
+    unsafe fn take(&self, piece: Piece) -> Result<()> {
+        self.free_place(&mut self.at.pieces.lock(), piece)
+    }
+
+    unsafe fn destroy(&self, piece: Piece) -> Result<()> {
+        let mut pieces = self.at.pieces.lock();
+        self.free_place(&mut pieces, piece)?;
+        let bytes = pieces.get(piece)?.bytes;
+        pieces.remove(piece);
+        self.device.pool.discount(bytes);
+        Ok(())
+    }
+}
+
+impl Drop for SimulatedWindow {
+    fn drop(&mut self) {
+        let pieces = self.at.pieces.lock();
+        for known in pieces.all().into_iter().filter_map(|piece| pieces.get(piece).ok()) {
+            self.device.pool.discount(known.bytes);
+        }
+    }
+}

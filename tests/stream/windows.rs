@@ -1,0 +1,257 @@
+//! Units in place on a simulated device: their addresses never change, there is memory only where
+//! they are, and whoever touches others is told.
+
+use std::sync::Arc;
+
+use kvtier::base::budget::Tier;
+use kvtier::base::status::{Result, Status};
+use kvtier::device::host::Host;
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::device::{Copy, Device, Memory, Stream, Way};
+use kvtier::stream::plan::{Home, Mode, Wishes};
+use kvtier::stream::streamer::{How, Opts};
+
+use crate::budgets::{budget, used};
+use crate::rig::{
+    Files, MIB, Rig, dense, device, experts, large, patiently, runtime, soon, status, with_device,
+};
+
+const GRAIN: u64 = 64 << 10;
+
+fn with_grain(opts: SimulatedOpts) -> Arc<Simulated> {
+    device(SimulatedOpts { grain_bytes: GRAIN, ..opts })
+}
+
+/// In place, with so many bytes of the device, and of host memory beside staging.
+fn in_place(device: Arc<Simulated>, bytes: u64, homes: u64) -> Opts {
+    Opts { in_place: true, ..with_device(device, bytes, homes) }
+}
+
+/// The addresses of all units.
+fn addresses(rig: &Rig) -> Vec<u64> {
+    let of = |unit| rig.streamer.fixed(unit).expect("in place").0;
+    (0..rig.files.units.units.len() as u32).map(of).collect()
+}
+
+/// A pass in which the device computes with each unit after it was given back. All of them are
+/// where they always are.
+fn pass(rig: &Rig, how: How, at: &[u64]) -> Result<()> {
+    rig.streamer.pass_begin()?;
+    let experts = (0..8).flat_map(|layer| rig.files.experts_of(layer));
+    let mut under_way = Vec::new();
+    for unit in rig.files.order().into_iter().chain(experts) {
+        let held = rig.streamer.acquire(unit, how)?;
+        assert_eq!(held.address, at[unit as usize], "unit {unit} is not where it was");
+        if held.memory == Memory::Host {
+            assert!(rig.is_right(&held)?, "unit {unit}");
+            rig.streamer.release(&held, None)?;
+            continue;
+        }
+        under_way.push(rig.compute_with(&held)?);
+        if under_way.len() > 1 {
+            under_way.remove(0).end()?;
+        }
+    }
+    under_way.iter().try_for_each(|computing| computing.end())?;
+    rig.streamer.pass_end()
+}
+
+/// What a device says of a copy from somewhere in its memory.
+fn touch(device: &Simulated, address: u64) -> Status {
+    let out = Box::leak(Box::new([0u8; 64]));
+    let copy = Copy::bytes(out.as_mut_ptr(), address, 64, Way::Gather, Memory::Device);
+    // SAFETY: what is copied to stays; addresses without memory are refused.
+    let put = unsafe { device.submit(Stream(2), None, &mut [copy.expect("arithmetic")]) };
+    status(put.and_then(|event| device.wait(event, soon())))
+}
+
+#[test]
+fn addresses_never_change_and_bytes_are_right() {
+    for (name, sizes) in [("dense", dense(16)), ("large", large(6)), ("experts", experts(4, 6))] {
+        for (percent, on_host, mode) in [
+            (40, 0, Mode::Tiered),
+            (40, 80, Mode::Tiered),
+            (50, 0, Mode::Ring),
+            (400, 0, Mode::Tiered),
+        ] {
+            let files = Files::new(&format!("windows-{name}-{percent}-{mode:?}"), &sizes);
+            let all = files.all_bytes().max(24 * GRAIN);
+            let device = with_grain(SimulatedOpts { seed: percent, ..SimulatedOpts::default() });
+            let mut opts = in_place(device.clone(), all * percent / 100, all * on_host / 100);
+            opts.wishes.mode = mode;
+            let rig = Rig::open(files, opts).expect("a streamer");
+            let at = addresses(&rig);
+            let (start, bytes) = rig.streamer.range().expect("in place");
+            let inside = |unit: &u64| (start..start + bytes).contains(unit) && unit % GRAIN == 0;
+            assert!(at.iter().filter(|unit| inside(unit)).count() + 1 >= at.len());
+            for how in [patiently(), How { early: true, ..patiently() }, patiently()] {
+                pass(&rig, how, &at).expect("a pass");
+            }
+            assert_eq!(addresses(&rig), at);
+            assert_eq!(device.allocated_bytes(), rig.streamer.plan().device_bytes);
+            rig.closed();
+            assert_eq!(device.allocated_bytes(), 0, "{name}, {percent} %");
+        }
+    }
+}
+
+/// Slots are fewer than units: of those in the file alone, most have no memory.
+#[test]
+fn there_is_memory_only_behind_units_that_are_there() {
+    let files = Files::even("windows-there", 8, 3 * GRAIN / 2);
+    let device = with_grain(SimulatedOpts::default());
+    let mut opts = in_place(device.clone(), 2 * 2 * GRAIN, 0);
+    opts.once = true;
+    let rig = Rig::open(files, opts).expect("a streamer");
+    let at = addresses(&rig);
+    pass(&rig, patiently(), &at).expect("a pass");
+    let held = rig.streamer.acquire(3, patiently()).expect("it comes");
+    assert_eq!(touch(&device, held.address + 5), Status::Ok);
+    let backed = at.iter().filter(|unit| touch(&device, **unit) == Status::Ok).count();
+    assert!(backed <= 2, "{backed} units have memory, of which there is enough for 2");
+    rig.streamer.release(&held, None).expect("had");
+    rig.closed();
+    // The addresses are given back, too.
+    assert_eq!((device.allocated_bytes(), device.windows()), (0, 0));
+}
+
+#[test]
+fn plans_and_budgets_count_whole_grains() {
+    for (percent, paid) in [(60, false), (60, true), (300, false), (300, true)] {
+        let files = Files::even(&format!("windows-paid-{percent}-{paid}"), 9, GRAIN + 4096);
+        let all = files.all_bytes();
+        let runtime = runtime("");
+        let budget = budget(&runtime, 1 << 30);
+        let device = with_grain(SimulatedOpts::default());
+        let mut opts = in_place(device.clone(), 2 * all * percent / 100, 0);
+        opts.budget = paid.then(|| budget.clone());
+        let real = files.real();
+        let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
+        let at = addresses(&rig);
+        pass(&rig, patiently(), &at).expect("a pass");
+        rig.streamer.load(soon()).expect("residents");
+        let plan = rig.streamer.plan();
+        let homes = plan.homes.iter().filter(|home| **home == Home::Device).count() as u64;
+        let slots = u64::from(plan.slots);
+        // Whatever a unit has beyond a grain takes another.
+        assert_eq!(plan.device_bytes, (homes + slots) * 2 * GRAIN, "{homes} homes, {slots} slots");
+        // Who shares a budget has to be able to give something back.
+        assert_eq!(slots > 0, percent < 100 || paid);
+        let figure = plan.figures.iter().find(|figure| figure.name == "device grains");
+        assert_eq!(figure.expect("told").bytes, homes * (GRAIN - 4096));
+        let text = rig.streamer.plan_text();
+        assert!(text.contains("whole pieces of 64.00 KiB"), "{text}");
+        assert_eq!(used(&budget, Tier::Device), if paid { plan.device_bytes } else { 0 });
+        assert_eq!(device.allocated_bytes(), plan.device_bytes);
+        rig.closed();
+        assert_eq!((used(&budget, Tier::Device), device.allocated_bytes()), (0, 0));
+    }
+}
+
+/// Homes leave and come while the device computes; the addresses stay.
+#[test]
+fn homes_come_and_go() {
+    for (sizes, homes) in [(dense(16), 0), (large(6), 0), (experts(4, 6), 0), (dense(16), 1)] {
+        let files = Files::new(&format!("windows-homes-{}-{homes}", sizes.experts), &sizes);
+        let units = files.units.units.len() as u64;
+        let most: u64 = files.units.units.iter().map(|u| u.image_bytes + GRAIN).sum();
+        let device = with_grain(SimulatedOpts { latency_ns: 50_000, ..SimulatedOpts::default() });
+        let mut opts = in_place(device.clone(), 2 * most, files.all_bytes() * homes);
+        opts.wishes.shrinks = true;
+        let rig = Rig::open(files, opts).expect("a streamer");
+        let at = addresses(&rig);
+        pass(&rig, patiently(), &at).expect("a pass");
+        rig.streamer.load(soon()).expect("residents");
+        let full = rig.streamer.plan().device_bytes;
+        let mut least = full;
+        for step in [9, 6, 3, 1, 5, 2, 10] {
+            let bytes = Some(full * step / 10);
+            let told = rig.streamer.rebalance(None, bytes, None);
+            assert!([Status::Ok, Status::Budget].contains(&status(told)), "{step}");
+            for early in [false, true] {
+                pass(&rig, How { early, ..patiently() }, &at).expect("a pass");
+            }
+            rig.streamer.load(soon()).expect("residents");
+            let plan = rig.streamer.plan();
+            assert_eq!(device.allocated_bytes(), plan.device_bytes, "{units} units, {step}");
+            least = least.min(plan.device_bytes);
+        }
+        assert!(least < full * 7 / 10, "{least} of {full}: nothing left");
+        assert_eq!(rig.streamer.plan().device_bytes, full, "all is back");
+        assert_eq!(addresses(&rig), at);
+        rig.closed();
+        assert_eq!(device.allocated_bytes(), 0);
+    }
+}
+
+#[test]
+fn what_cannot_be_in_place_is_refused_with_words() {
+    let refused = |device: Arc<dyn Device>, wishes: Wishes| {
+        let files = Files::new("windows-refused", &dense(4));
+        let opts = Opts { device: Some(device), wishes, in_place: true, ..Opts::default() };
+        Rig::open(files, opts).err().expect("refused")
+    };
+    let wishes = || with_device(device(SimulatedOpts::default()), 64 * MIB, 0).wishes;
+    let without = device(SimulatedOpts { grain_bytes: 0, ..SimulatedOpts::default() });
+    let odd = device(SimulatedOpts { grain_bytes: 5 << 30, ..SimulatedOpts::default() });
+    let vast = device(SimulatedOpts { grain_bytes: 8 << 30, ..SimulatedOpts::default() });
+    let host = Arc::new(Host::default());
+    let all: [(Arc<dyn Device>, Status); 4] = [
+        (without, Status::Unsupported),
+        (odd, Status::Invalid),
+        (vast, Status::Unsupported),
+        (host, Status::Unsupported),
+    ];
+    for (device, expected) in all {
+        let error = refused(device, wishes());
+        assert_eq!(error.status(), expected, "{error}");
+        assert!(error.message().contains("units in place"), "{error}");
+    }
+    // Too little for two slots in whole grains, though not in bytes.
+    let files = Files::even("windows-small", 8, 4096);
+    let small = with_grain(SimulatedOpts::default());
+    let error = Rig::open(files, in_place(small, 2 * GRAIN - 1, 0)).err().expect("refused");
+    assert_eq!(error.status(), Status::Budget);
+}
+
+/// Who is used by the processor has its address there, and keeps it.
+#[test]
+fn units_of_the_processor_stay_with_it() {
+    let files = Files::new("windows-processor", &dense(8));
+    let all = files.all_bytes();
+    let device = with_grain(SimulatedOpts::default());
+    let mut opts = in_place(device.clone(), 60 * GRAIN, 2 * all);
+    opts.wishes.processor_layers = 2;
+    let rig = Rig::open(files, opts).expect("a streamer");
+    let at = addresses(&rig);
+    for _ in 0..2 {
+        pass(&rig, patiently(), &at).expect("a pass");
+    }
+    let plan = rig.streamer.plan();
+    assert!(plan.on_processor.iter().filter(|there| **there).count() >= 2);
+    let told = rig.streamer.rebalance(Some(2 * MIB + 1), None, None);
+    assert!([Status::Unsupported, Status::Budget].contains(&status(told)));
+    pass(&rig, patiently(), &at).expect("all is as it was");
+    rig.closed();
+}
+
+#[test]
+fn a_device_that_is_lost_or_fails_costs_no_more_than_itself() {
+    for (lost_at, fail_at) in [(1, vec![]), (7, vec![]), (40, vec![]), (0, vec![2, 5, 9, 17, 30])] {
+        let files = Files::new(&format!("windows-lost-{lost_at}"), &dense(12));
+        let failing = SimulatedOpts { lost_at, fail_at, ..SimulatedOpts::default() };
+        let device = with_grain(failing);
+        let rig = Rig::open(files, in_place(device.clone(), 8 * GRAIN, 0)).expect("a streamer");
+        let mut told = Vec::new();
+        for _ in 0..4 {
+            for unit in rig.files.order() {
+                told.push(status(rig.use_unit(unit, patiently())));
+            }
+        }
+        let expected = if lost_at > 0 { Status::Unavailable } else { Status::Io };
+        assert!(told.iter().all(|t| [Status::Ok, expected].contains(t)), "{told:?}");
+        assert!(told.contains(&expected));
+        rig.closed();
+        assert_eq!((device.allocated_bytes(), device.windows()), (0, 0));
+    }
+}
