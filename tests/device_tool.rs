@@ -6,6 +6,9 @@
 mod emulated;
 #[path = "support/fake_cuda.rs"]
 mod fake_cuda;
+#[path = "support/fake_cufile.rs"]
+#[allow(dead_code)] // only its path is used here
+mod fake_cufile;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -113,18 +116,74 @@ fn bars_are_measured_or_say_why_not() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvtier"));
         command.args(["bench", "device", "--quick", "--json"]);
         command.env("KVTIER_CUDA_LIBRARY", library);
+        command.env("KVTIER_CUFILE_LIBRARY", fake_cufile::library());
+        command.env("KVTIER_BENCH_DIR", env!("CARGO_TARGET_TMPDIR"));
         // Kernels are carried out by the processor.
         command.env("KVTIER_FAKE_KERNELS", emulated::library());
         let output = command.output().expect("it runs");
         let text = String::from_utf8(output.stdout).expect("text");
         let lines: Vec<serde_json::Value> =
             text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-        assert_eq!(lines.len(), if has_driver { 16 } else { 12 }, "{text}");
+        assert_eq!(lines.len(), if has_driver { 17 } else { 13 }, "{text}");
         for line in &lines {
+            if line["bar"] == "disk_to_device" && has_driver {
+                // Measured where the directory is one that is read directly.
+                let why = line["note"].as_str().expect("words");
+                assert!(line["value"].as_f64().is_some() != why.contains("the file"), "{line}");
+                continue;
+            }
             let measured = line["value"].as_f64().is_some_and(|value| value > 0.0);
             assert_eq!(measured, has_driver, "{line}");
             let note = line["note"].as_str().unwrap_or("");
             assert!(has_driver || note.contains("no CUDA driver"), "{line}");
         }
+    }
+}
+
+/// What the doctor says of disk to device, over a driver and a cuFile of these libraries.
+fn disk_to_device(driver: &Path, cufile: &Path, has_module: bool) -> (String, String) {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("doctor-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a directory");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvtier"));
+    command.args(["doctor", "--json", "--path"]).arg(&dir);
+    command.env("KVTIER_CUDA_LIBRARY", driver).env("KVTIER_CUFILE_LIBRARY", cufile);
+    if !has_module {
+        command.env("KVTIER_FAKE_CUFILE_ALONE", "1");
+    }
+    let output = command.output().expect("it runs");
+    assert!(output.status.success(), "{output:?}");
+    let wrong = String::from_utf8_lossy(&output.stderr).contains("fake cuFile");
+    assert!(!wrong, "{output:?}");
+    let text = String::from_utf8(output.stdout).expect("text");
+    let lines = text.lines().map(|line| serde_json::from_str(line).expect("JSON"));
+    let found: serde_json::Value = lines
+        .filter(|line: &serde_json::Value| line["check"] == "disk to device")
+        .next()
+        .expect("it is looked at");
+    assert_eq!(std::fs::read_dir(&dir).expect("there").count(), 0, "something stays");
+    std::fs::remove_dir(&dir).expect("empty");
+    let word = |key: &str| found[key].as_str().expect("words").to_string();
+    (word("mark"), word("value"))
+}
+
+#[test]
+fn the_doctor_says_whether_files_go_straight_to_a_device() {
+    let (driver, cufile, none) =
+        (fake_cuda::library(), fake_cufile::library(), PathBuf::from("/nowhere/lib.so"));
+    let (mark, value) = disk_to_device(&none, &cufile, true);
+    assert!(mark == "absent" && value.contains("no CUDA driver"), "{value}");
+    let (mark, value) = disk_to_device(&driver, &none, true);
+    assert!(mark == "absent" && value.contains("no cuFile"), "{value}");
+    let (mark, value) = disk_to_device(&driver, &cufile, false);
+    assert!(mark == "absent" && value.contains("nvidia-fs is not loaded"), "{value}");
+    let (mark, value) = disk_to_device(&driver, &fake_cufile::library_without("OLD"), true);
+    assert!(mark == "absent" && value.contains("in silence"), "{value}");
+    let (mark, value) = disk_to_device(&driver, &cufile, true);
+    assert!(value.starts_with("cuFile 1.13 with nvidia-fs 2.24"), "{value}");
+    let kind = Command::new("stat").args(["-f", "-c", "%t", env!("CARGO_TARGET_TMPDIR")]).output();
+    let kind = String::from_utf8(kind.expect("stat").stdout).expect("text");
+    match kind.trim() {
+        "ef53" | "58465342" => assert_eq!(mark, "good", "{value}"),
+        _ => assert!(mark == "limited" && value.contains("the file"), "{value}"),
     }
 }

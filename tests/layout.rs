@@ -377,7 +377,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_device_opts_t {
             struct_size, flags, kind, ordinal, context, streams, stream_count, library,
             library_bytes, custom, memory_bytes, seed, latency_ns, bytes_per_s, arena, arena_bytes,
-            peers, peer_count,
+            peers, peer_count, cufile, cufile_bytes,
         }
         kvt_device_info_t { struct_size, flags, kind, streams, kernels, free_bytes }
         kvt_device_memory_t { struct_size, address, bytes, number, memory, reserved }
@@ -405,7 +405,8 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_stream_stats_t {
             struct_size, passes, pass_ns, acquires, waited, wait_read_ns, wait_copy_ns,
             wait_slot_ns, use_ns, read_bytes, read_ns, read_ceiling, copied_bytes, copy_ns,
-            copy_ceiling, wasted_bytes, failed, expert_hits, expert_misses,
+            copy_ceiling, wasted_bytes, failed, expert_hits, expert_misses, direct_bytes,
+            direct_failed,
         }
         kvt_layer_count_t { layer, reserved, hits, misses, bytes }
         kvt_stream_mark_t { stage, unit, begin_ns, end_ns }

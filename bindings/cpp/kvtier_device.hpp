@@ -24,6 +24,8 @@ struct cuda_opts {
     /// there. 0 = the driver is asked.
     std::uint64_t arena = 0;
     std::uint64_t arena_bytes = 0;
+    /// The path of cuFile's, which KVT_STREAM_DIRECT loads; empty = the system's.
+    std::string_view cufile;
 };
 
 /// A device that is none, for tests: it takes its time, and spoils what is not waited for.
@@ -419,6 +421,8 @@ public:
         c.library_bytes = opts.library.size();
         c.arena = opts.arena;
         c.arena_bytes = opts.arena_bytes;
+        c.cufile = opts.cufile.data();
+        c.cufile_bytes = opts.cufile.size();
         return open(on, c);
     }
     static ret<device> simulated(const runtime &on, const simulated_opts &opts = {}) {

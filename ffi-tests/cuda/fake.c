@@ -381,7 +381,8 @@ code_t cuMemAlloc_v2(pointer_t *to, size_t bytes) {
     if (bytes > (size_t)(max_bytes - live_bytes)) END(OUT_OF_MEMORY)
     for (int i = 0; i < MOST; i++) {
         if (given[i].at) continue;
-        void *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+        size_t on = bytes < 64 << 10 ? 256 : 4096; /* a driver's large pieces begin with a page */
+        void *memory = aligned_alloc(on, (bytes + on - 1) / on * on);
         if (!memory) END(OUT_OF_MEMORY)
         memset(memory, POISON, bytes);
         given[i].at = *to = (pointer_t)(uintptr_t)memory, given[i].bytes = bytes;
@@ -764,6 +765,14 @@ void fake_run(void) {
     pthread_mutex_lock(&lock);
     while (all_steps()) {}
     pthread_mutex_unlock(&lock);
+}
+
+/* Whether a range is memory of the context's device that no work under way copies from or to. */
+int fake_is_idle(pointer_t at, size_t bytes) {
+    pthread_mutex_lock(&lock);
+    int is = current() && owner(at, bytes) == current()->ordinal && !in_use(at, bytes);
+    pthread_mutex_unlock(&lock);
+    return is;
 }
 
 /* What is taken and was not given back: streams, events, memory, contexts, modules. */

@@ -14,6 +14,7 @@
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::call::Call;
+use crate::device::direct::Direct;
 use crate::device::window::Window;
 use crate::fail;
 use crate::meta::view::{Side, Span, View};
@@ -21,6 +22,7 @@ use crate::meta::view::{Side, Span, View};
 pub mod call;
 pub mod conformance;
 pub mod cuda;
+pub mod direct;
 pub mod foreign;
 pub mod host;
 mod moved;
@@ -306,6 +308,12 @@ pub trait Device: Send + Sync {
     fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
         self.window_grain()?;
         fail!(Unsupported, "the {} device reserves no {bytes} addresses", self.facts().name)
+    }
+
+    /// What reads files straight into the device's memory.
+    /// [`Status::Unavailable`] and why not, where the machine has not all that it takes.
+    fn direct(&self) -> Result<&dyn Direct> {
+        fail!(Unsupported, "the {} device reads no files by itself", self.facts().name)
     }
 
     /// What the device has left to give, if it has memory of its own and knows.

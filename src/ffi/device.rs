@@ -98,6 +98,11 @@ pub struct kvt_device_opts_t {
     pub peers: *const u32,
     /// How many, at most 63.
     pub peer_count: u64,
+    /// CUDA: the path of cuFile's library, which is loaded when files are to be read straight
+    /// into device memory (KVT_STREAM_DIRECT); null = the system's.
+    pub cufile: *const c_char,
+    /// Length of that.
+    pub cufile_bytes: u64,
 }
 
 /// What a device is and can do.
@@ -172,14 +177,17 @@ pub(crate) fn device_of(
 /// Pointers of `given` are null or valid for their lengths.
 unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
     // SAFETY: the caller's promise.
-    let (library, streams, peers) = unsafe {
+    let (library, cufile, streams, peers) = unsafe {
         let library = bytes(given.library.cast(), given.library_bytes)?;
+        let cufile = bytes(given.cufile.cast(), given.cufile_bytes)?;
         let most = MAX_STREAMS as usize;
         let peers = numbers(given.peers, given.peer_count, MAX_PEERS)?;
-        (library, numbers(given.streams, given.stream_count, most)?, peers)
+        (library, cufile, numbers(given.streams, given.stream_count, most)?, peers)
     };
+    let path = |name: &[u8]| (!name.is_empty()).then(|| std::ffi::OsStr::from_bytes(name).into());
     Ok(CudaOpts {
-        library: (!library.is_empty()).then(|| std::ffi::OsStr::from_bytes(library).into()),
+        library: path(library),
+        cufile: path(cufile),
         ordinal: given.ordinal,
         context: given.context,
         streams: streams.to_vec(),
@@ -187,6 +195,7 @@ unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
         arena: (given.arena, given.arena_bytes),
         peers: peers.to_vec(),
         verify: given.flags & KVT_DEVICE_VERIFY != 0,
+        ..CudaOpts::default()
     })
 }
 
@@ -211,7 +220,8 @@ fn check_fields(given: &kvt_device_opts_t) -> Result<()> {
         || given.stream_count != 0
         || given.library_bytes != 0
         || given.arena | given.arena_bytes != 0
-        || given.peer_count != 0;
+        || given.peer_count != 0
+        || given.cufile_bytes != 0;
     let simulated = given.memory_bytes | given.seed | given.latency_ns | given.bytes_per_s != 0;
     let is = |kind| given.kind == kind;
     if cuda && !is(KVT_DEVICE_CUDA)

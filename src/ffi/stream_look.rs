@@ -67,6 +67,11 @@ pub struct kvt_stream_stats_t {
     pub expert_hits: u64,
     /// Experts that had to be brought.
     pub expert_misses: u64,
+    /// Of the bytes that were read, those that the device read by itself (KVT_STREAM_DIRECT).
+    pub direct_bytes: u64,
+    /// Reads of the device's that failed: those bytes came by way of host memory. After three in a
+    /// row no more are tried.
+    pub direct_failed: u64,
 }
 
 /// What became of the experts of a layer. Stands in arrays only.
@@ -251,6 +256,8 @@ pub unsafe extern "C" fn kvt_stream_stats(
             failed: stats.failed,
             expert_hits: stats.expert_hits,
             expert_misses: stats.expert_misses,
+            direct_bytes: stats.direct_bytes,
+            direct_failed: stats.direct_failed,
         };
         // SAFETY: it passed `check_out`.
         unsafe { write(out, &row) };

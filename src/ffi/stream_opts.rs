@@ -72,6 +72,12 @@ pub const KVT_STREAM_MAPPED: u64 = 32;
 pub const KVT_STREAM_SIDECAR: u64 = 64;
 /// pinned_percent is meant as it is, also when it is 0.
 pub const KVT_STREAM_PINNED: u64 = 128;
+/// The device reads units into its slots by itself, past host memory (CUDA: cuFile, loaded now,
+/// with its silent way by host memory switched off for the whole process). KVT_E_UNAVAILABLE and
+/// why, where it cannot: no library, no kernel module, another file system than ext4 and XFS. What
+/// does not lie in the file as it needs that goes by host memory as ever, and so does what fails:
+/// kvt_stream_stats counts both. Not with KVT_VERIFY_ALWAYS, and not in place.
+pub const KVT_STREAM_DIRECT: u64 = 512;
 
 /// kvt_stream_opts_t.verify: bytes are not compared with checksums.
 pub const KVT_VERIFY_NEVER: u32 = 0;
@@ -303,7 +309,7 @@ pub(crate) unsafe fn inputs_of(
 /// # Safety
 /// Its pointers are null or valid for their lengths.
 pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
-    known_flags(given.flags, 2 * KVT_STREAM_PINNED - 1)?;
+    known_flags(given.flags, (2 * KVT_STREAM_PINNED - 1) | KVT_STREAM_DIRECT)?;
     if given.reserved != 0 {
         fail!(Invalid, "reserved is {}", given.reserved);
     }
@@ -341,6 +347,7 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
                 depth: given.depth,
                 mapped: has(KVT_STREAM_MAPPED),
             },
+            direct: has(KVT_STREAM_DIRECT),
             verify: match given.verify {
                 KVT_VERIFY_NEVER => Verify::Never,
                 KVT_VERIFY_FIRST => Verify::First,

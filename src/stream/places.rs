@@ -289,6 +289,16 @@ impl Places {
         self.in_window.as_mut()
     }
 
+    /// The slots in memory of the device: where they begin, and how long they are.
+    pub fn slots_on_device(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        [&self.line, &self.experts].into_iter().filter_map(|block| match block {
+            Some(Block::Device(on)) if on.memory.memory == Memory::Device => {
+                Some((on.memory.address, on.memory.bytes))
+            }
+            _ => None,
+        })
+    }
+
     /// The stretch of addresses that units in place have.
     pub fn range(&self) -> Option<(u64, u64)> {
         if let Some(in_window) = &self.in_window {

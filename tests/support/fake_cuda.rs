@@ -113,8 +113,13 @@ impl Fake {
         unsafe { std::mem::transmute_copy(&symbol) }
     }
 
+    /// Where one of its functions is, for who calls it from C.
+    pub fn function(&self, name: &str) -> *mut c_void {
+        self.symbol(name)
+    }
+
     /// Does something in a context.
-    fn inside<T>(&self, context: u64, what: impl FnOnce() -> T) -> T {
+    pub fn inside<T>(&self, context: u64, what: impl FnOnce() -> T) -> T {
         let push: extern "C" fn(u64) -> c_int = self.call("cuCtxPushCurrent_v2");
         let pop: extern "C" fn(*mut u64) -> c_int = self.call("cuCtxPopCurrent_v2");
         assert_eq!(push(context), 0);

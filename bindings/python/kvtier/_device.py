@@ -275,10 +275,11 @@ class Device(Resource):
                  context: int = 0, streams: Sequence[int] = (),
                  library: "Union[str, os.PathLike[str]]" = "", memory_bytes: int = 0,
                  seed: int = 0, latency_ns: int = 0, bytes_per_s: int = 0,
-                 arena: int = 0, arena_bytes: int = 0) -> None:
+                 arena: int = 0, arena_bytes: int = 0,
+                 cufile: "Union[str, os.PathLike[str]]" = "") -> None:
         """CUDA: the GPU `ordinal`, or of your `context`, with `streams` of that; `library` is
-        the path of the driver's; what it gives out comes from your memory at `arena`, if there
-        is some. Simulated: the four before."""
+        the path of the driver's, `cufile` that of cuFile's; what it gives out comes from your
+        memory at `arena`, if there is some. Simulated: `memory_bytes` to `bytes_per_s`."""
         opts = _abi.kvt_device_opts_t(
             ordinal=u32(ordinal), context=u64(context), stream_count=len(streams),
             memory_bytes=u64(memory_bytes), seed=u64(seed), latency_ns=u64(latency_ns),
@@ -286,6 +287,8 @@ class Device(Resource):
         opts.streams = (ctypes.c_uint64 * len(streams))(*(u64(stream) for stream in streams))
         path, number = os.fsencode(library), 0
         opts.library, opts.library_bytes = text_pointer(path), len(path)
+        reader = os.fsencode(cufile)
+        opts.cufile, opts.cufile_bytes = text_pointer(reader), len(reader)
         if not isinstance(what, str):
             table, number = table_for_c(what)
             opts.kind, opts.custom = _abi.KVT_DEVICE_CUSTOM, ctypes.pointer(table)

@@ -540,13 +540,15 @@ class Streamer(Resource):
                  expert_policy: str = "", pinned_percent: Optional[int] = None,
                  verify: str = "never", sidecar: Optional[Path] = None, readers: int = 0,
                  depth: int = 0, buffered: bool = False, uring: bool = True,
-                 mapped: bool = False, marks: int = 0,
+                 mapped: bool = False, direct: bool = False, marks: int = 0,
                  device: "Optional[Device]" = None) -> None:
         """`sidecar` is where checksums are kept; "" = beside the model. With a `device` you
-        compute there, and units come to its memory."""
+        compute there, and units come to its memory; `direct`: it reads them from the files by
+        itself, and opening fails where it cannot."""
         flags = {_abi.KVT_STREAM_ONCE: once, _abi.KVT_STREAM_IN_PLACE: in_place,
                  _abi.KVT_STREAM_MEASURE: measure, _abi.KVT_STREAM_BUFFERED: buffered,
                  _abi.KVT_STREAM_NO_URING: not uring, _abi.KVT_STREAM_MAPPED: mapped,
+                 _abi.KVT_STREAM_DIRECT: direct,
                  _abi.KVT_STREAM_SIDECAR: sidecar is not None,
                  _abi.KVT_STREAM_PINNED: pinned_percent is not None}
         terms_c = _terms(terms)

@@ -8,11 +8,12 @@ use kvtier::base::fork;
 use kvtier::base::machine::MemoryFacts;
 use kvtier::base::status::Result;
 use kvtier::base::sync::cores;
-use kvtier::device::cuda;
+use kvtier::device::{Device, cuda};
 use kvtier::io::files::Files;
 use kvtier::io::probe;
 use kvtier::io::real::{RealFiles, RealOpts};
 
+use crate::direct::{self, Trial};
 use crate::human;
 
 /// How good a finding is.
@@ -52,6 +53,7 @@ pub fn run(path: &Path, json: bool) {
         direct(path),
         disk_engine(path),
         cuda(),
+        disk_to_device(path),
     ];
     for finding in findings {
         let mark = match finding.mark {
@@ -254,7 +256,8 @@ fn opened(path: &Path) -> Result<(String, Option<String>)> {
 /// Each device is opened for a moment, so that what it says is what a store would have.
 fn cuda() -> Finding {
     let check = "cuda devices";
-    let found = match cuda::probe(None) {
+    let opts = direct::opts(0, cuda::Choice::Measured);
+    let found = match cuda::probe(opts.library.as_deref()) {
         Ok(found) if found.is_empty() => {
             return Finding::new(check, Mark::Absent, "none", "a driver without devices");
         }
@@ -273,12 +276,37 @@ fn cuda() -> Finding {
 
 fn described(ordinal: usize, count: usize) -> Result<String> {
     let opts = cuda::CudaOpts {
-        ordinal: ordinal as u32,
         peers: (0..count as u32).filter(|other| *other as usize != ordinal).collect(),
-        choice: cuda::Choice::Measured,
-        ..cuda::CudaOpts::default()
+        ..direct::opts(ordinal as u32, cuda::Choice::Measured)
     };
     Ok(cuda::Cuda::open(Clock::real(), &opts)?.describe().to_string())
+}
+
+/// Files that go to a GPU without passing through host memory: one is read, and looked at.
+fn disk_to_device(path: &Path) -> Finding {
+    const CHECK: &str = "disk to device";
+    const BYTES: u64 = 2 << 20;
+    let by_host = "weights go to a GPU by way of host memory: KVT_STREAM_DIRECT is refused";
+    let device = match direct::first() {
+        Ok(device) => device,
+        Err(error) => return Finding::new(CHECK, Mark::Absent, error.message(), by_host),
+    };
+    let words = match device.direct() {
+        Ok(way) => way.describe(),
+        Err(error) => return Finding::new(CHECK, Mark::Absent, error.message(), by_host),
+    };
+    match Trial::new(&device, path, BYTES).and_then(|trial| trial.check()) {
+        Ok(()) => Finding::new(
+            CHECK,
+            Mark::Good,
+            format!("{words}, files in {}", path.display()),
+            "KVT_STREAM_DIRECT has a GPU read weights here by itself",
+        ),
+        Err(error) => {
+            let value = format!("{words}, but not in {}: {}", path.display(), error.message());
+            Finding::new(CHECK, Mark::Limited, value, by_host)
+        }
+    }
 }
 
 #[cfg(test)]

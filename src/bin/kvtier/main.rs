@@ -5,6 +5,7 @@ mod config;
 mod conformance;
 mod control;
 mod demo;
+mod direct;
 mod doctor;
 mod fsck;
 mod lab;

@@ -9,6 +9,11 @@ mod checked;
 mod copies;
 mod driver;
 mod engine;
+#[cfg(all(test, not(feature = "shuttle")))]
+mod file_checked;
+mod file_library;
+mod file_words;
+mod files;
 mod hosts;
 mod inside;
 pub mod kernels;
@@ -36,6 +41,7 @@ use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::device::call::Call;
 use crate::device::cuda::arena::Arena;
 use crate::device::cuda::known::{Events, Outcome};
+use crate::device::direct::Direct;
 use crate::device::window::Window;
 use crate::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, check};
 use crate::fail;
@@ -77,6 +83,12 @@ pub struct CudaOpts {
     pub peers: Vec<u32>,
     /// The device sums what it copies, where it lies in its memory, and who copies compares.
     pub verify: bool,
+    /// The library of cuFile, which is loaded when files are to be read straight into device
+    /// memory; none = the system's.
+    pub cufile: Option<PathBuf>,
+    /// File systems, by the kernel's numbers, of which it is known that cuFile reads them directly
+    /// or fails, beside ext4 and XFS.
+    pub file_systems: Vec<u64>,
 }
 
 /// What a driver says of a device.
@@ -133,6 +145,7 @@ pub struct Cuda {
     /// One was asked for and does not load.
     kernels_fail: AtomicBool,
     loaded: Mutex<Loaded>,
+    files: files::Files,
     inner: Mutex<Inner>,
     /// For those who sleep until they ask again; nobody wakes them.
     nap: Condvar,
@@ -416,6 +429,11 @@ impl Device for Cuda {
 
     fn window(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
         Ok(Arc::new(CudaWindow::new(self, bytes)?))
+    }
+
+    fn direct(&self) -> Result<&dyn Direct> {
+        self.begin_files()?;
+        Ok(self)
     }
 
     fn free_bytes(&self) -> Option<u64> {

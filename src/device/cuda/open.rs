@@ -10,6 +10,7 @@ use crate::device::MAX_STREAMS;
 use crate::device::cuda::arena::Arena;
 use crate::device::cuda::batches::Chosen;
 use crate::device::cuda::driver::Driver;
+use crate::device::cuda::files::Files;
 use crate::device::cuda::hosts::How;
 use crate::device::cuda::inside::Inside;
 use crate::device::cuda::launch::{Loaded, kernels};
@@ -60,6 +61,7 @@ impl Cuda {
             peers: Vec::new(),
             kernels_fail: AtomicBool::new(false),
             loaded: Mutex::new(Loaded::default()),
+            files: Files::new(opts),
             inner: Mutex::new(Inner::default()),
             nap: Condvar::new(),
         };
@@ -191,7 +193,10 @@ impl Drop for Cuda {
             return;
         }
         match self.enter() {
-            Ok(_inside) => self.give_back(&mut self.inner.lock()),
+            Ok(_inside) => {
+                self.files.close(); // before the memory goes that it knows of
+                self.give_back(&mut self.inner.lock());
+            }
             Err(error) => log::warn!("a CUDA device keeps what it has: {}", error.message()),
         }
         self.leave_peers();

@@ -38,6 +38,15 @@ pub struct Stamp {
     pub changed_ns: i128,
 }
 
+/// A file that is open for reads past the page cache, for those who read it by themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Descriptor {
+    /// What the kernel calls it in this process.
+    pub number: i32,
+    /// What the kernel calls the kind of its file system.
+    pub file_system: u64,
+}
+
 /// The files of a model, numbered from 0.
 pub trait FixedFiles: Send + Sync {
     /// What offsets, lengths and addresses must be a multiple of: 1 where the page cache
@@ -67,6 +76,13 @@ pub trait FixedFiles: Send + Sync {
     /// its attributes changed; what was read is sound. A change within a tick of the file
     /// system's clock (some ms) after it was opened does not show.
     fn check(&self, file: u32) -> Result<()>;
+
+    /// The descriptor of a file, which is open as long as this is.
+    /// [`crate::base::status::Status::Unavailable`]: it goes through the page cache, or there
+    /// is none.
+    fn descriptor(&self, file: u32) -> Result<Descriptor> {
+        fail!(Unavailable, "file {file} is none of the kernel's")
+    }
 
     /// Carries out a batch of reads; each piece says how it went. A piece may reach past
     /// the end of its file by less than [`GRAIN_BYTES`]: memory for what is not there is

@@ -10,7 +10,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::io::errno::{self, uninterrupted};
-use crate::io::fixed::{GRAIN_BYTES, Stamp};
+use crate::io::fixed::{Descriptor, GRAIN_BYTES, Stamp};
 use crate::io::open_file::OpenFile;
 use crate::io::probe;
 
@@ -112,6 +112,21 @@ impl Opened {
             libc::pread(fd, address.cast(), align as usize, offset as libc::off_t)
         });
         got.is_ok_and(|got| got as u64 == want)
+    }
+
+    /// What the kernel calls it, and what it is on.
+    pub fn descriptor(&self) -> Result<Descriptor> {
+        let number = self.file.as_raw_fd();
+        let mut facts = std::mem::MaybeUninit::<libc::statfs>::uninit();
+        // SAFETY: a place for the answer.
+        match uninterrupted(|| unsafe { libc::fstatfs(number, facts.as_mut_ptr()) }) {
+            Ok(_) => {
+                // SAFETY: filled, as the call said.
+                let file_system = unsafe { facts.assume_init() }.f_type as u64;
+                Ok(Descriptor { number, file_system })
+            }
+            Err(failed) => Err(errno::error(failed, self.name())),
+        }
     }
 
     /// Has it read through the page cache.

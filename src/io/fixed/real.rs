@@ -12,7 +12,9 @@ use crate::io::engine::Engine;
 use crate::io::files::{FileId, Piece};
 use crate::io::fixed::mapped::Map;
 use crate::io::fixed::opened::Opened;
-use crate::io::fixed::{FixedFiles, GRAIN_BYTES, MAX_FIXED_FILES, Stamp, check_piece, zero_past};
+use crate::io::fixed::{
+    Descriptor, FixedFiles, GRAIN_BYTES, MAX_FIXED_FILES, Stamp, check_piece, zero_past,
+};
 use crate::io::open_file::OpenFile;
 
 /// How to open the files of a model.
@@ -130,6 +132,18 @@ impl FixedFiles for RealFixed {
             Some(opened) => opened.check(),
             None => fail!(Invalid, "file {file} of {}", self.files.len()),
         }
+    }
+
+    fn descriptor(&self, file: u32) -> Result<Descriptor> {
+        fork::check()?;
+        let Some(opened) = self.files.get(file as usize) else {
+            fail!(Invalid, "file {file} of {}", self.files.len());
+        };
+        if self.align == 1 {
+            let why = self.engine.fallback().unwrap_or("as was asked for");
+            fail!(Unavailable, "{} is read through the page cache: {why}", opened.name());
+        }
+        opened.descriptor()
     }
 
     unsafe fn transfer(&self, pieces: &mut [Piece]) {

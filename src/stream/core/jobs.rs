@@ -1,7 +1,7 @@
 //! What is to be done: reads of files, copies to the device, memory to be given back; and
 //! what became of it.
 
-use crate::base::status::Result;
+use crate::base::status::{Result, Status};
 use crate::device::Event;
 use crate::stream::core::load::{Goal, Load, Path};
 use crate::stream::core::record::Stage;
@@ -107,7 +107,8 @@ impl Core {
         // What has no slot yet leaves some staging to what has: that is never stuck.
         let may = |load: &Load| {
             let room = match (load.path, load.goal) {
-                (Path::Staged, None) => staging > STAGING_SPARE,
+                // What can be read to its slot waits for one, not in staging.
+                (Path::Staged, None) => staging > STAGING_SPARE && !self.lands,
                 (Path::Staged, Some(_)) => staging > 0,
                 _ => true,
             };
@@ -131,6 +132,32 @@ impl Core {
     fn has_memory(&self, unit: u32) -> bool {
         let cell = &self.cells[unit as usize];
         cell.slot != NONE || cell.home != Home::File
+    }
+
+    /// Where a chunk belongs that is to be read into staging, if its unit has memory there; and
+    /// the event after which that may be written.
+    pub fn landing(&self, read: &Read) -> Option<(Goal, Option<Event>)> {
+        let Read::Chunk { load, to: To::Staging(_), .. } = *read else { return None };
+        let load = self.loads.get(load as usize)?.as_ref()?;
+        load.goal.map(|goal| (goal, load.after))
+    }
+
+    /// A chunk was read to where it belongs, not into staging. True when somebody who waits
+    /// should ask again.
+    pub fn read_landed(&mut self, read: &Read, now_ns: u64) -> Result<bool> {
+        let Read::Chunk { load: id, unit, chunk, to: To::Staging(slot), since_ns, .. } = *read
+        else {
+            return Err(Status::Invalid.into());
+        };
+        self.staging.push(slot);
+        let load = self.load(id);
+        load.reading -= 1;
+        load.landed += 1;
+        load.done += 1;
+        // Who takes units early may have waited for this one alone.
+        let issued = load.is_issued();
+        self.record.moved(Stage::Read, unit, chunk.bytes, since_ns, now_ns, true);
+        self.settle(id, now_ns).map(|news| news || issued)
     }
 
     /// A read has ended. True when somebody who waits should ask again.

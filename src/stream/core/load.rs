@@ -60,6 +60,8 @@ pub(super) struct Load {
     pub copying: u32,
     /// Copies that the device was given.
     pub issued: u32,
+    /// Chunks that were read to where they belong, without a copy.
+    pub landed: u32,
     pub done: u32,
     /// Whose memory has to be given back before this may fill its own; [`NONE`] = nobody's.
     pub clear: u32,
@@ -91,6 +93,7 @@ impl Load {
             reading: 0,
             copying: 0,
             issued: 0,
+            landed: 0,
             done: 0,
             clear: NONE,
             clearing: false,
@@ -138,6 +141,6 @@ impl Load {
 
     /// All its copies are with the device, if not done.
     pub fn is_issued(&self) -> bool {
-        self.path != Path::Direct && self.issued == self.chunks && !self.is_over()
+        self.path != Path::Direct && self.issued + self.landed == self.chunks && !self.is_over()
     }
 }

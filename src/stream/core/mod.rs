@@ -125,6 +125,8 @@ pub struct Core {
     next: usize,
     staging: Vec<u32>,
     staging_count: u32,
+    /// Files are read to where units belong on the device, where that can be.
+    lands: bool,
     /// Units that have to be brought home.
     homecoming: VecDeque<u32>,
     /// Units whose memory is being given back.
@@ -195,6 +197,7 @@ impl Core {
             next: 0,
             staging: (0..staging_count).rev().collect(),
             staging_count,
+            lands: false,
             homecoming,
             clearing: Vec::new(),
             opened: Vec::new(),
@@ -205,6 +208,12 @@ impl Core {
         };
         core.advance(0)?;
         Ok(core)
+    }
+
+    /// Whether files are read to where units belong on the device, where that can be: units are
+    /// not read ahead into staging then.
+    pub fn set_lands(&mut self, lands: bool) {
+        self.lands = lands;
     }
 
     /// Units that have come home where they are used, since this was asked last.

@@ -71,6 +71,10 @@ pub struct Stats {
     pub expert_hits: u64,
     /// Experts that had to be brought.
     pub expert_misses: u64,
+    /// Bytes that the device read by itself, of those that were read.
+    pub direct_bytes: u64,
+    /// Reads of the device's that failed, and were made up for.
+    pub direct_failed: u64,
 }
 
 /// What became of the experts of a layer.

@@ -109,6 +109,9 @@ impl Streamer {
         let mut stats = *state.core.stats();
         stats.acquires += self.shared.quick.load(Ordering::Relaxed);
         stats.waited = state.waited;
+        if let Some(straight) = &self.shared.straight {
+            (stats.direct_bytes, stats.direct_failed) = straight.counts();
+        }
         [stats.wait_read_ns, stats.wait_copy_ns, stats.wait_slot_ns] = state.waits;
         stats
     }

@@ -7,6 +7,7 @@ mod homes;
 mod look;
 mod open;
 mod serve;
+mod straight;
 mod verify;
 
 pub use acquire::{Held, How};
@@ -30,6 +31,7 @@ use crate::stream::model::Model;
 use crate::stream::places::{Places, Source};
 use crate::stream::plan::{Home, Links, Memory, Plan, Wishes};
 use crate::stream::streamer::after::After;
+use crate::stream::streamer::straight::Straight;
 use crate::stream::sums::Sums;
 use crate::stream::units::Units;
 
@@ -61,6 +63,8 @@ pub(super) struct Shared {
     pub sidecar: Option<PathBuf>,
     pub links: Links,
     pub memory: Memory,
+    /// Before the state: what the device was told of slots is taken back before they go.
+    pub straight: Option<Straight>,
     pub state: Mutex<State>,
     /// For readers, for the copier, for who waits for units.
     pub reads: Condvar,
@@ -233,6 +237,9 @@ impl Streamer {
         threads.into_iter().for_each(|thread| drop(thread.join()));
         shared.save_sums();
         shared.wait_for_uses(deadline_ns)?;
+        if let Some(straight) = &shared.straight {
+            straight.close();
+        }
         // SAFETY: no unit is in use, and none can be had any more; the threads have ended.
         let freed = unsafe { shared.state.lock().places.free_all() };
         if let Err(error) = freed {

@@ -22,6 +22,7 @@ use crate::stream::in_window::MAX_GRAIN_BYTES;
 use crate::stream::model::Model;
 use crate::stream::places::Places;
 use crate::stream::plan::{Home, Inputs, Links, Memory, Plan, Seat, Wishes};
+use crate::stream::streamer::straight::Straight;
 use crate::stream::streamer::{Shared, State, Streamer, serve};
 use crate::stream::sums::Sums;
 use crate::stream::sums::sidecar::{default_path, load_or_new};
@@ -71,6 +72,9 @@ pub struct Opts {
     pub readers: u32,
     /// How files are opened.
     pub files: FixedOpts,
+    /// The device reads units into its slots by itself, as far as they lie in the file as it
+    /// needs that. [`Status::Unavailable`] and why, where it cannot.
+    pub direct: bool,
     /// When checksums are looked at.
     pub verify: Verify,
     /// Where they are kept; empty = beside the model; none = nowhere.
@@ -99,6 +103,7 @@ impl Default for Opts {
             pinned_percent: PINNED_PERCENT,
             readers: 0,
             files: FixedOpts::default(),
+            direct: false,
             verify: Verify::Never,
             sidecar: None,
             marks: 0,
@@ -190,7 +195,8 @@ impl Shared {
         opts: &Opts,
         account: Option<Arc<Account>>,
     ) -> Result<Arc<Shared>> {
-        let core = core_of(&units, &plan, opts)?;
+        let mut core = core_of(&units, &plan, opts)?;
+        core.set_lands(opts.direct);
         let (sums, sidecar) = sums_of(&*files, &model, &units, opts)?;
         let source = crate::stream::places::Source {
             device: opts.device.as_ref(),
@@ -198,6 +204,7 @@ impl Shared {
             faults: runtime.faults(),
         };
         let places = Places::new(&units, &plan, opts.in_place, &source)?;
+        let straight = opts.direct.then(|| Straight::open(&*files, &places, opts)).transpose()?;
         let count = units.units.len();
         let homes = plan.homes.clone();
         let shared = Arc::new(Shared {
@@ -211,6 +218,7 @@ impl Shared {
             sidecar,
             links: opts.links,
             memory,
+            straight,
             reads: Condvar::new(),
             copies: Condvar::new(),
             arrived: Condvar::new(),

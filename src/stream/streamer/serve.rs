@@ -78,6 +78,7 @@ impl Shared {
                     (address, self.verify.looks(known))
                 }
             };
+            let landing = self.landing(&state, &read, verify);
             if let Read::Clear { unit, .. } = read {
                 // SAFETY: the core hears of the end of this after it, and lets nobody have
                 // that memory before. Under the lock: places do not change meanwhile.
@@ -86,8 +87,11 @@ impl Shared {
                 }
             }
             drop(state);
+            // SAFETY: memory that the core keeps for this chunk until it hears of its end.
+            let landed = landing.is_some_and(|place| unsafe { self.land(&read, place) });
             let result = match (read, address) {
                 (Read::Clear { .. }, _) => Ok(()),
+                _ if landed => Ok(()),
                 (_, Err(error)) => Err(error),
                 (Read::Chunk { unit, chunk, .. }, Ok(address)) => {
                     // SAFETY: memory that the core keeps for this chunk until it hears of
@@ -96,7 +100,11 @@ impl Shared {
                 }
             };
             state = self.state.lock();
-            let told = state.core.read_done(&read, result, self.now_ns());
+            let told = match landed {
+                true => state.core.read_landed(&read, self.now_ns()),
+                false => state.core.read_done(&read, result, self.now_ns()),
+            };
+            state.core.set_lands(self.straight.as_ref().is_some_and(|s| !s.is_off()));
             if let Read::Chunk { unit, .. } = read
                 && state.core.is_there(unit)
             {
@@ -192,6 +200,8 @@ impl Shared {
                 let result = device.wait(event, 0);
                 state = self.state.lock();
                 let told = state.core.copied(&copy, Copied::Done(result), self.now_ns());
+                // What came by way of staging was looked at there, all of it.
+                state.verified[copy.unit as usize] |= state.core.is_there(copy.unit);
                 if !state.core.keeps(copy.unit, event) {
                     drop(state);
                     self.release_events(&[event]);

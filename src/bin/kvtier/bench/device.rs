@@ -6,13 +6,12 @@ use std::time::Instant;
 use kvtier::base::clock::Clock;
 use kvtier::base::memory::{Buffer, MemoryWish};
 use kvtier::base::status::{Error, Result, Status};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
+use kvtier::device::cuda::{Choice, Cuda};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
 
-use super::{Bar, Better, device_kernels, median};
+use super::{Bar, Better, device_files, device_kernels, median};
+use crate::direct;
 
-/// Where the CUDA driver is, if not where the system has it: for a run without a GPU.
-const LIBRARY: &str = "KVTIER_CUDA_LIBRARY";
 const MIB: usize = 1 << 20;
 
 /// A bar, and what is wanted of it.
@@ -56,14 +55,12 @@ struct Rig {
 
 impl Rig {
     fn open(quick: bool) -> Result<Rig> {
-        let library = std::env::var_os(LIBRARY).map(Into::into);
+        let opts = direct::opts(0, Choice::Measured);
         // The fake driver of the tests is far from a GPU: it only shows that this runs.
-        let bytes = if library.is_some() { 4 * MIB } else { 256 * MIB };
-        let rounds = if quick || library.is_some() { 3 } else { 9 };
-        let device = Cuda::open(
-            Clock::real(),
-            &CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() },
-        )?;
+        let is_fake = opts.library.is_some();
+        let bytes = if is_fake { 4 * MIB } else { 256 * MIB };
+        let rounds = if quick || is_fake { 3 } else { 9 };
+        let device = Cuda::open(Clock::real(), &opts)?;
         let map = || {
             let buffer =
                 Buffer::map(&MemoryWish { bytes: bytes as u64, ..MemoryWish::default() }, None)?;
@@ -189,7 +186,10 @@ pub fn run(quick: bool) -> Vec<Bar> {
     let rig = match Rig::open(quick) {
         Ok(rig) => rig,
         Err(error) => {
-            return WISHES.iter().map(|wish| bar(wish, None, error.to_string())).collect();
+            let mut bars: Vec<Bar> =
+                WISHES.iter().map(|wish| bar(wish, None, error.to_string())).collect();
+            bars.push(device_files::bar(Err(error)));
+            return bars;
         }
     };
     let large = |way| rig.rate(&mut [rig.whole(&rig.pinned, way)?]);
@@ -207,6 +207,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
     let mut bars: Vec<Bar> = WISHES.iter().map(measured).collect();
     let copied = rig.rate_on_device();
     bars.extend(device_kernels::run(&rig.device, copied, rig.bytes < 64 * MIB, rig.rounds));
+    bars.push(device_files::bar(device_files::run(&rig.device, rig.bytes, rig.rounds)));
     if let Some(first) = bars.first_mut() {
         first.note = format!("{}; {}", first.note, rig.device.describe());
     }

@@ -3,6 +3,7 @@
 mod abi;
 mod attention;
 mod device;
+mod device_files;
 mod device_kernels;
 mod disk;
 mod index;
