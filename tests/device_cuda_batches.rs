@@ -389,6 +389,108 @@ fn piece(memory: &DeviceMemory) -> (Call, Vec<u8>) {
     (call, words.iter().flat_map(|word| word.to_le_bytes()).collect())
 }
 
+/// A call that sums a page.
+fn sum(memory: &DeviceMemory) -> Call {
+    Call {
+        kind: Kind::Sum as u32,
+        table: memory.address,
+        count: 1,
+        out: memory.address + 64,
+        scratch: memory.address + 128,
+        scratch_bytes: 24,
+        ..Call::default()
+    }
+}
+
+/// Whoever wants to know what there is has all loaded; what each source is for goes with it.
+#[test]
+fn kernels_that_are_all_tried_are_told_of_one_by_one() {
+    let all = Kind::ALL.iter().fold(0, |set, kind| set | kind.bit());
+    // Each source in turn, and all of them.
+    for nth in [1, 4, 7, 10, -1] {
+        let (_turn, fake) = alone(9);
+        let cuda = open(Choice::default()).expect("a device");
+        if !kernels(&cuda) {
+            continue;
+        }
+        cuda.load_kernels().expect("a context");
+        assert!(cuda.describe().no_kernels.is_empty() && cuda.facts().kernels == all);
+        let loads = fake.calls("cuModuleLoadDataEx");
+        cuda.load_kernels().expect("a context");
+        assert_eq!(fake.calls("cuModuleLoadDataEx"), loads, "once each");
+        drop(cuda);
+        let cuda = open(Choice::default()).expect("a device");
+        // What one of them needs was loaded when it was opened, perhaps.
+        fake.fail("cuModuleLoadDataEx", nth, 218);
+        cuda.load_kernels().expect("a context");
+        let (said, has) = (cuda.describe().no_kernels, cuda.facts().kernels);
+        match nth {
+            -1 => assert!(said.len() > 8 && has & !Kind::Move.bit() == 0, "{said:?}"),
+            _ => {
+                assert_eq!(said.len(), 1, "{said:?}");
+                for kind in Kind::ALL {
+                    let is_named = said[0].contains(&format!("{kind:?}"));
+                    assert_eq!(is_named, has & kind.bit() == 0, "{kind:?}: {said:?}");
+                }
+            }
+        }
+        drop(cuda);
+        fake.check();
+        let _ = Fake::begin(0);
+    }
+}
+
+/// Latent rows take what a device has: 161 KB of shared memory, or 83.
+#[test]
+fn kernels_take_no_more_shared_memory_than_there_is() {
+    for (kilobytes, sees) in [(227, true), (163, true), (99, true), (48, false)] {
+        let (_turn, fake) = alone(10);
+        fake.block_shared(kilobytes << 10);
+        let cuda = open(Choice::default()).expect("a device");
+        if !kernels(&cuda) {
+            continue;
+        }
+        let memory = cuda.allocate(1 << 20).expect("memory");
+        let at = memory.address;
+        let call = Call {
+            kind: Kind::Prefill as u32,
+            dtype: 3,
+            other_dtype: 3,
+            queries: at,
+            query_stride: 1152,
+            query_head_stride: 1152,
+            keys: at,
+            values: at,
+            key_stride: 1152,
+            value_stride: 1152,
+            out: at + (1 << 19),
+            out_stride: 1024,
+            out_head_stride: 1024,
+            query_count: 40,
+            query_heads: 1,
+            key_heads: 1,
+            key_dim: 576,
+            value_dim: 512,
+            tokens: 40,
+            ..Call::default()
+        };
+        // The driver looks at what is asked for: more than there is, it refuses.
+        match launch(&cuda, None, &[call]) {
+            Ok(event) => {
+                assert!(sees, "{kilobytes}");
+                cuda.wait(event, 0).expect("it comes");
+            }
+            Err(error) => {
+                assert!(!sees && error.status() == Status::Unsupported, "{kilobytes}: {error}");
+                assert!(error.to_string().contains("bytes of shared memory, 49152 are"), "{error}");
+            }
+        }
+        drop(cuda);
+        fake.check();
+        let _ = Fake::begin(0);
+    }
+}
+
 fn launch(cuda: &Cuda, after: Option<Event>, calls: &[Call]) -> Result<Event> {
     // SAFETY: memory of the device's that is there until the test ends, or what is refused.
     unsafe { cuda.launch(Stream(0), after, calls) }
@@ -495,8 +597,13 @@ fn kernels_that_do_not_load_say_why_and_copies_go_on() {
             assert_eq!(error.status(), Status::Unavailable);
             assert!(error.to_string().contains("the fake compiler does not like it"), "{error}");
         }
-        assert!(cuda.describe().to_string().contains("no kernels"), "{}", cuda.describe());
-        assert_eq!(cuda.facts().kernels, 0);
+        let words = cuda.describe().to_string();
+        assert!(words.contains("; no kernels of move ([Move]): cuModuleLoadDataEx"), "{words}");
+        // The others of the device are as they were.
+        let all = Kind::ALL.iter().fold(0, |set, kind| set | kind.bit());
+        assert_eq!(cuda.facts().kernels, all & !Kind::Move.bit());
+        let event = launch(&cuda, None, &[sum(&memory)]).expect("it loads");
+        cuda.wait(event, 0).expect("it comes");
     }
     assert!(shuffle(&cuda, true).expect("copies go on"));
     drop(cuda);

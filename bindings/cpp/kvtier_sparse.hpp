@@ -306,6 +306,25 @@ struct sparse_box {
     }
 };
 
+} // namespace detail
+
+/// An index for KVT_LAUNCH_PREFILL, and what the kernel is told of it: its query_count,
+/// query_heads, key_heads, tokens and first are read; count, numbers, counts, index and
+/// scratch_bytes are written. The bytes that come back are for the caller to bring to `address`.
+inline ret<std::vector<std::uint8_t>> launch_index(const sparse_index &index, kvt_kernel_t &kernel,
+                                                   std::uint64_t address) {
+    const kvt_index_t c = detail::lower(index);
+    std::vector<std::uint8_t> bytes(index.heads.size() * sizeof(kvt_index_head_t) +
+                                    (index.starts.size() + index.items.size()) * 4);
+    detail::failure f;
+    std::uint64_t count = 0;
+    const kvt_status_t status =
+        kvt_launch_index(&c, &kernel, address, bytes.data(), bytes.size(), &count, f.out());
+    bytes.resize(static_cast<std::size_t>(count));
+    return detail::give(status, f, std::move(bytes));
+}
+
+namespace detail {
 /// A problem as C has it, with the structs that it leads to.
 struct lowered_problem {
     kvt_index_t select = KVT_INDEX_INIT;

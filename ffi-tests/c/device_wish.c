@@ -16,6 +16,8 @@
 typedef struct work {
     struct work *next;
     uint64_t after, event, count;
+    /* Copies, or kernels. */
+    kvt_kernel_t *kernels;
     kvt_copy_rows_t rows[];
 } work_t;
 
@@ -47,6 +49,28 @@ static void copy_rows(const kvt_copy_rows_t *rows) {
                rows->run_bytes);
 }
 
+/* What KVT_LAUNCH_MOVE has in its table. */
+typedef struct {
+    uint64_t from, to;
+    int64_t from_stride, to_stride;
+    uint32_t run_bytes, runs;
+} piece_t;
+
+/* The one kernel that it has. What kernels name is anywhere: what is far is the accelerator's. */
+static void run_kernel(const kvt_kernel_t *kernel) {
+    const uint32_t far = KVT_MEMORY_DEVICE, host = KVT_MEMORY_HOST;
+    CHECK_EQ(kernel->kind, KVT_LAUNCH_MOVE);
+    for (uint32_t i = 0; i < kernel->count; i++) {
+        piece_t piece;
+        const uint8_t *table = near(kernel->table, kernel->table >= FAR ? far : host);
+        memcpy(&piece, table + i * sizeof piece, sizeof piece);
+        uint8_t *to = near(piece.to, piece.to >= FAR ? far : host);
+        const uint8_t *from = near(piece.from, piece.from >= FAR ? far : host);
+        for (int64_t run = 0; run < (int64_t)piece.runs; run++)
+            memcpy(to + run * piece.to_stride, from + run * piece.from_stride, piece.run_bytes);
+    }
+}
+
 static void *serve(void *data) {
     lane_t *lane = data;
     accelerator_t *home = lane->home;
@@ -61,11 +85,15 @@ static void *serve(void *data) {
         while (work->after != 0 && home->events[work->after % MOST_EVENTS] == 1)
             pthread_cond_wait(&home->changed, &home->lock);
         pthread_mutex_unlock(&home->lock);
-        for (uint64_t i = 0; i < work->count; i++) copy_rows(&work->rows[i]);
+        for (uint64_t i = 0; i < work->count; i++) {
+            if (work->kernels != NULL) run_kernel(&work->kernels[i]);
+            else copy_rows(&work->rows[i]);
+        }
         pthread_mutex_lock(&home->lock);
         home->events[work->event % MOST_EVENTS] = 2;
         lane->first = work->next;
         if (lane->first == NULL) lane->last = &lane->first;
+        free(work->kernels);
         free(work);
         pthread_cond_broadcast(&home->changed);
     }
@@ -84,6 +112,26 @@ static uint64_t make_event(accelerator_t *home, uint8_t state) {
     return home->next_event;
 }
 
+/* Puts work on a stream, which has it from then on. */
+static kvt_status_t enqueue(accelerator_t *home, uint32_t stream, uint64_t after, work_t *work,
+                            uint64_t *event_out) {
+    work->after = after;
+    pthread_mutex_lock(&home->lock);
+    work->event = make_event(home, 1);
+    if (work->event == 0) {
+        pthread_mutex_unlock(&home->lock);
+        free(work->kernels);
+        free(work);
+        return KVT_E_AGAIN;
+    }
+    *event_out = work->event;
+    *home->lanes[stream].last = work;
+    home->lanes[stream].last = &work->next;
+    pthread_cond_broadcast(&home->changed);
+    pthread_mutex_unlock(&home->lock);
+    return KVT_OK;
+}
+
 static kvt_status_t put_work(void *data, uint32_t stream, uint64_t after,
                              const kvt_copy_rows_t *copies, uint64_t count,
                              uint64_t stride_bytes, uint64_t *event_out) {
@@ -95,21 +143,28 @@ static kvt_status_t put_work(void *data, uint32_t stream, uint64_t after,
     for (uint64_t i = 0; i < count; i++)
         work->rows[i] =
             *(const kvt_copy_rows_t *)(const void *)((const char *)copies + i * stride_bytes);
-    work->after = after;
     work->count = count;
-    pthread_mutex_lock(&home->lock);
-    work->event = make_event(home, 1);
-    if (work->event == 0) {
-        pthread_mutex_unlock(&home->lock);
+    return enqueue(home, stream, after, work, event_out);
+}
+
+static kvt_status_t launch(void *data, uint32_t stream, uint64_t after,
+                           const kvt_kernel_t *kernels, uint64_t count, uint64_t stride_bytes,
+                           uint64_t *event_out) {
+    accelerator_t *home = data;
+    if (home->lost) return KVT_E_UNAVAILABLE;
+    CHECK(stream < STREAMS && stride_bytes >= sizeof *kernels);
+    work_t *work = calloc(1, sizeof *work);
+    if (work == NULL) return KVT_E_NOMEM;
+    work->kernels = calloc(count + 1, sizeof *kernels);
+    if (work->kernels == NULL) {
         free(work);
-        return KVT_E_AGAIN;
+        return KVT_E_NOMEM;
     }
-    *event_out = work->event;
-    *home->lanes[stream].last = work;
-    home->lanes[stream].last = &work->next;
-    pthread_cond_broadcast(&home->changed);
-    pthread_mutex_unlock(&home->lock);
-    return KVT_OK;
+    for (uint64_t i = 0; i < count; i++)
+        work->kernels[i] =
+            *(const kvt_kernel_t *)(const void *)((const char *)kernels + i * stride_bytes);
+    work->count = count;
+    return enqueue(home, stream, after, work, event_out);
 }
 
 static kvt_status_t query(void *data, uint64_t event) {
@@ -232,6 +287,8 @@ static kvt_device_custom_t table_of(accelerator_t *home) {
     table.free_bytes = free_bytes;
     table.adopt = adopt;
     table.hold = hold;
+    table.kernels = UINT64_C(1) << KVT_LAUNCH_MOVE;
+    table.launch = launch;
     table.user_data = home;
     table.destroy = destroyed;
     return table;
@@ -287,7 +344,7 @@ static void check_tables(void) {
         if (wrong == 1) table.query = NULL;
         if (wrong == 2) table.allocate = NULL;
         if (wrong == 3) table.streams = 65;
-        if (wrong == 4) table.kernels = 2;
+        if (wrong == 4) table.launch = NULL;
         if (wrong == 5) table.flags = 1u << 20;
         if (wrong == 6) table.streams = 0;
         CHECK_IS(kvt_device_open(runtime, &opts, &device, &error), KVT_E_INVALID);
@@ -317,6 +374,8 @@ static void check_tables(void) {
     table.adopt = NULL;
     table.hold = NULL;
     table.flags = 0;
+    table.kernels = 0;
+    table.launch = NULL;
     device = open_custom(&table);
     kvt_device_memory_t memory = KVT_DEVICE_MEMORY_INIT;
     uint64_t event = 0;
@@ -423,7 +482,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     CHECK_IS(kvt_device_copy(device, 0, 0, &copy, 1, 12, &up, NULL), KVT_E_INVALID);
     kvt_kernel_t kernel;
     memset(&kernel, 0, sizeof kernel);
-    kernel.kind = KVT_LAUNCH_MOVE;
+    kernel.kind = KVT_LAUNCH_SUM;
     CHECK_IS(kvt_device_launch(device, 0, 0, &kernel, 1, sizeof kernel, &up, NULL),
              KVT_E_UNSUPPORTED);
     CHECK_IS(kvt_device_know_host(device, NULL, 5, NULL), KVT_E_INVALID);
@@ -432,6 +491,63 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     CHECK_OK(kvt_device_free(device, &memory, NULL));
     CHECK_IS(kvt_device_free(device, &memory, NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_error_free(&error));
+}
+
+/* Two lists of columns and diagonals for one head of two, all keys for the other, laid out as
+ * KVT_LAUNCH_PREFILL reads them. */
+static void check_index(void) {
+    kvt_index_head_t heads[2] = {{KVT_INDEX_LINES, 0, 2, 0, 0, UINT32_MAX},
+                                 {KVT_INDEX_DENSE, 0, 0, 0, 0, UINT32_MAX}};
+    uint32_t starts[] = {0, 3, 5}, items[] = {0, 1, 900, 0, 64};
+    kvt_index_t index = KVT_INDEX_INIT;
+    index.heads = heads;
+    index.head_count = 2;
+    index.starts = starts;
+    index.start_count = 3;
+    index.items = items;
+    index.item_count = 5;
+    kvt_kernel_t kernel;
+    memset(&kernel, 0, sizeof kernel);
+    kernel.kind = KVT_LAUNCH_PREFILL;
+    kernel.query_count = 40;
+    kernel.first = 1000;
+    kernel.tokens = 1040;
+    kernel.query_heads = 2;
+    kernel.key_heads = 1;
+    const kvt_kernel_t before = kernel;
+    const uint64_t at = UINT64_C(0x7000000100);
+    uint8_t bytes[80];
+    uint64_t need = 0;
+    CHECK_IS(kvt_launch_index(&index, &kernel, at, NULL, 0, &need, NULL), KVT_E_TOO_SMALL);
+    CHECK_EQ(need, sizeof bytes);
+    CHECK_IS(kvt_launch_index(&index, &kernel, at, bytes, 79, &need, NULL), KVT_E_TOO_SMALL);
+    CHECK(memcmp(&kernel, &before, sizeof kernel) == 0);
+    CHECK_OK(kvt_launch_index(&index, &kernel, at, bytes, sizeof bytes, &need, NULL));
+    CHECK_EQ(need, sizeof heads + sizeof starts + sizeof items);
+    CHECK(memcmp(bytes, heads, sizeof heads) == 0);
+    CHECK(memcmp(bytes + 48, starts, sizeof starts) == 0);
+    CHECK(memcmp(bytes + 60, items, sizeof items) == 0);
+    CHECK_EQ(kernel.count, 2);
+    CHECK_EQ(kernel.numbers, at);
+    CHECK_EQ(kernel.counts, at + 48);
+    CHECK_EQ(kernel.index, at + 60);
+    /* As docs/kernels.md says: 12 bytes a head and 32 positions, and 8 more. */
+    CHECK_EQ(kernel.scratch_bytes, 12 * 2 * (1040 / 32 + 8));
+
+    /* What is not sound is refused: one that is not there, numbers that do not ascend. */
+    heads[0].lists = 3;
+    CHECK_IS(kvt_launch_index(&index, &kernel, at, bytes, 80, &need, NULL), KVT_E_INVALID);
+    heads[0].lists = 2;
+    items[1] = 0;
+    CHECK_IS(kvt_launch_index(&index, &kernel, at, bytes, 80, &need, NULL), KVT_E_INVALID);
+    items[1] = 1;
+    CHECK_IS(kvt_launch_index(&index, &kernel, at + 2, bytes, 80, &need, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_launch_index(&index, &kernel, 0, bytes, 80, &need, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_launch_index(&index, NULL, at, bytes, 80, &need, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_launch_index(&index, &kernel, at, bytes, 80, NULL, NULL), KVT_E_INVALID);
+    /* No index: all keys. */
+    CHECK_OK(kvt_launch_index(NULL, &kernel, 0, NULL, 0, &need, NULL));
+    CHECK(need == 0 && memcmp(&kernel, &before, sizeof kernel) == 0);
 }
 
 /* KV of an engine that has it on the accelerator: into the store, and back to another place. */
@@ -654,6 +770,7 @@ int main(void) {
     check_begin();
     runtime = open_runtime(1, NULL);
     check_tables();
+    check_index();
 
     accelerator_t home;
     start(&home);

@@ -24,6 +24,13 @@ namespace {
 
 kvt::deadline soon() { return kvt::deadline::in(std::chrono::seconds(60)); }
 
+/// What KVT_LAUNCH_MOVE has in its table.
+struct piece {
+    std::uint64_t from, to;
+    std::int64_t from_stride, to_stride;
+    std::uint32_t run_bytes, runs;
+};
+
 /// An accelerator as an engine might have one: a thread for each stream, and memory that is
 /// called the device's. `adopt` and `hold` take its own events and streams.
 class threads : public kvt::custom_device {
@@ -74,19 +81,12 @@ public:
 
     kvt_status_t submit(std::uint32_t stream, std::uint64_t after,
                         kvt::span<const kvt_copy_rows_t> copies, std::uint64_t &event) override {
-        return put(stream, after, work{0, 0, {copies.begin(), copies.end()}}, event);
+        return put(stream, after, work{0, 0, {copies.begin(), copies.end()}, {}}, event);
     }
     kvt_status_t launch(std::uint32_t stream, std::uint64_t after,
                         kvt::span<const kvt_kernel_t> kernels, std::uint64_t &event) override {
         work moves;
-        for (const kvt_kernel_t &kernel : kernels) {
-            kvt_copy_rows_t rows{};
-            rows.from = kernel.keys;
-            rows.to = kernel.out;
-            rows.run_bytes = kernel.count;
-            rows.runs = 1;
-            moves.copies.push_back(rows);
-        }
+        moves.kernels.assign(kernels.begin(), kernels.end());
         return put(stream, after, std::move(moves), event);
     }
     kvt_status_t query(std::uint64_t event) override {
@@ -146,6 +146,8 @@ private:
         std::uint64_t event = 0;
         std::uint64_t after = 0;
         std::vector<kvt_copy_rows_t> copies;
+        /// KVT_LAUNCH_MOVE alone: their tables are read when their turn comes.
+        std::vector<kvt_kernel_t> kernels;
         /// Nobody asks for its event.
         bool forget = false;
     };
@@ -194,8 +196,24 @@ private:
                 now.after == 0 || before == events_.end() ? KVT_OK : before->second;
             locked.unlock();
             if (how == KVT_OK)
-                for (const kvt_copy_rows_t &rows : now.copies) move(rows);
+                carry_out(now);
             if (!now.forget) settle(now.event, how);
+        }
+    }
+    static void carry_out(const work &now) {
+        for (const kvt_copy_rows_t &rows : now.copies) move(rows);
+        for (const kvt_kernel_t &kernel : now.kernels) {
+            const piece *const pieces = reinterpret_cast<const piece *>(kernel.table);
+            for (std::uint32_t i = 0; i < kernel.count; i++) {
+                kvt_copy_rows_t rows{};
+                rows.from = pieces[i].from;
+                rows.to = pieces[i].to;
+                rows.from_stride_bytes = static_cast<std::uint64_t>(pieces[i].from_stride);
+                rows.to_stride_bytes = static_cast<std::uint64_t>(pieces[i].to_stride);
+                rows.run_bytes = pieces[i].run_bytes;
+                rows.runs = pieces[i].runs;
+                move(rows);
+            }
         }
     }
     static void move(const kvt_copy_rows_t &rows) {
@@ -270,9 +288,9 @@ void copies(const rig &on) {
     kvt::device_memory other = on.device.alloc(PLANE);
     kvt_kernel_t kernel{};
     kernel.kind = KVT_LAUNCH_MOVE;
-    kernel.keys = memory.address();
-    kernel.out = other.address();
-    kernel.count = PLANE;
+    const piece whole{memory.address(), other.address(), 0, 0, PLANE, 1};
+    kernel.table = reinterpret_cast<std::uintptr_t>(&whole);
+    kernel.count = 1;
     view.address = again.data();
     const kvt::device_event moved = on.device.launch(kvt::span<const kvt_kernel_t>(&kernel, 1));
     const kvt::device_event home = on.device.copy(
@@ -289,6 +307,28 @@ void copies(const rig &on) {
                  KVT_E_INVALID);
     other.free();
     CHECK(!other);
+}
+
+/// An index is laid out for a kernel: heads, where lists begin, and what is in them.
+void kernel_index() {
+    kvt::sparse_index index;
+    index.heads.push_back({KVT_INDEX_LINES, 0, 2, 0, 0, UINT32_MAX});
+    index.starts = {0, 2, 3};
+    index.items = {0, 5, 0};
+    kvt_kernel_t kernel{};
+    kernel.kind = KVT_LAUNCH_PREFILL;
+    kernel.query_count = 10;
+    kernel.first = 54;
+    kernel.tokens = 64;
+    kernel.query_heads = 4;
+    kernel.key_heads = 2;
+    const std::vector<std::uint8_t> bytes = kvt::launch_index(index, kernel, 0x1000);
+    CHECK(bytes.size() == 48 && kernel.count == 1 && kernel.numbers == 0x1000);
+    CHECK(kernel.counts == 0x1018 && kernel.index == 0x1024);
+    CHECK(kernel.scratch_bytes == 12 * (64 / 32 + 8));
+    CHECK(std::memcmp(bytes.data() + 36, index.items.data(), 12) == 0);
+    CHECK_THROWS(kvt::launch_index(index, kernel, 0x1001), KVT_E_INVALID);
+    CHECK(kvt::launch_index(kvt::sparse_index{}, kernel, 0x1000).empty() && kernel.count == 0);
 }
 
 /// What is behind an event of the engine's waits for it, and no thread does.
@@ -478,6 +518,7 @@ int main() {
     {
         const kvt::runtime runtime = kvt::runtime::open();
         kinds(runtime);
+        kernel_index();
         rig on(runtime);
         const kvt::device_info info = on.device.info();
         CHECK(info.kind == KVT_DEVICE_CUSTOM && info.asynchronous && info.has_memory);

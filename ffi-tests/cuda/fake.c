@@ -88,7 +88,7 @@ static stream_t *streams;
 static uint64_t seed = 1;
 static long wrong, live_streams, live_events, live_bytes, retained, allocations, max_bytes = 1l << 30;
 static long live_hosts, live_modules, live_windows, max_host_bytes, host_bytes;
-static int somebody_captures, sticky, version = 12040, devices = 1, capability = 8, same_addresses = 1;
+static int somebody_captures, sticky, version = 12040, devices = 1, capability = 8, same_addresses = 1, block_shared = 227 << 10;
 static char wrong_text[256];
 /* Without a context: mapped piece by piece, and there for those alone who were named. */
 static struct { pointer_t at; size_t bytes; int ordinal; context_t *context; } given[MOST];
@@ -318,7 +318,7 @@ code_t cuDeviceGetName(char *to, int most, int ordinal) {
 code_t cuDeviceGetAttribute(int *to, int which, int ordinal) {
     (void)ordinal;
     BEGIN("cuDeviceGetAttribute")
-    *to = which == 11 ? 1 << 20 : which == 75 ? capability : which == 91 ? same_addresses : 0;
+    *to = which == 11 ? 1 << 20 : which == 75 ? capability : which == 91 ? same_addresses : which == 97 ? block_shared : 0;
     END(OK)
 }
 
@@ -647,7 +647,7 @@ void fake_begin(uint64_t with) {
     pthread_mutex_lock(&lock);
     pace = 4;
     seed = with * 2 + 1, wrong = 0, sticky = 0, somebody_captures = 0, version = 12040, devices = 1;
-    max_bytes = 1l << 30, max_host_bytes = 1l << 40, emulator = NULL, wrong_text[0] = 0, has_failed = 0, capability = 8, same_addresses = 1;
+    max_bytes = 1l << 30, max_host_bytes = 1l << 40, emulator = NULL, wrong_text[0] = 0, has_failed = 0, capability = 8, same_addresses = 1, block_shared = 227 << 10;
     for (int i = 0; i < MOST_DEVICES; i++) own_contexts[i].ordinal = shared_contexts[i].ordinal = i;
     memset(planted, 0, sizeof planted), flips[0] = flips[1] = 0;
     memset(has_reach, 0, sizeof has_reach), memset(may_reach, 0, sizeof may_reach);
@@ -751,6 +751,9 @@ int fake_has_failed(void) { return has_failed; }
 void fake_lockable(long bytes) { max_host_bytes = bytes; }
 
 /* What runs kernels: `emu_launch` of the library that has them. */
+/* How much shared memory a block of threads can have. */
+void fake_block_shared(int bytes) { block_shared = bytes; }
+
 void fake_emulator(void *launches) { *(void **)&emulator = launches; }
 
 /* For programs that do not know that this is no driver: the environment names the kernels. */

@@ -53,7 +53,7 @@ code_t cuModuleGetFunction(function_t **to, module_t *module, const char *name) 
 code_t cuFuncSetAttribute(function_t *function, int which, int value) {
     BEGIN_IN("cuFuncSetAttribute")
     NEED(function && which == 8, "cuFuncSetAttribute", "a question that it does not know", INVALID_VALUE)
-    if (value > 227 << 10) END(INVALID_VALUE)
+    if (value > block_shared) END(INVALID_VALUE)
     function->shared = (unsigned)value;
     END(OK)
 }
@@ -100,6 +100,13 @@ static int is_reached(const context_t *context, uint64_t at, uint64_t bytes) {
     return is_host || reaches(context, at, bytes);
 }
 
+/* All runs of a side of a piece; strides may lead back. */
+static int is_side_reached(const context_t *context, uint64_t at, int64_t stride, const piece_t *p) {
+    if (!p->runs || !p->run_bytes) return 1;
+    uint64_t far = (p->runs - 1) * (uint64_t)(stride < 0 ? -stride : stride);
+    return is_reached(context, stride < 0 ? at - far : at, far + p->run_bytes);
+}
+
 /* Carries a launch out; false: it would go where no kernel may. */
 static int runs(const context_t *context, const op_t *op) {
     const char *name = op->function->name;
@@ -109,9 +116,8 @@ static int runs(const context_t *context, const op_t *op) {
         if (!is_reached(context, table_of(op), count * sizeof *pieces)) return 0;
         for (uint32_t i = 0; i < count; i++) {
             piece_t p = pieces[i];
-            uint64_t last = p.runs - 1;
-            if (!is_reached(context, p.from, last * (uint64_t)p.from_stride + p.run_bytes) ||
-                !is_reached(context, p.to, last * (uint64_t)p.to_stride + p.run_bytes))
+            if (!is_side_reached(context, p.from, p.from_stride, &p) ||
+                !is_side_reached(context, p.to, p.to_stride, &p))
                 return 0;
             for (uint64_t run = 0; !emulator && !strcmp(name, "move_parts") && run < p.runs; run++)
                 memcpy((char *)(uintptr_t)p.to + run * (uint64_t)p.to_stride,

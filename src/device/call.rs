@@ -86,6 +86,14 @@ pub struct Call {
     pub reserved: [u64; 3],
 }
 
+impl Call {
+    /// Scratch of a [`Kind::Prefill`] that is told of an index: bits of lines, for each head of it.
+    pub fn line_bytes(&self) -> u64 {
+        let end = (u64::from(self.first) + u64::from(self.query_count)).max(self.tokens.into());
+        u64::from(self.count) * 3 * (end / 32 + 8) * 4
+    }
+}
+
 /// Which kernel.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

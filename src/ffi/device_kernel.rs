@@ -2,13 +2,17 @@
 
 use std::mem::offset_of;
 
+use crate::attention::keys::{Heads, Keys};
 use crate::base::status::Result;
 use crate::device::call::{Call, Kind};
 use crate::device::{Event, Stream};
+use crate::fail;
 use crate::ffi::device::{kvt_device_t, with_device};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
 use crate::ffi::slice::require;
+use crate::ffi::sparse_ask::{kvt_index_head_t, kvt_index_t};
+use crate::ffi::sparse_lists::{keys_of, too_small};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Strided};
 
@@ -149,6 +153,11 @@ fn call_of(kernel: kvt_kernel_t) -> Call {
     unsafe { std::mem::transmute::<kvt_kernel_t, Call>(kernel) }
 }
 
+fn kernel_of(call: Call) -> kvt_kernel_t {
+    // SAFETY: as above.
+    unsafe { std::mem::transmute::<Call, kvt_kernel_t>(call) }
+}
+
 /// Puts kernels on a stream, behind an event if one is given, and behind what is there.
 ///
 /// @param device        The device; kvt_device_info says which kernels it has.
@@ -195,6 +204,106 @@ pub unsafe extern "C" fn kvt_device_launch(
         })?;
         // SAFETY: not null, and the caller's promise.
         unsafe { out_event.write(event.0) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Where each part of an index is, from where it begins, and how long all is.
+struct Parts {
+    starts: u64,
+    items: u64,
+    end: u64,
+}
+
+fn parts_of(keys: &Keys<'_>) -> Parts {
+    let starts = size_of_val(keys.heads) as u64;
+    let items = starts + size_of_val(keys.starts) as u64;
+    Parts { starts, items, end: items + size_of_val(keys.items) as u64 }
+}
+
+/// What a prefill kernel is told of an index that will be at an address.
+fn told(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
+    let heads = Heads { queries: call.query_heads, keys: call.key_heads };
+    if heads.keys == 0 || heads.queries % heads.keys != 0 {
+        fail!(Invalid, "{} query heads cannot share {} of keys", heads.queries, heads.keys);
+    }
+    keys.check(heads, call.first, call.query_count)?;
+    if keys.heads.is_empty() {
+        return Ok(Call { count: 0, numbers: 0, counts: 0, index: 0, scratch_bytes: 0, ..call });
+    }
+    let parts = parts_of(keys);
+    if address == 0 || address % 4 != 0 || address.checked_add(parts.end).is_none() {
+        fail!(Invalid, "{} bytes of an index at {address:#x}", parts.end);
+    }
+    let count = keys.heads.len() as u32;
+    let (counts, index) = (address + parts.starts, address + parts.items);
+    let call = Call { count, numbers: address, counts, index, ..call };
+    Ok(Call { scratch_bytes: call.line_bytes(), ..call })
+}
+
+/// Lays an index out for KVT_LAUNCH_PREFILL, and tells the kernel of it: heads, then `starts`, then
+/// `items`, as kvt_index_t has them, one behind the other. It is checked here: the kernel trusts
+/// it. The caller copies the bytes to where the device reaches them, and sets `scratch`.
+///
+/// @param index       Which keys are seen; null or without heads = all, and there are no bytes.
+/// @param kernel      A kernel whose query_count, query_heads, key_heads, tokens and first are
+///                    set; its count, numbers, counts, index and scratch_bytes (what is needed)
+///                    are written.
+/// @param address     Where the bytes will be for the device: a multiple of 4, not 0.
+/// @param to          Receives the bytes.
+/// @param room_bytes  How many it has room for.
+/// @param out_bytes   Receives how many there are, also with KVT_E_TOO_SMALL.
+/// @param err         Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not
+///         sound, too), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `index` for the size it states, its arrays for their counts, `to`
+/// for writes of its room.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_launch_index(
+    index: *const kvt_index_t,
+    kernel: *mut kvt_kernel_t,
+    address: u64,
+    to: *mut std::ffi::c_void,
+    room_bytes: u64,
+    out_bytes: *mut u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let (keys, call) = unsafe {
+            require(kernel)?;
+            require(out_bytes)?;
+            (keys_of(index)?, call_of(kernel.read()))
+        };
+        let call = told(&keys, call, address)?;
+        let parts = parts_of(&keys);
+        let bytes = if keys.heads.is_empty() { 0 } else { parts.end };
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_bytes.write(bytes) };
+        if bytes > room_bytes || (bytes > 0 && to.is_null()) {
+            return Err(too_small("the bytes of the index"));
+        }
+        let to = to.cast::<u8>();
+        // SAFETY: as many bytes as there is room for, of arrays that are the caller's; a kernel
+        // that was read.
+        unsafe {
+            if bytes > 0 {
+                let put = |at: u64, from: *const u8, bytes: usize| {
+                    to.add(at as usize).copy_from_nonoverlapping(from, bytes);
+                };
+                const { assert!(size_of::<kvt_index_head_t>() == 24) };
+                put(0, keys.heads.as_ptr().cast(), size_of_val(keys.heads));
+                put(parts.starts, keys.starts.as_ptr().cast(), size_of_val(keys.starts));
+                put(parts.items, keys.items.as_ptr().cast(), size_of_val(keys.items));
+            }
+            kernel.write(kernel_of(call));
+        }
         Ok(())
     };
     // SAFETY: the caller's promise about `err`.

@@ -3,6 +3,7 @@
 use kvtier::attention::{Rows, Scales};
 use kvtier::base::half::{from_bf16, from_f16, to_bf16, to_f16};
 use kvtier::device::call::{Call, Kind};
+use kvtier::device::cuda::kernels::MOST_SHARED;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::view::{Place, View};
 
@@ -79,6 +80,8 @@ pub struct Shape {
     pub is_latent: bool,
     /// Scales of int8 are of each number, not of each token.
     pub is_by_number: bool,
+    /// Shared memory that a block of threads can have.
+    pub shared_bytes: u32,
 }
 
 impl Shape {
@@ -99,6 +102,7 @@ impl Shape {
             page_tokens,
             is_latent,
             is_by_number,
+            shared_bytes: MOST_SHARED,
         }
     }
 }

@@ -5,11 +5,12 @@ use kvtier::base::spec::Spec;
 use kvtier::base::status::Status;
 use kvtier::device::call::{Call, Kind};
 use kvtier::device::cuda::kernels::attend::OUT_F32;
+use kvtier::device::cuda::kernels::steps;
 use kvtier::meta::dtype::Dtype;
 use kvtier::sparse::{Context, Index, registry};
 
 use crate::data::{Bytes, Problem, Shape, rows};
-use crate::gpu::run;
+use crate::gpu::{run, run_within};
 
 /// What lists say, of one head or of several.
 #[derive(Default)]
@@ -66,7 +67,7 @@ fn compute(problem: &Problem, lists: &Lists, is_f32: bool) -> Got {
         ..problem.call(Kind::Prefill)
     };
     // SAFETY: all of it is memory above.
-    unsafe { run(&call) }.expect("sound");
+    unsafe { run_within(&call, shape.shared_bytes) }.expect("sound");
     let dtype = if is_f32 { Dtype::F32 } else { shape.query_dtype };
     Got { out: out.numbers(rows * shape.dims.1, dtype), lse: lse.numbers(rows, Dtype::F32) }
 }
@@ -158,11 +159,14 @@ fn latent(queries: usize, tokens: usize, heads: usize) -> Shape {
 #[test]
 fn latent_rows_are_keys_and_values() {
     let half = Dtype::Bf16;
-    for shape in [
+    let shapes = [
         latent(70, 70, 1),
         latent(3, 140, 2),
         Shape { page_tokens: 32, dtype: half, query_dtype: half, ..latent(66, 90, 1) },
-    ] {
+    ];
+    // With the shared memory of compute capability 9.0, and with that of 8.6, as much as is asked.
+    let all = shapes.map(|shape| [shape, Shape { shared_bytes: 99 << 10, ..shape }]);
+    for shape in all.into_iter().flatten() {
         check(shape, &Lists::default(), |_, _, _| true);
         let mut lists = Lists::default();
         let lines = Head { kind: How::Lines, ..Head::DENSE };
@@ -175,6 +179,35 @@ fn latent_rows_are_keys_and_values() {
         check(shape, &lists, |_, position, key| {
             rows[(position - shape.first) / 64].contains(&(key / 16))
         });
+    }
+}
+
+/// What a block takes is what there is of the device: other kernels for less, none below.
+#[test]
+fn latent_rows_take_the_shared_memory_that_there_is() {
+    let problem = Problem::new(latent(3, 70, 2), 5);
+    let at = problem.call(Kind::Prefill).queries;
+    let call =
+        Call { out: at, out_stride: 2048, out_head_stride: 1024, ..problem.call(Kind::Prefill) };
+    let lists = Call { count: 1, index: at, counts: at, numbers: at, ..call };
+    let lists = Call { scratch: at, scratch_bytes: lists.line_bytes(), ..lists };
+    for (kilobytes, name) in [(227, "latent_"), (163, "latent_"), (99, "latent_small_"), (64, "")] {
+        for call in [call, lists] {
+            let mut found = Vec::new();
+            match steps(&call, kilobytes << 10, &mut found) {
+                Ok(()) => {
+                    let last = found.last().expect("some");
+                    let is_small = last.name.starts_with("latent_small_");
+                    assert!(last.name.starts_with(name) && !name.is_empty(), "{last:?}");
+                    assert_eq!(is_small, kilobytes == 99);
+                    assert!(last.shared_bytes <= kilobytes << 10, "{last:?}");
+                }
+                Err(error) => {
+                    assert!(name.is_empty() && error.status() == Status::Unsupported, "{error}");
+                    assert!(error.message().contains("65536 are"), "{error}");
+                }
+            }
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use kvtier::base::status::Status;
 use kvtier::device::call::{Call, Kind};
-use kvtier::device::cuda::kernels::steps;
+use kvtier::device::cuda::kernels::{MOST_SHARED, steps};
 
 /// Numbers at 4096, of no particular meaning.
 fn sound(kind: Kind) -> Call {
@@ -82,9 +82,9 @@ fn calls_that_nothing_is_wrong_with_have_launches() {
     {
         // What was there before goes.
         let mut found = Vec::new();
-        steps(&sound(kind), &mut found).expect("sound");
+        steps(&sound(kind), MOST_SHARED, &mut found).expect("sound");
         let count = found.len();
-        steps(&sound(kind), &mut found).expect("sound");
+        steps(&sound(kind), MOST_SHARED, &mut found).expect("sound");
         assert!((1..=4).contains(&count) && found.len() == count, "{kind:?}");
     }
 }
@@ -92,7 +92,7 @@ fn calls_that_nothing_is_wrong_with_have_launches() {
 #[test]
 fn calls_are_refused_with_words() {
     let refused = |call: Call, status: Status, word: &str| {
-        let error = steps(&call, &mut Vec::new()).expect_err(word);
+        let error = steps(&call, MOST_SHARED, &mut Vec::new()).expect_err(word);
         assert!(error.status() == status && error.message().contains(word), "{word}: {error}");
     };
     let wrong = |kind: Kind, change: &dyn Fn(&mut Call), status: Status, word: &str| {

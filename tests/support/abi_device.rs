@@ -15,6 +15,7 @@ use kvtier::ffi::device_test::*;
 use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::runtime::kvt_runtime_t;
 use kvtier::ffi::session_move::*;
+use kvtier::ffi::sparse_ask::*;
 use kvtier::ffi::status::*;
 use kvtier::ffi::stream::kvt_held_t;
 
@@ -643,6 +644,7 @@ impl Machine {
     }
 
     fn launch_kernels(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        lay_out_index(tape, err);
         let device = self.devices.devices.pick(tape);
         // SAFETY: zero is a valid value.
         let mut kernels: [kvt_kernel_t; 2] = unsafe { std::mem::zeroed() };
@@ -706,5 +708,51 @@ impl Machine {
             self.devices.events.retain(|(of, _)| *of != before);
         }
         self.devices.devices.freed(before, device, status);
+    }
+}
+
+/// Lists of one head or two, sound or not: arrays are as long as is said.
+fn lay_out_index(tape: &mut Tape, err: *mut *mut kvt_error_t) {
+    // SAFETY: zero is a valid value.
+    let (mut kernel, mut heads): (kvt_kernel_t, [kvt_index_head_t; 2]) =
+        unsafe { std::mem::zeroed() };
+    for head in &mut heads {
+        let [kind, first, lists, dense_from] =
+            [5, 3, 4, 255].map(|n| tape.byte() % n).map(u32::from);
+        let (query_block, key_block) = (u32::from(tape.byte() % 9), u32::from(tape.byte() % 3));
+        *head = kvt_index_head_t { kind, first, lists, query_block, key_block, dense_from };
+    }
+    let mut items: Vec<u32> = (0..tape.byte() % 9).map(|_| tape.byte().into()).collect();
+    let mut starts: Vec<u32> = (0..tape.byte() % 5).map(|_| (tape.byte() % 10).into()).collect();
+    if tape.byte() > 40 {
+        items.sort_unstable();
+        items.dedup();
+        starts.sort_unstable();
+    }
+    // SAFETY: zero is a valid value.
+    let mut given: kvt_index_t = unsafe { std::mem::zeroed() };
+    given.struct_size = size_of::<kvt_index_t>() as u64;
+    (given.heads, given.head_count) = (heads.as_mut_ptr(), (tape.byte() % 3).into());
+    (given.starts, given.start_count) = (starts.as_mut_ptr(), starts.len() as u64);
+    (given.items, given.item_count) = (items.as_mut_ptr(), items.len() as u64);
+    let is_any = given.head_count > 0;
+    (kernel.query_heads, kernel.key_heads) = ((tape.byte() % 5).into(), (tape.byte() % 3).into());
+    (kernel.query_count, kernel.tokens) = (tape.byte().into(), tape.number() as u32);
+    let whole = 24 * given.head_count + 4 * (starts.len() + items.len()) as u64;
+    let mut room = vec![0xEE_u8; (tape.byte() % 160).into()];
+    let (mut need, address) = (0, u64::from(tape.byte()) * 4);
+    // SAFETY: arrays with their lengths.
+    let status = check(unsafe {
+        let to = room.as_mut_ptr().cast();
+        kvt_launch_index(&given, &mut kernel, address, to, room.len() as u64, &mut need, err)
+    });
+    if status == KVT_OK || status == KVT_E_TOO_SMALL {
+        assert_eq!(need, if is_any { whole } else { 0 });
+        assert_eq!(status == KVT_OK, need <= room.len() as u64);
+    }
+    if status == KVT_OK {
+        let told = u64::from(is_any) * (address + 24 * given.head_count);
+        assert_eq!((kernel.counts, u64::from(kernel.count)), (told, given.head_count));
+        assert!(room[need as usize..].iter().all(|&byte| byte == 0xEE));
     }
 }

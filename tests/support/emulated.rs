@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use kvtier::base::checksum::checksum;
 use kvtier::base::status::Result;
 use kvtier::device::call::Call;
-use kvtier::device::cuda::kernels::{Step, steps};
+use kvtier::device::cuda::kernels::{MOST_SHARED, Step, steps};
 
 fn folder(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
@@ -116,8 +116,17 @@ pub unsafe fn launch(step: &Step, call: &Call) -> std::result::Result<(), String
 /// # Safety
 /// As of [`launch`].
 pub unsafe fn run(call: &Call) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { run_within(call, MOST_SHARED) }
+}
+
+/// The same where a block of threads can have so much shared memory.
+///
+/// # Safety
+/// As of [`launch`].
+pub unsafe fn run_within(call: &Call, shared_bytes: u32) -> Result<()> {
     let mut all = Vec::new();
-    steps(call, &mut all)?;
+    steps(call, shared_bytes, &mut all)?;
     for step in &all {
         // SAFETY: the caller's promise.
         unsafe { launch(step, call) }.unwrap_or_else(|words| panic!("{step:?}: {words}"));

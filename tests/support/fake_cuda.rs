@@ -29,17 +29,22 @@ pub struct Fake(*mut c_void);
 impl Fake {
     /// Starts anew.
     pub fn begin(seed: u64) -> Fake {
-        let path = CString::new(library().to_str().expect("a name")).expect("a name");
-        // SAFETY: a string that ends with a zero.
-        let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
-        assert!(!handle.is_null(), "the fake driver does not load");
-        let fake = Fake(handle);
+        let fake = Fake::loaded();
         // SAFETY: the signature of the function in `fake.c`.
         unsafe {
             let begin: extern "C" fn(u64) = std::mem::transmute(fake.symbol("fake_begin"));
             begin(seed);
         }
         fake
+    }
+
+    /// As it is.
+    pub fn loaded() -> Fake {
+        let path = CString::new(library().to_str().expect("a name")).expect("a name");
+        // SAFETY: a string that ends with a zero.
+        let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
+        assert!(!handle.is_null(), "the fake driver does not load");
+        Fake(handle)
     }
 
     fn symbol(&self, name: &str) -> *mut c_void {
@@ -274,6 +279,12 @@ impl Fake {
     pub fn capability(&self, major: i32) {
         let set: extern "C" fn(c_int) = self.call("fake_capability");
         set(major);
+    }
+
+    /// How much shared memory a block of threads can have.
+    pub fn block_shared(&self, bytes: i32) {
+        let set: extern "C" fn(c_int) = self.call("fake_block_shared");
+        set(bytes);
     }
 
     /// Whether devices find registered host memory where the processor does.

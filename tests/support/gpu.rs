@@ -11,6 +11,7 @@ use std::sync::{Mutex, OnceLock};
 use kvtier::base::clock::Clock;
 use kvtier::base::status::Result;
 use kvtier::device::call::Call;
+use kvtier::device::cuda::kernels::MOST_SHARED;
 use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::{Device, Stream};
 
@@ -45,9 +46,18 @@ pub fn device() -> &'static Cuda {
 /// # Safety
 /// As for [`Device::launch`].
 pub unsafe fn run(call: &Call) -> Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { run_within(call, MOST_SHARED) }
+}
+
+/// The same as where a block of threads can have so much shared memory; a GPU has its own.
+///
+/// # Safety
+/// As for [`Device::launch`].
+pub unsafe fn run_within(call: &Call, shared_bytes: u32) -> Result<()> {
     if !is_there() {
         // SAFETY: the caller's promise.
-        return unsafe { crate::emulated::run(call) };
+        return unsafe { crate::emulated::run_within(call, shared_bytes) };
     }
     // One at a time: tests' memory is used by one kernel and nobody else.
     static TURN: Mutex<()> = Mutex::new(());

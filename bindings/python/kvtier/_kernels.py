@@ -21,7 +21,7 @@ from typing import Any, Iterable, List, NamedTuple, Optional, Sequence, Tuple, U
 from . import _abi
 from ._columns import Column, Columns
 from ._errors import make
-from ._lib import check, check_err, lib, u32
+from ._lib import check, check_err, lib, u32, u64
 from ._offload import Attention, attention_for_c
 from ._pybuffer import Export
 from ._resource import byref, new_error
@@ -599,3 +599,16 @@ def check_rows(rows: Any) -> None:
     with Lent() as lent:
         given, err = lent.rows("rows", rows), new_error()
         check_err(lib.kvt_rows_check(byref(given), byref(err)), err)
+
+
+def launch_index(index: Index, kernel: Any, address: int) -> bytes:
+    """An index for a device's kernel of kind `abi.KVT_LAUNCH_PREFILL`, whose query_count,
+    query_heads, key_heads, tokens and first are set; its count, numbers, counts, index and
+    scratch_bytes are written. What comes back is for you to bring to `address`."""
+    c, need = index._lower(), ctypes.c_uint64()
+    heads = c.head_count * ctypes.sizeof(_abi.kvt_index_head_t)
+    room = (ctypes.c_uint8 * (heads + 4 * (c.start_count + c.item_count)))()
+    err = new_error()
+    check_err(lib.kvt_launch_index(byref(c), byref(kernel), u64(address), room, len(room),
+                                   byref(need), byref(err)), err)
+    return bytes(room)[: need.value]

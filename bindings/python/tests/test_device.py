@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import struct
 import threading
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -14,6 +15,13 @@ import pytest
 from kvtier import DeviceCopy, Group, Identity, View, abi
 
 SOON = 60.0
+
+
+def _runs(table: int, count: int) -> List[Tuple[int, int, int]]:
+    """What a table of KVT_LAUNCH_MOVE says: from where, to where, how many bytes."""
+    pieces = struct.iter_unpack("<QQqqII", ctypes.string_at(table, 40 * count))
+    return [(source + i * step, target + i * far, nbytes)
+            for source, target, step, far, nbytes, runs in pieces for i in range(runs)]
 
 
 class Accelerator:
@@ -91,7 +99,7 @@ class Accelerator:
                     return
                 event, after, work = queue[0]
                 self._changed.wait_for(lambda: self._over or self._ended.get(after, True))
-            for source, target, nbytes in work:
+            for source, target, nbytes in work() if callable(work) else work:
                 ctypes.memmove(target, source, nbytes)
             with self._changed:
                 queue.pop(0)
@@ -103,7 +111,9 @@ class Accelerator:
             for c in copies for i in range(c.runs)])
 
     def launch(self, stream: int, after: int, kernels: List[Any]) -> int:
-        return self._put(stream, after, [(k.keys, k.out, k.count) for k in kernels])
+        tables = [(k.table, k.count) for k in kernels]
+        # What is in tables is read when their turn comes.
+        return self._put(stream, after, lambda: [run for at, n in tables for run in _runs(at, n)])
 
     def query(self, event: int) -> bool:
         with self._changed:
@@ -204,8 +214,9 @@ def test_copies_of_all_kinds(device: kvtier.Device) -> None:
         with device.download(memory, back, stream=1, after=there) as home:
             home.wait(SOON)
             assert bytes(back) == image and home.done and there.done
-        kernel = abi.kvt_kernel_t(kind=abi.KVT_LAUNCH_MOVE, keys=memory.address,
-                                  out=other.address, count=plane)
+        table = struct.pack("<QQqqII", memory.address, other.address, 0, 0, plane, 1)
+        pieces = ctypes.create_string_buffer(table)
+        kernel = abi.kvt_kernel_t(kind=abi.KVT_LAUNCH_MOVE, table=ctypes.addressof(pieces), count=1)
         moved = device.launch([kernel])
         again = np.zeros(tokens * step, dtype=np.uint8)
         to = View(again, run, heads, token_stride=step)
@@ -377,3 +388,19 @@ def test_the_other_kinds(runtime: kvtier.Runtime) -> None:
         kvtier.Device(runtime, "host", seed=1)
     with pytest.raises(kvtier.InvalidError):
         kvtier.Device(runtime, object())
+
+
+def test_an_index_is_laid_out_for_a_kernel() -> None:
+    """Heads, starts and items one behind the other; what is not sound is refused."""
+    lines = kvtier.IndexHead(kvtier.IndexKind.LINES, first=0, lists=2)
+    index = kvtier.Index.of([lines], [[0, 5], [0]])
+    kernel = abi.kvt_kernel_t(kind=abi.KVT_LAUNCH_PREFILL, query_heads=4, key_heads=2,
+                              query_count=10, first=54, tokens=64)
+    content = kvtier.kernels.launch_index(index, kernel, 0x1000)
+    assert struct.unpack("<6I", content[:24])[:3] == (int(kvtier.IndexKind.LINES), 0, 2)
+    assert struct.unpack("<3I3I", content[24:]) == (0, 2, 3, 0, 5, 0)
+    assert (kernel.count, kernel.numbers, kernel.counts) == (1, 0x1000, 0x1018)
+    assert (kernel.index, kernel.scratch_bytes) == (0x1024, 12 * (64 // 32 + 8))
+    with pytest.raises(kvtier.InvalidError):
+        kvtier.kernels.launch_index(index, kernel, 0x1001)
+    assert kvtier.kernels.launch_index(kvtier.Index(), kernel, 0x1000) == b"" and kernel.count == 0

@@ -265,21 +265,26 @@ fn cuda() -> Finding {
         Err(error) => return Finding::new(check, Mark::Absent, "none", error.message()),
     };
     let opened: Vec<_> = (0..found.len()).map(|at| described(at, found.len())).collect();
-    let mark = if opened.iter().all(Result::is_ok) { Mark::Good } else { Mark::Limited };
+    let is_whole = |told: &cuda::Description| told.no_kernels.is_empty();
+    let is_good = opened.iter().all(|opened| opened.as_ref().is_ok_and(is_whole));
+    let mark = if is_good { Mark::Good } else { Mark::Limited };
     let words = found.iter().zip(opened).map(|(device, opened)| match opened {
-        Ok(told) => told,
+        Ok(told) => told.to_string(),
         Err(error) => format!("{}: {}", device.name, error.message()),
     });
     let words: Vec<String> = words.collect();
     Finding::new(check, mark, words.join("; next: "), "how KV is copied to and from them")
 }
 
-fn described(ordinal: usize, count: usize) -> Result<String> {
+/// With all kernels loaded: those that cannot be had are named, and why.
+fn described(ordinal: usize, count: usize) -> Result<cuda::Description> {
     let opts = cuda::CudaOpts {
         peers: (0..count as u32).filter(|other| *other as usize != ordinal).collect(),
         ..direct::opts(ordinal as u32, cuda::Choice::Measured)
     };
-    Ok(cuda::Cuda::open(Clock::real(), &opts)?.describe().to_string())
+    let device = cuda::Cuda::open(Clock::real(), &opts)?;
+    device.load_kernels()?;
+    Ok(device.describe())
 }
 
 /// Files that go to a GPU without passing through host memory: one is read, and looked at.

@@ -176,8 +176,12 @@ impl<'a> Bench<'a> {
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Outcome<Event> {
-        let said = self.submit(stream, after, copies);
-        let event = said.map_err(|error| self.trouble("a batch was refused", &error))?;
+        self.begun("a batch was refused", self.submit(stream, after, copies))
+    }
+
+    /// Work that must have been taken.
+    pub fn begun(&self, what: &str, said: Result<Event>) -> Outcome<Event> {
+        let event = self.said(what, said)?;
         self.open.borrow_mut().push(event);
         Ok(event)
     }

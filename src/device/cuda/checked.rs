@@ -175,6 +175,10 @@ fn numbers_are_those_of_the_headers() {
     use sys::CUdevice_attribute as Attribute;
     use sys::CUpointer_attribute as About;
     let same = [
+        (
+            BLOCK_SHARED as i64,
+            Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN as i64,
+        ),
         (KIND_HOST as i64, sys::CUmemorytype::CU_MEMORYTYPE_HOST as i64),
         (KIND_DEVICE as i64, sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as i64),
         (STREAM_NON_BLOCKING as i64, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as i64),

@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::Ordering;
-use crate::device::call::{Call, Kind};
+use crate::device::call::Call;
 use crate::device::cuda::Cuda;
 use crate::device::cuda::kernels::{MAX_STEPS, MODULES, Module, Step, steps};
 use crate::device::cuda::put::Work;
@@ -40,23 +40,18 @@ impl Loaded {
         self.modules.iter().flatten().flatten().map(|module| *module as Handle)
     }
 
-    /// Why kernels cannot be had, if one was asked for and could not.
-    pub fn failure(&self) -> Option<&Error> {
-        self.modules.iter().flatten().find_map(|module| module.as_ref().err())
+    /// Why kernels that were asked for cannot be had, source by source.
+    pub fn failures(&self) -> Vec<String> {
+        let failed = |module: &Option<Result<usize>>| {
+            Some(module.as_ref()?.as_ref().err()?.message().to_string())
+        };
+        self.modules.iter().filter_map(failed).collect()
     }
 }
 
 /// The kernels that there are sources of.
 pub fn kernels() -> u64 {
-    let has = |kind: &Kind| {
-        let call = Call { kind: *kind as u32, ..Call::default() };
-        // What is wrong with an empty call is another matter.
-        !steps(&call, &mut Vec::new()).is_err_and(|error| error.status() == Status::Unsupported)
-    };
-    match MODULES.is_empty() {
-        true => 0,
-        false => Kind::ALL.iter().filter(|kind| has(kind)).fold(0, |set, kind| set | kind.bit()),
-    }
+    MODULES.iter().fold(0, |set, source| set | source.kind_bits())
 }
 
 impl Cuda {
@@ -90,7 +85,8 @@ impl Cuda {
         let mut loaded = self.loaded.lock();
         for (at, call) in calls.iter().enumerate() {
             found.clear();
-            steps(call, &mut found).map_err(|error| error.within(&format!("kernel {at}")))?;
+            steps(call, self.shared_bytes, &mut found)
+                .map_err(|error| error.within(&format!("kernel {at}")))?;
             for step in &found {
                 let function = self.function(&mut loaded, step)?;
                 launches.push(Launch { function, step: *step, call: at });
@@ -136,6 +132,18 @@ impl Cuda {
         Ok(function)
     }
 
+    /// Loads all kernels there are, for those who want to know now whether they can be had; what
+    /// [`Cuda::describe`] says of them is the answer.
+    pub fn load_kernels(&self) -> Result<()> {
+        let _inside = self.enter()?;
+        let mut loaded = self.loaded.lock();
+        for which in 0..MODULES.len() {
+            // Why not is kept where it is told.
+            let _ = self.module(&mut loaded, which);
+        }
+        Ok(())
+    }
+
     /// A module, loaded the first time. What cannot be loaded is not tried again.
     fn module(&self, loaded: &mut Loaded, which: usize) -> Result<usize> {
         let Some(source) = MODULES.get(which) else { return Err(Status::Unsupported.into()) };
@@ -143,10 +151,10 @@ impl Cuda {
             loaded.modules.resize_with(which + 1, || None);
         }
         if loaded.modules[which].is_none() {
-            let found = self.load(source);
+            let found = self.load(source).map_err(|error| error.within(&source.words()));
             if let Err(error) = &found {
-                log::warn!("kernels {} are not there: {}", source.name, error.message());
-                self.kernels_fail.store(true, Ordering::Release);
+                log::error!("{}", error.message());
+                self.kernels_fail.fetch_or(source.kind_bits(), Ordering::AcqRel);
             }
             loaded.modules[which] = Some(found);
         }
@@ -164,7 +172,7 @@ impl Cuda {
                 Err(error) => log::warn!("{} is compiled anew: {}", source.name, error.message()),
             }
         }
-        self.load_image(&source.ptx()?).map_err(|error| error.within(source.name))
+        self.load_image(&source.ptx()?)
     }
 
     fn load_image(&self, image: &[u8]) -> Result<usize> {
@@ -207,7 +215,7 @@ impl Cuda {
         begun: &mut bool,
     ) -> Result<()> {
         found.clear();
-        steps(call, found)?;
+        steps(call, self.shared_bytes, found)?;
         for step in found.iter() {
             let function = functions.iter().find(|(name, _)| *name == step.name);
             let Some(&(_, function)) = function else { return Err(Status::Unsupported.into()) };

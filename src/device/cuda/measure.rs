@@ -52,8 +52,8 @@ pub struct Description {
     pub not_measured: Option<String>,
     /// Host memory that it was told of and that could not be registered.
     pub pageable_bytes: u64,
-    /// Why kernels cannot be had, if one was asked for and could not.
-    pub no_kernels: Option<String>,
+    /// Which kernels were asked for and cannot be had, and why.
+    pub no_kernels: Vec<String>,
     /// Its peers, and why it has no access to their memory, where it has none.
     pub peers: Vec<(u32, Option<String>)>,
     /// It sums what it copies.
@@ -83,8 +83,8 @@ impl fmt::Display for Description {
         if self.pageable_bytes > 0 {
             write!(f, "; {} bytes of host memory are not registered", self.pageable_bytes)?;
         }
-        if let Some(why) = &self.no_kernels {
-            write!(f, "; no kernels: {why}")?;
+        for why in &self.no_kernels {
+            write!(f, "; no {why}")?;
         }
         for (ordinal, apart) in &self.peers {
             match apart {
@@ -257,12 +257,11 @@ impl Cuda {
         let pageable = inner.hosts.values().filter(|range| range.how == How::Pageable);
         description.pageable_bytes = pageable.map(|range| range.bytes).sum();
         drop(inner);
-        let loaded = self.loaded.lock();
         let words = |error: &crate::base::status::Error| error.message().to_string();
         let told = |peer: &Peer| (peer.ordinal as u32, peer.apart.as_ref().map(words));
         description.peers = self.peers.iter().map(told).collect();
         description.verifies = self.verifies;
-        description.no_kernels = loaded.failure().map(|error| error.message().to_string());
+        description.no_kernels = self.loaded.lock().failures();
         description
     }
 }

@@ -36,7 +36,7 @@ use std::path::PathBuf;
 
 use crate::base::clock::Clock;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::atomic::{AtomicBool, Ordering};
+use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::device::call::Call;
 use crate::device::cuda::arena::Arena;
@@ -135,6 +135,8 @@ pub struct Cuda {
     owns_streams: bool,
     max_pitch: u64,
     capability: u32,
+    /// Shared memory that a block of threads can have.
+    shared_bytes: u32,
     reaches_pageable: bool,
     batch_call: Option<driver::BatchCall>,
     chosen: Chosen,
@@ -142,8 +144,8 @@ pub struct Cuda {
     kernels: u64,
     verifies: bool,
     peers: Vec<peers::Peer>,
-    /// One was asked for and does not load.
-    kernels_fail: AtomicBool,
+    /// Those of them that were asked for and do not load.
+    kernels_fail: AtomicU64,
     loaded: Mutex<Loaded>,
     files: files::Files,
     inner: Mutex<Inner>,
@@ -256,7 +258,7 @@ impl Cuda {
 impl Device for Cuda {
     fn facts(&self) -> Facts {
         // Asked with every batch: not of what may be loading for a while.
-        let has_kernels = !self.kernels_fail.load(Ordering::Acquire);
+        let failed = self.kernels_fail.load(Ordering::Acquire);
         Facts {
             name: "cuda",
             asynchronous: true,
@@ -264,7 +266,7 @@ impl Device for Cuda {
             reaches_device: true,
             wants_pinned: true,
             streams: self.streams.len() as u32,
-            kernels: if has_kernels { self.kernels } else { 0 },
+            kernels: self.kernels & !failed,
         }
     }
 

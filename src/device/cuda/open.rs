@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use crate::base::clock::Clock;
 use crate::base::status::{Result, Status};
-use crate::base::sync::atomic::AtomicBool;
+use crate::base::sync::atomic::AtomicU64;
 use crate::base::sync::{Condvar, Mutex};
 use crate::device::MAX_STREAMS;
 use crate::device::cuda::arena::Arena;
@@ -17,7 +17,8 @@ use crate::device::cuda::launch::{Loaded, kernels};
 use crate::device::cuda::measure::Description;
 use crate::device::cuda::pointers::Seen;
 use crate::device::cuda::words::{
-    DEFAULT_STREAMS, Handle, MAX_PITCH, Pointer, REACHES_PAGEABLE, SAME_ADDRESSES,
+    BLOCK_SHARED, DEFAULT_STREAMS, Handle, MAX_PITCH, PLAIN_SHARED_BYTES, Pointer,
+    REACHES_PAGEABLE, SAME_ADDRESSES,
 };
 use crate::device::cuda::{Cuda, CudaOpts, Inner};
 use crate::fail;
@@ -52,6 +53,7 @@ impl Cuda {
             owns_streams: opts.streams.is_empty(),
             max_pitch: 0,
             capability: 0,
+            shared_bytes: PLAIN_SHARED_BYTES,
             reaches_pageable: false,
             batch_call,
             chosen: Chosen::default(),
@@ -59,7 +61,7 @@ impl Cuda {
             kernels: kernels(),
             verifies: opts.verify,
             peers: Vec::new(),
-            kernels_fail: AtomicBool::new(false),
+            kernels_fail: AtomicU64::new(0),
             loaded: Mutex::new(Loaded::default()),
             files: Files::new(opts),
             inner: Mutex::new(Inner::default()),
@@ -88,6 +90,8 @@ impl Cuda {
         if self.driver.attribute(SAME_ADDRESSES, self.ordinal)? == 0 {
             self.batch_call = None;
         }
+        let shared = self.driver.attribute(BLOCK_SHARED, self.ordinal)?;
+        self.shared_bytes = u32::try_from(shared).unwrap_or(0).max(PLAIN_SHARED_BYTES);
         let found = self.driver.found(self.ordinal)?;
         self.capability = found.capability;
         self.description.found(&found, self.driver.version()?);

@@ -85,6 +85,8 @@ pub const JIT_ERRORS: c_int = 5;
 pub const JIT_ERROR_BYTES: c_int = 6;
 /// Of a kernel: the most shared memory that a launch may ask for.
 pub const MAX_SHARED: c_int = 8;
+/// Of a device: how much that can be.
+pub const BLOCK_SHARED: c_int = 97;
 /// Shared memory that every kernel may ask for without that.
 pub const PLAIN_SHARED_BYTES: u32 = 48 << 10;
 /// Memory that stays where it is.

@@ -129,13 +129,13 @@ fn scoring(lab: &Lab<'_>, bytes: u64) -> Result<f64> {
 }
 
 /// Attention over memory as it is: its numbers do not matter.
-fn problem(lab: &Lab<'_>, kind: Kind, queries: u32, tokens: u32) -> Result<Call> {
+fn problem(lab: &Lab<'_>, (kind, dtype): (Kind, Dtype), queries: u32, tokens: u32) -> Result<Call> {
     let row = |heads: u32| i64::from(heads * DIM) * 2;
     let room = |tokens: u32, heads: u32| lab.room(u64::from(tokens) * row(heads) as u64);
     Ok(Call {
         kind: kind as u32,
-        dtype: Dtype::Bf16.code(),
-        other_dtype: Dtype::Bf16.code(),
+        dtype: dtype.code(),
+        other_dtype: dtype.code(),
         queries: room(queries, QUERY_HEADS)?,
         keys: room(tokens, KEY_HEADS)?,
         values: room(tokens, KEY_HEADS)?,
@@ -160,8 +160,8 @@ fn problem(lab: &Lab<'_>, kind: Kind, queries: u32, tokens: u32) -> Result<Call>
 }
 
 /// A prompt over all keys, and over some blocks of them: how much faster, and TFLOP/s of all.
-fn prefill(lab: &Lab<'_>, tokens: u32) -> Result<(f64, f64)> {
-    let dense = problem(lab, Kind::Prefill, tokens, tokens)?;
+fn prefill(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
+    let dense = problem(lab, (Kind::Prefill, dtype), tokens, tokens)?;
     let rows = tokens / BLOCK;
     let (mut starts, mut items) = (vec![0u32], Vec::new());
     for row in 0..rows {
@@ -195,14 +195,14 @@ fn prefill(lab: &Lab<'_>, tokens: u32) -> Result<(f64, f64)> {
 }
 
 /// One query over all keys, and over a sixteenth of their pages: how much faster, and GB/s of all.
-fn decode(lab: &Lab<'_>, tokens: u32) -> Result<(f64, f64)> {
+fn decode(lab: &Lab<'_>, dtype: Dtype, tokens: u32) -> Result<(f64, f64)> {
     let page = 16;
     let parts = tokens.div_ceil(128).max(1);
     let scratch_bytes = 4 * u64::from(QUERY_HEADS) * (u64::from(parts) * u64::from(DIM + 2) + 1);
     let dense = Call {
         scratch: lab.room(scratch_bytes)?,
         scratch_bytes,
-        ..problem(lab, Kind::Decode, 1, tokens)?
+        ..problem(lab, (Kind::Decode, dtype), 1, tokens)?
     };
     let keep = tokens / page / 16;
     let lists: Vec<u32> = (0..KEY_HEADS).flat_map(|_| (0..keep).map(|at| at * 16)).collect();
@@ -241,8 +241,18 @@ pub fn run(device: &Cuda, copied: Option<f64>, small: bool, rounds: usize) -> Ve
     let beside =
         |rate: Result<f64>, of: f64| rate.map(|rate| (rate / of, of, format!("{rate:.1} GB/s")));
     let copied = copied.unwrap_or(f64::NAN);
-    let speed = |said: Result<(f64, f64)>, unit: &str| {
-        said.map(|(times, speed)| (times, 1.0, format!("all keys at {speed:.1} {unit}")))
+    // `ffi-tests/gpu/torch_beside.py` reads the note.
+    let speed = |said: Result<(f64, f64)>, tokens: u32, unit: &str| {
+        let note = |speed| format!("{tokens} tokens, all keys at {speed:.1} {unit}");
+        said.map(|(times, speed)| (times, 1.0, note(speed)))
+    };
+    let prefill = |name, dtype| {
+        let said = speed(prefill(&lab(), dtype, tokens), tokens, "TFLOP/s");
+        bar(name, Some(2.0), "the same over all keys", said)
+    };
+    let decode = |name, dtype| {
+        let said = speed(decode(&lab(), dtype, 2 * tokens), 2 * tokens, "GB/s");
+        bar(name, None, "the same over all keys", said)
     };
     vec![
         bar(
@@ -257,17 +267,9 @@ pub fn run(device: &Cuda, copied: Option<f64>, small: bool, rounds: usize) -> Ve
             "what a copy on the device reads and writes",
             beside(scoring(&lab(), bytes), 2.0 * copied),
         ),
-        bar(
-            "prefill_sparse_30",
-            Some(2.0),
-            "the same over all keys",
-            speed(prefill(&lab(), tokens), "TFLOP/s"),
-        ),
-        bar(
-            "decode_chosen_16th",
-            None,
-            "the same over all keys",
-            speed(decode(&lab(), 2 * tokens), "GB/s"),
-        ),
+        prefill("prefill_sparse_30", Dtype::Bf16),
+        prefill("prefill_sparse_30_f16", Dtype::F16),
+        decode("decode_chosen_16th", Dtype::Bf16),
+        decode("decode_chosen_16th_f16", Dtype::F16),
     ]
 }

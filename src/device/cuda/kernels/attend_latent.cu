@@ -6,25 +6,31 @@
  * and weights go through shared memory. Keys come 32 at a time, the next while these are used.
  *
  * A block of threads takes 161 KB of shared memory: queries 73728 bytes, keys twice 36864, weights
- * 4096, what rows tell each other 1280, tiles 3584, and by lists the queue 4488. One fits on a
- * processor, so that a thread may have 255 registers; 128 hold results. */
+ * 4096, what rows tell each other 1280, tiles 3584, and by lists the queue 4552. One fits on a
+ * processor, so that a thread may have 255 registers; 128 hold results.
+ *
+ * Devices of compute capability 8.6, 8.9 and 12.0 have 99 KB: there a block of four warps has 32
+ * queries, and one place for keys, into which the next come when these were used. That is 83 KB. */
 #include "attend_walk.h"
 
-constexpr u32 DIM = 576, ROWS = 64, HALF = 32, LATENT_THREADS = 256;
+constexpr u32 DIM = 576, HALF = 32, HALF_BYTES = HALF * DIM * 2;
+/* Threads of a block of so many queries, and its places for keys. */
+template <u32 ROWS> constexpr u32 THREADS_OF = ROWS * 4;
+template <u32 ROWS> constexpr u32 PLACES_OF = ROWS / 32;
 
-struct room {
+template <u32 ROWS> struct room {
     u8 *queries, *keys, *weights;
     float *mosts, *shrinks, *sums;
     tile *tiles;
     queue *line;
 };
 
-DEVICE room make_room() {
+template <u32 ROWS> DEVICE room<ROWS> make_room() {
     u8 *at = dynamic_shared();
-    room room;
+    room<ROWS> room;
     room.queries = at;
     room.keys = at + ROWS * DIM * 2;
-    room.weights = room.keys + 2 * HALF * DIM * 2;
+    room.weights = room.keys + PLACES_OF<ROWS> * HALF_BYTES;
     room.mosts = (float *)(room.weights + ROWS * HALF * 2);
     room.shrinks = room.mosts + 2 * ROWS;
     room.sums = room.shrinks + ROWS;
@@ -74,8 +80,8 @@ struct progress {
 };
 
 /* Makes weights of products, for all warps. */
-template <bool BF>
-DEVICE void soften(float (&s)[2][4], progress &rows, const room &room, float scale) {
+template <bool BF, u32 ROWS>
+DEVICE void soften(float (&s)[2][4], progress &rows, const room<ROWS> &room, float scale) {
     u32 row = product_row() + lane() / 4;
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
@@ -112,8 +118,8 @@ DEVICE void soften(float (&s)[2][4], progress &rows, const room &room, float sca
 DEVICE u32 result_row() { return warp() / 4 * 32; }
 DEVICE u32 result_step() { return warp() % 4 * 8; }
 
-template <bool BF>
-DEVICE void add_values(float (&out)[2][16][4], const room &room, const u8 *values) {
+template <bool BF, u32 ROWS>
+DEVICE void add_values(float (&out)[2][16][4], const room<ROWS> &room, const u8 *values) {
 #pragma unroll
     for (u32 set = 0; set < 2; set++)
 #pragma unroll
@@ -145,8 +151,9 @@ DEVICE void add_values(float (&out)[2][16][4], const room &room, const u8 *value
     }
 }
 
+template <u32 ROWS>
 DEVICE void write_rows(const call &c, const float (&out)[2][16][4], progress &rows,
-                       const room &room, const walk &walk, u32 head, float scale) {
+                       const room<ROWS> &room, const walk &walk, u32 head, float scale) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
         float sum = warp_sum<4>(rows.sum[half]);
@@ -175,16 +182,22 @@ DEVICE void write_rows(const call &c, const float (&out)[2][16][4], progress &ro
         }
 }
 
+/* Begins to copy half a tile, if there is one. */
+template <u32 ROWS> DEVICE void copy_half(bool is, u8 *to, const u64 *rows) {
+    if (is) copy_rows<DIM, HALF, THREADS_OF<ROWS>>(to, rows);
+    copy_group();
+}
+
 /* A block of queries of a head. */
-template <bool BF, bool LISTED> DEVICE void attend(const call &c, walk &walk, u32 head) {
-    room room = make_room();
+template <bool BF, bool LISTED, u32 ROWS> DEVICE void attend(const call &c, walk &walk, u32 head) {
+    constexpr u32 PLACES = PLACES_OF<ROWS>;
+    room<ROWS> room = make_room<ROWS>();
     float out[2][16][4] = {}, scale = binary_scale(c);
     progress rows = {{minus_infinity(), minus_infinity()}, {0.0f, 0.0f}};
-    copy_queries<DIM, ROWS, LATENT_THREADS>(c, room.queries, walk.query, head, walk.until);
+    copy_queries<DIM, ROWS, THREADS_OF<ROWS>>(c, room.queries, walk.query, head, walk.until);
     bool is_more = take<LISTED>(c, walk, room.line, room.tiles[0]), is_any = is_more;
     __syncthreads();
-    if (is_any) copy_rows<DIM, HALF, LATENT_THREADS>(room.keys, room.tiles[0].keys);
-    copy_group();
+    copy_half<ROWS>(is_any, room.keys, room.tiles[0].keys);
     for (u32 turn = 0; is_any; turn++) {
         // Of each tile the first half, then the second.
         const tile &tile = room.tiles[turn / 2 % 2];
@@ -194,16 +207,19 @@ template <bool BF, bool LISTED> DEVICE void attend(const call &c, walk &walk, u3
         __syncthreads();
         if (!is_second) is_more = take<LISTED>(c, walk, room.line, next);
         const u64 *coming = is_second ? next.keys : tile.keys + HALF;
-        u8 *keys = room.keys + turn % 2 * HALF * DIM * 2;
-        u8 *others = room.keys + (turn + 1) % 2 * HALF * DIM * 2;
+        u8 *keys = room.keys + turn % PLACES * HALF_BYTES;
+        u8 *others = room.keys + (turn + 1) % PLACES * HALF_BYTES;
         is_any = !is_second || is_more;
-        if (is_any) copy_rows<DIM, HALF, LATENT_THREADS>(others, coming);
-        copy_group();
+        if (PLACES == 2) copy_half<ROWS>(is_any, others, coming);
         float s[2][4];
         multiply<BF>(s, room.queries, keys);
         hide(s, walk, tile, is_second ? HALF : 0);
         soften<BF>(s, rows, room, scale);
         add_values<BF>(out, room, keys);
+        if (PLACES == 1) {
+            __syncthreads();
+            copy_half<ROWS>(is_any, others, coming);
+        }
     }
     // What rows told each other was read.
     copy_wait<0>();
@@ -211,44 +227,64 @@ template <bool BF, bool LISTED> DEVICE void attend(const call &c, walk &walk, u3
     write_rows(c, out, rows, room, walk, head, scale);
 }
 
-template <bool BF> DEVICE void attend_dense(const call &c) {
+template <bool BF, u32 ROWS> DEVICE void attend_dense(const call &c) {
     // The last have most to do: they come first.
     u32 query = (gridDim.x - 1 - blockIdx.x) * ROWS, head = blockIdx.y;
     walk walk;
     begin_walk(c, walk, query, least(query + ROWS, c.query_count),
                head / (c.query_heads / c.key_heads));
-    attend<BF, false>(c, walk, head);
+    attend<BF, false, ROWS>(c, walk, head);
 }
 
-template <bool BF> DEVICE void attend_listed(const call &c) {
+template <bool BF, u32 ROWS> DEVICE void attend_listed(const call &c) {
     u32 head = blockIdx.y;
     head_lists said = ((const head_lists *)c.numbers)[entry_of(c, head)];
-    u32 blocks = cut_of(c, said).all;
-    queue &line = *make_room().line;
+    u32 blocks = cut_of(c, said, ROWS).all;
+    queue &line = *make_room<ROWS>().line;
     for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
         walk walk;
-        if (!begin_listed(c, walk, line, head, block)) continue;
-        attend<BF, true>(c, walk, head);
+        if (!begin_listed(c, walk, line, head, block, ROWS)) continue;
+        attend<BF, true, ROWS>(c, walk, head);
         __syncthreads();
     }
 }
 
-extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(256, 1)
     latent_f16(const __grid_constant__ call c) {
-    attend_dense<false>(c);
+    attend_dense<false, 64>(c);
 }
 
-extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(256, 1)
     latent_listed_f16(const __grid_constant__ call c) {
-    attend_listed<false>(c);
+    attend_listed<false, 64>(c);
 }
 
-extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(256, 1)
     latent_bf16(const __grid_constant__ call c) {
-    attend_dense<true>(c);
+    attend_dense<true, 64>(c);
 }
 
-extern "C" __global__ void __launch_bounds__(LATENT_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(256, 1)
     latent_listed_bf16(const __grid_constant__ call c) {
-    attend_listed<true>(c);
+    attend_listed<true, 64>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+    latent_small_f16(const __grid_constant__ call c) {
+    attend_dense<false, 32>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+    latent_small_listed_f16(const __grid_constant__ call c) {
+    attend_listed<false, 32>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+    latent_small_bf16(const __grid_constant__ call c) {
+    attend_dense<true, 32>(c);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 1)
+    latent_small_listed_bf16(const __grid_constant__ call c) {
+    attend_listed<true, 32>(c);
 }

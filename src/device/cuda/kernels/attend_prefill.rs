@@ -26,6 +26,8 @@ struct Shape {
     /// Queries and threads of a block, of all keys.
     rows: u32,
     threads: u32,
+    /// The same by lists; where lists are of other numbers, blocks have more than one each.
+    listed_rows: u32,
     /// Shared memory of a block, beside what tiles and lists take.
     bytes: [u32; 2],
 }
@@ -35,38 +37,48 @@ const fn whole(dtype: Dtype, dim: u32, names: [&'static str; 2]) -> Shape {
     let tile = 2 * KEYS * dim * 2;
     let (module, bytes) =
         (module::ATTEND_PREFILL, [tile + 128 * dim * 2, tile + LISTED_ROWS * dim * 2]);
-    Shape { dtype, dims: (dim, dim), names, module, rows: 128, threads: 128, bytes }
+    let (rows, listed_rows, threads) = (128, LISTED_ROWS, 128);
+    Shape { dtype, dims: (dim, dim), names, module, rows, listed_rows, threads, bytes }
 }
 
-/// Queries, keys of two half tiles, weights, and what rows tell each other.
-const fn latent(dtype: Dtype, names: [&'static str; 2]) -> Shape {
-    let bytes = 64 * 576 * 2 + KEYS * 576 * 2 + 64 * 32 * 2 + 5 * 64 * 4;
-    let (module, dims) = (module::ATTEND_LATENT, (576, 512));
-    Shape { dtype, dims, names, module, rows: 64, threads: 256, bytes: [bytes; 2] }
+/// Queries, keys of half tiles, one for each 32 queries, weights, and what rows tell each other.
+const fn latent(dtype: Dtype, rows: u32, names: [&'static str; 2]) -> Shape {
+    let halves = rows / 32 * (KEYS / 2) * 576 * 2;
+    let bytes = [rows * 576 * 2 + halves + rows * 32 * 2 + 5 * rows * 4; 2];
+    let (module, dims, threads) = (module::ATTEND_LATENT, (576, 512), rows * 4);
+    Shape { dtype, dims, names, module, rows, listed_rows: rows, threads, bytes }
 }
 
-const SHAPES: [Shape; 6] = [
+/// Of two of a kind the first that a device has shared memory for is taken.
+const SHAPES: [Shape; 8] = [
     whole(Dtype::F16, 64, ["prefill_f16_64", "prefill_listed_f16_64"]),
     whole(Dtype::F16, 128, ["prefill_f16_128", "prefill_listed_f16_128"]),
     whole(Dtype::Bf16, 64, ["prefill_bf16_64", "prefill_listed_bf16_64"]),
     whole(Dtype::Bf16, 128, ["prefill_bf16_128", "prefill_listed_bf16_128"]),
-    latent(Dtype::F16, ["latent_f16", "latent_listed_f16"]),
-    latent(Dtype::Bf16, ["latent_bf16", "latent_listed_bf16"]),
+    latent(Dtype::F16, 64, ["latent_f16", "latent_listed_f16"]),
+    latent(Dtype::Bf16, 64, ["latent_bf16", "latent_listed_bf16"]),
+    latent(Dtype::F16, 32, ["latent_small_f16", "latent_small_listed_f16"]),
+    latent(Dtype::Bf16, 32, ["latent_small_bf16", "latent_small_listed_bf16"]),
 ];
 
-/// Bytes of the bits of lines of all heads: `lines_of` of attend_walk.h.
-fn bits(call: &Call) -> u64 {
-    let words = u64::from(call.tokens.max(call.first + call.query_count) / 32 + 8);
-    u64::from(call.count) * 3 * words * 4
+impl Shape {
+    /// Shared memory of a block, by lists or not.
+    fn shared(&self, is_listed: bool) -> u32 {
+        let lists = if is_listed { QUEUE } else { 0 };
+        self.bytes[usize::from(is_listed)] + TILES + lists
+    }
 }
 
-fn find(call: &Call) -> Result<&'static Shape> {
+/// The kernels of a call; those that take the least where none fits.
+fn find(call: &Call, shared_bytes: u32) -> Result<&'static Shape> {
     let of = dtype("keys", call.dtype, &[Dtype::F16, Dtype::Bf16])?;
     if call.other_dtype != call.dtype {
         fail!(Invalid, "queries of type {}, keys of {of:?}", call.other_dtype);
     }
     let dims = (call.key_dim, call.value_dim);
-    match SHAPES.iter().find(|shape| shape.dims == dims && shape.dtype == of) {
+    let mut all = SHAPES.iter().filter(|shape| shape.dims == dims && shape.dtype == of);
+    let last = all.clone().next_back();
+    match all.find(|shape| shape.shared(call.count > 0) <= shared_bytes).or(last) {
         Some(shape) => Ok(shape),
         None => fail!(Unsupported, "prefill of keys of {} numbers, values of {}", dims.0, dims.1),
     }
@@ -99,23 +111,23 @@ fn check(call: &Call, shape: &Shape) -> Result<()> {
     }
     let lists = [("index", call.index), ("counts", call.counts), ("numbers", call.numbers)];
     attend::places(4, &lists)?;
-    scratch(call, Some(bits(call)))
+    scratch(call, Some(call.line_bytes()))
 }
 
 /// The launches of a call.
 pub fn steps(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
-    let shape = find(call)?;
+    let shape = find(call, steps.shared_bytes)?;
     check(call, shape)?;
     if call.query_count == 0 {
         return Ok(());
     }
-    let Shape { names: [dense, listed], module: place, threads, bytes, .. } = *shape;
+    let Shape { names: [dense, listed], module: place, threads, .. } = *shape;
+    let shared = shape.shared(call.count > 0);
     if call.count == 0 {
         let grid = [call.query_count.div_ceil(shape.rows), call.query_heads, 1];
-        return steps.add_with(place, dense, grid, threads, bytes[0] + TILES);
+        return steps.add_with(place, dense, grid, threads, shared);
     }
-    // Where lists are of other numbers of queries, blocks of threads have more than one each.
-    let grid = [call.query_count.div_ceil(LISTED_ROWS) + 1, call.query_heads, 1];
+    let grid = [call.query_count.div_ceil(shape.listed_rows) + 1, call.query_heads, 1];
     steps.add(module::ATTEND_PREFILL, "prefill_lines", [call.count, 1, 1], 256)?;
-    steps.add_with(place, listed, grid, threads, bytes[1] + TILES + QUEUE)
+    steps.add_with(place, listed, grid, threads, shared)
 }

@@ -75,21 +75,21 @@ DEVICE u32 entry_of(const call &c, u32 head) {
     return c.count == c.key_heads ? head / (c.query_heads / c.key_heads) : head;
 }
 
-/* How queries are cut into blocks that have one list each: up to `listed` by lists, each row of
- * them in `pieces`, behind that dense. */
+/* How queries are cut into blocks of `each` that have one list each: up to `listed` by lists, each
+ * row of them in `pieces`, behind that dense. */
 struct cut {
     u32 listed, row, pieces, before, all;
 };
 
-DEVICE cut cut_of(const call &c, const head_lists &head) {
+DEVICE cut cut_of(const call &c, const head_lists &head, u32 each = LISTED_ROWS) {
     cut cut;
     u32 sparse = head.dense_from < c.first ? 0 : head.dense_from - c.first;
     cut.listed = head.kind == DENSE ? 0 : least(sparse, c.query_count);
     bool has_rows = (head.kind == BLOCKS || head.kind == RANGES) && head.query_block > 0;
     cut.row = has_rows ? least(head.query_block, cut.listed) : cut.listed;
-    cut.pieces = ceil_div(cut.row, LISTED_ROWS);
+    cut.pieces = ceil_div(cut.row, each);
     cut.before = cut.row == 0 ? 0 : ceil_div(cut.listed, cut.row) * cut.pieces;
-    cut.all = cut.before + ceil_div(c.query_count - cut.listed, LISTED_ROWS);
+    cut.all = cut.before + ceil_div(c.query_count - cut.listed, each);
     return cut;
 }
 
@@ -116,20 +116,21 @@ DEVICE void begin_walk(const call &c, walk &walk, u32 query, u32 until, u32 key_
 
 /* The walk of a block of queries that follows lists; false if it has none. What it puts into the
  * queue others see behind a barrier: there is one before anything is marked. */
-DEVICE bool begin_listed(const call &c, walk &walk, queue &queue, u32 head, u32 block) {
+DEVICE bool begin_listed(const call &c, walk &walk, queue &queue, u32 head, u32 block,
+                         u32 each = LISTED_ROWS) {
     u32 entry = entry_of(c, head);
     head_lists said = ((const head_lists *)c.numbers)[entry];
-    cut cut = cut_of(c, said);
+    cut cut = cut_of(c, said, each);
     // The last have most to do: they come first.
     block = cut.all - 1 - block;
     bool is_listed = block < cut.before;
     u32 row = is_listed ? block / cut.pieces : 0, query, until;
     if (is_listed) {
-        query = row * cut.row + block % cut.pieces * LISTED_ROWS;
-        until = least(least(query + LISTED_ROWS, (row + 1) * cut.row), cut.listed);
+        query = row * cut.row + block % cut.pieces * each;
+        until = least(least(query + each, (row + 1) * cut.row), cut.listed);
     } else {
-        query = cut.listed + (block - cut.before) * LISTED_ROWS;
-        until = least(query + LISTED_ROWS, c.query_count);
+        query = cut.listed + (block - cut.before) * each;
+        until = least(query + each, c.query_count);
     }
     if (query >= until) return false;
     begin_walk(c, walk, query, until, head / (c.query_heads / c.key_heads));

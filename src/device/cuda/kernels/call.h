@@ -110,13 +110,14 @@
  *   queries    as for ESTIMATE, any number of them; `first` is the position of the first.
  *   keys, values  as for ESTIMATE; 64 and 64 numbers, 128 and 128, or 576 and 512, the values being
  *              the first numbers of keys (`values` and its strides are those of keys). A block of
- *              threads takes 70 KB of shared memory at most, with 576 numbers 161.
+ *              threads takes 70 KB of shared memory at most, with 576 numbers 161, or 83
+ *              where a device has no more.
  *   out        [query_count, query_heads, value_dim] of the type of queries, with flag 1 f32;
  *              multiples of 16. Zeros where a query sees nothing.
  *   more       0, or log-sum-exps, f32, [query_count, query_heads]; minus infinity for nothing.
- *   count      0: all keys. Else keys are chosen by an index as src/attention/keys.rs has it, which
- *              is sound: `count` heads, one, key_heads or query_heads.
- *   numbers    heads of it, 24 bytes each.
+ *   count      0: all keys. Else keys are chosen by an index that is sound: `count` heads, one,
+ *              key_heads or query_heads. kvt_launch_index checks one and lays it out.
+ *   numbers    heads of it, `Head` of src/attention/keys.rs or kvt_index_head_t, 24 bytes each.
  *   counts     where each list begins in `index`, and where the last ends, u32.
  *   index      what is in lists, u32.
  *   scratch    with an index: 12 * count * (max(tokens, first + query_count) / 32 + 8) bytes.

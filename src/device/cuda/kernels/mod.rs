@@ -26,11 +26,26 @@ use crate::fail;
 pub struct Module {
     /// Its file, without an ending.
     pub name: &'static str,
+    /// What cannot be had without it.
+    pub kinds: &'static [Kind],
     ptx: &'static [u8],
     cubin_90: &'static [u8],
 }
 
 impl Module {
+    /// What cannot be had without it, as a set.
+    pub fn kind_bits(&self) -> u64 {
+        self.kinds.iter().fold(0, |set, kind| set | kind.bit())
+    }
+
+    /// What it is for, in words.
+    pub fn words(&self) -> String {
+        match self.kinds {
+            [] => format!("kernels of {}", self.name),
+            kinds => format!("kernels of {} ({kinds:?})", self.name),
+        }
+    }
+
     /// For compute capability 8.0 and, compiled by the driver, all later ones. Ends with a zero.
     pub fn ptx(&self) -> Result<Vec<u8>> {
         let mut code = unpack(self.name, self.ptx)?;
@@ -57,9 +72,10 @@ fn unpack(name: &str, packed: &[u8]) -> Result<Vec<u8>> {
 
 /// What a source was compiled to.
 macro_rules! compiled {
-    ($name:literal) => {
+    ($name:literal, $($kind:ident)*) => {
         Module {
             name: $name,
+            kinds: &[$(Kind::$kind),*],
             ptx: include_bytes!(concat!("built/", $name, ".ptx.zst")),
             cubin_90: include_bytes!(concat!("built/", $name, ".cubin.zst")),
         }
@@ -68,16 +84,17 @@ macro_rules! compiled {
 
 /// All sources.
 pub const MODULES: [Module; 10] = [
-    compiled!("move"),
-    compiled!("convert"),
-    compiled!("sum"),
-    compiled!("pages"),
-    compiled!("top"),
-    compiled!("attend_prefill"),
-    compiled!("attend_latent"),
-    compiled!("attend_decode"),
-    compiled!("estimate"),
-    compiled!("heavy"),
+    compiled!("move", Move),
+    compiled!("convert", Convert),
+    compiled!("sum", Sum),
+    compiled!("pages", PageBoxes PageScores),
+    compiled!("top", Top),
+    compiled!("attend_prefill", Prefill),
+    // Latent rows alone: other prompts go on without it.
+    compiled!("attend_latent",),
+    compiled!("attend_decode", Decode),
+    compiled!("estimate", Estimate),
+    compiled!("heavy", Add Keep Compact),
 ];
 
 /// Places of [`MODULES`].
@@ -111,9 +128,15 @@ pub struct Step {
 
 /// Most launches of a call.
 pub const MAX_STEPS: usize = 4;
+/// Shared memory that a block of threads can have on compute capability 9.0: the most there is.
+pub const MOST_SHARED: u32 = 227 << 10;
 
 /// Launches as they are told.
-struct Steps<'a>(&'a mut Vec<Step>);
+struct Steps<'a> {
+    all: &'a mut Vec<Step>,
+    /// Shared memory that a block of threads can have.
+    shared_bytes: u32,
+}
 
 impl Steps<'_> {
     /// One more, of blocks of so many threads.
@@ -130,22 +153,27 @@ impl Steps<'_> {
         block: u32,
         shared_bytes: u32,
     ) -> Result<()> {
-        if self.0.try_reserve(1).is_err() {
+        if shared_bytes > self.shared_bytes {
+            let there = self.shared_bytes;
+            fail!(Unsupported, "{name} takes {shared_bytes} bytes of shared memory, {there} are");
+        }
+        if self.all.try_reserve(1).is_err() {
             return Err(Status::NoMem.into());
         }
-        self.0.push(Step { module, name, grid, block: [block, 1, 1], shared_bytes });
+        self.all.push(Step { module, name, grid, block: [block, 1, 1], shared_bytes });
         Ok(())
     }
 }
 
-/// The launches of a call, in this order on one stream; they replace those in `steps`. What is
-/// wrong with a call is said here: a kernel checks nothing.
-pub fn steps(call: &Call, steps: &mut Vec<Step>) -> Result<()> {
+/// The launches of a call, in this order on one stream, where a block of threads can have so much
+/// shared memory; they replace those in `steps`. What is wrong with a call is said here: a kernel
+/// checks nothing.
+pub fn steps(call: &Call, shared_bytes: u32, steps: &mut Vec<Step>) -> Result<()> {
     steps.clear();
     let Some(kind) = Kind::of(call.kind) else {
         fail!(Unsupported, "kernel {} is none of this device", call.kind)
     };
-    let steps = &mut Steps(steps);
+    let steps = &mut Steps { all: steps, shared_bytes };
     match kind {
         Kind::Move => moves::steps(call, steps),
         Kind::Convert => convert::steps(call, steps),

@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Attention of torch beside the kernels of this library:  torch_beside.py KVTIER
+
+Runs `KVTIER bench device --json`, then the same shapes by torch's flash attention, and prints rows
+of a table: what this library takes, what torch takes, and how much faster it is than torch. Where
+torch is not there, or has no GPU, it says so in a row. It never fails: what does not work is told.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+
+QUERY_HEADS, KEY_HEADS, DIM = 32, 8, 128
+ROUNDS = 7
+COPY_BYTES = 1 << 30
+# What sparse prefill of 30 % is to reach of dense.
+GOAL = 2.0
+
+
+def row(what, *columns):
+    print("| " + " | ".join([what, *columns]) + " |", flush=True)
+
+
+def ours(kvtier):
+    """Bars by name: how much faster than over all keys, how many tokens, and how fast those."""
+    command = [kvtier, "bench", "device", "--json"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, timeout=400, check=True).stdout.decode()
+    found = {}
+    for line in said.splitlines():
+        bar = json.loads(line)
+        words = re.match(r"(\d+) tokens, all keys at ([\d.]+) ", bar.get("note") or "")
+        if words and bar.get("value"):
+            found[bar["bar"]] = (bar["value"], int(words.group(1)), float(words.group(2)))
+    return found
+
+
+class Torch:
+    """What is needed of it."""
+
+    def __init__(self):
+        import torch
+        self.torch = torch
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch sees no GPU")
+
+    def seconds(self, call):
+        """The median of some rounds, after three that do not count."""
+        cuda, times = self.torch.cuda, []
+        for turn in range(ROUNDS + 3):
+            began, ended = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            began.record()
+            call()
+            ended.record()
+            ended.synchronize()
+            if turn >= 3:
+                times.append(began.elapsed_time(ended) / 1e3)
+        return statistics.median(times)
+
+    def flash(self):
+        """Nothing but flash attention: an error where it cannot be had."""
+        try:
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+            return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+        except ImportError:
+            return self.torch.backends.cuda.sdp_kernel(
+                enable_flash=True, enable_math=False, enable_mem_efficient=False)
+
+    def attend(self, heads, queries, tokens, dtype, is_causal):
+        torch = self.torch
+
+        def made(count):
+            return torch.randn(1, heads, count, DIM, device="cuda",
+                               dtype=getattr(torch, dtype))
+        q, k, v = made(queries), made(tokens), made(tokens)
+        call = torch.nn.functional.scaled_dot_product_attention
+        with torch.no_grad(), self.flash():
+            return self.seconds(lambda: call(q, k, v, is_causal=is_causal))
+
+    def copy(self):
+        """Bytes that a copy within the device reads and writes in a second."""
+        torch = self.torch
+        source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return 2 * COPY_BYTES / self.seconds(lambda: target.copy_(source))
+
+
+def prefill(torch, name, dtype, bars):
+    times, tokens, rate = bars[name]
+    dense = 2.0 * tokens**2 * QUERY_HEADS * DIM / (rate * 1e12)
+    sparse = dense / times
+    # Heads of keys as many as of queries: where products are what takes time it is the same work.
+    theirs = torch.attend(QUERY_HEADS, tokens, tokens, dtype, True)
+    own = f"dense {dense * 1e3:.2f} ms, 30 % {sparse * 1e3:.2f} ms"
+    ratio = f"dense {theirs / dense:.2f}x, 30 % {theirs / sparse:.2f}x"
+    mark = "reached" if times >= GOAL else "**missed**"
+    row(f"prefill {tokens} {dtype}", own, f"{theirs * 1e3:.2f} ms", ratio)
+    row(f"prefill {tokens} {dtype}, 30 % beside our own dense", f"{times:.2f}x",
+        f"goal {GOAL:.1f}x", mark)
+
+
+def decode(torch, name, dtype, bars):
+    times, tokens, rate = bars[name]
+    dense = 4.0 * tokens * KEY_HEADS * DIM / (rate * 1e9)
+    # Heads that share keys are rows of one product: nothing is read twice.
+    theirs = torch.attend(KEY_HEADS, QUERY_HEADS // KEY_HEADS, tokens, dtype, False)
+    own = f"all {dense * 1e3:.3f} ms, a 16th {dense / times * 1e3:.3f} ms"
+    ratio = f"all {theirs / dense:.2f}x, a 16th {theirs / dense * times:.2f}x"
+    row(f"decode {tokens} {dtype}", own, f"{theirs * 1e3:.3f} ms", ratio)
+
+
+def copied(torch, name, dtype, bars):
+    times, tokens, rate = bars[name]
+    ceiling = torch.copy() / 1e9
+    row(f"decode {tokens} {dtype} beside a copy", f"{rate:.0f} GB/s read",
+        f"{ceiling:.0f} GB/s read and written", f"{rate / ceiling:.2f}x")
+
+
+ASKED = [
+    (prefill, "prefill_sparse_30", "bfloat16"),
+    (prefill, "prefill_sparse_30_f16", "float16"),
+    (decode, "decode_chosen_16th", "bfloat16"),
+    (decode, "decode_chosen_16th_f16", "float16"),
+    (copied, "decode_chosen_16th", "bfloat16"),
+]
+
+
+def reason(error):
+    return f"{type(error).__name__}: {error}".replace("|", "/").replace("\n", " ")[:160]
+
+
+def main():
+    row("beside torch", "kvtier", "torch", "kvtier is so much faster")
+    row("---", "---", "---", "---")
+    try:
+        torch = Torch()
+    except Exception as error:  # a torch that is broken fails in any way it likes
+        return row("SKIP", "", "", reason(error))
+    try:
+        bars = ours(sys.argv[1])
+    except Exception as error:
+        return row("SKIP", reason(error), "", "")
+    version = getattr(torch.torch, "__version__", "?")
+    row(f"torch {version}", "", "flash attention", "")
+    for measure, name, dtype in ASKED:
+        if name not in bars:
+            row(f"{measure.__name__} {dtype}", f"SKIP: no {name}", "", "")
+            continue
+        try:
+            measure(torch, name, dtype, bars)
+        except Exception as error:
+            row(f"{measure.__name__} {dtype}", "", f"SKIP: {reason(error)}", "")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:
+        row("SKIP", "", "", reason(error))

@@ -1,0 +1,273 @@
+//! Checks of kernels: what a device says it has, on small inputs of chance, against what the
+//! definitions of docs/kernels.md come to in binary64 on the processor.
+
+mod attend;
+mod heavy;
+mod pages;
+mod plain;
+
+use crate::base::half::{from_bf16, from_f16, to_bf16, to_f16};
+use crate::base::status::{Result, Status};
+use crate::device::call::{Call, Kind};
+use crate::device::conformance::bench::{Bench, Room};
+use crate::device::conformance::{Check, Outcome, Trouble, need, refused};
+use crate::device::{Event, Memory, Stream, Way};
+use crate::meta::dtype::Dtype;
+
+const fn check(name: &'static str, run: fn(&Bench<'_>) -> Outcome) -> Check {
+    Check { name, run, closes: false, trusts: true }
+}
+
+/// All of them: they rely on copies, and nothing relies on them.
+pub const CHECKS: [Check; 13] = [
+    check("kernel-launches", launches),
+    check("kernel-move", plain::moves),
+    check("kernel-convert", plain::convert),
+    check("kernel-sum", plain::sums),
+    check("kernel-page-boxes", pages::boxes),
+    check("kernel-page-scores", pages::scores),
+    check("kernel-top", pages::top),
+    check("kernel-add", heavy::add),
+    check("kernel-keep", heavy::keep),
+    check("kernel-compact", heavy::compact),
+    check("kernel-estimate", attend::estimate),
+    check("kernel-prefill", attend::prefill),
+    check("kernel-decode", attend::decode),
+];
+
+/// How much lies behind what a kernel writes, and stays as it is.
+const EDGE: usize = 64;
+
+/// What kernels work with: memory that they reach.
+struct Lab<'a> {
+    bench: &'a Bench<'a>,
+    place: Memory,
+}
+
+/// Memory that a kernel writes, with an edge behind it.
+struct Out<'a> {
+    room: Room<'a>,
+    edge: Vec<u8>,
+}
+
+impl<'a> Lab<'a> {
+    /// For a kernel, if the device has it.
+    fn new(bench: &'a Bench<'a>, kind: Kind) -> Outcome<Lab<'a>> {
+        let facts = bench.device.facts();
+        if facts.kernels & kind.bit() == 0 {
+            return Err(Trouble::Nothing("the device does not have this kernel"));
+        }
+        let place = if facts.reaches_device { Memory::Device } else { Memory::Host };
+        Ok(Lab { bench, place })
+    }
+
+    /// How often something of chance is tried.
+    fn rounds(&self) -> u64 {
+        self.bench.rounds.div_ceil(8)
+    }
+
+    fn below(&self, n: u64) -> usize {
+        self.bench.chance.below(n) as usize
+    }
+
+    /// Numbers from -1 to 1, as they are when they are kept as a type.
+    fn numbers(&self, count: usize, dtype: Dtype) -> Vec<f32> {
+        let one = |_| (self.bench.chance.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        (0..count).map(one).map(|x| rounded(x, dtype)).collect()
+    }
+
+    /// Memory with bytes, to be read.
+    fn put(&self, bytes: &[u8]) -> Outcome<Room<'a>> {
+        let room = Room::empty(self.bench, self.place, bytes.len().max(1))?;
+        if !bytes.is_empty() {
+            room.set(bytes)?;
+        }
+        Ok(room)
+    }
+
+    fn put_numbers(&self, numbers: &[f32], dtype: Dtype) -> Outcome<Room<'a>> {
+        self.put(&bytes_of(numbers, dtype))
+    }
+
+    fn put_u32(&self, all: &[u32]) -> Outcome<Room<'a>> {
+        self.put(&all.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())
+    }
+
+    fn put_u64(&self, all: &[u64]) -> Outcome<Room<'a>> {
+        self.put(&all.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>())
+    }
+
+    /// Memory for results, full of chance.
+    fn out(&self, bytes: usize) -> Outcome<Out<'a>> {
+        self.change(&self.bench.chance.noise(bytes))
+    }
+
+    /// Memory with bytes, to be changed.
+    fn change(&self, bytes: &[u8]) -> Outcome<Out<'a>> {
+        let edge = self.bench.chance.noise(EDGE);
+        let room = self.put(&[bytes, &edge].concat())?;
+        Ok(Out { room, edge })
+    }
+
+    /// Puts kernels on a stream.
+    fn launch(&self, stream: u32, after: Option<Event>, calls: &[Call]) -> Result<Event> {
+        // SAFETY: rooms stay until the work of a check has ended, or for ever.
+        unsafe { self.bench.device.launch(Stream(stream), after, calls) }
+    }
+
+    /// One kernel, done.
+    fn run(&self, call: Call) -> Outcome {
+        self.try_run(call)?.then_some(()).ok_or_else(|| {
+            Trouble::Wrong("a kernel that it says it has is refused as unsupported".into())
+        })
+    }
+
+    /// The same; false where the device has the kernel, and not for this.
+    fn try_run(&self, call: Call) -> Outcome<bool> {
+        let event = match self.launch(0, None, &[call]) {
+            Err(error) if error.status() == Status::Unsupported => return Ok(false),
+            said => self.bench.begun("a kernel was refused", said)?,
+        };
+        self.bench.finish(event)?;
+        Ok(true)
+    }
+}
+
+impl Out<'_> {
+    fn at(&self) -> u64 {
+        self.room.address
+    }
+
+    /// What is in it; what lies behind it is as it was.
+    fn bytes(&self) -> Outcome<Vec<u8>> {
+        let mut all = self.room.bytes()?;
+        let edge = all.split_off(all.len() - EDGE);
+        need(edge == self.edge, || "a kernel wrote behind what it was to write".into())?;
+        Ok(all)
+    }
+
+    fn numbers(&self, dtype: Dtype) -> Outcome<Vec<f32>> {
+        Ok(numbers_of(&self.bytes()?, dtype))
+    }
+
+    fn u32s(&self) -> Outcome<Vec<u32>> {
+        Ok(self.bytes()?.chunks_exact(4).map(word).collect())
+    }
+
+    fn u64s(&self) -> Outcome<Vec<u64>> {
+        let long = |b: &[u8]| u64::from(word(&b[..4])) | u64::from(word(&b[4..])) << 32;
+        Ok(self.bytes()?.chunks_exact(8).map(long).collect())
+    }
+}
+
+fn word(bytes: &[u8]) -> u32 {
+    u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
+}
+
+fn size(dtype: Dtype) -> usize {
+    dtype.bits() as usize / 8
+}
+
+/// A number as it is after it was kept as a type.
+fn rounded(x: f32, dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => from_f16(to_f16(x)),
+        Dtype::Bf16 => from_bf16(to_bf16(x)),
+        _ => x,
+    }
+}
+
+/// Numbers as they lie in memory: F16, BF16 or F32.
+fn bytes_of(numbers: &[f32], dtype: Dtype) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(numbers.len() * size(dtype));
+    for &x in numbers {
+        match dtype {
+            Dtype::F16 => bytes.extend_from_slice(&to_f16(x).to_le_bytes()),
+            Dtype::Bf16 => bytes.extend_from_slice(&to_bf16(x).to_le_bytes()),
+            _ => bytes.extend_from_slice(&x.to_le_bytes()),
+        }
+    }
+    bytes
+}
+
+fn numbers_of(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
+    let half = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
+    match dtype {
+        Dtype::F16 => bytes.chunks_exact(2).map(|b| from_f16(half(b))).collect(),
+        Dtype::Bf16 => bytes.chunks_exact(2).map(|b| from_bf16(half(b))).collect(),
+        _ => bytes.chunks_exact(4).map(|b| f32::from_bits(word(b))).collect(),
+    }
+}
+
+/// Whether a number is what it should be, up to a bound for numbers of size 1 and below, and for
+/// larger ones so many times their size.
+fn near(what: &str, at: usize, got: f32, want: f64, bound: f64) -> Outcome {
+    let is_near = (f64::from(got) - want).abs() <= bound * want.abs().max(1.0);
+    let is_same = f64::from(got) == want;
+    need(is_near || is_same, || format!("{what} {at} is {got}, and should be {want}"))
+}
+
+/// The same of many.
+fn all_near(what: &str, got: &[f32], want: &[f64], bound: f64) -> Outcome {
+    need(got.len() >= want.len(), || format!("{} {what} of {}", got.len(), want.len()))?;
+    let mut both = got.iter().zip(want).enumerate();
+    both.try_for_each(|(at, (&got, &want))| near(what, at, got, want, bound))
+}
+
+/// What is no kernel of the device's, or put where nothing is, is refused; kernels come behind what
+/// they are told to come behind.
+fn launches(bench: &Bench<'_>) -> Outcome {
+    let facts = bench.device.facts();
+    if facts.kernels == 0 {
+        let lab = Lab { bench, place: Memory::Host };
+        let said = lab.launch(0, None, &[Call { kind: Kind::Move as u32, ..Call::default() }]);
+        refused("a kernel of a device that has none", said, Status::Unsupported)?;
+        return Err(Trouble::Nothing("the device has no kernels"));
+    }
+    let place = if facts.reaches_device { Memory::Device } else { Memory::Host };
+    let lab = Lab { bench, place };
+    let lacks = |kind: &&Kind| facts.kernels & kind.bit() == 0;
+    let strange = [0, 999].into_iter().chain(Kind::ALL.iter().find(lacks).map(|kind| *kind as u32));
+    for kind in strange {
+        let said = lab.launch(0, None, &[Call { kind, ..Call::default() }]);
+        refused(&format!("kernel {kind}"), said, Status::Unsupported)?;
+    }
+    refused("a kernel on no stream", lab.launch(facts.streams, None, &[]), Status::Invalid)?;
+    let unknown = lab.launch(0, Some(Event(u64::MAX)), &[]);
+    refused("kernels behind an unknown event", unknown, Status::Handle)?;
+    for stream in 0..facts.streams {
+        let event = bench.begun("no kernels were refused", lab.launch(stream, None, &[]))?;
+        bench.finish(event)?;
+    }
+    if facts.kernels & Kind::Sum.bit() == 0 { Ok(()) } else { in_order(&lab, facts.streams) }
+}
+
+/// A copy, a sum of what it brings, and a copy of the sum, each on another stream.
+fn in_order(lab: &Lab<'_>, streams: u32) -> Outcome {
+    let bench = lab.bench;
+    for _ in 0..lab.rounds() {
+        let content = bench.chance.noise(300_000);
+        let (host, back) = (bench.room(Memory::Host, content.len())?, bench.room(Memory::Host, 8)?);
+        host.set(&content)?;
+        let (there, sum) = (lab.put(&bench.chance.noise(content.len()))?, lab.put(&[7; 8])?);
+        let table = lab.put_u64(&[there.address, content.len() as u64])?;
+        let scratch = lab.put(&[7; 16 + 8 * 74])?;
+        let call = Call {
+            kind: Kind::Sum as u32,
+            table: table.address,
+            count: 1,
+            out: sum.address,
+            scratch: scratch.address,
+            scratch_bytes: scratch.len as u64,
+            ..Call::default()
+        };
+        let up = bench.begin(0, None, &mut [there.copy(&host, Way::Scatter)?])?;
+        let said = lab.launch(1 % streams, Some(up), &[call]);
+        let summed = bench.begun("a kernel was refused", said)?;
+        let down = bench.begin(2 % streams, Some(summed), &mut [sum.copy(&back, Way::Gather)?])?;
+        [down, summed, up].into_iter().try_for_each(|event| bench.finish(event))?;
+        let right = crate::base::checksum::checksum(&content).to_le_bytes();
+        need(back.bytes()? == right, || "a kernel did not see what it was to come behind".into())?;
+    }
+    Ok(())
+}
