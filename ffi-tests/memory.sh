@@ -60,6 +60,7 @@ one store_wish 1
 one offload_wish
 one stream_wish
 one device_wish
+one offload_device_wish
 one sparse_wish
 one pool 2000
 one panic

@@ -98,6 +98,7 @@ one store_wish 1
 one offload_wish
 one stream_wish
 one device_wish
+one offload_device_wish
 one sparse_wish
 one store_stress 6000
 one pool 6000

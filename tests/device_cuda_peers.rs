@@ -18,7 +18,8 @@ use kvtier::base::checksum::checksum;
 use kvtier::base::clock::Clock;
 use kvtier::base::status::{Result, Status};
 use kvtier::device::call::{Call, Kind};
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means, Window};
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts, CudaWindow, Means};
+use kvtier::device::window::Window;
 use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::store::Store;
@@ -180,8 +181,10 @@ impl Forget for Cuda {
 fn memory_that_is_mapped_has_access_of_its_own() {
     let (_turn, fake) = alone(5, true);
     let (first, other) = (open(opts(0, &[1])), Arc::new(open(opts(1, &[]))));
-    let window = Window::new(other.clone(), 1 << 20).expect("addresses");
-    window.map(0, window.grain_bytes()).expect("memory");
+    let window = CudaWindow::new(other.clone(), 1 << 20).expect("addresses");
+    let piece = window.create(window.grain_bytes()).expect("memory");
+    // SAFETY: nobody has it yet.
+    unsafe { window.put(piece, 0).expect("a place") };
     let mut right = content(9);
     let piece = |bytes: &mut [u8], way| {
         let copy =

@@ -147,6 +147,41 @@ fn any_call_that_maps_may_fail() {
     }
 }
 
+/// After a bad address CUDA does nothing more in the process: all is told so, and ends.
+#[test]
+fn a_device_that_is_lost_is_told_and_all_ends() {
+    for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"] {
+        let mut told = 0;
+        for nth in [2, 6, 9] {
+            let (_turn, fake) = alone(nth as u64);
+            let device = open().expect("a device");
+            fake.fail(call, nth, 700);
+            match stream("place-lost", &device, 3) {
+                Ok(rig) => {
+                    let at = addresses(&rig);
+                    let mut went = Vec::new();
+                    for unit in (0..LAYERS).chain(0..LAYERS) {
+                        let computed = rig.compute(unit, patiently());
+                        went.push(status(computed.and_then(|computing| computing.end())));
+                    }
+                    // Who hears second that a unit has not come whole is not told why.
+                    let fine = [Status::Ok, Status::Unavailable, Status::Io];
+                    assert!(went.iter().all(|one| fine.contains(one)), "{call}, {nth}: {went:?}");
+                    told += u32::from(went.contains(&Status::Unavailable));
+                    assert_eq!(addresses(&rig), at);
+                    rig.closed();
+                }
+                Err(error) => {
+                    assert_eq!(error.status(), Status::Unavailable, "{call}, {nth}: {error}");
+                    told += 1;
+                }
+            }
+            drop(device.close(0));
+        }
+        assert!(told > 0, "{call}: nobody was told");
+    }
+}
+
 /// A driver that is too old maps no memory.
 #[test]
 fn a_driver_without_windows_is_told() {

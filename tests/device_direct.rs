@@ -14,6 +14,7 @@ mod model_files;
 mod rig;
 
 use std::path::PathBuf;
+use std::ptr::{null, null_mut};
 use std::sync::Arc;
 
 use kvtier::base::clock::Clock;
@@ -21,6 +22,14 @@ use kvtier::base::status::{Error, Status};
 use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Device, Memory};
+use kvtier::ffi::device::*;
+use kvtier::ffi::error::{kvt_error_free, kvt_error_message};
+use kvtier::ffi::model::*;
+use kvtier::ffi::runtime::*;
+use kvtier::ffi::status::*;
+use kvtier::ffi::stream::*;
+use kvtier::ffi::stream_look::*;
+use kvtier::ffi::stream_opts::*;
 use kvtier::stream::plan::Wishes;
 use kvtier::stream::streamer::{How, Opts, Verify};
 
@@ -133,6 +142,27 @@ fn weights_are_read_straight_into_slots() {
     }
 }
 
+/// What reaches beyond the end of its file is not asked of the device, which could not bring it.
+#[test]
+fn the_end_of_a_file_goes_by_way_of_host_memory() {
+    let (_turn, fake) = alone(10);
+    let file = FakeFile::begin(&fake, &library());
+    let files = Files::even("direct-end", 4, 300_001);
+    let Some(system) = file_system(&files) else { return };
+    let device = device(library(), vec![system]);
+    let mut how = opts(&files, device.clone());
+    let most = files.units.units.iter().map(|unit| unit.image_bytes).max().expect("some");
+    how.wishes.device_ceiling_bytes = Some(2 * most); // two slots, and no homes
+    let rig = Rig::open(files, how).expect("opened");
+    (0..3).for_each(|_| quiet_pass(&rig));
+    let stats = rig.streamer.stats();
+    assert!(stats.direct_bytes > 0 && stats.copied_bytes > 0, "{stats:?}");
+    assert_eq!(stats.direct_failed, 0, "{stats:?}");
+    rig.closed();
+    drop((rig, device));
+    all_is_well(&fake, &file);
+}
+
 /// One that is dropped without having been closed leaves nothing behind.
 #[test]
 fn a_streamer_that_is_dropped_leaves_nothing() {
@@ -224,7 +254,7 @@ fn an_older_one_is_believed_where_its_modes_say_it() {
         let device = device(old.clone(), Vec::new());
         let said = device.direct().map(|direct| direct.describe());
         match is_allowed {
-            true => assert!(said.err().expect("refused").to_string().contains("in silence")),
+            true => assert!(said.is_err_and(|error| error.to_string().contains("in silence"))),
             false => assert_eq!(
                 said.expect("used"),
                 "cuFile with nvidia-fs 2.24, compatibility mode off"
@@ -353,24 +383,31 @@ fn sums_are_looked_at_before_units_are_read_directly() {
     rig.closed();
     let Rig { streamer, device: again, files, runtime } = rig;
     drop((streamer, again, runtime));
-    // One byte is another, as a disk does it: without a new time.
+    // One byte of each unit is another, as a disk does it: without a new time, and not at the ends
+    // of the file, by which it is known.
     let before = std::fs::metadata(&paths[0]).and_then(|facts| facts.modified()).expect("a time");
     let mut bytes = std::fs::read(&paths[0]).expect("bytes");
-    let extent = files.units.units[files.units.units.len() / 2].extents[0];
-    bytes[(extent.offset + extent.bytes / 2) as usize] ^= 1;
+    let middle = MIB / 2..bytes.len() as u64 - MIB / 2;
+    let spot = |unit: u32| {
+        let extent = files.units.units[unit as usize].extents[0];
+        Some(extent.offset + extent.bytes / 2).filter(|spot| middle.contains(spot))
+    };
+    let is_other: Vec<bool> = files.order().into_iter().map(|unit| spot(unit).is_some()).collect();
+    files.order().into_iter().filter_map(spot).for_each(|spot| bytes[spot as usize] ^= 1);
+    assert!(is_other.iter().filter(|other| **other).count() >= 4, "{is_other:?}");
     std::fs::write(&paths[0], &bytes).expect("written");
     let opened = std::fs::File::options().write(true).open(&paths[0]).expect("a file");
     opened.set_modified(before).expect("its time");
     let rig = Rig::open(files, how).expect("opened");
     rig.streamer.pass_begin().expect("open");
-    let mut seen = Vec::new();
-    for unit in rig.files.order() {
+    for (unit, is_other) in rig.files.order().into_iter().zip(is_other) {
         match rig.streamer.acquire(unit, rig::patiently()) {
-            Ok(held) => rig.streamer.release(&held, None).expect("had"),
-            Err(error) => seen.push(error.status()),
+            Ok(held) if !is_other => rig.streamer.release(&held, None).expect("had"),
+            Err(error) if is_other => assert_eq!(error.status(), Status::Corrupt, "{error}"),
+            said => panic!("unit {unit}, {is_other}: {said:?}"),
         }
     }
-    assert!(!seen.is_empty() && seen.iter().all(|status| *status == Status::Corrupt), "{seen:?}");
+    assert_eq!(rig.streamer.stats().direct_bytes, 0);
     rig.closed();
     drop((rig, device));
     all_is_well(&fake, &file);
@@ -504,5 +541,73 @@ fn wrong_reads_cost_one_call() {
         assert_eq!(rig::status(direct.read(of, 0, from, 4096)), Status::Closed);
     }
     drop(device);
+    all_is_well(&fake, &file);
+}
+
+/// The same as C has it: refused with words, then counted.
+#[test]
+fn c_programs_have_it_too() {
+    let (_turn, fake) = alone(80);
+    let file = FakeFile::begin(&fake, &library());
+    let files = Files::new("direct-c", &rig::large(5));
+    let Some(system) = file_system(&files) else { return };
+    let path = files.paths[0].to_str().expect("a name").as_bytes();
+    let (driver, cufile) = (fake_cuda::library(), library());
+    let name = |path: &PathBuf| {
+        let name = path.as_os_str().as_encoded_bytes();
+        (name.as_ptr().cast::<std::ffi::c_char>(), name.len() as u64)
+    };
+    // SAFETY: zero is a value of all that is made so; sizes are said; pointers are to what lives.
+    unsafe {
+        let (mut runtime, mut model) = (null_mut(), null_mut());
+        assert_eq!(kvt_runtime_open(null(), &mut runtime, null_mut()), KVT_OK);
+        let text = kvt_text_t { text: path.as_ptr().cast(), bytes: path.len() as u64 };
+        let each = size_of::<kvt_text_t>() as u64;
+        assert_eq!(kvt_model_open(&text, 1, each, &mut model, null_mut()), KVT_OK);
+        let mut how: kvt_device_opts_t = std::mem::zeroed();
+        (how.struct_size, how.kind) = (size_of_val(&how) as u64, KVT_DEVICE_CUDA);
+        (how.library, how.library_bytes) = name(&driver);
+        (how.cufile, how.cufile_bytes) = name(&cufile);
+        let (mut device, mut stream, mut error) = (null_mut(), null_mut(), null_mut());
+        assert_eq!(kvt_device_open(runtime, &how, &mut device, null_mut()), KVT_OK);
+        let mut terms: kvt_stream_terms_t = std::mem::zeroed();
+        terms.struct_size = size_of_val(&terms) as u64;
+        terms.flags = KVT_TERMS_KV | KVT_TERMS_DEVICE_SAFETY | KVT_TERMS_HOST_RESERVE;
+        terms.device_ceiling_bytes = files.all_bytes() * 3 / 5;
+        (terms.host_ceiling_bytes, terms.staging_bytes) = (2 * MIB, 2 * MIB);
+        terms.chunk_bytes = MIB;
+        let mut opts: kvt_stream_opts_t = std::mem::zeroed();
+        (opts.struct_size, opts.flags) = (size_of_val(&opts) as u64, KVT_STREAM_DIRECT);
+        (opts.model, opts.terms, opts.device) = (model, &terms, device);
+        file.set((0, 0), FEATURES, 0, 0);
+        let said = kvt_stream_open(runtime, &opts, &mut stream, &mut error);
+        assert_eq!(said, KVT_E_UNAVAILABLE);
+        let words = std::ffi::CStr::from_ptr(kvt_error_message(error)).to_string_lossy();
+        assert!(words.contains("nvidia-fs is not loaded"), "{words}");
+        assert_eq!(kvt_error_free(&mut error), KVT_OK);
+        file.set(MODULE, FEATURES, 0, 0);
+        let said = kvt_stream_open(runtime, &opts, &mut stream, null_mut());
+        if [0xef53, 0x5846_5342].contains(&system) {
+            assert_eq!(said, KVT_OK);
+            for unit in files.order().into_iter().chain(files.order()) {
+                let mut held: kvt_held_t = std::mem::zeroed();
+                held.struct_size = size_of_val(&held) as u64;
+                let soon = rig::soon();
+                let had = kvt_stream_acquire(stream, unit, 0, soon, &mut held, null_mut());
+                assert_eq!(had, KVT_OK);
+                assert_eq!(kvt_stream_release(stream, &mut held, 0, null_mut()), KVT_OK);
+            }
+            let mut stats: kvt_stream_stats_t = std::mem::zeroed();
+            stats.struct_size = size_of_val(&stats) as u64;
+            assert_eq!(kvt_stream_stats(stream, &mut stats), KVT_OK);
+            assert!(stats.direct_bytes > 0 && stats.direct_failed == 0);
+            assert_eq!(kvt_stream_close(&mut stream, rig::soon(), null_mut()), KVT_OK);
+        } else {
+            assert_eq!(said, KVT_E_UNAVAILABLE); // nobody can tell
+        }
+        assert_eq!(kvt_device_close(&mut device, rig::soon(), null_mut()), KVT_OK);
+        assert_eq!(kvt_model_close(&mut model), KVT_OK);
+        assert_eq!(kvt_runtime_close(&mut runtime, rig::soon(), null_mut(), null_mut()), KVT_OK);
+    }
     all_is_well(&fake, &file);
 }

@@ -22,6 +22,7 @@ use kvtier::device::conformance::{self, ConformanceOpts, Verdict};
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, Memory, Stream, Way};
+use kvtier::kv::core::Rectangle;
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::store::Store;
 use kvtier::meta::view::{Place, View};
@@ -281,6 +282,21 @@ impl Rig {
         done
     }
 
+    /// The same behind an event that comes once all of it was submitted.
+    fn move_behind(&self, deed: Deed, mirror: &Mirror<'_>) -> Done {
+        let event = self.device.promise().expect("one");
+        let rectangle = Rectangle { after: Some(event), ..mirror.whole() };
+        let ops = self.home.submit(self.session, deed, Level::Ram, rectangle).expect("taken");
+        while self.home.store.look(|core| core.cells_behind() > 0).expect("open") {
+            std::thread::yield_now();
+        }
+        self.device.keep(event).expect("a promise");
+        let done = wait(&ops[0]);
+        self.home.rest();
+        self.device.release(event).expect("it has come");
+        done
+    }
+
     fn full(&self) -> Mirror<'_> {
         let mut engine = Engine::new(MODEL, SHAPES[1], TOKENS);
         engine.compute(&marks_of(0, &self.tokens));
@@ -340,6 +356,32 @@ fn a_bit_that_changes_on_the_bus_is_noticed() {
     fake.check();
 }
 
+/// Memory of the device tier that changes while nobody looks: cells there are compared with what
+/// came, and come from host memory.
+#[test]
+fn a_tier_that_changes_is_noticed_when_it_is_read() {
+    let (_turn, fake) = alone(23);
+    for verify in [true, false] {
+        let rig = Rig::open(cuda(Means::Plain, verify), SPECS[1]);
+        let from = rig.full();
+        assert_eq!(rig.move_all(Deed::Put, &from), RIGHT);
+        let cells = rig.home.store.with(|core| Ok(core.device_cells())).expect("open");
+        assert!(cells > 0);
+        fake.rot();
+        let mut to = rig.empty();
+        assert_eq!(rig.move_all(Deed::Get, &to), RIGHT);
+        assert_eq!(rig.is_right(&mut to), verify, "wrong bytes come where nobody looks");
+        // All planes that have as much as a KiB, twice each.
+        assert_eq!(rig.damaged() > 0, verify);
+        // What was wrong is gone from there, or was filled again.
+        let wrong = rig.home.store.audit_device().expect("open").wrong;
+        assert_eq!(wrong == 0, verify, "{wrong} cells");
+        drop((from, to));
+        rig.home.close();
+    }
+    fake.check();
+}
+
 /// A bus that changes a bit of every copy: nothing is stored, nothing is said to have come.
 #[test]
 fn a_bus_that_always_changes_bits_stores_nothing() {
@@ -388,20 +430,26 @@ fn without_sums_nobody_notices() {
     }
 }
 
-/// A device that exists only in time, and changes bits: of each copy alone, of some, of all.
+/// A device that exists only in time, and changes a bit of one copy: of each of a put's planes, and
+/// of a get's, where these come over the bus.
 #[test]
 fn damage_of_a_simulated_bus_is_noticed() {
-    for (spec, nth) in SPECS.into_iter().flat_map(|spec| (1..12).map(move |nth| (spec, nth))) {
-        // Two are the mirrors' own.
-        let damage_at = vec![2 + nth];
-        let device = SimulatedOpts { sums: true, damage_at, ..SimulatedOpts::default() };
-        let rig = Rig::open(simulated(device), spec);
-        let (from, mut to) = (rig.full(), rig.empty());
-        assert_eq!(rig.move_all(Deed::Put, &from), RIGHT, "{spec}, {nth}");
-        assert_eq!(rig.damaged(), 1, "{spec}, {nth}");
-        assert_eq!(rig.move_all(Deed::Get, &to), RIGHT, "{spec}, {nth}");
-        assert!(rig.is_right(&mut to), "{spec}, {nth}");
-        drop((from, to));
-        rig.home.close();
+    let planes = 2 * (MODEL.layers * TOKENS.div_ceil(MODEL.chunk)) as u64;
+    for (spec, crossings) in SPECS.into_iter().zip([2 * planes, planes]) {
+        for nth in (1..=crossings).step_by(3) {
+            let moved = if nth % 2 == 0 { Rig::move_behind } else { Rig::move_all };
+            // Two are the mirrors' own.
+            let damage_at = vec![2 + nth];
+            let device = SimulatedOpts { sums: true, damage_at, ..SimulatedOpts::default() };
+            let rig = Rig::open(simulated(device), spec);
+            let (from, mut to) = (rig.full(), rig.empty());
+            assert_eq!(moved(&rig, Deed::Put, &from), RIGHT, "{spec}, {nth}");
+            assert_eq!(rig.damaged(), u64::from(nth <= planes), "{spec}, {nth}");
+            assert_eq!(moved(&rig, Deed::Get, &to), RIGHT, "{spec}, {nth}");
+            assert_eq!(rig.damaged(), 1, "{spec}, {nth}");
+            assert!(rig.is_right(&mut to), "{spec}, {nth}");
+            drop((from, to));
+            rig.home.close();
+        }
     }
 }

@@ -19,9 +19,11 @@ mod support;
 use std::sync::Arc;
 
 use kvtier::base::clock::Clock;
+use kvtier::base::op::RELEASED;
 use kvtier::base::status::Status;
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
-use kvtier::device::{Copy, Device, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, Memory, State, Stream, Way};
+use kvtier::kv::core::Rectangle;
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::store::Store;
 use kvtier::stream::plan::Wishes;
@@ -69,6 +71,56 @@ fn kv_goes_from_device_memory_to_device_memory() {
         }
         let hits = home.counters().device_hits;
         assert_eq!(hits > 0, spec.contains("device="), "{spec}: {hits} hits on the device");
+        home.close();
+        assert_eq!(device.close(0), Ok(()));
+    }
+}
+
+/// Moves are put down before what they are behind has happened: tensors are stored as the copy
+/// leaves them that comes before, and come back behind a copy that has read what was there.
+#[test]
+fn kv_is_behind_what_comes_before_on_the_device() {
+    for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
+        let device = cuda();
+        let runtime = support::runtime();
+        let store = Store::open_with(runtime.core(), None, &spec_of(spec), device.clone());
+        let home = Home { store: store.expect("opened"), runtime };
+        let space = home.space(1, &MODEL);
+        let right = Done { status: Status::Ok, tokens: TOKENS };
+        for (number, shape) in (0u32..).zip(SHAPES) {
+            let tokens = document(number, TOKENS);
+            let marks = marks_of(0, &tokens);
+            let session = home.session(space, &tokens);
+            // Nothing is there yet but poison.
+            let mut tensors = Mirror::new(&*device, Engine::new(MODEL, shape, tokens.len()));
+            for deed in [Deed::Put, Deed::Get, Deed::Get] {
+                let promise = device.promise().expect("one");
+                if deed == Deed::Put {
+                    tensors.engine.compute(&marks);
+                }
+                let way = if deed == Deed::Put { Way::Scatter } else { Way::Gather };
+                let before = tensors.begin(Stream(1), Some(promise), way);
+                let what = Rectangle { after: Some(before), ..tensors.whole() };
+                let ops = home.submit(session, deed, Level::Ram, what).expect("taken");
+                assert_eq!(device.state(before).expect("known"), State::Pending);
+                assert_eq!(ops[0].state() & RELEASED, 0);
+                device.keep(promise).expect("a promise");
+                assert_eq!(wait(&ops[0]), right, "{spec}, {shape:?}, {deed:?}");
+                for event in [promise, before] {
+                    device.release(event).expect("it has come");
+                }
+                if deed == Deed::Get {
+                    // The copy had read what was there before the get.
+                    assert!(tensors.engine.is_untouched(), "{spec}, {shape:?}");
+                    tensors.copy(Way::Gather);
+                    tensors.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
+                } else {
+                    tensors.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
+                }
+                tensors.copy(Way::Scatter);
+            }
+            home.end(session);
+        }
         home.close();
         assert_eq!(device.close(0), Ok(()));
     }
@@ -158,6 +210,51 @@ fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
         drop(under_way);
         rig.streamer.pass_end().expect("open");
     }
+    rig.closed();
+}
+
+/// The same, read by the device itself where the machine has all that it takes; where not, that is
+/// said when it is opened, and not when it is read.
+#[test]
+fn weights_go_straight_to_device_memory_or_it_is_said_why_not() {
+    let device = cuda();
+    let files = rig::Files::new("cuda-direct", &rig::large(5));
+    let bytes = files.all_bytes();
+    let wishes = Wishes {
+        host_ceiling_bytes: Some(2 * rig::MIB),
+        device_ceiling_bytes: Some(bytes * 3 / 5),
+        staging_bytes: 2 * rig::MIB,
+        ..rig::wishes()
+    };
+    let shared: Arc<dyn Device> = device;
+    let opts = kvtier::stream::streamer::Opts {
+        wishes,
+        device: Some(shared),
+        direct: true,
+        ..kvtier::stream::streamer::Opts::default()
+    };
+    let rig = match rig::Rig::open(files, opts) {
+        Ok(rig) => rig,
+        Err(error) => {
+            assert_eq!(error.status(), Status::Unavailable, "{error}");
+            eprintln!("SKIP: {error}");
+            return;
+        }
+    };
+    for _ in 0..3 {
+        rig.streamer.pass_begin().expect("open");
+        for unit in rig.files.order() {
+            let held = rig.streamer.acquire(unit, rig::patiently()).expect("it comes");
+            if held.memory == Memory::Host {
+                rig.streamer.release(&held, None).expect("had");
+                continue;
+            }
+            rig.compute_with(&held).expect("begun").end().expect("right bytes");
+        }
+        rig.streamer.pass_end().expect("open");
+    }
+    let stats = rig.streamer.stats();
+    assert!(stats.direct_bytes > 0 && stats.direct_failed == 0, "{stats:?}");
     rig.closed();
 }
 

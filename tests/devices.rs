@@ -22,7 +22,7 @@ use kvtier::device::cuda::{Cuda, CudaOpts};
 use kvtier::device::foreign::{Engine, Foreign};
 use kvtier::device::host::Host;
 use kvtier::device::simulated::{POISON, Simulated, SimulatedOpts};
-use kvtier::device::{Copy, Device, Event, Memory, State, Stream, Way};
+use kvtier::device::{Copy, Device, Event, MAX_PROMISES, Memory, State, Stream, Way};
 use kvtier::meta::view::{Side, View};
 use relay::{Fault, Relay};
 
@@ -146,6 +146,45 @@ fn an_engine_gets_all_back_that_it_gave() {
     let _ = (second, kept);
     drop(device);
     assert_eq!((relay.open.load(Ordering::SeqCst), relay.given()), (0, 0));
+}
+
+#[test]
+fn an_engine_lends_the_upper_half_of_its_streams() {
+    let (device, _relay) = foreign(Clock::manual(1), 1, Fault::None);
+    assert_eq!((device.facts().streams, device.common_streams()), (4, 2));
+    let lent = [3, 2].map(|number| {
+        let stream = device.lend().expect("one is left");
+        assert_eq!(stream, Stream(number));
+        stream
+    });
+    assert_eq!(device.lend().expect_err("none is left").status(), Status::Again);
+    device.take_back(lent[1]);
+    assert_eq!(device.lend().expect("it is back"), lent[1]);
+    // One with a single stream, or that copies at once, has none to lend.
+    assert_eq!(Host::default().lend().expect_err("none").status(), Status::Again);
+}
+
+#[test]
+fn promises_of_an_engine_are_kept_once_and_forgotten() {
+    let (device, relay) = foreign(Clock::manual(1), 1, Fault::None);
+    for _ in 0..3 {
+        let promises: Vec<Event> =
+            (0..MAX_PROMISES).map(|_| device.promise().expect("room")).collect();
+        assert_eq!(device.promise().expect_err("no room").status(), Status::Again);
+        for promise in promises {
+            assert_eq!(device.release(promise).expect_err("open").status(), Status::Busy);
+            device.keep(promise).expect("a promise");
+            device.keep(promise).expect("once more does no harm");
+            device.forget(promise);
+            assert_eq!(device.keep(promise).expect_err("gone").status(), Status::Handle);
+        }
+    }
+    let open = device.promise().expect("room");
+    device.close(0).expect("nothing is under way");
+    assert_eq!(device.state(open).expect("known"), State::Done);
+    assert_eq!(device.promise().expect_err("closed").status(), Status::Closed);
+    drop(device);
+    assert_eq!(relay.open.load(std::sync::atomic::Ordering::SeqCst), 0);
 }
 
 #[test]

@@ -70,6 +70,8 @@ fn generated() -> String {
         "kernel_pages",
         "sparse_rows",
         "offload",
+        "offload_stats",
+        "offload_device",
         "offload_move",
         "offload_keep",
         "offload_fork",

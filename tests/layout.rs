@@ -27,6 +27,7 @@ use kvtier::ffi::namespace::*;
 use kvtier::ffi::namespace_look::*;
 use kvtier::ffi::offload::*;
 use kvtier::ffi::offload_move::*;
+use kvtier::ffi::offload_stats::*;
 use kvtier::ffi::op::*;
 use kvtier::ffi::policy::*;
 use kvtier::ffi::policy_advice::*;
@@ -250,7 +251,7 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_move_t {
             struct_size, flags, first_token, tokens, first_layer, layers, k, v, stride_bytes, level,
-            reserved, ready, chunks, chunk_count,
+            reserved, ready, chunks, chunk_count, after,
         }
         kvt_attention_t {
             struct_size, layers, query_heads, key_heads, key_dim, value_dim, kind, block_tokens,
@@ -300,14 +301,17 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_offload_opts_t {
             struct_size, flags, session, attention, dtype, buffers, buffer_tokens, level, prefill,
             prefill_bytes, decode, decode_bytes, audit_every, reserved, prefill_custom, decode_custom,
+            memory, memory_bytes,
         }
         kvt_offload_stats_t {
             struct_size, loads, selections, candidates, loaded_blocks, loaded_bytes, saved_bytes,
             failed_loads, put_blocks, put_bytes, tail_bytes, evicted_tokens, policy_bytes,
             load_waits, load_wait_ns, tail_waits, tail_wait_ns, cut_waits, cut_wait_ns,
-            select_waits, select_wait_ns, audited, wanted, found, found_ppm,
+            select_waits, select_wait_ns, audited, wanted, found, found_ppm, key_bytes,
         }
-        kvt_offload_kv_t { struct_size, k, v, tokens, tail_tokens, blocks, buffer }
+        kvt_offload_kv_t {
+            struct_size, k, v, tokens, tail_tokens, blocks, buffer, memory, reserved,
+        }
         kvt_range_t {
             first_token, tokens, state, tier, device_bytes, host_bytes, disk_bytes, remote_bytes,
             pending_bytes, load_ns,
@@ -373,6 +377,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_device_custom_t {
             struct_size, flags, streams, reserved, kernels, submit, query, wait, release, allocate,
             free, free_bytes, know_host, adopt, hold, launch, user_data, destroy,
+            promise, keep,
         }
         kvt_device_opts_t {
             struct_size, flags, kind, ordinal, context, streams, stream_count, library,

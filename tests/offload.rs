@@ -10,7 +10,7 @@ use kvtier::base::spec::Spec;
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::device::host::Host;
-use kvtier::device::{Device, Memory};
+use kvtier::device::{Device, Event, Memory};
 use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens};
 use kvtier::kv::core::{Core, Level, SessionOpts, SpaceOpts};
 use kvtier::kv::spec::StoreSpec;
@@ -19,17 +19,25 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Offload, Opts, Policies, Which};
+use kvtier::offload::{Home, Offload, Opts, Policies, Which};
 use kvtier::sparse::{Context, Index, Kind, Shape, Sparse, registry};
 
 #[path = "offload/audit.rs"]
 mod audit;
 #[path = "offload/cut.rs"]
 mod cut;
+#[path = "offload/device.rs"]
+mod device;
+#[path = "support/fake_cuda.rs"]
+mod fake_cuda;
+#[path = "offload/far.rs"]
+mod far;
 #[path = "offload/faulty.rs"]
 mod faulty;
 #[path = "offload/fork.rs"]
 mod fork;
+#[path = "offload/lent.rs"]
+mod lent;
 
 const BLOCK: u32 = 16;
 
@@ -81,6 +89,8 @@ struct World {
     random: Random,
     shape: Shape,
     layers: Vec<Numbers>,
+    /// The device, where the ring and the tensors of the engine are in its memory.
+    far: Option<Arc<dyn Device>>,
     offload: Offload,
     session: u32,
     next_token: u32,
@@ -111,8 +121,20 @@ const WAYS: [Kept; 7] = [
 
 /// A plane of the engine's, and its view.
 struct Plane {
-    _memory: Vec<f32>,
+    memory: Vec<f32>,
     view: PlaneView,
+    far: Option<far::Far>,
+}
+
+impl Plane {
+    /// The same in memory of a device; the event with which it is there.
+    fn send(&mut self, device: &Arc<dyn Device>) -> Event {
+        let far = far::Far::new(device, self.memory.len() as u64 * 4);
+        let event = far.fill(&self.memory);
+        self.view = far::moved(&self.view, self.memory.as_ptr() as u64, far.address());
+        self.far = Some(far);
+        event
+    }
 }
 
 fn plane(rows: &[f32], tokens: usize, heads: usize, dim: usize, how: Kept) -> Plane {
@@ -155,7 +177,7 @@ fn plane(rows: &[f32], tokens: usize, heads: usize, dim: usize, how: Kept) -> Pl
         head_stride_bytes: head as u64 * 4,
         memory: Memory::Host,
     };
-    Plane { _memory: memory, view }
+    Plane { memory, view, far: None }
 }
 
 fn rows(numbers: &[f32], tokens: u32, heads: u32, dim: u32) -> Rows<'_> {
@@ -203,6 +225,7 @@ fn open(
         dtype: Dtype::F32,
         buffers,
         buffer_tokens,
+        home: far::home(),
         level: Level::Ram,
         policies: Policies { prefill: policy(prefill, shape), decode: policy(decode, shape) },
         recipe: format!("{prefill} {decode}").trim().to_string(),
@@ -217,7 +240,8 @@ impl World {
     }
 
     fn with(seed: u64, shape: Shape, spec: &str, policies: [&str; 2], ring: (u32, u32)) -> World {
-        World::on(Arc::new(Host::default()), seed, shape, spec, policies, ring)
+        let device = far::ground().unwrap_or_else(|| Arc::new(Host::default()));
+        World::on(device, seed, shape, spec, policies, ring)
     }
 
     /// The same, where a device of the caller's makes the copies.
@@ -232,6 +256,7 @@ impl World {
         let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() });
         let runtime = Arc::new(runtime.expect("opened"));
         let spec = StoreSpec::parse(spec).expect("a sound spec");
+        let far = far::ground().map(|_| device.clone());
         let store = Store::open_with(runtime.core(), None, &spec, device);
         let store = Arc::new(store.expect("opened"));
         let group = match shape.kind {
@@ -255,7 +280,7 @@ impl World {
         let offload = open(&store, session, &shape, [prefill, decode], (buffers, buffer_tokens));
         let layers = (0..shape.layers).map(|_| Numbers::default()).collect();
         let random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
-        World { random, shape, layers, offload, session, next_token: 0, store, runtime }
+        World { random, shape, layers, far, offload, session, next_token: 0, store, runtime }
     }
 
     fn tokens(&self, layer: usize) -> u32 {
@@ -272,25 +297,38 @@ impl World {
 
     fn put_as(&mut self, layer: usize, tokens: u32, how: Kept) -> Result<(), Status> {
         let (heads, k_dim) = (self.shape.key_heads as usize, self.shape.key_dim as usize);
-        let (v_dim, n) = (self.shape.value_dim as usize, tokens as usize);
+        let (v_dim, n, first) =
+            (self.shape.value_dim as usize, tokens as usize, self.tokens(layer));
         let mut numbers =
             |count: usize| -> Vec<f32> { (0..count).map(|_| self.random.number()).collect() };
         let (k, v) = (numbers(n * heads * k_dim), numbers(n * heads * v_dim));
-        let k_plane = plane(&k, n, heads, k_dim, how);
-        let v_plane = (self.shape.kind == Kind::Split).then(|| plane(&v, n, heads, v_dim, how));
+        let mut k_plane = plane(&k, n, heads, k_dim, how);
+        let mut v_plane = (self.shape.kind == Kind::Split).then(|| plane(&v, n, heads, v_dim, how));
+        // On a device they are still computed when they are put; some are in host memory.
+        let mut computed = Vec::new();
+        if let Some(device) = self.far.as_ref().filter(|_| (first + layer as u32) % 5 > 0) {
+            computed.push(k_plane.send(device));
+            computed.extend(v_plane.as_mut().map(|plane| plane.send(device)));
+            // Of one stream: the last comes behind the others.
+            self.offload.after(computed.last().copied()).expect("an event");
+        }
         let views =
             LayerViews { k: k_plane.view.clone(), v: v_plane.as_ref().map(|v| v.view.clone()) };
-        let first = self.tokens(layer);
         // SAFETY: the planes live until the op has ended.
         let op =
             unsafe { self.offload.put(layer as u32, first, tokens, &views, &OpOpts::default()) };
-        let op = op.map_err(|error| error.status())?;
-        if let Some(op) = op {
+        let status = op.as_ref().ok().and_then(|op| op.as_ref()).map(|op| {
             op.wait(RELEASED, 0).expect("it ends");
             let status = op.info().status.expect("resolved");
             op.remove();
-            assert_eq!(status, 0, "{:?}", Status::from_code(status));
+            status
+        });
+        if let Some(device) = &self.far {
+            self.offload.after(None).expect("none");
+            computed.into_iter().for_each(|event| far::end(&**device, event));
         }
+        op.map_err(|error| error.status())?;
+        assert_eq!(status.unwrap_or(0), 0, "{:?}", status.map(Status::from_code));
         self.layers[layer].k.extend(k);
         self.layers[layer].v.extend(v);
         Ok(())
@@ -330,6 +368,22 @@ impl World {
         (k, v)
     }
 
+    /// The numbers of a buffer's rows.
+    fn kv(&self, buffer: u32) -> (Vec<f32>, Vec<f32>) {
+        if self.far.is_none() || far::home() == Home::Host {
+            let kv = self.offload.kv(buffer).expect("there");
+            return (numbers_of(&kv.keys), numbers_of(&kv.values));
+        }
+        let status = self.offload.kv(buffer).map(|_| ()).map_err(|error| error.status());
+        assert_eq!(status, Err(Status::Unsupported), "no processor reads it");
+        let views = self.offload.places(buffer).expect("there");
+        let [k, v] = far::numbers(self.far.as_ref(), &views);
+        let (k_row, v_row) = (self.shape.key_dim as usize, self.shape.value_dim as usize);
+        let of_keys = || k.chunks(k_row).flat_map(|row| row[..v_row].to_vec()).collect();
+        let v = if self.shape.kind == Kind::Latent { of_keys() } else { v };
+        (k, v)
+    }
+
     /// All that layers have comes, and is compared.
     fn check_all(&mut self) {
         for layer in 0..self.layers.len() {
@@ -363,9 +417,9 @@ impl World {
         let of = |&id: &u32| id * BLOCK..(id + 1) * BLOCK;
         let positions: Vec<u32> = blocks.iter().flat_map(of).chain(tail).collect();
         let (k, v) = self.right(layer, &positions);
-        let kv = self.offload.kv(buffer).expect("there");
-        assert!(numbers_of(&kv.keys) == k, "keys of blocks {blocks:?}");
-        assert!(numbers_of(&kv.values) == v, "values of blocks {blocks:?}");
+        let (keys, values) = self.kv(buffer);
+        assert!(keys == k, "keys of blocks {blocks:?}");
+        assert!(values == v, "values of blocks {blocks:?}");
         // Which row has which token.
         let asked: Vec<u32> = (0..self.tokens(layer)).step_by(3).collect();
         let mut rows = Vec::new();
@@ -373,6 +427,15 @@ impl World {
         let there = asked.iter().filter_map(|at| positions.iter().position(|p| p == at));
         assert_eq!(rows, there.map(|at| at as u32).collect::<Vec<u32>>());
     }
+}
+
+/// An empty directory, of this test and this run of it.
+fn folder(name: &str) -> std::path::PathBuf {
+    let (process, thread) = (std::process::id(), std::thread::current().id());
+    let dir = std::env::temp_dir().join(format!("kvtier-offload-{name}-{process}-{thread:?}"));
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir_all(&dir).expect("a directory");
+    dir
 }
 
 fn decode_context(tokens: u32) -> Context {
@@ -428,9 +491,7 @@ fn what_is_loaded_is_what_was_put() {
 /// A session's KV is more than memory, and comes from the disk.
 #[test]
 fn what_is_on_disk_comes_too() {
-    let dir = std::env::temp_dir().join(format!("kvtier-offload-{}", std::process::id()));
-    let _ = std::fs::remove_dir_all(&dir);
-    std::fs::create_dir_all(&dir).expect("a directory");
+    let dir = folder("disk");
     let shape = Shape { key_dim: 512, value_dim: 512, ..shape(Kind::Split) };
     let spec =
         format!("store(host=2MiB,disk=disk(path=\"{}\",bytes=64MiB,segment=4MiB))", dir.display());
@@ -505,7 +566,10 @@ fn quest_over_what_is_loaded_has_the_bits_of_quest_in_memory() {
         let values = rows(v, 200, shape.key_heads, shape.value_dim);
         let mut index = Index::default();
         beside.index(at, &query, Some(&keys), &context, &mut index).expect("sound");
-        let kv = world.offload.kv(0).expect("there");
+        let (k, v) = world.kv(0);
+        let here_tokens = (k.len() / 16) as u32;
+        let here_keys = rows(&k, here_tokens, shape.key_heads, shape.key_dim);
+        let here_values = rows(&v, here_tokens, shape.key_heads, shape.value_dim);
         // The pages of its lists, by the rows that they have in the buffer.
         let mut here = index.clone();
         here.lists.clear();
@@ -519,7 +583,7 @@ fn quest_over_what_is_loaded_has_the_bits_of_quest_in_memory() {
         }
         assert_eq!(index.is_dense(), layer == 0);
         let right = attend(&query, keys, values, index.keys());
-        let got = attend(&query, kv.keys, kv.values, here.keys());
+        let got = attend(&query, here_keys, here_values, here.keys());
         assert!(right == got, "the same bits");
         world.offload.done(0).expect("a buffer");
     }
@@ -558,11 +622,11 @@ fn a_prompt_larger_than_the_ring_is_computed_in_parts() {
             let which = Which::Blocks(&ids);
             world.offload.load(buffer, 1, which, None, &context).expect("room");
             world.check(buffer, 1, 0..0);
-            let kv = world.offload.kv(buffer).expect("there");
+            let (k, v) = world.kv(buffer);
             let problem = Problem {
                 queries: query,
-                keys: kv.keys,
-                values: kv.values,
+                keys: rows(&k, 2 * BLOCK, shape.key_heads, shape.key_dim),
+                values: rows(&v, 2 * BLOCK, shape.key_heads, shape.value_dim),
                 first_key: 0,
                 first_query: first - group * each,
                 scale: 0.0,
@@ -749,9 +813,7 @@ fn a_block_that_is_gone_is_not_found() {
 /// selects as it did.
 #[test]
 fn what_policies_know_is_kept_with_blocks() {
-    let dir = std::env::temp_dir().join(format!("kvtier-offload-saved-{}", std::process::id()));
-    let _ = std::fs::remove_dir_all(&dir);
-    std::fs::create_dir_all(&dir).expect("a directory");
+    let dir = folder("saved");
     let disk = format!("disk=disk(path=\"{}\",bytes=64MiB,segment=4MiB)", dir.display());
     let (spec, decode) = (format!("store(host=2MiB,{disk})"), "quest(budget=48,page=8,dense=1)");
     let shape = shape(Kind::Split);
@@ -802,7 +864,9 @@ fn what_policies_know_is_kept_with_blocks() {
     let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() });
     let runtime = runtime.expect("opened");
     let spec = StoreSpec::parse(&spec).expect("a sound spec");
-    let store = Arc::new(Store::open(runtime.core(), None, &spec).expect("opened"));
+    let device = far::ground().unwrap_or_else(|| Arc::new(Host::default()));
+    let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
+    let store = Arc::new(store);
     assert_eq!(again(&store, &mut chosen), right);
     drop(store);
     std::fs::remove_dir_all(&dir).expect("it was made here");

@@ -18,7 +18,7 @@ use kvtier::kv::store::Store;
 use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
-use kvtier::offload::{Offload, Opts, Policies};
+use kvtier::offload::{Home, Offload, Opts, Policies};
 use kvtier::sparse::{Context, Kind, Shape, registry};
 
 struct Counting;
@@ -90,6 +90,7 @@ fn open(decode: &str) -> World {
         dtype: Dtype::F32,
         buffers: 1,
         buffer_tokens: 256,
+        home: Home::Host,
         level: Level::Ram,
         policies: Policies { prefill: None, decode: Some(policy) },
         recipe: String::new(),

@@ -26,6 +26,10 @@ struct cuda_opts {
     std::uint64_t arena_bytes = 0;
     /// The path of cuFile's, which KVT_STREAM_DIRECT loads; empty = the system's.
     std::string_view cufile;
+    /// Other devices of the process (ordinals) whose memory copies may name, too.
+    std::vector<std::uint32_t> peers;
+    /// It sums what it copies, where it lies in its memory, and stores compare.
+    bool verify = false;
 };
 
 /// A device that is none, for tests: it takes its time, and spoils what is not waited for.
@@ -35,6 +39,8 @@ struct simulated_opts {
     std::uint64_t seed = 0;
     std::uint64_t latency_ns = 0;
     std::uint64_t bytes_per_s = 0;
+    /// As of `cuda_opts`.
+    bool verify = false;
 };
 
 /// What a device is and can do.
@@ -129,6 +135,10 @@ public:
     virtual kvt_status_t adopt(std::uint64_t, std::uint64_t &) { return KVT_E_UNSUPPORTED; }
     /// A stream that the engine names goes on only after an event.
     virtual kvt_status_t hold(std::uint64_t, std::uint64_t) { return KVT_E_UNSUPPORTED; }
+    /// An event of its own that comes when `keep` says so.
+    virtual kvt_status_t promise(std::uint64_t &) { return KVT_E_UNSUPPORTED; }
+    /// Has such an event come; it must not wait.
+    virtual kvt_status_t keep(std::uint64_t) { return KVT_E_UNSUPPORTED; }
     /// Puts kernels on a stream, as copies.
     virtual kvt_status_t launch(std::uint32_t, std::uint64_t, span<const kvt_kernel_t>,
                                 std::uint64_t &) {
@@ -205,6 +215,12 @@ struct device_box {
     static kvt_status_t hold(void *user_data, std::uint64_t raw, std::uint64_t event) noexcept {
         return call(user_data, [&](custom_device &own) { return own.hold(raw, event); });
     }
+    static kvt_status_t promise(void *user_data, std::uint64_t *event) noexcept {
+        return call(user_data, [&](custom_device &own) { return own.promise(*event); });
+    }
+    static kvt_status_t keep(void *user_data, std::uint64_t event) noexcept {
+        return call(user_data, [&](custom_device &own) { return own.keep(event); });
+    }
     static kvt_status_t launch(void *user_data, std::uint32_t stream, std::uint64_t after,
                                const kvt_kernel_t *kernels, std::uint64_t count,
                                std::uint64_t stride, std::uint64_t *event) noexcept {
@@ -230,6 +246,8 @@ struct device_box {
         c.know_host = &device_box::know_host;
         c.adopt = &device_box::adopt;
         c.hold = &device_box::hold;
+        c.promise = &device_box::promise;
+        c.keep = &device_box::keep;
         if (c.kernels != 0) c.launch = &device_box::launch;
         c.user_data = this;
         c.destroy = &unbox<device_box>;
@@ -261,12 +279,14 @@ class device_event {
 public:
     device_event() noexcept = default;
     device_event(device_event &&other) noexcept
-        : device_(other.device_), number_(std::exchange(other.number_, 0)) {}
+        : device_(other.device_), number_(std::exchange(other.number_, 0)),
+          promised_(other.promised_) {}
     device_event &operator=(device_event &&other) noexcept {
         if (this != &other) {
             reset();
             device_ = other.device_;
             number_ = std::exchange(other.number_, 0);
+            promised_ = other.promised_;
         }
         return *this;
     }
@@ -290,10 +310,28 @@ public:
         const kvt_status_t status = kvt_device_wait(device_, number_, by.ns, f.out());
         return detail::check(status, f);
     }
-    /// Waits and forgets it; how it ended is not looked at.
+    /// Of one that device::promise made: it comes, if it has not.
+    ret<void> keep() const {
+        detail::failure f;
+        const kvt_status_t status = kvt_device_keep(device_, number_, f.out());
+        return detail::check(status, f);
+    }
+    /// The checksums of its copies that wanted one, once it has come: of asynchronous devices that
+    /// sum.
+    ret<std::vector<std::uint64_t>> sums() const {
+        detail::failure f;
+        std::vector<std::uint64_t> all(65536);
+        std::uint64_t count = 0;
+        const kvt_status_t status =
+            kvt_device_sums(device_, number_, all.data(), all.size(), &count, f.out());
+        all.resize(static_cast<std::size_t>(status == KVT_OK ? count : 0));
+        return detail::give(status, f, std::move(all));
+    }
+    /// Waits and forgets it; how it ended is not looked at. A promise is kept before.
     void reset() noexcept {
         if (number_ == 0) return;
         const std::uint64_t number = release();
+        if (promised_) (void)kvt_device_keep(device_, number, nullptr);
         (void)kvt_device_wait(device_, number, 0, nullptr);
         const kvt_status_t status = kvt_device_release(device_, &number, 1, nullptr);
         if (!detail::ended(status)) detail::report("kvt::device_event", status);
@@ -301,10 +339,11 @@ public:
 
 private:
     friend class device;
-    device_event(const kvt_device_t *device, std::uint64_t number) noexcept
-        : device_(device), number_(number) {}
+    device_event(const kvt_device_t *device, std::uint64_t number, bool promised = false) noexcept
+        : device_(device), number_(number), promised_(promised) {}
     const kvt_device_t *device_ = nullptr;
     std::uint64_t number_ = 0;
+    bool promised_ = false;
 };
 
 /// Memory of a device, given back when this goes; before that, who uses it has to end.
@@ -423,6 +462,9 @@ public:
         c.arena_bytes = opts.arena_bytes;
         c.cufile = opts.cufile.data();
         c.cufile_bytes = opts.cufile.size();
+        c.peers = opts.peers.data();
+        c.peer_count = opts.peers.size();
+        c.flags = opts.verify ? KVT_DEVICE_VERIFY : 0;
         return open(on, c);
     }
     static ret<device> simulated(const runtime &on, const simulated_opts &opts = {}) {
@@ -432,6 +474,7 @@ public:
         c.seed = opts.seed;
         c.latency_ns = opts.latency_ns;
         c.bytes_per_s = opts.bytes_per_s;
+        c.flags = opts.verify ? KVT_DEVICE_VERIFY : 0;
         return open(on, c);
     }
     /// The engine's own. It is deleted when the device has been closed and nobody asks for its
@@ -548,6 +591,19 @@ public:
         detail::failure f;
         const kvt_status_t status = kvt_device_hold(raw_, raw_stream, event, f.out());
         return detail::check(status, f);
+    }
+    /// A stream of the engine's own goes on only when an op was released, well or not.
+    ret<void> hold(std::uint64_t raw_stream, const op &until) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_device_hold_op(raw_, raw_stream, until.get(), f.out());
+        return detail::check(status, f);
+    }
+    /// An event that comes when its `keep` says so: what is behind it waits until then.
+    ret<device_event> promise() const {
+        detail::failure f;
+        std::uint64_t event = 0;
+        const kvt_status_t status = kvt_device_promise(raw_, &event, f.out());
+        return detail::give(status, f, device_event(raw_, event, true));
     }
     /// Puts it to the test; nothing else should use it meanwhile.
     ret<conformance_report> conformance(const conformance_opts &opts = {}) const {

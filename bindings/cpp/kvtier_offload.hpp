@@ -41,6 +41,12 @@ struct offload_opts {
     std::optional<std::string_view> decode;
     /// Every so many-th load that leaves blocks out is audited; 0 = none.
     std::uint32_t audit_every = 0;
+    /// The ring and the tails are in memory of the store's device.
+    bool on_device = false;
+    /// Memory of that device that is lent for them until the offload is closed: an address, a
+    /// multiple of 256, and at least offload::memory_bytes. 0 = the device gives it.
+    std::uint64_t memory = 0;
+    std::uint64_t memory_bytes = 0;
 };
 
 /// Where in a sequence a question is asked.
@@ -119,11 +125,12 @@ class offload : public detail::owner<offload, kvt_offload_t> {
         if (!detail::ended(status)) detail::report("kvt::offload", status);
     }
 
-    static ret<offload> open_with(const session &on, const offload_opts &opts,
-                                  const kvt_sparse_custom_t *prefill,
-                                  const kvt_sparse_custom_t *decode) {
-        const kvt_attention_t shape = detail::lower(opts.shape);
+    static kvt_offload_opts_t lower(const session &on, const offload_opts &opts,
+                                    const kvt_attention_t &shape) noexcept {
         kvt_offload_opts_t c = KVT_OFFLOAD_OPTS_INIT;
+        c.flags = opts.on_device ? KVT_OFFLOAD_ON_DEVICE : 0;
+        c.memory = opts.memory;
+        c.memory_bytes = opts.memory_bytes;
         c.session = static_cast<const detail::owner<session, kvt_session_t> &>(on).get();
         c.attention = &shape;
         c.dtype = opts.dtype;
@@ -133,6 +140,14 @@ class offload : public detail::owner<offload, kvt_offload_t> {
         detail::spec(opts.prefill, c.prefill, c.prefill_bytes);
         detail::spec(opts.decode, c.decode, c.decode_bytes);
         c.audit_every = opts.audit_every;
+        return c;
+    }
+
+    static ret<offload> open_with(const session &on, const offload_opts &opts,
+                                  const kvt_sparse_custom_t *prefill,
+                                  const kvt_sparse_custom_t *decode) {
+        const kvt_attention_t shape = detail::lower(opts.shape);
+        kvt_offload_opts_t c = lower(on, opts, shape);
         c.prefill_custom = prefill;
         c.decode_custom = decode;
         detail::failure f;
@@ -150,6 +165,23 @@ public:
     static ret<offload> open(const session &on, const offload_opts &opts,
                              std::unique_ptr<sparse_custom> prefill,
                              std::unique_ptr<sparse_custom> decode);
+    /// How much memory the ring and the tails take of one that is opened so.
+    static ret<std::uint64_t> memory_bytes(const session &on, const offload_opts &opts) {
+        const kvt_attention_t shape = detail::lower(opts.shape);
+        const kvt_offload_opts_t c = lower(on, opts, shape);
+        detail::failure f;
+        std::uint64_t bytes = 0;
+        const kvt_status_t status = kvt_offload_memory_bytes(&c, &bytes, f.out());
+        return detail::give(status, f, bytes);
+    }
+    /// What is copied from now on waits for an event of the store's device; 0 = for none. The
+    /// event stays the caller's, and is kept until another is given or this is closed, and what
+    /// was begun before has ended.
+    ret<void> after(std::uint64_t event) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_offload_after(raw_, event, f.out());
+        return detail::check(status, f);
+    }
     /// Another one, for a session that was forked from this one's.
     ret<offload> fork(const session &on) const {
         detail::failure f;

@@ -102,6 +102,8 @@ struct rectangle {
     bool reuse = false;
     /// Nothing begins before it was signalled.
     const event *ready = nullptr;
+    /// An event of the store's device that copies are behind; 0 = none.
+    std::uint64_t after = 0;
     /// Of a get or a prefetch: the chunks that are wanted, 0 = the one of `first_token`,
     /// ascending; views have their tokens one after the other. Nothing = all, but an empty
     /// list is an error. The numbers must stay until the call returns, as must the views.
@@ -203,6 +205,7 @@ inline kvt_move_t lower(const rectangle &r, std::uint64_t flags) noexcept {
     c.stride_bytes = sizeof(kvt_view_t);
     c.level = r.level;
     c.ready = r.ready != nullptr ? r.ready->get() : nullptr;
+    c.after = r.after;
     if (r.chunks) {
         static constexpr std::uint32_t none = 0; // null would be all
         c.chunks = r.chunks->empty() ? &none : r.chunks->data();

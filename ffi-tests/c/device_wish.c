@@ -5,307 +5,7 @@
  * addresses the processor cannot follow, so that whoever reads them without the device is found
  * out at once. */
 
-#include "check.h"
-
-#define STREAMS 3
-#define MOST_EVENTS 4096
-#define FAR (UINT64_C(1) << 52)
-
-/* ---- the accelerator ------------------------------------------------------ */
-
-typedef struct work {
-    struct work *next;
-    uint64_t after, event, count;
-    /* Copies, or kernels. */
-    kvt_kernel_t *kernels;
-    kvt_copy_rows_t rows[];
-} work_t;
-
-typedef struct {
-    pthread_t thread;
-    struct accelerator *home;
-    work_t *first, **last;
-} lane_t;
-
-typedef struct accelerator {
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    lane_t lanes[STREAMS];
-    /* 0 = free, 1 = open, 2 = it has come. */
-    uint8_t events[MOST_EVENTS];
-    uint64_t next_event, live_events, live_bytes, destroyed;
-    int stop, lost;
-} accelerator_t;
-
-static uint8_t *near(uint64_t address, uint32_t memory) {
-    return (uint8_t *)(uintptr_t)(memory == KVT_MEMORY_DEVICE ? address - FAR : address);
-}
-
-static void copy_rows(const kvt_copy_rows_t *rows) {
-    uint8_t *to = near(rows->to, rows->to_memory);
-    const uint8_t *from = near(rows->from, rows->from_memory);
-    for (uint64_t run = 0; run < rows->runs; run++)
-        memcpy(to + run * rows->to_stride_bytes, from + run * rows->from_stride_bytes,
-               rows->run_bytes);
-}
-
-/* What KVT_LAUNCH_MOVE has in its table. */
-typedef struct {
-    uint64_t from, to;
-    int64_t from_stride, to_stride;
-    uint32_t run_bytes, runs;
-} piece_t;
-
-/* The one kernel that it has. What kernels name is anywhere: what is far is the accelerator's. */
-static void run_kernel(const kvt_kernel_t *kernel) {
-    const uint32_t far = KVT_MEMORY_DEVICE, host = KVT_MEMORY_HOST;
-    CHECK_EQ(kernel->kind, KVT_LAUNCH_MOVE);
-    for (uint32_t i = 0; i < kernel->count; i++) {
-        piece_t piece;
-        const uint8_t *table = near(kernel->table, kernel->table >= FAR ? far : host);
-        memcpy(&piece, table + i * sizeof piece, sizeof piece);
-        uint8_t *to = near(piece.to, piece.to >= FAR ? far : host);
-        const uint8_t *from = near(piece.from, piece.from >= FAR ? far : host);
-        for (int64_t run = 0; run < (int64_t)piece.runs; run++)
-            memcpy(to + run * piece.to_stride, from + run * piece.from_stride, piece.run_bytes);
-    }
-}
-
-static void *serve(void *data) {
-    lane_t *lane = data;
-    accelerator_t *home = lane->home;
-    pthread_mutex_lock(&home->lock);
-    for (;;) {
-        work_t *work = lane->first;
-        if (work == NULL) {
-            if (home->stop) break;
-            pthread_cond_wait(&home->changed, &home->lock);
-            continue;
-        }
-        while (work->after != 0 && home->events[work->after % MOST_EVENTS] == 1)
-            pthread_cond_wait(&home->changed, &home->lock);
-        pthread_mutex_unlock(&home->lock);
-        for (uint64_t i = 0; i < work->count; i++) {
-            if (work->kernels != NULL) run_kernel(&work->kernels[i]);
-            else copy_rows(&work->rows[i]);
-        }
-        pthread_mutex_lock(&home->lock);
-        home->events[work->event % MOST_EVENTS] = 2;
-        lane->first = work->next;
-        if (lane->first == NULL) lane->last = &lane->first;
-        free(work->kernels);
-        free(work);
-        pthread_cond_broadcast(&home->changed);
-    }
-    pthread_mutex_unlock(&home->lock);
-    return NULL;
-}
-
-/* With the lock held. */
-static uint64_t make_event(accelerator_t *home, uint8_t state) {
-    if (home->live_events == MOST_EVENTS - 1) return 0;
-    do home->next_event++;
-    while (home->events[home->next_event % MOST_EVENTS] != 0 ||
-           home->next_event % MOST_EVENTS == 0);
-    home->events[home->next_event % MOST_EVENTS] = state;
-    home->live_events++;
-    return home->next_event;
-}
-
-/* Puts work on a stream, which has it from then on. */
-static kvt_status_t enqueue(accelerator_t *home, uint32_t stream, uint64_t after, work_t *work,
-                            uint64_t *event_out) {
-    work->after = after;
-    pthread_mutex_lock(&home->lock);
-    work->event = make_event(home, 1);
-    if (work->event == 0) {
-        pthread_mutex_unlock(&home->lock);
-        free(work->kernels);
-        free(work);
-        return KVT_E_AGAIN;
-    }
-    *event_out = work->event;
-    *home->lanes[stream].last = work;
-    home->lanes[stream].last = &work->next;
-    pthread_cond_broadcast(&home->changed);
-    pthread_mutex_unlock(&home->lock);
-    return KVT_OK;
-}
-
-static kvt_status_t put_work(void *data, uint32_t stream, uint64_t after,
-                             const kvt_copy_rows_t *copies, uint64_t count,
-                             uint64_t stride_bytes, uint64_t *event_out) {
-    accelerator_t *home = data;
-    if (home->lost) return KVT_E_UNAVAILABLE;
-    CHECK(stream < STREAMS && stride_bytes >= sizeof *copies);
-    work_t *work = calloc(1, sizeof *work + count * sizeof *copies);
-    if (work == NULL) return KVT_E_NOMEM;
-    for (uint64_t i = 0; i < count; i++)
-        work->rows[i] =
-            *(const kvt_copy_rows_t *)(const void *)((const char *)copies + i * stride_bytes);
-    work->count = count;
-    return enqueue(home, stream, after, work, event_out);
-}
-
-static kvt_status_t launch(void *data, uint32_t stream, uint64_t after,
-                           const kvt_kernel_t *kernels, uint64_t count, uint64_t stride_bytes,
-                           uint64_t *event_out) {
-    accelerator_t *home = data;
-    if (home->lost) return KVT_E_UNAVAILABLE;
-    CHECK(stream < STREAMS && stride_bytes >= sizeof *kernels);
-    work_t *work = calloc(1, sizeof *work);
-    if (work == NULL) return KVT_E_NOMEM;
-    work->kernels = calloc(count + 1, sizeof *kernels);
-    if (work->kernels == NULL) {
-        free(work);
-        return KVT_E_NOMEM;
-    }
-    for (uint64_t i = 0; i < count; i++)
-        work->kernels[i] =
-            *(const kvt_kernel_t *)(const void *)((const char *)kernels + i * stride_bytes);
-    work->count = count;
-    return enqueue(home, stream, after, work, event_out);
-}
-
-static kvt_status_t query(void *data, uint64_t event) {
-    accelerator_t *home = data;
-    if (home->lost) return KVT_E_UNAVAILABLE;
-    pthread_mutex_lock(&home->lock);
-    const uint8_t state = home->events[event % MOST_EVENTS];
-    pthread_mutex_unlock(&home->lock);
-    CHECK(state != 0);
-    return state == 1 ? KVT_E_AGAIN : KVT_OK;
-}
-
-static kvt_status_t wait_for(void *data, uint64_t event, uint64_t deadline_ns) {
-    accelerator_t *home = data;
-    kvt_status_t status = KVT_OK;
-    pthread_mutex_lock(&home->lock);
-    while (home->events[event % MOST_EVENTS] == 1 && status == KVT_OK) {
-        const struct timespec until = {(time_t)(deadline_ns / SECOND_NS),
-                                       (long)(deadline_ns % SECOND_NS)};
-        if (deadline_ns == 0) pthread_cond_wait(&home->changed, &home->lock);
-        else if (pthread_cond_timedwait(&home->changed, &home->lock, &until) != 0)
-            status = KVT_E_TIMEOUT;
-    }
-    pthread_mutex_unlock(&home->lock);
-    return status;
-}
-
-static void release(void *data, uint64_t event) {
-    accelerator_t *home = data;
-    pthread_mutex_lock(&home->lock);
-    home->events[event % MOST_EVENTS] = 0;
-    home->live_events--;
-    pthread_mutex_unlock(&home->lock);
-}
-
-static kvt_status_t allocate(void *data, uint64_t bytes, uint64_t *address_out) {
-    accelerator_t *home = data;
-    if (bytes > UINT64_C(1) << 30) return KVT_E_NOMEM;
-    void *memory = NULL;
-    if (posix_memalign(&memory, 256, bytes) != 0) return KVT_E_NOMEM;
-    *address_out = (uint64_t)(uintptr_t)memory + FAR;
-    pthread_mutex_lock(&home->lock);
-    home->live_bytes += bytes;
-    pthread_mutex_unlock(&home->lock);
-    return KVT_OK;
-}
-
-static void give_back(void *data, uint64_t address, uint64_t bytes) {
-    accelerator_t *home = data;
-    free(near(address, KVT_MEMORY_DEVICE));
-    pthread_mutex_lock(&home->lock);
-    home->live_bytes -= bytes;
-    pthread_mutex_unlock(&home->lock);
-}
-
-static kvt_status_t free_bytes(void *data, uint64_t *bytes_out) {
-    (void)data;
-    *bytes_out = UINT64_C(1) << 30;
-    return KVT_OK;
-}
-
-/* Its own events are the same: those of work that the engine gave it past the library. */
-static kvt_status_t adopt(void *data, uint64_t raw, uint64_t *event_out) {
-    return put_work(data, 0, raw, NULL, 0, sizeof(kvt_copy_rows_t), event_out);
-}
-
-static kvt_status_t hold(void *data, uint64_t raw_stream, uint64_t event) {
-    uint64_t mark = 0;
-    const kvt_status_t status =
-        put_work(data, (uint32_t)raw_stream, event, NULL, 0, sizeof(kvt_copy_rows_t), &mark);
-    /* Nobody asks for the mark: it goes once it has come. */
-    if (status == KVT_OK) {
-        CHECK_OK(wait_for(data, mark, 0));
-        release(data, mark);
-    }
-    return status;
-}
-
-static void destroyed(void *data) { ((accelerator_t *)data)->destroyed++; }
-
-static void start(accelerator_t *home) {
-    memset(home, 0, sizeof *home);
-    CHECK(pthread_mutex_init(&home->lock, NULL) == 0);
-    pthread_condattr_t attributes;
-    CHECK(pthread_condattr_init(&attributes) == 0);
-    CHECK(pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC) == 0);
-    CHECK(pthread_cond_init(&home->changed, &attributes) == 0);
-    CHECK(pthread_condattr_destroy(&attributes) == 0);
-    for (int i = 0; i < STREAMS; i++) {
-        home->lanes[i].home = home;
-        home->lanes[i].last = &home->lanes[i].first;
-        CHECK(pthread_create(&home->lanes[i].thread, NULL, serve, &home->lanes[i]) == 0);
-    }
-}
-
-/* All that it gave has come back. */
-static void stop(accelerator_t *home) {
-    pthread_mutex_lock(&home->lock);
-    home->stop = 1;
-    pthread_cond_broadcast(&home->changed);
-    pthread_mutex_unlock(&home->lock);
-    for (int i = 0; i < STREAMS; i++) CHECK(pthread_join(home->lanes[i].thread, NULL) == 0);
-    CHECK_EQ(home->live_events, 0);
-    CHECK_EQ(home->live_bytes, 0);
-    CHECK_EQ(home->destroyed, 1);
-    CHECK(pthread_cond_destroy(&home->changed) == 0);
-    CHECK(pthread_mutex_destroy(&home->lock) == 0);
-}
-
-static kvt_device_custom_t table_of(accelerator_t *home) {
-    kvt_device_custom_t table = KVT_DEVICE_CUSTOM_INIT;
-    table.flags = KVT_DEVICE_HAS_MEMORY;
-    table.streams = STREAMS;
-    table.submit = put_work;
-    table.query = query;
-    table.wait = wait_for;
-    table.release = release;
-    table.allocate = allocate;
-    table.free = give_back;
-    table.free_bytes = free_bytes;
-    table.adopt = adopt;
-    table.hold = hold;
-    table.kernels = UINT64_C(1) << KVT_LAUNCH_MOVE;
-    table.launch = launch;
-    table.user_data = home;
-    table.destroy = destroyed;
-    return table;
-}
-
-/* ---- what the engine does ------------------------------------------------- */
-
-static kvt_runtime_t *runtime;
-
-static kvt_device_t *open_custom(const kvt_device_custom_t *table) {
-    kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
-    opts.kind = KVT_DEVICE_CUSTOM;
-    opts.custom = table;
-    kvt_device_t *device = NULL;
-    CHECK_OK(kvt_device_open(runtime, &opts, &device, NULL));
-    return device;
-}
+#include "accelerator.h"
 
 static void heard(void *data, const char *name, uint64_t name_bytes, uint32_t verdict,
                   const char *why, uint64_t why_bytes) {
@@ -338,7 +38,7 @@ static void check_tables(void) {
     opts.kind = KVT_DEVICE_CUSTOM;
     CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
     opts.custom = &table;
-    for (int wrong = 0; wrong < 7; wrong++) {
+    for (int wrong = 0; wrong < 8; wrong++) {
         table = good;
         if (wrong == 0) table.submit = NULL;
         if (wrong == 1) table.query = NULL;
@@ -347,6 +47,7 @@ static void check_tables(void) {
         if (wrong == 4) table.launch = NULL;
         if (wrong == 5) table.flags = 1u << 20;
         if (wrong == 6) table.streams = 0;
+        if (wrong == 7) table.keep = NULL;
         CHECK_IS(kvt_device_open(runtime, &opts, &device, &error), KVT_E_INVALID);
         CHECK(strlen(kvt_error_message(error)) > 5);
     }
@@ -373,6 +74,8 @@ static void check_tables(void) {
     table.free = NULL;
     table.adopt = NULL;
     table.hold = NULL;
+    table.promise = NULL;
+    table.keep = NULL;
     table.flags = 0;
     table.kernels = 0;
     table.launch = NULL;
@@ -381,6 +84,7 @@ static void check_tables(void) {
     uint64_t event = 0;
     CHECK_IS(kvt_device_alloc(device, 100, &memory, NULL), KVT_E_UNSUPPORTED);
     CHECK_IS(kvt_device_adopt(device, 1, &event, NULL), KVT_E_UNSUPPORTED);
+    CHECK_IS(kvt_device_promise(device, &event, NULL), KVT_E_UNSUPPORTED);
     CHECK_OK(kvt_device_copy(device, 0, 0, NULL, 0, sizeof(kvt_copy_t), &event, NULL));
     CHECK_IS(kvt_device_hold(device, 1, event, NULL), KVT_E_UNSUPPORTED);
     CHECK_OK(kvt_device_wait(device, event, in_ms(60000), NULL));
@@ -588,7 +292,92 @@ static kvt_move_t move_of(const engine_t *engine) {
     return move;
 }
 
-static void check_store(kvt_device_t *device) {
+static kvt_copy_rows_t all_of(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t to_memory,
+                              uint64_t bytes) {
+    kvt_copy_rows_t rows = {0};
+    rows.from = from;
+    rows.to = to;
+    rows.run_bytes = rows.from_stride_bytes = rows.to_stride_bytes = bytes;
+    rows.runs = 1;
+    rows.from_memory = from_memory;
+    rows.to_memory = to_memory;
+    return rows;
+}
+
+/* Kernels before and after moves, all of it put down before anything is done: tensors that a
+ * kernel fills are stored behind it, they come back behind a second one that has read what was
+ * there, and a third is on a stream that waits for that. No thread waits in between. */
+static void check_order(kvt_device_t *device, accelerator_t *home, kvt_namespace_t *space,
+                        const engine_t *tensors) {
+    enum { BYTES = 2 * LAYERS * TOKENS * TOKEN_BYTES };
+    static uint8_t fresh[BYTES], before[BYTES], back[BYTES];
+    uint64_t seed = 23;
+    for (int i = 0; i < BYTES; i++) fresh[i] = (uint8_t)next_random(&seed);
+    uint32_t tokens[TOKENS];
+    for (uint32_t i = 0; i < TOKENS; i++) tokens[i] = 1000000 + i;
+    kvt_session_t *session = NULL;
+    CHECK_OK(kvt_session_open(space, NULL, &session, NULL));
+    CHECK_OK(kvt_session_append(session, tokens, TOKENS, NULL));
+    const uint64_t there = tensors->memory.address;
+    uint8_t *raw = near(there, KVT_MEMORY_DEVICE);
+    memset(raw, 0, BYTES);
+
+    /* Each is behind what the engine has yet to say. */
+    uint64_t gate = 0, second_gate = 0, kernel = 0, filled = 0, reader = 0, last = 0;
+    CHECK_OK(promise(home, &gate));
+    kvt_copy_rows_t rows = all_of((uint64_t)(uintptr_t)fresh, KVT_MEMORY_HOST, there,
+                                  KVT_MEMORY_DEVICE, BYTES);
+    CHECK_OK(put_work(home, 0, gate, &rows, 1, sizeof rows, &kernel));
+    CHECK_OK(kvt_device_adopt(device, kernel, &filled, NULL));
+    kvt_op_t *put = NULL, *get = NULL;
+    kvt_move_t move = move_of(tensors);
+    move.after = filled;
+    CHECK_OK(kvt_session_put(session, &move, NULL, &put, NULL));
+    CHECK_IS(kvt_op_wait(put, KVT_OP_RELEASED, in_ms(20)), KVT_E_TIMEOUT);
+    CHECK_OK(keep(home, gate));
+    CHECK_OK(finish_op(&put));
+    CHECK(memcmp(raw, fresh, BYTES) == 0);
+
+    /* The second reads what is there, and then it is filled with something else. */
+    memset(raw, 0x3C, BYTES);
+    CHECK_OK(kvt_device_promise(device, &second_gate, NULL));
+    CHECK_OK(kvt_device_hold(device, 0, second_gate, NULL));
+    rows = all_of(there, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)before, KVT_MEMORY_HOST, BYTES);
+    CHECK_OK(put_work(home, 0, 0, &rows, 1, sizeof rows, &reader));
+    uint64_t read = 0;
+    CHECK_OK(kvt_device_adopt(device, reader, &read, NULL));
+    move.after = read;
+    CHECK_OK(kvt_session_get(session, &move, NULL, &get, NULL));
+    CHECK_OK(kvt_device_hold_op(device, 0, get, NULL));
+    rows = all_of(there, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)back, KVT_MEMORY_HOST, BYTES);
+    CHECK_OK(put_work(home, 0, 0, &rows, 1, sizeof rows, &last));
+    CHECK_IS(kvt_op_wait(get, KVT_OP_RELEASED, in_ms(20)), KVT_E_TIMEOUT);
+    CHECK(raw[0] == 0x3C && raw[BYTES - 1] == 0x3C);
+    CHECK_IS(query(home, last), KVT_E_AGAIN);
+    CHECK_OK(kvt_device_keep(device, second_gate, NULL));
+    CHECK_OK(wait_for(home, last, in_ms(60000)));
+    CHECK_OK(query(home, last));
+    for (int i = 0; i < BYTES; i++) CHECK(before[i] == 0x3C);
+    CHECK(memcmp(back, fresh, BYTES) == 0);
+    /* It has released the op: there is nothing to wait for. */
+    CHECK_OK(kvt_device_hold_op(device, 0, get, NULL));
+    CHECK_OK(finish_op(&get));
+    CHECK_IS(kvt_device_hold_op(device, 0, get, NULL), KVT_E_HANDLE);
+
+    /* What cannot be. */
+    CHECK_IS(kvt_device_keep(device, read, NULL), KVT_E_HANDLE);
+    CHECK_OK(kvt_device_keep(device, second_gate, NULL));
+    const uint64_t events[] = {filled, read, second_gate};
+    CHECK_OK(kvt_device_release(device, events, 3, NULL));
+    CHECK_IS(kvt_session_put(session, &move, NULL, &put, NULL), KVT_E_HANDLE);
+    move.k = move.v = NULL;
+    CHECK_IS(kvt_session_prefetch(session, &move, NULL, &put, NULL), KVT_E_INVALID);
+    const uint64_t own[] = {gate, kernel, reader, last};
+    for (int i = 0; i < 4; i++) release(home, own[i]);
+    CHECK_OK(kvt_session_close(&session));
+}
+
+static void check_store(kvt_device_t *device, accelerator_t *home) {
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
     opts.host_bytes = UINT64_C(16) << 20;
     opts.device = device;
@@ -646,6 +435,7 @@ static void check_store(kvt_device_t *device) {
     CHECK_EQ(stats.device_cells, LAYERS * TOKENS / CHUNK);
     CHECK_EQ(stats.host_hit_cells, 0);
     CHECK(stats.device_used_bytes > 0 && stats.device_used_bytes <= stats.device_limit_bytes);
+    check_order(device, home, space, &to);
 
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
@@ -665,6 +455,8 @@ static void check_store(kvt_device_t *device) {
     CHECK_OK(kvt_session_append(session, tokens, TOKENS, NULL));
     CHECK_IS(kvt_session_get(session, &move, NULL, &op, &error), KVT_E_UNAVAILABLE);
     CHECK(strstr(kvt_error_message(error), "no device") != NULL);
+    move.after = 1;
+    CHECK_IS(kvt_session_get(session, &move, NULL, &op, &error), KVT_E_UNAVAILABLE);
     CHECK_OK(kvt_error_free(&error));
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
@@ -710,6 +502,11 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
     opts.device = device;
     kvt_stream_t *stream = NULL;
     kvt_error_t *error = NULL;
+    /* Its table has no calls that put memory behind addresses that stay. */
+    opts.flags = KVT_STREAM_IN_PLACE;
+    CHECK_IS(kvt_stream_open(runtime, &opts, &stream, &error), KVT_E_UNSUPPORTED);
+    CHECK(strstr(kvt_error_message(error), "in place") != NULL);
+    opts.flags = 0;
     const kvt_status_t status = kvt_stream_open(runtime, &opts, &stream, &error);
     if (status != KVT_OK) fprintf(stderr, "open: %s\n", kvt_error_message(error));
     CHECK_OK(status);
@@ -766,6 +563,77 @@ static void check_loss(kvt_device_t *device, accelerator_t *home) {
     CHECK_OK(kvt_error_free(&error));
 }
 
+/* A device that sums: of what is in its memory, once the event has come. */
+static void check_sums(void) {
+    kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
+    kvt_device_t *device = NULL;
+    opts.kind = KVT_DEVICE_HOST;
+    opts.flags = KVT_DEVICE_VERIFY;
+    CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
+    opts.kind = KVT_DEVICE_SIMULATED;
+    const uint32_t peer = 1;
+    opts.peers = &peer;
+    opts.peer_count = 1;
+    CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
+    opts.peer_count = 0;
+    opts.latency_ns = 20000000;
+    CHECK_OK(kvt_device_open(runtime, &opts, &device, NULL));
+    kvt_device_info_t info = KVT_DEVICE_INFO_INIT;
+    CHECK_OK(kvt_device_info(device, &info));
+    CHECK(info.flags & KVT_DEVICE_SUMS);
+    kvt_device_memory_t memory = KVT_DEVICE_MEMORY_INIT;
+    CHECK_OK(kvt_device_alloc(device, 5000, &memory, NULL));
+    static uint8_t from[5000];
+    for (int i = 0; i < 5000; i++) from[i] = (uint8_t)(i * 7);
+    kvt_copy_t copies[2];
+    memset(copies, 0, sizeof copies);
+    for (int i = 0; i < 2; i++) {
+        copies[i].view.address = (void *)(uintptr_t)(memory.address + (uint64_t)i * 2500);
+        copies[i].view.tokens = copies[i].view.heads = 1;
+        copies[i].view.memory = memory.memory;
+        copies[i].view.run_bytes = 2500;
+        copies[i].plane = from + i * 2500;
+        copies[i].way = KVT_COPY_SCATTER;
+    }
+    copies[1].flags = KVT_COPY_SUM;
+    uint64_t event = 0, sums[2] = {1, 1}, count = 7, right = 0;
+    CHECK_OK(kvt_device_copy(device, 0, 0, copies, 2, sizeof copies[0], &event, NULL));
+    CHECK_IS(kvt_device_sums(device, event, sums, 2, &count, NULL), KVT_E_BUSY);
+    CHECK_OK(kvt_device_wait(device, event, in_ms(60000), NULL));
+    CHECK_IS(kvt_device_sums(device, event, NULL, 2, &count, NULL), KVT_E_LIMIT);
+    CHECK_IS(kvt_device_sums(device, event, sums, 2, NULL, NULL), KVT_E_INVALID);
+    CHECK_EQ(count, 7);
+    CHECK_OK(kvt_device_sums(device, event, sums, 2, &count, NULL));
+    CHECK_OK(kvt_checksum(from + 2500, 2500, &right));
+    CHECK(count == 1 && sums[0] == right && sums[1] == 1);
+    CHECK_OK(kvt_device_release(device, &event, 1, NULL));
+    CHECK_IS(kvt_device_sums(device, event, sums, 2, &count, NULL), KVT_E_HANDLE);
+    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+}
+
+/* A runtime that ends keeps the promises of its devices: nothing stands still for ever. */
+static void check_runtime_end(void) {
+    accelerator_t home;
+    start(&home);
+    kvt_runtime_t *const first = runtime;
+    runtime = open_runtime(1, NULL);
+    const kvt_device_custom_t table = table_of(&home);
+    kvt_device_t *device = open_custom(&table);
+    uint64_t events[2] = {0, 0};
+    CHECK_OK(kvt_device_promise(device, &events[0], NULL));
+    CHECK_OK(kvt_device_copy(device, 1, events[0], NULL, 0, sizeof(kvt_copy_t), &events[1], NULL));
+    CHECK_IS(kvt_device_wait(device, events[1], in_ms(5), NULL), KVT_E_TIMEOUT);
+    kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
+    CHECK_OK(kvt_runtime_close(&runtime, in_ms(60000), &report, NULL));
+    CHECK_EQ(report.devices, 1);
+    runtime = first;
+    CHECK_OK(kvt_device_wait(device, events[1], in_ms(60000), NULL));
+    CHECK_IS(kvt_device_promise(device, &events[0], NULL), KVT_E_CLOSED);
+    CHECK_OK(kvt_device_release(device, events, 2, NULL));
+    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+    stop(&home);
+}
+
 int main(void) {
     check_begin();
     runtime = open_runtime(1, NULL);
@@ -777,7 +645,7 @@ int main(void) {
     kvt_device_custom_t table = table_of(&home);
     kvt_device_t *device = open_custom(&table);
     check_copies(device, &home);
-    check_store(device);
+    check_store(device, &home);
     check_stream(device, &home);
     conforms(device, 1);
     kvt_device_t *const stale = device;
@@ -793,6 +661,7 @@ int main(void) {
     CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
     stop(&home);
 
+    check_runtime_end();
     const uint32_t others[] = {KVT_DEVICE_HOST, KVT_DEVICE_SIMULATED};
     for (int i = 0; i < 2; i++) {
         kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
@@ -801,6 +670,7 @@ int main(void) {
         conforms(device, 2);
         CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
     }
+    check_sums();
     close_runtime(&runtime);
     return check_end("device_wish");
 }

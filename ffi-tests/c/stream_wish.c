@@ -529,6 +529,11 @@ static void check_bad_openings(void) {
     opts.verify = 9;
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, NULL), KVT_E_INVALID);
     opts.verify = 0;
+    CHECK_OK(kvt_error_free(&error));
+    opts.flags = KVT_STREAM_DIRECT; /* to which device? */
+    CHECK_IS(kvt_stream_open(runtime, &opts, &none, &error), KVT_E_INVALID);
+    CHECK(strstr(kvt_error_message(error), "direct reads") != NULL);
+    opts.flags = 0;
     opts.model = NULL;
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, NULL), KVT_E_HANDLE);
     CHECK_IS(kvt_stream_open(runtime, NULL, &none, NULL), KVT_E_HANDLE);
@@ -591,6 +596,74 @@ static void check_in_place(void) {
         }
     }
     close_stream(&stream);
+}
+
+/* The unit's bytes, copied off the device from where it was from the beginning. */
+static void check_on_device(kvt_device_t *device, const kvt_held_t *held) {
+    static uint8_t seen[1 << 20];
+    CHECK(held->bytes <= sizeof seen);
+    memset(seen, 0, sizeof seen);
+    kvt_copy_t copy = {0};
+    copy.view.address = (void *)held->address;
+    copy.view.memory = KVT_MEMORY_DEVICE;
+    copy.view.tokens = copy.view.heads = 1;
+    copy.view.run_bytes = copy.view.token_stride_bytes = copy.view.head_stride_bytes = held->bytes;
+    copy.plane = seen;
+    copy.plane_memory = KVT_MEMORY_HOST;
+    copy.way = KVT_COPY_GATHER;
+    uint64_t event = 0;
+    CHECK_OK(kvt_device_copy(device, 1, held->event, &copy, 1, sizeof copy, &event, NULL));
+    CHECK_OK(kvt_device_wait(device, event, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_release(device, &event, 1, NULL));
+    for (uint64_t p = 0; p < part_count[held->unit]; p++) {
+        const kvt_part_t *part = &parts[held->unit][p];
+        CHECK(memcmp(seen + part->at, image + tensor_offset[part->tensor] + part->from,
+                     part->bytes) == 0);
+    }
+}
+
+/* The same on a device: pointers to its memory that are set once, of which few have memory. */
+static void check_in_place_on_device(void) {
+    kvt_device_opts_t which = KVT_DEVICE_OPTS_INIT;
+    which.kind = KVT_DEVICE_SIMULATED;
+    which.memory_bytes = 1u << 30;
+    kvt_device_t *device = NULL;
+    CHECK_OK(kvt_device_open(runtime, &which, &device, NULL));
+    kvt_stream_terms_t terms = terms_of((2u << 20) + model_image_bytes);
+    terms.flags |= KVT_TERMS_DEVICE_CEILING | KVT_TERMS_DEVICE_SAFETY;
+    terms.device_ceiling_bytes = 7 * (2u << 20); /* whole pieces of 2 MiB, whatever units have */
+    kvt_stream_opts_t opts = opts_of(&terms);
+    opts.device = device;
+    opts.flags = KVT_STREAM_IN_PLACE;
+    kvt_stream_t *stream = open_stream(&opts);
+    kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
+    CHECK_OK(kvt_stream_plan(stream, &plan, NULL, NULL, 0, 0));
+    CHECK(plan.slots > 0 && plan.device_bytes <= terms.device_ceiling_bytes);
+    CHECK_EQ(plan.device_bytes % (2u << 20), 0);
+    const void *fixed[MOST_UNITS];
+    for (uint32_t i = 0; i < info.units; i++)
+        CHECK_OK(kvt_stream_fixed(stream, i, &fixed[i], NULL));
+    uint64_t on_device = 0;
+    for (int pass = 0; pass < 3; pass++) {
+        CHECK_OK(kvt_stream_pass_begin(stream, NULL));
+        for (uint32_t i = 0; i < info.units; i++) {
+            kvt_held_t held = KVT_HELD_INIT;
+            const uint64_t how = pass == 1 ? KVT_ACQUIRE_EARLY : 0;
+            CHECK_OK(kvt_stream_acquire(stream, i, how, in_ms(60000), &held, NULL));
+            CHECK(held.address == fixed[i]);
+            if (held.memory == KVT_MEMORY_DEVICE) {
+                check_on_device(device, &held);
+                on_device++;
+            } else {
+                check_unit(&held);
+            }
+            release(stream, &held);
+        }
+        CHECK_OK(kvt_stream_pass_end(stream, NULL));
+    }
+    CHECK(on_device >= 3 * LAYERS);
+    close_stream(&stream);
+    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
 }
 
 /* ---- memory that becomes less, and more ----------------------------------- */
@@ -922,6 +995,7 @@ int main(void) {
     check_bad_openings();
     check_orders();
     check_in_place();
+    check_in_place_on_device();
     check_rebalance();
     check_shrinks();
     check_budget();

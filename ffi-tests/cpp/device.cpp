@@ -68,7 +68,7 @@ public:
         return events_.size();
     }
     /// The engine's own event, which comes with `come`.
-    std::uint64_t promise() {
+    std::uint64_t later() {
         const std::lock_guard<std::mutex> locked(lock_);
         events_[++last_] = KVT_E_AGAIN;
         return last_;
@@ -140,6 +140,8 @@ public:
         std::uint64_t mark = 0;
         return put(static_cast<std::uint32_t>(raw_stream), event, work{}, mark, true);
     }
+    kvt_status_t promise(std::uint64_t &event) override { return event = later(), KVT_OK; }
+    kvt_status_t keep(std::uint64_t event) override { return come(event), KVT_OK; }
 
 private:
     struct work {
@@ -335,7 +337,7 @@ void kernel_index() {
 void engine_events(const rig &on) {
     std::vector<std::uint8_t> host(4096, 7), back(4096, 0);
     const kvt::device_memory memory = on.device.alloc(host.size());
-    const std::uint64_t computed = on.engine->promise();
+    const std::uint64_t computed = on.engine->later();
     const kvt::device_event adopted = on.device.adopt_event(computed);
     kvt::device_event there = on.device.copy(
         kvt::upload(host.data(), memory.data(), host.size()), 0, adopted.number());
@@ -349,6 +351,23 @@ void engine_events(const rig &on) {
     CHECK(back == host && there.is_done());
     CHECK_THROWS(on.device.adopt_event(1 << 30), KVT_E_HANDLE);
     on.engine->release(computed);
+
+    /* One that the library makes, and one that goes before it was kept: then it is. */
+    std::vector<std::uint8_t> once(4096, 0), twice(4096, 0);
+    const kvt::device_event first = on.device.promise();
+    kvt::device_event second = on.device.promise();
+    const kvt::device_event early = on.device.copy(
+        kvt::download(memory.data(), once.data(), once.size()), 0, first.number());
+    const kvt::device_event late = on.device.copy(
+        kvt::download(memory.data(), twice.data(), twice.size()), 1, second.number());
+    CHECK(!first.is_done() && !early.is_done() && !late.is_done());
+    first.keep();
+    early.wait(soon());
+    CHECK(once == host && !late.is_done());
+    second.reset();
+    late.wait(soon());
+    CHECK(twice == host);
+    CHECK_THROWS(early.keep(), KVT_E_HANDLE);
     std::set<std::uint64_t> told;
     for (const std::uint64_t event : on.device.poll()) told.insert(event);
     CHECK(told.count(there.number()) == 1 && told.count(home.number()) == 1);
@@ -462,7 +481,7 @@ void streams(const kvt::runtime &runtime, rig &on) {
                 kvt::download(held.data(), found.data(), BYTES), 2, held.event());
             read.wait(soon());
             CHECK(std::memcmp(found.data(), &image[unit * BYTES], BYTES) == 0);
-            const std::uint64_t computed = on.engine->promise();
+            const std::uint64_t computed = on.engine->later();
             kvt::device_event after = on.device.adopt_event(computed);
             held.release(std::move(after));
             CHECK(!held && !after);
@@ -488,6 +507,20 @@ void kinds(const kvt::runtime &runtime) {
     CHECK(copy.sum ==
           kvt::checksum({reinterpret_cast<const std::byte *>(to.data()), to.size()}));
     CHECK(!host.words().empty());
+
+    {
+        kvt::simulated_opts sums;
+        sums.verify = true;
+        const kvt::device there = kvt::device::simulated(runtime, sums);
+        const kvt::device_memory memory = there.alloc(to.size());
+        copy = kvt::upload(from.data(), memory.data(), from.size());
+        copy.flags = KVT_COPY_SUM;
+        const kvt::device_event event = there.copy(kvt::span<kvt_copy_t>(&copy, 1));
+        event.wait();
+        CHECK(there.info().sums && event.sums().size() == 1);
+        CHECK(event.sums()[0] ==
+              kvt::checksum({reinterpret_cast<const std::byte *>(from.data()), from.size()}));
+    }
 
     kvt::simulated_opts opts;
     opts.memory_bytes = 1 << 20;

@@ -3,6 +3,7 @@
 
 #include "check.hpp"
 
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -288,6 +289,67 @@ void called_back(const kvt::store &store) {
     CHECK(alone == 5 * LAYERS && together == 1);
 }
 
+/// The ring, the tails and what is put are in memory of a device; it is lent or given.
+void on_a_device(const kvt::runtime &runtime) {
+    const kvt::device device = kvt::device::simulated(runtime);
+    for (const bool lends : {false, true}) {
+        kvt::store_opts with;
+        with.host_bytes = 4 << 20;
+        with.device = &device;
+        const kvt::store store = kvt::store::open(runtime, with);
+        const kvt::session session = open_space(store).open_session();
+        kvt::offload_opts opts = model();
+        opts.on_device = true;
+        const std::uint64_t bytes = kvt::offload::memory_bytes(session, opts);
+        CHECK(bytes == (2 * (256 + BLOCK) + 2 * LAYERS * BLOCK) * 2 * ROW * sizeof(float));
+        kvt::device_memory lent;
+        if (lends) {
+            lent = device.alloc(bytes);
+            opts.memory = lent.address();
+            opts.memory_bytes = bytes - 1;
+            CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_TOO_SMALL);
+            opts.memory_bytes = bytes;
+        }
+        kvt::offload offload = kvt::offload::open(session, opts);
+        std::vector<float> k = numbers(512 * ROW, 5), v = numbers(512 * ROW, 6);
+        append(session, 0, 70);
+        const std::uint64_t half = 70 * ROW * sizeof(float);
+        const kvt::device_memory there = device.alloc(2 * half);
+        auto *const second = static_cast<unsigned char *>(there.data()) + half;
+        for (std::uint32_t layer = 0; layer < LAYERS; layer++) {
+            // Not there yet when it is put.
+            const kvt::device_event first = device.copy(kvt::upload(k.data(), there.data(), half));
+            const kvt::device_event come =
+                device.copy(kvt::upload(v.data(), second, half), 0, first.number());
+            offload.after(come.number());
+            kvt_view_t of_k = kvt::view(there.data(), DIM * sizeof(float), HEADS);
+            kvt_view_t of_v = kvt::view(second, DIM * sizeof(float), HEADS);
+            of_k.memory = of_v.memory = KVT_MEMORY_DEVICE;
+            const kvt::op op = offload.put(layer, 0, 70, of_k, &of_v);
+            op.finish();
+            offload.after(0);
+        }
+        CHECK_THROWS(offload.after(std::uint64_t{1} << 60), KVT_E_HANDLE);
+        kvt::sparse_context now;
+        now.first_query = 69;
+        now.tokens = 70;
+        for (std::uint32_t layer = 0; layer < LAYERS; layer++) {
+            const auto soon = kvt::deadline::in(std::chrono::seconds(60));
+            offload.load(0, layer, now);
+            kvt_offload_kv_t kv = offload.wait(0);
+            CHECK(kv.memory == KVT_MEMORY_DEVICE && kv.tokens == 70);
+            std::vector<float> got_k(70 * ROW), got_v(70 * ROW);
+            device.copy(kvt::download(kv.k, got_k.data(), half)).wait(soon);
+            device.copy(kvt::download(kv.v, got_v.data(), half)).wait(soon);
+            kv.k = got_k.data();
+            kv.v = got_v.data();
+            CHECK(same(offload, kv, k, v, 70));
+            offload.done(0);
+        }
+        offload.close();
+    }
+}
+
 }  // namespace
 
 int main() {
@@ -298,5 +360,6 @@ int main() {
     evicting(store);
     called_back(store);
     wrong(store);
+    on_a_device(runtime);
     return done();
 }

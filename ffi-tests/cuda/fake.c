@@ -51,13 +51,13 @@ typedef struct function {
 } function_t;
 
 typedef struct op {
-    enum { COPY, RECORD, WAIT, LAUNCH } what;
+    enum { COPY, RECORD, WAIT, LAUNCH, WAIT_VALUE } what;
     unsigned char *to;
     const unsigned char *from;
     size_t to_pitch, from_pitch, width, height;
     int begun;
     event_t *event;
-    uint64_t turn; /* of the event */
+    uint64_t turn; /* of the event, or how large the number has to be */
     const function_t *function;
     unsigned grid[3], block[3], shared;
     unsigned char call[CALL_BYTES];
@@ -87,8 +87,9 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static stream_t *streams;
 static uint64_t seed = 1;
 static long wrong, live_streams, live_events, live_bytes, retained, allocations, max_bytes = 1l << 30;
-static long live_hosts, live_modules, live_windows, max_host_bytes, host_bytes;
-static int somebody_captures, sticky, version = 12040, devices = 1, capability = 8, same_addresses = 1, block_shared = 227 << 10;
+static long live_hosts, live_modules, live_windows, max_host_bytes = 1l << 40, host_bytes;
+static int somebody_captures, sticky, version = 12040, devices = 1, capability = 8, same_addresses = 1;
+static int block_shared = 227 << 10;
 static char wrong_text[256];
 /* Without a context: mapped piece by piece, and there for those alone who were named. */
 static struct { pointer_t at; size_t bytes; int ordinal; context_t *context; } given[MOST];
@@ -231,6 +232,10 @@ static int step(stream_t *stream) {
     op_t *op = stream->first;
     if (!op) return 0;
     if (op->what == WAIT && op->event->done < op->turn) return 0;
+    if (op->what == WAIT_VALUE) {
+        uint32_t now = __atomic_load_n((const uint32_t *)(const void *)op->from, __ATOMIC_ACQUIRE);
+        if ((int32_t)(now - (uint32_t)op->turn) < 0) return 0;
+    }
     if (op->what == COPY && !op->begun) {
         op->begun = 1;
         poison(op);
@@ -318,7 +323,8 @@ code_t cuDeviceGetName(char *to, int most, int ordinal) {
 code_t cuDeviceGetAttribute(int *to, int which, int ordinal) {
     (void)ordinal;
     BEGIN("cuDeviceGetAttribute")
-    *to = which == 11 ? 1 << 20 : which == 75 ? capability : which == 91 ? same_addresses : which == 97 ? block_shared : 0;
+    *to = which == 11 ? 1 << 20 : which == 75 ? capability : which == 91 ? same_addresses : 0;
+    if (which == 97) *to = block_shared;
     END(OK)
 }
 
@@ -397,8 +403,9 @@ code_t cuMemAlloc_v2(pointer_t *to, size_t bytes) {
 static int in_use(pointer_t at, size_t bytes) {
     for (stream_t *s = streams; s; s = s->next)
         for (op_t *op = s->first; op; op = op->next)
-            if (op->what == COPY && ((pointer_t)(uintptr_t)op->to - at < bytes ||
-                                     (pointer_t)(uintptr_t)op->from - at < bytes))
+            if ((op->what == COPY || op->what == WAIT_VALUE) &&
+                ((pointer_t)(uintptr_t)op->to - at < bytes ||
+                 (pointer_t)(uintptr_t)op->from - at < bytes))
                 return 1;
     return 0;
 }
@@ -647,7 +654,8 @@ void fake_begin(uint64_t with) {
     pthread_mutex_lock(&lock);
     pace = 4;
     seed = with * 2 + 1, wrong = 0, sticky = 0, somebody_captures = 0, version = 12040, devices = 1;
-    max_bytes = 1l << 30, max_host_bytes = 1l << 40, emulator = NULL, wrong_text[0] = 0, has_failed = 0, capability = 8, same_addresses = 1, block_shared = 227 << 10;
+    max_bytes = 1l << 30, max_host_bytes = 1l << 40, emulator = NULL, wrong_text[0] = 0, has_failed = 0, capability = 8, same_addresses = 1;
+    block_shared = 227 << 10;
     for (int i = 0; i < MOST_DEVICES; i++) own_contexts[i].ordinal = shared_contexts[i].ordinal = i;
     memset(planted, 0, sizeof planted), flips[0] = flips[1] = 0;
     memset(has_reach, 0, sizeof has_reach), memset(may_reach, 0, sizeof may_reach);
@@ -701,6 +709,15 @@ void fake_reach(int from, int to, int can) { may_reach[from][to] = can; }
 
 /* How many steps a question about an event may bring. */
 void fake_pace(unsigned steps) { pace = steps; }
+
+/* A bit of each KiB of all devices' memory changes. */
+void fake_rot(void) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < MOST; i++)
+        for (size_t at = 512; given[i].at && at < given[i].bytes; at += 1024)
+            ((unsigned char *)(uintptr_t)given[i].at)[at] ^= 1;
+    pthread_mutex_unlock(&lock);
+}
 
 /* The nth copy over the bus from now on comes with another bit, or all do (-1); 0 = none. */
 void fake_flip(int from_device, long nth) {
@@ -756,11 +773,17 @@ void fake_block_shared(int bytes) { block_shared = bytes; }
 
 void fake_emulator(void *launches) { *(void **)&emulator = launches; }
 
-/* For programs that do not know that this is no driver: the environment names the kernels. */
+/* For programs that do not know that this is no driver: the environment names the kernels, and how
+ * many devices there are, which all reach each other. */
 __attribute__((constructor)) static void find_emulator(void) {
     const char *path = getenv("KVTIER_FAKE_KERNELS");
     void *library = path ? dlopen(path, RTLD_NOW) : NULL;
     if (library) fake_emulator(dlsym(library, "emu_launch"));
+    const char *count = getenv("KVTIER_FAKE_DEVICES");
+    if (!count) return;
+    devices = atoi(count);
+    for (int i = 0; i < MOST_DEVICES; i++)
+        for (int other = 0; other < MOST_DEVICES; other++) may_reach[i][other] = 1;
 }
 
 /* Work of an event's stream goes on until it comes, or nothing moves. */

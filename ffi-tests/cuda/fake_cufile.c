@@ -182,6 +182,8 @@ told_t cuFileBufDeregister(char *at) {
         return told(NOT_KNOWN);
     }
     if (memory[i].reading) complain("cuFileBufDeregister", "while it is read into");
+    if (!is_idle || !is_idle((uint64_t)(uintptr_t)at, memory[i].bytes))
+        complain("cuFileBufDeregister", "memory that was given back before");
     memory[i].at = NULL;
     return told(planted_code);
 }

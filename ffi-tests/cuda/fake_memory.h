@@ -71,6 +71,20 @@ code_t cuMemHostGetDevicePointer_v2(pointer_t *to, char *at, unsigned flags) {
     END(OK)
 }
 
+/* The second form of it: a stream stands until a number that the device reaches is as large, or
+ * larger, counted in a circle. */
+code_t cuStreamWaitValue32_v2(stream_t *stream, pointer_t at, uint32_t value, unsigned flags) {
+    const char *call = "cuStreamWaitValue32";
+    BEGIN_IN(call)
+    NEED(is_here(stream), call, "no stream", INVALID_HANDLE)
+    NEED(!stream->capturing, call, "into a graph", CAPTURE_FORBIDS)
+    int host = host_at((const char *)(uintptr_t)at);
+    int is_reached = owner(at, sizeof value) >= 0 || (host >= 0 && hosts[host].is_mapped);
+    NEED(at % sizeof value == 0 && is_reached, call, "no number that the device reaches", INVALID_VALUE)
+    NEED(flags == 0, call, "another question", INVALID_VALUE)
+    END(put(stream, (op_t){.what = WAIT_VALUE, .from = (const unsigned char *)(uintptr_t)at, .turn = value}))
+}
+
 /* An address that nobody knows is no failure: its answers are zeros. */
 code_t cuPointerGetAttributes(unsigned count, const int *which, void *const *to, pointer_t at) {
     BEGIN("cuPointerGetAttributes")

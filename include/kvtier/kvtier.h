@@ -367,6 +367,13 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_DEVICE_WANTS_PINNED 8
 
 /**
+ * CUDA and simulated: the device sums what it copies, where it lies in its memory, and stores
+ * hold what has come over the bus against that: a copy that came damaged is made again, and if
+ * that does not help, fails with KVT_E_CORRUPT.
+ */
+#define KVT_DEVICE_VERIFY 1
+
+/**
  * From the view into the plane.
  */
 #define KVT_COPY_GATHER 0
@@ -377,7 +384,8 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_COPY_SCATTER 1
 
 /**
- * Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS).
+ * Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS): of an asynchronous one that of
+ * the side in its memory, what was read there or what is there now (both sides: the target).
  */
 #define KVT_COPY_SUM 1
 
@@ -1046,6 +1054,11 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_KERNEL_SUMS 2
 
 /**
+ * The ring and the tails are in memory of the store's device: buffers have device addresses.
+ */
+#define KVT_OFFLOAD_ON_DEVICE 1
+
+/**
  * Of a load: these blocks were chosen by somebody else. They come as they are, no policy is
  * asked, and the tail comes behind them. A query serves audits alone.
  */
@@ -1190,7 +1203,8 @@ template <typename T> inline T kvt_sized_() {
 
 /**
  * Every unit has an address of its own, which never changes, and memory only while it is
- * there: see kvt_stream_fixed.
+ * there: see kvt_stream_fixed. On a device it takes whole pieces of what the device maps by
+ * (2 MiB on CUDA), and the plan counts them.
  */
 #define KVT_STREAM_IN_PLACE 4
 
@@ -1219,6 +1233,15 @@ template <typename T> inline T kvt_sized_() {
  * pinned_percent is meant as it is, also when it is 0.
  */
 #define KVT_STREAM_PINNED 128
+
+/**
+ * The device reads units into its slots by itself, past host memory (CUDA: cuFile, loaded now,
+ * with its silent way by host memory switched off for the whole process). KVT_E_UNAVAILABLE and
+ * why, where it cannot: no library, no kernel module, another file system than ext4 and XFS. What
+ * does not lie in the file as it needs that goes by host memory as ever, and so does what fails:
+ * kvt_stream_stats counts both. Not with KVT_VERIFY_ALWAYS, and not in place.
+ */
+#define KVT_STREAM_DIRECT 512
 
 /**
  * kvt_stream_opts_t.verify: bytes are not compared with checksums.
@@ -2470,6 +2493,17 @@ typedef kvt_status_t (*kvt_device_launch_fn)(void *user_data,
                                              uint64_t *event_out);
 
 /**
+ * Makes an event that comes when `keep` says so: what is put behind it waits until then.
+ */
+typedef kvt_status_t (*kvt_device_promise_fn)(void *user_data, uint64_t *event_out);
+
+/**
+ * Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
+ * an op, too.
+ */
+typedef kvt_status_t (*kvt_device_keep_fn)(void *user_data, uint64_t event);
+
+/**
  * A device of the engine's own. `submit` and `query` must be there; each of the others may be
  * null, and then there is none of that. They are called from any thread, from several at once;
  * they must not unwind, and must not call the device they are of. `release`, `allocate`, `free`
@@ -2487,7 +2521,8 @@ typedef struct kvt_device_custom_t {
      */
     uint64_t flags;
     /**
-     * How many streams it has, 1 to 64.
+     * How many streams it has, 1 to 64. The upper half is for batches behind events that may
+     * come late, so that they hold up nothing else.
      */
     uint32_t streams;
     /**
@@ -2550,6 +2585,15 @@ typedef struct kvt_device_custom_t {
      * Releases user_data; may be null.
      */
     kvt_destroy_fn destroy;
+    /**
+     * Events that come when they are told to; null = there are none, and no stream can wait for
+     * an op.
+     */
+    kvt_device_promise_fn promise;
+    /**
+     * Tells them: there with `promise` alone.
+     */
+    kvt_device_keep_fn keep;
 } kvt_device_custom_t;
 
 /**
@@ -2561,7 +2605,7 @@ typedef struct kvt_device_opts_t {
      */
     uint64_t struct_size;
     /**
-     * None are defined yet: 0.
+     * KVT_DEVICE_VERIFY, or 0.
      */
     uint64_t flags;
     /**
@@ -2623,6 +2667,24 @@ typedef struct kvt_device_opts_t {
      * How much; 0 with 0.
      */
     uint64_t arena_bytes;
+    /**
+     * CUDA: other devices of the process (ordinals) whose memory copies may name, too, as what
+     * their primary contexts gave out; null = none.
+     */
+    const uint32_t *peers;
+    /**
+     * How many, at most 63.
+     */
+    uint64_t peer_count;
+    /**
+     * CUDA: the path of cuFile's library, which is loaded when files are to be read straight
+     * into device memory (KVT_STREAM_DIRECT); null = the system's.
+     */
+    const char *cufile;
+    /**
+     * Length of that.
+     */
+    uint64_t cufile_bytes;
 } kvt_device_opts_t;
 
 /**
@@ -2773,10 +2835,91 @@ typedef struct kvt_copy_t {
      */
     uint32_t tokens;
     /**
-     * Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums.
+     * Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums. An
+     * asynchronous device is asked for it later: kvt_device_sums.
      */
     uint64_t sum;
 } kvt_copy_t;
+
+/**
+ * How the lists of a head are meant. Heads may share lists. Stands in arrays only.
+ */
+typedef struct kvt_index_head_t {
+    /**
+     * KVT_INDEX_*.
+     */
+    uint32_t kind;
+    /**
+     * The first of its lists.
+     */
+    uint32_t first;
+    /**
+     * How many lists it has.
+     */
+    uint32_t lists;
+    /**
+     * Blocks and ranges: queries of a row, counted from the first that is computed; 0 = all
+     * of them are one row.
+     */
+    uint32_t query_block;
+    /**
+     * Blocks: keys of a block.
+     */
+    uint32_t key_block;
+    /**
+     * Queries at this position and behind it see all keys, whatever lists say; UINT32_MAX =
+     * none does.
+     */
+    uint32_t dense_from;
+} kvt_index_head_t;
+
+/**
+ * Which keys queries are computed with: by policies, or by the engine. No query sees keys
+ * behind it. No head = all keys; one = for all heads; else one for each query head (an
+ * engine may also say it for each head of keys). Numbers of lists ascend, each once.
+ */
+typedef struct kvt_index_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * How lists are meant.
+     */
+    struct kvt_index_head_t *heads;
+    /**
+     * Room there, when an answer is wanted.
+     */
+    uint64_t head_room;
+    /**
+     * How many there are; the number needed with KVT_E_TOO_SMALL.
+     */
+    uint64_t head_count;
+    /**
+     * Where each list begins in `items`, and where the last ends.
+     */
+    uint32_t *starts;
+    /**
+     * Room there.
+     */
+    uint64_t start_room;
+    /**
+     * How many there are.
+     */
+    uint64_t start_count;
+    /**
+     * What is in lists.
+     */
+    uint32_t *items;
+    /**
+     * Room there.
+     */
+    uint64_t item_room;
+    /**
+     * How many there are.
+     */
+    uint64_t item_count;
+} kvt_index_t;
 
 /**
  * How a device is put to the test.
@@ -4722,6 +4865,16 @@ typedef struct kvt_move_t {
      * How many.
      */
     uint64_t chunk_count;
+    /**
+     * An event of the store's device (kvt_device_copy, kvt_device_launch, kvt_device_adopt,
+     * kvt_device_promise); 0 = none. No copy between the tensors and the store runs before it
+     * has come: they are put behind it on the device, and no thread waits. What they need from
+     * disk comes meanwhile. It stays yours, several moves may name it, and it is not to be
+     * released before the last of their ops was. One that fails, or is released before it was
+     * seen to come, fails the move with that: tensors are as they were where nothing came.
+     * With `ready` both have to come. Not for prefetches.
+     */
+    uint64_t after;
 } kvt_move_t;
 
 /**
@@ -5132,86 +5285,6 @@ typedef kvt_status_t (*kvt_select_blocks_fn)(void *user_data,
                                              const struct kvt_sparse_context_t *context,
                                              uint32_t *ids,
                                              uint64_t *count_out);
-
-/**
- * How the lists of a head are meant. Heads may share lists. Stands in arrays only.
- */
-typedef struct kvt_index_head_t {
-    /**
-     * KVT_INDEX_*.
-     */
-    uint32_t kind;
-    /**
-     * The first of its lists.
-     */
-    uint32_t first;
-    /**
-     * How many lists it has.
-     */
-    uint32_t lists;
-    /**
-     * Blocks and ranges: queries of a row, counted from the first that is computed; 0 = all
-     * of them are one row.
-     */
-    uint32_t query_block;
-    /**
-     * Blocks: keys of a block.
-     */
-    uint32_t key_block;
-    /**
-     * Queries at this position and behind it see all keys, whatever lists say; UINT32_MAX =
-     * none does.
-     */
-    uint32_t dense_from;
-} kvt_index_head_t;
-
-/**
- * Which keys queries are computed with: by policies, or by the engine. No query sees keys
- * behind it. No head = all keys; one = for all heads; else one for each query head (an
- * engine may also say it for each head of keys). Numbers of lists ascend, each once.
- */
-typedef struct kvt_index_t {
-    /**
-     * sizeof of this struct.
-     */
-    uint64_t struct_size;
-    /**
-     * How lists are meant.
-     */
-    struct kvt_index_head_t *heads;
-    /**
-     * Room there, when an answer is wanted.
-     */
-    uint64_t head_room;
-    /**
-     * How many there are; the number needed with KVT_E_TOO_SMALL.
-     */
-    uint64_t head_count;
-    /**
-     * Where each list begins in `items`, and where the last ends.
-     */
-    uint32_t *starts;
-    /**
-     * Room there.
-     */
-    uint64_t start_room;
-    /**
-     * How many there are.
-     */
-    uint64_t start_count;
-    /**
-     * What is in lists.
-     */
-    uint32_t *items;
-    /**
-     * Room there.
-     */
-    uint64_t item_room;
-    /**
-     * How many there are.
-     */
-    uint64_t item_count;
-} kvt_index_t;
 
 /**
  * Says which keys queries are computed with: points the arrays of `out` at memory of its own,
@@ -5667,7 +5740,7 @@ typedef struct kvt_offload_opts_t {
      */
     uint64_t struct_size;
     /**
-     * Always 0.
+     * KVT_OFFLOAD_ON_DEVICE or 0.
      */
     uint64_t flags;
     /**
@@ -5729,6 +5802,16 @@ typedef struct kvt_offload_opts_t {
      * The same instead of `decode`.
      */
     const struct kvt_sparse_custom_t *decode_custom;
+    /**
+     * With KVT_OFFLOAD_ON_DEVICE: memory of the store's device that the engine lends for the
+     * ring and the tails, a multiple of 256, until the offload is closed. 0 = the device gives
+     * it.
+     */
+    uint64_t memory;
+    /**
+     * How long that is: at least what kvt_offload_memory_bytes says.
+     */
+    uint64_t memory_bytes;
 } kvt_offload_opts_t;
 
 /**
@@ -5836,6 +5919,10 @@ typedef struct kvt_offload_stats_t {
      * over what was audited.
      */
     uint64_t found_ppm;
+    /**
+     * Bytes of keys that came from device memory to host memory, for policies to see.
+     */
+    uint64_t key_bytes;
 } kvt_offload_stats_t;
 
 /**
@@ -5871,6 +5958,14 @@ typedef struct kvt_offload_kv_t {
      * The buffer.
      */
     uint32_t buffer;
+    /**
+     * KVT_MEMORY_*: where `k` and `v` are valid.
+     */
+    uint32_t memory;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
 } kvt_offload_kv_t;
 
 /**
@@ -6761,6 +6856,15 @@ typedef struct kvt_stream_stats_t {
      * Experts that had to be brought.
      */
     uint64_t expert_misses;
+    /**
+     * Of the bytes that were read, those that the device read by itself (KVT_STREAM_DIRECT).
+     */
+    uint64_t direct_bytes;
+    /**
+     * Reads of the device's that failed: those bytes came by way of host memory. After three in a
+     * row no more are tried.
+     */
+    uint64_t direct_failed;
 } kvt_stream_stats_t;
 
 /**
@@ -7883,6 +7987,32 @@ kvt_status_t kvt_device_wait(const struct kvt_device_t *device,
                              struct kvt_error_t **err);
 
 /**
+ * The checksums of the copies of a batch that wanted one (KVT_COPY_SUM), in their order, from
+ * when its event has come until that is released. Who copies by itself holds them against
+ * kvt_checksum of what is in host memory: bytes that changed on the bus have another. Never
+ * waits.
+ *
+ * @param device     An asynchronous device that sums (KVT_DEVICE_SUMS): others have put sums
+ *                   into the copies.
+ * @param event      One of its events.
+ * @param sums       Receives checksums.
+ * @param capacity   How many there is room for, at most 65,536.
+ * @param out_count  How many were written.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_BUSY (the event has not come), what its batch failed with,
+ *         KVT_E_UNSUPPORTED (the device has no such sums), KVT_E_INVALID, KVT_E_LIMIT,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_sums(const struct kvt_device_t *device,
+                             uint64_t event,
+                             uint64_t *sums,
+                             uint64_t capacity,
+                             uint64_t *out_count,
+                             struct kvt_error_t **err);
+
+/**
  * Which events have ended, well or not: of an asynchronous device each is told once, unless it
  * was released before. Never waits. Who shares a device with a store or a streamer is told of
  * their events, too.
@@ -7957,6 +8087,63 @@ kvt_status_t kvt_device_hold(const struct kvt_device_t *device,
                              struct kvt_error_t **err);
 
 /**
+ * Makes an event that comes when kvt_device_keep says so: batches, moves and streams can be put
+ * behind it before. Closing the device or its runtime keeps it, too.
+ *
+ * @param device     The device.
+ * @param out_event  Receives the event; release it with kvt_device_release once it was kept.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_UNSUPPORTED (the device, or its driver, has no such thing), KVT_E_AGAIN
+ *         (1,024 are known), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM, KVT_E_INVALID,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_device_promise(const struct kvt_device_t *device,
+                                uint64_t *out_event,
+                                struct kvt_error_t **err);
+
+/**
+ * Has an event of kvt_device_promise come: what is behind it goes on. One that has come already
+ * stays as it is.
+ *
+ * @param device  The device.
+ * @param event   The event.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_HANDLE (it is no promise of this device's, or was released; or the
+ *         device's handle); of a custom device what its `keep` says; KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_device_keep(const struct kvt_device_t *device,
+                             uint64_t event,
+                             struct kvt_error_t **err);
+
+/**
+ * Has a stream of the engine's own go on only when an op was released, well or not: ask the op
+ * afterwards. The op need not have begun. No thread waits. A device or a runtime that is closed
+ * before lets the stream go on.
+ *
+ * With CUDA the stream waits for a number in memory (cuStreamWaitValue32), of which the driver
+ * knows no more: what releases the op must not itself be behind that stream.
+ *
+ * @param device      The device.
+ * @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
+ * @param op          The op, of any kind. It may be freed, once it was released.
+ * @param err         Explains a failure; may be null.
+ * @return KVT_OK (also: the op was released before); KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the op,
+ *         the stream or the device), KVT_E_STATE (a graph is made of the stream), KVT_E_AGAIN
+ *         (as many promises are open as can be), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM,
+ *         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_device_hold_op(const struct kvt_device_t *device,
+                                uint64_t raw_stream,
+                                const struct kvt_op_t *op,
+                                struct kvt_error_t **err);
+
+/**
  * Puts kernels on a stream, behind an event if one is given, and behind what is there.
  *
  * @param device        The device; kvt_device_info says which kernels it has.
@@ -7982,6 +8169,33 @@ kvt_status_t kvt_device_launch(const struct kvt_device_t *device,
                                uint64_t stride_bytes,
                                uint64_t *out_event,
                                struct kvt_error_t **err);
+
+/**
+ * Lays an index out for KVT_LAUNCH_PREFILL, and tells the kernel of it: heads, then `starts`, then
+ * `items`, as kvt_index_t has them, one behind the other. It is checked here: the kernel trusts
+ * it. The caller copies the bytes to where the device reaches them, and sets `scratch`.
+ *
+ * @param index       Which keys are seen; null or without heads = all, and there are no bytes.
+ * @param kernel      A kernel whose query_count, query_heads, key_heads, tokens and first are
+ *                    set; its count, numbers, counts, index and scratch_bytes (what is needed)
+ *                    are written.
+ * @param address     Where the bytes will be for the device: a multiple of 4, not 0.
+ * @param to          Receives the bytes.
+ * @param room_bytes  How many it has room for.
+ * @param out_bytes   Receives how many there are, also with KVT_E_TOO_SMALL.
+ * @param err         Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL (the kernel stays as it is), KVT_E_INVALID (an index that is not
+ *         sound, too), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_launch_index(const struct kvt_index_t *index,
+                              struct kvt_kernel_t *kernel,
+                              uint64_t address,
+                              void *to,
+                              uint64_t room_bytes,
+                              uint64_t *out_bytes,
+                              struct kvt_error_t **err);
 
 /**
  * Puts a device to the test: memory, copies of all sizes and layouts in all places, order,
@@ -9221,8 +9435,9 @@ kvt_status_t kvt_event_close(struct kvt_event_t **event);
  * @param err        Explains a failure; may be null.
  * @return KVT_OK when submitted; KVT_E_AGAIN when the queue, the runtime or the
  *         store is full; KVT_E_INVALID, KVT_E_UNAVAILABLE (a level that needs a disk,
- *         memory that no device reaches), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
- *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *         memory that no device reaches, an event of a device to a store without one),
+ *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE (also: `after`
+ *         is no event of the store's device), KVT_E_FORKED, KVT_E_PANIC.
  *
  * Ownership: the caller owns the ops; the tensors are the library's until the
  * release. Threading: any thread, also in callbacks. Since 0.1.
@@ -10205,16 +10420,17 @@ kvt_status_t kvt_kernel_workspace(uint32_t kernel,
                                   struct kvt_error_t **err);
 
 /**
- * Opens an offload for a session. The ring is in host memory, which the store's account
- * pays for.
+ * Opens an offload for a session. The ring is in host memory, or with KVT_OFFLOAD_ON_DEVICE in
+ * memory of the store's device; the store's account pays for it, unless the engine lends it.
  *
  * @param opts  What it is for.
  * @param out   The offload; close it with kvt_offload_close.
  * @param err   Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID when the attention is not that of the session's namespace,
- *         KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy that does nothing there), KVT_E_BUDGET,
- *         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
- *         KVT_E_PANIC.
+ *         KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy that does nothing there, a device that gives
+ *         out no memory), KVT_E_UNAVAILABLE (the store has no device with memory, or it is
+ *         lost), KVT_E_TOO_SMALL (memory that is lent), KVT_E_BUDGET, KVT_E_LIMIT,
+ *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Ownership: the caller owns the offload. Threading: any thread. Since 0.1.
  */
@@ -10224,7 +10440,7 @@ kvt_status_t kvt_offload_open(const struct kvt_offload_opts_t *opts,
 
 /**
  * Closes an offload and clears the handle. Loads and puts of its own are given up; it waits
- * for their end. What the store has stays there.
+ * for their end. What the store has stays there. On a device no kernel reads buffers any more.
  *
  * @param offload  The handle; null, or a handle that is null, is fine.
  * @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -10250,18 +10466,6 @@ kvt_status_t kvt_offload_tokens(const struct kvt_offload_t *offload,
                                 uint32_t *tail_out);
 
 /**
- * What an offload has done since it was opened.
- *
- * @param offload  The offload.
- * @param out      Receives it.
- * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
- *
- * Threading: any thread. Since 0.1.
- */
-kvt_status_t kvt_offload_stats(const struct kvt_offload_t *offload,
-                               struct kvt_offload_stats_t *out);
-
-/**
  * Takes back what came behind `tokens` tokens, in all layers. To be called before
  * kvt_session_truncate: where a block is cut, its first tokens come back from the store.
  * Loads under way are given up, as by kvt_offload_done. After a failure no layer is cut: cut
@@ -10271,8 +10475,8 @@ kvt_status_t kvt_offload_stats(const struct kvt_offload_t *offload,
  * @param tokens   How many are left.
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_NOT_FOUND when a block that is cut is not in the store any more,
- *         KVT_E_BUDGET (a block of each layer is held beside the tails meanwhile), KVT_E_NOMEM,
- *         KVT_E_IO, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *         KVT_E_NOMEM, KVT_E_IO, KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
  *
  * Threading: any thread; waits. Since 0.1.
  */
@@ -10300,6 +10504,55 @@ kvt_status_t kvt_offload_resume(const struct kvt_offload_t *offload,
                                 struct kvt_error_t **err);
 
 /**
+ * What an offload has done since it was opened.
+ *
+ * @param offload  The offload.
+ * @param out      Receives it.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_stats(const struct kvt_offload_t *offload,
+                               struct kvt_offload_stats_t *out);
+
+/**
+ * How much memory the ring and the tails of an offload take that is opened so: what an engine
+ * has to lend. Nothing is opened.
+ *
+ * @param opts       What it would be opened with; `memory` is not looked at.
+ * @param bytes_out  Receives how much.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; what kvt_offload_open refuses of `opts`.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_memory_bytes(const struct kvt_offload_opts_t *opts,
+                                      uint64_t *bytes_out,
+                                      struct kvt_error_t **err);
+
+/**
+ * What an offload copies from now on waits for an event of the store's device: that kernels
+ * have read buffers which are given back, that what is put was computed. To be called before
+ * kvt_offload_put, and before the kvt_offload_done or kvt_offload_give_back of a buffer that
+ * kernels may still read. Only the newest event counts: one that comes behind all that has to
+ * be waited for.
+ *
+ * @param offload  The offload.
+ * @param event    An event of the device that the store was opened with; 0 = none.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_HANDLE when it is none of that device (or the offload's handle). What
+ *         the event's batch failed with: the one before still counts. KVT_E_FORKED,
+ *         KVT_E_PANIC.
+ *
+ * Ownership: the event stays yours. Release it after another one or 0 was given, or the
+ * offload was closed, and once the puts and loads that were begun until then have ended. What
+ * waits for an event that fails, fails. Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_offload_after(const struct kvt_offload_t *offload,
+                               uint64_t event,
+                               struct kvt_error_t **err);
+
+/**
  * Keeps K and V of tokens of a layer, which go on where those before ended. The session
  * has these tokens (kvt_session_append). Policies see the keys; then whole blocks are on
  * their way into the store, the rest is in the tail.
@@ -10308,7 +10561,7 @@ kvt_status_t kvt_offload_resume(const struct kvt_offload_t *offload,
  * @param layer    The layer.
  * @param first    The position of the first: as many as the layer has.
  * @param tokens   How many.
- * @param k        K, or the latent.
+ * @param k        K, or the latent, in host memory or in that of the store's device.
  * @param v        V; null for a latent.
  * @param opts     Queue, tag, deadline, priority of the op; null for none.
  * @param op_out   Receives an op, to be freed by you: when it is released `k` and `v` are
@@ -10317,7 +10570,8 @@ kvt_status_t kvt_offload_resume(const struct kvt_offload_t *offload,
  * @param err      Explains a failure; may be null.
  * @return KVT_OK; KVT_E_INVALID (tokens that do not go on, that the session does not have,
  *         keys that are not finite), KVT_E_BUDGET, KVT_E_IO (the full tail cannot leave: nothing
- *         was taken, and the next put tries again), KVT_E_LIMIT, KVT_E_AGAIN, KVT_E_TOO_NEW,
+ *         was taken, and the next put tries again), KVT_E_UNAVAILABLE (memory of no device of
+ *         the store's, or that is lost), KVT_E_LIMIT, KVT_E_AGAIN, KVT_E_TOO_NEW,
  *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *         kvt_offload_tokens says how far it came.
  *
@@ -10898,9 +11152,10 @@ kvt_status_t kvt_model_what_if(const struct kvt_model_t *model,
  * @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
  *         it takes at least), KVT_E_CORRUPT when a file is not what it was when the model was
  *         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat without
- *         a device, a host seat with one, units in place on a device),
- *         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
- *         KVT_E_FORKED, KVT_E_PANIC.
+ *         a device, a host seat with one, units in place on a device that has no addresses
+ *         which stay while memory moves: the host device and custom ones), KVT_E_INVALID,
+ *         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         KVT_E_PANIC.
  *
  * Ownership: the caller owns the streamer. Threading: any thread. Since 0.1.
  */
@@ -11228,7 +11483,9 @@ kvt_status_t kvt_stream_sum(const struct kvt_stream_t *stream, uint32_t unit, ui
 /**
  * The address that a unit has in place (KVT_STREAM_IN_PLACE), from the opening to the close:
  * an engine can set its pointers to weights once. There is memory only while the unit is had:
- * reading there at another time reads zeros, or what is being brought.
+ * reading there at another time reads zeros, or what is being brought; on a device it may be an
+ * error after which the device is lost. With a device the address is the device's, but for
+ * units that the processor uses (kvt_held_t.memory says so): theirs are outside of the range.
  *
  * @param stream       The streamer.
  * @param unit         The unit; KVT_NONE = the whole range of addresses.

@@ -91,7 +91,7 @@ pub type Joined = Box<dyn FnOnce() + Send>;
 /// What is guarded by the op's lock: its detail text and what was not yet told.
 pub(super) struct Told {
     error: Option<Error>,
-    unsent: u32,
+    pub(super) unsent: u32,
     /// Who is called when the op is released.
     pub(super) joined: Vec<Joined>,
 }
@@ -117,7 +117,7 @@ pub struct Op {
     /// Summed once: the pool asks under its lock.
     bytes: u64,
     pub(super) owner: Option<Arc<dyn Owner>>,
-    queue: Option<Arc<Queue>>,
+    pub(super) queue: Option<Arc<Queue>>,
     tag: u64,
     deadline_ns: u64,
     detached: bool,
@@ -285,13 +285,13 @@ impl Op {
         let news = self.news(&mut told, EVENTS);
         let joined = std::mem::take(&mut told.joined);
         drop(told);
+        joined.into_iter().for_each(|released| released());
         match (news, outbox) {
             (Some((queue, entry)), Some(outbox)) => outbox.add(queue, entry),
             (Some((queue, entry)), None) => queue.post(&[entry]),
             (None, _) => {}
         }
         self.wake(before);
-        joined.into_iter().for_each(|released| released());
         self.core.op_released();
     }
 
@@ -335,25 +335,6 @@ impl Op {
         if let Some((queue, entry)) = self.news(told, events) {
             queue.post(&[entry]);
         }
-    }
-
-    /// Undoes a creation: the op was never queued and nobody hears of it. A close
-    /// beside it may have been first to end the op; then nothing is left to undo.
-    pub(crate) fn discard(&self) {
-        if self.claim() {
-            self.unmake();
-        }
-    }
-
-    pub(super) fn unmake(&self) {
-        self.items().iter().for_each(|item| item.let_go(false));
-        self.bits.fetch_or(EVENTS, Ordering::AcqRel);
-        if let Some(queue) = &self.queue {
-            queue.unreserve(self.told.lock().unsent.count_ones());
-        }
-        let joined = std::mem::take(&mut self.told.lock().joined);
-        joined.into_iter().for_each(|released| released());
-        self.core.op_released();
     }
 
     /// After a defect: ends the op if it has not ended.

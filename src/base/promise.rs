@@ -1,7 +1,7 @@
 //! What the owner of a promised op does with it: ops that no worker of the pool
 //! carries out.
 
-use crate::base::op::{CANCEL, ISSUED, Joined, Op, RELEASED, RESOLVED};
+use crate::base::op::{CANCEL, EVENTS, ISSUED, Joined, Op, RELEASED, RESOLVED};
 use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::Ordering;
 
@@ -68,6 +68,25 @@ impl Op {
         drop(told);
         released();
         Ok(())
+    }
+
+    /// Undoes a creation: the op was never queued and nobody hears of it. A close
+    /// beside it may have been first to end the op; then nothing is left to undo.
+    pub(crate) fn discard(&self) {
+        if self.claim() {
+            self.unmake();
+        }
+    }
+
+    fn unmake(&self) {
+        self.items().iter().for_each(|item| item.let_go(false));
+        self.bits.fetch_or(EVENTS, Ordering::AcqRel);
+        if let Some(queue) = &self.queue {
+            queue.unreserve(self.told.lock().unsent.count_ones());
+        }
+        let joined = std::mem::take(&mut self.told.lock().joined);
+        joined.into_iter().for_each(|released| released());
+        self.core.op_released();
     }
 
     /// Undoes a promise that its owner had begun, before anybody was told of it.

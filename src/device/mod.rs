@@ -30,12 +30,15 @@ mod pool;
 pub mod simulated;
 mod slots;
 mod strips;
+pub mod until;
 pub mod window;
 
 /// Most streams of a device.
 pub const MAX_STREAMS: u32 = 64;
 /// Most streams that a device lends at a time, where it makes them for that.
 pub const MAX_LENT: usize = 16;
+/// Most promises of a device that are known at once.
+pub const MAX_PROMISES: usize = 1024;
 /// Most copies of one batch.
 pub const MAX_COPIES: usize = 65_536;
 
@@ -204,6 +207,13 @@ pub trait Device: Send + Sync {
     /// asynchronous device has room for so many, then it refuses with [`Status::Again`].
     fn release(&self, event: Event) -> Result<()>;
 
+    /// Releases an event as soon as it has ended: nobody asks for it any more.
+    fn forget(&self, event: Event) {
+        if let Err(error) = self.release(event) {
+            log::warn!("an event stays known: {error}");
+        }
+    }
+
     /// Sets memory aside. [`Status::NoMem`] when there is not so much;
     /// [`Status::Unsupported`] when the device has none to give. What is in it is not said.
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
@@ -269,6 +279,9 @@ pub trait Device: Send + Sync {
     fn keep(&self, event: Event) -> Result<()> {
         fail!(Handle, "event {:#x} is no promise of the {} device's", event.0, self.facts().name)
     }
+
+    /// Keeps all promises that are open: what they were to wait for ends now.
+    fn keep_all(&self) {}
 
     /// Puts kernels on a stream, as `submit` does copies.
     ///

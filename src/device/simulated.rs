@@ -386,6 +386,9 @@ impl Device for Simulated {
     }
 
     fn sums(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
+        if !self.opts.sums {
+            fail!(Unsupported, "the device makes no sums");
+        }
         match self.now().known.get(event)? {
             Phase::Pending(_) => Err(Status::Busy.into()),
             Phase::Ended(Err(status), _) => Err(Error::from(*status)),
@@ -435,6 +438,10 @@ impl Device for Simulated {
         self.keep_promise(event)
     }
 
+    fn keep_all(&self) {
+        self.keep_open(&mut self.now());
+    }
+
     fn lend(&self) -> Result<Stream> {
         self.inner.lock().lend(self.opts.streams)
     }
@@ -458,7 +465,7 @@ impl Device for Simulated {
     fn close(&self, deadline_ns: u64) -> Result<()> {
         let mut inner = self.now();
         inner.closed = true;
-        self.keep_all(&mut inner);
+        self.keep_open(&mut inner);
         while inner.pending > 0 {
             let until = inner.agenda.first_key_value().map_or(0, |((time, _), _)| *time);
             if !self.sleep(&mut inner, until, deadline_ns) {

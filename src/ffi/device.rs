@@ -5,12 +5,14 @@ use std::os::unix::ffi::OsStrExt;
 
 use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
+use crate::base::owner::Owner;
 use crate::base::slab::{Pin, Slab};
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::cuda::{Choice, Cuda, CudaOpts};
 use crate::device::host::Host;
 use crate::device::simulated::{Simulated, SimulatedOpts};
+use crate::device::until::Keeper;
 use crate::device::{Device, MAX_STREAMS};
 use crate::fail;
 use crate::ffi::device_custom::{kvt_device_custom_t, with_custom};
@@ -137,6 +139,8 @@ pub(crate) struct DeviceNoun {
     pub(crate) core: Arc<Core>,
     pub(crate) device: Arc<dyn Device>,
     kind: u32,
+    /// Hears of the runtime's end.
+    _keeper: Arc<Keeper>,
 }
 
 static DEVICES: Slab<DeviceNoun> = Slab::new();
@@ -156,6 +160,17 @@ pub(crate) fn with_device<R>(
     body: impl FnOnce(&Arc<dyn Device>) -> Result<R>,
 ) -> Result<R> {
     with::<DeviceNoun, R>(handle, Access::Use, |noun| body(&noun.device))
+}
+
+/// The same, with one whose runtime takes new work.
+pub(crate) fn with_open_device<R>(
+    handle: *const kvt_device_t,
+    body: impl FnOnce(&Arc<dyn Device>) -> Result<R>,
+) -> Result<R> {
+    with::<DeviceNoun, R>(handle, Access::Use, |noun| {
+        noun.core.check_open()?;
+        body(&noun.device)
+    })
 }
 
 /// The device that something of a runtime is to use; null = none.
@@ -267,7 +282,11 @@ pub unsafe extern "C" fn kvt_device_open(
             core.check_open()?;
             let clock = core.clock().clone();
             let put = |device: Arc<dyn Device>| {
-                insert(DeviceNoun { core: core.clone(), device, kind: given.kind })
+                let keeper = Keeper::new(&device);
+                let owner: Arc<dyn Owner> = keeper.clone();
+                core.add_owner(Arc::downgrade(&owner));
+                let (core, kind) = (core.clone(), given.kind);
+                insert(DeviceNoun { core, device, kind, _keeper: keeper })
             };
             match given.kind {
                 KVT_DEVICE_HOST => put(Arc::new(Host::default())),

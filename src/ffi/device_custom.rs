@@ -122,6 +122,15 @@ pub type kvt_device_hold_fn = Option<
     unsafe extern "C" fn(user_data: *mut c_void, raw_stream: u64, event: u64) -> kvt_status_t,
 >;
 
+/// Makes an event that comes when `keep` says so: what is put behind it waits until then.
+pub type kvt_device_promise_fn =
+    Option<unsafe extern "C" fn(user_data: *mut c_void, event_out: *mut u64) -> kvt_status_t>;
+
+/// Has such an event come, if it has not. It must not wait. Any thread may say so: that which ends
+/// an op, too.
+pub type kvt_device_keep_fn =
+    Option<unsafe extern "C" fn(user_data: *mut c_void, event: u64) -> kvt_status_t>;
+
 /// Puts kernels on a stream, as copies.
 pub type kvt_device_launch_fn = Option<
     unsafe extern "C" fn(
@@ -148,7 +157,8 @@ pub struct kvt_device_custom_t {
     pub struct_size: u64,
     /// KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED.
     pub flags: u64,
-    /// How many streams it has, 1 to 64.
+    /// How many streams it has, 1 to 64. The upper half is for batches behind events that may
+    /// come late, so that they hold up nothing else.
     pub streams: u32,
     /// Always 0.
     pub reserved: u32,
@@ -180,6 +190,11 @@ pub struct kvt_device_custom_t {
     pub user_data: *mut c_void,
     /// Releases user_data; may be null.
     pub destroy: kvt_destroy_fn,
+    /// Events that come when they are told to; null = there are none, and no stream can wait for
+    /// an op.
+    pub promise: kvt_device_promise_fn,
+    /// Tells them: there with `promise` alone.
+    pub keep: kvt_device_keep_fn,
 }
 
 // SAFETY: integers, raw pointers and nullable functions; the first field is the size.
@@ -201,6 +216,8 @@ struct Table {
     adopt: kvt_device_adopt_fn,
     hold: kvt_device_hold_fn,
     launch: kvt_device_launch_fn,
+    promise: kvt_device_promise_fn,
+    keep: kvt_device_keep_fn,
 }
 
 /// What a callback came to.
@@ -349,6 +366,24 @@ impl Engine for Called {
         })
     }
 
+    fn promise(&self) -> Result<u64> {
+        self.call(|table, user_data| {
+            let Some(promise) = table.promise else { return none("promise") };
+            let mut event = 0;
+            // SAFETY: function and data came together; a place for a number.
+            let status = unsafe { promise(user_data, &raw mut event) };
+            number("promise", status, event)
+        })
+    }
+
+    fn keep(&self, event: u64) -> Result<()> {
+        self.call(|table, user_data| {
+            let Some(keep) = table.keep else { return none("keep") };
+            // SAFETY: function and data came together.
+            result("keep", unsafe { keep(user_data, event) })
+        })
+    }
+
     fn launch(&self, stream: u32, after: u64, calls: &[Call]) -> Result<u64> {
         self.call(|table, user_data| {
             let Some(launch) = table.launch else { return none("kernels") };
@@ -387,6 +422,9 @@ pub(crate) unsafe fn with_custom<R>(
     if (given.kernels != 0) != given.launch.is_some() {
         fail!(Invalid, "kernels without launch, or launch without kernels");
     }
+    if given.promise.is_some() != given.keep.is_some() {
+        fail!(Invalid, "one of promise and keep without the other");
+    }
     let table = Table {
         submit: given.submit,
         query: given.query,
@@ -399,6 +437,8 @@ pub(crate) unsafe fn with_custom<R>(
         adopt: given.adopt,
         hold: given.hold,
         launch: given.launch,
+        promise: given.promise,
+        keep: given.keep,
     };
     let facts = Facts {
         name: "custom",

@@ -1,12 +1,16 @@
 //! Events of devices, and of engines beside them.
 
 use crate::base::callback::refuse_reentry;
+use crate::base::op::Op;
 use crate::base::status::{Error, Status};
+use crate::device::until::hold_until_released;
 use crate::device::{Event, State};
 use crate::fail;
-use crate::ffi::device::{kvt_device_t, with_device};
+use crate::ffi::device::{kvt_device_t, with_device, with_open_device};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::handle::{Access, pin};
+use crate::ffi::op::kvt_op_t;
 use crate::ffi::policy_use::numbers;
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
@@ -57,6 +61,57 @@ pub unsafe extern "C" fn kvt_device_wait(
     let body = || {
         refuse_reentry()?;
         with_device(device, |device| device.wait(Event(event), deadline_ns))
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// The checksums of the copies of a batch that wanted one (KVT_COPY_SUM), in their order, from
+/// when its event has come until that is released. Who copies by itself holds them against
+/// kvt_checksum of what is in host memory: bytes that changed on the bus have another. Never
+/// waits.
+///
+/// @param device     An asynchronous device that sums (KVT_DEVICE_SUMS): others have put sums
+///                   into the copies.
+/// @param event      One of its events.
+/// @param sums       Receives checksums.
+/// @param capacity   How many there is room for, at most 65,536.
+/// @param out_count  How many were written.
+/// @param err        Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_BUSY (the event has not come), what its batch failed with,
+///         KVT_E_UNSUPPORTED (the device has no such sums), KVT_E_INVALID, KVT_E_LIMIT,
+///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `sums` has room for `capacity` numbers; `out_count` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_sums(
+    device: *const kvt_device_t,
+    event: u64,
+    sums: *mut u64,
+    capacity: u64,
+    out_count: *mut u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        unsafe { require(out_count)? };
+        if capacity > MAX_EVENTS as u64 || sums.is_null() {
+            fail!(Limit, "room for {capacity} sums at {sums:p}, {MAX_EVENTS} can be");
+        }
+        let mut found = Vec::new();
+        found.try_reserve_exact(capacity as usize).map_err(|_| Status::NoMem)?;
+        found.resize(capacity as usize, 0);
+        let count = with_device(device, |device| device.sums(Event(event), &mut found))?;
+        for (at, sum) in found.iter().take(count).enumerate() {
+            // SAFETY: fewer than the caller has room for.
+            unsafe { sums.add(at).write_unaligned(*sum) };
+        }
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_count.write(count as u64) };
+        Ok(())
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }
@@ -202,6 +257,99 @@ pub unsafe extern "C" fn kvt_device_hold(
     let body = || {
         // SAFETY: the caller's promise.
         with_device(device, |device| unsafe { device.hold(raw_stream, Event(event)) })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Makes an event that comes when kvt_device_keep says so: batches, moves and streams can be put
+/// behind it before. Closing the device or its runtime keeps it, too.
+///
+/// @param device     The device.
+/// @param out_event  Receives the event; release it with kvt_device_release once it was kept.
+/// @param err        Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_UNSUPPORTED (the device, or its driver, has no such thing), KVT_E_AGAIN
+///         (1,024 are known), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM, KVT_E_INVALID,
+///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out_event` is null or valid for a write, `err` is null or points to a handle that is null or
+/// an error's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_promise(
+    device: *const kvt_device_t,
+    out_event: *mut u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        unsafe { require(out_event)? };
+        let event = with_open_device(device, |device| device.promise())?;
+        // SAFETY: not null, and the caller's promise.
+        unsafe { out_event.write(event.0) };
+        Ok(())
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Has an event of kvt_device_promise come: what is behind it goes on. One that has come already
+/// stays as it is.
+///
+/// @param device  The device.
+/// @param event   The event.
+/// @param err     Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_HANDLE (it is no promise of this device's, or was released; or the
+///         device's handle); of a custom device what its `keep` says; KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// `err` is null or points to a handle that is null or an error's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_keep(
+    device: *const kvt_device_t,
+    event: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || with_device(device, |device| device.keep(Event(event)));
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Has a stream of the engine's own go on only when an op was released, well or not: ask the op
+/// afterwards. The op need not have begun. No thread waits. A device or a runtime that is closed
+/// before lets the stream go on.
+///
+/// With CUDA the stream waits for a number in memory (cuStreamWaitValue32), of which the driver
+/// knows no more: what releases the op must not itself be behind that stream.
+///
+/// @param device      The device.
+/// @param raw_stream  The engine's stream: for CUDA a CUstream, as a number.
+/// @param op          The op, of any kind. It may be freed, once it was released.
+/// @param err         Explains a failure; may be null.
+/// @return KVT_OK (also: the op was released before); KVT_E_UNSUPPORTED, KVT_E_HANDLE (of the op,
+///         the stream or the device), KVT_E_STATE (a graph is made of the stream), KVT_E_AGAIN
+///         (as many promises are open as can be), KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_NOMEM,
+///         KVT_E_INVALID, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// It is such a stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_device_hold_op(
+    device: *const kvt_device_t,
+    raw_stream: u64,
+    op: *const kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        let op = pin::<Op>(op, Access::Use)?;
+        // SAFETY: the caller's promise.
+        with_device(device, |device| unsafe { hold_until_released(device, raw_stream, &op) })
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }

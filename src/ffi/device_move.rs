@@ -38,7 +38,8 @@ pub struct kvt_device_memory_t {
 pub const KVT_COPY_GATHER: u32 = 0;
 /// From the plane into the view.
 pub const KVT_COPY_SCATTER: u32 = 1;
-/// Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS).
+/// Its checksum is wanted, of devices that sum (KVT_DEVICE_SUMS): of an asynchronous one that of
+/// the side in its memory, what was read there or what is there now (both sides: the target).
 pub const KVT_COPY_SUM: u64 = 1;
 
 /// A copy between tokens as an engine has them and a plane: the same tokens, heads and numbers
@@ -60,7 +61,8 @@ pub struct kvt_copy_t {
     pub first_token: u32,
     /// How many; 0 = all from there on.
     pub tokens: u32,
-    /// Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums.
+    /// Receives the checksum (as kvt_checksum makes it), if one was wanted and the device sums. An
+    /// asynchronous device is asked for it later: kvt_device_sums.
     pub sum: u64,
 }
 

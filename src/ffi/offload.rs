@@ -18,10 +18,10 @@ use crate::ffi::session_move::{KVT_LEVEL_DISK, KVT_LEVEL_DURABLE, KVT_LEVEL_RAM}
 use crate::ffi::slice::{require, text};
 use crate::ffi::sparse_custom::{Table, kvt_sparse_custom_t, made};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
+use crate::ffi::structs::{Plain, Sized_, known_flags, read};
 use crate::kv::core::Level;
 use crate::meta::dtype::Dtype;
-use crate::offload::{Offload, Opts, Policies};
+use crate::offload::{Home, Lent, Offload, Opts, Policies};
 use crate::sparse::{Shape, Sparse, registry};
 
 /// A session's KV, layer by layer: a ring of buffers that kernels read, the store behind it,
@@ -35,7 +35,7 @@ pub struct kvt_offload_t(());
 pub struct kvt_offload_opts_t {
     /// sizeof of this struct.
     pub struct_size: u64,
-    /// Always 0.
+    /// KVT_OFFLOAD_ON_DEVICE or 0.
     pub flags: u64,
     /// The session; kept, and not to be closed for another meanwhile.
     pub session: *const kvt_session_t,
@@ -68,73 +68,21 @@ pub struct kvt_offload_opts_t {
     pub prefill_custom: *const kvt_sparse_custom_t,
     /// The same instead of `decode`.
     pub decode_custom: *const kvt_sparse_custom_t,
+    /// With KVT_OFFLOAD_ON_DEVICE: memory of the store's device that the engine lends for the
+    /// ring and the tails, a multiple of 256, until the offload is closed. 0 = the device gives
+    /// it.
+    pub memory: u64,
+    /// How long that is: at least what kvt_offload_memory_bytes says.
+    pub memory_bytes: u64,
 }
 
-/// What an offload has done, and who waited for what.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct kvt_offload_stats_t {
-    /// sizeof of this struct.
-    pub struct_size: u64,
-    /// Loads of a layer.
-    pub loads: u64,
-    /// Of them, those that a policy has cut.
-    pub selections: u64,
-    /// Blocks that could have been loaded.
-    pub candidates: u64,
-    /// Blocks that were.
-    pub loaded_blocks: u64,
-    /// Bytes of them.
-    pub loaded_bytes: u64,
-    /// Bytes that were not loaded, since a policy did not want them.
-    pub saved_bytes: u64,
-    /// Loads that failed.
-    pub failed_loads: u64,
-    /// Blocks that were put into the store.
-    pub put_blocks: u64,
-    /// Bytes of them.
-    pub put_bytes: u64,
-    /// Bytes that were copied to or from tails, the last tokens, which fill no block.
-    pub tail_bytes: u64,
-    /// Tokens that policies evicted: heads times tokens, where heads have lists of their own.
-    pub evicted_tokens: u64,
-    /// What policies know of the sequence, in bytes.
-    pub policy_bytes: u64,
-    /// Waits for blocks to come.
-    pub load_waits: u64,
-    /// How long those took, in nanoseconds.
-    pub load_wait_ns: u64,
-    /// Waits for a full tail to leave.
-    pub tail_waits: u64,
-    /// How long those took, in nanoseconds.
-    pub tail_wait_ns: u64,
-    /// Waits for blocks that kvt_offload_truncate divides.
-    pub cut_waits: u64,
-    /// How long those took, in nanoseconds.
-    pub cut_wait_ns: u64,
-    /// Selections of a policy that took any time.
-    pub select_waits: u64,
-    /// How long those took, in nanoseconds.
-    pub select_wait_ns: u64,
-    /// Loads that were audited.
-    pub audited: u64,
-    /// Blocks that their layers' own queries looked at most, as many of each load as came.
-    pub wanted: u64,
-    /// Of those, blocks that came: found / wanted is the recall of selections.
-    pub found: u64,
-    /// Which part of the attention to blocks went to those that came, in millionths: the sum
-    /// over what was audited.
-    pub found_ppm: u64,
-}
+/// The ring and the tails are in memory of the store's device: buffers have device addresses.
+pub const KVT_OFFLOAD_ON_DEVICE: u64 = 1;
 
 // SAFETY: integers and raw pointers; the first field is the size.
 unsafe impl Plain for kvt_offload_opts_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_offload_opts_t {}
-// SAFETY: integers; the first field is the size.
-unsafe impl Plain for kvt_offload_stats_t {}
-// SAFETY: as above.
-unsafe impl Sized_ for kvt_offload_stats_t {}
 
 /// An offload, and the session that it is for: that stays as long.
 pub(crate) struct OffloadNoun {
@@ -232,16 +180,36 @@ unsafe fn policy_of(
     made.map(Some).map_err(|error| error.within(when))
 }
 
+/// Where the ring is to be.
+///
+/// # Safety
+/// Memory that is lent is what [`Lent::new`] says.
+unsafe fn home_of(given: &kvt_offload_opts_t) -> Result<Home> {
+    known_flags(given.flags, KVT_OFFLOAD_ON_DEVICE)?;
+    let is_lent = given.memory != 0;
+    match (given.flags & KVT_OFFLOAD_ON_DEVICE != 0, is_lent) {
+        (_, false) if given.memory_bytes != 0 => {
+            fail!(Invalid, "memory_bytes is {}, and memory is 0", given.memory_bytes);
+        }
+        (false, true) => fail!(Invalid, "memory is lent without KVT_OFFLOAD_ON_DEVICE"),
+        (false, false) => Ok(Home::Host),
+        (true, false) => Ok(Home::Device),
+        // SAFETY: the caller's promise.
+        (true, true) => Ok(Home::Lent(unsafe { Lent::new(given.memory, given.memory_bytes) })),
+    }
+}
+
 /// # Safety
 /// Its pointers are null or valid.
-unsafe fn options(
+pub(crate) unsafe fn options(
     given: &kvt_offload_opts_t,
     session: u32,
 ) -> Result<(Opts, Vec<Arc<Foreign<Table>>>)> {
-    known_flags(given.flags, 0)?;
     if given.reserved != 0 {
         fail!(Invalid, "reserved is {}", given.reserved);
     }
+    // SAFETY: the caller's promise.
+    let home = unsafe { home_of(given)? };
     let level = match given.level {
         KVT_LEVEL_RAM => Level::Ram,
         KVT_LEVEL_DISK => Level::Disk,
@@ -280,6 +248,7 @@ unsafe fn options(
         dtype,
         buffers: given.buffers,
         buffer_tokens: given.buffer_tokens,
+        home,
         level,
         policies: Policies { prefill, decode },
         recipe,
@@ -288,21 +257,23 @@ unsafe fn options(
     Ok((opts, taken))
 }
 
-/// Opens an offload for a session. The ring is in host memory, which the store's account
-/// pays for.
+/// Opens an offload for a session. The ring is in host memory, or with KVT_OFFLOAD_ON_DEVICE in
+/// memory of the store's device; the store's account pays for it, unless the engine lends it.
 ///
 /// @param opts  What it is for.
 /// @param out   The offload; close it with kvt_offload_close.
 /// @param err   Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID when the attention is not that of the session's namespace,
-///         KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy that does nothing there), KVT_E_BUDGET,
-///         KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
+///         KVT_E_SPEC, KVT_E_UNSUPPORTED (a policy that does nothing there, a device that gives
+///         out no memory), KVT_E_UNAVAILABLE (the store has no device with memory, or it is
+///         lost), KVT_E_TOO_SMALL (memory that is lent), KVT_E_BUDGET, KVT_E_LIMIT,
+///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Ownership: the caller owns the offload. Threading: any thread. Since 0.1.
 ///
 /// # Safety
-/// Pointers are null or valid; structs are valid for the size they state.
+/// Pointers are null or valid; structs are valid for the size they state. Memory that is lent
+/// is the offload's alone.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvt_offload_open(
     opts: *const kvt_offload_opts_t,
@@ -332,7 +303,7 @@ pub unsafe extern "C" fn kvt_offload_open(
 }
 
 /// Closes an offload and clears the handle. Loads and puts of its own are given up; it waits
-/// for their end. What the store has stays there.
+/// for their end. What the store has stays there. On a device no kernel reads buffers any more.
 ///
 /// @param offload  The handle; null, or a handle that is null, is fine.
 /// @return KVT_OK; KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
@@ -381,58 +352,6 @@ pub unsafe extern "C" fn kvt_offload_tokens(
     })
 }
 
-/// What an offload has done since it was opened.
-///
-/// @param offload  The offload.
-/// @param out      Receives it.
-/// @return KVT_OK; KVT_E_INVALID, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
-///
-/// Threading: any thread. Since 0.1.
-///
-/// # Safety
-/// `out` is null or valid for the size it states.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvt_offload_stats(
-    offload: *const kvt_offload_t,
-    out: *mut kvt_offload_stats_t,
-) -> kvt_status_t {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        unsafe { check_out(out)? };
-        let stats = with_offload(offload, |offload| Ok(offload.stats()))?;
-        let value = kvt_offload_stats_t {
-            struct_size: 0,
-            loads: stats.loads,
-            selections: stats.selections,
-            candidates: stats.candidates,
-            loaded_blocks: stats.loaded_blocks,
-            loaded_bytes: stats.loaded_bytes,
-            saved_bytes: stats.saved_bytes,
-            failed_loads: stats.failed_loads,
-            put_blocks: stats.put_blocks,
-            put_bytes: stats.put_bytes,
-            tail_bytes: stats.tail_bytes,
-            evicted_tokens: stats.evicted_tokens,
-            policy_bytes: stats.policy_bytes,
-            load_waits: stats.load_waits.count,
-            load_wait_ns: stats.load_waits.ns,
-            tail_waits: stats.tail_waits.count,
-            tail_wait_ns: stats.tail_waits.ns,
-            cut_waits: stats.cut_waits.count,
-            cut_wait_ns: stats.cut_waits.ns,
-            select_waits: stats.select_waits.count,
-            select_wait_ns: stats.select_waits.ns,
-            audited: stats.audited,
-            wanted: stats.wanted,
-            found: stats.found,
-            found_ppm: stats.found_ppm,
-        };
-        // SAFETY: it passed `check_out`.
-        unsafe { write(out, &value) };
-        Ok(())
-    })
-}
-
 /// Takes back what came behind `tokens` tokens, in all layers. To be called before
 /// kvt_session_truncate: where a block is cut, its first tokens come back from the store.
 /// Loads under way are given up, as by kvt_offload_done. After a failure no layer is cut: cut
@@ -442,8 +361,8 @@ pub unsafe extern "C" fn kvt_offload_stats(
 /// @param tokens   How many are left.
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_NOT_FOUND when a block that is cut is not in the store any more,
-///         KVT_E_BUDGET (a block of each layer is held beside the tails meanwhile), KVT_E_NOMEM,
-///         KVT_E_IO, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///         KVT_E_NOMEM, KVT_E_IO, KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE,
+///         KVT_E_FORKED, KVT_E_PANIC.
 ///
 /// Threading: any thread; waits. Since 0.1.
 ///

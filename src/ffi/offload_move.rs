@@ -4,6 +4,7 @@ use std::ffi::c_void;
 
 use crate::base::op::Op;
 use crate::base::status::{Error, Result, Status};
+use crate::device::Memory;
 use crate::fail;
 use crate::ffi::attention::{context_of, kvt_rows_t, kvt_sparse_context_t, with_rows};
 use crate::ffi::error::kvt_error_t;
@@ -12,11 +13,11 @@ use crate::ffi::handle::encode;
 use crate::ffi::offload::{kvt_offload_t, with_offload};
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::session_move::{kvt_view_t, plane_alone};
+use crate::ffi::session_move::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, plane_anywhere};
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, write};
-use crate::kv::core::views::LayerViews;
+use crate::kv::core::views::{LayerViews, PlaneView, Tokens};
 use crate::offload::{Loaded, Offload, Which};
 
 /// Of a load: these blocks were chosen by somebody else. They come as they are, no policy is
@@ -45,6 +46,10 @@ pub struct kvt_offload_kv_t {
     pub blocks: u32,
     /// The buffer.
     pub buffer: u32,
+    /// KVT_MEMORY_*: where `k` and `v` are valid.
+    pub memory: u32,
+    /// Always 0.
+    pub reserved: u32,
 }
 
 // SAFETY: integers and raw pointers; the first field is the size.
@@ -54,12 +59,29 @@ unsafe impl Sized_ for kvt_offload_kv_t {}
 
 fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_kv_t> {
     let Loaded { tokens, tail_tokens, blocks } = loaded;
-    let (mut k, mut v) = (std::ptr::null(), std::ptr::null());
-    if tokens > 0 {
-        let kv = offload.kv(buffer)?;
-        (k, v) = (kv.keys.row(0, 0).cast(), kv.values.row(0, 0).cast());
-    }
-    Ok(kvt_offload_kv_t { struct_size: 0, k, v, tokens, tail_tokens, blocks, buffer })
+    let views = offload.places(buffer)?;
+    let at = |plane: &PlaneView| match plane.place {
+        Tokens::At(address) if tokens > 0 => std::ptr::with_exposed_provenance(address as usize),
+        _ => std::ptr::null(),
+    };
+    // Values of a latent are the first numbers of its keys.
+    let (k, v) = (at(&views.k), at(views.v.as_ref().unwrap_or(&views.k)));
+    let memory = match views.k.memory {
+        Memory::Host => KVT_MEMORY_HOST,
+        Memory::Device => KVT_MEMORY_DEVICE,
+    };
+    let (struct_size, reserved) = (0, 0);
+    Ok(kvt_offload_kv_t {
+        struct_size,
+        k,
+        v,
+        tokens,
+        tail_tokens,
+        blocks,
+        buffer,
+        memory,
+        reserved,
+    })
 }
 
 /// Keeps K and V of tokens of a layer, which go on where those before ended. The session
@@ -70,7 +92,7 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
 /// @param layer    The layer.
 /// @param first    The position of the first: as many as the layer has.
 /// @param tokens   How many.
-/// @param k        K, or the latent.
+/// @param k        K, or the latent, in host memory or in that of the store's device.
 /// @param v        V; null for a latent.
 /// @param opts     Queue, tag, deadline, priority of the op; null for none.
 /// @param op_out   Receives an op, to be freed by you: when it is released `k` and `v` are
@@ -79,7 +101,8 @@ fn kv_of(offload: &Offload, buffer: u32, loaded: Loaded) -> Result<kvt_offload_k
 /// @param err      Explains a failure; may be null.
 /// @return KVT_OK; KVT_E_INVALID (tokens that do not go on, that the session does not have,
 ///         keys that are not finite), KVT_E_BUDGET, KVT_E_IO (the full tail cannot leave: nothing
-///         was taken, and the next put tries again), KVT_E_LIMIT, KVT_E_AGAIN, KVT_E_TOO_NEW,
+///         was taken, and the next put tries again), KVT_E_UNAVAILABLE (memory of no device of
+///         the store's, or that is lost), KVT_E_LIMIT, KVT_E_AGAIN, KVT_E_TOO_NEW,
 ///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
 ///         kvt_offload_tokens says how far it came.
 ///
@@ -112,7 +135,7 @@ pub unsafe extern "C" fn kvt_offload_put(
                 view.tokens = tokens;
             }
             // SAFETY: the caller's promise.
-            unsafe { plane_alone(&view) }.map_err(|error: Error| error.within(name))
+            unsafe { plane_anywhere(&view) }.map_err(|error: Error| error.within(name))
         };
         let k = plane("K", k)?;
         let v = if v.is_null() { None } else { Some(plane("V", v)?) };

@@ -122,9 +122,10 @@ fn place_of(code: u64) -> Result<Goal> {
 /// @return KVT_OK; KVT_E_BUDGET when the model cannot run in that memory (the message says what
 ///         it takes at least), KVT_E_CORRUPT when a file is not what it was when the model was
 ///         opened, KVT_E_IO, KVT_E_NOT_FOUND, KVT_E_SPEC, KVT_E_UNSUPPORTED (a device seat without
-///         a device, a host seat with one, units in place on a device),
-///         KVT_E_INVALID, KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE,
-///         KVT_E_FORKED, KVT_E_PANIC.
+///         a device, a host seat with one, units in place on a device that has no addresses
+///         which stay while memory moves: the host device and custom ones), KVT_E_INVALID,
+///         KVT_E_LIMIT, KVT_E_NOMEM, KVT_E_TOO_NEW, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+///         KVT_E_PANIC.
 ///
 /// Ownership: the caller owns the streamer. Threading: any thread. Since 0.1.
 ///

@@ -451,7 +451,9 @@ pub unsafe extern "C" fn kvt_stream_sum(
 
 /// The address that a unit has in place (KVT_STREAM_IN_PLACE), from the opening to the close:
 /// an engine can set its pointers to weights once. There is memory only while the unit is had:
-/// reading there at another time reads zeros, or what is being brought.
+/// reading there at another time reads zeros, or what is being brought; on a device it may be an
+/// error after which the device is lost. With a device the address is the device's, but for
+/// units that the processor uses (kvt_held_t.memory says so): theirs are outside of the range.
 ///
 /// @param stream       The streamer.
 /// @param unit         The unit; KVT_NONE = the whole range of addresses.

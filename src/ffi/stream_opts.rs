@@ -59,7 +59,8 @@ pub const KVT_STREAM_MEASURE: u64 = 1;
 /// No pass follows a pass: nothing is fetched ahead across its end.
 pub const KVT_STREAM_ONCE: u64 = 2;
 /// Every unit has an address of its own, which never changes, and memory only while it is
-/// there: see kvt_stream_fixed.
+/// there: see kvt_stream_fixed. On a device it takes whole pieces of what the device maps by
+/// (2 MiB on CUDA), and the plan counts them.
 pub const KVT_STREAM_IN_PLACE: u64 = 4;
 /// Files are read through the page cache, which is told to forget what was read.
 pub const KVT_STREAM_BUFFERED: u64 = 8;

@@ -8,7 +8,7 @@ use crate::device::{Copy, Event, MAX_COPIES, State, Stream};
 use crate::kv::core::Core;
 use crate::kv::core::work::CopyBatch;
 use crate::kv::hands::Tools;
-use crate::kv::verify::{self, Made, Summed};
+use crate::kv::verify::{self, Held, Made, Summed};
 
 /// Where a core is to be found, behind whatever lock it has.
 pub trait Desk {
@@ -25,8 +25,8 @@ struct Begun {
     parts: VecDeque<(Event, usize)>,
     /// What those are of, in their order.
     summed: VecDeque<Summed>,
-    /// Jobs that came damaged.
-    bad: Vec<usize>,
+    /// What was found of them.
+    held: Vec<Held>,
     outcome: Result<()>,
 }
 
@@ -126,7 +126,8 @@ impl Crew {
                 at += 1;
                 continue;
             }
-            let Begun { mut batch, after, mut outcome, bad, .. } = self.begun.remove(at);
+            let Begun { mut batch, after, mut outcome, held, .. } = self.begun.remove(at);
+            let bad = verify::note(&mut batch, &held);
             let failure = self.failed(after);
             if failure.is_none() && outcome.is_ok() && !bad.is_empty() {
                 // Its event has come: a copy made again waits for nobody.
@@ -188,7 +189,7 @@ impl Crew {
                 self.submit(stream, Some(after), &mut made.copies, &mut parts)
             }
         });
-        self.begun.push(Begun { batch, after, parts, summed, bad: Vec::new(), outcome });
+        self.begun.push(Begun { batch, after, parts, summed, held: Vec::new(), outcome });
     }
 
     /// # Safety
@@ -236,8 +237,7 @@ impl Begun {
             match told.and_then(|sums| ended.map(|()| sums)) {
                 // SAFETY: the caller's promise: the batch has ended, its core has not heard.
                 Ok(sums) => unsafe {
-                    let bad = summed.zip(sums).filter_map(|(one, sum)| one.damaged(sum));
-                    self.bad.extend(bad);
+                    self.held.extend(summed.zip(sums).map(|(one, sum)| one.hold(sum)));
                 },
                 Err(error) if self.outcome.is_ok() => self.outcome = Err(error),
                 Err(_) => {}

@@ -1,5 +1,6 @@
-//! Copies over a device's bus, held against what the device says that it has: a byte that changes
-//! on the way would else be stored, and summed as if it were right.
+//! Copies of a device that sums, held against what their bytes have to be: a byte that changes on
+//! the way would else be stored, and summed as if it were right. Over the bus that is what is in
+//! host memory; out of the device tier what came there.
 
 use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
@@ -7,6 +8,14 @@ use crate::device::{Copy, Device, Event, Memory, Stream, Way};
 use crate::fail;
 use crate::kv::core::work::{CopyBatch, Damage};
 use crate::kv::hands::{Tools, copy_of};
+
+/// What a copy is of: the job, which of its planes, and what the sum of that is, if it is known.
+#[derive(Clone, Copy)]
+struct Of {
+    job: usize,
+    is_v: bool,
+    sum: Option<u64>,
+}
 
 /// Carries copies out. Where the device sums, what comes damaged is copied once more; jobs that
 /// are no better then are noted.
@@ -35,13 +44,13 @@ pub unsafe fn again(
         return Ok(());
     }
     let mut seen = bad.len() as u64;
-    log::warn!("{seen} copies came damaged over the device's bus, and are made again");
+    log::warn!("{seen} copies of a device came damaged, and are made again");
     sort(&mut bad);
     // SAFETY: the caller's promise.
     let mut worse = unsafe { copy_some(tools, batch, stream, Some(&bad))? };
     seen += worse.len() as u64;
     if !worse.is_empty() {
-        log::error!("{} copies came damaged over the device's bus twice", worse.len());
+        log::error!("{} copies of a device came damaged twice", worse.len());
     }
     sort(&mut worse);
     batch.damage = Damage { seen, jobs: worse };
@@ -53,22 +62,29 @@ fn sort(jobs: &mut Vec<usize>) {
     jobs.dedup();
 }
 
-/// The copies of a batch, and the job that each is of.
+/// The copies of a batch.
 #[derive(Default)]
 pub struct Made<'a> {
     /// Those into the device tier.
     pub fills: Vec<Copy<'static>>,
     /// Those that may read them there.
     pub copies: Vec<Copy<'a>>,
-    of_fills: Vec<usize>,
-    of_copies: Vec<usize>,
+    of_fills: Vec<Of>,
+    of_copies: Vec<Of>,
 }
 
 /// A plane that the device sums.
 pub struct Summed {
-    job: usize,
+    of: Of,
     plane: u64,
     bytes: u64,
+}
+
+/// What was found of one.
+pub struct Held {
+    of: Of,
+    right: u64,
+    is_damaged: bool,
 }
 
 impl<'a> Made<'a> {
@@ -80,16 +96,22 @@ impl<'a> Made<'a> {
         let mut made = Made::default();
         made.copies.reserve(if only.is_none() { batch.items.len() } else { 0 });
         for item in batch.items.iter().filter(|item| is_due(item.job)) {
-            made.copies.push(copy_of(batch, item)?);
-            made.of_copies.push(item.job);
+            let mut copy = copy_of(batch, item)?;
+            copy.wants_sum = verifies && (crosses(&copy) || item.sum.is_some());
+            made.copies.push(copy);
+            made.of_copies.push(Of { job: item.job, is_v: item.is_v, sum: item.sum });
         }
         for fill in batch.fills.iter().filter(|fill| is_due(fill.job)) {
-            let (host, way) = (fill.host as *mut u8, Way::Scatter);
-            made.fills.push(Copy::bytes(host, fill.device, fill.bytes, way, Memory::Device)?);
-            made.of_fills.push(fill.job);
+            // Sums are those of planes; else a cell goes as a whole.
+            let k_bytes = if verifies { fill.k_bytes } else { fill.bytes };
+            let parts = [(false, 0, k_bytes), (true, k_bytes, fill.bytes - k_bytes)];
+            for (is_v, at, bytes) in parts.into_iter().filter(|(.., bytes)| *bytes > 0) {
+                let (host, to) = ((fill.host + at as usize) as *mut u8, fill.device + at);
+                let copy = Copy::bytes(host, to, bytes, Way::Scatter, Memory::Device)?;
+                made.fills.push(Copy { wants_sum: verifies && crosses(&copy), ..copy });
+                made.of_fills.push(Of { job: fill.job, is_v, sum: None });
+            }
         }
-        made.copies.iter_mut().for_each(|copy| copy.wants_sum = verifies && crosses(copy));
-        made.fills.iter_mut().for_each(|copy| copy.wants_sum = verifies && crosses(copy));
         Ok(made)
     }
 
@@ -98,11 +120,7 @@ impl<'a> Made<'a> {
         let fills = self.fills.iter().zip(&self.of_fills);
         let all = fills.chain(self.copies.iter().zip(&self.of_copies));
         let wanted = all.filter(|(copy, _)| copy.wants_sum);
-        let of = |(copy, &job): (&Copy<'_>, &usize)| {
-            let plane = copy.plane.expose_provenance() as u64;
-            Summed { job, plane, bytes: copy.tensor.bytes() }
-        };
-        wanted.map(of).collect()
+        wanted.map(|(copy, of)| Summed::of(copy, *of)).collect()
     }
 
     fn sums(&self) -> impl Iterator<Item = u64> {
@@ -111,15 +129,23 @@ impl<'a> Made<'a> {
 }
 
 impl Summed {
-    /// The job, if its bytes here are not those that the device summed.
+    fn of(copy: &Copy<'_>, of: Of) -> Summed {
+        let plane = copy.plane.expose_provenance() as u64;
+        Summed { of, plane, bytes: copy.tensor.bytes() }
+    }
+
+    /// Holds what the device says against what is known of the plane, or is here.
     ///
     /// # Safety
-    /// The plane is in host memory, and nobody changes it.
-    pub unsafe fn damaged(&self, sum: u64) -> Option<usize> {
-        let plane = std::ptr::with_exposed_provenance(self.plane as usize);
-        // SAFETY: the caller's promise: a plane is as long as its tensor's tokens.
-        let plane: &[u8] = unsafe { std::slice::from_raw_parts(plane, self.bytes as usize) };
-        (checksum(plane) != sum).then_some(self.job)
+    /// Unless its sum is known the plane is in host memory; nobody changes it.
+    pub unsafe fn hold(&self, told: u64) -> Held {
+        let right = self.of.sum.unwrap_or_else(|| {
+            let plane = std::ptr::with_exposed_provenance(self.plane as usize);
+            // SAFETY: the caller's promise: a plane is as long as its tensor's tokens.
+            let plane: &[u8] = unsafe { std::slice::from_raw_parts(plane, self.bytes as usize) };
+            checksum(plane)
+        });
+        Held { of: self.of, right, is_damaged: right != told }
     }
 }
 
@@ -129,7 +155,7 @@ impl Summed {
 /// As [`Tools::work`].
 unsafe fn copy_some(
     tools: &Tools,
-    batch: &CopyBatch,
+    batch: &mut CopyBatch,
     stream: Stream,
     only: Option<&[usize]>,
 ) -> Result<Vec<usize>> {
@@ -138,8 +164,40 @@ unsafe fn copy_some(
     unsafe { tools.submit_all(stream, &mut made.fills, &mut made.copies)? };
     let summed = made.summed();
     // SAFETY: as above; nothing is under way any more.
-    let bad = summed.iter().zip(made.sums()).filter_map(|(one, sum)| unsafe { one.damaged(sum) });
-    Ok(bad.collect())
+    let hold = |(one, sum): (&Summed, u64)| unsafe { one.hold(sum) };
+    let held: Vec<Held> = summed.iter().zip(made.sums()).map(hold).collect();
+    drop(made);
+    Ok(note(batch, &held))
+}
+
+/// Copies from a tensor in device memory to a plane in the host's; whether it came as it was, as
+/// far as the device says so.
+///
+/// # Safety
+/// As [`Device::submit`].
+pub unsafe fn copy_one(tools: &Tools, copy: Copy<'_>, stream: Stream) -> Result<bool> {
+    let facts = tools.device.facts();
+    let mut copies = [Copy { wants_sum: facts.sums && facts.asynchronous, ..copy }];
+    // SAFETY: the caller's promise; nothing is under way any more then.
+    unsafe {
+        tools.submit_parts(stream, None, &mut copies)?;
+        let [copy] = &copies;
+        let of = Of { job: 0, is_v: false, sum: None };
+        Ok(!copy.wants_sum || !Summed::of(copy, of).hold(copy.sum).is_damaged)
+    }
+}
+
+/// Notes the sums of planes for who has them on the device. The jobs that came damaged, each as
+/// often as it did.
+pub fn note(batch: &mut CopyBatch, held: &[Held]) -> Vec<usize> {
+    if !held.is_empty() && batch.rescued.is_some() {
+        let jobs = batch.jobs().count();
+        batch.sums.resize(jobs, [0; 2]);
+        for one in held {
+            batch.sums[one.of.job][usize::from(one.of.is_v)] = one.right;
+        }
+    }
+    held.iter().filter(|one| one.is_damaged).map(|one| one.of.job).collect()
 }
 
 /// Whether a copy goes between a plane in host memory and a tensor in the device's. The store's

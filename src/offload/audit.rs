@@ -10,9 +10,11 @@
 //! That costs what the selection has saved and more; it changes nothing that is loaded.
 
 use crate::attention::Rows;
-use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Result, Status};
+use crate::device::Memory;
 use crate::fail;
+use crate::offload::carry::{address_of, rows_to};
+use crate::offload::home::Own;
 use crate::offload::kept::{Kept, Left};
 use crate::offload::source::rows_of;
 use crate::offload::{Offload, end};
@@ -30,7 +32,7 @@ pub(super) struct Audit {
     every: u32,
     /// Selections so far that left blocks out.
     cuts: u64,
-    memory: Buffer,
+    memory: Own,
 }
 
 /// A selection.
@@ -52,9 +54,7 @@ impl Offload {
             0 => None,
             _ => {
                 let bytes = self.geometry.planes_bytes(self.geometry.buffer_tokens);
-                let account = self.store.account().cloned();
-                let wish = MemoryWish { bytes, account, ..Default::default() };
-                Some(Audit { every, cuts: 0, memory: Buffer::map(&wish, None)? })
+                Some(Audit { every, cuts: 0, memory: Own::map(&self.store, bytes)? })
             }
         };
         Ok(())
@@ -99,7 +99,7 @@ impl Offload {
         for (part, ids) in what.candidates.chunks(at_once).enumerate() {
             let tokens = ids.len() as u32 * block;
             let views = || geometry.views(&audit.memory, 0, geometry.buffer_tokens, (0, tokens));
-            end(&self.submit_get(what.layer, ids, views()?)?)?;
+            end(&self.submit_get(what.layer, ids, views()?, None)?)?;
             let plane = views()?.k;
             // SAFETY: rows of the audit's memory, which no op writes any more.
             let keys = unsafe { rows_of(geometry, &plane)? };
@@ -109,8 +109,16 @@ impl Offload {
             }
         }
         if what.has_tail && one.tail.tokens > 0 {
-            let plane = self.tail_views(what.layer, 0, one.tail.tokens)?.k;
-            // SAFETY: rows of the tail, which nobody writes during this call.
+            let mut plane = self.tail_views(what.layer, 0, one.tail.tokens)?.k;
+            if plane.memory == Memory::Device {
+                let rows = (0, one.tail.tokens);
+                let here = geometry.views(&audit.memory, 0, geometry.buffer_tokens, rows)?.k;
+                let mut copies = [rows_to(&plane, rows, address_of(&here)?, here.memory)?];
+                // SAFETY: rows of the tail, and the audit's memory, which no op writes.
+                unsafe { self.carrier.carry(&mut copies)? };
+                plane = here;
+            }
+            // SAFETY: rows of the tail, which nobody writes during this call, or a copy.
             let keys = unsafe { rows_of(geometry, &plane)? };
             look.block(what.candidates.len(), one.stored, &keys, 0..one.tail.tokens)?;
         }

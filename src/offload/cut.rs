@@ -1,20 +1,12 @@
 //! What came behind some tokens is taken back, in all layers or in none.
 
-use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::kv::core::views::Views;
-use crate::kv::core::{Deed, Level, Rectangle, Wanted};
+use crate::kv::core::{Deed, Rectangle, Wanted};
 use crate::offload::ring::State;
 use crate::offload::{Offload, end};
-
-/// Blocks that become tails, on their way.
-struct Fetched {
-    memory: Buffer,
-    /// The layers that they are of, in the order in which they lie there.
-    layers: Vec<u32>,
-}
 
 impl Offload {
     /// Takes back what came behind `tokens` tokens, in all layers: a guess that was wrong. To
@@ -35,7 +27,7 @@ impl Offload {
         }
         let begun_ns = self.clock.now_ns();
         let fetched = self.fetch_tails(tokens);
-        if !matches!(fetched, Ok(None)) {
+        if !fetched.as_ref().is_ok_and(Vec::is_empty) {
             self.stats.cut_waits.add(self.clock.now_ns().saturating_sub(begun_ns));
         }
         let fetched = fetched?;
@@ -47,8 +39,10 @@ impl Offload {
             policy.truncate(tokens)?;
         }
         // Nothing fails from here on.
-        if let Some(fetched) = &fetched {
-            self.take_tails(fetched);
+        for layer in fetched {
+            let one = &mut self.layers[layer as usize].tail;
+            one.is_second = !one.is_second;
+            self.stats.tail_bytes += self.geometry.tail_bytes();
         }
         let block = self.geometry.shape.block_tokens;
         self.together = self.together.min(tokens / block * block);
@@ -65,24 +59,22 @@ impl Offload {
         Ok(())
     }
 
-    /// The blocks that a cut at some token divides, beside the tails, which still count.
-    fn fetch_tails(&self, tokens: u32) -> Result<Option<Fetched>> {
+    /// Brings the blocks that a cut at some token divides, beside the tails, which still count;
+    /// of which layers.
+    fn fetch_tails(&self, tokens: u32) -> Result<Vec<u32>> {
         let block = self.geometry.shape.block_tokens;
         let mut layers = Vec::new();
         layers.try_reserve_exact(self.layers.len()).map_err(|_| Status::NoMem)?;
         let is_cut = |layer: &u32| self.layer(*layer).is_ok_and(|one| tokens < one.stored);
         layers.extend((0..self.layers.len() as u32).filter(is_cut));
         if layers.is_empty() || tokens % block == 0 {
-            return Ok(None);
+            return Ok(Vec::new());
         }
-        let bytes = layers.len() as u64 * self.geometry.tail_bytes();
-        let account = self.store.account().cloned();
-        let memory = Buffer::map(&MemoryWish { bytes, account, ..Default::default() }, None)?;
         let mut ops: Vec<OpRef> = Vec::new();
         ops.try_reserve_exact(layers.len()).map_err(|_| Status::NoMem)?;
         let mut came = Ok(());
-        for (at, &layer) in (0u64..).zip(&layers) {
-            match self.fetch_block(layer, tokens / block, &memory, at) {
+        for &layer in &layers {
+            match self.fetch_block(layer, tokens / block) {
                 Ok(op) => ops.push(op),
                 Err(error) => {
                     came = Err(error);
@@ -98,14 +90,14 @@ impl Offload {
             let one = end(&op).map(|_| ());
             came = came.and(one);
         }
-        came.map(|()| Some(Fetched { memory, layers }))
+        came.map(|()| layers)
     }
 
-    /// Begins to get a block of a layer into one of the tails of some memory.
-    fn fetch_block(&self, layer: u32, id: u32, memory: &Buffer, at: u64) -> Result<OpRef> {
+    /// Begins to get a block of a layer to where its next tail is.
+    fn fetch_block(&self, layer: u32, id: u32) -> Result<OpRef> {
         let block = self.geometry.shape.block_tokens;
-        let views =
-            self.geometry.tail_views(memory, at * self.geometry.tail_bytes(), (0, block))?;
+        let at = self.tail_place(layer, !self.layer(layer)?.tail.is_second);
+        let views = self.geometry.tail_views(&self.memory, at, (0, block))?;
         let rectangle = Rectangle {
             first_token: u64::from(id) * u64::from(block),
             tokens: block.into(),
@@ -116,22 +108,6 @@ impl Offload {
             views: Arc::new(Views(vec![views])),
             after: None,
         };
-        let opts = OpOpts::default();
-        let ops = self.store.submit(self.session, Deed::Get, Level::Ram, rectangle, &opts)?;
-        ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
-    }
-
-    /// Blocks that came are the tails now.
-    fn take_tails(&mut self, fetched: &Fetched) {
-        let bytes = self.geometry.tail_bytes();
-        for (at, &layer) in (0u64..).zip(&fetched.layers) {
-            let from = fetched.memory.range(at * bytes, bytes);
-            let to = self.memory.range(self.tail_at(layer), bytes);
-            let (Some(from), Some(to)) = (from, to) else { continue };
-            // SAFETY: both are checked parts of memory of the offload's, apart from each
-            // other, that no op writes: all of a fetch have ended, and no tail is leaving.
-            unsafe { to.copy_from_nonoverlapping(from, bytes as usize) };
-            self.stats.tail_bytes += bytes;
-        }
+        self.submit(Deed::Get, rectangle, &OpOpts::default())
     }
 }

@@ -4,6 +4,7 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::kv::store::Store;
+use crate::offload::carry::bytes_to;
 use crate::offload::opts::Policies;
 use crate::offload::{Layer, Offload};
 use crate::sparse::Sparse;
@@ -12,7 +13,8 @@ impl Offload {
     /// Another offload for a session that was forked from this one's: the blocks in the store
     /// are those of both, tails and lists of tokens that are left are copied, policies forked.
     /// It has a ring of its own, and counts from zero. INVALID = the session does not have the
-    /// same tokens. The store's account pays for it as for this one.
+    /// same tokens. The store's account pays for it as for this one; where the engine has lent
+    /// memory for this one, the device gives that of the other.
     ///
     /// A full tail leaves first, if it can. Puts of blocks under way may go on: who goes on
     /// from these blocks finds them once they have ended.
@@ -27,7 +29,8 @@ impl Offload {
         };
         let (prefill, decode) = (fork(&self.policies.prefill)?, fork(&self.policies.decode)?);
         let (store, geometry, buffers) = (&self.store, self.geometry, self.ring.len());
-        let mut other = Offload::empty(store, session, geometry, buffers)?;
+        let home = self.memory.like();
+        let mut other = Offload::empty(store, session, geometry, buffers, home)?;
         (other.level, other.clock) = (self.level, self.clock.clone());
         other.together = self.together;
         other.policies = Policies { prefill, decode };
@@ -39,7 +42,7 @@ impl Offload {
         for (one, to) in self.layers.iter().zip(&mut other.layers) {
             *to = one.try_clone().ok_or(Status::NoMem)?;
         }
-        self.copy_tails(&mut other);
+        self.copy_tails(&mut other)?;
         Ok(other)
     }
 
@@ -70,19 +73,22 @@ impl Offload {
     }
 
     /// Tails of this one are those of another, which has as many layers.
-    fn copy_tails(&self, other: &mut Offload) {
-        let bytes = self.geometry.tail_bytes();
+    fn copy_tails(&self, other: &mut Offload) -> Result<()> {
+        let (bytes, is) = (self.geometry.tail_bytes(), self.memory.memory());
+        let mut copies = Vec::new();
+        copies.try_reserve_exact(self.layers.len()).map_err(|_| Status::NoMem)?;
         for (layer, one) in (0u32..).zip(&self.layers) {
-            let from = self.memory.range(self.tail_at(layer), bytes);
-            let to = other.memory.range(other.tail_at(layer), bytes);
-            let (Some(from), Some(to)) = (from, to) else { continue };
             if one.tail.tokens > 0 {
-                // SAFETY: checked parts of memory of two offloads; the other's is nobody
-                // else's yet, and hands only read tails of this one.
-                unsafe { to.copy_from_nonoverlapping(from, bytes as usize) };
-                other.stats.tail_bytes += bytes;
+                let from = self.memory.range(self.tail_at(layer), bytes)?;
+                let to = other.memory.range(other.tail_at(layer), bytes)?;
+                copies.push(bytes_to((from, is), (to, is), bytes)?);
             }
         }
+        // SAFETY: checked parts of memory of two offloads; the other's is nobody else's yet,
+        // and hands only read tails of this one.
+        unsafe { self.carrier.carry(&mut copies)? };
+        other.stats.tail_bytes += copies.len() as u64 * bytes;
+        Ok(())
     }
 }
 

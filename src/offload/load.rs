@@ -4,11 +4,13 @@ use crate::attention::{Rows, Scales, check_finite};
 use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
+use crate::device::{Event, Memory};
 use crate::fail;
-use crate::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
-use crate::kv::core::{Deed, Level, Rectangle, Wanted};
+use crate::kv::core::views::{LayerViews, PlaneView, Views};
+use crate::kv::core::{Deed, Rectangle, Wanted};
 use crate::meta::view::{Place, View};
 use crate::offload::audit::Selection;
+use crate::offload::carry::{address_of, bytes_to};
 use crate::offload::ring::State;
 use crate::offload::{Offload, end};
 use crate::sparse::{Context, Kind, caps};
@@ -81,7 +83,7 @@ impl Offload {
             true => None,
             false => {
                 let views = self.slot_views(buffer, 0, tokens as u32)?;
-                Some(self.submit_get(layer, &blocks, views)?)
+                Some(self.submit_get(layer, &blocks, views, self.carrier.open())?)
             }
         };
         let bytes = self.geometry.token_bytes() * u64::from(block);
@@ -153,22 +155,26 @@ impl Offload {
         Ok(())
     }
 
-    /// K and V of a buffer that has been waited for.
-    pub fn kv(&self, buffer: u32) -> Result<Kv<'_>> {
+    /// Where K and V of a buffer are that has been waited for, row by row.
+    pub fn places(&self, buffer: u32) -> Result<LayerViews> {
         let slot = self.ring.get(buffer)?;
         if !matches!(slot.state, State::Ready) {
             fail!(State, "buffer {buffer} is not there: wait for it first");
         }
-        let shape = &self.geometry.shape;
-        let tokens = slot.blocks.len() as u32 * shape.block_tokens + slot.tail_tokens;
-        let views = self.slot_views(buffer, 0, tokens)?;
+        let tokens = slot.blocks.len() as u32 * self.geometry.shape.block_tokens;
+        self.slot_views(buffer, 0, tokens + slot.tail_tokens)
+    }
+
+    /// K and V of a buffer that has been waited for. UNSUPPORTED = in device memory.
+    pub fn kv(&self, buffer: u32) -> Result<Kv<'_>> {
+        let (shape, views) = (&self.geometry.shape, self.places(buffer)?);
+        if self.memory.memory() == Memory::Device {
+            fail!(Unsupported, "the ring is in device memory: the processor cannot read its rows");
+        }
         let size = u64::from(self.geometry.dtype.bits() / 8);
         let rows = |plane: &PlaneView, dim: u32| {
-            let Tokens::At(address) = plane.place else {
-                return Err(Status::Invalid.into());
-            };
             let view = View {
-                place: Place::At(address),
+                place: Place::At(address_of(plane)?),
                 run_bytes: u64::from(dim) * size,
                 ..plane.view()
             };
@@ -321,6 +327,7 @@ impl Offload {
         layer: u32,
         blocks: &[u32],
         views: LayerViews,
+        after: Option<Event>,
     ) -> Result<OpRef> {
         let rectangle = Rectangle {
             first_token: 0,
@@ -330,11 +337,9 @@ impl Offload {
             by_layer: false,
             wanted: Wanted::Chunks(copy_of(blocks)?),
             views: Arc::new(Views(vec![views])),
-            after: None,
+            after,
         };
-        let (get, ram) = (Deed::Get, Level::Ram);
-        let ops = self.store.submit(self.session, get, ram, rectangle, &OpOpts::default())?;
-        ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
+        self.submit(Deed::Get, rectangle, &OpOpts::default())
     }
 
     /// Rows of a buffer.
@@ -350,19 +355,18 @@ impl Offload {
         }
         let from = self.tail_views(layer, 0, tokens)?;
         let to = self.slot_views(buffer, behind, tokens)?;
+        let (mut copies, mut all) = (Vec::new(), 0);
         for (from, to) in [(Some(&from.k), Some(&to.k)), (from.v.as_ref(), to.v.as_ref())] {
             let (Some(from), Some(to)) = (from, to) else { continue };
-            let (Tokens::At(source), Tokens::At(target)) = (&from.place, &to.place) else {
-                continue;
-            };
             let bytes = u64::from(tokens) * from.token_stride_bytes;
-            // SAFETY: both are checked parts of the offload's own memory, apart from each
-            // other; the rows behind the blocks of a buffer are nobody's but this call's.
-            unsafe {
-                (*target as *mut u8).copy_from_nonoverlapping(*source as *const u8, bytes as usize);
-            }
-            self.stats.tail_bytes += bytes;
+            let from = (address_of(from)?, from.memory);
+            copies.push(bytes_to(from, (address_of(to)?, to.memory), bytes)?);
+            all += bytes;
         }
+        // SAFETY: both are checked parts of the offload's own memory, apart from each other;
+        // the rows behind the blocks of a buffer are nobody's but this call's.
+        unsafe { self.carrier.carry_behind(&mut copies)? };
+        self.stats.tail_bytes += all;
         Ok(())
     }
 }

@@ -10,6 +10,7 @@
 //! Nothing that other sessions share is changed: a token that a policy evicts is not loaded any
 //! more, its block goes on lying in the store for whoever wants it.
 //!
+//! - [`home`]: in which memory the ring and the tails are.
 //! - [`opts`]: what is said when one is opened, and whether that fits the namespace.
 //! - [`ring`]: buffers, and what is in them.
 //! - [`tail`]: the last tokens of each layer.
@@ -17,14 +18,17 @@
 //! - [`kept`]: which tokens of a layer are left.
 //! - [`pass`]: all layers in their order, loaded ahead as far as that can be.
 //! - [`source`]: the engine's tensors, cut to blocks.
+//! - [`carry`]: copies beside those of the store, to tails and of keys.
 //! - [`audit`]: how good selections are.
 //! - [`saved`]: what policies know of blocks, kept beside them.
 //! - [`stats`]: what was saved, and who waited for what.
 
 pub mod audit;
+pub mod carry;
 pub mod cut;
 pub mod evict;
 pub mod fork;
+pub mod home;
 pub mod kept;
 pub mod load;
 pub mod opts;
@@ -37,6 +41,7 @@ pub mod source;
 pub mod stats;
 pub mod tail;
 
+pub use home::{Home, Lent};
 pub use kept::Left;
 pub use load::{Loaded, Which};
 pub use opts::{Opts, Policies};
@@ -44,13 +49,15 @@ pub use stats::Stats;
 
 use crate::base::budget::Tier;
 use crate::base::clock::Clock;
-use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::op::{OpRef, RELEASED};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
+use crate::device::{Event, Memory};
 use crate::kv::core::Level;
 use crate::kv::store::Store;
 use crate::offload::audit::Audit;
+use crate::offload::carry::{Carrier, Staging, bytes_to};
+use crate::offload::home::Own;
 use crate::offload::kept::Kept;
 use crate::offload::opts::Geometry;
 use crate::offload::pass::Pass;
@@ -89,7 +96,11 @@ pub struct Offload {
     layers: Vec<Layer>,
     ring: Ring,
     pass: Option<Pass>,
-    memory: Buffer,
+    memory: Own,
+    carrier: Carrier,
+    /// Keys of what is put, and of blocks that leave, where policies see them.
+    put_keys: Staging,
+    seal_keys: Staging,
     clock: Clock,
     stats: Stats,
     audit: Option<Audit>,
@@ -107,7 +118,8 @@ impl Offload {
     /// for the ring and the tails.
     pub fn open(store: &Arc<Store>, opts: Opts) -> Result<Offload> {
         let geometry = opts::geometry_of(store, &opts)?;
-        let mut opened = Offload::empty(store, opts.session, geometry, opts.buffers)?;
+        let (session, buffers) = (opts.session, opts.buffers);
+        let mut opened = Offload::empty(store, session, geometry, buffers, opts.home)?;
         (opened.level, opened.policies, opened.clock) = (opts.level, opts.policies, opts.clock);
         let (session, all) = (opened.session, &opened.policies);
         opened.saved = Saved::open(store, session, &opts.recipe, &opened.geometry, all)?;
@@ -120,13 +132,11 @@ impl Offload {
         session: u32,
         geometry: Geometry,
         buffers: u32,
+        home: Home,
     ) -> Result<Offload> {
-        let ring_bytes = u64::from(buffers).checked_mul(geometry.slot_bytes());
-        let tail_bytes = u64::from(geometry.shape.layers).checked_mul(geometry.tail_bytes());
-        let bytes = ring_bytes.zip(tail_bytes).and_then(|(a, b)| a.checked_add(b));
-        let account = store.account().cloned();
-        let wish = MemoryWish { bytes: bytes.ok_or(Status::Limit)?, account, ..Default::default() };
-        let memory = Buffer::map(&wish, None)?;
+        let memory = Own::take(store, home, geometry.all_bytes(buffers)?)?;
+        let carrier = Carrier { device: store.device(), after: None };
+        check_reach(&carrier, &memory)?;
         let count = geometry.shape.layers as usize;
         let mut layers: Vec<Layer> = Vec::new();
         layers.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
@@ -142,6 +152,9 @@ impl Offload {
             pass: None,
             layers,
             memory,
+            carrier,
+            put_keys: Staging::default(),
+            seal_keys: Staging::default(),
             geometry,
             clock: Clock::real(),
             stats: Stats::default(),
@@ -150,6 +163,23 @@ impl Offload {
             note: None,
             spare: Keep::default(),
         })
+    }
+
+    /// How many bytes the ring and the tails of one take that is opened so.
+    pub fn memory_bytes(store: &Arc<Store>, opts: &Opts) -> Result<u64> {
+        opts::geometry_of(store, opts)?.all_bytes(opts.buffers)
+    }
+
+    /// What is copied from now on waits for an event of the store's device: that buffers which
+    /// were given back are not read any more, and that what is put was computed. None = for
+    /// nothing. It stays known to the device until the next one is given, or this is dropped,
+    /// and what was begun before that has ended.
+    pub fn after(&mut self, event: Option<Event>) -> Result<()> {
+        if let Some(event) = event {
+            self.carrier.device.state(event)?;
+        }
+        self.carrier.after = event;
+        Ok(())
     }
 
     /// What attention it is for.
@@ -228,6 +258,21 @@ impl Drop for Offload {
             account.give_back(Tier::Host, self.paid_bytes);
         }
     }
+}
+
+/// Whether a device reaches the memory from its first byte to its last: an address that an
+/// engine got wrong is found now, and not by the first load.
+fn check_reach(carrier: &Carrier, memory: &Own) -> Result<()> {
+    const PROBE_BYTES: u64 = 16;
+    let ((address, bytes), is) = (memory.whole(), memory.memory());
+    if is == Memory::Host || bytes < 2 * PROBE_BYTES {
+        return Ok(());
+    }
+    let last = address + bytes - PROBE_BYTES;
+    let mut probe = [bytes_to((address, is), (last, is), PROBE_BYTES)?];
+    // SAFETY: memory of the offload's own, in which nothing is yet.
+    let probed = unsafe { carrier.carry(&mut probe) };
+    probed.map_err(|error| error.within("the memory of the ring and the tails"))
 }
 
 /// Waits for the end of an op; what it came to.

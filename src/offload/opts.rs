@@ -8,7 +8,8 @@ use crate::kv::core::Level;
 use crate::kv::store::Store;
 use crate::meta::dtype::Dtype;
 use crate::meta::layout::Rule;
-use crate::sparse::{Kind, Shape, Sparse, caps};
+use crate::offload::home::Home;
+use crate::sparse::{Kind, Shape, Sparse, caps, needs};
 
 /// Most buffers of a ring.
 pub const MAX_BUFFERS: u32 = 256;
@@ -35,6 +36,12 @@ impl Policies {
     pub(super) fn all(&mut self) -> impl Iterator<Item = &mut Box<dyn Sparse>> {
         [&mut self.prefill, &mut self.decode].into_iter().flatten()
     }
+
+    /// Whether one of them has to see keys.
+    pub(super) fn need_keys(&self) -> bool {
+        let both = [&self.prefill, &self.decode].into_iter().flatten();
+        both.into_iter().any(|policy| policy.traits().needs & needs::KEYS != 0)
+    }
 }
 
 /// What is said when one is opened.
@@ -49,6 +56,8 @@ pub struct Opts {
     pub buffers: u32,
     /// Tokens of a buffer, rounded up to blocks; the tail has room beside them.
     pub buffer_tokens: u32,
+    /// Where buffers and tails are.
+    pub home: Home,
     /// When a put has ended.
     pub level: Level,
     /// Who says what is loaded and kept.
@@ -101,6 +110,14 @@ impl Geometry {
     /// Bytes of a tail.
     pub fn tail_bytes(&self) -> u64 {
         self.planes_bytes(self.shape.block_tokens)
+    }
+
+    /// Bytes of a ring, and of two tails for each layer.
+    pub fn all_bytes(&self, buffers: u32) -> Result<u64> {
+        let ring = u64::from(buffers).checked_mul(self.slot_bytes());
+        let tails = u64::from(self.shape.layers).checked_mul(2 * self.tail_bytes());
+        let all = ring.zip(tails).and_then(|(ring, tails)| ring.checked_add(tails));
+        all.ok_or_else(|| Status::Limit.into())
     }
 }
 

@@ -4,14 +4,14 @@ use crate::attention::check_finite;
 use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
-use crate::device::host::Host;
-use crate::device::{Copy, Device, Stream, Way};
+use crate::device::{Event, Memory};
 use crate::fail;
-use crate::kv::core::views::{LayerViews, Tokens, Views};
-use crate::kv::core::{Deed, Rectangle, Wanted};
-use crate::offload::source::{Source, rows_of};
+use crate::kv::core::views::{LayerViews, PlaneView, Views};
+use crate::kv::core::{Deed, Level, Rectangle, Wanted};
+use crate::offload::carry::{address_of, rows_to};
+use crate::offload::source::{Source, part_of, rows_of};
 use crate::offload::{Layer, Offload, end};
-use crate::sparse::{Sparse, Traits, needs};
+use crate::sparse::{Sparse, Traits};
 
 impl Offload {
     /// Keeps K and V of `tokens` tokens of a layer, which go on where those before ended. The
@@ -34,11 +34,10 @@ impl Offload {
     ) -> Result<Option<OpRef>> {
         let block = self.geometry.shape.block_tokens;
         self.check_put(layer, first, tokens)?;
-        let source = Source::new(&self.geometry, views, tokens)?;
-        if self.policies.all().any(|policy| policy.traits().needs & needs::KEYS != 0) {
-            // SAFETY: the caller's promise.
-            check_finite("keys", &unsafe { rows_of(&self.geometry, &source.views.k)? })?;
-        }
+        let reaches = self.store.reaches_device();
+        let mut source = Source::new(&self.geometry, views, tokens, reaches)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.look_at_keys(&mut source)? };
         if !self.pay() {
             fail!(Budget, "no memory is left for what policies know of the sequence");
         }
@@ -59,8 +58,11 @@ impl Offload {
         if whole > 0 {
             let part = source.part(done, whole).filter(|_| source.has_blocks_of(block));
             match part {
-                // SAFETY: the caller's promise.
-                Some(part) => op = Some(unsafe { self.put_blocks(layer, part, opts)? }),
+                Some(part) => {
+                    let keys = source.keys_of(done, whole);
+                    // SAFETY: the caller's promise.
+                    op = Some(unsafe { self.put_blocks(layer, part, keys, opts)? });
+                }
                 // Pages end within blocks: by way of the tail.
                 None => {
                     for at in (done..done + whole).step_by(block as usize) {
@@ -76,7 +78,9 @@ impl Offload {
             let extended = unsafe { self.extend_tail(layer, &source, done + whole, rest) };
             if let Err(error) = extended {
                 // The op goes to nobody, and reads the engine's tensors.
-                let _ = op.as_ref().map(end);
+                if op.is_some_and(|op| end(&op).is_err()) {
+                    self.layers[layer as usize].stored -= whole;
+                }
                 return Err(error);
             }
         }
@@ -95,17 +99,64 @@ impl Offload {
         self.check_known(end)
     }
 
+    /// Keys that are put are where policies can see them, if one has to, and are finite then.
+    ///
+    /// # Safety
+    /// As [`Offload::put`].
+    unsafe fn look_at_keys(&mut self, source: &mut Source) -> Result<()> {
+        let here = [self.memory.memory(), source.views.k.memory] == [Memory::Host; 2];
+        if source.views.k.memory == Memory::Host && self.policies.all().next().is_some() {
+            self.carrier.settle()?;
+        }
+        if !self.policies.need_keys() {
+            return Ok(());
+        }
+        if !here {
+            let keys = std::slice::from_ref(&source.views.k);
+            // SAFETY: the caller's promise.
+            let brought = unsafe {
+                self.put_keys.bring(
+                    &self.carrier,
+                    self.store.account(),
+                    &self.geometry,
+                    keys,
+                    true,
+                )?
+            };
+            self.count_keys(keys);
+            source.keys = brought.into_iter().next();
+        }
+        let keys = source.keys.as_ref().unwrap_or(&source.views.k);
+        // SAFETY: the caller's promise, or they were just written.
+        check_finite("keys", &unsafe { rows_of(&self.geometry, keys)? })
+    }
+
+    /// Keys came out of device memory.
+    pub(super) fn count_keys(&mut self, planes: &[PlaneView]) {
+        let far = planes.iter().filter(|plane| plane.memory == Memory::Device);
+        let tokens: u64 = far.map(|plane| u64::from(plane.tokens)).sum();
+        self.stats.key_bytes += tokens * self.geometry.k_bytes;
+    }
+
     /// Whole blocks from the engine's own memory.
     ///
     /// # Safety
     /// As [`Offload::put`].
-    unsafe fn put_blocks(&mut self, layer: u32, part: LayerViews, opts: &OpOpts) -> Result<OpRef> {
+    unsafe fn put_blocks(
+        &mut self,
+        layer: u32,
+        part: LayerViews,
+        keys: Option<PlaneView>,
+        opts: &OpOpts,
+    ) -> Result<OpRef> {
         let block = self.geometry.shape.block_tokens;
         let first = self.layer(layer)?.stored;
         let tokens = part.k.tokens;
-        // SAFETY: the caller's promise.
-        unsafe { self.seal(layer, first, &part, |_| true)? };
-        let op = self.submit_put(layer, first, part, opts)?;
+        if let Some(keys) = keys {
+            // SAFETY: the caller's promise.
+            unsafe { self.seal(layer, first, &keys, |_| true)? };
+        }
+        let op = self.submit_put(layer, first, (part, self.carrier.open()), opts)?;
         self.save(layer, first, tokens);
         self.layers[layer as usize].stored += tokens;
         self.stats.put_blocks += u64::from(tokens / block);
@@ -121,17 +172,17 @@ impl Offload {
         &mut self,
         layer: u32,
         first: u32,
-        part: &LayerViews,
+        keys: &PlaneView,
         who: impl Fn(&Traits) -> bool,
     ) -> Result<()> {
         let block = self.geometry.shape.block_tokens;
-        for at in (0..part.k.tokens).step_by(block as usize) {
-            let Some(one) = Source { views: part.clone() }.part(at, block) else {
+        for at in (0..keys.tokens).step_by(block as usize) {
+            let Some(one) = part_of(keys, at, block) else {
                 // Blocks are in pages, and not in whole ones: they were copied before.
                 return Err(Status::Invalid.into());
             };
             // SAFETY: the caller's promise.
-            let keys = unsafe { rows_of(&self.geometry, &one.k)? };
+            let keys = unsafe { rows_of(&self.geometry, &one)? };
             let id = (first + at) / block;
             for policy in self.policies.all().filter(|policy| who(&policy.traits())) {
                 policy.seal(layer, id, first + at, &keys)?;
@@ -140,7 +191,13 @@ impl Offload {
         Ok(())
     }
 
-    fn submit_put(&self, layer: u32, first: u32, part: LayerViews, opts: &OpOpts) -> Result<OpRef> {
+    fn submit_put(
+        &self,
+        layer: u32,
+        first: u32,
+        (part, after): (LayerViews, Option<Event>),
+        opts: &OpOpts,
+    ) -> Result<OpRef> {
         let rectangle = Rectangle {
             first_token: first.into(),
             tokens: part.k.tokens.into(),
@@ -149,9 +206,15 @@ impl Offload {
             by_layer: false,
             wanted: Wanted::All,
             views: Arc::new(Views(vec![part])),
-            after: None,
+            after,
         };
-        let ops = self.store.submit(self.session, Deed::Put, self.level, rectangle, opts)?;
+        self.submit(Deed::Put, rectangle, opts)
+    }
+
+    /// Begins a move of the store's.
+    pub(super) fn submit(&self, deed: Deed, what: Rectangle, opts: &OpOpts) -> Result<OpRef> {
+        let level = if deed == Deed::Put { self.level } else { Level::Ram };
+        let ops = self.store.submit(self.session, deed, level, what, opts)?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 
@@ -173,19 +236,23 @@ impl Offload {
         let mut copies = Vec::new();
         for (from_plane, to_plane) in planes {
             let (Some(plane), Some(to)) = (from_plane, to_plane) else { continue };
-            let Tokens::At(address) = to.place else { continue };
-            let view = plane.view();
-            copies.push(Copy::new(&view, from, tokens, address as *mut u8, Way::Gather)?);
+            copies.push(rows_to(plane, (from, tokens), address_of(to)?, to.memory)?);
         }
         // SAFETY: sources by the caller's promise; the tail's rows are nobody else's while it
         // is not full.
-        unsafe { Host::default().submit(Stream(0), None, &mut copies)? };
+        unsafe { self.carrier.carry_behind(&mut copies)? };
         drop(copies);
-        // SAFETY: they were just written.
-        let keys = unsafe { rows_of(&self.geometry, &tail.k)? };
-        // Who has rows of its own is told of them by the engine.
-        for policy in self.policies.all().filter(|policy| policy.traits().rows.is_none()) {
-            policy.append(layer, first, &keys)?;
+        let keys = match tail.k.memory {
+            Memory::Host => Some(tail.k),
+            Memory::Device => source.keys_of(from, tokens),
+        };
+        if let Some(keys) = keys {
+            // SAFETY: they were just written, or brought here.
+            let keys = unsafe { rows_of(&self.geometry, &keys)? };
+            // Who has rows of its own is told of them by the engine.
+            for policy in self.policies.all().filter(|policy| policy.traits().rows.is_none()) {
+                policy.append(layer, first, &keys)?;
+            }
         }
         self.layers[layer as usize].tail.tokens += tokens;
         self.stats.tail_bytes += u64::from(tokens) * self.geometry.token_bytes();
@@ -199,9 +266,11 @@ impl Offload {
     fn send_tail(&mut self, layer: u32) -> Result<()> {
         let (first, block) = (self.layer(layer)?.stored, self.geometry.shape.block_tokens);
         let views = self.tail_views(layer, 0, block)?;
-        // SAFETY: the tail's own rows, which stay until the put has ended.
-        unsafe { self.seal(layer, first, &views, |traits| !traits.seals_together)? };
-        let op = self.submit_put(layer, first, views, &OpOpts::default())?;
+        if let Some(keys) = self.tail_keys(&[layer])?.first() {
+            // SAFETY: the tail's own rows, which stay until the put has ended, or a copy.
+            unsafe { self.seal(layer, first, keys, |traits| !traits.seals_together)? };
+        }
+        let op = self.submit_put(layer, first, (views, None), &OpOpts::default())?;
         self.layers[layer as usize].tail.leaving = Some(op);
         self.save(layer, first, block);
         self.seal_together(first)
@@ -219,16 +288,16 @@ impl Offload {
         {
             return Ok(());
         }
-        let mut views: Vec<LayerViews> = Vec::new();
-        views.try_reserve_exact(self.layers.len()).map_err(|_| Status::NoMem)?;
-        for layer in 0..self.layers.len() as u32 {
-            views.push(self.tail_views(layer, 0, block)?);
+        let all: Vec<u32> = (0..self.layers.len() as u32).collect();
+        let planes = self.tail_keys(&all)?;
+        if planes.is_empty() {
+            return Ok(());
         }
         let mut keys = Vec::new();
-        keys.try_reserve_exact(views.len()).map_err(|_| Status::NoMem)?;
-        for one in &views {
-            // SAFETY: rows of tails, which stay until they are put to again.
-            keys.push(unsafe { rows_of(&self.geometry, &one.k)? });
+        keys.try_reserve_exact(planes.len()).map_err(|_| Status::NoMem)?;
+        for plane in &planes {
+            // SAFETY: rows of tails, which stay until they are put to again, or copies.
+            keys.push(unsafe { rows_of(&self.geometry, plane)? });
         }
         for policy in self.policies.all().filter(|policy| policy.traits().seals_together) {
             policy.seal_all(first / block, first, &keys)?;
@@ -239,14 +308,45 @@ impl Offload {
 
     /// A block that has left one layer's tail before it was complete in others is told alone.
     fn seal_alone(&mut self, layer: u32) -> Result<()> {
-        let (first, block) = (self.layer(layer)?.stored, self.geometry.shape.block_tokens);
+        let first = self.layer(layer)?.stored;
         let wants = |policy: &mut Box<dyn Sparse>| policy.traits().seals_together;
         if first < self.together || !self.policies.all().any(wants) {
             return Ok(());
         }
-        let views = self.tail_views(layer, 0, block)?;
-        // SAFETY: the tail's own rows.
-        unsafe { self.seal(layer, first, &views, |traits| traits.seals_together) }
+        match self.tail_keys(&[layer])?.first() {
+            // SAFETY: the tail's own rows, or a copy.
+            Some(keys) => unsafe { self.seal(layer, first, keys, |traits| traits.seals_together) },
+            None => Ok(()),
+        }
+    }
+
+    /// The keys of full tails where policies can see them; none where they are in device memory
+    /// and nobody has to.
+    fn tail_keys(&mut self, layers: &[u32]) -> Result<Vec<PlaneView>> {
+        let block = self.geometry.shape.block_tokens;
+        let mut planes = Vec::new();
+        planes.try_reserve_exact(layers.len()).map_err(|_| Status::NoMem)?;
+        for &layer in layers {
+            planes.push(self.tail_views(layer, 0, block)?.k);
+        }
+        self.show(planes)
+    }
+
+    /// Keys of the offload's own memory, where policies can see them.
+    pub(super) fn show(&mut self, planes: Vec<PlaneView>) -> Result<Vec<PlaneView>> {
+        if self.memory.memory() == Memory::Host {
+            return Ok(planes);
+        }
+        if !self.policies.need_keys() {
+            return Ok(Vec::new());
+        }
+        let account = self.store.account();
+        // SAFETY: rows that nobody writes during this call.
+        let shown = unsafe {
+            self.seal_keys.bring(&self.carrier, account, &self.geometry, &planes, false)?
+        };
+        self.count_keys(&planes);
+        Ok(shown)
     }
 
     /// What policies know of blocks is kept with them, if that can be.
@@ -289,6 +389,13 @@ impl Offload {
 
     /// Where a layer's tail begins, in the offload's memory.
     pub(super) fn tail_at(&self, layer: u32) -> u64 {
-        self.ring.bytes() + u64::from(layer) * self.geometry.tail_bytes()
+        let is_second = self.layers.get(layer as usize).is_some_and(|one| one.tail.is_second);
+        self.tail_place(layer, is_second)
+    }
+
+    /// Where one of the two tails of a layer is that there is room for.
+    pub(super) fn tail_place(&self, layer: u32, is_second: bool) -> u64 {
+        let number = 2 * u64::from(layer) + u64::from(is_second);
+        self.ring.bytes() + number * self.geometry.tail_bytes()
     }
 }

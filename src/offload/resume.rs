@@ -5,7 +5,7 @@ use crate::fail;
 use crate::offload::Offload;
 use crate::offload::load::Which;
 use crate::offload::saved::wants_keys;
-use crate::offload::source::{canonical, rows_of};
+use crate::offload::source::{canonical, part_of, rows_of};
 use crate::sparse::Context;
 
 impl Offload {
@@ -65,13 +65,15 @@ impl Offload {
     fn seal_loaded(&mut self, layer: u32, ids: &[u32]) -> Result<()> {
         let (geometry, at) = (self.geometry, self.ring.at(0));
         let (block, heads) = (geometry.shape.block_tokens, geometry.shape.key_heads);
-        let bytes = u64::from(block) * geometry.k_bytes;
-        for (row, &id) in (0u64..).zip(ids) {
-            let Some(address) = self.memory.range(at + row * bytes, bytes) else {
-                return Err(Status::Invalid.into());
-            };
-            let plane = canonical(address, block, heads, geometry.k_bytes);
-            // SAFETY: rows of the buffer, which was waited for and is not given back yet.
+        let tokens = ids.len() as u32 * block;
+        let address = self.memory.range(at, u64::from(tokens) * geometry.k_bytes)?;
+        let all = (address, self.memory.memory());
+        let shown = self.show(vec![canonical(all, tokens, heads, geometry.k_bytes)])?;
+        let Some(keys) = shown.first() else { return Ok(()) };
+        for (row, &id) in (0u32..).zip(ids) {
+            let plane = part_of(keys, row * block, block).ok_or(Status::Invalid)?;
+            // SAFETY: rows of the buffer, which was waited for and is not given back yet, or
+            // a copy.
             let keys = unsafe { rows_of(&geometry, &plane)? };
             for policy in self.policies.all().filter(|policy| policy.traits().rows.is_none()) {
                 policy.seal(layer, id, id * block, &keys)?;

@@ -277,7 +277,8 @@ fn longest(geometry: &Geometry, policies: &Policies) -> Result<usize> {
     // A sound number of any type, none of whose bytes is zero.
     keys.resize(words, 0x3D3D_3D3D_3D3D_3D3D);
     let heads = geometry.shape.key_heads;
-    let plane = canonical(keys.as_mut_ptr().cast(), block, heads, geometry.k_bytes);
+    let address = keys.as_mut_ptr().expose_provenance() as u64;
+    let plane = canonical((address, Memory::Host), block, heads, geometry.k_bytes);
     let (mut longest, mut kept) = (0, 0);
     let both: [&Option<Box<dyn Sparse>>; 2] = [&policies.prefill, &policies.decode];
     for policy in both.into_iter().flatten() {

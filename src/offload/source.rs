@@ -1,22 +1,37 @@
 //! The engine's tensors of one layer, as policies read them and cut to blocks.
 
 use crate::attention::{Rows, Scales};
-use crate::base::memory::Buffer;
-use crate::base::status::{Result, Status};
+use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::device::Memory;
 use crate::fail;
 use crate::kv::core::views::{LayerViews, PlaneView, Tokens};
+use crate::offload::home::Own;
 use crate::offload::opts::Geometry;
 
 /// K and V of some tokens of a layer.
 pub(super) struct Source {
     pub views: LayerViews,
+    /// The keys in host memory, if they were brought there.
+    pub keys: Option<PlaneView>,
 }
 
 impl Source {
     /// The engine's views, checked; heads that it does not tell apart are told apart.
-    pub fn new(geometry: &Geometry, given: &LayerViews, tokens: u32) -> Result<Source> {
+    pub fn new(
+        geometry: &Geometry,
+        given: &LayerViews,
+        tokens: u32,
+        reaches_device: bool,
+    ) -> Result<Source> {
+        let on_device = |plane: &PlaneView| plane.memory == Memory::Device;
+        if !reaches_device && (on_device(&given.k) || given.v.as_ref().is_some_and(on_device)) {
+            fail!(
+                Unavailable,
+                "K or V is in device memory, and the store was opened with no device that \
+                 reaches it"
+            );
+        }
         let heads = geometry.shape.key_heads;
         let k = plane_of("K", &given.k, heads, geometry.k_bytes, tokens)?;
         let v = match (&given.v, geometry.v_bytes) {
@@ -25,7 +40,7 @@ impl Source {
             (Some(_), _) => fail!(Invalid, "V is a part of K here, and there is a view of it"),
             (None, _) => fail!(Invalid, "the view of V is missing"),
         };
-        Ok(Source { views: LayerViews { k, v } })
+        Ok(Source { views: LayerViews { k, v }, keys: None })
     }
 
     /// Whether blocks of so many tokens begin at pages.
@@ -35,6 +50,14 @@ impl Source {
             Tokens::Pages { page_tokens, .. } => page_tokens > 0 && block % page_tokens == 0,
         };
         begin(&self.views.k) && self.views.v.as_ref().is_none_or(begin)
+    }
+
+    /// The keys of some of its tokens where policies can see them; none where they are not, or
+    /// begin within a page.
+    pub fn keys_of(&self, first: u32, tokens: u32) -> Option<PlaneView> {
+        let is_here = self.views.k.memory == Memory::Host;
+        let keys = self.keys.as_ref().or(is_here.then_some(&self.views.k));
+        part_of(keys?, first, tokens)
     }
 
     /// Some of its tokens; none where they begin within a page.
@@ -63,9 +86,6 @@ fn plane_of(
     token_bytes: u64,
     tokens: u32,
 ) -> Result<PlaneView> {
-    if given.memory != Memory::Host {
-        fail!(Unavailable, "{name}: there is no device that reaches this memory");
-    }
     if given.tokens < tokens {
         fail!(Invalid, "{name}: a view of {} tokens, {tokens} are put", given.tokens);
     }
@@ -85,7 +105,8 @@ fn plane_of(
     Ok(plane)
 }
 
-fn part_of(plane: &PlaneView, first: u32, tokens: u32) -> Option<PlaneView> {
+/// Some tokens of a plane; none where they begin within a page.
+pub(super) fn part_of(plane: &PlaneView, first: u32, tokens: u32) -> Option<PlaneView> {
     let place = match &plane.place {
         Tokens::At(address) => {
             let shift = u64::from(first).checked_mul(plane.token_stride_bytes)?;
@@ -104,16 +125,21 @@ fn part_of(plane: &PlaneView, first: u32, tokens: u32) -> Option<PlaneView> {
 }
 
 /// A plane in canonical order.
-pub(super) fn canonical(address: *mut u8, tokens: u32, heads: u32, token_bytes: u64) -> PlaneView {
+pub(super) fn canonical(
+    (address, memory): (u64, Memory),
+    tokens: u32,
+    heads: u32,
+    token_bytes: u64,
+) -> PlaneView {
     let run_bytes = token_bytes / u64::from(heads);
     PlaneView {
-        place: Tokens::At(address as u64),
+        place: Tokens::At(address),
         tokens,
         heads,
         run_bytes,
         token_stride_bytes: token_bytes,
         head_stride_bytes: run_bytes,
-        memory: Memory::Host,
+        memory,
     }
 }
 
@@ -122,7 +148,7 @@ impl Geometry {
     /// room for `all` rows.
     pub(super) fn views(
         &self,
-        memory: &Buffer,
+        memory: &Own,
         at: u64,
         all: u32,
         (first, tokens): (u32, u32),
@@ -130,8 +156,8 @@ impl Geometry {
         let heads = self.shape.key_heads;
         let plane = |at: u64, token_bytes: u64| -> Result<PlaneView> {
             let bytes = u64::from(tokens) * token_bytes;
-            let address = memory.range(at + u64::from(first) * token_bytes, bytes);
-            Ok(canonical(address.ok_or(Status::Invalid)?, tokens, heads, token_bytes))
+            let address = memory.range(at + u64::from(first) * token_bytes, bytes)?;
+            Ok(canonical((address, memory.memory()), tokens, heads, token_bytes))
         };
         let v = match self.v_bytes {
             0 => None,
@@ -141,12 +167,7 @@ impl Geometry {
     }
 
     /// The same of a tail.
-    pub(super) fn tail_views(
-        &self,
-        memory: &Buffer,
-        at: u64,
-        rows: (u32, u32),
-    ) -> Result<LayerViews> {
+    pub(super) fn tail_views(&self, memory: &Own, at: u64, rows: (u32, u32)) -> Result<LayerViews> {
         self.views(memory, at, self.shape.block_tokens, rows)
     }
 }

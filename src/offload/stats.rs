@@ -39,6 +39,8 @@ pub struct Stats {
     pub put_bytes: u64,
     /// Bytes that were copied to or from tails.
     pub tail_bytes: u64,
+    /// Bytes of keys that came from device memory to the host's, for policies to see.
+    pub key_bytes: u64,
     /// Tokens that policies evicted: heads times tokens, where heads have lists of their own.
     pub evicted_tokens: u64,
     /// What policies know of the sequence, in bytes.

@@ -17,8 +17,8 @@ pub const MAX_GRAIN_BYTES: u64 = 1 << 30;
 /// Memory that moves from unit to unit.
 struct Slot {
     piece: Piece,
-    /// Behind whose addresses it may be, or [`NONE`].
-    unit: u32,
+    /// Behind whose addresses it may be: of more than one where putting it elsewhere failed.
+    units: Vec<u32>,
 }
 
 /// Memory that is to be given back, by who maps.
@@ -77,7 +77,10 @@ impl Work {
         }
         for &other in &self.stuck {
             // SAFETY: as above.
-            unsafe { self.window.destroy(other)? };
+            match unsafe { self.window.destroy(other) } {
+                Err(error) if error.status() == Status::Handle => {} // it went the last time
+                said => said?,
+            }
         }
         // SAFETY: as above.
         unsafe { self.window.put(self.piece, self.at) }
@@ -143,7 +146,7 @@ impl InWindow {
             for _ in 0..count {
                 all.slots.try_reserve(1).map_err(|_| Status::NoMem)?;
                 let piece = all.create(bytes)?;
-                all.slots.push(Slot { piece, unit: NONE });
+                all.slots.push(Slot { piece, units: Vec::new() });
             }
         }
         Ok(all)
@@ -179,6 +182,13 @@ impl InWindow {
 
     /// Memory for a unit's home; it is put there when the unit is brought.
     pub fn make_home(&mut self, unit: u32) -> Result<()> {
+        if let Some(at) = self.leaving.iter().position(|one| one.unit == unit) {
+            // It has not left yet.
+            let one = self.leaving.swap_remove(at);
+            self.leaving_bytes -= one.bytes;
+            self.homes[unit as usize] = Some(one.piece);
+            return Ok(());
+        }
         let piece = self.create(self.taken_by(unit))?;
         self.homes[unit as usize] = Some(piece);
         Ok(())
@@ -242,7 +252,7 @@ impl InWindow {
         };
         let (mut others, mut goals) = (Vec::new(), Vec::new());
         for (number, slot) in self.slots.iter().enumerate() {
-            if slot.unit == unit && Some(number) != own {
+            if slot.units.contains(&unit) && Some(number) != own {
                 others.push(slot.piece);
                 goals.push(self.goal(number));
             }
@@ -255,10 +265,21 @@ impl InWindow {
 
     /// It was done.
     pub fn worked(&mut self, unit: u32, goal: Goal) {
-        self.slots.iter_mut().filter(|slot| slot.unit == unit).for_each(|slot| slot.unit = NONE);
+        let there = self.slots.iter_mut().filter(|slot| slot.units.contains(&unit));
+        there.for_each(|slot| slot.units.clear());
         self.stuck.retain(|one| one.unit != unit);
         if let Some(number) = self.number(goal) {
-            self.slots[number].unit = unit;
+            self.slots[number].units.clear();
+            self.slots[number].units.push(unit);
+        }
+    }
+
+    /// It was not: a slot is where it was, or where it was to be, or nowhere.
+    pub fn failed(&mut self, unit: u32, goal: Goal) {
+        if let Some(number) = self.number(goal) {
+            let units = &mut self.slots[number].units;
+            units.retain(|&other| other != unit);
+            units.push(unit);
         }
     }
 

@@ -35,8 +35,24 @@ impl OnDevice {
     }
 }
 
+/// Host memory, of which the device was told where it copies from there.
+struct OnHost {
+    buffer: Buffer,
+    told: Option<Arc<dyn Device>>,
+}
+
+impl Drop for OnHost {
+    fn drop(&mut self) {
+        let Some(device) = &self.told else { return };
+        // SAFETY: whoever lets a home or staging go has nothing under way there.
+        if let Err(error) = unsafe { device.forget_host(self.buffer.address()) } {
+            log::warn!("host memory of weights stays registered: {error}");
+        }
+    }
+}
+
 enum Block {
-    Host(Buffer),
+    Host(OnHost),
     Device(OnDevice),
     /// Its own stretch of the window, which its account pays for while it is a home.
     Own,
@@ -85,7 +101,7 @@ pub struct Places {
     line_bytes: u64,
     experts: Option<Block>,
     expert_bytes: u64,
-    staging: Option<Buffer>,
+    staging: Option<OnHost>,
     chunk_bytes: u64,
     homes: Vec<Option<Block>>,
     images: Vec<u64>,
@@ -262,7 +278,7 @@ impl Places {
             Goal::Expert(slot) => (self.experts.as_ref(), u64::from(slot) * self.expert_bytes),
         };
         let (address, memory) = match block {
-            Some(Block::Host(buffer)) => (buffer.address() as u64, Memory::Host),
+            Some(Block::Host(on)) => (on.buffer.address() as u64, Memory::Host),
             Some(Block::Device(on)) => (on.memory.address, on.memory.memory),
             _ => return Err(Status::State.into()),
         };
@@ -272,7 +288,7 @@ impl Places {
     /// Where a staging slot is.
     pub fn staging(&self, slot: u32) -> Result<u64> {
         let staging = self.staging.as_ref().ok_or(Status::State)?;
-        Ok(staging.address() as u64 + u64::from(slot) * self.chunk_bytes)
+        Ok(staging.buffer.address() as u64 + u64::from(slot) * self.chunk_bytes)
     }
 
     /// The address of a unit in place, which never changes: in host memory where the processor
@@ -318,7 +334,7 @@ impl Drop for Places {
     }
 }
 
-fn host(bytes: u64, pinned: bool, source: &Source) -> Result<Buffer> {
+fn host(bytes: u64, pinned: bool, source: &Source) -> Result<OnHost> {
     let wish = MemoryWish {
         bytes,
         pin: if pinned { Wish::Try } else { Wish::No },
@@ -328,7 +344,16 @@ fn host(bytes: u64, pinned: bool, source: &Source) -> Result<Buffer> {
         account: source.account.cloned(),
         ..MemoryWish::default()
     };
-    Buffer::map(&wish, source.faults)
+    let mut on = OnHost { buffer: Buffer::map(&wish, source.faults)?, told: None };
+    let device = source.device.filter(|device| pinned && device.facts().wants_pinned);
+    let Some(device) = device else { return Ok(on) };
+    // SAFETY: the memory stays until the device was told that it goes.
+    match unsafe { device.know_host(on.buffer.address(), on.buffer.bytes()) } {
+        Ok(()) => on.told = Some(device.clone()),
+        Err(error) if error.status() == Status::Unavailable => return Err(error),
+        Err(error) => log::warn!("copies from host memory of weights are slow: {error}"),
+    }
+    Ok(on)
 }
 
 fn on_device(bytes: u64, source: &Source) -> Result<Block> {

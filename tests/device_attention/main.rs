@@ -4,6 +4,7 @@
 
 #![cfg(not(feature = "shuttle"))]
 
+mod chosen;
 mod data;
 mod decode;
 #[path = "../support/emulated.rs"]

@@ -5,7 +5,6 @@ use kvtier::base::spec::Spec;
 use kvtier::base::status::Status;
 use kvtier::device::call::{Call, Kind};
 use kvtier::device::cuda::kernels::attend::OUT_F32;
-use kvtier::device::cuda::kernels::steps;
 use kvtier::meta::dtype::Dtype;
 use kvtier::sparse::{Context, Index, registry};
 
@@ -179,35 +178,6 @@ fn latent_rows_are_keys_and_values() {
         check(shape, &lists, |_, position, key| {
             rows[(position - shape.first) / 64].contains(&(key / 16))
         });
-    }
-}
-
-/// What a block takes is what there is of the device: other kernels for less, none below.
-#[test]
-fn latent_rows_take_the_shared_memory_that_there_is() {
-    let problem = Problem::new(latent(3, 70, 2), 5);
-    let at = problem.call(Kind::Prefill).queries;
-    let call =
-        Call { out: at, out_stride: 2048, out_head_stride: 1024, ..problem.call(Kind::Prefill) };
-    let lists = Call { count: 1, index: at, counts: at, numbers: at, ..call };
-    let lists = Call { scratch: at, scratch_bytes: lists.line_bytes(), ..lists };
-    for (kilobytes, name) in [(227, "latent_"), (163, "latent_"), (99, "latent_small_"), (64, "")] {
-        for call in [call, lists] {
-            let mut found = Vec::new();
-            match steps(&call, kilobytes << 10, &mut found) {
-                Ok(()) => {
-                    let last = found.last().expect("some");
-                    let is_small = last.name.starts_with("latent_small_");
-                    assert!(last.name.starts_with(name) && !name.is_empty(), "{last:?}");
-                    assert_eq!(is_small, kilobytes == 99);
-                    assert!(last.shared_bytes <= kilobytes << 10, "{last:?}");
-                }
-                Err(error) => {
-                    assert!(name.is_empty() && error.status() == Status::Unsupported, "{error}");
-                    assert!(error.message().contains("65536 are"), "{error}");
-                }
-            }
-        }
     }
 }
 

@@ -4,9 +4,11 @@ use std::sync::atomic::Ordering;
 
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
+use kvtier::device::host::Host;
 use kvtier::offload::Which;
 use kvtier::sparse::{Context, Kind};
 
+use super::far::ground;
 use super::faulty::{ALL, Faulty};
 use super::{Kept, World, decode_context, rows, shape};
 
@@ -34,11 +36,12 @@ fn kept(world: &World, layer: u32) -> Option<Vec<u32>> {
 /// Whichever copy fails: no layer is cut, lists and policies are as they were, and the same cut
 /// works then.
 #[test]
-fn a_cut_that_fails_cuts_no_layer() {
+pub fn a_cut_that_fails_cuts_no_layer() {
     for kind in [Kind::Split, Kind::Latent] {
         let copies = if kind == Kind::Split { 6 } else { 3 };
         for fails in 1..=copies {
-            let device = Arc::new(Faulty::default());
+            let inner = ground().unwrap_or_else(|| Arc::new(Host::default()));
+            let device = Arc::new(Faulty::of(inner));
             let policies = ["knorm(budget=60)", "quest(budget=24,page=8,dense=0)"];
             let spec = "store(host=4MiB,copiers=1)";
             let mut world =
@@ -98,7 +101,7 @@ impl World {
 /// A block that is gone in a layer, or a store that is closed, cuts no layer either; a cut that
 /// brings nothing back works with what is here.
 #[test]
-fn a_cut_without_the_store_is_refused_or_done() {
+pub fn a_cut_without_the_store_is_refused_or_done() {
     let spec = "store(host=4MiB)";
     let mut world = World::open(37, Kind::Split, spec, "");
     world.put(101);

@@ -3,22 +3,32 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier::base::status::{Result, Status};
+use kvtier::base::sync::Arc;
 use kvtier::device::host::Host;
-use kvtier::device::{Copy, Device, Event, Facts, State, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, State, Stream, Way};
 
-/// The host's, with faults: which copy of a way is the next to fail, counted from 1; 0 = none,
+/// Another one, with faults: which copy of a way is the next to fail, counted from 1; 0 = none,
 /// the greatest number = all.
-#[derive(Default)]
 pub struct Faulty {
-    host: Host,
+    inner: Arc<dyn Device>,
     pub scatter: AtomicU64,
     pub gather: AtomicU64,
+}
+
+impl Default for Faulty {
+    fn default() -> Faulty {
+        Faulty::of(Arc::new(Host::default()))
+    }
 }
 
 /// Every copy fails.
 pub const ALL: u64 = u64::MAX;
 
 impl Faulty {
+    pub fn of(inner: Arc<dyn Device>) -> Faulty {
+        Faulty { inner, scatter: AtomicU64::new(0), gather: AtomicU64::new(0) }
+    }
+
     fn pass(count: &AtomicU64) -> Result<()> {
         let next = |left: u64| match left {
             0 => None,
@@ -34,7 +44,7 @@ impl Faulty {
 
 impl Device for Faulty {
     fn facts(&self) -> Facts {
-        self.host.facts()
+        self.inner.facts()
     }
 
     unsafe fn submit(
@@ -47,26 +57,35 @@ impl Device for Faulty {
             Faulty::pass(if copy.way == Way::Scatter { &self.scatter } else { &self.gather })?;
         }
         // SAFETY: the caller's promise.
-        unsafe { self.host.submit(stream, after, copies) }
+        unsafe { self.inner.submit(stream, after, copies) }
     }
 
     fn state(&self, event: Event) -> Result<State> {
-        self.host.state(event)
+        self.inner.state(event)
     }
 
     fn wait(&self, event: Event, deadline_ns: u64) -> Result<()> {
-        self.host.wait(event, deadline_ns)
+        self.inner.wait(event, deadline_ns)
     }
 
     fn poll(&self, ended: &mut [Event]) -> usize {
-        self.host.poll(ended)
+        self.inner.poll(ended)
     }
 
     fn release(&self, event: Event) -> Result<()> {
-        self.host.release(event)
+        self.inner.release(event)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        self.inner.allocate(bytes)
+    }
+
+    unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.free(memory) }
     }
 
     fn close(&self, deadline_ns: u64) -> Result<()> {
-        self.host.close(deadline_ns)
+        self.inner.close(deadline_ns)
     }
 }

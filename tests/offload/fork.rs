@@ -11,7 +11,7 @@ use kvtier::offload::Which;
 use kvtier::sparse::{Context, Kind, Shape};
 
 use super::faulty::{ALL, Faulty};
-use super::{BLOCK, Kept, Numbers, Random, World, decode_context, numbers_of, policy, rows, shape};
+use super::{BLOCK, Kept, Numbers, Random, World, decode_context, policy, rows, shape};
 
 impl World {
     /// What goes on from here with tokens of its own.
@@ -25,6 +25,7 @@ impl World {
             random: Random(seed * 2 + 1),
             shape: self.shape,
             layers: self.layers.iter().map(copy).collect(),
+            far: self.far.clone(),
             offload,
             session,
             next_token: self.next_token + seed as u32 * 100_000,
@@ -62,7 +63,7 @@ impl World {
 
 /// Both go on with tokens of their own, are cut, and are forked again; each has what it put.
 #[test]
-fn both_go_on_with_tokens_of_their_own() {
+pub fn both_go_on_with_tokens_of_their_own() {
     let spec = "quest(budget=32,page=8,dense=1)";
     for seed in 1..9 {
         let kind = if seed % 2 == 0 { Kind::Split } else { Kind::Latent };
@@ -110,7 +111,7 @@ fn both_go_on_with_tokens_of_their_own() {
 
 /// Lists of what is left are those of both, until one of them evicts; policies know what was.
 #[test]
-fn what_was_evicted_is_gone_in_both() {
+pub fn what_was_evicted_is_gone_in_both() {
     let spec = "h2o(sink=4,recent=20,budget=8,heads=all)";
     let mut world = World::open(43, Kind::Split, "store(host=4MiB)", spec);
     world.put(150);
@@ -148,7 +149,7 @@ fn what_was_evicted_is_gone_in_both() {
 
 /// What is not the same sequence is refused, and costs nothing.
 #[test]
-fn another_sequence_is_refused() {
+pub fn another_sequence_is_refused() {
     let mut world = World::open(47, Kind::Split, "store(host=4MiB)", "quest(budget=48)");
     world.put(70);
     let of = world.session;
@@ -215,7 +216,7 @@ fn a_full_tail_that_cannot_leave_is_copied() {
 /// Puts under way when it is forked: whoever waits for their end finds the blocks, whether the
 /// session was forked before them or behind.
 #[test]
-fn blocks_on_their_way_are_those_of_both() {
+pub fn blocks_on_their_way_are_those_of_both() {
     for is_before in [false, true] {
         let mut world = World::open(59, Kind::Split, "store(host=4MiB)", "");
         // The last to go.
@@ -251,9 +252,10 @@ fn blocks_on_their_way_are_those_of_both() {
         for layer in 0..3 {
             other.load(0, layer, Which::All, None, &decode_context(64)).expect("room");
             assert_eq!(other.wait(0).expect("it is there").tokens, 64);
-            let kv = other.kv(0).expect("there");
-            assert_eq!(numbers_of(&kv.keys), numbers);
-            assert_eq!(numbers_of(&kv.values), numbers[..64 * 12]);
+            let views = other.places(0).expect("there");
+            let [k, v] = super::far::numbers(super::far::ground().as_ref(), &views);
+            assert_eq!(k, numbers);
+            assert_eq!(v, numbers[..64 * 12]);
             other.done(0).expect("a buffer");
         }
     }

@@ -17,7 +17,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Offload, Opts, Policies as Loads, Which};
+use kvtier::offload::{Home, Offload, Opts, Policies as Loads, Which};
 use kvtier::sparse::{Context, Keep, Kind, Shape};
 
 use crate::cache::{Cache, InMemory, Lent, Wanted};
@@ -70,6 +70,7 @@ impl Offloaded {
             dtype: Dtype::F32,
             buffers: 2,
             buffer_tokens,
+            home: Home::Host,
             level: Level::Ram,
             policies: Loads::default(),
             recipe: String::new(),

@@ -23,6 +23,7 @@ fn seeds_keep_every_promise() {
             counters.promoted,
             counters.device_evicted,
             counters.device_lost,
+            counters.damaged,
             report.audited,
             report.kept,
             report.behind,

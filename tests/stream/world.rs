@@ -98,6 +98,8 @@ fn place(goal: Goal, unit: u32) -> Place {
 #[derive(PartialEq)]
 enum End {
     Read(Read, Result<()>),
+    /// It went to where it belongs, not into staging.
+    Landed(Read),
     Copy(Copy, Result<()>),
 }
 
@@ -113,6 +115,8 @@ pub struct World {
     pub fate: Fate,
     /// Makes a read so many times as long.
     pub slowness: Box<dyn FnMut() -> f64>,
+    /// Whether a chunk that can be read to where it belongs is.
+    pub lands: Box<dyn FnMut() -> bool>,
     readers: usize,
     disk_free_ns: u64,
     link_free_ns: u64,
@@ -145,6 +149,7 @@ impl World {
             link_bytes_per_s,
             fate: Box::new(|| Ok(())),
             slowness: Box::new(|| 1.0),
+            lands: Box::new(|| false),
             readers: 2,
             disk_free_ns: 0,
             link_free_ns: 0,
@@ -210,10 +215,10 @@ impl World {
         if entry.0 != unit {
             *entry = (unit, Vec::new());
         }
-        if entry.1.contains(&offset) {
-            entry.1.clear(); // a load that failed is tried again
+        // A load that failed is tried again, and brings the same.
+        if !entry.1.contains(&offset) {
+            entry.1.push(offset);
         }
-        entry.1.push(offset);
     }
 
     /// Gives disk and link what they can do now. Whether something has ended already.
@@ -221,13 +226,18 @@ impl World {
         while self.reading < self.readers {
             let Some(read) = self.core.take_read(self.now_ns) else { break };
             self.reading += 1;
-            let mut took = 0;
+            let (mut took, mut landed) = (0, false);
             if let Read::Chunk { unit, chunk, to, .. } = read {
                 let slower = (self.slowness)();
                 took = (chunk.bytes as f64 / self.disk_bytes_per_s * slower * 1e9) as u64;
-                let to = match to {
-                    To::Place(goal) => place(goal, unit),
-                    To::Staging(slot) => Place::Staging(slot),
+                let landing = self.core.landing(&read).filter(|(_, after)| after.is_none());
+                let to = match (to, landing) {
+                    (To::Place(goal), _) => place(goal, unit),
+                    (To::Staging(_), Some((goal, _))) if (self.lands)() => {
+                        landed = true;
+                        place(goal, unit)
+                    }
+                    (To::Staging(slot), _) => Place::Staging(slot),
                 };
                 if matches!(to, Place::Staging(_)) {
                     self.content.remove(&to);
@@ -235,8 +245,8 @@ impl World {
                 self.write(to, unit, chunk.offset);
             }
             self.disk_free_ns = self.disk_free_ns.max(self.now_ns) + took;
-            let result = (self.fate)();
-            self.at(self.disk_free_ns, End::Read(read, result));
+            let end = if landed { End::Landed(read) } else { End::Read(read, (self.fate)()) };
+            self.at(self.disk_free_ns, end);
         }
         let has_ended = self.back();
         while self.copying < 2 {
@@ -283,8 +293,16 @@ impl World {
                 }
                 self.core.read_done(&read, result, self.now_ns).expect("sound");
             }
+            End::Landed(read) => {
+                self.reading -= 1;
+                self.core.read_landed(&read, self.now_ns).expect("sound");
+            }
             End::Copy(copy, result) => {
                 self.copying -= 1;
+                let to = place(copy.to, copy.unit);
+                if let (Some((_, there)), Err(_)) = (self.content.get_mut(&to), &result) {
+                    there.retain(|offset| *offset != copy.chunk.offset);
+                }
                 self.core.copied(&copy, Copied::Done(result), self.now_ns).expect("sound");
             }
         }

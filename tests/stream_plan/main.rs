@@ -3,6 +3,7 @@
 
 mod chunks;
 mod golden;
+mod grains;
 mod hostile;
 mod lean;
 mod placement;

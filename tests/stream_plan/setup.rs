@@ -73,6 +73,10 @@ impl Setup {
         self.make().unwrap()
     }
 
+    pub fn text(&self, plan: &Plan) -> String {
+        plan.text(&self.inputs())
+    }
+
     pub fn error(&self) -> Error {
         self.make().unwrap_err()
     }
@@ -93,7 +97,13 @@ pub fn homes(plan: &Plan) -> (usize, usize, usize) {
 pub fn takes(setup: &Setup, plan: &Plan) -> (u64, u64) {
     let bytes = |home| -> u64 {
         let units = setup.units.units.iter().zip(&plan.homes);
-        units.filter(|(_, of)| **of == home).map(|(unit, _)| unit.image_bytes).sum()
+        let these = units.filter(|(_, of)| **of == home).map(|(unit, _)| unit.image_bytes);
+        match (home, setup.wishes.device_grain_bytes) {
+            (Home::Device, 1..) => {
+                these.map(|bytes| bytes.next_multiple_of(setup.wishes.device_grain_bytes)).sum()
+            }
+            _ => these.sum(),
+        }
     };
     let slots = u64::from(plan.slots) * plan.slot_bytes
         + u64::from(plan.expert_slots) * plan.expert_slot_bytes;

@@ -47,6 +47,9 @@ fn a_plan_is_made_for_another_machine() {
     let text = plan(&[&path], &[&args[..], &more[..4]].concat()).fine();
     assert!(text.contains("over h2d=1,disk=4:\nforecast: "), "{text}");
     assert!(text.contains("for a device"), "{text}");
+    let args = ["--device", "280M", "--in-place", "--host", "64M", "--context", "16", "--json"];
+    let bytes = number(&json(&plan(&[&path], &args).fine()), "/device_bytes");
+    assert!(bytes > 0 && bytes % (2 << 20) == 0, "{bytes}");
 }
 
 #[test]
@@ -156,6 +159,7 @@ fn wrong_options_are_explained() {
         (&["--disk", "3.3GB/h"], "'GB/h' of '3.3GB/h'"),
         (&["--disk", "1G", "--measure"], "cannot be used with"),
         (&["--device-link", "13G"], "--device <DEVICE>"),
+        (&["--in-place"], "--device <DEVICE>"),
         (&["--context=-1"], "invalid value '-1' for '--context"),
         (&["--slots", "many"], "invalid value 'many'"),
         (&["--placement", "middle"], "interleaved, first, last"),

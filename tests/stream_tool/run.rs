@@ -73,10 +73,17 @@ fn a_device_is_simulated() {
         }
         assert_eq!(number(&said, "/device_ceiling"), 500_000_000);
     }
+    // In place a unit takes whole pieces of 2 MiB: there are eight, two of which are slots.
+    let args = ["--device", "16M", "--in-place", "--device-link", "500M", "--host", "24M"];
+    let said = json(&run(&path, &[&args[..], &["--json"]].concat()).fine());
+    assert_eq!(number(&said, "/plan/device_bytes"), 16 << 20);
+    for pass in said["passes"].as_array().expect("passes") {
+        assert!(number(pass, "/copied_bytes") > 0, "{pass}");
+    }
+    let args = ["--device", "6M", "--device-link", "500M", "--host", "24M", "--compute", "100us"];
     let text = run(&path, &args).fine();
     assert!(text.contains("% of the 476.8 MiB/s"), "{text}");
     run(&path, &["--device-link", "1G"]).fails(2, "--device <DEVICE>");
-    run(&path, &["--device", "64M", "--in-place"]).fails(2, "cannot be used with");
 }
 
 #[test]

@@ -194,6 +194,16 @@ unsafe extern "C" fn adopt(user_data: *mut c_void, raw: u64, event: *mut u64) ->
     if raw == 0 { KVT_E_HANDLE } else { KVT_OK }
 }
 
+unsafe extern "C" fn promise(user_data: *mut c_void, event: *mut u64) -> kvt_status_t {
+    // SAFETY: the library's promise.
+    unsafe { adopt(user_data, 1, event) }
+}
+
+unsafe extern "C" fn keep(user_data: *mut c_void, _event: u64) -> kvt_status_t {
+    of_this_machine(user_data);
+    KVT_OK
+}
+
 unsafe extern "C" fn hold(user_data: *mut c_void, raw: u64, _event: u64) -> kvt_status_t {
     of_this_machine(user_data);
     if raw == 0 { KVT_E_HANDLE } else { KVT_OK }
@@ -217,6 +227,10 @@ fn table(tape: &mut Tape) -> Padded<kvt_device_custom_t> {
         if t.byte() > 128 {
             c.adopt = Some(adopt);
             c.hold = Some(hold);
+        }
+        if t.byte() > 128 {
+            c.promise = Some(promise);
+            c.keep = if t.byte() > 250 { None } else { Some(keep) };
         }
         c.free_bytes = if t.byte() > 128 { None } else { Some(free_bytes) };
         c.kernels = if t.byte() > 128 { 1 << KVT_LAUNCH_TOP } else { 0 };
@@ -354,6 +368,7 @@ impl Machine {
                 o.custom = custom.ptr();
             }
             if o.kind == KVT_DEVICE_SIMULATED {
+                o.flags |= [0, KVT_DEVICE_VERIFY][usize::from(t.byte() % 2)];
                 (o.seed, o.latency_ns) = (t.number(), 1 + u64::from(t.byte()) * 500);
                 o.memory_bytes = if t.byte() > 128 { 0 } else { 1 << 20 };
             }
@@ -561,7 +576,7 @@ impl Machine {
     }
 
     /// Mostly an event that there is, and its device.
-    fn pick_event(&self, tape: &mut Tape) -> (*mut kvt_device_t, u64) {
+    pub(super) fn pick_event(&self, tape: &mut Tape) -> (*mut kvt_device_t, u64) {
         let n = usize::from(tape.byte());
         match n {
             0..=220 if !self.devices.events.is_empty() => {
@@ -581,6 +596,13 @@ impl Machine {
                 _ => kvt_device_wait(device, event, deadline_ns, err),
             }
         });
+        let (mut sums, mut count) = ([0; 3], u64::MAX);
+        let room = u64::from(tape.byte() % 4);
+        // SAFETY: room for as many.
+        let told = check(unsafe {
+            kvt_device_sums(device, event, sums.as_mut_ptr(), room, &mut count, err)
+        });
+        assert!(told != KVT_OK || count <= room, "{count} sums of {room}");
         let known = self.devices.events.contains(&(device, event));
         if known && self.devices.devices.is_live(device) {
             let told = [KVT_OK, KVT_E_AGAIN, KVT_E_TIMEOUT, KVT_E_IO];
@@ -640,6 +662,14 @@ impl Machine {
             }
             check(kvt_device_adopt(device, raw, null_mut(), err));
             check(kvt_device_hold(device, raw, event, err));
+            check(kvt_device_keep(device, event, err));
+            check(kvt_device_promise(device, null_mut(), err));
+            if check(kvt_device_promise(device, &mut made, err)) == KVT_OK {
+                // At once: what others put behind it must not stand still.
+                check(kvt_device_keep(device, made, err));
+                self.devices.events.push((device, made));
+            }
+            check(kvt_device_hold_op(device, raw, self.ops.pick(tape), err));
         }
     }
 

@@ -6,9 +6,11 @@ use std::ptr::{null, null_mut};
 use kvtier::ffi::attention::*;
 use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::offload::*;
+use kvtier::ffi::offload_device::*;
 use kvtier::ffi::offload_fork::*;
 use kvtier::ffi::offload_keep::*;
 use kvtier::ffi::offload_move::*;
+use kvtier::ffi::offload_stats::*;
 use kvtier::ffi::op::kvt_submit_opts_t;
 use kvtier::ffi::session::{kvt_session_close, kvt_session_fork};
 use kvtier::ffi::session_move::kvt_view_t;
@@ -107,11 +109,16 @@ impl Machine {
             (o.prefill, o.prefill_bytes) = text(prefill);
             (o.decode, o.decode_bytes) = text(decode);
             let last = t.byte();
-            o.flags = u64::from(last > 250);
+            o.flags = u64::from(last > 200) + u64::from(last > 250);
+            // Refused: nothing of the machine's is device memory of that length.
+            o.memory = u64::from(last > 240) * 4096;
+            o.memory_bytes = u64::from(last % 7 == 0) * u64::from(last % 2);
             o.audit_every = u32::from(last % 3);
             o.reserved = u32::from(last == 200);
         });
-        let mut handle = null_mut();
+        let (mut handle, mut bytes) = (null_mut(), 0);
+        // SAFETY: valid pointers.
+        check(unsafe { kvt_offload_memory_bytes(opts.ptr(), &mut bytes, err) });
         // SAFETY: valid pointers.
         let status = check(unsafe { kvt_offload_open(opts.ptr(), &mut handle, err) });
         assert_eq!(status == KVT_OK, !handle.is_null());
@@ -318,6 +325,9 @@ impl Machine {
         // SAFETY: valid pointers; a local handle variable.
         unsafe {
             check(kvt_offload_stats(before, stats.ptr()));
+            // No event of anybody's, or none at all.
+            let event = u64::from(tape.byte() % 2) << 60;
+            check(kvt_offload_after(before, event, err));
             match tape.byte() % 4 {
                 0 => {
                     check(kvt_offload_resume(before, tokens, err));

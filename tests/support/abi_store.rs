@@ -313,6 +313,7 @@ impl Machine {
         }
         let what = tape.byte() % 3;
         let ready = if tape.byte() > 160 { self.kv.events.pick(tape) } else { null_mut() };
+        let (_, after) = if tape.byte() > 220 { self.pick_event(tape) } else { (null_mut(), 0) };
         let chunks = chunks(tape);
         let mut given = Padded::<kvt_move_t>::new(tape, |m, t| {
             m.flags = u64::from(t.byte() & 3) | u64::from(t.byte() > 252) << 3;
@@ -326,6 +327,7 @@ impl Machine {
             m.stride_bytes = if t.byte() > 250 { 7 } else { right as u64 };
             m.level = u32::from(t.byte() > 250) * u32::from(t.byte());
             m.ready = ready;
+            m.after = after;
             let rarely = if what == 0 { 250 } else { 180 };
             if t.byte() > rarely {
                 (m.chunks, m.chunk_count) = (chunks.as_ptr(), chunks.len() as u64);

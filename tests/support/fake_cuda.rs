@@ -78,6 +78,12 @@ impl Fake {
         reach(from, to, can.into());
     }
 
+    /// A bit of each KiB of all devices' memory changes.
+    pub fn rot(&self) {
+        let rot: extern "C" fn() = self.call("fake_rot");
+        rot();
+    }
+
     /// How many steps a question about an event may bring.
     pub fn pace(&self, steps: u32) {
         let pace: extern "C" fn(u32) = self.call("fake_pace");

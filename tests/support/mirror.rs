@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvtier::device::{Copy, Device, DeviceMemory, Memory, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
 use kvtier::kv::core::Rectangle;
 use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
 
@@ -30,13 +30,18 @@ impl<'a> Mirror<'a> {
 
     /// All of it, to the device or from it.
     pub fn copy(&self, way: Way) {
+        let event = self.begin(Stream(0), None, way);
+        self.device.wait(event, 0).expect("it ends");
+        self.device.release(event).expect("it has ended");
+    }
+
+    /// The same, behind an event.
+    pub fn begin(&self, stream: Stream, after: Option<Event>, way: Way) -> Event {
         let host = std::ptr::with_exposed_provenance_mut(self.here() as usize);
         let (address, bytes) = (self.there.address, self.there.bytes);
         let copy = Copy::bytes(host, address, bytes, way, Memory::Device).expect("sound");
         // SAFETY: memory of the mirror's, which nobody else uses.
-        let event = unsafe { self.device.submit(Stream(0), None, &mut [copy]) }.expect("taken");
-        self.device.wait(event, 0).expect("it ends");
-        self.device.release(event).expect("it has ended");
+        unsafe { self.device.submit(stream, after, &mut [copy]) }.expect("taken")
     }
 
     /// What the engine tells a store: the same, elsewhere.

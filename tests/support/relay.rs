@@ -40,6 +40,8 @@ pub enum Fault {
     Wrong,
     /// What comes from the device goes to it.
     Backwards,
+    /// Promises that nobody has to keep.
+    Loose,
     /// Events never come.
     Never,
     /// A kernel is asked something a little different.
@@ -49,7 +51,7 @@ pub enum Fault {
 impl Fault {
     /// All that is wrong with copies of some.
     #[allow(dead_code)] // not every test binary uses all of it
-    pub const COPIES: [Fault; 11] = [
+    pub const COPIES: [Fault; 12] = [
         Fault::Early,
         Fault::NoAfter,
         Fault::NoOrder,
@@ -60,6 +62,7 @@ impl Fault {
         Fault::Crooked,
         Fault::Wrong,
         Fault::Backwards,
+        Fault::Loose,
         Fault::Never,
     ];
 }
@@ -206,7 +209,10 @@ impl Relay {
 
 impl Engine for Relay {
     fn facts(&self) -> Facts {
-        let kernels = kinds().fold(0, |set, kind| set | kind.bit());
+        let kernels = match self.fault {
+            Fault::Kernel(kind) => kind.bit(),
+            _ => kinds().fold(0, |set, kind| set | kind.bit()),
+        };
         Facts { kernels, name: "relay", ..self.device.facts() }
     }
 
@@ -299,6 +305,19 @@ impl Engine for Relay {
         Ok(())
     }
 
+    fn promise(&self) -> Result<u64> {
+        if self.fault == Fault::Loose {
+            return self.put(0, 0, &mut []);
+        }
+        let event = self.device.promise()?;
+        self.open.fetch_add(1, Ordering::SeqCst);
+        Ok(event.0)
+    }
+
+    fn keep(&self, event: u64) -> Result<()> {
+        if self.fault == Fault::Loose { Ok(()) } else { self.device.keep(Event(event)) }
+    }
+
     /// Kernels are carried out when all that they are to come behind has ended, before it returns.
     fn launch(&self, stream: u32, after: u64, calls: &[Call]) -> Result<u64> {
         let before = self.put(stream, after, &mut [])?;
@@ -308,9 +327,11 @@ impl Engine for Relay {
         for call in calls {
             let call = if self.fault == Fault::Kernel(kind(call)) { other(call) } else { *call };
             // SAFETY: the promise made to the device that this is.
-            match kind(&call) {
-                Kind::Move => unsafe { move_pieces(&call) },
-                _ => unsafe { emulated::run(&call)? },
+            unsafe {
+                match kind(&call) {
+                    Kind::Move => move_pieces(&call),
+                    _ => emulated::run(&call)?,
+                }
             }
         }
         Ok(before)

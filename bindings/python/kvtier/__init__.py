@@ -30,6 +30,7 @@ from ._device import (
     DeviceEvent,
     DeviceInfo,
     DeviceMemory,
+    DevicePromise,
 )
 from ._errors import (
     AbiError,
@@ -59,7 +60,7 @@ from ._errors import (
 from ._event import Event
 from ._kernels import Attended, Decoded, Index, IndexHead, IndexKind, Keep, Placed, Rows
 from ._misc import Feature, checksum, feature, features, log_to, spec_check, version
-from ._offload import Attention, Context, LayerKV, Offload, OffloadTokens
+from ._offload import Attention, Context, DevicePlane, LayerKV, Offload, OffloadTokens
 from ._op import ISSUED, RELEASED, RESOLVED, ItemOutcome, Op, OpInfo, Result
 from ._own_device import CopyRows
 from ._plan import (
@@ -179,8 +180,8 @@ __all__ = [
     "BudgetError", "BudgetReport", "Buffer", "BufferInfo", "BusyError", "CancelledError", "Check",
     "ClearReport", "CloseReport", "ClosedError", "Comparison", "Completion", "Conformance",
     "Context", "CopyRows", "CorruptError", "Decoded", "DemoteReport", "Device", "DeviceCopy",
-    "DeviceEvent", "DeviceInfo", "DeviceMemory", "EXISTS_WHOLE", "Error", "Event", "Eviction",
-    "Feature", "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError",
+    "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane", "DevicePromise", "EXISTS_WHOLE",
+    "Error", "Event", "Eviction", "Feature", "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError",
     "Held", "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead",
     "IndexKind", "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE",
     "LEVEL_RAM", "Latency", "LayerCount", "LayerKV", "LimitError", "LogEntry", "Lookup", "Model",

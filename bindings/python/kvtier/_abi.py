@@ -50,6 +50,7 @@ KVT_DEVICE_HAS_MEMORY = 4
 KVT_DEVICE_HOST = 1
 KVT_DEVICE_SIMULATED = 4
 KVT_DEVICE_SUMS = 2
+KVT_DEVICE_VERIFY = 1
 KVT_DEVICE_WANTS_PINNED = 8
 KVT_DO_CHECKSUM = 2
 KVT_DO_COPY = 1
@@ -151,6 +152,7 @@ KVT_NEEDS_VALUES = 32
 KVT_NEEDS_WEIGHTS = 64
 KVT_NONE = 4294967295
 KVT_OFFLOAD_CHOSEN = 1
+KVT_OFFLOAD_ON_DEVICE = 1
 KVT_OK = 0
 KVT_OP_CANCEL = 8
 KVT_OP_ISSUED = 1
@@ -228,6 +230,7 @@ KVT_STORE_CLEARED = 3
 KVT_STORE_REMOVED = 2
 KVT_STORE_STORED = 1
 KVT_STREAM_BUFFERED = 8
+KVT_STREAM_DIRECT = 512
 KVT_STREAM_IN_PLACE = 4
 KVT_STREAM_MAPPED = 32
 KVT_STREAM_MEASURE = 1
@@ -714,6 +717,13 @@ kvt_device_launch_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_
     ctypes.POINTER(ctypes.c_uint64))
 
 
+kvt_device_promise_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_uint64))
+
+
+kvt_device_keep_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint64)
+
+
 class kvt_device_custom_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -734,6 +744,8 @@ class kvt_device_custom_t(Sized):
         ("launch", kvt_device_launch_fn),
         ("user_data", ctypes.c_void_p),
         ("destroy", kvt_destroy_fn),
+        ("promise", kvt_device_promise_fn),
+        ("keep", kvt_device_keep_fn),
     ]
 
 
@@ -755,6 +767,10 @@ class kvt_device_opts_t(Sized):
         ("bytes_per_s", ctypes.c_uint64),
         ("arena", ctypes.c_uint64),
         ("arena_bytes", ctypes.c_uint64),
+        ("peers", ctypes.POINTER(ctypes.c_uint32)),
+        ("peer_count", ctypes.c_uint64),
+        ("cufile", ctypes.POINTER(ctypes.c_char)),
+        ("cufile_bytes", ctypes.c_uint64),
     ]
 
 
@@ -806,6 +822,32 @@ class kvt_copy_t(ctypes.Structure):
         ("first_token", ctypes.c_uint32),
         ("tokens", ctypes.c_uint32),
         ("sum", ctypes.c_uint64),
+    ]
+
+
+class kvt_index_head_t(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("lists", ctypes.c_uint32),
+        ("query_block", ctypes.c_uint32),
+        ("key_block", ctypes.c_uint32),
+        ("dense_from", ctypes.c_uint32),
+    ]
+
+
+class kvt_index_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("heads", ctypes.POINTER(kvt_index_head_t)),
+        ("head_room", ctypes.c_uint64),
+        ("head_count", ctypes.c_uint64),
+        ("starts", ctypes.POINTER(ctypes.c_uint32)),
+        ("start_room", ctypes.c_uint64),
+        ("start_count", ctypes.c_uint64),
+        ("items", ctypes.POINTER(ctypes.c_uint32)),
+        ("item_room", ctypes.c_uint64),
+        ("item_count", ctypes.c_uint64),
     ]
 
 
@@ -1420,6 +1462,7 @@ class kvt_move_t(Sized):
         ("ready", kvt_event_p),
         ("chunks", ctypes.POINTER(ctypes.c_uint32)),
         ("chunk_count", ctypes.c_uint64),
+        ("after", ctypes.c_uint64),
     ]
 
 
@@ -1566,32 +1609,6 @@ kvt_select_blocks_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_
     ctypes.POINTER(kvt_rows_t), ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64,
     ctypes.POINTER(kvt_sparse_context_t), ctypes.POINTER(ctypes.c_uint32),
     ctypes.POINTER(ctypes.c_uint64))
-
-
-class kvt_index_head_t(ctypes.Structure):
-    _fields_ = [
-        ("kind", ctypes.c_uint32),
-        ("first", ctypes.c_uint32),
-        ("lists", ctypes.c_uint32),
-        ("query_block", ctypes.c_uint32),
-        ("key_block", ctypes.c_uint32),
-        ("dense_from", ctypes.c_uint32),
-    ]
-
-
-class kvt_index_t(Sized):
-    _fields_ = [
-        ("struct_size", ctypes.c_uint64),
-        ("heads", ctypes.POINTER(kvt_index_head_t)),
-        ("head_room", ctypes.c_uint64),
-        ("head_count", ctypes.c_uint64),
-        ("starts", ctypes.POINTER(ctypes.c_uint32)),
-        ("start_room", ctypes.c_uint64),
-        ("start_count", ctypes.c_uint64),
-        ("items", ctypes.POINTER(ctypes.c_uint32)),
-        ("item_room", ctypes.c_uint64),
-        ("item_count", ctypes.c_uint64),
-    ]
 
 
 kvt_sparse_index_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p, ctypes.c_uint32,
@@ -1770,6 +1787,8 @@ class kvt_offload_opts_t(Sized):
         ("reserved", ctypes.c_uint32),
         ("prefill_custom", ctypes.POINTER(kvt_sparse_custom_t)),
         ("decode_custom", ctypes.POINTER(kvt_sparse_custom_t)),
+        ("memory", ctypes.c_uint64),
+        ("memory_bytes", ctypes.c_uint64),
     ]
 
 
@@ -1800,6 +1819,7 @@ class kvt_offload_stats_t(Sized):
         ("wanted", ctypes.c_uint64),
         ("found", ctypes.c_uint64),
         ("found_ppm", ctypes.c_uint64),
+        ("key_bytes", ctypes.c_uint64),
     ]
 
 
@@ -1812,6 +1832,8 @@ class kvt_offload_kv_t(Sized):
         ("tail_tokens", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32),
         ("buffer", ctypes.c_uint32),
+        ("memory", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
@@ -2097,6 +2119,8 @@ class kvt_stream_stats_t(Sized):
         ("failed", ctypes.c_uint64),
         ("expert_hits", ctypes.c_uint64),
         ("expert_misses", ctypes.c_uint64),
+        ("direct_bytes", ctypes.c_uint64),
+        ("direct_failed", ctypes.c_uint64),
     ]
 
 
@@ -2190,7 +2214,11 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_hold": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_hold_op": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, kvt_op_p,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_info": (kvt_status_t, (kvt_device_p, ctypes.POINTER(kvt_device_info_t),)),
+    "kvt_device_keep": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_know_host": (kvt_status_t, (kvt_device_p, ctypes.c_void_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_launch": (kvt_status_t, (kvt_device_p, ctypes.c_uint32, ctypes.c_uint64,
@@ -2200,9 +2228,14 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_device_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_device_poll": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),)),
+    "kvt_device_promise": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_query": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,)),
     "kvt_device_release": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_uint64),
         ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
+    "kvt_device_sums": (kvt_status_t, (kvt_device_p, ctypes.c_uint64,
+        ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_device_wait": (kvt_status_t, (kvt_device_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_device_words": (kvt_status_t, (kvt_device_p, ctypes.POINTER(ctypes.c_char),
@@ -2229,6 +2262,9 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
     "kvt_kernel_workspace": (kvt_status_t, (ctypes.c_uint32,
         ctypes.POINTER(kvt_kernel_limits_t), ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
+    "kvt_launch_index": (kvt_status_t, (ctypes.POINTER(kvt_index_t),
+        ctypes.POINTER(kvt_kernel_t), ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64,
         ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_log_set": (kvt_status_t, (ctypes.c_uint32, kvt_log_fn, ctypes.c_void_p, kvt_destroy_fn,
         ctypes.POINTER(kvt_error_p),)),
@@ -2291,6 +2327,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_layout_t), ctypes.c_uint64, ctypes.POINTER(kvt_namespace_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_t),)),
+    "kvt_offload_after": (kvt_status_t, (kvt_offload_p, ctypes.c_uint64,
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_begin": (kvt_status_t, (kvt_offload_p, ctypes.POINTER(kvt_sparse_context_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_blocks": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32,
@@ -2312,6 +2350,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(ctypes.c_uint32), ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_rows_t), ctypes.POINTER(kvt_sparse_context_t),
         ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(kvt_error_p),)),
+    "kvt_offload_memory_bytes": (kvt_status_t, (ctypes.POINTER(kvt_offload_opts_t),
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(kvt_error_p),)),
     "kvt_offload_observe": (kvt_status_t, (kvt_offload_p, ctypes.c_uint32, ctypes.c_uint32,
         ctypes.POINTER(ctypes.c_float), ctypes.c_uint64, ctypes.c_uint32,
         ctypes.POINTER(kvt_error_p),)),

@@ -16,6 +16,7 @@ from ._resource import Resource, byref, new_error, refuse_fork
 from ._view import Place, View, fill, kind_of, lend
 
 if TYPE_CHECKING:
+    from ._op import Op
     from ._runtime import Runtime
 
 _KINDS = {"host": _abi.KVT_DEVICE_HOST, "cuda": _abi.KVT_DEVICE_CUDA,
@@ -127,6 +128,16 @@ class _EventJob(_reaper.Job):
         super().done()
 
 
+class _PromiseJob(_EventJob):
+    """Keeps a promise that was let go of, and forgets it."""
+
+    __slots__ = ()
+
+    def attempt(self) -> int:
+        lib.kvt_device_keep(self.handle, self.number, None)
+        return super().attempt()
+
+
 class DeviceMemory(Resource, Place):
     """Memory of a device, given back when it is closed or let go of. What was submitted with
     it keeps it."""
@@ -170,14 +181,19 @@ class DeviceEvent(Resource):
     _noun = "event of a device"
 
     def __init__(self, device: "Device", number: int, kept: List[Any],
-                 sums: Sequence[Optional[int]] = ()) -> None:
+                 sums: Sequence[Optional[int]] = (), wants: Sequence[bool] = ()) -> None:
         self._device = device
+        self._wants = wants
         self._job: _EventJob
         #: What it is called where an event is asked for.
         self.number: int = number
-        #: The checksum of each copy that asked for it.
+        #: The checksum of each copy that asked for it; of an asynchronous device they are there
+        #: when it was waited for.
         self.sums: List[Optional[int]] = list(sums)
-        self._own(_EventJob(device._raw.value, number, kept))
+        self._own(self._job_of(device._raw.value, number, kept))
+
+    def _job_of(self, device: int, number: int, kept: List[Any]) -> _EventJob:
+        return _EventJob(device, number, kept)
 
     @property
     def done(self) -> bool:
@@ -193,6 +209,17 @@ class DeviceEvent(Resource):
         err = new_error()
         end = deadline_after(self._device._runtime.now_ns(), timeout)
         check_err(lib.kvt_device_wait(self._raw, self.number, end, byref(err)), err)
+        if any(self._wants):
+            self._take_sums()
+
+    def _take_sums(self) -> None:
+        err, count = new_error(), ctypes.c_uint64()
+        sums = (ctypes.c_uint64 * sum(self._wants))()
+        check_err(lib.kvt_device_sums(self._raw, self.number, sums, len(sums), byref(count),
+                                      byref(err)), err)
+        told = iter(sums[: count.value])
+        self.sums = [next(told, None) if want else None for want in self._wants]
+        self._wants = ()
 
     def close(self, timeout: Optional[float] = None) -> None:
         """Waits until it has come, however that went, and forgets it; `BusyError` when time
@@ -217,10 +244,30 @@ class DeviceEvent(Resource):
 
 
 #: An event, its number, or none.
+class DevicePromise(DeviceEvent):
+    """An event that comes when `keep` says so. Closing it keeps it, too."""
+
+    _noun = "promise of a device"
+
+    def _job_of(self, device: int, number: int, kept: List[Any]) -> _EventJob:
+        return _PromiseJob(device, number, kept)
+
+    def keep(self) -> None:
+        """It comes, if it has not."""
+        err = new_error()
+        check_err(lib.kvt_device_keep(self._raw, self.number, byref(err)), err)
+
+    def close(self, timeout: Optional[float] = None) -> None:
+        if not self.closed:
+            self.keep()
+        super().close(timeout)
+
+
 After = Union[DeviceEvent, int, None]
 
 
-def _number(event: After) -> int:
+def number_of(event: After) -> int:
+    """What C calls an event; 0 = none."""
     if isinstance(event, DeviceEvent):
         event._raw  # noqa: B018: a closed one is no event any more
         return event.number
@@ -259,6 +306,7 @@ class Device(Resource):
         know_host(address, nbytes)   (0 bytes: it goes)
         adopt(raw) -> event          hold(raw_stream, event)
         launch(stream, after, kernels) -> event
+        promise() -> event           keep(event)   (it comes then)
 
     and with these attributes, where they are not as here: `streams = 1`, `has_memory = False`,
     `wants_pinned = False`, `kernels = ()`. Copies are a list of `CopyRows`, events any numbers
@@ -273,18 +321,23 @@ class Device(Resource):
 
     def __init__(self, runtime: "Runtime", what: Union[str, Any] = "host", *, ordinal: int = 0,
                  context: int = 0, streams: Sequence[int] = (),
-                 library: "Union[str, os.PathLike[str]]" = "", memory_bytes: int = 0,
+                 library: "Union[str, os.PathLike[str]]" = "", peers: Sequence[int] = (),
+                 verify: bool = False, memory_bytes: int = 0,
                  seed: int = 0, latency_ns: int = 0, bytes_per_s: int = 0,
                  arena: int = 0, arena_bytes: int = 0,
                  cufile: "Union[str, os.PathLike[str]]" = "") -> None:
         """CUDA: the GPU `ordinal`, or of your `context`, with `streams` of that; `library` is
-        the path of the driver's, `cufile` that of cuFile's; what it gives out comes from your
-        memory at `arena`, if there is some. Simulated: `memory_bytes` to `bytes_per_s`."""
+        the path of the driver's, `cufile` that of cuFile's; copies may name the memory of its
+        `peers`, other ordinals, too; what it gives out comes from your memory at `arena`, if
+        there is some. Simulated: `memory_bytes` to `bytes_per_s`. Both: with `verify` it sums
+        what it copies, where it lies in its memory, and stores compare."""
         opts = _abi.kvt_device_opts_t(
             ordinal=u32(ordinal), context=u64(context), stream_count=len(streams),
             memory_bytes=u64(memory_bytes), seed=u64(seed), latency_ns=u64(latency_ns),
             bytes_per_s=u64(bytes_per_s), arena=u64(arena), arena_bytes=u64(arena_bytes))
         opts.streams = (ctypes.c_uint64 * len(streams))(*(u64(stream) for stream in streams))
+        opts.peers = (ctypes.c_uint32 * len(peers))(*(u32(peer) for peer in peers))
+        opts.peer_count, opts.flags = len(peers), _abi.KVT_DEVICE_VERIFY if verify else 0
         path, number = os.fsencode(library), 0
         opts.library, opts.library_bytes = text_pointer(path), len(path)
         reader = os.fsencode(cufile)
@@ -349,11 +402,14 @@ class Device(Resource):
         for row, copy in zip(rows, given):
             _lower(row, copy, kept)
         event = self._event(lambda raw, out, err: lib.kvt_device_copy(
-            raw, u32(stream), _number(after), rows, len(given), ctypes.sizeof(_abi.kvt_copy_t),
+            raw, u32(stream), number_of(after), rows, len(given), ctypes.sizeof(_abi.kvt_copy_t),
             out, err))
-        sums = self.info.sums if any(copy.sum for copy in given) else False
-        found = [row.sum if sums and copy.sum else None for row, copy in zip(rows, given)]
-        return DeviceEvent(self, event, kept, found)
+        info = self.info if any(copy.sum for copy in given) else None
+        wants = [bool(info and info.sums and copy.sum) for copy in given]
+        if info and info.asynchronous:
+            return DeviceEvent(self, event, kept, [None] * len(given), wants)
+        return DeviceEvent(self, event, kept,
+                           [row.sum if want else None for row, want in zip(rows, wants)])
 
     def upload(self, source: Any, memory: DeviceMemory, *, offset: int = 0, stream: int = 0,
                after: After = None) -> DeviceEvent:
@@ -379,7 +435,7 @@ class Device(Resource):
         until the event."""
         rows = (_abi.kvt_kernel_t * len(kernels))(*kernels)
         event = self._event(lambda raw, out, err: lib.kvt_device_launch(
-            raw, u32(stream), _number(after), rows, len(kernels),
+            raw, u32(stream), number_of(after), rows, len(kernels),
             ctypes.sizeof(_abi.kvt_kernel_t), out, err))
         return DeviceEvent(self, event, [])
 
@@ -399,7 +455,17 @@ class Device(Resource):
     def hold(self, raw_stream: int, event: After) -> None:
         """A stream of yours (for CUDA a CUstream) goes on only when an event has come."""
         self._call(lambda raw, err: lib.kvt_device_hold(
-            raw, u64(raw_stream), _number(event), err))
+            raw, u64(raw_stream), number_of(event), err))
+
+    def hold_op(self, raw_stream: int, op: Op) -> None:
+        """A stream of yours goes on only when an op was released, well or not."""
+        self._call(lambda raw, err: lib.kvt_device_hold_op(
+            raw, u64(raw_stream), op._raw, err))
+
+    def promise(self) -> DevicePromise:
+        """An event that comes when it is kept: what is behind it waits until then."""
+        event = self._event(lambda raw, out, err: lib.kvt_device_promise(raw, out, err))
+        return DevicePromise(self, event, [])
 
     def conformance(self, *, seed: int = 0, rounds: int = 0, patience: Optional[float] = None,
                     closes: bool = False) -> Conformance:

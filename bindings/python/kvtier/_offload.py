@@ -17,9 +17,10 @@ from ._pybuffer import Export
 from ._resource import Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, submit_opts
 from ._store import DTYPES, LEVEL_RAM
-from ._view import View, fill
+from ._view import Place, View, fill
 
 if TYPE_CHECKING:
+    from ._device import After, DeviceMemory
     from ._queue import Queue
     from ._store import Session
 
@@ -73,12 +74,27 @@ class OffloadTokens(NamedTuple):
     tail: int
 
 
+class DevicePlane(Place):
+    """K or V of a buffer in memory of a device: where it is, for kernels and `View`."""
+
+    _kind = _abi.KVT_MEMORY_DEVICE
+
+    def __init__(self, address: int, shape: Tuple[int, int, int], nbytes: int,
+                 owner: object) -> None:
+        self.address, self.shape, self.nbytes = address, shape, nbytes
+        self._owner = owner  # which stays as long as anybody looks at it
+
+    def _check(self, writable: bool) -> None:
+        if writable:
+            raise _invalid("a buffer of an offload is only read")
+
+
 class LayerKV(NamedTuple):
     """K and V in a buffer of the ring, [tokens, heads, dim], read-only: the memory itself,
     with something else in it once the buffer is given back. `v` is None for a latent."""
 
-    k: memoryview
-    v: Optional[memoryview]
+    k: Union[memoryview, DevicePlane]
+    v: Optional[Union[memoryview, DevicePlane]]
     tokens: int
     tail_tokens: int
     blocks: int
@@ -86,12 +102,20 @@ class LayerKV(NamedTuple):
 
 
 class OffloadJob(_reaper.Job):
-    """Closes an offload."""
+    """Closes an offload, and lets go then of memory that it was lent."""
 
-    __slots__ = ()
+    __slots__ = ("lent",)
+
+    def __init__(self, handle: Any, rank: int) -> None:
+        super().__init__(handle, rank)
+        self.lent: "Optional[DeviceMemory]" = None
 
     def attempt(self) -> int:
         return int(lib.kvt_offload_close(byref(self.handle)))
+
+    def done(self) -> None:
+        self.lent = None
+        super().done()
 
 
 class _Memory:
@@ -131,6 +155,17 @@ def _rows(name: str, source: Any) -> Tuple[Any, Export]:
     return rows, export
 
 
+def _opts(session: "Session", attention: Attention, dtype: str, buffers: int,
+          buffer_tokens: int) -> Any:
+    if dtype not in _CODES:
+        raise _invalid(f"dtype {dtype!r} is none of {', '.join(_CODES)}")
+    shape = attention_for_c(attention)
+    opts = _abi.kvt_offload_opts_t(
+        dtype=DTYPES[dtype], buffers=u32(buffers), buffer_tokens=u32(buffer_tokens))
+    opts.session, opts.attention = session._raw.value, ctypes.pointer(shape)
+    return opts
+
+
 class Offload(Resource):
     """A session's KV, layer by layer: a ring of buffers, the store behind it, and sparse
     policies that say which blocks have to come. Any thread may use it; calls come one at a
@@ -141,15 +176,17 @@ class Offload(Resource):
     def __init__(self, session: "Session", attention: Attention, dtype: str = "f16", *,
                  buffers: int = 2, buffer_tokens: int, level: int = LEVEL_RAM,
                  prefill: Optional[Union[str, Any]] = None,
-                 decode: Optional[Union[str, Any]] = None, audit_every: int = 0) -> None:
-        """`prefill` and `decode` are specs, or policies of your own: see `help(kvtier.Sparse)`."""
-        if dtype not in _CODES:
-            raise _invalid(f"dtype {dtype!r} is none of {', '.join(_CODES)}")
-        shape = attention_for_c(attention)
-        opts = _abi.kvt_offload_opts_t(
-            dtype=DTYPES[dtype], buffers=u32(buffers), buffer_tokens=u32(buffer_tokens),
-            level=u32(level), audit_every=u32(audit_every))
-        opts.session, opts.attention = session._raw.value, ctypes.pointer(shape)
+                 decode: Optional[Union[str, Any]] = None, audit_every: int = 0,
+                 on_device: bool = False, memory: "Optional[DeviceMemory]" = None) -> None:
+        """`prefill` and `decode` are specs, or policies of your own: see `help(kvtier.Sparse)`.
+        `on_device`: the ring and the tails are in memory of the store's device, which gives it,
+        or in `memory`, at least `memory_bytes`, that is its own until it is closed."""
+        opts = _opts(session, attention, dtype, buffers, buffer_tokens)
+        opts.level, opts.audit_every = u32(level), u32(audit_every)
+        opts.flags = _abi.KVT_OFFLOAD_ON_DEVICE if on_device else 0
+        if memory is not None:
+            memory._check(True)
+            opts.memory, opts.memory_bytes = memory.address, memory.nbytes
         from . import _callbacks, _sparse  # it needs names of this module
         held: List[Any] = []
         numbers: List[int] = []
@@ -171,13 +208,31 @@ class Offload(Resource):
                 _callbacks.forget(number)
         check_err(status, err)
         self._begin(session, attention, dtype, handle)
+        self._job.lent = memory
+
+    @staticmethod
+    def memory_bytes(session: "Session", attention: Attention, dtype: str = "f16", *,
+                     buffers: int = 2, buffer_tokens: int) -> int:
+        """How much memory the ring and the tails take of one that is opened so."""
+        opts = _opts(session, attention, dtype, buffers, buffer_tokens)
+        nbytes, err = ctypes.c_uint64(), new_error()
+        check_err(lib.kvt_offload_memory_bytes(byref(opts), byref(nbytes), byref(err)), err)
+        return nbytes.value
+
+    def after(self, event: "After") -> None:
+        """What is copied from now on waits for an event of the store's device; None: for
+        none. Keep the event until another is given or this is closed, and what was begun
+        before has ended."""
+        from ._device import number_of  # it needs names of this package
+        err = new_error()
+        check_err(lib.kvt_offload_after(self._raw, number_of(event), byref(err)), err)
 
     def _begin(self, session: "Session", attention: Attention, dtype: str, handle: Any) -> None:
         self._session, self._attention, self._dtype = session, attention, dtype
         self._lock = threading.Lock()
         self._views: "List[weakref.ref[Any]]" = []
         self._memory: Optional[_Memory] = _Memory()
-        self._job = OffloadJob(handle, _reaper.RANK_SESSION)
+        self._job: OffloadJob = OffloadJob(handle, _reaper.RANK_SESSION)
         self._finalizer = weakref.finalize(self._memory, _reaper.bury, self._job)
         self._finalizer.atexit = False
 
@@ -380,9 +435,20 @@ class Offload(Resource):
 
     def _layer(self, kv: Any) -> LayerKV:
         a = self._attention
-        v = None if a.latent else self._view(kv.v, kv.tokens, a.key_heads, a.value_dim)
-        return LayerKV(self._view(kv.k, kv.tokens, a.key_heads, a.key_dim), v, kv.tokens,
+        view = self._view if kv.memory == _abi.KVT_MEMORY_HOST else self._far
+        v = None if a.latent else view(kv.v, kv.tokens, a.key_heads, a.value_dim)
+        return LayerKV(view(kv.k, kv.tokens, a.key_heads, a.key_dim), v, kv.tokens,
                        kv.tail_tokens, kv.blocks, kv.buffer)
+
+    def _far(self, address: Optional[int], tokens: int, heads: int, dim: int) -> DevicePlane:
+        nbytes = tokens * heads * dim * _CODES[self._dtype][1]
+        plane = DevicePlane(address or 0, (tokens, heads, dim), nbytes, self._memory)
+        self._watch(plane)
+        return plane
+
+    def _watch(self, view: object) -> None:
+        self._views = [known for known in self._views if known() is not None]
+        self._views.append(weakref.ref(view))
 
     def _view(self, address: Optional[int], tokens: int, heads: int, dim: int) -> memoryview:
         code, size = _CODES[self._dtype]
@@ -392,8 +458,7 @@ class Offload(Resource):
             return nothing
         memory: Any = (ctypes.c_ubyte * (tokens * heads * dim * size)).from_address(address)
         memory.owner = self._memory  # which stays as long as anybody looks at it
-        self._views = [view for view in self._views if view() is not None]
-        self._views.append(weakref.ref(memory))
+        self._watch(memory)
         flat: Any = memoryview(memory).cast("B").toreadonly()
         shaped: memoryview = flat.cast(code, shape=[tokens, heads, dim])
         return shaped

@@ -115,6 +115,14 @@ def _hold(number: int, raw_stream: int, event: int) -> int:
     return _status(lambda: _callbacks.find(number).hold(raw_stream, event))
 
 
+def _promise(number: int, out: Any) -> int:
+    return _status(lambda: _put(out, _callbacks.find(number).promise()))
+
+
+def _keep(number: int, event: int) -> int:
+    return _status(lambda: _callbacks.find(number).keep(event))
+
+
 _FUNCTIONS = {
     "submit": _abi.kvt_device_submit_fn(_submit), "query": _abi.kvt_device_query_fn(_query),
     "wait": _abi.kvt_device_wait_fn(_wait), "release": _abi.kvt_device_release_fn(_release),
@@ -123,6 +131,7 @@ _FUNCTIONS = {
     "know_host": _abi.kvt_device_know_host_fn(_know_host),
     "adopt": _abi.kvt_device_adopt_fn(_adopt), "hold": _abi.kvt_device_hold_fn(_hold),
     "launch": _abi.kvt_device_launch_fn(_launch),
+    "promise": _abi.kvt_device_promise_fn(_promise), "keep": _abi.kvt_device_keep_fn(_keep),
 }
 
 

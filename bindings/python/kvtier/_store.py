@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequenc
 
 from . import _abi, _reaper
 from ._columns import Column, Columns
+from ._device import After, number_of
 from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._op import Op
@@ -286,10 +287,11 @@ class Session(Resource):
             first_token: int = 0, tokens: int = 0, first_layer: int = 0, level: int = LEVEL_RAM,
             queue: "Optional[Queue]" = None, tag: object = None,
             timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
-            ready: "Optional[Event]" = None) -> Op:
+            ready: "Optional[Event]" = None, after: After = None) -> Op:
         """Stores the layers that there are views of; the result's value is how many
-        tokens without a gap. The objects are held until the op is closed."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, False, ready)
+        tokens without a gap. The objects are held until the op is closed. Copies are behind
+        `after`, an event of the store's device, which is to be closed later than the op."""
+        move, kept = _move(k, v, first_token, tokens, first_layer, False, ready, after)
         move.level = u32(level)
         return self._one(lib.kvt_session_put, move, kept, False, queue, tag, timeout, priority)
 
@@ -297,13 +299,14 @@ class Session(Resource):
             first_token: int = 0, tokens: int = 0, first_layer: int = 0, reuse: bool = False,
             chunks: Optional[Column] = None, queue: "Optional[Queue]" = None,
             tag: object = None, timeout: Optional[float] = None,
-            priority: int = PRIORITY_DEMAND, ready: "Optional[Event]" = None) -> Op:
+            priority: int = PRIORITY_DEMAND, ready: "Optional[Event]" = None,
+            after: After = None) -> Op:
         """Loads; `NotFoundError` when something was missing (`info().value` says how
         many tokens came). With `reuse` only what going on after the last token needs: of
         windows and states the end. With `chunks` only those, 0 = the one of `first_token`,
         ascending: views have their tokens one after the other. The objects are held until
         the op is closed; dropped, it is cancelled."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, True, ready)
+        move, kept = _move(k, v, first_token, tokens, first_layer, True, ready, after)
         with Columns() as columns:
             _wanted(move, reuse, chunks, columns)
             return self._one(lib.kvt_session_get, move, kept, True, queue, tag, timeout,
@@ -327,9 +330,9 @@ class Session(Resource):
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
                  reuse: bool = False, chunks: Optional[Column] = None,
                  timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND,
-                 ready: "Optional[Event]" = None) -> List[Op]:
+                 ready: "Optional[Event]" = None, after: After = None) -> List[Op]:
         """Likewise with an op a layer, so that the first can be used while others come."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, True, ready)
+        move, kept = _move(k, v, first_token, tokens, first_layer, True, ready, after)
         with Columns() as columns:
             _wanted(move, reuse, chunks, columns)
             return self._each(lib.kvt_session_get, move, kept, True, timeout, priority)
@@ -338,9 +341,9 @@ class Session(Resource):
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
                  level: int = LEVEL_RAM, timeout: Optional[float] = None,
                  priority: int = PRIORITY_DEMAND,
-                 ready: "Optional[Event]" = None) -> List[Op]:
+                 ready: "Optional[Event]" = None, after: After = None) -> List[Op]:
         """Stores with an op a layer."""
-        move, kept = _move(k, v, first_token, tokens, first_layer, False, ready)
+        move, kept = _move(k, v, first_token, tokens, first_layer, False, ready, after)
         move.level = u32(level)
         return self._each(lib.kvt_session_put, move, kept, False, timeout, priority)
 
@@ -384,7 +387,7 @@ class Session(Resource):
 
 def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token: int,
           tokens: int, first_layer: int, writable: bool,
-          ready: "Optional[Event]") -> Tuple[Any, List[Any]]:
+          ready: "Optional[Event]", after: After) -> Tuple[Any, List[Any]]:
     kept: List[Any] = []
     if len(k) == 0 or (v is not None and len(v) != len(k)):
         raise _invalid(f"{len(k)} views of K and {len(v or [])} of V: one of each a layer")
@@ -395,6 +398,7 @@ def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token:
         move.v = _views(v, writable, kept)
     move.stride_bytes = ctypes.sizeof(_abi.kvt_view_t)
     _when(move, ready)
+    move.after = number_of(after)
     return move, kept
 
 

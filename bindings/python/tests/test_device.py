@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import struct
 import threading
@@ -158,6 +159,9 @@ class Accelerator:
     def hold(self, raw_stream: int, event: int) -> None:
         self.held.append(self._put(raw_stream, event, []))
 
+    def keep(self, event: int) -> None:
+        self.come(event)
+
 
 @pytest.fixture
 def engine() -> Any:
@@ -263,6 +267,16 @@ def test_what_waits_for_an_event_of_the_engine(device: kvtier.Device,
     told = device.poll()
     assert there.number in told and home.number in told
     engine.release(computed)
+    with device.promise() as promise:
+        back[:] = bytes(5000)
+        again = device.download(memory, back, after=promise)
+        assert not (promise.done or again.done)
+        promise.keep()
+        again.wait(SOON)
+        assert bytes(back) == data
+    with device.promise() as promise:
+        again = device.download(memory, back, after=promise)
+    again.wait(SOON)
     with pytest.raises(kvtier.HandleError):
         device.adopt(1 << 40)
     device.know_host(memory.address, 4096)
@@ -376,8 +390,19 @@ def test_the_other_kinds(runtime: kvtier.Runtime) -> None:
         there = one.upload(source, memory)
         one.download(memory, back, stream=1, after=there).close(SOON)
         assert bytes(back) == source
+        event = one.copy([DeviceCopy(View(memory, 5000), source, scatter=True, tokens=1, sum=True)])
+        event.wait(SOON)
+        assert event.sums == [None], "it was not opened to make sums"
         # Not waited for: the event keeps what it needs, and the device waits when it closes.
         one.upload(source, memory)
+    with kvtier.Device(runtime, "simulated", verify=True) as one:
+        memory = one.alloc(5000)
+        plain = DeviceCopy(View(memory, 5000), source, scatter=True, tokens=1)
+        summed = dataclasses.replace(plain, sum=True)
+        with one.copy([plain, summed]) as event:
+            assert one.info.sums and event.sums == [None, None]
+            event.wait(SOON)
+            assert event.sums == [None, kvtier.checksum(source)]
     with pytest.raises(kvtier.ClosedError):
         one.info
     with pytest.raises(kvtier.UnavailableError):

@@ -370,3 +370,64 @@ def test_what_is_wrong_is_an_error(store: kvtier.Store) -> None:
         offload.rows(0, [2, 1])
     assert offload.tokens(0) == (0, 0)
     model.close()
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_ring_in_memory_of_a_device(runtime: kvtier.Runtime, lends: bool) -> None:
+    with kvtier.Device(runtime, "simulated") as device, \
+            kvtier.Store(runtime, host_bytes=4 << 20, device=device) as store:
+        group = Group([0, 1, 2], HEADS * RUN, HEADS * RUN, "f32")
+        space = store.namespace(Identity(model=b"m"), chunk_tokens=BLOCK, groups=[group])
+        session = space.session()
+        sizes: Any = {"buffers": 2, "buffer_tokens": 256}
+        nbytes = Offload.memory_bytes(session, SHAPE, "f32", **sizes)
+        assert nbytes == (2 * (256 + BLOCK) + 2 * LAYERS * BLOCK) * 2 * HEADS * RUN
+        memory = device.alloc(nbytes) if lends else None
+        if lends:
+            with pytest.raises(kvtier.Error) as refused, device.alloc(nbytes - 256) as small:
+                Offload(session, SHAPE, "f32", on_device=True, memory=small, **sizes)
+            assert refused.value.name == "KVT_E_TOO_SMALL"
+        offload = Offload(session, SHAPE, "f32", on_device=True, memory=memory, **sizes)
+        numbers = np.random.default_rng(8)
+        kv = numbers.standard_normal((2, LAYERS, 70, HEADS, DIM)).astype(np.float32)
+        session.append(list(range(70)))
+        plane = 70 * HEADS * RUN
+        with device.alloc(2 * plane) as there:
+            for layer in range(LAYERS):
+                # They come while they are put already.
+                copies = [kvtier.DeviceCopy(View(there, plane, offset=i * plane), kv[i, layer],
+                                            scatter=True, tokens=1) for i in range(2)]
+                event = device.copy(copies)
+                offload.after(event)
+                k, v = (View(there, RUN, HEADS, offset=i * plane) for i in range(2))
+                op = offload.put(layer, 0, 70, k, v)
+                assert op is not None
+                op.result(10)
+                op.close()
+                offload.after(None)
+                event.close()
+            at = Context(tokens=70, first_query=69)
+            for layer in range(LAYERS):
+                offload.load(0, layer, at)
+                got = offload.wait(0)
+                assert (got.tokens, got.tail_tokens) == (70, 6)
+                for i, there_now in enumerate((got.k, got.v)):
+                    assert isinstance(there_now, kvtier.DevicePlane)
+                    assert there_now.shape == (70, HEADS, DIM)
+                    back = np.zeros_like(kv[i, layer])
+                    with device.copy([kvtier.DeviceCopy(View(there_now, plane), back)]) as event:
+                        event.wait(10)
+                    assert np.array_equal(back, kv[i, layer])
+                with pytest.raises(kvtier.Error):
+                    device.copy([kvtier.DeviceCopy(View(there_now, plane), back, scatter=True)])
+                offload.done(0)
+            del got, there_now
+            with pytest.raises(kvtier.Error):
+                offload.after(1 << 60)
+        assert offload.stats()["key_bytes"] == 0
+        offload.close()
+        assert offload.closed
+        session.close()
+        space.close()
+        if memory is not None:
+            memory.close()

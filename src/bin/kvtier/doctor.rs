@@ -13,7 +13,7 @@ use kvtier::io::files::Files;
 use kvtier::io::probe;
 use kvtier::io::real::{RealFiles, RealOpts};
 
-use crate::direct::{self, Trial};
+use crate::bench::direct::{self, Trial};
 use crate::human;
 
 /// How good a finding is.

@@ -5,7 +5,6 @@ mod config;
 mod conformance;
 mod control;
 mod demo;
-mod direct;
 mod doctor;
 mod fsck;
 mod lab;

@@ -9,6 +9,7 @@ mod checks;
 mod kernels;
 mod layouts;
 mod moves;
+mod promises;
 mod wander;
 
 use crate::base::clock::Clock;
@@ -85,7 +86,7 @@ const fn check(name: &'static str, run: fn(&Bench<'_>) -> Outcome) -> Check {
 }
 
 /// All of them, in the order in which they make sense: later ones rely on earlier ones.
-const CHECKS: [Check; 17] = [
+const CHECKS: [Check; 18] = [
     check("facts", checks::facts),
     check("memory", checks::memory),
     check("bytes", moves::bytes),
@@ -96,6 +97,7 @@ const CHECKS: [Check; 17] = [
     check("empty-batch", moves::empty_batch),
     check("stream-order", moves::stream_order),
     check("event-order", moves::event_order),
+    check("promises", promises::promises),
     check("refusals", checks::refusals),
     check("events", checks::events),
     check("deadlines", checks::deadlines),

@@ -1,6 +1,6 @@
 //! cuFile: loaded when somebody wants to read files straight into device memory, and refused
 //! unless it says that it will never do so by way of host memory instead. It does that in silence
-//! otherwise (its compatibility mode), which costs more than to read there in the first place.
+//! otherwise (its compatibility mode), in memory that nobody has counted.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::path::Path;

@@ -63,9 +63,9 @@ impl Files {
 impl Cuda {
     /// Loads and opens cuFile, the first time.
     pub(super) fn begin_files(&self) -> Result<()> {
-        Cuda::check_alive(&self.inner.lock())?;
         let mut known = self.files.known.lock();
         if known.cufile.is_none() {
+            Cuda::check_alive(&self.inner.lock())?;
             let _inside = self.enter()?;
             known.cufile = Some(Arc::new(CuFile::open(self.files.library.as_deref())?));
         }

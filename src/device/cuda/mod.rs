@@ -412,6 +412,11 @@ impl Device for Cuda {
         self.keep_promise(event)
     }
 
+    fn keep_all(&self) {
+        self.inner.lock().keep_all(None);
+        self.nap.notify_all();
+    }
+
     unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
         // SAFETY: the caller's promise.
         unsafe { self.launch_all(stream, after, calls) }

@@ -151,7 +151,6 @@ impl Cuda {
 
     /// Gives back what this device made and still has, in its context.
     fn give_back(&self, inner: &mut Inner) {
-        inner.keep_all(Some(Status::Closed));
         let driver = &self.driver;
         let listeners = inner.listeners.iter().copied();
         let own = self.streams.iter().copied().filter(|_| self.owns_streams).chain(listeners);
@@ -196,6 +195,7 @@ impl Drop for Cuda {
         if self.context == 0 {
             return;
         }
+        self.inner.lock().keep_all(Some(Status::Closed));
         match self.enter() {
             Ok(_inside) => {
                 self.files.close(); // before the memory goes that it knows of

@@ -7,17 +7,15 @@ use std::ffi::c_void;
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::atomic::{AtomicU32, Ordering};
-use crate::device::Event;
 use crate::device::cuda::known::Known;
 use crate::device::cuda::words::{
     HOST_MAPPED, HOST_PORTABLE, Handle, Pointer, WAIT_AS_LARGE, code,
 };
 use crate::device::cuda::{Cuda, Inner};
+use crate::device::{Event, MAX_PROMISES};
 use crate::fail;
 
-/// Most promises that are known at once: the numbers of a page.
-const MAX_PROMISES: usize = 1024;
-/// Their memory.
+/// The memory of all of them.
 const PAGE_BYTES: usize = MAX_PROMISES * size_of::<u32>();
 
 /// The promises of a device.

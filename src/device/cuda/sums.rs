@@ -157,13 +157,9 @@ impl Cuda {
 
     /// Refuses sums that cannot be made.
     pub(super) fn check_sums(&self, copies: &[Copy<'_>]) -> Result<()> {
-        for copy in copies.iter().filter(|copy| copy.wants_sum) {
-            if !self.verifies {
-                fail!(Unsupported, "the device was not opened to make sums");
-            }
-            if [copy.memory, copy.plane_memory] == [Memory::Host; 2] {
-                fail!(Unsupported, "a sum of what is in host memory on both sides");
-            }
+        let in_host = |copy: &Copy<'_>| [copy.memory, copy.plane_memory] == [Memory::Host; 2];
+        if self.verifies && copies.iter().any(|copy| copy.wants_sum && in_host(copy)) {
+            fail!(Unsupported, "a sum of what is in host memory on both sides");
         }
         Ok(())
     }
@@ -184,7 +180,7 @@ impl Cuda {
             (count, blocks) = (count + 1, blocks + bytes.div_ceil(BLOCK_BYTES as u64) as usize);
             longest = if piece_at(at, copy).is_none() { bytes.max(longest) } else { longest };
         }
-        if count == 0 {
+        if count == 0 || !self.verifies {
             return Ok(None);
         }
         let stage = self.stage(&mut inner.sums, line, longest)?;
@@ -357,6 +353,9 @@ impl Cuda {
 
     /// What [`crate::device::Device::sums`] says.
     pub(super) fn sums_of(&self, event: Event, sums: &mut [u64]) -> Result<usize> {
+        if !self.verifies {
+            fail!(Unsupported, "the device was not opened to make sums");
+        }
         let mut inner = self.inner.lock();
         self.look(&mut inner, event)?.ok_or(Status::Busy)??;
         let list = inner.sums.lists.iter().find(|list| list.user == Some(event));

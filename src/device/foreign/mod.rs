@@ -2,6 +2,7 @@
 //! makes a [`Device`] of that. No lock is held while the engine is called.
 
 mod events;
+mod promise;
 mod table;
 
 use std::collections::BTreeMap;
@@ -30,6 +31,10 @@ struct Inner {
     last: u64,
     /// Calls of the engine that begin work.
     under_way: u32,
+    /// Events that are promises, and whether the engine has kept each.
+    promises: BTreeMap<u64, bool>,
+    /// Promises that were kept, did not come yet, and are asked for by nobody.
+    leaving: Vec<Event>,
     /// Streams that are lent.
     lent: Vec<u32>,
     /// Why nothing can be begun any more.
@@ -61,6 +66,8 @@ impl Foreign {
             given: BTreeMap::new(),
             last: 0,
             under_way: 0,
+            promises: BTreeMap::new(),
+            leaving: Vec::new(),
             lent: Vec::new(),
             lost: None,
             closed: false,
@@ -229,9 +236,16 @@ impl Device for Foreign {
         if self.look(event)?.is_none() {
             return Err(Status::Busy.into());
         }
-        let gone = self.inner.lock().events.remove(event)?;
+        let mut inner = self.inner.lock();
+        let gone = inner.events.remove(event)?;
+        inner.promises.remove(&event.0);
+        drop(inner);
         drop(gone); // with no lock held
         Ok(())
+    }
+
+    fn forget(&self, event: Event) {
+        self.forget_later(event);
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
@@ -286,6 +300,18 @@ impl Device for Foreign {
         }
     }
 
+    fn promise(&self) -> Result<Event> {
+        self.make_promise()
+    }
+
+    fn keep(&self, event: Event) -> Result<()> {
+        self.keep_promise(event)
+    }
+
+    fn keep_all(&self) {
+        self.keep_open();
+    }
+
     unsafe fn launch(&self, stream: Stream, after: Option<Event>, calls: &[Call]) -> Result<Event> {
         check(&self.facts, stream, &[])?;
         for call in calls {
@@ -322,6 +348,7 @@ impl Device for Foreign {
 
     fn close(&self, deadline_ns: u64) -> Result<()> {
         self.inner.lock().closed = true;
+        self.keep_open();
         let is_over = || deadline_ns != 0 && self.clock.now_ns() >= deadline_ns;
         for line in 0..=self.facts.streams as usize {
             loop {

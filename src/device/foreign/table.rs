@@ -70,6 +70,12 @@ pub trait Engine: Send + Sync {
     /// Has a stream of the engine's own wait for an event.
     fn hold(&self, raw_stream: u64, event: u64) -> Result<()>;
 
+    /// An event that comes when it is told to, by `keep`.
+    fn promise(&self) -> Result<u64>;
+
+    /// Has such an event come, if it has not. It must not wait.
+    fn keep(&self, event: u64) -> Result<()>;
+
     /// Puts kernels on a stream, as copies.
     fn launch(&self, stream: u32, after: u64, calls: &[Call]) -> Result<u64>;
 }

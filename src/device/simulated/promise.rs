@@ -2,12 +2,9 @@
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Guard;
-use crate::device::Event;
 use crate::device::simulated::{Batch, Inner, NEVER, Phase, Simulated};
+use crate::device::{Event, MAX_PROMISES};
 use crate::fail;
-
-/// Most promises that are known at once: few, so that whoever forgets to release them is found.
-const MAX_PROMISES: usize = 4096;
 
 impl Simulated {
     /// What [`crate::device::Device::promise`] says.
@@ -49,7 +46,7 @@ impl Simulated {
     }
 
     /// Keeps all that are open.
-    pub(super) fn keep_all(&self, inner: &mut Guard<'_, Inner>) {
+    pub(super) fn keep_open(&self, inner: &mut Guard<'_, Inner>) {
         let all: Vec<u64> = inner.promises.iter().copied().collect();
         all.into_iter().for_each(|event| inner.keep(Event(event), self.clock.now_ns()));
         self.changed.notify_all();

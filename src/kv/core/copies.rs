@@ -17,6 +17,14 @@ use crate::meta::layout::Rule;
 struct Side {
     address: usize,
     memory: Memory,
+    /// The checksums of its planes, where the device tier has it and they are known.
+    sums: Option<[u64; 2]>,
+}
+
+impl Side {
+    fn on_device(address: usize) -> Side {
+        Side { address, memory: Memory::Device, sums: None }
+    }
 }
 
 impl Core {
@@ -58,28 +66,28 @@ impl Core {
         let job = &self.jobs[id];
         let one = &self.moves[job.number];
         let (board, cell) = self.cell_of(job);
-        let bytes = self.boards[board as usize].planes(cell).bytes();
+        let planes = self.boards[board as usize].planes(cell);
+        let (bytes, k_bytes) = (planes.bytes(), planes.k_bytes);
         let replica = job.replica.and_then(|piece| self.near.as_ref()?.address(piece).ok());
         if job.is_near {
             let address = self.near_address(board, cell);
             let address = address.expect("what is read stays where it is") as usize;
-            self.add_planes(id, &Side { address, memory: Memory::Device }, batch);
+            let sums = self.near_sums(board, cell);
+            self.add_planes(id, &Side { sums, ..Side::on_device(address) }, batch);
             return bytes;
         }
         let address = job.piece.and_then(|piece| self.host.address(piece).ok());
         let host = address.expect("a copy has its memory from when it was queued") as usize;
-        let in_host = Side { address: host, memory: Memory::Host };
+        let in_host = Side { address: host, memory: Memory::Host, sums: None };
         match replica {
             // Over the link once: on the device it is passed on.
             Some(device) if one.spec.deed == Deed::Get => {
-                batch.fills.push(Fill { host, device, bytes, job: batch.jobs.len() });
-                let address = device as usize;
-                self.add_planes(id, &Side { address, memory: Memory::Device }, batch);
+                batch.fills.push(Fill { host, device, bytes, k_bytes, job: batch.jobs.len() });
+                self.add_planes(id, &Side::on_device(device as usize), batch);
             }
             Some(device) => {
                 self.add_planes(id, &in_host, batch);
-                let address = device as usize;
-                self.add_planes(id, &Side { address, memory: Memory::Device }, batch);
+                self.add_planes(id, &Side::on_device(device as usize), batch);
             }
             None => self.add_planes(id, &in_host, batch),
         }
@@ -108,7 +116,9 @@ impl Core {
         let (memory, way) = (side.memory, one.way());
         let mut add = |is_v: bool, offset: u64| {
             let address = side.address.wrapping_add(offset as usize);
-            let item = CopyItem { views, layer, is_v, first, tokens, address, memory, job, way };
+            let sum = side.sums.map(|sums| sums[usize::from(is_v)]);
+            let item =
+                CopyItem { views, layer, is_v, first, tokens, address, memory, job, way, sum };
             batch.items.push(item);
         };
         if planes.k_bytes > 0 {
@@ -132,6 +142,9 @@ impl Core {
             let (board, cell) = self.cell_of(&job);
             let bytes = self.boards[board as usize].planes(cell).bytes();
             let came = result.is_ok() || is_rescued;
+            if let (Some(piece), Some(sums)) = (job.replica, batch.sums.get(at)) {
+                self.note_near_sums(piece, *sums);
+            }
             self.end_copying(id, came);
             match result {
                 Err(_) if !came && !batch.is_spent && (job.is_near || job.replica.is_some()) => {

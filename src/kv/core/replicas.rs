@@ -2,6 +2,8 @@
 //! the link. Nothing is there alone: host memory or the disk has it, too. So who leaves is
 //! forgotten, and a device that is lost costs nothing but the way.
 
+use std::collections::HashMap;
+
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::status::{Result, Status};
@@ -45,6 +47,8 @@ pub struct Replicas {
     vacated_ns: u64,
     /// Copies from here were taken last.
     had_turn: bool,
+    /// The checksums of pieces' planes, where the device sums.
+    sums: HashMap<u32, [u64; 2]>,
 }
 
 impl Replicas {
@@ -69,6 +73,7 @@ impl Replicas {
             asks_ns: 0,
             vacated_ns: 0,
             had_turn: false,
+            sums: HashMap::new(),
         })))
     }
 
@@ -100,6 +105,12 @@ impl Replicas {
     /// Where a piece is.
     pub(super) fn address(&self, piece: Piece) -> Result<u64> {
         self.tier.address(piece)
+    }
+
+    /// A piece is nobody's any more.
+    pub(super) fn free(&mut self, piece: Piece) -> Result<()> {
+        self.sums.remove(&piece.0);
+        self.tier.free(piece)
     }
 
     pub(super) fn wants_slabs(&self, now_ns: u64) -> bool {
@@ -329,6 +340,21 @@ impl Core {
         self.boards[board as usize].set_piece(cell, piece);
         self.counters.promoted += 1;
         self.arrived(board, cell, Tier::Device);
+    }
+
+    /// Notes what the planes of a piece have to be, for who reads it.
+    pub(super) fn note_near_sums(&mut self, piece: Piece, sums: [u64; 2]) {
+        if let Some(near) = self.near.as_mut()
+            && near.sums.try_reserve(1).is_ok()
+        {
+            near.sums.insert(piece.0, sums);
+        }
+    }
+
+    /// That, if it is known.
+    pub(super) fn near_sums(&self, board: u32, cell: Cell) -> Option<[u64; 2]> {
+        let piece = self.boards[board as usize].piece(cell);
+        self.near.as_ref()?.sums.get(&piece.0).copied()
     }
 
     /// Where the copy of a cell in device memory is, for who reads it.

@@ -138,7 +138,7 @@ impl Core {
 
     pub(super) fn free_near(&mut self, piece: Piece) {
         let Some(near) = self.near.as_mut() else { return };
-        if let Err(error) = near.tier.free(piece) {
+        if let Err(error) = near.free(piece) {
             log::error!("a piece of device memory was not in use: {error}");
         }
     }

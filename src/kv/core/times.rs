@@ -74,7 +74,8 @@ impl Times {
 
     /// A move has ended. One that did not bring all says nothing: it may have ended early.
     pub(super) fn moved(&mut self, one: &Move, now_ns: u64) {
-        if !one.is_sound() || one.spec.slots.is_empty() {
+        // One that was behind an event took as long as that.
+        if !one.is_sound() || one.spec.slots.is_empty() || one.spec.after.is_some() {
             return;
         }
         let at = match one.spec.deed {

@@ -58,6 +58,8 @@ pub struct CopyItem {
     pub job: usize,
     /// Which way.
     pub way: Way,
+    /// What the plane's checksum is, where the device tier has it and that is known.
+    pub sum: Option<u64>,
 }
 
 /// A cell to be copied from host to device memory.
@@ -69,6 +71,8 @@ pub struct Fill {
     pub device: u64,
     /// How long it is.
     pub bytes: u64,
+    /// How long the first of its planes is.
+    pub k_bytes: u64,
     /// Which job of the batch it is of.
     pub job: usize,
 }
@@ -97,6 +101,8 @@ pub struct CopyBatch {
     pub rescued: Option<Vec<bool>>,
     /// What came damaged over the bus.
     pub damage: Damage,
+    /// The checksums of its jobs' planes, where the device sums.
+    pub sums: Vec<[u64; 2]>,
     pub(super) burden: Burden,
     /// The engine's side of its moves.
     pub views: Vec<Arc<Views>>,

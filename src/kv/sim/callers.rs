@@ -263,7 +263,9 @@ impl World {
             [Status::NotFound, Status::Cancelled, Status::Budget, Status::Io, Status::Closed];
         // Who has tensors on a device that is lost has lost them, too.
         let is_known = |status| {
-            tolerated.contains(&status) || status == Status::Unavailable && self.may_lose_device()
+            tolerated.contains(&status)
+                || status == Status::Unavailable && self.may_lose_device()
+                || status == Status::Corrupt && self.may_damage()
         };
         if let Some(error) = one.error.as_ref().filter(|e| !is_known(e.status())) {
             return Err(wrong(format!("{:?} ended with {error}", asked.deed)));

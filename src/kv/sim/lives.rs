@@ -71,6 +71,7 @@ impl World {
             a.disk_hits += b.disk_hits;
             a.misses += b.misses;
             a.corrupt += b.corrupt;
+            a.damaged += b.damaged;
             a.written += b.written;
             a.coded += b.coded;
             a.lost.join(&b.lost);

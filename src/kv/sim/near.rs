@@ -50,6 +50,11 @@ impl Near {
         self.config.clone()
     }
 
+    /// How many copies of a thousand come damaged over its bus.
+    fn damage_permille(&self) -> u64 {
+        [0, 0, 10, 60][(self.seed >> 2) as usize % 4]
+    }
+
     /// The device of a life.
     pub(super) fn device(&self, clock: &Clock) -> Outcome<Arc<dyn Device>> {
         let mut random = Random::new(self.seed ^ (self.lives + 1) << 32);
@@ -60,6 +65,8 @@ impl Near {
             fail_at: (0..failures).map(|_| 1 + random.below(300)).collect(),
             lost_at: if self.loses && random.coin() { 1 + random.below(400) } else { 0 },
             memory_bytes: if has_little { (1 + random.below(4)) * LEAST_BYTES } else { 0 },
+            sums: self.damage_permille() > 0,
+            damage_permille: self.damage_permille(),
             ..SimulatedOpts::default()
         };
         Ok(Arc::new(Simulated::new(clock.clone(), opts)?))
@@ -71,6 +78,11 @@ impl World {
     pub(super) fn memory(&mut self) -> Memory {
         let draws = self.near.as_mut().map(|near| near.random.below(4));
         if draws.is_some_and(|n| n > 0) { Memory::Device } else { Memory::Host }
+    }
+
+    /// Copies may come damaged twice.
+    pub(super) fn may_damage(&self) -> bool {
+        self.near.as_ref().is_some_and(|near| near.damage_permille() > 0)
     }
 
     pub(super) fn may_lose_device(&self) -> bool {

@@ -1,6 +1,8 @@
 //! Lookups of a store. Keys are made before its lock is taken.
 
 use crate::base::status::Result;
+use crate::base::sync::Arc;
+use crate::device::Device;
 use crate::fail;
 use crate::format::keys::Key;
 use crate::format::keys::chain::Chain;
@@ -10,6 +12,11 @@ use crate::kv::path::MAX_TOKENS;
 use crate::kv::store::Store;
 
 impl Store {
+    /// Its device.
+    pub fn device(&self) -> Arc<dyn Device> {
+        self.inner.tools.lock().device.clone()
+    }
+
     /// Looks a sequence up in a namespace.
     pub fn lookup(&self, space: u32, tokens: &[u32]) -> Result<Look> {
         self.lookup_media(space, tokens, &[])

@@ -49,9 +49,15 @@ impl Core {
     /// Takes a unit out of its slot, if it is in one. False: somebody uses it there or is to,
     /// or it is on its way there, and this has to be asked again when that has ended.
     pub fn quit_slot(&mut self, unit: u32) -> Result<bool> {
-        let Some(cell) = self.cells.get_mut(unit as usize) else {
+        let Some(cell) = self.cells.get(unit as usize) else {
             fail!(Invalid, "unit {unit} of {}", self.cells.len());
         };
+        let load = cell.slot_load;
+        if load != NONE && self.load(load).goal.is_none() && self.load(load).rank != Rank::Wanted {
+            // Read ahead: it may wait for a slot until a pass goes on.
+            self.drop_load(load)?;
+        }
+        let cell = &mut self.cells[unit as usize];
         // Who waits for it at home is none of these: it may have to move for them.
         if cell.users > 0 || cell.promised || cell.slot_load != NONE {
             return Ok(false);

@@ -97,8 +97,10 @@ impl Shared {
             None => unsafe { work.carry_out() }.map(|()| None),
         };
         let mut state = self.state.lock();
-        if let (Ok(None), Some(in_window)) = (&said, state.places.in_window()) {
-            in_window.worked(job.unit, job.to);
+        match (&said, state.places.in_window()) {
+            (Ok(None), Some(in_window)) => in_window.worked(job.unit, job.to),
+            (Err(_), Some(in_window)) => in_window.failed(job.unit, job.to),
+            _ => {}
         }
         (state, said)
     }

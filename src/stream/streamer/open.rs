@@ -60,7 +60,8 @@ pub struct Opts {
     pub order: Option<Vec<u32>>,
     /// No pass follows a pass: nothing is fetched ahead across its end.
     pub once: bool,
-    /// Every unit has an address of its own.
+    /// Every unit has an address of its own. On a device: one that has windows
+    /// ([`Device::window`]).
     pub in_place: bool,
     /// Who leaves, in [`crate::stream::plan::Mode::Ring`]; empty = `fifo`.
     pub policy: String,

@@ -36,6 +36,9 @@ impl Straight {
         let Some(device) = &opts.device else {
             fail!(Invalid, "direct reads go to a device, and none was given");
         };
+        if opts.in_place {
+            fail!(Unsupported, "direct reads go to slots, and units in place have none");
+        }
         if opts.verify == Verify::Always {
             fail!(
                 Unsupported,

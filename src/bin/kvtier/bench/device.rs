@@ -6,11 +6,13 @@ use std::time::Instant;
 use kvtier::base::clock::Clock;
 use kvtier::base::memory::{Buffer, MemoryWish};
 use kvtier::base::status::{Error, Result, Status};
-use kvtier::device::cuda::{Choice, Cuda};
+use kvtier::base::sync::Arc;
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts, probe};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+use kvtier::fail;
 
-use super::{Bar, Better, device_files, device_kernels, median};
-use crate::direct;
+use super::direct;
+use super::{Bar, Better, device_files, device_kernels, device_offload, device_stream, median};
 
 const MIB: usize = 1 << 20;
 
@@ -27,7 +29,7 @@ const fn wish(bar: &'static str, goal: f64, baseline: &'static str) -> Wish {
 
 const UP: &str = "one large copy to the device";
 const DOWN: &str = "one large copy from it";
-const WISHES: [Wish; 12] = [
+const WISHES: [Wish; 13] = [
     wish("h2d_pinned", 0.95, UP),
     wish("d2h_pinned", 0.95, DOWN),
     wish("h2d_1m_cells", 0.95, UP),
@@ -40,15 +42,18 @@ const WISHES: [Wish; 12] = [
     Wish { bar: "h2d_pageable", goal: None, baseline: UP },
     Wish { bar: "d2h_pageable", goal: None, baseline: DOWN },
     Wish { bar: "d2d_copy", goal: None, baseline: UP },
+    Wish { bar: "peer_copy", goal: None, baseline: UP },
 ];
 
 /// A device with memory on both sides.
 struct Rig {
-    device: Cuda,
+    device: Arc<Cuda>,
     pinned: Buffer,
     pageable: Buffer,
     far: DeviceMemory,
     other: DeviceMemory,
+    /// Another GPU, and memory of its, which goes with it.
+    peer: Option<(Cuda, DeviceMemory)>,
     bytes: usize,
     rounds: usize,
 }
@@ -60,6 +65,10 @@ impl Rig {
         let is_fake = opts.library.is_some();
         let bytes = if is_fake { 4 * MIB } else { 256 * MIB };
         let rounds = if quick || is_fake { 3 } else { 9 };
+        let has_peer = probe(opts.library.as_deref())?.len() > 1;
+        let peers = if has_peer { vec![1] } else { Vec::new() };
+        let plain = CudaOpts { library: opts.library.clone(), ..CudaOpts::default() };
+        let opts = CudaOpts { peers, ..opts };
         let device = Cuda::open(Clock::real(), &opts)?;
         let map = || {
             let buffer =
@@ -72,7 +81,14 @@ impl Rig {
         // SAFETY: it stays until the device has gone, which forgets it.
         unsafe { device.know_host(pinned.address(), bytes as u64)? };
         let (far, other) = (device.allocate(bytes as u64)?, device.allocate(bytes as u64)?);
-        Ok(Rig { device, pinned, pageable, far, other, bytes, rounds })
+        let next_door = || {
+            let next = Cuda::open(Clock::real(), &CudaOpts { ordinal: 1, ..plain.clone() })?;
+            let memory = next.allocate(bytes as u64)?;
+            Ok::<_, Error>((next, memory))
+        };
+        let peer = if has_peer { Some(next_door()?) } else { None };
+        let device = Arc::new(device);
+        Ok(Rig { device, pinned, pageable, far, other, peer, bytes, rounds })
     }
 
     /// Copies of cells: all of the memory, the cells of one side in another order.
@@ -122,11 +138,12 @@ impl Rig {
     }
 
     fn rate_on_device(&self) -> Option<f64> {
-        self.on_device().and_then(|copies| self.rate(&mut [copies])).ok()
+        self.far_to(&self.other).and_then(|copies| self.rate(&mut [copies])).ok()
     }
 
-    fn on_device(&self) -> Result<Vec<Copy<'static>>> {
-        let plane = std::ptr::with_exposed_provenance_mut(self.other.address as usize);
+    /// Between memory of devices.
+    fn far_to(&self, other: &DeviceMemory) -> Result<Vec<Copy<'static>>> {
+        let plane = std::ptr::with_exposed_provenance_mut(other.address as usize);
         let address = self.far.address;
         let copy = Copy::bytes(plane, address, self.bytes as u64, Way::Gather, Memory::Device)?;
         Ok(vec![Copy { plane_memory: Memory::Device, ..copy }])
@@ -155,7 +172,11 @@ impl Rig {
             "h2d_pageable" | "d2h_pageable" => {
                 self.rate(&mut [self.cells(&self.pageable, cell, way)?])?
             }
-            "d2d_copy" => self.rate(&mut [self.on_device()?])?,
+            "d2d_copy" => self.rate(&mut [self.far_to(&self.other)?])?,
+            "peer_copy" => match &self.peer {
+                Some((_, memory)) => self.rate(&mut [self.far_to(memory)?])?,
+                None => fail!(Unsupported, "one GPU has no peer"),
+            },
             _ => self.rate(&mut [self.cells(&self.pinned, cell, way)?])?,
         };
         Ok((rate, baseline))
@@ -186,10 +207,10 @@ pub fn run(quick: bool) -> Vec<Bar> {
     let rig = match Rig::open(quick) {
         Ok(rig) => rig,
         Err(error) => {
-            let mut bars: Vec<Bar> =
-                WISHES.iter().map(|wish| bar(wish, None, error.to_string())).collect();
-            bars.push(device_files::bar(Err(error)));
-            return bars;
+            let why = error.to_string();
+            let none = WISHES.iter().map(|wish| bar(wish, None, why.clone()));
+            let none = none.chain(device_stream::none(&why));
+            return none.chain([device_files::bar(Err(error))]).collect();
         }
     };
     let large = |way| rig.rate(&mut [rig.whole(&rig.pinned, way)?]);
@@ -205,9 +226,12 @@ pub fn run(quick: bool) -> Vec<Bar> {
         }
     };
     let mut bars: Vec<Bar> = WISHES.iter().map(measured).collect();
+    let (up, is_small) = (ends.as_ref().ok().map(|(up, _)| *up), rig.bytes < 64 * MIB);
+    bars.extend(device_stream::run(&rig.device, up, is_small, rig.rounds));
     let copied = rig.rate_on_device();
-    bars.extend(device_kernels::run(&rig.device, copied, rig.bytes < 64 * MIB, rig.rounds));
+    bars.extend(device_kernels::run(&rig.device, copied, is_small, rig.rounds));
     bars.push(device_files::bar(device_files::run(&rig.device, rig.bytes, rig.rounds)));
+    bars.extend(device_offload::run(direct::opts(0, Choice::Measured).library, rig.rounds));
     if let Some(first) = bars.first_mut() {
         first.note = format!("{}; {}", first.note, rig.device.describe());
     }

@@ -9,8 +9,8 @@ use kvtier::base::status::{Result, Status};
 use kvtier::device::cuda::Cuda;
 use kvtier::device::{Copy, Device, Memory, Stream, Way};
 
+use super::direct::Trial;
 use super::{Bar, Better, median};
-use crate::direct::Trial;
 
 /// What one thread reads at once, as a streamer's do.
 const CHUNK_BYTES: usize = 4 << 20;
@@ -41,39 +41,39 @@ pub fn run(device: &Cuda, bytes: usize, rounds: usize) -> Result<(f64, f64)> {
     let dir = dir.unwrap_or_else(std::env::temp_dir);
     let trial = Trial::new(device, &dir, bytes as u64)?;
     trial.check()?;
-    let staging: Vec<Buffer> = (0..THREADS)
-        .map(|_| {
-            let wish = MemoryWish { bytes: CHUNK_BYTES as u64, ..MemoryWish::default() };
-            let buffer = Buffer::map(&wish, None)?;
-            // SAFETY: it stays until it is forgotten below, or the device has gone.
-            unsafe { device.know_host(buffer.address(), CHUNK_BYTES as u64)? };
-            Ok(buffer)
-        })
-        .collect::<Result<_>>()?;
-    let (mut straight, mut by_host) = (Vec::new(), Vec::new());
-    let measured = (0..=rounds).try_for_each(|round| {
-        let ways = [
-            timed(bytes, |_, offset, part| trial.read(offset, part))?,
-            timed(bytes, |thread, offset, part| {
-                let host = staging[thread].address();
-                trial.read_to_host(offset, host, part)?;
-                let to = trial.address() + offset;
-                let copy = Copy::bytes(host, to, part, Way::Scatter, Memory::Device)?;
-                // SAFETY: memory of this thread's, until the event has come.
-                let event = unsafe { device.submit(Stream(0), None, &mut [copy]) }?;
-                device.wait(event, 0)?;
-                device.release(event)
-            })?,
-        ];
-        if round > 0 {
-            straight.push(ways[0]);
-            by_host.push(ways[1]);
-        }
-        Ok(())
+    let wish = MemoryWish { bytes: CHUNK_BYTES as u64, ..MemoryWish::default() };
+    let staging = (0..THREADS).map(|_| Buffer::map(&wish, None)).collect::<Result<Vec<_>>>()?;
+    let known = staging.iter().try_for_each(|buffer| {
+        // SAFETY: it stays until it is forgotten below.
+        unsafe { device.know_host(buffer.address(), CHUNK_BYTES as u64) }
     });
+    let (mut straight, mut by_host) = (Vec::new(), Vec::new());
+    let measure = |_| {
+        (0..=rounds).try_for_each(|round| {
+            let ways = [
+                timed(bytes, |_, offset, part| trial.read(offset, part))?,
+                timed(bytes, |thread, offset, part| {
+                    let host = staging[thread].address();
+                    trial.read_to_host(offset, host, part)?;
+                    let to = trial.address() + offset;
+                    let copy = Copy::bytes(host, to, part, Way::Scatter, Memory::Device)?;
+                    // SAFETY: memory of this thread's, until the event has come.
+                    let event = unsafe { device.submit(Stream(0), None, &mut [copy]) }?;
+                    device.wait(event, 0)?;
+                    device.release(event)
+                })?,
+            ];
+            if round > 0 {
+                straight.push(ways[0]);
+                by_host.push(ways[1]);
+            }
+            Ok(())
+        })
+    };
+    let measured = known.and_then(measure);
     for buffer in &staging {
-        // SAFETY: nothing is under way.
-        unsafe { device.forget_host(buffer.address())? };
+        // SAFETY: nothing is under way. What was not told of is not known, and no loss.
+        drop(unsafe { device.forget_host(buffer.address()) });
     }
     measured.map(|()| (median(&mut straight), median(&mut by_host)))
 }

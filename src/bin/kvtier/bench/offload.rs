@@ -18,7 +18,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout};
 use kvtier::meta::view::{Place, View};
-use kvtier::offload::{Offload, Opts, Policies, Which};
+use kvtier::offload::{Home, Offload, Opts, Policies, Which};
 use kvtier::sparse::{Context, Kind, Shape, registry};
 
 use super::store::say;
@@ -83,6 +83,7 @@ impl World {
             dtype: Dtype::Bf16,
             buffers,
             buffer_tokens: TOKENS,
+            home: Home::Host,
             level: Level::Ram,
             policies: Policies { prefill: None, decode },
             recipe: String::new(),

@@ -46,6 +46,9 @@ pub struct Args {
     /// Keep slots also where everything fits, so that memory can be given back
     #[arg(long)]
     shrinks: bool,
+    /// Units are in place on the device: each takes whole pieces of 2 MiB
+    #[arg(long, requires = "device")]
+    in_place: bool,
     /// Say what a pass would take over other links too, such as h2d=13,disk=3.3 (GB/s)
     #[arg(long, value_name = "LINKS")]
     what_if: Option<String>,
@@ -65,6 +68,8 @@ impl Args {
             context: self.context,
             slots: self.slots,
             shrinks: self.shrinks,
+            // What all CUDA devices map by.
+            device_grain_bytes: if self.in_place { 2 << 20 } else { 0 },
             ..Wishes::default()
         }
     }

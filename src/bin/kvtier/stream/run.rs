@@ -77,7 +77,7 @@ pub struct Args {
     #[arg(long, value_parser = time)]
     compute: Option<u64>,
     /// Every unit has an address of its own, of which only a window is backed by memory
-    #[arg(long, conflicts_with = "device")]
+    #[arg(long)]
     in_place: bool,
     /// Through the page cache
     #[arg(long, conflicts_with = "mapped")]

@@ -304,11 +304,12 @@ fn prefill_once(
 /// Attention of few queries: over all keys with what each got, and over some blocks.
 pub fn decode(bench: &Bench<'_>) -> Outcome {
     let lab = Lab::new(bench, Kind::Decode)?;
-    for (dim, dtype, is_paged) in
-        [(64, Dtype::F32, false), (128, Dtype::F16, true), (576, Dtype::Bf16, false)]
+    // Latent rows are those of many heads.
+    for (dim, dtype, is_paged, heads) in
+        [(64, Dtype::F32, false, 4), (128, Dtype::F16, true, 4), (576, Dtype::Bf16, true, 20)]
     {
         let (queries, tokens) = (1 + lab.below(3), 140 + lab.below(90));
-        let shape = Shape { queries, tokens, heads: 4, key_heads: 1, dim, dtype, is_paged };
+        let shape = Shape { queries, tokens, heads, key_heads: 1, dim, dtype, is_paged };
         let problem = Problem::new(&lab, shape)?;
         decode_once(&lab, &problem, None)?;
         let blocks = tokens.div_ceil(PAGE) as u32;
@@ -351,7 +352,9 @@ fn decode_once(lab: &Lab<'_>, problem: &Problem<'_>, list: Option<Vec<u32>>) -> 
     })?;
     let sees = |_, _, key: usize| !has_list || list.contains(&((key / PAGE) as u32));
     let (out, lse) = (out.numbers(Dtype::F32)?, more.numbers(Dtype::F32)?);
-    problem.check((&out, &lse), &sees, (4e-6, 2e-6))?;
+    // Sums of products of tiles are rounded a little more.
+    let bounds = if problem.shape.is_latent() { (5e-5, 2e-5) } else { (4e-6, 2e-6) };
+    problem.check((&out, &lse), &sees, bounds)?;
     if has_list {
         return Ok(());
     }

@@ -8,43 +8,11 @@
  * A block of threads takes 31 to 45 KB of shared memory for 128 to 576 numbers: up to 8 queries,
  * products of 512 keys with them, and where 512 keys and values are. 64 of about 140 registers hold
  * sums of 8 rows. */
-#include "attend.h"
+#include "attend_cut.h"
 #include "attend_numbers.h"
 
-constexpr u32 SHORT_PART = 128, LONG_PART = 512, LONG_FROM = 16384;
 /* Keys that a thread reads at once; of values twice as many. */
 constexpr u32 TOGETHER = 2;
-
-/* How a decode is cut: `Cut` of attend_decode.rs. */
-struct cut {
-    /* Keys that there may be at most, of each part, and parts. */
-    u32 keys, part, parts;
-    /* Heads that share what is chosen, and rows of them. */
-    u32 group, rows;
-};
-
-DEVICE cut cut_of(const call &c) {
-    cut cut;
-    cut.keys = c.count == 0 ? c.tokens : c.keep * c.recent;
-    cut.part = cut.keys > LONG_FROM ? LONG_PART : SHORT_PART;
-    cut.parts = most(ceil_div(cut.keys, cut.part), 1u);
-    cut.group = c.count <= 1 || c.count == c.key_heads ? c.query_heads / c.key_heads : 1;
-    cut.rows = c.query_count * cut.group;
-    return cut;
-}
-
-/* Scratch: results of parts, their most and sum, the log-sum-exps of rows to the base of 2, and
- * products where sums are wanted. Rows are queries, of each all heads. */
-struct results {
-    float *out, *logs, *all, *products;
-};
-
-DEVICE results results_of(const call &c, const cut &cut) {
-    u64 rows = (u64)c.query_count * c.query_heads;
-    float *out = (float *)c.scratch, *logs = out + rows * cut.parts * c.value_dim;
-    float *all = logs + rows * cut.parts * 2;
-    return {out, logs, all, all + rows};
-}
 
 /* What one block of threads has in shared memory. */
 struct room {

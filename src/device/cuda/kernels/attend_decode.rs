@@ -124,6 +124,36 @@ fn check(call: &Call) -> Result<()> {
     attend::check_rows(call, bytes)
 }
 
+/// From so many rows on, which share latent rows, products are those of tiles.
+const TILE_ROWS: u32 = 16;
+
+/// Rows of a block of threads that makes products of tiles, its kernel, and the shared memory that
+/// it takes: where many heads share latent rows, of the same type as queries, and what each key
+/// got is not wanted. `latent_decode.cu`.
+fn tiles(call: &Call, cut: &Cut, shared_bytes: u32) -> Option<(u32, &'static str, u32)> {
+    let of_type = [Dtype::F16, Dtype::Bf16].iter().position(|known| *known as u32 == call.dtype)?;
+    let is_latent = (call.key_dim, call.value_dim) == (576, 512)
+        && (call.keys, call.key_stride, call.key_head_stride)
+            == (call.values, call.value_stride, call.value_head_stride);
+    let strides = call.query_stride | call.query_head_stride;
+    let is_even = call.queries % 16 == 0 && strides % 16 == 0;
+    if !(is_latent && is_even && call.dtype == call.other_dtype) {
+        return None;
+    }
+    if call.flags & SUMS != 0 || cut.rows < TILE_ROWS {
+        return None;
+    }
+    const NAMES: [(u32, [&str; 2]); 2] = [
+        (64, ["latent_decode_f16", "latent_decode_bf16"]),
+        (32, ["latent_decode_small_f16", "latent_decode_small_bf16"]),
+    ];
+    // Queries, keys of half tiles, weights twice, what rows tell each other, and two tiles.
+    let bytes = |rows: u32| rows * 1152 + rows / 32 * 36_864 + rows * 128 + rows * 20 + 2 * 1792;
+    let fits =
+        |(rows, _): &&(u32, _)| bytes(*rows) <= shared_bytes && (*rows == 32 || cut.rows > 32);
+    NAMES.iter().find(fits).map(|(rows, names)| (*rows, names[of_type], bytes(*rows)))
+}
+
 /// The kernel for so many rows.
 fn kernel(dtype: u32, rows: u32) -> &'static str {
     const NAMES: [[&str; 3]; 4] = [
@@ -145,17 +175,22 @@ pub fn steps(call: &Call, steps: &mut Steps<'_>) -> Result<()> {
         return Ok(());
     }
     scratch(call, results(call, &cut))?;
-    let rows = match cut.rows {
-        1 => 1,
-        2..=4 => 4,
-        _ => ROWS,
-    };
-    let dim = call.key_dim.max(call.value_dim).next_multiple_of(64);
-    // Queries and weights of rows, where keys and values are, and what warps tell each other.
-    let shared = rows * (dim + cut.part) * 4 + cut.part * 20 + 4 * rows * 4;
-    let grid = [cut.parts, cut.groups, cut.rows.div_ceil(rows)];
-    let (place, name) = (module::ATTEND_DECODE, kernel(call.dtype, rows));
-    steps.add_with(place, name, grid, THREADS, shared)?;
+    let place = module::ATTEND_DECODE;
+    if let Some((rows, name, shared)) = tiles(call, &cut, steps.shared_bytes) {
+        let grid = [cut.parts, cut.groups, cut.rows.div_ceil(rows)];
+        steps.add_with(module::LATENT_DECODE, name, grid, rows * 4, shared)?;
+    } else {
+        let rows = match cut.rows {
+            1 => 1,
+            2..=4 => 4,
+            _ => ROWS,
+        };
+        let dim = call.key_dim.max(call.value_dim).next_multiple_of(64);
+        // Queries and weights of rows, where keys and values are, and what warps tell each other.
+        let shared = rows * (dim + cut.part) * 4 + cut.part * 20 + 4 * rows * 4;
+        let grid = [cut.parts, cut.groups, cut.rows.div_ceil(rows)];
+        steps.add_with(place, kernel(call.dtype, rows), grid, THREADS, shared)?;
+    }
     steps.add(place, "decode_join", [call.query_count * call.query_heads, 1, 1], THREADS)?;
     let lines = match call.flags & SUMS {
         SUMS_BY_QUERY_HEAD => call.query_heads,

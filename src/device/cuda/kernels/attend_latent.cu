@@ -1,63 +1,9 @@
 /* Attention of a prompt over latent rows (MLA): keys of 576 numbers, of which the first 512 are
  * values. `Kind::Prefill`, as attend_prefill.cu.
  *
- * Results of 64 queries do not fit in the registers of four warps: eight have 32 queries and 128
- * numbers each. So that products are made once, each warp makes those of 16 queries and 16 keys,
- * and weights go through shared memory. Keys come 32 at a time, the next while these are used.
- *
  * A block of threads takes 161 KB of shared memory: queries 73728 bytes, keys twice 36864, weights
- * 4096, what rows tell each other 1280, tiles 3584, and by lists the queue 4552. One fits on a
- * processor, so that a thread may have 255 registers; 128 hold results.
- *
- * Devices of compute capability 8.6, 8.9 and 12.0 have 99 KB: there a block of four warps has 32
- * queries, and one place for keys, into which the next come when these were used. That is 83 KB. */
-#include "attend_walk.h"
-
-constexpr u32 DIM = 576, HALF = 32, HALF_BYTES = HALF * DIM * 2;
-/* Threads of a block of so many queries, and its places for keys. */
-template <u32 ROWS> constexpr u32 THREADS_OF = ROWS * 4;
-template <u32 ROWS> constexpr u32 PLACES_OF = ROWS / 32;
-
-template <u32 ROWS> struct room {
-    u8 *queries, *keys, *weights;
-    float *mosts, *shrinks, *sums;
-    tile *tiles;
-    queue *line;
-};
-
-template <u32 ROWS> DEVICE room<ROWS> make_room() {
-    u8 *at = dynamic_shared();
-    room<ROWS> room;
-    room.queries = at;
-    room.keys = at + ROWS * DIM * 2;
-    room.weights = room.keys + PLACES_OF<ROWS> * HALF_BYTES;
-    room.mosts = (float *)(room.weights + ROWS * HALF * 2);
-    room.shrinks = room.mosts + 2 * ROWS;
-    room.sums = room.shrinks + ROWS;
-    room.tiles = (tile *)(room.sums + 2 * ROWS);
-    room.line = (queue *)(room.tiles + 2);
-    return room;
-}
-
-/* Where 8 weights of a row are: of eight rows none meet in a bank. */
-DEVICE u32 weight_place(u32 row, u32 chunk) { return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4); }
-
-/* Of the products a warp has 16 queries and 16 keys. */
-DEVICE u32 product_row() { return warp() / 2 * 16; }
-DEVICE u32 product_key() { return warp() % 2 * 16; }
-
-template <bool BF> DEVICE void multiply(float (&s)[2][4], const u8 *queries, const u8 *keys) {
-#pragma unroll
-    for (u32 i = 0; i < 8; i++) s[i / 4][i % 4] = 0.0f;
-#pragma unroll 4
-    for (u32 k = 0; k < DIM / 16; k++) {
-        u32 a[4], b[4];
-        load_rows<DIM>(a, queries, product_row(), k);
-        load_keys<DIM>(b, keys, product_key(), k);
-        mma<BF>(s[0], a, b[0], b[1]);
-        mma<BF>(s[1], a, b[2], b[3]);
-    }
-}
+ * 4096, what rows tell each other 1280, tiles 3584, and by lists the queue 4552; a small one 83. */
+#include "attend_latent.h"
 
 /* Hides keys behind a query, and those that it does not see by its lines. */
 DEVICE void hide(float (&s)[2][4], const walk &walk, const tile &tile, u32 first) {
@@ -71,83 +17,6 @@ DEVICE void hide(float (&s)[2][4], const walk &walk, const tile &tile, u32 first
         bool is_seen = tile.at[key] <= walk.position + own;
         if (has_lines) is_seen = is_seen && (tile.seen[own / 32][key] >> own % 32 & 1);
         if (!is_seen) s[i / 4][i % 4] = minus_infinity();
-    }
-}
-
-/* What rows were so far, in the two warps that have products of them. */
-struct progress {
-    float most[2], sum[2];
-};
-
-/* Makes weights of products, for all warps. */
-template <bool BF, u32 ROWS>
-DEVICE void soften(float (&s)[2][4], progress &rows, const room<ROWS> &room, float scale) {
-    u32 row = product_row() + lane() / 4;
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        float now = fmaxf(fmaxf(s[0][2 * half], s[0][2 * half + 1]),
-                          fmaxf(s[1][2 * half], s[1][2 * half + 1]));
-        now = fmaxf(now, across(now, 1));
-        now = fmaxf(now, across(now, 2));
-        if (lane() % 4 == 0) room.mosts[warp() % 2 * ROWS + row + half * 8] = now;
-    }
-    __syncthreads();
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        u32 own = row + half * 8;
-        float now = fmaxf(room.mosts[own], room.mosts[ROWS + own]), before = rows.most[half];
-        now = fmaxf(now, before);
-        float base = now == minus_infinity() ? 0.0f : now * scale;
-        float shrink = exp2_near(before * scale - base), sum = 0.0f;
-#pragma unroll
-        for (u32 n = 0; n < 2; n++) {
-            float x = exp2_near(s[n][2 * half] * scale - base);
-            float y = exp2_near(s[n][2 * half + 1] * scale - base);
-            sum += x + y;
-            u32 to = weight_place(own, product_key() / 8 + n) + lane() % 4 * 4;
-            *(u32 *)(room.weights + to) = two<BF>(x, y);
-        }
-        rows.most[half] = now;
-        rows.sum[half] = rows.sum[half] * shrink + sum;
-        if (warp() % 2 == 0 && lane() % 4 == 0) room.shrinks[own] = shrink;
-    }
-    __syncthreads();
-}
-
-/* Of the results a warp has 32 queries and 128 numbers. */
-DEVICE u32 result_row() { return warp() / 4 * 32; }
-DEVICE u32 result_step() { return warp() % 4 * 8; }
-
-template <bool BF, u32 ROWS>
-DEVICE void add_values(float (&out)[2][16][4], const room<ROWS> &room, const u8 *values) {
-#pragma unroll
-    for (u32 set = 0; set < 2; set++)
-#pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            float shrink = room.shrinks[result_row() + set * 16 + half * 8 + lane() / 4];
-#pragma unroll
-            for (u32 n = 0; n < 16; n++) {
-                out[set][n][2 * half] *= shrink;
-                out[set][n][2 * half + 1] *= shrink;
-            }
-        }
-#pragma unroll
-    for (u32 k = 0; k < HALF / 16; k++) {
-        u32 a[2][4];
-#pragma unroll
-        for (u32 set = 0; set < 2; set++)
-            load_matrix4(a[set], room.weights + weight_place(result_row() + set * 16 + lane() % 16,
-                                                             2 * k + lane() / 16));
-#pragma unroll
-        for (u32 n = 0; n < 8; n++) {
-            u32 b[4];
-            load_values<DIM>(b, values, 16 * k, result_step() + n);
-#pragma unroll
-            for (u32 set = 0; set < 2; set++) {
-                mma<BF>(out[set][2 * n], a[set], b[0], b[1]);
-                mma<BF>(out[set][2 * n + 1], a[set], b[2], b[3]);
-            }
-        }
     }
 }
 
@@ -239,7 +108,7 @@ template <bool BF, u32 ROWS> DEVICE void attend_dense(const call &c) {
 template <bool BF, u32 ROWS> DEVICE void attend_listed(const call &c) {
     u32 head = blockIdx.y;
     head_lists said = ((const head_lists *)c.numbers)[entry_of(c, head)];
-    u32 blocks = cut_of(c, said, ROWS).all;
+    u32 blocks = blocks_of(c, said, ROWS).all;
     queue &line = *make_room<ROWS>().line;
     for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
         walk walk;

@@ -135,7 +135,7 @@ template <bool BF, u32 DIM> DEVICE void attend_dense(const call &c) {
 template <bool BF, u32 DIM> DEVICE void attend_listed(const call &c) {
     u32 head = blockIdx.y;
     head_lists said = ((const head_lists *)c.numbers)[entry_of(c, head)];
-    u32 blocks = cut_of(c, said).all;
+    u32 blocks = blocks_of(c, said).all;
     queue &line = *make_room<DIM, 1>().line;
     for (u32 block = blockIdx.x; block < blocks; block += gridDim.x) {
         walk walk;

@@ -77,12 +77,12 @@ DEVICE u32 entry_of(const call &c, u32 head) {
 
 /* How queries are cut into blocks of `each` that have one list each: up to `listed` by lists, each
  * row of them in `pieces`, behind that dense. */
-struct cut {
+struct blocks {
     u32 listed, row, pieces, before, all;
 };
 
-DEVICE cut cut_of(const call &c, const head_lists &head, u32 each = LISTED_ROWS) {
-    cut cut;
+DEVICE blocks blocks_of(const call &c, const head_lists &head, u32 each = LISTED_ROWS) {
+    blocks cut;
     u32 sparse = head.dense_from < c.first ? 0 : head.dense_from - c.first;
     cut.listed = head.kind == DENSE ? 0 : least(sparse, c.query_count);
     bool has_rows = (head.kind == BLOCKS || head.kind == RANGES) && head.query_block > 0;
@@ -120,7 +120,7 @@ DEVICE bool begin_listed(const call &c, walk &walk, queue &queue, u32 head, u32 
                          u32 each = LISTED_ROWS) {
     u32 entry = entry_of(c, head);
     head_lists said = ((const head_lists *)c.numbers)[entry];
-    cut cut = cut_of(c, said, each);
+    blocks cut = blocks_of(c, said, each);
     // The last have most to do: they come first.
     block = cut.all - 1 - block;
     bool is_listed = block < cut.before;

@@ -143,6 +143,9 @@
  *   scratch    4 * query_count * query_heads * (parts * (value_dim + 2) + 1) bytes, and with sums 4
  *              * query_count * query_heads * places. Parts are of 128 places, of 512 where there
  *              are more than 16384.
+ *   Where 16 queries and heads or more share latent rows (576 and 512 numbers, values being the
+ *   first of keys) of F16 or BF16, queries are of the same type at multiples of 16, and no sums are
+ *   wanted, products are those of tiles, on tensor cores: a device may round them a little more.
  */
 #pragma once
 

@@ -83,18 +83,19 @@ macro_rules! compiled {
 }
 
 /// All sources.
-pub const MODULES: [Module; 10] = [
+pub const MODULES: [Module; 11] = [
     compiled!("move", Move),
     compiled!("convert", Convert),
     compiled!("sum", Sum),
     compiled!("pages", PageBoxes PageScores),
     compiled!("top", Top),
     compiled!("attend_prefill", Prefill),
-    // Latent rows alone: other prompts go on without it.
+    // Latent rows alone, as `latent_decode`: other attention goes on without.
     compiled!("attend_latent",),
     compiled!("attend_decode", Decode),
     compiled!("estimate", Estimate),
     compiled!("heavy", Add Keep Compact),
+    compiled!("latent_decode",),
 ];
 
 /// Places of [`MODULES`].
@@ -109,6 +110,7 @@ mod module {
     pub const ATTEND_DECODE: usize = 7;
     pub const ESTIMATE: usize = 8;
     pub const HEAVY: usize = 9;
+    pub const LATENT_DECODE: usize = 10;
 }
 
 /// One launch.

@@ -1,0 +1,108 @@
+//! Weights that pass from host memory through two slots of a GPU, and the same in place, where
+//! memory moves behind addresses that stay: beside one large copy, in the same run.
+
+use std::time::Instant;
+
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::status::Result;
+use kvtier::base::sync::Arc;
+use kvtier::device::cuda::Cuda;
+use kvtier::device::{Device, Stream};
+use kvtier::stream::plan::{Home, Wishes};
+use kvtier::stream::streamer::{How, Opts, Streamer};
+
+use super::stream_timed::{files, model};
+use super::{Bar, Better, median};
+
+const LAYERS: u32 = 12;
+const CHUNK_BYTES: u64 = 4 << 20;
+
+/// The bars, and whether units are in place.
+const BARS: [(&str, bool); 2] = [("stream_slots", false), ("stream_in_place", true)];
+
+/// A streamer of which all layers but those that two slots hold are in host memory.
+fn open(
+    runtime: &Runtime,
+    device: &Arc<Cuda>,
+    layer_bytes: u64,
+    in_place: bool,
+) -> Result<Streamer> {
+    let (model, units) = model(LAYERS, layer_bytes)?;
+    let grain = if in_place { device.window_grain()? } else { 1 };
+    let staging = 2 * CHUNK_BYTES;
+    let wishes = Wishes {
+        device_ceiling_bytes: Some(2 * layer_bytes.next_multiple_of(grain)),
+        host_ceiling_bytes: Some(u64::from(LAYERS) * layer_bytes + staging),
+        device_safety_bytes: Some(0),
+        host_reserve_bytes: Some(0),
+        kv_bytes: Some(0),
+        staging_bytes: staging,
+        chunk_bytes: CHUNK_BYTES,
+        ..Wishes::default()
+    };
+    let shared: Arc<dyn Device> = device.clone();
+    let opts = Opts { wishes, in_place, device: Some(shared), ..Opts::default() };
+    let files = files(&model, 0)?;
+    Streamer::open_on(runtime.core(), files, model, units, opts)
+}
+
+/// GB/s of passes whose units the device has used when an event that it records comes.
+fn rate(
+    device: &Arc<Cuda>,
+    layer_bytes: u64,
+    in_place: bool,
+    passes: usize,
+) -> Result<(f64, String)> {
+    let runtime = Runtime::open(RuntimeOpts::default())?;
+    let streamer = open(&runtime, device, layer_bytes, in_place)?;
+    streamer.load(0)?;
+    let homes = streamer.plan().homes;
+    let sent = homes.iter().filter(|home| **home != Home::Device).count() as u64 * layer_bytes;
+    let stream = Stream(1 % device.facts().streams);
+    let mut took = Vec::new();
+    for pass in 0..passes + 1 {
+        let begun = Instant::now();
+        streamer.pass_begin()?;
+        for layer in 0..LAYERS {
+            let held = streamer.acquire(layer, How { early: true, ..How::default() })?;
+            // SAFETY: a batch of nothing, which only marks the place.
+            let used = unsafe { device.submit(stream, held.lease.event, &mut []) }?;
+            streamer.release(&held, Some(used))?;
+        }
+        streamer.pass_end()?;
+        if pass > 0 {
+            took.push(sent as f64 / begun.elapsed().as_secs_f64() / 1e9);
+        }
+    }
+    streamer.close(0)?;
+    let note = format!("{} layers of {} MiB pass", homes.len(), layer_bytes >> 20);
+    Ok((median(&mut took), note))
+}
+
+fn bar(bar: &'static str, rate: Option<f64>, up: Option<f64>, note: String) -> Bar {
+    Bar {
+        bar,
+        value: rate.zip(up).map(|(rate, up)| rate / up),
+        unit: "x",
+        baseline: "one large copy to the device",
+        baseline_value: up,
+        goal: Some(0.95),
+        better: Better::Higher,
+        note,
+    }
+}
+
+/// Measures both; `up`: what one large copy to the device reaches, where that is known.
+pub fn run(device: &Arc<Cuda>, up: Option<f64>, is_small: bool, passes: usize) -> Vec<Bar> {
+    let layer_bytes = if is_small { 1 << 20 } else { 64 << 20 };
+    let measure = |(name, in_place)| match rate(device, layer_bytes, in_place, passes) {
+        Ok((rate, note)) => bar(name, Some(rate), up, format!("{rate:.2} GB/s; {note}")),
+        Err(error) => bar(name, None, up, error.to_string()),
+    };
+    BARS.into_iter().map(measure).collect()
+}
+
+/// The same where there is no device.
+pub fn none(why: &str) -> impl Iterator<Item = Bar> {
+    BARS.into_iter().map(move |(name, _)| bar(name, None, None, why.to_string()))
+}

@@ -1,0 +1,343 @@
+//! Offloads in device memory: what is the same there, and what only they have.
+
+use std::sync::atomic::Ordering;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::op::OpOpts;
+use kvtier::base::status::Status;
+use kvtier::base::sync::Arc;
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::device::{Device, Event, Memory};
+use kvtier::kv::core::SessionOpts;
+use kvtier::kv::core::views::{LayerViews, Tokens};
+use kvtier::offload::Which;
+use kvtier::sparse::{Context, Kind, Shape};
+
+use super::far::{self, Far, on_devices};
+use super::faulty::Faulty;
+use super::{Kept, World, decode_context, plane, shape};
+
+on_devices! {
+    super::what_is_loaded_is_what_was_put => loads,
+    super::what_is_on_disk_comes_too => from_disk,
+    super::quest_over_what_is_loaded_has_the_bits_of_quest_in_memory => quest,
+    super::a_prompt_larger_than_the_ring_is_computed_in_parts => prompts,
+    super::passes_bring_every_layer_with_its_newest_token => passes,
+    super::blocks_of_which_nothing_is_left_are_not_loaded => evictions,
+    super::what_is_wrong_is_refused_and_changes_nothing => refusals,
+    super::a_block_that_is_gone_is_not_found => lost_blocks,
+    super::what_policies_know_is_kept_with_blocks => saved_state,
+    super::lengths_of_keys_are_kept_with_blocks => saved_lengths,
+    super::audit::audits_count_what_attention_says => audits,
+    super::audit::some_are_audited_if_some_are_asked_for => some_audits,
+    super::audit::what_is_loaded_ahead_is_audited_by_the_own_query => audits_ahead,
+    super::cut::a_cut_that_fails_cuts_no_layer => failed_cuts,
+    super::cut::a_cut_without_the_store_is_refused_or_done => cuts,
+    super::fork::both_go_on_with_tokens_of_their_own => forks,
+    super::fork::what_was_evicted_is_gone_in_both => forks_of_lists,
+    super::fork::another_sequence_is_refused => wrong_forks,
+    super::fork::blocks_on_their_way_are_those_of_both => forks_of_puts,
+}
+
+/// The ring is in host memory, and what is put in that of a device.
+#[test]
+fn tensors_on_a_device_go_into_a_ring_in_host_memory() {
+    for device in [far::simulated(3) as Arc<dyn Device>, far::cuda()] {
+        far::beside(device.clone(), super::what_is_loaded_is_what_was_put);
+        far::beside(device.clone(), super::passes_bring_every_layer_with_its_newest_token);
+        far::beside(device, super::fork::both_go_on_with_tokens_of_their_own);
+    }
+}
+
+/// Kernels read a buffer that its thread has given back: it is not written before they have.
+#[test]
+fn buffers_are_not_written_while_kernels_read_them() {
+    let slow = SimulatedOpts { latency_ns: 400_000, seed: 9, ..SimulatedOpts::default() };
+    let slow = Arc::new(Simulated::new(Clock::real(), slow).expect("sound"));
+    for device in [slow as Arc<dyn Device>, far::cuda()] {
+        far::on(device.clone(), || {
+            let shape = Shape { layers: 4, ..shape(Kind::Split) };
+            let spec = "store(host=4MiB,copiers=1)";
+            let mut world = World::with(83, shape, spec, ["", ""], (2, 256));
+            world.put(90);
+            for _ in 0..6 {
+                let tokens = world.tokens(0) + 1;
+                world.append(1);
+                world.offload.begin(&decode_context(tokens)).expect("room");
+                let mut reads: Vec<(u32, Vec<f32>, Event)> = Vec::new();
+                for layer in 0..shape.layers {
+                    world.put_as(layer as usize, 1, Kept::Plain).expect("room");
+                    let (buffer, loaded) = world.offload.take(layer, None).expect("there");
+                    assert_eq!(loaded.tokens, tokens);
+                    let views = world.offload.places(buffer).expect("there");
+                    assert_eq!(views.k.memory, Memory::Device);
+                    let Tokens::At(address) = views.k.place else { panic!("in one piece") };
+                    let mut got = vec![0.0; (tokens * 16) as usize];
+                    let event = far::read(&*device, address, &mut got);
+                    world.offload.after(Some(event)).expect("an event");
+                    world.offload.give_back(layer).expect("it was taken");
+                    reads.push((layer, got, event));
+                }
+                world.offload.after(None).expect("none");
+                for (layer, got, event) in reads {
+                    far::end(&*device, event);
+                    let positions: Vec<u32> = (0..tokens).collect();
+                    assert!(got == world.right(layer as usize, &positions).0, "layer {layer}");
+                }
+            }
+        });
+    }
+}
+
+/// Blocks and the tail of another layer come into a buffer only when a kernel that takes long has
+/// read it; the store copies on a stream that the kernel is not on.
+#[test]
+fn blocks_and_tails_wait_for_the_kernel_that_reads_the_buffer() {
+    for seed in 0..6 {
+        let opts = SimulatedOpts { latency_ns: 3_000_000, seed, ..SimulatedOpts::default() };
+        let device = Arc::new(Simulated::new(Clock::manual(1), opts).expect("sound"));
+        far::on(device.clone(), || {
+            let spec = "store(host=4MiB,copiers=1)";
+            let mut world = World::with(89, shape(Kind::Split), spec, ["", ""], (1, 256));
+            world.put(38);
+            let context = decode_context(38);
+            for next in [Which::Chosen(&[]), Which::Blocks(&[0, 1])] {
+                world.offload.load(0, 0, Which::All, None, &context).expect("room");
+                world.offload.wait(0).expect("there");
+                let views = world.offload.places(0).expect("there");
+                let Tokens::At(address) = views.k.place else { panic!("in one piece") };
+                let mut got = vec![0.0; 38 * 16];
+                let event = far::read(&*device, address, &mut got);
+                world.offload.after(Some(event)).expect("an event");
+                world.offload.done(0).expect("a buffer");
+                world.offload.load(0, 1, next, None, &context).expect("room");
+                world.offload.wait(0).expect("there");
+                world.offload.after(None).expect("none");
+                far::end(&*device, event);
+                let positions: Vec<u32> = (0..38).collect();
+                assert!(got == world.right(0, &positions).0, "{next:?}, seed {seed}");
+                world.offload.done(0).expect("a buffer");
+            }
+        });
+    }
+}
+
+/// Keys come to host memory where a policy has to see them: once when they are put, and once
+/// more of what was written token by token, when the block leaves.
+#[test]
+fn keys_come_to_the_host_where_a_policy_has_to_see_them() {
+    let wanting = "quest(budget=32,page=8,dense=0)";
+    for (decode, wants) in [("", false), ("h2o(sink=4,recent=20,budget=8)", false), (wanting, true)]
+    {
+        far::on(far::simulated(11), || {
+            let mut world = World::open(5, Kind::Split, "store(host=4MiB)", decode);
+            // All tensors in device memory: (first + layer) % 5 > 0 in none of the layers else.
+            let (k_row, layers) = (2 * 8 * 4, 3u64);
+            world.append(64);
+            for layer in 0..3 {
+                world.put_far(layer, 64);
+            }
+            let at_once = world.offload.stats().key_bytes;
+            assert_eq!(at_once, if wants { layers * 64 * k_row } else { 0 });
+            world.append(16);
+            for _ in 0..16 {
+                for layer in 0..3 {
+                    world.put_far(layer, 1);
+                }
+            }
+            let written = world.offload.stats().key_bytes - at_once;
+            assert_eq!(written, if wants { layers * 32 * k_row } else { 0 });
+            world.check_all();
+        });
+    }
+}
+
+impl World {
+    /// As `put_as`, from device memory at all times.
+    fn put_far(&mut self, layer: usize, tokens: u32) {
+        let device = self.far.clone().expect("a device");
+        let numbers = |random: &mut super::Random, count: u32| -> Vec<f32> {
+            (0..count).map(|_| random.number()).collect()
+        };
+        let (k, v) =
+            (numbers(&mut self.random, tokens * 16), numbers(&mut self.random, tokens * 12));
+        let mut k_plane = plane(&k, tokens as usize, 2, 8, Kept::Heads);
+        let mut v_plane = plane(&v, tokens as usize, 2, 6, Kept::Padded);
+        far::end(&*device, k_plane.send(&device));
+        far::end(&*device, v_plane.send(&device));
+        let views = LayerViews { k: k_plane.view.clone(), v: Some(v_plane.view.clone()) };
+        let (first, opts) = (self.tokens(layer), OpOpts::default());
+        // SAFETY: the planes live until the op has ended.
+        let op = unsafe { self.offload.put(layer as u32, first, tokens, &views, &opts) };
+        if let Some(op) = op.expect("room") {
+            op.wait(kvtier::base::op::RELEASED, 0).expect("it ends");
+            op.remove();
+        }
+        self.layers[layer].k.extend(k);
+        self.layers[layer].v.extend(v);
+    }
+}
+
+/// An event that nobody knows is refused; one that fails fails what waits for it.
+#[test]
+fn events_that_are_wrong_or_fail() {
+    // The third batch: behind the offload's look at its memory, and one of the test's own.
+    let opts = SimulatedOpts { fail_at: vec![3], ..SimulatedOpts::default() };
+    let device = Arc::new(Simulated::new(Clock::real(), opts).expect("sound"));
+    far::on(device.clone(), || {
+        let mut world = World::open(13, Kind::Split, "store(host=4MiB)", "");
+        world.append(20);
+        let status = world.offload.after(Some(Event(1 << 60))).map_err(|error| error.status());
+        assert_eq!(status, Err(Status::Handle));
+        let far = Far::new(&world.far.clone().expect("one"), 4096);
+        let numbers = vec![1.0; 1024];
+        let good = far.fill(&numbers);
+        let bad = far.fill(&numbers);
+        world.offload.after(Some(bad)).expect("under way");
+        let (k, v) =
+            (plane(&numbers, 20, 2, 8, Kept::Plain), plane(&numbers, 20, 2, 6, Kept::Plain));
+        let views = LayerViews { k: k.view.clone(), v: Some(v.view.clone()) };
+        // SAFETY: the planes stay.
+        let put = unsafe { world.offload.put(0, 0, 20, &views, &OpOpts::default()) };
+        assert_eq!(put.map(|_| ()).map_err(|error| error.status()), Err(Status::Io));
+        assert_eq!(world.offload.tokens(0).expect("a layer"), (0, 0));
+        let status = world.offload.after(Some(bad)).map_err(|error| error.status());
+        assert_eq!(status, Err(Status::Io), "it has failed by now");
+        world.offload.after(None).expect("none");
+        device.release(bad).expect("it has ended");
+        far::end(&*device, good);
+        for layer in 0..3 {
+            world.put_far(layer, 20);
+        }
+        world.check_all();
+    });
+}
+
+/// Loads begin, and return, while the engine has not given its word; they come when it has.
+#[test]
+fn loads_are_begun_behind_a_promise() {
+    let device: Arc<dyn Device> = far::simulated(23);
+    far::on(device.clone(), || {
+        let mut world = World::with(31, shape(Kind::Split), "store(host=4MiB)", ["", ""], (2, 256));
+        world.put(70);
+        let event = device.promise().expect("it makes some");
+        world.offload.after(Some(event)).expect("an event");
+        for buffer in 0..2 {
+            let all = (Which::All, decode_context(70));
+            world.offload.load(buffer, buffer, all.0, None, &all.1).expect("begun");
+        }
+        // Whole blocks are taken in behind it, too.
+        let numbers = vec![0.5; 32 * 16];
+        world.append(26);
+        world.offload.after(None).expect("none");
+        for layer in 0..3 {
+            world.put_as(layer, 10, Kept::Plain).expect("own events");
+        }
+        world.offload.after(Some(event)).expect("an event");
+        let far = Far::new(&device, 4 * 2 * 16 * 16);
+        far::end(&*device, far.fill(&numbers));
+        let mut views = plane(&numbers, 16, 2, 8, Kept::Plain).view;
+        (views.place, views.memory) = (Tokens::At(far.address()), Memory::Device);
+        let v = plane(&numbers, 16, 2, 6, Kept::Plain).view;
+        let v = kvtier::kv::core::views::PlaneView {
+            place: Tokens::At(far.address()),
+            memory: Memory::Device,
+            ..v
+        };
+        let views = LayerViews { k: views, v: Some(v) };
+        // SAFETY: memory of the test's, until the op has ended.
+        let op = unsafe { world.offload.put(2, 80, 16, &views, &OpOpts::default()) };
+        let op = op.expect("room").expect("a block");
+        assert!(op.info().status.is_none(), "it has not begun");
+        device.keep(event).expect("a promise");
+        op.wait(kvtier::base::op::RELEASED, 0).expect("it ends");
+        assert_eq!(op.info().status, Some(0));
+        op.remove();
+        world.offload.after(None).expect("none");
+        for buffer in 0..2 {
+            // With the tail as it is by now.
+            world.check(buffer, buffer as usize, 64..80);
+            world.offload.done(buffer).expect("a buffer");
+        }
+        device.release(event).expect("it has come");
+        world.layers[2].k.extend(&numbers[..16 * 16]);
+        world.layers[2].v.extend(&numbers[..16 * 12]);
+        world.check_all();
+    });
+}
+
+/// A copy on the device that fails: nothing was taken in, and the same call works then.
+#[test]
+fn a_copy_that_fails_on_the_device_costs_one_call() {
+    let device = Arc::new(Faulty::of(far::simulated(21)));
+    far::on(device.clone(), || {
+        let policies = ["", "quest(budget=24,page=8,dense=0)"];
+        let (spec, none) = ("store(host=4MiB,copiers=1)", shape(Kind::Split));
+        let mut world = World::on(device.clone(), 19, none, spec, policies, (2, 256));
+        world.put(21);
+        for tokens in [1, 40] {
+            world.append(tokens);
+            let before = world.offload.tokens(1).expect("a layer");
+            device.gather.store(1, Ordering::SeqCst);
+            assert_eq!(world.put_as(1, tokens, Kept::Plain), Err(Status::Io));
+            assert_eq!(device.gather.load(Ordering::SeqCst), 0);
+            assert_eq!(world.offload.tokens(1).expect("a layer"), before);
+            for layer in 0..3 {
+                world.put_as(layer, tokens, Kept::Plain).expect("room");
+            }
+            world.check_all();
+        }
+        // The tail that cannot go behind the blocks: the buffer is free, and loaded again.
+        world.offload.load(0, 0, Which::All, None, &decode_context(62)).expect("room");
+        device.gather.store(1, Ordering::SeqCst);
+        let came = world.offload.wait(0).map(|_| ()).map_err(|error| error.status());
+        assert_eq!(came, Err(Status::Io));
+        world.check_all();
+        // Tails that cannot be copied: there is no other, and this one is as it was.
+        let of = world.session;
+        let other = world.store.with(|core| core.fork(of, &SessionOpts::default()));
+        device.gather.store(2, Ordering::SeqCst);
+        let fork = world.offload.fork(&world.store, other.expect("room"));
+        assert_eq!(fork.map(|_| ()).map_err(|error| error.status()), Err(Status::Io));
+        world.check_all();
+    });
+}
+
+/// A device that has gone fails calls, and closing works.
+#[test]
+fn a_lost_device_fails_calls_and_closes() {
+    let device = far::simulated(17);
+    far::on(device.clone(), || {
+        let policies = ["", "quest(budget=24,page=8,dense=0)"];
+        let spec = "store(host=4MiB)";
+        let mut world = World::with(29, shape(Kind::Split), spec, policies, (2, 256));
+        world.put(70);
+        world.append(1);
+        let context = decode_context(70);
+        world.offload.load(1, 1, Which::All, None, &context).expect("room");
+        device.lose();
+        let gone = Err(Status::Unavailable);
+        let status = |result: Result<(), kvtier::base::status::Error>| {
+            result.map_err(|error| error.status())
+        };
+        // What it was in the middle of may have come before.
+        let _ = world.offload.wait(1);
+        assert_eq!(world.put_as(0, 1, Kept::Plain), gone);
+        assert_eq!(world.offload.tokens(0).expect("a layer"), (64, 6));
+        let loaded = world.offload.load(0, 0, Which::All, None, &context).map(|_| ());
+        assert_eq!(
+            loaded
+                .map_err(|error| error.status())
+                .and_then(|()| status(world.offload.wait(0).map(|_| ()))),
+            gone
+        );
+        assert_eq!(status(world.offload.truncate(37)), gone);
+        assert_eq!(world.offload.tokens(0).expect("a layer"), (64, 6));
+        let of = world.session;
+        let other = world.store.with(|core| core.fork(of, &SessionOpts::default()));
+        let store = world.store.clone();
+        assert_eq!(status(world.offload.fork(&store, other.expect("room")).map(|_| ())), gone);
+        assert!(world.offload.evict(0, &Context { tokens: 70, ..context }).is_ok());
+    });
+    assert_eq!(device.allocated_bytes(), 0);
+}

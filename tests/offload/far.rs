@@ -1,0 +1,155 @@
+//! The same tests with the ring, the tails and the engine's tensors in memory of a device: one
+//! that takes its time and punishes who does not wait, and CUDA's over a driver without a GPU.
+
+use std::cell::RefCell;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::sync::Arc;
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens};
+use kvtier::offload::Home;
+
+use super::fake_cuda;
+
+thread_local! {
+    /// The device of the worlds that a test opens, and whether their rings are there; none =
+    /// all is in host memory.
+    static GROUND: RefCell<Option<(Arc<dyn Device>, bool)>> = const { RefCell::new(None) };
+}
+
+/// Where a test's worlds are.
+pub fn ground() -> Option<Arc<dyn Device>> {
+    GROUND.with(|ground| ground.borrow().as_ref().map(|(device, _)| device.clone()))
+}
+
+/// Where their rings are.
+pub fn home() -> Home {
+    let is_far = GROUND.with(|ground| ground.borrow().as_ref().is_some_and(|(_, is_far)| *is_far));
+    if is_far { Home::Device } else { Home::Host }
+}
+
+/// A device that takes its time.
+pub fn simulated(seed: u64) -> Arc<Simulated> {
+    let opts = SimulatedOpts { seed, latency_ns: 2_000, ..SimulatedOpts::default() };
+    // By hand: whoever waits moves the clock.
+    Arc::new(Simulated::new(Clock::manual(1), opts).expect("sound"))
+}
+
+/// CUDA's; on a GPU where `KVTIER_GPU` says that there is one.
+pub fn cuda() -> Arc<Cuda> {
+    let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
+    let opts = CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() };
+    Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
+}
+
+/// Does something with worlds on a device.
+pub fn on<R>(device: Arc<dyn Device>, test: impl FnOnce() -> R) -> R {
+    with((device, true), test)
+}
+
+/// The same with rings in host memory: only the engine's tensors are on the device.
+pub fn beside<R>(device: Arc<dyn Device>, test: impl FnOnce() -> R) -> R {
+    with((device, false), test)
+}
+
+fn with<R>(ground: (Arc<dyn Device>, bool), test: impl FnOnce() -> R) -> R {
+    GROUND.with(|all| *all.borrow_mut() = Some(ground));
+    let done = test();
+    GROUND.with(|all| *all.borrow_mut() = None);
+    done
+}
+
+/// Memory of a device.
+pub struct Far {
+    device: Arc<dyn Device>,
+    memory: DeviceMemory,
+}
+
+impl Far {
+    pub fn new(device: &Arc<dyn Device>, bytes: u64) -> Far {
+        let memory = device.allocate(bytes).expect("room");
+        Far { device: device.clone(), memory }
+    }
+
+    pub fn address(&self) -> u64 {
+        self.memory.address
+    }
+
+    /// What is in host memory is on its way here.
+    pub fn fill(&self, from: &[f32]) -> Event {
+        let (bytes, host) = (size_of_val(from) as u64, from.as_ptr().cast::<u8>().cast_mut());
+        let address = self.memory.address;
+        let copy = Copy::bytes(host, address, bytes, Way::Scatter, Memory::Device);
+        // SAFETY: both stay until the event, for which whoever asked waits.
+        unsafe { self.device.submit(Stream(0), None, &mut [copy.expect("sound")]) }.expect("taken")
+    }
+}
+
+impl Drop for Far {
+    fn drop(&mut self) {
+        // SAFETY: whoever had it has waited for what used it.
+        unsafe { self.device.free(&self.memory) }.expect("its own");
+    }
+}
+
+/// Waits for an event, and lets the device forget it.
+pub fn end(device: &dyn Device, event: Event) {
+    device.wait(event, 0).expect("it comes");
+    device.release(event).expect("it has come");
+}
+
+/// Begins to read numbers of device memory, as a kernel would.
+pub fn read(device: &dyn Device, address: u64, to: &mut [f32]) -> Event {
+    let (bytes, host) = (size_of_val(to) as u64, to.as_mut_ptr().cast::<u8>());
+    let copy = Copy::bytes(host, address, bytes, Way::Gather, Memory::Device).expect("sound");
+    // SAFETY: both stay until the event, for which whoever asked waits.
+    unsafe { device.submit(Stream(1), None, &mut [copy]) }.expect("taken")
+}
+
+/// A plane that is the same in another place.
+pub fn moved(view: &PlaneView, from: u64, to: u64) -> PlaneView {
+    let there = |address: &u64| address - from + to;
+    let place = match &view.place {
+        Tokens::At(address) => Tokens::At(there(address)),
+        Tokens::Pages { addresses, page_tokens, shift_bytes } => Tokens::Pages {
+            addresses: Arc::new(addresses.iter().map(there).collect()),
+            page_tokens: *page_tokens,
+            shift_bytes: *shift_bytes,
+        },
+    };
+    PlaneView { memory: Memory::Device, place, ..view.clone() }
+}
+
+/// Numbers of K and V of a buffer, wherever they are.
+pub fn numbers(device: Option<&Arc<dyn Device>>, views: &LayerViews) -> [Vec<f32>; 2] {
+    let get = |plane: &PlaneView| -> Vec<f32> {
+        let count = plane.tokens as usize * (plane.token_stride_bytes / 4) as usize;
+        let Tokens::At(address) = plane.place else { panic!("buffers have no pages") };
+        let mut all = vec![0.0; count];
+        match (plane.memory, device) {
+            _ if count == 0 => {}
+            (Memory::Device, Some(device)) => end(&**device, read(&**device, address, &mut all)),
+            _ => {
+                let here = std::ptr::with_exposed_provenance::<f32>(address as usize);
+                // SAFETY: rows of the buffer, which was waited for.
+                all.copy_from_slice(unsafe { std::slice::from_raw_parts(here, count) });
+            }
+        }
+        all
+    };
+    [get(&views.k), views.v.as_ref().map(get).unwrap_or_default()]
+}
+
+/// The tests of all modules that say nothing of where worlds are, on both devices.
+macro_rules! on_devices {
+    ($($test:path => $name:ident,)*) => {
+        $(#[test]
+        fn $name() {
+            super::far::on(super::far::simulated(7), $test);
+            super::far::on(super::far::cuda(), $test);
+        })*
+    };
+}
+pub(crate) use on_devices;
