@@ -413,3 +413,38 @@ fn any_call_for_promises_may_fail() {
         assert!(failed > 0 || hides.contains(&call), "{call}: no failure was told");
     }
 }
+
+/// The device is told of memory as it is taken, and forgets it before it goes.
+#[test]
+fn memory_of_cells_is_registered_and_given_back() {
+    let (_turn, fake) = alone(9);
+    let (told, forgotten) = ("cuMemHostRegister", "cuMemHostUnregister");
+    let before = (fake.calls(told), fake.calls(forgotten));
+    for refuses in [false, true] {
+        let (runtime, spec) = (support::runtime(), support::spec_of("store(host=4MiB)"));
+        let device = Arc::new(open());
+        let store = Store::open_with(runtime.core(), None, &spec, device.clone()).expect("opened");
+        let home = support::Home { store, runtime };
+        if refuses {
+            fake.lockable(0);
+        }
+        let space = home.space(1, &MODEL);
+        let tokens = support::document(1, TOKENS);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
+        engine.compute(&support::marks_of(0, &tokens));
+        for deed in [Deed::Put, Deed::Get] {
+            let ops = home.submit(session, deed, Level::Ram, engine.whole()).expect("taken");
+            assert_eq!(support::wait(&ops[0]).status, Status::Ok);
+        }
+        home.rest();
+        let pageable = device.describe().pageable_bytes;
+        assert_eq!(pageable > 0, refuses, "{pageable} bytes are not registered");
+        home.end(session);
+        home.close();
+        assert_eq!(device.describe().pageable_bytes, 0, "it knows memory that has gone");
+    }
+    let after = (fake.calls(told), fake.calls(forgotten));
+    assert!(after.0 > before.0 + 1 && after.1 - before.1 == after.0 - before.0 - 1, "{after:?}");
+    fake.check();
+}

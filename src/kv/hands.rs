@@ -36,6 +36,10 @@ impl Tools {
         match (work, &self.disk) {
             // SAFETY: the caller's promise.
             (Work::Copies(batch), _) => unsafe { self.copy(batch, stream) },
+            (Work::Untold(memory), _) => {
+                memory.iter().for_each(|memory| memory.tell());
+                Ok(())
+            }
             (Work::Slabs(slabs), _) => {
                 slabs.carry_out(&self.device);
                 Ok(())

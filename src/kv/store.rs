@@ -137,7 +137,7 @@ impl Store {
         };
         let mut core = Core::new(spec.config.clone(), account.clone(), disk.clone())?;
         core.tick(runtime.clock().now_ns());
-        core.fill_device(&device)?;
+        core.begin_device(&device)?;
         let adopted = match &recovered {
             Some(recovered) => core.adopt(recovered)?,
             None => Adopted::default(),

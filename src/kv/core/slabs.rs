@@ -43,9 +43,12 @@ impl Core {
         self.near.as_deref()
     }
 
-    /// Takes the memory of the device tier, where there is to be one; before anything else is
-    /// done. As much as can be had: an error only where that is none.
-    pub fn fill_device(&mut self, device: &Arc<dyn Device>) -> Result<()> {
+    /// Begins with a device: takes the memory of the device tier, where there is to be one, and
+    /// tells the device of all memory of cells, if it wants that; before anything else is done. As much as can be had: an error only where that is none.
+    pub fn begin_device(&mut self, device: &Arc<dyn Device>) -> Result<()> {
+        if device.facts().wants_pinned {
+            self.host.make_known_to(device.clone());
+        }
         let Some(mut work) = self.take_slabs() else { return Ok(()) };
         work.carry_out(device);
         let refused = work.refused.clone();

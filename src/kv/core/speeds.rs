@@ -87,7 +87,7 @@ impl Core {
     /// A batch has ended, and is still counted as under way.
     pub(super) fn observe(&mut self, work: &Work, outcome: &Outcome, elapsed_ns: u64) {
         let hands = work.hands();
-        if matches!(work, Work::Slabs(_)) {
+        if matches!(work, Work::Slabs(_) | Work::Untold(_)) {
             return;
         }
         self.times.batch(hands as usize, elapsed_ns);

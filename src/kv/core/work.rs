@@ -13,6 +13,7 @@ use crate::kv::core::{At, Core};
 use crate::kv::queues::LANES;
 use crate::meta::layout::Planes;
 use crate::tier::disk::{Gets, Mark, Puts};
+use crate::tier::host::Told;
 
 /// Kinds of work: each has its own hands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -207,6 +208,8 @@ pub enum Work {
     Copies(CopyBatch),
     /// Device memory.
     Slabs(SlabWork),
+    /// Memory that the device is to be told of.
+    Untold(Vec<Arc<Told>>),
     /// Reads.
     Reads(ReadBatch),
     /// Writes.
@@ -224,7 +227,7 @@ impl Work {
     /// Whose work it is.
     pub fn hands(&self) -> Hands {
         match self {
-            Work::Copies(_) | Work::Slabs(_) => Hands::Copy,
+            Work::Copies(_) | Work::Slabs(_) | Work::Untold(_) => Hands::Copy,
             Work::Reads(_) => Hands::Read,
             Work::Writes(_) => Hands::Write,
             Work::Syncs(_) => Hands::Sync,
@@ -254,7 +257,9 @@ impl Core {
     fn take_once(&mut self, hands: Hands) -> Option<Work> {
         let mut work = match hands {
             Hands::Copy => {
-                let slabs = self.take_slabs().map(Work::Slabs);
+                let untold = self.host.take_untold();
+                let untold = (!untold.is_empty()).then_some(Work::Untold(untold));
+                let slabs = untold.or_else(|| self.take_slabs().map(Work::Slabs));
                 slabs.or_else(|| self.take_copies().map(Work::Copies))
             }
             Hands::Read => self.take_reads().map(Work::Reads),
@@ -277,7 +282,9 @@ impl Core {
     pub fn has_work(&self, hands: Hands) -> bool {
         match hands {
             Hands::Copy => {
-                (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0) || self.has_near_work()
+                (0..LANES).any(|lane| self.copies.waiting(lane).0 > 0)
+                    || self.has_near_work()
+                    || self.host.has_untold()
             }
             Hands::Read => (0..LANES).any(|lane| self.reads.waiting(lane).0 > 0),
             Hands::Write => !self.downs.is_empty() && !self.upkeep.holds_writes,
@@ -300,6 +307,7 @@ impl Core {
         match work {
             Work::Copies(batch) => self.done_copies(&batch, &outcome),
             Work::Slabs(slabs) => self.done_slabs(slabs),
+            Work::Untold(_) => {}
             Work::Reads(batch) => self.done_reads(&batch),
             Work::Writes(batch) => self.done_writes(&batch),
             Work::Syncs(batch) => self.done_syncs(&batch),

@@ -5,15 +5,18 @@
 mod resize;
 mod segment;
 mod table;
+mod told;
 
 use crate::base::account::Account;
 use crate::base::memory::{MAX_BUFFER_BYTES, Wish};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
+use crate::device::Device;
 use crate::fail;
 use crate::meta::index::NONE;
 use segment::{MAX_PIECES, Segment};
 use table::{Entry, List, Table};
+pub use told::Told;
 
 /// Sizes of pieces are multiples of this: direct I/O uses them in place.
 pub const GRAIN_BYTES: u64 = 4096;
@@ -154,6 +157,10 @@ pub struct HostTier {
     live_bytes: u64,
     live_pieces: u64,
     given_back_bytes: u64,
+    /// Who is to know of all memory.
+    device: Option<Arc<dyn Device>>,
+    /// Segments that it was not told of.
+    untold: Vec<Arc<Told>>,
 }
 
 impl HostTier {
@@ -175,6 +182,8 @@ impl HostTier {
             live_bytes: 0,
             live_pieces: 0,
             given_back_bytes: 0,
+            device: None,
+            untold: Vec::new(),
         })
     }
 
@@ -425,11 +434,30 @@ impl HostTier {
         if mapped.is_err() && self.trim() > 0 {
             mapped = self.map(bytes);
         }
-        let segment = mapped?;
+        let mut segment = mapped?;
+        if let Some(device) = &self.device {
+            self.untold.push(segment.tell(device));
+        }
         self.mapped_bytes += segment.mapped_bytes();
         let number = self.table.enter(segment);
         self.join_class(number, class);
         Ok(())
+    }
+
+    /// All memory that is mapped from now on is made known to a device; by whom, see
+    /// [`HostTier::take_untold`].
+    pub fn make_known_to(&mut self, device: Arc<dyn Device>) {
+        self.device = Some(device);
+    }
+
+    /// Whether there is something for [`HostTier::take_untold`].
+    pub fn has_untold(&self) -> bool {
+        !self.untold.is_empty()
+    }
+
+    /// Memory that the device was not told of: to be told of without the owner's lock.
+    pub fn take_untold(&mut self) -> Vec<Arc<Told>> {
+        std::mem::take(&mut self.untold)
     }
 
     fn map(&self, bytes: u64) -> Result<Segment> {

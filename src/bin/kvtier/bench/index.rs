@@ -187,7 +187,7 @@ impl World {
         self.core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what)?;
         while let Some(mut work) = Hands::ALL.into_iter().find_map(|hands| self.core.take(hands)) {
             let outcome = match &work {
-                Work::Copies(_) | Work::Slabs(_) | Work::Upkeep(_) => Ok(()),
+                Work::Copies(_) | Work::Slabs(_) | Work::Untold(_) | Work::Upkeep(_) => Ok(()),
                 // SAFETY: what is written lies in memory that the core keeps for this.
                 _ => unsafe { self.tools.work(&mut work, Stream(0), &mut Nobody) },
             };
