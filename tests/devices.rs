@@ -108,6 +108,29 @@ fn every_device_conforms() {
     }
 }
 
+/// Memory that the engine hands in does as well as the driver's, and a device that has memory and
+/// gives none out passes with what is left.
+#[test]
+fn devices_whose_memory_is_the_engines_conform() {
+    let engine = fake_cuda();
+    let mine = engine.allocate(384 << 20).expect("memory");
+    let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
+    let arena = (mine.address, mine.bytes);
+    let opts = CudaOpts { library, arena, ..CudaOpts::default() };
+    let within = Cuda::open(Clock::real(), &opts).expect("a driver");
+    let by_hand = Clock::manual(1);
+    let keeps = foreign(by_hand.clone(), 5, Fault::Keeps).0;
+    let all: [(Arc<dyn Device>, Clock); 2] =
+        [(Arc::new(within), Clock::real()), (Arc::new(keeps), by_hand)];
+    for (device, clock) in all {
+        let opts = ConformanceOpts { seed: 1, rounds: 4, clock, patience_ns: 0, closes: true };
+        let troubles = troubles(&device, &opts);
+        assert!(troubles.is_empty(), "{}: {troubles:?}", device.facts().name);
+    }
+    // SAFETY: the device that had it is gone.
+    unsafe { engine.free(&mine) }.expect("its own");
+}
+
 #[test]
 fn a_device_with_any_fault_does_not_conform() {
     for fault in Fault::COPIES.into_iter().chain(relay::kinds().map(Fault::Kernel)) {

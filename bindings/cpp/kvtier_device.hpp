@@ -97,7 +97,8 @@ struct conformance_report {
 /// A device of the engine's own: derive from it. Methods are called from any thread, from
 /// several at once, and must not call the device they are of. Those that are not overridden
 /// say that there is no such thing. What throws fails with KVT_E_STATE, and the defect hook
-/// hears of it; KVT_E_UNAVAILABLE, from any, says that the device is gone.
+/// hears of it; what `query` throws is no answer, and the event is asked for again.
+/// KVT_E_UNAVAILABLE, from any, says that the device is gone.
 class custom_device {
 public:
     virtual ~custom_device() = default;
@@ -177,7 +178,9 @@ struct device_box {
         });
     }
     static kvt_status_t query(void *user_data, std::uint64_t event) noexcept {
-        return call(user_data, [&](custom_device &own) { return own.query(event); });
+        // The question failed, the batch perhaps not: it may use its memory still.
+        return call(
+            user_data, [&](custom_device &own) { return own.query(event); }, KVT_E_AGAIN);
     }
     static kvt_status_t wait(void *user_data, std::uint64_t event, std::uint64_t by) noexcept {
         return call(user_data,
@@ -534,7 +537,8 @@ public:
         const kvt_status_t status = kvt_device_alloc(raw_, bytes, &c, f.out());
         return detail::give(status, f, device_memory(status == KVT_OK ? raw_ : nullptr, c));
     }
-    /// Host memory that copies will use again and again; where this fails they are slower.
+    /// Host memory that copies will use again and again. Where CUDA cannot pin it, they are
+    /// slower, and `words` says so.
     ret<void> know_host(void *address, std::uint64_t bytes) const {
         detail::failure f;
         const kvt_status_t status = kvt_device_know_host(raw_, address, bytes, f.out());

@@ -62,6 +62,8 @@ public:
     }
     /// The next `submit` or `allocate` throws.
     std::atomic<bool> bad{false};
+    /// The next `query` throws.
+    std::atomic<bool> doubts{false};
     /// Events that nobody has taken back.
     std::size_t known() {
         const std::lock_guard<std::mutex> locked(lock_);
@@ -90,6 +92,7 @@ public:
         return put(stream, after, std::move(moves), event);
     }
     kvt_status_t query(std::uint64_t event) override {
+        if (doubts.exchange(false)) throw std::runtime_error("a question that fails");
         const std::lock_guard<std::mutex> locked(lock_);
         const auto found = events_.find(event);
         return found == events_.end() ? KVT_E_HANDLE : found->second;
@@ -393,8 +396,11 @@ void exceptions(const rig &on) {
     on.engine->bad = true;
     CHECK_THROWS(on.device.alloc(64), KVT_E_NOMEM);
     CHECK(defects() == 2);
-    (void)kvt::set_defect_hook(former);
+    // A question is no answer: the event is asked for again.
+    on.engine->doubts = true;
     on.device.copy(copy).wait(soon());
+    CHECK(!on.engine->doubts && defects() == 3);
+    (void)kvt::set_defect_hook(former);
     CHECK_THROWS(on.device.alloc(threads::MEMORY + 1), KVT_E_NOMEM);
     CHECK_THROWS(on.device.alloc(0), KVT_E_INVALID);
 }

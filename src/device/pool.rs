@@ -40,7 +40,9 @@ impl Pool {
     /// Counts memory that somebody sets aside elsewhere.
     pub fn count(&self, bytes: u64) -> Result<()> {
         let mut blocks = self.blocks.lock();
-        let used = blocks.used_bytes.saturating_add(bytes);
+        let Some(used) = blocks.used_bytes.checked_add(bytes) else {
+            fail!(NoMem, "{bytes} bytes of device memory");
+        };
         if self.limit != 0 && used > self.limit {
             let free = self.limit.saturating_sub(blocks.used_bytes);
             fail!(NoMem, "{bytes} bytes of device memory, {free} of {} are free", self.limit);

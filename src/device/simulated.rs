@@ -178,7 +178,7 @@ impl Simulated {
             rate => u128::from(bytes) * 1_000_000_000 / u128::from(rate),
         };
         let least = self.opts.latency_ns.saturating_add(moving.min(u128::from(u64::MAX)) as u64);
-        let most_more = least / 100 * self.opts.jitter_percent.min(10_000);
+        let most_more = (least / 100).saturating_mul(self.opts.jitter_percent.min(10_000));
         least.saturating_add(inner.up_to(most_more))
     }
 }

@@ -7,8 +7,8 @@ use crate::base::callback::refuse_reentry;
 use crate::base::core::Core;
 use crate::base::owner::Owner;
 use crate::base::slab::{Pin, Slab};
-use crate::base::status::Result;
-use crate::base::sync::Arc;
+use crate::base::status::{Result, Status};
+use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::device::cuda::{Choice, Cuda, CudaOpts};
 use crate::device::host::Host;
 use crate::device::simulated::{Simulated, SimulatedOpts};
@@ -55,6 +55,8 @@ pub const KVT_DEVICE_VERIFY: u64 = 1;
 
 /// Most peers of a device.
 const MAX_PEERS: usize = 63;
+/// How long who closes a device sleeps until it looks whether others have left it.
+const NAP_NS: u64 = 50_000;
 
 /// How to open a device.
 #[repr(C)]
@@ -141,6 +143,8 @@ pub(crate) struct DeviceNoun {
     kind: u32,
     /// Hears of the runtime's end.
     _keeper: Arc<Keeper>,
+    /// Nothing is opened with it any more.
+    closing: Mutex<bool>,
 }
 
 static DEVICES: Slab<DeviceNoun> = Slab::new();
@@ -184,6 +188,10 @@ pub(crate) fn device_of(
     let noun = pin::<DeviceNoun>(handle, Access::Use)?;
     if !Arc::ptr_eq(&noun.core, core) {
         fail!(Invalid, "the device belongs to another runtime");
+    }
+    let closing = noun.closing.lock();
+    if *closing {
+        return Err(Status::Closed.into());
     }
     Ok(Some(noun.device.clone()))
 }
@@ -285,8 +293,8 @@ pub unsafe extern "C" fn kvt_device_open(
                 let keeper = Keeper::new(&device);
                 let owner: Arc<dyn Owner> = keeper.clone();
                 core.add_owner(Arc::downgrade(&owner));
-                let (core, kind) = (core.clone(), given.kind);
-                insert(DeviceNoun { core, device, kind, _keeper: keeper })
+                let (core, kind, closing) = (core.clone(), given.kind, Mutex::new(false));
+                insert(DeviceNoun { core, device, kind, _keeper: keeper, closing })
             };
             match given.kind {
                 KVT_DEVICE_HOST => put(Arc::new(Host::default())),
@@ -313,8 +321,18 @@ pub unsafe extern "C" fn kvt_device_open(
     unsafe { guard_err(err, body) }
 }
 
-/// Closes a device: refuses new work and waits for what is under way. Its memory that was not
-/// given back goes with it.
+/// Waits until those have left a device who were in a call when it was closed: what it has taken
+/// is given back before whoever closes it goes on.
+fn leave_last(device: Option<Arc<dyn Device>>) {
+    let Some(device) = device else { return };
+    let (nap, lock) = (Condvar::new(), Mutex::new(()));
+    while Arc::strong_count(&device) > 1 {
+        nap.wait_for(&mut lock.lock(), NAP_NS);
+    }
+}
+
+/// Closes a device: refuses new work and waits for what is under way, and for calls of other
+/// threads. Its memory that was not given back goes with it.
 ///
 /// @param device       Pointer to the handle, cleared on success; null, or a null handle, is
 ///                     fine.
@@ -334,16 +352,28 @@ pub unsafe extern "C" fn kvt_device_close(
     deadline_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let close = |noun: &Pin<'static, DeviceNoun>| {
-        refuse_reentry()?;
-        let users = Arc::strong_count(&noun.device) - 1;
-        if users > 0 {
-            fail!(Busy, "the device is in use: close what was opened with it first");
-        }
-        noun.device.close(deadline_ns)
+    let body = || {
+        let mut last = None;
+        let close = |noun: &Pin<'static, DeviceNoun>| {
+            refuse_reentry()?;
+            let mut closing = noun.closing.lock();
+            let users = Arc::strong_count(&noun.device) - 1;
+            if users > 0 {
+                fail!(Busy, "the device is in use: close what was opened with it first");
+            }
+            *closing = true;
+            drop(closing);
+            noun.device.close(deadline_ns)?;
+            last = Some(noun.device.clone());
+            Ok(())
+        };
+        // SAFETY: the caller's promise.
+        unsafe { free::<DeviceNoun>(device, close)? };
+        leave_last(last);
+        Ok(())
     };
-    // SAFETY: the caller's promise.
-    unsafe { guard_err(err, || free::<DeviceNoun>(device, close)) }
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
 }
 
 /// What a device is and can do.

@@ -18,7 +18,8 @@ use crate::ffi::status::kvt_status_t;
 /// Most events of an array.
 const MAX_EVENTS: usize = 65_536;
 
-/// How far an event is. Never waits.
+/// How far an event is. Never waits for one; at most until another thread's call has put its work
+/// on a stream.
 ///
 /// @param device  The device.
 /// @param event   One of its events.
@@ -118,8 +119,8 @@ pub unsafe extern "C" fn kvt_device_sums(
 }
 
 /// Which events have ended, well or not: of an asynchronous device each is told once, unless it
-/// was released before. Never waits. Who shares a device with a store or a streamer is told of
-/// their events, too.
+/// was released before. Never waits for one. Who shares a device with a store or a streamer is
+/// told of their events, too, and so is who polls while another thread's kvt_device_copy waits.
 ///
 /// @param device     The device.
 /// @param events     Receives events.

@@ -158,14 +158,17 @@ pub unsafe extern "C" fn kvt_device_free(
 }
 
 /// Tells a device of host memory that copies will use again and again, so that they are as fast
-/// as they can be: CUDA pins it. A device to which all host memory is the same does nothing.
+/// as they can be: CUDA pins it. Where it cannot, copies work, are slower, and wait in the call;
+/// kvt_device_words says how much memory that is. A device to which all host memory is the same
+/// does nothing.
 ///
 /// @param device   The device.
 /// @param address  Where it starts, of a page.
 /// @param bytes    How much.
 /// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOMEM and KVT_E_UNSUPPORTED (it cannot be pinned: copies work, and are
-///         slower), KVT_E_INVALID, KVT_E_UNAVAILABLE, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_OK; KVT_E_INVALID (also where it overlaps what the device was told of),
+///         KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. What a
+///         device of the engine's own says.
 ///
 /// Threading: any thread. Since 0.1.
 ///
@@ -195,8 +198,8 @@ pub unsafe extern "C" fn kvt_device_know_host(
 /// @param device   The device.
 /// @param address  As it was said.
 /// @param err      Explains a failure; may be null.
-/// @return KVT_OK; KVT_E_NOT_FOUND or KVT_E_INVALID (it was not told of it), KVT_E_UNAVAILABLE,
-///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+/// @return KVT_OK; KVT_E_HANDLE (CUDA was not told of it; or the device's handle),
+///         KVT_E_UNAVAILABLE, KVT_E_FORKED, KVT_E_PANIC. What a device of the engine's own says.
 ///
 /// Threading: any thread. Since 0.1.
 ///
@@ -238,7 +241,8 @@ fn copy_of<'a>(given: &kvt_copy_t, plane: &'a PlaneView) -> Result<Copy<'a>> {
 }
 
 /// Puts copies on a stream, behind an event if one is given, and behind what is there. Without
-/// copies it marks the place.
+/// copies it marks the place. CUDA waits in the call for what they are behind where they go from
+/// host to host memory, or use any that was not told of (kvt_device_know_host) or not pinned.
 ///
 /// @param device        The device.
 /// @param stream        0 to kvt_device_info_t.streams - 1.

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_void};
 
-use crate::base::callback::refuse_reentry;
+use crate::base::callback::{Foreign, refuse_reentry};
 use crate::device::conformance::{ConformanceOpts, Verdict, run};
 use crate::fail;
 use crate::ffi::device::{DeviceNoun, kvt_device_t};
@@ -123,18 +123,20 @@ pub unsafe extern "C" fn kvt_device_conformance(
         if given.rounds > MAX_ROUNDS {
             fail!(Limit, "{} rounds, {MAX_ROUNDS} can be", given.rounds);
         }
+        let report = report.map(|report| Foreign::new(report, user_data, None));
         let mut tell = |name: &'static str, verdict: &Verdict| {
-            let Some(report) = report else { return };
+            let Some(report) = &report else { return };
             let (code, why) = match verdict {
                 Verdict::Passed => (KVT_VERDICT_PASSED, ""),
                 Verdict::Skipped(why) => (KVT_VERDICT_SKIPPED, why.as_str()),
                 Verdict::Failed(why) => (KVT_VERDICT_FAILED, why.as_str()),
             };
             let (text, words) = (name.as_ptr().cast(), why.as_ptr().cast());
+            let (text_bytes, why_bytes) = (name.len() as u64, why.len() as u64);
             // SAFETY: the caller's function and data; texts are borrowed for the call.
-            unsafe {
-                report(user_data, text, name.len() as u64, code, words, why.len() as u64);
-            }
+            report.call(|report, user_data| unsafe {
+                report(user_data, text, text_bytes, code, words, why_bytes);
+            });
         };
         with::<DeviceNoun, ()>(device, Access::Use, |noun| {
             let opts = ConformanceOpts {

@@ -44,6 +44,8 @@ pub enum Fault {
     Loose,
     /// Events never come.
     Never,
+    /// It gives out no memory, although it has some: the engine keeps that to itself. No fault.
+    Keeps,
     /// A kernel is asked something a little different.
     Kernel(Kind),
 }
@@ -252,6 +254,9 @@ impl Engine for Relay {
     }
 
     fn allocate(&self, bytes: u64) -> Result<u64> {
+        if self.fault == Fault::Keeps {
+            return Err(Status::Unsupported.into());
+        }
         let mut given = self.given.lock().expect("whole");
         if self.fault == Fault::Twice
             && let Some((address, _)) = given.last_key_value()

@@ -311,7 +311,8 @@ class Device(Resource):
     and with these attributes, where they are not as here: `streams = 1`, `has_memory = False`,
     `wants_pinned = False`, `kernels = ()`. Copies are a list of `CopyRows`, events any numbers
     but 0; `after` is 0 or an event that comes before. A `kvtier.Error` that is raised is the
-    status; what else is raised is a `StateError`, and goes to `sys.unraisablehook`. What is
+    status; what else is raised is a `StateError`, and goes to `sys.unraisablehook`; of `query` it
+    is no answer, and the event is asked for again. What is
     refused must not have begun. `release`, `allocate`, `free` and `free_bytes` must call
     nothing of the library and wait for nobody. `conformance` says whether all is as it should
     be.
@@ -385,8 +386,8 @@ class Device(Resource):
         return DeviceMemory(self, nbytes)
 
     def know_host(self, address: int, nbytes: int) -> None:
-        """Copies will use this host memory again and again; where this fails, as with
-        `UnsupportedError`, they are slower. The memory stays until `forget_host`."""
+        """Copies will use this host memory again and again. Where CUDA cannot pin it, they are
+        slower, and `words` says so. The memory stays until `forget_host`."""
         self._call(lambda raw, err: lib.kvt_device_know_host(raw, u64(address), u64(nbytes), err))
 
     def forget_host(self, address: int) -> None:

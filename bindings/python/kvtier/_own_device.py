@@ -6,7 +6,7 @@ import ctypes
 from typing import Any, Callable, List, NamedTuple, Tuple
 
 from . import _abi, _callbacks
-from ._errors import Error, make
+from ._errors import Error
 from ._lib import u32, u64
 
 
@@ -73,10 +73,14 @@ def _launch(number: int, stream: int, after: int, kernels: Any, count: int, stri
 
 
 def _query(number: int, event: int) -> int:
-    def body() -> None:
-        if not _callbacks.find(number).query(event):
-            raise make(_abi.KVT_E_AGAIN, "it has not come")
-    return _status(body)
+    try:
+        return _abi.KVT_OK if _callbacks.find(number).query(event) else _abi.KVT_E_AGAIN
+    except Error as error:
+        return error.status
+    except BaseException as error:  # noqa: BLE001: nothing may cross into C
+        # The question failed, the batch perhaps not: it may use its memory still.
+        _callbacks.report(error)
+        return _abi.KVT_E_AGAIN
 
 
 def _wait(number: int, event: int, deadline_ns: int) -> int:

@@ -44,8 +44,9 @@ class Accelerator:
         self.pinned: Dict[int, int] = {}
         #: Marks on streams that nobody asks for.
         self.held: List[int] = []
-        #: What the next call raises.
+        #: What the next call raises, and the next question.
         self.trouble: Any = None
+        self.doubt: Any = None
         self._threads = [threading.Thread(target=self._serve, args=(stream,), daemon=True)
                          for stream in self._queues]
         for thread in self._threads:
@@ -117,6 +118,9 @@ class Accelerator:
         return self._put(stream, after, lambda: [run for at, n in tables for run in _runs(at, n)])
 
     def query(self, event: int) -> bool:
+        doubt, self.doubt = self.doubt, None
+        if doubt is not None:
+            raise doubt
         with self._changed:
             return self._ended[event]
 
@@ -318,6 +322,19 @@ def test_what_an_engine_raises(device: kvtier.Device, engine: Accelerator,
     assert bytes(back) == b"y" * 64
     with pytest.raises(kvtier.InvalidError):
         device.alloc(0)
+
+
+def test_a_question_that_fails_is_asked_again(device: kvtier.Device, engine: Accelerator,
+                                              unraisable: List[Any]) -> None:
+    memory, back = device.alloc(64), bytearray(64)
+    for doubt in (KeyboardInterrupt(), MemoryError()):
+        device.upload(b"z" * 64, memory).close(SOON)
+        moved = device.download(memory, back)
+        engine.doubt = doubt
+        moved.wait(SOON)
+        assert engine.doubt is None and bytes(back) == b"z" * 64
+        moved.close(SOON)
+    assert [type(error) for error in unraisable] == [KeyboardInterrupt, MemoryError]
 
 
 def test_a_store_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device) -> None:

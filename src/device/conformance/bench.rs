@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use crate::base::clock::Clock;
 use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Arc, Mutex};
+use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::device::conformance::{ConformanceOpts, Outcome, Trouble, need};
 use crate::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
 use crate::meta::view::View;
@@ -15,6 +15,8 @@ use crate::meta::view::View;
 const PATIENCE_NS: u64 = 30_000_000_000;
 /// How often chance is tried.
 const ROUNDS: u32 = 40;
+/// Of devices whose memory only the engine gives out.
+pub const NO_MEMORY: Trouble = Trouble::Nothing("the device gives out no memory");
 
 /// Numbers that a seed chooses (splitmix64).
 pub struct Chance(Cell<u64>);
@@ -60,6 +62,8 @@ pub struct Bench<'a> {
     pub rounds: u64,
     clock: Clock,
     patience_ns: u64,
+    /// The device gives out memory.
+    gives: bool,
     /// Work did not end: memory that it may use stays for ever.
     stuck: Cell<bool>,
     /// Events of batches that were begun and not finished: a check that fails leaves some.
@@ -85,6 +89,7 @@ impl<'a> Bench<'a> {
             rounds: or(opts.rounds.into(), ROUNDS.into()),
             clock: opts.clock.clone(),
             patience_ns: or(opts.patience_ns, PATIENCE_NS),
+            gives: gives(device),
             stuck: Cell::new(false),
             open: RefCell::new(Vec::new()),
             left: RefCell::new(Vec::new()),
@@ -151,6 +156,15 @@ impl<'a> Bench<'a> {
 
     pub fn now_ns(&self) -> u64 {
         self.clock.now_ns()
+    }
+
+    /// Lets a little time pass for who waits for nothing.
+    pub fn pass(&self) {
+        if self.clock.is_manual() {
+            self.clock.advance((self.patience_ns >> 12).max(1));
+        } else {
+            Condvar::new().wait_for(&mut Mutex::new(()).lock(), 50_000);
+        }
     }
 
     /// Until when an event that begins now may take.
@@ -220,7 +234,7 @@ impl<'a> Bench<'a> {
 
     /// Where memory can be.
     pub fn places(&self) -> Vec<Memory> {
-        match self.device.facts().reaches_device {
+        match self.device.facts().reaches_device && self.gives {
             true => vec![Memory::Host, Memory::Device],
             false => vec![Memory::Host],
         }
@@ -231,6 +245,19 @@ impl<'a> Bench<'a> {
         let room = Room::empty(self, memory, len)?;
         room.set(&self.chance.noise(len))?;
         Ok(room)
+    }
+}
+
+fn gives(device: &Arc<dyn Device>) -> bool {
+    match device.allocate(1) {
+        Ok(memory) => {
+            // SAFETY: nobody uses it.
+            if let Err(error) = unsafe { device.free(&memory) } {
+                log::warn!("memory of a check was not taken back: {error}");
+            }
+            true
+        }
+        Err(error) => error.status() != Status::Unsupported,
     }
 }
 
@@ -259,6 +286,7 @@ impl<'a> Room<'a> {
                 let start = buffer.address().expose_provenance();
                 (start as u64 + EDGE as u64, Holds::Host(buffer))
             }
+            Memory::Device if !bench.gives => return Err(NO_MEMORY),
             Memory::Device => {
                 let given = bench.said("device memory", bench.device.allocate(bytes))?;
                 (given.address, Holds::Device(given))

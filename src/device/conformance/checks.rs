@@ -1,7 +1,7 @@
 //! Checks of what is around copies: memory, events, deadlines, refusals, the end.
 
 use crate::base::status::Status;
-use crate::device::conformance::bench::{Bench, Room};
+use crate::device::conformance::bench::{Bench, NO_MEMORY, Room};
 use crate::device::conformance::{Outcome, Trouble, need, refused};
 use crate::device::{Copy, DeviceMemory, Event, MAX_COPIES, MAX_STREAMS, Memory, State, Way};
 
@@ -18,12 +18,12 @@ pub fn facts(bench: &Bench<'_>) -> Outcome {
 pub fn memory(bench: &Bench<'_>) -> Outcome {
     let device = bench.device;
     let reaches = device.facts().reaches_device;
+    let left = device.free_bytes();
     let first = match device.allocate(300_001) {
-        Err(error) if error.status() == Status::Unsupported && !reaches => {
-            return Err(Trouble::Nothing("the device gives out no memory"));
-        }
+        Err(error) if error.status() == Status::Unsupported => return Err(NO_MEMORY),
         said => bench.said("300,001 bytes", said)?,
     };
+    need(left.is_none_or(|left| left >= 300_001), || format!("more was given than {left:?}"))?;
     let second = bench.said("1 byte", device.allocate(1))?;
     for memory in [&first, &second] {
         need(memory.address != 0 && memory.address % 256 == 0, || {
@@ -127,6 +127,37 @@ pub fn events(bench: &Bench<'_>) -> Outcome {
         }
     }
     Ok(())
+}
+
+/// Who never waits for events is told of all that have ended.
+pub fn polling(bench: &Bench<'_>) -> Outcome {
+    let device = bench.device;
+    if !device.facts().asynchronous {
+        return Err(Trouble::Nothing("its events are done when it returns"));
+    }
+    let mut told = [Event(0); 64];
+    while device.poll(&mut told) > 0 {}
+    let rooms = (0..6).map(|_| bench.room(Memory::Host, 5_000)).collect::<Outcome<Vec<_>>>()?;
+    let mut open = Vec::new();
+    for target in &rooms[1..] {
+        open.push(bench.begin(0, None, &mut [rooms[0].copy(target, Way::Gather)?])?);
+    }
+    // Those of a stream come in order: when the last has come, all have.
+    let until_ns = bench.until_ns();
+    while bench.said("an event", device.state(open[4]))? == State::Pending {
+        if bench.now_ns() >= until_ns {
+            bench.get_stuck();
+            return Err("events do not come where nobody waits for them".to_string().into());
+        }
+        bench.pass();
+    }
+    let count = device.poll(&mut told);
+    for event in &open {
+        need(told[..count].contains(event), || {
+            format!("{} events of a stream have ended, a poll told of {count}", open.len())
+        })?;
+    }
+    open.into_iter().try_for_each(|event| bench.finish(event))
 }
 
 /// Deadlines are kept.

@@ -100,6 +100,7 @@ const CHECKS: [Check; 18] = [
     check("promises", promises::promises),
     check("refusals", checks::refusals),
     check("events", checks::events),
+    check("polling", checks::polling),
     check("deadlines", checks::deadlines),
     check("known-host-memory", checks::known_host),
     check("anything", wander::anything),

@@ -31,19 +31,23 @@ pub fn bytes(bench: &Bench<'_>) -> Outcome {
 /// Copies of all lengths, at all alignments, touch what they should and nothing beside it.
 pub fn sizes(bench: &Bench<'_>) -> Outcome {
     let lens = [1, 2, 3, 15, 16, 17, 255, 256, 257, 4095, 4096, 4097, 65_536, 1 << 20];
-    for len in lens {
+    for (len, way) in lens.into_iter().flat_map(|len| [(len, Way::Gather), (len, Way::Scatter)]) {
         for place in bench.places() {
             let (at, back) = (bench.chance.below(130), bench.chance.below(130));
             let (tensor, plane) =
                 (bench.room(place, len + 260)?, bench.room(Memory::Host, len + 260)?);
-            let (content, mut want) = (tensor.bytes()?, plane.bytes()?);
+            let (mut content, mut want) = (tensor.bytes()?, plane.bytes()?);
             let pointer = plane.pointer().wrapping_add(back as usize);
-            let copy = Copy::bytes(pointer, tensor.address + at, len as u64, Way::Gather, place);
+            let copy = Copy::bytes(pointer, tensor.address + at, len as u64, way, place);
             bench.do_copy(bench.said("a copy", copy)?)?;
             let (at, back) = (at as usize, back as usize);
-            want[back..back + len].copy_from_slice(&content[at..at + len]);
-            need(plane.bytes()? == want, || {
-                format!("{len} bytes from {at} in {place:?} to {back}: wrong bytes, or others")
+            let (there, here) = (&mut content[at..at + len], &mut want[back..back + len]);
+            match way {
+                Way::Gather => here.copy_from_slice(there),
+                Way::Scatter => there.copy_from_slice(here),
+            }
+            need(tensor.bytes()? == content && plane.bytes()? == want, || {
+                format!("{way:?} of {len} bytes, {at} in {place:?}, {back}: wrong bytes, or others")
             })?;
         }
     }

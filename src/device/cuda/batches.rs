@@ -115,14 +115,33 @@ impl Runs {
 }
 
 impl Inner {
+    /// Whether the device was told of host memory, and all of it is registered.
+    fn is_registered(&self, address: u64, bytes: u64) -> bool {
+        self.host_range(address).is_some_and(|(start, range)| {
+            range.how != How::Pageable && bytes <= range.bytes - (address - start)
+        })
+    }
+
+    /// Whether the driver may stand still in a copy until the stream comes to it: it does from
+    /// host to host, and may with host memory that it has to gather first.
+    pub fn may_stand(&self, copy: &Copy<'_>) -> bool {
+        let plane = copy.plane.expose_provenance() as u64;
+        match (copy.memory, copy.plane_memory) {
+            (Memory::Host, Memory::Host) => true,
+            (Memory::Device, Memory::Host) => !self.is_registered(plane, copy.tensor.bytes()),
+            (Memory::Host, Memory::Device) => copy.tensor.strips().any(|strip| {
+                let reach = (strip.count.max(1) - 1).saturating_mul(strip.stride_bytes);
+                !self.is_registered(strip.address, reach.saturating_add(strip.run_bytes))
+            }),
+            (Memory::Device, Memory::Device) => false,
+        }
+    }
+
     /// Whether a run may go with others in a call: drivers were seen to crash on host memory that
     /// is not registered.
     pub fn is_batched(&self, run: &Run) -> bool {
         let is_sound = |memory, address, bytes: usize| {
-            memory == Memory::Device
-                || self.host_range(address).is_some_and(|(start, range)| {
-                    range.how != How::Pageable && bytes as u64 <= range.bytes - (address - start)
-                })
+            memory == Memory::Device || self.is_registered(address, bytes as u64)
         };
         is_sound(run.from_memory, run.from, run.bytes) && is_sound(run.to_memory, run.to, run.bytes)
     }

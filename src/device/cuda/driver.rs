@@ -136,7 +136,7 @@ driver! {
         /// Loads kernels: an image, and so many options with their values.
         load_module =
             "cuModuleLoadDataEx" (*mut Handle, *const c_void, c_uint, *const c_int,
-                                  *const *mut c_void);
+                                  *mut *mut c_void);
         /// Unloads them.
         unload_module = "cuModuleUnload" (Handle);
         /// A kernel by its name.

@@ -17,6 +17,9 @@ const MAX_THREADS: usize = 8;
 /// Where shares begin: on a huge page, so that none has two writers.
 const SHARE_ALIGN: usize = 2 << 20;
 
+/// Most pieces that memory of somebody else's may be registered in.
+const MAX_PIECES: u32 = 4096;
+
 /// How the device reaches a range of host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
@@ -33,7 +36,8 @@ pub enum How {
 pub struct HostRange {
     pub bytes: u64,
     pub how: How,
-    /// Kernels find it where the processor does.
+    /// Kernels find it where the processor does. Of what others have registered, perhaps in
+    /// pieces, that is not known.
     pub is_mapped: bool,
 }
 
@@ -96,9 +100,11 @@ impl Cuda {
         let code = unsafe {
             (self.driver.register_host)(place, bytes as usize, HOST_PORTABLE | HOST_MAPPED)
         };
-        let how = match code {
-            0 => How::Ours,
-            code::ALREADY_REGISTERED if self.is_pinned(address as u64, bytes)? => How::Theirs,
+        match code {
+            0 => {}
+            code::ALREADY_REGISTERED if self.is_pinned(address as u64, bytes)? => {
+                return Ok(HostRange { how: How::Theirs, ..pageable });
+            }
             code => {
                 let error = self.driver.error("cuMemHostRegister", code);
                 if is_sticky(code) {
@@ -109,17 +115,25 @@ impl Cuda {
                 log::warn!("{bytes} bytes of host memory stay as they are, and slow: {text}");
                 return Ok(pageable);
             }
-        };
+        }
         let mut there = 0;
         // SAFETY: a place for an address, and memory that is registered.
         let code = unsafe { (self.driver.host_on_device)(&mut there, place, 0) };
-        Ok(HostRange { bytes, how, is_mapped: code == 0 && there == address as u64 })
+        let is_mapped = code == 0 && there == address as u64;
+        Ok(HostRange { bytes, how: How::Ours, is_mapped })
     }
 
-    /// Whether both ends of a range are registered.
+    /// Whether all of a range is registered, piece by piece.
     fn is_pinned(&self, from: u64, bytes: u64) -> Result<bool> {
-        let (first, last) = (self.about(from)?, self.about(from + bytes - 1)?);
-        Ok(first.is_pinned_host() && last.is_pinned_host())
+        let mut at = from;
+        for _ in 0..MAX_PIECES {
+            let Some(next) = self.about(at)?.pinned_host_end(at) else { return Ok(false) };
+            if next - from >= bytes {
+                return Ok(true);
+            }
+            at = next;
+        }
+        Ok(false)
     }
 
     fn unregister(&self, address: u64) -> Result<()> {

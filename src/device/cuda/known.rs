@@ -26,8 +26,8 @@ pub struct Known {
     pub outcome: Option<Outcome>,
     /// What it ends with although its event comes: only a part of it was begun.
     fails: Option<Status>,
-    /// How often in a row the driver has refused to say how far it is.
-    refusals: u32,
+    /// How often in a row the driver has refused to say how far it is, and since when.
+    refusals: (u32, u64),
     /// It comes when its device is told so, and the driver knows nothing of it: its number
     /// among the promises.
     pub promise: Option<usize>,
@@ -49,7 +49,7 @@ impl Known {
             line: 0,
             outcome: None,
             fails: None,
-            refusals: 0,
+            refusals: (0, 0),
             promise: None,
             is_told: false,
             uses: Vec::new(),
@@ -59,7 +59,7 @@ impl Known {
     /// Makes it as if new, for a batch of a line.
     fn reset(&mut self, line: usize) {
         (self.line, self.outcome, self.fails) = (line, None, None);
-        (self.refusals, self.promise, self.is_told) = (0, None, false);
+        (self.refusals, self.promise, self.is_told) = ((0, 0), None, false);
         self.uses.clear();
     }
 
@@ -274,11 +274,20 @@ impl Events {
         }
     }
 
-    /// The driver did not say how far an event is; how often in a row. When it does: `said`.
-    pub fn refused(&mut self, event: Event, said: bool) -> u32 {
-        let Ok(known) = self.known.get_mut(event) else { return 0 };
-        known.refusals = if said { 0 } else { known.refusals + 1 };
-        known.refusals
+    /// The driver said how far an event is.
+    pub fn answered(&mut self, event: Event) {
+        if let Ok(known) = self.known.get_mut(event) {
+            known.refusals = (0, 0);
+        }
+    }
+
+    /// It did not; how often in a row by now, and for how long.
+    pub fn refused(&mut self, event: Event, now_ns: u64) -> (u32, u64) {
+        let Ok(known) = self.known.get_mut(event) else { return (0, 0) };
+        let (count, first_ns) = known.refusals;
+        let since_ns = if count == 0 { now_ns } else { first_ns };
+        known.refusals = (count.saturating_add(1), since_ns);
+        (known.refusals.0, now_ns.saturating_sub(since_ns))
     }
 
     /// The oldest open event of a line.

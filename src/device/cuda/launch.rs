@@ -178,9 +178,10 @@ impl Cuda {
     fn load_image(&self, image: &[u8]) -> Result<usize> {
         let mut log = vec![0u8; LOG_BYTES];
         let options = [JIT_ERRORS, JIT_ERROR_BYTES];
-        // Numbers are handed over as if they were addresses.
+        // Numbers are handed over as if they were addresses, and the driver writes there how long
+        // the log is.
         let log_bytes: *mut c_void = std::ptr::without_provenance_mut(LOG_BYTES - 1);
-        let values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log_bytes];
+        let mut values: [*mut c_void; 2] = [log.as_mut_ptr().cast(), log_bytes];
         let mut module: Handle = std::ptr::null_mut();
         // SAFETY: a place for a handle, an image that ends as its kind does, as many values as
         // options, and a log that is longer than it is said to be: it ends with a zero.
@@ -190,7 +191,7 @@ impl Cuda {
                 image.as_ptr().cast(),
                 options.len() as c_uint,
                 options.as_ptr(),
-                values.as_ptr(),
+                values.as_mut_ptr(),
             )
         };
         if code == 0 {

@@ -51,14 +51,14 @@ use hosts::HostRange;
 use inside::Inside;
 use launch::Loaded;
 pub use measure::{Description, Rate};
-use put::Work;
 pub use window::CudaWindow;
 use words::{Handle, is_sticky};
 
 /// How long who waits with a deadline sleeps between looks, at first and at most.
 const NAP_NS: (u64, u64) = (5_000, 500_000);
-/// How often in a row the driver may refuse to say how far an event is.
-const MAX_REFUSALS: u32 = 64;
+/// How often in a row the driver may refuse to say how far an event is, and how long it may do
+/// so however often it is asked.
+const MAX_REFUSALS: (u32, u64) = (64, 100_000_000);
 
 /// How to open a device.
 #[derive(Clone, Debug, Default)]
@@ -195,9 +195,7 @@ impl Cuda {
         // SAFETY: an event of this context, which is not given back while it is known.
         match unsafe { (self.driver.query)(raw) } {
             0 => inner.events.come(event),
-            words::code::NOT_READY => {
-                inner.events.refused(event, true);
-            }
+            words::code::NOT_READY => inner.events.answered(event),
             code => self.answered(inner, event, "cuEventQuery", code),
         }
         Ok(())
@@ -227,7 +225,8 @@ impl Cuda {
 
     /// The question failed, the work perhaps not: it is asked again, but not for ever.
     fn refuse(&self, inner: &mut Inner, event: Event, error: &Error) {
-        if inner.events.refused(event, false) >= MAX_REFUSALS {
+        let (count, for_ns) = inner.events.refused(event, self.clock.now_ns());
+        if count >= MAX_REFUSALS.0 && for_ns >= MAX_REFUSALS.1 {
             self.lose(inner, &error.clone().within("the driver does not say how far work is"));
         }
     }
@@ -276,13 +275,13 @@ impl Device for Cuda {
         after: Option<Event>,
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
-        let (mut facts, mut inner) = (self.facts(), self.inner.lock());
+        let (mut facts, inner) = (self.facts(), self.inner.lock());
         if inner.lent.contains(&(stream.0 as usize)) {
             facts.streams = stream.0 + 1;
         }
         check(&facts, stream, copies)?;
         self.check_sums(copies)?;
-        self.put(&mut inner, stream.0 as usize, after, &Work::Copies(copies))
+        self.put_copies(inner, stream.0 as usize, after, copies)
     }
 
     fn state(&self, event: Event) -> Result<State> {
@@ -345,6 +344,9 @@ impl Device for Cuda {
     }
 
     fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        if bytes == 0 {
+            fail!(Invalid, "0 bytes of device memory");
+        }
         let mut inner = self.inner.lock();
         Cuda::check_alive(&inner)?;
         let address = match &mut inner.arena {
@@ -378,11 +380,16 @@ impl Device for Cuda {
             return Ok(());
         }
         drop(inner); // the driver may wait for all that the device does: others need not
-        let _inside = self.enter()?;
-        // SAFETY: memory that this device took and gives back once; nobody uses it, as the
-        // caller promises.
-        let code = unsafe { (self.driver.free)(memory.address) };
-        self.driver.check("cuMemFree", code)
+        // It is the device's no more, whatever the driver says.
+        match self.enter() {
+            Ok(_inside) => {
+                // SAFETY: memory that this device took and gives back once; nobody uses it, as
+                // the caller promises.
+                self.driver.note("cuMemFree", unsafe { (self.driver.free)(memory.address) });
+            }
+            Err(error) => log::warn!("memory of a device stays: {}", error.message()),
+        }
+        Ok(())
     }
 
     unsafe fn know_host(&self, address: *mut u8, bytes: u64) -> Result<()> {

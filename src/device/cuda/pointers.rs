@@ -34,9 +34,12 @@ pub struct About {
 }
 
 impl About {
-    /// Whether it is host memory that somebody has registered.
-    pub fn is_pinned_host(&self) -> bool {
-        self.kind == KIND_HOST
+    /// Where the piece of host memory ends that somebody has registered and the address is in, if
+    /// the driver says so.
+    pub fn pinned_host_end(&self, address: u64) -> Option<u64> {
+        let end = self.start.saturating_add(self.bytes as u64);
+        let is_inside = (self.start..end).contains(&address);
+        (self.kind == KIND_HOST && is_inside).then_some(end)
     }
 }
 

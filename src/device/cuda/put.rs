@@ -1,12 +1,13 @@
 //! Work, put on a stream between what it waits for and the event that it ends with.
 
 use crate::base::status::Result;
+use crate::base::sync::Guard;
 use crate::device::call::Call;
 use crate::device::cuda::launch::Launch;
 use crate::device::cuda::peers::Apart;
 use crate::device::cuda::words::Handle;
 use crate::device::cuda::{Cuda, Inner};
-use crate::device::{Copy, Event};
+use crate::device::{Copy, Device, Event};
 
 /// What is put on a stream. The memory that it names is the device's to use until its event, as
 /// whoever made it promised.
@@ -20,6 +21,44 @@ pub enum Work<'a, 'b> {
 }
 
 impl Cuda {
+    /// Puts copies on the stream of a line. Where the driver may stand still in one of them, what
+    /// is ahead of it is waited for first, with no lock held: nobody who only asks waits with it.
+    pub(super) fn put_copies<'a>(
+        &'a self,
+        mut inner: Guard<'a, Inner>,
+        line: usize,
+        mut after: Option<Event>,
+        copies: &[Copy<'_>],
+    ) -> Result<Event> {
+        if copies.iter().any(|copy| inner.may_stand(copy)) {
+            // Of what an engine puts on its own streams only the driver knows.
+            let mut is_seen = self.owns_streams || line >= self.streams.len();
+            while !is_seen || self.is_behind(&mut inner, line, after)? {
+                is_seen = true;
+                let mark = self.put(&mut inner, line, after.take(), &Work::Copies(&[]))?;
+                drop(inner);
+                // By asking again and again: a device that is lost meanwhile ends it.
+                let came = self.wait(mark, u64::MAX);
+                inner = self.inner.lock();
+                inner.events.forget(mark)?;
+                came?;
+            }
+        }
+        self.put(&mut inner, line, after, &Work::Copies(copies))
+    }
+
+    /// Whether work that is put on a line now has to wait for any before it.
+    fn is_behind(&self, inner: &mut Inner, line: usize, after: Option<Event>) -> Result<bool> {
+        if let Some(event) = after
+            && self.look(inner, event)?.is_none()
+        {
+            return Ok(true);
+        }
+        let _inside = self.enter()?;
+        self.ask_first(inner, line);
+        Ok(inner.events.open_in(line) > 0)
+    }
+
     /// Puts work on the stream of a line. When it fails before anything was begun, nothing was.
     /// When it fails later there is an event all the same, which ends with that failure once the
     /// device has done what was begun.

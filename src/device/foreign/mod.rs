@@ -100,6 +100,11 @@ impl Foreign {
         }
     }
 
+    /// Whether the engine may be asked at all.
+    fn check_there(&self) -> Result<()> {
+        self.inner.lock().lost.clone().map_or(Ok(()), Err)
+    }
+
     /// Has the engine begin work on a line, behind `after`; the event of its end.
     fn begin(
         &self,
@@ -157,7 +162,9 @@ impl Foreign {
     /// Has the engine wait, or sleeps a while.
     fn rest(&self, raw: &Raw, deadline_ns: u64, nap_ns: &mut u64) {
         let now_ns = self.clock.now_ns();
-        match self.engine.wait(raw.number(), deadline_ns) {
+        match self.engine.wait(raw.number(), deadline_ns).map(|said| self.heard(said)) {
+            // All have failed: nothing is to be waited for.
+            Some(Err(error)) if error.status() == Status::Unavailable => return,
             // An engine that comes back early, time and again, must not be asked in a circle.
             Some(_) if self.clock.now_ns() > now_ns + NAP_NS.0 => return,
             _ => {}
@@ -225,7 +232,8 @@ impl Device for Foreign {
                 // Those of a stream come in order; what was adopted comes in any.
                 match self.look(event) {
                     Ok(None) if line < self.facts.streams as usize => break,
-                    _ => at += 1,
+                    Ok(None) => at += 1,
+                    _ => {} // it is open no more, and the next is in its place
                 }
             }
         }
@@ -281,11 +289,13 @@ impl Device for Foreign {
     }
 
     unsafe fn know_host(&self, address: *mut u8, bytes: u64) -> Result<()> {
-        self.engine.know_host(address.expose_provenance() as u64, bytes)
+        self.check_there()?;
+        self.heard(self.engine.know_host(address.expose_provenance() as u64, bytes))
     }
 
     unsafe fn forget_host(&self, address: *mut u8) -> Result<()> {
-        self.engine.forget_host(address.addr() as u64)
+        self.check_there()?;
+        self.heard(self.engine.forget_host(address.addr() as u64))
     }
 
     unsafe fn adopt(&self, raw: u64) -> Result<Event> {
@@ -343,6 +353,7 @@ impl Device for Foreign {
     }
 
     fn free_bytes(&self) -> Option<u64> {
+        self.check_there().ok()?;
         self.engine.free_bytes()
     }
 

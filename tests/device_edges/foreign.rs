@@ -1,0 +1,170 @@
+//! Devices that an engine is, and those that exist only here.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Error, Result, Status};
+use kvtier::device::call::Call;
+use kvtier::device::foreign::{Engine, Foreign, Rows};
+use kvtier::device::host::Host;
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::device::{Copy, Device, Event, Facts, State, Stream, Way};
+use kvtier::meta::view::View;
+
+/// An engine whose events come when it is told so, and whose device goes.
+#[derive(Default)]
+struct Told {
+    last: AtomicU64,
+    has_come: AtomicBool,
+    is_gone: AtomicBool,
+    /// Calls that are none of release and free.
+    asked: AtomicU64,
+}
+
+impl Told {
+    fn ask(&self) -> Result<()> {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        match self.is_gone.load(Ordering::SeqCst) {
+            true => Err(Error::new(Status::Unavailable, "it has gone")),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Engine for Told {
+    fn facts(&self) -> Facts {
+        Facts {
+            name: "told",
+            asynchronous: true,
+            sums: false,
+            reaches_device: false,
+            wants_pinned: false,
+            streams: 1,
+            kernels: 0,
+        }
+    }
+
+    fn submit(&self, _: u32, _: u64, _: &[Rows]) -> Result<u64> {
+        self.ask()?;
+        Ok(self.last.fetch_add(1, Ordering::SeqCst) + 1)
+    }
+
+    /// It does not know of its end.
+    fn query(&self, _: u64) -> Result<bool> {
+        Ok(self.has_come.load(Ordering::SeqCst))
+    }
+
+    fn wait(&self, _: u64, _: u64) -> Option<Result<()>> {
+        Some(self.ask())
+    }
+
+    fn release(&self, _: u64) {}
+
+    fn allocate(&self, _: u64) -> Result<u64> {
+        Err(Status::Unsupported.into())
+    }
+
+    fn free(&self, _: u64, _: u64) {}
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.ask().ok().map(|()| 77)
+    }
+
+    fn know_host(&self, _: u64, _: u64) -> Result<()> {
+        self.ask()
+    }
+
+    fn forget_host(&self, _: u64) -> Result<()> {
+        self.ask()
+    }
+
+    fn adopt(&self, _: u64) -> Result<u64> {
+        Err(Status::Unsupported.into())
+    }
+
+    fn hold(&self, _: u64, _: u64) -> Result<()> {
+        self.ask()
+    }
+
+    fn launch(&self, _: u32, _: u64, _: &[Call]) -> Result<u64> {
+        Err(Status::Unsupported.into())
+    }
+}
+
+fn open() -> (Foreign, Arc<Told>) {
+    let engine = Arc::new(Told::default());
+    (Foreign::new(Clock::real(), engine.clone()).expect("sound"), engine)
+}
+
+fn mark(device: &Foreign) -> Result<Event> {
+    // SAFETY: a batch without memory.
+    unsafe { device.submit(Stream(0), None, &mut []) }
+}
+
+#[test]
+fn one_poll_tells_of_all_that_have_ended() {
+    let (device, engine) = open();
+    let all: Vec<Event> = (0..5).map(|_| mark(&device).expect("taken")).collect();
+    engine.has_come.store(true, Ordering::SeqCst);
+    let mut ended = [Event(0); 16];
+    let count = device.poll(&mut ended);
+    assert_eq!(ended[..count], all[..]);
+}
+
+/// The engine says from one callback that its device has gone: all that is under way has failed,
+/// and it is asked nothing more.
+fn gone(says: impl FnOnce(&Foreign, Event)) {
+    let (device, engine) = open();
+    let event = mark(&device).expect("taken");
+    engine.is_gone.store(true, Ordering::SeqCst);
+    says(&device, event);
+    let asked = engine.asked.load(Ordering::SeqCst);
+    assert_eq!(device.state(event).expect_err("lost").status(), Status::Unavailable);
+    assert_eq!(mark(&device).expect_err("lost").status(), Status::Unavailable);
+    let place = std::ptr::dangling_mut::<u8>();
+    // SAFETY: the engine does not look at it, and is not asked.
+    unsafe {
+        assert_eq!(device.know_host(place, 1).expect_err("lost").status(), Status::Unavailable);
+        assert_eq!(device.forget_host(place).expect_err("lost").status(), Status::Unavailable);
+    }
+    assert_eq!(device.free_bytes(), None);
+    assert_eq!(engine.asked.load(Ordering::SeqCst), asked, "it was asked again");
+    device.close(0).expect("nothing is under way");
+}
+
+#[test]
+fn any_callback_may_say_that_the_device_has_gone() {
+    let unavailable =
+        |said: Result<()>| assert_eq!(said.expect_err("lost").status(), Status::Unavailable);
+    let place = std::ptr::dangling_mut::<u8>();
+    // With a deadline, so that this ends where nobody listens.
+    gone(|device, event| unavailable(device.wait(event, Clock::real().now_ns() + 2_000_000_000)));
+    // SAFETY: the engine does not look at it.
+    gone(|device, _| unavailable(unsafe { device.know_host(place, 1) }));
+    // SAFETY: as above.
+    gone(|device, _| unavailable(unsafe { device.forget_host(place) }));
+    // SAFETY: as above.
+    gone(|device, event| unavailable(unsafe { device.hold(3, event) }));
+}
+
+#[test]
+fn more_memory_than_can_be_counted_is_refused_and_not_counted() {
+    let device = Host::default();
+    let first = device.allocate(4096).expect("memory");
+    assert_eq!(device.allocate(u64::MAX).expect_err("too much").status(), Status::NoMem);
+    // SAFETY: nothing uses it.
+    unsafe { device.free(&first) }.expect("its own");
+}
+
+#[test]
+fn a_simulated_device_may_take_for_ever() {
+    let opts = SimulatedOpts { latency_ns: u64::MAX, jitter_percent: 200, ..Default::default() };
+    let device = Simulated::new(Clock::manual(5), opts).expect("sound");
+    let (from, to) = (Box::leak(Box::new([1u8; 8])), Box::leak(Box::new([2u8; 8])));
+    let view = View::canonical(from.as_mut_ptr().expose_provenance() as u64, 1, 8);
+    let copy = Copy::new(&view, 0, 1, to.as_mut_ptr(), Way::Gather).expect("sound");
+    // SAFETY: memory that stays.
+    let event = unsafe { device.submit(Stream(0), None, &mut [copy]) }.expect("taken");
+    assert_eq!(device.state(event).expect("known"), State::Pending);
+}
