@@ -20,6 +20,8 @@ mod mixes;
 mod rig;
 #[path = "stream/shrinks.rs"]
 mod shrinks;
+#[path = "stream/slow.rs"]
+mod slow;
 #[path = "stream/threads.rs"]
 mod threads;
 #[path = "stream/windows.rs"]

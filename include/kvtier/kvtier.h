@@ -7814,8 +7814,8 @@ kvt_status_t kvt_device_open(const struct kvt_runtime_t *runtime,
                              struct kvt_error_t **err);
 
 /**
- * Closes a device: refuses new work and waits for what is under way. Its memory that was not
- * given back goes with it.
+ * Closes a device: refuses new work and waits for what is under way, and for calls of other
+ * threads. Its memory that was not given back goes with it.
  *
  * @param device       Pointer to the handle, cleared on success; null, or a null handle, is
  *                     fine.
@@ -7895,14 +7895,17 @@ kvt_status_t kvt_device_free(const struct kvt_device_t *device,
 
 /**
  * Tells a device of host memory that copies will use again and again, so that they are as fast
- * as they can be: CUDA pins it. A device to which all host memory is the same does nothing.
+ * as they can be: CUDA pins it. Where it cannot, copies work, are slower, and wait in the call;
+ * kvt_device_words says how much memory that is. A device to which all host memory is the same
+ * does nothing.
  *
  * @param device   The device.
  * @param address  Where it starts, of a page.
  * @param bytes    How much.
  * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_NOMEM and KVT_E_UNSUPPORTED (it cannot be pinned: copies work, and are
- *         slower), KVT_E_INVALID, KVT_E_UNAVAILABLE, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ * @return KVT_OK; KVT_E_INVALID (also where it overlaps what the device was told of),
+ *         KVT_E_UNAVAILABLE, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. What a
+ *         device of the engine's own says.
  *
  * Threading: any thread. Since 0.1.
  */
@@ -7917,8 +7920,8 @@ kvt_status_t kvt_device_know_host(const struct kvt_device_t *device,
  * @param device   The device.
  * @param address  As it was said.
  * @param err      Explains a failure; may be null.
- * @return KVT_OK; KVT_E_NOT_FOUND or KVT_E_INVALID (it was not told of it), KVT_E_UNAVAILABLE,
- *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ * @return KVT_OK; KVT_E_HANDLE (CUDA was not told of it; or the device's handle),
+ *         KVT_E_UNAVAILABLE, KVT_E_FORKED, KVT_E_PANIC. What a device of the engine's own says.
  *
  * Threading: any thread. Since 0.1.
  */
@@ -7928,7 +7931,8 @@ kvt_status_t kvt_device_forget_host(const struct kvt_device_t *device,
 
 /**
  * Puts copies on a stream, behind an event if one is given, and behind what is there. Without
- * copies it marks the place.
+ * copies it marks the place. CUDA waits in the call for what they are behind where they go from
+ * host to host memory, or use any that was not told of (kvt_device_know_host) or not pinned.
  *
  * @param device        The device.
  * @param stream        0 to kvt_device_info_t.streams - 1.
@@ -7957,7 +7961,8 @@ kvt_status_t kvt_device_copy(const struct kvt_device_t *device,
                              struct kvt_error_t **err);
 
 /**
- * How far an event is. Never waits.
+ * How far an event is. Never waits for one; at most until another thread's call has put its work
+ * on a stream.
  *
  * @param device  The device.
  * @param event   One of its events.
@@ -8014,8 +8019,8 @@ kvt_status_t kvt_device_sums(const struct kvt_device_t *device,
 
 /**
  * Which events have ended, well or not: of an asynchronous device each is told once, unless it
- * was released before. Never waits. Who shares a device with a store or a streamer is told of
- * their events, too.
+ * was released before. Never waits for one. Who shares a device with a store or a streamer is
+ * told of their events, too, and so is who polls while another thread's kvt_device_copy waits.
  *
  * @param device     The device.
  * @param events     Receives events.

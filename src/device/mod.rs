@@ -292,6 +292,13 @@ pub trait Device: Send + Sync {
         fail!(Unsupported, "the {} device has no kernels: {}", self.facts().name, calls.len())
     }
 
+    /// Whether `submit` keeps its caller until what such copies are behind has ended: where the
+    /// driver takes bytes only then, in the call.
+    fn keeps_caller(&self, copies: &[Copy<'_>]) -> bool {
+        let _ = copies;
+        false
+    }
+
     /// Streams that are never lent: 0 to one less than this. What must not wait for long behind
     /// anything of others' goes to one of these.
     fn common_streams(&self) -> u32 {

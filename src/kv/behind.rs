@@ -28,6 +28,8 @@ struct Begun {
     /// What was found of them.
     held: Vec<Held>,
     outcome: Result<()>,
+    /// It is submitted when its event has come: the device would keep this thread until then.
+    is_parked: bool,
 }
 
 /// Who looks after such copies: one of a store.
@@ -98,8 +100,11 @@ impl Crew {
 
     /// Waits until the first of what was begun has ended, or until a deadline.
     pub fn rest(&self, deadline_ns: u64) {
-        let first = self.begun.iter().find_map(|one| one.parts.front());
-        if let Some(&(event, _)) = first {
+        let next = |one: &Begun| match one.is_parked {
+            true => Some(one.after),
+            false => one.parts.front().map(|(event, _)| *event),
+        };
+        if let Some(event) = self.begun.iter().find_map(next) {
             let _ = self.tools.device.wait(event, deadline_ns); // how it ended is asked again
         }
     }
@@ -121,6 +126,18 @@ impl Crew {
         let mut ended = Vec::new();
         let mut at = 0;
         while at < self.begun.len() {
+            if self.begun[at].is_parked {
+                let after = self.begun[at].after;
+                if matches!(self.tools.device.state(after), Ok(State::Pending)) {
+                    at += 1;
+                    continue;
+                }
+                let Begun { batch, .. } = self.begun.remove(at);
+                let stream = self.stream_for(after).unwrap_or(Stream(0));
+                // SAFETY: the caller's promise.
+                unsafe { self.begin(batch, after, stream) };
+                continue;
+            }
             // SAFETY: the caller's promise.
             if !unsafe { self.begun[at].has_ended(&self.tools) } {
                 at += 1;
@@ -129,6 +146,11 @@ impl Crew {
             let Begun { mut batch, after, mut outcome, held, .. } = self.begun.remove(at);
             let bad = verify::note(&mut batch, &held);
             let failure = self.failed(after);
+            if failure.is_none() && fails_together(&batch, &outcome) {
+                // SAFETY: the caller's promise.
+                unsafe { self.begin_alone(batch, after) };
+                continue;
+            }
             if failure.is_none() && outcome.is_ok() && !bad.is_empty() {
                 // Its event has come: a copy made again waits for nobody.
                 let stream = self.streams.iter().find(|(of, _)| *of == after);
@@ -175,21 +197,55 @@ impl Crew {
         });
     }
 
+    /// Begins the jobs of a batch one by one: one that is refused, or fails, may not be of the
+    /// caller of another.
+    ///
     /// # Safety
     /// As [`Crew::turn`].
-    unsafe fn begin(&mut self, batch: CopyBatch, after: Event, stream: Stream) {
+    unsafe fn begin_alone(&mut self, batch: CopyBatch, after: Event) {
+        let stream = self.stream_for(after).unwrap_or(Stream(0));
+        for one in batch.split() {
+            // SAFETY: the caller's promise.
+            unsafe { self.begin(one, after, stream) };
+        }
+    }
+
+    /// # Safety
+    /// As [`Crew::turn`].
+    unsafe fn begin(&mut self, mut batch: CopyBatch, after: Event, stream: Stream) {
         let (mut parts, mut summed) = (VecDeque::new(), VecDeque::new());
+        // One that has come may have been released.
+        let state = self.tools.device.state(after);
+        let is_known = !state.as_ref().is_err_and(|error| error.status() == Status::Handle);
+        let is_ahead = matches!(state, Ok(State::Pending));
+        let mut is_parked = false;
+        let behind = Some(after).filter(|_| is_known);
         let outcome = Made::of(&self.tools, &batch, None).and_then(|mut made| {
+            is_parked = is_ahead && self.tools.device.keeps_caller(&made.copies);
+            if is_parked {
+                return Ok(());
+            }
             summed.extend(made.summed());
             // Into the device tier they may go at once: the engine has no part in that. What
             // reads them there is behind them on the stream.
             // SAFETY: the caller's promise; planes are pieces that are kept for this.
             unsafe {
                 self.submit(stream, None, &mut made.fills, &mut parts)?;
-                self.submit(stream, Some(after), &mut made.copies, &mut parts)
+                self.submit(stream, behind, &mut made.copies, &mut parts)
             }
         });
-        self.begun.push(Begun { batch, after, parts, summed, held: Vec::new(), outcome });
+        if outcome.is_err() {
+            batch.refused.extend(0..batch.jobs().count());
+        }
+        self.begun.push(Begun {
+            batch,
+            after,
+            parts,
+            summed,
+            held: Vec::new(),
+            outcome,
+            is_parked,
+        });
     }
 
     /// # Safety
@@ -208,6 +264,12 @@ impl Crew {
         }
         Ok(())
     }
+}
+
+/// Whether jobs of a batch may be done where together they were not.
+fn fails_together(batch: &CopyBatch, outcome: &Result<()>) -> bool {
+    let is_told = |error: &Error| error.status() != Status::Unavailable;
+    batch.jobs().nth(1).is_some() && outcome.as_ref().is_err_and(is_told)
 }
 
 impl Drop for Crew {

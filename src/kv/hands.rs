@@ -1,7 +1,7 @@
 //! The hands of a store: they carry out what the core decides. No lock is held while
 //! they work.
 
-use crate::base::status::{Result, Status};
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::device::host::Host;
 use crate::device::{Copy, Device, Event, Memory, Stream, Way};
@@ -10,6 +10,29 @@ use crate::kv::core::books::Books;
 use crate::kv::core::work::{CopyBatch, CopyItem, SyncBatch, Upkeep, Work};
 use crate::kv::{coder, verify};
 use crate::tier::disk::DiskTier;
+
+/// Why copies were not made.
+pub(super) struct Failed {
+    pub error: Error,
+    /// The device has not taken them, and touched nothing of them.
+    pub is_refused: bool,
+}
+
+impl Failed {
+    pub fn refused(error: Error) -> Failed {
+        Failed { error, is_refused: true }
+    }
+
+    pub fn is_lost(&self) -> bool {
+        self.error.status() == Status::Unavailable
+    }
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Failed {
+        Failed { error, is_refused: false }
+    }
+}
 
 /// What work is done with.
 #[derive(Clone)]
@@ -66,23 +89,29 @@ impl Tools {
         }
     }
 
-    /// Reads a cell in device memory back, and says whether it is right.
+    /// Reads a cell in device memory back, and says whether it is right. Nothing can be said
+    /// where there is no memory for it, or the device does not take the copy.
     ///
     /// # Safety
     /// The core that has begun the audit has not ended it yet.
     pub unsafe fn audit(&self, one: &Audit, stream: Stream) -> Result<Option<bool>> {
         let mut bytes = Vec::new();
-        bytes.try_reserve_exact(one.bytes as usize).map_err(|_| Status::NoMem)?;
+        if bytes.try_reserve_exact(one.bytes as usize).is_err() {
+            return Ok(None);
+        }
         bytes.resize(one.bytes as usize, 0u8);
         let (way, memory) = (Way::Gather, Memory::Device);
         // What comes damaged says nothing of what is there.
         for _ in 0..2 {
             let back = Copy::bytes(bytes.as_mut_ptr(), one.device, one.bytes, way, memory)?;
             // SAFETY: a piece that is read until the audit has ended, and memory of this call.
-            unsafe {
-                if verify::copy_one(self, back, stream)? {
-                    return Ok(one.is_right(&bytes));
-                }
+            let came = unsafe { verify::copy_one(self, back, stream) };
+            match came {
+                // SAFETY: as above.
+                Ok(true) => return Ok(unsafe { one.is_right(&bytes) }),
+                Ok(false) => {}
+                Err(failed) if failed.is_refused && !failed.is_lost() => return Ok(None),
+                Err(failed) => return Err(failed.error),
             }
         }
         Ok(None)
@@ -112,17 +141,17 @@ impl Tools {
         stream: Stream,
         first: &mut [Copy<'_>],
         then: &mut [Copy<'_>],
-    ) -> Result<()> {
+    ) -> std::result::Result<(), Failed> {
         if first.is_empty() {
             // SAFETY: the caller's promise.
             return unsafe { self.submit_parts(stream, None, then) };
         }
         // SAFETY: the caller's promise. Fewer than a batch of cells: one part.
-        let filled = unsafe { self.device.submit(stream, None, first)? };
+        let filled = unsafe { self.device.submit(stream, None, first).map_err(Failed::refused)? };
         // SAFETY: the same.
         let copied = unsafe { self.submit_parts(stream, Some(filled), then) };
         let ended = self.end(filled, first);
-        copied.and(ended)
+        copied.and(ended.map_err(Failed::from))
     }
 
     /// # Safety
@@ -132,10 +161,11 @@ impl Tools {
         stream: Stream,
         after: Option<Event>,
         copies: &mut [Copy<'_>],
-    ) -> Result<()> {
+    ) -> std::result::Result<(), Failed> {
         for part in copies.chunks_mut(crate::device::MAX_COPIES) {
             // SAFETY: the caller's promise.
-            let event = unsafe { self.device.submit(stream, after, part)? };
+            let event = unsafe { self.device.submit(stream, after, part) };
+            let event = event.map_err(Failed::refused)?;
             self.end(event, part)?;
         }
         Ok(())

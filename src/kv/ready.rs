@@ -21,6 +21,10 @@ pub enum Word {
 pub trait Listener: Send + Sync {
     /// The word that the move of a ticket waits for. Called with no lock held.
     fn told(&self, ticket: u64, word: Word);
+
+    /// Whether the move of a ticket waits still: it may have been cancelled. Called with no lock
+    /// held.
+    fn waits(&self, ticket: u64) -> bool;
 }
 
 /// A word.
@@ -28,10 +32,22 @@ pub struct Ready {
     state: Mutex<State>,
 }
 
+/// Moves that wait, by whose they are.
+type Waiting = Vec<(Weak<dyn Listener>, u64)>;
+
 #[derive(Default)]
 struct State {
     word: Option<Word>,
-    waiting: Vec<(Weak<dyn Listener>, u64)>,
+    waiting: Waiting,
+}
+
+/// Tells all of the word, with no lock held.
+fn tell(waiting: Waiting, word: Word) {
+    for (listener, ticket) in waiting {
+        if let Some(listener) = listener.upgrade() {
+            listener.told(ticket, word);
+        }
+    }
 }
 
 impl Default for Ready {
@@ -65,20 +81,36 @@ impl Ready {
             state.word = Some(word);
             std::mem::take(&mut state.waiting)
         };
-        for (listener, ticket) in waiting {
-            if let Some(listener) = listener.upgrade() {
-                listener.told(ticket, word);
-            }
-        }
+        tell(waiting, word);
     }
 
     /// Whether one more may wait.
     pub fn check_room(&self) -> Result<()> {
+        if self.state.lock().waiting.len() >= MOST_WAITING {
+            self.forget_ended();
+        }
         let waiting = self.state.lock().waiting.len();
         if waiting >= MOST_WAITING {
             fail!(Again, "{waiting} moves wait for one event, as many as may");
         }
         Ok(())
+    }
+
+    /// Forgets moves that have ended before the word.
+    fn forget_ended(&self) {
+        let mut kept = std::mem::take(&mut self.state.lock().waiting);
+        kept.retain(|(all, ticket)| all.upgrade().is_some_and(|all| all.waits(*ticket)));
+        let word = {
+            let mut state = self.state.lock();
+            if state.word.is_none() {
+                kept.append(&mut state.waiting);
+                state.waiting = std::mem::take(&mut kept);
+            }
+            state.word
+        };
+        if let Some(word) = word {
+            tell(kept, word); // it came meanwhile
+        }
     }
 
     /// Has a move wait. Its listener is told at once when the word is known.
@@ -110,6 +142,10 @@ mod tests {
     impl Listener for Ears {
         fn told(&self, ticket: u64, word: Word) {
             self.0.lock().push((ticket, word));
+        }
+
+        fn waits(&self, _: u64) -> bool {
+            true
         }
     }
 

@@ -2,7 +2,7 @@
 //! that tell callers of its end.
 
 use crate::base::account::Account;
-use crate::base::budget::{Budget, Reclaim, Tier};
+use crate::base::budget::Budget;
 use crate::base::core::Core as RuntimeCore;
 use crate::base::op::{Op, OpOpts, OpRef, RELEASED};
 use crate::base::owner::Owner;
@@ -27,6 +27,7 @@ mod behind;
 mod clear;
 mod ends;
 mod look;
+mod reclaim;
 mod serve;
 
 /// What the lock guards.
@@ -66,6 +67,8 @@ pub struct Store {
     inner: Arc<Inner>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     account: Option<Arc<Account>>,
+    /// Held while cells in device memory are looked at: the core stays meanwhile.
+    auditing: Mutex<()>,
     /// It was opened with a device, whose events can be named.
     has_device: bool,
     /// What opening found.
@@ -102,7 +105,7 @@ impl Store {
     ) -> Result<Store> {
         let slot: Arc<Mutex<Weak<Inner>>> = Arc::new(Mutex::new(Weak::new()));
         let account = match budget {
-            Some(budget) => Some(budget.account("store", 0, Some(reclaimer(&slot)))?),
+            Some(budget) => Some(budget.account("store", 0, Some(reclaim::reclaimer(&slot)))?),
             None => None,
         };
         let store = Store::open_on(runtime, account.clone(), &slot, spec, device);
@@ -166,7 +169,8 @@ impl Store {
         let threads = serve::start(&inner, spec, listener).inspect_err(|_| inner.stop())?;
         let threads = Mutex::new(threads);
         let opened = Opened { disk: report, adopted };
-        Ok(Store { inner, threads, account, has_device: true, opened })
+        let auditing = Mutex::new(());
+        Ok(Store { inner, threads, account, auditing, has_device: true, opened })
     }
 
     /// Whether its device has memory that only it reaches.
@@ -261,7 +265,10 @@ impl Store {
                 Ok(ops)
             }
             Err(error) => {
+                // That time has passed may have made work, or ended something.
+                let news = self.inner.news(&mut state);
                 drop(state);
+                finish(news);
                 Err(undo(ops, error))
             }
         }
@@ -466,33 +473,4 @@ fn open_disk(
     };
     DiskTier::open(Arc::new(files), options)
         .map_err(|e| e.within(&format!("disk tier {}", spec.path.display())))
-}
-
-/// Gives memory back when others need it.
-fn reclaimer(slot: &Arc<Mutex<Weak<Inner>>>) -> Reclaim {
-    let slot = slot.clone();
-    Box::new(move |tier, bytes, _deadline| {
-        let inner = slot.lock().upgrade();
-        let has = matches!(tier, Tier::Host | Tier::Device);
-        let Some(inner) = inner.filter(|_| has) else { return 0 };
-        if tier == Tier::Device {
-            let mut state = inner.state.lock();
-            let promised = state.core.shrink_device(bytes);
-            let news = inner.news(&mut state);
-            drop(state);
-            finish(news);
-            return promised;
-        }
-        // What nobody uses goes first.
-        let trimmed = inner.tools.lock().disk.as_ref().map_or(0, |disk| disk.trim());
-        if trimmed >= bytes {
-            return trimmed;
-        }
-        let mut state = inner.state.lock();
-        let promised = trimmed + state.core.shrink(bytes - trimmed);
-        let news = inner.news(&mut state);
-        drop(state);
-        finish(news);
-        promised
-    })
 }

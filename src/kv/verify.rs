@@ -6,8 +6,8 @@ use crate::base::checksum::checksum;
 use crate::base::status::{Result, Status};
 use crate::device::{Copy, Device, Event, Memory, Stream, Way};
 use crate::fail;
-use crate::kv::core::work::{CopyBatch, Damage};
-use crate::kv::hands::{Tools, copy_of};
+use crate::kv::core::work::CopyBatch;
+use crate::kv::hands::{Failed, Tools, copy_of};
 
 /// What a copy is of: the job, which of its planes, and what the sum of that is, if it is known.
 #[derive(Clone, Copy)]
@@ -18,15 +18,55 @@ struct Of {
 }
 
 /// Carries copies out. Where the device sums, what comes damaged is copied once more; jobs that
-/// are no better then are noted.
+/// are no better then are noted. What fails together is copied job by job, since the jobs may be
+/// of callers who have nothing to do with each other: how each went is noted.
 ///
 /// # Safety
 /// As [`Tools::work`].
 pub unsafe fn copy(tools: &Tools, batch: &mut CopyBatch, stream: Stream) -> Result<()> {
     // SAFETY: the caller's promise.
+    let Err(failed) = (unsafe { copy_jobs(tools, batch, stream, None) }) else { return Ok(()) };
+    let jobs = batch.jobs().count();
+    if failed.is_lost() {
+        return Err(failed.error);
+    }
+    if jobs <= 1 {
+        batch.refused.extend(failed.is_refused.then_some(0));
+        return Err(failed.error);
+    }
+    log::warn!("{jobs} copies are made one by one: together {}", failed.error);
+    let mut alone = Vec::new();
+    alone.try_reserve_exact(jobs).map_err(|_| Status::NoMem)?;
+    for at in 0..jobs {
+        // SAFETY: the caller's promise.
+        let told = unsafe { copy_jobs(tools, batch, stream, Some(&[at])) };
+        alone.push(match told {
+            Err(failed) if failed.is_lost() => return Err(failed.error),
+            Err(failed) => {
+                batch.refused.extend(failed.is_refused.then_some(at));
+                Err(failed.error)
+            }
+            Ok(()) => Ok(()),
+        });
+    }
+    batch.alone = alone;
+    Ok(())
+}
+
+/// Copies all jobs of a batch, or these, and what comes damaged once more.
+///
+/// # Safety
+/// As [`Tools::work`].
+unsafe fn copy_jobs(
+    tools: &Tools,
+    batch: &mut CopyBatch,
+    stream: Stream,
+    only: Option<&[usize]>,
+) -> std::result::Result<(), Failed> {
+    // SAFETY: the caller's promise.
     unsafe {
-        let bad = copy_some(tools, batch, stream, None)?;
-        again(tools, batch, stream, bad)
+        let bad = copy_some(tools, batch, stream, only)?;
+        again(tools, batch, stream, bad).map_err(Failed::from)
     }
 }
 
@@ -47,13 +87,15 @@ pub unsafe fn again(
     log::warn!("{seen} copies of a device came damaged, and are made again");
     sort(&mut bad);
     // SAFETY: the caller's promise.
-    let mut worse = unsafe { copy_some(tools, batch, stream, Some(&bad))? };
+    let worse = unsafe { copy_some(tools, batch, stream, Some(&bad)) };
+    let mut worse = worse.map_err(|failed| failed.error)?;
     seen += worse.len() as u64;
     if !worse.is_empty() {
         log::error!("{} copies of a device came damaged twice", worse.len());
     }
     sort(&mut worse);
-    batch.damage = Damage { seen, jobs: worse };
+    batch.damage.seen += seen;
+    batch.damage.jobs.append(&mut worse);
     Ok(())
 }
 
@@ -158,8 +200,8 @@ unsafe fn copy_some(
     batch: &mut CopyBatch,
     stream: Stream,
     only: Option<&[usize]>,
-) -> Result<Vec<usize>> {
-    let mut made = Made::of(tools, batch, only)?;
+) -> std::result::Result<Vec<usize>, Failed> {
+    let mut made = Made::of(tools, batch, only).map_err(Failed::refused)?;
     // SAFETY: the caller's promise; planes are pieces that are kept for this.
     unsafe { tools.submit_all(stream, &mut made.fills, &mut made.copies)? };
     let summed = made.summed();
@@ -175,7 +217,11 @@ unsafe fn copy_some(
 ///
 /// # Safety
 /// As [`Device::submit`].
-pub unsafe fn copy_one(tools: &Tools, copy: Copy<'_>, stream: Stream) -> Result<bool> {
+pub unsafe fn copy_one(
+    tools: &Tools,
+    copy: Copy<'_>,
+    stream: Stream,
+) -> std::result::Result<bool, Failed> {
     let facts = tools.device.facts();
     let mut copies = [Copy { wants_sum: facts.sums && facts.asynchronous, ..copy }];
     // SAFETY: the caller's promise; nothing is under way any more then.

@@ -15,7 +15,7 @@ use crate::stream::plan::{Home, Plan, Seat};
 use crate::stream::units::{Role, Units};
 
 /// Memory of a device.
-struct OnDevice {
+pub struct OnDevice {
     device: Arc<dyn Device>,
     memory: DeviceMemory,
     account: Option<Arc<Account>>,
@@ -27,7 +27,9 @@ impl OnDevice {
     unsafe fn free(&self) -> Result<()> {
         // SAFETY: the caller's promise.
         let freed = unsafe { self.device.free(&self.memory) };
-        if let Some(account) = &self.account {
+        // What the device still uses is there still, and stays paid for.
+        let is_gone = !freed.as_ref().is_err_and(|error| error.status() == Status::Busy);
+        if let Some(account) = self.account.as_ref().filter(|_| is_gone) {
             account.give_back(Tier::Device, self.memory.bytes);
         }
         let bytes = self.memory.bytes;
@@ -95,7 +97,25 @@ pub struct Source<'a> {
     pub faults: Option<&'a Faults>,
 }
 
+/// Memory of the device that was a home. It goes back under no lock: drivers take their time.
+pub struct Spent {
+    unit: u32,
+    on: OnDevice,
+}
+
+impl Spent {
+    /// Gives it back, if the device does not say that it uses it.
+    ///
+    /// # Safety
+    /// Nobody uses it, and nothing that does is under way.
+    pub unsafe fn free(self) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.on.free() }
+    }
+}
+
 /// The memory of a streamer.
+#[derive(Default)]
 pub struct Places {
     line: Option<Block>,
     line_bytes: u64,
@@ -107,6 +127,13 @@ pub struct Places {
     images: Vec<u64>,
     in_place: Option<InPlace>,
     in_window: Option<InWindow>,
+    /// Homes that are not used any more, and how many are being given back or made.
+    spent: Vec<Spent>,
+    under_way: usize,
+    /// A unit for whose home memory of the device is to be had, with no lock held.
+    wanted: Option<u32>,
+    /// Such memory, or why there is none.
+    made: Option<(u32, Result<OnDevice>)>,
 }
 
 impl Places {
@@ -131,6 +158,10 @@ impl Places {
             images,
             in_place: None,
             in_window: None,
+            spent: Vec::new(),
+            under_way: 0,
+            wanted: None,
+            made: None,
         };
         if in_place && seat == Seat::Device {
             places.in_window = Some(places.device_window(units, plan, source)?);
@@ -187,23 +218,33 @@ impl Places {
             (Home::Host, None) => Some(Block::Host(host(bytes, seat == Seat::Device, source)?)),
             (Home::Device, _) => match &mut self.in_window {
                 Some(in_window) => in_window.make_home(unit).map(|()| Some(Block::Own))?,
-                None => Some(on_device(bytes, source)?),
+                None => Some(Block::Device(match self.made.take_if(|made| made.0 == unit) {
+                    Some((_, made)) => made?,
+                    None => match self.spent.iter().position(|spent| spent.unit == unit) {
+                        Some(at) => self.spent.swap_remove(at).on,
+                        None => on_device(bytes, source)?,
+                    },
+                })),
             },
         };
         self.homes[unit as usize] = block;
         Ok(())
     }
 
-    /// Gives the memory of a unit's home back. It counts as given back also where it fails.
+    /// Gives the memory of a unit's home back, that of the device later; also where that fails.
     ///
     /// # Safety
     /// Nobody uses it, and nothing that does is under way; where units are in place, the
     /// unit is in no slot either.
     pub unsafe fn free_home(&mut self, unit: u32) -> Result<()> {
-        let block = self.homes[unit as usize].take();
+        let block = match self.homes[unit as usize].take() {
+            Some(Block::Device(on)) => {
+                self.spent.push(Spent { unit, on });
+                return Ok(());
+            }
+            block => block,
+        };
         let freed = match (&block, &self.in_place) {
-            // SAFETY: the caller's promise.
-            (Some(Block::Device(on)), _) => unsafe { on.free() },
             (Some(Block::Own), None) => {
                 self.in_window.iter_mut().for_each(|in_window| in_window.free_home(unit));
                 Ok(())
@@ -222,6 +263,53 @@ impl Places {
         freed
     }
 
+    /// Whether a unit's home on the device has memory to be made of; else it is asked for.
+    pub fn has_memory_for(&mut self, unit: u32) -> bool {
+        let made = self.made.as_ref().map(|(made, _)| *made);
+        if self.in_window.is_none() && made.is_none() {
+            self.wanted.get_or_insert(unit);
+        }
+        self.in_window.is_some() || made == Some(unit)
+    }
+
+    /// Whose memory is to be had, and how much, with no lock held; [`Places::made`] takes it.
+    pub fn take_wanted(&mut self) -> Option<(u32, u64)> {
+        let unit = self.wanted.take()?;
+        self.under_way += 1;
+        Some((unit, self.images[unit as usize]))
+    }
+
+    /// Memory that was asked for, or why there is none.
+    pub fn made(&mut self, unit: u32, made: Result<OnDevice>) {
+        self.freed(1);
+        self.made = Some((unit, made));
+    }
+
+    /// Lets go of memory for units that are not to have it any more.
+    pub fn forget_made(&mut self, is_due: impl Fn(u32) -> bool) {
+        self.wanted.take_if(|unit| !is_due(*unit));
+        if let Some((unit, Ok(on))) = self.made.take_if(|(unit, _)| !is_due(*unit)) {
+            self.spent.push(Spent { unit, on });
+        }
+    }
+
+    /// What is to be given back with no lock held; to be followed by [`Places::freed`].
+    pub fn take_spent(&mut self) -> Vec<Spent> {
+        self.under_way += self.spent.len();
+        std::mem::take(&mut self.spent)
+    }
+
+    /// So many of those were.
+    pub fn freed(&mut self, count: usize) {
+        self.under_way = self.under_way.saturating_sub(count);
+    }
+
+    /// Whether memory of the device for homes comes or goes: then no more is asked for.
+    pub fn is_leaving(&self) -> bool {
+        let is_leaving = self.in_window.as_ref().is_some_and(InWindow::is_leaving);
+        is_leaving || !self.spent.is_empty() || self.under_way > 0
+    }
+
     /// Gives all memory back; the first error, if there was any.
     ///
     /// # Safety
@@ -231,6 +319,11 @@ impl Places {
         for unit in 0..self.homes.len() {
             // SAFETY: the caller's promise.
             freed = freed.and(unsafe { self.free_home(unit as u32) });
+        }
+        self.forget_made(|_| false);
+        for spent in self.take_spent() {
+            // SAFETY: the caller's promise.
+            freed = freed.and(unsafe { spent.free() });
         }
         for block in [self.line.take(), self.experts.take()].into_iter().flatten() {
             if let Block::Device(on) = &block {
@@ -356,7 +449,8 @@ fn host(bytes: u64, pinned: bool, source: &Source) -> Result<OnHost> {
     Ok(on)
 }
 
-fn on_device(bytes: u64, source: &Source) -> Result<Block> {
+/// Memory of the device. Drivers take their time for it.
+pub fn on_device(bytes: u64, source: &Source) -> Result<OnDevice> {
     let Some(device) = source.device else {
         fail!(Invalid, "a plan for a device, and no device was given");
     };
@@ -369,13 +463,13 @@ fn on_device(bytes: u64, source: &Source) -> Result<Block> {
         }
     })?;
     let account = source.account.cloned();
-    Ok(Block::Device(OnDevice { device: device.clone(), memory, account }))
+    Ok(OnDevice { device: device.clone(), memory, account })
 }
 
 fn slots(seat: Seat, bytes: u64, source: &Source) -> Result<Option<Block>> {
     match (bytes, seat) {
         (0, _) => Ok(None),
         (_, Seat::Host) => host(bytes, false, source).map(Block::Host).map(Some),
-        (_, Seat::Device) => on_device(bytes, source).map(Some),
+        (_, Seat::Device) => on_device(bytes, source).map(Block::Device).map(Some),
     }
 }

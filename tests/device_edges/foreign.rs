@@ -87,6 +87,14 @@ impl Engine for Told {
         self.ask()
     }
 
+    fn promise(&self) -> Result<u64> {
+        Err(Status::Unsupported.into())
+    }
+
+    fn keep(&self, _: u64) -> Result<()> {
+        Err(Status::Unsupported.into())
+    }
+
     fn launch(&self, _: u32, _: u64, _: &[Call]) -> Result<u64> {
         Err(Status::Unsupported.into())
     }

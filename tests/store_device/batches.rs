@@ -63,7 +63,7 @@ fn what_is_on_the_device_crosses_no_link() {
 }
 
 /// A core by hand, with one session that has stored a document.
-fn by_hand(device: &Arc<Simulated>, from: Memory, level: Level) -> (Core, Tools, u32, Engine) {
+pub fn by_hand(device: &Arc<Simulated>, from: Memory, level: Level) -> (Core, Tools, u32, Engine) {
     let config = spec_of("store(host=8MiB, device=device(capacity=1MiB))").config;
     let disk = (level > Level::Ram).then(|| {
         let files = SimFiles::new(1, DiskOpts { capacity_bytes: 16 << 20, ..Default::default() });
@@ -73,7 +73,7 @@ fn by_hand(device: &Arc<Simulated>, from: Memory, level: Level) -> (Core, Tools,
     let mut core = Core::new(config, None, disk.clone()).expect("sound");
     core.tick(1);
     let device: Arc<dyn Device> = device.clone();
-    core.fill_device(&device).expect("memory");
+    core.begin_device(&device).expect("memory");
     let opts = SpaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: false };
     let space = core.open_space(&opts).expect("opened");
     let session = core.open_session(space, &SessionOpts::default()).expect("opened");
@@ -90,7 +90,7 @@ fn by_hand(device: &Arc<Simulated>, from: Memory, level: Level) -> (Core, Tools,
     (core, tools, session, engine)
 }
 
-fn carry_out(core: &mut Core, tools: &Tools, mut work: Work) {
+pub fn carry_out(core: &mut Core, tools: &Tools, mut work: Work) {
     // SAFETY: engines of the tests here outlive their moves.
     let outcome = unsafe { tools.work(&mut work, Stream(0), &mut NoBooks) };
     core.done(work, outcome, 1);

@@ -332,3 +332,28 @@ fn who_gives_up_has_its_memory_when_the_event_has_come() {
     rig.device.release(event).expect("it has come");
     rig.home.close();
 }
+
+/// Moves that were cancelled do not wait for the engine's word any more.
+#[test]
+fn cancelled_moves_leave_room_before_the_word() {
+    const MOST: u32 = 1 << 16;
+    let rig = Rig::open(&spec_of("store(host=8MiB)"));
+    let session = rig.home.session(rig.space, &document(1, TOKENS));
+    let engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
+    let ready = Ready::default();
+    let submit = || {
+        let opts = OpOpts::default();
+        let store = &rig.home.store;
+        store.submit_after(session, Deed::Put, Level::Ram, engine.whole(), &opts, Some(&ready))
+    };
+    let kept = submit().expect("submitted");
+    for _ in 0..=MOST {
+        let ops = submit().expect("nobody else waits");
+        ops[0].cancel();
+        assert_eq!(wait(&ops[0]).status, Status::Cancelled);
+    }
+    ready.give();
+    assert_eq!(wait(&kept[0]), RIGHT);
+    rig.home.end(session);
+    rig.close();
+}

@@ -9,5 +9,7 @@ mod batches;
 mod behind;
 mod faults;
 mod moves;
+mod refusals;
 mod rig;
 mod sim;
+mod tight;

@@ -9,6 +9,7 @@ use kvtier::base::op::{OpOpts, OpRef, RELEASED};
 use kvtier::base::runtime::Runtime;
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
+use kvtier::device::{Copy, Device, Stream, Way};
 use kvtier::io::fixed::simulated::SimFixedOpts;
 use kvtier::stream::plan::{Home, Plan, Seat, Wishes};
 use kvtier::stream::streamer::Opts;
@@ -289,5 +290,65 @@ fn without_wish_or_budget_what_fits_takes_no_slots() {
     let error = rig.streamer.rebalance(Some(all / 2), None, None).expect_err("no slots");
     assert!(error.status() == Status::Budget && error.message().contains("wish"), "{error}");
     rig.pass(patiently()).expect("a pass");
+    rig.closed();
+}
+
+/// A home is given back behind an event, while it is to leave: nobody calls when that comes.
+#[test]
+fn a_home_leaves_when_its_event_comes() {
+    let files = Files::new("late-event", &dense(4));
+    let device = device(SimulatedOpts::default());
+    let mut opts = with_device(device.clone(), PLENTY, 0);
+    opts.wishes.shrinks = true;
+    let rig = Rig::open(files, opts).expect("a streamer");
+    rig.streamer.load(soon()).expect("residents");
+    let (least, before) = (floor(&rig), device.allocated_bytes());
+    let plan = rig.streamer.plan();
+    let home = plan.homes.iter().position(|&home| home == Home::Device).expect("one") as u32;
+    let held = rig.streamer.acquire(home, patiently()).expect("a unit");
+    let event = device.promise().expect("one");
+    rig.streamer.release(&held, Some(event)).expect("given back");
+    rig.streamer.rebalance(None, Some(least), None).expect("a plan");
+    let soonest = rig.runtime.core().clock().now_ns() + 50_000_000;
+    let early = rig.streamer.load(soonest).expect_err("the device reads it still");
+    assert_eq!(early.status(), Status::Timeout);
+    device.keep(event).expect("a promise");
+    rig.streamer.load(soon()).expect("it has left");
+    assert!(device.allocated_bytes() < before);
+    rig.closed();
+}
+
+/// Memory that the device says it still uses is not free: who has paid for it goes on.
+#[test]
+fn what_the_device_keeps_stays_paid_for() {
+    let files = Files::new("busy", &dense(4));
+    let runtime = runtime("");
+    let other = Other::new(&runtime, Tier::Device, files.all_bytes() * 3);
+    let device = device(SimulatedOpts::default());
+    let real = files.real();
+    let budget = Some(other.budget.clone());
+    let opts = Opts { budget, ..with_device(device.clone(), PLENTY, 0) };
+    let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
+    rig.streamer.load(soon()).expect("residents");
+    assert_eq!(other.streams(), device.allocated_bytes());
+    let least = floor(&rig);
+    let homes = rig.streamer.plan().homes;
+    let home = homes.iter().position(|&home| home == Home::Device).expect("one");
+    // An engine that gives a unit back too early.
+    let held = rig.streamer.acquire(home as u32, patiently()).expect("a unit");
+    let promise = device.promise().expect("one");
+    let mut out = vec![0u8; held.bytes as usize];
+    let (to, bytes) = (out.as_mut_ptr(), held.bytes);
+    let copied = Copy::bytes(to, held.address, bytes, Way::Gather, held.memory).expect("sound");
+    // SAFETY: the device refuses to free what a batch uses, and this waits for the batch.
+    let event = unsafe { device.submit(Stream(1), Some(promise), &mut [copied]) }.expect("taken");
+    rig.streamer.release(&held, None).expect("given back");
+    rig.streamer.rebalance(None, Some(least), None).expect("a plan");
+    rig.streamer.load(soon()).expect("those who stay");
+    assert_eq!(rig.streamer.plan().homes[home], Home::File);
+    assert_eq!(other.streams(), device.allocated_bytes());
+    assert_eq!(other.streams(), takes(&rig.streamer.plan()) + bytes);
+    device.keep(promise).expect("a promise");
+    device.wait(event, soon()).expect("copied");
     rig.closed();
 }

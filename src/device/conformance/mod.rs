@@ -86,7 +86,7 @@ const fn check(name: &'static str, run: fn(&Bench<'_>) -> Outcome) -> Check {
 }
 
 /// All of them, in the order in which they make sense: later ones rely on earlier ones.
-const CHECKS: [Check; 18] = [
+const CHECKS: [Check; 19] = [
     check("facts", checks::facts),
     check("memory", checks::memory),
     check("bytes", moves::bytes),

@@ -429,6 +429,11 @@ impl Device for Cuda {
         unsafe { self.launch_all(stream, after, calls) }
     }
 
+    fn keeps_caller(&self, copies: &[Copy<'_>]) -> bool {
+        let inner = self.inner.lock();
+        copies.iter().any(|copy| inner.may_stand(copy))
+    }
+
     fn lend(&self) -> Result<Stream> {
         self.lend_stream()
     }

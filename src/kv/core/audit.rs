@@ -19,7 +19,8 @@ pub struct Audited {
     /// Cells that were not, and are forgotten.
     pub wrong: u64,
     /// Cells that nothing could be said of: they are not in host memory, and coded on disk; or
-    /// their codec loses something, and host memory may have what came back from there.
+    /// their codec loses something, and host memory may have what came back from there; or they
+    /// could not be read back for now.
     pub unknown: u64,
 }
 
@@ -77,12 +78,16 @@ impl Audit {
 }
 
 impl Core {
-    /// Begins to look at the cells in device memory that are in it now. Each must be ended.
-    pub fn begin_audit(&mut self) -> Vec<Audit> {
+    /// The cells that are in device memory now, for [`Core::begin_audit`].
+    pub fn audit_list(&self) -> Vec<u64> {
         let near = self.near().filter(|near| !near.is_lost());
-        let owners: Vec<u64> = near.map(|near| near.owners()).unwrap_or_default();
-        let all: Vec<Audit> =
-            owners.into_iter().filter_map(|owner| self.begin_one(owner)).collect();
+        near.map(|near| near.owners()).unwrap_or_default()
+    }
+
+    /// Begins to look at some of these, as far as they are there still. Each must be ended; until
+    /// then it stays where it is, so that few are begun at once.
+    pub fn begin_audit(&mut self, owners: &[u64]) -> Vec<Audit> {
+        let all: Vec<Audit> = owners.iter().filter_map(|&owner| self.begin_one(owner)).collect();
         // Whoever waits for the store to come to rest waits for these, too.
         self.under_way[Hands::Copy as usize] += all.len() as u32;
         all

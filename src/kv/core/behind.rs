@@ -28,6 +28,10 @@ pub(super) struct Ahead {
     /// Jobs that wait for their turn to be submitted.
     pub(super) line: Line,
     has_come: bool,
+    /// Jobs that were taken to be submitted behind it and have not ended.
+    taken: usize,
+    /// It has come, or failed.
+    has_ended: bool,
 }
 
 /// All events that moves are behind.
@@ -67,6 +71,9 @@ impl Core {
 
     /// An event has come, or never will: then its moves fail.
     pub fn event_ended(&mut self, event: Event, outcome: std::result::Result<(), Status>) {
+        if let Some(ahead) = self.behind.events.get_mut(&event.0) {
+            ahead.has_ended = true;
+        }
         match outcome {
             Ok(()) => self.event_came(event.0),
             Err(status) => {
@@ -101,14 +108,28 @@ impl Core {
                 bytes += self.take_copy(id, &mut batch);
             }
         }
+        if let Some(ahead) = self.behind.events.get_mut(&event.0) {
+            ahead.taken += batch.jobs.len();
+        }
         // One that was turned away may have to be read, or may be nowhere.
         self.settle();
         (!batch.jobs.is_empty()).then_some(batch)
     }
 
+    /// Whether copies end soon, since what they are behind has: their memory comes free. An
+    /// event that has not come may come after the very moves that wait for memory, so nobody
+    /// waits for what is behind that.
+    pub(super) fn is_ending_behind(&self) -> bool {
+        self.behind.events.values().any(|ahead| ahead.has_ended && ahead.taken > 0)
+    }
+
     /// Such a batch has ended, well or not. `is_spent`: because its event will not come.
     pub fn done_behind(&mut self, mut batch: CopyBatch, outcome: &Result<()>, is_spent: bool) {
         batch.is_spent = is_spent;
+        let event = batch.jobs.first().and_then(|&id| self.moves[self.jobs[id].number].spec.after);
+        if let Some(ahead) = event.and_then(|event| self.behind.events.get_mut(&event.0)) {
+            ahead.taken -= batch.jobs.len();
+        }
         self.done_copies(&batch, outcome);
         self.settle();
     }

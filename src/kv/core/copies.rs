@@ -136,6 +136,7 @@ impl Core {
         self.counters.damaged += batch.damage.seen;
         let damaged = Err(Status::Corrupt.into());
         for (at, &id) in batch.jobs.iter().enumerate() {
+            let result = batch.alone.get(at).unwrap_or(result);
             let result = if batch.damage.jobs.contains(&at) { &damaged } else { result };
             let is_rescued = batch.rescued.as_ref().and_then(|all| all.get(at)) == Some(&true);
             let job = self.jobs[id];
@@ -148,8 +149,9 @@ impl Core {
             self.end_copying(id, came);
             match result {
                 Err(_) if !came && !batch.is_spent && (job.is_near || job.replica.is_some()) => {
-                    // What is there may be no good; it is elsewhere, too.
-                    if job.is_near {
+                    // What is there may be no good; it is elsewhere, too. What the device has
+                    // refused it has not touched.
+                    if job.is_near && !batch.refused.contains(&at) {
                         self.counters.device_lost += u64::from(self.forget_replica(board, cell));
                     }
                     self.look_again(id);
@@ -169,7 +171,12 @@ impl Core {
         let filled = job.replica.map(|piece| (piece, came));
         if deed != Deed::Put {
             let tier = if job.is_near { Tier::Device } else { Tier::Host };
-            self.counters.device_hits += u64::from(job.is_near && came);
+            let counter = match (job.is_near, job.was_below) {
+                (true, _) => &mut self.counters.device_hits,
+                (false, true) => &mut self.counters.disk_hits,
+                (false, false) => &mut self.counters.host_hits,
+            };
+            *counter += u64::from(came); // one that is tried again is counted then
             if let Some(filled) = filled {
                 self.end_filling(board, cell, deed, filled);
             }

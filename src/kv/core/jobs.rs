@@ -52,7 +52,7 @@ pub struct Job {
     pub(super) step: Step,
     pub(super) retries: u8,
     /// It had to be read from disk.
-    was_below: bool,
+    pub(super) was_below: bool,
     /// It reads the cell's copy in device memory.
     pub(super) is_near: bool,
     /// Device memory that it fills.
@@ -140,11 +140,6 @@ impl Core {
             if deed == Deed::Prefetch {
                 return self.end_job(id, 0, None);
             }
-            let counter = match self.jobs[id].was_below {
-                true => &mut self.counters.disk_hits,
-                false => &mut self.counters.host_hits,
-            };
-            *counter += 1;
             return match self.boards[board as usize].chunks.begin_read(cell, Tier::Host) {
                 Ok(place) => {
                     // It may leave meanwhile: then the table names it no more.

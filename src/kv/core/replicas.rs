@@ -271,29 +271,35 @@ impl Core {
             if near.tier.has_empty() {
                 return None; // no host memory for what is to be known of its pieces
             }
-            if !near.tier.has_size(bytes) && now_ns >= near.vacated_ns + VACATE_NS {
+            if near.tier.has_size(bytes) {
+                if !self.evict_near(bytes) {
+                    return None;
+                }
+            } else if now_ns >= near.vacated_ns + VACATE_NS {
                 self.vacate_one();
-            } else if !self.evict_near(bytes) {
-                return None;
+            } else {
+                return None; // whoever leaves makes no room for this size
             }
         }
         None
     }
 
-    /// Whoever is in the emptiest slab is forgotten, but for what is pinned.
+    /// Whoever is in the emptiest slab is forgotten, unless something there is pinned: then it
+    /// would not come free.
     fn vacate_one(&mut self) {
         let now_ns = self.now_ns;
         let Some(near) = self.near.as_mut() else { return };
         near.vacated_ns = now_ns;
         let slab = near.tier.emptiest();
-        let mut owners: Vec<u64> =
-            slab.into_iter().flat_map(|at| near.tier.owners_in(at)).collect();
-        owners.retain(|&owner| {
+        let owners: Vec<u64> = slab.into_iter().flat_map(|at| near.tier.owners_in(at)).collect();
+        let is_pinned = owners.iter().any(|&owner| {
             let (board, cell) = cell_of_owner(owner);
             let row = self.boards[board as usize].chunks.chunk(cell.chunk);
-            row.is_none_or(|row| row.pin().is_none())
+            row.is_some_and(|row| row.pin().is_some())
         });
-        self.vacate_near(&owners);
+        if !is_pinned {
+            self.vacate_near(&owners);
+        }
     }
 
     /// The chunk that the policy chooses is forgotten; whether it chose one.

@@ -72,6 +72,8 @@ impl Core {
             && self.leaving_bytes == 0
             && busy.iter().all(|&hands| self.under_way[hands as usize] == 0)
             && (0..3).all(|lane| self.copies.waiting(lane).0 + self.reads.waiting(lane).0 == 0)
+            && !self.near.as_ref().is_some_and(|near| near.waiting())
+            && !self.is_ending_behind()
     }
 
     fn starve_one(&mut self) -> bool {

@@ -59,6 +59,11 @@ impl Core {
         }
     }
 
+    /// Whether the move of a ticket waits still.
+    pub fn is_waiting(&self, ticket: u64) -> bool {
+        self.waits.moves.contains_key(&ticket)
+    }
+
     /// Moves that wait.
     pub fn waiting_moves(&self) -> usize {
         self.waits.moves.len()

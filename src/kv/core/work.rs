@@ -100,6 +100,10 @@ pub struct CopyBatch {
     /// The device may be lost and the store go on: jobs between places in host memory are
     /// then done without it, and noted here.
     pub rescued: Option<Vec<bool>>,
+    /// How each job went, where they were done one by one: together they were refused, or failed.
+    pub alone: Vec<Result<()>>,
+    /// Jobs that the device has refused before it touched anything.
+    pub refused: Vec<usize>,
     /// What came damaged over the bus.
     pub damage: Damage,
     /// The checksums of its jobs' planes, where the device sums.
@@ -115,6 +119,25 @@ impl CopyBatch {
     /// Its jobs.
     pub fn jobs(&self) -> impl Iterator<Item = u32> + '_ {
         self.jobs.iter().copied()
+    }
+
+    /// A batch for each job.
+    pub fn split(self) -> Vec<CopyBatch> {
+        let mut parts: Vec<CopyBatch> = Vec::with_capacity(self.jobs.len());
+        parts.extend(self.jobs.iter().map(|&id| CopyBatch {
+            jobs: vec![id],
+            is_near: self.is_near,
+            rescued: self.rescued.clone(),
+            views: self.views.clone(),
+            ..CopyBatch::default()
+        }));
+        for item in self.items {
+            parts[item.job].items.push(CopyItem { job: 0, ..item });
+        }
+        for fill in self.fills {
+            parts[fill.job].fills.push(Fill { job: 0, ..fill });
+        }
+        parts
     }
 }
 

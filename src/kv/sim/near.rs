@@ -156,7 +156,8 @@ impl World {
 
     /// Reads all back that is in device memory; how much of it was right.
     pub(super) fn audit(&mut self) -> Outcome<u64> {
-        let all = self.core.0.lock().begin_audit();
+        let list = self.core.0.lock().audit_list();
+        let all = self.core.0.lock().begin_audit(&list);
         let mut audited = Audited::default();
         for one in all {
             // SAFETY: the audit is ended below.

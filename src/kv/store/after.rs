@@ -19,4 +19,8 @@ impl Listener for Inner {
         drop(state);
         finish(news);
     }
+
+    fn waits(&self, ticket: u64) -> bool {
+        self.state.lock().core.is_waiting(ticket)
+    }
 }

@@ -2,8 +2,10 @@
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
+use crate::device::host::Host;
 use crate::fail;
 use crate::kv::core::{Config, Core};
+use crate::kv::hands::Tools;
 use crate::kv::store::{Store, finish};
 use crate::tier::disk::DiskTier;
 
@@ -104,10 +106,14 @@ impl Store {
             ..Config::default()
         };
         let empty = Core::new(config, None, None)?;
+        let auditing = self.auditing.lock();
         let core = std::mem::replace(&mut self.inner.state.lock().core, empty);
         drop(core);
-        let disk = self.inner.tools.lock().disk.take();
-        drop(disk);
+        drop(auditing);
+        // The device may be closed, too, while an op is kept.
+        let none = Tools { device: Arc::new(Host::default()), disk: None };
+        let tools = std::mem::replace(&mut *self.inner.tools.lock(), none);
+        drop(tools);
         if let Some(account) = &self.account {
             match account.close() {
                 Err(error) if error.status() != Status::Closed => {

@@ -18,6 +18,14 @@ pub struct After {
     pub home_of: Option<u32>,
 }
 
+impl State {
+    /// What somebody has to wait for so that homes become others: nobody may call when it comes.
+    pub(super) fn awaited(&self) -> Option<Event> {
+        let waits = !self.moves.is_empty();
+        self.taken_over.front().filter(|_| waits).map(|after| after.event)
+    }
+}
+
 impl Shared {
     /// Takes an event over that comes with a unit at home, before its user goes.
     pub(super) fn use_home_until(&self, unit: u32, event: Event) {

@@ -6,6 +6,7 @@ use crate::base::sync::Guard;
 use crate::device::{Device, Event, State as DeviceState};
 use crate::stream::core::Backing;
 use crate::stream::in_window::Leaving;
+use crate::stream::places::{Spent, on_device};
 use crate::stream::streamer::{Shared, State};
 
 /// How long the copier sleeps at most while it waits for what the engine computes.
@@ -34,6 +35,18 @@ impl Shared {
         if let Some(leaving) = leaving.filter(|leaving| !leaving.is_empty()) {
             return Ok((self.give_up(state, leaving), Backed::Something));
         }
+        let spent = state.places.take_spent();
+        if !spent.is_empty() {
+            return Ok((self.free(state, spent), Backed::Something));
+        }
+        if let Some((unit, bytes)) = state.places.take_wanted() {
+            drop(state);
+            let made = on_device(bytes, &self.source());
+            state = self.state.lock();
+            state.places.made(unit, made);
+            self.settle(&mut state);
+            return Ok((state, Backed::Something));
+        }
         let mut found = Backed::Nothing;
         for job in state.core.take_backings() {
             let said = if found == Backed::Something {
@@ -52,6 +65,21 @@ impl Shared {
             told?;
         }
         Ok((state, found))
+    }
+
+    /// The same where homes have memory of their own.
+    fn free<'a>(&'a self, state: Guard<'a, State>, spent: Vec<Spent>) -> Guard<'a, State> {
+        drop(state);
+        let count = spent.len();
+        for one in spent {
+            // SAFETY: homes are spent when nobody uses them, and nothing under way does.
+            let freed = unsafe { one.free() };
+            freed.unwrap_or_else(|error| log::warn!("{error}"));
+        }
+        let mut state = self.state.lock();
+        state.places.freed(count);
+        self.settle(&mut state);
+        state
     }
 
     /// Memory of homes that nobody uses any more goes back to the device.
@@ -112,17 +140,20 @@ impl Shared {
         mut state: Guard<'a, State>,
         found: Backed,
     ) -> Guard<'a, State> {
-        match found {
-            Backed::Something => {}
-            Backed::Nothing => self.copies.wait(&mut state),
-            Backed::After(event) => {
-                drop(state);
-                // Not for longer: there may be something to copy meanwhile, or to end.
-                let waited = device.wait(event, self.now_ns().saturating_add(NAP_NS));
-                waited.unwrap_or_else(|error| log::trace!("an event of a user: {error}"));
-                state = self.state.lock();
-            }
-        }
-        state
+        let event = match found {
+            Backed::Something => return state,
+            Backed::Nothing => state.awaited(),
+            Backed::After(event) => Some(event),
+        };
+        let Some(event) = event else {
+            self.copies.wait(&mut state);
+            return state;
+        };
+        drop(state);
+        // Not for longer: there may be something to copy meanwhile, or to end.
+        let waited = device.wait(event, self.now_ns().saturating_add(NAP_NS));
+        waited.unwrap_or_else(|error| log::trace!("an event of a user: {error}"));
+        self.let_ended_go();
+        self.state.lock()
     }
 }

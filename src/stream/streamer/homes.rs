@@ -143,6 +143,8 @@ impl Shared {
 
     /// Moves what can move now.
     pub(super) fn move_homes(&self, state: &mut State) {
+        let State { moves, places, .. } = state;
+        places.forget_made(|unit| moves.contains(&(unit, Home::Device)));
         if state.moves.is_empty() {
             return;
         }
@@ -165,13 +167,15 @@ impl Shared {
     /// False: not yet. `blocked`: memory that is needed has not been given back.
     fn move_home(&self, state: &mut State, unit: u32, home: Home, blocked: bool) -> Result<bool> {
         let gate = &self.gates[unit as usize];
-        let is_mapped = state.places.in_window().is_some_and(|in_window| in_window.is_leaving());
-        let blocked = blocked || is_mapped;
+        let blocked = blocked || state.places.is_leaving();
         if (blocked && home != Home::File) || gate.load(Ordering::Acquire) & USERS > 0 {
             return Ok(false);
         }
         if state.home_uses[unit as usize] > 0 {
             return Ok(false); // the device still reads it
+        }
+        if home == Home::Device && !state.places.has_memory_for(unit) {
+            return Ok(false); // the copier asks for some
         }
         let now_ns = self.now_ns();
         if state.places.range().is_some() && !state.core.quit_slot(unit)? {

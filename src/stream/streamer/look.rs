@@ -156,7 +156,7 @@ impl Streamer {
             if let Some(error) = state.core.home_error() {
                 return Err(error);
             }
-            let is_leaving = state.places.in_window().is_some_and(|all| all.is_leaving());
+            let is_leaving = state.places.is_leaving();
             if state.core.missing_homes() + state.moves.len() == 0 && !is_leaving {
                 return Ok(());
             }

@@ -240,8 +240,10 @@ impl Streamer {
         if let Some(straight) = &shared.straight {
             straight.close();
         }
+        // Drivers take their time: others look at the streamer meanwhile.
+        let mut places = std::mem::take(&mut shared.state.lock().places);
         // SAFETY: no unit is in use, and none can be had any more; the threads have ended.
-        let freed = unsafe { shared.state.lock().places.free_all() };
+        let freed = unsafe { places.free_all() };
         if let Err(error) = freed {
             log::warn!("{error}");
         }

@@ -444,22 +444,6 @@ impl HostTier {
         Ok(())
     }
 
-    /// All memory that is mapped from now on is made known to a device; by whom, see
-    /// [`HostTier::take_untold`].
-    pub fn make_known_to(&mut self, device: Arc<dyn Device>) {
-        self.device = Some(device);
-    }
-
-    /// Whether there is something for [`HostTier::take_untold`].
-    pub fn has_untold(&self) -> bool {
-        !self.untold.is_empty()
-    }
-
-    /// Memory that the device was not told of: to be told of without the owner's lock.
-    pub fn take_untold(&mut self) -> Vec<Arc<Told>> {
-        std::mem::take(&mut self.untold)
-    }
-
     fn map(&self, bytes: u64) -> Result<Segment> {
         if self.table.is_full() {
             fail!(Limit, "{} segments are all there may be", self.table.len());

@@ -4,6 +4,7 @@
 
 use crate::base::sync::{Arc, Mutex};
 use crate::device::Device;
+use crate::tier::host::HostTier;
 
 /// A segment's memory, and the device that is to know of it.
 pub struct Told {
@@ -59,5 +60,23 @@ impl Drop for Teller {
         if let Err(error) = unsafe { told.device.forget_host(place) } {
             log::warn!("memory of cells stays pinned: {error}");
         }
+    }
+}
+
+impl HostTier {
+    /// All memory that is mapped from now on is made known to a device; by whom, see
+    /// [`HostTier::take_untold`].
+    pub fn make_known_to(&mut self, device: Arc<dyn Device>) {
+        self.device = Some(device);
+    }
+
+    /// Whether there is something for [`HostTier::take_untold`].
+    pub fn has_untold(&self) -> bool {
+        !self.untold.is_empty()
+    }
+
+    /// Memory that the device was not told of: to be told of without the owner's lock.
+    pub fn take_untold(&mut self) -> Vec<Arc<Told>> {
+        std::mem::take(&mut self.untold)
     }
 }

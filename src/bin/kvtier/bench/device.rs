@@ -210,7 +210,8 @@ pub fn run(quick: bool) -> Vec<Bar> {
             let why = error.to_string();
             let none = WISHES.iter().map(|wish| bar(wish, None, why.clone()));
             let none = none.chain(device_stream::none(&why));
-            return none.chain([device_files::bar(Err(error))]).collect();
+            let rest = device_offload::none(error.clone());
+            return none.chain(rest).chain([device_files::bar(Err(error))]).collect();
         }
     };
     let large = |way| rig.rate(&mut [rig.whole(&rig.pinned, way)?]);

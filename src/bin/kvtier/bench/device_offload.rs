@@ -268,11 +268,19 @@ fn measure(library: Option<std::path::PathBuf>, tokens: u32, rounds: usize) -> R
     Ok(Times { all, quest, chosen: of(Which::Chosen(&blocks), None)?, part })
 }
 
-/// The bars. `is_small`: the driver is none of a GPU, and it shows only that this runs.
+/// The bars. With a library the driver is none of a GPU, and it shows only that this runs.
 pub fn run(library: Option<std::path::PathBuf>, rounds: usize) -> Vec<Bar> {
     let is_small = library.is_some();
     let tokens = if is_small { 2 * PART } else { 128 << 10 };
-    let measured = measure(library, tokens, rounds);
+    bars(measure(library, tokens, rounds), tokens)
+}
+
+/// The bars, and why they are not measured.
+pub fn none(why: Error) -> Vec<Bar> {
+    bars(Err(why), 0)
+}
+
+fn bars(measured: Result<Times>, tokens: u32) -> Vec<Bar> {
     let bar = |bar: &'static str, goal: Option<f64>, of: fn(&Times) -> f64| Bar {
         bar,
         value: measured.as_ref().ok().map(|times| times.all / of(times)),

@@ -1,0 +1,149 @@
+//! A device whose driver takes its time to give memory and to take it back: nobody else waits.
+
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use kvtier::base::status::Result;
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, State, Stream};
+
+use crate::rig::{Files, Rig, dense, device, runtime, soon, with_device};
+
+const PLENTY: u64 = 1 << 30;
+/// Longer than anything here takes that does not wait for the driver.
+const LONG: Duration = Duration::from_secs(20);
+
+/// A driver that says when it is asked for memory, and goes on when it may.
+struct Slow {
+    inner: Arc<Simulated>,
+    /// Whether calls are held up, and how many are.
+    held: Mutex<(bool, u32)>,
+    changed: Condvar,
+}
+
+impl Slow {
+    fn hold(&self, holds: bool) {
+        self.held.lock().expect("no panic").0 = holds;
+        self.changed.notify_all();
+    }
+
+    /// Waits until a call is held up.
+    fn has_one(&self) -> bool {
+        let held = self.held.lock().expect("no panic");
+        let waited = self.changed.wait_timeout_while(held, LONG, |held| held.1 == 0);
+        !waited.expect("no panic").1.timed_out()
+    }
+
+    fn pass(&self) {
+        let mut held = self.held.lock().expect("no panic");
+        held.1 += 1;
+        self.changed.notify_all();
+        let waited = self.changed.wait_timeout_while(held, 2 * LONG, |held| held.0);
+        waited.expect("no panic").0.1 -= 1;
+    }
+}
+
+impl Device for Slow {
+    fn facts(&self) -> Facts {
+        self.inner.facts()
+    }
+
+    unsafe fn submit(
+        &self,
+        stream: Stream,
+        after: Option<Event>,
+        copies: &mut [Copy<'_>],
+    ) -> Result<Event> {
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.submit(stream, after, copies) }
+    }
+
+    fn state(&self, event: Event) -> Result<State> {
+        self.inner.state(event)
+    }
+
+    fn wait(&self, event: Event, deadline_ns: u64) -> Result<()> {
+        self.inner.wait(event, deadline_ns)
+    }
+
+    fn poll(&self, ended: &mut [Event]) -> usize {
+        self.inner.poll(ended)
+    }
+
+    fn release(&self, event: Event) -> Result<()> {
+        self.inner.release(event)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<DeviceMemory> {
+        self.pass();
+        self.inner.allocate(bytes)
+    }
+
+    unsafe fn free(&self, memory: &DeviceMemory) -> Result<()> {
+        self.pass();
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.free(memory) }
+    }
+
+    fn free_bytes(&self) -> Option<u64> {
+        self.inner.free_bytes()
+    }
+
+    fn close(&self, deadline_ns: u64) -> Result<()> {
+        self.inner.close(deadline_ns)
+    }
+}
+
+/// Looks at the streamer while the driver is held up; whether it answered.
+fn answers(rig: &Rig, slow: &Slow) -> bool {
+    assert!(slow.has_one(), "the driver was never asked");
+    let (told, hears) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            rig.streamer.progress();
+            told.send(()).ok(); // whoever waited may have gone
+        });
+        let answered = hears.recv_timeout(LONG / 4).is_ok();
+        slow.hold(false);
+        answered
+    })
+}
+
+#[test]
+fn nobody_waits_for_the_driver_to_take_memory_back() {
+    let inner = device(SimulatedOpts::default());
+    let slow = Slow { inner: inner.clone(), held: Mutex::new((false, 0)), changed: Condvar::new() };
+    let slow = Arc::new(slow);
+    let mut opts = with_device(inner.clone(), PLENTY, 0);
+    opts.device = Some(slow.clone());
+    opts.wishes.shrinks = true;
+    let files = Files::new("slow", &dense(4));
+    let real = files.real();
+    let rig = Rig::open_on(runtime(""), real, files, opts).expect("a streamer");
+    rig.streamer.load(soon()).expect("residents");
+    let before = inner.allocated_bytes();
+    let least = rig.streamer.plan().floor(&rig.files.units).device_bytes;
+    slow.hold(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| rig.streamer.rebalance(None, Some(least), None).expect("a plan"));
+        assert!(answers(&rig, &slow));
+    });
+    rig.streamer.load(soon()).expect("those who stay");
+    assert_eq!(inner.allocated_bytes(), rig.streamer.plan().device_bytes);
+    assert!(inner.allocated_bytes() < before);
+    // Nor for the driver to give some.
+    slow.hold(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| rig.streamer.rebalance(None, Some(PLENTY), None).expect("a plan"));
+        assert!(answers(&rig, &slow));
+    });
+    rig.streamer.load(soon()).expect("residents");
+    assert_eq!(inner.allocated_bytes(), before);
+    // And when it closes.
+    slow.hold(true);
+    std::thread::scope(|scope| {
+        scope.spawn(|| rig.streamer.close(soon()).expect("it closes"));
+        assert!(answers(&rig, &slow));
+    });
+    assert_eq!(inner.allocated_bytes(), 0);
+}
