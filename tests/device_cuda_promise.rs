@@ -21,7 +21,6 @@ use kvtier::device::{Copy, Device, Event, MAX_LENT, Memory, State, Stream, Way};
 use kvtier::kv::core::Rectangle;
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::store::Store;
-use kvtier::meta::view::View;
 use support::{Engine, Shape};
 
 /// Longer than anything takes.
@@ -48,13 +47,21 @@ fn bytes(seed: u8) -> &'static mut [u8] {
     Box::leak((0..3000).map(|n| (n % 251) as u8 ^ seed).collect::<Box<[u8]>>())
 }
 
-/// Puts a copy between them on a stream, behind an event.
+/// Puts a copy between them on a stream, behind an event: by way of the device's memory, since a
+/// copy within the host's keeps its caller.
 fn copy(cuda: &Cuda, stream: u32, after: Event, from: &mut [u8], to: &mut [u8]) -> Result<Event> {
-    let view = View::canonical(from.as_mut_ptr().expose_provenance() as u64, 1, from.len() as u64);
-    let copy = Copy::new(&view, 0, 1, to.as_mut_ptr(), Way::Gather).expect("sound");
-    assert_eq!(copy.memory, Memory::Host);
+    let bytes = from.len() as u64;
+    let there = cuda.allocate(bytes)?;
+    let piece = |host: *mut u8, way| Copy::bytes(host, there.address, bytes, way, Memory::Device);
     // SAFETY: memory that stays.
-    unsafe { cuda.submit(Stream(stream), Some(after), &mut [copy]) }
+    unsafe {
+        cuda.know_host(to.as_mut_ptr(), bytes)?;
+        let up =
+            cuda.submit(Stream(stream), None, &mut [piece(from.as_mut_ptr(), Way::Scatter)?])?;
+        cuda.wait(up, soon())?;
+        cuda.release(up)?;
+        cuda.submit(Stream(stream), Some(after), &mut [piece(to.as_mut_ptr(), Way::Gather)?])
+    }
 }
 
 #[test]
@@ -338,10 +345,11 @@ fn streams_are_lent_to_one_at_a_time() {
 }
 
 fn copy_on(cuda: &Cuda, stream: u32, after: Option<Event>) -> Result<Event> {
-    let (from, to) = (bytes(1), bytes(2));
-    let view = View::canonical(from.as_mut_ptr().expose_provenance() as u64, 1, 3000);
-    let copy = Copy::new(&view, 0, 1, to.as_mut_ptr(), Way::Gather).expect("sound");
-    // SAFETY: memory that stays.
+    let (from, to) = (cuda.allocate(3000)?, cuda.allocate(3000)?);
+    let plane = std::ptr::with_exposed_provenance_mut(to.address as usize);
+    let copy = Copy::bytes(plane, from.address, 3000, Way::Gather, Memory::Device)?;
+    let copy = Copy { plane_memory: Memory::Device, ..copy };
+    // SAFETY: memory that stays for as long as the device does.
     unsafe { cuda.submit(Stream(stream), after, &mut [copy]) }
 }
 
