@@ -32,7 +32,7 @@ static float number(void) {
 }
 
 /* A kernel on the engine's stream; what is copied from now on waits for it. */
-static void launch(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t to_memory,
+static void run_rows(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t to_memory,
                    uint64_t bytes) {
     kvt_copy_rows_t rows = {0};
     rows.from = from;
@@ -152,9 +152,9 @@ static void put(uint32_t layer, uint32_t count) {
     for (uint32_t i = 0; i < count * K_ROW; i++) k[i] = number();
     for (uint32_t i = 0; i < count * V_ROW; i++) v[i] = number();
     const uint64_t there = engine.scratch.address, behind = there + MOST * K_ROW * sizeof(float);
-    launch((uint64_t)(uintptr_t)k, KVT_MEMORY_HOST, there, KVT_MEMORY_DEVICE,
+    run_rows((uint64_t)(uintptr_t)k, KVT_MEMORY_HOST, there, KVT_MEMORY_DEVICE,
            count * K_ROW * sizeof(float));
-    launch((uint64_t)(uintptr_t)v, KVT_MEMORY_HOST, behind, KVT_MEMORY_DEVICE,
+    run_rows((uint64_t)(uintptr_t)v, KVT_MEMORY_HOST, behind, KVT_MEMORY_DEVICE,
            count * V_ROW * sizeof(float));
     kvt_view_t views[2];
     memset(views, 0, sizeof views);
@@ -201,9 +201,9 @@ static void look(seen_t *seen, uint32_t layer, const kvt_offload_kv_t *kv) {
         seen->positions[i] = blocks[i / BLOCK] * BLOCK + i % BLOCK;
     for (uint32_t i = 0; i < kv->tail_tokens; i++)
         seen->positions[kv->blocks * BLOCK + i] = engine.tokens - kv->tail_tokens + i;
-    launch((uint64_t)(uintptr_t)kv->k, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)seen->k,
+    run_rows((uint64_t)(uintptr_t)kv->k, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)seen->k,
            KVT_MEMORY_HOST, kv->tokens * K_ROW * sizeof(float));
-    launch((uint64_t)(uintptr_t)kv->v, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)seen->v,
+    run_rows((uint64_t)(uintptr_t)kv->v, KVT_MEMORY_DEVICE, (uint64_t)(uintptr_t)seen->v,
            KVT_MEMORY_HOST, kv->tokens * V_ROW * sizeof(float));
 }
 

@@ -8093,7 +8093,9 @@ kvt_status_t kvt_device_hold(const struct kvt_device_t *device,
 
 /**
  * Makes an event that comes when kvt_device_keep says so: batches, moves and streams can be put
- * behind it before. Closing the device or its runtime keeps it, too.
+ * behind it before. Closing the device or its runtime keeps it, too. A copy that the device can
+ * only make in its call (CUDA: within host memory, or of host memory that is not registered)
+ * waits there for what it is behind: then another thread has to keep it.
  *
  * @param device     The device.
  * @param out_event  Receives the event; release it with kvt_device_release once it was kept.

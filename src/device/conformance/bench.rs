@@ -295,6 +295,11 @@ impl<'a> Room<'a> {
         Ok(Room { bench, memory, address, len, holds: Some(holds) })
     }
 
+    /// Whose check it is for.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        self.bench.device
+    }
+
     pub fn pointer(&self) -> *mut u8 {
         std::ptr::with_exposed_provenance_mut(self.address as usize)
     }
