@@ -20,12 +20,20 @@ impl<'a> Mirror<'a> {
     pub fn new(device: &'a dyn Device, engine: Engine) -> Mirror<'a> {
         let there = device.allocate(engine.bytes().len() as u64).expect("room");
         let mirror = Mirror { device, engine, there };
+        let bytes = mirror.there.bytes;
+        // SAFETY: the engine's memory, which stays until it is forgotten. Where it cannot be
+        // pinned copies are slower.
+        unsafe { device.know_host(mirror.host(), bytes) }.expect("host memory");
         mirror.copy(Way::Scatter);
         mirror
     }
 
     fn here(&self) -> u64 {
         self.engine.bytes().as_ptr().expose_provenance() as u64
+    }
+
+    fn host(&self) -> *mut u8 {
+        std::ptr::with_exposed_provenance_mut(self.here() as usize)
     }
 
     /// All of it, to the device or from it.
@@ -37,7 +45,7 @@ impl<'a> Mirror<'a> {
 
     /// The same, behind an event.
     pub fn begin(&self, stream: Stream, after: Option<Event>, way: Way) -> Event {
-        let host = std::ptr::with_exposed_provenance_mut(self.here() as usize);
+        let host = self.host();
         let (address, bytes) = (self.there.address, self.there.bytes);
         let copy = Copy::bytes(host, address, bytes, way, Memory::Device).expect("sound");
         // SAFETY: memory of the mirror's, which nobody else uses.
@@ -69,6 +77,8 @@ impl<'a> Mirror<'a> {
 impl Drop for Mirror<'_> {
     fn drop(&mut self) {
         // SAFETY: all moves have ended.
+        unsafe { self.device.forget_host(self.host()) }.expect("it was told of");
+        // SAFETY: the same.
         unsafe { self.device.free(&self.there) }.expect("its own");
     }
 }
