@@ -555,7 +555,7 @@ static void picking(void) {
         CHECK(memcmp(start + 8 * K, from + 56 * K, 4 * K) == 0);
         CHECK(has(&back, NULL, (int)layer, 12, MAX_TOKENS));
     }
-    CHECK_EQ(move.struct_size, 96);
+    CHECK_EQ(move.struct_size, 104);
     move.struct_size = 80;
     move.ready = NULL;
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
