@@ -57,6 +57,7 @@ pub fn a_cut_that_fails_cuts_no_layer() {
             let cut = world.offload.truncate(53).map_err(|error| error.status());
             assert_eq!(cut, Err(Status::Io), "copy {fails} of {kind:?}");
             assert_eq!(device.scatter.load(Ordering::SeqCst), 0);
+            device.stuck.store(0, Ordering::SeqCst);
             for layer in 0..3 {
                 assert_eq!(world.offload.tokens(layer).expect("a layer"), (96, 11));
             }

@@ -13,6 +13,9 @@ pub struct Faulty {
     inner: Arc<dyn Device>,
     pub scatter: AtomicU64,
     pub gather: AtomicU64,
+    /// The plane that could not be scattered: it cannot be until this is 0 again, however often
+    /// it is tried.
+    pub stuck: AtomicU64,
 }
 
 impl Default for Faulty {
@@ -26,7 +29,8 @@ pub const ALL: u64 = u64::MAX;
 
 impl Faulty {
     pub fn of(inner: Arc<dyn Device>) -> Faulty {
-        Faulty { inner, scatter: AtomicU64::new(0), gather: AtomicU64::new(0) }
+        let none = || AtomicU64::new(0);
+        Faulty { inner, scatter: none(), gather: none(), stuck: none() }
     }
 
     fn pass(count: &AtomicU64) -> Result<()> {
@@ -54,7 +58,15 @@ impl Device for Faulty {
         copies: &mut [Copy<'_>],
     ) -> Result<Event> {
         for copy in copies.iter() {
-            Faulty::pass(if copy.way == Way::Scatter { &self.scatter } else { &self.gather })?;
+            let plane = copy.plane.expose_provenance() as u64;
+            if copy.way == Way::Gather {
+                Faulty::pass(&self.gather)?;
+            } else if self.stuck.load(Ordering::SeqCst) == plane {
+                return Err(Status::Io.into());
+            } else {
+                let passed = Faulty::pass(&self.scatter);
+                passed.inspect_err(|_| self.stuck.store(plane, Ordering::SeqCst))?;
+            }
         }
         // SAFETY: the caller's promise.
         unsafe { self.inner.submit(stream, after, copies) }
