@@ -139,7 +139,8 @@ impl Core {
     pub fn landing(&self, read: &Read) -> Option<(Goal, Option<Event>)> {
         let Read::Chunk { load, to: To::Staging(_), .. } = *read else { return None };
         let load = self.loads.get(load as usize)?.as_ref()?;
-        load.goal.map(|goal| (goal, load.after))
+        // Where memory has yet to be put behind the addresses it goes by way of staging.
+        load.goal.filter(|_| !load.unbacked).map(|goal| (goal, load.after))
     }
 
     /// A chunk was read to where it belongs, not into staging. True when somebody who waits
