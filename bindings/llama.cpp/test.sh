@@ -1,0 +1,30 @@
+#!/bin/bash
+# Checks the adapters for llama.cpp against a built library, a real engine and real models:
+#
+#   bindings/llama.cpp/test.sh PREBUILT WORK [ctest arguments]
+#
+# PREBUILT has lib/libkvtier.so (see cmake/build.sh). The engine, the models and what is built go to
+# WORK and are used again. Needs cmake, ninja, python3 with pip, cargo.
+set -euo pipefail
+prebuilt=${1:?usage: test.sh PREBUILT WORK}
+work=${2:?usage: test.sh PREBUILT WORK}
+shift 2
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+prebuilt=$(cd "$prebuilt" && pwd)
+mkdir -p "$work"
+work=$(cd "$work" && pwd)
+
+"$here/engine.sh" "$work"
+"$here/models.sh" "$work"
+
+# kvtier as an engine author finds it: installed.
+cmake -S "$root" -B "$work/kvtier-build" -G Ninja -DKVTIER_PREBUILT_DIR="$prebuilt" \
+    -DCMAKE_INSTALL_PREFIX="$work/kvtier" -DCMAKE_INSTALL_LIBDIR=lib >"$work/kvtier.log"
+cmake --install "$work/kvtier-build" >>"$work/kvtier.log"
+
+cmake -S "$here" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+    -DCMAKE_PREFIX_PATH="$work/engine;$work/kvtier" -DKVTIER_LLAMA_SOURCE="$work/engine-src" \
+    -DKVTIER_LLAMA_TESTS=ON -DKVTIER_LLAMA_MODELS="$work/models" >"$work/cmake.log"
+cmake --build "$work/build"
+ctest --test-dir "$work/build" --output-on-failure "$@"
