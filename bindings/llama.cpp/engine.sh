@@ -6,12 +6,15 @@
 # WORK/engine gets include/, lib/ and lib/cmake/; WORK/engine-src the source, whose private headers
 # (ggml-backend-impl.h) the weights and the plugin are compiled against. Only libllama and ggml's
 # processor backend are built: 3 minutes on two cores. What is there already is left alone.
+# For any processor with AVX2; KVTIER_ENGINE_NATIVE=ON builds for the one that is here, as benchmarks
+# should be (valgrind then cannot run it where that has AVX-512).
 set -eu
 work=${1:?usage: engine.sh WORK}
 version=0.1.161 # of the crate that carries the source: llama 0.6.0, ggml 0.26.0
 mkdir -p "$work"
 work=$(cd "$work" && pwd)
-stamp=$work/engine/built-$version
+native=${KVTIER_ENGINE_NATIVE:-OFF}
+stamp=$work/engine/built-$version-$native
 [ -e "$stamp" ] && exit 0
 rm -rf "$work/engine" "$work/engine-src" "$work/engine-build" "$work/engine-fetch"
 
@@ -43,7 +46,7 @@ off=""
 for part in COMMON TESTS TOOLS EXAMPLES SERVER APP UI; do off="$off -DLLAMA_BUILD_$part=OFF"; done
 # shellcheck disable=SC2086
 cmake -S "$work/engine-src" -B "$work/engine-build" -G Ninja $off $launcher \
-    -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF -DGGML_CCACHE=OFF -DCMAKE_BUILD_TYPE=None \
+    -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF -DGGML_CCACHE=OFF -DGGML_NATIVE="$native" -DCMAKE_BUILD_TYPE=None \
     -DCMAKE_C_FLAGS="-O2 -DNDEBUG" -DCMAKE_CXX_FLAGS="-O2 -DNDEBUG" \
     -DCMAKE_INSTALL_PREFIX="$work/engine" -DCMAKE_INSTALL_LIBDIR=lib >"$work/engine.log" 2>&1 &&
     cmake --build "$work/engine-build" --target llama >>"$work/engine.log" 2>&1 &&
