@@ -1,0 +1,296 @@
+// What the KV tier costs and brings, each beside the same thing without it, in this run:
+//
+//   tier_bench MODEL.gguf [--quick]
+//
+// One JSON object a line. Folders are made in TMPDIR, or else in /tmp: put that on the disk that is meant.
+#include "world.hpp"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+using namespace world;
+
+namespace {
+
+constexpr size_t prefix_tokens = 1024;
+
+struct setting {
+    std::string path;
+    llama_model *model;
+    bool quick;
+    size_t pairs() const { return quick ? 7 : 25; }
+};
+
+double median(std::vector<double> all) {
+    std::sort(all.begin(), all.end());
+    return all.empty() ? 0 : all[all.size() / 2];
+}
+
+double ms_since(uint64_t start) { return double(now_ns() - start) / 1e6; }
+
+enum class better { lower, higher };
+
+void line(const char *bar, double value, const char *unit, const char *baseline, double base, double goal,
+          better which) {
+    const bool lower = which == better::lower;
+    const bool good = lower ? value <= goal : value >= goal;
+    std::printf("{\"group\":\"llama\",\"bar\":\"%s\",\"value\":%.4f,\"unit\":\"%s\",\"baseline\":\"%s\","
+                "\"baseline_value\":%.4f,\"goal\":%g,\"better\":\"%s\",\"ok\":%s}\n",
+                bar, value, unit, baseline, base, goal, lower ? "lower" : "higher", good ? "true" : "false");
+    std::fflush(stdout);
+}
+
+how shape_of_bench() {
+    how is;
+    is.n_ctx = 4096;
+    is.n_batch = 512;
+    is.threads = 2;
+    return is;
+}
+
+kvt_llama_tier_opts_t options(const setting &of, uint64_t host_bytes, const std::string *folder) {
+    kvt_llama_tier_opts_t opts = KVT_LLAMA_TIER_OPTS_INIT;
+    opts.model_path = of.path.c_str();
+    opts.host_bytes = host_bytes;
+    if (folder) {
+        opts.disk_path = folder->c_str();
+        opts.disk_bytes = uint64_t(2) << 30;
+    }
+    return opts;
+}
+
+void empty(llama_context *ctx, kvt_llama_tier_t *tier) {
+    CHECK_OK(kvt_llama_forget(tier, 0));
+    llama_memory_seq_rm(llama_get_memory(ctx), 0, -1, -1);
+}
+
+/// Reads as many bytes past the page cache, 1 MiB at a time.
+double raw_read_ms(const std::string &path, uint64_t bytes) {
+    const int file = open(path.c_str(), O_RDONLY | O_DIRECT);
+    if (file < 0) {
+        return 0;
+    }
+    constexpr size_t step = 1 << 20;
+    void *buffer = std::aligned_alloc(4096, step);
+    const uint64_t start = now_ns();
+    uint64_t done = 0;
+    for (ssize_t got = 1; done < bytes && got > 0; done += uint64_t(got)) {
+        got = pread(file, buffer, step, off_t(done));
+    }
+    const double took = ms_since(start);
+    std::free(buffer);
+    close(file);
+    return done >= bytes ? took : 0;
+}
+
+std::string raw_file(const std::string &folder, uint64_t bytes) {
+    const std::string path = folder + "/raw";
+    FILE *file = std::fopen(path.c_str(), "wb");
+    CHECK(file != nullptr);
+    std::vector<uint8_t> block(1 << 20);
+    for (size_t i = 0; i < block.size(); i++) {
+        block[i] = uint8_t(i * 2654435761u >> 13);
+    }
+    for (uint64_t done = 0; done < bytes + block.size(); done += block.size()) {
+        CHECK(std::fwrite(block.data(), 1, block.size(), file) == block.size());
+    }
+    std::fflush(file);
+    fsync(fileno(file));
+    std::fclose(file);
+    return path;
+}
+
+/// Where the store does not read past the page cache, nothing is in it.
+void leave_cache(const std::string &folder) {
+    for (const auto &entry : std::filesystem::directory_iterator(folder)) {
+        const int file = open(entry.path().c_str(), O_RDONLY);
+        if (file >= 0) {
+            posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+            close(file);
+        }
+    }
+}
+
+struct raw_t {
+    double copy_ms = 0, prefill_ms = 0;
+};
+
+/// From memory: against llama_state_seq_set_data of the whole, and against decoding it.
+raw_t from_host(const setting &of) {
+    const how is = shape_of_bench();
+    llama_context *ctx = context(of.model, is);
+    kvt_llama_tier_t *tier = open_tier(ctx, options(of, uint64_t(512) << 20, nullptr));
+    const tokens_t tokens = prompt(of.model, 1, prefix_tokens + 1);
+    raw_t raw;
+    uint64_t start = now_ns();
+    CHECK(decode(ctx, 0, tokens, 0, prefix_tokens, is.n_batch) == 0);
+    llama_synchronize(ctx);
+    raw.prefill_ms = ms_since(start);
+    CHECK_OK(kvt_llama_commit(tier, 0, tokens.data(), prefix_tokens, &why));
+    flush(tier);
+    std::vector<uint8_t> blob(llama_state_seq_get_size(ctx, 0));
+    CHECK(llama_state_seq_get_data(ctx, blob.data(), blob.size(), 0) == blob.size());
+    std::vector<double> ratios, copies, restores;
+    for (size_t i = 0; i < of.pairs() + 2; i++) {
+        empty(ctx, tier);
+        start = now_ns();
+        CHECK(llama_state_seq_set_data(ctx, blob.data(), blob.size(), 0) == blob.size());
+        const double copy = ms_since(start);
+        empty(ctx, tier);
+        start = now_ns();
+        CHECK(attach(tier, 0, tokens).reused_tokens == prefix_tokens);
+        const double restore = ms_since(start);
+        if (i >= 2) {
+            ratios.push_back(restore / copy);
+            copies.push_back(copy);
+            restores.push_back(restore);
+        }
+    }
+    raw.copy_ms = median(copies);
+    line("restore_host", median(ratios), "x", "llama_state_seq_set_data of 1024 tokens, ms", raw.copy_ms,
+         1.3, better::lower);
+    line("restore_against_prefill", raw.prefill_ms / median(restores), "x", "decoding 1024 tokens, ms",
+         raw.prefill_ms, 100, better::higher);
+    close_tier(&tier);
+    llama_free(ctx);
+    return raw;
+}
+
+/// From disk, after everything was closed.
+void from_disk(const setting &of, const raw_t &raw) {
+    folder place;
+    const how is = shape_of_bench();
+    llama_context *ctx = context(of.model, is);
+    const tokens_t tokens = prompt(of.model, 1, prefix_tokens + 1);
+    const std::string store = place.path + "/kv";
+    kvt_llama_tier_opts_t opts = options(of, uint64_t(512) << 20, &store);
+    kvt_llama_tier_t *tier = open_tier(ctx, opts);
+    CHECK(decode(ctx, 0, tokens, 0, prefix_tokens, is.n_batch) == 0);
+    CHECK_OK(kvt_llama_commit(tier, 0, tokens.data(), prefix_tokens, &why));
+    close_tier(&tier);
+    const uint64_t bytes = llama_state_seq_get_size(ctx, 0);
+    const std::string file = raw_file(place.path, bytes);
+    std::vector<double> ratios, reads;
+    for (size_t i = 0; i < (of.quick ? 3 : 11); i++) {
+        llama_memory_seq_rm(llama_get_memory(ctx), 0, -1, -1);
+        const double read = raw_read_ms(file, bytes);
+        if (read == 0) {
+            std::printf("{\"group\":\"llama\",\"bar\":\"restore_disk\",\"ok\":null,"
+                        "\"why\":\"no O_DIRECT here\"}\n");
+            break;
+        }
+        tier = open_tier(ctx, opts);
+        leave_cache(store);
+        const uint64_t start = now_ns();
+        const kvt_llama_attached_t at = attach(tier, 0, tokens);
+        const double took = ms_since(start);
+        CHECK(at.reused_tokens == prefix_tokens && at.disk_tokens == prefix_tokens);
+        ratios.push_back(took / (1.2 * read + 1.3 * raw.copy_ms));
+        reads.push_back(read);
+        close_tier(&tier);
+    }
+    if (!ratios.empty()) {
+        line("restore_disk", median(ratios), "x", "1.2 * raw O_DIRECT read, ms, + 1.3 * raw copy",
+             median(reads), 1, better::lower);
+    }
+    llama_free(ctx);
+}
+
+/// What is found again of what was there: a cache of whole sequences finds nothing in these.
+void stories(const setting &of) {
+    folder place;
+    how is = shape_of_bench();
+    llama_context *ctx = context(of.model, is);
+    const size_t count = of.quick ? 256 : 512;
+    const tokens_t a = prompt(of.model, 11, count), b = prompt(of.model, 12, count);
+    const tokens_t more = prompt(of.model, 13, 16);
+    const tokens_t x = joined(a, prompt(of.model, 14, count / 4));
+    const tokens_t y = joined(a, prompt(of.model, 15, count / 4));
+    const std::string store = place.path + "/kv";
+    kvt_llama_attached_t at;
+
+    // Room in memory for 1.8 states; the disk takes what does not fit.
+    CHECK(decode(ctx, 0, a, 0, 64, 64) == 0);
+    const uint64_t state = llama_state_seq_get_size(ctx, 0) / 64 * count;
+    llama_memory_seq_rm(llama_get_memory(ctx), 0, -1, -1);
+    kvt_llama_tier_opts_t opts = options(of, std::max<uint64_t>(state * 18 / 10, 8 << 20), &store);
+    kvt_llama_tier_t *tier = open_tier(ctx, opts);
+    with_us(tier, ctx, 0, a);
+    with_us(tier, ctx, 0, b);
+    with_us(tier, ctx, 0, joined(a, more), &at);
+    const double of_a = double(a.size());
+    line("story_a_b_a", double(at.reused_tokens) / of_a, "of A", "A's tokens", of_a, 1, better::higher);
+    with_us(tier, ctx, 0, x);
+    with_us(tier, ctx, 0, y);
+    with_us(tier, ctx, 0, joined(x, more), &at);
+    const double of_x = double(x.size());
+    line("story_branches", double(at.reused_tokens) / of_x, "of P+x", "its tokens", of_x, 1, better::higher);
+    close_tier(&tier);
+    llama_free(ctx);
+
+    ctx = context(of.model, is);
+    tier = open_tier(ctx, opts);
+    at = attach(tier, 0, joined(x, more));
+    const double full = double(x.size() / 32 * 32);
+    line("story_restart", double(at.reused_tokens) / full, "of P+x", "tokens of its full chunks", full, 1,
+         better::higher);
+    close_tier(&tier);
+    llama_free(ctx);
+}
+
+/// A token at a time, committed each time, against the same without.
+void overhead(const setting &of) {
+    folder place;
+    const how is = shape_of_bench();
+    llama_context *ctx = context(of.model, is);
+    const std::string store = place.path + "/kv";
+    kvt_llama_tier_t *tier = open_tier(ctx, options(of, uint64_t(512) << 20, &store));
+    const size_t rounds = of.quick ? 6 : 16, step = 32;
+    const tokens_t tokens = prompt(of.model, 21, 128 + (2 * rounds + 2) * step);
+    CHECK(decode(ctx, 0, tokens, 0, 128, is.n_batch) == 0);
+    commit(tier, 0, tokens_t(tokens.begin(), tokens.begin() + 128));
+    std::vector<double> ratios, plain_ms;
+    size_t at = 128;
+    const auto run = [&](bool with) {
+        const uint64_t start = now_ns();
+        for (size_t i = 0; i < step; i++, at++) {
+            CHECK(decode(ctx, 0, tokens, at, at + 1, 1) == 0);
+            llama_synchronize(ctx);
+            if (with) {
+                CHECK_OK(kvt_llama_commit(tier, 0, tokens.data(), at + 1, &why));
+            }
+        }
+        return ms_since(start);
+    };
+    run(true);
+    for (size_t i = 0; i < rounds; i++) {
+        const bool first = i % 2 == 0;
+        const double one = run(first), other = run(!first);
+        ratios.push_back(first ? one / other : other / one);
+        plain_ms.push_back((first ? other : one) / double(step));
+    }
+    line("overhead_per_token", median(ratios), "x", "a decoded token without the tier, ms",
+         median(plain_ms), 1.01, better::lower);
+    const kvt_llama_tier_stats_t seen = stats(tier);
+    const double mine = double(seen.commit_ns) / 1e6 / double(seen.commits) / median(plain_ms);
+    line("commit_of_a_token", mine, "of its time", "a decoded token without the tier, ms",
+         median(plain_ms), 0.01, better::lower);
+    close_tier(&tier);
+    llama_free(ctx);
+}
+
+} // namespace
+
+int main(int argc, char **argv) {
+    if (argc < 2) {
+        std::fprintf(stderr, "usage: tier_bench MODEL.gguf [--quick]\n");
+        return 2;
+    }
+    setting of{argv[1], load(argv[1]), argc > 2 && std::strcmp(argv[2], "--quick") == 0};
+    const raw_t raw = from_host(of);
+    from_disk(of, raw);
+    stories(of);
+    overhead(of);
+    llama_model_free(of.model);
+    return 0;
+}

@@ -1,0 +1,23 @@
+/* The header is C, too: a program in it opens nothing and hears why. */
+#include <kvtier/llama.h>
+
+int main(void) {
+    kvt_llama_tier_opts_t opts = KVT_LLAMA_TIER_OPTS_INIT;
+    kvt_llama_tier_t *tier = NULL;
+    kvt_llama_why_t why;
+    kvt_llama_attached_t attached;
+    kvt_llama_tier_stats_t stats;
+    opts.model_id = "none";
+    opts.flags = KVT_LLAMA_HOLES;
+    if (kvt_llama_tier_open(NULL, &opts, &tier, &why) != KVT_E_INVALID || !why.text[0] || tier) return 1;
+    if (kvt_llama_tier_open(NULL, &opts, NULL, NULL) != KVT_E_INVALID) return 2;
+    if (kvt_llama_attach(NULL, 0, NULL, 0, &attached, &why) != KVT_E_INVALID || !why.text[0]) return 3;
+    if (kvt_llama_commit(NULL, 0, NULL, 0, NULL) != KVT_E_INVALID) return 4;
+    if (kvt_llama_prefill(NULL, 0, NULL, 0, 0, NULL) != KVT_E_INVALID) return 5;
+    if (kvt_llama_flush(NULL, 0, NULL) != KVT_E_INVALID) return 6;
+    if (kvt_llama_forget(NULL, 0) != KVT_E_INVALID) return 7;
+    if (kvt_llama_tier_stats(NULL, &stats) != KVT_E_INVALID) return 8;
+    if (kvt_llama_tier_key(NULL, NULL) != KVT_E_INVALID) return 9;
+    if (kvt_llama_tier_close(NULL, &why) != KVT_OK) return 10;
+    return kvt_llama_tier_close(&tier, NULL) == KVT_OK ? 0 : 11;
+}

@@ -1,0 +1,64 @@
+// Reading and writing plain numbers of bounded bytes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvtier_llama {
+
+/// The first word of a blob, and the limits of what is believed to be one.
+constexpr uint32_t blob_magic = 0xaf143cd8;
+constexpr uint32_t max_streams = 256;
+constexpr uint32_t max_layers = 4096;
+constexpr uint64_t max_row_bytes = uint64_t(32) << 20;
+constexpr uint32_t max_cells = uint32_t(1) << 27;
+
+struct reader {
+    const uint8_t *data;
+    uint64_t bytes;
+    uint64_t at = 0;
+    bool ok = true;
+
+    template <typename T> T take() {
+        T value{};
+        if (!ok || bytes - at < sizeof value) {
+            ok = false;
+            return value;
+        }
+        std::memcpy(&value, data + at, sizeof value);
+        at += sizeof value;
+        return value;
+    }
+
+    /// The place of `count` * `each` bytes, which are passed.
+    uint64_t skip(uint64_t count, uint64_t each) {
+        const uint64_t here = at;
+        if (!ok || (each != 0 && count > (bytes - at) / each)) {
+            ok = false;
+            return here;
+        }
+        at += count * each;
+        return here;
+    }
+};
+
+/// Writes where there is memory, and counts in any case.
+struct writer {
+    uint8_t *data;
+    uint64_t at = 0;
+
+    template <typename T> void put(T value) {
+        if (data) {
+            std::memcpy(data + at, &value, sizeof value);
+        }
+        at += sizeof value;
+    }
+
+    uint64_t skip(uint64_t bytes) {
+        const uint64_t here = at;
+        at += bytes;
+        return here;
+    }
+};
+
+} // namespace kvtier_llama

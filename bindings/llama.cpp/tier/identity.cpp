@@ -1,0 +1,159 @@
+// Whose KV it is: what makes the namespace's key, beside the layout.
+#include "tier/tier.hpp"
+
+#include <ggml.h>
+
+#include <cstdlib>
+#include <fstream>
+
+namespace kvtier_llama {
+
+namespace {
+
+/// A file up to this length is summed in full; of a longer one each tensor in blocks.
+constexpr uint64_t whole_bytes = uint64_t(512) << 20;
+constexpr uint64_t block_bytes = 4096;
+constexpr uint64_t blocks_of_tensor = 16;
+constexpr size_t most_sums = 8000;
+
+void append_sum(std::vector<uint64_t> &sums, size_t place, const void *data, uint64_t bytes) {
+    uint64_t sum = 0;
+    demand(kvt_checksum(data, bytes, &sum), nullptr, "summing the model");
+    if (sums.size() < most_sums) {
+        sums.push_back(sum);
+        return;
+    }
+    // A model of very many tensors: several share a place.
+    const uint64_t both[2] = {sums[place % most_sums], sum};
+    demand(kvt_checksum(both, sizeof both, &sums[place % most_sums]), nullptr, "summing the model");
+}
+
+void read_at(std::ifstream &file, uint64_t offset, uint64_t bytes, uint8_t *out, const char *path) {
+    file.seekg(std::streamoff(offset));
+    file.read(reinterpret_cast<char *>(out), std::streamsize(bytes));
+    if (!file) {
+        fail(KVT_E_IO, std::string("cannot read ") + path + ", whose fingerprint is wanted");
+    }
+}
+
+void sum_tensor(std::vector<uint64_t> &sums, size_t number, std::ifstream &file,
+                const kvt_tensor_t &tensor, bool whole, const char *path) {
+    std::vector<uint8_t> bytes;
+    if (whole || tensor.bytes <= blocks_of_tensor * block_bytes) {
+        constexpr uint64_t step = uint64_t(1) << 20;
+        std::vector<uint64_t> parts;
+        for (uint64_t at = 0; at < tensor.bytes; at += step) {
+            bytes.resize(std::min(step, tensor.bytes - at));
+            read_at(file, tensor.offset + at, bytes.size(), bytes.data(), path);
+            parts.push_back(0);
+            demand(kvt_checksum(bytes.data(), bytes.size(), &parts.back()), nullptr, "summing");
+        }
+        append_sum(sums, number, parts.data(), parts.size() * sizeof parts[0]);
+        return;
+    }
+    bytes.resize(blocks_of_tensor * block_bytes);
+    const uint64_t last = tensor.bytes - block_bytes;
+    for (uint64_t i = 0; i < blocks_of_tensor; i++) {
+        const uint64_t at = last / (blocks_of_tensor - 1) * i;
+        read_at(file, tensor.offset + at, block_bytes, bytes.data() + i * block_bytes, path);
+    }
+    append_sum(sums, number, bytes.data(), bytes.size());
+}
+
+/// Headers, names, types and places of all tensors in full, by the library; then sums of the weights.
+std::string fingerprint(const char *path) {
+    kvt_text_t text{path, std::char_traits<char>::length(path)};
+    kvt_model_t *handle = nullptr;
+    kvt_error_t *error = nullptr;
+    const kvt_status_t opened = kvt_model_open(&text, 1, sizeof text, &handle, &error);
+    demand(opened, error, "the model's file has no fingerprint (model_id can be given instead)");
+    struct closer {
+        kvt_model_t *model;
+        ~closer() { kvt_model_close(&model); }
+    } model{handle};
+
+    kvt_model_info_t info = KVT_MODEL_INFO_INIT;
+    demand(kvt_model_info(model.model, &info), nullptr, "the model's file");
+    std::string out(reinterpret_cast<const char *>(info.fingerprint), sizeof info.fingerprint);
+    std::vector<uint64_t> sums;
+    std::ifstream file;
+    std::string name;
+    uint32_t opened_file = UINT32_MAX;
+    for (uint32_t i = 0; i < info.tensors; i++) {
+        kvt_tensor_t tensor = KVT_TENSOR_INIT;
+        demand(kvt_model_tensor(model.model, i, &tensor), nullptr, "the model's file");
+        if (tensor.file != opened_file) {
+            kvt_model_file_t one = KVT_MODEL_FILE_INIT;
+            demand(kvt_model_file(model.model, tensor.file, &one), nullptr, "the model's file");
+            name.assign(one.path, one.path_bytes);
+            file = std::ifstream(name, std::ios::binary);
+            opened_file = tensor.file;
+        }
+        sum_tensor(sums, i, file, tensor, info.bytes <= whole_bytes, name.c_str());
+    }
+    out.append(reinterpret_cast<const char *>(sums.data()), sums.size() * sizeof sums[0]);
+    return out;
+}
+
+/// What the loaded model says of itself: settings that were overridden at load are in it.
+std::string metadata(const llama_model *model) {
+    std::string all;
+    char key[256], value[1024];
+    for (int32_t i = 0; i < llama_model_meta_count(model); i++) {
+        if (llama_model_meta_key_by_index(model, i, key, sizeof key) >= 0 &&
+            llama_model_meta_val_str_by_index(model, i, value, sizeof value) >= 0) {
+            all += std::string(key) + "=" + value + "\n";
+        }
+    }
+    uint64_t sum = 0;
+    demand(kvt_checksum(all.data(), all.size(), &sum), nullptr, "summing");
+    return std::to_string(sum);
+}
+
+std::string value_of(const llama_model *model, const std::string &key) {
+    char value[256];
+    return llama_model_meta_val_str(model, key.c_str(), value, sizeof value) >= 0 ? value : "";
+}
+
+/// Some models scale RoPE in another way once the context is longer than what they were trained on.
+bool is_long(const llama_context *ctx, const llama_context_params &params) {
+    const llama_model *model = llama_get_model(ctx);
+    const std::string arch = value_of(model, "general.architecture");
+    const std::string said = value_of(model, arch + ".rope.scaling.original_context_length");
+    uint64_t original = std::strtoull(said.c_str(), nullptr, 10);
+    original = params.yarn_orig_ctx != 0 ? params.yarn_orig_ctx : original;
+    return original != 0 && llama_n_ctx_seq(ctx) > original;
+}
+
+std::string settings(const llama_context *ctx, const llama_context_params &of) {
+    char words[320];
+    std::snprintf(words, sizeof words,
+                  "rope %d %a %a yarn %a %a %a %a %u attention %d long %d causal", int(of.rope_scaling_type),
+                  double(of.rope_freq_base), double(of.rope_freq_scale), double(of.yarn_ext_factor),
+                  double(of.yarn_attn_factor), double(of.yarn_beta_fast), double(of.yarn_beta_slow),
+                  of.yarn_orig_ctx, int(of.attention_type), int(is_long(ctx, of)));
+    return words;
+}
+
+} // namespace
+
+identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts) {
+    const llama_model *model = llama_get_model(tier.ctx);
+    const llama_context_params plain = llama_context_default_params();
+    char words[256];
+    identity out;
+    llama_model_desc(model, words, sizeof words);
+    out.model = std::string(words) + " " + metadata(model);
+    if (opts.model_id) {
+        out.weights = std::string("id ") + opts.model_id;
+    } else if (opts.model_path) {
+        out.weights = "file " + fingerprint(opts.model_path);
+    } else {
+        fail(KVT_E_INVALID, "whose KV is it? Give model_path, the model's file, or model_id");
+    }
+    out.context = settings(tier.ctx, opts.params ? *opts.params : plain) + "; " + tier.shape.words();
+    out.engine = std::string("llama.cpp ") + llama_version() + " ggml " + ggml_version();
+    return out;
+}
+
+} // namespace kvtier_llama

@@ -1,0 +1,397 @@
+// Before a request: what is reusable, and that it is in the sequence.
+#include "tier/tier.hpp"
+
+#include <algorithm>
+
+namespace kvtier_llama {
+
+namespace {
+
+constexpr uint64_t pending_wait_ns = 2000000000;
+
+/// A request, as far as it is understood.
+struct request {
+    llama_seq_id seq;
+    const llama_token *tokens;
+    /// The most that may be reused: one token less than there are.
+    size_t limit;
+    /// Tokens that the sequence has, equal to the prompt's, and fit to go on from.
+    size_t keep = 0;
+    kvt_llama_attached_t *out;
+};
+
+/// Holds the tier's notes of a sequence against what the engine says of it.
+void check_held(tier_t &tier, const request &of) {
+    const size_t end = trim(tier, of.seq);
+    const bool plain = !tier.shape.has_states() && !tier.shape.has_windows();
+    if (plain && end > 0 && llama_memory_seq_pos_min(tier.memory, of.seq) != 0) {
+        tier.sequences[of.seq] = sequence_t{};
+    }
+}
+
+uint32_t largest_window(const tier_t &tier) {
+    uint32_t window = 0;
+    for (const section_shape &section : tier.shape.sections) {
+        window = std::max(window, section.window_tokens);
+    }
+    return window;
+}
+
+/// How much of it can stay: the common beginning, if the engine can go on from its end.
+size_t keepable(const tier_t &tier, const request &of) {
+    const tokens_t &has = tier.sequences.at(of.seq).tokens;
+    const size_t both = std::min(has.size(), of.limit);
+    const auto differ = std::mismatch(has.begin(), has.begin() + long(both), of.tokens);
+    const size_t common = size_t(differ.first - has.begin());
+    const size_t end = size_t(llama_memory_seq_pos_max(tier.memory, of.seq) + 1);
+    if (common == end || common == 0) {
+        return common;
+    }
+    if (tier.shape.has_states()) {
+        return 0;
+    }
+    const uint32_t window = largest_window(tier);
+    const size_t first = common > window ? common - window : 0;
+    const bool whole = size_t(llama_memory_seq_pos_min(tier.memory, of.seq)) <= first;
+    return window == 0 || whole ? common : 0;
+}
+
+struct found {
+    size_t reusable = 0;
+    std::vector<kvt_range_t> ranges;
+};
+
+bool is_on_disk(const found &there) {
+    return std::any_of(there.ranges.begin(), there.ranges.end(),
+                       [](const kvt_range_t &range) { return range.disk_bytes != 0; });
+}
+
+/// What is on disk begins to come at once, all of it, not only when its turn has come; as far as memory
+/// has room for it beside what others have there.
+class prefetched {
+public:
+    prefetched(const tier_t &tier, const session &held, size_t from, size_t to, bool wanted) {
+        kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
+        kvt_move_t move = KVT_MOVE_INIT;
+        move.first_token = from;
+        move.tokens = to - from;
+        move.flags = KVT_MOVE_REUSE;
+        if (wanted && from < to && kvt_store_stats(tier.store, &stats) == KVT_OK &&
+            (to - from) * tier.token_bytes <= stats.host_limit_bytes / 2) {
+            kvt_session_prefetch(held.handle, &move, nullptr, &op, nullptr);
+        }
+    }
+    prefetched(const prefetched &) = delete;
+    prefetched &operator=(const prefetched &) = delete;
+    ~prefetched() {
+        if (op) {
+            kvt_op_cancel(op);
+            kvt_op_wait(op, KVT_OP_RELEASED, 0);
+            kvt_op_free(&op);
+        }
+    }
+
+private:
+    kvt_op_t *op = nullptr;
+};
+
+kvt_lookup_t look_once(const tier_t &tier, const request &of, size_t count,
+                       std::vector<kvt_range_t> *ranges) {
+    const auto *words = reinterpret_cast<const uint32_t *>(of.tokens);
+    kvt_lookup_t sum = KVT_LOOKUP_INIT;
+    ranges->resize(64);
+    for (;;) {
+        uint64_t there = 0;
+        const kvt_status_t status =
+            kvt_namespace_lookup(tier.space, words, count, ranges->data(), ranges->size(),
+                                 sizeof(kvt_range_t), &there, &sum, nullptr);
+        if (status != KVT_E_TOO_SMALL) {
+            demand(status, nullptr, "looking for the prompt's KV");
+            ranges->resize(there);
+            return sum;
+        }
+        ranges->resize(there + there / 4);
+    }
+}
+
+found look(tier_t &tier, const request &of, size_t count) {
+    found out;
+    if (count == 0) {
+        return out;
+    }
+    kvt_lookup_t sum = look_once(tier, of, count, &out.ranges);
+    if (sum.soon_tokens > sum.reusable_tokens) {
+        drain(tier, now_ns() + pending_wait_ns);
+        sum = look_once(tier, of, count, &out.ranges);
+    }
+    out.reusable = full_chunks(tier, std::min<uint64_t>(sum.reusable_tokens, count));
+    return out;
+}
+
+void count_tiers(const found &from, size_t first, size_t end, kvt_llama_attached_t *out) {
+    uint64_t disk = 0;
+    uint32_t tier = KVT_TIER_HOST;
+    // Tokens of which nothing is needed any more count with those behind them.
+    for (size_t i = from.ranges.size(); i-- > 0;) {
+        const kvt_range_t &range = from.ranges[i];
+        const uint64_t begin = std::max<uint64_t>(range.first_token, first);
+        const uint64_t stop = std::min<uint64_t>(range.first_token + range.tokens, end);
+        tier = range.state == KVT_RANGE_HIT ? range.tier : tier;
+        disk += begin < stop && tier == KVT_TIER_DISK ? stop - begin : 0;
+    }
+    out->disk_tokens += uint32_t(disk);
+    out->host_tokens += uint32_t(end - first - disk);
+}
+
+/// What was saved and has left the store since is saved again.
+void check_saved(tier_t &tier, sequence_t &has) {
+    if (has.saved == 0 || tier.shape.has_states() || tier.shape.has_windows()) {
+        return;
+    }
+    const auto *words = reinterpret_cast<const uint32_t *>(has.tokens.data());
+    kvt_lookup_t sum = KVT_LOOKUP_INIT;
+    if (kvt_namespace_lookup(tier.space, words, has.saved, nullptr, 0, sizeof(kvt_range_t), nullptr, &sum,
+                             nullptr) != KVT_E_INVALID) {
+        has.saved = full_chunks(tier, std::min<uint64_t>(has.saved, sum.soon_tokens));
+    }
+}
+
+/// Removes what lies behind `keep`, after it was saved. False = all of it is gone.
+bool cut(tier_t &tier, const request &of, size_t keep) {
+    sequence_t &has = tier.sequences[of.seq];
+    if (has.tokens.size() > keep) {
+        check_saved(tier, has);
+        save(tier, of.seq, now_ns() + pending_wait_ns, true);
+        keep_tail(tier, of.seq);
+    }
+    bool kept = keep != 0 && llama_memory_seq_rm(tier.memory, of.seq, llama_pos(keep), -1);
+    if (!kept) {
+        llama_memory_seq_rm(tier.memory, of.seq, -1, -1);
+        keep = 0;
+    }
+    has.tokens.resize(keep);
+    has.saved = std::min(has.saved, full_chunks(tier, keep));
+    has.state_saved = std::min(has.state_saved, keep);
+    return kept;
+}
+
+void note(tier_t &tier, const request &of, size_t count) {
+    sequence_t &has = tier.sequences[of.seq];
+    has.tokens.assign(of.tokens, of.tokens + count);
+    has.saved = full_chunks(tier, count);
+    has.state_saved = count;
+}
+
+void refuse(tier_t &tier, request &of, kvt_status_t status) {
+    of.out->refused = status;
+    tier.stats.refused_restores++;
+}
+
+/// Empties a sequence in which a restore has left something that nobody can go on from.
+size_t give_up(tier_t &tier, const request &of) {
+    llama_memory_seq_rm(tier.memory, of.seq, -1, -1);
+    note(tier, of, 0);
+    return 0;
+}
+
+/// Restores [from, to), and the tail behind it if there is one. How many tokens there are then.
+size_t bring(tier_t &tier, request &of, const found &there, size_t from, size_t to, const tail_t *tail) {
+    const session held(tier, of.tokens, to);
+    const bool alone = !tier.shape.has_attention();
+    const bool with_state = !tail && tier.shape.has_states();
+    restored_t done;
+    if (alone) {
+        // Nothing but the state at the end: one piece, or the tail by itself.
+        done = tail ? restored_t{uint32_t(to), 0, KVT_OK}
+                    : restore(tier, held, of.seq, uint32_t(to) - tier.chunk, uint32_t(to), true);
+    } else {
+        const prefetched ahead(tier, held, from, to, is_on_disk(there));
+        done = restore(tier, held, of.seq, uint32_t(from), uint32_t(to), with_state);
+    }
+    of.out->bytes += done.bytes;
+    const bool needs_end = tier.shape.has_states() || tier.shape.has_windows();
+    if (done.refused != KVT_OK) {
+        refuse(tier, of, done.refused);
+    }
+    if (done.tokens < to && needs_end) {
+        return give_up(tier, of);
+    }
+    count_tiers(there, from, std::max<size_t>(done.tokens, from), of.out);
+    size_t end = done.tokens;
+    if (tail && end == to) {
+        const bool empty = alone || to == 0;
+        if (splice(tier, of.seq, empty, tail->blob.data(), tail->blob.size())) {
+            end = tail->tokens.size();
+            of.out->bytes += tail->blob.size();
+            of.out->host_tokens += uint32_t(end - to);
+        } else if (tier.shape.has_states()) {
+            refuse(tier, of, KVT_E_STATE);
+            return give_up(tier, of);
+        }
+    }
+    if (llama_memory_seq_pos_max(tier.memory, of.seq) + 1 != llama_pos(end)) {
+        refuse(tier, of, KVT_E_STATE);
+        return give_up(tier, of);
+    }
+    note(tier, of, end);
+    return end;
+}
+
+/// A tail that can be had: all before it is there, or may be (states: trying says).
+std::shared_ptr<const tail_t> usable_tail(const tier_t &tier, const request &of, size_t reusable) {
+    std::shared_ptr<const tail_t> tail = find_tail(tier, of.tokens, of.limit, std::max(reusable, of.keep));
+    if (!tail || (tier.scratch < 0 && tier.shape.has_attention())) {
+        return nullptr;
+    }
+    const size_t before = full_chunks(tier, tail->tokens.size());
+    const bool there = before <= reusable || before <= of.keep || tier.shape.has_states();
+    return there ? tail : nullptr;
+}
+
+size_t attach_prefix(tier_t &tier, request &of) {
+    size_t limit = full_chunks(tier, of.limit);
+    // A miss shows only when it is got: then what is there is less than it seemed, and asked for anew.
+    for (int attempt = 0; attempt < 3; attempt++) {
+        const found there = look(tier, of, limit);
+        std::shared_ptr<const tail_t> tail;
+        if (attempt == 0) {
+            tail = usable_tail(tier, of, there.reusable);
+        }
+        const size_t to = tail ? full_chunks(tier, tail->tokens.size()) : there.reusable;
+        if (!tail && to <= of.keep) {
+            break;
+        }
+        const bool from_start = tier.scratch < 0 || tier.shape.has_states() || tier.shape.has_windows();
+        const size_t keep = from_start ? 0 : std::min(full_chunks(tier, of.keep), to);
+        of.keep = cut(tier, of, keep) ? keep : 0;
+        of.out->host_tokens = of.out->disk_tokens = 0;
+        const uint64_t refused = tier.stats.refused_restores;
+        const size_t end = bring(tier, of, there, of.keep, to, tail.get());
+        if (tail && to > there.reusable && end == 0) {
+            // It was not said that all before the tail is there: this was how to find out.
+            tier.stats.refused_restores = refused;
+            of.out->refused = KVT_OK;
+        }
+        if (end > of.keep || end == limit) {
+            return end;
+        }
+        limit = std::min(limit, tail ? limit : full_chunks(tier, to - 1));
+    }
+    of.out->host_tokens = of.out->disk_tokens = 0;
+    const size_t keep = std::min(of.keep, tier.sequences[of.seq].tokens.size());
+    of.keep = cut(tier, of, keep) ? keep : 0;
+    return of.keep;
+}
+
+/// The same with holes: what lies between what is there is decoded, in the order of positions.
+size_t attach_holes(tier_t &tier, request &of) {
+    const size_t limit = full_chunks(tier, of.limit);
+    const found there = look(tier, of, limit);
+    const session held(tier, of.tokens, limit);
+    std::vector<kvt_plan_segment_t> plan(limit / tier.chunk + 1);
+    uint64_t count = 0;
+    if (limit != 0) {
+        kvt_error_t *error = nullptr;
+        const kvt_status_t status = kvt_session_plan(held.handle, nullptr, plan.data(), plan.size(),
+                                                     sizeof plan[0], &count, nullptr, &error);
+        demand(status, error, "a plan");
+    }
+    while (count > 0 && plan[count - 1].deed == KVT_PLAN_RECOMPUTE) {
+        count--;
+    }
+    const size_t last = count != 0 ? plan[count - 1].first_token + plan[count - 1].tokens : 0;
+    const size_t keep = last > of.keep ? full_chunks(tier, of.keep) : of.keep;
+    of.keep = cut(tier, of, keep) ? keep : 0;
+    size_t end = of.keep;
+    for (uint64_t i = 0; i < count; i++) {
+        const size_t to = plan[i].first_token + plan[i].tokens;
+        if (to <= end) {
+            continue;
+        }
+        if (plan[i].deed == KVT_PLAN_RECOMPUTE) {
+            if (decode(tier, of.seq, of.tokens, end, to, false) != 0) {
+                return give_up(tier, of);
+            }
+            of.out->recomputed_tokens += uint32_t(to - end);
+        } else {
+            const restored_t done = restore(tier, held, of.seq, uint32_t(end), uint32_t(to), false);
+            count_tiers(there, end, done.tokens, of.out);
+            of.out->bytes += done.bytes;
+            if (done.tokens < to) {
+                refuse(tier, of, done.refused);
+                note(tier, of, done.tokens);
+                return done.tokens;
+            }
+        }
+        end = to;
+    }
+    if (end > of.keep) {
+        note(tier, of, end);
+        // What was computed anew is not in the store.
+        tier.sequences[of.seq].saved = of.out->recomputed_tokens != 0 ? of.keep : end;
+    }
+    return end;
+}
+
+const char *words_of(kvt_status_t refused) {
+    switch (refused) {
+    case KVT_OK: return "";
+    case KVT_E_NOT_FOUND: return "something of it has left the store, or was damaged there";
+    case KVT_E_STATE: return "the context did not take it: its KV cache has no room";
+    case KVT_E_AGAIN: return "there was no buffer for it in time";
+    default: return kvt_status_str(refused);
+    }
+}
+
+void attach(tier_t &tier, request &of) {
+    check_held(tier, of);
+    of.keep = keepable(tier, of);
+    const size_t end = tier.holes ? attach_holes(tier, of) : attach_prefix(tier, of);
+    kvt_llama_attached_t &out = *of.out;
+    out.reused_tokens = uint32_t(end);
+    out.kept_tokens = uint32_t(std::min(of.keep, end));
+    kvt_llama_tier_stats_t &stats = tier.stats;
+    stats.reused_tokens += out.reused_tokens;
+    stats.kept_tokens += out.kept_tokens;
+    stats.host_tokens += out.host_tokens;
+    stats.disk_tokens += out.disk_tokens;
+    stats.recomputed_tokens += out.recomputed_tokens;
+}
+
+} // namespace
+
+} // namespace kvtier_llama
+
+using namespace kvtier_llama;
+
+extern "C" kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                         const llama_token *tokens, size_t n_tokens,
+                                         kvt_llama_attached_t *out, kvt_llama_why_t *why) {
+    kvt_llama_attached_t unseen;
+    kvt_llama_attached_t *report = out ? out : &unseen;
+    *report = kvt_llama_attached_t{};
+    return guarded(why, [&] {
+        if (!tier || !tokens || n_tokens == 0 || n_tokens > INT32_MAX) {
+            fail(KVT_E_INVALID, "a tier and a prompt of at least one token are wanted");
+        }
+        const uint64_t start = now_ns();
+        check_sequence(*tier, seq);
+        request of{seq, tokens, n_tokens - 1, 0, report};
+        const kvt_status_t status = guarded(why, [&] {
+            attach(*tier, of);
+            return KVT_OK;
+        });
+        if (status != KVT_OK) {
+            // The store or memory failed half way: the request is decoded from its start.
+            give_up(*tier, of);
+            *report = kvt_llama_attached_t{};
+            refuse(*tier, of, status);
+        } else {
+            tell(why, words_of(report->refused));
+        }
+        report->ns = now_ns() - start;
+        tier->stats.attaches++;
+        tier->stats.attach_ns += report->ns;
+        return KVT_OK;
+    });
+}

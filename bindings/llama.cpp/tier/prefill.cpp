@@ -1,0 +1,95 @@
+// Decoding, where the tier does it: prompts whose states are kept on the way, and holes.
+#include "tier/tier.hpp"
+
+#include <algorithm>
+
+namespace kvtier_llama {
+
+namespace {
+
+/// Where the next batch ends: with the context's batch; with a micro-batch where windows forget what is
+/// older; with a checkpoint, and the last chunk, where states are only what they are at one position.
+size_t batch_end(const tier_t &tier, size_t at, size_t end) {
+    size_t step = llama_n_batch(tier.ctx);
+    if (tier.shape.has_windows()) {
+        step = std::min<size_t>(step, llama_n_ubatch(tier.ctx));
+    }
+    size_t next = std::min(at + step, end);
+    if (tier.shape.has_states()) {
+        const size_t last = full_chunks(tier, end - 1);
+        next = std::min(next, at / tier.checkpoint * tier.checkpoint + tier.checkpoint);
+        next = at < last ? std::min(next, last) : next;
+    }
+    return next;
+}
+
+struct batch_owner {
+    llama_batch batch;
+    explicit batch_owner(int32_t tokens) : batch(llama_batch_init(tokens, 0, 1)) {}
+    batch_owner(const batch_owner &) = delete;
+    batch_owner &operator=(const batch_owner &) = delete;
+    ~batch_owner() { llama_batch_free(batch); }
+};
+
+} // namespace
+
+int decode(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t first, size_t end, bool logits) {
+    const size_t most = llama_n_batch(tier.ctx);
+    batch_owner own(int32_t(std::min(end - first, most)));
+    for (size_t at = first; at < end;) {
+        const size_t count = std::min(end - at, most);
+        own.batch.n_tokens = int32_t(count);
+        for (size_t i = 0; i < count; i++) {
+            own.batch.token[i] = tokens[at + i];
+            own.batch.pos[i] = llama_pos(at + i);
+            own.batch.n_seq_id[i] = 1;
+            own.batch.seq_id[i][0] = seq;
+            own.batch.logits[i] = logits && at + i + 1 == end;
+        }
+        const uint64_t start = now_ns();
+        if (const int status = llama_decode(tier.ctx, own.batch)) {
+            return status;
+        }
+        llama_synchronize(tier.ctx);
+        const uint64_t took = std::max<uint64_t>(now_ns() - start, 1);
+        kvt_namespace_observe_prefill(tier.space, at, count, took, nullptr);
+        tier.stats.decoded_tokens += count;
+        at += count;
+    }
+    return 0;
+}
+
+} // namespace kvtier_llama
+
+using namespace kvtier_llama;
+
+extern "C" kvt_status_t kvt_llama_prefill(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                          const llama_token *tokens, size_t n_tokens, size_t first,
+                                          kvt_llama_why_t *why) {
+    return guarded(why, [&] {
+        if (!tier || !tokens || first >= n_tokens || n_tokens > INT32_MAX) {
+            fail(KVT_E_INVALID, "a tier and at least one token to decode are wanted");
+        }
+        check_sequence(*tier, seq);
+        for (size_t at = first; at < n_tokens;) {
+            const size_t end = batch_end(*tier, at, n_tokens);
+            const int status = decode(*tier, seq, tokens, at, end, end == n_tokens);
+            if (status != 0) {
+                fail(status == 1 ? KVT_E_BUDGET : KVT_E_STATE,
+                     status == 1 ? "the context has no room for these tokens: free sequences, or make it "
+                                   "with a larger n_ctx"
+                                 : "llama_decode failed with " + std::to_string(status));
+            }
+            at = end;
+            const uint64_t start = now_ns();
+            const kvt_status_t saved = guarded(nullptr, [&] {
+                commit(*tier, seq, tokens, at, true);
+                return KVT_OK;
+            });
+            // A prompt is decoded also where it cannot be kept.
+            tier->stats.failed_saves += saved != KVT_OK;
+            tier->stats.commit_ns += now_ns() - start;
+        }
+        return KVT_OK;
+    });
+}

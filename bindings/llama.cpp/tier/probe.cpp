@@ -1,0 +1,168 @@
+// What the KV of a context looks like. Only a state that holds something says so.
+#include "tier/tier.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvtier_llama {
+
+namespace {
+
+constexpr uint32_t probe_tokens = 2;
+/// A few of these stay in a processor's cache between the store and the engine.
+constexpr uint64_t piece_bytes = uint64_t(3) << 19;
+constexpr uint32_t most_piece_tokens = 256;
+
+/// Empties the sequence that was tried at the end of the block.
+struct cleaner {
+    llama_memory_t memory;
+    llama_seq_id seq;
+    ~cleaner() { llama_memory_seq_rm(memory, seq, -1, -1); }
+};
+
+std::vector<uint8_t> state_of(tier_t &tier, llama_seq_id seq) {
+    std::vector<uint8_t> blob(llama_state_seq_get_size(tier.ctx, seq));
+    if (blob.empty() || llama_state_seq_get_data(tier.ctx, blob.data(), blob.size(), seq) != blob.size()) {
+        fail(KVT_E_UNSUPPORTED, "the engine does not hand out the state of a sequence of this model");
+    }
+    return blob;
+}
+
+void decode_probe(tier_t &tier, llama_seq_id seq) {
+    const llama_vocab *vocab = llama_model_get_vocab(llama_get_model(tier.ctx));
+    const llama_token bos = llama_vocab_bos(vocab);
+    struct owner {
+        llama_batch batch;
+        ~owner() { llama_batch_free(batch); }
+    } own{llama_batch_init(probe_tokens, 0, 1)};
+    own.batch.n_tokens = probe_tokens;
+    for (uint32_t i = 0; i < probe_tokens; i++) {
+        own.batch.token[i] = bos == LLAMA_TOKEN_NULL ? 0 : bos;
+        own.batch.pos[i] = llama_pos(i);
+        own.batch.n_seq_id[i] = 1;
+        own.batch.seq_id[i][0] = seq;
+        own.batch.logits[i] = i + 1 == probe_tokens;
+    }
+    if (llama_decode(tier.ctx, own.batch) != 0) {
+        fail(KVT_E_STATE, "the context cannot decode two tokens: is there room in its KV cache?");
+    }
+}
+
+/// Building from what was read gives the same bytes again, or nothing is kept.
+void check_building(const tier_t &tier, const std::vector<uint8_t> &blob, llama_seq_id seq) {
+    blob_place read;
+    std::string why;
+    if (!read_blob(tier.shape, blob.data(), blob.size(), seq, &read, &why)) {
+        fail(KVT_E_UNSUPPORTED, why);
+    }
+    std::vector<cells_wanted> cells;
+    for (size_t i = 0; i < read.sections.size(); i++) {
+        const section_place &section = read.sections[i];
+        cells.push_back({section.positions[0], uint32_t(section.positions.size()), section.stream});
+    }
+    std::vector<uint8_t> built = blob;
+    bool same = blob_bytes(tier.shape, cells) == blob.size();
+    if (same) {
+        const blob_place place = build_blob(tier.shape, cells, seq, built.data());
+        for (size_t i = 0; i < read.sections.size(); i++) {
+            same = same && place.sections[i].k_at == read.sections[i].k_at &&
+                   place.sections[i].v_at == read.sections[i].v_at;
+        }
+    }
+    if (!same || built != blob) {
+        fail(KVT_E_UNSUPPORTED, "a sequence state that was taken apart does not go together again");
+    }
+}
+
+/// A section with a window leaves out what is a window back when it is written: so two cells that far
+/// apart, which never were decoded, say which ones have it.
+void probe_windows(tier_t &tier, llama_seq_id seq) {
+    const int32_t window = llama_model_n_swa(llama_get_model(tier.ctx));
+    if (window <= 1 || !tier.shape.has_attention()) {
+        return;
+    }
+    std::vector<cells_wanted> cells;
+    for (const section_shape &section : tier.shape.sections) {
+        cells.push_back({0, section.recurrent ? 0u : 2u, 0, window});
+    }
+    std::vector<uint8_t> blob(blob_bytes(tier.shape, cells));
+    build_blob(tier.shape, cells, seq, blob.data());
+    if (llama_state_seq_set_data(tier.ctx, blob.data(), blob.size(), seq) != blob.size()) {
+        fail(KVT_E_UNSUPPORTED, "the context does not take two cells: is there room in its KV cache?");
+    }
+    blob = state_of(tier, seq);
+    blob_place place;
+    std::string why;
+    if (!read_blob(tier.shape, blob.data(), blob.size(), seq, &place, &why)) {
+        fail(KVT_E_UNSUPPORTED, why);
+    }
+    for (size_t i = 0; i < place.sections.size(); i++) {
+        section_shape &section = tier.shape.sections[i];
+        section.window_tokens =
+            !section.recurrent && place.sections[i].positions.size() < 2 ? uint32_t(window) : 0;
+    }
+}
+
+llama_seq_id empty_sequence(const tier_t &tier, int32_t scratch_wanted) {
+    const int32_t last = int32_t(tier.n_seq_max) - 1;
+    if (scratch_wanted < -1 || scratch_wanted > last) {
+        fail(KVT_E_INVALID, "the context has no sequence with the number that scratch_seq names");
+    }
+    const llama_seq_id scratch = scratch_wanted == 0 ? last : scratch_wanted;
+    if (scratch > 0) {
+        if (llama_memory_seq_pos_max(tier.memory, scratch) >= 0) {
+            fail(KVT_E_STATE, "the scratch sequence is in use: make the context with one more "
+                              "(n_seq_max), or say scratch_seq = -1");
+        }
+        return scratch;
+    }
+    for (llama_seq_id seq = 0; seq <= last; seq++) {
+        if (llama_memory_seq_pos_max(tier.memory, seq) < 0) {
+            return seq;
+        }
+    }
+    fail(KVT_E_STATE, "all sequences of the context are in use: open the tier before the first request");
+}
+
+void choose_piece(tier_t &tier) {
+    uint64_t tokens = most_piece_tokens;
+    for (const section_shape &section : tier.shape.sections) {
+        for (const layer_shape &layer : section.layers) {
+            tier.token_bytes += layer.k_bytes + layer.v_bytes;
+        }
+        // What is copied out ends where its last token looks back to: a piece is no longer than that.
+        tokens = section.window_tokens != 0 ? std::min<uint64_t>(tokens, section.window_tokens) : tokens;
+    }
+    tokens = std::min(piece_bytes / std::max<uint64_t>(tier.token_bytes, 1), tokens);
+    tier.piece = std::max(tier.chunk, uint32_t(tokens) / tier.chunk * tier.chunk);
+}
+
+} // namespace
+
+void probe(tier_t &tier, int32_t scratch_wanted) {
+    const llama_model *model = llama_get_model(tier.ctx);
+    const bool decodes = llama_model_has_decoder(model) && !llama_model_has_encoder(model);
+    if (!tier.memory || !decodes || llama_model_is_diffusion(model)) {
+        fail(KVT_E_UNSUPPORTED, "this model has no KV to keep: it is not one that goes on with a text");
+    }
+    const llama_rope_type rope = llama_model_rope_type(model);
+    if (rope == LLAMA_ROPE_TYPE_MROPE || rope == LLAMA_ROPE_TYPE_IMROPE) {
+        fail(KVT_E_UNSUPPORTED, "positions of this model are not numbers in a row (M-RoPE): its KV is "
+                                "not kept, requests are decoded as without kvtier");
+    }
+    const llama_seq_id seq = empty_sequence(tier, scratch_wanted);
+    cleaner clean{tier.memory, seq};
+    decode_probe(tier, seq);
+    const std::vector<uint8_t> blob = state_of(tier, seq);
+    std::string why;
+    if (!learn_shape(blob.data(), blob.size(), seq, probe_tokens, &tier.shape, &why)) {
+        fail(KVT_E_UNSUPPORTED, why);
+    }
+    check_building(tier, blob, seq);
+    probe_windows(tier, seq);
+    const bool together = tier.shape.streams() == 1 && tier.n_seq_max > 1;
+    tier.scratch = together && scratch_wanted >= 0 && seq > 0 ? seq : -1;
+    choose_piece(tier);
+}
+
+} // namespace kvtier_llama

@@ -1,0 +1,157 @@
+// Out of the store, into the context: pieces in the order of positions, the next ones on their way while
+// the engine takes one in.
+#include "tier/tier.hpp"
+
+#include <algorithm>
+#include <deque>
+
+namespace kvtier_llama {
+
+namespace {
+
+constexpr size_t pieces_ahead = 3;
+constexpr uint32_t first_piece_tokens = 32;
+constexpr uint64_t buffer_wait_ns = 1000000000;
+
+struct piece_t {
+    uint32_t first = 0, end = 0;
+    buffer_t *buffer = nullptr;
+    blob_place place;
+};
+
+/// What the blob of a piece has. Of windows only what is needed at `to`, of states only the last.
+std::vector<cells_wanted> cells_of(const tier_t &tier, uint32_t first, uint32_t end, uint32_t to,
+                                   bool state) {
+    std::vector<cells_wanted> cells;
+    for (const section_shape &is : tier.shape.sections) {
+        if (is.recurrent) {
+            cells.push_back({int32_t(to) - 1, state && end == to ? 1u : 0u});
+            continue;
+        }
+        uint32_t begin = first;
+        if (is.window_tokens != 0 && to > is.window_tokens) {
+            begin = std::max<uint32_t>(first, uint32_t(full_chunks(tier, to - is.window_tokens)));
+        }
+        cells.push_back({int32_t(begin), end > begin ? end - begin : 0});
+    }
+    return cells;
+}
+
+bool has_cells(const std::vector<cells_wanted> &cells) {
+    return std::any_of(cells.begin(), cells.end(), [](const cells_wanted &one) { return one.count != 0; });
+}
+
+/// The buffer of a piece that is given up: its gets have to end before it is anyone else's.
+void drop_piece(tier_t &tier, piece_t &piece) {
+    kvt_status_t status = KVT_OK;
+    for (kvt_op_t *op : piece.buffer->ops) {
+        kvt_op_cancel(op);
+    }
+    reap(tier, *piece.buffer, 0, &status);
+    give_buffer(piece.buffer);
+}
+
+/// False where it cannot be asked for.
+bool begin_piece(tier_t &tier, const session &held, piece_t &piece, const std::vector<cells_wanted> &cells) {
+    const uint64_t bytes = blob_bytes(tier.shape, cells);
+    piece.buffer = bytes != 0 ? take_buffer(tier, bytes, now_ns() + buffer_wait_ns) : nullptr;
+    if (!piece.buffer) {
+        return false;
+    }
+    piece.place = build_blob(tier.shape, cells, 0, piece.buffer->data);
+    if (get_rows(tier, held, *piece.buffer, piece.place, piece.first, piece.end)) {
+        return true;
+    }
+    drop_piece(tier, piece);
+    return false;
+}
+
+/// Pieces under way. However a restore ends, none is left behind.
+struct pipeline {
+    tier_t &tier;
+    std::deque<piece_t> pieces;
+
+    explicit pipeline(tier_t &of) : tier(of) {}
+    pipeline(const pipeline &) = delete;
+    pipeline &operator=(const pipeline &) = delete;
+    ~pipeline() {
+        for (piece_t &piece : pieces) {
+            drop_piece(tier, piece);
+        }
+    }
+};
+
+/// Pieces get longer: the first is short, since nothing goes on beside its way out of the store.
+uint32_t next_end(const tier_t &tier, uint32_t from, uint32_t at, uint32_t to) {
+    if (tier.scratch < 0) {
+        return to;
+    }
+    const uint32_t tokens = std::max<uint32_t>(at - from, uint32_t(full_chunks(tier, first_piece_tokens)));
+    return std::min(at + std::max(tier.chunk, std::min(tokens, tier.piece)), to);
+}
+
+} // namespace
+
+bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uint64_t bytes) {
+    if (empty || tier.scratch < 0) {
+        return empty && llama_state_seq_set_data(tier.ctx, blob, bytes, seq) == bytes;
+    }
+    const bool taken = llama_state_seq_set_data(tier.ctx, blob, bytes, tier.scratch) == bytes;
+    if (taken) {
+        llama_memory_seq_cp(tier.memory, tier.scratch, seq, -1, -1);
+    }
+    llama_memory_seq_rm(tier.memory, tier.scratch, -1, -1);
+    return taken;
+}
+
+restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t from, uint32_t to,
+                   bool state) {
+    restored_t done;
+    done.tokens = from;
+    pipeline line(tier);
+    bool empty = from == 0 || !tier.shape.has_attention();
+    uint32_t at = from;
+    while (at < to || !line.pieces.empty()) {
+        while (at < to && line.pieces.size() < pieces_ahead) {
+            const uint32_t end = next_end(tier, from, at, to);
+            const std::vector<cells_wanted> cells = cells_of(tier, at, end, to, state);
+            if (has_cells(cells)) {
+                line.pieces.emplace_back();
+                piece_t &piece = line.pieces.back();
+                piece.first = at;
+                piece.end = end;
+                if (!begin_piece(tier, held, piece, cells)) {
+                    line.pieces.pop_back();
+                    done.refused = line.pieces.empty() ? KVT_E_AGAIN : KVT_OK;
+                    if (line.pieces.empty()) {
+                        return done;
+                    }
+                    break;
+                }
+            }
+            at = end;
+        }
+        if (line.pieces.empty()) {
+            continue;
+        }
+        piece_t piece = std::move(line.pieces.front());
+        line.pieces.pop_front();
+        kvt_status_t status = KVT_OK;
+        reap(tier, *piece.buffer, 0, &status);
+        if (status == KVT_OK && !splice(tier, seq, empty, piece.buffer->data, piece.place.bytes)) {
+            status = KVT_E_STATE;
+        }
+        give_buffer(piece.buffer);
+        if (status != KVT_OK) {
+            done.refused = status;
+            return done;
+        }
+        empty = false;
+        done.tokens = piece.end;
+        done.bytes += piece.place.bytes;
+    }
+    done.tokens = to;
+    return done;
+}
+
+} // namespace kvtier_llama

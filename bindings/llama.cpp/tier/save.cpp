@@ -1,0 +1,206 @@
+// Out of the context, into the store.
+#include "tier/tier.hpp"
+
+#include <algorithm>
+
+namespace kvtier_llama {
+
+namespace {
+
+/// Without a scratch sequence all of a sequence is copied for whatever is new: seldom, then.
+constexpr size_t whole_step_tokens = 256;
+
+uint64_t piece_blob_bytes(const tier_t &tier, uint32_t tokens) {
+    std::vector<cells_wanted> cells;
+    for (const section_shape &section : tier.shape.sections) {
+        cells.push_back({0, section.recurrent ? 1u : tokens});
+    }
+    return blob_bytes(tier.shape, cells);
+}
+
+/// That the blob has what it is stored as: every position of a section without a window.
+bool has_all(const tier_t &tier, const blob_place &place, uint32_t first, uint32_t end) {
+    for (size_t i = 0; i < place.sections.size(); i++) {
+        const section_shape &is = tier.shape.sections[i];
+        if (!is.recurrent && is.window_tokens == 0 && rows_begin(place.sections[i], first, end) != first) {
+            return false;
+        }
+    }
+    return true;
+}
+
+uint64_t copy_out(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end, buffer_t &buffer) {
+    if (tier.scratch < 0) {
+        return llama_state_seq_get_data(tier.ctx, buffer.data, buffer.bytes, seq);
+    }
+    llama_memory_seq_cp(tier.memory, seq, tier.scratch, llama_pos(first), llama_pos(end));
+    const uint64_t bytes = llama_state_seq_get_data(tier.ctx, buffer.data, buffer.bytes, tier.scratch);
+    llama_memory_seq_rm(tier.memory, tier.scratch, -1, -1);
+    return bytes;
+}
+
+bool worth_it(const tier_t &tier, const sequence_t &has) {
+    const size_t end = full_chunks(tier, has.tokens.size());
+    return tier.scratch >= 0 || end - has.saved >= std::max(whole_step_tokens, has.saved / 4);
+}
+
+void check_told(const tier_t &tier, llama_seq_id seq, size_t count) {
+    if (llama_memory_seq_pos_max(tier.memory, seq) + 1 < llama_pos(count)) {
+        fail(KVT_E_INVALID, "the sequence does not hold as many tokens as are committed: a token that "
+                            "was sampled counts once it was decoded");
+    }
+}
+
+/// Takes down what the sequence holds now. True when it is more than one token more than before.
+bool note_tokens(const tier_t &tier, sequence_t &has, const llama_token *tokens, size_t count) {
+    const size_t before = has.tokens.size();
+    const size_t both = std::min(before, count);
+    const size_t common =
+        size_t(std::mismatch(tokens, tokens + both, has.tokens.begin()).first - tokens);
+    has.tokens.resize(common);
+    has.tokens.insert(has.tokens.end(), tokens + common, tokens + count);
+    has.saved = std::min(has.saved, full_chunks(tier, common));
+    has.state_saved = std::min(has.state_saved, common);
+    return common < before || count > before + 1;
+}
+
+} // namespace
+
+size_t full_chunks(const tier_t &tier, size_t tokens) { return tokens / tier.chunk * tier.chunk; }
+
+void check_sequence(const tier_t &tier, llama_seq_id seq) {
+    if (seq < 0 || uint32_t(seq) >= tier.n_seq_max || seq == tier.scratch) {
+        fail(KVT_E_INVALID, "there is no such sequence, or it is the tier's scratch sequence");
+    }
+}
+
+size_t trim(tier_t &tier, llama_seq_id seq) {
+    sequence_t &has = tier.sequences[seq];
+    const size_t end = size_t(llama_memory_seq_pos_max(tier.memory, seq) + 1);
+    if (end < has.tokens.size()) {
+        // A recurrent state cannot be cut: it is another one then.
+        has.tokens.resize(tier.shape.has_states() ? 0 : end);
+        has.saved = std::min(has.saved, full_chunks(tier, has.tokens.size()));
+        has.state_saved = std::min(has.state_saved, has.tokens.size());
+    }
+    return end;
+}
+
+buffer_t *export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end,
+                      uint64_t deadline_ns, blob_place *place) {
+    const bool whole = tier.scratch < 0;
+    const uint64_t room =
+        whole ? llama_state_seq_get_size(tier.ctx, seq) : piece_blob_bytes(tier, end - first);
+    buffer_t *buffer = room != 0 ? take_buffer(tier, room, deadline_ns) : nullptr;
+    if (!buffer) {
+        tier.stats.skipped_saves++;
+        return nullptr;
+    }
+    const uint64_t bytes = copy_out(tier, seq, first, end, *buffer);
+    std::string why;
+    const bool good = bytes != 0 && bytes <= buffer->bytes &&
+                      read_blob(tier.shape, buffer->data, bytes, whole ? seq : tier.scratch, place, &why) &&
+                      has_all(tier, *place, first, end);
+    if (!good) {
+        give_buffer(buffer);
+        tier.stats.failed_saves++;
+        tier.save_failure = KVT_E_STATE;
+        return nullptr;
+    }
+    return buffer;
+}
+
+void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state) {
+    trim(tier, seq);
+    sequence_t &has = tier.sequences[seq];
+    const size_t end = full_chunks(tier, has.tokens.size());
+    const bool with_state = state && tier.shape.has_states() && end == has.tokens.size() && end != 0 &&
+                            end > has.state_saved;
+    // A model of states alone has nothing to save but those.
+    size_t at = tier.shape.has_attention() ? has.saved : end;
+    if (at >= end && with_state) {
+        at = end - tier.chunk;
+    }
+    if (at >= end) {
+        has.saved = end;
+        return;
+    }
+    const session all(tier, has.tokens.data(), end);
+    while (at < end) {
+        const size_t to = tier.scratch >= 0 ? std::min<size_t>(at + tier.piece, end) : end;
+        blob_place place;
+        buffer_t *buffer = export_rows(tier, seq, uint32_t(at), uint32_t(to), deadline_ns, &place);
+        if (!buffer) {
+            return;
+        }
+        buffer->tokens = to > has.saved ? to - std::max(at, has.saved) : 0;
+        const kvt_status_t status = put_rows(tier, all, *buffer, place, uint32_t(at), uint32_t(to),
+                                             with_state && to == end);
+        give_buffer(buffer);
+        if (status != KVT_OK) {
+            tier.stats.skipped_saves++;
+            tier.save_failure = status == KVT_E_AGAIN ? tier.save_failure : status;
+            return;
+        }
+        at = to;
+        has.saved = std::max(has.saved, to);
+    }
+    has.state_saved = with_state ? end : has.state_saved;
+}
+
+void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t count, bool state) {
+    check_sequence(tier, seq);
+    check_told(tier, seq, count);
+    sequence_t &has = tier.sequences[seq];
+    const bool jumped = note_tokens(tier, has, tokens, count);
+    const bool checkpoint = count >= has.state_saved + tier.checkpoint;
+    const bool new_chunk = full_chunks(tier, count) > has.saved && worth_it(tier, has);
+    const bool new_state = tier.shape.has_states() && (state || jumped || checkpoint);
+    if (new_chunk || new_state) {
+        save(tier, seq, now_ns() + tier.save_wait_ns, new_state);
+    }
+}
+
+} // namespace kvtier_llama
+
+using namespace kvtier_llama;
+
+extern "C" kvt_status_t kvt_llama_commit(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                         const llama_token *tokens, size_t n_tokens,
+                                         kvt_llama_why_t *why) {
+    return guarded(why, [&] {
+        if (!tier || (!tokens && n_tokens != 0) || n_tokens > INT32_MAX) {
+            fail(KVT_E_INVALID, "a tier and tokens are wanted");
+        }
+        const uint64_t start = now_ns();
+        commit(*tier, seq, tokens, n_tokens, false);
+        tier->stats.commits++;
+        tier->stats.commit_ns += now_ns() - start;
+        return KVT_OK;
+    });
+}
+
+extern "C" kvt_status_t kvt_llama_flush(kvt_llama_tier_t *tier, uint64_t deadline_ns,
+                                        kvt_llama_why_t *why) {
+    return guarded(why, [&]() -> kvt_status_t {
+        if (!tier) {
+            fail(KVT_E_INVALID, "a tier is wanted");
+        }
+        const uint64_t until = deadline_ns != 0 ? deadline_ns : UINT64_MAX / 2;
+        bool all = true;
+        for (auto &one : tier->sequences) {
+            save(*tier, one.first, until, true);
+            all = all && one.second.saved >= full_chunks(*tier, one.second.tokens.size());
+        }
+        if (!drain(*tier, until)) {
+            fail(KVT_E_TIMEOUT, "not all of it was stored in time: it goes on");
+        }
+        const kvt_status_t status = tier->save_failure;
+        tier->save_failure = KVT_OK;
+        if (status != KVT_OK || !all) {
+            fail(status != KVT_OK ? status : KVT_E_TIMEOUT,
+                 "something could not be stored: the store has no room for it, or its disk failed");
+        }
+        return KVT_OK;
+    });
+}
