@@ -1,0 +1,76 @@
+#include "watch/policy.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvt_llama {
+
+std::string words_of(kvt_error_t **error, kvt_status_t status) {
+    std::string words = error && *error ? kvt_error_message(*error) : kvt_status_str(status);
+    kvt_error_free(error);
+    return words;
+}
+
+policy::~policy() {
+    if (is_custom_ && owns_data_ && !handle_ && custom_.destroy) {
+        custom_.destroy(custom_.user_data);
+    }
+    kvt_sparse_close(&handle_);
+}
+
+kvt_status_t policy::set_source(const policy_source &source, std::string &words) {
+    spec_ = source.spec;
+    if (!source.custom) {
+        return KVT_OK;
+    }
+    const uint64_t bytes = source.custom->struct_size;
+    if (bytes != sizeof custom_ || !source.custom->traits ||
+        source.custom->traits->struct_size != sizeof traits_) {
+        words = "a policy of its own needs kvt_sparse_custom_t and its traits, of this header's size";
+        return KVT_E_INVALID;
+    }
+    custom_ = *source.custom;
+    traits_ = *source.custom->traits;
+    is_custom_ = true;
+    return KVT_OK;
+}
+
+kvt_status_t policy::open(const attention_shape &shape, std::string &words) {
+    kvt_attention_t attention = KVT_ATTENTION_INIT;
+    attention.layers = shape.layers;
+    attention.query_heads = shape.query_heads;
+    attention.key_heads = shape.key_heads;
+    attention.key_dim = attention.value_dim = shape.key_dim;
+    attention.kind = KVT_ATTENTION_SPLIT;
+    attention.block_tokens = shape.block_tokens;
+    attention.max_tokens = shape.max_tokens;
+    kvt_sparse_opts_t opts = KVT_SPARSE_OPTS_INIT;
+    opts.attention = &attention;
+    custom_.traits = &traits_;
+    opts.custom = is_custom_ ? &custom_ : nullptr;
+    opts.spec = is_custom_ ? nullptr : spec_.data();
+    opts.spec_bytes = is_custom_ ? 0 : spec_.size();
+    if (is_custom_ && handle_) {
+        words = "a policy of its own serves one shape of a model";
+        return KVT_E_STATE;
+    }
+
+    kvt_sparse_t *opened = nullptr;
+    kvt_error_t *error = nullptr;
+    kvt_status_t status = kvt_sparse_open(&opts, &opened, &error);
+    kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
+    if (status == KVT_OK) {
+        status = kvt_sparse_traits(opened, &traits);
+    }
+    if (status != KVT_OK) {
+        words = words_of(&error, status);
+        kvt_sparse_close(&opened);
+        return status;
+    }
+    kvt_sparse_close(&handle_);
+    handle_ = opened;
+    traits_ = traits;
+    return KVT_OK;
+}
+
+} // namespace kvt_llama
