@@ -1,0 +1,208 @@
+// The buffer type that the engine's loader puts all weights into: addresses without memory.
+#include "weights/weights.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <sys/mman.h>
+
+namespace kvt_weights {
+
+namespace {
+
+/// Addresses of a buffer. They read as zeros, so that nobody can fall over them.
+struct Range {
+    Weights *weights = nullptr;
+    void *base = nullptr;
+    size_t bytes = 0;
+};
+
+Weights &weights_of(ggml_backend_buffer_type_t type) { return *static_cast<Weights *>(type->context); }
+Range &range_of(ggml_backend_buffer_t buffer) { return *static_cast<Range *>(buffer->context); }
+
+void refuse(Weights &w, const char *words) {
+    std::lock_guard<std::mutex> guard(w.lock);
+    if (w.refusal.empty()) {
+        w.refusal = words;
+    }
+}
+
+const char *type_name(ggml_backend_buffer_type_t) { return "kvtier"; }
+size_t type_alignment(ggml_backend_buffer_type_t) { return 64; }
+
+/// While the engine loads it must not read into what has no memory.
+bool type_is_host(ggml_backend_buffer_type_t type) { return weights_of(type).is_host.load(); }
+
+/// The model is gone: a next one may be loaded.
+void forget_model(Weights &w) {
+    w.by_tensor.clear();
+    w.entries.clear();
+    for (Unit &unit : w.units) {
+        unit.entries.clear();
+        unit.copied.clear();
+    }
+    w.phase = Phase::idle;
+    w.is_host = false;
+}
+
+void buffer_free(ggml_backend_buffer_t buffer) {
+    Range *range = &range_of(buffer);
+    Weights &w = *range->weights;
+    munmap(range->base, range->bytes);
+    delete range;
+    std::vector<std::unique_ptr<Context>> ended;
+    {
+        std::lock_guard<std::mutex> guard(w.lock);
+        if (--w.buffers == 0) {
+            forget_model(w);
+            ended.swap(w.contexts);
+        }
+    }
+    for (auto &context : ended) {
+        release_all(*context);
+    }
+}
+
+void *buffer_base(ggml_backend_buffer_t buffer) { return range_of(buffer).base; }
+
+ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor *tensor) {
+    Weights &w = *range_of(buffer).weights;
+    if (tensor->view_src) {
+        return GGML_STATUS_SUCCESS;
+    }
+    kvt_llama_why_t why;
+    const kvt_status_t status = guarded(&why, [&]() -> kvt_status_t {
+        auto entry = std::make_unique<Entry>();
+        entry->tensor = tensor;
+        entry->home = tensor->data;
+        const kvt_status_t found = describe(w, tensor, *entry, &why);
+        if (found == KVT_OK) {
+            std::lock_guard<std::mutex> guard(w.lock);
+            w.by_tensor[tensor] = entry.get();
+            w.entries.push_back(std::move(entry));
+        }
+        return found;
+    });
+    if (status != KVT_OK) {
+        refuse(w, why.text);
+        return GGML_STATUS_FAILED;
+    }
+    return GGML_STATUS_SUCCESS;
+}
+
+/// Weights stay as the file has them; the loader is told that it has set them.
+void buffer_set_tensor(ggml_backend_buffer_t, ggml_tensor *, const void *, size_t, size_t) {}
+void buffer_memset_tensor(ggml_backend_buffer_t, ggml_tensor *, uint8_t, size_t, size_t) {}
+void buffer_clear(ggml_backend_buffer_t, uint8_t) {}
+
+struct Piece {
+    uint32_t unit;
+    uint64_t at, from, bytes;
+};
+
+/// Who reads a weight by itself, such as who saves the model, gets it from its unit.
+bool read_piece(Weights &w, const Piece &piece, uint8_t *out, uint64_t offset, uint64_t bytes) {
+    const uint64_t from = std::max(offset, piece.from);
+    const uint64_t end = std::min(offset + bytes, piece.from + piece.bytes);
+    if (from >= end) {
+        return true;
+    }
+    kvt_held_t held = KVT_HELD_INIT;
+    if (kvt_stream_acquire(w.stream, piece.unit, 0, 0, &held, nullptr) != KVT_OK) {
+        return false;
+    }
+    const auto *bytes_of_unit = static_cast<const uint8_t *>(held.address);
+    std::memcpy(out + (from - offset), bytes_of_unit + piece.at + (from - piece.from), end - from);
+    kvt_stream_release(w.stream, &held, 0, nullptr);
+    return true;
+}
+
+void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, void *data, size_t offset,
+                       size_t bytes) {
+    Weights &w = *range_of(buffer).weights;
+    const ggml_tensor *root = tensor->view_src ? tensor->view_src : tensor;
+    const Entry *entry = entry_of(w, root);
+    const uint64_t begin = offset + (tensor->view_src ? tensor->view_offs : 0);
+    auto *out = static_cast<uint8_t *>(data);
+    std::memset(out, 0, bytes);
+    bool done = entry && begin + bytes <= entry->bytes;
+    if (done && entry->kind == Kind::whole) {
+        done = read_piece(w, {entry->unit, entry->at, 0, entry->bytes}, out, begin, bytes);
+    } else if (done) {
+        uint32_t number = 0;
+        kvt_model_find(w.file, root->name, std::strlen(root->name), &number);
+        for (uint32_t unit : entry->experts) {
+            kvt_part_t parts[16];
+            uint64_t count = 0;
+            kvt_model_unit_parts(w.file, unit, parts, 16, sizeof parts[0], &count);
+            for (uint64_t i = 0; done && i < count && count <= 16; i++) {
+                if (parts[i].tensor == number) {
+                    const Piece piece = {unit, parts[i].at, parts[i].from, parts[i].bytes};
+                    done = read_piece(w, piece, out, begin, bytes);
+                }
+            }
+        }
+    }
+    if (!done) {
+        refuse(w, "a weight could not be read for the engine, which got zeros");
+    }
+}
+
+ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t bytes) {
+    Weights &w = weights_of(type);
+    {
+        std::lock_guard<std::mutex> guard(w.lock);
+        if (w.phase != Phase::loading) {
+            // Adapters (LoRA) are put where the weights are that they belong to: they are small, stay, and
+            // are none of ours.
+            return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), bytes);
+        }
+    }
+    auto range = std::unique_ptr<Range>(new (std::nothrow) Range);
+    if (!range) {
+        refuse(w, "no memory");
+        return nullptr;
+    }
+    range->weights = &w;
+    range->bytes = std::max<size_t>(bytes, 4096);
+    const int kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    range->base = mmap(nullptr, range->bytes, PROT_READ, kind, -1, 0);
+    if (range->base == MAP_FAILED) {
+        refuse(w, "no addresses for the model (see ulimit -v)");
+        return nullptr;
+    }
+    ggml_backend_buffer_i calls = {};
+    calls.free_buffer = buffer_free;
+    calls.get_base = buffer_base;
+    calls.init_tensor = buffer_init_tensor;
+    calls.memset_tensor = buffer_memset_tensor;
+    calls.set_tensor = buffer_set_tensor;
+    calls.get_tensor = buffer_get_tensor;
+    calls.clear = buffer_clear;
+    std::lock_guard<std::mutex> guard(w.lock);
+    w.buffers++;
+    return ggml_backend_buffer_init(type, calls, range.release(), bytes);
+}
+
+} // namespace
+
+void make_buffer_type(Weights &w) {
+    w.buft.iface.get_name = type_name;
+    w.buft.iface.alloc_buffer = type_alloc;
+    w.buft.iface.get_alignment = type_alignment;
+    w.buft.iface.is_host = type_is_host;
+    w.buft.device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    w.buft.context = &w;
+    // One type for all: a tensor is found by its name, whatever buffer it is in.
+    w.overrides[0] = {".", &w.buft};
+    w.overrides[1] = {nullptr, nullptr};
+}
+
+const Entry *entry_of(const Weights &w, const ggml_tensor *tensor) {
+    if (!tensor->buffer || tensor->buffer->buft != &w.buft) {
+        return nullptr;
+    }
+    const auto found = w.by_tensor.find(tensor);
+    return found == w.by_tensor.end() ? nullptr : found->second;
+}
+
+} // namespace kvt_weights

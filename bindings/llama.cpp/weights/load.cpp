@@ -1,0 +1,328 @@
+// Loading a model without its weights.
+#include "weights/weights.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace kvt_weights {
+
+namespace {
+
+/// The model's file as the loader sees it: headers are read, weights are said to have been read.
+struct Skimmed {
+    Weights *weights = nullptr;
+    int file = -1;
+    int64_t at = 0, bytes = 0;
+    /// Stretches of weights that are ours, known when the first of them is read.
+    std::vector<std::pair<int64_t, int64_t>> ours;
+};
+
+void learn_ours(Skimmed &s) {
+    std::lock_guard<std::mutex> guard(s.weights->lock);
+    if (s.ours.size() == s.weights->entries.size()) {
+        return;
+    }
+    s.ours.clear();
+    for (const auto &entry : s.weights->entries) {
+        const auto from = static_cast<int64_t>(entry->file_offset);
+        s.ours.emplace_back(from, from + static_cast<int64_t>(entry->bytes));
+    }
+    std::sort(s.ours.begin(), s.ours.end());
+}
+
+/// How far from `at` all is ours, or (negative) is not.
+int64_t stretch(const Skimmed &s, int64_t at, int64_t end) {
+    auto next = std::upper_bound(s.ours.begin(), s.ours.end(), std::make_pair(at, INT64_MAX));
+    if (next != s.ours.begin() && std::prev(next)->second > at) {
+        return std::min(std::prev(next)->second, end) - at;
+    }
+    return at - (next == s.ours.end() ? end : std::min(next->first, end));
+}
+
+ssize_t skim(void *cookie, char *out, size_t wanted) {
+    auto &s = *static_cast<Skimmed *>(cookie);
+    const int64_t begin = s.at;
+    const int64_t end = std::min(s.bytes, begin + static_cast<int64_t>(std::min<size_t>(wanted, 1u << 30)));
+    try {
+        learn_ours(s);
+    } catch (...) {
+        errno = ENOMEM;
+        return -1;
+    }
+    while (s.at < end) {
+        const int64_t length = stretch(s, s.at, end);
+        if (length > 0) {
+            // Whatever is at `out` goes to set_tensor, which throws it away.
+            s.at += length;
+            continue;
+        }
+        const ssize_t got = pread(s.file, out + (s.at - begin), static_cast<size_t>(-length), s.at);
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got <= 0) {
+            errno = got == 0 ? EIO : errno;
+            return s.at > begin ? s.at - begin : -1;
+        }
+        s.at += got;
+    }
+    return s.at - begin;
+}
+
+int skim_seek(void *cookie, off64_t *offset, int whence) {
+    auto &s = *static_cast<Skimmed *>(cookie);
+    const int64_t from = whence == SEEK_SET ? 0 : whence == SEEK_CUR ? s.at : s.bytes;
+    if (*offset > INT64_MAX - from || from + *offset < 0) {
+        errno = EINVAL;
+        return -1;
+    }
+    s.at = from + *offset;
+    *offset = s.at;
+    return 0;
+}
+
+llama_model *load_skimmed(Weights &w, const llama_model_params &params, kvt_llama_why_t *why) {
+    Skimmed s;
+    s.weights = &w;
+    s.file = open(w.path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (s.file < 0) {
+        say(why, KVT_E_IO, "%s: %s", w.path.c_str(), std::strerror(errno));
+        return nullptr;
+    }
+    s.bytes = lseek(s.file, 0, SEEK_END);
+    cookie_io_functions_t calls{};
+    calls.read = skim;
+    calls.seek = skim_seek;
+    FILE *file = fopencookie(&s, "rb", calls);
+    llama_model *model = nullptr;
+    if (file) {
+        std::setvbuf(file, nullptr, _IOFBF, 1 << 16);
+        model = llama_model_load_from_file_ptr(file, params);
+        std::fclose(file);
+    }
+    close(s.file);
+    return model;
+}
+
+void change_params(Weights &w, llama_model_params &params) {
+    params.devices = w.no_devices;
+    params.n_gpu_layers = 0;
+    params.tensor_buft_overrides = w.overrides;
+    params.load_mode = LLAMA_LOAD_MODE_MMAP;
+    params.lazy_mode = LLAMA_LAZY_MODE_OFF;
+    params.use_extra_bufts = false;
+    params.check_tensors = false;
+}
+
+kvt_status_t begin_load(Weights &w, const llama_model_params &params, kvt_llama_why_t *why) {
+    std::lock_guard<std::mutex> guard(w.lock);
+    if (w.buffers) {
+        return say(why, KVT_E_STATE, "there is a model already: open other weights for another one");
+    }
+    if (params.no_alloc || params.vocab_only) {
+        return say(why, KVT_E_INVALID, "no_alloc and vocab_only load no weights: load without this adapter");
+    }
+    w.by_tensor.clear();
+    w.entries.clear();
+    w.refusal.clear();
+    w.phase = Phase::loading;
+    w.is_host = false;
+    return KVT_OK;
+}
+
+bool has_words(const kvt_llama_why_t *why) { return why && why->text[0]; }
+
+/// Where parts of experts are copied to must be writable.
+kvt_status_t open_home(const Entry &entry, kvt_llama_why_t *why) {
+    const auto from = reinterpret_cast<uintptr_t>(entry.home) & ~(page_bytes() - 1);
+    const uintptr_t end = reinterpret_cast<uintptr_t>(entry.home) + entry.bytes;
+    if (mprotect(reinterpret_cast<void *>(from), end - from, PROT_READ | PROT_WRITE) != 0) {
+        return say(why, KVT_E_NOMEM, "no memory for experts: %s", std::strerror(errno));
+    }
+    return KVT_OK;
+}
+
+kvt_status_t bind_strided(Weights &w, Entry &entry, kvt_llama_why_t *why) {
+    uintptr_t first = 0;
+    size_t stride = 0;
+    for (size_t i = 0; i < entry.experts.size(); i++) {
+        const void *address = nullptr;
+        const kvt_status_t status = kvt_stream_fixed(w.stream, entry.experts[i], &address, nullptr);
+        if (status != KVT_OK) {
+            return say(why, status, "an expert has no address of its own");
+        }
+        const auto at = reinterpret_cast<uintptr_t>(address);
+        first = i == 0 ? at : first;
+        stride = i == 1 ? at - first : stride;
+        if (at != first + i * stride) {
+            return say(why, KVT_E_UNSUPPORTED, "experts of %s are not at equal distances",
+                       entry.tensor->name);
+        }
+    }
+    entry.tensor->data = reinterpret_cast<void *>(first + entry.at);
+    entry.tensor->nb[2] = stride;
+    entry.tensor->nb[3] = stride * static_cast<size_t>(entry.tensor->ne[2]);
+    return KVT_OK;
+}
+
+/// Which part of which tensor an expert's unit has.
+kvt_status_t bind_copied(Weights &w, uint32_t number, kvt_llama_why_t *why) {
+    Entry &entry = *w.entries[number];
+    const uint64_t part_bytes = entry.bytes / entry.experts.size();
+    uint32_t tensor = 0;
+    kvt_model_find(w.file, entry.tensor->name, std::strlen(entry.tensor->name), &tensor);
+    for (uint32_t unit : entry.experts) {
+        uint64_t count = 0;
+        kvt_model_unit_parts(w.file, unit, nullptr, 0, sizeof(kvt_part_t), &count);
+        std::vector<kvt_part_t> parts(count);
+        const kvt_status_t status =
+            kvt_model_unit_parts(w.file, unit, parts.data(), count, sizeof(kvt_part_t), &count);
+        if (status != KVT_OK) {
+            return say(why, status, "parts of an expert of %s", entry.tensor->name);
+        }
+        for (kvt_part_t part : parts) {
+            const bool is_in = part.bytes == part_bytes && part.from <= entry.bytes - part.bytes;
+            if (part.tensor == tensor && is_in) {
+                part.tensor = number;
+                w.units[unit].copied.push_back(part);
+            }
+        }
+    }
+    return open_home(entry, why);
+}
+
+} // namespace
+
+kvt_status_t bind(Weights &w, kvt_llama_why_t *why) {
+    std::lock_guard<std::mutex> guard(w.lock);
+    if (w.phase != Phase::loading || w.entries.empty()) {
+        return say(why, KVT_E_STATE, "no model was loaded with these weights' parameters");
+    }
+    for (uint32_t i = 0; i < w.entries.size(); i++) {
+        Entry &entry = *w.entries[i];
+        kvt_status_t status = KVT_OK;
+        if (entry.kind == Kind::whole) {
+            w.units[entry.unit].entries.push_back(i);
+        } else if (entry.kind == Kind::strided) {
+            status = bind_strided(w, entry, why);
+        } else {
+            status = bind_copied(w, i, why);
+        }
+        if (status != KVT_OK) {
+            return status;
+        }
+    }
+    w.phase = Phase::bound;
+    w.is_host = true;
+    return KVT_OK;
+}
+
+namespace {
+
+/// Until those are there that stay; what a pass asks for would come first, so it may be left out.
+kvt_status_t wait_residents(Weights &w, llama_progress_callback progress, void *data, kvt_llama_why_t *why) {
+    for (;;) {
+        kvt_stream_progress_t now = KVT_STREAM_PROGRESS_INIT;
+        kvt_stream_progress(w.stream, &now);
+        const float part = now.homes ? 1.0f - float(now.missing) / float(now.homes) : 1.0f;
+        if (progress && !progress(part, data)) {
+            return say(why, KVT_E_CANCELLED, "the progress callback ended the load");
+        }
+        kvt_error_t *error = nullptr;
+        const kvt_status_t status = kvt_stream_load(w.stream, now_ns() + 50000000ull, &error);
+        if (status == KVT_OK) {
+            return progress && !progress(1.0f, data)
+                       ? say(why, KVT_E_CANCELLED, "the progress callback ended the load")
+                       : KVT_OK;
+        }
+        if (status != KVT_E_TIMEOUT) {
+            return say_error(why, status, "weights cannot be read", error);
+        }
+        kvt_error_free(&error);
+    }
+}
+
+kvt_status_t load(Weights &w, const llama_model_params &given, llama_model **out, kvt_llama_why_t *why) {
+    kvt_status_t status = begin_load(w, given, why);
+    if (status != KVT_OK) {
+        return status;
+    }
+    llama_model_params params = given;
+    change_params(w, params);
+    params.progress_callback = nullptr;
+    llama_model *model = nullptr;
+    if (w.info.files == 1) {
+        params.load_mode = LLAMA_LOAD_MODE_NONE;
+        model = load_skimmed(w, params, why);
+    } else {
+        model = llama_model_load_from_file(w.path.c_str(), params);
+    }
+    if (!model) {
+        std::lock_guard<std::mutex> guard(w.lock);
+        w.phase = Phase::idle;
+        if (!w.refusal.empty()) {
+            return say(why, KVT_E_UNSUPPORTED, "%s", w.refusal.c_str());
+        }
+        return has_words(why) ? KVT_E_IO
+                              : say(why, KVT_E_CORRUPT, "the engine refuses to load %s: see its log",
+                                    w.path.c_str());
+    }
+    status = bind(w, why);
+    if (status == KVT_OK) {
+        status = wait_residents(w, given.progress_callback, given.progress_callback_user_data, why);
+    }
+    if (status != KVT_OK) {
+        llama_model_free(model);
+        return status;
+    }
+    *out = model;
+    return KVT_OK;
+}
+
+} // namespace
+} // namespace kvt_weights
+
+using namespace kvt_weights;
+
+kvt_status_t kvt_llama_weights_load(kvt_llama_weights_t *weights, const struct llama_model_params *params,
+                                    struct llama_model **out, kvt_llama_why_t *why) {
+    return guarded(why, [&]() -> kvt_status_t {
+        if (!weights || !params || !out) {
+            return say(why, KVT_E_INVALID, "weights, params or out is null");
+        }
+        return load(*weights, *params, out, why);
+    });
+}
+
+kvt_status_t kvt_llama_weights_params(kvt_llama_weights_t *weights, struct llama_model_params *params,
+                                      kvt_llama_why_t *why) {
+    return guarded(why, [&]() -> kvt_status_t {
+        if (!weights || !params) {
+            return say(why, KVT_E_INVALID, "weights or params is null");
+        }
+        const kvt_status_t status = begin_load(*weights, *params, why);
+        if (status == KVT_OK) {
+            change_params(*weights, *params);
+        }
+        return status;
+    });
+}
+
+kvt_status_t kvt_llama_weights_bind(kvt_llama_weights_t *weights, const struct llama_model *model,
+                                    kvt_llama_why_t *why) {
+    return guarded(why, [&]() -> kvt_status_t {
+        if (!weights || !model) {
+            return say(why, KVT_E_INVALID, "weights or model is null: %s",
+                       weights && !weights->refusal.empty() ? weights->refusal.c_str() : "did it load?");
+        }
+        if (llama_model_size(model) != weights->info.bytes) {
+            return say(why, KVT_E_INVALID, "that is another model than %s", weights->path.c_str());
+        }
+        return bind(*weights, why);
+    });
+}
