@@ -1,0 +1,326 @@
+// The backend of a context: graphs are cut where they come to another layer; that layer's weights are
+// had, and the processor's backend computes the piece.
+#include "buffer.h"
+#include "stats.h"
+
+#include <ggml-impl.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace kvtier_plugin {
+
+namespace {
+
+struct Backend {
+    ggml_backend_t inner = nullptr;
+    // Of the engine's last graph that failed: the same words are not said for every token.
+    std::string said;
+};
+
+Backend & of(ggml_backend_t backend) {
+    return *static_cast<Backend *>(backend->context);
+}
+
+bool is_computed(const ggml_tensor * node) {
+    switch (node->op) {
+        case GGML_OP_NONE:
+        case GGML_OP_RESHAPE:
+        case GGML_OP_VIEW:
+        case GGML_OP_PERMUTE:
+        case GGML_OP_TRANSPOSE:
+            return false;
+        default:
+            return true;
+    }
+}
+
+// One graph on its way.
+class Walk {
+public:
+    Walk(Backend & backend, ggml_cgraph * graph) : backend_(backend), graph_(graph) {}
+
+    ggml_status all() {
+        for (int i = 0; i < graph_->n_nodes; i++) {
+            const ggml_status status = node(i);
+            if (status != GGML_STATUS_SUCCESS) {
+                return status;
+            }
+        }
+        const ggml_status status = compute(graph_->n_nodes);
+        if (status == GGML_STATUS_SUCCESS) {
+            for (const Needs & one : seen_) {
+                one.weights->rest();
+            }
+        }
+        return status;
+    }
+
+    const std::string & why() const { return why_; }
+
+private:
+    struct Needs {
+        Weights * weights = nullptr;
+        std::vector<uint32_t> units;
+    };
+
+    // Computes what comes before this node and was not yet.
+    ggml_status compute(int end) {
+        if (end <= begin_) {
+            return GGML_STATUS_SUCCESS;
+        }
+        ggml_cgraph piece = ggml_graph_view(graph_, begin_, end);
+        begin_ = end;
+        totals().runs++;
+        return ggml_backend_graph_compute(backend_.inner, &piece);
+    }
+
+    ggml_status node(int number) {
+        ggml_tensor * node = graph_->nodes[number];
+        if (!is_computed(node)) {
+            return GGML_STATUS_SUCCESS;
+        }
+        needs_.clear();
+        if (node->view_src && !stays(node)) {
+            return GGML_STATUS_FAILED;
+        }
+        for (ggml_tensor * source : node->src) {
+            Record * record = source ? record_of(source) : nullptr;
+            if (!record || !record->streams) {
+                continue;
+            }
+            if (is_row_wise(node, source) && record->piece_rows > 0) {
+                return pieces(number, *record);
+            }
+            if (record->piece_rows == 0 && !is_written(node, source)) {
+                want(*record);
+            } else if (!stays(source)) {
+                return GGML_STATUS_FAILED;
+            }
+        }
+        return needs_.empty() ? GGML_STATUS_SUCCESS : have(number);
+    }
+
+    void want(const Record & record) {
+        const auto same = [&](const Needs & one) { return one.weights == record.owner; };
+        auto at = std::find_if(needs_.begin(), needs_.end(), same);
+        if (at == needs_.end()) {
+            at = needs_.insert(at, {record.owner, {}});
+        }
+        const uint32_t unit = record.units.front();
+        if (std::find(at->units.begin(), at->units.end(), unit) == at->units.end()) {
+            at->units.push_back(unit);
+        }
+    }
+
+    // Has what a node needs. What is had for nodes before it is computed with first, as it may leave.
+    ggml_status have(int number) {
+        for (const Needs & one : needs_) {
+            const bool is_there = std::all_of(one.units.begin(), one.units.end(),
+                                              [&](uint32_t unit) { return one.weights->has(unit); });
+            if (!is_there) {
+                const ggml_status status = compute(number);
+                if (status != GGML_STATUS_SUCCESS) {
+                    return status;
+                }
+                if (!hold(*one.weights, one.units)) {
+                    return GGML_STATUS_FAILED;
+                }
+            }
+        }
+        for (ggml_tensor * source : graph_->nodes[number]->src) {
+            if (source) {
+                point(source);
+            }
+        }
+        return GGML_STATUS_SUCCESS;
+    }
+
+    bool hold(Weights & weights, const std::vector<uint32_t> & units) {
+        const auto same = [&](const Needs & one) { return one.weights == &weights; };
+        if (std::none_of(seen_.begin(), seen_.end(), same)) {
+            seen_.push_back({&weights, {}});
+        }
+        return weights.hold(units, why_);
+    }
+
+    // A step of training writes to what it is given.
+    static bool is_written(const ggml_tensor * node, const ggml_tensor * source) {
+        return source == node->src[0] &&
+               (node->op == GGML_OP_OPT_STEP_ADAMW || node->op == GGML_OP_OPT_STEP_SGD);
+    }
+
+    // What is written to, or used as a whole though it is in pieces, has memory of its own from now on.
+    bool stays(ggml_tensor * tensor) {
+        Record * record = record_of(tensor);
+        if (record && record->streams && !record->owner->materialise(*record, why_)) {
+            return false;
+        }
+        point(tensor);
+        return true;
+    }
+
+    // A view was made of the address that the weights had then.
+    static void point(ggml_tensor * source) {
+        if (source->view_src && record_of(source)) {
+            source->data = static_cast<char *>(source->view_src->data) + source->view_offs;
+        }
+    }
+
+    // Rows of the product are made of rows of the matrix, and of nothing else of it.
+    static bool is_row_wise(const ggml_tensor * node, const ggml_tensor * source) {
+        return node->op == GGML_OP_MUL_MAT && node->src[0] == source && node->src[1] != source &&
+               !source->view_src && !node->view_src && source->ne[2] == 1 && source->ne[3] == 1 &&
+               node->type == GGML_TYPE_F32 && !record_of(node->src[1]);
+    }
+
+    ggml_status pieces(int number, const Record & record) {
+        const ggml_status status = compute(number);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        const ggml_tensor * node = graph_->nodes[number];
+        for (size_t i = 0; i < record.units.size(); i++) {
+            if (!hold(*record.owner, {record.units[i]})) {
+                return GGML_STATUS_FAILED;
+            }
+            const int64_t row = int64_t(i) * record.piece_rows;
+            ggml_tensor rows = *record.tensor, product = *node;
+            rows.ne[1] = std::min(record.piece_rows, record.tensor->ne[1] - row);
+            rows.nb[2] = rows.nb[3] = rows.nb[1] * size_t(rows.ne[1]);
+            rows.data = const_cast<char *>(record.owner->address(record.units[i])) + record.at[i];
+            product.ne[0] = rows.ne[1];
+            product.data = static_cast<char *>(node->data) + size_t(row) * node->nb[0];
+            product.src[0] = &rows;
+            ggml_tensor * only = &product;
+            ggml_cgraph piece = ggml_graph_view(graph_, number, number + 1);
+            piece.nodes = &only;
+            totals().runs++;
+            const ggml_status done = ggml_backend_graph_compute(backend_.inner, &piece);
+            if (done != GGML_STATUS_SUCCESS) {
+                return done;
+            }
+        }
+        begin_ = number + 1;
+        return GGML_STATUS_SUCCESS;
+    }
+
+    Backend & backend_;
+    ggml_cgraph * graph_;
+    int begin_ = 0;
+    std::vector<Needs> needs_, seen_;
+    std::string why_;
+};
+
+bool is_streamed(const ggml_cgraph * graph) {
+    for (int i = 0; i < graph->n_nodes; i++) {
+        for (const ggml_tensor * source : graph->nodes[i]->src) {
+            const Record * record = source ? record_of(source) : nullptr;
+            if (record && record->streams) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+ggml_status graph_compute(ggml_backend_t wrapped, ggml_cgraph * graph) {
+    Backend & backend = of(wrapped);
+    try {
+        totals().graphs++;
+        std::unique_lock<std::mutex> guard(weights_lock());
+        if (!is_streamed(graph)) {
+            guard.unlock();
+            return ggml_backend_graph_compute(backend.inner, graph);
+        }
+        totals().streamed_graphs++;
+        Walk walk(backend, graph);
+        const ggml_status status = walk.all();
+        if (!walk.why().empty() && walk.why() != backend.said) {
+            say(walk.why());
+            backend.said = walk.why();
+        }
+        return status;
+    } catch (...) {
+        say("no memory to compute a graph");
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+}
+
+const char * backend_name(ggml_backend_t) {
+    return "KVTIER";
+}
+
+void backend_free(ggml_backend_t wrapped) {
+    ggml_backend_free(of(wrapped).inner);
+    delete &of(wrapped);
+    delete wrapped;
+}
+
+ggml_guid_t guid() {
+    static ggml_guid id = {0x6b, 0x76, 0x74, 0x69, 0x65, 0x72, 0x2d, 0x70,
+                           0x6c, 0x75, 0x67, 0x69, 0x6e, 0x2d, 0x30, 0x31};
+    return &id;
+}
+
+// A function of the backend that computes, by its name.
+void * inner_proc(const char * name) {
+    return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(under_device()), name);
+}
+
+void set_threads(ggml_backend_t wrapped, int threads) {
+    const auto set = reinterpret_cast<ggml_backend_set_n_threads_t>(inner_proc("ggml_backend_set_n_threads"));
+    if (set && backend_is_ours(wrapped)) {
+        const uint32_t said = settings().threads;
+        set(of(wrapped).inner, said ? int(said) : threads);
+    }
+}
+
+void set_abort(ggml_backend_t wrapped, ggml_abort_callback callback, void * data) {
+    const auto set =
+        reinterpret_cast<ggml_backend_set_abort_callback_t>(inner_proc("ggml_backend_set_abort_callback"));
+    if (set && backend_is_ours(wrapped)) {
+        set(of(wrapped).inner, callback, data);
+    }
+}
+
+} // namespace
+
+bool backend_is_ours(ggml_backend_t backend) {
+    return backend && backend->iface.get_name == backend_name;
+}
+
+void * backend_proc(const char * name) {
+    const std::string asked = name;
+    if (asked == "ggml_backend_set_n_threads") {
+        return reinterpret_cast<void *>(set_threads);
+    }
+    if (asked == "ggml_backend_set_abort_callback") {
+        return reinterpret_cast<void *>(set_abort);
+    }
+    return nullptr;
+}
+
+// No asynchronous work, no events: where the processor computes, a graph that was handed over is done.
+ggml_backend_t backend_open(ggml_backend_dev_t device) {
+    std::unique_ptr<Backend> backend(new Backend);
+    std::unique_ptr<ggml_backend> wrapped(new ggml_backend{});
+    backend->inner = ggml_backend_dev_init(under_device(), nullptr);
+    if (!backend->inner) {
+        say("the device " + settings().under + " cannot be used");
+        return nullptr;
+    }
+    wrapped->guid = guid();
+    wrapped->iface.get_name = backend_name;
+    wrapped->iface.free = backend_free;
+    wrapped->iface.graph_compute = graph_compute;
+    wrapped->device = device;
+    wrapped->context = backend.release();
+    ggml_backend_t opened = wrapped.release();
+    if (settings().threads) {
+        set_threads(opened, int(settings().threads));
+    }
+    return opened;
+}
+
+} // namespace kvtier_plugin

@@ -1,0 +1,209 @@
+// Our buffer type: what the engine puts there is weights, KV, or what it computes with.
+//
+// It is not called host memory, though it is: the processor's own backend would use weights at their
+// addresses then, which is right only inside our graph_compute. Everything else asks for bytes.
+#include "buffer.h"
+
+#include "stats.h"
+
+#include <ggml-alloc.h>
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <new>
+
+namespace kvtier_plugin {
+
+namespace {
+
+constexpr size_t MOST_BYTES = size_t(1) << 46;
+
+char * addresses(size_t bytes, bool is_memory) {
+    const int access = is_memory ? PROT_READ | PROT_WRITE : PROT_NONE;
+    void * at = mmap(nullptr, bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return at == MAP_FAILED ? nullptr : static_cast<char *>(at);
+}
+
+ggml_backend_buffer_t wrap(ggml_backend_buffer_type_t type, std::unique_ptr<Buffer> buffer) {
+    const size_t bytes = buffer->bytes;
+    return ggml_backend_buffer_init(type, buffer_interface(), buffer.release(), bytes);
+}
+
+ggml_backend_buffer_t refused(const std::string & why) {
+    say(why);
+    return nullptr;
+}
+
+// Memory at once. What the engine computes in is not paid for: its own flags say how much it is.
+ggml_backend_buffer_t open_plain(ggml_backend_buffer_type_t type, size_t bytes, const char * what) {
+    if (bytes > MOST_BYTES) {
+        return refused(std::string(what) + " of more than " + mebibytes(MOST_BYTES));
+    }
+    std::unique_ptr<Buffer> buffer(new Buffer);
+    Totals & all = totals();
+    const bool is_kv = std::strcmp(what, "KV") == 0, is_compute = std::strcmp(what, "computing") == 0;
+    buffer->bytes = bytes;
+    if (!is_compute) {
+        std::string why;
+        Memory * memory = Memory::get(why);
+        if (!memory || !memory->charge(bytes, what, why)) {
+            return refused(why);
+        }
+        buffer->charged_bytes = bytes;
+    }
+    buffer->base = addresses(bytes, true);
+    if (!buffer->base) {
+        if (Memory * memory = Memory::opened()) {
+            memory->give_back(buffer->charged_bytes);
+        }
+        return refused(std::string("there are no ") + mebibytes(bytes) + " of memory for " + what);
+    }
+    buffer->count = is_kv ? &all.kv_bytes : is_compute ? &all.compute_bytes : &all.other_bytes;
+    Totals::more(*buffer->count,
+                 is_kv        ? all.kv_peak_bytes
+                 : is_compute ? all.compute_peak_bytes
+                              : all.other_peak_bytes,
+                 bytes);
+    return wrap(type, std::move(buffer));
+}
+
+ggml_backend_buffer_t open_weights(ggml_backend_buffer_type_t type, std::unique_ptr<Weights> weights,
+                                   ggml_tensor ** tensors, int count) {
+    std::unique_ptr<Buffer> buffer(new Buffer);
+    buffer->bytes = size_t(weights->span_bytes());
+    buffer->base = addresses(buffer->bytes, false);
+    std::string why = "there are no addresses for weights";
+    if (!buffer->base || !weights->settle(buffer->base, why)) {
+        if (buffer->base) {
+            munmap(buffer->base, buffer->bytes);
+        }
+        return refused(why);
+    }
+    buffer->weights = std::move(weights);
+    Weights * owner = buffer->weights.get();
+    ggml_backend_buffer_t wrapped = wrap(type, std::move(buffer));
+    for (int i = 0; i < count; i++) {
+        const Record & record = owner->record(size_t(i));
+        if (ggml_backend_tensor_alloc(wrapped, tensors[i], record.home) != GGML_STATUS_SUCCESS) {
+            ggml_backend_buffer_free(wrapped);
+            return nullptr;
+        }
+    }
+    return wrapped;
+}
+
+size_t plain_bytes(ggml_tensor * const * tensors, int count) {
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) {
+        if (!tensors[i]->data && !tensors[i]->view_src) {
+            bytes += GGML_PAD(ggml_nbytes(tensors[i]), ALIGNMENT);
+        }
+    }
+    return bytes;
+}
+
+bool is_kv(ggml_tensor * const * tensors, int count) {
+    return count > 0 && std::strncmp(ggml_get_name(tensors[0]), "cache_", 6) == 0;
+}
+
+const char * type_name(ggml_backend_buffer_type_t) {
+    return "KVTIER";
+}
+
+size_t type_alignment(ggml_backend_buffer_type_t) {
+    return ALIGNMENT;
+}
+
+bool type_is_host(ggml_backend_buffer_type_t) {
+    return false;
+}
+
+ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t bytes) {
+    try {
+        return open_plain(type, bytes, "computing");
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+ggml_backend_buffer_t alloc_list(ggml_backend_buffer_type_t type, ggml_tensor ** tensors, int count) {
+    std::string why;
+    std::unique_ptr<Weights> weights = Weights::make(tensors, count, why);
+    if (weights) {
+        return open_weights(type, std::move(weights), tensors, count);
+    }
+    if (!why.empty()) {
+        return refused(why);
+    }
+    if (are_weights(tensors, count)) {
+        say("no file that this process has open has these weights: they stay in memory. KVTIER_MODEL says "
+            "which file it is, KVTIER_DIR where they may be written to");
+    }
+    const size_t bytes = plain_bytes(tensors, count);
+    const char * what = is_kv(tensors, count) ? "KV" : "tensors";
+    ggml_backend_buffer_t buffer =
+        bytes == 0 ? ggml_backend_buft_alloc_buffer(type, 0) : open_plain(type, bytes, what);
+    if (!buffer) {
+        return nullptr;
+    }
+    ggml_tallocr room = ggml_tallocr_new(buffer);
+    for (int i = 0; i < count; i++) {
+        ggml_tensor * tensor = tensors[i];
+        ggml_status status = GGML_STATUS_SUCCESS;
+        if (!tensor->data && !tensor->view_src) {
+            status = ggml_tallocr_alloc(&room, tensor);
+        } else if (tensor->view_src && !tensor->buffer) {
+            status = ggml_backend_view_init(tensor);
+        }
+        if (status != GGML_STATUS_SUCCESS) {
+            ggml_backend_buffer_free(buffer);
+            return nullptr;
+        }
+    }
+    return buffer;
+}
+
+ggml_backend_buffer_t type_alloc_list(ggml_backend_buffer_type_t type, ggml_tensor ** tensors, int count) {
+    try {
+        return alloc_list(type, tensors, count);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+// What it takes of memory, for engines that reckon whether all fits before they load it.
+size_t type_size_list(ggml_backend_buffer_type_t, ggml_tensor ** tensors, int count) {
+    try {
+        std::string why;
+        const std::unique_ptr<Weights> weights = Weights::make(tensors, count, why);
+        if (weights) {
+            return size_t(weights->resident_bytes() + weights->floor_bytes());
+        }
+    } catch (...) {
+        // As if they were not weights.
+    }
+    return plain_bytes(tensors, count);
+}
+
+} // namespace
+
+ggml_backend_buffer_type_t buffer_type() {
+    static ggml_backend_buffer_type type = [] {
+        ggml_backend_buffer_type made = {};
+        made.iface.get_name = type_name;
+        made.iface.alloc_buffer = type_alloc;
+        made.iface.alloc_buffer_n = type_alloc_list;
+        made.iface.get_alignment = type_alignment;
+        made.iface.get_alloc_size_n = type_size_list;
+        made.iface.is_host = type_is_host;
+        return made;
+    }();
+    return &type;
+}
+
+bool buffer_is_ours(ggml_backend_buffer_t buffer) {
+    return buffer && buffer->context && buffer->buft == buffer_type();
+}
+
+} // namespace kvtier_plugin

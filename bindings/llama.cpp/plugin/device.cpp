@@ -1,0 +1,205 @@
+// The device KVTIER and the entry by which the engine finds it.
+#include "memory.h"
+#include "plugin.h"
+#include "stats.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#ifndef KVTIER_PLUGIN_API_VERSION
+#define KVTIER_PLUGIN_API_VERSION GGML_BACKEND_API_VERSION
+#endif
+
+namespace kvtier_plugin {
+
+namespace {
+
+Settings the_settings;
+ggml_backend_dev_t the_under = nullptr;
+
+ggml_backend_device & device();
+
+const char * device_name(ggml_backend_dev_t) {
+    return "KVTIER";
+}
+
+const char * device_description(ggml_backend_dev_t) {
+    return "kvtier: weights and KV in a budget, computed by the processor";
+}
+
+// The budget, and what is left of it: never nothing, which engines would divide by.
+void device_memory(ggml_backend_dev_t, size_t * free_bytes, size_t * total_bytes) {
+    constexpr uint64_t LEAST_BYTES = 1 << 20;
+    uint64_t total = LEAST_BYTES, left = LEAST_BYTES;
+    try {
+        std::string why;
+        if (const Memory * memory = Memory::get(why)) {
+            const kvt_tier_report_t now = memory->report();
+            total = std::max(total, now.limit_bytes);
+            left = std::max(left, now.free_bytes);
+        } else {
+            say(why);
+        }
+    } catch (...) {
+        // The least there is.
+    }
+    *free_bytes = size_t(left);
+    *total_bytes = size_t(total);
+}
+
+// Engines give layers and KV only to devices that call themselves a GPU.
+enum ggml_backend_dev_type device_type(ggml_backend_dev_t) {
+    return GGML_BACKEND_DEVICE_TYPE_GPU;
+}
+
+void device_props(ggml_backend_dev_t which, ggml_backend_dev_props * out) {
+    std::memset(out, 0, sizeof *out);
+    out->name = device_name(which);
+    out->description = device_description(which);
+    device_memory(which, &out->memory_free, &out->memory_total);
+    out->type = device_type(which);
+    // A map of the file is what weights are best handed over from: nothing of it is read.
+    out->caps.mmap_support = true;
+}
+
+ggml_backend_t device_open(ggml_backend_dev_t which, const char *) {
+    try {
+        return backend_open(which);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t) {
+    return buffer_type();
+}
+
+bool device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    return ggml_backend_dev_supports_op(the_under, op);
+}
+
+// Ours alone. Host memory could be read, too, but an engine gives work to the first device that can
+// read its operands: that of layers which are to be the processor's would come here.
+bool device_supports_type(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
+    return type == buffer_type();
+}
+
+const char * registry_name(ggml_backend_reg_t) {
+    return "KVTIER";
+}
+
+size_t registry_count(ggml_backend_reg_t) {
+    return 1;
+}
+
+ggml_backend_dev_t registry_device(ggml_backend_reg_t, size_t) {
+    return &device();
+}
+
+void * registry_proc(ggml_backend_reg_t, const char * name) {
+    try {
+        return backend_proc(name);
+    } catch (...) {
+        return nullptr;
+    }
+}
+
+ggml_backend_reg & registry() {
+    static ggml_backend_reg made = [] {
+        ggml_backend_reg one = {};
+        one.api_version = KVTIER_PLUGIN_API_VERSION;
+        one.iface.get_name = registry_name;
+        one.iface.get_device_count = registry_count;
+        one.iface.get_device = registry_device;
+        one.iface.get_proc_address = registry_proc;
+        return one;
+    }();
+    return made;
+}
+
+ggml_backend_device & device() {
+    static ggml_backend_device made = [] {
+        ggml_backend_device one = {};
+        one.iface.get_name = device_name;
+        one.iface.get_description = device_description;
+        one.iface.get_memory = device_memory;
+        one.iface.get_type = device_type;
+        one.iface.get_props = device_props;
+        one.iface.init_backend = device_open;
+        one.iface.get_buffer_type = device_buffer_type;
+        one.iface.supports_op = device_supports_op;
+        one.iface.supports_buft = device_supports_type;
+        one.reg = &registry();
+        return one;
+    }();
+    return made;
+}
+
+// The device that computes. It has to work in host memory: others cannot read our weights.
+bool find_under(std::string & why) {
+    ggml_backend_dev_t found = ggml_backend_dev_by_name(the_settings.under.c_str());
+    if (!found || ggml_backend_dev_type(found) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+        why = "KVTIER_UNDER=" + the_settings.under +
+              (found ? " does not compute in host memory: only the processor can be under KVTIER"
+                     : " is no device of this engine");
+        return false;
+    }
+    the_under = found;
+    return true;
+}
+
+bool is_same_engine(std::string & why) {
+    if (std::strcmp(ggml_version(), KVTIER_GGML_VERSION) != 0) {
+        why = std::string("ggml ") + ggml_version() + " is loaded, but this plugin was compiled against " +
+              KVTIER_GGML_VERSION + ": compile it against the headers of the engine that is used";
+        return false;
+    }
+    if (kvt_abi_check(KVT_HEADER_VERSION, nullptr) != KVT_OK) {
+        why = std::string("libkvtier ") + kvt_version_str() + " is not what this plugin was compiled against";
+        return false;
+    }
+    return true;
+}
+
+} // namespace
+
+const Settings & settings() {
+    return the_settings;
+}
+
+ggml_backend_dev_t under_device() {
+    return the_under;
+}
+
+ggml_backend_reg_t load() {
+    static const bool is_good = [] {
+        std::string why;
+        Settings read;
+        if (!is_same_engine(why) || !settings_read(read, why)) {
+            say(why + ". There is no device KVTIER");
+            return false;
+        }
+        the_settings = read;
+        if (!find_under(why)) {
+            say(why + ". There is no device KVTIER");
+            return false;
+        }
+        if (read.has_stats) {
+            std::atexit([] { totals().print(); });
+        }
+        buffer_type()->device = &device();
+        return true;
+    }();
+    return is_good ? &registry() : nullptr;
+}
+
+} // namespace kvtier_plugin
+
+extern "C" __attribute__((visibility("default"))) ggml_backend_reg_t ggml_backend_init(void) {
+    try {
+        return kvtier_plugin::load();
+    } catch (...) {
+        return nullptr;
+    }
+}

@@ -1,0 +1,34 @@
+// What the parts of the plugin know of each other.
+#ifndef KVTIER_PLUGIN_PLUGIN_H
+#define KVTIER_PLUGIN_PLUGIN_H
+
+#include "settings.h"
+
+#include <ggml-backend-impl.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvtier_plugin {
+
+class Weights;
+
+// As it was when the plugin was loaded.
+const Settings & settings();
+
+// The device that computes. It works in host memory.
+ggml_backend_dev_t under_device();
+
+ggml_backend_buffer_type_t buffer_type();
+bool buffer_is_ours(ggml_backend_buffer_t buffer);
+
+ggml_backend_t backend_open(ggml_backend_dev_t device);
+bool backend_is_ours(ggml_backend_t backend);
+// What the engine asks for by name: the same, passed on to what computes.
+void * backend_proc(const char * name);
+
+constexpr size_t ALIGNMENT = 64;
+
+} // namespace kvtier_plugin
+
+#endif

@@ -1,0 +1,48 @@
+// What happened, for KVTIER_STATS=1.
+#ifndef KVTIER_PLUGIN_STATS_H
+#define KVTIER_PLUGIN_STATS_H
+
+#include "weights.h"
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace kvtier_plugin {
+
+// Figures of a process. Those of weights that are gone are kept.
+class Totals {
+public:
+    std::atomic<uint64_t> graphs{0}, streamed_graphs{0}, runs{0}, materialised{0};
+    // Now, and the most there ever was.
+    std::atomic<uint64_t> kv_bytes{0}, compute_bytes{0}, other_bytes{0};
+    std::atomic<uint64_t> kv_peak_bytes{0}, compute_peak_bytes{0}, other_peak_bytes{0};
+
+    static void more(std::atomic<uint64_t> & now, std::atomic<uint64_t> & peak, uint64_t bytes);
+    static void less(std::atomic<uint64_t> & now, uint64_t bytes) { now -= bytes; }
+
+    // Under weights_lock().
+    void add(Weights & weights);
+    void remove(Weights & weights);
+    void spread();
+
+    // One line of JSON on stderr.
+    void print();
+
+private:
+    struct Streamed {
+        uint64_t models = 0, units = 0, streamed_bytes = 0, resident_bytes = 0, floor_bytes = 0;
+        uint64_t home_units = 0, slot_bytes = 0;
+        uint64_t acquires = 0, waited = 0, wait_ns = 0, read_bytes = 0, passes = 0, failed = 0;
+        void add(const Weights & weights);
+    };
+
+    std::vector<Weights *> live_;
+    Streamed gone_;
+};
+
+Totals & totals();
+
+} // namespace kvtier_plugin
+
+#endif

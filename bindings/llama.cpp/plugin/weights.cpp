@@ -1,0 +1,382 @@
+#include "weights.h"
+
+#include "plugin.h"
+#include "stats.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+namespace kvtier_plugin {
+
+namespace {
+
+constexpr uint64_t PAGE_BYTES = 4096;
+// Smaller ones that belong to no layer stay.
+constexpr uint64_t LARGE_BYTES = 1 << 20;
+// Of a piece where no layer says what is usual.
+constexpr uint64_t PIECE_BYTES = 8 << 20;
+// Kernels go by tiles of so many rows: whole ones, so that they do the same as without pieces.
+constexpr int64_t TILE_ROWS = 256;
+constexpr int64_t LEAST_ROWS = 32;
+// What a unit may take to come: a disk that does not answer ends a decode, not the process.
+constexpr uint64_t UNIT_SECONDS = 300;
+constexpr uint64_t CLOSE_SECONDS = 30;
+
+uint64_t pages(uint64_t bytes) {
+    return (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+}
+
+bool ends_with(const std::string & text, const char * end) {
+    const size_t length = std::strlen(end);
+    return text.size() >= length && text.compare(text.size() - length, length, end) == 0;
+}
+
+// "blk.7.attn_q.weight" and "enc.blk.7.x" belong to layer 7 of "blk." and "enc.blk.".
+bool layer_of(const std::string & name, std::pair<std::string, uint32_t> & out) {
+    const size_t found = name.find("blk.");
+    if (found == std::string::npos || (found > 0 && name[found - 1] != '.')) {
+        return false;
+    }
+    size_t at = found + 4;
+    uint64_t number = 0;
+    const size_t first = at;
+    for (; at < name.size() && name[at] >= '0' && name[at] <= '9' && number < 65536; at++) {
+        number = number * 10 + uint64_t(name[at] - '0');
+    }
+    if (at == first || at == name.size() || name[at] != '.' || number >= 65536) {
+        return false;
+    }
+    out = {name.substr(0, first), uint32_t(number)};
+    return true;
+}
+
+} // namespace
+
+std::mutex & weights_lock() {
+    static std::mutex lock;
+    return lock;
+}
+
+bool are_weights(ggml_tensor * const * tensors, int count) {
+    bool has_layers = false;
+    for (int i = 0; i < count; i++) {
+        const std::string name = ggml_get_name(tensors[i]);
+        std::pair<std::string, uint32_t> key;
+        if (ends_with(name, ".lora_a") || ends_with(name, ".lora_b") || tensors[i]->view_src) {
+            return false;
+        }
+        has_layers = has_layers || layer_of(name, key);
+    }
+    return has_layers;
+}
+
+std::unique_ptr<Weights> Weights::make(ggml_tensor * const * tensors, int count, std::string & why) {
+    if (!are_weights(tensors, count)) {
+        return nullptr;
+    }
+    std::unique_ptr<Weights> made(new Weights);
+    if (!settings().spills) {
+        made->source_ = Source::of_open_files(tensors, count);
+    }
+    if (!made->source_ && !settings().directory.empty()) {
+        made->source_ = Source::of_directory(settings().directory, why);
+    }
+    if (!made->source_) {
+        return nullptr;
+    }
+    return made->sort(tensors, count, why) ? std::move(made) : nullptr;
+}
+
+bool Weights::sort(ggml_tensor * const * tensors, int count, std::string & why) {
+    std::set<std::pair<uint32_t, uint64_t>> taken;
+    std::vector<std::pair<Record *, uint32_t>> of_layers;
+    for (int i = 0; i < count; i++) {
+        records_.emplace_back(new Record);
+        Record & record = *records_.back();
+        record.owner = this;
+        record.tensor = tensors[i];
+        by_tensor_[tensors[i]] = &record;
+        record.bytes = ggml_nbytes(tensors[i]);
+        span_bytes_ += pages(record.bytes);
+        std::pair<std::string, uint32_t> key;
+        const bool is_layer = layer_of(ggml_get_name(tensors[i]), key);
+        const bool is_large = record.bytes >= LARGE_BYTES && ggml_n_dims(tensors[i]) == 2;
+        // The same bytes twice, as where weights are tied: only the first ones are streamed.
+        record.streams = record.bytes > 0 && (is_layer || is_large) &&
+                         source_->place(tensors[i], record.place) &&
+                         taken.insert({record.place.file, record.place.offset}).second;
+        if (!record.streams) {
+            resident_bytes_ += pages(record.bytes);
+            continue;
+        }
+        streamed_bytes_ += record.bytes;
+        if (is_layer) {
+            layers_.emplace(key, 0);
+        } else {
+            large_.push_back(&record);
+        }
+    }
+    for (auto & [key, number] : layers_) {
+        number = uint32_t(units_.size());
+        units_.push_back({key.first + std::to_string(key.second), number, {}});
+    }
+    uint64_t largest = 0;
+    for (const std::unique_ptr<Record> & record : records_) {
+        std::pair<std::string, uint32_t> key;
+        if (record->streams && layer_of(ggml_get_name(record->tensor), key)) {
+            const uint32_t unit = layers_.at(key);
+            units_[unit].ranges.push_back({record.get(), 0, record->bytes});
+            record->units = {unit};
+            record->at = {0};
+        }
+    }
+    for (const Unit & unit : units_) {
+        uint64_t bytes = 0;
+        for (const Range & range : unit.ranges) {
+            bytes += range.bytes;
+        }
+        largest = std::max(largest, bytes);
+    }
+    cut_pieces(largest > 0 ? largest : PIECE_BYTES);
+    if (units_.empty()) {
+        return true;
+    }
+    return table_open(*source_, units_, &table_, why) &&
+           table_floor(table_, settings().slots, floor_bytes_, why);
+}
+
+// A matrix as large as many layers would need a slot as large as that. Its rows are independent.
+void Weights::cut_pieces(uint64_t most_bytes) {
+    for (Record * record : large_) {
+        const uint64_t row_bytes = record->tensor->nb[1];
+        int64_t rows = int64_t(most_bytes / row_bytes);
+        rows -= rows % (rows > TILE_ROWS ? TILE_ROWS : LEAST_ROWS);
+        rows = std::max(rows, LEAST_ROWS);
+        record->piece_rows = rows;
+        for (int64_t row = 0; row < record->tensor->ne[1]; row += rows) {
+            const uint64_t from = uint64_t(row) * row_bytes;
+            const uint64_t bytes = std::min(uint64_t(rows) * row_bytes, record->bytes - from);
+            record->units.push_back(uint32_t(units_.size()));
+            record->at.push_back(0);
+            units_.push_back({std::string(ggml_get_name(record->tensor)) + " row " + std::to_string(row),
+                              KVT_NONE, {{record, from, bytes}}});
+        }
+    }
+}
+
+Record * Weights::find(const ggml_tensor * tensor) const {
+    const auto at = by_tensor_.find(tensor);
+    return at == by_tensor_.end() ? nullptr : at->second;
+}
+
+bool Weights::settle(char * base, std::string & why) {
+    Memory * memory = Memory::get(why);
+    if (!memory || !memory->charge(resident_bytes_, "weights that stay", why)) {
+        return false;
+    }
+    charged_bytes_ = resident_bytes_;
+    if (!memory->promise(floor_bytes_, "streaming weights", why)) {
+        return false;
+    }
+    promised_bytes_ = floor_bytes_;
+    base_ = base;
+    for (const std::unique_ptr<Record> & record : records_) {
+        record->home = base;
+        base += pages(record->bytes);
+        const uint64_t bytes = pages(record->bytes);
+        if (!record->streams && bytes > 0 && mprotect(record->home, bytes, PROT_READ | PROT_WRITE) != 0) {
+            why = "there is no memory for weights";
+            return false;
+        }
+    }
+    totals().add(*this);
+    return true;
+}
+
+Weights::~Weights() {
+    const std::lock_guard<std::mutex> guard(weights_lock());
+    totals().remove(*this);
+    while (!held_.empty()) {
+        release(held_.begin()->first);
+    }
+    kvt_stream_close(&stream_, deadline_in(CLOSE_SECONDS), nullptr);
+    kvt_model_close(&table_);
+    if (Memory * memory = Memory::opened()) {
+        memory->forget_promise(promised_bytes_);
+        memory->give_back(charged_bytes_);
+    }
+}
+
+void Weights::put(Record & record, const void * data, uint64_t from, uint64_t bytes) {
+    std::string why;
+    if (!broken_.empty()) {
+        return;
+    }
+    if (record.streams) {
+        if (source_->take(record.place, from, data, bytes, why)) {
+            return;
+        }
+        // Not what the file has: it is not ours to say which is right. The engine's bytes count.
+        if (!why.empty() || !materialise(record, why)) {
+            broken_ = why;
+            say(why);
+            return;
+        }
+    }
+    std::memcpy(record.home + from, data, bytes);
+}
+
+bool Weights::get(const Record & record, void * out, uint64_t from, uint64_t bytes) const {
+    if (record.streams) {
+        return source_->read(record.place, from, out, bytes);
+    }
+    std::memcpy(out, record.home + from, bytes);
+    return true;
+}
+
+bool Weights::materialise(Record & record, std::string & why) {
+    const uint64_t bytes = pages(record.bytes);
+    Memory * memory = Memory::get(why);
+    if (!memory || !memory->charge(bytes, ggml_get_name(record.tensor), why)) {
+        return false;
+    }
+    charged_bytes_ += bytes;
+    if (mprotect(record.home, bytes, PROT_READ | PROT_WRITE) != 0 ||
+        !source_->read(record.place, 0, record.home, record.bytes)) {
+        why = std::string(ggml_get_name(record.tensor)) + " cannot be read from its file";
+        return false;
+    }
+    record.streams = false;
+    record.tensor->data = record.home;
+    totals().materialised++;
+    return true;
+}
+
+bool Weights::open_stream(std::string & why) {
+    if (stream_) {
+        return true;
+    }
+    Memory * memory = Memory::get(why);
+    if (!memory) {
+        return false;
+    }
+    memory->forget_promise(promised_bytes_);
+    promised_bytes_ = 0;
+    const kvt_stream_terms_t terms = table_terms(settings().slots);
+    kvt_stream_opts_t opts = KVT_STREAM_OPTS_INIT;
+    opts.model = table_;
+    opts.terms = &terms;
+    opts.budget = memory->budget();
+    Failure failure;
+    const kvt_status_t status = kvt_stream_open(memory->runtime(), &opts, &stream_, failure.out());
+    if (status != KVT_OK) {
+        why = failure.words("weights cannot be streamed", status);
+        std::string ignored;
+        promised_bytes_ = memory->promise(floor_bytes_, "streaming weights", ignored) ? floor_bytes_ : 0;
+    }
+    return status == KVT_OK;
+}
+
+bool Weights::hold(const std::vector<uint32_t> & units, std::string & why) {
+    if (!broken_.empty()) {
+        why = broken_;
+        return false;
+    }
+    for (auto at = held_.begin(); at != held_.end();) {
+        const uint32_t unit = (at++)->first;
+        if (std::find(units.begin(), units.end(), unit) == units.end()) {
+            release(unit);
+        }
+    }
+    return std::all_of(units.begin(), units.end(),
+                       [&](uint32_t unit) { return has(unit) || acquire(unit, why); });
+}
+
+// Units come in the order of the model. One that lies behind the last is of another pass.
+bool Weights::pass_to(uint32_t unit, std::string & why) {
+    if (is_passing_ && unit < last_unit_) {
+        kvt_stream_pass_end(stream_, nullptr);
+        is_passing_ = false;
+    }
+    if (!is_passing_) {
+        Failure failure;
+        const kvt_status_t status = kvt_stream_pass_begin(stream_, failure.out());
+        if (status != KVT_OK) {
+            why = failure.words("the model's file", status);
+            return false;
+        }
+        is_passing_ = true;
+    }
+    last_unit_ = unit;
+    return true;
+}
+
+bool Weights::acquire(uint32_t unit, std::string & why) {
+    if (!open_stream(why) || !pass_to(unit, why)) {
+        return false;
+    }
+    kvt_held_t held = KVT_HELD_INIT;
+    Failure failure;
+    const kvt_status_t status =
+        kvt_stream_acquire(stream_, unit, 0, deadline_in(UNIT_SECONDS), &held, failure.out());
+    if (status != KVT_OK) {
+        why = failure.words(units_[unit].name.c_str(), status);
+        if (status == KVT_E_BUSY) {
+            why += " (KVTIER_RING gives more slots)";
+        }
+        return false;
+    }
+    held_.emplace(unit, held);
+    point(unit, static_cast<const char *>(held.address));
+    return true;
+}
+
+void Weights::release(uint32_t unit) {
+    const auto at = held_.find(unit);
+    point(unit, nullptr);
+    kvt_stream_release(stream_, &at->second, 0, nullptr);
+    held_.erase(at);
+}
+
+// Nobody writes to weights; ggml's pointer says nothing of that.
+void Weights::point(uint32_t unit, const char * address) {
+    for (const Range & range : units_[unit].ranges) {
+        Record & record = *range.record;
+        if (record.streams && record.piece_rows == 0) {
+            record.tensor->data = address ? const_cast<char *>(address) + record.at.front() : record.home;
+        }
+    }
+}
+
+const char * Weights::address(uint32_t unit) const {
+    return static_cast<const char *>(held_.at(unit).address);
+}
+
+void Weights::rest() {
+    if (!is_passing_ || last_unit_ + 1 != units_.size()) {
+        return;
+    }
+    while (!held_.empty()) {
+        release(held_.begin()->first);
+    }
+    kvt_stream_pass_end(stream_, nullptr);
+    is_passing_ = false;
+}
+
+void Weights::spread() {
+    if (stream_) {
+        const kvt_stream_room_t room = KVT_STREAM_ROOM_INIT;
+        kvt_stream_rebalance(stream_, &room, nullptr, nullptr);
+    }
+}
+
+bool Weights::stats(kvt_stream_stats_t & out, kvt_stream_plan_t & plan) const {
+    return stream_ && kvt_stream_stats(stream_, &out) == KVT_OK &&
+           kvt_stream_plan(stream_, &plan, nullptr, nullptr, 0, sizeof(kvt_unit_home_t)) == KVT_OK;
+}
+
+} // namespace kvtier_plugin

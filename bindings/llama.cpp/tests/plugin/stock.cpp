@@ -1,0 +1,254 @@
+// A program that knows nothing of kvtier: llama.h and ggml-backend.h alone. What a plugin changes in it
+// is what it changes in any stock binary.
+//
+//   stock MODEL [-n STEPS] [-p PROMPT] [-c CONTEXT] [-u BATCH] [-t THREADS] [-l LOAD] [-x CONTEXTS]
+//         [-k KV] [-g LAYERS] [-r REPACK] [-o] [-d FILE STEP] [-y MODEL] [-z]
+//
+// Decodes a prompt of made-up tokens and then greedily. Prints for each context a line with a hash of all
+// logits of each step and the tokens, then what memory the process has, and the nanoseconds of a step.
+// -l is a load mode of llama.h, -k 1 keeps KV on the processor's side, -r 0 leaves weights in the layout of
+// their file, -o observes every node, -d cuts FILE to half its length before a step, -y is a
+// second model, which every other context is of, -z opens a context when the one before has decoded.
+#include <ggml-backend.h>
+#include <llama.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <sys/stat.h>
+#include <thread>
+#include <vector>
+
+namespace {
+
+struct Options {
+    const char * model = nullptr, * second = nullptr;
+    int steps = 8, prompt = 24, context = 64, batch = 0, threads = 1, load = -1, contexts = 1, layers = 99;
+    bool is_kv_apart = false, observes = false, repacks = true, waits = false;
+    const char * cut_path = nullptr;
+    int cut_step = -1;
+};
+
+struct Outcome {
+    std::string text;
+    std::vector<long long> step_ns;
+    bool is_good = false;
+};
+
+bool options_read(int count, char ** words, Options & out) {
+    for (int i = 1; i < count; i++) {
+        const std::string word = words[i];
+        const auto number = [&] { return i + 1 < count ? std::atoi(words[++i]) : 0; };
+        if (word == "-n") {
+            out.steps = number();
+        } else if (word == "-p") {
+            out.prompt = number();
+        } else if (word == "-c") {
+            out.context = number();
+        } else if (word == "-u") {
+            out.batch = number();
+        } else if (word == "-t") {
+            out.threads = number();
+        } else if (word == "-l") {
+            out.load = number();
+        } else if (word == "-x") {
+            out.contexts = number();
+        } else if (word == "-g") {
+            out.layers = number();
+        } else if (word == "-k") {
+            out.is_kv_apart = number() != 0;
+        } else if (word == "-r") {
+            out.repacks = number() != 0;
+        } else if (word == "-z") {
+            out.waits = true;
+        } else if (word == "-y" && i + 1 < count) {
+            out.second = words[++i];
+        } else if (word == "-o") {
+            out.observes = true;
+        } else if (word == "-d" && i + 2 < count) {
+            out.cut_path = words[++i];
+            out.cut_step = std::atoi(words[++i]);
+        } else if (!out.model) {
+            out.model = words[i];
+        } else {
+            return false;
+        }
+    }
+    return out.model != nullptr;
+}
+
+uint64_t hash(const float * values, int count) {
+    uint64_t sum = 14695981039346656037u;
+    const unsigned char * bytes = reinterpret_cast<const unsigned char *>(values);
+    for (size_t i = 0; i < size_t(count) * sizeof(float); i++) {
+        sum = (sum ^ bytes[i]) * 1099511628211u;
+    }
+    return sum;
+}
+
+bool see_all(ggml_tensor *, bool, void *) {
+    return true;
+}
+
+llama_context * context_open(llama_model * model, const Options & options) {
+    llama_context_params params = llama_context_default_params();
+    params.n_ctx = uint32_t(options.context);
+    params.n_batch = uint32_t(options.batch ? options.batch : options.context);
+    params.n_ubatch = params.n_batch;
+    params.n_threads = params.n_threads_batch = options.threads;
+    params.offload_kqv = !options.is_kv_apart;
+    params.cb_eval = options.observes ? see_all : nullptr;
+    return llama_init_from_model(model, params);
+}
+
+// Made-up tokens, others for each context; then what is most likely.
+void decode(llama_model * model, llama_context * context, const Options & options, int which, Outcome & out) {
+    const int words = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    std::vector<llama_token> next;
+    uint32_t seed = 12345u + 77u * uint32_t(which);
+    for (int i = 0; i < options.prompt; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        next.push_back(llama_token((seed >> 8) % uint32_t(words)));
+    }
+    for (int step = 0; step < options.steps; step++) {
+        struct stat seen;
+        if (step == options.cut_step && stat(options.cut_path, &seen) == 0 &&
+            truncate(options.cut_path, seen.st_size / 2) != 0) {
+            return;
+        }
+        const auto begin = std::chrono::steady_clock::now();
+        for (size_t done = 0; done < next.size();) {
+            const size_t most = options.batch ? size_t(options.batch) : next.size();
+            const size_t count = std::min(most, next.size() - done);
+            const int status = llama_decode(context, llama_batch_get_one(next.data() + done, int32_t(count)));
+            if (status != 0) {
+                out.text += "failed " + std::to_string(status) + " at step " + std::to_string(step);
+                return;
+            }
+            done += count;
+        }
+        const auto passed = std::chrono::steady_clock::now() - begin;
+        out.step_ns.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(passed).count());
+        const float * logits = llama_get_logits_ith(context, -1);
+        int best = 0;
+        for (int i = 1; i < words; i++) {
+            best = logits[i] > logits[best] ? i : best;
+        }
+        char line[64];
+        std::snprintf(line, sizeof line, "%016llx:%d ", (unsigned long long) hash(logits, words), best);
+        out.text += line;
+        next.assign(1, best);
+    }
+    out.is_good = true;
+}
+
+// Anonymous memory, and all that is resident.
+void print_memory() {
+    long anonymous = -1, all = -1;
+    if (std::FILE * file = std::fopen("/proc/self/status", "r")) {
+        char line[256];
+        while (std::fgets(line, sizeof line, file)) {
+            std::sscanf(line, "RssAnon: %ld", &anonymous);
+            std::sscanf(line, "VmRSS: %ld", &all);
+        }
+        std::fclose(file);
+    }
+    std::printf("memory %ld %ld\n", anonymous, all);
+}
+
+void quiet(ggml_log_level level, const char * text, void *) {
+    if (level >= GGML_LOG_LEVEL_WARN && level != GGML_LOG_LEVEL_CONT) {
+        std::fputs(text, stderr);
+    }
+}
+
+llama_model * model_open(const char * path, const Options & options) {
+    llama_model_params params = llama_model_default_params();
+    params.n_gpu_layers = options.layers;
+    params.use_extra_bufts = options.repacks;
+    if (options.load >= 0) {
+        params.load_mode = llama_load_mode(options.load);
+    }
+    return llama_model_load_from_file(path, params);
+}
+
+void print_all(std::vector<Outcome> & outcomes) {
+    for (const Outcome & outcome : outcomes) {
+        std::printf("%s\n", outcome.text.c_str());
+    }
+    print_memory();
+    // The prompt is another thing than a token.
+    std::vector<long long> & times = outcomes.front().step_ns;
+    if (times.size() > 1) {
+        std::sort(times.begin() + 1, times.end());
+        std::printf("time %lld\n", times[1 + (times.size() - 1) / 2]);
+    }
+}
+
+int run(const Options & options) {
+    std::vector<llama_model *> models = {model_open(options.model, options)};
+    if (options.second) {
+        models.push_back(model_open(options.second, options));
+    }
+    if (std::find(models.begin(), models.end(), nullptr) != models.end()) {
+        std::printf("no model\n");
+        return 4;
+    }
+    std::vector<llama_context *> contexts;
+    std::vector<Outcome> outcomes(size_t(options.contexts));
+    std::vector<std::thread> threads;
+    bool is_good = true;
+    for (size_t i = 0; i < outcomes.size() && is_good; i++) {
+        llama_model * model = models[i % models.size()];
+        llama_context * context = context_open(model, options);
+        is_good = context != nullptr;
+        contexts.push_back(context);
+        if (options.waits && is_good) {
+            decode(model, context, options, int(i), outcomes[i]);
+        }
+    }
+    if (!is_good) {
+        std::printf("no context\n");
+        return 5;
+    }
+    for (size_t i = 0; i < contexts.size() && !options.waits; i++) {
+        llama_model * model = models[i % models.size()];
+        threads.emplace_back([&, i, model] { decode(model, contexts[i], options, int(i), outcomes[i]); });
+    }
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+    print_all(outcomes);
+    for (llama_context * context : contexts) {
+        llama_free(context);
+    }
+    for (llama_model * model : models) {
+        llama_model_free(model);
+    }
+    is_good = std::all_of(outcomes.begin(), outcomes.end(), [](const Outcome & one) { return one.is_good; });
+    return is_good ? 0 : 3;
+}
+
+} // namespace
+
+int main(int count, char ** words) {
+    Options options;
+    if (!options_read(count, words, options)) {
+        std::fprintf(stderr, "usage: stock MODEL [options], see the source\n");
+        return 2;
+    }
+    llama_log_set(quiet, nullptr);
+    // As tools do that take -dev. A build with backends in files does it by itself.
+    ggml_backend_load_all();
+    llama_backend_init();
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        std::printf("%s%s", i ? " " : "devices ", ggml_backend_dev_name(ggml_backend_dev_get(i)));
+    }
+    std::printf("\n");
+    return run(options);
+}
