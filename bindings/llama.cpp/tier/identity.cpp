@@ -3,7 +3,9 @@
 
 #include <ggml.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 
 namespace kvtier_llama {
@@ -15,6 +17,7 @@ constexpr uint64_t whole_bytes = uint64_t(512) << 20;
 constexpr uint64_t block_bytes = 4096;
 constexpr uint64_t blocks_of_tensor = 16;
 constexpr size_t most_sums = 8000;
+constexpr size_t most_overrides = 1024;
 
 void append_sum(std::vector<uint64_t> &sums, size_t place, const void *data, uint64_t bytes) {
     uint64_t sum = 0;
@@ -95,7 +98,7 @@ std::string fingerprint(const char *path) {
     return out;
 }
 
-/// What the loaded model says of itself: settings that were overridden at load are in it.
+/// What the model's file says of itself. What was overridden at load is not in it.
 std::string metadata(const llama_model *model) {
     std::string all;
     char key[256], value[1024];
@@ -110,32 +113,80 @@ std::string metadata(const llama_model *model) {
     return std::to_string(sum);
 }
 
-std::string value_of(const llama_model *model, const std::string &key) {
+std::string value_of(const llama_model_kv_override &one) {
+    char value[160];
+    switch (one.tag) {
+    case LLAMA_KV_OVERRIDE_TYPE_INT: return std::to_string(one.val_i64);
+    case LLAMA_KV_OVERRIDE_TYPE_FLOAT: std::snprintf(value, sizeof value, "%a", one.val_f64); return value;
+    case LLAMA_KV_OVERRIDE_TYPE_BOOL: return one.val_bool ? "true" : "false";
+    case LLAMA_KV_OVERRIDE_TYPE_STR:
+        std::snprintf(value, sizeof value, "%.*s", int(sizeof one.val_str), one.val_str);
+        return value;
+    }
+    fail(KVT_E_INVALID, "model_params has an override of no known type");
+}
+
+/// What was overridden when the model was loaded, in words; the list ends with an empty key.
+std::string overrides(const llama_model_params *params) {
+    std::string all;
+    const llama_model_kv_override *one = params ? params->kv_overrides : nullptr;
+    for (size_t i = 0; one && one[i].key[0] != 0; i++) {
+        if (i == most_overrides) {
+            fail(KVT_E_LIMIT, "model_params has more overrides than 1024: is the last one's key empty?");
+        }
+        all += std::string(one[i].key, strnlen(one[i].key, sizeof one[i].key)) + "=" +
+               std::to_string(int(one[i].tag)) + " " + value_of(one[i]) + "\n";
+    }
+    return all;
+}
+
+/// What a key of the model is, after overrides; empty = it has none.
+std::string value_of(const llama_model *model, const llama_model_params *params, const std::string &key) {
+    const llama_model_kv_override *one = params ? params->kv_overrides : nullptr;
+    for (; one && one->key[0] != 0; one++) {
+        if (std::strncmp(one->key, key.c_str(), sizeof one->key) == 0) {
+            return value_of(*one);
+        }
+    }
     char value[256];
     return llama_model_meta_val_str(model, key.c_str(), value, sizeof value) >= 0 ? value : "";
 }
 
-/// Some models scale RoPE in another way once the context is longer than what they were trained on.
-bool is_long(const llama_context *ctx, const llama_context_params &params) {
+/// Some models scale RoPE in another way once the context is longer than what they were trained on. The
+/// engine compares with what the model says, whatever the context's YaRN settings are.
+bool is_long(const llama_context *ctx, const llama_model_params *params) {
     const llama_model *model = llama_get_model(ctx);
-    const std::string arch = value_of(model, "general.architecture");
-    const std::string said = value_of(model, arch + ".rope.scaling.original_context_length");
-    uint64_t original = std::strtoull(said.c_str(), nullptr, 10);
-    original = params.yarn_orig_ctx != 0 ? params.yarn_orig_ctx : original;
-    return original != 0 && llama_n_ctx_seq(ctx) > original;
+    const std::string arch = value_of(model, params, "general.architecture");
+    std::string said = value_of(model, params, arch + ".rope.scaling.original_context_length");
+    if (said.empty()) {
+        // Opening a context may change llama_model_n_ctx_train.
+        said = value_of(model, params, arch + ".context_length");
+    }
+    const uint64_t original = said.empty() ? uint64_t(std::max(llama_model_n_ctx_train(model), 0))
+                                           : std::strtoull(said.c_str(), nullptr, 10);
+    return llama_n_ctx_seq(ctx) > original;
 }
 
-std::string settings(const llama_context *ctx, const llama_context_params &of) {
+std::string settings(const llama_context *ctx, const llama_context_params &of,
+                     const llama_model_params *params) {
     char words[320];
     std::snprintf(words, sizeof words,
                   "rope %d %a %a yarn %a %a %a %a %u attention %d long %d causal", int(of.rope_scaling_type),
                   double(of.rope_freq_base), double(of.rope_freq_scale), double(of.yarn_ext_factor),
                   double(of.yarn_attn_factor), double(of.yarn_beta_fast), double(of.yarn_beta_slow),
-                  of.yarn_orig_ctx, int(of.attention_type), int(is_long(ctx, of)));
+                  of.yarn_orig_ctx, int(of.attention_type), int(is_long(ctx, params)));
     return words;
 }
 
 } // namespace
+
+bool is_causal(const llama_context *ctx, const llama_context_params *params) {
+    const llama_model *model = llama_get_model(ctx);
+    const std::string arch = value_of(model, nullptr, "general.architecture");
+    const bool asked = !params || params->attention_type != LLAMA_ATTENTION_TYPE_NON_CAUSAL;
+    return asked && llama_get_causal_attn(ctx) &&
+           value_of(model, nullptr, arch + ".attention.causal") != "false";
+}
 
 identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     const llama_model *model = llama_get_model(tier.ctx);
@@ -143,7 +194,7 @@ identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     char words[256];
     identity out;
     llama_model_desc(model, words, sizeof words);
-    out.model = std::string(words) + " " + metadata(model);
+    out.model = std::string(words) + " " + metadata(model) + "\n" + overrides(opts.model_params);
     if (opts.model_id) {
         out.weights = std::string("id ") + opts.model_id;
     } else if (opts.model_path) {
@@ -151,7 +202,8 @@ identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     } else {
         fail(KVT_E_INVALID, "whose KV is it? Give model_path, the model's file, or model_id");
     }
-    out.context = settings(tier.ctx, opts.params ? *opts.params : plain) + "; " + tier.shape.words();
+    const llama_context_params &params = opts.params ? *opts.params : plain;
+    out.context = settings(tier.ctx, params, opts.model_params) + "; " + tier.shape.words();
     out.engine = std::string("llama.cpp ") + llama_version() + " ggml " + ggml_version();
     return out;
 }

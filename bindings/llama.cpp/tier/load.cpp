@@ -8,6 +8,7 @@ namespace kvtier_llama {
 namespace {
 
 constexpr uint64_t pending_wait_ns = 2000000000;
+constexpr uint64_t prefetch_wait_ns = 5000000000;
 
 /// A request, as far as it is understood.
 struct request {
@@ -22,6 +23,10 @@ struct request {
 
 /// Holds the tier's notes of a sequence against what the engine says of it.
 void check_held(tier_t &tier, const request &of) {
+    if (tier.sequences[of.seq].forgotten) {
+        llama_memory_seq_rm(tier.memory, of.seq, -1, -1);
+        tier.sequences[of.seq] = sequence_t{};
+    }
     const size_t end = trim(tier, of.seq);
     const bool plain = !tier.shape.has_states() && !tier.shape.has_windows();
     if (plain && end > 0 && llama_memory_seq_pos_min(tier.memory, of.seq) != 0) {
@@ -78,15 +83,18 @@ public:
         move.flags = KVT_MOVE_REUSE;
         if (wanted && from < to && kvt_store_stats(tier.store, &stats) == KVT_OK &&
             (to - from) * tier.token_bytes <= stats.host_limit_bytes / 2) {
-            kvt_session_prefetch(held.handle, &move, nullptr, &op, nullptr);
+            kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
+            until.deadline_ns = now_ns() + prefetch_wait_ns;
+            kvt_session_prefetch(held.handle, &move, &until, &op, nullptr);
         }
     }
     prefetched(const prefetched &) = delete;
     prefetched &operator=(const prefetched &) = delete;
     ~prefetched() {
         if (op) {
+            // It has no memory of ours: where it does not end it is left.
             kvt_op_cancel(op);
-            kvt_op_wait(op, KVT_OP_RELEASED, 0);
+            kvt_op_wait(op, KVT_OP_RELEASED, now_ns() + prefetch_wait_ns);
             kvt_op_free(&op);
         }
     }
@@ -180,6 +188,7 @@ void note(tier_t &tier, const request &of, size_t count) {
     has.tokens.assign(of.tokens, of.tokens + count);
     has.saved = full_chunks(tier, count);
     has.state_saved = count;
+    has.forgotten = false;
 }
 
 void refuse(tier_t &tier, request &of, kvt_status_t status) {
@@ -283,6 +292,16 @@ size_t attach_prefix(tier_t &tier, request &of) {
     return of.keep;
 }
 
+/// Takes down what a sequence has now. What was computed anew, or kept unsaved, is not in the store.
+void note_holes(tier_t &tier, const request &of, size_t count) {
+    sequence_t &has = tier.sequences[of.seq];
+    const size_t stored = has.saved;
+    note(tier, of, count);
+    if (of.out->recomputed_tokens != 0 || stored < full_chunks(tier, of.keep)) {
+        has.saved = std::min(stored, has.saved);
+    }
+}
+
 /// The same with holes: what lies between what is there is decoded, in the order of positions.
 size_t attach_holes(tier_t &tier, request &of) {
     const size_t limit = full_chunks(tier, of.limit);
@@ -319,16 +338,14 @@ size_t attach_holes(tier_t &tier, request &of) {
             of.out->bytes += done.bytes;
             if (done.tokens < to) {
                 refuse(tier, of, done.refused);
-                note(tier, of, done.tokens);
+                note_holes(tier, of, done.tokens);
                 return done.tokens;
             }
         }
         end = to;
     }
     if (end > of.keep) {
-        note(tier, of, end);
-        // What was computed anew is not in the store.
-        tier.sequences[of.seq].saved = of.out->recomputed_tokens != 0 ? of.keep : end;
+        note_holes(tier, of, end);
     }
     return end;
 }
@@ -339,11 +356,13 @@ const char *words_of(kvt_status_t refused) {
     case KVT_E_NOT_FOUND: return "something of it has left the store, or was damaged there";
     case KVT_E_STATE: return "the context did not take it: its KV cache has no room";
     case KVT_E_AGAIN: return "there was no buffer for it in time";
+    case KVT_E_TIMEOUT: return "the disk did not bring it in time";
     default: return kvt_status_str(refused);
     }
 }
 
 void attach(tier_t &tier, request &of) {
+    check_scratch(tier);
     check_held(tier, of);
     of.keep = keepable(tier, of);
     const size_t end = tier.holes ? attach_holes(tier, of) : attach_prefix(tier, of);
@@ -376,6 +395,7 @@ extern "C" kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id se
         }
         const uint64_t start = now_ns();
         check_sequence(*tier, seq);
+        check_tokens(*tier, tokens, n_tokens);
         request of{seq, tokens, n_tokens - 1, 0, report};
         const kvt_status_t status = guarded(why, [&] {
             attach(*tier, of);

@@ -10,6 +10,7 @@ namespace {
 constexpr uint32_t default_chunk = 32, most_chunk = 4096;
 constexpr uint32_t default_checkpoint = 512;
 constexpr uint64_t default_save_wait_ns = 50000000;
+constexpr uint64_t close_wait_ns = uint64_t(60) * 1000000000;
 
 void open(tier_t &tier, llama_context *ctx, const kvt_llama_tier_opts_t &opts) {
     tier.ctx = ctx;
@@ -26,7 +27,7 @@ void open(tier_t &tier, llama_context *ctx, const kvt_llama_tier_opts_t &opts) {
     tier.checkpoint = std::max(tier.chunk, checkpoint / tier.chunk * tier.chunk);
     tier.holes = (opts.flags & KVT_LLAMA_HOLES) != 0;
     tier.save_wait_ns = opts.save_wait_ns != 0 ? opts.save_wait_ns : default_save_wait_ns;
-    probe(tier, opts.scratch_seq);
+    probe(tier, opts);
     if (tier.holes && (tier.shape.has_states() || tier.shape.has_windows())) {
         fail(KVT_E_UNSUPPORTED, "holes cannot be computed in models with windows or recurrent states: "
                                 "leave KVT_LLAMA_HOLES out");
@@ -78,7 +79,7 @@ extern "C" kvt_status_t kvt_llama_tier_close(kvt_llama_tier_t **tier, kvt_llama_
     }
     std::unique_ptr<kvt_llama_tier_t> own(*tier);
     *tier = nullptr;
-    kvt_status_t flushed = kvt_llama_flush(own.get(), 0, why);
+    kvt_status_t flushed = kvt_llama_flush(own.get(), now_ns() + close_wait_ns, why);
     kvt_llama_why_t said{};
     std::string words;
     const kvt_status_t closed = guarded(&said, [&] { return close_room(*own, &words); });
@@ -95,7 +96,9 @@ extern "C" kvt_status_t kvt_llama_forget(kvt_llama_tier_t *tier, llama_seq_id se
             return KVT_E_INVALID;
         }
         check_sequence(*tier, seq);
-        tier->sequences.erase(seq);
+        sequence_t &has = tier->sequences[seq];
+        has = sequence_t{};
+        has.forgotten = llama_memory_seq_pos_max(tier->memory, seq) >= 0;
         return KVT_OK;
     });
 }

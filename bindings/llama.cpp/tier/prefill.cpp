@@ -71,6 +71,7 @@ extern "C" kvt_status_t kvt_llama_prefill(kvt_llama_tier_t *tier, llama_seq_id s
             fail(KVT_E_INVALID, "a tier and at least one token to decode are wanted");
         }
         check_sequence(*tier, seq);
+        check_tokens(*tier, tokens, n_tokens);
         for (size_t at = first; at < n_tokens;) {
             const size_t end = batch_end(*tier, at, n_tokens);
             const int status = decode(*tier, seq, tokens, at, end, end == n_tokens);

@@ -35,16 +35,20 @@ void decode_probe(tier_t &tier, llama_seq_id seq) {
         llama_batch batch;
         ~owner() { llama_batch_free(batch); }
     } own{llama_batch_init(probe_tokens, 0, 1)};
-    own.batch.n_tokens = probe_tokens;
-    for (uint32_t i = 0; i < probe_tokens; i++) {
-        own.batch.token[i] = bos == LLAMA_TOKEN_NULL ? 0 : bos;
-        own.batch.pos[i] = llama_pos(i);
-        own.batch.n_seq_id[i] = 1;
-        own.batch.seq_id[i][0] = seq;
-        own.batch.logits[i] = i + 1 == probe_tokens;
-    }
-    if (llama_decode(tier.ctx, own.batch) != 0) {
-        fail(KVT_E_STATE, "the context cannot decode two tokens: is there room in its KV cache?");
+    // A batch that is longer than the context's would abort.
+    const uint32_t step = std::min(probe_tokens, llama_n_batch(tier.ctx));
+    for (uint32_t at = 0; at < probe_tokens; at += step) {
+        own.batch.n_tokens = int32_t(step);
+        for (uint32_t i = 0; i < step; i++) {
+            own.batch.token[i] = bos == LLAMA_TOKEN_NULL ? 0 : bos;
+            own.batch.pos[i] = llama_pos(at + i);
+            own.batch.n_seq_id[i] = 1;
+            own.batch.seq_id[i][0] = seq;
+            own.batch.logits[i] = at + i + 1 == probe_tokens;
+        }
+        if (llama_decode(tier.ctx, own.batch) != 0) {
+            fail(KVT_E_STATE, "the context cannot decode two tokens: is there room in its KV cache?");
+        }
     }
 }
 
@@ -130,6 +134,10 @@ void choose_piece(tier_t &tier) {
         for (const layer_shape &layer : section.layers) {
             tier.token_bytes += layer.k_bytes + layer.v_bytes;
         }
+        if (section.window_tokens != 0 && tier.chunk > section.window_tokens) {
+            fail(KVT_E_INVALID, "a chunk is longer than the model's window, and never all in it: "
+                                "chunk_tokens is " + std::to_string(section.window_tokens) + " at most");
+        }
         // What is copied out ends where its last token looks back to: a piece is no longer than that.
         tokens = section.window_tokens != 0 ? std::min<uint64_t>(tokens, section.window_tokens) : tokens;
     }
@@ -139,8 +147,9 @@ void choose_piece(tier_t &tier) {
 
 } // namespace
 
-void probe(tier_t &tier, int32_t scratch_wanted) {
+void probe(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     const llama_model *model = llama_get_model(tier.ctx);
+    tier.n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     const bool decodes = llama_model_has_decoder(model) && !llama_model_has_encoder(model);
     if (!tier.memory || !decodes || llama_model_is_diffusion(model)) {
         fail(KVT_E_UNSUPPORTED, "this model has no KV to keep: it is not one that goes on with a text");
@@ -150,7 +159,11 @@ void probe(tier_t &tier, int32_t scratch_wanted) {
         fail(KVT_E_UNSUPPORTED, "positions of this model are not numbers in a row (M-RoPE): its KV is "
                                 "not kept, requests are decoded as without kvtier");
     }
-    const llama_seq_id seq = empty_sequence(tier, scratch_wanted);
+    if (!is_causal(tier.ctx, opts.params)) {
+        fail(KVT_E_UNSUPPORTED, "tokens of this context see those behind them: the KV of a prompt's "
+                                "beginning is another one with each end, so it is not kept");
+    }
+    const llama_seq_id seq = empty_sequence(tier, opts.scratch_seq);
     cleaner clean{tier.memory, seq};
     decode_probe(tier, seq);
     const std::vector<uint8_t> blob = state_of(tier, seq);
@@ -161,7 +174,9 @@ void probe(tier_t &tier, int32_t scratch_wanted) {
     check_building(tier, blob, seq);
     probe_windows(tier, seq);
     const bool together = tier.shape.streams() == 1 && tier.n_seq_max > 1;
-    tier.scratch = together && scratch_wanted >= 0 && seq > 0 ? seq : -1;
+    // Where states can be rolled back, the copy of a sequence in another one is not rolled back with it.
+    const bool copies = !tier.shape.has_states() || llama_n_rs_seq(tier.ctx) == 0;
+    tier.scratch = together && copies && opts.scratch_seq >= 0 && seq > 0 ? seq : -1;
     choose_piece(tier);
 }
 

@@ -12,11 +12,17 @@ namespace {
 constexpr size_t pieces_ahead = 3;
 constexpr uint32_t first_piece_tokens = 32;
 constexpr uint64_t buffer_wait_ns = 1000000000;
+/// A disk that is slower than this is slower than decoding: what is late is a miss.
+constexpr uint64_t get_wait_ns = 5000000000;
+constexpr uint64_t byte_wait_ns = 10;
+/// After its deadline or a cancel an op lets go of its memory at once, unless the disk hangs.
+constexpr uint64_t release_wait_ns = 1000000000;
 
 struct piece_t {
     uint32_t first = 0, end = 0;
-    buffer_t *buffer = nullptr;
+    held_buffer buffer;
     blob_place place;
+    uint64_t deadline_ns = 0;
 };
 
 /// What the blob of a piece has. Of windows only what is needed at `to`, of states only the last.
@@ -41,29 +47,44 @@ bool has_cells(const std::vector<cells_wanted> &cells) {
     return std::any_of(cells.begin(), cells.end(), [](const cells_wanted &one) { return one.count != 0; });
 }
 
+/// Waits for the gets of a piece. Where they do not end its buffer stays taken: it is the store's still.
+kvt_status_t end_piece(tier_t &tier, piece_t &piece, uint64_t deadline_ns) {
+    kvt_status_t status = KVT_OK;
+    if (reap(tier, *piece.buffer, deadline_ns, &status)) {
+        return status;
+    }
+    piece.buffer->stuck = true;
+    piece.buffer.release();
+    return KVT_E_TIMEOUT;
+}
+
 /// The buffer of a piece that is given up: its gets have to end before it is anyone else's.
 void drop_piece(tier_t &tier, piece_t &piece) {
-    kvt_status_t status = KVT_OK;
+    if (!piece.buffer) {
+        return;
+    }
     for (kvt_op_t *op : piece.buffer->ops) {
         kvt_op_cancel(op);
     }
-    reap(tier, *piece.buffer, 0, &status);
-    give_buffer(piece.buffer);
+    end_piece(tier, piece, now_ns() + release_wait_ns);
 }
 
-/// False where it cannot be asked for.
-bool begin_piece(tier_t &tier, const session &held, piece_t &piece, const std::vector<cells_wanted> &cells) {
+/// What the store said, or KVT_E_AGAIN where there was no buffer.
+kvt_status_t begin_piece(tier_t &tier, const session &held, piece_t &piece,
+                         const std::vector<cells_wanted> &cells) {
     const uint64_t bytes = blob_bytes(tier.shape, cells);
     piece.buffer = bytes != 0 ? take_buffer(tier, bytes, now_ns() + buffer_wait_ns) : nullptr;
     if (!piece.buffer) {
-        return false;
+        return KVT_E_AGAIN;
     }
     piece.place = build_blob(tier.shape, cells, 0, piece.buffer->data);
-    if (get_rows(tier, held, *piece.buffer, piece.place, piece.first, piece.end)) {
-        return true;
+    piece.deadline_ns = now_ns() + get_wait_ns + bytes * byte_wait_ns;
+    const kvt_status_t status =
+        get_rows(tier, held, *piece.buffer, piece.place, piece.first, piece.end, piece.deadline_ns);
+    if (status != KVT_OK) {
+        drop_piece(tier, piece);
     }
-    drop_piece(tier, piece);
-    return false;
+    return status;
 }
 
 /// Pieces under way. However a restore ends, none is left behind.
@@ -93,6 +114,7 @@ uint32_t next_end(const tier_t &tier, uint32_t from, uint32_t at, uint32_t to) {
 } // namespace
 
 bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uint64_t bytes) {
+    check_scratch(tier);
     if (empty || tier.scratch < 0) {
         return empty && llama_state_seq_set_data(tier.ctx, blob, bytes, seq) == bytes;
     }
@@ -120,10 +142,11 @@ restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t
                 piece_t &piece = line.pieces.back();
                 piece.first = at;
                 piece.end = end;
-                if (!begin_piece(tier, held, piece, cells)) {
+                const kvt_status_t begun = begin_piece(tier, held, piece, cells);
+                if (begun != KVT_OK) {
                     line.pieces.pop_back();
-                    done.refused = line.pieces.empty() ? KVT_E_AGAIN : KVT_OK;
                     if (line.pieces.empty()) {
+                        done.refused = begun;
                         return done;
                     }
                     break;
@@ -136,12 +159,11 @@ restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t
         }
         piece_t piece = std::move(line.pieces.front());
         line.pieces.pop_front();
-        kvt_status_t status = KVT_OK;
-        reap(tier, *piece.buffer, 0, &status);
+        kvt_status_t status = end_piece(tier, piece, piece.deadline_ns + release_wait_ns);
         if (status == KVT_OK && !splice(tier, seq, empty, piece.buffer->data, piece.place.bytes)) {
             status = KVT_E_STATE;
         }
-        give_buffer(piece.buffer);
+        piece.buffer.reset();
         if (status != KVT_OK) {
             done.refused = status;
             return done;

@@ -13,6 +13,10 @@ namespace kvtier_llama {
 namespace {
 
 constexpr uint64_t default_buffers = uint64_t(64) << 20;
+/// A disk that does not answer keeps nobody from closing.
+constexpr uint64_t close_wait_ns = uint64_t(10) * 1000000000;
+/// A store may have to write all that it has in memory.
+constexpr uint64_t store_wait_ns = uint64_t(60) * 1000000000;
 
 uint32_t dtype_of(int32_t k_type, int32_t v_type, bool has_v) {
     if (has_v && v_type != k_type) {
@@ -215,8 +219,14 @@ bool pay(tier_t &tier, uint64_t bytes) {
     if (!tier.account || bytes == 0) {
         return true;
     }
-    return kvt_account_reserve(tier.account, KVT_TIER_HOST, bytes, nullptr) == KVT_OK &&
-           kvt_account_commit(tier.account, KVT_TIER_HOST, bytes, bytes, nullptr) == KVT_OK;
+    if (kvt_account_reserve(tier.account, KVT_TIER_HOST, bytes, nullptr) != KVT_OK) {
+        return false;
+    }
+    const bool used = kvt_account_commit(tier.account, KVT_TIER_HOST, bytes, bytes, nullptr) == KVT_OK;
+    if (!used) {
+        kvt_account_commit(tier.account, KVT_TIER_HOST, bytes, 0, nullptr);
+    }
+    return used;
 }
 
 void pay_back(tier_t &tier, uint64_t bytes) {
@@ -250,35 +260,47 @@ void open_room(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
 }
 
 kvt_status_t close_room(tier_t &tier, std::string *words) {
-    drain(tier, 0);
+    const uint64_t until = now_ns() + close_wait_ns;
+    bool all = true;
     for (buffer_t &buffer : tier.buffers) {
-        resize_buffer(tier, buffer, 0);
+        kvt_status_t ignored = KVT_OK;
+        if (reap(tier, buffer, until, &ignored)) {
+            resize_buffer(tier, buffer, 0);
+        } else {
+            // The store may still write into it: nobody frees it any more.
+            all = false;
+        }
     }
     pay_back(tier, tier.tail_bytes);
     kvt_account_close(&tier.account, nullptr);
     kvt_namespace_close(&tier.space);
     kvt_error_t *error = nullptr;
-    kvt_status_t status = kvt_store_close(&tier.own_store, 0, &error);
+    kvt_status_t status = kvt_store_close(&tier.own_store, now_ns() + store_wait_ns, &error);
     if (status != KVT_OK) {
         *words = error ? kvt_error_message(error) : kvt_status_str(status);
         kvt_error_free(&error);
-        kvt_store_close(&tier.own_store, 0, nullptr);
+        if (status != KVT_E_BUSY) {
+            kvt_store_close(&tier.own_store, now_ns() + close_wait_ns, nullptr);
+        }
     }
-    kvt_runtime_close(&tier.own_runtime, 0, nullptr, nullptr);
+    kvt_runtime_close(&tier.own_runtime, now_ns() + close_wait_ns, nullptr, nullptr);
+    if (!all && status == KVT_OK) {
+        *words = "the store did not end what it had begun: its buffers were left to it";
+        status = KVT_E_TIMEOUT;
+    }
     return status;
 }
 
 bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *status) {
     while (!buffer.ops.empty()) {
         kvt_op_t *op = buffer.ops.back();
-        const uint64_t until = deadline_ns != 0 ? deadline_ns : now_ns() + uint64_t(1000000000) * 3600;
-        if (kvt_op_wait(op, KVT_OP_RELEASED, until) != KVT_OK) {
+        if (kvt_op_wait(op, KVT_OP_RELEASED, deadline_ns) != KVT_OK) {
             return false;
         }
         kvt_op_info_t info = KVT_OP_INFO_INIT;
         kvt_op_info(op, &info);
-        if (*status == KVT_OK) {
-            *status = info.status;
+        if (buffer.worst == KVT_OK) {
+            buffer.worst = info.status;
         }
         if (buffer.tokens != 0) {
             tier.stats.saved_bytes += info.bytes_done;
@@ -288,10 +310,22 @@ bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *st
         kvt_op_free(&op);
         buffer.ops.pop_back();
     }
+    *status = buffer.worst;
+    buffer.worst = KVT_OK;
     return true;
 }
 
 namespace {
+
+/// Buffers of gets that did not end in time, and have since.
+void reap_stuck(tier_t &tier) {
+    for (buffer_t &buffer : tier.buffers) {
+        kvt_status_t ignored = KVT_OK;
+        if (buffer.stuck && reap(tier, buffer, 1, &ignored)) {
+            buffer.stuck = buffer.taken = false;
+        }
+    }
+}
 
 /// Ends saves that have come, or come until the deadline.
 bool reap_saves(tier_t &tier, uint64_t deadline_ns, bool only_one) {
@@ -321,14 +355,15 @@ bool reap_saves(tier_t &tier, uint64_t deadline_ns, bool only_one) {
 
 bool drain(tier_t &tier, uint64_t deadline_ns) { return reap_saves(tier, deadline_ns, false); }
 
-buffer_t *take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
+held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
+    reap_stuck(tier);
     // One nanosecond after the start of the clock: what has ended is seen, nothing is waited for.
     reap_saves(tier, 1, false);
     for (;;) {
         if (buffer_t *buffer = free_buffer(tier, bytes)) {
             buffer->taken = true;
             buffer->tokens = 0;
-            return buffer;
+            return held_buffer(buffer);
         }
         bool busy = false;
         for (const buffer_t &buffer : tier.buffers) {
@@ -339,8 +374,6 @@ buffer_t *take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
         }
     }
 }
-
-void give_buffer(buffer_t *buffer) { buffer->taken = false; }
 
 session::session(const tier_t &tier, const llama_token *tokens, size_t count) {
     kvt_error_t *error = nullptr;

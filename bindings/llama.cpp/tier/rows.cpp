@@ -106,7 +106,7 @@ void state_views(views_t &all, const section_shape &is, const section_place &pla
 enum class way { put, get };
 
 kvt_status_t submit(tier_t &tier, const session &of, buffer_t &buffer, way which, views_t &views,
-                    const section_layers &layers, uint32_t first, uint32_t end) {
+                    const section_layers &layers, uint32_t first, uint32_t end, uint64_t deadline_ns) {
     kvt_move_t move = KVT_MOVE_INIT;
     move.first_token = first;
     move.tokens = end - first;
@@ -122,7 +122,9 @@ kvt_status_t submit(tier_t &tier, const session &of, buffer_t &buffer, way which
         move.level = tier.has_disk ? KVT_LEVEL_DURABLE : KVT_LEVEL_RAM;
         status = kvt_session_put(of.handle, &move, nullptr, &op, nullptr);
     } else {
-        status = kvt_session_get(of.handle, &move, nullptr, &op, nullptr);
+        kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
+        until.deadline_ns = deadline_ns;
+        status = kvt_session_get(of.handle, &move, &until, &op, nullptr);
     }
     if (op) {
         buffer.ops.push_back(op);
@@ -131,7 +133,8 @@ kvt_status_t submit(tier_t &tier, const session &of, buffer_t &buffer, way which
 }
 
 kvt_status_t move_section(tier_t &tier, const session &of, buffer_t &buffer, const blob_place &place,
-                          size_t number, way which, uint32_t first, uint32_t end) {
+                          size_t number, way which, uint32_t first, uint32_t end,
+                          uint64_t deadline_ns) {
     const section_shape &is = tier.shape.sections[number];
     views_t views;
     if (is.recurrent) {
@@ -139,7 +142,7 @@ kvt_status_t move_section(tier_t &tier, const session &of, buffer_t &buffer, con
     } else {
         section_views(views, is, place.sections[number], buffer.data, first, end);
     }
-    return submit(tier, of, buffer, which, views, tier.layers[number], first, end);
+    return submit(tier, of, buffer, which, views, tier.layers[number], first, end, deadline_ns);
 }
 
 } // namespace
@@ -173,14 +176,14 @@ kvt_status_t put_rows(tier_t &tier, const session &from, buffer_t &buffer, const
         if (begin >= end) {
             continue;
         }
-        const kvt_status_t status = move_section(tier, from, buffer, place, i, way::put, begin, end);
+        const kvt_status_t status = move_section(tier, from, buffer, place, i, way::put, begin, end, 0);
         worst = status != KVT_OK ? status : worst;
     }
     return worst;
 }
 
-bool get_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
-              uint32_t first, uint32_t end) {
+kvt_status_t get_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
+                      uint32_t first, uint32_t end, uint64_t deadline_ns) {
     for (size_t i = 0; i < tier.shape.sections.size(); i++) {
         const std::vector<int32_t> &at = place.sections[i].positions;
         if (at.empty()) {
@@ -188,11 +191,13 @@ bool get_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_pl
         }
         const uint32_t begin = tier.shape.sections[i].recurrent ? end - tier.chunk
                                                                 : std::max(first, uint32_t(at[0]));
-        if (move_section(tier, from, buffer, place, i, way::get, begin, end) != KVT_OK) {
-            return false;
+        const kvt_status_t status =
+            move_section(tier, from, buffer, place, i, way::get, begin, end, deadline_ns);
+        if (status != KVT_OK) {
+            return status;
         }
     }
-    return true;
+    return KVT_OK;
 }
 
 } // namespace kvtier_llama

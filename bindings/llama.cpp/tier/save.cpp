@@ -74,6 +74,23 @@ void check_sequence(const tier_t &tier, llama_seq_id seq) {
     }
 }
 
+void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count) {
+    for (size_t i = 0; i < count; i++) {
+        if (tokens[i] < 0 || tokens[i] >= tier.n_vocab) {
+            fail(KVT_E_INVALID, "token " + std::to_string(i) + " is none of the vocabulary: what stands for "
+                                "an image or other embeddings does not say which one it is; commit and "
+                                "attach what lies before it");
+        }
+    }
+}
+
+void check_scratch(const tier_t &tier) {
+    if (tier.scratch >= 0 && llama_memory_seq_pos_max(tier.memory, tier.scratch) >= 0) {
+        fail(KVT_E_STATE, "sequence " + std::to_string(tier.scratch) + " is the tier's scratch sequence, "
+                          "and it is not empty: empty it, or name another one (scratch_seq)");
+    }
+}
+
 size_t trim(tier_t &tier, llama_seq_id seq) {
     sequence_t &has = tier.sequences[seq];
     const size_t end = size_t(llama_memory_seq_pos_max(tier.memory, seq) + 1);
@@ -86,12 +103,18 @@ size_t trim(tier_t &tier, llama_seq_id seq) {
     return end;
 }
 
-buffer_t *export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end,
-                      uint64_t deadline_ns, blob_place *place) {
+held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end,
+                        uint64_t deadline_ns, blob_place *place) {
+    try {
+        check_scratch(tier);
+    } catch (...) {
+        tier.stats.failed_saves++;
+        throw;
+    }
     const bool whole = tier.scratch < 0;
     const uint64_t room =
         whole ? llama_state_seq_get_size(tier.ctx, seq) : piece_blob_bytes(tier, end - first);
-    buffer_t *buffer = room != 0 ? take_buffer(tier, room, deadline_ns) : nullptr;
+    held_buffer buffer = room != 0 ? take_buffer(tier, room, deadline_ns) : nullptr;
     if (!buffer) {
         tier.stats.skipped_saves++;
         return nullptr;
@@ -102,7 +125,6 @@ buffer_t *export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t e
                       read_blob(tier.shape, buffer->data, bytes, whole ? seq : tier.scratch, place, &why) &&
                       has_all(tier, *place, first, end);
     if (!good) {
-        give_buffer(buffer);
         tier.stats.failed_saves++;
         tier.save_failure = KVT_E_STATE;
         return nullptr;
@@ -129,14 +151,13 @@ void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state) {
     while (at < end) {
         const size_t to = tier.scratch >= 0 ? std::min<size_t>(at + tier.piece, end) : end;
         blob_place place;
-        buffer_t *buffer = export_rows(tier, seq, uint32_t(at), uint32_t(to), deadline_ns, &place);
+        const held_buffer buffer = export_rows(tier, seq, uint32_t(at), uint32_t(to), deadline_ns, &place);
         if (!buffer) {
             return;
         }
         buffer->tokens = to > has.saved ? to - std::max(at, has.saved) : 0;
         const kvt_status_t status = put_rows(tier, all, *buffer, place, uint32_t(at), uint32_t(to),
                                              with_state && to == end);
-        give_buffer(buffer);
         if (status != KVT_OK) {
             tier.stats.skipped_saves++;
             tier.save_failure = status == KVT_E_AGAIN ? tier.save_failure : status;
@@ -150,8 +171,13 @@ void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state) {
 
 void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t count, bool state) {
     check_sequence(tier, seq);
+    check_tokens(tier, tokens, count);
     check_told(tier, seq, count);
     sequence_t &has = tier.sequences[seq];
+    has.forgotten = has.forgotten && llama_memory_seq_pos_max(tier.memory, seq) >= 0;
+    if (has.forgotten) {
+        return;
+    }
     const bool jumped = note_tokens(tier, has, tokens, count);
     const bool checkpoint = count >= has.state_saved + tier.checkpoint;
     const bool new_chunk = full_chunks(tier, count) > has.saved && worth_it(tier, has);

@@ -5,6 +5,7 @@
 
 #include <llama.h>
 
+#include <algorithm>
 #include <cstdio>
 
 #if LLAMA_STATE_SEQ_VERSION != 3 && LLAMA_STATE_SEQ_VERSION != 4
@@ -20,6 +21,12 @@ constexpr bool has_rotations = LLAMA_STATE_SEQ_VERSION >= 4;
 bool refuse(std::string *why, const char *what) {
     *why = std::string("a sequence state that kvtier cannot read: ") + what;
     return false;
+}
+
+/// Two cells of one position (images have such) are not told apart by it.
+bool repeats(std::vector<int32_t> positions) {
+    std::sort(positions.begin(), positions.end());
+    return std::adjacent_find(positions.begin(), positions.end()) != positions.end();
 }
 
 bool read_cells(const section_shape &is, reader &in, int32_t sequence, section_place *out) {
@@ -42,7 +49,7 @@ bool read_cells(const section_shape &is, reader &in, int32_t sequence, section_p
             return false;
         }
     }
-    return in.ok;
+    return in.ok && !repeats(out->positions);
 }
 
 bool read_v(const section_shape &is, reader &in, uint64_t cells, section_place *out) {

@@ -44,8 +44,8 @@ void keep_tail(tier_t &tier, llama_seq_id seq) {
         return;
     }
     blob_place place;
-    buffer_t *buffer = export_rows(tier, seq, uint32_t(first), uint32_t(end),
-                                   now_ns() + tier.save_wait_ns, &place);
+    const held_buffer buffer = export_rows(tier, seq, uint32_t(first), uint32_t(end),
+                                           now_ns() + tier.save_wait_ns, &place);
     if (!buffer) {
         return;
     }
@@ -56,7 +56,6 @@ void keep_tail(tier_t &tier, llama_seq_id seq) {
         tier.tails.push_front(std::move(tail));
         tier.tail_bytes += place.bytes;
     }
-    give_buffer(buffer);
 }
 
 std::shared_ptr<const tail_t> find_tail(const tier_t &tier, const llama_token *tokens, size_t limit,

@@ -11,6 +11,14 @@
 #include <string>
 #include <vector>
 
+/// Calls that not every engine has: one that is there is found by its argument, and fits better.
+namespace kvtier_llama {
+
+inline uint32_t llama_n_rs_seq(const void *) { return 0; }
+inline bool llama_get_causal_attn(const void *) { return true; }
+
+} // namespace kvtier_llama
+
 namespace kvtier_llama {
 
 using tokens_t = std::vector<llama_token>;
@@ -31,10 +39,20 @@ struct buffer_t {
     uint8_t *data = nullptr;
     uint64_t bytes = 0;
     std::vector<kvt_op_t *> ops;
+    /// Of ops that have ended while others have not.
+    kvt_status_t worst = KVT_OK;
     /// What a put of it stores.
     uint64_t tokens = 0;
     bool taken = false;
+    /// Gets into it did not end in time: nobody's until they have.
+    bool stuck = false;
 };
+
+/// A taken buffer is given back at the end of the block, unless it is released.
+struct giver {
+    void operator()(buffer_t *buffer) const { buffer->taken = false; }
+};
+using held_buffer = std::unique_ptr<buffer_t, giver>;
 
 /// What the tier knows of a sequence of the context.
 struct sequence_t {
@@ -44,6 +62,8 @@ struct sequence_t {
     size_t saved = 0;
     /// Where its recurrent state was saved last.
     size_t state_saved = 0;
+    /// Nobody knows what its cells are: nothing of it is saved until it was empty.
+    bool forgotten = false;
 };
 
 /// The end of a conversation that fills no chunk, as the engine wrote it.
@@ -65,6 +85,7 @@ struct kvt_llama_tier_t {
     kvtier_llama::shape shape;
     std::vector<kvtier_llama::section_layers> layers;
     uint32_t n_seq_max = 1;
+    int32_t n_vocab = 0;
     /// -1 = there is none: whole sequences are copied.
     llama_seq_id scratch = -1;
     uint32_t chunk = 32, checkpoint = 512, piece = 256;
@@ -96,13 +117,13 @@ using tier_t = kvt_llama_tier_t;
 
 // room.cpp: the store's side.
 void open_room(tier_t &tier, const kvt_llama_tier_opts_t &opts);
+/// Waits a while for what is under way. What does not end then keeps its memory for good.
 kvt_status_t close_room(tier_t &tier, std::string *words);
 /// Has the budget pay for memory of the tier; false where it has not that much.
 bool pay(tier_t &tier, uint64_t bytes);
 void pay_back(tier_t &tier, uint64_t bytes);
 /// A buffer with room for `bytes`, waited for until `deadline_ns`; null where there is none then.
-buffer_t *take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns);
-void give_buffer(buffer_t *buffer);
+held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns);
 /// Looks at the ops of a buffer; true when all of them have ended and were freed.
 bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *status);
 /// Waits for all saves under way.
@@ -123,14 +144,14 @@ public:
 /// `end` too. Ops go to the buffer that has the blob.
 kvt_status_t put_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
                       uint32_t first, uint32_t end, bool state);
-/// Gets what a restored blob has of [first, end), all of it chunks. True when it was submitted.
-bool get_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
-              uint32_t first, uint32_t end);
+/// Gets what a restored blob has of [first, end), all of it chunks, until a deadline.
+kvt_status_t get_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
+                      uint32_t first, uint32_t end, uint64_t deadline_ns);
 /// Where the rows of a section begin that go on without a gap up to `end`; `end` = there are none.
 uint32_t rows_begin(const section_place &place, uint32_t first, uint32_t end);
 
 // probe.cpp: what the context's KV looks like.
-void probe(tier_t &tier, int32_t scratch_wanted);
+void probe(tier_t &tier, const kvt_llama_tier_opts_t &opts);
 
 // save.cpp
 /// Hands chunks of what the sequence holds to the store, as far as buffers are had in time; with
@@ -142,10 +163,14 @@ size_t trim(tier_t &tier, llama_seq_id seq);
 size_t full_chunks(const tier_t &tier, size_t tokens);
 /// That a sequence is one of the context's and not the scratch sequence.
 void check_sequence(const tier_t &tier, llama_seq_id seq);
+/// That all of them are tokens of the vocabulary.
+void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count);
+/// That nobody has put anything into the scratch sequence.
+void check_scratch(const tier_t &tier);
 /// Copies [first, end) of a sequence out of the context. Null where no buffer is had in time, or
 /// where the sequence does not hold that.
-buffer_t *export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end,
-                      uint64_t deadline_ns, blob_place *place);
+held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end,
+                        uint64_t deadline_ns, blob_place *place);
 void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t count, bool state);
 
 // restore.cpp
@@ -178,6 +203,8 @@ struct identity {
     std::string model, weights, context, engine;
 };
 identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts);
+/// Whether a token sees only those before it.
+bool is_causal(const llama_context *ctx, const llama_context_params *params);
 
 /// Runs what may throw; every exported function is one of these.
 template <typename F> kvt_status_t guarded(kvt_llama_why_t *why, F &&body) noexcept;

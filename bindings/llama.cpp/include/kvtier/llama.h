@@ -50,7 +50,8 @@ typedef struct kvt_llama_tier_opts_t {
     const char *model_path;
     /** A fingerprint of the weights that the caller knows to be right, instead of the file's. */
     const char *model_id;
-    /** What identifies the LoRA adapters and control vectors that are set on the context; null = none. */
+    /** What identifies the LoRA adapters and control vectors that are set on the context; null = none. Where
+        they change later on, open another tier for each set, and use only the one of the set that is on. */
     const char *adapters;
     /** What separates tenants: a long random string; null = one tenant. */
     const char *salt;
@@ -58,7 +59,9 @@ typedef struct kvt_llama_tier_opts_t {
     /** Tokens of a chunk, the unit that is shared; 0 = 32. */
     uint32_t chunk_tokens;
     /** A sequence id that nothing else uses, for work on the side; 0 = the last one of the context,
-        -1 = none. Used where kv_unified is set; without one whole sequences are copied each time. */
+        -1 = none. Used where kv_unified is set; without one whole sequences are copied each time, and so
+        they are where recurrent states can be rolled back (n_rs_seq). While it is not empty attach
+        restores nothing and commit saves nothing (KVT_E_STATE). */
     int32_t scratch_seq;
     /** Tokens between checkpoints of recurrent states while a prompt is decoded; 0 = 512. */
     uint32_t checkpoint_tokens;
@@ -77,6 +80,9 @@ typedef struct kvt_llama_tier_opts_t {
     uint64_t buffer_bytes;
     /** How long a commit may wait for a buffer before it leaves saving to the next one; 0 = 50 ms. */
     uint64_t save_wait_ns;
+    /** What the model was loaded with: its kv_overrides change what it computes, and the model does not
+        tell them. Null = it was loaded without overrides. */
+    const struct llama_model_params *model_params;
 } kvt_llama_tier_opts_t;
 
 /** Let the store drop chunks in the middle of a prompt: `attach` computes them anew. Not for models
@@ -113,8 +119,9 @@ typedef struct kvt_llama_attached_t {
  * the context's KV looks like cannot be asked for otherwise. Logits of an earlier decode are gone then.
  *
  * KVT_E_UNSUPPORTED with the reason in `why`: the engine is not the one that this was compiled against,
- * or the KV of this model cannot be kept (M-RoPE; attention with extra caches; models that do not
- * decode). KVT_E_STATE: all sequences of the context are in use.
+ * or the KV of this model cannot be kept (M-RoPE; attention with extra caches or that is not causal;
+ * models that do not decode). KVT_E_INVALID: a mistake in `opts`, also chunks that are longer than the
+ * model's window. KVT_E_STATE: all sequences of the context are in use.
  */
 kvt_status_t kvt_llama_tier_open(struct llama_context *ctx, const kvt_llama_tier_opts_t *opts,
                                  kvt_llama_tier_t **out, kvt_llama_why_t *why);
@@ -126,7 +133,8 @@ kvt_status_t kvt_llama_tier_open(struct llama_context *ctx, const kvt_llama_tier
  *
  * KVT_OK also where something could not be restored (`refused` says it, `why` in words): the sequence then
  * has fewer tokens of the prompt, or none, and the rest is decoded as without kvtier. Anything else is a
- * mistake of the call, and nothing was touched.
+ * mistake of the call, and nothing was touched. So are tokens that are none of the vocabulary
+ * (KVT_E_INVALID), here and below: numbers that stand for images do not say which image it is.
  */
 kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id seq, const llama_token *tokens,
                               size_t n_tokens, kvt_llama_attached_t *out, kvt_llama_why_t *why);
@@ -138,7 +146,9 @@ kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id seq, const ll
  * is counted, and is no error.
  *
  * A sequence whose cells were moved or thinned out (llama_memory_seq_add, seq_div, seq_rm of a middle)
- * is not what its tokens say any more: call kvt_llama_forget instead.
+ * is not what its tokens say any more: call kvt_llama_forget instead. After any other change that the
+ * caller makes to a sequence (llama_memory_seq_rm, seq_cp, loading a state) call this one with what is
+ * there now, before anything else is decoded into it, or kvt_llama_forget.
  */
 kvt_status_t kvt_llama_commit(kvt_llama_tier_t *tier, llama_seq_id seq, const llama_token *tokens,
                               size_t n_tokens, kvt_llama_why_t *why);
@@ -152,7 +162,8 @@ kvt_status_t kvt_llama_prefill(kvt_llama_tier_t *tier, llama_seq_id seq, const l
                                size_t n_tokens, size_t first, kvt_llama_why_t *why);
 
 /**
- * Nothing of what the sequence holds now is saved or kept from here on; the next attach empties it. What
+ * Nothing of what the sequence holds now is saved or kept from here on, nor of what is decoded behind it,
+ * whatever is committed: until the next attach, which empties it, or a commit that finds it empty. What
  * is in the store already stays.
  */
 kvt_status_t kvt_llama_forget(kvt_llama_tier_t *tier, llama_seq_id seq);
@@ -183,8 +194,9 @@ kvt_status_t kvt_llama_tier_key(const kvt_llama_tier_t *tier, uint8_t *out_key);
 
 /**
  * Saves what full chunks are not saved yet, waits for what is being stored, then closes. Clears the
- * pointer whatever it returns, which is what kvt_llama_flush and the closing of an own store said. The
- * context is freed after it, never before.
+ * pointer whatever it returns, which is what kvt_llama_flush and the closing of an own store said. It
+ * waits a minute for the flush and another one for the store; what a disk that hangs has not ended then
+ * keeps its memory for good (KVT_E_TIMEOUT, KVT_E_BUSY). The context is freed after it, never before.
  */
 kvt_status_t kvt_llama_tier_close(kvt_llama_tier_t **tier, kvt_llama_why_t *why);
 

@@ -2,6 +2,8 @@
 // tier, a runtime that breaks. Requests go on, and nothing that comes back is wrong.
 #include "world.hpp"
 
+#include "tier/tier.hpp"
+
 #include <fstream>
 
 using namespace world;
@@ -156,6 +158,53 @@ void closed(const subject &of) {
     CHECK_OK(kvt_runtime_close(&runtime, 0, nullptr, nullptr));
 }
 
+/// An op that does not end: its buffer is nobody's until it has, and closing does not wait for ever.
+void in_flight(const subject &of) {
+    kvt_runtime_t *runtime = nullptr;
+    kvt_budget_t *budget = nullptr;
+    kvt_account_t *account = nullptr;
+    CHECK_OK(kvt_runtime_open(nullptr, &runtime, nullptr));
+    kvt_budget_opts_t bo = KVT_BUDGET_OPTS_INIT;
+    bo.host_bytes = uint64_t(1) << 20;
+    CHECK_OK(kvt_budget_open(runtime, &bo, &budget, nullptr));
+    CHECK_OK(kvt_account_open(budget, nullptr, &account, nullptr));
+    CHECK_OK(kvt_account_reserve(account, KVT_TIER_HOST, bo.host_bytes, nullptr));
+    // What waits for memory that nobody gives back.
+    kvt_op_t *ops[2] = {};
+    for (kvt_op_t *&op : ops) {
+        CHECK_OK(kvt_account_reserve_later(account, KVT_TIER_HOST, 4096, nullptr, &op, nullptr));
+    }
+    llama_context *ctx = context(of.model, small());
+    kvt_llama_tier_t *tier = open_tier(ctx, plain(of));
+    kvtier_llama::buffer_t *buffer = kvtier_llama::take_buffer(*tier, 4096, in_seconds(1)).release();
+    CHECK(buffer != nullptr);
+    buffer->ops.push_back(ops[0]);
+    buffer->stuck = true;
+    CHECK(kvtier_llama::take_buffer(*tier, 4096, in_seconds(1)).get() != buffer);
+    CHECK(buffer->taken && buffer->ops.size() == 1);
+    CHECK_OK(kvt_op_cancel(ops[0]));
+    CHECK_OK(kvt_op_wait(ops[0], KVT_OP_RELEASED, in_seconds(60)));
+    kvtier_llama::take_buffer(*tier, 4096, in_seconds(1));
+    CHECK(!buffer->taken && !buffer->stuck && buffer->ops.empty());
+
+    buffer->taken = true;
+    buffer->ops.push_back(ops[1]);
+    uint8_t *data = buffer->data;
+    const uint64_t until = in_seconds(60);
+    CHECK(kvt_llama_tier_close(&tier, &why) == KVT_E_TIMEOUT && tier == nullptr && why.text[0] != 0);
+    CHECK(now_ns() < until);
+    std::memset(data, 1, 4096); /* it is the op's still */
+    CHECK_OK(kvt_op_cancel(ops[1]));
+    CHECK_OK(kvt_op_wait(ops[1], KVT_OP_RELEASED, in_seconds(60)));
+    CHECK_OK(kvt_op_free(&ops[1]));
+    std::free(data);
+    llama_free(ctx);
+    CHECK_OK(kvt_account_commit(account, KVT_TIER_HOST, bo.host_bytes, 0, nullptr));
+    CHECK_OK(kvt_account_close(&account, nullptr));
+    CHECK_OK(kvt_budget_close(&budget, nullptr));
+    CHECK_OK(kvt_runtime_close(&runtime, 0, nullptr, nullptr));
+}
+
 } // namespace
 
 int main(int argc, char **argv) {
@@ -166,6 +215,7 @@ int main(int argc, char **argv) {
     damaged(of, 300, 4096);
     tiny_disk(of);
     closed(of);
+    in_flight(of);
     llama_model_free(of.model);
     return 0;
 }

@@ -176,6 +176,25 @@ void build_again(const sample &of) {
     CHECK(blob_bytes(of.is, cells) == 0);
 }
 
+/// Two cells of one position are two rows of which nobody knows which one is meant.
+void repeated(const sample &of) {
+    std::vector<cells_wanted> cells;
+    for (const section_shape &is : of.is.sections) {
+        cells.push_back({3, is.recurrent ? 0u : 2u, 0, 1});
+    }
+    std::string why;
+    blob_place place;
+    for (const bool twice : {false, true}) {
+        for (cells_wanted &one : cells) {
+            one.step = twice ? 0 : 1;
+        }
+        std::vector<uint8_t> blob(blob_bytes(of.is, cells));
+        build_blob(of.is, cells, seq, blob.data());
+        const bool wanted = !twice || !of.is.has_attention();
+        CHECK(read_blob(of.is, blob.data(), blob.size(), seq, &place, &why) == wanted);
+    }
+}
+
 } // namespace
 
 int main(int argc, char **argv) {
@@ -191,6 +210,7 @@ int main(int argc, char **argv) {
             flip_all(of);
             cut_all(of);
             rubbish(of);
+            repeated(of);
         }
     }
     llama_model_free(model);
