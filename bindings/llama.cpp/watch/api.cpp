@@ -39,6 +39,9 @@ kvt_status_t guarded(kvt_llama_why_t *why, work &&run) {
 
 kvt_status_t kvt_llama_watch_open(const llama_model *model, const kvt_llama_watch_opts_t *opts,
                                   kvt_llama_watch_t **out, kvt_llama_why_t *why) {
+    if (out) {
+        *out = nullptr;
+    }
     const kvt_status_t status = kvt_llama_check(why);
     if (status != KVT_OK) {
         return status;
@@ -103,6 +106,15 @@ kvt_status_t kvt_llama_watch_evicted(const kvt_llama_watch_t *watch, llama_seq_i
         return KVT_E_INVALID;
     }
     return watch->evicted(seq, *out_tokens);
+}
+
+kvt_status_t kvt_llama_watch_is_exact(const kvt_llama_watch_t *watch, llama_seq_id seq,
+                                      int *out_exact) {
+    if (!watch || !out_exact) {
+        return KVT_E_INVALID;
+    }
+    *out_exact = watch->is_exact(seq);
+    return KVT_OK;
 }
 
 kvt_status_t kvt_llama_watch_changed(kvt_llama_watch_t *watch, llama_seq_id seq) {
@@ -220,7 +232,10 @@ kvt_status_t kvt_llama_watch_t::set_policy(llama_seq_id seq, const kvt_llama_spa
     const auto found = served_.find(seq);
     if (found != served_.end()) {
         add_counts(found->second, stats_);
-        made.evicted = found->second.evicted;
+        if (llama_memory_seq_pos_max(llama_get_memory(ctx_), seq) >= 0) {
+            made.evicted = found->second.evicted;
+            made.is_narrowed = found->second.is_narrowed;
+        }
     }
     if (made.select) {
         made.select->adopt();

@@ -2,6 +2,7 @@
 #include "watch/longer.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <exception>
 #include <new>
 
@@ -47,6 +48,7 @@ kvt_status_t read_opts(const kvt_llama_longer_opts_t &opts, settings &set, kvt_l
     set.name = opts.name ? opts.name : "";
     set.model_id = opts.model_id ? opts.model_id : "";
     set.spec = opts.spec ? opts.spec : "";
+    set.adapters = opts.adapters ? opts.adapters : "";
     set.block_tokens = opts.block_tokens ? opts.block_tokens : 8;
     set.sink_tokens = opts.sink_tokens ? opts.sink_tokens : 16;
     set.slot_tokens = opts.slot_tokens;
@@ -76,15 +78,68 @@ kvt_status_t read_opts(const kvt_llama_longer_opts_t &opts, settings &set, kvt_l
     return KVT_OK;
 }
 
-// Such a model turns keys by factors that the size of the context decides.
-bool has_long_rope(const llama_model *model) {
-    char arch[128], scaling[64];
+// What the model says of its RoPE, "" for nothing.
+std::string rope_scaling(const llama_model *model, const char *name) {
+    char arch[128], value[64];
     if (llama_model_meta_val_str(model, "general.architecture", arch, sizeof arch) < 0) {
-        return false;
+        return "";
     }
-    const std::string key = std::string(arch) + ".rope.scaling.type";
-    return llama_model_meta_val_str(model, key.c_str(), scaling, sizeof scaling) > 0 &&
-           std::string(scaling) == "longrope";
+    const std::string key = std::string(arch) + ".rope.scaling." + name;
+    return llama_model_meta_val_str(model, key.c_str(), value, sizeof value) > 0 ? value : "";
+}
+
+// Such a model turns keys by factors that the size of the context decides.
+bool has_long_rope(const llama_model *model) { return rope_scaling(model, "type") == "longrope"; }
+
+// Factors for long contexts may be there without a word of it; yarn and linear scaling have none.
+bool is_long(const llama_context *ctx) {
+    const llama_model *model = llama_get_model(ctx);
+    const std::string type = rope_scaling(model, "type");
+    const std::string original = rope_scaling(model, "original_context_length");
+    const unsigned long long tokens = std::strtoull(original.c_str(), nullptr, 10);
+    return type != "yarn" && type != "linear" && tokens && llama_n_ctx_seq(ctx) > tokens;
+}
+
+// A sum of all that the model's file says of itself. What was overridden at load is not in it.
+uint64_t metadata(const llama_model *model) {
+    std::string all;
+    std::vector<char> value(1 << 16);
+    char key[256];
+    for (int32_t i = 0; i < llama_model_meta_count(model); i++) {
+        if (llama_model_meta_key_by_index(model, i, key, sizeof key) >= 0 &&
+            llama_model_meta_val_str_by_index(model, i, value.data(), value.size()) >= 0) {
+            all += std::string(key) + "=" + value.data() + "\n";
+        }
+    }
+    uint64_t sum = 0;
+    kvt_checksum(all.data(), all.size(), &sum);
+    return sum;
+}
+
+std::string context_words(const llama_context_params &of) {
+    char words[320];
+    std::snprintf(words, sizeof words, "rope %d %a %a yarn %a %a %a %a %u attention %d flash",
+                  (int) of.rope_scaling_type, (double) of.rope_freq_base,
+                  (double) of.rope_freq_scale, (double) of.yarn_ext_factor,
+                  (double) of.yarn_attn_factor, (double) of.yarn_beta_fast,
+                  (double) of.yarn_beta_slow, of.yarn_orig_ctx, (int) of.attention_type);
+    return words;
+}
+
+// With quantized K and V the engine turns heads, unless its environment says not to.
+std::string bound_words(const llama_context *ctx) {
+    const char *off = std::getenv("LLAMA_ATTN_ROT_DISABLE");
+    char words[128];
+    std::snprintf(words, sizeof words, " long %d turned %d model %016llx", (int) is_long(ctx),
+                  !(off && std::atoi(off)), (unsigned long long) metadata(llama_get_model(ctx)));
+    return std::string(llama_version()) + " " + ggml_version() + words;
+}
+
+std::string sparse_words(const settings &set, uint32_t cells) {
+    char words[160];
+    std::snprintf(words, sizeof words, " blocks of %u, sinks %u, slots %u, parts of %u, cells %u",
+                  set.block_tokens, set.sink_tokens, set.slot_tokens, set.part_tokens, cells);
+    return set.spec + words;
 }
 
 } // namespace
@@ -93,7 +148,7 @@ kvt_status_t kvt_llama_longer_t::open(const kvt_llama_longer_opts_t &opts,
                                       llama_context_params *params, kvt_llama_why_t *why) {
     kvt_status_t status = kvt_llama_check(why);
     if (status == KVT_OK) {
-        status = read_opts(opts, set_, why);
+        status = read_opts(opts, asked_set_, why);
     }
     if (status != KVT_OK) {
         return status;
@@ -103,10 +158,12 @@ kvt_status_t kvt_llama_longer_t::open(const kvt_llama_longer_opts_t &opts,
                       "without flash attention V lies transposed in the cache: leave "
                       "flash_attn_type at AUTO, or ENABLED");
     }
+    set_ = asked_set_;
     status = store_.open(set_, why);
     if (status != KVT_OK || !params) {
         return status;
     }
+    asked_set_.context = context_words(*params);
     params->n_seq_max = std::max(params->n_seq_max, 2u);
     params->kv_unified = true;
     params->flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
@@ -223,6 +280,7 @@ kvt_status_t kvt_llama_longer_t::bind(llama_context *ctx, kvt_llama_why_t *why) 
     if (is_bound) {
         return refuse(why, KVT_E_STATE, "it is bound to a context already");
     }
+    set_ = asked_set_;
     ctx_ = ctx;
     memory_ = llama_get_memory(ctx);
     const llama_seq_id sequences = (llama_seq_id) llama_n_seq_max(ctx);
@@ -257,6 +315,8 @@ kvt_status_t kvt_llama_longer_t::bind(llama_context *ctx, kvt_llama_why_t *why) 
     chosen.assign(model_.layers, {});
     char description[256] = "";
     llama_model_desc(llama_get_model(ctx), description, sizeof description);
+    set_.context += bound_words(ctx);
+    set_.sparse = sparse_words(set_, model_.cells);
     stats_.own_bytes = own_bytes();
     status = store_.begin(set_, model_, description, stats_.own_bytes, why);
     is_bound = status == KVT_OK;
@@ -285,6 +345,9 @@ kvt_status_t kvt_llama_longer_t::close(kvt_llama_why_t *why) {
 kvt_status_t kvt_llama_longer_open(const kvt_llama_longer_opts_t *opts,
                                    llama_context_params *params, kvt_llama_longer_t **out,
                                    kvt_llama_why_t *why) {
+    if (out) {
+        *out = nullptr;
+    }
     return guarded(why, [&]() -> kvt_status_t {
         if (!opts || !out) {
             return refuse(why, KVT_E_INVALID, "opts and out must not be null");

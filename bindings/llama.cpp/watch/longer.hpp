@@ -87,11 +87,12 @@ struct kvt_llama_longer_t {
 
     status claim(llama_seq_id seq, llama_pos first, uint32_t n, std::vector<uint32_t> &at,
                  kvt_llama_why_t *why);
+    status restore(const llama_token *tokens, uint32_t end, size_t exact, kvt_llama_why_t *why);
     status claim_divided(uint32_t tokens, kvt_llama_why_t *why);
     status fill_cells(uint32_t tokens, kvt_llama_why_t *why);
     status learn_keys(uint32_t tokens, kvt_llama_why_t *why);
 
-    kvt_llama::longer::settings set_;
+    kvt_llama::longer::settings asked_set_, set_; // as opened with; of the context
     kvt_llama::longer::backing store_;
     ggml_backend_sched_eval_callback next_ = nullptr;
     void *next_data_ = nullptr;

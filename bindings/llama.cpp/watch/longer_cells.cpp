@@ -8,7 +8,11 @@ namespace longer {
 
 cells::cells(uint32_t count, uint32_t block_tokens, uint32_t sink_tokens, uint32_t slot_count)
     : count_(count), block_tokens_(block_tokens), sink_tokens_(sink_tokens),
-      slot_count_(slot_count) {}
+      slot_count_(slot_count) {
+    // Dividing moves cells of the engine as well: it must not end half way, without memory.
+    sinks_.reserve(sink_tokens);
+    slots_.reserve(slot_tokens());
+}
 
 uint32_t cells::free_count() const {
     return count_ - (uint32_t) (sinks_.size() + slots_.size() + window_.size());

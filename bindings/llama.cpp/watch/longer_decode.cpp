@@ -33,6 +33,12 @@ kvt_status_t kvt_llama_longer_t::check_part(int rc, uint32_t n, kvt_llama_why_t 
     if (failure_ != KVT_OK) {
         return refuse(why, failure_, "%s", failure_why_.text);
     }
+    if (rc == 1) {
+        return refuse(why, KVT_E_BUSY,
+                      "the engine has no cells for %u tokens: other sequences of this context have "
+                      "some, and must leave it",
+                      n);
+    }
     if (rc != 0) {
         return refuse(why, KVT_E_BUSY, "llama_decode says %d", rc);
     }
@@ -59,7 +65,7 @@ kvt_status_t kvt_llama_longer_t::decode_part(const llama_token *tokens, uint32_t
         kvt_status_t status = check_part(rc, n, why);
         if (status == KVT_OK) {
             where_->append(new_cells_);
-            status = store_.append(tokens, n, why);
+            status = store_.append(tokens, n, where_->is_divided() ? 0 : n, why);
         }
         if (status != KVT_OK) {
             take_back();

@@ -114,15 +114,34 @@ kvt_status_t kvt_llama_longer_t::resume(const llama_token *tokens, size_t n, siz
                       where_->tokens());
     }
     found = 0;
-    size_t there = 0;
+    size_t there = 0, exact = 0;
     const size_t most = std::min<size_t>(n ? n - 1 : 0, set_.max_tokens - 1) / set_.block_tokens *
                         set_.block_tokens;
-    kvt_status_t status = most ? store_.lookup(tokens, most, there, why) : KVT_OK;
+    kvt_status_t status = most ? store_.lookup(tokens, most, there, exact, why) : KVT_OK;
     const uint32_t end = (uint32_t) (std::min(there, most) / set_.block_tokens * set_.block_tokens);
     if (status != KVT_OK || end == 0) {
         return status;
     }
-    status = store_.append(tokens, end, why);
+    try {
+        status = restore(tokens, end, std::min<size_t>(exact, end), why);
+    } catch (...) {
+        work_ = work::none;
+        begin_anew(nullptr);
+        throw;
+    }
+    if (status != KVT_OK) {
+        begin_anew(nullptr);
+        return status;
+    }
+    saved_end_ = end;
+    found = end;
+    return KVT_OK;
+}
+
+// The first `end` tokens, of which so many are exact, come from the store.
+kvt_status_t kvt_llama_longer_t::restore(const llama_token *tokens, uint32_t end, size_t exact,
+                                         kvt_llama_why_t *why) {
+    kvt_status_t status = store_.append(tokens, end, exact, why);
     if (status == KVT_OK && end + set_.part_tokens <= model_.cells) {
         std::vector<uint32_t> at;
         status = claim(set_.seq, 0, end, at, why);
@@ -135,14 +154,5 @@ kvt_status_t kvt_llama_longer_t::resume(const llama_token *tokens, size_t n, siz
     if (status == KVT_OK) {
         status = fill_cells(end, why);
     }
-    if (status == KVT_OK) {
-        status = learn_keys(end, why);
-    }
-    if (status != KVT_OK) {
-        begin_anew(nullptr);
-        return status;
-    }
-    saved_end_ = end;
-    found = end;
-    return KVT_OK;
+    return status == KVT_OK ? learn_keys(end, why) : status;
 }

@@ -34,6 +34,19 @@ constexpr size_t staging_bytes = 8u << 20;
 
 } // namespace
 
+place place::behind(uint32_t tokens, const shape &model) const {
+    place out = *this;
+    if (k_pages.empty()) {
+        out.k = (char *) k + tokens * model.k_row_bytes;
+        out.v = (char *) v + tokens * model.v_row_bytes;
+    } else {
+        const std::ptrdiff_t pages = tokens / page_tokens;
+        out.k_pages.erase(out.k_pages.begin(), out.k_pages.begin() + pages);
+        out.v_pages.erase(out.v_pages.begin(), out.v_pages.begin() + pages);
+    }
+    return out;
+}
+
 void kvt_llama_longer_t::pages_of(uint32_t il, const std::vector<uint32_t> &at, place &out) const {
     out.page_tokens = are_blocks_whole(at, set_.block_tokens) ? set_.block_tokens : 1;
     out.k_pages.clear();

@@ -1,7 +1,10 @@
 #include "watch/longer_store.hpp"
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <random>
+#include <thread>
 
 namespace kvt_llama {
 namespace longer {
@@ -9,6 +12,19 @@ namespace {
 
 // What takes longer is broken: an op is given up then.
 constexpr uint64_t wait_ns = 60ull * 1000000000u;
+// So long a store that others keep busy is asked again.
+constexpr uint64_t patience_ns = 5ull * 1000000000u;
+
+template <typename F> kvt_status_t patiently(kvt_error_t **err, F submit) {
+    const uint64_t until = now_ns() + patience_ns;
+    kvt_status_t status = submit();
+    while (status == KVT_E_AGAIN && now_ns() < until) {
+        kvt_error_free(err);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        status = submit();
+    }
+    return status;
+}
 
 std::string random_text() {
     std::random_device device;
@@ -77,26 +93,32 @@ kvt_status_t backing::open(const settings &set, kvt_llama_why_t *why) {
 }
 
 kvt_status_t backing::open_namespace(const settings &set, const char *description,
+                                     const std::string &sparse, kvt_namespace_t **out,
                                      kvt_llama_why_t *why) {
     const std::string salt = set.has_name ? "name " + set.name : "nameless " + random_text();
     const std::string made = std::string("llama.cpp ") + KVTIER_LLAMA_VERSION + ", ggml " +
                              KVTIER_GGML_VERSION + ", K " + ggml_type_name(model_.k_type) + ", V " +
-                             ggml_type_name(model_.v_type) + ", longer";
-    kvt_identity_extra_t extra;
+                             ggml_type_name(model_.v_type) + ", longer, " + set.context;
+    kvt_identity_extra_t extra[2];
     std::memset(&extra, 0, sizeof extra);
-    extra.tag = 0x80000001u;
-    extra.value = made.data();
-    extra.value_bytes = made.size();
+    extra[0].tag = 0x80000001u;
+    extra[0].value = made.data();
+    extra[0].value_bytes = made.size();
+    extra[1].tag = 0x80000002u;
+    extra[1].value = sparse.data();
+    extra[1].value_bytes = sparse.size();
     kvt_identity_t identity = KVT_IDENTITY_INIT;
     identity.model = description;
     identity.model_bytes = std::strlen(description);
     identity.weights = set.model_id.data();
     identity.weights_bytes = set.model_id.size();
+    identity.lora = set.adapters.empty() ? nullptr : set.adapters.data();
+    identity.lora_bytes = set.adapters.size();
     identity.salt = salt.data();
     identity.salt_bytes = salt.size();
-    identity.extra = &extra;
-    identity.extra_count = 1;
-    identity.extra_stride_bytes = sizeof extra;
+    identity.extra = extra;
+    identity.extra_count = sparse.empty() ? 1 : 2;
+    identity.extra_stride_bytes = sizeof extra[0];
     std::vector<uint16_t> layers(model_.layers);
     for (uint32_t i = 0; i < model_.layers; i++) {
         layers[i] = (uint16_t) i;
@@ -116,21 +138,43 @@ kvt_status_t backing::open_namespace(const settings &set, const char *descriptio
     layout.group_count = 1;
     layout.stride_bytes = sizeof group;
     kvt_error_t *err = nullptr;
+    // What is sparse continues what is exact, which is elsewhere.
+    const uint64_t flags = sparse.empty() ? 0 : KVT_NAMESPACE_HOLES;
     const kvt_status_t status =
-        kvt_namespace_open(used_store_, &identity, &layout, 0, &space_, &err);
+        kvt_namespace_open(used_store_, &identity, &layout, flags, out, &err);
     return status == KVT_OK ? KVT_OK : failed(why, status, "opening a namespace", err);
 }
 
-kvt_status_t backing::open_session(kvt_llama_why_t *why) {
+kvt_status_t backing::open_session(const kvt_namespace_t *space, kvt_session_t **out,
+                                   kvt_llama_why_t *why) {
     kvt_session_opts_t session = KVT_SESSION_OPTS_INIT;
     session.max_tokens = max_tokens_;
     kvt_error_t *err = nullptr;
-    const kvt_status_t status = kvt_session_open(space_, &session, &session_, &err);
+    const kvt_status_t status = kvt_session_open(space, &session, out, &err);
     return status == KVT_OK ? KVT_OK : failed(why, status, "opening a session", err);
 }
 
+kvt_status_t backing::reserve(uint64_t bytes, kvt_llama_why_t *why) {
+    if (!account_) {
+        return KVT_OK;
+    }
+    kvt_error_t *err = nullptr;
+    kvt_status_t status = kvt_account_reserve(account_, KVT_TIER_HOST, bytes, &err);
+    if (status == KVT_OK) {
+        status = kvt_account_commit(account_, KVT_TIER_HOST, bytes, bytes, &err);
+        if (status == KVT_OK) {
+            reserved_bytes_ = bytes;
+            return KVT_OK;
+        }
+        kvt_account_commit(account_, KVT_TIER_HOST, bytes, 0, nullptr);
+    }
+    return failed(why, status, "memory for maps of cells and staging", err);
+}
+
+// May be called again, for another context, after a failure.
 kvt_status_t backing::begin(const settings &set, const shape &model, const char *description,
                             uint64_t own_bytes, kvt_llama_why_t *why) {
+    end();
     model_ = model;
     block_tokens_ = set.block_tokens;
     max_tokens_ = set.max_tokens;
@@ -143,30 +187,46 @@ kvt_status_t backing::begin(const settings &set, const shape &model, const char 
         }
         keys_.resize((size_t) block_tokens_ * model.key_heads * model.key_dim);
     }
-    if (account_) {
-        kvt_error_t *err = nullptr;
-        kvt_status_t status = kvt_account_reserve(account_, KVT_TIER_HOST, own_bytes, &err);
-        if (status == KVT_OK) {
-            status = kvt_account_commit(account_, KVT_TIER_HOST, own_bytes, own_bytes, &err);
-        }
-        if (status != KVT_OK) {
-            return failed(why, status, "memory for maps of cells and staging", err);
-        }
-        reserved_bytes_ = own_bytes;
-    }
-    kvt_status_t status = open_namespace(set, description, why);
+    kvt_status_t status = reserve(own_bytes, why);
     if (status == KVT_OK) {
-        status = open_session(why);
+        status = open_namespace(set, description, "", &space_, why);
     }
-    return status == KVT_OK ? open_policy(set, why) : status;
+    if (status == KVT_OK) {
+        status = open_session(space_, &session_, why);
+    }
+    if (status == KVT_OK && has_name_) {
+        status = open_namespace(set, description, set.sparse, &sparse_space_, why);
+    }
+    if (status == KVT_OK && has_name_) {
+        status = open_session(sparse_space_, &sparse_session_, why);
+    }
+    if (status == KVT_OK) {
+        status = open_policy(set, why);
+    }
+    if (status != KVT_OK) {
+        end();
+    }
+    return status;
 }
 
-kvt_status_t backing::append(const llama_token *tokens, size_t n, kvt_llama_why_t *why) {
+kvt_status_t backing::append(const llama_token *tokens, size_t n, size_t exact,
+                             kvt_llama_why_t *why) {
     static_assert(sizeof(llama_token) == sizeof(uint32_t), "tokens are 32 bits");
     std::vector<uint32_t> ids(tokens, tokens + n);
     kvt_error_t *err = nullptr;
-    const kvt_status_t status = kvt_session_append(session_, ids.data(), ids.size(), &err);
-    return status == KVT_OK ? KVT_OK : failed(why, status, "adding tokens to the session", err);
+    kvt_status_t status = kvt_session_append(session_, ids.data(), ids.size(), &err);
+    if (status == KVT_OK && sparse_session_) {
+        status = kvt_session_append(sparse_session_, ids.data(), ids.size(), &err);
+        if (status != KVT_OK) {
+            kvt_session_truncate(session_, tokens_, nullptr);
+        }
+    }
+    if (status != KVT_OK) {
+        return failed(why, status, "adding tokens to the session", err);
+    }
+    exact_ += exact_ == tokens_ ? (uint32_t) exact : 0;
+    tokens_ += (uint32_t) n;
+    return KVT_OK;
 }
 
 kvt_status_t backing::truncate(uint32_t tokens, uint32_t policy_tokens, kvt_llama_why_t *why) {
@@ -174,6 +234,13 @@ kvt_status_t backing::truncate(uint32_t tokens, uint32_t policy_tokens, kvt_llam
     kvt_status_t status = kvt_sparse_truncate(policy_, policy_tokens, &err);
     if (status == KVT_OK) {
         status = kvt_session_truncate(session_, tokens, &err);
+    }
+    if (status == KVT_OK && sparse_session_) {
+        status = kvt_session_truncate(sparse_session_, tokens, &err);
+    }
+    if (status == KVT_OK) {
+        tokens_ = tokens;
+        exact_ = std::min(exact_, tokens);
     }
     return status == KVT_OK ? KVT_OK : failed(why, status, "cutting the sequence", err);
 }
@@ -211,8 +278,32 @@ kvt_status_t backing::finish(kvt_op_t **op, const char *doing, kvt_llama_why_t *
     return status;
 }
 
+// Whole blocks from here on have tokens that were computed sparsely, and are elsewhere.
+uint32_t backing::exact_end() const {
+    return sparse_session_ ? exact_ / block_tokens_ * block_tokens_ : UINT32_MAX;
+}
+
 kvt_status_t backing::put(uint32_t first, uint32_t n, const std::vector<place> &layers,
                           bool is_durable, kvt_llama_why_t *why) {
+    const uint32_t end = exact_end();
+    const uint32_t exact = end > first ? std::min(n, end - first) : 0;
+    kvt_status_t status = KVT_OK;
+    if (exact > 0) {
+        status = put_run(session_, first, exact, layers, is_durable, why);
+    }
+    if (status == KVT_OK && exact < n) {
+        std::vector<place> rest;
+        for (const place &layer : layers) {
+            rest.push_back(layer.behind(exact, model_));
+        }
+        status = put_run(sparse_session_, first + exact, n - exact, rest, is_durable, why);
+    }
+    return status;
+}
+
+kvt_status_t backing::put_run(const kvt_session_t *session, uint32_t first, uint32_t n,
+                              const std::vector<place> &layers, bool is_durable,
+                              kvt_llama_why_t *why) {
     std::vector<kvt_view_t> k, v;
     for (const place &layer : layers) {
         k.push_back(view(layer.k, layer.k_pages, layer.page_tokens, model_.k_row_bytes));
@@ -230,13 +321,14 @@ kvt_status_t backing::put(uint32_t first, uint32_t n, const std::vector<place> &
     submit.deadline_ns = now_ns() + wait_ns / 2;
     kvt_error_t *err = nullptr;
     kvt_op_t *op = nullptr;
-    kvt_status_t status = kvt_session_put(session_, &move, &submit, &op, &err);
+    const auto put_it = [&] { return kvt_session_put(session, &move, &submit, &op, &err); };
+    kvt_status_t status = patiently(&err, put_it);
     if (status == KVT_E_UNAVAILABLE && move.level != KVT_LEVEL_RAM) {
         // A store that was lent does not say before that it has no disk.
         has_disk_ = false;
         move.level = KVT_LEVEL_RAM;
         kvt_error_free(&err);
-        status = kvt_session_put(session_, &move, &submit, &op, &err);
+        status = patiently(&err, put_it);
     }
     return status == KVT_OK ? finish(&op, "storing blocks", why)
                             : failed(why, status, "storing blocks", err);
@@ -244,27 +336,44 @@ kvt_status_t backing::put(uint32_t first, uint32_t n, const std::vector<place> &
 
 kvt_status_t backing::get(uint32_t layer, const std::vector<uint32_t> &blocks, const place &to,
                           kvt_llama_why_t *why) {
+    const auto middle =
+        std::lower_bound(blocks.begin(), blocks.end(), exact_end() / block_tokens_);
+    const size_t exact = (size_t) (middle - blocks.begin()), rest = blocks.size() - exact;
+    kvt_status_t status = KVT_OK;
+    if (exact > 0) {
+        status = get_run(session_, layer, blocks.data(), exact, to, why);
+    }
+    if (status == KVT_OK && rest > 0) {
+        status = get_run(sparse_session_, layer, blocks.data() + exact, rest,
+                         to.behind((uint32_t) exact * block_tokens_, model_), why);
+    }
+    return status;
+}
+
+kvt_status_t backing::get_run(const kvt_session_t *session, uint32_t layer, const uint32_t *blocks,
+                              size_t count, const place &to, kvt_llama_why_t *why) {
     const kvt_view_t k = view(to.k, to.k_pages, to.page_tokens, model_.k_row_bytes);
     const kvt_view_t v = view(to.v, to.v_pages, to.page_tokens, model_.v_row_bytes);
     kvt_move_t move = KVT_MOVE_INIT;
-    move.tokens = (uint64_t) (blocks.back() + 1) * block_tokens_;
+    move.tokens = (uint64_t) (blocks[count - 1] + 1) * block_tokens_;
     move.first_layer = layer;
     move.layers = 1;
     move.k = &k;
     move.v = &v;
     move.stride_bytes = sizeof(kvt_view_t);
-    move.chunks = blocks.data();
-    move.chunk_count = blocks.size();
+    move.chunks = blocks;
+    move.chunk_count = count;
     kvt_submit_opts_t submit = KVT_SUBMIT_OPTS_INIT;
     submit.deadline_ns = now_ns() + wait_ns / 2;
     kvt_error_t *err = nullptr;
     kvt_op_t *op = nullptr;
-    const kvt_status_t status = kvt_session_get(session_, &move, &submit, &op, &err);
+    const kvt_status_t status = patiently(
+        &err, [&] { return kvt_session_get(session, &move, &submit, &op, &err); });
     return status == KVT_OK ? finish(&op, "loading blocks", why)
                             : failed(why, status, "loading blocks", err);
 }
 
-kvt_status_t backing::lookup(const llama_token *tokens, size_t n, size_t &found,
+kvt_status_t backing::lookup(const llama_token *tokens, size_t n, size_t &found, size_t &exact,
                              kvt_llama_why_t *why) {
     std::vector<uint32_t> ids(tokens, tokens + n);
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
@@ -275,22 +384,51 @@ kvt_status_t backing::lookup(const llama_token *tokens, size_t n, size_t &found,
         return failed(why, status, "looking for stored blocks", err);
     }
     kvt_error_free(&err);
-    found = (size_t) sum.reusable_tokens;
+    found = exact = (size_t) sum.reusable_tokens;
+    return sparse_space_ ? lookup_sparse(ids.data(), ids.size(), found, why) : KVT_OK;
+}
+
+// What is there behind the first `found`.
+kvt_status_t backing::lookup_sparse(const uint32_t *tokens, size_t n, size_t &found,
+                                    kvt_llama_why_t *why) const {
+    std::vector<kvt_range_t> ranges(n / block_tokens_ + 1);
+    uint64_t count = 0;
+    kvt_error_t *err = nullptr;
+    const kvt_status_t status =
+        kvt_namespace_lookup(sparse_space_, tokens, n, ranges.data(), ranges.size(),
+                             sizeof(kvt_range_t), &count, nullptr, &err);
+    if (status != KVT_OK) {
+        return failed(why, status, "looking for stored blocks", err);
+    }
+    ranges.resize(count);
+    for (const kvt_range_t &range : ranges) {
+        const uint64_t end = range.first_token + range.tokens;
+        if (range.state == KVT_RANGE_HIT && range.first_token <= found && end > found) {
+            found = (size_t) end;
+        }
+    }
     return KVT_OK;
 }
 
 // What has no name is nobody's afterwards: its blocks make room at once.
-kvt_status_t backing::close(kvt_llama_why_t *why) {
+void backing::end() {
     kvt_sparse_close(&policy_);
     kvt_session_close(&session_);
+    kvt_session_close(&sparse_session_);
     if (space_ && !has_name_) {
         kvt_namespace_clear(space_, now_ns() + wait_ns, nullptr, nullptr);
     }
     kvt_namespace_close(&space_);
+    kvt_namespace_close(&sparse_space_);
+    tokens_ = exact_ = 0;
     if (reserved_bytes_) {
         kvt_account_release(account_, KVT_TIER_HOST, reserved_bytes_, nullptr);
         reserved_bytes_ = 0;
     }
+}
+
+kvt_status_t backing::close(kvt_llama_why_t *why) {
+    end();
     kvt_error_t *err = nullptr;
     kvt_status_t status = kvt_store_close(&store_, now_ns() + wait_ns, &err);
     if (status != KVT_OK) {

@@ -78,7 +78,7 @@ kvt_status_t block_select::make(const policy_source &source, uint32_t block_toke
 void block_select::begin_graph(bool is_own, bool is_audit) {
     is_own_ = is_own;
     is_audit_ = is_own && is_audit;
-    has_audit_ = false;
+    has_audit_ = has_narrowed_ = false;
     masks_.clear();
     for (pool &of : pools_) {
         of.is_narrowed = false;
@@ -307,7 +307,7 @@ void block_select::narrow(pool &of) {
         return;
     }
     ggml_backend_tensor_set(of.mask, row_.data(), 0, row_.size());
-    of.is_narrowed = true;
+    of.is_narrowed = has_narrowed_ = true;
 }
 
 kvt_status_t block_select::at_attention(const roles &found, int il, std::string &words) {
@@ -340,7 +340,8 @@ kvt_status_t block_select::at_attention(const roles &found, int il, std::string 
         return status;
     }
     keep_query(layer, il);
-    if ((uint32_t) il < policy_.traits().dense_layers) {
+    // Nobody asks the first layers by queries of a layer before them.
+    if ((uint32_t) il < std::max(policy_.traits().dense_layers, policy_.traits().ahead)) {
         restore(of);
         return KVT_OK;
     }

@@ -51,6 +51,8 @@ class block_select {
     // Keys have changed where they lie, or may have.
     void forget();
 
+    // Some layer of this graph does not see all that the engine meant it to see.
+    bool has_narrowed() const { return has_narrowed_; }
     bool is_audited_now() const { return is_audit_ && has_audit_; }
     const select_counts &counts() const { return counts_; }
     uint64_t rows_read() const { return reader_.rows(); }
@@ -81,7 +83,7 @@ class block_select {
     attention_shape shape_;
     bool has_shape_ = false; // heads are known
     uint32_t n_window_ = 0;
-    bool is_own_ = false, is_audit_ = false, has_audit_ = false;
+    bool is_own_ = false, is_audit_ = false, has_audit_ = false, has_narrowed_ = false;
     std::vector<ggml_tensor *> masks_; // of this graph, in the order in which layers use them
     std::vector<pool> pools_;
     std::vector<size_t> sealed_; // blocks that the policy knows, by layer

@@ -122,6 +122,9 @@ kvt_status_t token_evict::evict(llama_memory_t memory, llama_seq_id seq, std::st
     // Layers that keep all have no list: every token has their vote, which changes nothing but how
     // many stay.
     longest = answers < shape_.layers ? kept_.size() : longest;
+    // The newest stays whatever is said: the engine wants the next position to follow it.
+    longest = std::max<size_t>(longest, 1);
+    votes_[kept_.back()] = UINT32_MAX;
     if (longest >= kept_.size()) {
         return KVT_OK;
     }

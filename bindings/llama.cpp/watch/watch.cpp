@@ -188,6 +188,7 @@ bool kvt_llama_watch_t::at_attention(int il) {
     }
     const kvt_status_t status = own_->evict ? own_->evict->at_attention(roles_, il, words)
                                             : own_->select->at_attention(roles_, il, words);
+    own_->is_narrowed = own_->is_narrowed || (own_->select && own_->select->has_narrowed());
     if (status != KVT_OK) {
         fail(status, il, words);
         return false;
@@ -332,12 +333,13 @@ kvt_status_t kvt_llama_watch_t::begin_batch(const llama_batch &batch, std::strin
     is_single_ = batch.n_tokens == 1;
     const uint32_t every = own_->audit_every;
     is_audit_ = own_->select && is_single_ && every && ++own_->n_steps % every == 0;
-    if (!own_->evict) {
-        return KVT_OK;
-    }
     llama_memory_t memory = llama_get_memory(ctx_);
     if (llama_memory_seq_pos_max(memory, facts.seq) < 0) {
         own_->evicted = 0;
+        own_->is_narrowed = false;
+    }
+    if (!own_->evict) {
+        return KVT_OK;
     }
     return own_->evict->begin_batch(memory, facts.seq, facts.positions.data(),
                                     facts.positions.size(), facts.is_asked, words);
@@ -393,6 +395,11 @@ kvt_status_t kvt_llama_watch_t::evicted(llama_seq_id seq, uint64_t &out) const {
     const auto found = served_.find(seq);
     out = found == served_.end() ? 0 : found->second.evicted;
     return KVT_OK;
+}
+
+bool kvt_llama_watch_t::is_exact(llama_seq_id seq) const {
+    const auto found = served_.find(seq);
+    return found == served_.end() || (!found->second.evicted && !found->second.is_narrowed);
 }
 
 void kvt_llama_watch_t::changed(llama_seq_id seq) {

@@ -23,6 +23,7 @@ struct served {
     uint32_t audit_every = 0;
     uint64_t n_steps = 0;
     uint64_t evicted = 0; // since the sequence was empty
+    bool is_narrowed = false; // since then: a token was computed that did not see all
 };
 
 // A batch as it is decoded: what the caller left out is filled in.
@@ -43,6 +44,7 @@ struct kvt_llama_watch_t {
     kvt_status_t set_policy(llama_seq_id seq, const kvt_llama_sparse_opts_t &opts, std::string &words);
     kvt_status_t decode(llama_batch batch, int32_t &rc, std::string &words);
     kvt_status_t evicted(llama_seq_id seq, uint64_t &out) const;
+    bool is_exact(llama_seq_id seq) const;
     void changed(llama_seq_id seq);
     void stats(kvt_llama_watch_stats_t &out) const;
 

@@ -19,8 +19,10 @@
  *     kvt_llama_longer_close(&longer, &why);
  *
  * One object serves one sequence of one context, on the thread that uses the context. While it is
- * bound, nothing else touches that sequence or the one whose cells it holds. It may be closed before
- * its context: that then must not be decoded with any more, for the context still has the callback.
+ * bound, nothing else touches that sequence or the one whose cells it holds, and no other sequence
+ * has cells of the context: it counts on all of them, and tokens that find none are refused
+ * (KVT_E_BUSY). It may be closed before its context: that then must not be decoded with any more, for
+ * the context still has the callback.
  */
 #ifndef KVTIER_LLAMA_LONGER_H
 #define KVTIER_LLAMA_LONGER_H
@@ -48,11 +50,16 @@ typedef struct kvt_llama_longer_opts_t {
 
     /**
      * Under which name the sequence is in the store, to be gone on with later (_save, _resume).
-     * Nobody else's KV is under it, and what is there is as it was computed: exactly, or sparsely.
-     * Null = it is gone when this is closed.
+     * Nobody else's KV is under it. What was computed with everything is found by contexts of any
+     * size; what was computed sparsely only where spec, block_tokens, sinks, slots, parts and cells
+     * are the same. Null = it is gone when this is closed.
      */
     const char *name;
-    /** What identifies the model's weights; needed with a name. */
+    /**
+     * What identifies the model's weights; needed with a name. How they are used is looked at beside
+     * it (versions of the engine, RoPE and YaRN of the params, types of K and V, metadata of the
+     * file), but for `adapters` below.
+     */
     const char *model_id;
 
     /**
@@ -80,6 +87,11 @@ typedef struct kvt_llama_longer_opts_t {
     llama_seq_id held_seq;
     /** KVT_LLAMA_LONGER_* below. */
     uint32_t flags;
+    /**
+     * What the engine does not tell of and changes KV: adapters (LoRA, control vectors) of the context
+     * and their scales, metadata that was overridden when the model was loaded. Null = nothing.
+     */
+    const char *adapters;
 } kvt_llama_longer_opts_t;
 
 /**
@@ -110,7 +122,8 @@ kvt_status_t kvt_llama_longer_open(const kvt_llama_longer_opts_t *opts, struct l
 /**
  * Takes a context that was made from these params, and is empty. Its graph is looked at once, by
  * decoding a token that is taken back. KVT_E_UNSUPPORTED with words where it cannot be served:
- * sliding windows, recurrent layers, latents (MLA), no flash attention, ALiBi.
+ * sliding windows, recurrent layers, latents (MLA), no flash attention, ALiBi. May be called again
+ * after a failure.
  */
 kvt_status_t kvt_llama_longer_bind(kvt_llama_longer_t *longer, struct llama_context *ctx,
                                    kvt_llama_why_t *why);
@@ -119,7 +132,8 @@ kvt_status_t kvt_llama_longer_bind(kvt_llama_longer_t *longer, struct llama_cont
  * Decodes tokens behind those that the sequence has. Logits of the last one are there afterwards
  * (llama_get_logits_ith(ctx, -1)). After a failure the sequence has the parts that were computed
  * whole (_stats, tokens), and may be gone on with: KVT_E_BUDGET means that the store is full,
- * KVT_E_NOT_FOUND that it has lost a block, KVT_E_BUSY that llama_decode has failed.
+ * KVT_E_NOT_FOUND that it has lost a block, KVT_E_BUSY that llama_decode has failed, KVT_E_AGAIN
+ * that others have kept the store busy for five seconds.
  */
 kvt_status_t kvt_llama_longer_decode(kvt_llama_longer_t *longer, const llama_token *tokens, size_t n_tokens,
                                      kvt_llama_why_t *why);
@@ -139,7 +153,8 @@ kvt_status_t kvt_llama_longer_save(kvt_llama_longer_t *longer, kvt_llama_why_t *
 /**
  * Makes an empty sequence one of the first `*out_tokens` of these tokens, as far as the store has
  * them under this name: whole blocks, and the last token is left to decode. They may come from a
- * context of another size (of the same model and types of K and V), where they were computed exactly.
+ * context of another size (of the same model, settings of RoPE, adapters, block_tokens and types of K
+ * and V), where they were computed exactly.
  */
 kvt_status_t kvt_llama_longer_resume(kvt_llama_longer_t *longer, const llama_token *tokens, size_t n_tokens,
                                      size_t *out_tokens, kvt_llama_why_t *why);
@@ -174,7 +189,10 @@ kvt_status_t kvt_llama_longer_stats(const kvt_llama_longer_t *longer, kvt_llama_
 kvt_status_t kvt_llama_longer_chosen(const kvt_llama_longer_t *longer, uint32_t layer, uint32_t *blocks,
                                      size_t room, size_t *count_out);
 
-/** Closes it and clears the pointer. The context may be freed before or after it. */
+/**
+ * Closes it and clears the pointer. The context may be freed before or after it. After a failure, of
+ * an own store that cannot be closed, the pointer is as it was: it may only be closed again.
+ */
 kvt_status_t kvt_llama_longer_close(kvt_llama_longer_t **longer, kvt_llama_why_t *why);
 
 #ifdef __cplusplus

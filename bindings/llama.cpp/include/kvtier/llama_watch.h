@@ -45,7 +45,11 @@ typedef struct kvt_llama_watch_opts_t {
     void *on_layer_data;
 } kvt_llama_watch_opts_t;
 
+#ifdef __cplusplus
+#define KVT_LLAMA_WATCH_OPTS_INIT {}
+#else
 #define KVT_LLAMA_WATCH_OPTS_INIT {0}
+#endif
 
 /** Opens a watch for contexts on `model`. */
 kvt_status_t kvt_llama_watch_open(const struct llama_model *model, const kvt_llama_watch_opts_t *opts,
@@ -80,7 +84,11 @@ typedef struct kvt_llama_sparse_opts_t {
     uint32_t audit_every;
 } kvt_llama_sparse_opts_t;
 
+#ifdef __cplusplus
+#define KVT_LLAMA_SPARSE_OPTS_INIT {}
+#else
 #define KVT_LLAMA_SPARSE_OPTS_INIT {0}
+#endif
 
 /**
  * Gives a sequence a policy, or takes it away. Policies that go by attention or keys want to see all
@@ -104,12 +112,20 @@ kvt_status_t kvt_llama_watch_policy(kvt_llama_watch_t *watch, llama_seq_id seq,
 kvt_status_t kvt_llama_watch_decode(kvt_llama_watch_t *watch, struct llama_batch batch, int32_t *rc,
                                     kvt_llama_why_t *why);
 
-/**
- * How many tokens have left a sequence since it was empty. Where that is not 0, its KV is no longer
- * what its tokens would give: it must not be stored for others (kvt_llama_commit), only for itself.
- */
+/** How many tokens have left a sequence since it was empty. */
 kvt_status_t kvt_llama_watch_evicted(const kvt_llama_watch_t *watch, llama_seq_id seq,
                                      uint64_t *out_tokens);
+
+/**
+ * Whether the KV of a sequence is what its tokens give: since it was empty no token has left it
+ * (_evicted), and no block policy has masked anything for a token that was computed. Where it is 0
+ * the KV must not be stored for others (kvt_llama_commit), only for itself.
+ *
+ * The watch sees that a sequence was empty when its policy is set, and at _decode. Of what came from
+ * elsewhere it knows nothing: a copy (llama_memory_seq_cp) or a restored state of a sequence that is
+ * not exact is not exact either, though this, and _evicted, say so of the first one only.
+ */
+kvt_status_t kvt_llama_watch_is_exact(const kvt_llama_watch_t *watch, llama_seq_id seq, int *out_exact);
 
 /**
  * The cells of a sequence were changed by other means than decoding, and their numbers may be others

@@ -270,6 +270,43 @@ void follows_the_sequence(llama_model *model) {
     CHECK(w.stats().ended == 0);
 }
 
+// A policy of ours that keeps the first token alone.
+kvt_status_t keep_first(void *, uint32_t, const kvt_sparse_context_t *, kvt_keep_t *out) {
+    static uint32_t starts[2] = {0, 1}, items[1] = {0};
+    out->starts = starts;
+    out->start_count = 2;
+    out->items = items;
+    out->item_count = 1;
+    return KVT_OK;
+}
+
+// The newest token stays whatever a policy says: the engine wants the next one behind it.
+void newest_stays(llama_model *model) {
+    const std::vector<llama_token> tokens = any_tokens(model, n_all, 14);
+    watched w(model, params(512, false));
+    kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
+    traits.caps = KVT_SPARSE_EVICT_PREFILL | KVT_SPARSE_EVICT_DECODE;
+    traits.scope = KVT_SCOPE_LAYER;
+    traits.granularity = KVT_GRANULARITY_TOKEN;
+    kvt_sparse_custom_t custom = KVT_SPARSE_CUSTOM_INIT;
+    custom.traits = &traits;
+    custom.evict = keep_first;
+    kvt_llama_sparse_opts_t opts = KVT_LLAMA_SPARSE_OPTS_INIT;
+    opts.custom = &custom;
+    CHECK(kvt_llama_watch_policy(w.watch, 0, &opts, &w.why) == KVT_OK);
+    for (size_t i = 0; i < 20;) {
+        const size_t end = i == 0 ? 16 : i + 1;
+        CHECK(w.decode(tokens, i, end) == KVT_OK && w.rc == 0);
+        CHECK(w.evicted() == end - 1 && !w.is_exact());
+        i = end;
+    }
+
+    // Without a policy it is what it was; empty, it is another sequence.
+    CHECK(w.policy(0, nullptr) == KVT_OK && w.evicted() == 19 && !w.is_exact());
+    llama_memory_clear(llama_get_memory(w.ctx.get()), true);
+    CHECK(w.decode(tokens, 0, 16) == KVT_OK && w.evicted() == 0 && w.is_exact());
+}
+
 } // namespace
 
 int main() {
@@ -296,6 +333,7 @@ int main() {
             others_are_untouched(model.get(), true);
             others_are_untouched(model.get(), false);
             follows_the_sequence(model.get());
+            newest_stays(model.get());
         }
     }
     for (const char *name : {"tiny-swa.gguf", "gemma3.gguf"}) {

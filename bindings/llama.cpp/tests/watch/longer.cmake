@@ -13,6 +13,7 @@ set_target_properties(watch_longer_c PROPERTIES C_STANDARD 99 C_EXTENSIONS OFF)
 kvtier_longer_test(watch_longer_cells longer_cells.cpp)
 kvtier_longer_test(watch_longer longer.cpp TIMEOUT 600 ARGS ${_longer_texts})
 kvtier_longer_test(watch_longer_life longer_life.cpp ARGS ${_longer_texts})
+kvtier_longer_test(watch_longer_shared longer_shared.cpp ARGS ${_longer_texts})
 # Measures; no test.
 add_executable(watch_longer_bench longer_bench.cpp)
 target_compile_options(watch_longer_bench PRIVATE ${_warnings})

@@ -39,6 +39,16 @@ inline bool ok(kvt_status_t status, const kvt_llama_why_t &why, const char *what
     return status == KVT_OK;
 }
 
+inline bool refused(kvt_status_t status, kvt_status_t wanted, const kvt_llama_why_t &why,
+             const char *word) {
+    const bool is_so = status == wanted && std::strstr(why.text, word);
+    if (!is_so) {
+        std::fprintf(stderr, "status %d, not %d: \"%s\" without \"%s\"\n", (int) status,
+                     (int) wanted, why.text, word);
+    }
+    return is_so;
+}
+
 inline served serve(llama_model *model, const kvt_llama_longer_opts_t &opts,
                     llama_context_params p) {
     served out;
@@ -207,9 +217,10 @@ struct shared_store {
     kvt_account_t *account = nullptr;
     kvt_store_t *store = nullptr;
 
-    explicit shared_store(const std::string &spec, const char *faults = "") {
+    explicit shared_store(const std::string &spec, const char *faults = "", uint32_t ops = 0) {
         kvt_runtime_opts_t r = KVT_RUNTIME_OPTS_INIT;
         r.workers = 2;
+        r.max_ops = ops;
         r.faults = faults;
         r.faults_bytes = std::strlen(faults);
         CHECK(kvt_runtime_open(&r, &runtime, nullptr) == KVT_OK);

@@ -2,7 +2,6 @@
 #include "longer.hpp"
 
 #include <filesystem>
-#include <thread>
 #include <unistd.h>
 
 using namespace watch_test;
@@ -26,20 +25,11 @@ struct folder {
     }
 };
 
-bool refused(kvt_status_t status, kvt_status_t wanted, const kvt_llama_why_t &why,
-             const char *word) {
-    const bool is_so = status == wanted && std::strstr(why.text, word);
-    if (!is_so) {
-        std::fprintf(stderr, "status %d, not %d: \"%s\" without \"%s\"\n", (int) status,
-                     (int) wanted, why.text, word);
-    }
-    return is_so;
-}
-
 void refuses_opts() {
     kvt_llama_why_t why;
     kvt_llama_longer_t *longer = nullptr;
     const auto open_with = [&](const kvt_llama_longer_opts_t &opts, llama_context_params p) {
+        longer = reinterpret_cast<kvt_llama_longer_t *>(&why);
         const kvt_status_t status = kvt_llama_longer_open(&opts, &p, &longer, &why);
         CHECK(longer == nullptr);
         return status;
@@ -268,37 +258,6 @@ void again(llama_model *model, const std::vector<llama_token> &text) {
     CHECK(stats_of(s).tokens == 790);
 }
 
-// Sequences of several threads in one store do not disturb each other.
-void crowd(llama_model *model, const std::vector<llama_token> &text) {
-    constexpr size_t users = 4, length = 700;
-    shared_store store("store(host=64MiB)");
-    kvt_llama_longer_opts_t opts = KVT_LLAMA_LONGER_OPTS_INIT;
-    opts.store = store.store;
-    opts.account = store.account;
-    opts.flags = KVT_LLAMA_LONGER_ORDERED;
-    std::vector<served> all;
-    std::vector<std::vector<float>> ends(users);
-    for (size_t i = 0; i < users; i++) {
-        all.push_back(serve(model, opts, small()));
-    }
-    const auto work = [&](size_t i) {
-        const llama_token *from = text.data() + i % 2 * 1000;
-        kvt_llama_why_t why;
-        if (kvt_llama_longer_decode(all[i].longer.get(), from, length, &why) == KVT_OK) {
-            ends[i] = logits(all[i].ctx.get());
-        }
-    };
-    std::vector<std::thread> threads;
-    for (size_t i = 0; i < users; i++) {
-        threads.emplace_back(work, i);
-    }
-    for (std::thread &thread : threads) {
-        thread.join();
-    }
-    CHECK(same_bits(ends[0], ends[2]) && same_bits(ends[1], ends[3]));
-    CHECK(distance(ends[0], ends[1]) > 0);
-}
-
 // A callback that was there before is called, and may end the computation: the token did not
 // happen.
 void ended(llama_model *model, const std::vector<llama_token> &text) {
@@ -380,6 +339,17 @@ void restart(llama_model *model, const std::vector<llama_token> &text, const fs:
         CHECK(feed(s, text.data() + 900, 20));
     }
     resumed(model, opts, small(), text, 901, 896);
+    // What was computed sparsely is for those who choose likewise, the rest for contexts of any size.
+    resumed(model, opts, params(1024, true), text, 901, cells);
+    opts.part_tokens = 8;
+    resumed(model, opts, small(), text, 901, cells);
+    opts.part_tokens = 0;
+    // In contexts that compute K and V in another way nothing is found.
+    llama_context_params turned = small();
+    turned.rope_freq_base = 5000;
+    resumed(model, opts, turned, text, 901, 0);
+    opts.adapters = "an adapter, 0.5";
+    resumed(model, opts, small(), text, 901, 0);
 }
 
 } // namespace
@@ -399,7 +369,6 @@ int main(int argc, char **argv) {
     fs::create_directories(here.path / "lost");
     lost(model.get(), text, here.path / "lost");
     again(model.get(), text);
-    crowd(model.get(), text);
     ended(model.get(), text);
     fs::create_directories(here.path / "restart");
     restart(model.get(), text, here.path / "restart");

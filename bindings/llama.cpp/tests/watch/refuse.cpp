@@ -47,7 +47,7 @@ void refuses_specs(llama_model *model) {
 }
 
 void refuses_arguments(llama_model *model) {
-    kvt_llama_watch_t *watch = nullptr;
+    kvt_llama_watch_t *watch = reinterpret_cast<kvt_llama_watch_t *>(&model);
     kvt_llama_why_t why;
     CHECK(kvt_llama_watch_open(nullptr, nullptr, &watch, &why) == KVT_E_INVALID && !watch);
     CHECK(kvt_llama_watch_open(model, nullptr, nullptr, nullptr) == KVT_E_INVALID);
@@ -61,6 +61,7 @@ void refuses_arguments(llama_model *model) {
           KVT_E_INVALID);
     CHECK(kvt_llama_watch_stats(watch, nullptr) == KVT_E_INVALID);
     CHECK(kvt_llama_watch_evicted(nullptr, 0, nullptr) == KVT_E_INVALID);
+    CHECK(kvt_llama_watch_is_exact(watch, 0, nullptr) == KVT_E_INVALID);
     CHECK(kvt_llama_watch_changed(nullptr, 0) == KVT_E_INVALID);
     CHECK(kvt_llama_watch_fault(watch, &why) == KVT_OK && why.text[0] == 0);
     CHECK(kvt_llama_watch_close(&watch) == KVT_OK && !watch);

@@ -35,6 +35,7 @@ void keep_all_is_plain(llama_model *model, bool flash, const char *spec, uint32_
     CHECK(equal == wanted.size());
     CHECK(w.stats().sparse_tokens == n_all - n_prompt && w.stats().masked_cells == 0);
     CHECK(w.stats().ended == 0 && kvt_llama_watch_fault(w.watch, nullptr) == KVT_OK);
+    CHECK(w.is_exact());
 }
 
 // A policy of ours that takes every other block, and the last one.
@@ -85,7 +86,7 @@ void masked_is_removed(llama_model *model, llama_context_params p) {
         kvt_llama_sparse_opts_t opts = {};
         opts.custom = &custom;
         CHECK(kvt_llama_watch_policy(w.watch, 0, &opts, &w.why) == KVT_OK);
-        CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK);
+        CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK && w.is_exact());
         context_ptr other = open(model, p);
         CHECK(decode(other.get(), tokens, 0, n_prompt));
         llama_memory_seq_cp(llama_get_memory(other.get()), 0, 1, -1, -1);
@@ -110,8 +111,36 @@ void masked_is_removed(llama_model *model, llama_context_params p) {
         CHECK(stats.sparse_layers == (n_all - n_prompt) * (uint64_t) llama_model_n_layer(model));
         CHECK(stats.masked_cells > 0 && stats.masked_cells < stats.seen_cells);
         CHECK(released == 0);
+
+        // What was computed stays what it is without the policy, until the sequence is empty.
+        CHECK(!w.is_exact() && w.evicted() == 0);
+        CHECK(w.policy(0, nullptr) == KVT_OK && !w.is_exact() && w.is_exact(1));
+        llama_memory_clear(llama_get_memory(w.ctx.get()), true);
+        CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK && w.is_exact());
     }
     CHECK(released == 1);
+}
+
+// Queries of an earlier layer are wanted where there is none: the first layers see everything.
+void first_layers_see_all(llama_model *model) {
+    const std::vector<llama_token> tokens = any_tokens(model, n_all, 7);
+    const uint64_t layers = (uint64_t) llama_model_n_layer(model);
+    int released = 0;
+    watched w(model, params(1024, true));
+    kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
+    traits.caps = KVT_SPARSE_LOAD_DECODE;
+    traits.needs = KVT_NEEDS_KEYS | KVT_NEEDS_QUERIES;
+    traits.scope = KVT_SCOPE_LAYER;
+    traits.granularity = KVT_GRANULARITY_BLOCK;
+    traits.flags = KVT_SPARSE_SELECTS;
+    traits.ahead = 1;
+    const kvt_sparse_custom_t custom = even_blocks(traits, released);
+    kvt_llama_sparse_opts_t opts = KVT_LLAMA_SPARSE_OPTS_INIT;
+    opts.custom = &custom;
+    CHECK(kvt_llama_watch_policy(w.watch, 0, &opts, &w.why) == KVT_OK);
+    CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK);
+    CHECK(w.decode(tokens, n_prompt, n_prompt + 1) == KVT_OK && w.rc == 0);
+    CHECK(w.stats().sparse_layers == layers - 1);
 }
 
 // Quest in one sequence, nothing in the other: the other is what it is beside a plain one.
@@ -253,6 +282,7 @@ int main() {
             keep_all_is_plain(model.get(), flash, "quest(budget=4096)", 0);
             keep_all_is_plain(model.get(), flash, "full", 16);
             masked_is_removed(model.get(), params(1024, flash));
+            first_layers_see_all(model.get());
             others_are_untouched(model.get(), flash, true);
             others_are_untouched(model.get(), flash, false);
             follows_the_cells(model.get(), flash);

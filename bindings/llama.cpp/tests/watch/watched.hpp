@@ -65,6 +65,12 @@ struct watched {
         return tokens;
     }
 
+    bool is_exact(llama_seq_id seq = 0) const {
+        int exact = -1;
+        CHECK(kvt_llama_watch_is_exact(watch, seq, &exact) == KVT_OK);
+        return exact != 0;
+    }
+
     kvt_llama_watch_stats_t stats() const {
         kvt_llama_watch_stats_t out = {};
         CHECK(kvt_llama_watch_stats(watch, &out) == KVT_OK);
