@@ -8,9 +8,18 @@ BLOCK = 64
 DIGEST_BYTES = 12
 
 
-def chain(identity, text):
-    """A digest for each whole block of the text; equal digests mean equal text from the start on."""
-    digests, last = [], identity.encode()
+def lora_of(request):
+    """The adapters of a request, as text; empty where it has none of its own."""
+    lora = request.get("lora")
+    return json.dumps(lora, sort_keys=True) if lora else ""
+
+
+def chain(identity, text, lora=""):
+    """A digest for each whole block of the text; equal digests mean equal text from the start on, and the
+    same model and adapters. None at all of a model that is not known."""
+    if identity is None:
+        return []
+    digests, last = [], f"{identity}\0{lora}".encode()
     for at in range(0, len(text) - len(text) % BLOCK, BLOCK):
         block = text[at:at + BLOCK].encode("utf-8", "surrogatepass")
         last = hashlib.blake2b(last + b"\0" + block, digest_size=DIGEST_BYTES).digest()
