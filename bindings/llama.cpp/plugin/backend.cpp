@@ -50,7 +50,9 @@ public:
         const ggml_status status = compute(graph_->n_nodes);
         if (status == GGML_STATUS_SUCCESS) {
             for (const Needs & one : seen_) {
-                one.weights->rest();
+                if (!one.weights->rest(why_)) {
+                    return GGML_STATUS_FAILED;
+                }
             }
         }
         return status;

@@ -15,6 +15,12 @@ Buffer & of(ggml_backend_buffer_t buffer) {
     return *static_cast<Buffer *>(buffer->context);
 }
 
+// Addresses without memory may be behind it.
+bool is_of_weights(const ggml_tensor * tensor) {
+    const ggml_tensor * root = tensor->view_src ? tensor->view_src : tensor;
+    return buffer_is_ours(root->buffer) && of(root->buffer).weights;
+}
+
 // Of a view the offset in what it is a view of.
 uint64_t offset_in(const ggml_tensor * tensor, size_t offset) {
     return tensor->view_src ? tensor->view_offs + offset : offset;
@@ -39,23 +45,37 @@ void * buffer_base(ggml_backend_buffer_t buffer) {
     return of(buffer).base;
 }
 
-void put(const ggml_tensor * tensor, const void * data, size_t offset, size_t bytes) {
+// Of weights also where a copy of the tensor is asked with.
+Record * record_like(const ggml_tensor * tensor) {
     if (Record * record = record_of(tensor)) {
+        return record;
+    }
+    const ggml_tensor * root = tensor->view_src ? tensor->view_src : tensor;
+    return is_of_weights(root) ? of(root->buffer).weights->find_like(root) : nullptr;
+}
+
+void put(const ggml_tensor * tensor, const void * data, size_t offset, size_t bytes) {
+    if (Record * record = record_like(tensor)) {
         const std::lock_guard<std::mutex> guard(weights_lock());
         record->owner->put(*record, data, offset_in(tensor, offset), bytes);
+    } else if (is_of_weights(tensor)) {
+        say(std::string(ggml_get_name(tensor)) + " is no weight that is known: it is not written to");
     } else {
         std::memcpy(static_cast<char *>(tensor->data) + offset, data, bytes);
     }
 }
 
 void get(const ggml_tensor * tensor, void * data, size_t offset, size_t bytes) {
-    if (const Record * record = record_of(tensor)) {
+    if (const Record * record = record_like(tensor)) {
         const std::lock_guard<std::mutex> guard(weights_lock());
         if (!record->owner->get(*record, data, offset_in(tensor, offset), bytes)) {
             // There is no way to say so here. Numbers that are none make it seen further on.
             std::memset(data, 0xff, bytes);
             say(std::string(ggml_get_name(tensor)) + " cannot be read from its file");
         }
+    } else if (is_of_weights(tensor)) {
+        std::memset(data, 0xff, bytes);
+        say(std::string(ggml_get_name(tensor)) + " is no weight that is known: it cannot be read");
     } else {
         std::memcpy(data, static_cast<const char *>(tensor->data) + offset, bytes);
     }
@@ -74,7 +94,7 @@ void buffer_get(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, 
 }
 
 void buffer_memset(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t value, size_t offset, size_t bytes) {
-    if (!record_of(tensor)) {
+    if (!is_of_weights(tensor)) {
         std::memset(static_cast<char *>(tensor->data) + offset, value, bytes);
         return;
     }
@@ -89,7 +109,7 @@ void buffer_memset(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t value, s
 // Contiguous both, as ggml has made sure: bytes are copied as they are.
 bool buffer_copy(ggml_backend_buffer_t, const ggml_tensor * from, ggml_tensor * to) {
     const ggml_backend_buffer_t source = from->view_src ? from->view_src->buffer : from->buffer;
-    if (record_of(to) || record_of(from)) {
+    if (is_of_weights(to) || is_of_weights(from)) {
         return false;
     }
     if (!buffer_is_ours(source) && !ggml_backend_buffer_is_host(source)) {
@@ -114,8 +134,7 @@ void buffer_clear(ggml_backend_buffer_t wrapped, uint8_t value) {
 
 Record * record_of(const ggml_tensor * tensor) {
     const ggml_tensor * root = tensor->view_src ? tensor->view_src : tensor;
-    const bool is_weight = buffer_is_ours(root->buffer) && of(root->buffer).weights;
-    return is_weight ? of(root->buffer).weights->find(root) : nullptr;
+    return is_of_weights(root) ? of(root->buffer).weights->find(root) : nullptr;
 }
 
 ggml_backend_buffer_i buffer_interface() {

@@ -64,6 +64,8 @@ bool Memory::open(std::string & why) {
     if (status == KVT_OK) {
         kvt_budget_opts_t opts = KVT_BUDGET_OPTS_INIT;
         opts.host_bytes = settings().budget_bytes;
+        // Who names a budget has left room for the rest; 0 would be half a gigabyte.
+        opts.reserve_bytes = settings().budget_bytes ? 1 : 0;
         status = kvt_budget_open(runtime_, &opts, &budget_, failure.out());
     }
     if (status == KVT_OK) {

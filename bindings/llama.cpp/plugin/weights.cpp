@@ -173,6 +173,21 @@ Record * Weights::find(const ggml_tensor * tensor) const {
     return at == by_tensor_.end() ? nullptr : at->second;
 }
 
+Record * Weights::find_like(const ggml_tensor * tensor) const {
+    Record * found = nullptr;
+    for (const std::unique_ptr<Record> & record : records_) {
+        const bool is_alike = record->bytes == ggml_nbytes(tensor) && record->tensor->type == tensor->type &&
+                              std::strcmp(record->tensor->name, tensor->name) == 0;
+        if (is_alike && (tensor->data == record->home || tensor->data == record->tensor->data)) {
+            return record.get();
+        }
+        if (is_alike && tensor->name[0]) {
+            found = record.get();
+        }
+    }
+    return found;
+}
+
 bool Weights::settle(char * base, std::string & why) {
     Memory * memory = Memory::get(why);
     if (!memory || !memory->charge(resident_bytes_, "weights that stay", why)) {
@@ -296,21 +311,25 @@ bool Weights::hold(const std::vector<uint32_t> & units, std::string & why) {
                        [&](uint32_t unit) { return has(unit) || acquire(unit, why); });
 }
 
+bool Weights::begin(std::string & why) {
+    Failure failure;
+    const kvt_status_t status = kvt_stream_pass_begin(stream_, failure.out());
+    if (status != KVT_OK) {
+        why = failure.words("the model's file", status);
+    }
+    return status == KVT_OK;
+}
+
 // Units come in the order of the model. One that lies behind the last is of another pass.
 bool Weights::pass_to(uint32_t unit, std::string & why) {
     if (is_passing_ && unit < last_unit_) {
         kvt_stream_pass_end(stream_, nullptr);
         is_passing_ = false;
     }
-    if (!is_passing_) {
-        Failure failure;
-        const kvt_status_t status = kvt_stream_pass_begin(stream_, failure.out());
-        if (status != KVT_OK) {
-            why = failure.words("the model's file", status);
-            return false;
-        }
-        is_passing_ = true;
+    if (!is_passing_ && !begin(why)) {
+        return false;
     }
+    is_passing_ = true;
     last_unit_ = unit;
     return true;
 }
@@ -356,15 +375,17 @@ const char * Weights::address(uint32_t unit) const {
     return static_cast<const char *>(held_.at(unit).address);
 }
 
-void Weights::rest() {
+bool Weights::rest(std::string & why) {
     if (!is_passing_ || last_unit_ + 1 != units_.size()) {
-        return;
+        return true;
     }
     while (!held_.empty()) {
         release(held_.begin()->first);
     }
     kvt_stream_pass_end(stream_, nullptr);
     is_passing_ = false;
+    // Beginning looks at files: what was computed is of one state of them. The next pass begins once more.
+    return begin(why);
 }
 
 void Weights::spread() {

@@ -82,6 +82,8 @@ public:
     Record & record(size_t number) { return *records_[number]; }
     // Any thread: it does not change. Null of a tensor that is none of these.
     Record * find(const ggml_tensor * tensor) const;
+    // The same of a copy of one, by its name: bytes are asked for so where a model is saved.
+    Record * find_like(const ggml_tensor * tensor) const;
 
     void put(Record & record, const void * data, uint64_t from, uint64_t bytes);
     bool get(const Record & record, void * out, uint64_t from, uint64_t bytes) const;
@@ -92,8 +94,9 @@ public:
     bool hold(const std::vector<uint32_t> & units, std::string & why);
     bool has(uint32_t unit) const { return held_.count(unit) != 0; }
     const char * address(uint32_t unit) const;
-    // A graph has ended. With the last unit of the order a pass has, too.
-    void rest();
+    // A graph has ended. With the last unit of the order a pass has, too: false where a file of it was
+    // changed meanwhile.
+    bool rest(std::string & why);
     // There may be more memory than before.
     void spread();
 
@@ -107,6 +110,7 @@ private:
     bool open_stream(std::string & why);
     bool acquire(uint32_t unit, std::string & why);
     void release(uint32_t unit);
+    bool begin(std::string & why);
     bool pass_to(uint32_t unit, std::string & why);
     void point(uint32_t unit, const char * address);
 

@@ -124,6 +124,10 @@ class server {
     }
 
     answer_t talk(const request &asked, const asked_t &how) {
+        // It would end the user's turn, and speak for the model.
+        if (const std::string marker = r_.e.marker_in(asked.prompt); !marker.empty()) {
+            throw failure(exit_usage, "a user's prompt cannot have the model's marker " + marker);
+        }
         auto it = users_.find(asked.user);
         if (it == users_.end()) {
             if (users_.size() >= most_users) {

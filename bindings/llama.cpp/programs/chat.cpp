@@ -34,7 +34,7 @@ class talk {
         if (cut_off) {
             r.out.note("its last answer was cut off; here is all of it:");
             show(so_far);
-            reply(so_far);
+            go_on(so_far);
         }
     }
 
@@ -114,6 +114,22 @@ class talk {
             session_->add("user", text, more, true, anew);
         }
         reply("");
+    }
+
+    // Where there is no room for the rest of it the answer ends as it is: /forget can still be said.
+    void go_on(const std::string &so_far) {
+        try {
+            need_room(r_.k, chat_.tokens);
+        } catch (const failure &what) {
+            r_.done.add_failure();
+            r_.out.end_text();
+            r_.out.note(std::string(what.what()) + ". /forget starts anew.");
+            const tokens_t end = chat_.end_answer(so_far);
+            chat_.add(end);
+            session_->add("assistant", "", end, true, false);
+            return;
+        }
+        reply(so_far);
     }
 
     void reply(const std::string &so_far) {

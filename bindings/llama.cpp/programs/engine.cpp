@@ -2,8 +2,10 @@
 #include "engine.h"
 
 #include "failure.h"
+#include "input.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -29,7 +31,19 @@ void hear(ggml_log_level level, const char *text, void *) {
 
 bool loading(float done, void *data) {
     static_cast<screen *>(data)->bar("loading", (uint64_t) (done * 1000), 1000);
-    return true;
+    return !answer_stopped();
+}
+
+// Who ends the program is given the end of the token that is computed; a disk that hangs has no end.
+bool gives_up(void *) {
+    constexpr uint64_t patience_ns = 5000000000ull;
+    static std::atomic<uint64_t> since_ns{0};
+    if (!program_stopped()) {
+        return false;
+    }
+    uint64_t none = 0;
+    since_ns.compare_exchange_strong(none, now_ns());
+    return now_ns() - since_ns > patience_ns;
 }
 
 } // namespace
@@ -83,6 +97,9 @@ void engine::load(const options &o, screen &out) {
     if (!model_) {
         model_.reset(llama_model_load_from_file(o.model.c_str(), params));
     }
+    if (!model_ && answer_stopped()) {
+        throw failure(exit_interrupted, "stopped");
+    }
     if (!model_) {
         throw failure(exit_model, o.model + " cannot be loaded: " + last_complaint);
     }
@@ -100,6 +117,7 @@ void engine::open_context(const options &o) {
     // One sequence to talk in and one for work on the side, in the same cells.
     params.n_seq_max = 2;
     params.kv_unified = true;
+    params.abort_callback = gives_up;
     for (const auto &p : parts_) {
         p->prepare(model(), params);
     }
@@ -137,6 +155,9 @@ void engine::decode(const llama_token *tokens, size_t n_tokens, bool last) {
             continue;
         }
         const std::string why = trouble();
+        if (status == 2 && program_stopped()) {
+            throw failure(exit_interrupted, "stopped");
+        }
         throw failure(exit_failed, "the engine could not decode: " +
                                        (!why.empty()  ? why
                                         : status == 1 ? "the context is full"
@@ -161,6 +182,15 @@ std::vector<llama_token> engine::tokens_of(const std::string &text, bool start) 
         throw failure(exit_failed, "the text cannot be cut into tokens");
     }
     return tokens;
+}
+
+std::string engine::marker_in(const std::string &text) const {
+    for (const llama_token token : tokens_of(text, false)) {
+        if (llama_vocab_is_control(vocab_, token) || llama_vocab_is_eog(vocab_, token)) {
+            return llama_vocab_get_text(vocab_, token);
+        }
+    }
+    return "";
 }
 
 std::string engine::bytes_of(llama_token token) const {

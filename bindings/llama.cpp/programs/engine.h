@@ -30,6 +30,8 @@ class engine {
 
     // Markers such as <|im_end|> in the text count as what they stand for. `start`: it begins a sequence.
     std::vector<llama_token> tokens_of(const std::string &text, bool start) const;
+    // The first such marker in a text, for texts that are to have none; empty where there is none.
+    std::string marker_in(const std::string &text) const;
     std::string bytes_of(llama_token token) const;
     bool ends(llama_token token) const;
     llama_token end_of_turn() const;

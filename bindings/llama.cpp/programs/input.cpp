@@ -14,8 +14,6 @@
 
 namespace {
 
-constexpr size_t most_bytes = size_t(16) << 20;
-
 volatile std::sig_atomic_t ctrl_c = 0;
 volatile std::sig_atomic_t leave = 0;
 
@@ -59,7 +57,7 @@ void forget_ctrl_c() {
     ctrl_c = 0;
 }
 
-line_reader::line_reader(const std::string &path) : file(0) {
+line_reader::line_reader(const std::string &path, size_t most_bytes) : file(0), most_bytes(most_bytes) {
     if (path != "-") {
         file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
         if (file < 0) {
@@ -102,7 +100,8 @@ bool line_reader::fill() {
     ended = got == 0;
     held.append(part, got > 0 ? (size_t) got : 0);
     if (held.size() > most_bytes) {
-        throw failure(exit_usage, "the input has a line, or a prompt, of more than 16 MiB");
+        throw failure(exit_usage, std::string("the input has a line, or a prompt, of more than ") +
+                                     std::to_string(most_bytes >> 20) + " MiB");
     }
     return true;
 }

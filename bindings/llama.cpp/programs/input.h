@@ -1,6 +1,7 @@
 // Lines of a file or of standard input, and Ctrl-C.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 // Ctrl-C ends an answer, SIGTERM and SIGHUP end the program in an orderly way. A second Ctrl-C, before
@@ -12,11 +13,11 @@ void forget_ctrl_c();   // it was dealt with
 
 enum class line_is { there, last, stopped };
 
-// Throws failure: no such file, or a line of more than 16 MiB.
+// Throws failure: no such file, or a line (or all) of more bytes than are allowed.
 class line_reader {
   public:
     // "-" is standard input.
-    explicit line_reader(const std::string &path);
+    explicit line_reader(const std::string &path, size_t most_bytes = size_t(16) << 20);
     ~line_reader();
     line_reader(const line_reader &) = delete;
     line_reader &operator=(const line_reader &) = delete;
@@ -32,6 +33,7 @@ class line_reader {
     bool fill();
 
     int file;
+    size_t most_bytes;
     std::string held;
     bool ended = false;
 };

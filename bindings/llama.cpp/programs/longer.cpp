@@ -17,7 +17,8 @@ std::string words(kvt_status_t status, const kvt_llama_why_t &why) {
     return why.text[0] ? why.text : kvt_status_str(status);
 }
 
-// Whose KV it is. A file that was written anew is another model.
+// Whose KV it is. A file that was written anew is another model; tokens that saw another part of what was
+// before them have other KV.
 std::string identity(const options &o) {
     struct stat file = {};
     kvt_model_t *model = nullptr;
@@ -37,7 +38,8 @@ std::string identity(const options &o) {
         out += hex;
     }
     return out + " " + std::to_string(file.st_size) + " " + std::to_string(file.st_mtim.tv_sec) + "." +
-           std::to_string(file.st_mtim.tv_nsec) + " " + o.salt;
+           std::to_string(file.st_mtim.tv_nsec) + " ctx " +
+           std::to_string(o.ctx) + " sparse " + o.sparse + " " + o.salt;
 }
 
 // The adapter, which the context has a callback into: it lives as long as that.

@@ -4,18 +4,23 @@
 #include "failure.h"
 #include "input.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 namespace {
 
 constexpr size_t most_tokens = size_t(1) << 24;
+constexpr size_t most_bytes = size_t(1) << 30;
+// Of conversations that were forgotten.
+constexpr int most_old = 10000;
 
 std::string list_of(const tokens_t &tokens) {
     std::string out = "[";
@@ -55,6 +60,7 @@ session::session(const std::string &dir, const std::string &name, const std::str
         io_failure(path_);
     }
     try {
+        lock();
         read();
     } catch (...) {
         close(file_);
@@ -68,12 +74,21 @@ session::~session() {
     }
 }
 
+// Two programs would write their lines between each other's.
+void session::lock() {
+    if (flock(file_, LOCK_EX | LOCK_NB) != 0) {
+        throw failure(exit_store, path_ + ": " +
+                                      (errno == EWOULDBLOCK ? "another program has this session open"
+                                                            : std::strerror(errno)));
+    }
+}
+
 void session::start() {
     write(json_object().count("kvtier_llama_session", 1).text("vocabulary", vocabulary_).str());
 }
 
 void session::read() {
-    line_reader reader(path_);
+    line_reader reader(path_, most_bytes);
     const std::string all = reader.all();
     const size_t whole = all.rfind('\n') == std::string::npos ? 0 : all.rfind('\n') + 1;
     if (whole < all.size() && ftruncate(file_, (off_t) whole) != 0) {
@@ -162,6 +177,13 @@ void session::add(const std::string &role, const std::string &text, const tokens
 
 void session::write(const std::string &line) {
     const std::string whole = line + "\n";
+    struct stat now = {};
+    if (fstat(file_, &now) != 0) {
+        io_failure(path_);
+    }
+    if (whole.size() > most_bytes - std::min(most_bytes, (size_t) now.st_size)) {
+        throw failure(exit_store, path_ + " is longer than 1 GiB with that: name another session");
+    }
     size_t at = 0;
     while (at < whole.size()) {
         const ssize_t put = ::write(file_, whole.data() + at, whole.size() - at);
@@ -179,7 +201,11 @@ void session::forget() {
     if (file_ < 0) {
         return;
     }
-    if (std::rename(path_.c_str(), (path_ + ".old").c_str()) != 0) {
+    std::string old = path_ + ".old";
+    for (int number = 2; number <= most_old && access(old.c_str(), F_OK) == 0; ++number) {
+        old = path_ + ".old." + std::to_string(number);
+    }
+    if (std::rename(path_.c_str(), old.c_str()) != 0) {
         io_failure(path_);
     }
     close(file_);
@@ -187,6 +213,7 @@ void session::forget() {
     if (file_ < 0) {
         io_failure(path_);
     }
+    lock();
     records_.clear();
     start();
 }

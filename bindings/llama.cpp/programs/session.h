@@ -22,7 +22,7 @@ class session {
 
     // Written and synced: it is there after a kill. Nothing happens without a file.
     void add(const std::string &role, const std::string &text, const tokens_t &tokens, bool end, bool anew);
-    // The conversation starts anew; what was said is kept as NAME.jsonl.old.
+    // The conversation starts anew; what was said is kept as NAME.jsonl.old, .old.2 and so on.
     void forget();
 
   private:
@@ -33,6 +33,7 @@ class session {
         bool anew = false; // its tokens replace all before
     };
 
+    void lock();
     void read();
     void start();
     void write(const std::string &line);

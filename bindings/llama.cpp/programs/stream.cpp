@@ -28,6 +28,9 @@ class stream_part final : public part {
     llama_model *load(const llama_model_params &params) override {
         llama_model *model = nullptr;
         const kvt_status_t status = kvt_llama_weights_load(weights_, &params, &model, &why_);
+        if (status == KVT_E_CANCELLED) {
+            throw failure(exit_interrupted, "stopped");
+        }
         if (status != KVT_OK) {
             throw failure(exit_model, model_ + " cannot be loaded: " + words(status));
         }

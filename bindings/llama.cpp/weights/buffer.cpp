@@ -107,7 +107,7 @@ bool read_piece(Weights &w, const Piece &piece, uint8_t *out, uint64_t offset, u
         return true;
     }
     kvt_held_t held = KVT_HELD_INIT;
-    if (kvt_stream_acquire(w.stream, piece.unit, 0, 0, &held, nullptr) != KVT_OK) {
+    if (kvt_stream_acquire(w.stream, piece.unit, 0, now_ns() + most_read_ns, &held, nullptr) != KVT_OK) {
         return false;
     }
     const auto *bytes_of_unit = static_cast<const uint8_t *>(held.address);
@@ -116,31 +116,56 @@ bool read_piece(Weights &w, const Piece &piece, uint8_t *out, uint64_t offset, u
     return true;
 }
 
+/// Who saves the model asks with copies of its tensors, which have their names.
+const Entry *entry_like(const Weights &w, const ggml_tensor *tensor) {
+    for (const auto &entry : w.entries) {
+        const bool is_named = std::strncmp(entry->tensor->name, tensor->name, GGML_MAX_NAME) == 0;
+        if (is_named && entry->tensor->type == tensor->type && entry->bytes == ggml_nbytes(tensor)) {
+            return entry.get();
+        }
+    }
+    return nullptr;
+}
+
+bool read_whole(Weights &w, const Entry &entry, uint8_t *out, uint64_t begin, uint64_t bytes) {
+    return read_piece(w, {entry.unit, entry.at, 0, entry.bytes}, out, begin, bytes);
+}
+
+/// Of all experts the parts that are asked for.
+bool read_divided(Weights &w, const Entry &entry, uint8_t *out, uint64_t begin, uint64_t bytes) {
+    constexpr uint64_t most_parts = 16;
+    uint32_t number = 0;
+    kvt_model_find(w.file, entry.tensor->name, std::strlen(entry.tensor->name), &number);
+    for (uint32_t unit : entry.experts) {
+        kvt_part_t parts[most_parts];
+        uint64_t count = 0;
+        kvt_model_unit_parts(w.file, unit, parts, most_parts, sizeof parts[0], &count);
+        if (count > most_parts) {
+            return false;
+        }
+        for (uint64_t i = 0; i < count; i++) {
+            const Piece piece = {unit, parts[i].at, parts[i].from, parts[i].bytes};
+            if (parts[i].tensor == number && !read_piece(w, piece, out, begin, bytes)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
 void buffer_get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor *tensor, void *data, size_t offset,
                        size_t bytes) {
     Weights &w = *range_of(buffer).weights;
     const ggml_tensor *root = tensor->view_src ? tensor->view_src : tensor;
-    const Entry *entry = entry_of(w, root);
+    const Entry *known = entry_of(w, root);
+    const Entry *entry = known ? known : entry_like(w, root);
     const uint64_t begin = offset + (tensor->view_src ? tensor->view_offs : 0);
     auto *out = static_cast<uint8_t *>(data);
     std::memset(out, 0, bytes);
-    bool done = entry && begin + bytes <= entry->bytes;
-    if (done && entry->kind == Kind::whole) {
-        done = read_piece(w, {entry->unit, entry->at, 0, entry->bytes}, out, begin, bytes);
-    } else if (done) {
-        uint32_t number = 0;
-        kvt_model_find(w.file, root->name, std::strlen(root->name), &number);
-        for (uint32_t unit : entry->experts) {
-            kvt_part_t parts[16];
-            uint64_t count = 0;
-            kvt_model_unit_parts(w.file, unit, parts, 16, sizeof parts[0], &count);
-            for (uint64_t i = 0; done && i < count && count <= 16; i++) {
-                if (parts[i].tensor == number) {
-                    const Piece piece = {unit, parts[i].at, parts[i].from, parts[i].bytes};
-                    done = read_piece(w, piece, out, begin, bytes);
-                }
-            }
-        }
+    bool done = entry && begin <= entry->bytes && bytes <= entry->bytes - begin;
+    if (done) {
+        done = entry->kind == Kind::whole ? read_whole(w, *entry, out, begin, bytes)
+                                          : read_divided(w, *entry, out, begin, bytes);
     }
     if (!done) {
         refuse(w, "a weight could not be read for the engine, which got zeros");
@@ -195,6 +220,10 @@ void make_buffer_type(Weights &w) {
     // One type for all: a tensor is found by its name, whatever buffer it is in.
     w.overrides[0] = {".", &w.buft};
     w.overrides[1] = {nullptr, nullptr};
+}
+
+bool read_entry(Weights &w, const Entry &entry, void *out) {
+    return read_whole(w, entry, static_cast<uint8_t *>(out), 0, entry.bytes);
 }
 
 const Entry *entry_of(const Weights &w, const ggml_tensor *tensor) {

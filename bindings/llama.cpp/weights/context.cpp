@@ -53,7 +53,8 @@ kvt_status_t kvt_llama_weights_context(kvt_llama_weights_t *weights, struct llam
         // All experts of a batch are needed at once.
         if (w.experts && w.experts_at_once < w.experts) {
             const uint32_t tokens = std::max(1u, w.experts_at_once / w.experts_used);
-            params->n_ubatch = std::min(params->n_ubatch, tokens);
+            // 0 is n_batch to the engine.
+            params->n_ubatch = params->n_ubatch ? std::min(params->n_ubatch, tokens) : tokens;
         }
         params->op_offload = false;
         return add_context(w, *params, why);
@@ -96,6 +97,14 @@ kvt_status_t kvt_llama_weights_error(kvt_llama_weights_t *weights, kvt_llama_why
                 if (context->status != KVT_OK) {
                     failed.push_back(context.get());
                 }
+            }
+            // Others may still be in a decode that ends: they are for the threads that decode with them.
+            const auto is_own = [](const Context *context) {
+                return context->failed_by == std::this_thread::get_id();
+            };
+            const auto others = std::stable_partition(failed.begin(), failed.end(), is_own);
+            if (others != failed.begin()) {
+                failed.erase(others, failed.end());
             }
             if (failed.empty() && !weights->refusal.empty()) {
                 say(why, KVT_E_IO, "%s", weights->refusal.c_str());

@@ -99,6 +99,7 @@ void fail(Context &c, kvt_status_t status, const char *form, ...) {
     va_start(list, form);
     std::vsnprintf(c.words, sizeof c.words, form, list);
     va_end(list);
+    c.failed_by = std::this_thread::get_id();
     c.status = status;
     std::lock_guard<std::mutex> guard(c.weights->lock);
     c.weights->failed_decodes++;
@@ -108,6 +109,21 @@ void fail_with(Context &c, kvt_status_t status, const char *what, kvt_error_t *e
     const char *message = error ? kvt_error_message(error) : "";
     fail(c, status, "%s: %s (status %d)", what, message ? message : "", (int) status);
     kvt_error_free(&error);
+}
+
+/// A shared budget may have shrunk: then there are fewer slots than when the context was made.
+static void fail_full(Context &c, uint32_t unit) {
+    const Weights &w = *c.weights;
+    kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
+    kvt_stream_plan(w.stream, &plan, nullptr, nullptr, 0, 0);
+    if (w.units[unit].role == KVT_ROLE_EXPERT && plan.expert_slots) {
+        const uint32_t fit = plan.expert_slots / w.contexts_at_once / w.experts_used;
+        fail(c, KVT_E_BUSY,
+             "all %u slots for experts are in use: make contexts with n_ubatch of at most %u, or give memory",
+             plan.expert_slots, std::max(1u, fit));
+        return;
+    }
+    fail(c, KVT_E_BUSY, "all slots for weights are in use: open the weights with more `slots` or memory");
 }
 
 bool hold(Context &c, uint32_t unit) {
@@ -121,7 +137,7 @@ bool hold(Context &c, uint32_t unit) {
     c.holds.reserve(c.holds.size() + 1);
     kvt_held_t held = KVT_HELD_INIT;
     kvt_error_t *error = nullptr;
-    const uint64_t until_ns = now_ns() + most_wait_ns;
+    const uint64_t until_ns = now_ns() + most_wait_ns, read_until_ns = now_ns() + most_read_ns;
     for (;;) {
         const uint64_t releases = releases_of(w);
         const kvt_status_t status =
@@ -131,16 +147,19 @@ bool hold(Context &c, uint32_t unit) {
         }
         if (status == KVT_E_TIMEOUT) {
             kvt_error_free(&error);
-            if (!c.user_abort || !c.user_abort(c.user_abort_data)) {
+            const bool is_over = now_ns() > read_until_ns;
+            if (!is_over && (!c.user_abort || !c.user_abort(c.user_abort_data))) {
                 continue;
             }
-            fail(c, KVT_E_CANCELLED, "the caller's abort callback ended a wait for weights");
+            fail(c, is_over ? KVT_E_TIMEOUT : KVT_E_CANCELLED, "%s",
+                 is_over ? "weights did not come within 300 seconds: does the disk answer?"
+                         : "the caller's abort callback ended a wait for weights");
         } else if (status == KVT_E_BUSY && make_room(c, releases, until_ns)) {
             kvt_error_free(&error);
             continue;
         } else if (status == KVT_E_BUSY) {
             kvt_error_free(&error);
-            fail(c, status, "all slots for weights are in use: open the weights with more `slots` or memory");
+            fail_full(c, unit);
         } else {
             fail_with(c, status, "weights cannot be read", error);
         }

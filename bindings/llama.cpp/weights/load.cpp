@@ -94,7 +94,14 @@ llama_model *load_skimmed(Weights &w, const llama_model_params &params, kvt_llam
         say(why, KVT_E_IO, "%s: %s", w.path.c_str(), std::strerror(errno));
         return nullptr;
     }
-    s.bytes = lseek(s.file, 0, SEEK_END);
+    struct stat now {};
+    if (fstat(s.file, &now) != 0 || !is_same_file(w, now)) {
+        say(why, KVT_E_CORRUPT, "%s is not the file any more that was opened: open the weights anew",
+            w.path.c_str());
+        close(s.file);
+        return nullptr;
+    }
+    s.bytes = now.st_size;
     cookie_io_functions_t calls{};
     calls.read = skim;
     calls.seek = skim_seek;
@@ -170,6 +177,27 @@ kvt_status_t bind_strided(Weights &w, Entry &entry, kvt_llama_why_t *why) {
     return KVT_OK;
 }
 
+/// The engine turns its cache (K-shift) before it has given a context's callback to its scheduler: what it
+/// reads then, factors of RoPE, has to be there always.
+bool is_read_alone(const Entry &entry) {
+    constexpr uint64_t small_bytes = 64 << 10;
+    return entry.kind == Kind::whole && entry.bytes <= small_bytes &&
+           std::strncmp(entry.tensor->name, "rope_f", 6) == 0;
+}
+
+kvt_status_t bind_for_good(Weights &w, Entry &entry, kvt_llama_why_t *why) {
+    const kvt_status_t status = open_home(entry, why);
+    if (status != KVT_OK) {
+        return status;
+    }
+    if (!read_entry(w, entry, entry.home)) {
+        return say(why, KVT_E_IO, "%s cannot be read", entry.tensor->name);
+    }
+    // No pass asks for it any more.
+    w.by_tensor.erase(entry.tensor);
+    return KVT_OK;
+}
+
 /// Which part of which tensor an expert's unit has.
 kvt_status_t bind_copied(Weights &w, uint32_t number, kvt_llama_why_t *why) {
     Entry &entry = *w.entries[number];
@@ -203,10 +231,17 @@ kvt_status_t bind(Weights &w, kvt_llama_why_t *why) {
     if (w.phase != Phase::loading || w.entries.empty()) {
         return say(why, KVT_E_STATE, "no model was loaded with these weights' parameters");
     }
+    struct stat now {};
+    if (stat(w.path.c_str(), &now) != 0 || !is_same_file(w, now)) {
+        return say(why, KVT_E_CORRUPT, "%s is not the file any more that was opened: open the weights anew",
+                   w.path.c_str());
+    }
     for (uint32_t i = 0; i < w.entries.size(); i++) {
         Entry &entry = *w.entries[i];
         kvt_status_t status = KVT_OK;
-        if (entry.kind == Kind::whole) {
+        if (is_read_alone(entry)) {
+            status = bind_for_good(w, entry, why);
+        } else if (entry.kind == Kind::whole) {
             w.units[entry.unit].entries.push_back(i);
         } else if (entry.kind == Kind::strided) {
             status = bind_strided(w, entry, why);

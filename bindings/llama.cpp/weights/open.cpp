@@ -42,6 +42,12 @@ uintptr_t page_bytes() {
     return bytes;
 }
 
+bool is_same_file(const Weights &w, const struct stat &now) {
+    const struct stat &was = w.opened;
+    return now.st_dev == was.st_dev && now.st_ino == was.st_ino && now.st_size == was.st_size &&
+           now.st_mtim.tv_sec == was.st_mtim.tv_sec && now.st_mtim.tv_nsec == was.st_mtim.tv_nsec;
+}
+
 namespace {
 
 /// The version that the loaded library says of itself, not the one of the headers.
@@ -318,6 +324,8 @@ kvt_status_t open_all(Weights &w, const kvt_llama_weights_opts_t &opts, kvt_llam
     w.contexts_at_once = opts.contexts ? opts.contexts : 1;
     kvt_status_t status = open_budget(w, opts, why);
     if (status == KVT_OK) {
+        // Where it fails, opening says why.
+        stat(w.path.c_str(), &w.opened);
         status = open_file(w, why);
     }
     if (status == KVT_OK) {
@@ -325,6 +333,10 @@ kvt_status_t open_all(Weights &w, const kvt_llama_weights_opts_t &opts, kvt_llam
     }
     if (status == KVT_OK) {
         status = open_stream(w, opts, why);
+    }
+    struct stat now {};
+    if (status == KVT_OK && (stat(w.path.c_str(), &now) != 0 || !is_same_file(w, now))) {
+        status = say(why, KVT_E_CORRUPT, "%s changed while it was opened", w.path.c_str());
     }
     if (status == KVT_OK) {
         status = learn_homes(w, why);
@@ -375,7 +387,7 @@ kvt_status_t kvt_llama_weights_close(kvt_llama_weights_t **weights, kvt_llama_wh
         Weights &w = **weights;
         {
             std::lock_guard<std::mutex> guard(w.lock);
-            if (w.buffers || w.phase == Phase::loading) {
+            if (w.buffers) {
                 return say(why, KVT_E_BUSY,
                            "the model is there: free its contexts, then the model, then its weights");
             }

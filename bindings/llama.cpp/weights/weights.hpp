@@ -12,6 +12,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <sys/stat.h>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -24,6 +26,8 @@ namespace kvt_weights {
 /// Nobody's group: units that stay held for a whole pass.
 constexpr uint32_t no_group = 0;
 constexpr uint32_t most_contexts = 64;
+/// So long a disk may take for a unit: one that does not answer ends a decode, not the process.
+constexpr uint64_t most_read_ns = 300000000000ull;
 
 /// A unit of the streamer, as passes see it.
 struct Unit {
@@ -92,6 +96,8 @@ struct kvt_llama_weights_t {
     const kvt_budget_t *budget = nullptr;
     kvt_account_t *account = nullptr;
     uint64_t account_bytes = 0;
+    /// The first file when it was opened.
+    struct stat opened{};
     kvt_model_t *file = nullptr;
     kvt_stream_t *stream = nullptr;
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;
@@ -167,6 +173,8 @@ struct Context {
     std::vector<uint8_t> seen;
 
     std::atomic<kvt_status_t> status{KVT_OK};
+    /// Who failed: a thread that asks for its words computes with it no more.
+    std::thread::id failed_by;
     char words[sizeof(kvt_llama_why_t::text)] = {0};
 };
 
@@ -197,10 +205,14 @@ template <class Body> kvt_status_t guarded(kvt_llama_why_t *why, Body body) noex
 // units.cpp: what the file has.
 kvt_status_t learn_units(Weights &w, kvt_llama_why_t *why);
 kvt_status_t learn_homes(Weights &w, kvt_llama_why_t *why);
+/// The path still has the file that was opened.
+bool is_same_file(const Weights &w, const struct stat &now);
 kvt_status_t describe(const Weights &w, const ggml_tensor *tensor, Entry &entry, kvt_llama_why_t *why);
 
 // buffer.cpp: the engine's side of memory.
 void make_buffer_type(Weights &w);
+/// All bytes of a tensor that lies in one unit, read for good.
+bool read_entry(Weights &w, const Entry &entry, void *out);
 /// A weight of ours, or null. Not by `extra`: kernels take a tensor that has one for another layout.
 const Entry *entry_of(const Weights &w, const ggml_tensor *tensor);
 

@@ -27,6 +27,13 @@
  * Compiled against private headers of the engine (ggml-backend-impl.h): another engine than that one is
  * refused by kvt_llama_weights_open.
  *
+ * The bytes are those of the file. One that is written to while it is used is noticed when the next pass
+ * begins, and from then on not used any more: a pass that is under way may have bytes of both.
+ *
+ * llama_model_save_to_file works, but not for models with experts in place (KVT_LLAMA_WEIGHTS_IN_PLACE): the
+ * engine takes their distances for a layout that it cannot save, and ends the process. Say
+ * KVT_LLAMA_WEIGHTS_NOT_IN_PLACE, or load without this adapter, to save one.
+ *
  * The processor computes. One object is for one model, and for as many contexts as `contexts` says;
  * each may be used by a thread of its own, as the engine allows. All functions here may be called by
  * any thread, but for close.
@@ -123,8 +130,9 @@ kvt_status_t kvt_llama_weights_context_end(kvt_llama_weights_t *weights,
 
 /**
  * What went wrong with weights, and clears it: KVT_OK if nothing did. Where llama_decode failed because
- * of weights, this says why, and until it is called all decodes of that context fail. To be called
- * while no context of it decodes.
+ * of weights, this says why, and until it is called all decodes of that context fail. Where a decode of
+ * the thread that calls has failed, it is about that thread's contexts only; otherwise about all, and no
+ * context of it may decode meanwhile. A disk that gives no answer for 300 seconds fails a decode.
  */
 kvt_status_t kvt_llama_weights_error(kvt_llama_weights_t *weights, kvt_llama_why_t *why);
 
@@ -154,7 +162,7 @@ const kvt_stream_t *kvt_llama_weights_stream(const kvt_llama_weights_t *weights)
 
 /**
  * Closes and clears the pointer; null is fine. KVT_E_BUSY while the model is there: free the contexts,
- * then the model, then this.
+ * then the model, then this. No load with parameters of kvt_llama_weights_params may follow.
  */
 kvt_status_t kvt_llama_weights_close(kvt_llama_weights_t **weights, kvt_llama_why_t *why);
 

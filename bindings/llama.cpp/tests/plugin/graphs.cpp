@@ -8,6 +8,7 @@
 #include <gguf.h>
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -96,7 +97,7 @@ public:
 
     using Build = std::function<ggml_tensor *(ggml_context *, ggml_tensor *, ggml_tensor *)>;
 
-    std::vector<float> compute(const Build & build) {
+    std::vector<float> compute(const Build & build, ggml_status status = GGML_STATUS_SUCCESS) {
         Context context = context_of(64, true);
         ggml_tensor * x = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, WIDE, 3);
         ggml_tensor * rows = ggml_new_tensor_1d(context.get(), GGML_TYPE_I32, 3);
@@ -114,7 +115,7 @@ public:
         if (rows->buffer) {
             ggml_backend_tensor_set(rows, which, 0, sizeof which);
         }
-        CHECK(ggml_backend_graph_compute(backend_.get(), graph) == GGML_STATUS_SUCCESS);
+        CHECK(ggml_backend_graph_compute(backend_.get(), graph) == status);
         std::vector<float> out(size_t(ggml_nelements(result)));
         ggml_backend_tensor_get(result, out.data(), 0, ggml_nbytes(result));
         return out;
@@ -168,6 +169,13 @@ void check_graphs(Side & ours, Side & plain) {
         return ggml_scale(context, ggml_mul_mat(context, side.weights[OUTPUT], x), 0.5f);
     });
     CHECK(ours.read(OUTPUT, 100, 1000) == plain.read(OUTPUT, 100, 1000));
+    // Copies of tensors are asked with where a model is saved, also of what is not in memory now.
+    for (const int which : {FIRST, NEXT, OUTPUT, NORM}) {
+        const ggml_tensor copy = *ours.weights[size_t(which)];
+        std::vector<float> out(size_t(WIDE * 1));
+        ggml_backend_tensor_get(&copy, out.data(), 0, out.size() * sizeof(float));
+        CHECK(out == plain.read(which, 0, WIDE));
+    }
     // Not by rows of a product: all of it comes to stay.
     same(ours, plain, [](Side & side, ggml_context * context, ggml_tensor * x, ggml_tensor * rows) {
         return ggml_mul(context, ggml_get_rows(context, side.weights[OUTPUT], rows), x);
@@ -200,6 +208,33 @@ void check_access(Side & ours, Side & plain) {
     CHECK(ours.read(OUTPUT, 0, WIDE * WORDS) == plain.read(OUTPUT, 0, WIDE * WORDS));
 }
 
+void touch(ggml_tensor * to, const ggml_tensor * from, int part, int, void * path) {
+    if (part == 0) {
+        std::memcpy(to->data, from->data, ggml_nbytes(from));
+        CHECK(utimensat(AT_FDCWD, static_cast<const char *>(path), nullptr, 0) == 0);
+    }
+}
+
+// A file that is written to while a pass is under way: nothing comes of that pass.
+void check_changed(const std::string & path, ggml_backend_dev_t device) {
+    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    CHECK(file >= 0);
+    Side ours(device, false);
+    close(file);
+    const auto build = [&](ggml_context * context, ggml_tensor * x, ggml_tensor *, bool touches) {
+        x = ggml_mul_mat(context, ours.weights[FIRST], x);
+        x = ggml_mul_mat(context, ours.weights[SECOND], x);
+        void * data = const_cast<char *>(path.c_str());
+        x = touches ? ggml_map_custom1(context, x, touch, 1, data) : x;
+        x = ggml_mul_mat(context, ours.weights[NEXT], x);
+        return ggml_mul_mat(context, ours.weights[OUTPUT], x);
+    };
+    using namespace std::placeholders;
+    ours.compute(std::bind(build, _1, _2, _3, false));
+    ours.compute(std::bind(build, _1, _2, _3, true), GGML_STATUS_FAILED);
+    ours.compute(std::bind(build, _1, _2, _3, false), GGML_STATUS_FAILED);
+}
+
 } // namespace
 
 int main(int count, char ** words) {
@@ -209,6 +244,7 @@ int main(int count, char ** words) {
     CHECK(ggml_backend_load(words[1]));
     ggml_backend_dev_t device = ggml_backend_dev_by_name("KVTIER");
     CHECK(device);
+    check_changed(path, device);
     for (const bool hands_over_others : {false, true}) {
         // As a loader has it; it is gone before anything is computed.
         const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);

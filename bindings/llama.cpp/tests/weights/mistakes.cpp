@@ -1,6 +1,9 @@
 // What is done in the wrong order, or with the wrong things, is refused with words.
 #include "weights/run.hpp"
 
+#include <fstream>
+#include <unistd.h>
+
 static std::string path;
 static const Shape shape = {24, 8, 4, 1};
 
@@ -62,6 +65,58 @@ static void check_own_load(uint64_t budget_bytes) {
     own.ubatch = s.params.n_ubatch;
     CHECK(same(run(s.model, s.ctx, own), run_plain(path, own)));
     s.close();
+}
+
+/// Who changes parameters, and then loads nothing, can still close.
+static void check_no_load(uint64_t budget_bytes) {
+    Streamed s;
+    s.open(opts_of(budget_bytes));
+    llama_model_params params = llama_model_default_params();
+    CHECK_IS(kvt_llama_weights_params(s.weights, &params, &why), KVT_OK);
+    CHECK_IS(kvt_llama_weights_close(&s.weights, &why), KVT_OK);
+}
+
+/// n_ubatch 0 is n_batch to the engine: with few slots for experts it becomes what fits.
+static void check_no_ubatch(uint64_t budget_bytes) {
+    Streamed s;
+    s.open(opts_of(budget_bytes));
+    s.load();
+    Shape whole = shape;
+    whole.ubatch = 0;
+    s.context(whole);
+    CHECK(!run(s.model, s.ctx, whole).empty());
+    s.close();
+}
+
+/// Another file under the name: neither its headers nor its weights are taken.
+static void check_other_file(uint64_t budget_bytes) {
+    const std::string given = path;
+    path = "other-" + std::to_string(getpid()) + ".gguf";
+    for (const bool is_own_load : {false, true}) {
+        CHECK(symlink(given.c_str(), path.c_str()) == 0);
+        Streamed s;
+        s.open(opts_of(budget_bytes));
+        CHECK(unlink(path.c_str()) == 0);
+        {
+            std::ifstream from(given, std::ios::binary);
+            std::ofstream to(path, std::ios::binary);
+            to << from.rdbuf();
+        }
+        llama_model_params params = llama_model_default_params();
+        if (is_own_load) {
+            CHECK_IS(kvt_llama_weights_params(s.weights, &params, &why), KVT_OK);
+            s.model = llama_model_load_from_file(path.c_str(), params);
+            CHECK(s.model);
+            CHECK_IS(kvt_llama_weights_bind(s.weights, s.model, &why), KVT_E_CORRUPT);
+            llama_model_free(s.model);
+        } else {
+            CHECK_IS(kvt_llama_weights_load(s.weights, &params, &s.model, &why), KVT_E_IO);
+        }
+        CHECK(std::strstr(why.text, path.c_str()));
+        CHECK_IS(kvt_llama_weights_close(&s.weights, &why), KVT_OK);
+        CHECK(unlink(path.c_str()) == 0);
+    }
+    path = given;
 }
 
 static void check_order(uint64_t budget_bytes) {
@@ -151,6 +206,9 @@ int main(int argc, char **argv) {
     const uint64_t budget_bytes = sizes_of(path).floor_bytes + (256u << 10);
     check_opts(budget_bytes);
     check_own_load(budget_bytes);
+    check_no_load(budget_bytes);
+    check_no_ubatch(budget_bytes);
+    check_other_file(budget_bytes);
     check_order(budget_bytes);
     check_progress(budget_bytes);
     check_shared_budget(budget_bytes);
