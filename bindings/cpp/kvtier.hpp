@@ -400,7 +400,9 @@ enum class priority : std::uint32_t {
 };
 enum class thread_role : std::uint32_t {
     worker = KVT_THREAD_WORKER,
-    notifier = KVT_THREAD_NOTIFIER
+    notifier = KVT_THREAD_NOTIFIER,
+    store = KVT_THREAD_STORE,
+    streamer = KVT_THREAD_STREAMER
 };
 enum class log_level : std::uint32_t {
     off = KVT_LOG_OFF,

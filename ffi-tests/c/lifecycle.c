@@ -64,7 +64,7 @@ static void options(void) {
 }
 
 struct hook {
-    atomic_uint workers, notifiers, indices, destroyed;
+    atomic_uint workers, notifiers, stores, indices, destroyed;
 };
 
 static void on_thread(void *data, uint32_t role, uint32_t index) {
@@ -73,6 +73,8 @@ static void on_thread(void *data, uint32_t role, uint32_t index) {
     if (role == KVT_THREAD_WORKER) {
         atomic_fetch_or(&hook->indices, 1u << index);
         atomic_fetch_add(&hook->workers, 1);
+    } else if (role == KVT_THREAD_STORE) {
+        atomic_fetch_or(&hook->stores, 1u << index);
     } else {
         CHECK_EQ(role, KVT_THREAD_NOTIFIER);
         atomic_fetch_add(&hook->notifiers, 1);
@@ -91,10 +93,17 @@ static void thread_hook(void) {
     opts.destroy = on_destroy;
     kvt_runtime_t *runtime = NULL;
     CHECK_OK(kvt_runtime_open(&opts, &runtime, NULL));
+    kvt_store_opts_t store_opts = KVT_STORE_OPTS_INIT;
+    store_opts.host_bytes = 1 << 20;
+    kvt_store_t *store = NULL;
+    CHECK_OK(kvt_store_open(runtime, NULL, &store_opts, &store, NULL));
+    CHECK_OK(kvt_store_close(&store, 0, NULL));
+    CHECK_EQ(atomic_load(&hook.destroyed), 0);
     close_runtime(&runtime);
     CHECK_EQ(atomic_load(&hook.workers), 4);
     CHECK_EQ(atomic_load(&hook.indices), 15);
     CHECK_EQ(atomic_load(&hook.notifiers), 1);
+    CHECK(atomic_load(&hook.stores) & 1); /* from 0 on */
     CHECK_EQ(atomic_load(&hook.destroyed), 1);
 
     /* An open that fails keeps nothing, however far it came. */

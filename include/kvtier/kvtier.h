@@ -174,6 +174,16 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_THREAD_NOTIFIER 1
 
 /**
+ * The thread is a store's: it copies, reads or writes, or answers the control socket.
+ */
+#define KVT_THREAD_STORE 2
+
+/**
+ * The thread is a streamer's: it reads weights, or copies them to a device.
+ */
+#define KVT_THREAD_STREAMER 3
+
+/**
  * Execution has begun (or was ended before it could).
  */
 #define KVT_OP_ISSUED 1
@@ -1553,10 +1563,11 @@ typedef struct kvt_feature_t {
 } kvt_feature_t;
 
 /**
- * Called first in every thread the runtime starts, so that the host can name
- * it, place it on a core or a NUMA node, or set its priority. It must not
- * unwind and must not call the library. `role` is KVT_THREAD_*, `index` counts
- * the threads of that role. May be called from several threads at once.
+ * Called first in every thread of the runtime, and of the stores and streamers on it,
+ * so that the host can name it, place it on a core or a NUMA node, or set its
+ * priority. It must not unwind and must not call the library. `role` is KVT_THREAD_*,
+ * more may be added; `index` counts the threads of that role, of each store or
+ * streamer from 0. May be called from several threads at once.
  */
 typedef void (*kvt_thread_fn)(void *user_data, uint32_t role, uint32_t index);
 

@@ -9,6 +9,7 @@ use crate::base::op::{Op, OpOpts, OpRef, ops};
 use crate::base::owner::Owner;
 use crate::base::panic;
 use crate::base::queue::Queue;
+use crate::base::runtime::{OnThread, Role};
 use crate::base::spare::Spare;
 use crate::base::status::{Result, Status};
 use crate::base::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -51,6 +52,8 @@ pub struct Core {
     pub(super) poisoned: AtomicBool,
     /// Threads that live, by role.
     pub(super) alive: [AtomicU32; 2],
+    /// Told of every thread until the runtime is closed.
+    pub(super) on_thread: Mutex<Option<OnThread>>,
     pub(super) quiet: Mutex<()>,
     pub(super) quieter: Condvar,
     pub(super) owners: Mutex<Vec<Weak<dyn Owner>>>,
@@ -77,6 +80,14 @@ impl Core {
     /// Passes a site where a fault may be planted.
     pub fn pass(&self, site: Site) -> Result<()> {
         self.faults.as_ref().map_or(Ok(()), |faults| faults.pass(site))
+    }
+
+    /// The first thing a thread does: the host is told of it.
+    pub fn greet(&self, role: Role, number: u32) {
+        let hook = self.on_thread.lock().clone();
+        if let Some(hook) = hook {
+            hook(role, number);
+        }
     }
 
     /// Whether the runtime refuses new work.

@@ -33,6 +33,10 @@ pub enum Role {
     Worker = 0,
     /// Makes callbacks and keeps deadlines.
     Notifier = 1,
+    /// One of a store's: copies, reads, writes.
+    Store = 2,
+    /// One of a streamer's.
+    Streamer = 3,
 }
 
 /// Called first in every thread, so that the host can place it.
@@ -92,6 +96,7 @@ impl Runtime {
             closing: AtomicBool::new(false),
             poisoned: AtomicBool::new(false),
             alive: [const { AtomicU32::new(0) }; 2],
+            on_thread: Mutex::new(opts.on_thread),
             quiet: Mutex::new(()),
             quieter: Condvar::new(),
             owners: Mutex::new(Vec::new()),
@@ -101,26 +106,24 @@ impl Runtime {
         let name = if opts.name.is_empty() { "kvt".to_string() } else { opts.name };
         let runtime = Runtime { core, threads: Mutex::new(Vec::new()) };
         for i in 0..workers {
-            runtime.start(Role::Worker, i, format!("{name}-w{i}"), opts.on_thread.clone())?;
+            runtime.start(Role::Worker, i, format!("{name}-w{i}"))?;
         }
-        runtime.start(Role::Notifier, 0, format!("{name}-notify"), opts.on_thread)?;
+        runtime.start(Role::Notifier, 0, format!("{name}-notify"))?;
         Ok(runtime)
     }
 
     /// A thread that cannot start fails the open; the drop then ends the others.
-    fn start(&self, role: Role, i: u32, name: String, hook: Option<OnThread>) -> Result<()> {
+    fn start(&self, role: Role, i: u32, name: String) -> Result<()> {
         self.core.pass(Site::Thread)?;
         let core = self.core.clone();
         core.alive[role as usize].fetch_add(1, Ordering::SeqCst);
         let started = spawn(name, move || {
             let alive = Alive(core, role);
-            if let Some(hook) = hook {
-                hook(role, i);
-            }
             let core = &alive.0;
+            core.greet(role, i);
             match role {
-                Role::Worker => core.work(),
                 Role::Notifier => core.notifier.serve(&core.clock, &|text| core.poison(text)),
+                _ => core.work(),
             }
         });
         match started {
@@ -169,6 +172,8 @@ impl Runtime {
         }
         let threads = std::mem::take(&mut *self.threads.lock());
         threads.into_iter().for_each(|thread| drop(thread.join()));
+        let hook = core.on_thread.lock().take();
+        drop(hook); // the host is called back, with no lock held
         Ok(())
     }
 }

@@ -36,11 +36,16 @@ pub struct kvt_runtime_t(());
 pub const KVT_THREAD_WORKER: u32 = 0;
 /// The thread makes callbacks and keeps deadlines.
 pub const KVT_THREAD_NOTIFIER: u32 = 1;
+/// The thread is a store's: it copies, reads or writes, or answers the control socket.
+pub const KVT_THREAD_STORE: u32 = 2;
+/// The thread is a streamer's: it reads weights, or copies them to a device.
+pub const KVT_THREAD_STREAMER: u32 = 3;
 
-/// Called first in every thread the runtime starts, so that the host can name
-/// it, place it on a core or a NUMA node, or set its priority. It must not
-/// unwind and must not call the library. `role` is KVT_THREAD_*, `index` counts
-/// the threads of that role. May be called from several threads at once.
+/// Called first in every thread of the runtime, and of the stores and streamers on it,
+/// so that the host can name it, place it on a core or a NUMA node, or set its
+/// priority. It must not unwind and must not call the library. `role` is KVT_THREAD_*,
+/// more may be added; `index` counts the threads of that role, of each store or
+/// streamer from 0. May be called from several threads at once.
 pub type kvt_thread_fn =
     Option<unsafe extern "C" fn(user_data: *mut c_void, role: u32, index: u32)>;
 

@@ -18,11 +18,12 @@ PRIORITY_DEMAND = _abi.KVT_PRIORITY_DEMAND
 PRIORITY_PREFETCH = _abi.KVT_PRIORITY_PREFETCH
 PRIORITY_BACKGROUND = _abi.KVT_PRIORITY_BACKGROUND
 
-#: Called first in every thread of a runtime with "worker" or "notifier" and the
-#: thread's number. Must not call the library.
+#: Called first in every thread of a runtime, and of the stores and streamers on it, with
+#: "worker", "notifier", "store" or "streamer" and the thread's number. Must not call the library.
 ThreadHook = Callable[[str, int], object]
 
-_ROLES = {_abi.KVT_THREAD_WORKER: "worker", _abi.KVT_THREAD_NOTIFIER: "notifier"}
+_ROLES = {_abi.KVT_THREAD_WORKER: "worker", _abi.KVT_THREAD_NOTIFIER: "notifier",
+          _abi.KVT_THREAD_STORE: "store", _abi.KVT_THREAD_STREAMER: "streamer"}
 
 
 @dataclass(frozen=True)

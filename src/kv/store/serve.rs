@@ -3,6 +3,7 @@
 
 use crate::base::op::OpRef;
 use crate::base::panic;
+use crate::base::runtime::Role;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, JoinHandle, cores, spawn};
 use crate::device::Stream;
@@ -141,16 +142,28 @@ pub(super) fn start(
             let (inner, tools) = (inner.clone(), tools.clone());
             let stream = Stream(at % tools.device.common_streams().max(1));
             let name = format!("kvt-{}", format!("{hands:?}").to_lowercase());
-            threads.push(spawn(name, move || inner.serve(hands, stream, &tools))?);
+            let number = threads.len() as u32;
+            threads.push(spawn(name, move || {
+                inner.runtime.greet(Role::Store, number);
+                inner.serve(hands, stream, &tools);
+            })?);
         }
     }
     if tools.device.facts().asynchronous {
         let inner = inner.clone();
-        threads.push(spawn("kvt-behind".into(), move || inner.serve_behind(tools))?);
+        let number = threads.len() as u32;
+        threads.push(spawn("kvt-behind".into(), move || {
+            inner.runtime.greet(Role::Store, number);
+            inner.serve_behind(tools);
+        })?);
     }
     if let Some(listener) = listener {
         let inner = inner.clone();
-        threads.push(spawn("kvt-control".into(), move || inner.answer_all(&listener))?);
+        let number = threads.len() as u32;
+        threads.push(spawn("kvt-control".into(), move || {
+            inner.runtime.greet(Role::Store, number);
+            inner.answer_all(&listener);
+        })?);
     }
     Ok(threads)
 }

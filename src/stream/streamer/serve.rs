@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::base::panic;
+use crate::base::runtime::Role;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, JoinHandle, spawn};
 use crate::device::{Copy as Transfer, Device, Event, State as DeviceState, Stream, Way};
@@ -27,6 +28,7 @@ pub(super) fn start(shared: &Arc<Shared>, readers: u32) -> Result<Vec<JoinHandle
         shared.state.lock().threads += 1;
         let own = shared.clone();
         let started = spawn(name.into(), move || {
+            own.runtime.greet(Role::Streamer, number);
             let lived = panic::catch(|| if is_reader { own.read_all() } else { own.copy_all() });
             let lived = lived.and_then(|told| told.map_err(|error| error.to_string()));
             if let Err(text) = lived {
