@@ -1130,8 +1130,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_SEAT_HOST 1
 
 /**
- * kvt_stream_terms_t.seat: the engine computes on a device. For plans alone: a streamer has
- * no device yet.
+ * kvt_stream_terms_t.seat: the engine computes on a device: kvt_stream_opts_t.device.
  */
 #define KVT_SEAT_DEVICE 2
 

@@ -17,8 +17,7 @@ use crate::stream::units::MAX_UNITS;
 
 /// kvt_stream_terms_t.seat: the engine computes on the processor, with weights in host memory.
 pub const KVT_SEAT_HOST: u32 = 1;
-/// kvt_stream_terms_t.seat: the engine computes on a device. For plans alone: a streamer has
-/// no device yet.
+/// kvt_stream_terms_t.seat: the engine computes on a device: kvt_stream_opts_t.device.
 pub const KVT_SEAT_DEVICE: u32 = 2;
 
 /// kvt_stream_terms_t.mode: residents stay, the others pass through a few slots.

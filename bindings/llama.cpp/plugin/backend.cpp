@@ -1,5 +1,5 @@
 // The backend of a context: graphs are cut where they come to another layer; that layer's weights are
-// had, and the processor's backend computes the piece.
+// had, and the backend underneath computes the piece.
 #include "buffer.h"
 #include "stats.h"
 
@@ -34,6 +34,58 @@ bool is_computed(const ggml_tensor * node) {
             return true;
     }
 }
+
+// Where another device computes, tensors of weights are its own while it does, and ours at all other times.
+class Lent {
+public:
+    Lent() = default;
+    ~Lent() {
+        for (const Was & was : all_) {
+            was.tensor->buffer = was.buffer;
+            was.tensor->data = was.data;
+        }
+    }
+    Lent(const Lent &) = delete;
+    Lent & operator=(const Lent &) = delete;
+
+    // Takes down what is to be lent: whose a view is can only be seen before its tensor is.
+    bool note(ggml_tensor * tensor, std::string & why) {
+        const Record * record = tensor ? record_of(tensor) : nullptr;
+        if (record && !record->far.buffer) {
+            why = std::string(ggml_get_name(record->tensor)) + " is used while it is not there";
+            return false;
+        }
+        if (record) {
+            wanted_.push_back({tensor, record});
+        }
+        return true;
+    }
+
+    void lend() {
+        for (const auto & [tensor, record] : wanted_) {
+            set(record->tensor, *record, 0);
+            set(tensor, *record, tensor == record->tensor ? 0 : tensor->view_offs);
+        }
+    }
+
+private:
+    struct Was {
+        ggml_tensor * tensor;
+        ggml_backend_buffer_t buffer;
+        void * data;
+    };
+
+    void set(ggml_tensor * tensor, const Record & record, size_t offset) {
+        if (tensor->buffer != record.far.buffer) {
+            all_.push_back({tensor, tensor->buffer, tensor->data});
+            tensor->buffer = record.far.buffer;
+            tensor->data = record.far.data + offset;
+        }
+    }
+
+    std::vector<std::pair<ggml_tensor *, const Record *>> wanted_;
+    std::vector<Was> all_;
+};
 
 // One graph on its way.
 class Walk {
@@ -72,6 +124,21 @@ private:
             return GGML_STATUS_SUCCESS;
         }
         ggml_cgraph piece = ggml_graph_view(graph_, begin_, end);
+        Lent lent;
+        for (int i = begin_; is_far() && i < end; i++) {
+            ggml_tensor * node = graph_->nodes[i];
+            if (!is_computed(node)) {
+                continue;
+            }
+            bool is_there = lent.note(node, why_);
+            for (ggml_tensor * source : node->src) {
+                is_there = is_there && lent.note(source, why_);
+            }
+            if (!is_there) {
+                return GGML_STATUS_FAILED;
+            }
+        }
+        lent.lend();
         begin_ = end;
         totals().runs++;
         return ggml_backend_graph_compute(backend_.inner, &piece);
@@ -190,7 +257,12 @@ private:
             ggml_tensor rows = *record.tensor, product = *node;
             rows.ne[1] = std::min(record.piece_rows, record.tensor->ne[1] - row);
             rows.nb[2] = rows.nb[3] = rows.nb[1] * size_t(rows.ne[1]);
-            rows.data = const_cast<char *>(record.owner->address(record.units[i])) + record.at[i];
+            if (is_far()) {
+                rows.buffer = record.far.buffer;
+                rows.data = record.far.data;
+            } else {
+                rows.data = const_cast<char *>(record.owner->address(record.units[i])) + record.at[i];
+            }
             product.ne[0] = rows.ne[1];
             product.data = static_cast<char *>(node->data) + size_t(row) * node->nb[0];
             product.src[0] = &rows;
@@ -214,11 +286,12 @@ private:
     std::string why_;
 };
 
+// Whether it uses weights that come and go; of another device, any.
 bool is_streamed(const ggml_cgraph * graph) {
     for (int i = 0; i < graph->n_nodes; i++) {
         for (const ggml_tensor * source : graph->nodes[i]->src) {
             const Record * record = source ? record_of(source) : nullptr;
-            if (record && record->streams) {
+            if (record && (record->streams || is_far())) {
                 return true;
             }
         }
@@ -303,7 +376,7 @@ void * backend_proc(const char * name) {
     return nullptr;
 }
 
-// No asynchronous work, no events: where the processor computes, a graph that was handed over is done.
+// No asynchronous work, no events: when a graph has been handed over it is done.
 ggml_backend_t backend_open(ggml_backend_dev_t device) {
     std::unique_ptr<Backend> backend(new Backend);
     std::unique_ptr<ggml_backend> wrapped(new ggml_backend{});

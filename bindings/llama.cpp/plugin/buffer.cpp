@@ -4,6 +4,7 @@
 // addresses then, which is right only inside our graph_compute. Everything else asks for bytes.
 #include "buffer.h"
 
+#include "far.h"
 #include "stats.h"
 
 #include <ggml-alloc.h>
@@ -35,6 +36,17 @@ ggml_backend_buffer_t refused(const std::string & why) {
     return nullptr;
 }
 
+// A buffer of the device underneath, which has to see its own type: all that is ours is its end.
+ggml_backend_buffer_t open_far(std::unique_ptr<Buffer> & buffer) {
+    ggml_backend_buffer_t made = ggml_backend_buft_alloc_buffer(far_type(), buffer->bytes);
+    if (made) {
+        buffer->far_free = made->iface.free_buffer;
+        made->iface.free_buffer = far_buffer_free;
+        far_buffer_note(made, std::move(buffer));
+    }
+    return made;
+}
+
 // Memory at once. What the engine computes in is not paid for: its own flags say how much it is.
 ggml_backend_buffer_t open_plain(ggml_backend_buffer_type_t type, size_t bytes, const char * what) {
     if (bytes > MOST_BYTES) {
@@ -52,20 +64,27 @@ ggml_backend_buffer_t open_plain(ggml_backend_buffer_type_t type, size_t bytes, 
         }
         buffer->charged_bytes = bytes;
     }
-    buffer->base = addresses(bytes, true);
-    if (!buffer->base) {
+    const uint64_t charged_bytes = buffer->charged_bytes;
+    std::atomic<uint64_t> & count = is_kv ? all.kv_bytes : is_compute ? all.compute_bytes : all.other_bytes;
+    buffer->count = &count;
+    ggml_backend_buffer_t made = nullptr;
+    if (is_far()) {
+        made = open_far(buffer);
+    } else if ((buffer->base = addresses(bytes, true))) {
+        made = wrap(type, std::move(buffer));
+    }
+    if (!made) {
         if (Memory * memory = Memory::opened()) {
-            memory->give_back(buffer->charged_bytes);
+            memory->give_back(charged_bytes);
         }
         return refused(std::string("there are no ") + mebibytes(bytes) + " of memory for " + what);
     }
-    buffer->count = is_kv ? &all.kv_bytes : is_compute ? &all.compute_bytes : &all.other_bytes;
-    Totals::more(*buffer->count,
+    Totals::more(count,
                  is_kv        ? all.kv_peak_bytes
                  : is_compute ? all.compute_peak_bytes
                               : all.other_peak_bytes,
                  bytes);
-    return wrap(type, std::move(buffer));
+    return made;
 }
 
 ggml_backend_buffer_t open_weights(ggml_backend_buffer_type_t type, std::unique_ptr<Weights> weights,
@@ -97,7 +116,7 @@ size_t plain_bytes(ggml_tensor * const * tensors, int count) {
     size_t bytes = 0;
     for (int i = 0; i < count; i++) {
         if (!tensors[i]->data && !tensors[i]->view_src) {
-            bytes += GGML_PAD(ggml_nbytes(tensors[i]), ALIGNMENT);
+            bytes += is_far() ? far_bytes(tensors[i]) : GGML_PAD(ggml_nbytes(tensors[i]), ALIGNMENT);
         }
     }
     return bytes;
@@ -112,7 +131,15 @@ const char * type_name(ggml_backend_buffer_type_t) {
 }
 
 size_t type_alignment(ggml_backend_buffer_type_t) {
-    return ALIGNMENT;
+    return is_far() ? ggml_backend_buft_get_alignment(far_type()) : ALIGNMENT;
+}
+
+size_t type_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
+    return is_far() ? ggml_backend_buft_get_alloc_size(far_type(), tensor) : ggml_nbytes(tensor);
+}
+
+size_t type_most(ggml_backend_buffer_type_t) {
+    return is_far() ? ggml_backend_buft_get_max_size(far_type()) : SIZE_MAX;
 }
 
 bool type_is_host(ggml_backend_buffer_type_t) {
@@ -195,6 +222,8 @@ ggml_backend_buffer_type_t buffer_type() {
         made.iface.alloc_buffer = type_alloc;
         made.iface.alloc_buffer_n = type_alloc_list;
         made.iface.get_alignment = type_alignment;
+        made.iface.get_max_size = type_most;
+        made.iface.get_alloc_size = type_alloc_size;
         made.iface.get_alloc_size_n = type_size_list;
         made.iface.is_host = type_is_host;
         return made;

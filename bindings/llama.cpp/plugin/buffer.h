@@ -17,6 +17,8 @@ struct Buffer {
     uint64_t charged_bytes = 0;
     // What it counts as; null where it is of weights.
     std::atomic<uint64_t> * count = nullptr;
+    // Of a buffer of the device underneath: how that frees it.
+    void (*far_free)(ggml_backend_buffer_t buffer) = nullptr;
     std::unique_ptr<Weights> weights;
 };
 
@@ -24,6 +26,10 @@ struct Buffer {
 Record * record_of(const ggml_tensor * tensor);
 
 ggml_backend_buffer_i buffer_interface();
+
+// Buffers of the device underneath are known until they are freed.
+void far_buffer_note(ggml_backend_buffer_t made, std::unique_ptr<Buffer> buffer);
+void far_buffer_free(ggml_backend_buffer_t made);
 
 } // namespace kvtier_plugin
 

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <map>
 #include <vector>
 
 namespace kvtier_plugin {
@@ -26,19 +27,31 @@ uint64_t offset_in(const ggml_tensor * tensor, size_t offset) {
     return tensor->view_src ? tensor->view_offs + offset : offset;
 }
 
+// What it was counted as and paid with.
+void settle_up(const Buffer & buffer) {
+    if (buffer.count) {
+        Totals::less(*buffer.count, buffer.bytes);
+    }
+    Memory * memory = Memory::opened();
+    if (memory && buffer.charged_bytes > 0) {
+        memory->give_back(buffer.charged_bytes);
+        const std::lock_guard<std::mutex> guard(weights_lock());
+        totals().spread();
+    }
+}
+
 void buffer_free(ggml_backend_buffer_t wrapped) {
     std::unique_ptr<Buffer> buffer(&of(wrapped));
     buffer->weights.reset();
     munmap(buffer->base, buffer->bytes);
-    if (buffer->count) {
-        Totals::less(*buffer->count, buffer->bytes);
-    }
-    Memory * memory = Memory::opened();
-    if (memory && buffer->charged_bytes > 0) {
-        memory->give_back(buffer->charged_bytes);
-        const std::lock_guard<std::mutex> guard(weights_lock());
-        totals().spread();
-    }
+    settle_up(*buffer);
+}
+
+std::mutex far_lock;
+
+std::map<ggml_backend_buffer_t, std::unique_ptr<Buffer>> & far_buffers() {
+    static auto * all = new std::map<ggml_backend_buffer_t, std::unique_ptr<Buffer>>;
+    return *all;
 }
 
 void * buffer_base(ggml_backend_buffer_t buffer) {
@@ -131,6 +144,24 @@ void buffer_clear(ggml_backend_buffer_t wrapped, uint8_t value) {
 }
 
 } // namespace
+
+void far_buffer_note(ggml_backend_buffer_t made, std::unique_ptr<Buffer> buffer) {
+    const std::lock_guard<std::mutex> guard(far_lock);
+    far_buffers()[made] = std::move(buffer);
+}
+
+void far_buffer_free(ggml_backend_buffer_t made) {
+    std::unique_ptr<Buffer> buffer;
+    {
+        const std::lock_guard<std::mutex> guard(far_lock);
+        buffer = std::move(far_buffers().at(made));
+        far_buffers().erase(made);
+    }
+    if (buffer->far_free) {
+        buffer->far_free(made);
+    }
+    settle_up(*buffer);
+}
 
 Record * record_of(const ggml_tensor * tensor) {
     const ggml_tensor * root = tensor->view_src ? tensor->view_src : tensor;

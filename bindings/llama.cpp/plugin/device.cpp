@@ -1,4 +1,5 @@
 // The device KVTIER and the entry by which the engine finds it.
+#include "far.h"
 #include "memory.h"
 #include "plugin.h"
 #include "stats.h"
@@ -25,7 +26,8 @@ const char * device_name(ggml_backend_dev_t) {
 }
 
 const char * device_description(ggml_backend_dev_t) {
-    return "kvtier: weights and KV in a budget, computed by the processor";
+    return is_far() ? "kvtier: weights and KV in a budget, computed by another device"
+                    : "kvtier: weights and KV in a budget, computed by the processor";
 }
 
 // The budget, and what is left of it: never nothing, which engines would divide by.
@@ -79,10 +81,10 @@ bool device_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
     return ggml_backend_dev_supports_op(the_under, op);
 }
 
-// Ours alone. Host memory could be read, too, but an engine gives work to the first device that can
+// Ours alone, of which KV and the like is the other device's where there is one. Host memory could be read, too, but an engine gives work to the first device that can
 // read its operands: that of layers which are to be the processor's would come here.
 bool device_supports_type(ggml_backend_dev_t, ggml_backend_buffer_type_t type) {
-    return type == buffer_type();
+    return type == buffer_type() || (is_far() && type == far_type());
 }
 
 const char * registry_name(ggml_backend_reg_t) {
@@ -136,13 +138,18 @@ ggml_backend_device & device() {
     return made;
 }
 
-// The device that computes. It has to work in host memory: others cannot read our weights.
+// The device that computes: the processor, or one with memory of its own. Others help the processor.
 bool find_under(std::string & why) {
     ggml_backend_dev_t found = ggml_backend_dev_by_name(the_settings.under.c_str());
-    if (!found || ggml_backend_dev_type(found) != GGML_BACKEND_DEVICE_TYPE_CPU) {
-        why = "KVTIER_UNDER=" + the_settings.under +
-              (found ? " does not compute in host memory: only the processor can be under KVTIER"
-                     : " is no device of this engine");
+    if (!found) {
+        why = "KVTIER_UNDER=" + the_settings.under + " is no device of this engine";
+        return false;
+    }
+    const auto type = ggml_backend_dev_type(found);
+    const bool is_near = type == GGML_BACKEND_DEVICE_TYPE_CPU;
+    const bool has_memory = type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+    if (!is_near && (!has_memory || ggml_backend_buft_is_host(ggml_backend_dev_buffer_type(found)))) {
+        why = "KVTIER_UNDER=" + the_settings.under + " is neither the processor nor a device with memory of its own";
         return false;
     }
     the_under = found;

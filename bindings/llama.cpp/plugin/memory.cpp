@@ -1,6 +1,6 @@
 #include "memory.h"
 
-#include "plugin.h"
+#include "far.h"
 
 #include <ctime>
 
@@ -42,6 +42,7 @@ Memory * Memory::get(std::string & why) {
         if (!made->open(why)) {
             kvt_account_close(&made->account_, nullptr);
             kvt_budget_close(&made->budget_, nullptr);
+            kvt_device_close(&made->device_, 0, nullptr);
             kvt_runtime_close(&made->runtime_, 0, nullptr, nullptr);
             delete made;
             return nullptr;
@@ -66,7 +67,14 @@ bool Memory::open(std::string & why) {
         opts.host_bytes = settings().budget_bytes;
         // Who names a budget has left room for the rest; 0 would be half a gigabyte.
         opts.reserve_bytes = settings().budget_bytes ? 1 : 0;
+        if (is_far()) {
+            tier_ = KVT_TIER_DEVICE;
+            opts.device_bytes = settings().device_bytes ? settings().device_bytes : far_free_bytes() / 10 * 9;
+        }
         status = kvt_budget_open(runtime_, &opts, &budget_, failure.out());
+    }
+    if (status == KVT_OK && is_far()) {
+        status = far_open(runtime_, &device_, failure.out());
     }
     if (status == KVT_OK) {
         kvt_account_opts_t opts = KVT_ACCOUNT_OPTS_INIT;
@@ -83,12 +91,12 @@ bool Memory::open(std::string & why) {
 }
 
 bool Memory::reserve(uint64_t bytes, const char * what, std::string & why) {
-    kvt_status_t status = kvt_account_reserve(account_, KVT_TIER_HOST, bytes, nullptr);
+    kvt_status_t status = kvt_account_reserve(account_, tier_, bytes, nullptr);
     if (status == KVT_E_BUDGET) {
         kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
         opts.deadline_ns = deadline_in(RECLAIM_SECONDS);
         kvt_op_t * op = nullptr;
-        status = kvt_account_reserve_later(account_, KVT_TIER_HOST, bytes, &opts, &op, nullptr);
+        status = kvt_account_reserve_later(account_, tier_, bytes, &opts, &op, nullptr);
         if (status == KVT_OK) {
             kvt_op_info_t info = KVT_OP_INFO_INIT;
             kvt_op_wait(op, KVT_OP_RELEASED, 0);
@@ -101,7 +109,8 @@ bool Memory::reserve(uint64_t bytes, const char * what, std::string & why) {
         const kvt_tier_report_t now = report();
         why = std::string(what) + " needs " + mebibytes(bytes) + ", of the budget of " +
               mebibytes(now.limit_bytes) + " there are " + mebibytes(now.free_bytes) +
-              " left: raise KVTIER_BUDGET, or let the engine ask for less (a shorter context: -c)";
+              " left: raise " + (is_far() ? "KVTIER_DEVICE_BUDGET" : "KVTIER_BUDGET") +
+              ", or let the engine ask for less (a shorter context: -c)";
     }
     return status == KVT_OK;
 }
@@ -111,12 +120,12 @@ bool Memory::charge(uint64_t bytes, const char * what, std::string & why) {
         return true;
     }
     return reserve(bytes, what, why) &&
-           kvt_account_commit(account_, KVT_TIER_HOST, bytes, bytes, nullptr) == KVT_OK;
+           kvt_account_commit(account_, tier_, bytes, bytes, nullptr) == KVT_OK;
 }
 
 void Memory::give_back(uint64_t bytes) {
     if (bytes > 0) {
-        kvt_account_release(account_, KVT_TIER_HOST, bytes, nullptr);
+        kvt_account_release(account_, tier_, bytes, nullptr);
     }
 }
 
@@ -126,13 +135,13 @@ bool Memory::promise(uint64_t bytes, const char * what, std::string & why) {
 
 void Memory::forget_promise(uint64_t bytes) {
     if (bytes > 0) {
-        kvt_account_commit(account_, KVT_TIER_HOST, bytes, 0, nullptr);
+        kvt_account_commit(account_, tier_, bytes, 0, nullptr);
     }
 }
 
 kvt_tier_report_t Memory::report() const {
     kvt_tier_report_t out = KVT_TIER_REPORT_INIT;
-    kvt_budget_tier(budget_, KVT_TIER_HOST, &out);
+    kvt_budget_tier(budget_, tier_, &out);
     return out;
 }
 

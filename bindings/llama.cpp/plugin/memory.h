@@ -32,6 +32,8 @@ public:
 
     const kvt_runtime_t * runtime() const { return runtime_; }
     const kvt_budget_t * budget() const { return budget_; }
+    // Null where the processor computes.
+    const kvt_device_t * device() const { return device_; }
 
     // Pays for memory that is about to be taken. Where it does not fit, streamers are asked to give
     // back what they keep, and waited for.
@@ -50,6 +52,9 @@ private:
     kvt_runtime_t * runtime_ = nullptr;
     kvt_budget_t * budget_ = nullptr;
     kvt_account_t * account_ = nullptr;
+    kvt_device_t * device_ = nullptr;
+    // Where what is computed with lies.
+    uint32_t tier_ = KVT_TIER_HOST;
 };
 
 // CLOCK_MONOTONIC, so many seconds from now.

@@ -16,7 +16,7 @@ class Weights;
 // As it was when the plugin was loaded.
 const Settings & settings();
 
-// The device that computes. It works in host memory.
+// The device that computes: in host memory, or in memory of its own (far.h).
 ggml_backend_dev_t under_device();
 
 ggml_backend_buffer_type_t buffer_type();

@@ -92,10 +92,18 @@ bool size_parse(const char * text, uint64_t & out) {
     return true;
 }
 
+static bool size_read(const char * name, uint64_t & out, std::string & why) {
+    const char * text = variable(name);
+    if (!text || size_parse(text, out)) {
+        return true;
+    }
+    why = std::string(name) + "=" + text + " is not a size such as 500000000, 512M or 3G";
+    return false;
+}
+
 bool settings_read(Settings & out, std::string & why) {
-    const char * budget = variable("KVTIER_BUDGET");
-    if (budget && !size_parse(budget, out.budget_bytes)) {
-        why = std::string("KVTIER_BUDGET=") + budget + " is not a size such as 500000000, 512M or 3G";
+    if (!size_read("KVTIER_BUDGET", out.budget_bytes, why) ||
+        !size_read("KVTIER_DEVICE_BUDGET", out.device_bytes, why)) {
         return false;
     }
     uint64_t slots = out.slots, threads = 0, has_stats = 0, spills = 0;

@@ -8,8 +8,10 @@
 namespace kvtier_plugin {
 
 struct Settings {
-    // KVTIER_BUDGET: bytes for weights and KV; 0 = half of what is free.
+    // KVTIER_BUDGET: bytes of host memory for weights and KV; 0 = half of what is free.
     uint64_t budget_bytes = 0;
+    // KVTIER_DEVICE_BUDGET: the same of a device with memory of its own; 0 = nine tenths of what is free.
+    uint64_t device_bytes = 0;
     // KVTIER_MODEL: the model's file, where it is not to be found out. Empty = it is.
     std::string model;
     // KVTIER_DIR: where weights are written to if no file is found that has them.

@@ -47,7 +47,7 @@ void Totals::Streamed::add(const Weights & weights) {
     kvt_stream_stats_t done = KVT_STREAM_STATS_INIT;
     kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
     if (weights.stats(done, plan)) {
-        home_units += plan.host_units;
+        home_units += is_far() ? plan.device_units : plan.host_units;
         slot_bytes += plan.slots * plan.slot_bytes;
         acquires += done.acquires;
         waited += done.waited;

@@ -84,21 +84,27 @@ kvt_stream_terms_t table_terms(uint32_t slots) {
     kvt_stream_terms_t terms = KVT_STREAM_TERMS_INIT;
     terms.flags = KVT_STREAM_SHRINKS | KVT_TERMS_HOST_RESERVE | KVT_TERMS_KV;
     terms.seat = KVT_SEAT_HOST;
+    if (is_far()) {
+        terms.seat = KVT_SEAT_DEVICE;
+        // The budget says how much of the device there is.
+        terms.flags |= KVT_TERMS_DEVICE_SAFETY;
+    }
     terms.slots = slots;
     return terms;
 }
 
 // Plans are made for less and less memory until there is none: that is what it takes.
 bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std::string & why) {
-    constexpr uint64_t NEAR_BYTES = 4096;
+    constexpr uint64_t NEAR_BYTES = 4096, PLENTY_BYTES = uint64_t(1) << 46;
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;
     kvt_model_info(table, &info);
     const kvt_stream_terms_t terms = table_terms(slots);
     Failure failure;
     const auto has_plan = [&](uint64_t bytes, kvt_error_t ** err) {
         kvt_stream_memory_t memory = KVT_STREAM_MEMORY_INIT;
-        memory.host_free_bytes = bytes;
-        memory.host_total_bytes = bytes;
+        memory.host_free_bytes = is_far() ? PLENTY_BYTES : bytes;
+        memory.host_total_bytes = memory.host_free_bytes;
+        memory.device_free_bytes = is_far() ? bytes : 0;
         memory.lockable_bytes = UINT64_MAX;
         return kvt_model_plan(table, &terms, &memory, nullptr, nullptr, nullptr, 0,
                               sizeof(kvt_unit_home_t), err);

@@ -54,6 +54,31 @@ bool layer_of(const std::string & name, std::pair<std::string, uint32_t> & out) 
     return true;
 }
 
+// The tensor as the device underneath has it.
+ggml_tensor far_tensor(const Record & record) {
+    ggml_tensor there = *record.tensor;
+    there.buffer = record.far.buffer;
+    there.data = record.far.data;
+    return there;
+}
+
+// What a unit has of a tensor: all, or rows. It is nowhere yet.
+ggml_tensor part_of(const Range & range) {
+    ggml_tensor part = *range.record->tensor;
+    part.buffer = nullptr;
+    part.data = nullptr;
+    if (range.record->piece_rows > 0) {
+        part.ne[1] = int64_t(range.bytes / part.nb[1]);
+        part.nb[2] = part.nb[3] = range.bytes;
+    }
+    return part;
+}
+
+// Kernels may read behind the end of it, and have to find zeros there. In a slot the next tensor follows.
+bool is_padded(const ggml_tensor & part) {
+    return ggml_backend_buft_get_alloc_size(far_type(), &part) != ggml_nbytes(&part);
+}
+
 } // namespace
 
 std::mutex & weights_lock() {
@@ -101,7 +126,7 @@ bool Weights::sort(ggml_tensor * const * tensors, int count, std::string & why) 
         record.tensor = tensors[i];
         by_tensor_[tensors[i]] = &record;
         record.bytes = ggml_nbytes(tensors[i]);
-        span_bytes_ += pages(record.bytes);
+        span_bytes_ += pages(staying_bytes(record));
         std::pair<std::string, uint32_t> key;
         const bool is_layer = layer_of(ggml_get_name(tensors[i]), key);
         const bool is_large = record.bytes >= LARGE_BYTES && ggml_n_dims(tensors[i]) == 2;
@@ -110,7 +135,7 @@ bool Weights::sort(ggml_tensor * const * tensors, int count, std::string & why) 
                          source_->place(tensors[i], record.place) &&
                          taken.insert({record.place.file, record.place.offset}).second;
         if (!record.streams) {
-            resident_bytes_ += pages(record.bytes);
+            resident_bytes_ += staying_bytes(record);
             continue;
         }
         streamed_bytes_ += record.bytes;
@@ -142,11 +167,50 @@ bool Weights::sort(ggml_tensor * const * tensors, int count, std::string & why) 
         largest = std::max(largest, bytes);
     }
     cut_pieces(largest > 0 ? largest : PIECE_BYTES);
+    for (uint32_t unit = 0; is_far() && unit < units_.size(); unit++) {
+        uint64_t bytes = 0;
+        for (const Range & range : units_[unit].ranges) {
+            const ggml_tensor part = part_of(range);
+            bytes += is_padded(part) ? far_bytes(&part) : 0;
+        }
+        padded_bytes_ = std::max(padded_bytes_, bytes);
+    }
+    resident_bytes_ += padded_bytes_;
     if (units_.empty()) {
         return true;
     }
     return table_open(*source_, units_, &table_, why) &&
            table_floor(table_, settings().slots, floor_bytes_, why);
+}
+
+uint64_t Weights::staying_bytes(const Record & record) {
+    return is_far() ? far_bytes(record.tensor) : pages(record.bytes);
+}
+
+bool Weights::stay(Record & record, std::string & why) {
+    if (record.bytes == 0) {
+        return true;
+    }
+    if (!is_far()) {
+        why = "there is no memory for weights";
+        return mprotect(record.home, pages(record.bytes), PROT_READ | PROT_WRITE) == 0;
+    }
+    why = std::string("the device has no memory for ") + ggml_get_name(record.tensor);
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(far_type(), staying_bytes(record));
+    if (!buffer) {
+        return false;
+    }
+    far_buffers_.push_back(buffer);
+    ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    // A copy of the tensor: the device may have to prepare what lies behind it.
+    ggml_tensor there = *record.tensor;
+    there.buffer = nullptr;
+    there.data = nullptr;
+    if (ggml_backend_tensor_alloc(buffer, &there, ggml_backend_buffer_get_base(buffer)) != GGML_STATUS_SUCCESS) {
+        return false;
+    }
+    record.far = {buffer, static_cast<char *>(there.data)};
+    return true;
 }
 
 // A matrix as large as many layers would need a slot as large as that. Its rows are independent.
@@ -201,12 +265,19 @@ bool Weights::settle(char * base, std::string & why) {
     base_ = base;
     for (const std::unique_ptr<Record> & record : records_) {
         record->home = base;
-        base += pages(record->bytes);
-        const uint64_t bytes = pages(record->bytes);
-        if (!record->streams && bytes > 0 && mprotect(record->home, bytes, PROT_READ | PROT_WRITE) != 0) {
-            why = "there is no memory for weights";
+        base += pages(staying_bytes(*record));
+        if (!record->streams && !stay(*record, why)) {
             return false;
         }
+    }
+    if (padded_bytes_ > 0) {
+        padded_ = ggml_backend_buft_alloc_buffer(far_type(), padded_bytes_);
+        if (!padded_) {
+            why = "the device has no memory for a layer's padding";
+            return false;
+        }
+        far_buffers_.push_back(padded_);
+        ggml_backend_buffer_set_usage(padded_, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     }
     totals().add(*this);
     return true;
@@ -220,6 +291,9 @@ Weights::~Weights() {
     }
     kvt_stream_close(&stream_, deadline_in(CLOSE_SECONDS), nullptr);
     kvt_model_close(&table_);
+    for (ggml_backend_buffer_t buffer : far_buffers_) {
+        ggml_backend_buffer_free(buffer);
+    }
     if (Memory * memory = Memory::opened()) {
         memory->forget_promise(promised_bytes_);
         memory->give_back(charged_bytes_);
@@ -242,31 +316,48 @@ void Weights::put(Record & record, const void * data, uint64_t from, uint64_t by
             return;
         }
     }
-    std::memcpy(record.home + from, data, bytes);
+    if (is_far()) {
+        ggml_tensor there = far_tensor(record);
+        ggml_backend_tensor_set(&there, data, from, bytes);
+    } else {
+        std::memcpy(record.home + from, data, bytes);
+    }
 }
 
 bool Weights::get(const Record & record, void * out, uint64_t from, uint64_t bytes) const {
     if (record.streams) {
         return source_->read(record.place, from, out, bytes);
     }
-    std::memcpy(out, record.home + from, bytes);
+    if (is_far()) {
+        const ggml_tensor there = far_tensor(record);
+        ggml_backend_tensor_get(&there, out, from, bytes);
+    } else {
+        std::memcpy(out, record.home + from, bytes);
+    }
     return true;
 }
 
 bool Weights::materialise(Record & record, std::string & why) {
-    const uint64_t bytes = pages(record.bytes);
+    const uint64_t bytes = staying_bytes(record);
     Memory * memory = Memory::get(why);
     if (!memory || !memory->charge(bytes, ggml_get_name(record.tensor), why)) {
         return false;
     }
     charged_bytes_ += bytes;
-    if (mprotect(record.home, bytes, PROT_READ | PROT_WRITE) != 0 ||
-        !source_->read(record.place, 0, record.home, record.bytes)) {
+    std::vector<char> read(is_far() ? record.bytes : 0);
+    if (!stay(record, why)) {
+        return false;
+    }
+    if (!source_->read(record.place, 0, is_far() ? read.data() : record.home, record.bytes)) {
         why = std::string(ggml_get_name(record.tensor)) + " cannot be read from its file";
         return false;
     }
     record.streams = false;
-    record.tensor->data = record.home;
+    if (is_far()) {
+        put(record, read.data(), 0, record.bytes);
+    } else {
+        record.tensor->data = record.home;
+    }
     totals().materialised++;
     return true;
 }
@@ -286,6 +377,7 @@ bool Weights::open_stream(std::string & why) {
     opts.model = table_;
     opts.terms = &terms;
     opts.budget = memory->budget();
+    opts.device = memory->device();
     Failure failure;
     const kvt_status_t status = kvt_stream_open(memory->runtime(), &opts, &stream_, failure.out());
     if (status != KVT_OK) {
@@ -350,22 +442,63 @@ bool Weights::acquire(uint32_t unit, std::string & why) {
         return false;
     }
     held_.emplace(unit, held);
+    if (is_far()) {
+        return far_point(unit, static_cast<const char *>(held.address), why);
+    }
     point(unit, static_cast<const char *>(held.address));
+    return true;
+}
+
+// Tensors that need zeros behind them have a place of their own: one for all layers, as one is used at once.
+bool Weights::far_point(uint32_t unit, const char * address, std::string & why) {
+    uint64_t used_bytes = 0;
+    for (const Range & range : units_[unit].ranges) {
+        Record & record = *range.record;
+        if (!record.streams) {
+            continue;
+        }
+        const size_t piece = record.piece_rows > 0 ? unit - record.units.front() : 0;
+        record.far = far_place(address + record.at[piece]);
+        ggml_tensor there = part_of(range);
+        if (!is_padded(there)) {
+            continue;
+        }
+        if (padded_unit_ != KVT_NONE && padded_unit_ != unit) {
+            why = units_[unit].name + " and " + units_[padded_unit_].name + " are used at once: they have to stay";
+            return false;
+        }
+        padded_unit_ = unit;
+        ggml_tensor source = far_tensor(record);
+        std::copy(there.ne, there.ne + GGML_MAX_DIMS, source.ne);
+        std::copy(there.nb, there.nb + GGML_MAX_DIMS, source.nb);
+        char * at = static_cast<char *>(ggml_backend_buffer_get_base(padded_)) + used_bytes;
+        if (ggml_backend_tensor_alloc(padded_, &there, at) != GGML_STATUS_SUCCESS) {
+            why = std::string(ggml_get_name(record.tensor)) + " has no place on the device";
+            return false;
+        }
+        used_bytes += far_bytes(&there);
+        ggml_backend_tensor_copy(&source, &there);
+        record.far = {padded_, at};
+    }
     return true;
 }
 
 void Weights::release(uint32_t unit) {
     const auto at = held_.find(unit);
     point(unit, nullptr);
+    padded_unit_ = padded_unit_ == unit ? KVT_NONE : padded_unit_;
     kvt_stream_release(stream_, &at->second, 0, nullptr);
     held_.erase(at);
 }
 
-// Nobody writes to weights; ggml's pointer says nothing of that.
+// Nobody writes to weights; ggml's pointer says nothing of that. Where another device computes, tensors are
+// changed only while it does.
 void Weights::point(uint32_t unit, const char * address) {
     for (const Range & range : units_[unit].ranges) {
         Record & record = *range.record;
-        if (record.streams && record.piece_rows == 0) {
+        if (is_far() && record.streams) {
+            record.far = {};
+        } else if (record.streams && record.piece_rows == 0) {
             record.tensor->data = address ? const_cast<char *>(address) + record.at.front() : record.home;
         }
     }

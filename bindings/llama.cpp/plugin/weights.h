@@ -6,6 +6,7 @@
 #ifndef KVTIER_PLUGIN_WEIGHTS_H
 #define KVTIER_PLUGIN_WEIGHTS_H
 
+#include "far.h"
 #include "memory.h"
 #include "source.h"
 
@@ -39,6 +40,8 @@ struct Record {
     std::vector<uint64_t> at;
     // Rows of a piece but the last; 0 = it is not in pieces.
     int64_t piece_rows = 0;
+    // Where it is for a device underneath that has memory of its own. No buffer while it is not there.
+    FarPlace far;
 };
 
 // Bytes of a tensor that a unit has.
@@ -113,6 +116,9 @@ private:
     bool begin(std::string & why);
     bool pass_to(uint32_t unit, std::string & why);
     void point(uint32_t unit, const char * address);
+    static uint64_t staying_bytes(const Record & record);
+    bool stay(Record & record, std::string & why);
+    bool far_point(uint32_t unit, const char * address, std::string & why);
 
     std::unique_ptr<Source> source_;
     std::vector<std::unique_ptr<Record>> records_;
@@ -128,6 +134,11 @@ private:
     kvt_model_t * table_ = nullptr;
     kvt_stream_t * stream_ = nullptr;
     std::map<uint32_t, kvt_held_t> held_;
+    // Of a device underneath: what stays, and the place of tensors that need zeros behind them, with whose it is.
+    std::vector<ggml_backend_buffer_t> far_buffers_;
+    ggml_backend_buffer_t padded_ = nullptr;
+    uint64_t padded_bytes_ = 0;
+    uint32_t padded_unit_ = KVT_NONE;
     bool is_passing_ = false;
     uint32_t last_unit_ = 0;
 };

@@ -2,13 +2,15 @@
 // is what it changes in any stock binary.
 //
 //   stock MODEL [-n STEPS] [-p PROMPT] [-c CONTEXT] [-u BATCH] [-t THREADS] [-l LOAD] [-x CONTEXTS]
-//         [-k KV] [-g LAYERS] [-r REPACK] [-o] [-d FILE STEP] [-y MODEL] [-z]
+//         [-k KV] [-g LAYERS] [-r REPACK] [-o] [-d FILE STEP] [-y MODEL] [-z] [--load LIBRARY]...
+//         [--device NAME]
 //
 // Decodes a prompt of made-up tokens and then greedily. Prints for each context a line with a hash of all
 // logits of each step and the tokens, then what memory the process has, and the nanoseconds of a step.
 // -l is a load mode of llama.h, -k 1 keeps KV on the processor's side, -r 0 leaves weights in the layout of
 // their file, -o observes every node, -d cuts FILE to half its length before a step, -y is a
-// second model, which every other context is of, -z opens a context when the one before has decoded.
+// second model, which every other context is of, -z opens a context when the one before has decoded. --load
+// loads a backend before all others are, --device gives the model to this device alone, not to all.
 #include <ggml-backend.h>
 #include <llama.h>
 
@@ -32,6 +34,8 @@ struct Options {
     bool is_kv_apart = false, observes = false, repacks = true, waits = false;
     const char * cut_path = nullptr;
     int cut_step = -1;
+    std::vector<const char *> libraries;
+    const char * device = nullptr;
 };
 
 struct Outcome {
@@ -73,6 +77,10 @@ bool options_read(int count, char ** words, Options & out) {
         } else if (word == "-d" && i + 2 < count) {
             out.cut_path = words[++i];
             out.cut_step = std::atoi(words[++i]);
+        } else if (word == "--load" && i + 1 < count) {
+            out.libraries.push_back(words[++i]);
+        } else if (word == "--device" && i + 1 < count) {
+            out.device = words[++i];
         } else if (!out.model) {
             out.model = words[i];
         } else {
@@ -174,6 +182,15 @@ llama_model * model_open(const char * path, const Options & options) {
     if (options.load >= 0) {
         params.load_mode = llama_load_mode(options.load);
     }
+    ggml_backend_dev_t devices[] = {nullptr, nullptr};
+    if (options.device) {
+        devices[0] = ggml_backend_dev_by_name(options.device);
+        if (!devices[0]) {
+            std::fprintf(stderr, "no device %s\n", options.device);
+            return nullptr;
+        }
+        params.devices = devices;
+    }
     return llama_model_load_from_file(path, params);
 }
 
@@ -241,6 +258,12 @@ int main(int count, char ** words) {
     if (!options_read(count, words, options)) {
         std::fprintf(stderr, "usage: stock MODEL [options], see the source\n");
         return 2;
+    }
+    for (const char * library : options.libraries) {
+        if (!ggml_backend_load(library)) {
+            std::fprintf(stderr, "%s is no backend\n", library);
+            return 2;
+        }
     }
     llama_log_set(quiet, nullptr);
     // As tools do that take -dev. A build with backends in files does it by itself.
