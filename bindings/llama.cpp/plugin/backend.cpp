@@ -6,6 +6,7 @@
 #include <ggml-impl.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 namespace kvtier_plugin {
@@ -16,6 +17,21 @@ struct Backend {
     ggml_backend_t inner = nullptr;
     // Of the engine's last graph that failed: the same words are not said for every token.
     std::string said;
+    // Of another device: where products of rows are computed. It grows, and is of what the engine computes in.
+    ggml_backend_buffer_t product = nullptr;
+
+    ~Backend() {
+        ggml_backend_buffer_free(product);
+        ggml_backend_free(inner);
+    }
+
+    ggml_backend_buffer_t product_room(size_t bytes) {
+        if (!product || ggml_backend_buffer_get_size(product) < bytes) {
+            ggml_backend_buffer_free(product);
+            product = ggml_backend_buft_alloc_buffer(buffer_type(), bytes);
+        }
+        return product;
+    }
 };
 
 Backend & of(ggml_backend_t backend) {
@@ -40,9 +56,9 @@ class Lent {
 public:
     Lent() = default;
     ~Lent() {
-        for (const Was & was : all_) {
-            was.tensor->buffer = was.buffer;
-            was.tensor->data = was.data;
+        for (auto was = all_.rbegin(); was != all_.rend(); ++was) {
+            was->tensor->buffer = was->buffer;
+            was->tensor->data = was->data;
         }
     }
     Lent(const Lent &) = delete;
@@ -51,6 +67,7 @@ public:
     // Takes down what is to be lent: whose a view is can only be seen before its tensor is.
     bool note(ggml_tensor * tensor, std::string & why) {
         const Record * record = tensor ? record_of(tensor) : nullptr;
+        record = record && record->bytes > 0 ? record : nullptr;
         if (record && !record->far.buffer) {
             why = std::string(ggml_get_name(record->tensor)) + " is used while it is not there";
             return false;
@@ -76,7 +93,7 @@ private:
     };
 
     void set(ggml_tensor * tensor, const Record & record, size_t offset) {
-        if (tensor->buffer != record.far.buffer) {
+        if (tensor->buffer != record.far.buffer || tensor->data != record.far.data + offset) {
             all_.push_back({tensor, tensor->buffer, tensor->data});
             tensor->buffer = record.far.buffer;
             tensor->data = record.far.data + offset;
@@ -266,17 +283,50 @@ private:
             product.ne[0] = rows.ne[1];
             product.data = static_cast<char *>(node->data) + size_t(row) * node->nb[0];
             product.src[0] = &rows;
-            ggml_tensor * only = &product;
-            ggml_cgraph piece = ggml_graph_view(graph_, number, number + 1);
-            piece.nodes = &only;
-            totals().runs++;
-            const ggml_status done = ggml_backend_graph_compute(backend_.inner, &piece);
+            const bool has_gaps = is_far() && !ggml_is_contiguous(&product);
+            const ggml_status done = has_gaps ? with_gaps(number, product) : alone(number, product);
             if (done != GGML_STATUS_SUCCESS) {
                 return done;
             }
         }
         begin_ = number + 1;
         return GGML_STATUS_SUCCESS;
+    }
+
+    // Computes one node instead of that of the graph.
+    ggml_status alone(int number, ggml_tensor & node) {
+        ggml_tensor * only = &node;
+        ggml_cgraph piece = ggml_graph_view(graph_, number, number + 1);
+        piece.nodes = &only;
+        totals().runs++;
+        return ggml_backend_graph_compute(backend_.inner, &piece);
+    }
+
+    // GPUs write products without gaps between columns: elsewhere, and then they are copied to where they belong.
+    ggml_status with_gaps(int number, const ggml_tensor & product) {
+        ggml_tensor dense = product;
+        for (int i = 1; i < GGML_MAX_DIMS; i++) {
+            dense.nb[i] = dense.nb[i - 1] * size_t(dense.ne[i - 1]);
+        }
+        dense.buffer = backend_.product_room(far_bytes(&dense));
+        if (!dense.buffer) {
+            why_ = "the device has no memory for a product of rows";
+            return GGML_STATUS_ALLOC_FAILED;
+        }
+        dense.data = ggml_backend_buffer_get_base(dense.buffer);
+        const ggml_status status = alone(number, dense);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        ggml_tensor target = product, copy = product;
+        target.op = GGML_OP_NONE;
+        std::fill(target.src, target.src + GGML_MAX_SRC, nullptr);
+        copy.op = GGML_OP_CPY;
+        std::fill(copy.src, copy.src + GGML_MAX_SRC, nullptr);
+        std::memset(copy.op_params, 0, sizeof copy.op_params);
+        copy.src[0] = &dense;
+        copy.src[1] = &target;
+        return alone(number, copy);
     }
 
     Backend & backend_;
@@ -327,7 +377,6 @@ const char * backend_name(ggml_backend_t) {
 }
 
 void backend_free(ggml_backend_t wrapped) {
-    ggml_backend_free(of(wrapped).inner);
     delete &of(wrapped);
     delete wrapped;
 }

@@ -39,11 +39,17 @@ ggml_backend_buffer_t refused(const std::string & why) {
 // A buffer of the device underneath, which has to see its own type: all that is ours is its end.
 ggml_backend_buffer_t open_far(std::unique_ptr<Buffer> & buffer) {
     ggml_backend_buffer_t made = ggml_backend_buft_alloc_buffer(far_type(), buffer->bytes);
-    if (made) {
-        buffer->far_free = made->iface.free_buffer;
-        made->iface.free_buffer = far_buffer_free;
-        far_buffer_note(made, std::move(buffer));
+    if (!made) {
+        return nullptr;
     }
+    buffer->far_free = made->iface.free_buffer;
+    try {
+        far_buffer_note(made, std::move(buffer));
+    } catch (...) {
+        ggml_backend_buffer_free(made);
+        return nullptr;
+    }
+    made->iface.free_buffer = far_buffer_free;
     return made;
 }
 

@@ -16,6 +16,9 @@ namespace kvtier_plugin {
 
 namespace {
 
+// Backends that keep tensors as files have them.
+constexpr const char * PLAIN_KINDS[] = {"CUDA", "ROCm", "MUSA", "Vulkan"};
+
 Settings the_settings;
 ggml_backend_dev_t the_under = nullptr;
 
@@ -57,6 +60,12 @@ enum ggml_backend_dev_type device_type(ggml_backend_dev_t) {
 
 void device_props(ggml_backend_dev_t which, ggml_backend_dev_props * out) {
     std::memset(out, 0, sizeof *out);
+    if (is_far()) {
+        // Engines that take all devices take one of those that are the same: not this one and what is under it.
+        ggml_backend_dev_props under;
+        ggml_backend_dev_get_props(the_under, &under);
+        out->device_id = under.device_id;
+    }
     out->name = device_name(which);
     out->description = device_description(which);
     device_memory(which, &out->memory_free, &out->memory_total);
@@ -140,7 +149,10 @@ ggml_backend_device & device() {
 
 // The device that computes: the processor, or one with memory of its own. Others help the processor.
 bool find_under(std::string & why) {
-    ggml_backend_dev_t found = ggml_backend_dev_by_name(the_settings.under.c_str());
+    std::string name = the_settings.under;
+    const bool is_trusted = !name.empty() && name.back() == '!';
+    name.resize(name.size() - size_t(is_trusted));
+    ggml_backend_dev_t found = ggml_backend_dev_by_name(name.c_str());
     if (!found) {
         why = "KVTIER_UNDER=" + the_settings.under + " is no device of this engine";
         return false;
@@ -150,6 +162,14 @@ bool find_under(std::string & why) {
     const bool has_memory = type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
     if (!is_near && (!has_memory || ggml_backend_buft_is_host(ggml_backend_dev_buffer_type(found)))) {
         why = "KVTIER_UNDER=" + the_settings.under + " is neither the processor nor a device with memory of its own";
+        return false;
+    }
+    // Some keep tensors in a form of their own: bytes of a file would be wrong numbers there.
+    const std::string kind = ggml_backend_reg_name(ggml_backend_dev_backend_reg(found));
+    const auto is_kind = [&](const char * one) { return kind == one; };
+    if (!is_near && !is_trusted && std::none_of(std::begin(PLAIN_KINDS), std::end(PLAIN_KINDS), is_kind)) {
+        why = "KVTIER_UNDER=" + the_settings.under + ": whether " + kind +
+              " keeps weights as files have them is not known; KVTIER_UNDER=" + name + "! says that it does";
         return false;
     }
     the_under = found;

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -163,9 +164,11 @@ uint64_t far_bytes(const ggml_tensor * tensor) {
 }
 
 uint64_t far_free_bytes() {
+    // What a GPU's own libraries take beside us while they compute: without it they end the process.
+    constexpr uint64_t THEIRS_BYTES = 256 << 20;
     size_t left = 0, total = 0;
     ggml_backend_dev_memory(under_device(), &left, &total);
-    return left;
+    return left - std::min<uint64_t>(left, THEIRS_BYTES);
 }
 
 FarPlace far_place(const void * address) {

@@ -18,7 +18,7 @@ bool is_far();
 ggml_backend_buffer_type_t far_type();
 // Bytes of a tensor there: kernels may read a little behind its end.
 uint64_t far_bytes(const ggml_tensor * tensor);
-// What it has left.
+// What it has left for us.
 uint64_t far_free_bytes();
 
 // Where bytes are for the backend.

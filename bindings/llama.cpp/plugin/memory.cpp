@@ -69,7 +69,8 @@ bool Memory::open(std::string & why) {
         opts.reserve_bytes = settings().budget_bytes ? 1 : 0;
         if (is_far()) {
             tier_ = KVT_TIER_DEVICE;
-            opts.device_bytes = settings().device_bytes ? settings().device_bytes : far_free_bytes() / 10 * 9;
+            // Nothing would be no limit.
+            opts.device_bytes = settings().device_bytes ? settings().device_bytes : far_free_bytes() / 10 * 9 + 1;
         }
         status = kvt_budget_open(runtime_, &opts, &budget_, failure.out());
     }

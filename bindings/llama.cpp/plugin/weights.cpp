@@ -192,23 +192,24 @@ bool Weights::stay(Record & record, std::string & why) {
         return true;
     }
     if (!is_far()) {
-        why = "there is no memory for weights";
-        return mprotect(record.home, pages(record.bytes), PROT_READ | PROT_WRITE) == 0;
+        const bool is_there = mprotect(record.home, pages(record.bytes), PROT_READ | PROT_WRITE) == 0;
+        why = is_there ? why : "there is no memory for weights";
+        return is_there;
     }
-    why = std::string("the device has no memory for ") + ggml_get_name(record.tensor);
+    far_buffers_.reserve(far_buffers_.size() + 1);
     ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(far_type(), staying_bytes(record));
-    if (!buffer) {
-        return false;
-    }
-    far_buffers_.push_back(buffer);
-    ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     // A copy of the tensor: the device may have to prepare what lies behind it.
     ggml_tensor there = *record.tensor;
     there.buffer = nullptr;
     there.data = nullptr;
-    if (ggml_backend_tensor_alloc(buffer, &there, ggml_backend_buffer_get_base(buffer)) != GGML_STATUS_SUCCESS) {
+    if (!buffer ||
+        ggml_backend_tensor_alloc(buffer, &there, ggml_backend_buffer_get_base(buffer)) != GGML_STATUS_SUCCESS) {
+        why = std::string("the device has no memory for ") + ggml_get_name(record.tensor);
+        ggml_backend_buffer_free(buffer);
         return false;
     }
+    ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    far_buffers_.push_back(buffer);
     record.far = {buffer, static_cast<char *>(there.data)};
     return true;
 }
@@ -339,19 +340,23 @@ bool Weights::get(const Record & record, void * out, uint64_t from, uint64_t byt
 
 bool Weights::materialise(Record & record, std::string & why) {
     const uint64_t bytes = staying_bytes(record);
+    const std::string unread = std::string(ggml_get_name(record.tensor)) + " cannot be read from its file";
+    std::vector<char> read(is_far() ? record.bytes : 0);
+    if (is_far() && !source_->read(record.place, 0, read.data(), record.bytes)) {
+        why = unread;
+        return false;
+    }
     Memory * memory = Memory::get(why);
     if (!memory || !memory->charge(bytes, ggml_get_name(record.tensor), why)) {
         return false;
     }
+    const bool has_place = stay(record, why);
+    if (!has_place || (!is_far() && !source_->read(record.place, 0, record.home, record.bytes))) {
+        why = has_place ? unread : why;
+        memory->give_back(bytes);
+        return false;
+    }
     charged_bytes_ += bytes;
-    std::vector<char> read(is_far() ? record.bytes : 0);
-    if (!stay(record, why)) {
-        return false;
-    }
-    if (!source_->read(record.place, 0, is_far() ? read.data() : record.home, record.bytes)) {
-        why = std::string(ggml_get_name(record.tensor)) + " cannot be read from its file";
-        return false;
-    }
     record.streams = false;
     if (is_far()) {
         put(record, read.data(), 0, record.bytes);
@@ -443,7 +448,11 @@ bool Weights::acquire(uint32_t unit, std::string & why) {
     }
     held_.emplace(unit, held);
     if (is_far()) {
-        return far_point(unit, static_cast<const char *>(held.address), why);
+        const bool is_placed = far_point(unit, static_cast<const char *>(held.address), why);
+        if (!is_placed) {
+            release(unit);
+        }
+        return is_placed;
     }
     point(unit, static_cast<const char *>(held.address));
     return true;
@@ -459,6 +468,10 @@ bool Weights::far_point(uint32_t unit, const char * address, std::string & why) 
         }
         const size_t piece = record.piece_rows > 0 ? unit - record.units.front() : 0;
         record.far = far_place(address + record.at[piece]);
+        if (!record.far.buffer) {
+            why = units_[unit].name + " is not where it was put: this is a defect of kvtier";
+            return false;
+        }
         ggml_tensor there = part_of(range);
         if (!is_padded(there)) {
             continue;

@@ -291,6 +291,10 @@ public:
                 continue;
             }
             lies_here(node, node);
+            // Products of GPUs have no gaps between their columns.
+            if (node->op == GGML_OP_MUL_MAT && !ggml_is_contiguous(node)) {
+                die("a product with gaps", node, node);
+            }
             for (const ggml_tensor * source : node->src) {
                 if (source) {
                     lies_here(source, node);

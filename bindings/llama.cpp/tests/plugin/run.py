@@ -94,7 +94,7 @@ class Bench:
     def under(self, name, *arguments, **variables):
         """The plugin above that device."""
         return self.ours(name, "-r", 0, "--load", self.options.far, "--device", "KVTIER", *arguments,
-                         KVTIER_UNDER="FAR0", FAR_STATS=1, **variables)
+                         KVTIER_UNDER="FAR0!", FAR_STATS=1, **variables)
 
     def same(self, name, *arguments, **variables):
         """A run with the plugin that has to be, bit for bit, what it is without."""
@@ -334,9 +334,10 @@ def case_under(bench):
         expect(all_in.stats["home_units"] == units, "all of it stays on the device", all_in)
         expect(all_in.stats["read_bytes"] <= streamed + units * 8192, "and is read once", all_in)
         least = bench.least_budget(all_in.stats)
-        ways = [(), ("-g", 2, "-u", 8), ("-k", 1, "-n", 3), ("-o", "-n", 3)]
+        # With logits of all tokens the rows of a product in pieces have gaps between them.
+        ways = [(), ("-g", 2, "-u", 8), ("-a", "-n", 2), ("-k", 1, "-n", 3), ("-o", "-n", 3)]
         # Without flash attention, which the engine leaves out where a hybrid's KV is the processor's, bits differ.
-        for arguments in ways[:2] if name in ("gemma3", "tiny-hybrid") else ways:
+        for arguments in ways[:3] if name in ("gemma3", "tiny-hybrid") else ways:
             few = same(*arguments, KVTIER_DEVICE_BUDGET=least)
             expect(few.stats["home_units"] < units or units <= 2, "less stays", few)
         if name.startswith("tiny"):

@@ -2,13 +2,13 @@
 // is what it changes in any stock binary.
 //
 //   stock MODEL [-n STEPS] [-p PROMPT] [-c CONTEXT] [-u BATCH] [-t THREADS] [-l LOAD] [-x CONTEXTS]
-//         [-k KV] [-g LAYERS] [-r REPACK] [-o] [-d FILE STEP] [-y MODEL] [-z] [--load LIBRARY]...
+//         [-k KV] [-g LAYERS] [-r REPACK] [-o] [-a] [-d FILE STEP] [-y MODEL] [-z] [--load LIBRARY]...
 //         [--device NAME]
 //
 // Decodes a prompt of made-up tokens and then greedily. Prints for each context a line with a hash of all
 // logits of each step and the tokens, then what memory the process has, and the nanoseconds of a step.
 // -l is a load mode of llama.h, -k 1 keeps KV on the processor's side, -r 0 leaves weights in the layout of
-// their file, -o observes every node, -d cuts FILE to half its length before a step, -y is a
+// their file, -o observes every node, -a has the logits of all tokens, not of the last alone, -d cuts FILE to half its length before a step, -y is a
 // second model, which every other context is of, -z opens a context when the one before has decoded. --load
 // loads a backend before all others are, --device gives the model to this device alone, not to all.
 #include <ggml-backend.h>
@@ -31,7 +31,7 @@ namespace {
 struct Options {
     const char * model = nullptr, * second = nullptr;
     int steps = 8, prompt = 24, context = 64, batch = 0, threads = 1, load = -1, contexts = 1, layers = 99;
-    bool is_kv_apart = false, observes = false, repacks = true, waits = false;
+    bool is_kv_apart = false, observes = false, repacks = true, waits = false, wants_all = false;
     const char * cut_path = nullptr;
     int cut_step = -1;
     std::vector<const char *> libraries;
@@ -74,6 +74,8 @@ bool options_read(int count, char ** words, Options & out) {
             out.second = words[++i];
         } else if (word == "-o") {
             out.observes = true;
+        } else if (word == "-a") {
+            out.wants_all = true;
         } else if (word == "-d" && i + 2 < count) {
             out.cut_path = words[++i];
             out.cut_step = std::atoi(words[++i]);
@@ -133,7 +135,16 @@ void decode(llama_model * model, llama_context * context, const Options & option
         for (size_t done = 0; done < next.size();) {
             const size_t most = options.batch ? size_t(options.batch) : next.size();
             const size_t count = std::min(most, next.size() - done);
-            const int status = llama_decode(context, llama_batch_get_one(next.data() + done, int32_t(count)));
+            llama_batch batch = llama_batch_get_one(next.data() + done, int32_t(count));
+            std::vector<int8_t> outputs(count, 1);
+            batch.logits = options.wants_all ? outputs.data() : nullptr;
+            const int status = llama_decode(context, batch);
+            for (size_t i = 0; status == 0 && options.wants_all && i + 1 < count; i++) {
+                char line[32];
+                const float * logits = llama_get_logits_ith(context, int32_t(i));
+                std::snprintf(line, sizeof line, "%016llx ", (unsigned long long) hash(logits, words));
+                out.text += line;
+            }
             if (status != 0) {
                 out.text += "failed " + std::to_string(status) + " at step " + std::to_string(step);
                 return;
