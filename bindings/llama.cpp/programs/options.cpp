@@ -119,15 +119,10 @@ section output_flags(options &o) {
 std::vector<section> all_flags(options &o) {
     std::vector<section> sections = {model_flags(o), answer_flags(o), input_flags(o), kv_flags(o)};
     section parts = {"More than fits", {}};
-    if (has_longer()) {
-        parts.flags.push_back({"--longer", "N", longer_help(), [&o](const std::string &v) {
-            o.longer_tokens = parse_count("--longer", v, 64, 1 << 24);
-        }});
-    }
-    if (has_sparse()) {
-        parts.flags.push_back({"--sparse", "SPEC", sparse_help(),
-                               [&o](const std::string &v) { o.sparse = v; }});
-    }
+    parts.flags.push_back({"--longer", "N", longer_help(), [&o](const std::string &v) {
+        o.longer_tokens = parse_count("--longer", v, 64, 1 << 24);
+    }});
+    parts.flags.push_back({"--sparse", "SPEC", sparse_help(), [&o](const std::string &v) { o.sparse = v; }});
     if (has_stream()) {
         parts.flags.push_back({"--stream-budget", "SIZE", stream_help(), [&o](const std::string &v) {
             o.stream_bytes = parse_size("--stream-budget", v);

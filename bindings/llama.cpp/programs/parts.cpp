@@ -15,29 +15,8 @@ bool has_stream() {
 }
 #endif
 
-#ifdef KVTIER_PROGRAM_LONGER
 std::unique_ptr<part> open_longer(const options &o, const std::shared_ptr<kv_store> &store);
-
-bool has_longer() {
-    return true;
-}
-#else
-bool has_longer() {
-    return false;
-}
-#endif
-
-#ifdef KVTIER_PROGRAM_SPARSE
 std::unique_ptr<part> open_sparse(const options &o);
-
-bool has_sparse() {
-    return true;
-}
-#else
-bool has_sparse() {
-    return false;
-}
-#endif
 
 std::string stream_help() {
     return "memory for weights: layers come from the file while they are computed";
@@ -63,17 +42,10 @@ parts_t open_parts(const options &o, const std::shared_ptr<kv_store> &store) {
         parts.push_back(open_stream(o));
     }
 #endif
-#ifdef KVTIER_PROGRAM_LONGER
     if (o.longer_tokens) {
         parts.push_back(open_longer(o, store));
-    }
-#endif
-#ifdef KVTIER_PROGRAM_SPARSE
-    if (!o.sparse.empty() && !o.longer_tokens) {
+    } else if (!o.sparse.empty()) {
         parts.push_back(open_sparse(o));
     }
-#endif
-    (void) o;
-    (void) store;
     return parts;
 }

@@ -43,10 +43,7 @@ using parts_t = std::vector<std::unique_ptr<part>>;
 // Those that the options ask for, in the order in which they are asked. `store` is null without one.
 parts_t open_parts(const options &o, const std::shared_ptr<kv_store> &store);
 
-bool has_longer();
 std::string longer_help();
-
-bool has_sparse();
 std::string sparse_help();
 
 bool has_stream();
