@@ -1,7 +1,7 @@
 // A device underneath whose memory the processor cannot follow, such as a GPU.
 //
-// Streamed weights go there by way of a device of kvtier's that copies with ggml's own functions, so any
-// backend will do. Addresses of that device are ours: of pages that nobody may touch, each of which stands
+// Streamed weights go there by way of a device of kvtier's that copies with ggml's own functions, as bytes: the
+// backend has to keep tensors as files have them. Addresses of that device are ours: of pages that nobody may touch, each of which stands
 // for a byte of a buffer of the backend's.
 #ifndef KVTIER_PLUGIN_FAR_H
 #define KVTIER_PLUGIN_FAR_H
