@@ -163,8 +163,11 @@ fn a_smaller_budget_takes_slabs_back() {
     budget.resize(Tier::Device, 4 << 20).expect("resized");
     rig.home.store.with(|core| core.set_device_bytes(1 << 20)).expect("there is a tier");
     until("slabs come", || lane().committed_bytes == 1 << 20);
-    (0..2).for_each(|_| (0..2).for_each(|number| rig.get(number, Memory::Device)));
-    assert!(rig.report().device_cells > 0);
+    // Bytes are committed before the slabs that they are for can be used.
+    until("cells come", || {
+        (0..2).for_each(|number| rig.get(number, Memory::Device));
+        rig.report().device_cells > 0
+    });
     rig.home.store.with(|core| core.set_device_bytes(0)).expect("there is a tier");
     until("all goes", || lane().committed_bytes == 0);
     assert!(lane().peak_bytes <= 2 << 20);

@@ -89,8 +89,9 @@ class FakeHandler(http.server.BaseHTTPRequestHandler):
             with open(path, "w", encoding="utf-8") as file:
                 file.write(fake.slots[number])
             fake.saved[value["filename"]] = fake.computed[number]
-            self.say({"n_saved": len(fake.slots[number])})
+            saved = len(fake.slots[number])
             fake.after_save()
+            self.say({"n_saved": saved})
         elif query == "action=restore" and fake.restore_status:
             self.say({"error": {"message": "not now"}}, fake.restore_status)
         elif query == "action=restore" and os.path.exists(path):
