@@ -95,6 +95,7 @@ one trace 1200
 one store 1
 one store_plan 1
 one store_wish 1
+one blocks 1
 one offload_wish
 one stream_wish
 one device_wish

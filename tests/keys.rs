@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use kvtier::format::keys::block::BlockKeys;
 use kvtier::format::keys::chain::{Chain, Media};
 use kvtier::format::keys::identity::{Extra, Identity, Shard};
 use kvtier::format::keys::media::{self, Medium};
@@ -193,6 +194,18 @@ fn keys_of_private_chunks() {
         let extra = (!case["extra"].is_null()).then(|| digest(&case["extra"]));
         let session = bytes(&case["session"]);
         let key = private_key(&parent, &session, &tokens(case), extra.as_ref()).expect("valid");
+        assert_eq!(key.to_string(), text(&case["key"]), "{}", case["name"]);
+        assert_eq!(key.0, blake3::derive_key(context, &bytes(&case["material"])));
+    }
+}
+
+#[test]
+fn keys_of_blocks() {
+    let vectors = vectors();
+    let context = text(&vectors["contexts"]["block"]);
+    for case in cases(&vectors, "blocks") {
+        let keys = BlockKeys::new(&Key(digest(&case["namespace"])));
+        let key = keys.key(&bytes(&case["block"])).expect("a name");
         assert_eq!(key.to_string(), text(&case["key"]), "{}", case["name"]);
         assert_eq!(key.0, blake3::derive_key(context, &bytes(&case["material"])));
     }

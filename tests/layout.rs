@@ -7,6 +7,7 @@ use std::path::Path;
 
 use kvtier::ffi::account::*;
 use kvtier::ffi::attention::*;
+use kvtier::ffi::blocks::*;
 use kvtier::ffi::budget::*;
 use kvtier::ffi::buffer::*;
 use kvtier::ffi::clear::*;
@@ -55,6 +56,7 @@ use kvtier::ffi::stream_opts::*;
 use kvtier::ffi::stream_plan::*;
 use kvtier::ffi::stream_use::*;
 use kvtier::ffi::trace::*;
+use kvtier::ffi::view::*;
 use kvtier::ffi::work::*;
 
 fn size_of_field<T, F>(_: impl Fn(&T) -> &F) -> usize {
@@ -252,6 +254,11 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_move_t {
             struct_size, flags, first_token, tokens, first_layer, layers, k, v, stride_bytes, level,
             reserved, ready, chunks, chunk_count, after,
+        }
+        kvt_names_t { struct_size, bytes, ends, each_bytes, count }
+        kvt_blocks_t {
+            struct_size, flags, names, first_layer, layers, k, v, stride_bytes, level, reserved,
+            ready, after,
         }
         kvt_attention_t {
             struct_size, layers, query_heads, key_heads, key_dim, value_dim, kind, block_tokens,

@@ -110,6 +110,38 @@ struct rectangle {
     std::optional<span<const std::uint32_t>> chunks{};
 };
 
+/// What an engine calls its blocks: all names, one after the other, of `each_bytes` each, or up
+/// to `ends`.
+struct names {
+    span<const std::uint8_t> bytes{};
+    std::uint64_t each_bytes = 0;
+    /// Instead of each_bytes: where each name ends.
+    span<const std::uint64_t> ends{};
+
+    /// How many.
+    std::uint64_t count() const noexcept {
+        if (!ends.empty()) return ends.size();
+        return each_bytes == 0 ? 0 : bytes.size() / each_bytes;
+    }
+};
+
+/// Blocks that an engine names itself, and where it has them: as many views as layers.
+struct blocks {
+    names called{};
+    std::uint32_t first_layer = 0;
+    /// 0 = as many as `k` has; without views all from the first on.
+    std::uint32_t layers = 0;
+    span<const kvt_view_t> k{};
+    /// Empty where no layer has V.
+    span<const kvt_view_t> v{};
+    /// Of a put.
+    std::uint32_t level = KVT_LEVEL_RAM;
+    /// Nothing begins before it was signalled.
+    const event *ready = nullptr;
+    /// An event of the store's device that copies are behind; 0 = none.
+    std::uint64_t after = 0;
+};
+
 /// How the engine will run what is planned.
 struct plan_terms {
     /// It computes while loads go on.
@@ -239,8 +271,23 @@ template <class Row, class Call> kvt_status_t all_rows(std::vector<Row> &rows, C
     }
 }
 
+/// Names fill their bytes, and end in them.
+inline bool fits(const names &n) noexcept {
+    if (n.ends.empty()) return n.bytes.size() == n.count() * n.each_bytes;
+    return n.each_bytes == 0 && n.ends[n.ends.size() - 1] <= n.bytes.size();
+}
+
+inline kvt_names_t lower(const names &n) noexcept {
+    kvt_names_t c = KVT_NAMES_INIT;
+    c.bytes = n.bytes.data();
+    c.ends = n.ends.empty() ? nullptr : n.ends.data();
+    c.each_bytes = n.each_bytes;
+    c.count = n.count();
+    return c;
+}
+
 /// The library reads as many views as there are layers.
-inline bool fits(const rectangle &r, bool with_views) noexcept {
+template <class What> bool fits(const What &r, bool with_views) noexcept {
     const std::size_t layers = r.layers != 0 ? r.layers : r.k.size();
     const bool k = with_views ? r.k.size() == layers && layers != 0 : r.k.empty();
     return k && (r.v.empty() || r.v.size() == layers);
@@ -363,6 +410,28 @@ public:
     ret<op> prefetch(const rectangle &what, const submit_opts &opts = {}) const {
         return one(&kvt_session_prefetch, what, opts, false);
     }
+    /// Stores blocks that the engine names itself; the op has an item for each.
+    ret<op> put(const blocks &what, const submit_opts &opts = {}) const {
+        return some(&kvt_session_put_blocks, what, opts, true);
+    }
+    /// Loads blocks; the op fails with KVT_E_NOT_FOUND where some are missing.
+    ret<op> get(const blocks &what, const submit_opts &opts = {}) const {
+        return some(&kvt_session_get_blocks, what, opts, true);
+    }
+    /// Into memory, for a get to come; without views.
+    ret<op> prefetch(const blocks &what, const submit_opts &opts = {}) const {
+        return some(&kvt_session_prefetch_blocks, what, opts, false);
+    }
+    /// Takes blocks away that nobody holds.
+    ret<kvt_clear_report_t> drop(const names &called) const {
+        if (!detail::fits(called))
+            return detail::fail<kvt_clear_report_t>(kvt::error(KVT_E_INVALID));
+        detail::failure f;
+        kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
+        const kvt_names_t c = detail::lower(called);
+        const kvt_status_t status = kvt_session_drop_blocks(raw_, &c, &report, f.out());
+        return detail::give(status, f, report);
+    }
     /// The same with an op for each layer, whose tags count up.
     ret<std::vector<op>> put_each(const rectangle &what, const submit_opts &opts = {}) const {
         return each(&kvt_session_put, what, opts, true);
@@ -382,6 +451,29 @@ private:
         const kvt_submit_opts_t c = detail::lower(opts);
         kvt_op_t *raw = nullptr;
         const kvt_status_t status = move(raw_, &m, &c, &raw, f.out());
+        return detail::give(status, f, op::adopt(raw));
+    }
+    using block_call = kvt_status_t (*)(const kvt_session_t *, const kvt_blocks_t *,
+                                        const kvt_submit_opts_t *, kvt_op_t **, kvt_error_t **);
+
+    ret<op> some(block_call move, const blocks &what, const submit_opts &opts, bool views) const {
+        if (!detail::fits(what.called) || !detail::fits(what, views))
+            return detail::fail<op>(kvt::error(KVT_E_INVALID));
+        detail::failure f;
+        const kvt_names_t called = detail::lower(what.called);
+        kvt_blocks_t b = KVT_BLOCKS_INIT;
+        b.names = &called;
+        b.first_layer = what.first_layer;
+        b.layers = what.layers != 0 ? what.layers : static_cast<std::uint32_t>(what.k.size());
+        b.k = what.k.empty() ? nullptr : what.k.data();
+        b.v = what.v.empty() ? nullptr : what.v.data();
+        b.stride_bytes = sizeof(kvt_view_t);
+        b.level = what.level;
+        b.ready = what.ready != nullptr ? what.ready->get() : nullptr;
+        b.after = what.after;
+        const kvt_submit_opts_t c = detail::lower(opts);
+        kvt_op_t *raw = nullptr;
+        const kvt_status_t status = move(raw_, &b, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
     ret<std::vector<op>> each(call move, const rectangle &what, const submit_opts &opts,
@@ -466,6 +558,26 @@ public:
                                                  &found.sum, f.out());
             });
         return detail::give(status, f, std::move(found));
+    }
+    /// A byte for each block: KVT_EXISTS_WHOLE, 1 << KVT_TIER_*.
+    ret<std::vector<std::uint8_t>> find(const names &called) const {
+        if (!detail::fits(called))
+            return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
+        std::vector<std::uint8_t> found(called.count());
+        detail::failure f;
+        const kvt_names_t c = detail::lower(called);
+        const kvt_status_t status = kvt_namespace_find_blocks(raw_, &c, found.data(), f.out());
+        return detail::give(status, f, std::move(found));
+    }
+    /// What blocks are called in events: KVT_KEY_BYTES each.
+    ret<std::vector<std::uint8_t>> keys_of(const names &called) const {
+        if (!detail::fits(called))
+            return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
+        std::vector<std::uint8_t> keys(called.count() * KVT_KEY_BYTES);
+        detail::failure f;
+        const kvt_names_t c = detail::lower(called);
+        const kvt_status_t status = kvt_namespace_block_keys(raw_, &c, keys.data(), f.out());
+        return detail::give(status, f, std::move(keys));
     }
     /// A byte for each key: KVT_EXISTS_WHOLE, 1 << KVT_TIER_*.
     ret<std::vector<std::uint8_t>> exists(span<const std::uint8_t> keys) const {

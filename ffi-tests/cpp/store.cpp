@@ -4,6 +4,7 @@
 #include "check.hpp"
 
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -102,6 +103,55 @@ void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
     CHECK_THROWS(missing.finish(), KVT_E_NOT_FOUND);
     CHECK(missing.info().value == 0 && none.bytes == tensors(16).bytes);
     CHECK(store.metrics().find("# TYPE kvtier_") != std::string::npos);
+}
+
+// Blocks that the engine names itself.
+void blocks(const kvt::runtime &runtime) {
+    kvt::store store = kvt::store::open(runtime, "store(host=1MiB)");
+    kvt::name_space space = store.open_name_space(who("a"), model());
+    kvt::session session = space.open_session();
+    tensors from(3 * CHUNK), to(4 * CHUNK);
+    for (std::size_t i = 0; i < from.bytes.size(); i++)
+        from.bytes[i] = static_cast<std::uint8_t>(i * 13 + i / 256);
+    const std::vector<std::uint8_t> called = {'a', 'b', 'c', 'x'};
+    kvt::blocks what;
+    what.called.bytes = {called.data(), 3};
+    what.called.each_bytes = 1;
+    const kvt::rectangle all = from.all(), room = to.all();
+    what.k = all.k;
+    what.v = all.v;
+    kvt::op stored = session.put(what);
+    CHECK(stored.finish().value == 3 * CHUNK && stored.info().items == 3);
+    kvt::blocks back;
+    const std::vector<std::uint64_t> ends = {1, 2, 3, 4};
+    back.called.bytes = {called.data(), called.size()};
+    back.called.ends = {ends.data(), ends.size()};
+    back.k = room.k;
+    back.v = room.v;
+    kvt::op loaded = session.get(back);
+    CHECK_THROWS(loaded.finish(), KVT_E_NOT_FOUND);
+    CHECK(loaded.info().items_failed == 1);
+    std::vector<kvt_op_item_t> items(9);
+    CHECK(loaded.items(items) == 4 && items[2].status == KVT_OK && items[3].status == KVT_E_NOT_FOUND);
+    for (std::size_t layer = 0; layer < LAYERS; layer++)
+        CHECK(std::memcmp(all.k[layer].address, room.k[layer].address,
+                          3 * CHUNK * HEADS * RUN) == 0);
+    kvt::blocks ahead;
+    ahead.called = what.called;
+    CHECK(session.prefetch(ahead).finish().value == 3 * CHUNK);
+    const std::vector<std::uint8_t> there = space.find(back.called);
+    CHECK(there.size() == 4 && there[0] != 0 && there[3] == 0);
+    CHECK(space.keys_of(back.called).size() == 4 * KVT_KEY_BYTES);
+    CHECK(session.drop(what.called).gone_chunks == 3);
+    CHECK(space.find(what.called) == std::vector<std::uint8_t>(3, 0));
+    // Names that do not fill their bytes, or end behind them, are not read.
+    back.called = {{called.data(), 3}, 2, {}};
+    CHECK_THROWS(session.get(back), KVT_E_INVALID);
+    CHECK_THROWS(space.find(back.called), KVT_E_INVALID);
+    back.called = {{called.data(), 3}, 0, {ends.data(), ends.size()}};
+    CHECK_THROWS(session.drop(back.called), KVT_E_INVALID);
+    what.v = {};
+    CHECK_THROWS(session.put(what), KVT_E_INVALID);
 }
 
 void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
@@ -316,6 +366,7 @@ int main() {
     {
         kvt::runtime runtime = kvt::runtime::open();
         there_and_back(runtime, std::string(folder) + "/kv");
+        blocks(runtime);
         lookups_and_plans(runtime, std::string(folder) + "/kv2");
         wishes(runtime, std::string(folder) + "/kv3");
         picks(runtime);

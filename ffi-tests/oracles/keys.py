@@ -117,6 +117,7 @@ CONTEXTS = {
     "namespace": "kvtier 2026-11-21 v1 namespace",
     "layout": "kvtier 2026-11-21 v1 layout",
     "private": "kvtier 2026-11-21 v1 private",
+    "block": "kvtier 2026-11-23 v1 block",
 }
 TAGS = {
     "model": 1,
@@ -213,6 +214,11 @@ def private_results(case):
     return {"material": material.hex(), "key": key.hex()}
 
 
+def block_results(case):
+    material = encoded({1: bytes.fromhex(case["namespace"]), 2: bytes.fromhex(case["block"])})
+    return {"material": material.hex(), "key": derive_key(CONTEXTS["block"], material).hex()}
+
+
 def media_results(case):
     """The extra digest of each chunk in which media start."""
     each, chunks = case["chunk_tokens"], {}
@@ -233,6 +239,7 @@ RESULTS = {
     "layouts": layout_results,
     "chains": chain_results,
     "private": private_results,
+    "blocks": block_results,
     "media": media_results,
 }
 
@@ -338,6 +345,16 @@ def media():
     yield some("many in the largest chunk", 65536, range(3, 65536, 5000))
 
 
+def blocks(namespace):
+    def block(name, called, namespace=namespace):
+        return {"name": name, "namespace": namespace, "block": called.hex()}
+
+    yield block("example", bytes(range(32)))
+    yield block("one byte", b"a")
+    yield block("another namespace", bytes(range(32)), "00" * 32)
+    yield block("long", bytes(i % 251 for i in range(300)))
+
+
 def layouts():
     near = {"layers": [0, 1, 2], "dtype": "bf16", "rule": "window", "window": 1024}
     near |= {"kv_heads": 8, "k_bytes": 2048, "v_bytes": 2048}
@@ -374,6 +391,7 @@ def vectors():
         "identities": names,
         "chains": links,
         "private": done("private", privates(links[0]["keys"][-1])),
+        "blocks": done("blocks", blocks(namespace)),
         "media": done("media", media()),
     }
 

@@ -58,6 +58,8 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_MODEL_INFO_INIT KVT_INIT_(kvt_model_info_t)
 #define KVT_MODEL_TABLE_INIT KVT_INIT_(kvt_model_table_t)
 #define KVT_MOVE_INIT KVT_INIT_(kvt_move_t)
+#define KVT_NAMES_INIT KVT_INIT_(kvt_names_t)
+#define KVT_BLOCKS_INIT KVT_INIT_(kvt_blocks_t)
 #define KVT_OFFLOAD_KV_INIT KVT_INIT_(kvt_offload_kv_t)
 #define KVT_OFFLOAD_OPTS_INIT KVT_INIT_(kvt_offload_opts_t)
 #define KVT_OFFLOAD_STATS_INIT KVT_INIT_(kvt_offload_stats_t)
@@ -837,16 +839,6 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_LEVEL_DURABLE 2
 
 /**
- * The processor reaches it.
- */
-#define KVT_MEMORY_HOST 0
-
-/**
- * Only the device does.
- */
-#define KVT_MEMORY_DEVICE 1
-
-/**
  * Loads and computing do not go on at the same time, but one after the other.
  */
 #define KVT_PLAN_NO_OVERLAP 1
@@ -1347,6 +1339,16 @@ template <typename T> inline T kvt_sized_() {
  * kvt_stream_mark_t.stage: the engine waited for a unit.
  */
 #define KVT_STAGE_WAIT 4
+
+/**
+ * The processor reaches it.
+ */
+#define KVT_MEMORY_HOST 0
+
+/**
+ * Only the device does.
+ */
+#define KVT_MEMORY_DEVICE 1
 
 /**
  * One owner's part in a budget. Internally locked: any thread may use it.
@@ -6926,6 +6928,91 @@ typedef struct kvt_stream_mark_t {
 } kvt_stream_mark_t;
 
 /**
+ * What an engine calls its blocks: any bytes, one name after the other. Equal names
+ * are equal content: its own hashes, say, of all that the content depends on and the
+ * namespace's identity does not say.
+ */
+typedef struct kvt_names_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * The names, without gaps.
+     */
+    const uint8_t *bytes;
+    /**
+     * Where each ends, from `bytes` on, ascending; null = all have each_bytes bytes.
+     */
+    const uint64_t *ends;
+    /**
+     * Bytes of a name, 1 to 65536; 0 with ends.
+     */
+    uint64_t each_bytes;
+    /**
+     * How many; at most 2^22, and 65536 for a move.
+     */
+    uint64_t count;
+} kvt_names_t;
+
+/**
+ * Blocks, and where the engine has them.
+ */
+typedef struct kvt_blocks_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * Always 0.
+     */
+    uint64_t flags;
+    /**
+     * What they are called.
+     */
+    const struct kvt_names_t *names;
+    /**
+     * The first layer.
+     */
+    uint32_t first_layer;
+    /**
+     * How many; 0 = all from the first on.
+     */
+    uint32_t layers;
+    /**
+     * K (or the latent, or the states) of each layer: the tokens of all blocks, in the
+     * order of their names. Pages with the tokens of a chunk each give every block its own
+     * address. Null for a prefetch.
+     */
+    const struct kvt_view_t *k;
+    /**
+     * V of each layer; null when the layout has none in these layers. A layer
+     * without V has an entry that is all zero.
+     */
+    const struct kvt_view_t *v;
+    /**
+     * sizeof(kvt_view_t).
+     */
+    uint64_t stride_bytes;
+    /**
+     * KVT_LEVEL_*, for puts alone.
+     */
+    uint32_t level;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * See kvt_move_t.
+     */
+    const struct kvt_event_t *ready;
+    /**
+     * See kvt_move_t.
+     */
+    uint64_t after;
+} kvt_blocks_t;
+
+/**
  * Success.
  */
 #define KVT_OK 0
@@ -11518,6 +11605,130 @@ kvt_status_t kvt_stream_fixed(const struct kvt_stream_t *stream,
                               uint32_t unit,
                               const void **address_out,
                               uint64_t *bytes_out);
+
+/**
+ * Says what blocks are called in events and files: the keys that docs/keys.md defines.
+ *
+ * @param space  The namespace.
+ * @param names  The names.
+ * @param out    Receives KVT_KEY_BYTES for each.
+ * @param err    Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *space,
+                                      const struct kvt_names_t *names,
+                                      uint8_t *out,
+                                      struct kvt_error_t **err);
+
+/**
+ * Says of blocks whether a namespace has them, and where. No use is counted, nothing
+ * is held.
+ *
+ * @param space  The namespace.
+ * @param names  The names.
+ * @param out    Receives a byte for each, as kvt_namespace_exists gives.
+ * @param err    Explains a failure; may be null.
+ * @return As kvt_namespace_block_keys.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_find_blocks(const struct kvt_namespace_t *space,
+                                       const struct kvt_names_t *names,
+                                       uint8_t *out,
+                                       struct kvt_error_t **err);
+
+/**
+ * Stores blocks that the engine has named: from its tensors into memory, and down from
+ * there as the spec says. Those that are there already are not stored again. Never waits.
+ *
+ * A block is a chunk of the namespace's layout that continues no other one: it comes and
+ * goes by itself. Sessions of the namespace share blocks as they share chunks; tokens have
+ * nothing to do with it. The session says who asks: its tenant, priority and turn. Whoever
+ * keeps KV by tokens uses kvt_session_put.
+ *
+ * The op has an item for each block (kvt_op_items), in their order, with the status of
+ * that block. Its own status is KVT_OK when all are well, else that of one of them: a miss
+ * only where nothing else went wrong. Its value is how many tokens from the first on were
+ * stored without a gap.
+ *
+ * @param session  The session; closing it does not end its moves.
+ * @param blocks   What, and where it is; copied, names and tables of pages too.
+ * @param opts     Queue, tag, deadline, priority; null for none.
+ * @param op_out   Receives the op, to be freed by you; null when the queue alone tells of
+ *                 the end.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: the caller owns the op; the tensors are the library's until the release.
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
+                                    const struct kvt_blocks_t *blocks,
+                                    const struct kvt_submit_opts_t *opts,
+                                    struct kvt_op_t **op_out,
+                                    struct kvt_error_t **err);
+
+/**
+ * Loads blocks into the engine's tensors, from whatever tier has them. Never waits.
+ *
+ * The op ends with KVT_E_NOT_FOUND where some are missing: the others came. Its items say
+ * which; the tensors of one that did not come may have been written in part.
+ *
+ * @param session  See kvt_session_put_blocks.
+ * @param blocks   See kvt_session_put_blocks.
+ * @param opts     See kvt_session_put_blocks.
+ * @param op_out   See kvt_session_put_blocks.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: as kvt_session_put_blocks. Threading: any thread, also in callbacks.
+ * Since 0.1.
+ */
+kvt_status_t kvt_session_get_blocks(const struct kvt_session_t *session,
+                                    const struct kvt_blocks_t *blocks,
+                                    const struct kvt_submit_opts_t *opts,
+                                    struct kvt_op_t **op_out,
+                                    struct kvt_error_t **err);
+
+/**
+ * Brings blocks into memory, for a get to come. Never waits. The op's items are as those
+ * of a get.
+ *
+ * @param session  See kvt_session_put_blocks.
+ * @param blocks   What; without views.
+ * @param opts     See kvt_session_put_blocks; KVT_PRIORITY_PREFETCH is what it is for.
+ * @param op_out   See kvt_session_put_blocks.
+ * @param err      Explains a failure; may be null.
+ * @return As kvt_session_put.
+ *
+ * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
+                                         const struct kvt_blocks_t *blocks,
+                                         const struct kvt_submit_opts_t *opts,
+                                         struct kvt_op_t **op_out,
+                                         struct kvt_error_t **err);
+
+/**
+ * Takes blocks away that nobody holds: out of all tiers. Never waits: after a crash what
+ * was on disk may be there again, as after any eviction.
+ *
+ * @param session  The session.
+ * @param names    The names, at most 65536; those that are not there are passed over.
+ * @param out      What stays, in counts; start it with KVT_CLEAR_REPORT_INIT. May be null.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
+                                     const struct kvt_names_t *names,
+                                     struct kvt_clear_report_t *out,
+                                     struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

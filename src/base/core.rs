@@ -287,8 +287,29 @@ impl Core {
 
     /// Makes an op that `owner` will finish.
     pub fn promise(self: &Arc<Core>, opts: &OpOpts, owner: Arc<dyn Owner>) -> Result<OpRef> {
+        self.promise_of(opts, Items::None, owner)
+    }
+
+    /// The same, of so many items of which it says how each went.
+    pub fn promise_each(
+        self: &Arc<Core>,
+        opts: &OpOpts,
+        items: usize,
+        owner: Arc<dyn Owner>,
+    ) -> Result<OpRef> {
+        let mut list = self.item_list(items)?;
+        list.extend((0..items).map(|_| Item::new(0, None, None, 0, 0)));
+        self.promise_of(opts, Items::Many(list), owner)
+    }
+
+    fn promise_of(
+        self: &Arc<Core>,
+        opts: &OpOpts,
+        items: Items,
+        owner: Arc<dyn Owner>,
+    ) -> Result<OpRef> {
         self.admit(1, opts)?;
-        let op = Op::create(self, opts, Items::None, None, Some(owner))
+        let op = Op::create(self, opts, items, None, Some(owner))
             .inspect_err(|_| self.dismiss(1, opts))?;
         self.start(std::slice::from_ref(&op), opts);
         Ok(op)

@@ -274,6 +274,7 @@ impl Op {
 
     /// Ends the op: resolves it if nobody has, and releases its memory.
     pub fn finish(&self, status: Status, error: Option<Error>, outbox: Option<&mut Outbox>) {
+        self.skip_rest(status); // those that were promised, and nobody spoke of
         let leak = self.leak.load(Ordering::Relaxed);
         self.items().iter().for_each(|item| item.let_go(leak));
         let mut told = self.told.lock();
@@ -378,16 +379,24 @@ impl Op {
     }
 
     fn skip_rest(&self, status: Status) {
-        for item in self.items() {
-            let skipped = item
-                .status
-                .compare_exchange(PENDING, status.code(), Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok();
-            if skipped {
-                self.items_done.fetch_add(1, Ordering::AcqRel);
-                self.items_failed.fetch_add(1, Ordering::AcqRel);
-            }
+        self.items().iter().for_each(|item| self.end_item(item, status));
+    }
+
+    /// Ends an item that nobody has ended.
+    pub(super) fn end_item(&self, item: &Item, status: Status) {
+        let ended = item
+            .status
+            .compare_exchange(PENDING, status.code(), Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok();
+        if ended {
+            self.items_done.fetch_add(1, Ordering::AcqRel);
+            self.items_failed.fetch_add(u32::from(status != Status::Ok), Ordering::AcqRel);
         }
+    }
+
+    /// Its items are carried out by workers of the pool.
+    pub(super) fn is_for_workers(&self) -> bool {
+        self.run.is_some()
     }
 
     /// Lets up to `n` workers share the items. Before the op is queued.

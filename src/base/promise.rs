@@ -50,10 +50,20 @@ impl Op {
         self.bytes_done.store(bytes, Ordering::Release);
     }
 
-    /// What it came to: of an op with items that of the first.
+    /// How each of a promise's items went, before it is finished. Those of which nothing is
+    /// said end as the op does.
+    pub fn report_items(&self, outcomes: &[Status]) {
+        for (item, &status) in self.items().iter().zip(outcomes) {
+            self.end_item(item, status);
+        }
+    }
+
+    /// What it came to: of an op that workers carry out that of the first item.
     pub fn value(&self) -> u64 {
-        let own = || self.value.load(Ordering::Acquire);
-        self.items().first().map_or_else(own, |i| i.value.load(Ordering::Acquire))
+        match self.items().first() {
+            Some(first) if self.is_for_workers() => first.value.load(Ordering::Acquire),
+            _ => self.value.load(Ordering::Acquire),
+        }
     }
 
     /// Has something done when the op is released, well or not; at once, if it was. Whoever

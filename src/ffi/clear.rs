@@ -61,7 +61,7 @@ fn report(cleared: &Cleared) -> kvt_clear_report_t {
 
 /// # Safety
 /// `out` is null, or passed check_out and is valid for the size it states.
-unsafe fn tell(out: *mut kvt_clear_report_t, cleared: &Cleared) {
+pub(crate) unsafe fn tell(out: *mut kvt_clear_report_t, cleared: &Cleared) {
     if !out.is_null() {
         // SAFETY: the caller's promise.
         unsafe { write(out, &report(cleared)) };
@@ -70,7 +70,7 @@ unsafe fn tell(out: *mut kvt_clear_report_t, cleared: &Cleared) {
 
 /// # Safety
 /// `out` is null or valid for the size it states.
-unsafe fn check<T: Sized_>(out: *mut T) -> Result<()> {
+pub(crate) unsafe fn check<T: Sized_>(out: *mut T) -> Result<()> {
     // SAFETY: the caller's promise.
     if out.is_null() { Ok(()) } else { unsafe { check_out(out) } }
 }

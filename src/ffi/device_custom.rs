@@ -15,9 +15,9 @@ use crate::fail;
 use crate::ffi::device::{KVT_DEVICE_HAS_MEMORY, KVT_DEVICE_WANTS_PINNED};
 use crate::ffi::device_kernel::kvt_kernel_t;
 use crate::ffi::logging::kvt_destroy_fn;
-use crate::ffi::session_move::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, known_flags, read};
+use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST};
 
 /// Rows of bytes to copy: `runs` runs of `run_bytes` bytes, read and written at equal distances.
 /// One side has them without gaps. Stands in arrays only.

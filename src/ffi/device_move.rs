@@ -8,12 +8,10 @@ use crate::fail;
 use crate::ffi::device::{kvt_device_t, with_device};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
-use crate::ffi::session_move::{
-    KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, memory_of, plane_anywhere,
-};
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, read, write};
+use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, memory_of, plane_anywhere};
 use crate::kv::core::views::PlaneView;
 
 /// Memory that a device has set aside.

@@ -9,6 +9,7 @@
 
 pub mod account;
 pub mod attention;
+pub mod blocks;
 pub mod budget;
 pub mod buffer;
 pub mod clear;
@@ -77,4 +78,5 @@ pub mod stream_use;
 pub mod structs;
 pub mod trace;
 pub mod version;
+pub mod view;
 pub mod work;

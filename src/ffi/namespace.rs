@@ -184,7 +184,7 @@ pub(crate) struct Space {
     pub(crate) number: u32,
     pub(crate) layers: usize,
     pub(crate) chunk_tokens: u32,
-    key: Key,
+    pub(crate) key: Key,
 }
 
 impl Drop for Space {

@@ -13,10 +13,10 @@ use crate::ffi::handle::encode;
 use crate::ffi::offload::{kvt_offload_t, with_offload};
 use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::session_move::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, plane_anywhere};
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, write};
+use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, kvt_view_t, plane_anywhere};
 use crate::kv::core::views::{LayerViews, PlaneView, Tokens};
 use crate::offload::{Loaded, Offload, Which};
 

@@ -16,11 +16,11 @@ use crate::ffi::guard::guard_err;
 use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::model::with_model;
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::session_move::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, memory_of};
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::stream_opts::{kvt_stream_opts_t, options};
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
+use crate::ffi::view::{KVT_MEMORY_DEVICE, KVT_MEMORY_HOST, memory_of};
 use crate::stream::core::{Goal, Lease};
 use crate::stream::streamer::{Held, How, Streamer};
 

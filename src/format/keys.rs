@@ -9,6 +9,7 @@ use std::fmt;
 
 pub use crate::meta::key::Key;
 
+pub mod block;
 pub mod chain;
 mod fields;
 mod hashes;

@@ -4,7 +4,7 @@
 use crate::base::account::Account;
 use crate::base::budget::Budget;
 use crate::base::core::Core as RuntimeCore;
-use crate::base::op::{Op, OpOpts, OpRef, RELEASED};
+use crate::base::op::{Op, OpRef, RELEASED};
 use crate::base::owner::Owner;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Condvar, JoinHandle, Mutex, Weak};
@@ -13,11 +13,9 @@ use crate::device::host::Host;
 use crate::io::real::RealFiles;
 use crate::io::socket::{Bell, Listener};
 use crate::kv::core::books::{Books, Page};
-use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::work::{Hands, KINDS};
-use crate::kv::core::{Adopted, Core, Finished, Rectangle};
+use crate::kv::core::{Adopted, Core, Finished};
 use crate::kv::hands::Tools;
-use crate::kv::ready::Ready;
 use crate::kv::spec::{DiskSpec, StoreSpec};
 use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
 
@@ -29,6 +27,7 @@ mod ends;
 mod look;
 mod reclaim;
 mod serve;
+mod submit;
 
 /// What the lock guards.
 struct State {
@@ -191,110 +190,6 @@ impl Store {
         result
     }
 
-    /// Begins a put, a get or a prefetch of a session's rectangle: one op, or one a
-    /// layer, with tags that count up.
-    pub fn submit(
-        &self,
-        session: u32,
-        deed: Deed,
-        level: Level,
-        rectangle: Rectangle,
-        opts: &OpOpts,
-    ) -> Result<Vec<OpRef>> {
-        self.submit_after(session, deed, level, rectangle, opts, None)
-    }
-
-    /// The same; where the engine gives its word later, nothing begins before that.
-    pub fn submit_after(
-        &self,
-        session: u32,
-        deed: Deed,
-        level: Level,
-        mut rectangle: Rectangle,
-        opts: &OpOpts,
-        ready: Option<&Ready>,
-    ) -> Result<Vec<OpRef>> {
-        rectangle.after = self.check_after(deed, &rectangle)?;
-        ready.map_or(Ok(()), Ready::check_room)?;
-        let count = if rectangle.by_layer { rectangle.layers } else { 1 };
-        let ops = self.promise_ops(count, opts)?;
-        // A deadline that has passed, or a close beside this, may have ended some.
-        let begun: Vec<bool> = ops.iter().map(|op| op.begin()).collect();
-        if begun.contains(&false) {
-            let rest = ops.iter().zip(&begun).filter(|(_, begun)| **begun);
-            let late = opts.deadline_ns != 0 && !self.inner.runtime.is_closing();
-            let status = if late { Status::Timeout } else { Status::Cancelled };
-            rest.for_each(|(op, _)| op.finish(status, None, None));
-            return Ok(ops);
-        }
-        let lane = opts.lane;
-        let kept = ops.clone();
-        let mut state = self.inner.state.lock();
-        if let Err(error) = state.check_open() {
-            drop(state);
-            return Err(undo(ops, error));
-        }
-        state.core.tick(self.inner.runtime.clock().now_ns());
-        let submitted = match ready {
-            Some(_) => state.core.submit_waiting(session, deed, level, lane, rectangle),
-            None => {
-                let core = &mut state.core;
-                core.submit_rectangle(session, deed, level, lane, rectangle).map(|n| (n, 0))
-            }
-        };
-        match submitted {
-            Ok((number, ticket)) => {
-                // Whoever gives one up from here on, and has waited for the lock, finds it.
-                kept.iter().for_each(|op| op.note_place(number));
-                let number = number as usize;
-                if state.ops.len() <= number {
-                    state.ops.resize_with(number + 1, Vec::new);
-                }
-                state.ops[number] = kept;
-                // A cancel or a deadline from before this found nobody to tell.
-                if let Some(status) = given_up(&ops) {
-                    state.core.cancel(number as u32, status);
-                }
-                let news = self.inner.news(&mut state);
-                drop(state);
-                ops.iter().for_each(|op| op.announce());
-                finish(news);
-                if let Some(ready) = ready {
-                    ready.join(self.inner.this.clone(), ticket);
-                }
-                Ok(ops)
-            }
-            Err(error) => {
-                // That time has passed may have made work, or ended something.
-                let news = self.inner.news(&mut state);
-                drop(state);
-                finish(news);
-                Err(undo(ops, error))
-            }
-        }
-    }
-
-    /// So many ops, with tags that count up.
-    fn promise_ops(&self, count: usize, opts: &OpOpts) -> Result<Vec<OpRef>> {
-        let mut ops: Vec<OpRef> = Vec::new();
-        ops.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
-        let owner = self.inner.clone();
-        for layer in 0..count as u64 {
-            let opts = OpOpts { tag: opts.tag.wrapping_add(layer), ..opts.clone() };
-            match self.inner.runtime.promise(&opts, owner.clone()) {
-                Ok(op) => ops.push(op),
-                Err(error) => {
-                    for op in ops {
-                        op.discard();
-                        op.remove();
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        Ok(ops)
-    }
-
     /// Who pays for its memory.
     pub fn account(&self) -> Option<&Arc<Account>> {
         self.account.as_ref()
@@ -347,10 +242,11 @@ impl Inner {
         let mut news = Vec::with_capacity(finished.len());
         for one in finished {
             let Some(ops) = state.ops.get_mut(one.number as usize) else { continue };
-            if let Some(op) = ops.get(one.part as usize) {
-                news.push((op.clone(), one_part(&one)));
+            let (last, op) = (one.last, ops.get(one.part as usize));
+            if let Some(op) = op.cloned() {
+                news.push((op, one));
             }
-            if one.last {
+            if last {
                 ops.clear();
             }
         }
@@ -436,26 +332,14 @@ impl Keeper for &Inner {
     }
 }
 
-fn one_part(one: &Finished) -> Finished {
-    Finished { error: one.error.clone(), ..*one }
-}
-
 /// Tells callers; with no lock held.
 fn finish(news: News) {
     for (op, one) in news {
         op.report(one.tokens, one.bytes);
+        op.report_items(&one.outcomes);
         let status = one.error.as_ref().map_or(Status::Ok, Error::status);
         op.finish(status, one.error, None);
     }
-}
-
-/// Ops of a call that was refused, and were begun: nobody hears of them.
-fn undo(ops: Vec<OpRef>, error: Error) -> Error {
-    for op in ops {
-        op.take_back();
-        op.remove();
-    }
-    error
 }
 
 fn open_disk(

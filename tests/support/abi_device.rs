@@ -14,10 +14,10 @@ use kvtier::ffi::device_move::*;
 use kvtier::ffi::device_test::*;
 use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::runtime::kvt_runtime_t;
-use kvtier::ffi::session_move::*;
 use kvtier::ffi::sparse_ask::*;
 use kvtier::ffi::status::*;
 use kvtier::ffi::stream::kvt_held_t;
+use kvtier::ffi::view::*;
 
 use super::{AtomicU64, COPIED, Machine, Ordering, Padded, Shelf, Tape, USER, check, destroy, out};
 

@@ -13,8 +13,8 @@ use kvtier::ffi::offload_move::*;
 use kvtier::ffi::offload_stats::*;
 use kvtier::ffi::op::kvt_submit_opts_t;
 use kvtier::ffi::session::{kvt_session_close, kvt_session_fork};
-use kvtier::ffi::session_move::kvt_view_t;
 use kvtier::ffi::status::*;
+use kvtier::ffi::view::kvt_view_t;
 
 use super::store::{K, LAYERS, MAX_TOKENS, V};
 use super::{LOADED, Machine, Ordering, Padded, Tape, check, out};

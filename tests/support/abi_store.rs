@@ -4,6 +4,7 @@
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
+use kvtier::ffi::blocks::*;
 use kvtier::ffi::clear::*;
 use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::event::*;
@@ -24,6 +25,7 @@ use kvtier::ffi::store_change::*;
 use kvtier::ffi::store_events::*;
 use kvtier::ffi::store_rows::*;
 use kvtier::ffi::store_stats::*;
+use kvtier::ffi::view::*;
 
 use super::{MOVED, Machine, Ordering, Padded, Shelf, Tape, check, out, size_field};
 
@@ -299,6 +301,9 @@ impl Machine {
         if self.kv.tensors.len() >= 200 {
             return;
         }
+        if tape.byte() > 190 {
+            return self.move_blocks(tape, err);
+        }
         let session = self.kv.sessions.pick(tape);
         let queue = if tape.byte() > 128 { self.queues.pick(tape) } else { null_mut() };
         let (now, right) = (self.now(), size_of::<kvt_view_t>());
@@ -353,6 +358,86 @@ impl Machine {
         let status = check(unsafe { call(session, given.ptr(), opts.ptr(), to, err) });
         assert!(status == KVT_OK || ops.iter().all(|op| op.is_null()));
         self.ops.live.extend(ops.into_iter().filter(|op| !op.is_null()));
+        self.kv.tensors.push(memory);
+        MOVED.fetch_add(u64::from(status == KVT_OK), Ordering::SeqCst);
+    }
+
+    /// Names that are often the same, and sometimes lead nowhere.
+    fn names(tape: &mut Tape, room: &[u8; 64], ends: &mut [u64; 8]) -> Padded<kvt_names_t> {
+        let mut end = 0;
+        for at in ends.iter_mut() {
+            end += u64::from(tape.byte() % 6) + u64::from(tape.byte() < 250);
+            *at = end;
+        }
+        Padded::<kvt_names_t>::new(tape, |n, t| {
+            n.count = u64::from(t.byte() % 9);
+            n.bytes = if t.byte() > 252 { null() } else { room.as_ptr() };
+            match t.byte() {
+                0..=180 => n.each_bytes = 1 + u64::from(t.byte() % 7),
+                181..=240 => n.ends = ends.as_ptr(),
+                241..=248 => n.each_bytes = u64::MAX / 2,
+                _ => {}
+            }
+        })
+    }
+
+    fn move_blocks(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
+        if self.kv.tensors.len() >= 200 {
+            return;
+        }
+        let session = self.kv.sessions.pick(tape);
+        let (mut room, mut ends) = ([0; 64], [0; 8]);
+        room.iter_mut().for_each(|byte| *byte = tape.byte() % 2);
+        let mut names = Self::names(tape, &room, &mut ends);
+        let what = tape.byte() % 5;
+        if what == 3 {
+            let mut report = out::<kvt_clear_report_t>();
+            // SAFETY: valid pointers.
+            check(unsafe { kvt_session_drop_blocks(session, names.ptr(), report.ptr(), err) });
+            return;
+        }
+        if what == 4 {
+            let space = self.kv.spaces.pick(tape);
+            let mut found = [0u8; 8 * 32];
+            // SAFETY: room for the keys of as many names as there can be.
+            unsafe {
+                check(kvt_namespace_find_blocks(space, names.ptr(), found.as_mut_ptr(), err));
+                check(kvt_namespace_block_keys(space, names.ptr(), found.as_mut_ptr(), err));
+            }
+            return;
+        }
+        let mut memory = vec![0xA5u8; LAYERS * PLANE * 2].into_boxed_slice();
+        // SAFETY: zero is a valid value.
+        let mut views: [kvt_view_t; 2 * LAYERS] = unsafe { std::mem::zeroed() };
+        for (i, view) in views.iter_mut().enumerate() {
+            view.address = memory[i * PLANE..].as_mut_ptr().cast::<c_void>();
+            view.run_bytes = if i < LAYERS { K } else { V };
+            view.tokens = MAX_TOKENS as u32; // chunks may be longer than any session
+        }
+        let ready = if tape.byte() > 160 { self.kv.events.pick(tape) } else { null_mut() };
+        let (_, after) = if tape.byte() > 220 { self.pick_event(tape) } else { (null_mut(), 0) };
+        let called = if tape.byte() > 252 { null() } else { names.ptr() };
+        let mut given = Padded::<kvt_blocks_t>::new(tape, |b, t| {
+            b.flags = u64::from(t.byte() > 252);
+            b.names = called;
+            b.first_layer = u32::from(t.byte() > 220) * u32::from(t.byte());
+            b.layers = u32::from(t.byte() > 220) * u32::from(t.byte() % 4);
+            if what != 2 || t.byte() > 250 {
+                (b.k, b.v) = (views.as_ptr(), views[LAYERS..].as_ptr());
+            }
+            b.stride_bytes = if t.byte() > 250 { 7 } else { size_of::<kvt_view_t>() as u64 };
+            b.level = u32::from(t.byte() > 250) * u32::from(t.byte());
+            b.ready = ready;
+            b.after = after;
+        });
+        let mut op = null_mut();
+        let to = if tape.byte() > 220 { null_mut() } else { &mut op };
+        let calls = [kvt_session_put_blocks, kvt_session_get_blocks, kvt_session_prefetch_blocks];
+        let call = calls[usize::from(what)];
+        // SAFETY: what views lead to is kept to the end, and they say how much that is.
+        let status = check(unsafe { call(session, given.ptr(), null(), to, err) });
+        assert!(status == KVT_OK || op.is_null());
+        self.ops.live.extend((!op.is_null()).then_some(op));
         self.kv.tensors.push(memory);
         MOVED.fetch_add(u64::from(status == KVT_OK), Ordering::SeqCst);
     }

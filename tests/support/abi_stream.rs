@@ -10,13 +10,13 @@ use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::model::*;
 use kvtier::ffi::model_look::*;
 use kvtier::ffi::model_table::*;
-use kvtier::ffi::session_move::KVT_MEMORY_DEVICE;
 use kvtier::ffi::status::*;
 use kvtier::ffi::stream::*;
 use kvtier::ffi::stream_look::*;
 use kvtier::ffi::stream_opts::*;
 use kvtier::ffi::stream_plan::*;
 use kvtier::ffi::stream_use::*;
+use kvtier::ffi::view::KVT_MEMORY_DEVICE;
 
 use super::{Machine, Ordering, Padded, STREAMED, Shelf, Tape, check, out};
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from . import _abi as abi
 from . import _kernels as kernels
+from ._blocks import At, Blocks, Each, Pool
 from ._budget import (
     TIER_DEVICE,
     TIER_DISK,
@@ -176,11 +177,11 @@ from ._view import View
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
 __all__ = [
-    "AbiError", "Account", "Advice", "AgainError", "Attended", "Attention", "Budget",
+    "AbiError", "Account", "Advice", "AgainError", "At", "Attended", "Attention", "Blocks", "Budget",
     "BudgetError", "BudgetReport", "Buffer", "BufferInfo", "BusyError", "CancelledError", "Check",
     "ClearReport", "CloseReport", "ClosedError", "Comparison", "Completion", "Conformance",
     "Context", "CopyRows", "CorruptError", "Decoded", "DemoteReport", "Device", "DeviceCopy",
-    "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane", "DevicePromise", "EXISTS_WHOLE",
+    "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane", "DevicePromise", "EXISTS_WHOLE", "Each",
     "Error", "Event", "Eviction", "Feature", "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError",
     "Held", "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead",
     "IndexKind", "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE",
@@ -188,7 +189,7 @@ __all__ = [
     "ModelInfo", "ModelUnit", "Namespace", "NoMemoryError", "NotFoundError", "Offload",
     "OffloadTokens", "Op", "OpInfo", "PLAN_LOAD", "PLAN_RECOMPUTE", "PLAN_RESIDENT",
     "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH", "PanicError", "Part", "Pick",
-    "PinQuotaError", "Placed", "Plan", "Policy", "PolicyInfo", "Prefill", "Queue", "QueueStats",
+    "PinQuotaError", "Placed", "Plan", "Policy", "Pool", "PolicyInfo", "Prefill", "Queue", "QueueStats",
     "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED", "RELEASED", "RESOLVED",
     "ROLE_EMBEDDING", "ROLE_EXPERT", "ROLE_HEAD", "ROLE_LAYER", "ROLE_NORM", "ROLE_OTHER",
     "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range", "ReentrantError", "Replay", "Result", "Row",

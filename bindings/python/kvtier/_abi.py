@@ -2145,6 +2145,33 @@ class kvt_stream_mark_t(ctypes.Structure):
     ]
 
 
+class kvt_names_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("bytes", ctypes.POINTER(ctypes.c_uint8)),
+        ("ends", ctypes.POINTER(ctypes.c_uint64)),
+        ("each_bytes", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+    ]
+
+
+class kvt_blocks_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("names", ctypes.POINTER(kvt_names_t)),
+        ("first_layer", ctypes.c_uint32),
+        ("layers", ctypes.c_uint32),
+        ("k", ctypes.POINTER(kvt_view_t)),
+        ("v", ctypes.POINTER(kvt_view_t)),
+        ("stride_bytes", ctypes.c_uint64),
+        ("level", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("ready", kvt_event_p),
+        ("after", ctypes.c_uint64),
+    ]
+
+
 #: Result and arguments of every function.
 FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_abi_check": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
@@ -2302,11 +2329,15 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_model_what_if": (kvt_status_t, (kvt_model_p, ctypes.POINTER(kvt_stream_terms_t),
         ctypes.POINTER(kvt_stream_memory_t), ctypes.c_char_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_forecast_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_namespace_block_keys": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_names_t),
+        ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_clear": (kvt_status_t, (kvt_namespace_p, ctypes.c_uint64,
         ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_close": (kvt_status_t, (ctypes.POINTER(kvt_namespace_p),)),
     "kvt_namespace_exists": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),
         ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint8),)),
+    "kvt_namespace_find_blocks": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_names_t),
+        ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_fix_prefill": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_prefill_t),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_namespace_key": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(ctypes.c_uint8),)),
@@ -2491,9 +2522,14 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
         ctypes.POINTER(kvt_demote_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_drop": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
         ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_drop_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_names_t),
+        ctypes.POINTER(kvt_clear_report_t), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_fork": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_opts_t),
         ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_get": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
+        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_get_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_blocks_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_hint": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_policy_hint_t),
@@ -2510,7 +2546,13 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_session_prefetch": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_prefetch_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_blocks_t),
+        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
+        ctypes.POINTER(kvt_error_p),)),
     "kvt_session_put": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_move_t),
+        ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
+        ctypes.POINTER(kvt_error_p),)),
+    "kvt_session_put_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_blocks_t),
         ctypes.POINTER(kvt_submit_opts_t), ctypes.POINTER(kvt_op_p),
         ctypes.POINTER(kvt_error_p),)),
     "kvt_session_truncate": (kvt_status_t, (kvt_session_p, ctypes.c_uint64,

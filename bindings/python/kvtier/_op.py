@@ -184,6 +184,14 @@ class Op(Resource):
         check(lib.kvt_op_items(self._raw, first, room, count, stride, byref(got)))
         return [ItemOutcome(i.value, i.status, bool(i.done)) for i in room[: got.value]]
 
+    def failed(self) -> List[int]:
+        """Which items did not go well, or are not done; empty when all is well."""
+        info = self.info()
+        if info.items_done == info.items and info.items_failed == 0:
+            return []
+        return [at for at, item in enumerate(self.items(0, info.items))
+                if item.status != _abi.KVT_OK or not item.done]
+
     def cancel(self) -> None:
         """Asks it to end. Its memory is still the library's until the release."""
         check(lib.kvt_op_cancel(self._raw))

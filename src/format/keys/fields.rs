@@ -10,6 +10,9 @@ pub const LAYOUT: &str = "kvtier 2026-11-21 v1 layout";
 /// Context of private keys.
 pub const PRIVATE: &str = "kvtier 2026-11-21 v1 private";
 
+/// Context of the keys of blocks that engines name.
+pub const BLOCK: &str = "kvtier 2026-11-23 v1 block";
+
 /// Context of the names of what sparse policies know.
 pub const SPARSE: &str = "kvtier 2026-11-22 v1 sparse";
 
@@ -19,11 +22,16 @@ pub fn derive<'a>(context: &str, fields: impl Iterator<Item = (u32, &'a [u8])> +
     let mut hasher = blake3::Hasher::new_derive_key(context);
     hasher.update(&(fields.clone().count() as u32).to_le_bytes());
     for (tag, value) in fields {
-        hasher.update(&tag.to_le_bytes());
-        hasher.update(&(value.len() as u64).to_le_bytes());
-        hasher.update(value);
+        put(&mut hasher, tag, value);
     }
     *hasher.finalize().as_bytes()
+}
+
+/// Hashes one field more.
+pub fn put(hasher: &mut blake3::Hasher, tag: u32, value: &[u8]) {
+    hasher.update(&tag.to_le_bytes());
+    hasher.update(&(value.len() as u64).to_le_bytes());
+    hasher.update(value);
 }
 
 #[cfg(test)]

@@ -110,7 +110,7 @@ impl Core {
     }
 
     /// Takes chunks away, those that continue others before them.
-    fn take_away(&mut self, board: u32, slots: &[Slot], before: Cleared) -> Cleared {
+    pub(super) fn take_away(&mut self, board: u32, slots: &[Slot], before: Cleared) -> Cleared {
         let mut cleared = before;
         let stopped = self.stop_on_the_way_down(board, slots);
         for &slot in slots {

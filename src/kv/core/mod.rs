@@ -7,6 +7,7 @@
 mod along;
 pub mod audit;
 pub mod behind;
+pub mod blocks;
 pub mod board;
 pub mod books;
 mod check;

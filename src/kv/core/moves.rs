@@ -54,6 +54,8 @@ pub struct MoveSpec {
     pub level: Level,
     /// The chunks, one after the other; NONE where one is not there, and not put.
     pub slots: Vec<Slot>,
+    /// Says of each chunk by itself how it went.
+    pub by_chunk: bool,
     /// Where not all of a get's are there: what policies call them, also those.
     pub asked: Vec<u64>,
     /// The first layer.
@@ -91,6 +93,8 @@ pub struct Move {
     /// Its jobs.
     pub(super) jobs: Line,
     parts: Vec<Part>,
+    /// How each chunk went, where that is asked for.
+    outcomes: Vec<Status>,
     cancelled: Option<Status>,
     /// In the line of those that have more cells to begin.
     feeds: bool,
@@ -119,6 +123,8 @@ pub struct Finished {
     pub tokens: u64,
     /// Bytes that were moved.
     pub bytes: u64,
+    /// How each chunk went, where that was asked for.
+    pub outcomes: Vec<Status>,
     /// The number is free again.
     pub last: bool,
 }
@@ -133,6 +139,11 @@ impl Move {
         let mut all = Vec::new();
         all.try_reserve_exact(parts).map_err(|_| Status::NoMem)?;
         all.resize(parts, Part { left, bad: u32::MAX, ..Part::default() });
+        let mut outcomes = Vec::new();
+        if spec.by_chunk {
+            outcomes.try_reserve_exact(chunks as usize).map_err(|_| Status::NoMem)?;
+            outcomes.resize(chunks as usize, Status::Ok);
+        }
         let (cursor, under_way, waits) = (0, 0, 0);
         let (cancelled, feeds, jobs) = (None, false, Line::default());
         let (whole, ahead) = (Vec::new(), Vec::new());
@@ -143,6 +154,7 @@ impl Move {
             under_way,
             jobs,
             parts,
+            outcomes,
             cancelled,
             feeds,
             waits,
@@ -183,6 +195,13 @@ impl Move {
     /// What its jobs end with, if it was given up.
     pub(super) fn stopped(&self) -> Option<Status> {
         self.cancelled
+    }
+}
+
+/// A miss is the mildest of what may go wrong: it is said where nothing else did.
+fn note_outcome(outcome: &mut Status, status: Status) {
+    if matches!(*outcome, Status::Ok | Status::NotFound) {
+        *outcome = status;
     }
 }
 
@@ -345,6 +364,9 @@ impl Core {
         if let Some(error) = error {
             part.bad = part.bad.min(chunk as u32);
             part.missed += u32::from(error.status() == Status::NotFound);
+            if let Some(outcome) = one.outcomes.get_mut(chunk) {
+                note_outcome(outcome, error.status());
+            }
             // A miss is the mildest of all: it is named where nothing else went wrong.
             if part.error.as_ref().is_none_or(|e| e.status() == Status::NotFound) {
                 part.error = Some(error);
@@ -376,10 +398,12 @@ impl Core {
 
     /// A put that waits for the disk fails.
     pub(super) fn blame(&mut self, number: u32, error: &Error) {
-        for part in &mut self.moves[number].parts {
+        let one = &mut self.moves[number];
+        for part in &mut one.parts {
             part.error.get_or_insert_with(|| error.clone());
             part.bad = 0;
         }
+        one.outcomes.iter_mut().for_each(|outcome| note_outcome(outcome, error.status()));
     }
 
     /// A move has ended: what was not reported is.
@@ -431,7 +455,8 @@ impl Core {
         };
         let (error, bytes) = (part.error.take(), part.bytes);
         let part = index as u32;
-        self.finished.push(Finished { number, part, error, tokens, bytes, last });
+        let outcomes = std::mem::take(&mut one.outcomes);
+        self.finished.push(Finished { number, part, error, tokens, bytes, outcomes, last });
     }
 
     /// The cell of a job.

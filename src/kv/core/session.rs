@@ -294,6 +294,7 @@ impl Core {
             first_layer,
             layers,
             by_layer,
+            by_chunk: false,
             needed_from,
             views,
             after,

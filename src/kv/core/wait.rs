@@ -25,10 +25,14 @@ impl Core {
         lane: usize,
         rectangle: Rectangle,
     ) -> Result<(u32, u64)> {
-        self.waits.tickets += 1;
-        let ticket = self.waits.tickets;
+        let ticket = self.next_ticket();
         let number = self.begin_rectangle(at, (deed, level, lane), rectangle, Some(ticket))?;
         Ok((number, ticket))
+    }
+
+    pub(super) fn next_ticket(&mut self) -> u64 {
+        self.waits.tickets += 1;
+        self.waits.tickets
     }
 
     /// A move waits from now on.

@@ -5,7 +5,7 @@ use crate::base::status::{Result, Status};
 use crate::device::{Event, State};
 use crate::fail;
 use crate::kv::behind::{Crew, Desk};
-use crate::kv::core::{Core, Deed, Rectangle};
+use crate::kv::core::{Core, Deed};
 use crate::kv::hands::Tools;
 use crate::kv::store::{Inner, Store, finish};
 
@@ -74,8 +74,8 @@ impl Inner {
 impl Store {
     /// What a move is behind: nothing, if its event has come already. What can be seen of a
     /// wrong one is said here.
-    pub(super) fn check_after(&self, deed: Deed, rectangle: &Rectangle) -> Result<Option<Event>> {
-        let Some(event) = rectangle.after else { return Ok(None) };
+    pub(super) fn check_after(&self, deed: Deed, after: Option<Event>) -> Result<Option<Event>> {
+        let Some(event) = after else { return Ok(None) };
         if !self.has_device {
             fail!(
                 Unavailable,

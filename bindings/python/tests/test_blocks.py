@@ -1,0 +1,185 @@
+"""Blocks that an engine names itself."""
+
+import array
+import functools
+import threading
+
+import kvtier
+import numpy as np
+import pytest
+
+PARTS = [96, 32, 96, 32]
+BLOCK = sum(PARTS)
+
+
+def name(number):
+    return number.to_bytes(8, "little")
+
+
+@functools.lru_cache(maxsize=None)
+def content(number):
+    return np.random.default_rng(number).integers(0, 256, BLOCK, np.uint8)
+
+
+@pytest.fixture
+def store(runtime):
+    with kvtier.Store(runtime, "store(host=8MiB)") as store:
+        yield store
+
+
+def filled(numbers):
+    return np.concatenate([content(n) for n in numbers]) if numbers else np.zeros(0, np.uint8)
+
+
+def blocks_of(store, **more):
+    return kvtier.Blocks(store, kvtier.Identity(model=b"m"), PARTS, **more)
+
+
+def test_there_and_back(store):
+    with blocks_of(store) as blocks:
+        pool = kvtier.Pool(filled(range(100)), BLOCK)
+        names = [name(n) for n in range(100)]
+        assert blocks.put(names, pool.at(range(100))).result() == (100, 100 * BLOCK)
+        back = np.full(130 * BLOCK, 0xA5, np.uint8)
+        order = list(reversed(range(130)))
+        op = blocks.get([name(n) for n in range(130)], kvtier.Pool(back, BLOCK).at(order))
+        with pytest.raises(kvtier.NotFoundError):
+            op.result()
+        assert op.failed() == list(range(100, 130))
+        rows = back.reshape(130, BLOCK)[::-1]
+        assert all((rows[n] == content(n)).all() for n in range(100))
+        assert (rows[100:] == 0xA5).all()
+        assert blocks.prefix([name(n) for n in range(130)]) == 100
+        assert blocks.prefix([name(500), name(1)]) == 0
+        found = blocks.exists([name(1), name(500)])
+        assert found[0] & kvtier.EXISTS_WHOLE and not found[1]
+        assert blocks.prefetch(names[:3]).result().value == 3
+        assert blocks.drop([name(1), name(500)]).gone_chunks == 1
+        assert blocks.prefix(names) == 1
+        assert blocks.clear().gone_chunks == 99
+    assert blocks.closed
+
+
+def test_parts_lie_anywhere(store):
+    blocks = blocks_of(store)
+    planes = [np.zeros((40, size), np.uint8) for size in PARTS]
+    starts = np.cumsum([0, *PARTS])
+    for part, plane in enumerate(planes):
+        for n in range(20):
+            plane[2 * n] = content(n)[starts[part]:starts[part + 1]]
+    tables = [np.array([p[2 * n].ctypes.data for n in range(20)], np.uint64) for p in planes]
+    names = [name(n) for n in range(20)]
+    blocks.put(names, kvtier.Each(tables, kept=planes)).result()
+    # As one piece each, at addresses of the program's.
+    back = np.zeros((20, BLOCK), np.uint8)
+    at = array.array("Q", [back[n].ctypes.data for n in range(20)])
+    blocks.get(names, kvtier.At(at, kept=back)).result()
+    assert all((back[n] == content(n)).all() for n in range(20))
+    # With parts in another order in memory.
+    shifts = [BLOCK - end for end in starts[1:]]
+    other = np.zeros((20, BLOCK), np.uint8)
+    pool = kvtier.Pool(other, BLOCK, shifts=[int(s) for s in shifts])
+    blocks.get(names, pool.at(range(20))).result()
+    assert (other[3][BLOCK - PARTS[0]:] == content(3)[:PARTS[0]]).all()
+
+
+def test_names_identities_and_parts_keep_blocks_apart(store):
+    blocks = blocks_of(store)
+    pool = kvtier.Pool(filled([1, 2]), BLOCK)
+    blocks.put([b"a", b"longer"], pool.at([0, 1])).result()
+    assert [bool(x) for x in blocks.exists([b"a", b"longer", b"alonger"])] == [True, True, False]
+    for other in (kvtier.Blocks(store, kvtier.Identity(model=b"n"), PARTS),
+                  kvtier.Blocks(store, kvtier.Identity(model=b"m"), PARTS[:3])):
+        assert other.exists([b"a"]) == b"\0"
+        assert other.keys([b"a"]) != blocks.keys([b"a"])
+    assert len(blocks.keys([b"a", b"b"])) == 64
+    assert blocks.exists([]) == b"" and blocks.keys([]) == b"" and blocks.prefix([]) == 0
+
+
+def test_on_disk(runtime, tmp_path):
+    spec = f'store(host=4MiB, disk=disk(path="{tmp_path / "kv"}", bytes=64MiB, segment=1MiB))'
+    names = [name(n) for n in range(50)]
+    with kvtier.Store(runtime, spec) as store:
+        pool = kvtier.Pool(filled(range(50)), BLOCK)
+        blocks = blocks_of(store)
+        blocks.put(names, pool.at(range(50)), level=kvtier.LEVEL_DURABLE).result()
+    with kvtier.Store(runtime, spec) as store:
+        back = np.zeros(50 * BLOCK, np.uint8)
+        blocks = blocks_of(store)
+        assert blocks.exists(names)[7] & 1 << kvtier.TIER_DISK
+        blocks.get(names, kvtier.Pool(back, BLOCK).at(range(50))).result()
+        assert (back == filled(range(50))).all()
+
+
+def test_many_threads(store):
+    blocks, wrong = blocks_of(store), []
+
+    def work(seed):
+        random = np.random.default_rng(seed)
+        for _ in range(30):
+            numbers = random.permutation(300)[:40].tolist()
+            names = [name(n) for n in numbers]
+            blocks.put(names, kvtier.Pool(filled(numbers), BLOCK).at(range(40))).result()
+            back = np.zeros(40 * BLOCK, np.uint8)
+            blocks.get(names, kvtier.Pool(back, BLOCK).at(range(40))).result()
+            if not (back == filled(numbers)).all():
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert wrong == []
+
+
+def test_refusals(store):
+    blocks = blocks_of(store)
+    pool = kvtier.Pool(bytearray(4 * BLOCK), BLOCK)
+    assert pool.count == 4
+    for refused in (
+        lambda: blocks.put([b"a"], pool.at([4])),
+        lambda: blocks.put([b"a"], pool.at([-1])),
+        lambda: blocks.put([b"a", b"b"], pool.at([0])),
+        lambda: blocks.put([b"a"], kvtier.Each([[1]] * 3)),
+        lambda: blocks.put([b"a"], kvtier.At([1], shifts=[0])),
+        lambda: blocks.put([b""], pool.at([0])),
+        lambda: kvtier.Pool(bytearray(8), 0),
+        lambda: kvtier.Pool(bytearray(8), 4, offset=9),
+        lambda: kvtier.Blocks(store, kvtier.Identity(), []),
+    ):
+        with pytest.raises(kvtier.InvalidError):
+            refused()
+    for source in (b"read only", np.zeros((4, 8), np.uint8)[:, ::2], 7):
+        with pytest.raises((TypeError, ValueError, BufferError, kvtier.InvalidError)):
+            kvtier.Pool(source, 3)
+    with pytest.raises(kvtier.LimitError):
+        blocks.put([], pool.at([]))
+    with pytest.raises(kvtier.UnavailableError):
+        blocks.put([b"a"], pool.at([0]), level=kvtier.LEVEL_DISK)
+    blocks.close()
+    with pytest.raises(kvtier.ClosedError):
+        blocks.exists([b"a"])
+    with pytest.raises(kvtier.ClosedError):
+        blocks.put([b"a"], pool.at([0]))
+
+
+def test_what_is_named_as_kept_stays_until_the_op_is_closed(runtime, store):
+    class Kept:
+        pass
+
+    import gc
+    import weakref
+
+    kept = Kept()
+    gone = weakref.ref(kept)
+    blocks, memory = blocks_of(store), np.zeros(BLOCK, np.uint8)
+    event = kvtier.Event()
+    at = kvtier.At([memory.ctypes.data], kept=kept)
+    op = blocks.put([b"a"], at, ready=event)
+    del kept, at
+    gc.collect()
+    assert gone() is not None and not op.info().resolved
+    event.signal()
+    op.result()
+    op.close()
+    gc.collect()
+    assert gone() is None

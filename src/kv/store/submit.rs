@@ -1,0 +1,163 @@
+//! How moves begin: ops are promised, and the core is told.
+
+use crate::base::op::{OpOpts, OpRef};
+use crate::base::status::{Error, Result, Status};
+use crate::kv::core::blocks::BlockMove;
+use crate::kv::core::moves::{Deed, Level};
+use crate::kv::core::{Core, Rectangle};
+use crate::kv::ready::Ready;
+use crate::kv::store::{Store, finish, given_up};
+
+/// How many ops stand for a move.
+enum Ops {
+    /// One, or one a layer.
+    Each(usize),
+    /// One with so many items.
+    Items(usize),
+}
+
+impl Store {
+    /// Begins a put, a get or a prefetch of a session's rectangle: one op, or one a
+    /// layer, with tags that count up.
+    pub fn submit(
+        &self,
+        session: u32,
+        deed: Deed,
+        level: Level,
+        rectangle: Rectangle,
+        opts: &OpOpts,
+    ) -> Result<Vec<OpRef>> {
+        self.submit_after(session, deed, level, rectangle, opts, None)
+    }
+
+    /// The same; where the engine gives its word later, nothing begins before that.
+    pub fn submit_after(
+        &self,
+        session: u32,
+        deed: Deed,
+        level: Level,
+        mut rectangle: Rectangle,
+        opts: &OpOpts,
+        ready: Option<&Ready>,
+    ) -> Result<Vec<OpRef>> {
+        rectangle.after = self.check_after(deed, rectangle.after)?;
+        let ops = Ops::Each(if rectangle.by_layer { rectangle.layers } else { 1 });
+        let lane = opts.lane;
+        self.begin(ops, opts, ready, |core| match ready {
+            Some(_) => core.submit_waiting(session, deed, level, lane, rectangle),
+            None => {
+                let number = core.submit_rectangle(session, deed, level, lane, rectangle)?;
+                Ok((number, 0))
+            }
+        })
+    }
+
+    /// Begins a put, a get or a prefetch of blocks: one op, with an item a block.
+    pub fn submit_blocks(
+        &self,
+        session: u32,
+        (deed, level): (Deed, Level),
+        mut blocks: BlockMove,
+        opts: &OpOpts,
+        ready: Option<&Ready>,
+    ) -> Result<Vec<OpRef>> {
+        blocks.after = self.check_after(deed, blocks.after)?;
+        let (ops, how) = (Ops::Items(blocks.keys.len()), (deed, level, opts.lane));
+        self.begin(ops, opts, ready, |core| match ready {
+            Some(_) => core.submit_blocks_waiting(session, how, blocks),
+            None => Ok((core.submit_blocks(session, how, blocks)?, 0)),
+        })
+    }
+
+    /// Begins a move; `submit` says its number, and the ticket of one that waits.
+    fn begin(
+        &self,
+        ops: Ops,
+        opts: &OpOpts,
+        ready: Option<&Ready>,
+        submit: impl FnOnce(&mut Core) -> Result<(u32, u64)>,
+    ) -> Result<Vec<OpRef>> {
+        ready.map_or(Ok(()), Ready::check_room)?;
+        let ops = self.promise_ops(ops, opts)?;
+        // A deadline that has passed, or a close beside this, may have ended some.
+        let begun: Vec<bool> = ops.iter().map(|op| op.begin()).collect();
+        if begun.contains(&false) {
+            let rest = ops.iter().zip(&begun).filter(|(_, begun)| **begun);
+            let late = opts.deadline_ns != 0 && !self.inner.runtime.is_closing();
+            let status = if late { Status::Timeout } else { Status::Cancelled };
+            rest.for_each(|(op, _)| op.finish(status, None, None));
+            return Ok(ops);
+        }
+        let kept = ops.clone();
+        let mut state = self.inner.state.lock();
+        if let Err(error) = state.check_open() {
+            drop(state);
+            return Err(undo(ops, error));
+        }
+        state.core.tick(self.inner.runtime.clock().now_ns());
+        match submit(&mut state.core) {
+            Ok((number, ticket)) => {
+                // Whoever gives one up from here on, and has waited for the lock, finds it.
+                kept.iter().for_each(|op| op.note_place(number));
+                let number = number as usize;
+                if state.ops.len() <= number {
+                    state.ops.resize_with(number + 1, Vec::new);
+                }
+                state.ops[number] = kept;
+                // A cancel or a deadline from before this found nobody to tell.
+                if let Some(status) = given_up(&ops) {
+                    state.core.cancel(number as u32, status);
+                }
+                let news = self.inner.news(&mut state);
+                drop(state);
+                ops.iter().for_each(|op| op.announce());
+                finish(news);
+                if let Some(ready) = ready {
+                    ready.join(self.inner.this.clone(), ticket);
+                }
+                Ok(ops)
+            }
+            Err(error) => {
+                // That time has passed may have made work, or ended something.
+                let news = self.inner.news(&mut state);
+                drop(state);
+                finish(news);
+                Err(undo(ops, error))
+            }
+        }
+    }
+
+    /// Ops of a move, with tags that count up.
+    fn promise_ops(&self, ops: Ops, opts: &OpOpts) -> Result<Vec<OpRef>> {
+        let (runtime, owner) = (&self.inner.runtime, self.inner.clone());
+        let count = match ops {
+            Ops::Items(items) => return Ok(vec![runtime.promise_each(opts, items, owner)?]),
+            Ops::Each(count) => count,
+        };
+        let mut ops: Vec<OpRef> = Vec::new();
+        ops.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
+        for layer in 0..count as u64 {
+            let opts = OpOpts { tag: opts.tag.wrapping_add(layer), ..opts.clone() };
+            match runtime.promise(&opts, owner.clone()) {
+                Ok(op) => ops.push(op),
+                Err(error) => {
+                    for op in ops {
+                        op.discard();
+                        op.remove();
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(ops)
+    }
+}
+
+/// Ops of a call that was refused, and were begun: nobody hears of them.
+fn undo(ops: Vec<OpRef>, error: Error) -> Error {
+    for op in ops {
+        op.take_back();
+        op.remove();
+    }
+    error
+}
