@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <vector>
 
 namespace kvtier_plugin {
@@ -50,58 +51,90 @@ bool bytes_at(uint64_t address, uint64_t bytes, ggml_tensor & out) {
     return true;
 }
 
-kvt_status_t copy(uint64_t from, bool is_from_far, uint64_t to, bool is_to_far, uint64_t bytes) {
+// Bytes that lie together, checked by reaches().
+void copy(uint64_t from, bool is_from_far, uint64_t to, bool is_to_far, uint64_t bytes,
+          std::vector<char> & between) {
     ggml_tensor source, target;
     if (bytes == 0) {
-        return KVT_OK;
-    }
-    if ((is_from_far && !bytes_at(from, bytes, source)) || (is_to_far && !bytes_at(to, bytes, target))) {
-        return KVT_E_INVALID;
+        return;
     }
     if (is_from_far && is_to_far) {
-        std::vector<char> between(bytes);
-        ggml_backend_tensor_get(&source, between.data(), 0, bytes);
-        ggml_backend_tensor_set(&target, between.data(), 0, bytes);
+        for (uint64_t done = 0; done < bytes; done += between.size()) {
+            const uint64_t part = std::min<uint64_t>(bytes - done, between.size());
+            bytes_at(from + done, part, source);
+            bytes_at(to + done, part, target);
+            ggml_backend_tensor_get(&source, between.data(), 0, part);
+            ggml_backend_tensor_set(&target, between.data(), 0, part);
+        }
     } else if (is_from_far) {
+        bytes_at(from, bytes, source);
         ggml_backend_tensor_get(&source, reinterpret_cast<void *>(to), 0, bytes);
     } else if (is_to_far) {
+        bytes_at(to, bytes, target);
         ggml_backend_tensor_set(&target, reinterpret_cast<const void *>(from), 0, bytes);
     } else {
         std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes);
     }
-    return KVT_OK;
 }
 
-kvt_status_t copy_rows(const kvt_copy_rows_t & rows) {
-    const bool is_dense = rows.runs <= 1 || (rows.from_stride_bytes == rows.run_bytes &&
-                                             rows.to_stride_bytes == rows.run_bytes);
-    const uint64_t runs = is_dense ? 1 : rows.runs;
-    const uint64_t bytes = is_dense ? rows.run_bytes * rows.runs : rows.run_bytes;
-    const bool is_from_far = rows.from_memory == KVT_MEMORY_DEVICE;
-    const bool is_to_far = rows.to_memory == KVT_MEMORY_DEVICE;
-    kvt_status_t status = KVT_OK;
-    for (uint64_t i = 0; i < runs && status == KVT_OK; i++) {
-        status = copy(rows.from + i * rows.from_stride_bytes, is_from_far,
-                      rows.to + i * rows.to_stride_bytes, is_to_far, bytes);
+bool is_on_device(uint32_t memory) {
+    return memory == KVT_MEMORY_DEVICE;
+}
+
+// Runs that lie together are one.
+kvt_copy_rows_t joined(kvt_copy_rows_t rows) {
+    if (rows.runs > 1 && rows.from_stride_bytes == rows.run_bytes && rows.to_stride_bytes == rows.run_bytes) {
+        rows.run_bytes *= rows.runs;
+        rows.runs = 1;
     }
-    return status;
+    return rows;
 }
 
-// Copies are done when it returns: what calls it is a thread of kvtier's that does nothing else.
+// Whether all of it is in memory that the device knows.
+bool reaches(const kvt_copy_rows_t & rows) {
+    ggml_tensor at;
+    bool reaches = true;
+    for (uint64_t i = 0; i < rows.runs && rows.run_bytes > 0 && reaches; i++) {
+        const uint64_t from = rows.from + i * rows.from_stride_bytes, to = rows.to + i * rows.to_stride_bytes;
+        reaches = (!is_on_device(rows.from_memory) || bytes_at(from, rows.run_bytes, at)) &&
+                  (!is_on_device(rows.to_memory) || bytes_at(to, rows.run_bytes, at));
+    }
+    return reaches;
+}
+
+// Copies are done when it returns: what calls it is a thread of kvtier's that does nothing else. What is
+// refused has not begun.
 kvt_status_t submit(void *, uint32_t, uint64_t, const kvt_copy_rows_t * copies, uint64_t count,
                     uint64_t stride_bytes, uint64_t * event) {
     static std::atomic<uint64_t> last{0};
-    kvt_status_t status = KVT_OK;
-    try {
-        for (uint64_t i = 0; i < count && status == KVT_OK; i++) {
-            const char * at = reinterpret_cast<const char *>(copies) + i * stride_bytes;
-            status = copy_rows(*reinterpret_cast<const kvt_copy_rows_t *>(at));
+    constexpr size_t most_between = 1 << 20;
+    const auto rows_at = [&](uint64_t i) {
+        const char * at = reinterpret_cast<const char *>(copies) + i * stride_bytes;
+        return joined(*reinterpret_cast<const kvt_copy_rows_t *>(at));
+    };
+    std::vector<char> between;
+    for (uint64_t i = 0; i < count; i++) {
+        const kvt_copy_rows_t rows = rows_at(i);
+        if (!reaches(rows)) {
+            return KVT_E_INVALID;
         }
-    } catch (...) {
-        status = KVT_E_NOMEM;
+        if (is_on_device(rows.from_memory) && is_on_device(rows.to_memory) && between.empty()) {
+            try {
+                between.resize(most_between);
+            } catch (const std::bad_alloc &) {
+                return KVT_E_NOMEM;
+            }
+        }
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        const kvt_copy_rows_t rows = rows_at(i);
+        for (uint64_t run = 0; run < rows.runs; run++) {
+            copy(rows.from + run * rows.from_stride_bytes, is_on_device(rows.from_memory),
+                 rows.to + run * rows.to_stride_bytes, is_on_device(rows.to_memory), rows.run_bytes, between);
+        }
     }
     *event = ++last;
-    return status;
+    return KVT_OK;
 }
 
 kvt_status_t query(void *, uint64_t) {

@@ -69,8 +69,7 @@ bool Memory::open(std::string & why) {
         opts.reserve_bytes = settings().budget_bytes ? 1 : 0;
         if (is_far()) {
             tier_ = KVT_TIER_DEVICE;
-            // Never zero, which stands for a tier that is not there.
-            opts.device_bytes = settings().device_bytes ? settings().device_bytes : far_free_bytes() / 10 * 9 + 1;
+            opts.device_bytes = settings().device_bytes ? settings().device_bytes : far_free_bytes() / 10 * 9;
         }
         status = kvt_budget_open(runtime_, &opts, &budget_, failure.out());
     }
