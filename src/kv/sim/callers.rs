@@ -233,6 +233,9 @@ impl World {
         let mut finished = Vec::new();
         self.core.0.lock().finished(&mut finished);
         for one in finished {
+            if self.end_blocks(&one)? {
+                continue;
+            }
             let Some(mut asked) = self.asked.remove(&one.number) else {
                 return Err(wrong(format!("move {} ended twice", one.number)));
             };
@@ -306,7 +309,7 @@ impl World {
     }
 
     /// What the planes of a layer are, and what they are coded with.
-    fn coding_of(&self, space: u32, layer: usize) -> ([Shape; 2], Codec) {
+    pub(super) fn coding_of(&self, space: u32, layer: usize) -> ([Shape; 2], Codec) {
         let core = self.core.0.lock();
         let shapes = core.board_of(self.spaces[space as usize]).map(|board| board.shapes(layer));
         let plain = Shape { dtype: Dtype::Bytes, row_bytes: 1, scales: Scales::Token };

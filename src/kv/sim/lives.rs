@@ -13,6 +13,7 @@ use crate::kv::core::views::Views;
 use crate::kv::core::{Config, Core, Counters, Rectangle, SessionOpts, Wanted};
 use crate::kv::hands::Tools;
 use crate::kv::sim::ahead::Behind;
+use crate::kv::sim::blocks::Blocks;
 use crate::kv::sim::callers::views_of;
 use crate::kv::sim::content::{Planes, prefixes};
 use crate::kv::sim::world::{Asked, Outcome, POISON, Shared, World, wrong};
@@ -36,6 +37,7 @@ impl World {
         self.pending.clear();
         self.end_behind()?;
         self.asked.clear();
+        self.blocks.iter_mut().for_each(Blocks::forget);
         self.sessions.clear();
         let again = self.files.reopen();
         let plan = plan(&mut self.random);
@@ -51,6 +53,7 @@ impl World {
         self.open_spaces()?;
         self.core.0.lock().check()?;
         self.what_is_gone_stays_away()?;
+        self.lasting_blocks_are_there()?;
         self.all_that_lasts_is_there()?;
         self.untold = !power && (self.untold || failed_syncs > 0);
         for fault in [Fault::LostSync, Fault::BitRot, Fault::Misdirected] {

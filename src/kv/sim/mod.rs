@@ -4,6 +4,7 @@
 //! The same seed does the same again.
 
 mod ahead;
+mod blocks;
 mod callers;
 mod content;
 mod lives;
@@ -36,6 +37,8 @@ pub struct Report {
     pub checked_bytes: u64,
     /// Cells that had to be there after a power failure, and were.
     pub kept: u64,
+    /// Blocks likewise.
+    pub kept_blocks: u64,
     /// Chunks of namespaces that were cleared as a whole.
     pub cleared: u64,
     /// Cells in device memory that were read back and right.

@@ -17,6 +17,7 @@ use crate::kv::core::work::{Hands, Work};
 use crate::kv::core::{Config, Core, SpaceOpts, Write};
 use crate::kv::hands::Tools;
 use crate::kv::sim::ahead::Behind;
+use crate::kv::sim::blocks::Blocks;
 use crate::kv::sim::content::Planes;
 use crate::kv::sim::lives::{FEW_CHUNKS, SEGMENT, device, open_store, plan};
 use crate::kv::sim::near::Near;
@@ -117,6 +118,7 @@ pub(super) struct World {
     /// no later sync makes it so, and the next life cannot know.
     pub(super) untold: bool,
     pub(super) wishes: Option<Wishes>,
+    pub(super) blocks: Option<Blocks>,
     pub(super) near: Option<Near>,
     pub(super) behind: Option<Behind>,
     pub(super) report: Report,
@@ -215,6 +217,7 @@ impl World {
             is_rotten: forgets,
             untold: false,
             wishes: Wishes::of(seed),
+            blocks: Blocks::of(seed),
             near,
             behind,
             report: Report::default(),
@@ -263,6 +266,7 @@ impl World {
         }
         self.wish()?;
         self.near_wish()?;
+        self.block_wish()?;
         self.look_behind()?;
         self.collect()?;
         self.report.mark = Random::new(self.report.mark ^ what ^ self.pending.len() as u64).draw();
@@ -334,7 +338,9 @@ impl World {
             {
                 self.collect()?;
                 let core = self.core.0.lock();
-                if !core.is_idle() || !self.asked.is_empty() {
+                let none_left =
+                    self.asked.is_empty() && self.blocks.as_ref().is_none_or(Blocks::rest);
+                if !core.is_idle() || !none_left {
                     return Err(wrong(format!(
                         "{} moves wait for nothing: {}",
                         self.asked.len(),

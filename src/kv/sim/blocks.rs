@@ -1,0 +1,261 @@
+//! Some callers keep blocks under names of their own beside. What is in a block follows from
+//! its name; each says by itself how it went.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::base::status::Status;
+use crate::base::sync::Arc;
+use crate::device::Memory;
+use crate::format::keys::Key;
+use crate::format::keys::block::BlockKeys;
+use crate::io::simulated::random::Random;
+use crate::kv::core::blocks::BlockMove;
+use crate::kv::core::moves::{Deed, Level};
+use crate::kv::core::views::Views;
+use crate::kv::core::{Finished, SessionOpts};
+use crate::kv::sim::callers::views_of;
+use crate::kv::sim::content::{Planes, is_right, prefixes};
+use crate::kv::sim::world::{Outcome, POISON, SPACES, World, wrong};
+
+/// Few names: they come again and again.
+const NAMES: u64 = 40;
+const MOST: u64 = 12;
+
+/// A move of blocks under way.
+pub(super) struct AskedBlocks {
+    deed: Deed,
+    level: Level,
+    space: u32,
+    names: Vec<u32>,
+    planes: Vec<Planes>,
+    /// All of them were durable.
+    must: bool,
+}
+
+/// What is known of blocks.
+pub(super) struct Blocks {
+    random: Random,
+    asked: BTreeMap<u32, AskedBlocks>,
+    /// Namespace and name of those that last.
+    lasting: BTreeSet<(u32, u32)>,
+}
+
+impl Blocks {
+    /// Those of a seed: one in four has some. All others do as they would without.
+    pub(super) fn of(seed: u64) -> Option<Blocks> {
+        let random = Random::new(seed ^ 0xB10C5);
+        let (asked, lasting) = (BTreeMap::new(), BTreeSet::new());
+        (seed % 4 == 1).then(|| Blocks { random, asked, lasting })
+    }
+
+    /// Whether none is under way.
+    pub(super) fn rest(&self) -> bool {
+        self.asked.is_empty()
+    }
+
+    /// Nobody waits for those that were under way.
+    pub(super) fn forget(&mut self) {
+        self.asked.clear();
+    }
+}
+
+fn marks_of(space: u32, name: u32, each: usize) -> Vec<u64> {
+    let tokens: Vec<u32> = (0..each as u32).map(|i| name * 1000 + i).collect();
+    prefixes(space + 100, &tokens)
+}
+
+impl World {
+    /// One of these things happens, or none.
+    pub(super) fn block_wish(&mut self) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let what = blocks.random.below(100);
+        let count = 1 + blocks.random.below(MOST);
+        let space = blocks.random.below(u64::from(SPACES)) as u32;
+        let names: Vec<u32> = (0..count).map(|_| blocks.random.below(NAMES) as u32).collect();
+        let level = [Level::Ram, Level::Ram, Level::Disk, Level::Durable];
+        let level = level[blocks.random.below(4) as usize];
+        match what {
+            0..=6 => self.move_blocks(Deed::Put, level, space, names, false),
+            7..=12 => self.move_blocks(Deed::Get, Level::Ram, space, names, false),
+            13..=14 => self.move_blocks(Deed::Prefetch, Level::Ram, space, names, false),
+            15 => self.drop_blocks(space, &names),
+            16 => {
+                if let Some(&number) = blocks.asked.keys().next() {
+                    self.core.0.lock().cancel(number, Status::Cancelled);
+                }
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn keys_of(space: u32, names: &[u32]) -> Outcome<Vec<Key>> {
+        let keys = BlockKeys::new(&Key([space as u8 + 1; 32]));
+        let all: Vec<[u8; 4]> = names.iter().map(|name| name.to_le_bytes()).collect();
+        Ok(keys.all(all.iter().map(|name| &name[..]))?)
+    }
+
+    /// A session that asks, for one call; none when as many are open as may be.
+    fn asker(&mut self, space: u32) -> Outcome<Option<u32>> {
+        let opened =
+            self.core.0.lock().open_session(self.spaces[space as usize], &SessionOpts::default());
+        match opened {
+            Ok(number) => Ok(Some(number)),
+            Err(error) if error.status() == Status::Again => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn move_blocks(
+        &mut self,
+        deed: Deed,
+        level: Level,
+        space: u32,
+        names: Vec<u32>,
+        must: bool,
+    ) -> Outcome<()> {
+        // Numbers of moves that have ended are used again.
+        self.collect()?;
+        let layout = self.layouts[space as usize].clone();
+        let each = layout.chunk_tokens() as usize;
+        let marks: Vec<u64> = names.iter().flat_map(|&name| marks_of(space, name, each)).collect();
+        let (mut planes, mut views) = (Vec::new(), Vec::new());
+        for layer in 0..layout.layers() {
+            let Some(group) = layout.group(layer) else { continue };
+            planes.push(match deed {
+                Deed::Put => Planes::of(group, layer, &marks, each),
+                _ => {
+                    let (k, v) = Planes::lengths(group, marks.len(), each);
+                    Planes { k: vec![POISON; k], v: vec![POISON; v] }
+                }
+            });
+        }
+        if deed != Deed::Prefetch {
+            for (layer, planes) in planes.iter_mut().enumerate() {
+                let Some(group) = layout.group(layer) else { continue };
+                views.push(views_of(group, planes, marks.len(), each, Memory::Host));
+            }
+        }
+        let moved = BlockMove {
+            keys: World::keys_of(space, &names)?,
+            first_layer: 0,
+            layers: layout.layers(),
+            views: Arc::new(Views(views)),
+            after: None,
+        };
+        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let how = (deed, level, blocks.random.below(3) as usize);
+        let mut core = self.core.0.lock();
+        let begun = core.submit_blocks(asker, how, moved);
+        core.close_session(asker)?;
+        drop(core);
+        match begun {
+            Ok(number) => {
+                let asked = AskedBlocks { deed, level, space, names, planes, must };
+                blocks.asked.insert(number, asked);
+                Ok(())
+            }
+            Err(error) if matches!(error.status(), Status::Again | Status::Limit) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn drop_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        let keys = World::keys_of(space, names)?;
+        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let mut core = self.core.0.lock();
+        core.drop_blocks(asker, &keys)?;
+        core.close_session(asker)?;
+        drop(core);
+        if let Some(blocks) = &mut self.blocks {
+            blocks.lasting.retain(|(of, name)| *of != space || !names.contains(name));
+        }
+        Ok(())
+    }
+
+    /// Compares a move of blocks that has ended with what it must be; false where it is none.
+    pub(super) fn end_blocks(&mut self, one: &Finished) -> Outcome<bool> {
+        let Some(blocks) = &mut self.blocks else { return Ok(false) };
+        let Some(asked) = blocks.asked.remove(&one.number) else { return Ok(false) };
+        let layout = self.layouts[asked.space as usize].clone();
+        let each = layout.chunk_tokens() as usize;
+        let ended = |words: &str| Err(wrong(format!("blocks {:?}: {words}: {one:?}", asked.names)));
+        let well = one.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
+        if one.outcomes.len() != asked.names.len() || !one.last {
+            return ended("each says how it went");
+        }
+        if one.error.is_none() != (well == asked.names.len()) || one.tokens != (well * each) as u64
+        {
+            return ended("the whole is as its parts");
+        }
+        let tolerated =
+            [Status::Ok, Status::NotFound, Status::Cancelled, Status::Budget, Status::Io];
+        for (at, (&name, status)) in asked.names.iter().zip(&one.outcomes).enumerate() {
+            let is_known = tolerated.contains(status)
+                || *status == Status::Unavailable && self.may_lose_device()
+                || *status == Status::Corrupt && self.may_damage();
+            if !is_known {
+                return ended("a status that cannot be");
+            }
+            match (asked.deed, *status) {
+                (Deed::Put, Status::Ok) if asked.level == Level::Durable => {
+                    if let Some(blocks) = &mut self.blocks {
+                        blocks.lasting.insert((asked.space, name));
+                    }
+                }
+                (Deed::Get, Status::Ok) => {
+                    self.check_block(&asked, at, &marks_of(asked.space, name, each))?
+                }
+                (Deed::Get, _) if asked.must => {
+                    if self.core.0.lock().counters.disk_evicted == 0 {
+                        return ended("it was durable, and is gone");
+                    }
+                    self.forgets = true;
+                }
+                _ => {}
+            }
+        }
+        self.report.moves += 1;
+        Ok(true)
+    }
+
+    fn check_block(&mut self, asked: &AskedBlocks, at: usize, marks: &[u64]) -> Outcome<()> {
+        let layout = self.layouts[asked.space as usize].clone();
+        let each = layout.chunk_tokens() as usize;
+        for (layer, got) in asked.planes.iter().enumerate() {
+            let Some(group) = layout.group(layer) else { continue };
+            let right = Planes::of(group, layer, marks, each);
+            let (k, v) = (right.k.len(), right.v.len());
+            let ([k_shape, v_shape], codec) = self.coding_of(asked.space, layer);
+            self.report.checked_bytes += (k + v) as u64;
+            if !is_right(codec, &k_shape, k, &right.k, &got.k[at * k..][..k])
+                || !is_right(codec, &v_shape, v, &right.v, &got.v[at * v..][..v])
+            {
+                let name = asked.names[at];
+                return Err(wrong(format!("wrong bytes in block {name}, layer {layer}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what was promised to last; before the same is done for sessions.
+    pub(super) fn lasting_blocks_are_there(&mut self) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        if self.forgets {
+            blocks.lasting.clear();
+            return Ok(());
+        }
+        for (space, name) in blocks.lasting.clone() {
+            self.move_blocks(Deed::Get, Level::Ram, space, vec![name], true)?;
+            self.rest()?;
+            if self.forgets {
+                // The disk is nearly full: whom it sent away is not missed.
+                self.blocks.iter_mut().for_each(|all| all.lasting.clear());
+                return Ok(());
+            }
+            self.report.kept_blocks += 1;
+        }
+        Ok(())
+    }
+}
