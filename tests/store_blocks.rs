@@ -390,3 +390,277 @@ proptest! {
         all.close();
     }
 }
+
+fn lru_case(first_missing: bool) -> usize {
+    // Room for some forty.
+    let all = Engineer::new(&format!("store(host={},policy=lru)", 512 << 10));
+    assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
+    // Those that came last in the batch are the first to leave.
+    let hot: Vec<u32> = (15..30).collect();
+    let mut asked = hot.clone();
+    if first_missing {
+        asked.insert(0, 999);
+    }
+    assert_eq!(all.get(&asked).iter().filter(|came| **came).count(), 15);
+    all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
+    let left = all.exists(&hot).iter().filter(|one| **one).count();
+    all.close();
+    left
+}
+
+#[test]
+fn blocks_behind_a_missing_one_are_used_all_the_same() {
+    assert_eq!(lru_case(false), 15, "without a missing one");
+    assert_eq!(lru_case(true), 15, "behind a missing one");
+}
+
+#[test]
+fn a_name_that_comes_often_needs_one_row() {
+    let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
+    let first: Vec<u32> = (0..60).collect();
+    assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
+    assert_eq!(all.put(Level::Ram, &[200; 50]).0, Status::Ok);
+    let there = all.exists(&first).iter().filter(|one| **one).count();
+    assert_eq!(there, 60, "61 of 64 rows are needed");
+    let often = [300; 100];
+    let (pool, order): (Pool, Vec<usize>) = (Pool::of(&often), (0..100).collect());
+    let op = all.begin(Deed::Put, Level::Ram, &often, pool.views(&order)).expect("one row");
+    assert_eq!(all.end(&op).0, Status::Ok);
+    all.close();
+}
+
+#[test]
+fn blocks_that_found_room_on_disk_are_not_blamed_for_others() {
+    let scratch = Scratch::new("blocks-full");
+    let spec = with_disk(&scratch.0, "bytes=4MiB,segment=1MiB,buffered=true", "host=64MiB");
+    let all = Engineer::on(Home::open(&spec), 1);
+    let names: Vec<u32> = (0..600).collect();
+    let (own, each) = all.put(Level::Disk, &names);
+    let well = each.iter().filter(|&&one| one == Status::Ok).count();
+    let written = all.home.counters().written / MODEL.layers as u64;
+    all.close();
+    assert!(written < 600 && well as u64 >= written / 2, "{well} well of {written} written");
+}
+
+fn first_layers(dup: bool) -> usize {
+    let all = Engineer::new(&format!("store(host={},policy=lru,grain=cell,drop=cell)", 512 << 10));
+    let mut names: Vec<u32> = (0..30).collect();
+    if dup {
+        names.push(0);
+    }
+    assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+    all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
+    let (pool, order): (Pool, Vec<usize>) = (Pool::new(30), (0..30).collect());
+    let mut views = pool.views(&order);
+    views.0.truncate(1);
+    let blocks = BlockMove {
+        keys: all.keys(&names[..30]),
+        first_layer: 0,
+        layers: 1,
+        views: Arc::new(views),
+        after: None,
+    };
+    let opts = OpOpts::default();
+    let how = (Deed::Get, Level::Ram);
+    let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, None);
+    let (_, each) = all.end(&op.expect("begun").remove(0));
+    let whole = all.exists(&names[..30]).iter().filter(|one| **one).count();
+    all.close();
+    each.iter().filter(|&&one| one == Status::Ok).count()
+}
+
+#[test]
+fn cells_of_a_batch_with_a_name_twice_are_told_like_any() {
+    let (once, twice) = (first_layers(false), first_layers(true));
+    assert_eq!(once, twice, "first layers that are left");
+}
+
+#[test]
+fn with_sessions_as_objects_blocks_do_not_all_leave_at_once() {
+    let all = Engineer::new(&format!("store(host={},policy=lru,grain=session)", 512 << 10));
+    assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
+    all.put(Level::Ram, &(100..112).collect::<Vec<u32>>());
+    let left = all.exists(&(0..30).collect::<Vec<u32>>()).iter().filter(|one| **one).count();
+    all.close();
+    assert!(left >= 15, "{left} of 30 left: 12 more came");
+}
+
+#[test]
+fn what_is_refused_sends_nobody_away() {
+    let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
+    let first: Vec<u32> = (0..60).collect();
+    assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
+    let (more, order): (Vec<u32>, Vec<usize>) = ((200..250).collect(), (0..50).collect());
+    let refused = all.begin(Deed::Put, Level::Disk, &more, Pool::of(&more).views(&order));
+    assert_eq!(refused.map(|_| ()).unwrap_err().status(), Status::Unavailable);
+    assert_eq!(all.exists(&first).iter().filter(|one| **one).count(), 60);
+    all.close();
+}
+
+/// Threads that put, get, prefetch, drop, cancel and are late, with names twice, at all levels,
+/// with words that are given or taken back. What is said to have come is right; items add up; the
+/// tables agree at the end.
+fn storm(
+    spec: &kvtier::kv::spec::StoreSpec,
+    seed: u64,
+    seconds: u64,
+    drops: bool,
+) -> BTreeSet<u32> {
+    let acknowledged = Arc::new(std::sync::Mutex::new(BTreeSet::new()));
+    let all = Arc::new(Engineer::on(Home::open(spec), 1));
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(seconds);
+    let threads: Vec<_> = (0..4u64)
+        .map(|thread| {
+            let (all, acknowledged) = (all.clone(), acknowledged.clone());
+            std::thread::spawn(move || {
+                let mut state = mix(seed * 31 + thread);
+                let mut next = move |below: u64| {
+                    state = mix(state);
+                    state % below
+                };
+                let mut rounds = 0u64;
+                while std::time::Instant::now() < until {
+                    rounds += 1;
+                    let names: Vec<u32> = (0..1 + next(40)).map(|_| next(120) as u32).collect();
+                    let what = next(10);
+                    if what == 9 && !drops {
+                        continue;
+                    }
+                    if what == 9 {
+                        let keys = all.keys(&names);
+                        all.home
+                            .store
+                            .with(|core| core.drop_blocks(all.session, &keys))
+                            .expect("ok");
+                        continue;
+                    }
+                    let deed = match what {
+                        0..4 => Deed::Put,
+                        4..8 => Deed::Get,
+                        _ => Deed::Prefetch,
+                    };
+                    let level = match (deed, next(4)) {
+                        (Deed::Put, 1) => Level::Disk,
+                        (Deed::Put, 2) => Level::Durable,
+                        _ => Level::Ram,
+                    };
+                    let order: Vec<usize> = (0..names.len()).collect();
+                    let pool =
+                        if deed == Deed::Put { Pool::of(&names) } else { Pool::new(names.len()) };
+                    let views =
+                        if deed == Deed::Prefetch { Views::default() } else { pool.views(&order) };
+                    let blocks = BlockMove {
+                        keys: all.keys(&names),
+                        first_layer: 0,
+                        layers: MODEL.layers,
+                        views: Arc::new(views),
+                        after: None,
+                    };
+                    let deadline_ns =
+                        if next(3) == 0 { all.home.now_ns() + next(400_000) } else { 0 };
+                    let opts = OpOpts { deadline_ns, ..OpOpts::default() };
+                    let ready =
+                        (next(3) == 0).then(|| Arc::new(kvtier::kv::ready::Ready::default()));
+                    let ops = all.home.store.submit_blocks(
+                        all.session,
+                        (deed, level),
+                        blocks,
+                        &opts,
+                        ready.as_deref(),
+                    );
+                    let op = match ops {
+                        Ok(mut ops) => ops.remove(0),
+                        Err(error) => {
+                            assert!(
+                                matches!(
+                                    error.status(),
+                                    Status::Limit | Status::Again | Status::Unavailable
+                                ),
+                                "{error}"
+                            );
+                            continue;
+                        }
+                    };
+                    if next(4) == 0 {
+                        op.cancel();
+                    }
+                    if let Some(ready) = &ready {
+                        if next(5) == 0 {
+                            ready.take_back();
+                        } else {
+                            ready.give();
+                        }
+                    }
+                    if next(4) == 0 {
+                        op.cancel();
+                    }
+                    op.wait(RELEASED, all.home.now_ns() + LONG_NS).expect("every op ends");
+                    let info = op.info();
+                    let each: Vec<i32> =
+                        op.items().iter().map(|i| i.outcome().0.expect("ended")).collect();
+                    let failed = each.iter().filter(|&&one| one != 0).count() as u32;
+                    assert_eq!(
+                        (info.items, info.items_done, info.items_failed),
+                        (each.len() as u32, each.len() as u32, failed)
+                    );
+                    let own = info.status.expect("ended");
+                    assert!(own != 0 || failed == 0, "{own} of {each:?}");
+                    if deed == Deed::Get {
+                        for (at, (&name, &status)) in names.iter().zip(&each).enumerate() {
+                            assert!(
+                                status != 0 || pool.block(at) == content(name),
+                                "wrong bytes in {name}"
+                            );
+                        }
+                    }
+                    if level > Level::Ram {
+                        let well = names.iter().zip(&each).filter(|(_, s)| **s == 0);
+                        acknowledged.lock().unwrap().extend(well.map(|(n, _)| *n));
+                    }
+                    op.remove();
+                }
+                rounds
+            })
+        })
+        .collect();
+    let rounds: u64 = threads.into_iter().map(|thread| thread.join().expect("sound")).sum();
+    all.home.rest();
+    Arc::into_inner(all).expect("alone").close();
+    Arc::into_inner(acknowledged).unwrap().into_inner().unwrap()
+}
+
+#[test]
+fn a_storm() {
+    for (seed, rest) in [
+        (1, "host=600KiB"),
+        (2, "host=600KiB,write=back"),
+        (3, "host=2MiB,chunks=90,policy=lru"),
+        (4, "host=600KiB,grain=cell"),
+        (5, "host=600KiB,grain=session,write=through"),
+        (6, "host=600KiB,grain=cell,drop=cell"),
+    ] {
+        let scratch = Scratch::new("blocks-storm");
+        let disk = if seed % 2 == 0 {
+            "bytes=32MiB,segment=1MiB,buffered=true"
+        } else {
+            "bytes=4MiB,segment=1MiB,buffered=true"
+        };
+        storm(&with_disk(&scratch.0, disk, rest), seed, 1, true);
+    }
+    storm(&spec_of("store(host=600KiB,chunks=100)"), 7, 1, true);
+    storm(&spec_of("store(host=600KiB,chunks=100,grain=cell,drop=cell)"), 8, 1, true);
+}
+
+#[test]
+fn what_a_storm_was_told_is_there_after_it() {
+    for seed in 20..22u64 {
+        let scratch = Scratch::new("blocks-told");
+        let disk = "bytes=64MiB,segment=1MiB,buffered=true";
+        let rest = if seed % 2 == 0 { "host=600KiB" } else { "host=600KiB,write=never" };
+        let spec = with_disk(&scratch.0, disk, rest);
+        let told: Vec<u32> = storm(&spec, seed, 1, false).into_iter().collect();
+        let all = Engineer::on(Home::open(&spec), 1);
+        assert!(all.get(&told).iter().all(|&came| came));
+        all.close();
+    }
+}

@@ -411,19 +411,19 @@ public:
         return one(&kvt_session_prefetch, what, opts, false);
     }
     /// Stores blocks that the engine names itself; the op has an item for each.
-    ret<op> put(const blocks &what, const submit_opts &opts = {}) const {
+    ret<op> put_blocks(const blocks &what, const submit_opts &opts = {}) const {
         return some(&kvt_session_put_blocks, what, opts, true);
     }
     /// Loads blocks; the op fails with KVT_E_NOT_FOUND where some are missing.
-    ret<op> get(const blocks &what, const submit_opts &opts = {}) const {
+    ret<op> get_blocks(const blocks &what, const submit_opts &opts = {}) const {
         return some(&kvt_session_get_blocks, what, opts, true);
     }
     /// Into memory, for a get to come; without views.
-    ret<op> prefetch(const blocks &what, const submit_opts &opts = {}) const {
+    ret<op> prefetch_blocks(const blocks &what, const submit_opts &opts = {}) const {
         return some(&kvt_session_prefetch_blocks, what, opts, false);
     }
     /// Takes blocks away that nobody holds.
-    ret<kvt_clear_report_t> drop(const names &called) const {
+    ret<kvt_clear_report_t> drop_blocks(const names &called) const {
         if (!detail::fits(called))
             return detail::fail<kvt_clear_report_t>(kvt::error(KVT_E_INVALID));
         detail::failure f;
@@ -560,7 +560,7 @@ public:
         return detail::give(status, f, std::move(found));
     }
     /// A byte for each block: KVT_EXISTS_WHOLE, 1 << KVT_TIER_*.
-    ret<std::vector<std::uint8_t>> find(const names &called) const {
+    ret<std::vector<std::uint8_t>> find_blocks(const names &called) const {
         if (!detail::fits(called))
             return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
         std::vector<std::uint8_t> found(called.count());
@@ -570,7 +570,7 @@ public:
         return detail::give(status, f, std::move(found));
     }
     /// What blocks are called in events: KVT_KEY_BYTES each.
-    ret<std::vector<std::uint8_t>> keys_of(const names &called) const {
+    ret<std::vector<std::uint8_t>> block_keys(const names &called) const {
         if (!detail::fits(called))
             return detail::fail<std::vector<std::uint8_t>>(kvt::error(KVT_E_INVALID));
         std::vector<std::uint8_t> keys(called.count() * KVT_KEY_BYTES);

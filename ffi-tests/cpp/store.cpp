@@ -120,7 +120,7 @@ void blocks(const kvt::runtime &runtime) {
     const kvt::rectangle all = from.all(), room = to.all();
     what.k = all.k;
     what.v = all.v;
-    kvt::op stored = session.put(what);
+    kvt::op stored = session.put_blocks(what);
     CHECK(stored.finish().value == 3 * CHUNK && stored.info().items == 3);
     kvt::blocks back;
     const std::vector<std::uint64_t> ends = {1, 2, 3, 4};
@@ -128,7 +128,7 @@ void blocks(const kvt::runtime &runtime) {
     back.called.ends = {ends.data(), ends.size()};
     back.k = room.k;
     back.v = room.v;
-    kvt::op loaded = session.get(back);
+    kvt::op loaded = session.get_blocks(back);
     CHECK_THROWS(loaded.finish(), KVT_E_NOT_FOUND);
     CHECK(loaded.info().items_failed == 1);
     std::vector<kvt_op_item_t> items(9);
@@ -138,20 +138,20 @@ void blocks(const kvt::runtime &runtime) {
                           3 * CHUNK * HEADS * RUN) == 0);
     kvt::blocks ahead;
     ahead.called = what.called;
-    CHECK(session.prefetch(ahead).finish().value == 3 * CHUNK);
-    const std::vector<std::uint8_t> there = space.find(back.called);
+    CHECK(session.prefetch_blocks(ahead).finish().value == 3 * CHUNK);
+    const std::vector<std::uint8_t> there = space.find_blocks(back.called);
     CHECK(there.size() == 4 && there[0] != 0 && there[3] == 0);
-    CHECK(space.keys_of(back.called).size() == 4 * KVT_KEY_BYTES);
-    CHECK(session.drop(what.called).gone_chunks == 3);
-    CHECK(space.find(what.called) == std::vector<std::uint8_t>(3, 0));
+    CHECK(space.block_keys(back.called).size() == 4 * KVT_KEY_BYTES);
+    CHECK(session.drop_blocks(what.called).gone_chunks == 3);
+    CHECK(space.find_blocks(what.called) == std::vector<std::uint8_t>(3, 0));
     // Names that do not fill their bytes, or end behind them, are not read.
     back.called = {{called.data(), 3}, 2, {}};
-    CHECK_THROWS(session.get(back), KVT_E_INVALID);
-    CHECK_THROWS(space.find(back.called), KVT_E_INVALID);
+    CHECK_THROWS(session.get_blocks(back), KVT_E_INVALID);
+    CHECK_THROWS(space.find_blocks(back.called), KVT_E_INVALID);
     back.called = {{called.data(), 3}, 0, {ends.data(), ends.size()}};
-    CHECK_THROWS(session.drop(back.called), KVT_E_INVALID);
+    CHECK_THROWS(session.drop_blocks(back.called), KVT_E_INVALID);
     what.v = {};
-    CHECK_THROWS(session.put(what), KVT_E_INVALID);
+    CHECK_THROWS(session.put_blocks(what), KVT_E_INVALID);
 }
 
 void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {

@@ -287,7 +287,7 @@ impl Core {
 
     /// Makes an op that `owner` will finish.
     pub fn promise(self: &Arc<Core>, opts: &OpOpts, owner: Arc<dyn Owner>) -> Result<OpRef> {
-        self.promise_of(opts, Items::None, owner)
+        self.promise_of(opts, |_| Ok(Items::None), owner)
     }
 
     /// The same, of so many items of which it says how each went.
@@ -297,19 +297,26 @@ impl Core {
         items: usize,
         owner: Arc<dyn Owner>,
     ) -> Result<OpRef> {
-        let mut list = self.item_list(items)?;
-        list.extend((0..items).map(|_| Item::new(0, None, None, 0, 0)));
-        self.promise_of(opts, Items::Many(list), owner)
+        self.promise_of(
+            opts,
+            |core| {
+                let mut list = core.item_list(items)?;
+                list.extend((0..items).map(|_| Item::new(0, None, None, 0, 0)));
+                Ok(Items::Many(list))
+            },
+            owner,
+        )
     }
 
     fn promise_of(
         self: &Arc<Core>,
         opts: &OpOpts,
-        items: Items,
+        items: impl FnOnce(&Core) -> Result<Items>,
         owner: Arc<dyn Owner>,
     ) -> Result<OpRef> {
         self.admit(1, opts)?;
-        let op = Op::create(self, opts, items, None, Some(owner))
+        let op = items(self)
+            .and_then(|items| Op::create(self, opts, items, None, Some(owner)))
             .inspect_err(|_| self.dismiss(1, opts))?;
         self.start(std::slice::from_ref(&op), opts);
         Ok(op)

@@ -204,14 +204,14 @@ pub unsafe extern "C" fn kvt_namespace_find_blocks(
                 // SAFETY: the caller's promise.
                 unsafe { require(out)? };
             }
-            let mut found = [0; GROUP];
-            for (at, keys) in keys.chunks(GROUP).enumerate() {
-                noun.0.store.look(|core| core.exists(noun.0.number, keys, &mut found))??;
-                // SAFETY: room for a byte a name, by the caller's promise.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(found.as_ptr(), out.add(at * GROUP), keys.len());
-                }
+            let mut found = Vec::new();
+            found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+            found.resize(keys.len(), 0);
+            for (keys, found) in keys.chunks(GROUP).zip(found.chunks_mut(GROUP)) {
+                noun.0.store.look(|core| core.exists(noun.0.number, keys, found))??;
             }
+            // SAFETY: room for a byte a name, by the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len()) };
             Ok(())
         })
     };

@@ -41,6 +41,9 @@ class At:
     shifts: Optional[Sequence[int]] = None
     device: bool = False
     kept: Any = None
+    #: Bytes before the first, and from the last on, that parts may be in; None: nobody knows.
+    room: Optional[Tuple[int, int]] = None
+    writable: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,28 +58,32 @@ class Each:
 class Pool:
     """An object with blocks at equal distances (a numpy array, a memoryview, a
     `kvtier.Buffer`, memory of a device): block i is `stride` bytes after block i - 1. The
-    object is held as long as the pool and its ops are."""
+    object is held as long as the pool and its ops are. Blocks never lead out of it. One that
+    cannot be written (`writable=False`) is for puts."""
 
     def __init__(self, source: Any, stride: int, *, offset: int = 0,
-                 shifts: Optional[Sequence[int]] = None) -> None:
+                 shifts: Optional[Sequence[int]] = None, writable: bool = True) -> None:
         self._kept: List[Any] = []
-        there = lend(source, True, self._kept)
+        there = lend(source, writable, self._kept)
         room = there.nbytes - u64(offset)
         if stride <= 0 or room < 0:
             raise _invalid(f"blocks of {stride} bytes from {offset} on, in {there.nbytes} bytes")
         #: How many blocks there is room for.
         self.count = room // stride
         self.stride, self.shifts = stride, shifts
-        self._first = there.address + offset
+        self._first, self._offset, self._room = there.address + offset, offset, room
+        self._writable = writable
         self._device = kind_of(there) == _abi.KVT_MEMORY_DEVICE
 
     def at(self, indexes: Sequence[int]) -> At:
         """Some of its blocks."""
         first, stride, count = self._first, self.stride, self.count
-        if len(indexes) and not (0 <= min(indexes) and max(indexes) < count):
-            raise _invalid(f"blocks {min(indexes)} to {max(indexes)} of a pool of {count}")
+        low, high = (int(min(indexes)), int(max(indexes))) if len(indexes) else (0, 0)
+        if len(indexes) and not 0 <= low <= high < count:
+            raise _invalid(f"blocks {low} to {high} of a pool of {count}")
         addresses = array.array("Q", [first + int(i) * stride for i in indexes])
-        return At(addresses, self.shifts, self._device, self._kept)
+        room = (self._offset + low * stride, self._room - high * stride)
+        return At(addresses, self.shifts, self._device, self._kept, room, self._writable)
 
 
 _U8 = ctypes.POINTER(ctypes.c_uint8)
@@ -89,6 +96,9 @@ def _names(names: Sequence[bytes]) -> Tuple[Any, List[Any]]:
     c = _abi.kvt_names_t(count=len(names))
     c.bytes = ctypes.cast(ctypes.c_char_p(joined), _U8)
     kept: List[Any] = [joined]
+    if sum(map(len, names)) != len(joined):
+        raise _invalid("names are bytes: one is a view of longer items, whose length is not its "
+                       "bytes'")
     lengths = set(map(len, names))
     if len(lengths) == 1:  # the usual case, which needs no table
         c.each_bytes = lengths.pop()
@@ -106,7 +116,7 @@ class Blocks:
 
     `identity` says what else makes KV other KV; blocks of another identity, or with other
     parts, are others. Within a store, `tenant` and `priority` (0 leaves first) say whose
-    they are.
+    they are. For policies that go by what computing costs a block is a token.
 
     >>> import kvtier
     >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
@@ -213,6 +223,8 @@ class Blocks:
             c.ready = ready._raw.value
         with Columns() as columns:
             if places is not None:
+                if cancel and isinstance(places, At) and not places.writable:
+                    raise _invalid("a get into a pool that cannot be written")
                 self._fill(c, places, count, columns, kept)
             op = Op(self._runtime, queue, tag, cancel)
             op._keep(kept)
@@ -230,6 +242,7 @@ class Blocks:
         if isinstance(places, At):
             shifts = self._starts if places.shifts is None else places.shifts
             tables = [columns.take("addresses", "u64", places.addresses)] * len(self.parts)
+            self._check(places, shifts)
         else:
             shifts = [0] * len(self.parts)
             tables = [columns.take(f"addresses of part {i}", "u64", one)
@@ -249,6 +262,16 @@ class Blocks:
             row.memory = memory
         kept.append(rows)
         c.k, c.stride_bytes = rows, ctypes.sizeof(_abi.kvt_view_t)
+
+    def _check(self, places: At, shifts: Sequence[int]) -> None:
+        """Where it is known what is around the blocks no part leads out of that."""
+        if places.room is None:
+            return
+        before, behind = places.room
+        for size, shift in zip(self.parts, shifts):
+            if shift < -before or shift + size > behind:
+                raise _invalid(f"a part of {size} bytes, {shift} bytes from its block's start, "
+                               f"leads out of the pool")
 
     @property
     def closed(self) -> bool:

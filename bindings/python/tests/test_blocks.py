@@ -183,3 +183,32 @@ def test_what_is_named_as_kept_stays_until_the_op_is_closed(runtime, store):
     op.close()
     gc.collect()
     assert gone() is None
+
+
+def test_names_are_told_apart_by_all_their_bytes(store):
+    blocks = kvtier.Blocks(store, kvtier.Identity(model=b"m"), [64])
+    pool = kvtier.Pool(bytearray(b"A" * 64), 64)
+    # A hash of 64 bits as a buffer of one number: 8 bytes, and a length of 1.
+    with pytest.raises(kvtier.InvalidError):
+        blocks.put([memoryview(array.array("Q", [0x1111_0001]))], pool.at([0]))
+
+
+def test_no_block_is_read_or_written_out_of_its_pool(store):
+    blocks = kvtier.Blocks(store, kvtier.Identity(model=b"m"), [64, 64])
+    blocks.put([b"x"], kvtier.Pool(bytes(b"Z" * 128), 128, writable=False).at([0])).result()
+    with pytest.raises(kvtier.InvalidError):
+        blocks.get([b"x"], kvtier.Pool(bytes(128), 128, writable=False).at([0]))
+    arena = bytearray(512)
+    inner = memoryview(arena)[128:384]
+    for pool, index in (
+        (kvtier.Pool(inner[:64], 64), 0),
+        (kvtier.Pool(inner, 64), 3),
+        (kvtier.Pool(inner, 128, shifts=[0, 193]), 0),
+        (kvtier.Pool(inner, 128, shifts=[-1, 64]), 0),
+        (kvtier.Pool(inner, 128, offset=64, shifts=[-65, 0]), 0),
+    ):
+        with pytest.raises(kvtier.InvalidError):
+            blocks.get([b"x"], pool.at([index]))
+    assert bytes(arena) == bytes(512)
+    blocks.get([b"x"], kvtier.Pool(inner, 128, offset=64, shifts=[-64, 128]).at([0])).result()
+    assert bytes(arena[128:192]) == b"Z" * 64 == bytes(arena[320:384])

@@ -7,7 +7,7 @@ use crate::fail;
 use crate::kv::core::board::note;
 use crate::kv::core::grain::Part;
 use crate::kv::core::{At, Core, Write};
-use crate::meta::index::Slot;
+use crate::meta::index::{NONE, Slot};
 
 const HOST: u8 = 1 << Tier::Host as u8;
 const DISK: u8 = 1 << Tier::Disk as u8;
@@ -133,7 +133,7 @@ impl Core {
             }
             self.boards[at.board as usize].set(slot, note::FORCED);
             self.queue_one(one);
-            self.chunk_waits.entry(one).or_default().push(number);
+            self.chunk_waits.entry(one).or_default().push((number, NONE));
             let waiting = &mut self.moves[number];
             waiting.waits += 1;
             waiting.ahead.push(slot);

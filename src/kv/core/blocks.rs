@@ -1,6 +1,8 @@
 //! Blocks: chunks that an engine names itself. Each is there for itself: none continues
 //! another, so they leave and come in any order.
 
+use std::collections::BTreeSet;
+
 use crate::base::item::MAX_ITEMS;
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
@@ -57,22 +59,12 @@ impl Core {
             let way = if deed == Deed::Put { Way::Gather } else { Way::Scatter };
             views.check(layout, first_layer, tokens, chunks, way)?;
         }
-        let mut slots = Vec::new();
-        slots.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
-        slots.resize(keys.len(), NONE);
-        let found = match deed {
-            Deed::Put => self.hold_blocks(space, &keys, &mut slots),
-            _ => {
-                self.find_blocks(space, &keys, &mut slots);
-                Ok(())
-            }
-        };
-        let held = if deed == Deed::Put { slots.clone() } else { Vec::new() };
+        let slots = self.find_blocks(space, &keys)?;
         let asked = match slots.contains(&NONE) {
             true => keys.iter().map(id_of).collect(),
             false => Vec::new(),
         };
-        let spec = MoveSpec {
+        let mut spec = MoveSpec {
             board,
             flow: at,
             who,
@@ -90,7 +82,21 @@ impl Core {
             after,
             ticket,
         };
-        let begun = found.and_then(|()| self.submit(spec));
+        // What is refused sends nobody away.
+        self.check_move(&spec)?;
+        self.check_behind(&spec)?;
+        if !self.moves.has_room() {
+            fail!(Again, "{} moves are under way, as many as may be", self.moves.len());
+        }
+        let mut held = Vec::new();
+        let holds = match deed {
+            Deed::Put => self.hold_blocks(space, &keys, &spec.slots, &mut held),
+            _ => Ok(()),
+        };
+        if holds.is_ok() && deed == Deed::Put {
+            spec.slots.clone_from(&held);
+        }
+        let begun = holds.and_then(|()| self.submit(spec));
         // The move holds them now; where there is none, rows without cells go again.
         for &slot in held.iter().filter(|&&slot| slot != NONE) {
             self.let_go(board, slot);
@@ -121,37 +127,46 @@ impl Core {
     }
 
     /// The rows of blocks that are there, NONE for the others.
-    fn find_blocks(&self, space: u32, keys: &[Key], slots: &mut [Slot]) {
+    fn find_blocks(&self, space: u32, keys: &[Key]) -> Result<Vec<Slot>> {
         let board = self.spaces[space as usize].board;
         let chunks = &self.boards[board as usize].chunks;
-        chunks.find_many(keys, slots);
-        for slot in slots {
+        let mut slots = Vec::new();
+        slots.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+        slots.resize(keys.len(), NONE);
+        chunks.find_many(keys, &mut slots);
+        for slot in &mut slots {
             if chunks.chunk(*slot).is_none_or(|row| row.namespace() != space) {
                 *slot = NONE;
             }
         }
+        Ok(slots)
     }
 
-    /// Makes rows for blocks that have none, and holds all. Those that are held when it
-    /// fails are in `slots`.
-    fn hold_blocks(&mut self, space: u32, keys: &[Key], slots: &mut [Slot]) -> Result<()> {
+    /// Makes rows for blocks that were not found, and holds all. Those that are held when it
+    /// fails are in `held`.
+    fn hold_blocks(
+        &mut self,
+        space: u32,
+        keys: &[Key],
+        found: &[Slot],
+        held: &mut Vec<Slot>,
+    ) -> Result<()> {
         let Space { board, holes, .. } = self.spaces[space as usize];
-        let mut found = Vec::new();
-        found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
-        found.resize(keys.len(), NONE);
-        self.find_blocks(space, keys, &mut found);
+        held.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+        held.resize(keys.len(), NONE);
         let rows = &mut self.boards[board as usize];
         let valid_tokens = rows.layout.chunk_tokens();
-        for (slot, &found) in slots.iter_mut().zip(&found).filter(|(_, found)| **found != NONE) {
+        for (held, &found) in held.iter_mut().zip(found).filter(|(_, found)| **found != NONE) {
             rows.chunks.retain(found)?;
-            *slot = found;
+            *held = found;
         }
         // Whoever has to make room is not to choose those.
         found.iter().filter(|&&slot| slot != NONE).for_each(|&slot| self.note_held(board, slot));
-        let unknown = found.iter().filter(|&&slot| slot == NONE).count();
-        self.rows_for(unknown)?;
+        let unknown = keys.iter().zip(found).filter(|(_, found)| **found == NONE);
+        let unknown: BTreeSet<&Key> = unknown.map(|(key, _)| key).collect();
+        self.rows_for(unknown.len())?;
         let chunks = &mut self.boards[board as usize].chunks;
-        for (slot, key) in slots.iter_mut().zip(keys).filter(|(slot, _)| **slot == NONE) {
+        for (held, key) in held.iter_mut().zip(keys).filter(|(held, _)| **held == NONE) {
             let new = NewChunk {
                 key: *key,
                 namespace: space,
@@ -161,9 +176,9 @@ impl Core {
                 owner: NONE,
                 holes,
             };
-            let added = chunks.add(&new)?.slot();
-            chunks.retain(added)?;
-            *slot = added;
+            let slot = chunks.add(&new)?.slot();
+            chunks.retain(slot)?;
+            *held = slot;
         }
         Ok(())
     }
@@ -174,10 +189,7 @@ impl Core {
         if keys.len() > MAX_BLOCKS {
             fail!(Limit, "{} blocks; at most {MAX_BLOCKS} go at once", keys.len());
         }
-        let mut slots = Vec::new();
-        slots.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
-        slots.resize(keys.len(), NONE);
-        self.find_blocks(space, keys, &mut slots);
+        let mut slots = self.find_blocks(space, keys)?;
         slots.retain(|&slot| slot != NONE);
         // One that is named twice is counted once.
         slots.sort_unstable();

@@ -12,6 +12,7 @@ use crate::kv::core::syncs::Fresh;
 use crate::kv::core::work::{Coding, WriteBatch};
 use crate::kv::core::{At, Core, Write};
 use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Place};
+use crate::meta::index::NONE;
 use crate::tier::disk::PutPlane;
 use crate::tier::host::Piece;
 
@@ -58,7 +59,7 @@ impl Core {
                 self.boards[board as usize].set(at.slot, note::FORCED);
             }
             if level > Level::Ram {
-                self.chunk_waits.entry(at).or_default().push(number);
+                self.chunk_waits.entry(at).or_default().push((number, i as u32));
                 self.moves[number].waits += 1;
             }
             self.queue_down(at);
@@ -293,7 +294,7 @@ impl Core {
                 self.enter_shelf(at, Tier::Host, Part::All);
             }
         }
-        for number in self.chunk_waits.remove(&at).unwrap_or_default() {
+        for (number, _) in self.chunk_waits.remove(&at).unwrap_or_default() {
             self.moves[number].waits -= 1;
             if self.moves[number].waits == 0 {
                 self.end_move(number);
@@ -311,10 +312,10 @@ impl Core {
             self.counters.refused += 1;
             self.gone_if_free(at, &leave);
         }
-        for number in self.chunk_waits.remove(&at).unwrap_or_default() {
+        for (number, chunk) in self.chunk_waits.remove(&at).unwrap_or_default() {
             // What was only taken along is none of its promise.
-            if self.moves[number].spec.slots.contains(&at.slot) {
-                self.blame(number, error);
+            if chunk != NONE {
+                self.moves[number].blame(chunk, error);
             }
             self.moves[number].waits -= 1;
             if self.moves[number].waits == 0 {

@@ -161,8 +161,9 @@ pub struct Core {
     refusals: u32,
     /// When the last of them was.
     refused_ns: u64,
-    /// Puts that wait for a chunk to be on disk.
-    chunk_waits: BTreeMap<At, Vec<u32>>,
+    /// Puts that wait for a chunk to be on disk, and which of theirs it is: NONE = it is
+    /// only taken along.
+    chunk_waits: BTreeMap<At, Vec<(u32, u32)>>,
     /// Writes of chunks that were not made durable yet.
     fresh: BTreeMap<At, Vec<syncs::Fresh>>,
     /// With so many all are synced, whoever waits.

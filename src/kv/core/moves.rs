@@ -192,6 +192,17 @@ impl Move {
         self.parts.iter().all(|part| part.bad == u32::MAX)
     }
 
+    /// A chunk of a put did not get where it was to be.
+    pub(super) fn blame(&mut self, chunk: u32, error: &Error) {
+        for part in &mut self.parts {
+            part.error.get_or_insert_with(|| error.clone());
+            part.bad = part.bad.min(chunk);
+        }
+        if let Some(outcome) = self.outcomes.get_mut(chunk as usize) {
+            note_outcome(outcome, error.status());
+        }
+    }
+
     /// What its jobs end with, if it was given up.
     pub(super) fn stopped(&self) -> Option<Status> {
         self.cancelled
@@ -238,7 +249,7 @@ impl Core {
         Ok(number)
     }
 
-    fn check_move(&self, spec: &MoveSpec) -> Result<()> {
+    pub(super) fn check_move(&self, spec: &MoveSpec) -> Result<()> {
         let Some(board) = self.boards.get(spec.board as usize) else {
             fail!(NotFound, "there is no board {}", spec.board);
         };
@@ -396,13 +407,10 @@ impl Core {
         }
     }
 
-    /// A put that waits for the disk fails.
+    /// A put that waits for the disk fails, as a whole.
     pub(super) fn blame(&mut self, number: u32, error: &Error) {
         let one = &mut self.moves[number];
-        for part in &mut one.parts {
-            part.error.get_or_insert_with(|| error.clone());
-            part.bad = 0;
-        }
+        one.blame(0, error);
         one.outcomes.iter_mut().for_each(|outcome| note_outcome(outcome, error.status()));
     }
 

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::budget::Tier;
+use crate::base::status::Error;
 use crate::kv::core::board::note;
 use crate::kv::core::grain::Part;
 use crate::kv::core::moves::{Level, Move};
@@ -99,10 +100,11 @@ impl Core {
             Some(Ok(())) => self.upkeep.found_until = 0,
             None => {}
         }
-        for (number, _, result) in &batch.marks {
-            if let (Err(error), Some(_)) = (result, self.moves.get(*number)) {
-                self.blame(*number, error);
-            }
+        let failed =
+            batch.marks.iter().filter_map(|(n, _, result)| Some((*n, result.as_ref().err()?)));
+        let failed: BTreeMap<u32, &Error> = failed.collect();
+        for (&number, error) in failed.iter().filter(|(n, _)| **n != NOBODY) {
+            self.blame(number, error);
         }
         if self.flush_at == usize::MAX {
             self.flush_at = MOST_FRESH.max(2 * self.fresh.len());

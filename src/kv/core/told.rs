@@ -1,6 +1,8 @@
 //! What policies are told: who is asked for, comes, is in use, has left; and what they
 //! mean when they choose.
 
+use std::collections::BTreeSet;
+
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::kv::core::board::note;
@@ -48,10 +50,13 @@ impl News {
 impl Core {
     /// Tells the policies of the chunks of a move: they are asked for, and come.
     pub(super) fn tell_policies(&mut self, number: u32) {
-        let one = &self.moves[number].spec;
-        let (who, deed) = (one.who, one.deed);
+        let one = &mut self.moves[number].spec;
+        let (who, deed, by_chunk) = (one.who, one.deed, one.by_chunk);
+        let all = std::mem::take(&mut one.slots);
+        let once = if by_chunk { each_once(&all) } else { None };
+        let slots = once.as_deref().unwrap_or(&all);
         let rows = &mut self.boards[one.board as usize];
-        for slot in one.slots.iter().filter(|&&slot| slot != NONE).map(|&slot| slot as usize) {
+        for slot in slots.iter().filter(|&&slot| slot != NONE).map(|&slot| slot as usize) {
             match deed {
                 Deed::Get => rows.uses[slot] = rows.uses[slot].saturating_add(1),
                 Deed::Put => rows.classes[slot] = who.priority.unwrap_or(1),
@@ -60,18 +65,21 @@ impl Core {
         }
         if deed == Deed::Get {
             for tier in [Tier::Device, Tier::Host, Tier::Disk] {
-                self.tell_asked(number, tier);
+                self.tell_asked(number, slots, tier);
             }
         }
         match self.host_shelf.grain {
-            Grain::Chunk => self.tell_chunks(number),
-            Grain::Cell => self.tell_cells(number),
-            Grain::Session => self.tell_session(number),
+            Grain::Chunk => self.tell_chunks(number, slots),
+            Grain::Cell => self.tell_cells(number, slots),
+            // Blocks have nothing to do with each other: they go one by one.
+            Grain::Session if by_chunk => self.tell_each(number, slots),
+            Grain::Session => self.tell_session(number, slots),
         }
+        self.moves[number].spec.slots = all;
     }
 
     /// A move asks a tier's policy for what it is to get.
-    fn tell_asked(&mut self, number: u32, tier: Tier) {
+    fn tell_asked(&mut self, number: u32, slots: &[Slot], tier: Tier) {
         let one = &self.moves[number].spec;
         let rows = &self.boards[one.board as usize];
         let Some(shelf) =
@@ -80,11 +88,15 @@ impl Core {
             return;
         };
         // Chunks that are all there are asked for by their rows.
-        let there = one.slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
+        let there = slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
         let chunks = || there.clone().take(if one.asked.is_empty() { usize::MAX } else { 0 });
         let chunks = || chunks().chain(one.asked.iter().copied());
-        let (mut who, mut ids) = (one.who, Vec::with_capacity(one.slots.len()));
+        let (mut who, mut ids) = (one.who, Vec::with_capacity(slots.len()));
         match shelf.grain {
+            Grain::Session if one.by_chunk => {
+                who.session = None;
+                ids.extend(chunks());
+            }
             Grain::Chunk => ids.extend(chunks()),
             Grain::Cell => {
                 let layers = one.first_layer..one.first_layer + one.layers;
@@ -95,28 +107,31 @@ impl Core {
             }
             Grain::Session => {
                 ids.extend(who.session);
-                who.tokens_each = who.tokens_each.saturating_mul(one.slots.len() as u32);
+                who.tokens_each = who.tokens_each.saturating_mul(slots.len() as u32);
             }
+        }
+        if one.by_chunk {
+            // Behind one that is missing policies see nothing: those that they know go first.
+            ids = each_once(&ids).unwrap_or(ids);
+            ids.sort_by_key(|&id| !shelf.knows(id));
         }
         shelf.look(self.now_ns, &who, &ids);
     }
 
     /// Chunks of a move that come to memory.
-    fn tell_chunks(&mut self, number: u32) {
+    fn tell_chunks(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.moves[number].spec;
         let (who, deed, board) = (one.who, one.deed, one.board);
         let rows = &mut self.boards[board as usize];
         let mut new = Vec::new();
-        for &slot in &one.slots {
+        for &slot in slots {
             if comes(rows, slot, deed) && !rows.has(slot, note::IN_HOST) {
                 rows.set(slot, note::IN_HOST);
                 new.push(new_object(&self.spaces, rows, slot));
             }
         }
         if new.is_empty() || self.host_shelf.insert(self.now_ns, &who, &new) {
-            for i in 0..self.moves[number].spec.slots.len() {
-                self.note_held(board, self.moves[number].spec.slots[i]);
-            }
+            slots.iter().for_each(|&slot| self.note_held(board, slot));
             return;
         }
         // One by one, then, when cells have come.
@@ -129,12 +144,12 @@ impl Core {
     }
 
     /// Cells of a move that come to memory.
-    fn tell_cells(&mut self, number: u32) {
+    fn tell_cells(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.moves[number].spec;
         let (who, board) = (one.who, one.board);
         let mut news = News::default();
         for layer in one.first_layer..one.first_layer + one.layers {
-            for &slot in &one.slots {
+            for &slot in slots {
                 let rows = &self.boards[board as usize];
                 let below = rows.chunks.marks(slot).and_then(|marks| marks.get(layer));
                 let is_below = below.is_some_and(|marks| marks.there() & 1 << DISK != 0);
@@ -151,24 +166,21 @@ impl Core {
         if self.host_shelf.has_room(news.new.len(), spare) {
             self.enter_cells(board, Tier::Host, &who, &news);
         }
-        for i in 0..self.moves[number].spec.slots.len() {
-            self.note_held(board, self.moves[number].spec.slots[i]);
-        }
+        slots.iter().for_each(|&slot| self.note_held(board, slot));
     }
 
     /// Chunks of a move are its session's from now on, in all tiers.
-    fn tell_session(&mut self, number: u32) {
+    fn tell_session(&mut self, number: u32, slots: &[Slot]) {
         let one = &self.moves[number].spec;
         let (who, deed, board) = (one.who, one.deed, one.board);
-        let Some(id) = who.session else { return self.tell_each(number) };
+        let Some(id) = who.session else { return self.tell_each(number, slots) };
         for tier in [Tier::Host, Tier::Disk] {
-            let one = &self.moves[number].spec;
             let rows = &mut self.boards[board as usize];
             let is_last = self.disk_shelf.is_none() || tier == Tier::Disk;
             let shelf = shelf_of(&mut self.host_shelf, &mut self.disk_shelf, &mut self.near, tier);
             let Some(shelf) = shelf.filter(|shelf| shelf.grain == Grain::Session) else { continue };
-            let mut members = Vec::with_capacity(one.slots.len());
-            for &slot in one.slots.iter().filter(|&&slot| slot != NONE) {
+            let mut members = Vec::with_capacity(slots.len());
+            for &slot in slots.iter().filter(|&&slot| slot != NONE) {
                 rows.users[slot as usize] = id;
                 let will_be = tier == Tier::Host && comes(rows, slot, deed);
                 if !will_be && !rows.has(slot, flag_of(tier)) {
@@ -189,11 +201,12 @@ impl Core {
     }
 
     /// Each chunk of a move by itself.
-    fn tell_each(&mut self, number: u32) {
-        for i in 0..self.moves[number].spec.slots.len() {
-            let one = &self.moves[number].spec;
-            let at = At { board: one.board, slot: one.slots[i] };
-            if comes(&self.boards[at.board as usize], at.slot, one.deed) {
+    fn tell_each(&mut self, number: u32, slots: &[Slot]) {
+        let one = &self.moves[number].spec;
+        let (board, deed) = (one.board, one.deed);
+        for &slot in slots {
+            let at = At { board, slot };
+            if comes(&self.boards[board as usize], slot, deed) {
                 self.enter_shelf(at, Tier::Host, Part::All);
             }
         }
@@ -432,4 +445,11 @@ pub(super) fn flag_of(tier: Tier) -> u16 {
         Tier::Disk => note::IN_DISK,
         _ => note::IN_HOST,
     }
+}
+
+/// All of a list in their order, none twice; none where none is.
+fn each_once<T: Ord + Copy>(all: &[T]) -> Option<Vec<T>> {
+    let mut seen = BTreeSet::new();
+    let once: Vec<T> = all.iter().copied().filter(|&one| seen.insert(one)).collect();
+    (once.len() < all.len()).then_some(once)
 }

@@ -45,7 +45,7 @@ impl Blocks {
     pub(super) fn of(seed: u64) -> Option<Blocks> {
         let random = Random::new(seed ^ 0xB10C5);
         let (asked, lasting) = (BTreeMap::new(), BTreeSet::new());
-        (seed % 4 == 1).then(|| Blocks { random, asked, lasting })
+        (seed % 4 == 1).then_some(Blocks { random, asked, lasting })
     }
 
     /// Whether none is under way.
