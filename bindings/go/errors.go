@@ -1,0 +1,73 @@
+package kvtier
+
+// #cgo pkg-config: kvtier
+// #include "shim.h"
+import "C"
+
+import "fmt"
+
+// Status is the library's reason for a failure. It is an error by itself, so that
+// errors.Is(err, kvtier.NotFound) asks for one.
+type Status int32
+
+// The reasons that programs ask for most; docs/abi.md has all of them.
+const (
+	Invalid     Status = C.KVT_E_INVALID
+	BadHandle   Status = C.KVT_E_HANDLE
+	Budget      Status = C.KVT_E_BUDGET
+	Again       Status = C.KVT_E_AGAIN
+	Busy        Status = C.KVT_E_BUSY
+	Closed      Status = C.KVT_E_CLOSED
+	Cancelled   Status = C.KVT_E_CANCELLED
+	Timeout     Status = C.KVT_E_TIMEOUT
+	Unavailable Status = C.KVT_E_UNAVAILABLE
+	NotFound    Status = C.KVT_E_NOT_FOUND
+	Corrupt     Status = C.KVT_E_CORRUPT
+	IO          Status = C.KVT_E_IO
+	BadSpec     Status = C.KVT_E_SPEC
+	BadState    Status = C.KVT_E_STATE
+)
+
+// String is the name of the constant in C, such as "KVT_E_BUSY".
+func (s Status) String() string { return C.GoString(C.kvt_status_name(C.kvt_status_t(s))) }
+
+func (s Status) Error() string { return C.GoString(C.kvt_status_str(C.kvt_status_t(s))) }
+
+// Error is what failing calls return.
+type Error struct {
+	Call    string
+	Status  Status
+	Message string
+	// Offset is where in a spec it went wrong; -1 when it is not about a text.
+	Offset int
+	// Errno is the operating system's reason, or 0.
+	Errno int
+}
+
+func (e *Error) Error() string {
+	return fmt.Sprintf("kvtier: %s: %s: %s", e.Call, e.Status.String(), e.Message)
+}
+
+// Unwrap makes errors.Is find the status.
+func (e *Error) Unwrap() error { return e.Status }
+
+func check(call string, o C.outcome) error {
+	if o.status == C.KVT_OK {
+		return nil
+	}
+	e := &Error{Call: call, Status: Status(o.status), Message: Status(o.status).Error(), Offset: -1}
+	if o.error == nil {
+		return e
+	}
+	var info C.kvt_error_info_t
+	info.struct_size = C.sizeof_kvt_error_info_t
+	if C.kvt_error_info(o.error, &info) == C.KVT_OK {
+		e.Message = C.GoStringN(info.message, C.int(info.message_bytes))
+		e.Errno = int(info.os_errno)
+		if uint64(info.offset) != ^uint64(0) {
+			e.Offset = int(info.offset)
+		}
+	}
+	C.kvt_error_free(&o.error)
+	return e
+}

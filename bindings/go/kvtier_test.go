@@ -1,0 +1,336 @@
+package kvtier
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+const (
+	layers, chunk, heads, run = 3, 8, 2, 32
+	most                      = 80
+	plane                     = most * heads * run
+)
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func is(t *testing.T, err error, want Status) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Fatalf("%v, not %s", err, want)
+	}
+}
+
+func openAll(t *testing.T, spec string) (*Runtime, *Store, *Namespace) {
+	t.Helper()
+	r, err := Open(2)
+	must(t, err)
+	s, err := r.OpenStore(spec)
+	must(t, err)
+	n, err := s.Namespace(Identity{Model: "m", Salt: "s"},
+		Layout{ChunkTokens: chunk, Layers: layers, DType: F16, KVHeads: heads,
+			KBytes: heads * run, VBytes: heads * run})
+	must(t, err)
+	return r, s, n
+}
+
+func closeAll(t *testing.T, r *Runtime, s *Store, n *Namespace) {
+	t.Helper()
+	must(t, n.Close())
+	must(t, s.Close(time.Minute))
+	left, err := r.CloseWithin(time.Minute)
+	must(t, err)
+	if left != 0 {
+		t.Fatalf("%d things were left open", left)
+	}
+	must(t, r.Close()) // again is fine
+}
+
+func viewsOf(b *Buffer) (m Move) {
+	for i := 0; i < layers; i++ {
+		m.K = append(m.K, View{Buffer: b, Offset: 2 * i * plane, Heads: heads, RunBytes: run})
+		m.V = append(m.V, View{Buffer: b, Offset: (2*i + 1) * plane, Heads: heads, RunBytes: run})
+	}
+	return m
+}
+
+func sequence(seed, n int) []uint32 {
+	tokens := make([]uint32, n)
+	for i := range tokens {
+		tokens[i] = uint32(seed*1000 + i)
+	}
+	return tokens
+}
+
+func buffer(t *testing.T, r *Runtime, seed int64) *Buffer {
+	t.Helper()
+	b, err := r.Buffer(2 * layers * plane)
+	must(t, err)
+	if seed != 0 {
+		rand.New(rand.NewSource(seed)).Read(b.Bytes())
+	}
+	return b
+}
+
+func same(a, b *Buffer, tokens int) bool {
+	for i := 0; i < 2*layers; i++ {
+		from, to := i*plane, i*plane+tokens*heads*run
+		if !bytes.Equal(a.Bytes()[from:to], b.Bytes()[from:to]) {
+			return false
+		}
+	}
+	return true
+}
+
+func finish(t *testing.T, op *Op, err error) int {
+	t.Helper()
+	must(t, err)
+	n, err := op.Wait(context.Background())
+	must(t, err)
+	return n
+}
+
+func TestThereAndBack(t *testing.T) {
+	spec := fmt.Sprintf(`store(host=1MiB, disk=disk(path="%s/kv", bytes=16MiB, segment=1MiB))`,
+		t.TempDir())
+	var original []byte
+	for turn := 0; turn < 2; turn++ {
+		r, s, n := openAll(t, spec)
+		session, err := n.Session("someone", 3)
+		must(t, err)
+		must(t, session.Append(sequence(1, 64)...))
+		from, to := buffer(t, r, 7), buffer(t, r, 0)
+		if turn == 0 {
+			original = append([]byte(nil), from.Bytes()...)
+			move := viewsOf(from)
+			move.Level = Durable
+			op, err := session.Put(move)
+			if n := finish(t, op, err); n != 64 {
+				t.Fatal(n)
+			}
+		} else {
+			copy(from.Bytes(), original)
+		}
+		if reusable, err := n.Reusable(sequence(1, 70)); err != nil || reusable != 64 {
+			t.Fatal(reusable, err)
+		}
+		plan, err := session.Plan(&Cost{Alpha: 1, Beta: 1e9})
+		must(t, err)
+		if len(plan) != 1 || plan[0].Deed != Load || plan[0].Tokens != 64 {
+			t.Fatal(plan)
+		}
+		op, err := session.Get(viewsOf(to))
+		finish(t, op, err)
+		if !same(from, to, 64) {
+			t.Fatal("other bytes")
+		}
+		stats, err := s.Stats()
+		must(t, err)
+		if turn == 1 && stats.DiskHitCells == 0 {
+			t.Fatal(stats)
+		}
+		metrics, err := s.Metrics()
+		must(t, err)
+		if !strings.Contains(metrics, "kvtier_") {
+			t.Fatal(metrics)
+		}
+		must(t, from.Close())
+		must(t, to.Close())
+		must(t, session.Close())
+		closeAll(t, r, s, n)
+	}
+}
+
+func TestWhatIsMissing(t *testing.T) {
+	r, s, n := openAll(t, "store(host=1MiB)")
+	session, err := n.Session("", 0)
+	must(t, err)
+	must(t, session.Append(sequence(2, 16)...))
+	b := buffer(t, r, 0)
+	op, err := session.Get(viewsOf(b))
+	must(t, err)
+	got, err := op.Wait(context.Background())
+	is(t, err, NotFound)
+	var e *Error
+	if got != 0 || !errors.As(err, &e) || e.Message == "" || e.Call != "get" {
+		t.Fatal(got, err)
+	}
+	if _, again := op.Wait(context.Background()); again != err {
+		t.Fatal(again)
+	}
+	must(t, b.Close())
+	must(t, session.Close())
+	closeAll(t, r, s, n)
+}
+
+func TestBadInput(t *testing.T) {
+	r, s, n := openAll(t, "store(host=1MiB)")
+	_, err := r.OpenStore("stroe")
+	is(t, err, BadSpec)
+	var e *Error
+	if !errors.As(err, &e) || e.Offset != 0 || !strings.Contains(err.Error(), "KVT_E_SPEC") {
+		t.Fatal(err)
+	}
+	_, err = s.Namespace(Identity{}, Layout{})
+	is(t, err, Invalid)
+	is(t, s.SetPolicy(Host, "lruu"), BadSpec)
+	must(t, s.SetPolicy(Host, "arc"))
+	session, err := n.Session("", 0)
+	must(t, err)
+	must(t, session.Append(sequence(1, 90)...))
+	b := buffer(t, r, 0)
+	_, err = session.Put(viewsOf(b)) // 90 tokens, room for 80
+	is(t, err, Invalid)
+	_, err = session.Put(Move{})
+	is(t, err, Invalid)
+	_, err = session.Put(Move{Tokens: 8, K: []View{{RunBytes: 1}}})
+	is(t, err, Invalid)
+	must(t, b.Close())
+	must(t, session.Close())
+	is(t, session.Append(1), BadHandle)
+	_, err = session.Len()
+	is(t, err, BadHandle)
+	closeAll(t, r, s, n)
+	_, err = r.Buffer(1)
+	is(t, err, BadHandle)
+	_, err = n.Session("", 0)
+	is(t, err, BadHandle)
+}
+
+func TestManyGoroutines(t *testing.T) {
+	r, s, n := openAll(t, "store(host=8MiB)")
+	var all sync.WaitGroup
+	for g := 0; g < 16; g++ {
+		all.Add(1)
+		go func(g int) {
+			defer all.Done()
+			from, to := buffer(t, r, int64(g+1)), buffer(t, r, 0)
+			for i := 0; i < 20; i++ {
+				session, err := n.Session(fmt.Sprint(g), g)
+				if err == nil {
+					err = session.Append(sequence(g+100, 8*(1+i%10))...)
+				}
+				var op *Op
+				if err == nil {
+					op, err = session.Put(viewsOf(from))
+				}
+				if err == nil {
+					_, err = op.Wait(context.Background())
+				}
+				if err == nil {
+					op, err = session.Get(viewsOf(to))
+				}
+				if err == nil {
+					_, err = op.Wait(context.Background())
+				}
+				if err != nil || !same(from, to, 8*(1+i%10)) {
+					t.Error(err, g, i)
+					return
+				}
+				runtime.GC() // nothing of Go's may be in the library's hands
+				_ = session.Close()
+			}
+			_ = from.Close()
+			_ = to.Close()
+		}(g)
+	}
+	all.Wait()
+	closeAll(t, r, s, n)
+}
+
+func TestContextsThatEnd(t *testing.T) {
+	r, s, n := openAll(t, "store(host=8MiB)")
+	b := buffer(t, r, 3)
+	for i := 0; i < 200; i++ {
+		session, err := n.Session("", 0)
+		must(t, err)
+		must(t, session.Append(sequence(i, most)...))
+		ctx, cancel := context.WithCancel(context.Background())
+		op, err := session.Put(viewsOf(b))
+		must(t, err)
+		if i%2 == 0 {
+			cancel()
+		}
+		if i%8 == 1 {
+			is(t, b.Close(), Busy)
+		}
+		_, err = op.Wait(ctx)
+		if err != nil && !errors.Is(err, context.Canceled) && !errors.Is(err, Cancelled) {
+			t.Fatal(err)
+		}
+		cancel()
+		must(t, session.Close())
+	}
+	must(t, b.Close())
+	closeAll(t, r, s, n)
+}
+
+// The store and the runtime go while moves are under way: each op ends, once.
+func TestCloseInTheMiddle(t *testing.T) {
+	for i := 0; i < 20; i++ {
+		r, s, n := openAll(t, "store(host=8MiB)")
+		b := buffer(t, r, 3)
+		var ops []*Op
+		for j := 0; j < 8; j++ {
+			session, err := n.Session("", 0)
+			must(t, err)
+			must(t, session.Append(sequence(100*i+j, most)...))
+			op, err := session.Put(viewsOf(b))
+			must(t, err)
+			ops = append(ops, op)
+			must(t, session.Close())
+		}
+		must(t, n.Close())
+		must(t, s.Close(0))
+		for _, op := range ops {
+			if _, err := op.Wait(context.Background()); err != nil &&
+				!errors.Is(err, Cancelled) && !errors.Is(err, Closed) {
+				t.Fatal(err)
+			}
+		}
+		must(t, b.Close())
+		must(t, r.Close())
+	}
+}
+
+func TestPolicies(t *testing.T) {
+	p, err := OpenPolicy("lru", PolicyOptions{Capacity: 100})
+	must(t, err)
+	for id := uint64(1); id <= 5; id++ {
+		must(t, p.Insert(int64(id), Object{ID: id, Units: 1}))
+	}
+	must(t, p.Insert(6, Object{ID: 6, Units: 2, Parent: 5, HasParent: true}))
+	is(t, p.Insert(7, Object{ID: 6, Units: 1}), Invalid)
+	if n, err := p.Lookup(8, 1, 2, 99); err != nil || n != 2 {
+		t.Fatal(n, err)
+	}
+	gone, short, err := p.Evict(9, 3, 10)
+	if err != nil || short != 0 || len(gone) != 2 || gone[0].ID != 3 || gone[1] != (Victim{6, 2}) {
+		t.Fatal(gone, short, err)
+	}
+	must(t, p.Switch("qos(inner=s3fifo)"))
+	spec, err := p.Spec()
+	if err != nil || !strings.HasPrefix(spec, "qos") {
+		t.Fatal(spec, err)
+	}
+	gone, short, err = p.Evict(10, 100, 10)
+	if err != nil || len(gone) != 4 || short != 96 {
+		t.Fatal(gone, short, err)
+	}
+	is(t, p.Switch("arcc"), BadSpec)
+	must(t, p.Close())
+	must(t, p.Close())
+	is(t, p.Switch("arc"), BadHandle)
+}

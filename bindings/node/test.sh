@@ -1,0 +1,43 @@
+#!/bin/bash
+# Checks the Node.js example against a built library:
+#
+#   bindings/node/test.sh PREBUILT WORK
+#
+# PREBUILT has lib/libkvtier.so (see cmake/build.sh). koffi, the FFI, comes with npm and goes to WORK.
+# Where there is no Node.js, root on Debian gets it from packages; else this is skipped (status 77).
+set -euo pipefail
+prebuilt=${1:?usage: test.sh PREBUILT WORK}
+work=${2:?usage: test.sh PREBUILT WORK}
+here=$(cd "$(dirname "$0")" && pwd)
+prebuilt=$(cd "$prebuilt" && pwd)
+mkdir -p "$work"
+work=$(cd "$work" && pwd)
+
+skip() {
+    echo "SKIP: node: $*"
+    exit 77
+}
+if ! command -v node >/dev/null || ! command -v npm >/dev/null; then
+    [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || skip "no node and npm"
+    { apt-get update && apt-get install -y --no-install-recommends nodejs npm; } \
+        >"$work/apt.log" 2>&1 || skip "node cannot be installed, see $work/apt.log"
+fi
+major=$(node -p 'process.versions.node.split(".")[0]')
+[ "$major" -ge 18 ] || skip "node $major, and 18 is needed"
+
+# A copy: what npm writes does not go to the sources.
+rm -rf "$work/tree"
+mkdir -p "$work/tree/bindings" "$work/tree/ffi-tests/abi"
+cp -r "$here" "$work/tree/bindings/node"
+cp "$here/../../ffi-tests/abi/layout.txt" "$work/tree/ffi-tests/abi/"
+cd "$work/tree/bindings/node"
+rm -rf node_modules
+npm install --no-package-lock --ignore-scripts --no-audit --no-fund >"$work/npm.log" 2>&1 ||
+    skip "koffi cannot be installed, see $work/npm.log"
+
+export KVTIER_LIBRARY=$prebuilt/lib/libkvtier.so
+node --test --test-reporter=tap test/kvtier.test.js | tee "$work/test.log"
+node --expose-gc test/kvtier.test.js >"$work/gc.log" || { cat "$work/gc.log"; exit 1; }
+node example.js | tee "$work/example.log"
+grep -q 'loaded: every byte is as it was' "$work/example.log"
+echo "$(sed -n 's/^# pass //p' "$work/test.log") passed, 0 failed, with Node.js $(node --version)"

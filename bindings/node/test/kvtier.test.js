@@ -1,0 +1,213 @@
+'use strict';
+
+const assert = require('node:assert/strict');
+const crypto = require('node:crypto');
+const fs = require('node:fs');
+const os = require('node:os');
+const path = require('node:path');
+const test = require('node:test');
+const abi = require('../abi');
+const { Runtime, Policy, KvtError, TIER, LEVEL, DTYPE } = require('..');
+
+const LAYERS = 3, CHUNK = 8, HEADS = 2, RUN = 32, MOST = 80, TOKEN = HEADS * RUN;
+const LAYOUT = { chunkTokens: CHUNK, layers: LAYERS, dtype: DTYPE.F16, kvHeads: HEADS,
+  kBytes: TOKEN, vBytes: TOKEN };
+const code = (wanted) => (error) => error instanceof KvtError && error.code === wanted;
+
+function tensors(fill) {
+  const make = () => Array.from({ length: LAYERS }, () => (
+    fill ? crypto.randomBytes(MOST * TOKEN) : Buffer.alloc(MOST * TOKEN)));
+  return { k: make(), v: make() };
+}
+function same(a, b, tokens) {
+  for (const plane of ['k', 'v']) {
+    a[plane].forEach((from, i) => assert.ok(
+      from.subarray(0, tokens * TOKEN).equals(b[plane][i].subarray(0, tokens * TOKEN))));
+  }
+}
+const sequence = (seed, count) => Array.from({ length: count }, (_, i) => seed * 1000 + i);
+
+async function withStore(spec, body) {
+  const runtime = new Runtime({ workers: 2 });
+  const store = runtime.openStore(spec);
+  const space = store.namespace({ model: 'm', salt: 's' }, LAYOUT);
+  try {
+    await body({ runtime, store, space });
+  } finally {
+    space.close();
+    await store.close();
+    await runtime.close();
+  }
+}
+
+test('structs are what a C compiler makes of them', () => {
+  const layout = path.join(__dirname, '../../../ffi-tests/abi/layout.txt');
+  const rows = new Map(fs.readFileSync(layout, 'utf8').trim().split('\n')
+    .map((line) => line.split(' ')).map(([name, at, size]) => [name, [Number(at), Number(size)]]));
+  for (const [name, fields] of Object.entries(abi.FIELDS)) {
+    assert.equal(abi.koffi.sizeof(abi.TYPES[name]), rows.get(name)[0], name);
+    for (const field of Object.keys(fields)) {
+      const [at, size] = rows.get(`${name}.${field}`);
+      const member = abi.TYPES[name].members[field];
+      assert.deepEqual([member.offset, member.type.size], [at, size], `${name}.${field}`);
+    }
+    const known = [...rows.keys()].filter((key) => key.startsWith(`${name}.`)).length;
+    assert.equal(Object.keys(fields).length, known, name);
+  }
+});
+
+test('there and back, through a restart', async () => {
+  const folder = fs.mkdtempSync(path.join(os.tmpdir(), 'kvtier-node-'));
+  const spec = `store(host=1MiB, disk=disk(path="${folder}/kv", bytes=16MiB, segment=1MiB))`;
+  const from = tensors(true);
+  for (const round of [0, 1]) {
+    await withStore(spec, async ({ store, space }) => {
+      const session = space.session({ name: 'someone', tenant: 3 });
+      session.append(sequence(1, 64));
+      assert.equal(session.length, 64);
+      if (round === 0) assert.equal(await session.put({ ...from, level: LEVEL.DURABLE }), 64);
+      assert.equal(space.reusable(sequence(1, 70)), 64);
+      const plan = session.plan({ alphaNs: 1, betaNs: 1e9 });
+      assert.deepEqual(plan.map(({ firstToken, tokens, deed }) => [firstToken, tokens, deed]),
+        [[0, 64, 'load']]);
+      const to = tensors(false);
+      assert.equal(await session.get(to), 64);
+      same(from, to, 64);
+      // Heads far from each other, in typed arrays, of some layers and tokens.
+      const far = new Uint32Array(MOST * TOKEN);
+      const view = { data: far, offset: 8, heads: HEADS, tokenStride: 2 * TOKEN, headStride: TOKEN };
+      assert.equal(await session.get({ k: [view], v: [to.v[1]], firstLayer: 1, firstToken: CHUNK,
+        tokens: 2 * CHUNK }), 16);
+      const bytes = Buffer.from(far.buffer);
+      for (let t = 0; t < 16; t++) {
+        for (let h = 0; h < HEADS; h++) {
+          const at = 8 + t * 2 * TOKEN + h * TOKEN;
+          const want = (CHUNK + t) * TOKEN + h * RUN;
+          assert.ok(bytes.subarray(at, at + RUN).equals(from.k[1].subarray(want, want + RUN)));
+        }
+      }
+      assert.match(store.metrics(), /kvtier_/);
+      session.truncate(8);
+      assert.equal(session.length, 8);
+      session.close();
+    });
+  }
+  fs.rmSync(folder, { recursive: true });
+});
+
+const SMALL = 'store(host=1MiB)';
+
+test('what is missing is said, and nothing is touched', () => withStore(SMALL, async ({ space }) => {
+  const session = space.session();
+  session.append(sequence(2, 16));
+  const to = tensors(false);
+  await assert.rejects(session.get(to),
+    (error) => code('KVT_E_NOT_FOUND')(error) && error.value === 0);
+  same(to, tensors(false), MOST);
+  session.close();
+}));
+
+test('bad input', () => withStore(SMALL, async ({ runtime, store, space }) => {
+  assert.throws(() => runtime.openStore('stroe'),
+    (error) => code('KVT_E_SPEC')(error) && error.offset === 0);
+  assert.throws(() => store.setPolicy(TIER.HOST, 'lruu'), code('KVT_E_SPEC'));
+  store.setPolicy(TIER.HOST, 'arc');
+  assert.throws(() => space.reusable([-1]), code('KVT_E_INVALID'));
+  const session = space.session();
+  session.append(new Uint32Array(sequence(1, 90)));
+  const { k, v } = tensors(true);
+  assert.throws(() => session.put({ k, v }), code('KVT_E_INVALID')); // room for 80
+  assert.throws(() => session.put({ k: [], v: [] }), code('KVT_E_INVALID'));
+  assert.throws(() => session.put({ k, v: [v[0]] }), code('KVT_E_INVALID'));
+  for (const view of [{ data: [1, 2] }, { data: k[0], heads: 3 }, { data: k[0], offset: -1 }]) {
+    assert.throws(() => session.put({ k: [view], tokens: 1 }), code('KVT_E_INVALID'));
+  }
+  session.close();
+  session.close();
+  assert.throws(() => session.append([1]), code('KVT_E_HANDLE'));
+  assert.throws(() => session.put({ k, v, tokens: 8 }), code('KVT_E_HANDLE'));
+}));
+
+test('hundreds of moves at once, with memory that nobody else holds', () => (
+  withStore('store(host=32MiB)', async ({ space }) => {
+    const collect = setInterval(() => globalThis.gc?.(), 2); // with --expose-gc
+    const works = Array.from({ length: 400 }, async (_, i) => {
+      const tokens = CHUNK * (1 + i % 10);
+      const session = space.session({ tenant: i % 5 });
+      session.append(sequence(i + 10, tokens));
+      const from = tensors(true);
+      assert.equal(await session.put({ k: from.k.map((b) => Buffer.from(b)),
+        v: from.v.map((b) => Buffer.from(b)) }), tokens);
+      const to = tensors(false);
+      assert.equal(await session.get(to), tokens);
+      same(from, to, tokens);
+      session.close();
+    });
+    await Promise.all(works);
+    clearInterval(collect);
+  })));
+
+test('the main thread goes on meanwhile', () => withStore(SMALL, async ({ space }) => {
+  const session = space.session();
+  session.append(sequence(1, MOST));
+  let turns = 0;
+  const timer = setInterval(() => { turns++; }, 1);
+  for (let i = 0; i < 50; i++) await session.put(tensors(true));
+  await new Promise((resolve) => setTimeout(resolve, 20));
+  clearInterval(timer);
+  assert.ok(turns > 3);
+  session.close();
+}));
+
+test('an abort ends a move', () => withStore('store(host=8MiB)', async ({ space }) => {
+  for (let i = 0; i < 100; i++) {
+    const session = space.session();
+    session.append(sequence(i, MOST));
+    const stop = new AbortController();
+    const put = session.put({ ...tensors(true), signal: stop.signal });
+    stop.abort();
+    await put.catch((error) => assert.equal(error.name, 'AbortError'));
+    await assert.rejects(session.put({ ...tensors(true), signal: stop.signal }),
+      { name: 'AbortError' });
+    session.close();
+  }
+}));
+
+test('closing in the middle: every promise ends', async () => {
+  for (let i = 0; i < 10; i++) {
+    const runtime = new Runtime({ workers: 2 });
+    const store = runtime.openStore('store(host=8MiB)');
+    const space = store.namespace({}, LAYOUT);
+    const session = space.session();
+    session.append(sequence(i, MOST));
+    const moves = Array.from({ length: 8 }, () => session.put(tensors(true)));
+    const ends = i % 2 === 0 ? [runtime.close(), store.close()]
+      : [store.close(), runtime.close(), runtime.close()];
+    const results = await Promise.allSettled(moves);
+    for (const result of results) {
+      if (result.status === 'rejected') assert.match(result.reason.code, /CANCELLED|CLOSED/);
+    }
+    await Promise.all(ends);
+    session.close();
+    space.close();
+  }
+});
+
+test('policies alone', () => {
+  const policy = new Policy('lru', { capacity: 100 });
+  for (const id of [1, 2, 3, 4, 5]) policy.insert([{ id }], id);
+  policy.insert([{ id: 6n, units: 2, parent: 5 }], 6);
+  assert.throws(() => policy.insert([{ id: 6 }], 7), code('KVT_E_INVALID'));
+  assert.equal(policy.lookup([1, 2, 99], 8), 2);
+  assert.deepEqual(policy.evict(3, { now: 9 }),
+    { victims: [{ id: 3, units: 1 }, { id: 6, units: 2 }], short: 0 });
+  policy.switchTo('qos(inner=s3fifo)');
+  assert.match(policy.spec, /^qos/);
+  const rest = policy.evict(100, { now: 10 });
+  assert.equal(rest.victims.length, 4);
+  assert.equal(rest.short, 96);
+  assert.throws(() => policy.switchTo('arcc'), code('KVT_E_SPEC'));
+  policy.close();
+  policy.close();
+  assert.throws(() => policy.switchTo('arc'), code('KVT_E_HANDLE'));
+});
