@@ -1,0 +1,255 @@
+"""The scheduler's side: what to load, what to save, and when both have ended."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+from kvtier import STOP_CANCELLED, STOP_END_TURN, STOP_LENGTH, STOP_UNKNOWN, Advice
+from lmdeploy.pytorch.kv_connector.base import KVConnectorResult, KVLoadResult
+
+from . import _names
+from ._advice import Advisor
+from ._lookup import Asker
+from ._meta import Ended, Load, Save, StepMeta, Switch
+from ._settings import Settings
+
+log = logging.getLogger("kvtier.lmdeploy")
+
+
+@dataclass
+class _Request:
+    """What is known of one request."""
+
+    adapter: str = ""
+    names: List[bytes] = field(default_factory=list)
+    #: How many tokens from the start on a lookup found, until they are loaded.
+    found_tokens: Optional[int] = None
+    #: The next block to be saved.
+    next_save: int = 0
+    load: Optional[Load] = None
+    #: After this many blocks a load goes on.
+    load_start: int = 0
+    #: Its load has gone to the workers.
+    sent: bool = False
+    failed: bool = False
+
+
+class SchedulerSide:
+    """One engine's. The engine's loop alone uses it, but for `asker`."""
+
+    def __init__(self, cache_config: Any, settings: Settings, asker: Asker) -> None:
+        transfer = cache_config.kv_transfer_config
+        self._loads_kv, self._saves_kv = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._block_tokens = int(cache_config.block_size)
+        self.asker = asker
+        self._advisor = Advisor(settings, asker) if settings.advice else None
+        self._requests: Dict[int, _Request] = {}
+        self._pending: Dict[int, Load] = {}
+        self._moving: Dict[int, Load] = {}
+        self._saves: Dict[int, Save] = {}
+        self._next_save = 0
+        self._bad_blocks: Set[int] = set()
+        self._ended: List[Ended] = []
+        self._switches: List[Switch] = []
+        self._expected: Dict[int, Tuple[int, float, bool]] = {}
+
+    # Lookups and loads.
+
+    def matched(self, request: Any, computed: int) -> Tuple[Optional[int], bool]:
+        """How many tokens after those that are computed could be loaded."""
+        if not self._loads_kv or _has_media(request):
+            return 0, False
+        number, each = int(request.seq_id), self._block_tokens
+        limit = request.clamp_prefix_cache_match_step(request.get_prefix_cache_max_candidate_step())
+        limit = limit // each * each
+        # Blocks whose rows also depend on the token after them are computed again.
+        overlap = max(0, request.prefix_cache.recompute_overlap.recompute_blocks) * each
+        state = self._of(request)
+        if limit < each or computed >= limit - overlap or state.failed:
+            return 0, False
+        if state.found_tokens is not None:
+            if state.found_tokens > computed:  # there was no room for it yet
+                return state.found_tokens - computed, True
+            state.found_tokens = None
+        names = self._named(request, state, limit // each)
+        found = self.asker.prefix(number, names)
+        if found is None:
+            return None, False
+        if self._advisor is not None:
+            self._advisor.looked_up(names)
+        tokens = max(0, found * each - overlap)
+        if tokens <= computed:
+            state.next_save = max(state.next_save, tokens // each)
+            return 0, False
+        state.found_tokens = tokens
+        return tokens - computed, True
+
+    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        """There are blocks for what was found."""
+        if tokens <= 0:
+            return
+        number, each = int(request.seq_id), self._block_tokens
+        state = self._of(request)
+        found, state.found_tokens = state.found_tokens, None
+        start = int(request.num_history_ids) // each
+        end = start + len(blocks)
+        if found is None or tokens != len(blocks) * each or end * each > found:
+            raise ValueError(f"request {number}: {len(blocks)} blocks for {tokens} tokens from "
+                             f"block {start} on, and {found} tokens were found")
+        if state.load is not None:
+            raise RuntimeError(f"request {number} is being loaded already")
+        state.load = Load(number, int(request.session_id), tuple(map(int, blocks)),
+                          tuple(state.names[start:end]))
+        state.load_start = start
+        self._pending[number] = state.load
+
+    # Steps.
+
+    def step(self, given: Any) -> Optional[StepMeta]:
+        """What the workers are to do now; None where nothing is, and nothing is under way."""
+        saves = self._new_saves(given)
+        ended, self._ended = tuple(self._ended), []
+        switches, self._switches = tuple(self._switches), []
+        if not (saves or ended or switches or self._pending or self._moving or self._saves):
+            return None
+        loads = tuple(self._pending.values())
+        self._moving.update(self._pending)
+        self._pending.clear()
+        for save in saves:
+            self._saves[save.number] = save
+        return StepMeta(loads, saves, ended, switches)
+
+    def _new_saves(self, given: Any) -> Tuple[Save, ...]:
+        lengths = given.connector_token_lens
+        if not self._saves_kv or not lengths:
+            return ()
+        made = []
+        rows = (given.running, lengths, given.connector_block_ids,
+                given.connector_logical_block_ids)
+        if len({len(row) for row in rows}) != 1:
+            raise ValueError("a step with lengths and blocks of other requests than run")
+        for request, tokens, blocks, logical in zip(*rows):
+            if _has_media(request):
+                continue
+            state, end = self._of(request), int(tokens) // self._block_tokens
+            first = state.next_save
+            if end <= first:
+                continue
+            if end > min(len(blocks), len(logical)):
+                raise RuntimeError(f"request {request.seq_id}: {tokens} tokens in {len(blocks)} "
+                                   "blocks")
+            names = self._named(request, state, end)
+            made.append(Save(self._next_save, int(request.session_id), tuple(blocks[first:end]),
+                             tuple(logical[first:end]), tuple(names[first:end])))
+            self._next_save += 1
+            state.next_save = end
+        return tuple(made)
+
+    def progress(self, output: Any) -> KVConnectorResult:
+        """What all workers have ended since the last time."""
+        saved = frozenset(number for number in output.completed_save_ids or ()
+                          if number in self._saves)
+        for number in saved:
+            save = self._saves.pop(number)
+            if self._advisor is not None:
+                self._advisor.saved(save.names)
+        self._bad_blocks.update(output.invalid_block_ids)
+        results = []
+        for number in sorted(output.finished_receiving or ()):
+            load = self._moving.pop(number, None)
+            if load is not None:
+                results.append(self._loaded(number, load))
+        return KVConnectorResult(tuple(results), saved)
+
+    def _loaded(self, number: int, load: Load) -> KVLoadResult:
+        blocks = set(load.blocks)
+        well = blocks.isdisjoint(self._bad_blocks)
+        self._bad_blocks -= blocks
+        state = self._requests.get(number)
+        if state is not None:
+            state.load = None
+            # What failed once is computed: asking again could fail as well, for ever.
+            state.failed = not well
+            state.next_save = state.load_start + (len(load.blocks) if well else 0)
+        return KVLoadResult(number, well)
+
+    # Requests.
+
+    def begun(self, request: Any) -> None:
+        """A request, or one more turn of a session."""
+        self._requests[int(request.seq_id)] = _Request(request.adapter_name or "")
+
+    def finished(self, request: Any) -> None:
+        """It is over: its turn's end is told to the policies."""
+        number, session = int(request.seq_id), int(request.session_id)
+        self.asker.cancel(number)
+        self._requests.pop(number, None)
+        load = self._pending.pop(number, None) or self._moving.pop(number, None)
+        if load is not None:
+            self._bad_blocks.difference_update(load.blocks)
+        stop, next_use_s, done = self._expected.pop(session, (stop_of(request), 0.0, False))
+        self._ended.append(Ended(session, stop, next_use_s, done))
+
+    def expect(self, session: int, stop: int, next_use_s: float, done: bool) -> None:
+        """Notes what is known of a session's future until its request ends."""
+        self._expected[session] = (stop, next_use_s, done)
+
+    def switch(self, tier: int, spec: str) -> None:
+        """Another policy from the next step on."""
+        self._switches.append(Switch(tier, spec))
+
+    def advice(self, batch: int) -> Optional[Advice]:
+        """How many requests to run; None where it was not asked for, or the store's size is not
+        known yet."""
+        return None if self._advisor is None else self._advisor.advise(batch)
+
+    def drained(self) -> None:
+        """The workers have ended all, and what they said of it was not heard."""
+        for number in (*self._pending, *self._moving):
+            state = self._requests.get(number)
+            if state is not None:
+                state.load = None
+        self._pending.clear()
+        self._moving.clear()
+        self._saves.clear()
+        self._bad_blocks.clear()
+
+    def close(self) -> None:
+        """Ends lookups and forgets all."""
+        self.asker.close()
+        if self._advisor is not None:
+            self._advisor.close()
+        self.drained()
+        self._requests.clear()
+
+    def _of(self, request: Any) -> _Request:
+        state = self._requests.get(int(request.seq_id))
+        if state is None:
+            state = self._requests[int(request.seq_id)] = _Request(request.adapter_name or "")
+        return state
+
+    def _named(self, request: Any, state: _Request, blocks: int) -> List[bytes]:
+        adapter = request.adapter_name or ""
+        if adapter != state.adapter:
+            state.adapter, state.names = adapter, []
+        _names.extend(state.names, request.all_ids, self._block_tokens, adapter, blocks)
+        return state.names[:blocks]
+
+
+def _has_media(request: Any) -> bool:
+    """Images and sounds: tokens do not say what they are."""
+    return not request.history_multimodals.empty() or len(request.history_embeddings) > 0
+
+
+def stop_of(request: Any) -> int:
+    """Why a request ended, as far as it shows."""
+    most = getattr(getattr(request, "sampling_param", None), "max_new_tokens", 0) or 0
+    made = getattr(request, "num_new_tokens", 0)
+    status = getattr(getattr(request, "status", None), "name", "")
+    if made and most and made >= most:
+        return STOP_LENGTH
+    if status in ("WAITING", "RUNNING", "READY", "WAITING_FOR_REMOTE_KVS"):
+        return STOP_CANCELLED
+    return STOP_END_TURN if made else STOP_UNKNOWN

@@ -1,0 +1,103 @@
+"""What `kv_connector_extra_config` may say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Dict, Mapping, Optional
+
+from kvtier import LEVEL_DISK, LEVEL_DURABLE, LEVEL_RAM, abi
+from kvtier._errors import make
+
+LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL_DURABLE}
+
+#: What `activate` adds for the workers of an engine.
+INTERNAL = "kvtier_engine"
+
+#: What a name ends with that says a number of bytes or seconds: it must be a number.
+_NUMBERS = ("_bytes", "_s", "workers", "max_sessions")
+
+
+def invalid(text: str) -> Exception:
+    """An argument that is none, with what to do instead."""
+    return make(abi.KVT_E_INVALID, text)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The store of each worker, and how the connector uses it."""
+
+    #: A store's spec; with several workers its path must say `{rank}`.
+    spec: str = ""
+    host_bytes: int = 0
+    #: Each worker has the directory `rank-N` in it.
+    disk_path: str = ""
+    disk_bytes: int = 0
+    policy: str = ""
+    disk_policy: str = ""
+    write: str = ""
+    #: When a save is acknowledged: "ram", "disk" or "durable".
+    level: str = "ram"
+    #: "" takes the device of the cache's tensors.
+    device: str = ""
+    workers: int = 0
+    #: What else makes KV other KV: the model, a fingerprint of its weights, whose it is.
+    model: str = ""
+    weights: str = ""
+    salt: str = ""
+    #: True, False, or None: answered at once where the worker is in this process.
+    lookup_async: Optional[bool] = None
+    lookup_timeout_s: float = 5.0
+    #: How many sessions' hints are told apart.
+    max_sessions: int = 256
+    #: A line of the log for each eviction.
+    log_evictions: bool = False
+    #: Whether `advice` is kept: a policy beside the store's that sees the same lookups.
+    advice: bool = True
+    #: How long a shutdown waits for saves and loads that are under way.
+    drain_s: float = 60.0
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> "Settings":
+        """From the engine's configuration; a name that is none is refused."""
+        given = {name: value for name, value in extra.items() if name != INTERNAL}
+        names = {field.name for field in fields(cls)}
+        unknown = sorted(set(given) - names)
+        if unknown:
+            raise invalid(f"kv_connector_extra_config: {', '.join(unknown)}: there are "
+                          f"{', '.join(sorted(names))}")
+        for name, value in given.items():
+            if name.endswith(_NUMBERS) and (isinstance(value, bool)
+                                            or not isinstance(value, (int, float)) or value < 0):
+                raise invalid(f"{name}: {value!r} is no number from 0 on")
+        settings = cls(**given)
+        if settings.level not in LEVELS:
+            raise invalid(f"level {settings.level!r} is none of {', '.join(LEVELS)}")
+        if not (settings.spec or settings.host_bytes or settings.disk_bytes):
+            raise invalid("a store of no size: say spec, or host_bytes, or disk_path and "
+                          "disk_bytes, in kv_connector_extra_config")
+        return settings
+
+    def store_of(self, rank: int, world: int) -> Dict[str, Any]:
+        """The arguments of a worker's store."""
+        if world > 1 and "path=" in self.spec and "{rank}" not in self.spec:
+            raise invalid("a directory is one worker's, and there are several: say {rank} in the "
+                          "spec's path, or use disk_path")
+        path = f"{self.disk_path.rstrip('/')}/rank-{rank}" if self.disk_path else ""
+        return {"spec": self.spec.replace("{rank}", str(rank)) or "store",
+                "host_bytes": int(self.host_bytes), "disk_bytes": int(self.disk_bytes),
+                "disk_path": path, "policy": self.policy, "disk_policy": self.disk_policy,
+                "write": self.write}
+
+
+def refuse_hybrid(cache_config: Any) -> None:
+    """Models whose KV of a block is not all that going on after it needs."""
+    advice = "start the engine without a kv_transfer_config for this model"
+    if getattr(cache_config, "states_shapes", None):
+        raise make(abi.KVT_E_UNSUPPORTED, "a model with states (linear attention, SSM): the "
+                   f"engine's connectors see blocks of KV alone; {advice}")
+    if getattr(cache_config, "window_size", -1) > 1:
+        raise make(abi.KVT_E_UNSUPPORTED, "a model with sliding windows: the engine keeps no "
+                   f"prefix of it that could be loaded; {advice}")
+    if getattr(cache_config, "num_cpu_blocks", 0) > 0:
+        raise make(abi.KVT_E_UNSUPPORTED, "CPU paging beside the connector: set num_cpu_blocks=0, "
+                   "memory is the store's (host_bytes)")

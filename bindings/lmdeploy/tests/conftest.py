@@ -1,0 +1,50 @@
+"""The connector against stand-ins of lmdeploy's modules, numpy arrays instead of tensors. The tests
+in `engine` have the real ones, and are run by their folder's name."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator, List
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ENGINE = any("engine" in argument for argument in sys.argv)
+for folder in (HERE.parent, HERE.parents[1] / "python"):
+    sys.path.insert(0, str(folder))
+if not ENGINE:
+    sys.path.insert(0, str(HERE / "stubs"))
+    collect_ignore = ["engine"]
+
+from kvtier import _callbacks, _reaper  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    end = time.monotonic() + 10.0
+    while True:
+        gc.collect()
+        assert _reaper.flush(5.0)
+        left = [job for job in list(_reaper._live.values()) if job.handle.value]
+        if not left and _callbacks.live() == 0:
+            return
+        assert time.monotonic() < end, (left, _callbacks.live())
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    """Connectors that are shut down in the end, as the engine does."""
+    made: List[Any] = []
+
+    def keep(connector: Any) -> Any:
+        made.append(connector)
+        return connector
+
+    yield keep
+    for connector in made:
+        connector.shutdown()

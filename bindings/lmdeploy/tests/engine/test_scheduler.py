@@ -1,0 +1,287 @@
+"""lmdeploy's own paging scheduler with our connector: save, evict, load, resume."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+
+harness = pytest.importorskip("harness")
+import kvtier  # noqa: E402
+from harness import BLOCK, Engine, bytes_of, fill, prompt, rows_of, spoil  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+HOST = {"host_bytes": 64 << 20}
+
+
+def saved(engine: Any, session: int, tokens: Any, blocks: int, seed: int) -> Any:
+    """A request that is computed and saved, and its blocks' bytes of each worker."""
+    sequence = engine.admit(session, tokens)
+    table = engine.table(sequence)[:blocks]
+    for rank, rows in enumerate(engine.caches):
+        fill(rows, table, seed + rank)
+    engine.step([sequence], (blocks * BLOCK,))
+    want = [bytes_of(rows, table) for rows in engine.caches]
+    engine.end(session)
+    engine.settle()
+    return want
+
+
+def push_out(engine: Any, session: int, blocks: int = 8) -> None:
+    """A request that takes the whole cache, and other bytes in all of it."""
+    engine.admit(session, [5] * (blocks * BLOCK - 1))
+    engine.end(session)
+    for rows in engine.caches:
+        spoil(rows)
+
+
+@pytest.mark.parametrize("asynchronous", [None, True])
+@pytest.mark.parametrize("wide", [0, 24])
+def test_save_evict_resume(asynchronous: Any, wide: int) -> None:
+    engine = Engine({**HOST, "lookup_async": asynchronous}, caches=[rows_of(8, 4, wide)])
+    want = saved(engine, 0, prompt(4), 4, 1)
+    push_out(engine, 1)
+    sequence = engine.admit(2, prompt(4, more=[9, 9, 9]))
+    assert "WAITING_FOR_REMOTE_KVS" in engine.statuses
+    assert (sequence.num_history_ids, sequence.num_all_ids) == (4 * BLOCK, 4 * BLOCK + 3)
+    table = engine.table(sequence)[:4]
+    assert [bytes_of(rows, table) for rows in engine.caches] == want
+    # What was loaded is not saved again, and what is computed now is.
+    fill(engine.caches[0], engine.table(sequence)[4:], 3)
+    assert engine.step([sequence], (4 * BLOCK + 3,)) is None
+    engine.end(2)
+    engine.close()
+
+
+def test_lease_keeps_blocks_until_they_are_saved() -> None:
+    engine = Engine({**HOST, "lookup_async": False})
+    sequence = engine.admit(0, prompt(4))
+    table = engine.table(sequence)[:4]
+    fill(engine.caches[0], table, 1)
+    before = bytes_of(engine.caches[0], table)
+    meta = engine.scheduler.build_connector_meta([sequence], (4 * BLOCK,))
+    engine.end(0)
+    free = engine.scheduler.block_manager.get_num_free_gpu_blocks()
+    assert free == 8 - 4  # leased, although the request is gone
+    assert engine.scheduler.kv_save_coordinator.has_pending()
+    meta = pickle.loads(pickle.dumps(meta))  # as it goes to a worker
+    worker = engine.workers[0]
+    worker.bind_connector_metadata(meta)
+    worker.start_load_kv()
+    worker.start_save_kv()
+    engine.settle()
+    assert engine.scheduler.block_manager.get_num_free_gpu_blocks() >= 4
+    assert not engine.scheduler.kv_save_coordinator.has_pending()
+    push_out(engine, 1)
+    again = engine.admit(2, prompt(4))
+    assert bytes_of(engine.caches[0], engine.table(again)[:4]) == before
+    engine.close()
+
+
+def test_two_workers_load_what_both_have() -> None:
+    engine = Engine({**HOST, "lookup_async": True}, workers=2)
+    want = saved(engine, 0, prompt(4), 4, 11)
+    assert want[0] != want[1]
+    push_out(engine, 1)
+    sequence = engine.admit(2, prompt(4))
+    assert [bytes_of(rows, engine.table(sequence)[:4]) for rows in engine.caches] == want
+    engine.end(2)
+    # One that has lost a block: the prefix ends there, for both.
+    blocks = engine.workers[1]._worker._blocks
+    names = engine.connector._scheduler_side()
+    engine.admit(3, prompt(4, first=9000))
+    engine.end(3)
+    push_out(engine, 4)
+    probe: Dict[str, Any] = {"names": []}
+    from kvtier_lmdeploy import _names
+
+    _names.extend(probe["names"], prompt(4), BLOCK, "", 4)
+    assert names.asker._prefix(probe["names"]) == 4
+    blocks.drop(probe["names"][2:3])
+    assert names.asker._prefix(probe["names"]) == 2
+    sequence = engine.admit(5, prompt(4))
+    assert sequence.num_history_ids == 2 * BLOCK
+    engine.close()
+
+
+def test_lookup_pending_and_cancelled() -> None:
+    engine = Engine({**HOST, "lookup_async": True})
+    asker = engine.connector._scheduler_side().asker
+    gate, asked = threading.Event(), threading.Event()
+    real = asker._prefix
+
+    def slow(names: Any) -> int:
+        asked.set()
+        assert gate.wait(10)
+        return real(names)
+
+    asker._prefix = slow
+    sequence = engine.scheduler.add_session(0).add_sequence(harness.torch.tensor(prompt(4)))
+    assert engine.scheduler.schedule(is_prefill=True).running == []
+    assert engine.connector.is_lookup_pending(sequence.seq_id)
+    assert engine.scheduler.last_schedule_had_pending_lookup
+    assert asked.wait(10)
+    engine.scheduler.schedule(is_prefill=True)
+    assert len(asker._pending) == 1  # asked again it is one question
+    engine.end(0)  # cancels
+    assert not engine.connector.is_lookup_pending(sequence.seq_id)
+    gate.set()
+    asker._prefix = real
+    engine.admit(1, prompt(4))
+    engine.end(1)
+    engine.close()
+
+
+def test_load_that_fails_is_computed() -> None:
+    engine = Engine({**HOST, "lookup_async": False})
+    saved(engine, 0, prompt(4), 4, 1)
+    push_out(engine, 1)
+    worker = engine.workers[0]._worker
+    sequence = engine.scheduler.add_session(2).add_sequence(harness.torch.tensor(prompt(4)))
+    engine.scheduler.schedule(is_prefill=True)
+    assert sequence.status.name == "WAITING_FOR_REMOTE_KVS"
+    worker._blocks.clear()  # found, and gone before it is loaded
+    end = time.monotonic() + 10
+    while sequence not in engine.scheduler.schedule(is_prefill=True).running:
+        assert time.monotonic() < end
+        engine.step()
+    assert sequence.num_history_ids == 0
+    assert worker.failed_loads == 1
+    # What it computes now is saved, from the first block on.
+    table = engine.table(sequence)[:4]
+    fill(engine.caches[0], table, 5)
+    meta = engine.step([sequence], (4 * BLOCK,))
+    assert [len(save.names) for save in meta.saves] == [4]
+    engine.settle()
+    engine.close()
+
+
+def test_shutdown_in_the_middle_of_moves() -> None:
+    """Saves that were given to the workers are in the store of the next process."""
+    engine = Engine({**HOST, "lookup_async": False})
+    sequence = engine.admit(0, prompt(4))
+    fill(engine.caches[0], engine.table(sequence)[:4], 1)
+    meta = engine.scheduler.build_connector_meta([sequence], (4 * BLOCK,))
+    worker = engine.workers[0]
+    worker.bind_connector_metadata(meta)
+    worker.start_load_kv()
+    worker.start_save_kv()
+    engine.close()
+    worker.shutdown()  # again: nothing
+    assert not engine.scheduler.kv_save_coordinator.has_pending()
+
+
+@pytest.mark.parametrize("how", ["shutdown", "kill", "exit"])
+def test_disk_outlives_the_process(how: str, tmp_path: Path) -> None:
+    script = HERE / "durable.py"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    first = subprocess.run([sys.executable, str(script), str(tmp_path), how], env=env,
+                           capture_output=True, text=True, timeout=120)
+    assert first.returncode == (-signal.SIGKILL if how == "kill" else 0), first.stderr[-2000:]
+    second = subprocess.run([sys.executable, str(script), str(tmp_path), "resume"], env=env,
+                            capture_output=True, text=True, timeout=120)
+    assert second.returncode == 0, second.stderr[-2000:]
+    assert second.stdout.split() == ["64", "True"], second.stdout
+
+
+def test_sleep_and_wake() -> None:
+    """The engine shuts workers down and builds them anew; what it had in flight is let go."""
+    from lmdeploy.pytorch.kv_connector import KVConnectorRole, factory
+
+    engine = Engine({**HOST, "lookup_async": False})
+    saved(engine, 0, prompt(4), 4, 1)
+    engine.workers[0].shutdown()
+    engine.scheduler.finish_kv_transfers_after_worker_drain()
+    assert engine.connector.stats() == [None]
+    sequence = engine.admit(1, prompt(4, first=500))  # nobody answers: it is computed
+    assert sequence.num_history_ids == 0
+    engine.end(1)
+    engine.workers = [factory.build_kv_connector(KVConnectorRole.WORKER, engine.config)]
+    engine.workers[0].register_kv_caches(engine.caches[0])
+    saved(engine, 2, prompt(4, first=900), 4, 2)
+    push_out(engine, 3)
+    assert engine.admit(4, prompt(4, first=900)).num_history_ids == 4 * BLOCK
+    engine.close()
+
+
+def test_policy_advice_metrics_and_evictions() -> None:
+    engine = Engine({**HOST, "lookup_async": False, "policy": "lru", "log_evictions": True})
+    connector = engine.connector
+    saved(engine, 0, prompt(4), 4, 1)
+    end = time.monotonic() + 10
+    while (advice := connector.advice(4)) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert advice.batch == 4
+    connector.set_policy("host", "arc")
+    connector.expect(7, next_use_s=30.0, done=False)
+    with pytest.raises(kvtier.SpecError):
+        connector.set_policy("host", "arc(")
+    with pytest.raises(kvtier.InvalidError):
+        connector.set_policy("moon", "arc")
+    saved(engine, 7, prompt(4, first=700), 4, 2)
+    engine.settle()
+    stats = connector.stats()[0]
+    assert stats is not None and stats["puts"] >= 2 and stats["block_bytes"] == 4 * BLOCK * 32
+    assert "kvtier" in (connector.metrics()[0] or "")
+    assert connector.evictions("host") == [[]]
+    engine.close()
+
+
+def test_many_sessions_over_a_small_store() -> None:
+    """More prefixes than there is room for: what comes back is right, what does not is computed."""
+    engine = Engine({"host_bytes": 40 << 20, "lookup_async": False, "max_sessions": 4},
+                    caches=[{"row": harness.torch.zeros(8, 1 << 20, dtype=harness.torch.uint8)}])
+    want = {}
+    for turn in range(14):
+        want[turn] = saved(engine, turn, prompt(4, first=1000 * turn), 4, turn)
+    found = 0
+    for turn in range(13, -1, -1):
+        push_out(engine, 100 + turn)
+        sequence = engine.admit(200 + turn, prompt(4, first=1000 * turn))
+        blocks = int(sequence.num_history_ids) // BLOCK
+        table = engine.table(sequence)[:blocks]
+        assert bytes_of(engine.caches[0], table) == want[turn][0][:blocks]
+        found += blocks
+        engine.end(200 + turn)
+        engine.settle()
+    assert 4 <= found < 14 * 4
+    engine.close()
+
+
+def test_threads_ask_while_the_engine_moves() -> None:
+    engine = Engine({**HOST, "lookup_async": True})
+    stop = threading.Event()
+    errors = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                engine.connector.stats()
+                engine.connector.metrics()
+            except Exception as error:  # noqa: BLE001
+                errors.append(error)
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for turn in range(6):
+        want = saved(engine, turn, prompt(4, first=1000 * turn), 4, turn)
+        push_out(engine, 100 + turn)
+        sequence = engine.admit(200 + turn, prompt(4, first=1000 * turn))
+        assert [bytes_of(engine.caches[0], engine.table(sequence)[:4])] == want
+        engine.end(200 + turn)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    engine.close()

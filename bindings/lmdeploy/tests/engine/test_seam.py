@@ -1,0 +1,110 @@
+"""The stand-ins of the always-on tests are as the installed modules; ours is built by them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+harness = pytest.importorskip("harness")
+import kvtier_lmdeploy  # noqa: E402
+from lmdeploy.messages import KVTransferConfig  # noqa: E402
+from lmdeploy.pytorch.kv_connector import base, factory  # noqa: E402
+
+STUBS = Path(__file__).resolve().parents[1] / "stubs"
+
+
+def stub(name: str) -> Any:
+    path = STUBS / "lmdeploy" / "pytorch" / "kv_connector" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"stub_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def shape(function: Any) -> Any:
+    """Names, kinds and defaults: annotations are the engine's own."""
+    return [(one.name, one.kind, one.default)
+            for one in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("name", [
+    name for name, value in vars(stub("base")).items()
+    if inspect.isclass(value) and value.__module__ == "stub_base"])
+def test_classes(name: str) -> None:
+    ours, theirs = getattr(stub("base"), name), getattr(base, name)
+    if dataclasses.is_dataclass(ours):
+        def fields(of: Any) -> Any:
+            return [(one.name, one.default is dataclasses.MISSING,
+                     one.default_factory is dataclasses.MISSING) for one in dataclasses.fields(of)]
+        assert fields(ours) == fields(theirs)
+    for member, function in vars(theirs).items():
+        if inspect.isfunction(function) and not dataclasses.is_dataclass(theirs):
+            assert shape(getattr(ours, member)) == shape(function), member
+    abstract = getattr(theirs, "__abstractmethods__", frozenset())
+    assert getattr(ours, "__abstractmethods__", frozenset()) == abstract
+
+
+def test_roles() -> None:
+    assert [one.name for one in stub("base").KVConnectorRole] == [
+        one.name for one in base.KVConnectorRole]
+
+
+@pytest.mark.parametrize("name", ["build_kv_connector", "prepare_kv_connector_config"])
+def test_factory(name: str) -> None:
+    from kvtier_lmdeploy import _activate
+
+    assert shape(getattr(stub("factory"), name)) == shape(_activate._originals[name])
+    assert getattr(factory, name).__module__ == "kvtier_lmdeploy._activate"
+
+
+def test_everything_of_the_seam_is_ours() -> None:
+    """A method that the engine adds would be one that we pass by."""
+    inherited = {"bind_connector_metadata", "clear_connector_metadata", "_get_connector_metadata"}
+    theirs = {name for name, value in vars(base.KVConnectorBase).items()
+              if inspect.isfunction(value)}
+    assert theirs - inherited <= set(vars(kvtier_lmdeploy.KvtierConnector))
+    for name in theirs - inherited - {"__init__"}:
+        assert shape(getattr(kvtier_lmdeploy.KvtierConnector, name)) == shape(
+            getattr(base.KVConnectorBase, name)), name
+
+
+@pytest.mark.parametrize("module", ["engine/engine.py", "engine/model_agent/agent.py"])
+def test_who_takes_the_factory_by_name(module: str) -> None:
+    """These import too much for a machine without a GPU: their sources say what they take."""
+    root = Path(inspect.getfile(base)).parents[1]
+    tree = ast.parse((root / module).read_text(encoding="utf-8"))
+    taken = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+             and (node.module or "").endswith("kv_connector") for alias in node.names}
+    calls = {node.func.id: {one.arg for one in node.keywords} for node in ast.walk(tree)
+             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+             and node.func.id == "build_kv_connector"}
+    assert "build_kv_connector" in taken
+    assert calls["build_kv_connector"] <= {"global_rank", "tp_rank", "tp_size",
+                                           "kv_head_replica_num"}
+
+
+def test_the_factorys_own_connectors_are_untouched() -> None:
+    config = harness.cache_config({}, connector="SomebodysConnector")
+    with pytest.raises(ValueError, match="SomebodysConnector"):
+        factory.build_kv_connector(base.KVConnectorRole.SCHEDULER, config)
+    config.kv_transfer_config = KVTransferConfig()
+    assert factory.build_kv_connector(base.KVConnectorRole.SCHEDULER, config) is None
+
+
+@pytest.mark.parametrize("more", [{"window_size": 4096}, {"states_shapes": [((1,), "f")]}])
+def test_hybrid_configurations(more: Any) -> None:
+    import kvtier
+
+    config = harness.cache_config({"host_bytes": 1 << 26}, **more)
+    with pytest.raises(kvtier.UnsupportedError):
+        factory.prepare_kv_connector_config(config, model_path="m")

@@ -1,0 +1,1 @@
+"""A stand-in: the parts of lmdeploy that the connector is written against."""

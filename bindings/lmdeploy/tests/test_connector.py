@@ -1,0 +1,466 @@
+"""Both sides of the connector, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import kvtier
+import numpy as np
+import pytest
+import stubs
+from kvtier_lmdeploy import _lookup, _names, _rows
+from kvtier_lmdeploy._meta import Ended, Load, Save, StepMeta, Switch
+from lmdeploy.pytorch.kv_connector.base import KVConnectorOutput, KVConnectorStepInput
+from stubs import Request, Tensor
+
+HOST = {"host_bytes": 64 << 20, "lookup_async": False}
+BLOCK = 16
+
+
+def arrays(blocks: int = 8, *sizes: int) -> Dict[str, Any]:
+    return {f"row{at}": np.random.default_rng(at).integers(0, 256, (blocks, size), dtype=np.uint8)
+            for at, size in enumerate(sizes or (512, 512))}
+
+
+def tensors(of: Dict[str, Any]) -> Dict[str, Any]:
+    return {name: Tensor(array) for name, array in of.items()}
+
+
+def names_of(count: int, first: int = 0) -> Any:
+    found: List[bytes] = []
+    _names.extend(found, np.arange(first, first + count * BLOCK), BLOCK, "", count)
+    return tuple(found)
+
+
+def work(worker: Any, meta: StepMeta, seconds: float = 10.0) -> KVConnectorOutput:
+    """A step, and what ends of it."""
+    together, end = KVConnectorOutput(), time.monotonic() + seconds
+    worker.bind_connector_metadata(pickle.loads(pickle.dumps(meta)))
+    worker.start_load_kv()
+    worker.start_save_kv()
+    wanted = ({one.request for one in meta.loads}, {one.number for one in meta.saves})
+    while wanted != (together.finished_receiving or set(), together.completed_save_ids or set()):
+        assert time.monotonic() < end
+        output = worker.get_finished()
+        together.finished_receiving = (together.finished_receiving or set()) | (
+            output.finished_receiving or set())
+        together.completed_save_ids = (together.completed_save_ids or set()) | (
+            output.completed_save_ids or set())
+        together.invalid_block_ids |= output.invalid_block_ids
+        time.sleep(0.0005)
+    worker.clear_connector_metadata()
+    return together
+
+
+@pytest.mark.parametrize("sizes", [(512, 512), (512, 96, 512), (1,)])
+def test_blocks_go_and_come_back(sizes: Any, closing: Callable[[Any], Any]) -> None:
+    cache, rows = stubs.cache_config(HOST), arrays(8, *sizes)
+    worker = closing(stubs.worker(cache, tensors(rows)))
+    names, want = names_of(4), {name: array.copy() for name, array in rows.items()}
+    work(worker, StepMeta(saves=(Save(0, 1, (0, 3, 5, 7), (0, 1, 2, 3), names),)))
+    for array in rows.values():
+        array[:] = 0xEE
+    out = work(worker, StepMeta(loads=(Load(9, 2, (1, 2, 4, 6), names),)))
+    assert out.invalid_block_ids == set()
+    for name, array in rows.items():
+        assert (array[[1, 2, 4, 6]] == want[name][[0, 3, 5, 7]]).all()
+        assert (array[[0, 3, 5, 7]] == 0xEE).all()
+
+
+def test_a_load_says_which_blocks_did_not_come(closing: Callable[[Any], Any]) -> None:
+    cache, rows = stubs.cache_config(HOST), arrays()
+    worker = closing(stubs.worker(cache, tensors(rows)))
+    names = names_of(4)
+    work(worker, StepMeta(saves=(Save(0, 1, (0, 1), (0, 1), names[:2]),)))
+    out = work(worker, StepMeta(loads=(Load(9, 1, (4, 5, 6, 7), names),)))
+    assert out.invalid_block_ids == {6, 7}
+
+
+def test_refused_moves_end(closing: Callable[[Any], Any]) -> None:
+    """A block that is none ends its move, not the engine."""
+    cache, rows = stubs.cache_config(HOST), arrays()
+    worker = closing(stubs.worker(cache, tensors(rows)))
+    out = work(worker, StepMeta(loads=(Load(9, 1, (7, 8), names_of(2)),),
+                                saves=(Save(3, 1, (-1,), (0,), names_of(1)),)))
+    assert out.invalid_block_ids == {7, 8}
+    assert (worker._worker.failed_loads, worker._worker.failed_saves) == (1, 1)
+
+
+class Loop:
+    """The scheduler's connector, a worker's, and the engine's calls between them."""
+
+    def __init__(self, closing: Callable[[Any], Any], **extra: Any) -> None:
+        self.cache, self.rows = stubs.cache_config({**HOST, **extra}), arrays()
+        self.worker = closing(stubs.worker(self.cache, tensors(self.rows)))
+        self.connector = closing(stubs.scheduler(self.cache))
+
+    def save(self, request: Request, blocks: Any) -> Any:
+        meta = self.connector.build_connector_meta(KVConnectorStepInput(
+            [request], (len(blocks) * BLOCK,), (tuple(blocks),), (tuple(blocks),)))
+        if meta is not None:
+            self.connector.update_connector_output(work(self.worker, meta))
+        return meta
+
+
+def test_what_is_saved_is_found_loaded_and_not_saved_again(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing)
+    connector, one = loop.connector, Request(1, range(65))
+    connector.on_new_request(one)
+    assert connector.get_num_new_matched_tokens(one, 0) == (0, False)
+    meta = loop.save(one, range(4))
+    assert [lease.logical_block_ids for lease in meta.get_save_block_leases()] == [(0, 1, 2, 3)]
+    assert loop.save(one, range(4)) is None  # nothing new, nothing under way
+    connector.request_finished(one)
+    two = Request(2, list(range(65)) + [3] * 20)
+    assert connector.get_num_new_matched_tokens(two, 0) == (64, True)
+    assert connector.get_num_new_matched_tokens(two, 16) == (48, True)  # asked once, told again
+    two.num_history_ids = 16
+    connector.update_state_after_alloc(two, (5, 6, 7), 48)
+    meta = connector.build_connector_meta(KVConnectorStepInput())
+    assert [load.blocks for load in meta.loads] == [(5, 6, 7)]
+    assert meta.loads[0].names == names_of(4)[1:]
+    assert connector.build_connector_meta(KVConnectorStepInput()) == StepMeta()  # poll
+    result = connector.update_connector_output(work(loop.worker, meta))
+    assert [(one.request_id, one.success) for one in result.load_results] == [(2, True)]
+    assert connector.update_connector_output(KVConnectorOutput(finished_receiving={2})
+                                             ).load_results == ()
+    meta = loop.save(two, range(5))
+    assert [save.blocks for save in meta.saves] == [(4,)]
+
+
+def test_adapters_and_media_are_other_kv(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing)
+    loop.save(Request(1, range(33)), range(2))
+    found = loop.connector.get_num_new_matched_tokens
+    assert found(Request(2, range(33)), 0) == (32, True)
+    assert found(Request(3, range(33), adapter="lora"), 0) == (0, False)
+    assert found(Request(4, [*range(1, 34)]), 0) == (0, False)
+    picture = Request(5, range(33))
+    picture.history_embeddings = [object()]
+    assert found(picture, 0) == (0, False) and loop.save(picture, range(2)) is None
+    # Blocks whose rows depend on the token after them are computed again.
+    mtp = Request(6, range(33))
+    mtp.prefix_cache.recompute_overlap.recompute_blocks = 1
+    assert found(mtp, 0) == (16, True)
+
+
+def test_allocations_that_do_not_fit_what_was_found(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing)
+    loop.save(Request(1, range(65)), range(4))
+    request = Request(2, range(65))
+    with pytest.raises(ValueError, match="0 tokens|None tokens"):
+        loop.connector.update_state_after_alloc(request, (1,), 16)
+    assert loop.connector.get_num_new_matched_tokens(request, 0)[0] == 64
+    with pytest.raises(ValueError, match="were found"):
+        loop.connector.update_state_after_alloc(request, (1, 2, 3, 4, 5), 80)
+    assert loop.connector.get_num_new_matched_tokens(request, 0)[0] == 64
+    loop.connector.update_state_after_alloc(request, (), 0)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_roles(role: str, closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing)
+    loop.save(Request(1, range(33)), range(2))
+    loop.cache.kv_transfer_config.kv_role = role
+    one = closing(stubs.scheduler(loop.cache))
+    request = Request(2, range(33))
+    assert one.get_num_new_matched_tokens(request, 0)[0] == (0 if "producer" in role else 32)
+    step = KVConnectorStepInput([Request(3, range(90, 130))], (32,), ((0, 1),), ((0, 1),))
+    assert bool(one.build_connector_meta(step)) == ("producer" in role)
+
+
+def test_hints_policies_and_ends_of_requests(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing, policy="horizon")
+    request = Request(1, range(33), session_id=42)
+    loop.save(request, range(2))
+    request.num_new_tokens = 8  # as many as it might
+    loop.connector.set_policy("host", "lru")
+    loop.connector.request_finished(request)
+    meta = loop.connector.build_connector_meta(KVConnectorStepInput())
+    assert meta.ended == (Ended(42, kvtier.STOP_LENGTH, 0.0, False),)
+    assert meta.switches == (Switch(kvtier.TIER_HOST, "lru"),)
+    work(loop.worker, meta)
+    loop.connector.expect(42, stop=kvtier.STOP_TOOL_USE, next_use_s=2.5)
+    loop.connector.request_finished(request)
+    meta = loop.connector.build_connector_meta(KVConnectorStepInput())
+    assert meta.ended == (Ended(42, kvtier.STOP_TOOL_USE, 2.5, False),)
+    work(loop.worker, meta)
+    assert loop.connector.build_connector_meta(KVConnectorStepInput()) is None
+    # One that the worker's store refuses is a line of the log.
+    work(loop.worker, StepMeta(switches=(Switch(kvtier.TIER_DISK, "lru"),)))
+
+
+def advised(connector: Any, batch: int) -> Any:
+    """Advice, once the workers have said how much they hold."""
+    end = time.monotonic() + 10
+    while (found := connector.advice(batch)) is None:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return found
+
+
+def test_advice_shrinks_where_what_left_is_asked_for_again(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing)
+    advisor = loop.connector._scheduler_side()._advisor
+    assert advised(loop.connector, 8).batch == 8
+    advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
+    advisor._capacity = 8
+    advisor._policy.set_capacity(8)
+    for turn in range(12):
+        names = names_of(8, 1000 * (turn % 3))
+        advisor.looked_up(names)
+        advisor.saved(names)
+    assert loop.connector.advice(8).batch == 4
+    assert advisor._policy.stats()["units"] <= 8
+    # What fails in it ends it, and nothing else.
+    advisor._policy.close()
+    loop.save(Request(9, range(33)), range(2))
+    assert loop.connector.advice(8) is None
+    without = closing(stubs.scheduler(stubs.cache_config({**HOST, "advice": False})))
+    assert without.advice(8) is None
+
+
+def test_a_level_that_the_store_does_not_have() -> None:
+    cache = stubs.cache_config({**HOST, "level": "durable"})
+    with pytest.raises(kvtier.InvalidError, match="no disk"):
+        stubs.worker(cache, tensors(arrays()))
+
+
+def test_drain_forgets_what_was_under_way(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing)
+    loop.save(Request(1, range(65)), range(4))
+    request = Request(2, range(65))
+    loop.connector.get_num_new_matched_tokens(request, 0)
+    loop.connector.update_state_after_alloc(request, (4, 5, 6, 7), 64)
+    assert loop.connector.build_connector_meta(KVConnectorStepInput()) is not None
+    loop.connector.finish_transfers_after_worker_drain()
+    assert loop.connector.build_connector_meta(KVConnectorStepInput()) is None
+    assert loop.connector.get_num_new_matched_tokens(request, 0) == (64, True)
+
+
+def test_other_models_see_nothing_of_each_other(tmp_path: Path,
+                                                closing: Callable[[Any], Any]) -> None:
+    from lmdeploy.pytorch.kv_connector import factory
+
+    models = []
+    for at, data in enumerate((b"a" * 300_000, b"a" * 299_999 + b"b")):
+        folder = tmp_path / str(at) / "model"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(data)
+        models.append(str(folder))
+    from kvtier_lmdeploy._prepare import fingerprint
+
+    # The last byte of 300,000 lies in no piece: a name of their own tells such apart.
+    assert fingerprint(models[0]) != fingerprint(str(tmp_path))
+    (Path(models[1]) / "model.safetensors").write_bytes(b"b" + b"a" * 299_999)
+    assert fingerprint(models[0]) != fingerprint(models[1])
+    keys = []
+    for model in models:
+        cache = stubs.Cache(stubs.Transfer(kv_connector_extra_config=dict(HOST)))
+        factory.prepare_kv_connector_config(cache, model_path=model)
+        worker = closing(stubs.worker(cache, tensors(arrays())))
+        keys.append(worker._worker._blocks.keys(names_of(1)))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("extra, words", [
+    ({}, "store of no size"), ({"host_bytes": -1}, "no number"),
+    ({"host_bytes": "8GiB"}, "no number"), ({"hots": 1}, "there are"),
+    ({"host_bytes": 1 << 26, "level": "gone"}, "none of ram"),
+    ({"spec": "store(disk=disk(path=\"x\", bytes=1GiB))"}, ""),
+])
+def test_configurations_that_are_refused(extra: Any, words: str) -> None:
+    if words:
+        with pytest.raises(kvtier.InvalidError, match=words):
+            stubs.cache_config(extra)
+        return
+    cache = stubs.cache_config(extra)
+    with pytest.raises(kvtier.InvalidError, match="{rank}"):
+        stubs.worker(cache, tensors(arrays()), tp_size=2)
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"states_shapes": [((1,), "f")]}, "states"), ({"window_size": 4096}, "windows"),
+    ({"num_cpu_blocks": 4}, "num_cpu_blocks=0")])
+def test_hybrid_models_are_refused(more: Any, words: str) -> None:
+    with pytest.raises(kvtier.UnsupportedError, match=words):
+        stubs.cache_config(HOST, **more)
+    cache = stubs.cache_config(HOST)
+    for name, value in more.items():  # what is known only later
+        setattr(cache, name, value)
+    with pytest.raises(kvtier.UnsupportedError, match=words):
+        stubs.scheduler(cache)
+
+
+def test_caches_that_are_refused() -> None:
+    good = np.zeros((8, 512), np.uint8)
+    cases = [
+        ({"a": Tensor(np.zeros((8, 1024), np.uint8)[:, ::2])}, "not contiguous"),
+        ({"a": Tensor(good.astype(np.float64))}, "float64"),
+        ({"a": Tensor(good, dtype="torch.complex64")}, "complex64"),
+        ({"a": Tensor(good, device="npu")}, "npu"),
+        ({"a": Tensor(good), "b": Tensor(good, device="cuda")}, "several devices"),
+        ({"a": Tensor(np.zeros((7, 3), np.uint8))}, "no 8 blocks"),
+        ({"a": good}, "no tensor"), ({"a": [good]}, "no tensor"), ({}, "without rows"),
+    ]
+    for caches, words in cases:
+        with pytest.raises(kvtier.Error, match=words):
+            _rows.read(caches, 8)
+    assert _rows.read({"a": [Tensor(good), Tensor(good)]}, 8).parts == [512, 512]
+
+
+def test_a_gpu_that_is_not_there(closing: Callable[[Any], Any]) -> None:
+    """CUDA's memory goes through CUDA, which says so where there is none."""
+    cache = stubs.cache_config(HOST)
+    with pytest.raises(kvtier.Error) as caught:
+        stubs.worker(cache, {"a": Tensor(np.zeros((8, 512), np.uint8), device="cuda")})
+    assert caught.value.name in ("KVT_E_UNAVAILABLE", "KVT_E_UNSUPPORTED")
+
+
+def test_sides_and_order(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing)
+    with pytest.raises(kvtier.StateError):
+        loop.connector.get_finished()
+    with pytest.raises(kvtier.StateError):
+        loop.worker.advice(1)
+    with pytest.raises(kvtier.InvalidError, match="registered already"):
+        loop.worker.register_kv_caches(tensors(loop.rows))
+    unprepared = stubs.Cache(stubs.Transfer(kv_connector_extra_config=dict(HOST)))
+    with pytest.raises(kvtier.StateError, match="activate"):
+        stubs.scheduler(unprepared)
+    loop.worker.shutdown()
+    with pytest.raises(kvtier.InvalidError, match="after the shutdown"):
+        work(loop.worker, StepMeta(loads=(Load(1, 1, (0,), names_of(1)),)))
+
+
+def test_two_workers_cannot_have_one_directory(tmp_path: Path,
+                                               closing: Callable[[Any], Any]) -> None:
+    disk = {**HOST, "disk_path": str(tmp_path), "disk_bytes": 256 << 20}
+    for rank in range(2):
+        closing(stubs.worker(stubs.cache_config(disk), tensors(arrays()), global_rank=rank,
+                             tp_rank=rank, tp_size=2))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    with pytest.raises(kvtier.BusyError):
+        stubs.worker(stubs.cache_config(disk), tensors(arrays()))
+
+
+WORKER = """
+import pickle, sys
+import stubs, numpy as np
+cache, blocks = pickle.load(sys.stdin.buffer)
+from test_connector import StepMeta, Save, names_of, tensors, arrays, work
+worker = stubs.worker(cache, tensors(arrays()), global_rank=1, tp_rank=1, tp_size=2)
+work(worker, StepMeta(saves=(Save(0, 1, tuple(range(blocks)), (0,), names_of(blocks)),)))
+print("ready", flush=True)
+sys.stdin.buffer.read()
+worker.shutdown()
+"""
+
+
+def test_a_worker_in_another_process(closing: Callable[[Any], Any]) -> None:
+    """Its configuration activates it, and it answers over a socket."""
+    cache = stubs.cache_config({**HOST, "lookup_async": True, "lookup_timeout_s": 5.0})
+    here = closing(stubs.worker(cache, tensors(arrays()), tp_size=2))
+    work(here, StepMeta(saves=(Save(0, 1, (0, 1, 2, 3), (0,), names_of(4)),)))
+    connector = closing(stubs.scheduler(cache, tp_size=2))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).parent), *sys.path])}
+    child = subprocess.Popen([sys.executable, "-c", WORKER], env=env, stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE)
+    try:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(pickle.dumps((cache, 3)))
+        child.stdin.flush()
+        assert child.stdout.readline() == b"ready\n"
+        request, end = Request(1, range(65)), time.monotonic() + 10
+        while (found := connector.get_num_new_matched_tokens(request, 0))[0] is None:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert found == (48, True)
+        assert [one["rank"] for one in connector.stats()] == [0, 1]
+        folder = Path(cache.kv_transfer_config.kv_connector_extra_config["kvtier_engine"]["folder"])
+        assert folder.stat().st_mode & 0o777 == 0o700
+        # Who does not know the secret gets no answer, and harms nobody.
+        from multiprocessing import AuthenticationError
+        from multiprocessing.connection import Client
+
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            Client(str(folder / "rank-1"), "AF_UNIX", authkey=b"guess")
+        assert connector.stats()[1] is not None
+        child.stdin.close()
+        assert child.wait(30) == 0
+        # It is gone: what all workers have is nothing.
+        assert connector._scheduler_side().asker._prefix(list(names_of(4))) == 0
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_lookups_pending_cancelled_and_closed() -> None:
+    gate = threading.Event()
+    engine = {"folder": "here", "pid": os.getpid(), "secret": "s"}
+
+    def answer(question: Any, names: Any) -> int:
+        gate.wait(10)
+        return len(names)
+
+    service = _lookup.Service(engine, 0, answer)
+    asker = _lookup.Asker(engine, [0], 1.0, True)
+    names = list(names_of(3))
+    assert asker.prefix(1, names) is None and asker.pending(1)
+    assert asker.prefix(2, names) is None and asker.prefix(1, names) is None
+    asker.cancel(2)
+    assert not asker.pending(2)
+    gate.set()
+    end = time.monotonic() + 10
+    while asker.pending(1):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert asker.prefix(1, names) == 3 and not asker._pending
+    asker.prefix(3, names)
+    asker.close()
+    assert asker.prefix(4, names) == 0
+    service.close()
+
+
+def test_a_worker_that_fails_to_answer(caplog: pytest.LogCaptureFixture) -> None:
+    engine = {"folder": "there", "pid": os.getpid(), "secret": "s"}
+
+    def answer(question: Any, names: Any) -> int:
+        raise RuntimeError("no")
+
+    service = _lookup.Service(engine, 0, answer)
+    asker = _lookup.Asker(engine, [0], 1.0, None)
+    assert asker.prefix(1, list(names_of(3))) == 0
+    assert "gave no answer" in caplog.text
+    asker.close()
+    service.close()
+
+
+def test_configurations_travel(closing: Callable[[Any], Any]) -> None:
+    cache = stubs.cache_config(HOST)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        closing(stubs.scheduler(copied))
+
+
+def test_names() -> None:
+    grown: List[bytes] = []
+    for blocks in (1, 3, 3, 4):
+        _names.extend(grown, np.arange(64), BLOCK, "", blocks)
+    assert tuple(grown) == names_of(4) and len(set(grown)) == 4
+    other: List[bytes] = []
+    _names.extend(other, list(range(64)), BLOCK, "", 4)
+    assert other == grown
+    _names.extend(swapped := [], np.r_[np.arange(16, 32), np.arange(16)], BLOCK, "", 2)
+    assert not set(swapped) & set(grown)
+    with pytest.raises(ValueError):
+        _names.extend(list(grown), np.arange(64), BLOCK, "", 5)

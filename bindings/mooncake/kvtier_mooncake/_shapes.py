@@ -1,0 +1,178 @@
+"""Objects by their shape: the sizes of the buffers that they were put from.
+
+A `kvtier.Blocks` has blocks of one shape, and an object of Mooncake's has a name alone. So a name
+is looked for in each shape that is known: of those an engine has one or a few.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import threading
+from collections import OrderedDict
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+
+import kvtier
+from kvtier import Blocks, Pool, abi
+from kvtier._errors import make
+
+Shape = Tuple[int, ...]
+
+log = logging.getLogger("kvtier.mooncake")
+
+#: The catalogue: blocks of so many bytes, so many of them, that say which shapes there are.
+PAGE, PAGES = 4096, 256
+
+
+class Shapes:
+    """The kinds of objects of a tenant. Any thread may use it."""
+
+    def __init__(self, store: kvtier.Store, tenant: str, most: int, level: int) -> None:
+        self._store, self._most, self._level = store, most, level
+        self._identity = kvtier.Identity(model=b"mooncake", salt=tenant.encode() or None)
+        self._lock = threading.RLock()
+        self._open: "OrderedDict[Shape, Blocks]" = OrderedDict()
+        self._pages: Dict[Shape, int] = {}
+        self._catalogue = Blocks(store, kvtier.Identity(
+            model=b"mooncake catalogue", salt=tenant.encode() or None), [PAGE])
+        self._read()
+
+    def of(self, shape: Shape) -> Blocks:
+        """The blocks of a shape, which is known from now on. At most `most` are open; of one
+        that was closed objects stay, and are found again when it is asked for."""
+        with self._lock:
+            blocks = self._open.get(shape)
+            if blocks is None:
+                blocks = self._open_one(shape)
+                self._note(shape)
+            self._open.move_to_end(shape)
+            return blocks
+
+    def _open_one(self, shape: Shape) -> Blocks:
+        blocks = Blocks(self._store, self._identity, shape)
+        self._open[shape] = blocks
+        if len(self._open) > self._most:
+            # Calls of other threads may be about to use it: it closes when they let go of it.
+            self._open.popitem(last=False)
+        return blocks
+
+    def known(self) -> List[Tuple[Shape, Blocks]]:
+        """Those that are open, the last used first."""
+        with self._lock:
+            return list(reversed(self._open.items()))
+
+    def find(self, names: Sequence[bytes], but: Optional[Shape] = None) -> List[Optional[Shape]]:
+        """The shape that each object is there in."""
+        found: List[Optional[Shape]] = [None] * len(names)
+        left = list(range(len(names)))
+        for shape, blocks in self.known():
+            if shape == but or not left:
+                continue
+            states = blocks.exists([names[at] for at in left] if len(left) < len(names) else names)
+            for at, state in zip(left, states):
+                if state:
+                    found[at] = shape
+            left = [at for at in left if found[at] is None]
+        return found
+
+    def states(self, names: Sequence[bytes]) -> List[int]:
+        """1 for each that is there, 0 for the others."""
+        known = self.known()
+        if len(known) == 1:  # the usual case costs one native call and one pass
+            return [1 if state else 0 for state in known[0][1].exists(names)]
+        return [0 if shape is None else 1 for shape in self.find(names)]
+
+    def clear(self) -> int:
+        """Takes all objects of all shapes away, and says how many."""
+        with self._lock:
+            shapes = list(self._pages)
+        count = 0
+        for shape in shapes:
+            count += self.of(shape).clear().gone_chunks
+        return count
+
+    def close(self) -> None:
+        """Closes them; objects stay. The catalogue is put again, should it have left."""
+        with self._lock:
+            shapes, self._pages = dict(self._pages), {}
+            for shape, page in shapes.items():
+                self._put(shape, page)
+            self._open.clear()
+            self._catalogue.close()
+
+    def _read(self) -> None:
+        """Which shapes the disk has of earlier processes."""
+        names = [_page_name(page) for page in range(PAGES)]
+        there = [at for at, state in enumerate(self._catalogue.exists(names)) if state]
+        if not there:
+            return
+        memory = bytearray(PAGE * len(there))
+        with self._catalogue.get([names[at] for at in there],
+                                 Pool(memory, PAGE).at(range(len(there)))) as op:
+            op.wait()
+            failed = set(op.failed())
+        for at, page in enumerate(there):
+            text = bytes(memory[at * PAGE:(at + 1) * PAGE]).rstrip(b"\0")
+            shape = _parsed(text) if at not in failed else None
+            if shape is None:
+                continue
+            self._pages[shape] = page
+            if len(self._open) < self._most:
+                self._open_one(shape)
+
+    def _note(self, shape: Shape) -> None:
+        if shape in self._pages:
+            return
+        taken = set(self._pages.values())
+        page = next((one for one in range(PAGES) if one not in taken), None)
+        self._pages[shape] = PAGES if page is None else page
+        if page is not None:
+            self._put(shape, page)
+
+    def _put(self, shape: Shape, page: int) -> None:
+        text = json.dumps(_runs(shape)).encode()
+        if page >= PAGES or len(text) > PAGE:
+            return  # a next process finds such objects once it has put or asked for one
+        memory = bytearray(text.ljust(PAGE, b"\0"))
+        try:
+            with self._catalogue.put([_page_name(page)], Pool(memory, PAGE).at([0]),
+                                     level=self._level) as op:
+                op.result()
+        except kvtier.Error as error:
+            log.warning("the catalogue of shapes could not be written: %s", error)
+
+
+def _page_name(page: int) -> bytes:
+    return b"shape %d" % page
+
+
+def _runs(shape: Iterable[int]) -> List[List[int]]:
+    """Sizes and how many of each follow each other."""
+    runs: List[List[int]] = []
+    for size in shape:
+        if runs and runs[-1][0] == size:
+            runs[-1][1] += 1
+        else:
+            runs.append([size, 1])
+    return runs
+
+
+def _parsed(text: bytes) -> Optional[Shape]:
+    try:
+        runs: Any = json.loads(text)
+        shape = tuple(int(size) for size, count in runs for _ in range(int(count)))
+        return check_shape(shape)
+    except (ValueError, TypeError, kvtier.Error):
+        return None
+
+
+def check_shape(sizes: Sequence[int]) -> Shape:
+    """A shape from the sizes of an object's buffers."""
+    try:
+        shape = tuple(map(operator.index, sizes))
+    except TypeError:
+        shape = ()
+    if not shape or min(shape) <= 0 or max(shape) >= 2**32:
+        raise make(abi.KVT_E_INVALID, f"an object of buffers of {list(sizes)[:8]} bytes")
+    return shape

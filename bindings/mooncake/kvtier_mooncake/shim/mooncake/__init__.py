@@ -1,0 +1,1 @@
+"""Stands where Mooncake's package would: its store is kvtier's."""

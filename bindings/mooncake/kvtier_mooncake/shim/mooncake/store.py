@@ -1,0 +1,6 @@
+"""`mooncake.store` for programs that have this folder on PYTHONPATH."""
+
+from kvtier_mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator, ReplicateConfig
+
+__all__ = ["MooncakeDistributedStore", "MooncakeHostMemAllocator", "ReplicateConfig"]
+__kvtier__ = True

@@ -1,0 +1,67 @@
+"""Finds the packages beside it; each test begins and ends without a store."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Iterator, List
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parent, HERE.parents[1] / "python", HERE):
+    sys.path.insert(0, str(folder))
+
+import kvtier_mooncake  # noqa: E402
+from kvtier import _callbacks, _reaper  # noqa: E402
+from kvtier_mooncake import _core  # noqa: E402
+from registered import HOST  # noqa: E402
+
+# Those have the real engines, and are run by their folder's name, an engine at a time.
+if not any("engine" in argument for argument in sys.argv):
+    collect_ignore = ["engine"]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith(("KVTIER_MOONCAKE", "MOONCAKE", "KVTIER_RANK", "RANK", "LOCAL_RANK")):
+            monkeypatch.delenv(name)
+    yield
+    kvtier_mooncake.configure()
+    kvtier_mooncake.uninstall()
+    _core._at_exit()
+    end = time.monotonic() + 10.0
+    while True:
+        gc.collect()
+        assert _reaper.flush(5.0)
+        left = [job for job in list(_reaper._live.values()) if job.handle.value]
+        if not left and _callbacks.live() == 0:
+            return
+        assert time.monotonic() < end, (left, _callbacks.live())
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Any]]:
+    """Stores that were set up; closed in the end."""
+    made: List[Any] = []
+
+    def make(**given: Any) -> Any:
+        kvtier_mooncake.configure(**(given or {"spec": HOST}))
+        store = kvtier_mooncake.MooncakeDistributedStore()
+        assert store.setup("localhost", "P2PHANDSHAKE", 0) == 0
+        made.append(store)
+        return store
+
+    yield make
+    for store in made:
+        assert store.close() == 0
+
+
+@pytest.fixture
+def store(opened: Callable[..., Any]) -> Any:
+    return opened()

@@ -1,0 +1,322 @@
+"""The calls that engines make, and what they return."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any, Callable
+
+import kvtier
+import kvtier_mooncake
+import numpy as np
+import pytest
+from kvtier_mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator, ReplicateConfig
+from registered import HOST, Memory
+
+
+def names(count: int, of: str = "key") -> Any:
+    return [f"{of}@{at}" for at in range(count)]
+
+
+def test_put_and_get_from_many_buffers(store: Any) -> None:
+    memory, keys = Memory(store, sizes=(4096, 100, 8192)), names(8)
+    sizes = [list(memory.sizes)] * 8
+    assert store.batch_is_exist(keys) == [0] * 8
+    assert store.batch_put_from_multi_buffers(
+        keys, memory.at(*range(8)), sizes, ReplicateConfig()) == [0] * 8
+    states = store.batch_is_exist([*keys, "other"])
+    assert states == [1] * 8 + [0] and all(type(one) is int for one in states)
+    want = [memory.bytes(block) for block in range(8)]
+    memory.spoil()
+    got = store.batch_get_into_multi_buffers(
+        [*keys, "other"], memory.at(*range(15, 6, -1)), [memory.sizes] * 9)
+    assert got == [sum(memory.sizes)] * 8 + [-704]
+    assert [memory.bytes(15 - at) for at in range(8)] == want
+    # What is there stays, and that is no failure.
+    assert store.batch_put_from_multi_buffers(keys, memory.at(*range(8)), sizes) == [0] * 8
+    assert store.get(keys[3]) == want[3]
+
+
+def test_objects_of_several_shapes_in_one_call(store: Any) -> None:
+    memory = Memory(store)
+    a = memory.rows[0].ctypes.data
+    assert store.batch_put_from(["x", "y", "z"], [a, a + 10, a + 20], [10, 20, 10]) == [0] * 3
+    assert [store.get_size(key) for key in ("x", "y", "z", "w")] == [10, 20, 10, -704]
+    assert store.batch_get_into(["z", "w", "y"], [a, a + 50, a + 100], [10, 10, 20]) \
+        == [10, -704, 20]
+    assert store.get_into("y", a, 20) == 20 and store.put_from("v", a, 7) == 0
+
+
+def test_other_buffers_than_it_was_put_from(store: Any) -> None:
+    """A header and its data as one; more room than it needs; less."""
+    memory = Memory(store)
+    want = memory.bytes(2)
+    assert store.batch_put_from_multi_buffers(["k"], memory.at(2), [[4096, 4096]]) == [0]
+    memory.spoil()
+    row = memory.rows[0].ctypes.data
+    assert store.batch_get_into(["k"], [row], [8192]) == [8192]
+    assert memory.rows[0].tobytes()[:8192] == want
+    assert store.batch_get_into(["k"], [row], [20000]) == [8192]
+    assert store.batch_get_into(["k"], [row], [8191]) == [-10]
+    assert store.batch_get_into_multi_buffers(["k"], [[row, row + 9000, row + 20000]],
+                                              [[5000, 3000, 192]]) == [8192]
+    assert memory.rows[0].tobytes()[20000:20192] == want[-192:]
+
+
+def test_values(store: Any) -> None:
+    assert store.put("k", b"hello") == 0 and store.get("k") == b"hello"
+    assert store.put("k", b"other") == 0 and store.get("k") == b"hello"  # first writer wins
+    assert store.put_parts("p", b"ab", bytearray(b"cd"), np.arange(3, dtype=np.uint8)) == 0
+    assert bytes(store.get_buffer("p").view()) == b"abcd\0\1\2"
+    assert store.get_buffer("p").size() == 7 and store.get_buffer("q") is None
+    assert [None if one is None else bytes(one) for one in store.batch_get_buffer(["q", "k"])] \
+        == [None, b"hello"]
+    assert store.get("q") == b"" and store.put("e", b"") == -600
+    assert store.is_exist("p") == 1 and store.is_exist("q") == 0
+
+
+def test_remove(store: Any) -> None:
+    for key in ("a", "b", "ccc"):
+        store.put(key, key.encode() * 10)
+    assert store.remove("a") == 0 and store.remove("a") == -704
+    assert store.remove_all(force=True) == 2
+    assert store.batch_is_exist(["a", "b", "ccc"]) == [0, 0, 0]
+    assert store.put("a", b"again") == 0 and store.get("a") == b"again"
+
+
+def test_addresses_outside_of_registered_buffers_are_never_touched(
+        store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    memory, one = Memory(store), [[4096, 4096]]
+    good = memory.at(0)[0]
+    for bad in ([1 << 12, good[1]], [good[0], 2**64 - 1], [good[0], -5], [good[0], None],
+                [good[0] - 1, good[1]], [good[0] + 16 * 4096 - 4095, good[1]]):
+        assert store.batch_put_from_multi_buffers(["b"], [bad], one) == [-600]
+        assert store.batch_get_into_multi_buffers(["b"], [bad], one) == [-600]
+        assert "lead out of the registered buffers" in caplog.text
+    # The others of the call go on.
+    assert store.batch_put_from_multi_buffers(
+        ["g", "b", "h"], [good, [1, 2], memory.at(1)[0]], one * 3) == [0, -600, 0]
+    assert store.batch_is_exist(["g", "b", "h"]) == [1, 0, 1]
+    assert store.unregister_buffer(memory.rows[0].ctypes.data) == 0
+    assert store.unregister_buffer(memory.rows[0].ctypes.data) == -600
+    assert store.batch_get_into_multi_buffers(["g"], [good], one) == [-600]
+
+
+def test_what_cannot_be_registered(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert store.register_buffer(1 << 12, 4096) == -600  # nothing is mapped there
+    assert "device" in caplog.text
+    assert store.register_buffer(0, 10) == -600
+    array = np.zeros(10, np.uint8)
+    assert store.register_buffer(array.ctypes.data, 0) == -600
+    assert store.register_buffer(array.ctypes.data, 1 << 40) == -600  # not all of it
+    assert store.register_buffer(array.ctypes.data, 10, "cuda:0") == -600
+
+
+def test_malformed_calls(store: Any) -> None:
+    memory = Memory(store)
+    put = store.batch_put_from_multi_buffers
+    assert put(["a", "b"], memory.at(0), [[4096, 4096]]) == [-600] * 2
+    assert store.batch_put_from_multi_buffers(["a"], memory.at(0), [[4096]]) == [-600]
+    for size in (0, -1, 2**32, 1.5, None):
+        assert store.batch_put_from(["a"], [memory.at(0)[0][0]], [size]) == [-600]
+    assert store.batch_put_from_multi_buffers(["a"], [[]], [[]]) == [-600]
+    assert store.batch_is_exist([]) == [] and store.batch_put_from([], [], []) == []
+
+
+def test_a_store_that_is_not_set_up(caplog: pytest.LogCaptureFixture) -> None:
+    store = MooncakeDistributedStore()
+    assert store.batch_is_exist(["a", "b"]) == [-1010] * 2 and store.get("a") == b""
+    assert store.put("a", b"x") == -1010 and store.remove("a") == -1010
+    assert "not set up" in caplog.text
+    assert store.close() == 0
+
+
+def test_setup_again_and_use_after_close(opened: Callable[..., Any]) -> None:
+    store = opened()
+    assert store.setup("h") == -600
+    assert store.close() == 0 and store.close() == 0
+    assert store.batch_is_exist(["a"]) == [-1010]
+
+
+def test_a_full_store(opened: Callable[..., Any]) -> None:
+    """An object larger than all memory is refused with Mooncake's code for that."""
+    store = opened(spec="store(host=32MiB)")
+    big = np.zeros(60 << 20, np.uint8)
+    assert store.register_buffer(big.ctypes.data, big.nbytes) == 0
+    # A buffer has 32 MiB at most.
+    assert store.batch_put_from(["big"], [big.ctypes.data], [33 << 20]) == [-600]
+    at, sizes = [[big.ctypes.data + (part << 20) for part in (0, 20, 40)]], [[20 << 20] * 3]
+    assert store.batch_put_from_multi_buffers(["big"], at, sizes) == [-200]
+    assert store.is_exist("big") == 0
+    # Small ones come and go.
+    for at in range(200):
+        assert store.put(f"k{at}", bytes(1 << 20)) == 0
+    assert 0 < sum(store.batch_is_exist([f"k{at}" for at in range(200)])) < 200
+
+
+def test_stores_of_a_process_share_what_has_the_same_settings(opened: Callable[..., Any]) -> None:
+    first, second = opened(), opened()
+    first.put("k", b"v")
+    assert second.get("k") == b"v"
+    assert first.kvtier_store is second.kvtier_store
+    kvtier_mooncake.configure()
+    lookups = MooncakeDistributedStore()  # a client without memory of its own
+    assert lookups.setup("localhost", "P2PHANDSHAKE", 0) == 0
+    assert lookups.batch_is_exist(["k", "l"]) == [1, 0]
+    first.close()
+    assert second.get("k") == b"v"
+    assert lookups.close() == 0
+
+
+def test_tenants_do_not_see_each_other(opened: Callable[..., Any]) -> None:
+    ours = opened()
+    theirs = MooncakeDistributedStore()
+    assert theirs.setup("localhost", "P2PHANDSHAKE", 0, tenant_id="them") == 0
+    ours.put("k", b"ours")
+    assert theirs.is_exist("k") == 0
+    theirs.put("k", b"theirs")
+    assert (ours.get("k"), theirs.get("k")) == (b"ours", b"theirs")
+    assert theirs.remove_all() == 1 and ours.get("k") == b"ours"
+    theirs.close()
+
+
+def test_setup_by_a_mapping_as_lmcache_does() -> None:
+    store = MooncakeDistributedStore()
+    assert store.setup({"local_hostname": "here", "metadata_server": "P2PHANDSHAKE",
+                        "global_segment_size": str(64 << 20), "local_buffer_size": "1",
+                        "protocol": "tcp", "something_new": "x"}) == 0
+    assert store.get_hostname() == "here"
+    stats = store.kvtier_store.stats()
+    assert stats["host_limit_bytes"] == 64 << 20
+    assert store.close() == 0
+
+
+def test_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
+                       caplog: pytest.LogCaptureFixture) -> None:
+    def limit() -> int:
+        store = MooncakeDistributedStore()
+        assert store.setup("h", global_segment_size=33 << 20) == 0
+        found = int(store.kvtier_store.stats()["host_limit_bytes"])
+        store.close()
+        return found
+
+    assert limit() == 33 << 20
+    engine = tmp_path / "mooncake.json"
+    engine.write_text(json.dumps({"metadata_server": "x", "kvtier": {"host_bytes": 34 << 20}}))
+    monkeypatch.setenv("MOONCAKE_CONFIG_PATH", str(engine))
+    assert limit() == 34 << 20
+    ours = tmp_path / "kvtier.json"
+    ours.write_text(json.dumps({"host_bytes": 35 << 20}))
+    monkeypatch.setenv("KVTIER_MOONCAKE_CONFIG", str(ours))
+    assert limit() == 35 << 20
+    monkeypatch.setenv("KVTIER_MOONCAKE_SPEC", f"store(host={36 << 20})")
+    monkeypatch.setenv("KVTIER_MOONCAKE_CONFIG", '{"policy": "arc"}')
+    assert limit() == 36 << 20
+    kvtier_mooncake.configure(host_bytes=37 << 20)
+    assert limit() == 37 << 20
+    kvtier_mooncake.configure()
+    for bad in ('{"hots_bytes": 1}', '{"level": "gone"}', "{", "[1]", "no/such/file",
+                '{"policy": "nosuch"}', '{"host_bytes": 99999999, "level": "durable"}'):
+        monkeypatch.setenv("KVTIER_MOONCAKE_CONFIG", bad)
+        assert MooncakeDistributedStore().setup("h") == -600, bad
+    assert "host_bytes" in caplog.text
+    with pytest.raises(kvtier.InvalidError):
+        kvtier_mooncake.configure(hots=1)
+
+
+def test_a_client_without_memory_and_no_store(caplog: pytest.LogCaptureFixture) -> None:
+    assert MooncakeDistributedStore().setup("h", global_segment_size=0) == -600
+    assert "KVTIER_MOONCAKE_SPEC" in caplog.text
+
+
+def test_live_policy_metrics_and_evictions(opened: Callable[..., Any]) -> None:
+    store = opened(spec=HOST, policy="lru")
+    native = store.kvtier_store
+    native.set_policy(kvtier.TIER_HOST, "arc")
+    for at in range(80):
+        store.put(f"k{at}", bytes(1 << 20))
+    assert native.evictions(kvtier.TIER_HOST)[-1].policy == "arc"
+    assert "kvtier" in native.metrics()
+    known = [key for key in (f"k{at}" for at in range(80)) if store.is_exist(key)]
+    tiers = store.batch_get_replica_desc([*known, "nope"])
+    assert set(tiers) == set(known)
+    assert all(one[0].is_memory_replica() and not one[0].is_disk_replica()
+               and not one[0].is_local_disk_replica() for one in tiers.values())
+
+
+def test_at_most_so_many_shapes_are_open(opened: Callable[..., Any]) -> None:
+    store = opened(spec=HOST, max_shapes=3)
+    for size in range(1, 9):
+        assert store.put(f"k{size}", bytes([size]) * size) == 0
+    assert sum(store.batch_is_exist([f"k{size}" for size in range(1, 9)])) == 3
+    memory = np.zeros(16, np.uint8)
+    store.register_buffer(memory.ctypes.data, 16)
+    assert store.batch_get_into(["k1"], [memory.ctypes.data], [1]) == [1]  # there all the same
+    assert memory[0] == 1 and store.is_exist("k1") == 1
+    assert store.remove_all() == 8
+
+
+def test_threads(store: Any) -> None:
+    """Puts, gets and registrations at once, with every byte compared."""
+    errors = []
+
+    def work(of: int) -> None:
+        try:
+            memory = Memory(store, 8, (1000 + of, 3000))
+            sizes = [list(memory.sizes)] * 8
+            for turn in range(10):
+                keys = names(8, f"{of}/{turn}")
+                want = [memory.bytes(block) for block in range(8)]
+                assert store.batch_put_from_multi_buffers(keys, memory.at(*range(8)), sizes) \
+                    == [0] * 8
+                memory.spoil()
+                assert store.batch_get_into_multi_buffers(
+                    keys, memory.at(*range(8)), sizes) == [4000 + of] * 8
+                assert [memory.bytes(block) for block in range(8)] == want
+                for row in memory.rows:
+                    row += 1
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(of,)) for of in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+
+
+def test_device_memory(opened: Callable[..., Any]) -> None:
+    """Memory of a device goes through it: here the one for tests, which is slow and spoils."""
+    store = opened(spec="store(host=64MiB)", device="simulated")
+    device = store._core.device
+    memory = device.alloc(8 * 4096)
+    assert store.register_buffer(memory.address, memory.nbytes, "device") == 0
+    data = np.random.default_rng(3).integers(0, 256, 8 * 4096, dtype=np.uint8)
+    event = device.upload(data, memory)
+    event.wait()
+    at = [memory.address + block * 4096 for block in range(8)]
+    assert store.batch_put_from(names(8), at, [4096] * 8) == [0] * 8
+    for block in range(8):
+        assert store.get(f"key@{block}") == data[block * 4096:(block + 1) * 4096].tobytes()
+    assert store.batch_get_into(names(8), at[::-1], [4096] * 8) == [4096] * 8
+    back = np.zeros_like(data)
+    device.download(memory, back).wait()
+    assert (back.reshape(8, 4096)[::-1] == data.reshape(8, 4096)).all()
+    # One object in memory of both kinds is refused.
+    array = np.zeros(4096, np.uint8)
+    store.register_buffer(array.ctypes.data, 4096)
+    assert store.batch_put_from_multi_buffers(["m"], [[array.ctypes.data, at[0]]],
+                                              [[4096, 4096]]) == [-600]
+    store.unregister_buffer(memory.address)
+    del event, memory
+
+
+def test_memory_for_an_engines_pools(store: Any) -> None:
+    allocator = MooncakeHostMemAllocator()
+    address = allocator.alloc(1 << 20)
+    assert address and store.register_buffer(address, 1 << 20) == 0
+    assert store.batch_put_from(["k"], [address], [1 << 20]) == [0]
+    assert store.get("k") == bytes(1 << 20)
+    assert store.unregister_buffer(address) == 0 and allocator.free(address) == 0
+    assert allocator.free(address) == -600 and allocator.alloc(1 << 60) == 0
