@@ -1,0 +1,83 @@
+"""Pages of device pools, layer by layer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import kvtier
+import numpy as np
+
+from ._config import invalid, unsupported
+
+
+@dataclass(frozen=True)
+class _Some(kvtier.Each):
+    """Tables of some parts, from one on."""
+
+    first: int = 0
+
+
+class LayeredBlocks(kvtier.Blocks):
+    """Blocks whose parts can be loaded a few at a time."""
+
+    def get_parts(self, names: Sequence[bytes], tables: Sequence[Any], first: int, device: bool,
+                  kept: Any, timeout: Optional[float]) -> kvtier.Op:
+        """Loads the parts from `first` on that there are tables of addresses for."""
+        return self.get(names, _Some(tables, device, kept, first), timeout=timeout)
+
+    def _fill(self, c: Any, places: Any, count: int, columns: Any, kept: List[Any]) -> None:
+        if isinstance(places, _Some):
+            c.first_layer, c.layers = places.first, len(places.tables)
+            parts = self.parts[places.first:places.first + len(places.tables)]
+            some: Any = SimpleNamespace(parts=parts)
+            kvtier.Blocks._fill(some, c, places, count, columns, kept)
+        else:
+            super()._fill(c, places, count, columns, kept)
+
+
+class LayerPages:
+    """Where the pages of a device pool are: a part for each buffer, in the order of the layers
+    that need them."""
+
+    def __init__(self, entry: Any, name: str) -> None:
+        self.entry = entry
+        #: Which parts a layer needs: the first, and how many.
+        self.layers: Dict[int, Tuple[int, int]] = {}
+        order: List[Tuple[int, int, int]] = []
+        for layer in sorted(entry.layer_mapping):
+            mapped = entry.layer_mapping[layer]
+            begin = len(order)
+            for component in entry.buffer_meta:
+                for at in [mapped] if isinstance(mapped, int) else mapped:
+                    order.append(component[at])
+            self.layers[layer] = (begin, len(order) - begin)
+        if len(order) != sum(map(len, entry.buffer_meta)):
+            raise unsupported(f"pool {name}: {sum(map(len, entry.buffer_meta))} buffers, of which "
+                              f"its layers name {len(order)}")
+        self.parts = [int(size) for _, _, size in order]
+        self._first = [np.uint64(address) for address, _, _ in order]
+        self._step = [np.uint64(step) for _, step, _ in order]
+        buffers = entry.get_hybrid_pool_buffer()
+        kinds = {one.device.type for one in buffers}
+        if len(kinds) != 1 or not kinds <= {"cpu", "cuda"}:
+            raise unsupported(f"pool {name} on {sorted(kinds)}: kvtier takes CUDA memory")
+        self.device = kinds == {"cuda"}
+        self.gpu = (buffers[0].device.index or 0) if self.device else None
+        said = {"pool": str(name), "how": "layers", "parts": self.parts, "page": entry.page_size,
+                "dtype": str(buffers[0].dtype)}
+        self.recipe = json.dumps(said, sort_keys=True).encode()
+
+    def rows(self, indices: Any, count: int) -> Any:
+        """The rows of pages, which the entry has checked."""
+        rows = np.asarray(self.entry.prepare_locations(indices), np.uint64)
+        if len(rows) != count:
+            raise invalid(f"{count} keys for {len(rows)} pages")
+        return rows
+
+    def tables(self, rows: Any, first: int = 0, count: Optional[int] = None) -> List[Any]:
+        """The addresses of pages, for each of some parts."""
+        end = len(self.parts) if count is None else first + count
+        return [self._first[at] + rows * self._step[at] for at in range(first, end)]

@@ -1,0 +1,291 @@
+"""`KvtierLinker`: the engine's device pools straight to a kvtier store, layer by layer."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Tuple
+
+import kvtier
+import torch
+from kvtier import _abi
+from kvtier._errors import make
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+    resolve_hybrid_device_pool_group,
+)
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+)
+from sglang.srt.runtime_context import get_model, get_parallel
+from sglang.srt.utils import get_device_module
+
+from ._config import LEVELS, Settings, check_version, open_store, shard
+from ._hits import fold
+from ._layers import LayeredBlocks, LayerPages
+
+logger = logging.getLogger("kvtier_sglang")
+Transfers = List[PoolTransfer]
+
+
+@dataclass(frozen=True)
+class _Pool:
+    pages: LayerPages
+    blocks: LayeredBlocks
+
+
+class KvtierLinker(UnifiedCacheLinker):
+    """Made by the engine for each rank; `offload` writes pages from where the forward left
+    them, `load` brings them back a layer at a time, so that the first layers compute while the
+    others come. Each rank has a store of its own, and writes what it has, also where the ranks
+    have the same."""
+
+    def __init__(self, server_args: Any, params: Any, *, components: Any,
+                 extra_config: Optional[Dict[str, Any]] = None,
+                 forward_stream: Any = None) -> None:
+        self.settings = Settings.of(extra_config)
+        check_version(self.settings)
+        self.forward_stream = forward_stream
+        self.pool_group = resolve_hybrid_device_pool_group(
+            kvcache=params.token_to_kv_pool_allocator.get_kvcache(), page_size=params.page_size,
+            params=params, components=components)
+        self.pools = self.pool_group.entry_map
+        pages = {name: LayerPages(entry, str(name)) for name, entry in self.pools.items()}
+        config = _config(params, self.pool_group.rank_replicated)
+        gpu = next((one.gpu for one in pages.values()), None)
+        self._runtime, self._store = open_store(self.settings, config, gpu)
+        try:
+            self._pools = {name: _Pool(one, self._blocks(config, one))
+                           for name, one in pages.items()}
+        except BaseException:
+            self._runtime.close()
+            raise
+        self.layer_done_counter = LayerWiseLoadCounter(self.pool_group.num_layers)
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        self._queued: Dict[str, Transfers] = {}
+        self._loads: "queue.Queue[Optional[Tuple[int, List[Transfers], Any]]]" = queue.Queue()
+        self._offloads: "queue.Queue[Optional[Tuple[Transfers, List[Any]]]]" = queue.Queue()
+        self._results: "queue.Queue[bool]" = queue.Queue()
+        self._closed = False
+        self._threads = [threading.Thread(target=target, args=(todo, work), daemon=True,
+                                          name=name)
+                         for name, target, todo, work in (
+                             ("kvtier-load", _serve, self._loads, self._load),
+                             ("kvtier-offload", _serve, self._offloads, self._offload))]
+        for thread in self._threads:
+            thread.start()
+
+    def _blocks(self, config: HiCacheStorageConfig, pages: LayerPages) -> LayeredBlocks:
+        who = kvtier.Identity(model=(config.model_name or "").encode(), shard=shard(config),
+                              salt=self.settings.tag.encode() or None, recipe=pages.recipe)
+        return LayeredBlocks(self._store, who, pages.parts, tenant=self.settings.tenant,
+                             priority=self.settings.priority)
+
+    def _open(self) -> None:
+        if self._closed:
+            raise make(_abi.KVT_E_CLOSED, "the linker is closed")
+
+    def lookup(self, rid: str, transfers: Transfers) -> List[int]:
+        """All prefixes, in pages, that every pool can serve."""
+        self._open()
+        asked = self.pool_group.resolve_transfers(transfers)
+        keys = next((one.keys for one in transfers if one.name == PoolName.KV), None)
+        if not asked or not keys:
+            return []
+        names = [key.encode() for key in keys]
+        _, _, able = fold(len(names), asked,
+                          lambda name: self._pools[PoolName(name)].blocks.exists(names),
+                          PoolName.KV)
+        return able
+
+    def load(self, rid: str, transfers: Transfers) -> bool:
+        """Queues a load for the next batch."""
+        self._open()
+        wanted = self.pool_group.resolve_transfers(transfers, allow_partial=True,
+                                                   allow_missing_kv=True)
+        if not wanted:
+            return False
+        if rid in self._queued:
+            raise make(_abi.KVT_E_STATE, f"a load for request {rid} is queued already")
+        self._queued[rid] = wanted
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Takes a load back that has not begun."""
+        return self._queued.pop(rid, None) is not None
+
+    def start_layer_wise_loading(self) -> int:
+        """Begins with what is queued; the batch's number, -1 where there is none."""
+        self._open()
+        if not self._queued:
+            return -1
+        queued, self._queued = self._queued, {}
+        index = int(self.layer_done_counter.update_producer())
+        ready = get_device_module().Event()
+        ready.record()
+        self._loads.put((index, list(queued.values()), ready))
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Waits until a batch writes no more; whether all of it came."""
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    def _load(self, task: Tuple[int, List[Transfers], Any]) -> None:
+        index, requests, ready = task
+        ops: List[List[kvtier.Op]] = []
+        try:
+            ready.synchronize()
+            batches = self._batches(requests)
+            for layer in range(self.pool_group.num_layers):
+                ops.append([])
+                for pool, names, rows in batches:
+                    if layer in pool.pages.layers:
+                        ops[-1].append(self._get(pool, names, rows, layer))
+            for layer, those in enumerate(ops):
+                for op in those:
+                    op.result()
+                self.layer_done_counter.complete(index, layer)
+        except BaseException as error:
+            # Nobody may use the slots again before the last copy into them has ended.
+            for op in [op for those in ops for op in those]:
+                op.cancel()
+                op.wait()
+            self.layer_done_counter.fail(index, error)
+            logger.warning("a layer-wise load has failed: %s", error)
+        finally:
+            for op in [op for those in ops for op in those]:
+                op.close()
+
+    def _get(self, pool: _Pool, names: List[bytes], rows: Any, layer: int) -> kvtier.Op:
+        first, count = pool.pages.layers[layer]
+        return pool.blocks.get_parts(names, pool.pages.tables(rows, first, count), first,
+                                     pool.pages.device, pool.pages.entry.kv_buffer,
+                                     self.settings.timeout_s)
+
+    def _batches(self, requests: List[Transfers]) -> List[Tuple[_Pool, List[bytes], Any]]:
+        """What all requests want of each pool, in one."""
+        found: Dict[Any, Tuple[List[str], List[Any]]] = {}
+        for transfers in requests:
+            for one in transfers:
+                keys, slots = found.setdefault(one.name, ([], []))
+                keys.extend(one.keys or ())
+                slots.append(one.host_indices)
+        batches = []
+        for name, (keys, slots) in found.items():
+            pool = self._pools[name]
+            rows = pool.pages.rows(torch.cat(slots), len(keys))
+            batches.append((pool, [key.encode() for key in keys], rows))
+        return batches
+
+    def offload(self, transfers: Transfers, session_id: Optional[str] = None) -> bool:
+        """Queues pages to be stored once the forward has written them."""
+        self._open()
+        wanted = self.pool_group.resolve_transfers(transfers, allow_partial=True)
+        if not wanted:
+            return False
+        self._offloads.put((wanted, self.record_offload_ready()))
+        return True
+
+    def _offload(self, task: Tuple[Transfers, List[Any]]) -> None:
+        transfers, ready = task
+        ops: List[kvtier.Op] = []
+        good = False
+        try:
+            for event in ready:
+                event.synchronize()
+            for pool, names, rows in self._batches([transfers]):
+                where = kvtier.Each(pool.pages.tables(rows), pool.pages.device,
+                                    pool.pages.entry.kv_buffer)
+                ops.append(pool.blocks.put(names, where, level=LEVELS[self.settings.level],
+                                           timeout=self.settings.timeout_s))
+            for op in ops:
+                op.wait()
+            errors = [error for error in (op.error() for op in ops) if error is not None]
+            good = not errors
+            if errors:
+                logger.warning("an offload has failed: %s", errors[0])
+        except BaseException as error:
+            logger.warning("an offload has failed: %s", error)
+        finally:
+            for op in ops:
+                op.wait()
+                op.close()
+            self._results.put(good)
+
+    def num_completed_offloads(self) -> int:
+        """How many have ended."""
+        return self._results.qsize()
+
+    def pop_completed_offload(self) -> bool:
+        """How the oldest of them went."""
+        return self._results.get_nowait()
+
+    def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
+        """Goes on with another policy; what is there stays."""
+        self._store.set_policy(tier, spec)
+
+    def stats(self) -> Dict[str, int]:
+        """What the store counts and has."""
+        return self._store.stats()
+
+    def metrics(self) -> str:
+        """The same in Prometheus' text format."""
+        return self._store.metrics()
+
+    def reset(self) -> None:
+        """Waits for all transfers, and forgets how they went. What is stored stays."""
+        self._queued.clear()
+        self._loads.join()
+        self._offloads.join()
+        while not self._results.empty():
+            self._results.get_nowait()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        """Waits for all transfers, and closes the store."""
+        if self._closed:
+            return
+        self.reset()
+        self._closed = True
+        self._loads.put(None)
+        self._offloads.put(None)
+        for thread in self._threads:
+            thread.join()
+        for pool in self._pools.values():
+            pool.blocks.close()
+        self._store.close()
+        self._runtime.close()
+
+
+def _serve(todo: "queue.Queue[Any]", work: Any) -> None:
+    while True:
+        task = todo.get()
+        try:
+            if task is None:
+                return
+            work(task)
+        finally:
+            todo.task_done()
+
+
+def _config(params: Any, replicated: bool) -> HiCacheStorageConfig:
+    """What tells this rank from others, as the storage backend is told it."""
+    rank, size = 0, get_parallel().tp_size
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank(group=group)
+        size = torch.distributed.get_world_size(group=group)
+    return HiCacheStorageConfig(
+        tp_rank=rank, tp_size=size, pp_rank=params.pp_rank, pp_size=params.pp_size,
+        attn_cp_rank=params.attn_cp_rank, attn_cp_size=params.attn_cp_size,
+        is_mla_model=replicated, enable_storage_metrics=False, is_page_first_layout=False,
+        model_name=get_model().model_path,
+        dp_rank=int(getattr(get_parallel(), "attn_dp_rank", 0) or 0))

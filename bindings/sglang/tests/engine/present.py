@@ -1,0 +1,27 @@
+"""These tests need SGLang itself, in the tested version: KVTIER_ENGINES=1."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+from kvtier_sglang._config import TESTED
+
+
+def missing() -> str:
+    """Why they cannot run; empty where they can."""
+    if os.environ.get("KVTIER_ENGINES") != "1":
+        return "KVTIER_ENGINES is not 1"
+    for name in ("sglang.srt.mem_cache.storage.backend_factory",
+                 "sglang.srt.mem_cache.pool_host.mha", "sglang.srt.managers.cache_controller"):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            return f"SGLang does not import: {error}"
+    found = importlib.import_module("sglang.version").__version__
+    return "" if found == TESTED else f"SGLang {found} is installed, tested is {TESTED}"
+
+
+if missing():
+    pytest.skip(missing(), allow_module_level=True)

@@ -1,0 +1,1 @@
+"""A stub: see the folder above."""

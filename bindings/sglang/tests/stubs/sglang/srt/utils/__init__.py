@@ -1,0 +1,15 @@
+"""The device's module: events that have come when they are recorded."""
+
+from types import SimpleNamespace
+
+
+class Event:
+    def record(self, stream=None):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+def get_device_module():
+    return SimpleNamespace(Event=Event)

@@ -1,0 +1,3 @@
+"""The version whose interface this is."""
+
+__version__ = "0.5.23"

@@ -1,0 +1,182 @@
+"""The linker over device pools in miniature, in host memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Dict, List, Optional, Tuple
+
+import kvtier
+import numpy as np
+import pytest
+import torch
+from kvtier_sglang import linker as module
+from kvtier_sglang.linker import KvtierLinker
+from mini import names
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+    DevicePoolEntry,
+    DevicePoolGroup,
+)
+
+PAGE, PAGES, LAYERS = 4, 32, 5
+
+
+class Device:
+    """K and V of five layers, and states of two of them, one a slot."""
+
+    def __init__(self) -> None:
+        self.k = [torch.zeros((PAGE * PAGES, 2, 8), dtype=torch.float16) for _ in range(LAYERS)]
+        self.v = [torch.zeros((PAGE * PAGES, 2, 8), dtype=torch.float16) for _ in range(LAYERS)]
+        self.states = [torch.zeros((PAGES, 24), dtype=torch.float32) for _ in range(2)]
+        kv = DevicePoolEntry(
+            name=PoolName.KV, indices_from_pool=PoolName.KV, device_pool=None,
+            components=[[*self.k, *self.v]], page_size=PAGE, rows_are_pages=False,
+            layer_mapping={layer: (layer, LAYERS + layer) for layer in range(LAYERS)})
+        mamba = DevicePoolEntry(
+            name=PoolName.MAMBA, indices_from_pool=PoolName.MAMBA, device_pool=None,
+            components=[self.states], layer_mapping={1: 0, 3: 1}, page_size=1,
+            rows_are_pages=True)
+        self.group = DevicePoolGroup([kv, mamba], LAYERS, PAGE)
+
+    def fill(self, seed: int) -> None:
+        numbers = np.random.default_rng(seed)
+        for one in [*self.k, *self.v, *self.states]:
+            raw = one.numpy().view(np.uint8)
+            raw[...] = numbers.integers(0, 256, raw.shape, dtype=np.uint8)
+
+    def layer(self, layer: int, page: int) -> bytes:
+        tokens = slice(page * PAGE, page * PAGE + PAGE)
+        return b"".join(one[layer].numpy()[tokens].tobytes() for one in (self.k, self.v))
+
+    def page(self, page: int) -> bytes:
+        return b"".join(self.layer(layer, page) for layer in range(LAYERS))
+
+    def state(self, slot: int) -> bytes:
+        return b"".join(one.numpy()[slot].tobytes() for one in self.states)
+
+
+def kv(keys: List[str], pages: Optional[List[int]] = None) -> PoolTransfer:
+    slots = None
+    if pages is not None:
+        first = np.asarray(pages, np.int64)[:, None] * PAGE
+        slots = torch.from_numpy((first + np.arange(PAGE)).reshape(-1))
+    return PoolTransfer(PoolName.KV, device_indices=slots, keys=keys)
+
+
+def mamba(keys: List[str], slots: Optional[List[int]] = None) -> PoolTransfer:
+    at = None if slots is None else torch.from_numpy(np.asarray(slots, np.int64))
+    return PoolTransfer(PoolName.MAMBA, device_indices=at, keys=keys,
+                        hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes linkers for a device, as the engine does."""
+    def make(device: Device, extra: Optional[Dict[str, Any]] = None) -> Tuple[Any, List[Any]]:
+        monkeypatch.setattr(module, "resolve_hybrid_device_pool_group",
+                            lambda **_: device.group)
+        monkeypatch.setattr(module, "get_parallel",
+                            lambda: SimpleNamespace(tp_size=1, attn_dp_rank=0))
+        monkeypatch.setattr(module, "get_model", lambda: SimpleNamespace(model_path="some/model"))
+        counters: List[Any] = []
+        params = SimpleNamespace(
+            token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: device.group),
+            req_to_token_pool=SimpleNamespace(register_layer_transfer_counter=counters.append),
+            page_size=PAGE, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
+            attn_tp_cache_group=None, tp_cache_group=None)
+        extra = {"host_bytes": 64 << 20, **(extra or {})}
+        return KvtierLinker(SimpleNamespace(), params, components=set(), extra_config=extra,
+                            forward_stream=None), counters
+    return make
+
+
+def ended(linker: KvtierLinker, count: int) -> List[bool]:
+    end = time.monotonic() + 30
+    while linker.num_completed_offloads() < count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return [linker.pop_completed_offload() for _ in range(count)]
+
+
+def test_pages_there_and_back_layer_by_layer(made: Any) -> None:
+    device = Device()
+    linker, counters = made(device)
+    assert counters == [linker.layer_done_counter]
+    device.fill(1)
+    before, state = [device.page(page) for page in range(PAGES)], device.state(7)
+    layers = [[device.layer(layer, page) for layer in range(LAYERS)] for page in range(4)]
+    keys = names(4)
+    assert linker.offload([kv(keys, [0, 1, 2, 3]), mamba(keys[2:3], [7])], "a session")
+    assert ended(linker, 1) == [True] and linker.num_completed_offloads() == 0
+    asked = [kv([*keys, "missing"]), mamba(keys[:1])]
+    assert linker.lookup("r", asked) == [3]
+    assert linker.lookup("r", [kv(keys)]) == []
+    device.fill(2)
+    others = [device.page(page) for page in range(PAGES)]
+    assert linker.start_layer_wise_loading() == -1
+    assert linker.load("r", [kv(keys[:3], [9, 20, 5]), mamba(keys[2:3], [1])])
+    assert linker.load("s", [kv(keys[3:], [30])])
+    assert linker.load("t", [kv(keys[3:], [31])]) and linker.cancel_queued_load("t")
+    assert not linker.cancel_queued_load("t")
+    with pytest.raises(kvtier.StateError, match="queued already"):
+        linker.load("r", [kv(keys[:1], [9])])
+    index = linker.start_layer_wise_loading()
+    linker.layer_done_counter.set_consumer(index)
+    for layer in range(LAYERS):
+        linker.layer_done_counter.wait_until(layer)
+        for page, was in ((9, 0), (20, 1), (5, 2), (30, 3)):
+            assert device.layer(layer, page) == layers[was][layer]
+    assert linker.finish_layer_wise_loading(index)
+    assert device.state(1) == state
+    assert [device.page(page) for page in (9, 20, 5, 30)] == before[:4]
+    assert all(device.page(page) == others[page] for page in range(PAGES)
+               if page not in (9, 20, 5, 30))
+    linker.close()
+
+
+def test_a_load_of_what_is_missing_fails(made: Any) -> None:
+    device = Device()
+    linker, _ = made(device)
+    keys = names(2)
+    assert linker.offload([kv(keys[:1], [0])])
+    assert ended(linker, 1) == [True]
+    assert linker.load("r", [kv(keys, [1, 2])])
+    assert not linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    assert linker.load("r", [kv(keys[:1], [PAGES])])
+    assert not linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    assert linker.offload([kv(keys[1:], [PAGES])])
+    assert ended(linker, 1) == [False]
+    assert linker.load("r", [kv(keys[:1], [3])])
+    assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    assert not linker.load("r", []) and not linker.offload([kv([], [])])
+    linker.close()
+
+
+def test_a_restart_and_a_close_in_the_middle(made: Any, tmp_path: Path) -> None:
+    device = Device()
+    extra = {"disk_path": str(tmp_path), "disk_bytes": 1 << 30, "level": "disk"}
+    linker, _ = made(device, extra)
+    device.fill(3)
+    before, keys = [device.page(page) for page in range(PAGES)], names(PAGES)
+    for page in range(PAGES):
+        assert linker.offload([kv(keys[page:page + 1], [page])])
+    linker.close()
+    with pytest.raises(kvtier.ClosedError):
+        linker.load("r", [kv(keys, list(range(PAGES)))])
+    linker.close()
+    again, _ = made(device, extra)
+    device.fill(4)
+    assert again.load("r", [kv(keys, list(range(PAGES)))])
+    index = again.start_layer_wise_loading()
+    assert again.finish_layer_wise_loading(index)
+    assert [device.page(page) for page in range(PAGES)] == before
+    assert again.offload([kv(keys, list(range(PAGES)))])
+    again.reset()
+    assert again.num_completed_offloads() == 0
+    assert again.load("r", [kv(keys, list(range(PAGES)))])
+    assert again.start_layer_wise_loading() == 0
+    again.set_policy("lru")
+    assert again.stats()["chunks"] >= PAGES and "kvtier" in again.metrics()
+    again.close()

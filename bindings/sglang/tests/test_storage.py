@@ -1,0 +1,436 @@
+"""The backend over pools in miniature: every layout, every byte."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Dict, List
+
+import kvtier
+import numpy as np
+import pytest
+import torch
+from kvtier_sglang import KvtierStorage
+from mini import LAYOUTS, MiniPool, MovedPool, StatePool, config, names
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+
+def opened(pool: MiniPool, extra: Any = None, **given: Any) -> KvtierStorage:
+    backend = KvtierStorage(config(extra, **given), {})
+    backend.register_mem_pool_host(pool)
+    return backend
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_there_and_back(layout: str, kinds: int) -> None:
+    pool = MiniPool(layout, kinds=kinds)
+    backend = opened(pool)
+    pool.fill(1)
+    before = {page: pool.bytes_of(page) for page in range(16)}
+    keys = names(5)
+    assert backend.batch_set_v1(keys, pool.slots([3, 0, 15, 7, 1])) == [True] * 5
+    assert backend.batch_exists([*keys, "missing", keys[0]]) == 5
+    pool.fill(2)
+    others = {page: pool.bytes_of(page) for page in range(16)}
+    got = backend.batch_get_v1([keys[1], "missing", keys[4], keys[2]], pool.slots([9, 10, 0, 4]))
+    assert got == [True, False, True, True]
+    assert [pool.bytes_of(page) for page in (9, 0, 4)] == [before[page] for page in (0, 1, 15)]
+    untouched = set(range(16)) - {9, 10, 0, 4}
+    assert all(pool.bytes_of(page) == others[page] for page in untouched)
+    backend.close()
+
+
+@pytest.mark.parametrize("make", [MovedPool, lambda: StatePool("layer_first")])
+def test_pools_without_even_addresses(make: Any) -> None:
+    pool = make()
+    backend = opened(pool)
+    pool.fill(3)
+    before = [pool.bytes_of(page) for page in range(16)]
+    keys = names(16)
+    assert all(backend.batch_set_v1(keys, pool.slots(range(16))))
+    pool.fill(4)
+    assert all(backend.batch_get_v1(keys, pool.slots(list(reversed(range(16))))))
+    assert [pool.bytes_of(15 - page) for page in range(16)] == before
+    backend.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flat_pages_are_the_same_pages(layout: str) -> None:
+    pool = MiniPool(layout)
+    backend = opened(pool)
+    pool.fill(5)
+    before = [pool.bytes_of(page) for page in range(4)]
+    keys = names(4)
+    assert backend.batch_set(keys[:2], [pool.get_data_page(0), pool.get_data_page(4)])
+    assert all(backend.batch_set_v1(keys[2:], pool.slots([2, 3])))
+    assert backend.exists(keys[0]) and not backend.exists("missing")
+    pool.fill(6)
+    assert all(backend.batch_get_v1(keys[:2], pool.slots([0, 1])))
+    room = [pool.get_dummy_flat_data_page() for _ in range(3)]
+    got = backend.batch_get([*keys[2:], "missing"], room)
+    assert got[0] is room[0] and got[2] is None
+    pool.set_from_flat_data_page(8, got[0])
+    pool.set_from_flat_data_page(12, got[1])
+    assert [pool.bytes_of(page) for page in range(4)] == before
+    assert backend.get("missing", room[0]) is None
+    backend.close()
+
+
+def test_what_makes_pages_others(tmp_path: Path) -> None:
+    keys = names(1)
+    first = MiniPool()
+    backend = opened(first, {"disk_path": str(tmp_path), "disk_bytes": 1 << 30, "level": "disk",
+                             "extra_backend_tag": "a"})
+    assert backend.batch_set_v1(keys, first.slots([0])) == [True]
+    backend.close()
+
+    def there(pool: MiniPool, tag: str = "a", **given: Any) -> int:
+        other = opened(pool, {"disk_path": str(tmp_path), "disk_bytes": 1 << 30,
+                              "extra_backend_tag": tag}, **given)
+        found = other.batch_exists(keys)
+        other.close()
+        return found
+
+    assert there(MiniPool()) == 1
+    assert there(MiniPool(), tag="b") == 0
+    assert there(MiniPool(), model_name="other") == 0
+    assert there(MiniPool("page_first_direct")) == 0
+    assert there(MiniPool(layers=6, dim=4)) == 0
+    assert there(MiniPool(), tp_size=2) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "dp0-tp0of1-pp0of1-cp0of1", "dp0-tp0of2-pp0of1-cp0of1"]
+
+
+def test_restart_from_disk(tmp_path: Path) -> None:
+    extra = {"spec": "store(host=64MiB)", "disk_path": str(tmp_path), "disk_bytes": 1 << 30}
+    pool, keys = MiniPool(pages=64), names(64)
+    pool.fill(7)
+    before = [pool.bytes_of(page) for page in range(64)]
+    backend = opened(pool, extra)
+    assert all(backend.batch_set_v1(keys, pool.slots(range(64))))
+    backend.close()
+    again = opened(pool, extra)
+    pool.fill(8)
+    assert again.batch_exists(keys) == 64
+    assert all(again.batch_get_v1(keys, pool.slots(range(64))))
+    assert [pool.bytes_of(page) for page in range(64)] == before
+    again.clear()
+    assert again.batch_exists(keys) == 0
+    again.close()
+
+
+def test_memory_that_is_full_keeps_some(tmp_path: Path) -> None:
+    pool = MiniPool(pages=4096, page_size=8, dim=64)
+    pool.fill(9)
+    backend = opened(pool, {"host_bytes": 33 << 20, "policy": "lru", "log_evictions": True})
+    keys = names(4096)
+    for at in range(0, 4096, 128):
+        backend.batch_set_v1(keys[at:at + 128], pool.slots(range(at, at + 128)))
+    backend.set_policy("s3fifo")
+    there = [backend.exists(key) for key in keys]
+    before = [pool.bytes_of(page) for page in range(4096)]
+    pool.fill(10)
+    got = backend.batch_get_v1(keys, pool.slots(range(4096)))
+    assert 0 < sum(there) < 4096 and got == there
+    assert all(pool.bytes_of(page) == before[page] for page in range(4096) if got[page])
+    assert backend.evictions() and "kvtier" in backend.metrics()
+    assert backend.stats()["dropped_chunks"] > 0 and backend.tenants()[0].tenant == 0
+    told = backend.get_stats()
+    assert sum(told.backup_pgs) >= sum(there) and sum(told.prefetch_pgs) == sum(there)
+    assert len(told.prefetch_pgs) == len(told.prefetch_bandwidth)
+    assert backend.get_stats().backup_pgs == []
+    backend.close()
+
+
+def reference(kv: List[bool], transfers: List[PoolTransfer], pools: Dict[str, List[bool]]
+              ) -> List[int]:
+    """All prefixes that all pools can serve, by trying each."""
+    def able(pages: int) -> bool:
+        for one in transfers:
+            there, window = pools[one.name], pages
+            if one.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(one.keys or ()))
+            if not all(there[max(0, pages - window):pages]):
+                return False
+        return True
+
+    run = kv.index(False) if False in kv else len(kv)
+    return [pages for pages in range(1, run + 1) if able(pages)]
+
+
+def test_hits_of_several_pools() -> None:
+    kv, state, window = MiniPool(pages=12), StatePool("layer_first", pages=12), MiniPool(
+        "layer_first", pages=12, kinds=1)
+    numbers, keys = random.Random(11), names(12)
+    for _ in range(40):
+        backend = opened(kv)
+        backend.register_mem_host_pool_v2(kv, PoolName.KV)
+        backend.register_mem_host_pool_v2(state, PoolName.MAMBA)
+        backend.register_mem_host_pool_v2(window, PoolName.SWA)
+        backend.on_host_pools_registered()
+        there: Dict[str, List[bool]] = {}
+        for name, pool, odds in (("kv", kv, 0.9), ("mamba", state, 0.5), ("swa", window, 0.8)):
+            there[name] = [numbers.random() < odds for _ in range(12)]
+            stored = [i for i in range(12) if there[name][i]]
+            sent = PoolTransfer(PoolName(name), pool.slots(stored), None,
+                                [keys[i] for i in stored])
+            assert backend.batch_set_v2([sent]) == {name: [True] * len(stored)}
+        asked = [
+            PoolTransfer(PoolName.MAMBA, keys=keys[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+            PoolTransfer(PoolName.SWA, keys=keys[:3], hit_policy=numbers.choice(
+                [PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.ALL_PAGES]))]
+        result = backend.batch_exists_v2(keys, asked)
+        able = reference(there["kv"], asked, there)
+        assert result.restorable_prefix_pages == able
+        assert result.kv_hit_pages == max(able, default=0)
+        backend.close()
+
+
+def test_several_pools_at_once_and_in_part() -> None:
+    kv, state = MiniPool(), StatePool("layer_first", pages=16)
+    backend = opened(kv)
+    backend.register_mem_host_pool_v2(state, PoolName.MAMBA)
+    kv.fill(12), state.fill(13)
+    before, keys = state.bytes_of(5), names(4)
+    backend.batch_set_v2([PoolTransfer(PoolName.KV, kv.slots([0, 1]), None, keys[:2]),
+                          PoolTransfer(PoolName.MAMBA, state.slots([5]), None, keys[1:2])])
+    state.fill(14)
+    got = backend.batch_get_v2([PoolTransfer(PoolName.KV, kv.slots([2, 3, 4]), None, keys[:3]),
+                                PoolTransfer(PoolName.MAMBA, state.slots([1, 2]), None, keys[:2])])
+    assert got == {"kv": [True, True, False], "mamba": [False, True]}
+    assert state.bytes_of(2) == before
+    assert backend.batch_get_v2([PoolTransfer(PoolName.KV)]) == {"kv": []}
+    with pytest.raises(kvtier.UnsupportedError, match="block_groups"):
+        backend.batch_exists_v2(keys, [PoolTransfer(PoolName.MAMBA,
+                                                    hit_policy=PoolHitPolicy.BLOCK_GROUPS)])
+    with pytest.raises(kvtier.InvalidError, match="'swa' is not registered"):
+        backend.batch_exists_v2(keys, [PoolTransfer(PoolName.SWA)])
+    backend.close()
+
+
+def test_a_pool_that_only_gives_out_slots() -> None:
+    anchor, side = MiniPool(), MiniPool("layer_first", kinds=1)
+    anchor.kv_buffer = None
+    backend = opened(anchor)
+    backend.register_mem_host_pool_v2(side, PoolName.SWA)
+    keys = names(3)
+    assert backend.batch_set_v1(keys, anchor.slots([0, 1, 2])) == [True] * 3
+    backend.batch_set_v2([PoolTransfer(PoolName.SWA, side.slots([0, 1]), None, keys[:2])])
+    found = backend.batch_exists_v2(keys, [PoolTransfer(PoolName.SWA)])
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (2, {"kv": 3, "swa": 2})
+    backend.close()
+
+
+def test_bad_input_is_refused() -> None:
+    pool = MiniPool()
+    backend = KvtierStorage(config(), {})
+    with pytest.raises(kvtier.StateError, match="register_mem_pool_host"):
+        backend.batch_exists(names(1))
+    backend.register_mem_pool_host(pool)
+    keys, good = names(2), pool.slots([0, 1])
+    assert backend.batch_set_v1([], pool.slots([])) == []
+    assert backend.batch_set([], []) and backend.batch_get([], []) == []
+    assert backend.batch_exists([]) == 0
+    bad = {
+        "float": torch.as_tensor([0.0] * 8, dtype=torch.float32), "too few": good[:7],
+        "outside": pool.slots([0, 16]), "before": pool.slots([0, -1]),
+        "not a page": torch.from_numpy(good.numpy() + 1),
+        "scattered": torch.as_tensor([0, 1, 3, 2, 4, 5, 6, 7], dtype=torch.int64),
+    }
+    for indices in bad.values():
+        with pytest.raises(kvtier.InvalidError):
+            backend.batch_get_v1(keys, indices)
+        with pytest.raises(kvtier.InvalidError):
+            backend.batch_set_v2([PoolTransfer(PoolName.KV, indices, None, keys)])
+    page = pool.get_dummy_flat_data_page()
+    strided = torch.zeros((page.numel(), 2), dtype=torch.float16)[:, 0]
+    for values in ([page], [page, None], [page, strided], [page, page[1:]],
+                   [page, torch.zeros((4,), dtype=torch.float16)], [page, b"bytes"]):
+        with pytest.raises(kvtier.InvalidError):
+            backend.batch_set(keys, values)
+        with pytest.raises(kvtier.InvalidError):
+            backend.batch_get(keys, values)
+    backend.close()
+    with pytest.raises(kvtier.ClosedError):
+        backend.batch_get_v1(keys, good)
+    with pytest.raises(kvtier.ClosedError):
+        backend.exists(keys[0])
+    backend.close()
+
+
+def test_pools_that_cannot_be_taken() -> None:
+    pool = MiniPool("page_first")
+    pool.kv_buffer = pool.kv_buffer.transpose(0, 1)
+    backend = KvtierStorage(config(), {})
+    with pytest.raises(kvtier.InvalidError, match="strides"):
+        backend.register_mem_pool_host(pool)
+
+    class NoPages(MiniPool):
+        def get_page_buffer_meta(self, indices: Any) -> Any:
+            raise ValueError("no addresses")
+
+        def get_dummy_flat_data_page(self) -> Any:
+            raise NotImplementedError("no pages")
+
+    with pytest.raises(kvtier.UnsupportedError, match="hicache-mem-layout page_first"):
+        backend.register_mem_pool_host(NoPages())
+    backend.close()
+
+
+@pytest.mark.parametrize("extra, said", [
+    ({"host_byte": 1}, "did you mean 'host_bytes'"), ({"host_bytes": "8GiB"}, "wanted is int"),
+    ({"log_evictions": 1}, "wanted is bool"), ({"host_bytes": True}, "wanted is int"),
+    ({"level": "tape"}, "ram, disk, durable"), ({"policy": "lro"}, "lru"),
+    ({"spec": "store(hoost=1)"}, "host"),
+])
+def test_settings_are_checked(extra: Dict[str, Any], said: str) -> None:
+    with pytest.raises(kvtier.Error, match=said):
+        KvtierStorage(config(extra), {})
+
+
+def test_ranks_have_directories_of_their_own(tmp_path: Path) -> None:
+    disk = f'store(host=64MiB, disk=disk(path="{tmp_path}/PLACE", bytes=1GiB))'
+    one = {"spec": disk.replace("PLACE", "one")}
+    with pytest.raises(kvtier.InvalidError, match="several ranks"):
+        KvtierStorage(config(one, tp_size=2), {})
+    alone = KvtierStorage(config(one), {})
+    with pytest.raises(kvtier.BusyError, match="disk_path of its own"):
+        KvtierStorage(config(one), {})
+    alone.close()
+    each = {"spec": disk.replace("PLACE", "{rank}")}
+    ranks = [KvtierStorage(config(each, tp_rank=rank, tp_size=2), {}) for rank in range(2)]
+    for rank in ranks:
+        rank.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "dp0-tp0of2-pp0of1-cp0of1", "dp0-tp1of2-pp0of1-cp0of1", "one"]
+
+
+def test_what_ranks_have_alike() -> None:
+    with pytest.raises(kvtier.UnsupportedError, match="mla_copies"):
+        KvtierStorage(config(is_mla_model=True, tp_size=2), {})
+    said = config({"mla_copies": True}, is_mla_model=True, tp_rank=1, tp_size=2)
+    assert not said.is_storage_writer
+    KvtierStorage(said, {}).close()
+    assert said.is_storage_writer
+    with pytest.raises(kvtier.UnsupportedError, match="tp_lcm_size"):
+        KvtierStorage(config(should_split_heads=True), {})
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sglang.version
+
+    monkeypatch.setattr(sglang.version, "__version__", "0.6.0")
+    with pytest.raises(kvtier.UnsupportedError, match='"sglang_version": "0.6.0"'):
+        KvtierStorage(config(), {})
+    KvtierStorage(config({"sglang_version": "0.6.0"}), {}).close()
+
+
+def test_threads_and_a_close_among_them(tmp_path: Path) -> None:
+    """As the engine does it: one thread reads and one writes, and then it is detached."""
+    extra = {"disk_path": str(tmp_path), "disk_bytes": 1 << 30, "level": "disk"}
+    pool = MiniPool(pages=512)
+    pool.fill(15)
+    before = [pool.bytes_of(page) for page in range(512)]
+    backend, keys = opened(pool, extra), names(256)
+    stored: List[bool] = [False] * 256
+    wrong: List[object] = []
+
+    def write() -> None:
+        try:
+            for at in range(0, 256, 8):
+                stored[at:at + 8] = backend.batch_set_v1(keys[at:at + 8],
+                                                         pool.slots(range(at, at + 8)))
+        except kvtier.ClosedError:
+            pass
+        except BaseException as error:
+            wrong.append(error)
+
+    def read() -> None:
+        try:
+            while True:
+                count = backend.batch_exists(keys)
+                got = backend.batch_get_v1(keys[:count], pool.slots(range(256, 256 + count)))
+                bad = [i for i in range(count) if got[i] and pool.bytes_of(256 + i) != before[i]]
+                if bad:
+                    wrong.append(bad)
+        except kvtier.ClosedError:
+            pass
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=one) for one in (write, read)]
+    for thread in threads:
+        thread.start()
+    while sum(stored) < 64 and threads[0].is_alive():
+        time.sleep(0.0005)
+    backend.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not wrong
+    again = opened(pool, extra)
+    pool.fill(16)
+    kept = [i for i in range(256) if stored[i]]
+    got = again.batch_get_v1([keys[i] for i in kept], pool.slots(kept))
+    assert all(got) and all(pool.bytes_of(i) == before[i] for i in kept)
+    again.close()
+
+
+def test_an_interpreter_that_ends_with_it_open(tmp_path: Path) -> None:
+    program = f"""
+import sys, threading
+sys.path[:0] = {[str(path) for path in sys.path[:4]]!r}
+from mini import MiniPool, config, names
+from kvtier_sglang import KvtierStorage
+pool = MiniPool(pages=64)
+backend = KvtierStorage(config({{"disk_path": {str(tmp_path)!r}, "disk_bytes": 1 << 30,
+                                "level": "durable"}}), {{}})
+backend.register_mem_pool_host(pool)
+assert all(backend.batch_set_v1(names(64), pool.slots(range(64))))
+def on():
+    while True:
+        backend.batch_get_v1(names(64), pool.slots(range(64)))
+threading.Thread(target=on, daemon=True).start()
+print("stored")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=120)
+    assert done.returncode == 0 and done.stdout == "stored\n", done.stderr
+    again = opened(MiniPool(pages=64), {"disk_path": str(tmp_path), "disk_bytes": 1 << 30})
+    assert again.batch_exists(names(64)) == 64
+    again.close()
+
+
+def test_a_directory_of_another_process_is_refused(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.path[:0] = {[str(path) for path in sys.path[:4]]!r}
+from mini import config
+from kvtier_sglang import KvtierStorage
+KvtierStorage(config({{"disk_path": {str(tmp_path)!r}, "disk_bytes": 1 << 30}},
+                     tp_size=2, tp_rank=int(sys.argv[1])), {{}}).close()
+"""
+    first = KvtierStorage(config({"disk_path": str(tmp_path), "disk_bytes": 1 << 30},
+                                 tp_size=2), {})
+    codes = {}
+    for rank in ("0", "1"):
+        done = subprocess.run([sys.executable, "-c", program, rank], capture_output=True,
+                              text=True, timeout=120)
+        codes[rank] = done.returncode
+        if rank == "0":
+            assert "BusyError" in done.stderr and "disk_path of its own" in done.stderr
+    assert codes == {"0": 1, "1": 0}
+    first.close()
+
+
+def test_a_dropped_backend_closes_itself() -> None:
+    pool = MiniPool()
+    backend = opened(pool)
+    backend.batch_set_v1(names(1), pool.slots([0]))
+    del backend
+    assert np.all(pool.kv_buffer.numpy().view(np.uint8) == 0)
