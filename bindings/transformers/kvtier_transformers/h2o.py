@@ -1,0 +1,353 @@
+"""Token eviction in models of transformers: `install_kv_eviction`."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import kvtier
+import torch
+import transformers
+from kvtier import _abi
+from kvtier._errors import make
+from kvtier.h2o import MAX_TOKENS, Policy, check_traits, spec
+from transformers.cache_utils import DynamicCache, DynamicLayer, get_layer_types_and_kwargs
+
+from . import attention, attention_sums
+from .attention import (
+    SDPA,
+    AttentionAdapter,
+    adapter_of,
+    narrow,
+    real_columns,
+    register_attention,
+)
+from .h2o_layer import EvictingLayer
+
+__all__ = ["AttentionAdapter", "Eviction", "eviction_of", "install_kv_eviction",
+           "register_attention", "remove_kv_eviction", "reset_eviction_scores"]
+
+#: Releases that this was made for.
+VERSIONS = ("5.23.",)
+_ATTRIBUTE = "_kvtier_eviction"
+#: Layers whose caches are bounded already.
+_SLIDING = ("sliding_attention", "chunked_attention", "hybrid_sliding",
+            "reference_sliding_attention")
+
+
+def _state(text: str) -> Exception:
+    return make(_abi.KVT_E_STATE, text)
+
+
+def _unsupported(text: str) -> Exception:
+    return make(_abi.KVT_E_UNSUPPORTED, text)
+
+
+class _Frame:
+    """One run of an attention module."""
+
+    def __init__(self, eviction: Eviction, adapter: AttentionAdapter, layer: EvictingLayer,
+                 positions: torch.Tensor | None) -> None:
+        self.eviction, self.adapter, self.layer = eviction, adapter, layer
+        #: What is left of the model's mask for the rows that are there.
+        self.mask: torch.Tensor | None = None
+        #: How many columns come, and which are no padding.
+        self.count = 0
+        self.real: torch.Tensor | None = None
+        self.positions = positions
+        #: How many rows attention was computed with.
+        self.rows = 0
+        self.asked = False
+        self._seen: tuple[torch.Tensor, torch.Tensor, float | None] | None = None
+
+    def saw(self, query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> None:
+        """What attention is computed from."""
+        self._seen = query, key, scaling
+
+    def done(self, module: torch.nn.Module, output: Any) -> None:
+        """Attention was computed: counts it, and lets tokens go."""
+        layer, count = self.layer, self.count
+        is_prefill = count > 1 or layer.seen == 0
+        heads = self.adapter.query_heads(module)
+        evictor = layer.open(heads, self.adapter.latent, self.eviction.layer_count)
+        evictor.extend(count, None if self.real is None else self.real.numpy())
+        self.rows = int(layer.keys.shape[2])
+        if evictor.wants_keys:
+            for sequence in range(evictor.batch):
+                layer.tell_keys(evictor, sequence, count)
+        wanted = evictor.wants_sums(is_prefill)
+        if wanted:
+            self._observe(evictor, count, wanted, output)
+        places = evictor.evict(is_prefill)
+        if places is not None:
+            layer.keep(places)
+        layer.busy = False
+
+    def _observe(self, evictor: Any, count: int, wanted: int, output: Any) -> None:
+        weights = None
+        if self.eviction.implementation == "eager":
+            weights = output[self.adapter.weights] if isinstance(output, tuple) else None
+            if weights is None or weights.shape[-1] != evictor.rows:
+                raise _state("attention returned no probabilities of what is there: see weights "
+                             "and asks in porting.md")
+        elif self._seen is None:
+            raise _state("attention was computed by another function than sdpa: was "
+                         "set_attn_implementation called? Remove eviction, and install it again")
+        else:
+            attention_sums.check_causal(self.mask, evictor, count)
+        for sequence in range(evictor.batch):
+            new, there = evictor.new_rows(sequence, count), evictor.real_rows(sequence)
+            if weights is not None:
+                sums, queries = attention_sums.from_weights(
+                    weights[sequence], new, there, wanted, evictor.by_head)
+            elif self._seen is not None:
+                query, key, scaling = self._seen
+                sums, queries = attention_sums.from_keys(
+                    query[sequence][:, new], key[sequence][:, there], scaling, wanted,
+                    evictor.by_head, self.eviction.threads)
+            if queries:
+                evictor.observe(sequence, sums, queries)
+
+
+class Eviction:
+    """What is installed in a model. Scores are a cache's own, not the model's."""
+
+    def __init__(self, policy: Policy, implementation: str, layer_count: int,
+                 threads: int) -> None:
+        #: The spec, or what makes policies.
+        self.policy = policy
+        self.implementation, self.layer_count, self.threads = implementation, layer_count, threads
+        #: The modules that are watched, by their layers.
+        self.modules: dict[int, Any] = {}
+        #: Numbers of `install_kv_eviction`, for `check`.
+        self.numbers: dict[str, Any] = {}
+        #: For `check`: called with each run of a module, and the last that began.
+        self.watch: Any = None
+        self.last: _Frame | None = None
+        self._handles: list[Any] = []
+        self._configs: list[tuple[Any, str]] = []
+        self._layers: weakref.WeakSet[EvictingLayer] = weakref.WeakSet()
+
+    @property
+    def layers(self) -> list[EvictingLayer]:
+        """The layers of all caches that are around."""
+        return sorted(self._layers, key=lambda layer: layer.index)
+
+    def attach(self, module: Any, adapter: AttentionAdapter) -> None:
+        """Watches a module."""
+        def before(of: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+            return self._before(of, adapter, args, kwargs)
+
+        def after(of: Any, args: Any, kwargs: Any, output: Any) -> Any:
+            return self._after(of, adapter, output)
+
+        self.modules[module.layer_idx] = module
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+        config = module.config
+        if self.implementation == "sdpa" and not any(config is one for one, _ in self._configs):
+            self._configs.append((config, config._attn_implementation_internal))
+            config._attn_implementation_internal = SDPA
+
+    def detach(self) -> None:
+        """Leaves the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for config, name in self._configs:
+            if config._attn_implementation_internal == SDPA:
+                config._attn_implementation_internal = name
+        self._handles, self._configs = [], []
+
+    def _before(self, module: Any, adapter: AttentionAdapter, args: Any,
+                kwargs: dict[str, Any]) -> Any:
+        cache = next((kwargs[name] for name in adapter.caches if kwargs.get(name) is not None),
+                     None)
+        if cache is None:
+            attention.enter(module, None)
+            return None
+        if module.training:
+            raise _state("tokens go while text is written, not in training: call model.eval()")
+        hidden: Any = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        layer = self._layer_of(cache, module.layer_idx)
+        frame = _Frame(self, adapter, layer, kwargs.get("position_ids"))
+        batch, count = int(hidden.shape[0]), int(hidden.shape[1])
+        mask = kwargs.get(adapter.mask)
+        frame.count, frame.real = count, real_columns(mask, batch, count, layer.seen)
+        if layer.busy:
+            raise _state("a forward failed, and left this cache with tokens that nobody counted: "
+                         "begin a new one")
+        if layer.evictor is not None:
+            device = layer.keys.device
+            mask = narrow(mask, layer.evictor, count, adapter.query_heads(module), device)
+        frame.mask = mask
+        self.last = frame if self.watch is not None else None
+        kwargs = {**kwargs, adapter.mask: mask}
+        if adapter.asks is not None:
+            frame.asked = bool(kwargs.get(adapter.asks))
+            kwargs[adapter.asks] = True
+        layer.armed = layer.busy = True
+        attention.enter(module, frame)
+        return args, kwargs
+
+    def _after(self, module: Any, adapter: AttentionAdapter, output: Any) -> Any:
+        frame = attention.leave(module)
+        if frame is None:
+            return output
+        with torch.no_grad():
+            frame.done(module, output)
+        if self.watch is not None:
+            self.watch(module, frame)
+        if adapter.asks is not None and not frame.asked:
+            at = adapter.weights
+            output = (*output[:at], None, *output[at + 1:])
+        return output
+
+    def _layer_of(self, cache: Any, index: int) -> EvictingLayer:
+        if type(cache) is not DynamicCache or cache.offloading:
+            raise _unsupported(f"tokens cannot go from a {type(cache).__name__}"
+                               f"{' that offloads' if getattr(cache, 'offloading', 0) else ''}: "
+                               "they go from a DynamicCache, which generate makes by itself")
+        while len(cache.layers) <= index:
+            replicate: Any = cache.layer_class_to_replicate
+            cache.layers.append(replicate())
+        layer = cache.layers[index]
+        if isinstance(layer, EvictingLayer) and layer.eviction is self:
+            return layer
+        if type(layer) is not DynamicLayer:
+            raise _unsupported(f"layer {index} of the cache is a {type(layer).__name__}, tokens "
+                               "go from a DynamicLayer: begin a new cache")
+        if layer.get_seq_length():
+            raise _state(f"the cache has {layer.get_seq_length()} tokens already, and nobody "
+                         "counted what attention they got: begin a new one")
+        made = cache.layers[index] = EvictingLayer(self, index)
+        self._layers.add(made)
+        return made
+
+
+def _check_version() -> None:
+    if not transformers.__version__.startswith(VERSIONS):
+        raise _unsupported(f"transformers {transformers.__version__}: this was made for "
+                           f"{' and '.join(one + 'x' for one in VERSIONS)}")
+
+
+def _layer_types(config: Any) -> list[str]:
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    if getattr(text, "kv_sharing_modes", None) is not None:
+        raise _unsupported("layers of this model share their cache with others: tokens that one "
+                           "lets go the others need")
+    found, _ = get_layer_types_and_kwargs(text)
+    return list(found)
+
+
+def _find(model: Any) -> tuple[list[tuple[Any, AttentionAdapter]], Any]:
+    """The modules whose caches grow, with how they are used."""
+    known = [(module, adapter) for module in model.modules()
+             if (adapter := adapter_of(module)) is not None]
+    if not known:
+        names = sorted({type(one).__name__ for one in model.modules()
+                        if type(one).__name__.endswith("Attention")})
+        raise _unsupported(f"no attention class that is known: this model has "
+                           f"{', '.join(names) or 'none'}. register_attention adds one, see "
+                           "porting.md")
+    config = known[0][0].config
+    types = _layer_types(config)
+    found = [(module, adapter) for module, adapter in known
+             if types[module.layer_idx] == "full_attention"]
+    odd = {types[module.layer_idx] for module, _ in known} - {"full_attention", *_SLIDING}
+    if odd:
+        raise _unsupported(f"layers of type {', '.join(sorted(odd))}: tokens go from layers with "
+                           "full attention")
+    if not found:
+        raise _unsupported("all layers of this model have a sliding window: their caches are "
+                           "bounded already")
+    if len({module.layer_idx for module, _ in found}) != len(found):
+        raise _unsupported("attention modules share layers of the cache")
+    return found, config
+
+
+def _implementation(found: list[tuple[Any, AttentionAdapter]]) -> str:
+    for module, adapter in found:
+        name = module.config._attn_implementation or "eager"
+        if name not in ("sdpa", "eager"):
+            raise _unsupported(
+                f"attention is computed by {name}, which says neither what probabilities were "
+                'nor lets masks be narrowed: load the model with attn_implementation="sdpa" or '
+                '"eager", or call model.set_attn_implementation("sdpa")')
+        if name == "sdpa" and not adapter.interface:
+            raise _unsupported(f"{type(module).__name__} does not look its attention up in "
+                               'transformers\' table: load it with attn_implementation="eager"')
+    return str(found[0][0].config._attn_implementation or "eager")
+
+
+def _try_policy(policy: Policy, found: list[tuple[Any, AttentionAdapter]], layers: int) -> None:
+    module, adapter = found[0]
+    heads = adapter.query_heads(module)
+    shape = kvtier.Attention(layers, heads, 1 if adapter.latent else adapter.key_heads(module),
+                             64, 32, 16, MAX_TOKENS, adapter.latent)
+    with kvtier.Sparse(shape, policy if isinstance(policy, str) else policy()) as tried:
+        check_traits(tried.traits, shape)
+
+
+def install_kv_eviction(model: torch.nn.Module, budget: int | None = None, n_sink: int = 4,
+                        n_recent: int | None = None, evict_every: int = 1,
+                        policy: Policy = "h2o", per_head: bool = False, *,
+                        threads: int = 1) -> Eviction:
+    """Lets tokens go from the caches that a model fills from now on.
+
+    `policy` is a name of kvtier's ("h2o", "tova", "streaming", "keydiff", "knorm", "snapkv",
+    "pyramidkv", "adakv"), for which the numbers before it count; or a whole spec,
+    "snapkv(budget=512,window=32)"; or what makes a policy of one's own for each layer and
+    sequence. With h2o a layer keeps the first `n_sink` tokens, the last `n_recent` (256) and
+    `budget` of those between, which got most attention; with `per_head` each head of keys its
+    own. `threads` compute what keys got under sdpa.
+    """
+    _check_version()
+    if getattr(model, _ATTRIBUTE, None) is not None:
+        raise _state("eviction is installed in this model: call remove_kv_eviction first")
+    found, config = _find(model)
+    implementation = _implementation(found)
+    numbers: dict[str, Any] = {}
+    if isinstance(policy, str):
+        numbers = {"budget": budget, "n_sink": n_sink, "n_recent": n_recent,
+                   "evict_every": evict_every, "name": policy}
+        # The default is for policies that have sinks.
+        sinks = None if n_sink == 4 and ("(" in policy or policy in _SINKLESS) else n_sink
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            policy = spec(policy, budget, sinks, n_recent, evict_every, per_head)
+        for one in said:
+            warnings.warn(str(one.message), one.category, stacklevel=2)
+    layers = len(_layer_types(config))
+    _try_policy(policy, found, layers)
+    eviction = Eviction(policy, implementation, layers, threads)
+    eviction.numbers = numbers
+    for module, adapter in found:
+        eviction.attach(module, adapter)
+    setattr(model, _ATTRIBUTE, eviction)
+    return eviction
+
+
+_SINKLESS = ("tova", "snapkv", "pyramidkv", "adakv")
+
+
+def eviction_of(model: torch.nn.Module) -> Eviction:
+    """What is installed in a model."""
+    eviction = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(eviction, Eviction):
+        raise _state("no eviction is installed in this model: call install_kv_eviction")
+    return eviction
+
+
+def remove_kv_eviction(model: torch.nn.Module) -> None:
+    """Leaves a model as it was. Caches from which tokens went cannot be used any more."""
+    eviction_of(model).detach()
+    delattr(model, _ATTRIBUTE)
+
+
+def reset_eviction_scores(model: torch.nn.Module) -> None:
+    """Forgets what attention the tokens got, in all caches that the model fills. Caches count
+    for themselves: a new one begins with nothing, without this."""
+    for layer in eviction_of(model).layers:
+        if layer.evictor is not None:
+            layer.evictor.forget()
