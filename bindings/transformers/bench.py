@@ -1,0 +1,84 @@
+"""What TieredCache costs: JSON lines, medians of interleaved pairs against the stock cache.
+
+    python bindings/transformers/bench.py [--quick]
+
+Wall time is the bar. On a machine with other work each wake-up of a thread costs the generating
+one its place, so the CPU time of that thread stands beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, List, Tuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tests"))
+
+import torch
+from kvtier_transformers import Tiers
+from tiny_models import MAKERS, ids, make
+from transformers import DynamicCache
+
+GOAL = 1.03
+PROMPT, WARM, WINDOWS, WINDOW = 128, 8, 4, 64
+
+
+def line(bar: str, value: float, baseline_ns: float, goal: float) -> None:
+    """One bar: a ratio, and the nanoseconds that it is a ratio to."""
+    print(json.dumps({"group": "transformers", "bar": bar, "value": round(value, 4),
+                      "unit": "ratio", "baseline": "DynamicCache, ns a token",
+                      "baseline_value": round(baseline_ns), "goal": goal, "better": "lower",
+                      "ok": value <= goal}), flush=True)
+
+
+def pairs(name: str, rounds: int, clock: Callable[[], int]) -> Tuple[List[float], List[float]]:
+    """Ratios of ours to stock over as many tokens as are stored at a time, so that each has its
+    share of that, steps taken in turns; and stock's ns a token. Each chunk is new to the store."""
+    model, ratios, stock_ns = make(name), [], []
+    with Tiers(model, "store(host=256MiB)") as tiers, torch.no_grad():
+        for number in range(rounds):
+            ours, stock = tiers.cache(), DynamicCache(config=model.config)
+            tokens = ids(PROMPT + WARM + WINDOWS * WINDOW, seed=1000 + number)
+            for cache in (ours, stock):
+                model(input_ids=tokens[:, :PROMPT], past_key_values=cache)
+            spent = {id(ours): 0, id(stock): 0}
+            for step in range(WARM + WINDOWS * WINDOW):
+                one = tokens[:, PROMPT + step:PROMPT + step + 1]
+                for cache in (ours, stock) if step % 2 else (stock, ours):
+                    begin = clock()
+                    model(input_ids=one, past_key_values=cache)
+                    spent[id(cache)] += clock() - begin
+                if step >= WARM and (step - WARM) % WINDOW == WINDOW - 1:
+                    ratios.append(spent[id(ours)] / spent[id(stock)])
+                    stock_ns.append(spent[id(stock)] / WINDOW)
+                if step < WARM or (step - WARM) % WINDOW == WINDOW - 1:
+                    spent = {id(ours): 0, id(stock): 0}
+            assert ours.unknown == "" and ours.stats()["failed_puts"] == 0
+    return ratios, stock_ns
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    for what, clock in (("", time.perf_counter_ns),
+                        (", CPU time of the thread", time.thread_time_ns)):
+        everything: List[float] = []
+        base: List[float] = []
+        for name in MAKERS:
+            ratios, stock_ns = pairs(name, 4 if quick else 12, clock)
+            everything += ratios
+            base += stock_ns
+            line(f"full-device decode, {name}{what}", statistics.median(ratios),
+                 statistics.median(stock_ns), GOAL)
+        line(f"full-device decode, all models{what}", statistics.median(everything),
+             statistics.median(base), GOAL)
+
+
+if __name__ == "__main__":
+    main()

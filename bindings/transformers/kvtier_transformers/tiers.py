@@ -1,0 +1,100 @@
+"""A model and a store: what is made once, for any number of caches."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Union
+
+import kvtier
+
+from ._errors import invalid, with_advice
+from ._shapes import LayerShape, groups_of, shapes_of
+from .cache import TieredCache
+from .fingerprint import adapters_of, config_digest, fingerprint
+from .sessions import as_rows
+
+#: Of `Identity.extra`: how this package lays KV out, and which attention computed it.
+_FORMAT, _ATTENTION = 0x80000054, 0x80000055
+
+
+class Tiers:
+    """Binds a model to a store: `Tiers(model, 'store(host=2GiB)')`, or a `kvtier.Store` of yours.
+
+    KV is shared by whoever has the same model: its class, configuration, weights (`weights=`, or
+    `fingerprint(model)`), adapters, dtype and attention implementation, and the same `salt`.
+    A hook on the model notes the tokens of each forward pass, so that caches can store what is
+    full while they generate. `close` takes it away. Make a new one after the weights or the
+    adapters have changed, and after eviction was removed from the model."""
+
+    def __init__(self, model: Any, store: "Union[str, kvtier.Store]" = "store(host=1GiB)", *,
+                 chunk_tokens: int = 16, weights: Optional[bytes] = None,
+                 salt: Optional[bytes] = None, policy: str = "", tenant: int = 0) -> None:
+        if not 1 <= chunk_tokens <= 32768:
+            raise invalid(f"chunks of {chunk_tokens} tokens: 1 to 32768")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise invalid("a model with encoder and decoder: TieredCache has decoder-only models")
+        #: The layers that keep something.
+        self.shapes: List[LayerShape] = shapes_of(model)
+        #: Tokens of a chunk, the unit that is stored and shared.
+        self.chunk_tokens = chunk_tokens
+        self.tenant = tenant
+        self._runtime: Optional[kvtier.Runtime] = None
+        if isinstance(store, str):
+            self._runtime = kvtier.Runtime(name="tiers")
+            try:
+                self.store = kvtier.Store(self._runtime, store, policy=policy)
+            except kvtier.Error:
+                self._runtime.close()
+                raise
+        else:
+            self.store = store
+        who = kvtier.Identity(
+            model=config_digest(model), weights=weights or fingerprint(model),
+            lora=adapters_of(model), salt=salt,
+            extra={_FORMAT: b"[chunk][K, V][token][head][dim] 1",
+                   _ATTENTION: str(getattr(model.config, "_attn_implementation", "")).encode()})
+        self.namespace = self.store.namespace(who, chunk_tokens=chunk_tokens,
+                                              groups=groups_of(self.shapes))
+        self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def cache(self, *, resident_layers: Optional[int] = None) -> TieredCache:
+        """A cache without tokens, for one batch. With `resident_layers` only so many layers'
+        KV is in torch memory at a time (2 or more: one in use, the next under way)."""
+        return TieredCache(self, resident_layers=resident_layers)
+
+    def lookup(self, tokens: Any) -> int:
+        """How many tokens of a sequence a cache could resume with now."""
+        return self.namespace.lookup(as_rows(tokens)[0]).reusable_tokens
+
+    def _before(self, model: Any, args: Any, kwargs: Dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, TieredCache) and cache.tiers is self:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            cache.before(ids, kwargs, model.training)
+
+    def stats(self) -> Dict[str, int]:
+        """What the store counts."""
+        return self.store.stats()
+
+    @property
+    def level(self) -> int:
+        """The best that the store can promise."""
+        has_disk = self.store.stats()["disk_engine"] != kvtier.IO_NONE
+        return kvtier.LEVEL_DURABLE if has_disk else kvtier.LEVEL_RAM
+
+    def close(self, timeout: Optional[float] = None) -> None:
+        """Takes the hook away and, where the store was made from a spec, closes it; moves under
+        way end. `BusyError` when time runs out, and then it can be tried again."""
+        self._hook.remove()
+        try:
+            self.namespace.close()
+            if self._runtime is not None:
+                self.store.close(timeout)
+                self._runtime.close()
+        except kvtier.ForkedError as error:
+            raise with_advice(error) from None
+
+    def __enter__(self) -> "Tiers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,90 @@
+"""The evaluation: with all of the cache the two sides are equal; with less they are not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import pytest
+from cache_models import make, nothing_left  # noqa: F401
+
+import torch
+from kvtier_transformers import _tasks, eval as tool
+from transformers import DynamicCache, PreTrainedTokenizerFast
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in a directory, with a tokenizer of a letter a token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    where = tmp_path_factory.mktemp("model")
+    letters = {chr(n): n - 31 for n in range(32, 127)}
+    letters["\n"], letters["?"] = 97, 98
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?").save_pretrained(where)
+    make("llama").save_pretrained(where)
+    return where
+
+
+def run(capsys: Any, *args: object) -> "list[dict[str, Any]]":
+    assert tool.main([str(arg) for arg in args]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_tiered_cache_is_the_full_cache(model: Path, capsys: Any) -> None:
+    one, = run(capsys, "ppl", "--model", model, "--length", 200, "--policy", "none", "--json")
+    assert one["full"] == one["limited"] > 1 and one["length"] == 200
+    rows = run(capsys, "ruler", "--model", model, "--length", 300, "--policy", "none",
+               "--samples", 2, "--answer-tokens", 4, "--json")
+    assert [row["eval"] for row in rows] == ["ruler/needle", "ruler/variables",
+                                             "ruler/aggregation"]
+    assert all(row["full"] == row["limited"] for row in rows)
+
+
+def test_a_budget_changes_something(model: Path, capsys: Any, tmp_path: Path,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for eviction: keys are lost."""
+    class Short(DynamicCache):
+        def update(self, k: torch.Tensor, v: torch.Tensor, layer: int, *args: Any,
+                   **kwargs: Any) -> Any:
+            k, v = super().update(k, v, layer, *args, **kwargs)
+            return torch.zeros_like(k), v
+
+    @contextlib.contextmanager
+    def limited(model: Any, policy: str, budget: int,
+                recent: Any) -> Iterator[Callable[[], Any]]:
+        assert (policy, budget, recent) == ("h2o", 32, 16)
+        yield Short
+
+    monkeypatch.setattr(tool, "limited", limited)
+    text = tmp_path / "text"
+    text.write_text("What is written here is read by a model of no mind. " * 9)
+    one, = run(capsys, "ppl", "--model", model, "--text", text, "--length", 128, "--budget", 32,
+               "--recent", 16, "--json")
+    assert one["full"] != one["limited"] and one["budget"] == 32
+
+
+def test_tasks_have_their_answers() -> None:
+    import random
+
+    for name, make_one in _tasks.TASKS.items():
+        for seed in range(20):
+            sample = make_one(random.Random(seed), 300)
+            again = make_one(random.Random(seed), 300)
+            assert sample == again and 290 <= len(sample.context.split()) <= 900
+            for word in sample.answers:
+                assert word in sample.context and word not in sample.question, name
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: Any) -> None:
+    assert tool.main(["ppl", "--model", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    ended = subprocess.run([sys.executable, "-c", "import sys; sys.modules['torch'] = None\n"
+                            "from kvtier import eval; raise SystemExit(eval.main())"],
+                           capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2 and "needs torch" in ended.stderr
