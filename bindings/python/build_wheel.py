@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Makes the wheel: the package with the shared library in it, for any Python 3.
+"""Makes the wheel: the package with the shared library in it, and the connectors of engines
+(`bindings/*/kvtier_*`), for any Python 3.
 
     build_wheel.py [--prebuilt DIR] [--out DIR]
 
@@ -141,11 +142,28 @@ def library(prebuilt: Optional[str]) -> bytes:
         return (Path(out) / "lib" / "libkvtier.so").read_bytes()
 
 
+def packages() -> List[Path]:
+    """The package, and those for engines: beside it in a source archive, else each in the
+    folder of its engine."""
+    found = {path.name: path for folder in (HERE.parent.glob("*"), [HERE])
+             for home in folder for path in home.glob("kvtier_*")
+             if (path / "__init__.py").is_file()}
+    return [PACKAGE, *(found[name] for name in sorted(found))]
+
+
+def sources(package: Path) -> Iterator[Tuple[str, bytes]]:
+    """The files of a package by their names in the wheel."""
+    for path in sorted(package.rglob("*")):
+        within = path.relative_to(package.parent)
+        if "tests" in within.parts or not path.is_file():
+            continue
+        if path.suffix in (".py", ".pyi") or path.name == "py.typed":
+            yield within.as_posix(), path.read_bytes()
+
+
 def entries(tag: str, shared: Optional[bytes]) -> Dict[str, bytes]:
     """The wheel's files, less RECORD."""
-    found = {f"kvtier/{path.name}": path.read_bytes()
-             for path in sorted(PACKAGE.iterdir())
-             if path.suffix in (".py", ".pyi") or path.name == "py.typed"}
+    found = {name: data for package in packages() for name, data in sources(package)}
     if shared is not None:
         found["kvtier/lib/libkvtier.so"] = shared
     info = f"kvtier-{package_version()}.dist-info"
@@ -209,24 +227,25 @@ def build_wheel(wheel_directory: str, config_settings: Any = None,
 
 def build_editable(wheel_directory: str, config_settings: Any = None,
                    metadata_directory: Optional[str] = None) -> str:
-    """Points at this directory; the library is found by KVTIER_LIBRARY or the
-    system's loader, as nothing is put into the source tree."""
+    """Points at this directory and those of the connectors; the library is found by
+    KVTIER_LIBRARY or the system's loader, as nothing is put into the source tree."""
     tag = "py3-none-any"
     files = {name: data for name, data in entries(tag, None).items() if ".dist-info/" in name}
-    files["kvtier.pth"] = f"{HERE}\n".encode()
+    homes = dict.fromkeys(package.parent for package in packages())
+    files["kvtier.pth"] = "".join(f"{home}\n" for home in homes).encode()
     return _pack(Path(wheel_directory), tag, files).name
 
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
-    """This directory alone: building from it needs KVTIER_PREBUILT_DIR."""
+    """This directory and the connectors: building from it needs KVTIER_PREBUILT_DIR."""
     base = f"kvtier-{package_version()}"
     names = ["README.md", "build_wheel.py", "generate.py", "pyproject.toml"]
-    paths = [HERE / name for name in names]
-    paths += [path for path in sorted(PACKAGE.iterdir()) if path.is_file()]
+    files = {name: (HERE / name).read_bytes() for name in names}
+    files.update(item for package in packages() for item in sources(package))
     target = Path(sdist_directory) / f"{base}.tar.gz"
     with tarfile.open(target, "w:gz", format=tarfile.PAX_FORMAT) as archive:
-        for path in paths:
-            _add(archive, f"{base}/{path.relative_to(HERE)}", path.read_bytes())
+        for name, data in files.items():
+            _add(archive, f"{base}/{name}", data)
         _add(archive, f"{base}/PKG-INFO", metadata().encode())
     return target.name
 

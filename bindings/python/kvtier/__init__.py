@@ -37,6 +37,7 @@ from ._errors import (
     AbiError,
     AgainError,
     BudgetError,
+    BufferError,
     BusyError,
     CancelledError,
     ClosedError,
@@ -60,6 +61,7 @@ from ._errors import (
 )
 from ._event import Event
 from ._kernels import Attended, Decoded, Index, IndexHead, IndexKind, Keep, Placed, Rows
+from ._lab import Lab, LabRow, LabRun, LabTable
 from ._misc import Feature, checksum, feature, features, log_to, spec_check, version
 from ._offload import Attention, Context, DevicePlane, LayerKV, Offload, OffloadTokens
 from ._op import ISSUED, RELEASED, RESOLVED, ItemOutcome, Op, OpInfo, Result
@@ -177,29 +179,31 @@ from ._view import View
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
 __all__ = [
-    "AbiError", "Account", "Advice", "AgainError", "At", "Attended", "Attention", "Blocks", "Budget",
-    "BudgetError", "BudgetReport", "Buffer", "BufferInfo", "BusyError", "CancelledError", "Check",
-    "ClearReport", "CloseReport", "ClosedError", "Comparison", "Completion", "Conformance",
-    "Context", "CopyRows", "CorruptError", "Decoded", "DemoteReport", "Device", "DeviceCopy",
-    "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane", "DevicePromise", "EXISTS_WHOLE", "Each",
-    "Error", "Event", "Eviction", "Feature", "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError",
-    "Held", "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead",
-    "IndexKind", "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE",
-    "LEVEL_RAM", "Latency", "LayerCount", "LayerKV", "LimitError", "LogEntry", "Lookup", "Model",
-    "ModelInfo", "ModelUnit", "Namespace", "NoMemoryError", "NotFoundError", "Offload",
-    "OffloadTokens", "Op", "OpInfo", "PLAN_LOAD", "PLAN_RECOMPUTE", "PLAN_RESIDENT",
-    "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH", "PanicError", "Part", "Pick",
-    "PinQuotaError", "Placed", "Plan", "Policy", "Pool", "PolicyInfo", "Prefill", "Queue", "QueueStats",
-    "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED", "RELEASED", "RESOLVED",
-    "ROLE_EMBEDDING", "ROLE_EXPERT", "ROLE_HEAD", "ROLE_LAYER", "ROLE_NORM", "ROLE_OTHER",
-    "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range", "ReentrantError", "Replay", "Result", "Row",
-    "Rows", "Runtime", "RuntimeStats", "STOP_CANCELLED", "STOP_END_TURN", "STOP_LENGTH",
-    "STOP_TOOL_USE", "STOP_UNKNOWN", "STORE_CLEARED", "STORE_REMOVED", "STORE_STORED", "Segment",
-    "Selection", "Session", "SessionInfo", "Sparse", "SparseCaps", "SparseGranularity",
-    "SparseNeeds", "SparseScope", "SparseTraits", "SpecError", "StateError", "Store", "StoreEvent",
-    "StoreEvents", "StreamMark", "StreamMemory", "StreamTerms", "StreamUnit", "Streamer",
-    "TIER_DEVICE", "TIER_DISK", "TIER_HOST", "TIER_NONE", "TIER_PINNED", "TIER_REMOTE", "Tenant",
-    "Tensor", "TierReport", "TimeoutError", "Trace", "TraceInfo", "UnavailableError", "UnitEntry",
-    "UnsupportedError", "Victim", "View", "Who", "Work", "abi", "checksum", "feature", "features",
-    "kernels", "log_to", "policies", "sparse_policies", "spec_check", "version",
+    "AbiError", "Account", "Advice", "AgainError", "At", "Attended", "Attention", "Blocks",
+    "Budget", "BudgetError", "BudgetReport", "Buffer", "BufferError", "BufferInfo", "BusyError",
+    "CancelledError", "Check", "ClearReport", "CloseReport", "ClosedError", "Comparison",
+    "Completion", "Conformance", "Context", "CopyRows", "CorruptError", "Decoded", "DemoteReport",
+    "Device", "DeviceCopy", "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane",
+    "DevicePromise", "EXISTS_WHOLE", "Each", "Error", "Event", "Eviction", "Feature",
+    "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError", "Held",
+    "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead", "IndexKind",
+    "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM",
+    "Lab", "LabRow", "LabRun", "LabTable", "Latency", "LayerCount", "LayerKV", "LimitError",
+    "LogEntry", "Lookup", "Model", "ModelInfo", "ModelUnit", "Namespace", "NoMemoryError",
+    "NotFoundError", "Offload", "OffloadTokens", "Op", "OpInfo", "PLAN_LOAD", "PLAN_RECOMPUTE",
+    "PLAN_RESIDENT", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH", "PanicError",
+    "Part", "Pick", "PinQuotaError", "Placed", "Plan", "Policy", "PolicyInfo", "Pool", "Prefill",
+    "Queue", "QueueStats", "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED",
+    "RELEASED", "RESOLVED", "ROLE_EMBEDDING", "ROLE_EXPERT", "ROLE_HEAD", "ROLE_LAYER",
+    "ROLE_NORM", "ROLE_OTHER", "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range",
+    "ReentrantError", "Replay", "Result", "Row", "Rows", "Runtime", "RuntimeStats",
+    "STOP_CANCELLED", "STOP_END_TURN", "STOP_LENGTH", "STOP_TOOL_USE", "STOP_UNKNOWN",
+    "STORE_CLEARED", "STORE_REMOVED", "STORE_STORED", "Segment", "Selection", "Session",
+    "SessionInfo", "Sparse", "SparseCaps", "SparseGranularity", "SparseNeeds", "SparseScope",
+    "SparseTraits", "SpecError", "StateError", "Store", "StoreEvent", "StoreEvents", "StreamMark",
+    "StreamMemory", "StreamTerms", "StreamUnit", "Streamer", "TIER_DEVICE", "TIER_DISK",
+    "TIER_HOST", "TIER_NONE", "TIER_PINNED", "TIER_REMOTE", "Tenant", "Tensor", "TierReport",
+    "TimeoutError", "Trace", "TraceInfo", "UnavailableError", "UnitEntry", "UnsupportedError",
+    "Victim", "View", "Who", "Work", "abi", "checksum", "feature", "features", "kernels",
+    "log_to", "policies", "sparse_policies", "spec_check", "version",
 ]

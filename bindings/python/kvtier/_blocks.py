@@ -284,6 +284,7 @@ class Blocks:
         self._space.close()
 
     def __enter__(self) -> "Blocks":
+        self._session._raw  # noqa: B018: not when it is closed
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -105,7 +105,17 @@ def _limit(value: Optional[int]) -> Optional[int]:
 class Budget(Resource):
     """Limits, hard at every instant. None is the default of the library: for
     the host half of what this process may still use, for locked memory its
-    quota, for the reserve 512 MiB."""
+    quota, for the reserve 512 MiB.
+
+    >>> import kvtier
+    >>> with kvtier.Runtime() as runtime, runtime.budget(host_bytes=1 << 20) as budget:
+    ...     with budget.account("cache") as account:
+    ...         account.reserve(kvtier.TIER_HOST, 1 << 19)
+    ...         free = budget.tier(kvtier.TIER_HOST).free_bytes
+    ...         account.commit(kvtier.TIER_HOST, 1 << 19, 0)      # given back, unused
+    >>> free
+    524288
+    """
 
     _noun = "budget"
 
@@ -168,7 +178,8 @@ class Budget(Resource):
 
 
 class Account(Resource):
-    """One owner's part in a budget."""
+    """One owner's part in a budget: see `Budget`. `reclaim` is asked for bytes that others
+    want."""
 
     _noun = "account"
 

@@ -83,6 +83,13 @@ class Buffer:
     Closing never pulls memory away from under a view: it lives until the last
     view is gone. Between submitting an op on it and the op's release the bytes
     are the library's alone.
+
+    >>> import kvtier
+    >>> with kvtier.Runtime() as runtime, runtime.buffer(4096) as buffer:
+    ...     view = buffer.view()
+    ...     view[:2] = b"kv"
+    >>> buffer.closed, bytes(view[:2])    # the memory goes with the last view
+    (True, b'kv')
     """
 
     def __init__(self, runtime: "Runtime", nbytes: int, *, align_bytes: int = 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Iterable, List, NamedTuple, Optional, Sequence
 from typing import Tuple, Union
@@ -12,7 +13,7 @@ from . import _abi, _callbacks, _reaper
 from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._own_device import table_for_c
-from ._resource import Resource, byref, new_error, refuse_fork
+from ._resource import Closing, Resource, byref, new_error, refuse_fork
 from ._view import Place, View, fill, kind_of, lend
 
 if TYPE_CHECKING:
@@ -139,8 +140,8 @@ class _PromiseJob(_EventJob):
 
 
 class DeviceMemory(Resource, Place):
-    """Memory of a device, given back when it is closed or let go of. What was submitted with
-    it keeps it."""
+    """Memory of a device (`Device.alloc`), given back when it is closed or let go of. What was
+    submitted with it keeps it."""
 
     _noun = "memory of a device"
 
@@ -175,7 +176,7 @@ class DeviceMemory(Resource, Place):
         self._released()
 
 
-class DeviceEvent(Resource):
+class DeviceEvent(Closing):
     """A moment on a stream of a device. It keeps what its copies use until it has come."""
 
     _noun = "event of a device"
@@ -184,7 +185,6 @@ class DeviceEvent(Resource):
                  sums: Sequence[Optional[int]] = (), wants: Sequence[bool] = ()) -> None:
         self._device = device
         self._wants = wants
-        self._job: _EventJob
         #: What it is called where an event is asked for.
         self.number: int = number
         #: The checksum of each copy that asked for it; of an asynchronous device they are there
@@ -207,7 +207,7 @@ class DeviceEvent(Resource):
     def wait(self, timeout: Optional[float] = None) -> None:
         """Until it has come; raises `TimeoutError`, or what its batch failed with."""
         err = new_error()
-        end = deadline_after(self._device._runtime.now_ns(), timeout)
+        end = deadline_after(time.monotonic_ns(), timeout)
         check_err(lib.kvt_device_wait(self._raw, self.number, end, byref(err)), err)
         if any(self._wants):
             self._take_sums()
@@ -227,7 +227,7 @@ class DeviceEvent(Resource):
         if self.closed:
             return
         raw, err, one = self._raw, new_error(), ctypes.c_uint64(self.number)
-        end = deadline_after(self._device._runtime.now_ns(), timeout)
+        end = deadline_after(time.monotonic_ns(), timeout)
         lib.kvt_device_wait(raw, self.number, end, None)
         check_err(lib.kvt_device_release(raw, byref(one), 1, byref(err)), err)
         self._released()
@@ -291,7 +291,7 @@ def _lower(row: Any, copy: DeviceCopy, kept: List[Any]) -> None:
     row.plane = plane.address + copy.plane_offset
 
 
-class Device(Resource):
+class Device(Closing):
     """Who copies between your memory and the library's: "host", "cuda", "simulated" (none at
     all, for tests: it takes its time and spoils what is not waited for), or one of your own.
     Stores and streamers are opened with one. Any thread may use it.
@@ -316,6 +316,16 @@ class Device(Resource):
     refused must not have begun. `release`, `allocate`, `free` and `free_bytes` must call
     nothing of the library and wait for nobody. `conformance` says whether all is as it should
     be.
+
+    >>> import kvtier
+    >>> with kvtier.Runtime() as runtime:
+    ...     with kvtier.Device(runtime, "simulated", memory_bytes=1 << 20) as device:
+    ...         with device.alloc(4096) as memory, device.upload(b"kv", memory) as up:
+    ...             back = bytearray(2)
+    ...             with device.download(memory, back, after=up) as down:
+    ...                 down.wait(timeout=5)
+    >>> back
+    bytearray(b'kv')
     """
 
     _noun = "device"
@@ -398,7 +408,8 @@ class Device(Resource):
              after: After = None) -> DeviceEvent:
         """Puts copies on a stream, behind an event if one is given; the event of their end.
         Without copies it marks the place."""
-        given, kept = list(copies), []  # type: Tuple[List[DeviceCopy], List[Any]]
+        given = list(copies)
+        kept: List[Any] = []
         rows = (_abi.kvt_copy_t * len(given))()
         for row, copy in zip(rows, given):
             _lower(row, copy, kept)
@@ -500,7 +511,7 @@ class Device(Resource):
         if self.closed:
             return
         refuse_fork()
-        end, err = deadline_after(self._runtime.now_ns(), timeout), new_error()
+        end, err = deadline_after(time.monotonic_ns(), timeout), new_error()
         check_err(lib.kvt_device_close(byref(self._job.handle), end, byref(err)), err)
         self._released()
 

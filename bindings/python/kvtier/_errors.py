@@ -49,6 +49,11 @@ class InvalidError(Error, ValueError):
     """An argument is out of range or has unknown flags."""
 
 
+class BufferError(InvalidError, builtins.BufferError):  # noqa: A001
+    """An object's memory cannot be used as it is: it has gaps, must not be written, or is on a
+    device."""
+
+
 class HandleError(Error, ValueError):
     """A handle is stale or of another type."""
 

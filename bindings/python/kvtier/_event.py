@@ -22,7 +22,14 @@ class EventJob(_reaper.Job):
 class Event(Resource):
     """A moment that comes once: memory is ready. Moves that were given it (`ready=`) do
     not begin before. Closed or dropped without a `signal`, those moves end with
-    `CancelledError`. Needs no runtime; any thread may use it, also in callbacks."""
+    `CancelledError`. Needs no runtime; any thread may use it, also in callbacks.
+
+    >>> import kvtier
+    >>> with kvtier.Event() as ready:
+    ...     ready.signal()
+    ...     ready.is_signalled
+    True
+    """
 
     _noun = "event"
 

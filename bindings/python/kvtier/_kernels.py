@@ -4,6 +4,13 @@ Queries are [tokens, query heads, key dim], keys [tokens, key heads, key dim] an
 [tokens, key heads, value dim]: objects with the buffer protocol, whose heads lie without gaps
 and may lie anywhere apart, or `Rows`. Results are memoryviews (`numpy.asarray(result.out)`),
 or the caller's own arrays. Calls let other Python threads run.
+
+>>> from array import array
+>>> import kvtier
+>>> rows = memoryview(array("f", range(32))).cast("B").cast("f", shape=[2, 2, 8])
+>>> done = kvtier.kernels.prefill(rows, rows, rows)      # two tokens, two heads of 8 numbers
+>>> done.out.shape, done.out[0, 1, 0]
+((2, 2, 8), 8.0)
 """
 
 from __future__ import annotations
@@ -16,14 +23,14 @@ import operator
 import os
 import threading
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from typing import Any, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _abi
 from ._columns import Column, Columns
 from ._errors import make
 from ._lib import check, check_err, lib, u32, u64
 from ._offload import Attention, attention_for_c
-from ._pybuffer import Export
+from ._pybuffer import Export, described
 from ._resource import byref, new_error
 
 __all__ = ["Attended", "Decoded", "Index", "IndexHead", "IndexKind", "Keep", "Placed", "Rows",
@@ -33,13 +40,14 @@ __all__ = ["Attended", "Decoded", "Index", "IndexHead", "IndexKind", "Keep", "Pl
 #: How many threads compute, with the caller's; or an executor of threads that help it.
 Threads = Union[int, Executor]
 
-#: Types that kernels read: their codes for C, the codes of buffers that may have them, bytes.
-_TYPES = {
-    "f32": (_abi.KVT_DTYPE_F32, "f", 4), "f16": (_abi.KVT_DTYPE_F16, "eHh", 2),
-    "bf16": (_abi.KVT_DTYPE_BF16, "Hh", 2), "int8": (_abi.KVT_DTYPE_I8, "b", 1),
+#: Types that kernels read: their codes for C, the types of objects that may have them, bytes.
+_TYPES: Dict[str, Tuple[int, Tuple[str, ...], int]] = {
+    "f32": (_abi.KVT_DTYPE_F32, ("f32",), 4), "f16": (_abi.KVT_DTYPE_F16, ("f16", "u16", "i16"), 2),
+    "bf16": (_abi.KVT_DTYPE_BF16, ("bf16", "u16", "i16"), 2),
+    "int8": (_abi.KVT_DTYPE_I8, ("int8",), 1),
 }
-#: What a buffer has that says no more than its code.
-_PLAIN = {"f": "f32", "e": "f16", "H": "bf16", "b": "int8"}
+#: What an object's numbers are that says no more than its type.
+_PLAIN = {"f32": "f32", "f16": "f16", "bf16": "bf16", "u16": "bf16", "int8": "int8"}
 _SCALINGS = {"token": _abi.KVT_SCALES_TOKEN, "channel": _abi.KVT_SCALES_CHANNEL}
 
 
@@ -48,8 +56,8 @@ def _invalid(text: str) -> Exception:
 
 
 class Rows(NamedTuple):
-    """Numbers [tokens, heads, dim] with what their buffer does not say. Alone, a buffer's f
-    is f32, e is f16, H is bf16, and b is int8."""
+    """Numbers [tokens, heads, dim] with what their object does not say. A tensor (torch's, say)
+    says its type; alone, a buffer's f is f32, e is f16, H is bf16, and b is int8."""
 
     data: Any
     #: "f32", "f16", "bf16" or "int8"; None = as the buffer says.
@@ -242,14 +250,14 @@ class Lent:
     def rows(self, name: str, source: Any) -> Any:
         """Queries, keys or values."""
         given = source if isinstance(source, Rows) else Rows(source)
-        view = memoryview(given.data)
-        code, shape = view.format.lstrip("@=<"), view.shape or ()
-        dtype = given.dtype or _PLAIN.get(code, "")
-        kind, codes, size = _TYPES.get(dtype, (0, "", 0))
-        if len(shape) != 3 or 0 in shape or code not in codes or view.itemsize != size:
+        seen = described(given.data)
+        shape, strides = seen.shape, seen.strides
+        kind, types, size = _TYPES.get(given.dtype or _PLAIN.get(seen.dtype, ""), (0, (), 0))
+        if len(shape) != 3 or 0 in shape or seen.dtype not in types:
             raise _invalid(f"{name} are [tokens, heads, dim] numbers of f32, f16, bf16 (the bits "
-                           f"as uint16) or int8: these are {list(shape)} of '{view.format}'")
-        (tokens, heads, dim), strides = shape, view.strides or ()
+                           f"as uint16) or int8: these are {list(shape)} of {seen.dtype}; convert "
+                           "them, or say with kvtier.Rows(data, dtype) what their bits are")
+        tokens, heads, dim = shape
         # Where there is one alone, a step leads nowhere.
         steps = [step if many > 1 else 0 for many, step in zip(shape, strides)]
         if (dim > 1 and steps[2] != size) or any(
@@ -283,9 +291,10 @@ class Lent:
         count = math.prod(shape)
         if target is None:
             target = _new(shape)
-        view = memoryview(target)
-        if view.format.lstrip("@=<") != "f" or view.nbytes != 4 * count:
-            raise _invalid(f"{name}: wanted are {count} numbers of f32, {list(shape)}")
+        seen = described(target)
+        if seen.dtype != "f32" or seen.nbytes != 4 * count:
+            raise _invalid(f"{name}: wanted are {count} numbers of f32, {list(shape)}: these are "
+                           f"{list(seen.shape)} of {seen.dtype}")
         export = Export(target, writable)
         self._exports.append(export)
         pointer = ctypes.cast(ctypes.c_void_p(export.address), ctypes.POINTER(ctypes.c_float))
@@ -486,8 +495,8 @@ def merge(out: Any, lse: Any, other: Any, other_lse: Any) -> None:
     """Puts attention of the same queries to other keys together with `out` and `lse`, in
     place."""
     with Lent() as lent:
-        rows = memoryview(lse).nbytes // 4
-        dim = memoryview(out).nbytes // 4 // max(rows, 1)
+        rows = described(lse).nbytes // 4
+        dim = described(out).nbytes // 4 // max(rows, 1)
         _, to, _ = lent.numbers("out", out, (rows, dim))
         _, logs, _ = lent.numbers("lse", lse, (rows,))
         _, more, _ = lent.numbers("other", other, (rows, dim), False)
@@ -509,7 +518,7 @@ def page_boxes(keys: Any, page_tokens: int, *, boxes: Optional[Any] = None,
                 raise _invalid(f"new boxes begin at 0, not {first}; pages of {page_tokens} tokens")
             pages = -(-int(rows.view.tokens) // page_tokens)
         else:
-            pages = memoryview(boxes).nbytes // (8 * heads * dim)
+            pages = described(boxes).nbytes // (8 * heads * dim)
         boxes, to, count = lent.numbers("boxes", boxes, (pages, heads, 2 * dim))
         err = new_error()
         check_err(lib.kvt_pages_extend(to, count, u32(page_tokens), u32(first), byref(rows),
@@ -584,7 +593,7 @@ def place_sums(attention: Attention, tokens: int, placed: Placed, sums: Any, *,
     by = None if select is None else byref(select._lower())
     with Lent() as lent:
         there = _placed(lent, placed)
-        count = memoryview(sums).nbytes // 4
+        count = described(sums).nbytes // 4
         _, given, _ = lent.numbers("sums", sums, (count,), False)
         shape = attention.query_heads, max(stayed + tokens - since, 0)
         out, to, room = lent.numbers("out", out, shape)

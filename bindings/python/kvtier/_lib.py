@@ -7,7 +7,7 @@ import math
 import operator
 import os
 from pathlib import Path
-from typing import List, Optional
+from typing import Any, List, Optional
 
 from . import _abi
 from ._errors import Error, make
@@ -46,6 +46,18 @@ def _load() -> ctypes.CDLL:
 
 
 lib = _load()
+
+
+def quick(name: str) -> Any:
+    """A function once more, for calls that come very often: pointers are taken as they come,
+    for checking what they point to takes a third of such a call."""
+    function = lib[name]
+    restype, argtypes = _abi.FUNCTIONS[name]
+    function.restype = restype
+    function.argtypes = tuple(
+        ctypes.c_void_p if issubclass(kind, (ctypes._Pointer, ctypes.c_void_p)) else kind
+        for kind in argtypes)
+    return function
 
 
 def take_error(status: int, err: _abi.kvt_error_p) -> Error:

@@ -64,7 +64,12 @@ def feature(name: str) -> Feature:
 
 def spec_check(spec: str) -> str:
     """The canonical form of a spec string; `SpecError` says where it is wrong
-    (`offset` counts bytes of UTF-8)."""
+    (`offset` counts bytes of UTF-8).
+
+    >>> import kvtier
+    >>> kvtier.spec_check("store( host = 8GiB )")
+    'store(host=8GiB)'
+    """
     text = spec.encode()
     room = max(64, 2 * len(text))
     while True:
@@ -79,7 +84,12 @@ def spec_check(spec: str) -> str:
 
 
 def checksum(data: Any) -> int:
-    """The checksum of a bytes-like object, as ops compute it."""
+    """The checksum of a bytes-like object or a tensor, as ops compute it.
+
+    >>> import kvtier
+    >>> kvtier.checksum(b"kv") == kvtier.checksum(bytearray(b"kv")) != kvtier.checksum(b"vk")
+    True
+    """
     value = ctypes.c_uint64()
     with Export(data, writable=False) as export:
         check(lib.kvt_checksum(export.address, export.nbytes, byref(value)))

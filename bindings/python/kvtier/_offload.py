@@ -13,7 +13,7 @@ from ._columns import Column, Columns
 from ._errors import make
 from ._lib import check, check_err, lib, text_pointer, u32
 from ._op import Op
-from ._pybuffer import Export
+from ._pybuffer import Export, described
 from ._resource import Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, submit_opts
 from ._store import DTYPES, LEVEL_RAM
@@ -30,9 +30,10 @@ _CODES: Dict[str, Tuple[str, int]] = {
     "f32": ("f", 4), "f16": ("H", 2), "bf16": ("H", 2), "int8": ("b", 1), "fp8_e4m3": ("B", 1),
     "fp8_e5m2": ("B", 1), "bytes": ("B", 1),
 }
-#: What numbers of rows are, by their codes.
+#: What numbers of rows are, by their types.
 _ROWS: Dict[str, int] = {
-    "f": _abi.KVT_DTYPE_F32, "e": _abi.KVT_DTYPE_F16, "H": _abi.KVT_DTYPE_BF16,
+    "f32": _abi.KVT_DTYPE_F32, "f16": _abi.KVT_DTYPE_F16, "bf16": _abi.KVT_DTYPE_BF16,
+    "u16": _abi.KVT_DTYPE_BF16,
 }
 
 
@@ -140,18 +141,17 @@ def context_for_c(at: Context) -> Any:
 
 def _rows(name: str, source: Any) -> Tuple[Any, Export]:
     """Rows for C: an object with [tokens, heads, dim] numbers without gaps."""
-    view = memoryview(source)
-    code = view.format.lstrip("@=<")
-    shape = view.shape or ()
-    if len(shape) != 3 or not view.c_contiguous or code not in _ROWS or 0 in shape:
-        raise _invalid(f"{name} are [tokens, heads, dim] numbers without gaps: f32, f16, or the "
-                       "bits of bf16 (uint16)")
+    seen = described(source)
+    shape = seen.shape
+    if len(shape) != 3 or not seen.contiguous or seen.dtype not in _ROWS or 0 in shape:
+        raise _invalid(f"{name} are [tokens, heads, dim] numbers without gaps: f32, f16, bf16 or "
+                       f"its bits (uint16): these are {list(shape)} of {seen.dtype}")
     export = Export(source, writable=False)
     tokens, heads, dim = shape
-    rows = _abi.kvt_rows_t(dtype=_ROWS[code])
+    rows = _abi.kvt_rows_t(dtype=_ROWS[seen.dtype])
     rows.view.address = export.address
     rows.view.tokens, rows.view.heads = u32(tokens), u32(heads)
-    rows.view.run_bytes = dim * view.itemsize
+    rows.view.run_bytes = dim * seen.itemsize
     return rows, export
 
 
@@ -169,7 +169,27 @@ def _opts(session: "Session", attention: Attention, dtype: str, buffers: int,
 class Offload(Resource):
     """A session's KV, layer by layer: a ring of buffers, the store behind it, and sparse
     policies that say which blocks have to come. Any thread may use it; calls come one at a
-    time. Closed, its memory goes with the last view."""
+    time. Closed, its memory goes with the last view.
+
+    >>> import kvtier
+    >>> from kvtier import Context, Group, Identity, View
+    >>> shape = kvtier.Attention(layers=1, query_heads=1, key_heads=1, key_dim=4, value_dim=4,
+    ...                          block_tokens=4, max_tokens=64)
+    >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
+    ...     with store.namespace(Identity(), chunk_tokens=4,
+    ...                          groups=[Group([0], 16, 16, "f32", 1)]) as space:
+    ...         with space.session() as session:
+    ...             session.append(range(6))
+    ...             with kvtier.Offload(session, shape, "f32", buffer_tokens=16) as offload:
+    ...                 k, v = (View(bytearray(6 * 16), 16) for plane in "kv")
+    ...                 op = offload.put(0, 0, 6, k, v)
+    ...                 done = op and op.result(timeout=5)
+    ...                 offload.begin(Context(7, 6))
+    ...                 kv = offload.take(0)
+    ...                 print(kv.tokens, kv.tail_tokens, kv.k.shape)
+    ...                 offload.give_back(0)
+    6 2 (6, 1, 4)
+    """
 
     _noun = "offload"
 
@@ -232,7 +252,7 @@ class Offload(Resource):
         self._lock = threading.Lock()
         self._views: "List[weakref.ref[Any]]" = []
         self._memory: Optional[_Memory] = _Memory()
-        self._job: OffloadJob = OffloadJob(handle, _reaper.RANK_SESSION)
+        self._job = OffloadJob(handle, _reaper.RANK_SESSION)
         self._finalizer = weakref.finalize(self._memory, _reaper.bury, self._job)
         self._finalizer.atexit = False
 

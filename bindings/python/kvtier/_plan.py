@@ -178,8 +178,8 @@ class StoreEvents(NamedTuple):
 def values(row: Any, like: Any) -> Tuple[Any, ...]:
     """The fields of a C struct by the names of a NamedTuple, arrays as bytes."""
     names = {"namespace": "space", "timed": "count"}
-    found = (getattr(row, names.get(name, name)) for name in like._fields if hasattr(
-        row, names.get(name, name)))
+    wanted = [names[name] if name in names else name for name in like._fields]
+    found = (getattr(row, name) for name in wanted if hasattr(row, name))
     return tuple(bytes(x) if isinstance(x, ctypes.Array) else x for x in found)
 
 

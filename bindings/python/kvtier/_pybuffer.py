@@ -1,9 +1,14 @@
-"""The address of any object with the buffer protocol, read-only ones too."""
+"""The address of any object with the buffer protocol, read-only ones too, and of tensors."""
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 from typing import Any
+
+from . import _abi
+from ._errors import BufferError, make
+from ._tensor import Tensor, dtype_of_code, tensor_of
 
 _WRITABLE = 0x1
 _STRIDED = 0x8 | 0x10  # ND | STRIDES
@@ -32,24 +37,92 @@ _get.restype = ctypes.c_int
 _release = ctypes.pythonapi.PyBuffer_Release
 _release.argtypes = (ctypes.POINTER(_PyBuffer),)
 _release.restype = None
+_is_buffer = ctypes.pythonapi.PyObject_CheckBuffer
+_is_buffer.argtypes = (ctypes.py_object,)
+_is_buffer.restype = ctypes.c_int
+
+
+def refused(text: str) -> BufferError:
+    """The exception of memory that cannot be used as it is."""
+    error = make(_abi.KVT_E_INVALID, text)
+    return BufferError(error.message, error.status, error.name)
+
+
+def _check(tensor: Tensor, writable: bool, strided: bool, on_device: bool) -> None:
+    if not (strided or tensor.contiguous):
+        raise refused(f"numbers {list(tensor.shape)} lie {list(tensor.strides)} bytes apart, with "
+                      "gaps or in another order: hand over a contiguous copy (torch: "
+                      ".contiguous(), numpy: numpy.ascontiguousarray), or the whole memory and a "
+                      "kvtier.View with strides")
+    if writable and tensor.readonly:
+        raise refused("the memory is read-only, or does not say that it may be written: hand over "
+                      "a copy that may be")
+    if not (tensor.on_host or on_device and tensor.device.startswith("cuda")):
+        raise refused(f"the memory is on '{tensor.device}', where the processor does not reach "
+                      "it: hand over .cpu(), or move it with a store that has a device, "
+                      "kvtier.Store(..., device=kvtier.Device(runtime, 'cuda'))")
+
+
+def described(source: Any) -> Tensor:
+    """Shape, strides and type of an object's numbers, wherever they are."""
+    view = None
+    if _is_buffer(source):
+        try:
+            view = memoryview(source)
+        except ValueError:  # numpy has no code for the types of others
+            pass
+    if view is not None:
+        return Tensor(0, view.shape or (), view.strides or (),
+                      dtype_of_code(view.format, view.itemsize), view.itemsize, view.readonly,
+                      "cpu", view)
+    tensor = tensor_of(source)
+    if tensor is None:
+        raise TypeError("a tensor, an array or another object with the buffer protocol is "
+                        f"required, not '{type(source).__name__}'")
+    return tensor
 
 
 class Export:
-    """An object's bytes, held: it can neither move nor resize meanwhile. Without gaps, unless
-    the caller knows the strides."""
+    """An object's bytes, held: it can neither move nor resize meanwhile (a tensor could: nobody
+    can stop `resize_`). Without gaps, unless the caller knows the strides."""
 
-    def __init__(self, source: Any, writable: bool, strided: bool = False) -> None:
+    __slots__ = ("_held", "_buffer", "_tensor", "address", "nbytes")
+
+    def __init__(self, source: Any, writable: bool, strided: bool = False,
+                 on_device: bool = False) -> None:
         self._held = False
+        self._tensor: Any = None
         self._buffer = _PyBuffer()
         layout = _STRIDED if strided else _C_CONTIGUOUS
         flags = layout | (_WRITABLE if writable else 0)
-        _get(source, ctypes.byref(self._buffer), flags)
+        try:
+            _get(source, ctypes.byref(self._buffer), flags)
+        except (TypeError, ValueError, builtins.BufferError) as error:
+            self._take_tensor(source, writable, strided, on_device, error)
+            return
         self._held = True
         self.address: int = self._buffer.buf or 0
         self.nbytes: int = self._buffer.len
 
+    def _take_tensor(self, source: Any, writable: bool, strided: bool, on_device: bool,
+                     error: Exception) -> None:
+        tensor = tensor_of(source)
+        if tensor is None:
+            if _is_buffer(source):
+                raise refused(str(error)) from error
+            raise error
+        _check(tensor, writable, strided, on_device)
+        self._tensor = tensor
+        self.address, self.nbytes = tensor.address, tensor.nbytes
+
+    @property
+    def on_device(self) -> bool:
+        """Whether only a device reaches it."""
+        return self._tensor is not None and not self._tensor.on_host
+
     def release(self) -> None:
         """Lets the object go."""
+        self._tensor = None
         if self._held:
             self._held = False
             _release(ctypes.byref(self._buffer))

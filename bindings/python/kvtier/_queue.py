@@ -12,13 +12,14 @@ from . import _abi, _callbacks, _reaper
 from ._errors import Error
 from ._lib import check, check_err, deadline_after, lib, status_error, u64
 from ._op import RELEASED, Op, serials
-from ._resource import Resource, byref, new_error
+from ._resource import Closing, byref, new_error
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
 
 _BATCH = 256
 _SLICE_NS = 200_000_000
+_STRIDE = ctypes.sizeof(_abi.kvt_completion_t)
 
 
 class Completion(NamedTuple):
@@ -95,10 +96,18 @@ class _State:
                           entry.events, entry.bytes_done, entry.value, entry.items_failed)
 
 
-class Queue(Resource):
+class Queue(Closing):
     """Where completions arrive. Polled, unless `callback` is given; that is
     called with a list of completions on the library's notifier thread, and
-    must not wait for work of the same runtime."""
+    must not wait for work of the same runtime.
+
+    >>> import kvtier
+    >>> with kvtier.Runtime() as runtime, runtime.queue() as queue:
+    ...     with runtime.wrap(bytearray(b"kv")) as buffer:
+    ...         runtime.post(kvtier.Work.checksum(buffer), queue, tag="mine")
+    ...         [(done.tag, done.ok, done.bytes_done) for done in queue.wait(timeout=5)]
+    [('mine', True, 2)]
+    """
 
     _noun = "queue"
 
@@ -109,6 +118,7 @@ class Queue(Resource):
         self._loop: Optional[asyncio.AbstractEventLoop] = None
         self._loop_fd = -1
         self._thread = 0
+        self._spare: List[Any] = []
         opts = _abi.kvt_queue_opts_t(capacity=u64(capacity))
         number = 0
         if callback is not None:
@@ -136,28 +146,36 @@ class Queue(Resource):
 
     def poll(self, max_entries: int = _BATCH) -> List[Completion]:
         """Takes what is there, without waiting."""
-        self._refuse_attached()
+        if self._loop is not None:
+            self._refuse_attached()
         return self._poll(max_entries)
 
     def _poll(self, max_entries: int) -> List[Completion]:
-        room = (_abi.kvt_completion_t * max_entries)()
+        # Room for a batch costs as much as the call: it is used again.
+        try:
+            room = self._spare.pop() if max_entries == _BATCH else self._room(max_entries)
+        except IndexError:
+            room = self._room(_BATCH)
         got = ctypes.c_uint64()
-        stride = ctypes.sizeof(_abi.kvt_completion_t)
-        check(lib.kvt_queue_poll(self._raw, room, max_entries, stride, byref(got)))
-        return self._state.take(room, got.value)
+        check(lib.kvt_queue_poll(self._raw, room, max_entries, _STRIDE, byref(got)))
+        found = self._state.take(room, got.value) if got.value else []
+        if max_entries == _BATCH:
+            self._spare.append(room)
+        return found
+
+    def _room(self, entries: int) -> Any:
+        return (_abi.kvt_completion_t * entries)()
 
     def wait(self, timeout: Optional[float] = None,
              max_entries: int = _BATCH) -> List[Completion]:
         """Takes completions, waiting for the first; empty when time ran out."""
         self._refuse_attached()
-        room = (_abi.kvt_completion_t * max_entries)()
-        got = ctypes.c_uint64()
-        stride = ctypes.sizeof(_abi.kvt_completion_t)
+        room, got = self._room(max_entries), ctypes.c_uint64()
         end = deadline_after(time.monotonic_ns(), timeout)
         while True:
             now = time.monotonic_ns()
             until = now + _SLICE_NS if end == 0 else min(now + _SLICE_NS, end)
-            status = lib.kvt_queue_wait(self._raw, until, room, max_entries, stride, byref(got))
+            status = lib.kvt_queue_wait(self._raw, until, room, max_entries, _STRIDE, byref(got))
             if status == _abi.KVT_OK:
                 return self._state.take(room, got.value)
             if status != _abi.KVT_E_TIMEOUT:
@@ -235,13 +253,10 @@ class Queue(Resource):
     async def aclose(self) -> None:
         """`close` without holding the loop up."""
         self.detach()
-        await asyncio.get_running_loop().run_in_executor(None, self.close)
+        await super().aclose()
 
     async def __aenter__(self) -> "Queue":
         return self.attach()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
 
 def _leave(loop: asyncio.AbstractEventLoop, fd: int, gone: threading.Event) -> None:

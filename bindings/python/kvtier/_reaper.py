@@ -53,6 +53,9 @@ _inbox: "queue.SimpleQueue[Optional[Job]]" = queue.SimpleQueue()
 _thread: Optional[threading.Thread] = None
 _start_lock = threading.Lock()
 _opened_in: Optional[int] = None
+#: Whether Python forked this process off one that had opened the library. Calls look at this
+#: alone: who forks behind Python's back is refused by the library.
+in_child = False
 #: Jobs on their way to being closed, for `flush`.
 _buried: Dict[int, Job] = {}
 
@@ -71,6 +74,14 @@ def arm() -> None:
 def forked() -> bool:
     """Whether this process is a fork of the one that opened the library."""
     return _opened_in is not None and _opened_in != os.getpid()
+
+
+def _after_fork() -> None:
+    global in_child
+    in_child = forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def bury(job: Job) -> None:

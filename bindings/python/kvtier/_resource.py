@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import weakref
 from typing import Any, Optional, TypeVar
@@ -23,7 +24,7 @@ class Resource:
     """An open handle. Close it, use it in a `with`, or let go of it."""
 
     _noun = "object"
-    _job: _reaper.Job
+    _job: Any  # a _reaper.Job, of a kind of its own for each
     _finalizer: Any  # a weakref.finalize
 
     def _own(self, job: _reaper.Job) -> None:
@@ -42,7 +43,8 @@ class Resource:
         handle = self._job.handle
         if not handle.value:
             raise self._closed_error()
-        refuse_fork()
+        if _reaper.in_child:
+            refuse_fork()
         return handle
 
     def _closed_error(self) -> Error:
@@ -70,6 +72,31 @@ class Resource:
         handle = self._job.handle.value
         state = "closed" if not handle else f"{handle:#x}"
         return f"<kvtier.{type(self).__name__} {state}>"
+
+
+class Closing(Resource):
+    """One whose `close` may wait: `async with` and `aclose` hold no loop up meanwhile."""
+
+    async def aclose(self) -> Any:
+        """`close` by another thread. A task that is cancelled meanwhile waits for its end, too:
+        only then is memory the program's again."""
+        closing = asyncio.get_running_loop().run_in_executor(None, self.close)
+        cancelled: Optional[asyncio.CancelledError] = None
+        while not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return closing.result()
+
+    async def __aenter__(self: Self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(self, *_: object) -> Optional[bool]:
+        await self.aclose()
+        return None
 
 
 def new_error() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import dataclass
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -12,7 +13,7 @@ from ._budget import Budget
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
 from ._op import RELEASED, Op
 from ._queue import Completion, Queue
-from ._resource import Resource, byref, new_error
+from ._resource import Closing, byref, new_error
 
 PRIORITY_DEMAND = _abi.KVT_PRIORITY_DEMAND
 PRIORITY_PREFETCH = _abi.KVT_PRIORITY_PREFETCH
@@ -28,7 +29,14 @@ _ROLES = {_abi.KVT_THREAD_WORKER: "worker", _abi.KVT_THREAD_NOTIFIER: "notifier"
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of work on up to two buffers; made by the functions below."""
+    """One piece of work on up to two buffers; made by the functions below.
+
+    >>> import kvtier
+    >>> with kvtier.Runtime() as runtime, runtime.wrap(bytearray(b"kv")) as buffer:
+    ...     told = runtime.submit(kvtier.Work.checksum(buffer)).result().value
+    ...     runtime.submit(kvtier.Work.verify(buffer, told)).result().value == told
+    True
+    """
 
     kind: int
     nbytes: int
@@ -111,7 +119,7 @@ def submit_opts(runtime: "Runtime", op: Optional[Op], queue: Optional[Queue],
     """C's options for one op, and the number under which the queue knows it."""
     opts = _abi.kvt_submit_opts_t(priority=u32(priority))
     if timeout is not None:
-        opts.deadline_ns = deadline_after(runtime.now_ns(), timeout)
+        opts.deadline_ns = deadline_after(time.monotonic_ns(), timeout)
     serial = 0
     if queue is not None:
         opts.queue = queue._raw.value
@@ -132,11 +140,23 @@ def _fill(items: Any, work: Sequence[Work]) -> None:
             item.src = piece.src._raw.value
 
 
-class Runtime(Resource):
+class Runtime(Closing):
     """The root. Any thread may use it.
 
     `faults` plants faults for tests of a program's own error paths, such as
     "faults(worker=at(panic=3))".
+
+    >>> import kvtier
+    >>> with kvtier.Runtime(workers=2) as runtime:
+    ...     source, target = runtime.wrap(bytearray(b"tokens")), runtime.buffer(6)
+    ...     copied = runtime.copy(target, source).result(timeout=5).bytes_done
+    ...     copied, bytes(target.view()), runtime.stats().workers
+    (6, b'tokens', 2)
+
+    In a loop of asyncio::
+
+        async with kvtier.Runtime() as runtime, runtime.queue() as queue:
+            await runtime.copy(target, source, queue=queue)
     """
 
     _noun = "runtime"
@@ -270,7 +290,8 @@ class Runtime(Resource):
         what else was open; that goes on as far as it can."""
         if self.closed:
             return CloseReport(0, 0, 0, 0, 0)
-        end = deadline_after(self.now_ns(), timeout)
+        self._raw  # noqa: B018: not in a forked child
+        end = deadline_after(time.monotonic_ns(), timeout)
         report, err = _abi.kvt_close_report_t(), new_error()
         status = lib.kvt_runtime_close(byref(self._job.handle), end, byref(report), byref(err))
         check_err(status, err)

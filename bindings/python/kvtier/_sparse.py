@@ -108,7 +108,12 @@ class SparseJob(_reaper.Job):
 
 
 def sparse_policies() -> List[PolicyInfo]:
-    """The sparse policies that can be opened."""
+    """The sparse policies that can be opened.
+
+    >>> import kvtier
+    >>> {"quest", "h2o", "streaming"} <= {policy.name for policy in kvtier.sparse_policies()}
+    True
+    """
     count, found = ctypes.c_uint64(), []
     check(lib.kvt_sparse_count(byref(count)))
     for index in range(count.value):
@@ -140,6 +145,13 @@ class Sparse(Resource):
     are handed ends with the call, and in it calls on this policy are a `BusyError`. What they
     raise is the `__cause__` of the error of the call that led there. One that keeps its
     `Sparse` stays until that is closed.
+
+    >>> import kvtier
+    >>> shape = kvtier.Attention(layers=1, query_heads=2, key_heads=1, key_dim=8, value_dim=8,
+    ...                          block_tokens=4, max_tokens=64)
+    >>> with kvtier.Sparse(shape, "streaming(sinks=2,recent=4)") as policy:
+    ...     policy.evict(0, kvtier.Context(tokens=12, first_query=11)).lists()
+    [[0, 1, 8, 9, 10, 11]]
     """
 
     _noun = "sparse policy"

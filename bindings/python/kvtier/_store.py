@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -32,7 +33,7 @@ from ._plan import (
     values,
 )
 from ._policy import STOP_UNKNOWN, LogEntry, log_entries
-from ._resource import Resource, byref, new_error
+from ._resource import Closing, Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
 from ._view import View, fill
 
@@ -200,7 +201,8 @@ def _views(views: Sequence[Optional[View]], writable: bool, kept: List[Any]) -> 
 
 
 class Session(Resource):
-    """A sequence of tokens whose KV is kept. Any thread may use it."""
+    """A sequence of tokens whose KV is kept: `Namespace.session` opens one, and `help(Store)`
+    has an example. Any thread may use it."""
 
     _noun = "session"
 
@@ -233,7 +235,7 @@ class Session(Resource):
     def pin(self, first_token: int = 0, tokens: int = 0, *, priority: int = 0,
             timeout: Optional[float] = None) -> None:
         """Keeps its chunks for so many seconds, None for ever; 0 tokens: to the end."""
-        until = deadline_after(self._space._store._runtime.now_ns(), timeout)
+        until = deadline_after(time.monotonic_ns(), timeout)
         err = new_error()
         check_err(lib.kvt_session_pin(self._raw, u64(first_token), u64(tokens), u32(priority),
                                       until, byref(err)), err)
@@ -426,7 +428,7 @@ def _session_opts(name: str, tenant: int, priority: Optional[int],
 
 
 class Namespace(Resource):
-    """Who may share. Any thread may use it."""
+    """Who may share: `Store.namespace` opens one. Any thread may use it."""
 
     _noun = "namespace"
 
@@ -504,7 +506,7 @@ class Namespace(Resource):
 
     def clear(self, timeout: Optional[float] = None) -> ClearReport:
         """Takes away what nobody holds, and waits until it is sure to stay away."""
-        end = deadline_after(self._store._runtime.now_ns(), timeout)
+        end = deadline_after(time.monotonic_ns(), timeout)
         report, err = _abi.kvt_clear_report_t(), new_error()
         check_err(lib.kvt_namespace_clear(self._raw, end, byref(report), byref(err)), err)
         return ClearReport(*values(report, ClearReport))
@@ -518,11 +520,28 @@ class Namespace(Resource):
         self._released()
 
 
-class Store(Resource):
+class Store(Closing):
     """Keeps KV in memory and on disk, as its spec says:
     `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`. What is given beside the spec counts
     instead of what it says; `write` is `through`, `back` or `never`. `device` copies between
-    your memory and the store's: with one that has memory, views may lead into that."""
+    your memory and the store's: with one that has memory, views may lead into that.
+
+    >>> import kvtier
+    >>> from kvtier import Group, Identity, View
+    >>> group = Group(layers=[0, 1], k_bytes=32, v_bytes=32)        # bytes of a token
+    >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
+    ...     space = store.namespace(Identity(model=b"my model"), chunk_tokens=4, groups=[group])
+    ...     with space, space.session() as session:
+    ...         session.append([11, 12, 13, 14, 15, 16, 17, 18])
+    ...         k, v = [[bytearray(b"x" * 8 * 32) for layer in (0, 1)] for plane in "kv"]
+    ...         views = [[View(layer, 32) for layer in plane] for plane in (k, v)]
+    ...         stored = session.put(*views).result(timeout=5).value
+    ...         reusable = space.lookup([11, 12, 13, 14, 99]).reusable_tokens
+    >>> stored, reusable
+    (8, 4)
+
+    In a loop of asyncio `async with kvtier.Store(...)`, and `await session.get(..., queue=queue)`.
+    """
 
     _noun = "store"
 
@@ -623,7 +642,8 @@ class Store(Resource):
         out, and then it can be tried again. What was opened on it says `ClosedError`."""
         if self.closed:
             return
-        end = deadline_after(self._runtime.now_ns(), timeout)
+        self._raw  # noqa: B018: not in a forked child
+        end = deadline_after(time.monotonic_ns(), timeout)
         err = new_error()
         check_err(lib.kvt_store_close(byref(self._job.handle), end, byref(err)), err)
         self._released()

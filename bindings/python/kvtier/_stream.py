@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
@@ -13,7 +14,7 @@ from . import _abi, _reaper
 from ._columns import Column, Columns
 from ._errors import make
 from ._lib import check, check_err, deadline_after, lib, text_pointer, u32, u64
-from ._resource import Resource, byref, new_error
+from ._resource import Closing, Resource, byref, new_error
 from ._view import Place
 
 if TYPE_CHECKING:
@@ -277,7 +278,18 @@ class ModelJob(_reaper.Job):
 class Model(Resource):
     """What is in the files of a model: a GGUF or safetensors file, the index of a sharded
     model, a directory, any one file of a split GGUF model, or all its files. It never
-    changes; any thread may use it."""
+    changes; any thread may use it.
+
+    >>> import kvtier, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as where:        # files of a format of one's own
+    ...     path = pathlib.Path(where, "weights.bin")
+    ...     _ = path.write_bytes(b"a" * 4096 + b"b" * 8192)
+    ...     units = [kvtier.UnitEntry("first", [(0, 0, 4096)], kvtier.ROLE_LAYER, layer=0),
+    ...              kvtier.UnitEntry("second", [(0, 4096, 8192)], kvtier.ROLE_LAYER, layer=1)]
+    ...     with kvtier.Model.table([path], units) as model:
+    ...         [(unit.name, unit.bytes) for unit in model.units]
+    [('first', 4096), ('second', 8192)]
+    """
 
     _noun = "model"
 
@@ -471,6 +483,7 @@ class StreamUnit(Place):
         self._lease = None
 
     def __enter__(self) -> "StreamUnit":
+        self._check(False)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -527,9 +540,24 @@ class StreamJob(_reaper.Job):
         return int(lib.kvt_stream_close(byref(self.handle), _reaper.slice_deadline(), None))
 
 
-class Streamer(Resource):
+class Streamer(Closing):
     """Weights that come as you compute: units whose home is in memory are at hand, the others
-    pass through a few slots, fetched ahead. Any thread may use it."""
+    pass through a few slots, fetched ahead. Any thread may use it.
+
+    >>> import kvtier, pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as where, kvtier.Runtime() as runtime:
+    ...     path = pathlib.Path(where, "weights.bin")
+    ...     _ = path.write_bytes(b"a" * 4096 + b"b" * 4096)
+    ...     units = [kvtier.UnitEntry(f"layer {n}", [(0, n * 4096, 4096)], kvtier.ROLE_LAYER,
+    ...                               layer=n) for n in (0, 1)]
+    ...     with kvtier.Model.table([path], units) as model:
+    ...         with kvtier.Streamer(runtime, model) as streamer:
+    ...             for unit in model.units:
+    ...                 with streamer.acquire(unit.number, timeout=5) as held:
+    ...                     print(unit.name, bytes(held.data[:2]))
+    layer 0 b'aa'
+    layer 1 b'bb'
+    """
 
     _noun = "streamer"
 
@@ -586,7 +614,7 @@ class Streamer(Resource):
         return part
 
     def _end(self, timeout: Optional[float]) -> int:
-        return deadline_after(self._runtime.now_ns(), timeout)
+        return deadline_after(time.monotonic_ns(), timeout)
 
     def load(self, timeout: Optional[float] = None) -> None:
         """Waits until all residents are at home."""

@@ -97,7 +97,15 @@ def _number(name: str, value: float) -> float:
 
 class Trace(Resource):
     """Requests to a KV cache over time; `Trace.open` and `Trace.generate` make one.
-    It never changes, and any thread may use it."""
+    It never changes, and any thread may use it. `kvtier.Lab` compares several.
+
+    >>> import kvtier
+    >>> with kvtier.Trace.generate("chat", duration_ns=600 * 10**9, seed=1) as trace:
+    ...     small, all_of_them = (trace.replay("lru", blocks) for blocks in
+    ...                           (trace.info.blocks // 10, trace.info.blocks))
+    >>> small.token_hit_rate < all_of_them.token_hit_rate, all_of_them.evictions
+    (True, 0)
+    """
 
     _noun = "trace"
 

@@ -34,10 +34,16 @@ def _invalid(text: str) -> Exception:
 
 @dataclass(frozen=True)
 class View:
-    """One plane of one layer in a contiguous object (bytearray, numpy array, kvtier.Buffer) or
-    in memory of a device (kvtier.DeviceMemory, kvtier.StreamUnit): tokens from `offset`
-    on, or in pages that begin at offsets. 0 is no gap between tokens, or heads. Never leads out
-    of the object."""
+    """One plane of one layer in a contiguous object (bytearray, numpy array, torch tensor,
+    kvtier.Buffer) or in memory of a device (kvtier.DeviceMemory, kvtier.StreamUnit, a CUDA
+    tensor): tokens from `offset` on, or in pages that begin at offsets. 0 is no gap between
+    tokens, or heads. Never leads out of the object.
+
+    >>> import kvtier
+    >>> plane = bytearray(64 * 32)                      # 64 tokens of 2 heads of 16 bytes
+    >>> view = kvtier.View(plane, run_bytes=16, heads=2)
+    >>> late = kvtier.View(plane, run_bytes=16, heads=2, offset=32 * 32)   # from token 32 on
+    """
 
     source: Any
     run_bytes: int
@@ -55,14 +61,17 @@ def lend(source: Any, writable: bool, kept: List[Any]) -> Union[Export, Place]:
         source._check(writable)
         kept.append(source)
         return source
-    export = Export(source.view() if isinstance(source, Buffer) else source, writable=writable)
+    export = Export(source.view() if isinstance(source, Buffer) else source, writable=writable,
+                    on_device=True)
     kept.append(export)
     return export
 
 
 def kind_of(there: Union[Export, Place]) -> int:
     """KVT_MEMORY_* of what was lent."""
-    return there._kind if isinstance(there, Place) else _abi.KVT_MEMORY_HOST
+    if isinstance(there, Place):
+        return there._kind
+    return _abi.KVT_MEMORY_DEVICE if there.on_device else _abi.KVT_MEMORY_HOST
 
 
 def fill(row: Any, view: View, writable: bool, kept: List[Any]) -> None:

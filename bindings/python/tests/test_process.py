@@ -150,6 +150,37 @@ def shared_library(tmp_path: Path) -> Path:
     return prebuilt
 
 
+def engine(root: Path) -> None:
+    """A connector's folder, as others lay them out."""
+    package = root / "someengine" / "kvtier_someengine"
+    (package / "part").mkdir(parents=True)
+    (package / "tests").mkdir()
+    for name in ("__init__.py", "part/__init__.py", "part/deep.py", "tests/test_it.py", "x.md",
+                 "py.typed"):
+        (package / name).write_text("")
+
+
+def test_the_wheel_has_the_connectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine(tmp_path)
+    monkeypatch.setattr(build_wheel, "HERE", tmp_path / "python")
+    found = {name for package in build_wheel.packages()
+             for name, _ in build_wheel.sources(package)}
+    ours = {name for name in found if name.startswith("kvtier_")}
+    assert ours == {f"kvtier_someengine/{name}" for name in (
+        "__init__.py", "part/__init__.py", "part/deep.py", "py.typed")}
+    assert "kvtier/_abi.py" in found and not any("__pycache__" in name for name in found)
+
+
+def test_the_wheel_is_what_auditwheel_says(tmp_path: Path) -> None:
+    pytest.importorskip("auditwheel", reason="needs auditwheel")
+    wheel = build_wheel.write_wheel(
+        tmp_path, (shared_library(tmp_path) / "lib" / "libkvtier.so").read_bytes())
+    said = subprocess.run([sys.executable, "-m", "auditwheel", "show", str(wheel)],
+                          capture_output=True, text=True, check=True).stdout
+    ours = wheel.name.rpartition("-")[2][: -len(".whl")]
+    assert f'"{ours}"' in " ".join(said.split()), said
+
+
 def test_the_wheel_is_reproducible_and_complete(tmp_path: Path) -> None:
     prebuilt = shared_library(tmp_path)
     data = build_wheel.library(str(prebuilt))
@@ -182,13 +213,25 @@ def test_pip_builds_and_installs_from_the_directory(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     env = {**os.environ, "KVTIER_PREBUILT_DIR": str(prebuilt), "PIP_DISABLE_PIP_VERSION_CHECK": "1",
            "PYTHONDONTWRITEBYTECODE": "1"}
-    env.pop("KVTIER_LIBRARY", None)
+    for name in ("KVTIER_LIBRARY", "PYTHONPATH"):
+        env.pop(name, None)
     python = str(venv / "bin" / "python")
     subprocess.run([python, "-m", "pip", "install", "--no-index", "-q", str(build_wheel.HERE)],
                    check=True, env=env)
-    smoke = ("import kvtier; r = kvtier.Runtime(workers=1); b = r.buffer(4096);"
-             "print(r.submit(kvtier.Work.checksum(b)).result().value == kvtier.checksum(b.view()),"
-             "kvtier.abi.__file__)")
+    smoke = textwrap.dedent("""
+        import importlib.util, kvtier
+        assert importlib.util.find_spec("numpy") is None, "a venv with nothing else in it"
+        with kvtier.Runtime(workers=1) as runtime:
+            with kvtier.Store(runtime, "store(host=1MiB)") as store:
+                group = kvtier.Group([0], k_bytes=16)
+                with store.namespace(kvtier.Identity(), chunk_tokens=4, groups=[group]) as space:
+                    with space.session() as session:
+                        session.append([1, 2, 3, 4])
+                        data, back = bytearray(range(64)), bytearray(64)
+                        session.put([kvtier.View(data, 16)]).result(10)
+                        session.get([kvtier.View(back, 16)]).result(10)
+        print(data == back, kvtier.abi.__file__)
+    """)
     said = subprocess.run([python, "-c", smoke], capture_output=True, text=True, env=env,
                           check=True, cwd="/").stdout.split()
     assert said[0] == "True" and said[1].startswith(str(venv))

@@ -1,0 +1,241 @@
+"""Closed things: every public method of every noun says so, found by looking at the classes."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+import kvtier
+import numpy as np
+import pytest
+from kvtier import Attention, Context, Group, Identity, Sparse, View
+from kvtier._resource import Closing, Resource
+from test_process import run
+from test_stream import content, write
+
+KEYS = np.zeros((4, 2, 8), np.float32)
+SHAPE = Attention(1, 2, 2, 8, 8, 4, 64)
+PLANE = bytearray(64)
+SPARSE = "h2o(sink=1,recent=1,budget=4)"
+
+#: What a parameter is given that has no default, by its name.
+ARGUMENTS: Dict[str, Any] = {
+    "tokens": 4, "layer": 0, "first": 0, "tier": kvtier.TIER_HOST, "nbytes": 64, "limit": 1 << 20,
+    "spec": "lru", "ids": [1], "rows": [1], "units": [1], "required_units": 1,
+    "candidates": {"ids": [1]}, "required_blocks": 1, "batch": 8, "name": "n", "keys": KEYS,
+    "block": 0, "queries": KEYS, "sums": [0.0] * 8, "scores": [0.0], "query": KEYS[:1],
+    "at": Context(4), "keep": kvtier.Keep.of([[0]]), "values": KEYS, "data": b"x", "unit": 0,
+    "links": "disk=3", "buffer": 0, "positions": [0], "k": [View(PLANE, 16)],
+    "capacity_blocks": 10, "specs": ["lru"], "sizes": [10], "identity": Identity(),
+    "chunk_tokens": 4, "groups": [Group([0], 16)], "context_tokens": 0, "ns": 1, "cost": None,
+    "reserved_bytes": 0, "used_bytes": 0, "address": 4096, "source": bytearray(64),
+    "target": bytearray(64), "raw_event": 1, "raw_stream": 1, "event": None, "kernels": [],
+    "names": [b"a"], "places": kvtier.At([4096]),
+}
+#: Where a name means something else.
+SPECIAL: Dict[Tuple[str, str], Any] = {
+    ("Session", "append.tokens"): [1], ("Namespace", "lookup.tokens"): [1],
+    ("Namespace", "lookup_keys.keys"): b"", ("Namespace", "exists.keys"): b"",
+    ("Sparse", "seal_all.keys"): [KEYS], ("Offload", "put.k"): View(PLANE, 32),
+    ("Sparse", "score.scores"): [0.0], ("Sparse", "select.candidates"): [0],
+    ("Runtime", "submit_each.work"): [],
+}
+#: What is no use of a handle: to close again is fine, and the rest asks for a running loop, or
+#: for what is known here.
+FINE = {"close", "aclose", "closed", "attach", "detach", "exported"}
+
+
+class World:
+    """One of each noun, all open."""
+
+    def __init__(self, where: Path) -> None:
+        self.runtime = kvtier.Runtime(workers=1)
+        self.queue = self.runtime.queue()
+        self.buffer = self.runtime.buffer(4096)
+        self.budget = self.runtime.budget(host_bytes=1 << 24)
+        self.account = self.budget.account("a")
+        self.op = self.runtime.submit(kvtier.Work.checksum(self.buffer))
+        self.op.wait(10)
+        self.event = kvtier.Event()
+        self.policy = kvtier.Policy("lru", max_objects=16)
+        self.sparse = Sparse(SHAPE, SPARSE)
+        self.trace = kvtier.Trace.generate("chat", duration_ns=60 * 10**9)
+        self.lab = kvtier.Lab(self.trace)
+        self.device = kvtier.Device(self.runtime, "simulated", memory_bytes=1 << 20)
+        self.memory = self.device.alloc(4096)
+        self.moment = self.device.copy()
+        self.promise = self.device.promise()
+        self.store = kvtier.Store(self.runtime, "store(host=1MiB)")
+        self.space = self.store.namespace(Identity(), chunk_tokens=4,
+                                          groups=[Group([0], 64, 64, "f32", 2)])
+        self.session = self.space.session()
+        self.offload = kvtier.Offload(self.session, SHAPE, "f32", buffer_tokens=16)
+        self.blocks = kvtier.Blocks(self.store, Identity(), [64])
+        write(where / "m.safetensors", {f"model.layers.{i}.w": ("U8", [4096], content(i, 4096))
+                                        for i in range(3)})
+        self.model = kvtier.Model(where / "m.safetensors")
+        self.streamer = kvtier.Streamer(self.runtime, self.model)
+
+    def nouns(self) -> List[Any]:
+        """What can be closed, in the order in which it can."""
+        return [self.op, self.offload, self.blocks, self.session, self.space, self.store,
+                self.promise, self.moment, self.memory, self.device, self.streamer, self.model,
+                self.lab, self.trace, self.sparse, self.policy, self.event, self.buffer,
+                self.account, self.budget, self.queue, self.runtime]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    for noun in world.nouns():
+        noun.close()
+
+
+def public(noun: Any) -> Iterator[Tuple[str, Callable[[], Any]]]:
+    """Uses of an object: its methods with arguments, and its properties."""
+    kind = type(noun)
+    for name, member in inspect.getmembers(kind):
+        if name.startswith("_") or name in FINE:
+            continue
+        if isinstance(member, property):
+            yield name, lambda name=name: getattr(noun, name)
+        elif inspect.isfunction(member) and not isinstance(
+                inspect.getattr_static(kind, name), staticmethod):
+            yield name, lambda name=name, member=member: getattr(noun, name)(
+                **arguments(kind.__name__, name, member))
+
+
+def arguments(kind: str, method: str, function: Any) -> Dict[str, Any]:
+    """Something for each parameter that must be given."""
+    given = {}
+    for at, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        if at == 0 or parameter.default is not parameter.empty or parameter.kind in (
+                parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        key = kind, f"{method}.{name}"
+        given[name] = SPECIAL[key] if key in SPECIAL else ARGUMENTS[name]
+    return given
+
+
+def close_all(world: World) -> None:
+    for noun in world.nouns():
+        noun.close()
+        noun.close()  # twice is fine
+        assert noun.closed, noun
+
+
+def test_every_noun_is_here(world: World) -> None:
+    """A class that is added and can be closed is found to be missing."""
+    ours = {type(noun) for noun in world.nouns()}
+    all_of_them = {value for value in vars(kvtier).values() if inspect.isclass(value)
+                   and issubclass(value, Resource)}
+    assert all_of_them <= ours, all_of_them - ours
+
+
+def test_whatever_is_closed_says_so(world: World) -> None:
+    # Some arguments need what is open: they are made before.
+    some = kvtier.Work.checksum(world.buffer)
+    copy = kvtier.DeviceCopy(View(bytearray(64), 16), bytearray(64))
+    more = {"work": some, "dst": world.buffer, "src": world.buffer, "queue": world.queue,
+            "memory": world.memory, "session": world.session, "op": world.op, "copies": [copy]}
+    ARGUMENTS.update(more)
+    close_all(world)
+    wrong = []
+    for noun in world.nouns():
+        uses = dict(public(noun))
+        assert len(uses) > 1 or isinstance(noun, (kvtier.Event, kvtier.DeviceMemory)), noun
+        for name, use in uses.items():
+            try:
+                found = use()
+            except (kvtier.ClosedError, kvtier.HandleError):
+                continue
+            except Exception as error:  # noqa: BLE001: each is told at the end
+                found = error
+            plain = (int, str, tuple, bool, type(None), dict, list)
+            if isinstance(found, plain) and isinstance(getattr(type(noun), name), property):
+                continue  # what it was like, kept here
+            wrong.append(f"{type(noun).__name__}.{name}: {found!r}")
+        if isinstance(noun, Resource):
+            with pytest.raises((kvtier.ClosedError, kvtier.HandleError)):
+                noun.__enter__()
+    for name in more:
+        del ARGUMENTS[name]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_that_waits_closes_in_a_loop(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with kvtier.Runtime(workers=1) as runtime:
+            async with kvtier.Store(runtime, "store(host=1MiB)") as store:
+                async with kvtier.Device(runtime, "host") as device:
+                    async with device.copy() as event:
+                        event.wait(5)
+                    assert event.closed
+                assert device.closed and not store.closed
+            assert store.closed
+            with pytest.raises(kvtier.ClosedError):
+                async with store:
+                    pass
+        assert runtime.closed
+
+    asyncio.run(main())
+    waits = {name for name, kind in vars(kvtier).items() if inspect.isclass(kind)
+             and issubclass(kind, Closing) for name in [kind.__name__]}
+    assert waits == {"Runtime", "Queue", "Store", "Device", "DeviceEvent", "DevicePromise",
+                     "Streamer"}
+
+
+def test_a_close_is_waited_for_by_a_task_that_is_cancelled(slow: kvtier.Runtime) -> None:
+    async def main() -> None:
+        queue, buffer = slow.queue(), slow.buffer(4096)
+        slow.post(kvtier.Work.checksum(buffer), queue)
+        closing = asyncio.ensure_future(queue.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert queue.closed and buffer.info().in_flight == 0
+        buffer.close()
+
+    asyncio.run(main())
+
+
+def forked_uses(where: Path) -> None:
+    """A program of its own: what a forked child is not refused goes to the output."""
+    world = World(where)
+    ARGUMENTS.update(work=kvtier.Work.checksum(world.buffer), dst=world.buffer, src=world.buffer,
+                     queue=world.queue, memory=world.memory, session=world.session, op=world.op,
+                     copies=[])
+    pid = os.fork()
+    if pid == 0:
+        for noun in world.nouns():
+            for name, use in public(noun):
+                try:
+                    found: Any = use()
+                except kvtier.ForkedError:
+                    continue
+                except Exception as error:  # noqa: BLE001: all are told
+                    found = error
+                kept = isinstance(getattr(type(noun), name), property)
+                if not (kept and isinstance(found, (int, str, tuple, dict, list, type(None)))):
+                    print(f"{type(noun).__name__}.{name}: {found!r}", flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    close_all(world)
+    print("parent goes on")
+
+
+def test_a_forked_child_is_refused_by_all(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), *sys.path]
+    done = run(f"""
+        import pathlib, sys, kvtier  # before the sources are in the path
+        sys.path[:] = {paths!r}
+        import test_closed
+        test_closed.forked_uses(pathlib.Path({str(tmp_path)!r}))
+    """)
+    assert (done.returncode, done.stdout.strip()) == (0, "parent goes on"), done

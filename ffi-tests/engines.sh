@@ -1,0 +1,118 @@
+#!/bin/bash
+# The connectors against real engines, on the processor:
+#
+#   ffi-tests/engines.sh PREBUILT WORK [--bench] [ENGINE...]
+#
+# ENGINE is lmdeploy, vllm, sglang, transformers or mooncake; all of them by default. PREBUILT has
+# lib/libkvtier.so (see cmake/build.sh). A virtual environment with torch, transformers and the
+# engines' wheels (without what they depend on: only their interfaces are run) goes to WORK, 8 GB
+# of it; KVTIER_ENGINES_PYTHON names an interpreter that has them already. With --bench the bench
+# scripts run, too: JSON lines. What cannot be run says SKIP and why.
+set -uo pipefail
+prebuilt=${1:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
+work=${2:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
+shift 2
+bench=""
+if [ "${1:-}" = --bench ]; then bench=1 && shift; fi
+known="lmdeploy vllm sglang transformers mooncake"
+engines=${*:-$known}
+for engine in $engines; do
+    case " $known " in *" $engine "*) ;; *) echo "no engine '$engine': $known" && exit 2 ;; esac
+done
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+prebuilt=$(cd "$prebuilt" && pwd) || exit 1
+mkdir -p "$work" && work=$(cd "$work" && pwd) || exit 1
+unset KVTIER_LIBRARY PYTHONPATH
+export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# No engine asks anybody for anything.
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+
+# The versions that the connectors are written for.
+declare -A wheels=([lmdeploy]="lmdeploy==0.18.0" [vllm]="vllm==0.33.0 lmcache==0.5.6"
+    [sglang]="sglang==0.5.23" [transformers]="" [mooncake]="")
+base="torch==2.15.0 transformers==5.23.0 numpy pytest mypy"
+# What imports of the engines' interfaces need, and checks of ours.
+small="msgspec pydantic psutil xxhash safetensors ml_dtypes auditwheel pyright"
+# What SGLang's storage and controller import on their way.
+small="$small aiohttp apache-tvm-ffi compressed-tensors dill gguf ipython loguru orjson pillow \
+pybase64 pyzmq requests sentencepiece setproctitle starlette torchvision uvloop"
+
+environment() {
+    local free_mib engine
+    free_mib=$(($(df -Pk "$work" | awk 'NR == 2 { print $4 }') / 1024))
+    if [ ! -x "$work/venv/bin/python" ] && [ "$free_mib" -lt 12288 ]; then
+        echo "SKIP: torch and the engines need 12 GiB of disk under $work; free are $free_mib MiB"
+        return 77
+    fi
+    [ -x "$work/venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$work/venv" || return 1
+    # shellcheck disable=SC2086
+    if ! "$work/venv/bin/pip" install -q $base $small; then
+        echo "SKIP: torch, transformers and small packages cannot be had"
+        return 77
+    fi
+    for engine in $engines; do
+        [ -n "${wheels[$engine]}" ] || continue
+        # shellcheck disable=SC2086
+        "$work/venv/bin/pip" install -q --no-deps ${wheels[$engine]} ||
+            echo "SKIP: ${wheels[$engine]} cannot be had: tests that need it skip"
+    done
+}
+
+python=${KVTIER_ENGINES_PYTHON:-}
+if [ -z "$python" ]; then
+    environment || exit
+    python=$work/venv/bin/python
+fi
+
+# The wheel, in a folder of its own: an interpreter that was lent stays as it is.
+rm -rf "$work/dist" "$work/kvtier"
+"$python" "$root/bindings/python/build_wheel.py" --prebuilt "$prebuilt" --out "$work/dist" &&
+    "$python" -m pip install -q --no-index --no-deps --target "$work/kvtier" \
+        "$work"/dist/kvtier-*.whl || exit 1
+export PYTHONPATH=$work/kvtier
+
+cd "$work" || exit 1
+failed=0
+check() {
+    local status=0
+    "$python" -m pytest -ra -p no:cacheprovider -c "$root/bindings/python/pyproject.toml" "$@" ||
+        status=$?
+    # 5: there was nothing to run.
+    if [ "$status" -eq 5 ]; then echo "SKIP: nothing of $2 can run here"; return; fi
+    [ "$status" -eq 0 ] || failed=1
+}
+
+echo "--- the package: what needs torch, or auditwheel"
+tests=$root/bindings/python/tests
+check --rootdir "$root/bindings/python" "$tests/test_tensors.py" "$tests/test_buffer.py" \
+    "$tests/test_process.py"
+if "$python" -m pyright --version >/dev/null 2>&1; then
+    (cd "$root/bindings/python" && "$python" -m pyright --pythonpath "$python" \
+        kvtier bench.py build_wheel.py generate.py) || failed=1
+else
+    echo "SKIP: pyright cannot run (it needs node, and fetches itself once)"
+fi
+# Tests of connectors may look at the source tree, which has no library in it.
+export KVTIER_LIBRARY=$prebuilt/lib/libkvtier.so
+for engine in $engines; do
+    home=$root/bindings/$engine
+    if ! compgen -G "$home/tests/test_*.py" >/dev/null; then
+        echo "SKIP: $engine: bindings/$engine/tests has no tests"
+        continue
+    fi
+    echo "--- $engine, its interface stubbed"
+    check --rootdir "$home/tests" "$home"/tests/test_*.py
+    if [ -d "$home/tests/engine" ]; then
+        echo "--- $engine itself"
+        KVTIER_ENGINES=1 check --rootdir "$home/tests" "$home/tests/engine"
+    fi
+done
+
+if [ -n "$bench" ]; then
+    for engine in python $engines; do
+        [ -f "$root/bindings/$engine/bench.py" ] || continue
+        echo "--- what $engine costs"
+        KVTIER_ENGINES=1 "$python" "$root/bindings/$engine/bench.py" || failed=1
+    done
+fi
+exit $failed
