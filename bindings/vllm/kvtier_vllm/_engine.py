@@ -1,0 +1,34 @@
+"""Which vLLM this is for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+from kvtier import abi
+from kvtier._errors import make
+
+#: The release line whose interfaces these classes implement.
+SUPPORTED = "0.33"
+
+
+def version() -> str:
+    """The installed engine's version; empty where it cannot be told."""
+    found = getattr(sys.modules.get("vllm"), "__version__", None)
+    if isinstance(found, str):
+        return found
+    try:
+        return importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def require() -> None:
+    """Refuses an engine whose interfaces may be others: they change from release to release,
+    and what is called with other arguments would fail in the middle of a request."""
+    found = version()
+    if found == SUPPORTED or found.startswith(SUPPORTED + "."):
+        return
+    raise make(abi.KVT_E_UNSUPPORTED,
+               f"kvtier_vllm is for vLLM {SUPPORTED}, and this is {found or 'unknown'}: install "
+               f"'vllm=={SUPPORTED}.*', or the kvtier that was made for yours")

@@ -1,0 +1,260 @@
+"""kvtier below vLLM's CPU tier: `TieringOffloadingSpec` with
+
+    {"type": "KvtierTier", "module_path": "kvtier_vllm.tier", "disk_path": ..., "disk_bytes": ...}
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Set, Tuple
+
+import kvtier
+from kvtier._errors import Error
+
+from . import _engine, hints, identity
+from .settings import Settings, Shared, acquire, invalid, logger, reject_unknown, release
+
+_engine.require()
+
+from vllm.v1.kv_offload.base import (  # noqa: E402
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
+    TIER_LABEL,
+    JobResult,
+    SecondaryTierManager,
+    TransferJob,
+)
+
+_PREFIX = "vllm:kv_offload_kvtier_"
+#: What of `Store.stats()` is a level, and what only grows.
+GAUGES = ("host_used_bytes", "host_limit_bytes", "disk_used_bytes", "disk_limit_bytes", "chunks",
+          "moves")
+COUNTERS = ("host_hit_cells", "disk_hit_cells", "missed_cells", "corrupt_cells", "evicted_chunks",
+            "dropped_chunks", "written_bytes", "loaded_bytes", "failed_writes", "failed_reads")
+_OWN = ("locality", "enable_kv_events", "name")
+_MOST_OWNERS = 64
+_WARN_AFTER_S = 5.0
+
+
+class _Job(NamedTuple):
+    """A job underway."""
+
+    op: kvtier.Op
+    keys: List[bytes]
+    is_load: bool
+    request: str
+
+
+class KvtierTier(SecondaryTierManager):
+    """A tier of vLLM's offloading in a kvtier store: memory, disk and what is below them. A row
+    of the CPU tier is a block under its offload key; jobs are one native call each, and copy
+    between the engine's memory and the store's, nothing else.
+
+    Lookups ask a table in memory, so they are answered at once. While a job is underway its rows
+    are the library's; it is told of as finished only when they are the engine's again. A row
+    that does not come is reported as failed, and is a miss for that request from then on.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str,
+                 backpressure_detector: Any = None, **options: Any) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        reject_unknown(options, [*Settings.names(), *_OWN])
+        settings = Settings.take(options)
+        where = options.get("locality")
+        self.locality = None if where is None else Locality(where)
+        self._events: Optional[List[OffloadingEvent]] = None
+        if options.get("enable_kv_events"):
+            if offloading_spec.kv_events_config.enable_kv_cache_events:
+                self._events = []
+            else:
+                logger.warning("enable_kv_events of tier %s has no effect: KV cache events are "
+                               "off (kv_events_config)", tier_type)
+        row = self.block_size_bytes
+        if row <= 0 or not primary_kv_view.c_contiguous or primary_kv_view.readonly:
+            raise invalid(f"the CPU tier's memory has rows of {row} bytes, and must be writable "
+                          "and without gaps")
+        self._level = settings.put_level()
+        self._parts = identity.parts(row)
+        self._identity = identity.of_offloading(offloading_spec.config, settings.weights, "tier",
+                                                self._parts)
+        self._store_key = f"tier:{options.get('name', '')}:{settings.disk_path or id(self)}"
+        self._shared: Optional[Shared] = acquire(self._store_key, settings)
+        try:
+            self._queue = self._shared.runtime.queue()
+            self._pool: Optional[kvtier.Pool] = kvtier.Pool(primary_kv_view, row)
+            self._owners: Dict[Tuple[int, Optional[int]], kvtier.Blocks] = {}
+            self._blocks = self._owned_by(hints.NOTHING)
+        except BaseException:
+            release(self._store_key)
+            raise
+        self._jobs: Dict[int, _Job] = {}
+        self._ready: List[JobResult] = []
+        self._failed: Dict[str, Set[bytes]] = {}
+        self._counted: Dict[str, int] = {}
+
+    @property
+    def store(self) -> kvtier.Store:
+        """The store, for `stats`, `set_policy`, `evictions` and `tenants`."""
+        return self._open().store
+
+    def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
+        """Goes on with another policy, while everything runs."""
+        self._open().set_policy(spec, tier)
+
+    def _open(self) -> Shared:
+        if self._shared is None:
+            raise kvtier.ClosedError("this tier was shut down", kvtier.abi.KVT_E_CLOSED,
+                                     "KVT_E_CLOSED")
+        return self._shared
+
+    def _owned_by(self, told: hints.Told) -> kvtier.Blocks:
+        """The same blocks for all; whoever stores one first pays for it."""
+        who = (told.tenant, told.priority)
+        if who not in self._owners:
+            if len(self._owners) >= _MOST_OWNERS:
+                return self._blocks
+            self._owners[who] = kvtier.Blocks(
+                self._open().store, self._identity, self._parts, tenant=told.tenant,
+                priority=told.priority)
+        return self._owners[who]
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._failed.pop(req_context.req_id, None)
+
+    def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        failed = self._failed.get(req_context.req_id)
+        if failed is not None and key in failed:
+            return LookupResult.MISS
+        return LookupResult.HIT if self._blocks.exists([key])[0] else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, False)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, True)
+
+    def _submit(self, job: TransferJob, is_load: bool) -> None:
+        self._open()
+        assert self._pool is not None
+        keys: List[bytes] = list(job.keys)
+        context = job.req_context
+        try:
+            blocks = self._owned_by(hints.of(context))
+            places = self._pool.at(job.chunk_ids.tolist())
+            if is_load:
+                op = blocks.get(keys, places, queue=self._queue, tag=job.job_id)
+            else:
+                op = blocks.put(keys, places, level=self._level, queue=self._queue,
+                                tag=job.job_id)
+        except Error as error:
+            # The engine's scheduler has no place for exceptions here: the job has failed.
+            # As text: whoever kept the exception would keep the CPU tier's memory with it.
+            logger.warning("a job of %d chunks was refused: %s", len(keys), str(error))
+            if is_load:
+                self._failed.setdefault(context.req_id, set()).update(keys)
+            self._ready.append(JobResult(job.job_id, False))
+            return
+        self._jobs[job.job_id] = _Job(op, keys, is_load, context.req_id)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        while self._jobs and self._take(self._queue.poll()):
+            pass
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _take(self, told: List[kvtier.Completion]) -> bool:
+        for one in told:
+            if one.events & kvtier.RELEASED and isinstance(one.tag, int):
+                self._finish(one.tag, one.ok)
+        return bool(told)
+
+    def _finish(self, job_id: int, ok: bool) -> None:
+        job = self._jobs.pop(job_id)
+        bad = set() if ok else set(job.op.failed()) or set(range(len(job.keys)))
+        if bad:
+            logger.warning("%d of %d chunks were not %s: %s", len(bad), len(job.keys),
+                           "loaded" if job.is_load else "stored", job.op.error())
+        job.op.close()
+        good: List[Any] = [key for at, key in enumerate(job.keys) if at not in bad]
+        if bad and job.is_load:
+            self._failed.setdefault(job.request, set()).update(job.keys[at] for at in bad)
+        if self._events is not None and good and not job.is_load:
+            self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False,
+                                                locality=self.locality))
+        partly = tuple(good) if bad and good and job.is_load else None
+        self._ready.append(JobResult(job_id, not bad, partly,
+                                     transfer_bytes=len(good) * self.block_size_bytes))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events:
+            events, self._events = self._events, []
+            return events
+        return ()
+
+    def drain_jobs(self) -> None:
+        """Waits until no job touches the CPU tier's memory. None is cut short."""
+        begun = time.monotonic()
+        while self._jobs:
+            if not self._take(self._queue.wait(_WARN_AFTER_S)):
+                logger.warning("waiting for %d jobs of the kvtier tier since %.0f s",
+                               len(self._jobs), time.monotonic() - begun)
+
+    def on_schedule_end(self, context: Any) -> None:
+        if self._shared is not None:
+            self._shared.log_evictions()
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Dict[str, Any]) -> Dict[str, Any]:
+        metrics: Dict[str, Any] = {}
+        for name in GAUGES:
+            metrics[_PREFIX + name] = OffloadingGaugeMetadata(
+                documentation=f"kvtier store: {name}.", labelnames=(TIER_LABEL,))
+        for name in COUNTERS:
+            metrics[_PREFIX + name] = OffloadingCounterMetadata(
+                documentation=f"kvtier store: {name}.", labelnames=(TIER_LABEL,))
+        return metrics
+
+    def get_stats(self) -> Any:
+        if self._shared is None:
+            return None
+        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+            OffloadingConnectorStats,
+        )
+        told, now, label = OffloadingConnectorStats(), self._shared.store.stats(), (self.tier_type,)
+        for name in GAUGES:
+            told.set_gauge(_PREFIX + name, now[name], label)
+        for name in COUNTERS:
+            more = now[name] - self._counted.get(name, 0)
+            self._counted[name] = now[name]
+            if more:
+                told.increase_counter(_PREFIX + name, more, label)
+        return told
+
+    def shutdown(self) -> None:
+        """Lets jobs underway end, so that what was begun is stored, and lets go of the CPU
+        tier's memory: its owner unmaps it next."""
+        if self._shared is None:
+            return
+        self.drain_jobs()
+        self._shared, self._pool = None, None
+        for blocks in self._owners.values():
+            blocks.close()
+        self._owners.clear()
+        self._queue.close()
+        release(self._store_key)
+
+    def touch(self, keys: Collection[Any], req_context: Any) -> None:
+        """Nothing: what the CPU tier has is not used from here, and policies go by loads."""

@@ -1,0 +1,225 @@
+"""What a connector has to do, with whatever base class it was made on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, Iterator, List
+
+import kvtier
+import mini
+import pytest
+
+HOST = {"host_bytes": "64MiB"}
+
+
+def lose(worker: Any, tokens: List[int], first: int) -> None:
+    """Takes tokens away from a store, once they are not on their way to disk any more."""
+    with next(iter(worker._spaces.values())).session() as session:
+        session.append(tokens)
+        end = time.monotonic() + 20
+        while session.drop(first, len(tokens) - first).moving_chunks:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def make() -> Callable[..., Any]:
+    """Connectors by the engine's factory where it is there."""
+    from kvtier_vllm.connector import KvtierConnector
+
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError:
+        KVConnectorFactory = None  # type: ignore[assignment,misc]
+
+    def made(config: Any, role: Any, cache: Any, rank: int) -> Any:
+        from kvtier_vllm import connector
+
+        before, connector._rank = connector._rank, lambda parallel: rank
+        try:
+            if KVConnectorFactory is not None:
+                return KVConnectorFactory.create_connector(config, role, cache)
+            return KvtierConnector(config, role, cache)
+        finally:
+            connector._rank = before
+
+    return made
+
+
+@pytest.fixture
+def roles() -> Any:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    return KVConnectorRole
+
+
+@pytest.fixture(params=["between", "layerwise"])
+def layerwise(request: Any) -> bool:
+    return bool(request.param == "layerwise")
+
+
+@pytest.fixture(params=["here", "elsewhere"])
+def elsewhere(request: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the scheduler is in another process than the worker: then they only have steps."""
+    if request.param == "elsewhere":
+        from kvtier_vllm import connector_scheduler
+
+        monkeypatch.setattr(connector_scheduler, "worker_here", lambda engine: None)
+    return bool(request.param == "elsewhere")
+
+
+@pytest.fixture
+def engine(make: Any, roles: Any, layerwise: bool, elsewhere: bool) -> Iterator[mini.Engine]:
+    made = mini.Engine(make, roles, extra={**HOST, "layerwise": layerwise})
+    yield made
+    made.close()
+
+
+def test_save_load_every_byte(engine: mini.Engine) -> None:
+    prompt = list(range(100))
+    assert engine.run(mini.Request("a", prompt)) == 0
+    assert engine.run(mini.Request("b", prompt)) == 96
+    assert engine.run(mini.Request("c", prompt[:50])) == 48
+    assert engine.run(mini.Request("d", prompt[:64] + [7] * 40)) == 64
+    assert engine.run(mini.Request("e", prompt[:32])) == 16  # one token is always computed
+    assert engine.run(mini.Request("f", prompt), computed=32) == 64
+
+
+def test_answers_are_kept_too(engine: mini.Engine) -> None:
+    first = mini.Request("a", range(40))
+    engine.run(first, decode=30)
+    assert first.num_tokens == 70
+    assert engine.run(mini.Request("b", first.all_token_ids + [5])) == 64
+
+
+def test_what_is_other_kv_is_not_found(engine: mini.Engine) -> None:
+    prompt, lora = list(range(64)), SimpleNamespace(lora_name="l", lora_path="/l")
+    engine.run(mini.Request("a", prompt))
+    assert engine.run(mini.Request("b", prompt, salt="s")) == 0
+    assert engine.run(mini.Request("c", prompt, lora=lora)) == 0
+    assert engine.run(mini.Request("d", prompt, lora=lora)) == 48
+    assert engine.run(mini.Request("e", prompt, salt="s")) == 48
+    assert engine.run(mini.Request("f", prompt, media=[(20, "cat")])) == 16
+    assert engine.run(mini.Request("g", prompt, media=[(20, "dog")])) == 16
+    assert engine.run(mini.Request("h", prompt, media=[(20, "dog"), (40, "x")])) == 32
+    assert engine.run(mini.Request("i", prompt, media=[(20, "cat")])) == 48
+
+
+def test_what_is_lost_is_computed(engine: mini.Engine) -> None:
+    prompt = list(range(100))
+    engine.run(mini.Request("a", prompt))
+    worker, engine.expect_loss = engine.workers[0].worker, True
+    engine.run(mini.Request("b", prompt), before_load=lambda: lose(worker, prompt[:96], 48))
+    assert worker.counts["lost_blocks"] >= 1
+    engine.expect_loss = False
+    assert engine.run(mini.Request("c", prompt)) == 96  # it was saved again
+
+
+def test_reset_forgets(engine: mini.Engine) -> None:
+    prompt = list(range(64))
+    engine.run(mini.Request("a", prompt))
+    assert engine.scheduler.reset_cache()
+    assert engine.run(mini.Request("b", prompt)) == 0
+    assert engine.run(mini.Request("c", prompt)) == 48
+
+
+def test_hints_policy_and_stats(engine: mini.Engine) -> None:
+    told = {"kvtier": {"tenant": 5, "priority": 3, "stop": "tool_use", "next_use_s": 3}}
+    engine.run(mini.Request("a", range(64), params=told))
+    engine.run(mini.Request("b", range(64), params={"kvtier": 7}))
+    worker = engine.workers[0]
+    worker.worker.set_policy("arc")
+    assert 5 in [tenant.tenant for tenant in worker.worker.store.tenants()]
+    stats = worker.get_kv_connector_stats()
+    assert stats.data["saved_tokens"] >= 64 and stats.data["loaded_tokens"] == 48
+    assert worker.get_kv_connector_stats() is None
+    both = type(worker).build_kv_connector_stats({"saved_tokens": 1}).aggregate(stats)
+    assert both.reduce()["saved_tokens"] == stats.data["saved_tokens"] + 1
+    assert engine.scheduler.get_kv_connector_stats().data["hit_tokens"] == 48
+
+
+def test_two_ranks(make: Any, roles: Any, layerwise: bool, tmp_path: Path) -> None:
+    disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "write": "through",
+            "layerwise": layerwise}
+    first = mini.Engine(make, roles, extra=disk, ranks=2)
+    assert first.run(mini.Request("a", range(64))) == 0
+    assert first.run(mini.Request("b", range(64))) == 48
+    lose(first.workers[1].worker, list(range(64)), 32)
+    assert first.run(mini.Request("c", range(64))) == 32  # what one lacks is lacking
+    first.close()
+    again = mini.Engine(make, roles, extra=disk, ranks=2)
+    assert again.run(mini.Request("d", range(64))) == 48  # found on both disks
+    again.close()
+
+
+def test_shutdown_in_the_middle(make: Any, roles: Any, tmp_path: Path) -> None:
+    disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "level": "durable"}
+    one = mini.Engine(make, roles, extra=disk)
+    one.run(mini.Request("a", range(256)))
+    request = mini.Request("b", range(256))
+    found, _ = one.scheduler.get_num_new_matched_tokens(request, 0)
+    holder = SimpleNamespace(get_block_ids=lambda: (list(range(16)),))
+    one.scheduler.update_state_after_alloc(request, holder, found)
+    one.step()
+    one.close()
+    with pytest.raises(kvtier.ClosedError):
+        one.workers[0].worker.store
+    again = mini.Engine(make, roles, extra=disk)
+    assert again.run(mini.Request("c", range(256))) == 240
+    again.close()
+
+
+@pytest.mark.parametrize("change, text", [
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size")])
+def test_refused_parallelism(make: Any, roles: Any, change: Dict[str, int], text: str) -> None:
+    config, cache = mini.configs(HOST, **change)
+    with pytest.raises(kvtier.UnsupportedError, match=text):
+        make(config, roles.SCHEDULER, cache, 0)
+
+
+def test_refused_models_and_options(make: Any, roles: Any) -> None:
+    import torch
+
+    config, cache = mini.configs(HOST)
+    cache.kv_cache_groups.append(cache.kv_cache_groups[0])
+    with pytest.raises(kvtier.UnsupportedError, match="hybrid"):
+        make(config, roles.WORKER, cache, 0)
+    config, cache = mini.configs(HOST)
+    cache.kv_cache_groups[0].kv_cache_spec = mini.SlidingWindowSpec()
+    with pytest.raises(kvtier.UnsupportedError, match="SlidingWindowSpec"):
+        make(config, roles.WORKER, cache, 0)
+    config, cache = mini.configs(HOST)
+    cache.kv_cache_groups[0].is_eagle_group = True
+    with pytest.raises(kvtier.UnsupportedError, match="draft"):
+        make(config, roles.WORKER, cache, 0)
+    config, cache = mini.configs({"host_byte": 1})
+    with pytest.raises(kvtier.InvalidError, match="did you mean 'host_bytes'"):
+        make(config, roles.WORKER, cache, 0)
+    config, cache = mini.configs(HOST, layers=1)
+    worker = make(config, roles.WORKER, cache, 0)
+    name = cache.kv_cache_groups[0].layer_names[0]
+    for wrong, text in ((torch.zeros((64, 4, 16, 8))[:, :, :, ::2], "gaps"),
+                        ([torch.zeros(1)], "not one tensor"), (torch.zeros((3, 4)), "shape"),
+                        (torch.zeros((64, 4), device="meta"), "meta")):
+        with pytest.raises(kvtier.Error, match=text):
+            worker.register_kv_caches({name: wrong})
+    with pytest.raises(kvtier.InvalidError, match="no cache"):
+        worker.register_kv_caches({})
+    worker.shutdown()
+
+
+def test_blocks_of_the_engine_in_parts_and_orders(make: Any, roles: Any) -> None:
+    import torch
+
+    config, cache = mini.configs(HOST, layers=2)
+    worker = make(config, roles.WORKER, cache, 0)
+    names = cache.kv_cache_groups[0].layer_names
+    whole = torch.zeros((64, 2, 16, 2, 8), dtype=torch.int16)  # block, layer, token, head, number
+    worker.register_kv_caches({name: whole[:, at].transpose(1, 2)
+                               for at, name in enumerate(names)})
+    parts = torch.zeros((128, 2, 8, 8))  # each block is two of the kernel's
+    worker.register_kv_caches({name: parts.clone() for name in names})
+    worker.shutdown()

@@ -1,0 +1,3 @@
+"""KvtierConnector on the engine's own base class, made by its own factory."""
+
+from connector_cases import *  # noqa: F403

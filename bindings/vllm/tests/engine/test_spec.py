@@ -1,0 +1,13 @@
+"""KvtierSpec by the engine's own factory, with its own classes."""
+
+from typing import Any
+
+import pytest
+from spec_cases import *  # noqa: F403
+
+
+@pytest.fixture
+def create() -> Any:
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    return OffloadingSpecFactory.create_spec

@@ -1,0 +1,201 @@
+"""KvtierSpec: manager and worker, as vLLM's OffloadingConnector calls them."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, Iterator, List
+
+import kvtier
+import pytest
+
+HOST = {"spec_name": "KvtierSpec", "spec_module_path": "kvtier_vllm.spec", "host_bytes": "64MiB"}
+PAGE = 4096
+
+
+def key(n: int, group: int = 0) -> bytes:
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    return bytes(make_offload_key(n.to_bytes(32, "little"), group))
+
+
+class Engine:
+    """Two tensors a group, on the processor."""
+
+    def __init__(self, create: Callable[..., Any], config: Any, groups: int = 1) -> None:
+        import torch
+        from vllm.v1.kv_offload import base
+
+        self.base, self.torch, self.groups = base, torch, groups
+        self.tensors = [torch.zeros((32, PAGE), dtype=torch.int8) for _ in range(2 * groups)]
+        caches = base.CanonicalKVCaches(
+            [base.CanonicalKVCacheTensor(one, PAGE) for one in self.tensors],
+            [[base.CanonicalKVCacheRef(2 * g, PAGE), base.CanonicalKVCacheRef(2 * g + 1, 1024)]
+             for g in range(groups)])
+        self.worker = create(config).get_worker(caches)
+        self.manager = create(config).get_manager()
+        self.jobs = 0
+
+    def place(self, keys: List[bytes], blocks: List[int]) -> Any:
+        sizes = [sum(1 for one in keys if one[-1] == g) for g in range(self.groups)]
+        return self.base.GPULoadStoreSpec(blocks, sizes, [0] * self.groups)
+
+    def request(self) -> Any:
+        self.jobs += 1
+        context = self.base.ReqContext(req_id=f"r{self.jobs}")
+        self.manager.on_new_request(context)
+        return context
+
+    def fill(self, n: int, group: int, block: int) -> None:
+        for part, size in ((0, PAGE), (1, 1024)):
+            rng = self.torch.Generator().manual_seed(n * 8 + group * 2 + part)
+            self.tensors[2 * group + part][block, :size] = self.torch.randint(
+                -128, 128, (size,), generator=rng, dtype=self.torch.int8)
+
+    def right(self, n: int, group: int, block: int) -> bool:
+        before = [self.tensors[2 * group + part][block].clone() for part in (0, 1)]
+        self.fill(n, group, block)
+        after = [self.tensors[2 * group + part][block] for part in (0, 1)]
+        return bool((before[0] == after[0]).all() and (before[1][:1024] == after[1][:1024]).all())
+
+    def run(self, job: int, submit: Callable[..., bool], *args: Any) -> Any:
+        assert submit(job, *args)
+        self.worker.wait({job})
+        results = {one.job_id: one for one in self.worker.get_finished()}
+        return results[job]
+
+    def store(self, numbers: List[int]) -> int:
+        context = self.request()
+        keys = [key(n, g) for g in range(self.groups) for n in numbers]
+        out = self.manager.prepare_store(keys, context)
+        blocks = []
+        for at, one in enumerate(out.keys_to_store):
+            blocks.append(at)
+            self.fill(int.from_bytes(one[:32], "little"), one[-1], at)
+        if blocks:
+            assert self.manager.lookup(out.keys_to_store[0], context).name == "HIT_PENDING"
+            done = self.run(self.jobs, self.worker.submit_store,
+                            self.place(out.keys_to_store, blocks), out.store_spec)
+            assert done.success and done.transfer_size == len(blocks) * (PAGE + 1024)
+            self.manager.complete_store(out.keys_to_store, context)
+        self.manager.on_request_finished(context)
+        return len(blocks)
+
+    def look(self, one: bytes, context: Any) -> str:
+        end = time.monotonic() + 20
+        while True:
+            found = str(self.manager.lookup(one, context).name)
+            if found != "RETRY":
+                return found
+            self.manager.on_schedule_end(SimpleNamespace())
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def load(self, numbers: List[int]) -> List[int]:
+        """Which came, their bytes checked."""
+        context = self.request()
+        there = [n for n in numbers if all(
+            self.look(key(n, g), context) == "HIT" for g in range(self.groups))]
+        keys = [key(n, g) for g in range(self.groups) for n in there]
+        if keys:
+            spec = self.manager.prepare_load(keys, context)
+            blocks = list(range(31, 31 - len(keys), -1))
+            done = self.run(self.jobs, self.worker.submit_load, spec, self.place(keys, blocks))
+            assert done.success
+            for one, block in zip(keys, blocks):
+                assert self.right(int.from_bytes(one[:32], "little"), one[-1], block)
+            self.manager.complete_load(set(keys), context)
+        self.manager.on_request_finished(context)
+        return there
+
+    def close(self) -> None:
+        self.manager.shutdown()
+        self.worker.shutdown()
+
+
+@pytest.fixture(params=[1, 2])
+def engine(request: Any, create: Any, make_config: Any) -> Iterator[Engine]:
+    made = Engine(create, make_config(HOST, groups=request.param), request.param)
+    yield made
+    made.close()
+
+
+def test_store_and_load(engine: Engine) -> None:
+    assert engine.store([1, 2, 3]) == 3 * engine.groups
+    assert engine.store([2, 3, 4]) == engine.groups
+    assert engine.load([1, 9, 4, 3]) == [1, 4, 3]
+    stored = [one for event in engine.manager.take_events() for one in event.keys]
+    assert len(stored) == 4 * engine.groups
+    engine.manager.reset_cache()
+    assert engine.load([1, 2]) == []
+
+
+def test_what_is_held_stays(engine: Engine) -> None:
+    engine.store([1, 2])
+    context, one = engine.request(), key(1)
+    assert engine.look(one, context) == "HIT"
+    spec = engine.manager.prepare_load([one], context)
+    space = engine.worker._spaces[0]
+    assert space.drop([one]).held_chunks == 1
+    done = engine.run(99, engine.worker.submit_load, spec, engine.place([one], [5]))
+    assert done.success and engine.right(1, 0, 5)
+    engine.manager.complete_load([one], context)
+    assert space.drop([one]).gone_chunks == 1
+
+
+def test_a_load_that_fails_says_so(engine: Engine) -> None:
+    spec_of = engine.manager.prepare_load([key(77)], engine.request())
+    done = engine.run(5, engine.worker.submit_load, spec_of, engine.place([key(77)], [3]))
+    assert not done.success
+
+
+def test_bad_jobs(engine: Engine) -> None:
+    engine.store([1])
+    spec = engine.manager.prepare_load([key(1)], engine.request())
+    with pytest.raises(kvtier.InvalidError, match="blocks"):
+        engine.worker.submit_load(1, spec, engine.place([key(1)], [32]))
+    with pytest.raises(kvtier.InvalidError, match="keys"):
+        engine.worker.submit_load(2, spec, engine.place([key(1), key(2)], [1, 2]))
+    spec.token = "another"
+    with pytest.raises(kvtier.StateError, match="another process"):
+        engine.worker.submit_load(3, spec, engine.place([key(1)], [1]))
+
+
+def test_from_disk_and_across_restarts(create: Any, make_config: Any, tmp_path: Path) -> None:
+    disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "level": "disk"}
+    first = Engine(create, make_config(disk))
+    first.store(list(range(20)))
+    first.close()
+    second = Engine(create, make_config(disk))
+    assert second.load(list(range(20))) == list(range(20))
+    assert second.manager.store.stats()["disk_hit_cells"] > 0 or (
+        second.manager.store.stats()["host_cells"] > 0)
+    second.close()
+
+
+def test_random_steps(engine: Engine) -> None:
+    rng, stored = random.Random(5), set()
+    for _ in range(60):
+        some = rng.sample(range(40), rng.randint(1, 6))
+        if rng.random() < 0.5:
+            engine.store(some)
+            stored.update(some)
+        else:
+            assert set(engine.load(some)) == stored & set(some)
+
+
+def test_refused(create: Any, make_config: Any) -> None:
+    with pytest.raises(kvtier.UnsupportedError, match="TieringOffloadingSpec"):
+        create(make_config(HOST, world=2))
+    with pytest.raises(kvtier.UnsupportedError, match="block_size"):
+        create(make_config(HOST, blocks_per_chunk=2))
+    with pytest.raises(kvtier.InvalidError, match="host_bytes"):
+        create(make_config({**HOST, "host_byte": 1}))
+    alone = create(make_config(HOST)).get_manager()
+    with pytest.raises(kvtier.StateError, match="one process"):
+        alone.lookup(key(1), SimpleNamespace(req_id="r"))
+    options: Dict[str, Any] = {**HOST, "policy": "nonsense"}
+    with pytest.raises(kvtier.SpecError):
+        Engine(create, make_config(options))

@@ -1,0 +1,219 @@
+"""KvtierTier, called as vLLM's tiering manager does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Dict, Iterator, List
+
+import kvtier
+import numpy as np
+import pytest
+
+ROW = 4096 * 3
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(32, "little") + bytes(4)
+
+
+class Harness:
+    """A tier over rows of its own."""
+
+    def __init__(self, make_config: Any, rows: int = 32, row: int = ROW,
+                 **options: Any) -> None:
+        from kvtier_vllm.tier import KvtierTier
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.tiering.base import TransferJob
+
+        self.context, self.transfer = ReqContext("r"), TransferJob
+        self.rows = np.zeros((rows, row), np.uint8)
+        spec = SimpleNamespace(config=make_config({}), kv_events_config=SimpleNamespace(
+            enable_kv_cache_events=True))
+        self.view = memoryview(self.rows.view(np.int8))
+        self.tier = KvtierTier(spec, self.view, "KvtierTier", **options)
+        self.jobs = 0
+
+    def submit(self, numbers: List[int], chunks: List[int], load: bool) -> int:
+        self.jobs += 1
+        job = self.transfer(self.jobs, [key(n) for n in numbers], np.array(chunks, np.int32), load,
+                            self.context)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        return self.jobs
+
+    def result(self, job: int) -> Any:
+        end = time.monotonic() + 20
+        while True:
+            for one in self.tier.get_finished_jobs():
+                assert one.job_id == job
+                return one
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def fill(self, numbers: List[int]) -> None:
+        for at, n in enumerate(numbers):
+            self.rows[at] = np.random.default_rng(n).integers(0, 256, self.rows.shape[1])
+
+    def name(self, n: int) -> str:
+        return str(self.tier.lookup(key(n), self.context).name)
+
+    def close(self) -> None:
+        self.tier.shutdown()
+        self.view.release()  # as the CPU tier does next: nobody has it any more
+
+
+@pytest.fixture(params=["memory", "disk"])
+def options(request: Any, tmp_path: Path) -> Dict[str, Any]:
+    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
+    return {"host_bytes": "64MiB", **(disk if request.param == "disk" else {})}
+
+
+@pytest.fixture
+def tier(make_config: Any, options: Dict[str, Any]) -> Iterator[Harness]:
+    made = Harness(make_config, **options)
+    yield made
+    made.close()
+
+
+def test_rows_come_back(tier: Harness) -> None:
+    numbers = list(range(10))
+    tier.fill(numbers)
+    before = tier.rows[:10].copy()
+    done = tier.result(tier.submit(numbers, numbers, False))
+    assert done.success and done.transfer_bytes == 10 * ROW
+    assert [tier.name(n) for n in (3, 11)] == ["HIT", "MISS"]
+    tier.rows[:] = 0
+    done = tier.result(tier.submit(numbers, [31 - n for n in numbers], True))
+    assert done.success and (tier.rows[31:21:-1] == before).all() and not tier.rows[:22].any()
+
+
+def test_partial_loads(tier: Harness) -> None:
+    tier.fill([1, 2])
+    tier.result(tier.submit([1, 2], [0, 1], False))
+    before = tier.rows[:2].copy()
+    tier.rows[:] = 7
+    done = tier.result(tier.submit([1, 50, 2], [4, 5, 6], True))
+    assert not done.success and set(done.successful_keys) == {key(1), key(2)}
+    assert (tier.rows[[4, 6]] == before).all() and (tier.rows[5] == 7).all()
+    done = tier.result(tier.submit([51], [4], True))
+    assert not done.success and done.successful_keys is None
+    tier.result(tier.submit([51], [0], False))
+    assert tier.name(51) == "MISS"  # for this request: it has been told so
+    tier.tier.on_request_finished(tier.context)
+    assert tier.name(51) == "HIT"
+
+
+def test_rows_of_many_parts(make_config: Any) -> None:
+    one = Harness(make_config, rows=3, row=(9 << 20) + 64, host_bytes="128MiB")
+    one.fill([1])
+    before = one.rows[0].copy()
+    assert one.result(one.submit([1], [0], False)).success
+    assert one.result(one.submit([1], [2], True)).success
+    assert (one.rows[2] == before).all()
+    one.close()
+
+
+def test_drain_and_shutdown_in_the_middle(make_config: Any, options: Dict[str, Any]) -> None:
+    one = Harness(make_config, **options)
+    one.fill(list(range(32)))
+    jobs = [one.submit([first + n for n in range(32)], list(range(32)), False)
+            for first in range(0, 320, 32)]
+    one.tier.drain_jobs()
+    one.rows[:] = 0  # nobody reads it any more
+    assert {done.job_id for done in one.tier.get_finished_jobs()} == set(jobs)
+    one.fill(list(range(32)))
+    one.submit([1000 + n for n in range(32)], list(range(32)), False)
+    one.close()
+    with pytest.raises(kvtier.ClosedError):
+        one.submit([1], [0], False)
+    one.tier.shutdown()
+    if "disk_path" in options:
+        again = Harness(make_config, **options)
+        assert again.name(1000) == "HIT" and again.name(1031) == "HIT"
+        again.close()
+
+
+def test_draining_again_and_again(tier: Harness) -> None:
+    tier.fill([1])
+    for turn in range(1500):  # more than a queue has room for
+        tier.submit([turn % 3], [0], False)
+        tier.tier.drain_jobs()
+        assert [one.success for one in tier.tier.get_finished_jobs()] == [True]
+
+
+def test_a_refused_job_has_failed(tier: Harness) -> None:
+    assert not tier.result(tier.submit([1], [32], False)).success  # there are 32 rows
+    assert not tier.result(tier.submit([1], [-1], True)).success
+    assert tier.name(1) == "MISS"
+
+
+def test_owners_events_and_metrics(make_config: Any, options: Dict[str, Any]) -> None:
+    one = Harness(make_config, enable_kv_events=True, locality="LOCAL", log_evictions=8, **options)
+    one.context.kv_transfer_params = {"kvtier": {"tenant": 9, "priority": 1}}
+    one.fill([1, 2])
+    one.result(one.submit([1, 2], [0, 1], False))
+    (event,) = one.tier.take_events()
+    assert set(event.keys) == {key(1), key(2)} and event.locality.name == "LOCAL"
+    assert list(one.tier.take_events()) == []
+    assert 9 in [tenant.tenant for tenant in one.tier.store.tenants()]
+    names = one.tier.build_metric_definitions({})
+    told = one.tier.get_stats()
+    assert not told.is_empty() and len(names) >= len(told.data)
+    one.tier.set_policy("s3fifo")
+    one.tier.on_schedule_end(None)
+    one.close()
+    assert one.tier.get_stats() is None
+
+
+def test_two_tiers_of_one_directory_share_it(make_config: Any, tmp_path: Path) -> None:
+    disk = {"host_bytes": "64MiB", "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
+    one, two = Harness(make_config, **disk), Harness(make_config, **disk)
+    one.fill([1])
+    one.result(one.submit([1], [0], False))
+    assert two.name(1) == "HIT"
+    with pytest.raises(kvtier.InvalidError, match="other options"):
+        Harness(make_config, **{**disk, "host_bytes": "32MiB"})
+    one.close()
+    two.close()
+
+
+def test_gaps_and_read_only_memory(make_config: Any) -> None:
+    from kvtier_vllm.tier import KvtierTier
+
+    spec = SimpleNamespace(config=make_config({}))
+    wide = np.zeros((4, 200), np.int8)
+    frozen = np.zeros((4, 100), np.int8)
+    frozen.flags.writeable = False
+    for rows in (wide[:, :100], frozen):
+        with pytest.raises(kvtier.InvalidError, match="without gaps"):
+            KvtierTier(spec, memoryview(rows), "KvtierTier")
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+import test_tier
+from vllm.v1.kv_offload import config as c
+
+def make_config(extra):
+    return c.OffloadingConfig(
+        (), 1, False, {{}}, "e", c.OffloadingModelConfig("t", "b"), c.OffloadingCacheConfig(16, 1),
+        c.OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False))
+
+one = test_tier.Harness(make_config, host_bytes="64MiB", **{options!r})
+one.fill(list(range(32)))
+for first in range(0, 640, 32):
+    one.submit([first + n for n in range(32)], list(range(32)), False)
+"""
+
+
+def test_exit_with_live_handles(tmp_path: Path) -> None:
+    here = Path(__file__).resolve().parent
+    disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
+    paths = [str(here / "stubs"), str(here), str(here.parent)]
+    done = subprocess.run([sys.executable, "-c", SCRIPT.format(paths=paths, options=disk)],
+                          timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
