@@ -435,7 +435,7 @@ fn blocks_that_found_room_on_disk_are_not_blamed_for_others() {
     let spec = with_disk(&scratch.0, "bytes=4MiB,segment=1MiB,buffered=true", "host=64MiB");
     let all = Engineer::on(Home::open(&spec), 1);
     let names: Vec<u32> = (0..600).collect();
-    let (own, each) = all.put(Level::Disk, &names);
+    let (_, each) = all.put(Level::Disk, &names);
     let well = each.iter().filter(|&&one| one == Status::Ok).count();
     let written = all.home.counters().written / MODEL.layers as u64;
     all.close();
@@ -464,7 +464,6 @@ fn first_layers(dup: bool) -> usize {
     let how = (Deed::Get, Level::Ram);
     let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, None);
     let (_, each) = all.end(&op.expect("begun").remove(0));
-    let whole = all.exists(&names[..30]).iter().filter(|one| **one).count();
     all.close();
     each.iter().filter(|&&one| one == Status::Ok).count()
 }
@@ -624,6 +623,7 @@ fn storm(
         })
         .collect();
     let rounds: u64 = threads.into_iter().map(|thread| thread.join().expect("sound")).sum();
+    assert!(rounds > 0);
     all.home.rest();
     Arc::into_inner(all).expect("alone").close();
     Arc::into_inner(acknowledged).unwrap().into_inner().unwrap()

@@ -372,7 +372,8 @@ def test_a_worker_in_another_process(closing: Callable[[Any], Any]) -> None:
     here = closing(stubs.worker(cache, tensors(arrays()), tp_size=2))
     work(here, StepMeta(saves=(Save(0, 1, (0, 1, 2, 3), (0,), names_of(4)),)))
     connector = closing(stubs.scheduler(cache, tp_size=2))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(
+    # What is installed here need not be lmdeploy: its stand-in is asked.
+    env = {**os.environ, "KVTIER_LMDEPLOY_ANY": "1", "PYTHONPATH": os.pathsep.join(
         [str(Path(__file__).parent), *sys.path])}
     child = subprocess.Popen([sys.executable, "-c", WORKER], env=env, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE)
