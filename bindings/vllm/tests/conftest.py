@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not any(HERE / "engine" in (path, *path.parents) for path in asked):
         sys.path.insert(0, str(HERE / "stubs"))
         collect_ignore.append("engine")
+        import vllm  # noqa: F401: as an engine is there before what it loads
 
 
 @pytest.fixture
