@@ -4,6 +4,7 @@
 
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// A tensor that is in a file.
 #[derive(Clone, Debug)]
@@ -412,7 +413,10 @@ pub struct Scratch(pub PathBuf);
 
 impl Scratch {
     pub fn new(name: &str) -> Scratch {
-        let dir = std::env::temp_dir().join(format!("kvtier-{name}-{}", std::process::id()));
+        // Tests of one name may run beside each other.
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let (process, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let dir = std::env::temp_dir().join(format!("kvtier-{name}-{process}-{number}"));
         drop(std::fs::remove_dir_all(&dir));
         std::fs::create_dir_all(&dir).expect("a directory");
         Scratch(dir)
