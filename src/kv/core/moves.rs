@@ -111,7 +111,7 @@ pub struct Move {
 }
 
 /// A part of a move has ended.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Finished {
     /// Which move.
     pub number: u32,
