@@ -334,3 +334,30 @@ func TestPolicies(t *testing.T) {
 	must(t, p.Close())
 	is(t, p.Switch("arc"), BadHandle)
 }
+
+// A view never leads out of its buffer, whatever its strides multiply to; and never into a closed one.
+func TestViewsStayInside(t *testing.T) {
+	r, s, n := openAll(t, "store(host=1MiB)")
+	session, err := n.Session("", 0)
+	must(t, err)
+	must(t, session.Append(sequence(1, 8)...))
+	b := buffer(t, r, 1)
+	const huge = 1 << 62
+	for _, v := range []View{
+		{Buffer: b, Heads: heads, RunBytes: run, TokenStride: huge},
+		{Buffer: b, Heads: heads, RunBytes: run, HeadStride: huge},
+		{Buffer: b, Heads: 1 << 32, RunBytes: run, HeadStride: 1 << 32},
+		{Buffer: b, Heads: heads, RunBytes: run, Offset: huge},
+	} {
+		for _, tokens := range []int{2, 5, 8} {
+			_, err = session.Put(Move{K: []View{v}, V: []View{v}, Tokens: tokens})
+			is(t, err, Invalid)
+		}
+	}
+	must(t, b.Close()) // none of them uses it
+	must(t, b.Close())
+	_, err = session.Put(viewsOf(b))
+	is(t, err, BadHandle)
+	must(t, session.Close())
+	closeAll(t, r, s, n)
+}

@@ -87,8 +87,26 @@ type Buffer struct {
 	owner
 	address unsafe.Pointer
 	size    int
-	users   atomic.Int64
+	// users is how many ops use it, or closed.
+	users atomic.Int64
 }
+
+const closed = -1 << 62
+
+// use keeps it open until unuse.
+func (b *Buffer) use() error {
+	for {
+		n := b.users.Load()
+		if n < 0 {
+			return &Error{Call: "move", Status: BadHandle, Message: "the buffer is closed", Offset: -1}
+		}
+		if b.users.CompareAndSwap(n, n+1) {
+			return nil
+		}
+	}
+}
+
+func (b *Buffer) unuse() { b.users.Add(-1) }
 
 // Buffer allocates memory; it is zero.
 func (r *Runtime) Buffer(size int) (*Buffer, error) {
@@ -107,8 +125,15 @@ func (b *Buffer) Bytes() []byte { return unsafe.Slice((*byte)(b.address), b.size
 
 // Close gives the memory back. It fails with Busy while an op uses it: wait for the op first.
 func (b *Buffer) Close() error {
-	if b.users.Load() > 0 {
+	if !b.users.CompareAndSwap(0, closed) {
+		if b.users.Load() < 0 {
+			return nil
+		}
 		return &Error{Call: "close", Status: Busy, Message: "an op uses the buffer: wait for it", Offset: -1}
 	}
-	return b.shut("close", func(h C.handle) C.outcome { return C.buffer_free(h) })
+	err := b.shut("close", func(h C.handle) C.outcome { return C.buffer_free(h) })
+	if b.get() != 0 {
+		b.users.Store(0)
+	}
+	return err
 }

@@ -113,8 +113,8 @@ func (s *Session) Put(m Move) (*Op, error) { return s.move("put", m, 1) }
 // Get loads into the buffers. It ends with NotFound where something is missing; the rest came.
 func (s *Session) Get(m Move) (*Op, error) { return s.move("get", m, 0) }
 
-// need is how many bytes of a buffer the tokens of a view reach.
-func (v View) need(tokens int) int {
+// fits says whether so many tokens lie within so many bytes. Nothing of it can overflow.
+func (v View) fits(tokens, size int) bool {
 	heads, head := v.Heads, v.HeadStride
 	if heads == 0 {
 		heads = 1
@@ -126,7 +126,11 @@ func (v View) need(tokens int) int {
 	if token == 0 {
 		token = heads * v.RunBytes
 	}
-	return v.Offset + (tokens-1)*token + (heads-1)*head + v.RunBytes
+	room := size - v.Offset - v.RunBytes
+	if room < 0 || heads-1 > room/head {
+		return false
+	}
+	return tokens-1 <= (room-(heads-1)*head)/token
 }
 
 // lower makes C's views of them, and never one that leads out of its buffer.
@@ -134,11 +138,16 @@ func lower(views []View, tokens int, used map[*Buffer]bool) ([]C.kvt_view_t, err
 	rows := make([]C.kvt_view_t, len(views))
 	for i, v := range views {
 		if v.Buffer == nil || v.Offset < 0 || v.RunBytes <= 0 || v.Heads < 0 || v.TokenStride < 0 ||
-			v.HeadStride < 0 || v.need(tokens) > v.Buffer.size {
+			v.HeadStride < 0 || !v.fits(tokens, v.Buffer.size) {
 			return nil, &Error{Call: "move", Status: Invalid, Offset: -1,
 				Message: "a view that leads out of its buffer"}
 		}
-		used[v.Buffer] = true
+		if !used[v.Buffer] {
+			if err := v.Buffer.use(); err != nil {
+				return nil, err
+			}
+			used[v.Buffer] = true
+		}
 		rows[i].address = unsafe.Add(v.Buffer.address, v.Offset)
 		rows[i].run_bytes = C.uint64_t(v.RunBytes)
 		rows[i].heads = C.uint32_t(v.Heads)
@@ -171,17 +180,17 @@ func (s *Session) move(call string, m Move, isPut C.int) (*Op, error) {
 	}
 	used := map[*Buffer]bool{}
 	k, err := lower(m.K, tokens, used)
-	if err != nil {
-		return nil, err
-	}
-	v, err := lower(m.V, tokens, used)
-	if err != nil {
-		return nil, err
+	var v []C.kvt_view_t
+	if err == nil {
+		v, err = lower(m.V, tokens, used)
 	}
 	op := &Op{call: call}
 	for b := range used {
-		b.users.Add(1)
 		op.buffers = append(op.buffers, b)
+	}
+	if err != nil {
+		op.letGo()
+		return nil, err
 	}
 	var raw C.handle
 	err = check(call, C.session_move(s.get(), isPut, C.uint64_t(m.FirstToken), C.uint64_t(tokens),
@@ -207,7 +216,7 @@ type Op struct {
 
 func (o *Op) letGo() {
 	for _, b := range o.buffers {
-		b.users.Add(-1)
+		b.unuse()
 	}
 	o.buffers = nil
 }

@@ -298,10 +298,13 @@ function viewOf(call, view, tokenBytes, tokens, held) {
   const { data, offset = 0, heads = 1 } = given;
   if (!ArrayBuffer.isView(data)) throw invalid(call, 'a view of a Buffer or a typed array');
   const run = tokenBytes / heads;
-  const { tokenStride = tokenBytes, headStride = run } = given;
+  // 0 is without gaps, as in C.
+  const tokenStride = given.tokenStride || tokenBytes, headStride = given.headStride || run;
   const end = offset + (tokens - 1) * tokenStride + (heads - 1) * headStride + run;
-  if (!Number.isInteger(run) || run <= 0 || tokens <= 0 || offset < 0 || tokenStride < 0 ||
-      headStride < 0 || !(end <= data.byteLength)) {
+  // C would cut what is no integer, and read elsewhere than was looked at here.
+  if (![run, tokens, heads, offset, tokenStride, headStride].every(Number.isSafeInteger) ||
+      run <= 0 || tokens <= 0 || heads <= 0 || offset < 0 || tokenStride < 0 || headStride < 0 ||
+      !(end <= data.byteLength)) {
     throw invalid(call, `a view of ${tokens} tokens that leads out of ${data.byteLength} bytes`);
   }
   held.push(data, data.buffer); // asked for its buffer, a small array leaves the moving heap

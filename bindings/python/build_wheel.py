@@ -145,8 +145,9 @@ def library(prebuilt: Optional[str]) -> bytes:
 def packages() -> List[Path]:
     """The package, and those for engines: beside it in a source archive, else each in the
     folder of its engine."""
-    found = {path.name: path for folder in (HERE.parent.glob("*"), [HERE])
-             for home in folder for path in home.glob("kvtier_*")
+    # What lies beside an unpacked archive is anybody's.
+    homes = [HERE] if (HERE / "PKG-INFO").exists() else [*HERE.parent.glob("*"), HERE]
+    found = {path.name: path for home in homes for path in home.glob("kvtier_*")
              if (path / "__init__.py").is_file()}
     return [PACKAGE, *(found[name] for name in sorted(found))]
 
@@ -170,10 +171,15 @@ def entries(tag: str, shared: Optional[bytes]) -> Dict[str, bytes]:
     found[f"{info}/METADATA"] = metadata().encode()
     wheel = f"Wheel-Version: 1.0\nGenerator: kvtier\nRoot-Is-Purelib: false\nTag: {tag}\n"
     found[f"{info}/WHEEL"] = wheel.encode()
-    licence = ROOT / "LICENSE"
-    if licence.exists():
-        found[f"{info}/LICENSE"] = licence.read_bytes()
+    found.update((f"{info}/{name}", data) for name, data in licence().items())
     return found
+
+
+def licence() -> Dict[str, bytes]:
+    """The licence, by its name: an unpacked archive has its own."""
+    home = HERE if (HERE / "PKG-INFO").exists() else ROOT
+    path = home / "LICENSE"
+    return {path.name: path.read_bytes()} if path.exists() else {}
 
 
 def write_wheel(out: Path, shared: bytes) -> Path:
@@ -241,6 +247,7 @@ def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
     base = f"kvtier-{package_version()}"
     names = ["README.md", "build_wheel.py", "generate.py", "pyproject.toml"]
     files = {name: (HERE / name).read_bytes() for name in names}
+    files.update(licence())
     files.update(item for package in packages() for item in sources(package))
     target = Path(sdist_directory) / f"{base}.tar.gz"
     with tarfile.open(target, "w:gz", format=tarfile.PAX_FORMAT) as archive:

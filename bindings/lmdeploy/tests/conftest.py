@@ -12,7 +12,9 @@ from typing import Any, Callable, Iterator, List
 import pytest
 
 HERE = Path(__file__).resolve().parent
-ENGINE = any("engine" in argument for argument in sys.argv)
+# The folder itself: an interpreter in some other "engines" is in argv, too.
+ENGINE = any(HERE / "engine" in (path, *path.parents)
+             for path in (Path(argument.partition("::")[0]).resolve() for argument in sys.argv))
 for folder in (HERE.parent, HERE.parents[1] / "python"):
     sys.path.insert(0, str(folder))
 if not ENGINE:

@@ -21,7 +21,8 @@ from kvtier_mooncake import _core  # noqa: E402
 from registered import HOST  # noqa: E402
 
 # Those have the real engines, and are run by their folder's name, an engine at a time.
-if not any("engine" in argument for argument in sys.argv):
+asked = [Path(argument.partition("::")[0]).resolve() for argument in sys.argv]
+if not any(HERE / "engine" in (path, *path.parents) for path in asked):
     collect_ignore = ["engine"]
 
 

@@ -119,9 +119,18 @@ test('bad input', () => withStore(SMALL, async ({ runtime, store, space }) => {
   assert.throws(() => session.put({ k, v }), code('KVT_E_INVALID')); // room for 80
   assert.throws(() => session.put({ k: [], v: [] }), code('KVT_E_INVALID'));
   assert.throws(() => session.put({ k, v: [v[0]] }), code('KVT_E_INVALID'));
-  for (const view of [{ data: [1, 2] }, { data: k[0], heads: 3 }, { data: k[0], offset: -1 }]) {
+  for (const view of [{ data: [1, 2] }, { data: k[0], heads: 3 }, { data: k[0], offset: -1 },
+    { data: k[0], offset: 0.5 }, { data: k[0], heads: 0 }]) {
     assert.throws(() => session.put({ k: [view], tokens: 1 }), code('KVT_E_INVALID'));
   }
+  // A stride of 0 is one without gaps; C would make one of what is less than 1.
+  for (const tokenStride of [0, 0.5]) {
+    const data = Buffer.alloc(TOKEN);
+    assert.throws(() => session.get({ k: [{ data, tokenStride }], v: [{ data, tokenStride }],
+      tokens: 8 }), code('KVT_E_INVALID'));
+  }
+  assert.throws(() => session.put({ k: [{ data: Buffer.alloc(TOKEN), heads: 2, headStride: 0.5 }],
+    tokens: 1 }), code('KVT_E_INVALID'));
   session.close();
   session.close();
   assert.throws(() => session.append([1]), code('KVT_E_HANDLE'));

@@ -17,7 +17,7 @@ from ._op import Op
 from ._plan import ClearReport, values
 from ._resource import byref, new_error
 from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
-from ._view import kind_of, lend
+from ._view import Place, kind_of, lend
 
 if TYPE_CHECKING:
     from ._event import Event
@@ -214,6 +214,7 @@ class Blocks:
               level: int, cancel: bool, queue: "Optional[Queue]", tag: object,
               timeout: Optional[float], priority: int, ready: "Optional[Event]",
               after: After) -> Op:
+        raw = self._session._raw
         called, _kept_names = _names(names)  # C copies them
         count = len(names)
         c = _abi.kvt_blocks_t(level=level, after=number_of(after))
@@ -228,11 +229,11 @@ class Blocks:
                 self._fill(c, places, count, columns, kept)
             op = Op(self._runtime, queue, tag, cancel)
             op._keep(kept)
-            opts, serial = submit_opts(self._runtime, op, queue, timeout, 0, priority)
+            opts, _ = submit_opts(self._runtime, op, queue, timeout, 0, priority)
             handle, err = _abi.kvt_op_p(), new_error()
-            status = call(self._session._raw, byref(c), byref(opts), byref(handle), byref(err))
-            if status != _abi.KVT_OK and queue is not None:
-                queue._forget(serial)
+            status = call(raw, byref(c), byref(opts), byref(handle), byref(err))
+            if status != _abi.KVT_OK:
+                op._refused()
             check_err(status, err)
         op._bind(handle.value)
         return op
@@ -264,7 +265,11 @@ class Blocks:
         c.k, c.stride_bytes = rows, ctypes.sizeof(_abi.kvt_view_t)
 
     def _check(self, places: At, shifts: Sequence[int]) -> None:
-        """Where it is known what is around the blocks no part leads out of that."""
+        """Where it is known what is around the blocks it is still there, and no part leads out
+        of it."""
+        for one in places.kept if isinstance(places.kept, list) else ():
+            if isinstance(one, Place):  # closed, it may be somebody else's by now
+                one._check(False)
         if places.room is None:
             return
         before, behind = places.room

@@ -215,12 +215,12 @@ class Account(Resource):
         runtime, raw = self._budget._runtime, self._raw
         tier, nbytes = u32(tier), u64(nbytes)
         op = Op(runtime, queue, tag, True)
-        opts, serial = submit_opts(runtime, op, queue, timeout, 0, 0)
+        opts, _ = submit_opts(runtime, op, queue, timeout, 0, 0)
         handle, err = _abi.kvt_op_p(), new_error()
         status = lib.kvt_account_reserve_later(raw, tier, nbytes, byref(opts),
                                                byref(handle), byref(err))
-        if status != _abi.KVT_OK and queue is not None:
-            queue._forget(serial)
+        if status != _abi.KVT_OK:
+            op._refused()
         check_err(status, err)
         op._bind(handle.value)
         return op

@@ -305,6 +305,7 @@ class Offload(Resource):
         """Keeps K and V of tokens of a layer; `v` is None for a latent. The objects are held
         until the op is closed. None: they are not read any more, and no queue is told."""
         raw, runtime = self._raw, self._session._space._store._runtime
+        layer, first, tokens = u32(layer), u32(first), u32(tokens)
         kept: List[Any] = []
         rows = (_abi.kvt_view_t * 2)()
         fill(rows[0], k, False, kept)
@@ -312,13 +313,13 @@ class Offload(Resource):
             fill(rows[1], v, False, kept)
         op = Op(runtime, queue, tag, False)
         op._keep(kept)
-        opts, serial = submit_opts(runtime, op, queue, timeout, 0, priority)
+        opts, _ = submit_opts(runtime, op, queue, timeout, 0, priority)
         handle, err = _abi.kvt_op_p(), new_error()
         status = lib.kvt_offload_put(
-            raw, u32(layer), u32(first), u32(tokens), byref(rows[0]),
+            raw, layer, first, tokens, byref(rows[0]),
             None if v is None else byref(rows[1]), byref(opts), byref(handle), byref(err))
-        if queue is not None and not handle.value:
-            queue._forget(serial)
+        if not handle.value:
+            op._refused()
         check_err(status, err)
         if not handle.value:
             return None

@@ -125,6 +125,13 @@ class Op(Resource):
         assert isinstance(job, OpJob)
         job.kept = kept
 
+    def _refused(self) -> None:
+        """C made no op: nobody uses what was kept for it. (Not the finalizer's to say: where an
+        exception came between the call and `_bind`, C still does.)"""
+        if self._queue is not None:
+            self._queue._forget(self._serial)
+        self._job.done()
+
     def info(self) -> OpInfo:
         """How far it is, without waiting."""
         info = _abi.kvt_op_info_t()

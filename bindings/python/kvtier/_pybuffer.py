@@ -6,9 +6,7 @@ import builtins
 import ctypes
 from typing import Any
 
-from . import _abi
-from ._errors import BufferError, make
-from ._tensor import Tensor, dtype_of_code, tensor_of
+from ._tensor import Tensor, dtype_of_code, refused, tensor_of
 
 _WRITABLE = 0x1
 _STRIDED = 0x8 | 0x10  # ND | STRIDES
@@ -42,12 +40,6 @@ _is_buffer.argtypes = (ctypes.py_object,)
 _is_buffer.restype = ctypes.c_int
 
 
-def refused(text: str) -> BufferError:
-    """The exception of memory that cannot be used as it is."""
-    error = make(_abi.KVT_E_INVALID, text)
-    return BufferError(error.message, error.status, error.name)
-
-
 def _check(tensor: Tensor, writable: bool, strided: bool, on_device: bool) -> None:
     if not (strided or tensor.contiguous):
         raise refused(f"numbers {list(tensor.shape)} lie {list(tensor.strides)} bytes apart, with "
@@ -61,6 +53,9 @@ def _check(tensor: Tensor, writable: bool, strided: bool, on_device: bool) -> No
         raise refused(f"the memory is on '{tensor.device}', where the processor does not reach "
                       "it: hand over .cpu(), or move it with a store that has a device, "
                       "kvtier.Store(..., device=kvtier.Device(runtime, 'cuda'))")
+    if not tensor.address and tensor.nbytes:
+        raise refused("the tensor has no memory: it is one that is only traced, or its storage "
+                      "was given back; hand over one with numbers")
 
 
 def described(source: Any) -> Tensor:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _BATCH = 256
 _SLICE_NS = 200_000_000
+_LEAVE_S = 0.02
 _STRIDE = ctypes.sizeof(_abi.kvt_completion_t)
 
 
@@ -219,14 +220,18 @@ class Queue(Closing):
         loop, self._loop = self._loop, None
         if loop is None or loop.is_closed():
             return
-        if loop.is_running() and threading.get_ident() != self._thread:
-            gone = threading.Event()
-            loop.call_soon_threadsafe(_leave, loop, self._loop_fd, gone)
-            # The descriptor must leave the loop before it is closed and its
-            # number is given to another file.
-            gone.wait()
-        else:
-            loop.remove_reader(self._loop_fd)
+        gone = threading.Event()
+        try:
+            if loop.is_running() and threading.get_ident() != self._thread:
+                loop.call_soon_threadsafe(_leave, loop, self._loop_fd, gone)
+                # The descriptor must leave the loop before it is closed and its
+                # number is given to another file. A loop that stops hears of nothing.
+                while not gone.wait(_LEAVE_S) and loop.is_running():
+                    pass
+            _leave(loop, self._loop_fd, gone)
+        except RuntimeError:
+            if not loop.is_closed():  # which has let go of all
+                raise
 
     def _drain(self) -> None:
         if self._loop is not None and not self.closed:
@@ -260,8 +265,9 @@ class Queue(Closing):
 
 
 def _leave(loop: asyncio.AbstractEventLoop, fd: int, gone: threading.Event) -> None:
-    loop.remove_reader(fd)
-    gone.set()
+    if not gone.is_set():  # the number is still the queue's
+        loop.remove_reader(fd)
+        gone.set()
 
 
 def _deliver(state: _State, entries: Any, count: int) -> None:

@@ -80,7 +80,10 @@ class Closing(Resource):
     async def aclose(self) -> Any:
         """`close` by another thread. A task that is cancelled meanwhile waits for its end, too:
         only then is memory the program's again."""
-        closing = asyncio.get_running_loop().run_in_executor(None, self.close)
+        try:
+            closing = asyncio.get_running_loop().run_in_executor(None, self.close)
+        except RuntimeError:  # the loop ends, and lends no threads any more
+            return self.close()
         cancelled: Optional[asyncio.CancelledError] = None
         while not closing.done():
             try:

@@ -117,15 +117,20 @@ def submit_opts(runtime: "Runtime", op: Optional[Op], queue: Optional[Queue],
                 timeout: Optional[float], notify: int, priority: int,
                 tag: object = None) -> Tuple[Any, int]:
     """C's options for one op, and the number under which the queue knows it."""
-    opts = _abi.kvt_submit_opts_t(priority=u32(priority))
-    if timeout is not None:
-        opts.deadline_ns = deadline_after(time.monotonic_ns(), timeout)
-    serial = 0
-    if queue is not None:
-        opts.queue = queue._raw.value
-        # The release is always told of: without it nobody could await an op.
-        opts.notify = u32(notify | RELEASED)
-        serial = queue._expect(op, tag)
+    try:
+        opts = _abi.kvt_submit_opts_t(priority=u32(priority))
+        if timeout is not None:
+            opts.deadline_ns = deadline_after(time.monotonic_ns(), timeout)
+        serial = 0
+        if queue is not None:
+            opts.queue = queue._raw.value
+            # The release is always told of: without it nobody could await an op.
+            opts.notify = u32(notify | RELEASED)
+            serial = queue._expect(op, tag)
+    except BaseException:
+        if op is not None:
+            op._refused()
+        raise
     opts.tag = serial
     return opts, serial
 
@@ -227,7 +232,7 @@ class Runtime(Closing):
         op = Op(self, queue, tag, False)
         opts, serial = submit_opts(self, op, queue, timeout, notify, priority)
         handle = _abi.kvt_op_p()
-        self._submit(opts, items, byref(handle), queue, [serial])
+        self._submit(opts, items, byref(handle), queue, [serial], [op])
         op._bind(handle.value)
         return op
 
@@ -249,7 +254,7 @@ class Runtime(Closing):
                 item.tag = queue._expect(op)
         opts.flags = _abi.KVT_SUBMIT_EACH
         handles = (_abi.kvt_op_p * len(pieces))()
-        self._submit(opts, items, handles, queue, [op._serial for op in ops])
+        self._submit(opts, items, handles, queue, [], ops)
         for op, handle in zip(ops, handles):
             op._bind(handle.value)
         return ops
@@ -264,7 +269,7 @@ class Runtime(Closing):
         self._submit(opts, items, None, queue, [serial])
 
     def _submit(self, opts: Any, items: Any, ops_out: Any, queue: Optional[Queue],
-                serials: Sequence[int]) -> None:
+                serials: Sequence[int], ops: Sequence[Op] = ()) -> None:
         err = new_error()
         stride = ctypes.sizeof(_abi.kvt_buffer_item_t)
         ok = False
@@ -273,6 +278,9 @@ class Runtime(Closing):
                                             ops_out, byref(err)), err)
             ok = True
         finally:
+            if not ok:
+                for op in ops:
+                    op._refused()
             if not ok and queue is not None:
                 for serial in serials:
                     queue._forget(serial)

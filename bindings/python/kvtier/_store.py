@@ -355,11 +355,11 @@ class Session(Resource):
         runtime, raw = self._space._store._runtime, self._raw
         op = Op(runtime, queue, tag, cancel)
         op._keep(kept)
-        opts, serial = submit_opts(runtime, op, queue, timeout, 0, priority)
+        opts, _ = submit_opts(runtime, op, queue, timeout, 0, priority)
         handle, err = _abi.kvt_op_p(), new_error()
         status = call(raw, byref(move), byref(opts), byref(handle), byref(err))
-        if status != _abi.KVT_OK and queue is not None:
-            queue._forget(serial)
+        if status != _abi.KVT_OK:
+            op._refused()
         check_err(status, err)
         op._bind(handle.value)
         return op
@@ -368,12 +368,16 @@ class Session(Resource):
               timeout: Optional[float], priority: int) -> List[Op]:
         runtime, raw = self._space._store._runtime, self._raw
         move.flags |= _abi.KVT_MOVE_EACH_LAYER
+        opts, _ = submit_opts(runtime, None, None, timeout, 0, priority)
         ops = [Op(runtime, None, layer, cancel) for layer in range(move.layers)]
         for op in ops:
             op._keep(kept)
-        opts, _ = submit_opts(runtime, None, None, timeout, 0, priority)
         handles, err = (_abi.kvt_op_p * move.layers)(), new_error()
-        check_err(call(raw, byref(move), byref(opts), handles, byref(err)), err)
+        status = call(raw, byref(move), byref(opts), handles, byref(err))
+        if status != _abi.KVT_OK:
+            for op in ops:
+                op._refused()
+        check_err(status, err)
         for op, handle in zip(ops, handles):
             op._bind(handle.value)
         return ops

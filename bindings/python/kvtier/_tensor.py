@@ -8,6 +8,9 @@ import math
 import re
 from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
+from . import _abi
+from ._errors import BufferError, make
+
 #: What others call types of numbers, and what they are called here.
 _NAMES: Dict[str, str] = {
     "float64": "f64", "double": "f64", "float32": "f32", "float": "f32", "float16": "f16",
@@ -84,9 +87,15 @@ def _dense(shape: Sequence[int], itemsize: int) -> Tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def refused(text: str) -> BufferError:
+    """The exception of memory that cannot be used as it is."""
+    error = make(_abi.KVT_E_INVALID, text)
+    return BufferError(error.message, error.status, error.name)
+
+
 def tensor_of(source: Any) -> Optional[Tensor]:
     """What an object says of its numbers; None where it is no tensor."""
-    if hasattr(source, "data_ptr") and hasattr(source, "element_size"):
+    if hasattr(source, "data_ptr") and hasattr(source, "stride"):  # not a storage of torch's
         return _of_torch(source)
     if hasattr(source, "__cuda_array_interface__"):
         return _of_interface(source, source.__cuda_array_interface__, "cuda")
@@ -101,6 +110,10 @@ def tensor_of(source: Any) -> Optional[Tensor]:
 def _of_torch(source: Any) -> Optional[Tensor]:
     if str(getattr(source, "layout", "torch.strided")) != "torch.strided":
         return None
+    # Such a view has the numbers of another one, and says that they count otherwise.
+    if any(getattr(source, lazy, bool)() for lazy in ("is_neg", "is_conj")):
+        raise refused("the tensor's numbers are another's, negated or conjugated: hand over "
+                      ".resolve_neg().resolve_conj()")
     itemsize = int(source.element_size())
     name = str(source.dtype).rpartition(".")[2]
     kind = str(getattr(source.device, "type", source.device))
@@ -111,8 +124,9 @@ def _of_torch(source: Any) -> Optional[Tensor]:
 
 
 def _of_interface(source: Any, told: Any, device: str) -> Optional[Tensor]:
-    found = re.fullmatch(r"[<>|=]?([a-zA-Z])(\d+)", told["typestr"])
-    if found is None or not isinstance(told.get("data"), tuple):
+    # Not ">": bytes the other way round. Not with a mask: numbers that do not count.
+    found = re.fullmatch(r"[<|=]?([a-zA-Z])(\d+)", told["typestr"])
+    if found is None or not isinstance(told.get("data"), tuple) or told.get("mask") is not None:
         return None
     itemsize, shape = int(found[2]), tuple(told["shape"])
     # Where numpy knows a type only by its bytes, its maker has named it.

@@ -2,11 +2,14 @@
 
 import array
 import functools
+import gc
 import threading
+import weakref
 
 import kvtier
 import numpy as np
 import pytest
+from kvtier import _reaper
 
 PARTS = [96, 32, 96, 32]
 BLOCK = sum(PARTS)
@@ -212,3 +215,42 @@ def test_no_block_is_read_or_written_out_of_its_pool(store):
     assert bytes(arena) == bytes(512)
     blocks.get([b"x"], kvtier.Pool(inner, 128, offset=64, shifts=[-64, 128]).at([0])).result()
     assert bytes(arena[128:192]) == b"Z" * 64 == bytes(arena[320:384])
+
+
+def test_what_is_refused_leaves_nothing(store):
+    """Neither a job nor the memory that an op would have used."""
+    class Memory(bytearray):
+        pass
+
+    memory = Memory(4096)
+    gone = weakref.ref(memory)
+    pool = kvtier.Pool(memory, 64)
+    gc.collect()
+    before = len(_reaper._live)
+    with kvtier.Blocks(store, kvtier.Identity(), [64]) as blocks:
+        for wrong in (kvtier.InvalidError, kvtier.UnavailableError):
+            given = {"priority": 77} if wrong is kvtier.InvalidError else {"after": 99}
+            with pytest.raises(wrong):
+                blocks.put([b"a"], pool.at([0]), **given)
+    with pytest.raises(kvtier.ClosedError):
+        blocks.put([b"a"], pool.at([0]))
+    del blocks, memory, pool
+    gc.collect()
+    assert gone() is None
+    assert len(_reaper._live) <= before
+
+
+def test_a_pool_on_memory_that_was_closed(runtime):
+    with kvtier.Device(runtime, "simulated", memory_bytes=1 << 20) as device:
+        with kvtier.Store(runtime, "store(host=1MiB)", device=device) as store:
+            with kvtier.Blocks(store, kvtier.Identity(), [256]) as blocks:
+                memory = device.alloc(4096)
+                pool = kvtier.Pool(memory, 256)
+                place = pool.at([1])
+                assert blocks.put([b"a"], place).result(5).value == 1
+                memory.close()
+                for one in (place, pool.at([0])):
+                    with pytest.raises(kvtier.ClosedError):
+                        blocks.get([b"a"], one)
+                    with pytest.raises(kvtier.ClosedError):
+                        blocks.put([b"b"], one)

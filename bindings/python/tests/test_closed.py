@@ -6,6 +6,8 @@ import asyncio
 import inspect
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -239,3 +241,40 @@ def test_a_forked_child_is_refused_by_all(tmp_path: Path) -> None:
         test_closed.forked_uses(pathlib.Path({str(tmp_path)!r}))
     """)
     assert (done.returncode, done.stdout.strip()) == (0, "parent goes on"), done
+
+
+def test_a_loop_that_lends_no_threads_any_more_closes_all(tmp_path: Path) -> None:
+    kept: List[Closing] = []
+
+    async def main() -> None:
+        async with kvtier.Runtime(workers=1) as runtime, runtime.queue() as queue:
+            kept.extend((runtime, queue))
+            await asyncio.get_running_loop().shutdown_default_executor()
+
+    asyncio.run(main())
+    assert [one.closed for one in kept] == [True, True]
+
+
+def test_a_queue_leaves_a_loop_that_stops(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    with kvtier.Runtime(workers=1) as runtime:
+        queue = runtime.queue()
+
+        async def attach() -> None:
+            queue.attach()
+
+        loop.run_until_complete(attach())
+        closing = threading.Thread(target=queue.close, daemon=True)
+
+        def stop() -> None:
+            closing.start()
+            while queue._loop is not None:  # what it asks the loop for is not heard any more
+                time.sleep(0.001)
+            loop.stop()
+
+        loop.call_soon(stop)
+        loop.run_forever()
+        closing.join(10)
+        assert not closing.is_alive() and queue.closed
+        loop.run_until_complete(asyncio.sleep(0))  # and its word for the loop does no harm
+        loop.close()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import textwrap
 import zipfile
 from pathlib import Path
@@ -169,6 +170,18 @@ def test_the_wheel_has_the_connectors(tmp_path: Path, monkeypatch: pytest.Monkey
     assert ours == {f"kvtier_someengine/{name}" for name in (
         "__init__.py", "part/__init__.py", "part/deep.py", "py.typed")}
     assert "kvtier/_abi.py" in found and not any("__pycache__" in name for name in found)
+
+
+def test_an_unpacked_archive_looks_at_itself_alone(tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = tmp_path / build_wheel.build_sdist(str(tmp_path))
+    ours = {path.name for path in build_wheel.packages()}
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path)
+    engine(tmp_path)  # somebody else's, beside it
+    monkeypatch.setattr(build_wheel, "HERE", tmp_path / archive.name[: -len(".tar.gz")])
+    assert {path.name for path in build_wheel.packages()} == ours
+    assert build_wheel.licence()
 
 
 def test_the_wheel_is_what_auditwheel_says(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import kvtier
 import numpy as np
 import pytest
 from kvtier import Group, Identity, View, _tensor, kernels
+from kvtier._pybuffer import described
+from kvtier._view import lend
 
 TOKENS, HEADS, DIM = 8, 2, 8
 RUN = DIM * 2
@@ -235,3 +237,37 @@ def test_columns_of_ids(make: Callable[[Any], Any]) -> None:
             assert caught.value.status
     with pytest.raises(kvtier.ClosedError):
         policy.touch(ids)
+
+
+class Told:
+    """An object that tells of an array as others do."""
+
+    def __init__(self, array: np.ndarray, **more: Any) -> None:
+        self.array, self.more = array, more
+
+    @property
+    def __array_interface__(self) -> Any:
+        return {**self.array.__array_interface__, **self.more}
+
+
+def test_numbers_that_do_not_count_as_they_lie_are_refused() -> None:
+    assert described(Told(np.ones(4, "<f4"))).dtype == "f32"
+    for other in (Told(np.ones(4, ">f4")), Told(np.ones(4, "<f4"), mask=Told(np.ones(4, "?")))):
+        with pytest.raises(TypeError):
+            described(other)
+    torch = pytest.importorskip("torch", reason="needs torch")
+    ones = torch.ones(4)
+    for lazy in (torch._neg_view(ones), torch.ones(4, dtype=torch.complex64).conj()):
+        with pytest.raises(kvtier.BufferError, match="resolve"):
+            kvtier.checksum(lazy)
+        kvtier.checksum(lazy.resolve_neg().resolve_conj())
+    with pytest.raises(TypeError):
+        kvtier.checksum(ones.untyped_storage())
+
+
+def test_a_tensor_whose_memory_was_given_back_is_refused() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    gone = torch.ones(64)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(kvtier.BufferError, match="no memory"):
+        lend(gone, False, [])
