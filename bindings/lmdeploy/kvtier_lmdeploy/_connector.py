@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from kvtier import STOP_UNKNOWN, TIER_DISK, TIER_HOST, Advice, Policy, abi
+from kvtier import TIER_DISK, TIER_HOST, Advice, Policy, abi
 from kvtier._errors import make
 from lmdeploy.pytorch.kv_connector.base import (
     KVConnectorBase,
@@ -24,8 +24,8 @@ _TIERS = {"host": TIER_HOST, "disk": TIER_DISK}
 
 class KvtierConnector(KVConnectorBase):
     """KV of lmdeploy's PyTorch engine in kvtier's tiers. One for the scheduler, one for each
-    worker; on the scheduler's are also `advice`, `expect`, `set_policy`, `metrics`, `evictions`
-    (`engine.scheduler.kv_connector`)."""
+    worker; on the scheduler's are also `advice`, `set_policy`, `set_weights`,
+    `metrics`, `evictions` (`engine.scheduler.kv_connector`)."""
 
     def __init__(self, role: KVConnectorRole, cache_config: Any, *, global_rank: int = 0,
                  tp_rank: int = 0, tp_size: int = 1, kv_head_replica_num: int = 1) -> None:
@@ -44,7 +44,7 @@ class KvtierConnector(KVConnectorBase):
         self._scheduler: Optional[SchedulerSide] = None
         self._worker: Optional[WorkerSide] = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(cache_config, settings, Asker(
+            self._scheduler = SchedulerSide(cache_config, settings, engine, Asker(
                 engine, range(tp_size), float(settings.lookup_timeout_s), settings.lookup_async))
         else:
             self._worker = WorkerSide(cache_config, settings, engine,
@@ -131,11 +131,11 @@ class KvtierConnector(KVConnectorBase):
         """How many requests to run, from the number that run now."""
         return self._scheduler_side().advice(batch)
 
-    def expect(self, session_id: int, *, stop: int = STOP_UNKNOWN, next_use_s: float = 0.0,
-               done: bool = False) -> None:
-        """What is known of a session's future, for the policies: why its request ends, in how
-        many seconds it will be used again, or that it will not. Told when the request ends."""
-        self._scheduler_side().expect(int(session_id), stop, float(next_use_s), done)
+    def set_weights(self, version: str) -> None:
+        """The engine has other weights from now on: only KV that was computed with the same
+        `version` is loaded, and what requests that run now go on with is neither saved nor
+        loaded. "" are those that the engine began with."""
+        self._scheduler_side().set_weights(str(version))
 
     def set_policy(self, tier: str, spec: str) -> None:
         """Another policy for "host" or "disk", from the engine's next step on."""

@@ -11,9 +11,17 @@ import json
 import logging
 import os
 import shutil
+import socket
+import struct
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from ._names import NAME_BYTES
@@ -30,6 +38,28 @@ _here_lock = threading.Lock()
 
 def _address(folder: str, rank: int) -> str:
     return os.path.join(folder, f"rank-{rank}")
+
+
+#: Within so many seconds a caller shows the secret.
+HANDSHAKE_S = 10.0
+
+
+def _limit(handle: int, seconds: float) -> None:
+    """Has the kernel end reads and writes of a socket that take longer; 0: none."""
+    room = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(handle)) as it:
+        it.settimeout(None)  # a default of the program's would make reads fail at once
+        it.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, room)
+        it.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, room)
+
+
+def _connect(path: str, seconds: float) -> Connection:
+    """A connection whose calls, this one too, take no longer each: a worker may be stuck."""
+    with socket.socket(socket.AF_UNIX) as it:
+        it.settimeout(None)
+        _limit(it.fileno(), max(0.001, seconds))
+        it.connect(path)
+        return Connection(it.detach())
 
 
 def _packed(question: Dict[str, Any], names: Sequence[bytes]) -> bytes:
@@ -59,28 +89,42 @@ class Service:
         path = _address(*self._key)
         if os.path.exists(path):  # of a worker that was killed
             os.unlink(path)
-        self._listener = Listener(path, "AF_UNIX", authkey=secret)
-        self._thread = threading.Thread(target=self._accept, name="kvtier-lookups", daemon=True)
+        # Callers show the secret on threads of their own: one that says nothing is in nobody's way.
+        self._listener = Listener(path, "AF_UNIX", backlog=16)
+        self._thread = threading.Thread(target=self._accept, args=(secret,),
+                                        name="kvtier-lookups", daemon=True)
         self._thread.start()
 
-    def _accept(self) -> None:
+    def _accept(self, secret: bytes) -> None:
         listener = self._listener
         while listener is not None and self._listener is listener:
             try:
                 connection = listener.accept()
-            except Exception as error:  # noqa: BLE001: a stranger at the door, or closed
+            except Exception as error:  # noqa: BLE001: closed, or out of descriptors
                 if self._listener is not listener:
                     return
                 log.warning("a connection for lookups failed: %s", error)
+                time.sleep(0.1)  # what fails at once again is not asked for all the time
                 continue
-            threading.Thread(target=self._talk, args=(connection,), daemon=True,
+            threading.Thread(target=self._talk, args=(connection, secret), daemon=True,
                              name="kvtier-lookups").start()
 
-    def _talk(self, connection: Connection) -> None:
+    def _talk(self, connection: Connection, secret: bytes) -> None:
         with connection:
+            try:
+                _limit(connection.fileno(), HANDSHAKE_S)
+                deliver_challenge(connection, secret)
+                answer_challenge(connection, secret)
+                _limit(connection.fileno(), 0)
+            except Exception as error:  # noqa: BLE001: a stranger at the door
+                if self._listener is not None:
+                    log.warning("a caller for lookups was turned away: %s", error)
+                return
             while self._listener is not None:
                 try:
                     question, names = _unpacked(connection.recv_bytes())
+                    if self._listener is None:  # closed meanwhile: who asks goes to the next
+                        return
                     reply = self._answer(question, names)
                     connection.send_bytes(json.dumps(reply).encode())
                 except (EOFError, OSError):
@@ -98,7 +142,7 @@ class Service:
         if listener is None:
             return
         try:  # accept waits for a caller, and notices then that it is over
-            Client(_address(*self._key), "AF_UNIX", authkey=b"").close()
+            _connect(_address(*self._key), 1.0).close()
         except Exception:  # noqa: BLE001: it was woken, or had gone
             pass
         listener.close()
@@ -114,6 +158,9 @@ class Asker:
         self._at_once = near or asynchronous is False
         self._lock = threading.Lock()
         self._connections: Dict[int, Connection] = {}
+        #: Until when workers that did not answer in time are not asked: requests would wait for
+        #: them one after the other.
+        self._silent: Dict[int, float] = {}
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtier-lookup")
         self._pending: Dict[int, "Future[int]"] = {}
         self._closed = False
@@ -171,23 +218,38 @@ class Asker:
             if self._engine["pid"] == os.getpid() and not os.path.exists(
                     _address(str(self._engine["folder"]), rank)):
                 return None  # it is not there yet, or sleeps
+            if time.monotonic() < self._silent.get(rank, 0.0):
+                return None
             return self._far(rank, question, names)
         except Exception as error:  # noqa: BLE001: without an answer the engine computes
             log.warning("worker %d gave no answer: %s", rank, error)
+            if isinstance(error, (TimeoutError, BlockingIOError)):
+                self._silent[rank] = time.monotonic() + self._timeout_s
             self._drop(rank)
             return None
 
     def _far(self, rank: int, question: Dict[str, Any], names: Sequence[bytes]) -> Any:
         with self._lock:
             connection = self._connections.get(rank)
-            if connection is None:
-                connection = Client(_address(str(self._engine["folder"]), rank), "AF_UNIX",
-                                    authkey=str(self._engine["secret"]).encode())
-                self._connections[rank] = connection
-            connection.send_bytes(_packed(question, names))
-            if not connection.poll(self._timeout_s):
-                raise TimeoutError(f"none within {self._timeout_s} s")
-            return json.loads(connection.recv_bytes())
+            if connection is not None:
+                try:
+                    return self._asked(connection, question, names)
+                except (EOFError, ConnectionError):  # it slept, and is another one now
+                    del self._connections[rank]
+                    connection.close()
+            secret = str(self._engine["secret"]).encode()
+            connection = _connect(_address(str(self._engine["folder"]), rank), self._timeout_s)
+            self._connections[rank] = connection
+            answer_challenge(connection, secret)
+            deliver_challenge(connection, secret)
+            return self._asked(connection, question, names)
+
+    def _asked(self, connection: Connection, question: Dict[str, Any],
+               names: Sequence[bytes]) -> Any:
+        connection.send_bytes(_packed(question, names))
+        if not connection.poll(self._timeout_s):
+            raise TimeoutError(f"none within {self._timeout_s} s")
+        return json.loads(connection.recv_bytes())
 
     def _drop(self, rank: int) -> None:
         with self._lock:

@@ -30,16 +30,6 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A request that ended: why, and when its session is expected again."""
-
-    session: int
-    stop: int
-    next_use_s: float
-    done: bool
-
-
-@dataclass(frozen=True)
 class Switch:
     """Another policy for a tier."""
 
@@ -53,7 +43,6 @@ class StepMeta(KVConnectorMetadata):
 
     loads: Tuple[Load, ...] = ()
     saves: Tuple[Save, ...] = ()
-    ended: Tuple[Ended, ...] = ()
     switches: Tuple[Switch, ...] = ()
 
     def get_save_block_leases(self) -> Tuple[KVSaveBlockLease, ...]:

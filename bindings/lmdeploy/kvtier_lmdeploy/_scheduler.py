@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import secrets
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
-from kvtier import STOP_CANCELLED, STOP_END_TURN, STOP_LENGTH, STOP_UNKNOWN, Advice
+from kvtier import Advice
 from lmdeploy.pytorch.kv_connector.base import KVConnectorResult, KVLoadResult
 
 from . import _names
 from ._advice import Advisor
 from ._lookup import Asker
-from ._meta import Ended, Load, Save, StepMeta, Switch
+from ._meta import Load, Save, StepMeta, Switch
 from ._settings import Settings
-
-log = logging.getLogger("kvtier.lmdeploy")
-
 
 @dataclass
 class _Request:
     """What is known of one request."""
 
-    adapter: str = ""
+    #: What it is computed with, besides its tokens.
+    kind: str = ""
     names: List[bytes] = field(default_factory=list)
     #: How many tokens from the start on a lookup found, until they are loaded.
     found_tokens: Optional[int] = None
@@ -31,15 +30,16 @@ class _Request:
     load: Optional[Load] = None
     #: After this many blocks a load goes on.
     load_start: int = 0
-    #: Its load has gone to the workers.
-    sent: bool = False
     failed: bool = False
+    #: The weights changed while it was there.
+    spoilt: bool = False
 
 
 class SchedulerSide:
     """One engine's. The engine's loop alone uses it, but for `asker`."""
 
-    def __init__(self, cache_config: Any, settings: Settings, asker: Asker) -> None:
+    def __init__(self, cache_config: Any, settings: Settings, engine: Dict[str, Any],
+                 asker: Asker) -> None:
         transfer = cache_config.kv_transfer_config
         self._loads_kv, self._saves_kv = transfer.is_kv_consumer, transfer.is_kv_producer
         self._block_tokens = int(cache_config.block_size)
@@ -51,9 +51,9 @@ class SchedulerSide:
         self._saves: Dict[int, Save] = {}
         self._next_save = 0
         self._bad_blocks: Set[int] = set()
-        self._ended: List[Ended] = []
         self._switches: List[Switch] = []
-        self._expected: Dict[int, Tuple[int, float, bool]] = {}
+        self._adapters, self._nonce = dict(engine["adapters"]), str(engine["nonce"])
+        self._keeps_weights, self._weights = settings.sleep_keeps_weights, ""
 
     # Lookups and loads.
 
@@ -67,7 +67,7 @@ class SchedulerSide:
         # Blocks whose rows also depend on the token after them are computed again.
         overlap = max(0, request.prefix_cache.recompute_overlap.recompute_blocks) * each
         state = self._of(request)
-        if limit < each or computed >= limit - overlap or state.failed:
+        if limit < each or computed >= limit - overlap or state.failed or self._mixed(request):
             return 0, False
         if state.found_tokens is not None:
             if state.found_tokens > computed:  # there was no room for it yet
@@ -81,7 +81,8 @@ class SchedulerSide:
             self._advisor.looked_up(names)
         tokens = max(0, found * each - overlap)
         if tokens <= computed:
-            state.next_save = max(state.next_save, tokens // each)
+            # Also less than it has saved: that has left, or was not stored.
+            state.next_save = tokens // each
             return 0, False
         state.found_tokens = tokens
         return tokens - computed, True
@@ -110,16 +111,15 @@ class SchedulerSide:
     def step(self, given: Any) -> Optional[StepMeta]:
         """What the workers are to do now; None where nothing is, and nothing is under way."""
         saves = self._new_saves(given)
-        ended, self._ended = tuple(self._ended), []
         switches, self._switches = tuple(self._switches), []
-        if not (saves or ended or switches or self._pending or self._moving or self._saves):
+        if not (saves or switches or self._pending or self._moving or self._saves):
             return None
         loads = tuple(self._pending.values())
         self._moving.update(self._pending)
         self._pending.clear()
         for save in saves:
             self._saves[save.number] = save
-        return StepMeta(loads, saves, ended, switches)
+        return StepMeta(loads, saves, switches)
 
     def _new_saves(self, given: Any) -> Tuple[Save, ...]:
         lengths = given.connector_token_lens
@@ -131,7 +131,7 @@ class SchedulerSide:
         if len({len(row) for row in rows}) != 1:
             raise ValueError("a step with lengths and blocks of other requests than run")
         for request, tokens, blocks, logical in zip(*rows):
-            if _has_media(request):
+            if _has_media(request) or self._mixed(request):
                 continue
             state, end = self._of(request), int(tokens) // self._block_tokens
             first = state.next_save
@@ -165,9 +165,9 @@ class SchedulerSide:
 
     def _loaded(self, number: int, load: Load) -> KVLoadResult:
         blocks = set(load.blocks)
-        well = blocks.isdisjoint(self._bad_blocks)
-        self._bad_blocks -= blocks
         state = self._requests.get(number)
+        well = blocks.isdisjoint(self._bad_blocks) and (state is None or not state.spoilt)
+        self._bad_blocks -= blocks
         if state is not None:
             state.load = None
             # What failed once is computed: asking again could fail as well, for ever.
@@ -179,22 +179,23 @@ class SchedulerSide:
 
     def begun(self, request: Any) -> None:
         """A request, or one more turn of a session."""
-        self._requests[int(request.seq_id)] = _Request(request.adapter_name or "")
+        self._requests[int(request.seq_id)] = _Request(self._kind(request))
 
     def finished(self, request: Any) -> None:
-        """It is over: its turn's end is told to the policies."""
-        number, session = int(request.seq_id), int(request.session_id)
+        """It is over."""
+        number = int(request.seq_id)
         self.asker.cancel(number)
         self._requests.pop(number, None)
         load = self._pending.pop(number, None) or self._moving.pop(number, None)
         if load is not None:
             self._bad_blocks.difference_update(load.blocks)
-        stop, next_use_s, done = self._expected.pop(session, (stop_of(request), 0.0, False))
-        self._ended.append(Ended(session, stop, next_use_s, done))
 
-    def expect(self, session: int, stop: int, next_use_s: float, done: bool) -> None:
-        """Notes what is known of a session's future until its request ends."""
-        self._expected[session] = (stop, next_use_s, done)
+    def set_weights(self, version: str) -> None:
+        """Other weights: names of blocks are others, and requests of both are left alone."""
+        if version != self._weights:
+            self._weights = version
+            for state in self._requests.values():
+                state.spoilt = True
 
     def switch(self, tier: int, spec: str) -> None:
         """Another policy from the next step on."""
@@ -215,6 +216,8 @@ class SchedulerSide:
         self._moving.clear()
         self._saves.clear()
         self._bad_blocks.clear()
+        if not self._keeps_weights:  # the engine slept, and may wake with others
+            self.set_weights(secrets.token_hex(16))
 
     def close(self) -> None:
         """Ends lookups and forgets all."""
@@ -227,29 +230,29 @@ class SchedulerSide:
     def _of(self, request: Any) -> _Request:
         state = self._requests.get(int(request.seq_id))
         if state is None:
-            state = self._requests[int(request.seq_id)] = _Request(request.adapter_name or "")
+            state = self._requests[int(request.seq_id)] = _Request(self._kind(request))
         return state
 
+    def _kind(self, request: Any) -> str:
+        """What blocks' names say beside tokens: the adapter, and which weights by now. Names
+        of adapters are no proof of what is in them: what is not configured is this engine's."""
+        name = request.adapter_name or ""
+        if not name and not self._weights:
+            return ""
+        said = self._adapters.get(name)
+        adapter = [said] if said else [name, self._nonce] if name else []
+        return json.dumps([self._weights, adapter])
+
+    def _mixed(self, request: Any) -> bool:
+        """Whether some of its KV is of other weights, or of another adapter."""
+        state = self._of(request)
+        return state.spoilt or state.kind != self._kind(request)
+
     def _named(self, request: Any, state: _Request, blocks: int) -> List[bytes]:
-        adapter = request.adapter_name or ""
-        if adapter != state.adapter:
-            state.adapter, state.names = adapter, []
-        _names.extend(state.names, request.all_ids, self._block_tokens, adapter, blocks)
+        _names.extend(state.names, request.all_ids, self._block_tokens, state.kind, blocks)
         return state.names[:blocks]
 
 
 def _has_media(request: Any) -> bool:
     """Images and sounds: tokens do not say what they are."""
     return not request.history_multimodals.empty() or len(request.history_embeddings) > 0
-
-
-def stop_of(request: Any) -> int:
-    """Why a request ended, as far as it shows."""
-    most = getattr(getattr(request, "sampling_param", None), "max_new_tokens", 0) or 0
-    made = getattr(request, "num_new_tokens", 0)
-    status = getattr(getattr(request, "status", None), "name", "")
-    if made and most and made >= most:
-        return STOP_LENGTH
-    if status in ("WAITING", "RUNNING", "READY", "WAITING_FOR_REMOTE_KVS"):
-        return STOP_CANCELLED
-    return STOP_END_TURN if made else STOP_UNKNOWN

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Dict, Mapping, Optional
 
 from kvtier import LEVEL_DISK, LEVEL_DURABLE, LEVEL_RAM, abi
@@ -44,10 +44,16 @@ class Settings:
     model: str = ""
     weights: str = ""
     salt: str = ""
+    #: Adapters by name: their folder, or a text that changes with them. KV of others is found
+    #: again in the same engine alone.
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    #: Whether an engine wakes with the weights that it slept with; else KV from before its
+    #: sleep is not found any more.
+    sleep_keeps_weights: bool = False
     #: True, False, or None: answered at once where the worker is in this process.
     lookup_async: Optional[bool] = None
     lookup_timeout_s: float = 5.0
-    #: How many sessions' hints are told apart.
+    #: How many sessions the policies tell apart.
     max_sessions: int = 256
     #: A line of the log for each eviction.
     log_evictions: bool = False
@@ -60,7 +66,7 @@ class Settings:
     def from_extra(cls, extra: Mapping[str, Any]) -> "Settings":
         """From the engine's configuration; a name that is none is refused."""
         given = {name: value for name, value in extra.items() if name != INTERNAL}
-        names = {field.name for field in fields(cls)}
+        names = {one.name for one in fields(cls)}
         unknown = sorted(set(given) - names)
         if unknown:
             raise invalid(f"kv_connector_extra_config: {', '.join(unknown)}: there are "
@@ -69,6 +75,10 @@ class Settings:
             if name.endswith(_NUMBERS) and (isinstance(value, bool)
                                             or not isinstance(value, (int, float)) or value < 0):
                 raise invalid(f"{name}: {value!r} is no number from 0 on")
+        adapters = given.get("adapters", {})
+        if not isinstance(adapters, dict) or not all(
+                isinstance(one, str) for pair in adapters.items() for one in pair):
+            raise invalid("adapters: names, and of each its folder or a text that changes with it")
         settings = cls(**given)
         if settings.level not in LEVELS:
             raise invalid(f"level {settings.level!r} is none of {', '.join(LEVELS)}")

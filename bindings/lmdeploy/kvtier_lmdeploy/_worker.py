@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import OrderedDict
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 
@@ -17,7 +18,7 @@ from lmdeploy.pytorch.kv_connector.base import KVConnectorOutput
 
 from . import _rows
 from ._lookup import Service
-from ._meta import Ended, Load, Save, StepMeta
+from ._meta import Load, Save, StepMeta
 from ._settings import LEVELS, Settings, invalid
 
 log = logging.getLogger("kvtier.lmdeploy")
@@ -100,11 +101,15 @@ class WorkerSide:
         if service is not None:
             service.close()
         ops = [op for _, op, _ in (*self._loads.values(), *self._saves.values()) if op is not None]
-        for op in ops:
-            if not op.wait(self._settings.drain_s):
-                log.error("a move did not end in %g s: it is cancelled", self._settings.drain_s)
-                op.cancel()
-                op.wait()
+        end = time.monotonic() + self._settings.drain_s
+        late = [op for op in ops if not op.wait(max(0.0, end - time.monotonic()))]
+        if late:
+            log.error("%d moves did not end in %g s: they are cancelled", len(late),
+                      self._settings.drain_s)
+        for op in late:
+            op.cancel()
+        for op in late:  # until then the cache is not the engine's to free
+            op.wait()
         self._collect(KVConnectorOutput())
         self._close_store()
         self._rows = None
@@ -128,8 +133,6 @@ class WorkerSide:
         """Has blocks loaded, and notes what the scheduler's side passes on."""
         for switch in meta.switches:
             self._switch(switch.tier, switch.spec)
-        for ended in meta.ended:
-            self._hint(ended)
         # Blocks may be of those that the forward under way still uses.
         behind = self._mark() if meta.loads else None
         for load in meta.loads:
@@ -230,18 +233,6 @@ class WorkerSide:
             self._store.set_policy(tier, spec)
         except kvtier.Error as error:
             log.error("set_policy(%d, %r): %s", tier, spec, error)
-
-    def _hint(self, ended: Ended) -> None:
-        blocks = self._sessions.get(ended.session)
-        if blocks is None or self._runtime is None:
-            return
-        # The policies' clock is the runtime's, and a hint names a moment.
-        next_use_ns = (self._runtime.now_ns() + int(ended.next_use_s * 1e9)
-                       if ended.next_use_s > 0 else 0)
-        try:
-            blocks._session.hint(stop=ended.stop, next_use_ns=next_use_ns, done=ended.done)
-        except kvtier.Error as error:
-            log.warning("a hint of session %d: %s", ended.session, error)
 
     def _log_evictions(self) -> None:
         store = self._store

@@ -8,11 +8,13 @@ import kvtier
 from kvtier import abi
 
 OK = 0
-INTERNAL_ERROR = -1
-BUFFER_OVERFLOW = -10
 NO_AVAILABLE_HANDLE = -200
 INVALID_PARAMS = -600
 OBJECT_NOT_FOUND = -704
+#: What fails in the library: of all codes for that the one that engines take for "nothing is under
+#: way any more", which holds of every answer here. After others vLLM's store of embeddings gives up
+#: its store, and keeps the buffers for ever.
+RPC_FAIL = -900
 UNAVAILABLE_IN_CURRENT_STATUS = -1010
 
 _OF_STATUS: Dict[int, int] = {
@@ -34,7 +36,7 @@ _OF_STATUS: Dict[int, int] = {
 
 def of_status(status: int) -> int:
     """The code of a status of the C library."""
-    return _OF_STATUS.get(status, INTERNAL_ERROR)
+    return _OF_STATUS.get(status, RPC_FAIL)
 
 
 def of_error(error: kvtier.Error) -> int:

@@ -44,6 +44,8 @@ class Settings:
     write: str = ""
     #: When a put is answered: "ram", "disk" or "durable".
     level: str = "ram"
+    #: Which model and weights the objects are of: those of another are not found.
+    model: str = ""
     #: "" for host memory alone, or "cuda", "cuda:1": who copies what is registered there.
     device: str = ""
     rank: Optional[int] = None
@@ -79,6 +81,11 @@ def from_mapping(given: Mapping[str, Any], whence: str) -> Settings:
     unknown = sorted(set(given) - _NAMES)
     if unknown:
         raise _invalid(f"{whence}: {', '.join(unknown)}: there are {', '.join(sorted(_NAMES))}")
+    for name, value in given.items():
+        usual = getattr(Settings(), name)
+        wanted = int if usual is None else type(usual)
+        if not (isinstance(value, wanted) or value is usual) or isinstance(value, bool):
+            raise _invalid(f"{whence}: {name}: {value!r} is no {wanted.__name__}")
     settings = Settings(**given)
     if settings.level not in LEVELS:
         raise _invalid(f"{whence}: level {settings.level!r} is none of {', '.join(LEVELS)}")

@@ -50,6 +50,10 @@ class Core:
         if settings.level != "ram" and not self.on_disk:
             raise make(abi.KVT_E_INVALID, f"level {settings.level!r}, and the store has no "
                        "disk: say disk_path and disk_bytes, or level \"ram\"")
+        if self.on_disk and not settings.model:
+            log.warning("objects on the disk outlive the process under the engine's keys alone, "
+                        "which name a model but not its weights: say \"model\", a text that "
+                        "changes with them")
 
     def shapes(self, tenant: str) -> Shapes:
         """A tenant's objects."""
@@ -58,7 +62,7 @@ class Core:
             if found is None:
                 assert self.store is not None
                 found = self._shapes[tenant] = Shapes(
-                    self.store, tenant, self.settings.max_shapes,
+                    self.store, self.settings.model, tenant, self.settings.max_shapes,
                     abi.KVT_LEVEL_DURABLE if self.on_disk else abi.KVT_LEVEL_RAM)
             return found
 
@@ -76,7 +80,9 @@ class Core:
 def _device(runtime: kvtier.Runtime, text: str) -> Optional[kvtier.Device]:
     if not text:
         return None
-    what, _, ordinal = text.partition(":")
+    what, colon, ordinal = text.partition(":")
+    if colon and not ordinal.isdecimal():
+        raise make(abi.KVT_E_INVALID, f"device {text!r}: a number is after the colon")
     return kvtier.Device(runtime, what, ordinal=int(ordinal or 0))
 
 
@@ -139,10 +145,10 @@ def give_back(core: Core) -> None:
     """The last to give it back closes it."""
     with _cores_lock:
         core.users -= 1
-        if core.users > 0:
+        if core.users > 0 or core not in _cores:
             return
         _cores.remove(core)
-    core.close()
+        core.close()  # meanwhile nobody opens its directory again: it would be refused
 
 
 def _at_exit() -> None:

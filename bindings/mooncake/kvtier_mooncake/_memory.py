@@ -7,7 +7,7 @@ import mmap
 import threading
 from bisect import bisect_right
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -59,10 +59,14 @@ class _Spans:
 
 
 class Regions:
-    """The registered buffers of one store. Any thread may use it."""
+    """The registered buffers of one store. Any thread may use it. What is taken out of it may be
+    freed then: moves that may have found it there are waited for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._moves: Set[int] = set()
+        self._begun = 0
         self._of: Dict[int, Tuple[int, int]] = {}
         self._spans = (_Spans([]), _Spans([]))
 
@@ -81,6 +85,7 @@ class Regions:
             if self._of.pop(address, None) is None:
                 return False
             self._build()
+            self._wait()
             return True
 
     def clear(self) -> None:
@@ -88,6 +93,25 @@ class Regions:
         with self._lock:
             self._of.clear()
             self._build()
+            self._wait()
+
+    def begin(self) -> int:
+        """A move looks for its buffers; `end` it when it has let go of them."""
+        with self._lock:
+            self._begun += 1
+            self._moves.add(self._begun)
+            return self._begun
+
+    def end(self, move: int) -> None:
+        """See `begin`."""
+        with self._lock:
+            self._moves.discard(move)
+            self._ended.notify_all()
+
+    def _wait(self) -> None:
+        before = set(self._moves)  # later ones do not find what was taken out
+        while before & self._moves:
+            self._ended.wait()
 
     def _build(self) -> None:
         self._spans = tuple(

@@ -28,7 +28,7 @@ class Mover:
 
     def run(self, names: List[bytes], rows: Sequence[Row], sizes: Sequence[Row]) -> List[int]:
         """Moves objects of one shape in one native call."""
-        self._results = [codes.INTERNAL_ERROR] * len(names)
+        self._results = [codes.RPC_FAIL] * len(names)
         for shape, which in self._by_shape(sizes).items():
             if len(which) == len(names):
                 self._of_shape(shape, names, rows, which)
@@ -95,7 +95,7 @@ class Mover:
             items = op.items()
             for at in failed:
                 status = items[at].status if at < len(items) else 0
-                self._results[which[at]] = codes.of_status(status) or codes.INTERNAL_ERROR
+                self._results[which[at]] = codes.of_status(status) or codes.RPC_FAIL
         return [at for at in failed if self._results[which[at]] == codes.OBJECT_NOT_FOUND]
 
     def _elsewhere(self, shape: Shape, names: List[bytes], group: Fragments,
@@ -113,7 +113,7 @@ class Mover:
                 device: bool) -> int:
         length = sum(other)
         if length > sum(shape):
-            return codes.BUFFER_OVERFLOW
+            return codes.INVALID_PARAMS
         if device:
             log.error("%s: an object of %d buffers into %d of a device", self._what, len(other),
                       len(shape))

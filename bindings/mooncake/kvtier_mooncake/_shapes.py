@@ -28,14 +28,16 @@ PAGE, PAGES = 4096, 256
 class Shapes:
     """The kinds of objects of a tenant. Any thread may use it."""
 
-    def __init__(self, store: kvtier.Store, tenant: str, most: int, level: int) -> None:
+    def __init__(self, store: kvtier.Store, model: str, tenant: str, most: int,
+                 level: int) -> None:
         self._store, self._most, self._level = store, most, level
-        self._identity = kvtier.Identity(model=b"mooncake", salt=tenant.encode() or None)
+        weights, salt = model.encode() or None, tenant.encode() or None
+        self._identity = kvtier.Identity(model=b"mooncake", weights=weights, salt=salt)
         self._lock = threading.RLock()
         self._open: "OrderedDict[Shape, Blocks]" = OrderedDict()
         self._pages: Dict[Shape, int] = {}
         self._catalogue = Blocks(store, kvtier.Identity(
-            model=b"mooncake catalogue", salt=tenant.encode() or None), [PAGE])
+            model=b"mooncake catalogue", weights=weights, salt=salt), [PAGE])
         self._read()
 
     def of(self, shape: Shape) -> Blocks:

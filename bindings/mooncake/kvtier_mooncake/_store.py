@@ -124,12 +124,16 @@ class MooncakeDistributedStore:
                           "KVTIER_MOONCAKE_CONFIG")
                 return codes.INVALID_PARAMS
             settings = _with_disk(settings, path, segment_bytes)
-        self._core = borrow(settings, segment_bytes)
-        # Read the catalogue now, not in the first lookup.
-        self._core.shapes(self._tenant)
+        core = borrow(settings, segment_bytes)
+        try:  # the catalogue is read now, not in the first lookup
+            core.shapes(self._tenant)
+        except BaseException:
+            give_back(core)
+            raise
+        self._core = core
         ignored = [f"{name}={given[name]!r}" for name in IGNORED if given[name] not in ("", None)]
         log.info("kvtier's store answers for Mooncake's (%s); not used: %s",
-                 self._core.opened, ", ".join(ignored) or "nothing")
+                 core.opened, ", ".join(ignored) or "nothing")
         return codes.OK
 
     def close(self) -> int:
@@ -163,7 +167,7 @@ class MooncakeDistributedStore:
         return codes.OK
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        """From now on it may not be named."""
+        """From now on it may not be named. Moves that may use it have ended when this returns."""
         if self._regions.remove(buffer_ptr):
             return codes.OK
         log.error("unregister_buffer: nothing was registered at %#x", buffer_ptr)
@@ -244,9 +248,13 @@ class MooncakeDistributedStore:
             log.error("%s: %d keys, %d buffers, %d sizes", what, len(keys), len(rows), len(sizes))
             return [codes.INVALID_PARAMS] * len(keys)
         core = self._core
-        return self._each(what, keys, lambda shapes: Mover(
-            what, shapes, self._regions, 0 if core is None else LEVELS[core.settings.level],
-            put).run(_names(keys), rows, sizes))
+        move = self._regions.begin()
+        try:
+            return self._each(what, keys, lambda shapes: Mover(
+                what, shapes, self._regions, 0 if core is None else LEVELS[core.settings.level],
+                put).run(_names(keys), rows, sizes))
+        finally:
+            self._regions.end(move)
 
     # Values.
 

@@ -134,7 +134,7 @@ def test_a_forked_child_is_refused(tmp_path: Path) -> None:
         store.put("k", b"v")
         child = os.fork()
         if child == 0:
-            os._exit(0 if store.batch_is_exist(["k"]) == [-1] else 1)
+            os._exit(0 if store.batch_is_exist(["k"]) == [-900] else 1)
         print(os.waitpid(child, 0)[1], store.get("k"))
     """.replace("\n        ", "\n"))
     assert done.stdout.split() == ["0", "b'v'"], done.stderr

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Any, Callable
+from typing import Any, Callable, List
 
 import kvtier
 import kvtier_mooncake
 import numpy as np
 import pytest
-from kvtier_mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator, ReplicateConfig
+from kvtier import abi
+from kvtier._errors import make
+from kvtier_mooncake import (
+    MooncakeDistributedStore,
+    MooncakeHostMemAllocator,
+    ReplicateConfig,
+    _codes,
+    _core,
+    _moves,
+)
 from registered import HOST, Memory
 
 
@@ -57,7 +66,7 @@ def test_other_buffers_than_it_was_put_from(store: Any) -> None:
     assert store.batch_get_into(["k"], [row], [8192]) == [8192]
     assert memory.rows[0].tobytes()[:8192] == want
     assert store.batch_get_into(["k"], [row], [20000]) == [8192]
-    assert store.batch_get_into(["k"], [row], [8191]) == [-10]
+    assert store.batch_get_into(["k"], [row], [8191]) == [-600]
     assert store.batch_get_into_multi_buffers(["k"], [[row, row + 9000, row + 20000]],
                                               [[5000, 3000, 192]]) == [8192]
     assert memory.rows[0].tobytes()[20000:20192] == want[-192:]
@@ -100,6 +109,44 @@ def test_addresses_outside_of_registered_buffers_are_never_touched(
     assert store.unregister_buffer(memory.rows[0].ctypes.data) == 0
     assert store.unregister_buffer(memory.rows[0].ctypes.data) == -600
     assert store.batch_get_into_multi_buffers(["g"], [good], one) == [-600]
+
+
+@pytest.mark.parametrize("how", ["unregister", "close"])
+def test_memory_is_the_engines_once_it_is_taken_out(
+        how: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine frees after `unregister_buffer`, or `close`, no other thread's move uses."""
+    memory, inside, gate = Memory(store), threading.Event(), threading.Event()
+    real = _moves.Mover._put_group
+
+    def slow(*given: Any) -> None:
+        inside.set()  # its addresses were found good
+        assert gate.wait(10)
+        real(*given)
+
+    monkeypatch.setattr(_moves.Mover, "_put_group", slow)
+    results: List[Any] = []
+    put = threading.Thread(target=lambda: results.append(
+        store.batch_put_from_multi_buffers(["k"], memory.at(0), [[4096, 4096]])))
+    put.start()
+    assert inside.wait(10)
+    out = threading.Thread(target=lambda: results.append(
+        store.close() if how == "close"
+        else store.unregister_buffer(memory.rows[0].ctypes.data)))
+    out.start()
+    out.join(0.2)
+    assert out.is_alive() and not results
+    if how == "unregister":  # a later one is not waited for, and does not find it
+        assert store.batch_put_from_multi_buffers(["l"], memory.at(1), [[4096, 4096]]) == [-600]
+    gate.set()
+    put.join(10)
+    out.join(10)
+    assert sorted(map(str, results)) == ["0", "[0]"] and not store._regions._moves
+
+
+def test_a_failure_of_the_library_is_one_that_engines_go_on_after() -> None:
+    """vLLM's store of embeddings keeps its buffers for ever after other codes."""
+    for status in (abi.KVT_E_IO, abi.KVT_E_CANCELLED, abi.KVT_E_PANIC, abi.KVT_E_TIMEOUT):
+        assert _codes.of_status(status) == -900
 
 
 def test_what_cannot_be_registered(store: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,6 +213,42 @@ def test_stores_of_a_process_share_what_has_the_same_settings(opened: Callable[.
     first.close()
     assert second.get("k") == b"v"
     assert lookups.close() == 0
+
+
+def test_a_setup_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ({"host_bytes": "8GiB"}, {"host_bytes": 1 << 26, "device": "cuda:x"},
+                  {"spec": 5}, {"host_bytes": True}):
+        monkeypatch.setenv("KVTIER_MOONCAKE_CONFIG", json.dumps(given))
+        store = MooncakeDistributedStore()
+        assert store.setup("localhost", "P2PHANDSHAKE", 0) == -600
+    kvtier_mooncake.configure(spec=HOST)
+    with monkeypatch.context() as broken:
+        broken.setattr(_core.Core, "shapes", _fails)
+        assert store.setup("localhost", "P2PHANDSHAKE", 0) == -900
+    assert not _core._cores and store.kvtier_store is None
+    assert store.setup("localhost", "P2PHANDSHAKE", 0) == 0 and store.put("k", b"v") == 0
+    assert store.close() == 0
+
+
+def _fails(*_: Any) -> None:
+    raise make(abi.KVT_E_IO, "no")
+
+
+def test_another_model_on_the_same_disk(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Engines' keys name a model, if anything, and not its weights."""
+    for model, found in (("a", 0), ("a", 1), ("b", 0), ("a", 1)):
+        kvtier_mooncake.configure(host_bytes=64 << 20, disk_path=str(tmp_path), level="durable",
+                                  disk_bytes=256 << 20, model=model)
+        store = MooncakeDistributedStore()
+        assert store.setup("localhost", "P2PHANDSHAKE", 0) == 0
+        assert store.is_exist("k") == found
+        assert store.put("k", model.encode()) == 0 and store.get("k") == model.encode()
+        assert store.close() == 0
+    assert "weights" not in caplog.text
+    kvtier_mooncake.configure(host_bytes=64 << 20, disk_path=str(tmp_path), disk_bytes=256 << 20)
+    assert store.setup("localhost", "P2PHANDSHAKE", 0) == 0
+    assert "not its weights" in caplog.text
+    store.close()
 
 
 def test_tenants_do_not_see_each_other(opened: Callable[..., Any]) -> None:

@@ -43,6 +43,8 @@ class Engine:
                  connector: str = "KvtierConnector") -> None:
         from lmdeploy.pytorch.kv_connector import factory
 
+        if connector == "KvtierConnector":
+            extra = {"weights": f"of {model}", **extra}
         self.config = cache_config(extra, blocks, connector)
         factory.prepare_kv_connector_config(self.config, model_path=model)
         self.caches = caches or [rows_of(blocks) for _ in range(workers)]

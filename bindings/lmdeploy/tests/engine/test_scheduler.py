@@ -164,6 +164,55 @@ def test_load_that_fails_is_computed() -> None:
     engine.close()
 
 
+def test_what_left_the_store_is_saved_again() -> None:
+    """A request that lost its blocks computes those that the store has lost, too."""
+    engine = Engine({**HOST, "lookup_async": False})
+    sequence = engine.admit(0, prompt(4))
+    fill(engine.caches[0], engine.table(sequence)[:4], 1)
+    engine.step([sequence], (4 * BLOCK,))
+    engine.settle()
+    engine.scheduler.stop_session(0)
+    push_out(engine, 1)
+    assert sequence.num_blocks == 0
+    engine.workers[0]._worker._blocks.clear()
+    sequence.state.activate()
+    assert sequence in engine.scheduler.schedule(is_prefill=True).running
+    fill(engine.caches[0], engine.table(sequence)[:4], 1)
+    meta = engine.step([sequence], (4 * BLOCK,))
+    assert meta is not None and [len(save.names) for save in meta.saves] == [4]
+    engine.end(0)
+    engine.settle()
+    engine.close()
+
+
+def test_weights_that_change_while_a_request_runs() -> None:
+    engine = Engine({**HOST, "lookup_async": False})
+    saved(engine, 0, prompt(4), 4, 1)
+    push_out(engine, 1)
+    running = engine.admit(2, prompt(2, first=900))
+    loading = engine.scheduler.add_session(3).add_sequence(harness.torch.tensor(prompt(4)))
+    engine.scheduler.schedule(is_prefill=True)
+    assert loading.status.name == "WAITING_FOR_REMOTE_KVS"
+    engine.connector.set_weights("2")
+    meta = engine.step([running], (2 * BLOCK,))
+    assert meta.saves == ()  # partly of the weights before
+    end = time.monotonic() + 10
+    while loading.status.name == "WAITING_FOR_REMOTE_KVS":
+        assert time.monotonic() < end
+        engine.step()
+    assert loading.num_history_ids == 0
+    engine.end(2)
+    engine.end(3)
+    push_out(engine, 4)
+    assert engine.admit(5, prompt(4)).num_history_ids == 0
+    engine.end(5)
+    engine.connector.set_weights("")
+    push_out(engine, 6)
+    assert engine.admit(7, prompt(4)).num_history_ids == 4 * BLOCK
+    engine.end(7)
+    engine.close()
+
+
 def test_shutdown_in_the_middle_of_moves() -> None:
     """Saves that were given to the workers are in the store of the next process."""
     engine = Engine({**HOST, "lookup_async": False})
@@ -192,11 +241,14 @@ def test_disk_outlives_the_process(how: str, tmp_path: Path) -> None:
     assert second.stdout.split() == ["64", "True"], second.stdout
 
 
-def test_sleep_and_wake() -> None:
-    """The engine shuts workers down and builds them anew; what it had in flight is let go."""
+@pytest.mark.parametrize("keeps", [False, True])
+def test_sleep_and_wake(keeps: bool, tmp_path: Path) -> None:
+    """The engine shuts workers down and builds them anew; what it had in flight is let go, and
+    what other weights may have computed is not found."""
     from lmdeploy.pytorch.kv_connector import KVConnectorRole, factory
 
-    engine = Engine({**HOST, "lookup_async": False})
+    engine = Engine({**HOST, "disk_path": str(tmp_path), "disk_bytes": 256 << 20, "level": "disk",
+                     "lookup_async": False, "sleep_keeps_weights": keeps})
     saved(engine, 0, prompt(4), 4, 1)
     engine.workers[0].shutdown()
     engine.scheduler.finish_kv_transfers_after_worker_drain()
@@ -206,6 +258,11 @@ def test_sleep_and_wake() -> None:
     engine.end(1)
     engine.workers = [factory.build_kv_connector(KVConnectorRole.WORKER, engine.config)]
     engine.workers[0].register_kv_caches(engine.caches[0])
+    engine.settle()
+    push_out(engine, 5)
+    assert engine.admit(6, prompt(4)).num_history_ids == (4 * BLOCK if keeps else 0)
+    engine.end(6)
+    engine.settle()
     saved(engine, 2, prompt(4, first=900), 4, 2)
     push_out(engine, 3)
     assert engine.admit(4, prompt(4, first=900)).num_history_ids == 4 * BLOCK
@@ -222,7 +279,6 @@ def test_policy_advice_metrics_and_evictions() -> None:
         time.sleep(0.001)
     assert advice.batch == 4
     connector.set_policy("host", "arc")
-    connector.expect(7, next_use_s=30.0, done=False)
     with pytest.raises(kvtier.SpecError):
         connector.set_policy("host", "arc(")
     with pytest.raises(kvtier.InvalidError):

@@ -94,7 +94,8 @@ def cache_config(extra: Dict[str, Any], blocks: int = 8, **more: Any) -> Cache:
 
     _activate.version = lambda: "0.18.0"
     kvtier_lmdeploy.activate()
-    cache = Cache(Transfer(kv_connector_extra_config=dict(extra)), num_gpu_blocks=blocks, **more)
+    extra = {"weights": "of model-a", **extra}
+    cache = Cache(Transfer(kv_connector_extra_config=extra), num_gpu_blocks=blocks, **more)
     factory.prepare_kv_connector_config(cache, model_path="model-a")
     return cache
 
