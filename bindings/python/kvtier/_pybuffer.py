@@ -129,4 +129,6 @@ class Export:
         self.release()
 
     def __del__(self) -> None:
-        self.release()
+        # Not all is there where making it failed, and as the interpreter ends.
+        if getattr(self, "_held", False) and ctypes is not None:
+            self.release()

@@ -60,6 +60,11 @@ class Resource:
         """Closes it; doing so twice is fine."""
         raise NotImplementedError
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        # A copy of a handle would be the same object, closed and written to twice.
+        raise TypeError(f"a kvtier {self._noun} can be neither copied nor pickled: open another, "
+                        "or fork() it where that is offered")
+
     def __enter__(self: Self) -> Self:
         self._raw  # noqa: B018: a closed one cannot be entered
         return self

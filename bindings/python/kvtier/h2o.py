@@ -17,6 +17,7 @@ kvtier_transformers does so with torch tensors; `ArrayLayer` does it with arrays
 
 from __future__ import annotations
 
+import bisect
 import importlib
 import warnings
 from typing import Any, Callable, List, Optional, Tuple, Union
@@ -122,6 +123,8 @@ class Evictor:
         self._counts = np.zeros(batch, np.int64)
         self._new = np.zeros(batch, np.int64)
         self._gaps = False
+        #: The columns of each sequence that were padding, in their order.
+        self._padding: List[List[int]] = [[] for _ in range(batch)]
 
     @property
     def batch(self) -> int:
@@ -188,6 +191,8 @@ class Evictor:
         else:
             ids = np.where(real, self._counts[:, None] + np.cumsum(real, 1) - 1, -1)
             new[0], self._new, self._gaps = ids[:, None], real.sum(1), True
+            for known, one in zip(self._padding, real):
+                known.extend((self.seen + np.flatnonzero(~one)).tolist())
         if len(new) > 1:
             new[1] = self.seen + each
         self._rows, self.seen = end, self.seen + count
@@ -204,6 +209,10 @@ class Evictor:
         if not self._gaps:
             return slice(0, count)
         return _compact(np.flatnonzero(self.ids[sequence, 0, self.rows - count:] >= 0))
+
+    def came(self, sequence: int) -> int:
+        """How many real tokens came last."""
+        return int(self._new[sequence])
 
     def wants_sums(self, is_prefill: bool) -> int:
         """The sums of so many last queries are to be told; 0 = none are."""
@@ -305,12 +314,26 @@ class Evictor:
         self.policies = policies
         self._room = self._room[:, order]
         self._counts, self._new = self._counts[order], self._new[order]
+        self._padding = [list(self._padding[sequence]) for sequence in order.tolist()]
+
+    def fork(self) -> "Evictor":
+        """The same, of which each goes its own way."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.policies = [policy.fork() for policy in self.policies]
+        other._room, other._counts = self._room.copy(), self._counts.copy()
+        other._new = self._new.copy()
+        other._padding = [list(one) for one in self._padding]
+        return other
 
     def truncate(self, seen: int) -> "np.ndarray[Any, Any]":
         """Takes columns from `seen` on back: the rows that stay, as `evict` says it. What went
         for them does not come back."""
-        gone = (self.ids >= 0) & (self.columns >= seen)
-        self._counts = self._counts - gone.sum(2).max(1, initial=0)
+        for sequence, padding in enumerate(self._padding):
+            left = bisect.bisect_left(padding, seen)
+            # Of the columns that go, those whose tokens went before count, too.
+            self._counts[sequence] -= self.seen - seen - (len(padding) - left)
+            del padding[left:]
         for policy, count in zip(self.policies, self._counts.tolist()):
             policy.truncate(count)
         stays = self.columns < seen

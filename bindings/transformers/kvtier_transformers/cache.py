@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, Iterator, List, Optional, Tuple
 
@@ -78,10 +79,16 @@ class TieredCache(Cache):
 
     def before(self, ids: Any, kwargs: Dict[str, Any], training: bool = False) -> None:
         """The model is about to run with this cache."""
+        rows = self._rows
         if training:
-            self._rows.blind = "the model is in training mode: call model.eval()"
-        if self.tiers is not None:
-            self._rows.note(ids, kwargs)
+            rows.bar("the model is in training mode: call model.eval()")
+        elif torch.is_autocast_enabled(self._shapes[0].device.type):
+            rows.bar("autocast is on: KV is other than that of the model's own dtype")
+        if self.tiers is None:
+            return
+        if ids is not None and ids.shape[-1] > 1 and not rows.blind and self.tiers.changed:
+            rows.bar(self.tiers.changed)
+        rows.note(ids, kwargs)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int,
                *args: Any, **kwargs: Any) -> Pair:
@@ -106,6 +113,7 @@ class TieredCache(Cache):
             rows.blind = "the model was called around Tiers(model, ...)"
         if not rows.blind:
             rows.blind = self._strange()
+            rows.barred = bool(rows.blind)
         if not rows.name():
             for layer in self._windows():
                 layer.unstored = NOTHING
@@ -211,6 +219,8 @@ class TieredCache(Cache):
             raise state("resume() needs a cache without tokens: take a new one, or reset()")
         if self.tiers is None:
             raise state("this cache was detached from its store")
+        if self.tiers.changed:
+            raise state(f"{self.tiers.changed}: make a new one")
         ids = as_rows(tokens)
         pads = pads_of(attention_mask, len(ids), len(ids[0]))
         if any(pads) and (self._ring is not None or any(shape.window for shape in self._shapes)):
@@ -315,6 +325,8 @@ class TieredCache(Cache):
         if strange:
             raise state(f"{strange}: it cannot be stored")
         seen = not rows.blind and rows.noted == self._length and rows.name()
+        if rows.barred:
+            raise state(f"{rows.blind}: this KV is not that of its tokens alone, and is not stored")
         if tokens is None:
             if not seen:
                 why = rows.blind or "the model was called around Tiers(model, ...)"
@@ -395,6 +407,22 @@ class TieredCache(Cache):
         keys = first.tail.keys if isinstance(first, OffloadedLayer) else first.keys
         if keys is not None:
             self._pick(torch.arange(keys.shape[0]).repeat_interleave(repeats))
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "TieredCache":
+        """A cache with the same tokens that goes its own way."""
+        if self._ring is not None:
+            raise state("with resident_layers= the KV is in the store: save() this cache, and "
+                        "resume() another one")
+        self.settle()
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(self.__dict__)
+        other.layers = copy.deepcopy(self.layers, memo)
+        other._puts, other._counts = deque(), dict(self._counts)
+        other._sent = list(self._sent)
+        if self.tiers is not None:
+            other._rows = self._rows.fork()
+        return other
 
     def reset(self) -> None:
         if self._ring is not None:

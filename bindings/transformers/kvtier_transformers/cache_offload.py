@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Deque, Dict, List, Optional, Sequence, Tuple
+from functools import partial
+from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
 
 import kvtier
 import torch
@@ -77,6 +78,11 @@ class Ring:
             after = self.layers[(at + step) % len(self.layers)]
             after.fetch(current=layer)
 
+    def transfers_of(self, layer: "OffloadedLayer") -> List[Transfer]:
+        """What is on its way to the layer's buffers."""
+        return [transfer for slots in self._slots.values() for slot in slots
+                if slot.owner is layer for transfer in slot.transfers]
+
     def put(self, layer: "OffloadedLayer") -> None:
         """A put of the layer was begun: as many as the ring has layers may be under way."""
         self._putting.append(layer)
@@ -87,6 +93,18 @@ class Ring:
         """Waits for all that is under way."""
         while self._putting:
             self._putting.popleft().settle()
+
+    def submit(self, make: Callable[[], Transfer], mine: Sequence[Transfer]) -> Transfer:
+        """A move; where as many are under way as may be, once those of this cache have come.
+        `mine`: those that nobody else knows yet."""
+        try:
+            return make()
+        except kvtier.AgainError:
+            for transfer in mine:
+                transfer.op.wait()
+            for layer in self.layers:
+                layer.wait()
+            return make()
 
     def cut(self, end: int) -> None:
         """What the buffers have behind `end` does not count any more."""
@@ -165,11 +183,14 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         rows = self._ring.rows
         if {key_states.dtype, value_states.dtype} != {self.shape.dtype}:
             raise state(f"KV of layer {self.shape.layer} is {key_states.dtype} and "
-                        f"{value_states.dtype}, and was {self.shape.dtype} when Tiers was made: no autocast with "
-                        "resident_layers=")
+                        f"{value_states.dtype}, and was {self.shape.dtype} when Tiers was made: "
+                        "no autocast with resident_layers=")
         if key_states.requires_grad:
             raise state("the offloaded mode has no gradients: use torch.no_grad() or "
                         "inference_mode(), or a cache without resident_layers=")
+        if not rows.blind and rows.noted > self._end + tokens:
+            raise state(f"layer {self.shape.layer} has {self._end} tokens of {rows.noted - tokens}:"
+                        " a forward pass failed in the middle; resume() a new cache")
         if rows.blind or rows.noted < self._end + tokens:
             why = rows.blind or "the model was called around Tiers(model, ...)"
             raise state(f"the offloaded mode has to know the tokens, and {why}: use a cache "
@@ -193,9 +214,12 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _gets(self, rows: Sequence[Session], pair: Pair, slot: int, begin: int,
               end: int) -> List[Transfer]:
-        return [from_store(session, [(*pair, slot)], row, first_layer=self.shape.number,
-                           first_token=begin, tokens=end - begin)
-                for row, session in enumerate(rows)]
+        came: List[Transfer] = []
+        for row, session in enumerate(rows):
+            came.append(self._ring.submit(partial(
+                from_store, session, [(*pair, slot)], row, first_layer=self.shape.number,
+                first_token=begin, tokens=end - begin), came))
+        return came
 
     def _landed(self, batch: int, room: int) -> Slot:
         """The buffers with all tokens, and room for more."""
@@ -248,8 +272,9 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                         "without resident_layers=")
         for row, session in enumerate(rows.sessions):
             placed = (*self.tail.pair, self._sent - self.base)
-            transfer = to_store(session, [placed], row, first_layer=self.shape.number,
-                                first_token=self._sent, tokens=full - self._sent, level=LEVEL_RAM)
+            transfer = self._ring.submit(partial(
+                to_store, session, [placed], row, first_layer=self.shape.number,
+                first_token=self._sent, tokens=full - self._sent, level=LEVEL_RAM), ())
             self._puts.append((transfer, full))
         self._sent = full
         self._ring.put(self)
@@ -275,14 +300,23 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.tail.fill(*fresh, 0, left)
         self.base = full
 
+    def wait(self) -> None:
+        """Waits for what is under way, and leaves it to others to see what became of it."""
+        for transfer, _ in self._puts:
+            transfer.op.wait()
+        for transfer in self._ring.transfers_of(self):
+            transfer.op.wait()
+
     def save(self, tokens: int, level: int) -> None:
         """Has the store keep full chunks at a level; all of it passes by once more."""
         self.whole()
         slot = self._landed(len(self._ring.rows.sessions), self._end)
         assert slot.pair is not None
-        puts = [to_store(session, [(*slot.pair, 0)], row, first_layer=self.shape.number,
-                         first_token=0, tokens=tokens, level=level)
-                for row, session in enumerate(self._ring.rows.sessions)]
+        puts: List[Transfer] = []
+        for row, session in enumerate(self._ring.rows.sessions):
+            puts.append(self._ring.submit(partial(
+                to_store, session, [(*slot.pair, 0)], row, first_layer=self.shape.number,
+                first_token=0, tokens=tokens, level=level), puts))
         errors = [transfer.wait()[1] for transfer in puts]
         for error in errors:
             if error is not None:

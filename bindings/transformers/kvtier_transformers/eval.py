@@ -86,10 +86,14 @@ def limited(model: Any, policy: str, budget: int,
         remove_kv_eviction(model)
 
 
-def _ids(tokenizer: Any, text: str, device: torch.device) -> torch.Tensor:
-    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    out: torch.Tensor = encoded.to(device)
-    return out
+def _ids(tokenizer: Any, text: str, device: torch.device, begins: bool = False) -> torch.Tensor:
+    """The ids of a text. Where it `begins` a sequence it has the token that the tokenizer puts
+    there: models that know one read badly without."""
+    ids: List[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = tokenizer.bos_token_id
+    if begins and first is not None and first in tokenizer("a")["input_ids"][:1]:
+        ids = [first, *ids]
+    return torch.tensor([ids], device=device)
 
 
 def _fitting(tokenizer: Any, length: int) -> int:
@@ -105,7 +109,7 @@ def ppl(model: Any, tokenizer: Any, args: argparse.Namespace) -> List[Row]:
         text = Path(args.text).read_text(encoding="utf-8")
     else:
         text = prose(args.seed, 2 * _fitting(tokenizer, args.length))
-    ids = _ids(tokenizer, text, _device_of(model))[:, :args.length]
+    ids = _ids(tokenizer, text, _device_of(model), begins=True)[:, :args.length]
     prompt = ids.shape[1] // 2
     if prompt < 8:
         raise invalid(f"a text of {ids.shape[1]} tokens is too short: 16 at least")
@@ -138,7 +142,7 @@ def ruler(model: Any, tokenizer: Any, args: argparse.Namespace) -> List[Row]:
         def run(new_cache: Callable[[], Any]) -> float:
             found = []
             for sample in samples:
-                context = _ids(tokenizer, sample.context, device)
+                context = _ids(tokenizer, sample.context, device, begins=True)
                 question = _ids(tokenizer, sample.question, device)
                 said = answer(model, context, question, new_cache, args.answer_tokens)
                 found.append(_score(tokenizer, said, sample.answers))

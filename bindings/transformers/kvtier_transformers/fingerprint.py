@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import weakref
 from pathlib import Path
-from typing import Any, Dict, Tuple, Union
+from typing import Any, Dict, Union
 
 import torch
 
@@ -16,8 +15,6 @@ from ._errors import invalid
 # What a configuration says of its file or of a call, not of what is computed.
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "use_cache", "output_attentions",
                   "output_hidden_states", "return_dict", "torch_dtype", "dtype")
-
-_known: "weakref.WeakKeyDictionary[Any, Tuple[Any, bytes]]" = weakref.WeakKeyDictionary()
 
 
 def config_digest(model: Any) -> bytes:
@@ -30,25 +27,32 @@ def config_digest(model: Any) -> bytes:
 
 
 def fingerprint(model: Any) -> bytes:
-    """32 bytes of the names, shapes and bytes of all weights. Computed once (about a second a
-    GB), and anew when a weight was replaced or written to since."""
-    state = model.state_dict()
-    stamp = tuple((t.data_ptr(), t._version, t.device) for t in state.values())
-    kept = _known.get(model)
-    if kept is not None and kept[0] == stamp:
-        return kept[1]
+    """32 bytes of the names, shapes and bytes of all weights, and of buffers that no checkpoint
+    has. About a second a GB, each time: nothing tells that a weight was written to through its
+    `data`. Give it to `Tiers(weights=)` where it is needed more than once."""
+    state = {**dict(model.named_buffers()), **model.state_dict()}
     total = hashlib.blake2b(digest_size=32)
     for name in sorted(state):
-        tensor = state[name].detach()
+        tensor = state[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise invalid(f"the weight {name!r} is a {type(tensor).__name__}: give weights=")
         if tensor.device.type == "meta":
             raise invalid(f"the weight {name!r} has no bytes (meta device): give weights=, such "
                           "as fingerprint_files(directory)")
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        flat = tensor.cpu().contiguous().reshape(-1)
-        total.update(memoryview(flat.view(torch.uint8).numpy()))
-    digest = total.digest()
-    _known[model] = (stamp, digest)
-    return digest
+        try:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            total.update(flat.view(torch.uint8).numpy().data)
+        except (RuntimeError, TypeError, NotImplementedError) as error:  # packed, for example
+            raise invalid(f"the bytes of weight {name!r} ({type(tensor).__name__}) cannot be "
+                          f"read ({error}): give weights=, such as "
+                          "fingerprint_files(directory)") from error
+    return total.digest()
+
+
+def versions_of(model: Any) -> int:
+    """A number that another one follows when weights are written to (not through `data`)."""
+    return sum(0 if weight.is_inference() else weight._version for weight in model.parameters())
 
 
 def fingerprint_files(directory: "Union[str, os.PathLike[str]]") -> bytes:
@@ -68,8 +72,12 @@ def fingerprint_files(directory: "Union[str, os.PathLike[str]]") -> bytes:
 
 
 def adapters_of(model: Any) -> "bytes | None":
-    """The names of the adapters that are switched on (their weights are among the weights)."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return None
-    active = model.active_adapters()
-    return ",".join([active] if isinstance(active, str) else list(active)).encode()
+    """Which adapters each module uses, how strongly, and whether they are switched on or merged
+    (their weights are among the weights); for layers as peft makes them."""
+    told = []
+    for name, module in model.named_modules():
+        off = getattr(module, "disable_adapters", None)
+        if isinstance(off, bool):
+            told.append([name, off] + [str(getattr(module, what, None)) for what in
+                                       ("active_adapters", "merged_adapters", "scaling")])
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=32).digest() if told else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from functools import partial
 from typing import Any
 
 import kvtier
@@ -97,6 +98,8 @@ class _Frame:
         else:
             attention_sums.check_causal(self.mask, evictor, count)
         for sequence in range(evictor.batch):
+            if not evictor.came(sequence):
+                continue  # padding alone, as of a prompt that comes in parts
             new, there = evictor.new_rows(sequence, count), evictor.real_rows(sequence)
             if weights is not None:
                 sums, queries = attention_sums.from_weights(
@@ -106,8 +109,7 @@ class _Frame:
                 sums, queries = attention_sums.from_keys(
                     query[sequence][:, new], key[sequence][:, there], scaling, wanted,
                     evictor.by_head, self.eviction.threads)
-            if queries:
-                evictor.observe(sequence, sums, queries)
+            evictor.observe(sequence, sums, queries)
 
 
 class Eviction:
@@ -136,12 +138,8 @@ class Eviction:
 
     def attach(self, module: Any, adapter: AttentionAdapter) -> None:
         """Watches a module."""
-        def before(of: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-            return self._before(of, adapter, args, kwargs)
-
-        def after(of: Any, args: Any, kwargs: Any, output: Any) -> Any:
-            return self._after(of, adapter, output)
-
+        # Not closures: a copy of the model has hooks of its own eviction.
+        before, after = partial(self._before, adapter), partial(self._after, adapter)
         self.modules[module.layer_idx] = module
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
@@ -159,7 +157,16 @@ class Eviction:
                 config._attn_implementation_internal = name
         self._handles, self._configs = [], []
 
-    def _before(self, module: Any, adapter: AttentionAdapter, args: Any,
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled model has no caches yet."""
+        return {**self.__dict__, "_layers": None, "watch": None, "last": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._layers = weakref.WeakSet()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before(self, adapter: AttentionAdapter, module: Any, args: Any,
                 kwargs: dict[str, Any]) -> Any:
         cache = next((kwargs[name] for name in adapter.caches if kwargs.get(name) is not None),
                      None)
@@ -174,7 +181,7 @@ class Eviction:
         batch, count = int(hidden.shape[0]), int(hidden.shape[1])
         mask = kwargs.get(adapter.mask)
         frame.count, frame.real = count, real_columns(mask, batch, count, layer.seen)
-        if layer.busy:
+        if layer.busy or self._uneven(cache, layer):
             raise _state("a forward failed, and left this cache with tokens that nobody counted: "
                          "begin a new one")
         if layer.evictor is not None:
@@ -190,7 +197,9 @@ class Eviction:
         attention.enter(module, frame)
         return args, kwargs
 
-    def _after(self, module: Any, adapter: AttentionAdapter, output: Any) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after(self, adapter: AttentionAdapter, module: Any, _args: Any, _kwargs: Any,
+               output: Any) -> Any:
         frame = attention.leave(module)
         if frame is None:
             return output
@@ -202,6 +211,12 @@ class Eviction:
             at = adapter.weights
             output = (*output[:at], None, *output[at + 1:])
         return output
+
+    def _uneven(self, cache: Any, layer: EvictingLayer) -> bool:
+        """Whether, as a forward begins, layers have different numbers of tokens: one failed
+        between them."""
+        return layer.index == min(self.modules) and any(
+            isinstance(one, EvictingLayer) and one.seen != layer.seen for one in cache.layers)
 
     def _layer_of(self, cache: Any, index: int) -> EvictingLayer:
         if type(cache) is not DynamicCache or cache.offloading:
@@ -221,8 +236,12 @@ class Eviction:
             raise _state(f"the cache has {layer.get_seq_length()} tokens already, and nobody "
                          "counted what attention they got: begin a new one")
         made = cache.layers[index] = EvictingLayer(self, index)
-        self._layers.add(made)
+        self.has(made)
         return made
+
+    def has(self, layer: EvictingLayer) -> None:
+        """A cache has this layer."""
+        self._layers.add(layer)
 
 
 def _check_version() -> None:

@@ -80,6 +80,17 @@ class EvictingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         found = torch.from_numpy(places).to(self.keys.device)
         self.keys, self.values = _take(self.keys, found), _take(self.values, found)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> EvictingLayer:
+        """A layer of a copied cache: of the same model, and what was counted goes with it."""
+        other = object.__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(self.__dict__)
+        if self.keys is not None:
+            other.keys, other.values = self.keys.clone(), self.values.clone()
+        other.evictor = None if self.evictor is None else self.evictor.fork()
+        self.eviction.has(other)
+        return other
+
     def reset(self) -> None:
         """Begins anew."""
         super().reset()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
-from kvtier import InvalidError, Namespace, Session
+from kvtier import Namespace, Session
 
 from ._errors import invalid
 
 #: What a forward pass may be given beside ids, and KV still depends on the ids alone.
 _HARMLESS = frozenset((
     "input_ids", "attention_mask", "position_ids", "cache_position", "labels", "logits_to_keep",
-    "num_logits_to_keep",
+    "num_logits_to_keep", "past_key_values", "use_cache", "return_dict", "output_attentions",
+    "output_hidden_states", "output_router_logits",
 ))
 
 
@@ -51,6 +52,27 @@ def pads_of(mask: Any, rows: int, tokens: int) -> List[int]:
     return pads
 
 
+def _shown(mask: Any, rows: int, tokens: int) -> "Union[None, str, torch.Tensor]":
+    """What a mask shows of so many slots: None for all, what is wrong with it, or of each row how
+    many and the first (which does not wait for a GPU). Nothing of the mask itself is kept."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[0] != rows:
+        return "the model was given an attention_mask that is not [batch, tokens]"
+    if mask.shape[1] < tokens:  # what it does not reach is hidden
+        return "the attention_mask does not reach the last token"
+    mask = mask[:, :tokens]
+    if mask.device.type == "cpu" and bool(mask.all()):
+        return None
+    shown = mask != 0
+    return torch.stack([shown.sum(1), shown.to(torch.uint8).argmax(1)])
+
+
+def _cut(end: int, mask: Any, slots: int) -> Tuple[int, Any]:
+    """What a mask showed of the first of its slots: those that go are no padding."""
+    if end > slots and isinstance(mask, torch.Tensor):
+        mask = torch.stack([(mask[0] - (end - slots)).clamp(min=0), mask[1]])
+    return min(end, slots), mask
+
+
 class Line:
     """A session and its tokens."""
 
@@ -61,8 +83,9 @@ class Line:
 
 
 class Rows:
-    """The rows of one cache. Ids are taken from forward passes as they are, and read (which waits
-    for a GPU) once a chunk is full. Two rows of a beam share a session until they differ."""
+    """The rows of one cache. Ids are copied from forward passes (whose tensors may be written to
+    afterwards), and read, which waits for a GPU, once a chunk is full. Two rows of a beam share a
+    session until they differ."""
 
     def __init__(self, space: Namespace, tenant: int = 0) -> None:
         self._space, self._tenant = space, tenant
@@ -74,9 +97,12 @@ class Rows:
         self.noted = 0
         #: Why ids are not known: nothing is stored as long as this is so.
         self.blind = ""
+        #: That KV is known to depend on more than ids: nobody's word makes it theirs.
+        self.barred = False
         self._ids: List[torch.Tensor] = []
         self._positions: List[Optional[torch.Tensor]] = []
-        self._mask: Optional[torch.Tensor] = None
+        #: How many slots there were after each pass, and what its mask showed of them.
+        self._masks: List[Tuple[int, Any]] = []
 
     @property
     def sessions(self) -> List[Session]:
@@ -88,29 +114,34 @@ class Rows:
         if self.blind:
             return
         for name, value in kwargs.items():
-            if isinstance(value, torch.Tensor) and name not in _HARMLESS:
+            if value is not None and name not in _HARMLESS:
                 self.blind = f"the model was given {name}, of which tokens say nothing"
+                self.barred = name != "inputs_embeds"
                 return
         if ids is None or ids.ndim != 2:
             self.blind = "the model was given no input_ids of [batch, tokens]"
             return
-        self._ids.append(ids)
-        self._positions.append(kwargs.get("position_ids"))
-        mask = kwargs.get("attention_mask")
-        if mask is not None:
-            self._mask = mask
+        if self._ids and self._ids[-1].shape[0] != ids.shape[0]:
+            self.bar(f"{ids.shape[0]} rows after {self._ids[-1].shape[0]}")
+            return
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         self.noted += ids.shape[1]
+        self._ids.append(ids.detach().clone())
+        self._positions.append(None if positions is None else positions.detach().clone())
+        self._masks.append((self.noted, None if mask is None
+                            else _shown(mask, ids.shape[0], self.noted)))
+
+    def bar(self, why: str) -> None:
+        """KV depends on more than ids."""
+        self.blind, self.barred = why, True
 
     def name(self) -> bool:
         """Has the sessions know all ids that were noted; False when something is unknown."""
         if self.blind or not self._ids:
             return not self.blind
-        try:
-            ids, why = self._checked()
-        except InvalidError as error:
-            ids, why = [], str(error)
+        ids, why = self._checked()
         if why:
-            self.blind = why
+            self.bar(why)
             return False
         self._append(ids)
         return True
@@ -118,23 +149,36 @@ class Rows:
     def _checked(self) -> Tuple[List[List[int]], str]:
         """The ids that are new, a list a row, and what is wrong with the passes."""
         joined = torch.cat(self._ids, 1)
-        pads = [0] * joined.shape[0]
-        if self._mask is not None:
-            if self._mask.ndim != 2:
-                return [], "the model was given an attention_mask that is not [batch, tokens]"
-            seen = min(self.noted, self._mask.shape[1])
-            pads = pads_of(self._mask, joined.shape[0], seen)
-            if any(pads) and seen < self.noted:
-                return [], "the attention_mask does not reach the last token"
+        if self._lines and joined.shape[0] != len(self._lines):
+            return [], f"{joined.shape[0]} rows after {len(self._lines)}"
+        pads, why = self._padding(joined.shape[0])
+        if why:
+            return [], why
         if not self._lines:
             self._open(pads)
-        elif self._mask is not None and pads != self.pads:
-            return [], "the attention_mask has changed"
-        if joined.shape[0] != len(self._lines):
-            return [], f"{joined.shape[0]} rows after {len(self._lines)}"
         if not self._in_order(joined):
             return [], "position_ids do not count the tokens of each row from 0"
         return joined.tolist(), ""
+
+    def _padding(self, rows: int) -> Tuple[List[int], str]:
+        """The padding that the masks of all new passes agree on, and what is wrong with them."""
+        wrong = next((mask for _, mask in self._masks if isinstance(mask, str)), "")
+        if wrong:
+            return [], wrong
+        told = [mask for _, mask in self._masks if mask is not None]
+        numbers = iter(torch.stack(told).tolist() if told else [])
+        pads = list(self.pads) if self._lines else None
+        known = [(n, next(numbers) if mask is not None else None) for n, mask in self._masks]
+        for slots, mask in reversed(known):  # the last one tells most
+            hidden = [0] * rows
+            if mask is not None:
+                hidden = [slots - shown for shown in mask[0]]
+                if any(shown and first != pad for shown, first, pad in zip(*mask, hidden)):
+                    return [], "an attention_mask with zeros behind ones"
+            pads = hidden if pads is None else pads
+            if hidden != [min(pad, slots) for pad in pads]:
+                return [], "the attention_mask has changed"
+        return pads or [0] * rows, ""
 
     def _in_order(self, joined: torch.Tensor) -> bool:
         """Whether positions are those that tokens have by themselves. A pass that was given none
@@ -174,7 +218,7 @@ class Rows:
                 line.session.append(real)
                 line.tokens.extend(real)
         self.named += len(ids[0])
-        self._ids, self._positions = [], []
+        self._ids, self._positions, self._masks = [], [], []
 
     def assign(self, ids: List[List[int]], pads: Sequence[int]) -> None:
         """Begins anew with these."""
@@ -196,7 +240,7 @@ class Rows:
         if slots >= self.noted:
             return
         if slots < self.named:
-            self._ids, self._positions = [], []
+            self._ids, self._positions, self._masks = [], [], []
             for line, pad in zip(self._lines, self.pads):
                 left_over = max(0, slots - pad)
                 if len(line.tokens) > left_over:  # beams may share it
@@ -211,8 +255,9 @@ class Rows:
                     left.append((ids[:, :n], None if given is None else given[..., :n]))
                 at += ids.shape[1]
             self._ids, self._positions = [a for a, _ in left], [b for _, b in left]
-        if self._mask is not None:  # padding is known once there are sessions
-            self._mask = None if self._lines else self._mask[..., :slots]
+            begins = [self.named] + [end for end, _ in self._masks]
+            self._masks = [_cut(end, mask, slots) for begin, (end, mask)
+                           in zip(begins, self._masks) if begin < slots]
         self.noted = slots
 
     def pick(self, rows: torch.Tensor) -> None:
@@ -225,8 +270,8 @@ class Rows:
                     return
             else:
                 self._ids, self._positions = [ids.index_select(0, places)], [None]
-        if self._mask is not None:
-            self._mask = self._mask[rows.to(self._mask.device)]
+        self._masks = [(end, mask[:, rows.to(mask.device)] if isinstance(mask, torch.Tensor)
+                        else mask) for end, mask in self._masks]
         if not self._lines:
             return
         order, old = rows.tolist(), self._lines
@@ -243,4 +288,16 @@ class Rows:
             line.session.close()
         self._lines, self.pads, self._ids, self._positions = [], [], [], []
         self.named = self.noted = 0
-        self.blind, self._mask = "", None
+        self.blind, self.barred, self._masks = "", False, []
+
+    def fork(self) -> "Rows":
+        """The same rows, of which each goes its own way."""
+        other = Rows(self._space, self._tenant)
+        lines = {id(line): Line(line.session.fork(tenant=self._tenant), line.tokens)
+                 for line in self._lines}
+        other._lines = [lines[id(line)] for line in self._lines]
+        other.pads, other.named, other.noted = list(self.pads), self.named, self.noted
+        other.blind, other.barred = self.blind, self.barred
+        other._ids, other._positions = list(self._ids), list(self._positions)
+        other._masks = list(self._masks)
+        return other

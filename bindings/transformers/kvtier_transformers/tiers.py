@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Union
+import inspect
+import weakref
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import kvtier
 
-from ._errors import invalid, with_advice
+from ._errors import invalid, unsupported, with_advice
 from ._shapes import LayerShape, groups_of, shapes_of
 from .cache import TieredCache
-from .fingerprint import adapters_of, config_digest, fingerprint
+from .fingerprint import adapters_of, config_digest, fingerprint, versions_of
 from .sessions import as_rows
 
 #: Of `Identity.extra`: how this package lays KV out, and which attention computed it.
 _FORMAT, _ATTENTION = 0x80000054, 0x80000055
+
+
+def refuse_moving_positions(model: Any) -> None:
+    """An error where a token's K depends on how long its sequence became later."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise unsupported(f"rope_type {kind!r}: keys depend on the length of the whole "
+                                  "sequence, so that tokens do not say whose they are; use the "
+                                  "stock cache for this model")
 
 
 class Tiers:
@@ -32,8 +45,15 @@ class Tiers:
             raise invalid(f"chunks of {chunk_tokens} tokens: 1 to 32768")
         if getattr(model.config, "is_encoder_decoder", False):
             raise invalid("a model with encoder and decoder: TieredCache has decoder-only models")
+        refuse_moving_positions(model)
         #: The layers that keep something.
         self.shapes: List[LayerShape] = shapes_of(model)
+        # All that may fail for the model's sake, before a store is opened.
+        who = kvtier.Identity(
+            model=config_digest(model), weights=weights or fingerprint(model),
+            lora=adapters_of(model), salt=salt,
+            extra={_FORMAT: b"[chunk][K, V][token][head][dim] 1",
+                   _ATTENTION: str(getattr(model.config, "_attn_implementation", "")).encode()})
         #: Tokens of a chunk, the unit that is stored and shared.
         self.chunk_tokens = chunk_tokens
         self.tenant = tenant
@@ -47,14 +67,38 @@ class Tiers:
                 raise
         else:
             self.store = store
-        who = kvtier.Identity(
-            model=config_digest(model), weights=weights or fingerprint(model),
-            lora=adapters_of(model), salt=salt,
-            extra={_FORMAT: b"[chunk][K, V][token][head][dim] 1",
-                   _ATTENTION: str(getattr(model.config, "_attn_implementation", "")).encode()})
-        self.namespace = self.store.namespace(who, chunk_tokens=chunk_tokens,
-                                              groups=groups_of(self.shapes))
+        try:
+            self.namespace = self.store.namespace(who, chunk_tokens=chunk_tokens,
+                                                  groups=groups_of(self.shapes))
+        except kvtier.Error:
+            if self._runtime is not None:
+                self.store.close()
+                self._runtime.close()
+            raise
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._model = weakref.ref(model)
+        self._made = self._what(model)
         self._hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    @staticmethod
+    def _what(model: Any) -> Tuple[Any, ...]:
+        """What of the identity can be seen without reading weights."""
+        return (getattr(model.config, "_attn_implementation", ""), adapters_of(model),
+                versions_of(model))
+
+    @property
+    def changed(self) -> str:
+        """What of the model is not as it was when this was made; "" where nothing is seen."""
+        model = self._model()
+        if model is None:
+            return "the model is gone"
+        names = ("attention implementation", "adapters", "weights")
+        return ", ".join(f"the model has other {name} than when Tiers was made" for name, now, then
+                         in zip(names, self._what(model), self._made) if now != then)
+
+    def __deepcopy__(self, _memo: Any) -> "Tiers":
+        # The hook in a copy of the model comes here: that is another model, which is not watched.
+        return self
 
     def cache(self, *, resident_layers: Optional[int] = None) -> TieredCache:
         """A cache without tokens, for one batch. With `resident_layers` only so many layers'
@@ -66,10 +110,12 @@ class Tiers:
         return self.namespace.lookup(as_rows(tokens)[0]).reusable_tokens
 
     def _before(self, model: Any, args: Any, kwargs: Dict[str, Any]) -> None:
+        if args:
+            kwargs = {**dict(zip(self._names, args)), **kwargs}
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, TieredCache) and cache.tiers is self:
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            cache.before(ids, kwargs, model.training)
+        watched: Any = self._model()
+        if isinstance(cache, TieredCache) and cache.tiers is self and watched is model:
+            cache.before(kwargs.get("input_ids"), kwargs, model.training)
 
     def stats(self) -> Dict[str, int]:
         """What the store counts."""

@@ -205,3 +205,30 @@ def test_check_is_asked_of_the_other_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvtier_transformers", package)
     monkeypatch.setitem(sys.modules, "kvtier_transformers.check", module)
     assert kvtier.h2o.check("model", steps=3) == ("model", {"steps": 3})
+
+
+def test_tokens_are_taken_back_that_went_before():
+    """Of columns that are taken back those count, too, whose tokens went: what comes next is
+    numbered from what is left."""
+    for padded in (None, [[False] * 3 + [True] * 22 + [False] * 2 + [True] * 3]):
+        layer = ArrayLayer(spec("h2o", 2, n_recent=1), HEADS)
+        rows = np.random.default_rng(1).standard_normal((3, 1, HEADS, 33, DIM)).astype(np.float32)
+        layer.step(*rows[:, :, :, :30], padded)
+        assert layer.evictor.counts.tolist() == [30 if padded is None else 25]
+        layer.keys = layer.keys[:, :, layer.evictor.truncate(20)[0, 0]]
+        layer.values = layer.values[:, :, -layer.keys.shape[2]:]
+        left = 20 if padded is None else 17
+        assert layer.evictor.counts.tolist() == [left]
+        layer.step(*rows[:, :, :, 30:])
+        assert layer.evictor.kept(0)[0][-1] == left + 2
+        assert layer.evictor.columns[0, 0, -1] == 22 and layer.evictor.seen == 23
+
+
+def test_copies_go_their_own_way():
+    pair = Pair(batch=2)
+    pair.step(30)
+    evictor = pair.layer.evictor.fork()
+    before = [evictor.kept(row) for row in range(2)]
+    pair.step(9)
+    pair.agree()
+    assert [evictor.kept(row) for row in range(2)] == before and evictor.seen == 30

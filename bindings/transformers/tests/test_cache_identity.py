@@ -1,0 +1,212 @@
+"""Whose KV it is: what a pass may be given, and what of a model makes it another one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Dict
+
+import kvtier
+import pytest
+from cache_models import ids, make, nothing_left, step  # noqa: F401
+from kvtier._errors import make as make_error
+
+import torch  # isort: skip
+from kvtier_transformers import Tiers, cache_offload, fingerprint  # isort: skip
+from kvtier_transformers.fingerprint import adapters_of  # isort: skip
+
+STORE = "store(host=64MiB)"
+
+
+def test_a_buffer_for_all_tokens() -> None:
+    """Loops that decode often write each token to the same tensor."""
+    model, tokens = make("llama"), ids(80)
+    with Tiers(model, STORE) as tiers:
+        cache, one = tiers.cache(), torch.zeros((1, 1), dtype=torch.long)
+        for at in range(80):
+            step(model, cache, one.copy_(tokens[:, at:at + 1]))
+        cache.settle()
+        assert tiers.lookup(tokens) == 64 and tiers.lookup([int(tokens[0, 63])] * 64) == 0
+
+
+def test_masks_by_position_and_of_each_pass() -> None:
+    model, tokens = make("llama"), ids(40)
+    mask = torch.ones_like(tokens)
+    left = mask.clone()
+    left[:, :10] = 0
+    holes = mask[:, :10].clone()
+    holes[0, 3:6] = 0
+    with Tiers(model, STORE) as tiers, torch.no_grad():
+        cache = tiers.cache()
+        model(tokens, left, past_key_values=cache)  # not by keyword
+        assert cache.unknown
+        for first, second in ((holes, mask), (mask[:, :10], mask[:, 10:]), (None, left)):
+            cache = tiers.cache()
+            model(tokens[:, :10], attention_mask=first, past_key_values=cache)
+            model(tokens[:, 10:], attention_mask=second, past_key_values=cache)
+            assert "mask" in cache.unknown or "position" in cache.unknown
+        assert tiers.lookup(tokens) == 0
+    model = make("gemma3")
+    with Tiers(model, STORE) as tiers:
+        cache = tiers.cache()
+        step(model, cache, tokens,
+             attention_mask={"full_attention": None, "sliding_attention": None})
+        assert "mask" in cache.unknown and tiers.lookup(tokens) == 0
+
+
+def test_padding_in_parts_and_taken_back() -> None:
+    """Masks of passes that are not named yet follow crops and beams."""
+    model, tokens = make("llama"), ids(30, 2)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with Tiers(model, STORE, chunk_tokens=32) as tiers:
+        cache = tiers.cache()
+        for at in (slice(0, 3), slice(3, 12), slice(12, 30)):
+            step(model, cache, tokens[:, at], attention_mask=mask[:, :at.stop],
+                 position_ids=places[:, at])
+        cache.crop(-8)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        more = torch.cat([tokens[[1, 1], :22], ids(20, 2, seed=4)], 1)
+        mask = torch.cat([mask[[1, 1], :22], torch.ones((2, 20), dtype=torch.long)], 1)
+        step(model, cache, more[:, 22:], attention_mask=mask,
+             position_ids=(mask.cumsum(1) - 1)[:, 22:])
+        assert not cache.unknown and cache.save() == [32, 32]
+        assert [tiers.lookup(row[5:]) for row in more.tolist()] == [32, 32]
+
+
+@pytest.mark.parametrize("more", [{"is_causal": False}, {"adapter_names": ["a"]},
+                                  {"pixel_values": [torch.zeros(2)]}])
+def test_what_else_a_pass_is_given(more: Dict[str, Any]) -> None:
+    model, tokens = make("llama"), ids(40)
+    with Tiers(model, STORE) as tiers:
+        cache = tiers.cache()
+        step(model, cache, tokens, **more)
+        assert next(iter(more)) in cache.unknown
+        with pytest.raises(kvtier.StateError, match="not that of its tokens"):
+            cache.save(tokens)  # nobody's word makes it so
+        assert tiers.lookup(tokens) == 0
+
+
+def test_weights_that_are_written_to() -> None:
+    with torch.inference_mode():
+        assert fingerprint(make("llama"))
+    model, tokens = make("llama"), ids(40)
+    seen = {fingerprint(model)}
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data.add_(1.0)  # no version counts this
+    seen.add(fingerprint(model))
+    model.model.rotary_emb.inv_freq.mul_(2.0)  # in no checkpoint
+    seen.add(fingerprint(model))
+    assert len(seen) == 3
+    with Tiers(model, STORE) as tiers:
+        with torch.no_grad():
+            weight.mul_(2.0)
+        cache = tiers.cache()
+        with pytest.raises(kvtier.StateError, match="other weights"):
+            cache.resume(tokens)
+        step(model, cache, tokens)
+        assert "other weights" in cache.unknown and tiers.lookup(tokens) == 0
+        model.set_attn_implementation("eager")
+        assert "attention implementation" in tiers.changed
+
+
+class Adapted(torch.nn.Linear):
+    """As peft makes layers."""
+
+    disable_adapters = False
+    active_adapters = ["a"]
+    merged_adapters: "list[str]" = []
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scaling = {"a": 1.0, "b": 2.0}
+
+
+def test_adapters_and_their_strengths() -> None:
+    model = make("llama")
+    assert adapters_of(model) is None
+    model.extra = Adapted()
+    told = [adapters_of(model)]
+    for name, value in (("active_adapters", ["b"]), ("scaling", {"a": 1.0, "b": 4.0}),
+                        ("merged_adapters", ["b"]), ("disable_adapters", True)):
+        setattr(model.extra, name, value)
+        told.append(adapters_of(model))
+    assert len(set(told)) == 5 and None not in told
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.0] * 6,
+     "long_factor": [4.0] * 6, "original_max_position_embeddings": 32}])
+def test_keys_that_depend_on_what_comes_later(rope: Dict[str, Any]) -> None:
+    model = make("llama", rope_parameters=rope, max_position_embeddings=64)
+    with pytest.raises(kvtier.UnsupportedError, match="rope_type"):
+        Tiers(model, STORE)
+
+
+def test_a_copied_cache_goes_its_own_way() -> None:
+    model, tokens = make("llama"), ids(60)
+    one, other = (torch.cat([tokens, ids(40, seed=seed)], 1) for seed in (7, 8))
+    with Tiers(model, STORE) as tiers:
+        cache = tiers.cache()
+        step(model, cache, tokens)
+        copied = copy.deepcopy(cache)
+        step(model, cache, one[:, 60:])
+        step(model, copied, other[:, 60:])
+        assert cache.save() == copied.save() == [96]
+        for whole in (one, other):
+            found = tiers.cache()
+            assert found.resume(whole) == 96
+            torch.testing.assert_close(step(model, found, whole[:, 96:])[:, -1],
+                                       step(model, None, whole)[:, -1])
+        with pytest.raises(kvtier.StateError, match="resident_layers"):
+            copy.deepcopy(tiers.cache(resident_layers=2))
+        with pytest.raises(TypeError, match="copied"):
+            copy.deepcopy(tiers.store)
+        twin, third = copy.deepcopy(model), ids(40, seed=9)
+        step(twin, cache := tiers.cache(), third)  # may have other weights by now
+        assert "around" in cache.unknown and tiers.lookup(third) == 0
+
+
+def test_a_pass_that_failed_in_the_middle() -> None:
+    model, tokens = make("llama"), ids(64)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no memory")
+
+    with Tiers(model, STORE) as tiers:
+        for mode in (None, 2):
+            cache = tiers.cache(resident_layers=mode)
+            step(model, cache, tokens[:, :20])
+            hook = model.model.layers[0].mlp.register_forward_pre_hook(fail)
+            with pytest.raises(ValueError, match="no memory"):
+                step(model, cache, tokens[:, 20:21])
+            hook.remove()
+            if mode is None:  # as the stock cache goes on; nothing is stored
+                step(model, cache, tokens[:, 20:21])
+                with pytest.raises(kvtier.StateError, match="not known"):
+                    cache.save()
+            else:
+                with pytest.raises(kvtier.StateError, match="failed in the middle"):
+                    step(model, cache, tokens[:, 20:21])
+        assert tiers.lookup(tokens) == 16
+
+
+def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = make("llama"), ids(60)
+    calls = {"to_store": 0, "from_store": 0}
+    for name in calls:
+        def full(*args: Any, name: str = name, real: Any = getattr(cache_offload, name),
+                 **more: Any) -> Any:
+            calls[name] += 1
+            if calls[name] % 3 == 0:
+                raise make_error(kvtier.abi.KVT_E_AGAIN, "full")
+            return real(*args, **more)
+        monkeypatch.setattr(cache_offload, name, full)
+    with Tiers(model, STORE) as tiers:
+        cache = tiers.cache(resident_layers=2)
+        step(model, cache, tokens[:, :40])
+        step(model, cache, tokens[:, 40:])
+        assert cache.save() == [48] and min(calls.values()) > 3
+        other = tiers.cache(resident_layers=2)
+        assert other.resume(tokens) == 48
