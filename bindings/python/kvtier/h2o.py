@@ -177,7 +177,7 @@ class Evictor:
                                "sequences: a cache is begun anew for another batch")
             real = None if real.all() else real
         if real is not None and len(self._room) == 1:
-            self._room = np.repeat(self._room, 2, 0)
+            self._room = np.concatenate([self._room, self._room])
         first, end = self._rows, self._rows + count
         if end > self._room.shape[3]:
             room = np.zeros((*self._room.shape[:3], end + end // 2 + 64), np.int64)
