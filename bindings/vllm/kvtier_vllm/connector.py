@@ -127,6 +127,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             "cache_dtype": str(vllm_config.cache_config.cache_dtype),
             "revision": str(model.revision), "layers": list(self._group.layer_names),
             "layout": str(kv_cache_config.kv_cache_layout),
+            # What the engine is told to make of the same checkpoint.
+            "quantization": str(getattr(model, "quantization", None)),
+            "overrides": repr(getattr(model, "hf_overrides", None) or None),
         }
         folder = f"dp{getattr(parallel, 'data_parallel_index', 0)}-tp{rank}"
         self._worker = Worker(

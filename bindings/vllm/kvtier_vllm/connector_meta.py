@@ -69,6 +69,8 @@ class KvtierMetadata(KVConnectorMetadata):
 
     #: Grows when all that was stored is to be forgotten.
     epoch: int = 0
+    #: Counts steps.
+    step: int = 0
     opened: List[Opened] = field(default_factory=list)
     grown: List[Grown] = field(default_factory=list)
     loads: List[Move] = field(default_factory=list)
@@ -79,19 +81,23 @@ class KvtierMetadata(KVConnectorMetadata):
 
 @dataclass
 class KvtierAnswers(KVConnectorWorkerMetadata):
-    """From a worker: how many tokens each request that was asked for could go on with."""
+    """From a worker: how many tokens each request that was asked for could go on with, and the
+    last step whose loads within it have ended, so that those which failed are known."""
 
     epoch: int
     tokens: Dict[str, int]
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What all workers have: what one lacks is lacking."""
         assert isinstance(other, KvtierAnswers)
+        epoch, step = max(self.epoch, other.epoch), min(self.step, other.step)
         if other.epoch != self.epoch:
-            return self if self.epoch > other.epoch else other
+            newer = self if self.epoch > other.epoch else other
+            return KvtierAnswers(epoch, newer.tokens, step)
         both = self.tokens.keys() & other.tokens.keys()
-        return KvtierAnswers(self.epoch, {
-            request: min(self.tokens[request], other.tokens[request]) for request in both})
+        return KvtierAnswers(epoch, {
+            request: min(self.tokens[request], other.tokens[request]) for request in both}, step)
 
 
 def who(request: Any) -> Who:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import kvtier
 
@@ -49,7 +49,9 @@ class Scheduler:
         self._answers: Dict[str, Tuple[int, int]] = {}
         self._found: Dict[str, int] = {}
         self._epoch = 0
-        self._next = KvtierMetadata()
+        self._next, self._step = KvtierMetadata(), 1
+        # Blocks that are loaded within a step, until all workers have said how that went.
+        self._unsure: List[Tuple[int, Set[int]]] = []
         self.queries = self.hits = 0
 
     def _here(self) -> Optional[Worker]:
@@ -100,6 +102,8 @@ class Scheduler:
         one.load = Move(request.request_id, first, external, list(
             ids[first // self._block: end // self._block]))
         self._next.loads.append(one.load)
+        if self._layerwise:
+            self._unsure.append((self._step, set(one.load.blocks)))
         self.hits += external
 
     def _tell(self, one: _Request, end: int) -> None:
@@ -132,12 +136,17 @@ class Scheduler:
                 one.blocks.extend(more[0])
             self._save(one, cached.num_computed_tokens[at], output)
         meta, self._next = self._next, KvtierMetadata()
-        meta.epoch = self._epoch
+        meta.epoch, meta.step = self._epoch, self._step
+        self._step += 1
         return meta
 
     def _save(self, one: _Request, computed: int, output: Any) -> None:
         request = one.request
         if one.stale or request.prompt_embeds is not None:
+            return
+        # What is computed from blocks that then turn out not to have come is garbage, on every
+        # rank. It must not be stored, so nothing is before that is known.
+        if any(not blocks.isdisjoint(one.blocks) for _, blocks in self._unsure):
             return
         # Drafts that are not accepted are computed, too: only tokens that are certain count.
         known = len(request.all_token_ids) if self._save_decode else request.num_prompt_tokens
@@ -161,7 +170,10 @@ class Scheduler:
 
     def heard(self, answers: Any) -> None:
         """What the workers answered."""
-        if isinstance(answers, KvtierAnswers) and answers.epoch == self._epoch:
+        if not isinstance(answers, KvtierAnswers):
+            return
+        self._unsure = [one for one in self._unsure if one[0] > answers.step]
+        if answers.epoch == self._epoch:
             for name, usable in answers.tokens.items():
                 if name in self._asked:
                     self._answers[name] = (self._asked[name], usable)

@@ -54,7 +54,7 @@ class Worker:
         self._saving: List[kvtier.Op] = []
         self._saved_layers: Set[int] = set()
         self._answers: Dict[str, int] = {}
-        self._asked = False
+        self._asked, self._loaded_step = False, 0
         self._bad: Set[int] = set()
         self._refused: Set[str] = set()
         self._epoch = 0
@@ -88,6 +88,10 @@ class Worker:
                               f"{self._block} tokens do not share evenly")
             sizes.setdefault(one.block_bytes // self._block, []).append(at)
         self._groups = [kvtier.Group(layers=of, k_bytes=size) for size, of in sizes.items()]
+        # Attention backends differ in the order inside a block, which has as many bytes in all.
+        orders = [[list(one.shape[1:]), list(one.stride()[1:]), one.element_size()]
+                  for one in (tensors[name] for name in names)]
+        self._terms = {**self._terms, "orders": orders}
         self._shared = acquire(self._key, self._settings, self._layers[0].ordinal)
         if self._shard[1] == 1:
             with _lock:
@@ -159,6 +163,8 @@ class Worker:
         """Begins what is to be loaded, and answers what is asked."""
         self.apply(meta)
         after = caches.stream_event(self._open().device) if meta.loads else None
+        if self.layerwise and meta.loads:
+            self._loaded_step = meta.step
         for move in meta.loads:
             session = self._sessions.get(move.request)
             try:
@@ -298,16 +304,19 @@ class Worker:
         return ended
 
     def bad_blocks(self) -> Set[int]:
-        """Blocks that did not come, each told once."""
+        """Blocks that did not come, each told once. The engine may ask before it waits for
+        saves, and what it has computed with a block counts unless it is told now."""
+        self._finish_layers()
         bad, self._bad = self._bad, set()
         return bad
 
     def answers(self) -> Optional[KvtierAnswers]:
-        """What was asked in this step."""
-        if not self._asked:
+        """What was asked in this step, and that its loads have ended."""
+        if not self._asked and not self._loaded_step:
             return None
+        step, self._loaded_step = self._loaded_step, 0
         told, self._answers, self._asked = self._answers, {}, False
-        return KvtierAnswers(self._epoch, told)
+        return KvtierAnswers(self._epoch, told, step)
 
     def _close(self) -> None:
         if self._shared is None:

@@ -27,8 +27,10 @@ def of(model: str, weights: str, terms: Dict[str, Any], **more: Any) -> kvtier.I
                            extra={TERMS: text}, **more)
 
 
-def of_offloading(config: Any, weights: str, seam: str, row: List[int]) -> kvtier.Identity:
-    """That of vLLM's offloading: its block hashes say what the tokens are, this all else."""
+def of_offloading(config: Any, weights: str, seam: str, row: List[int],
+                  again: str = "") -> kvtier.Identity:
+    """That of vLLM's offloading: its block hashes say what the tokens are, this all else.
+    `again` is another text after each reset of what is stored."""
     parallel = config.parallel
     terms: Dict[str, Any] = {
         "engine": "vllm", "seam": seam, "row": row, "dtype": str(config.model.dtype),
@@ -38,6 +40,8 @@ def of_offloading(config: Any, weights: str, seam: str, row: List[int]) -> kvtie
         "layout": config.kv_cache_layout, "canonical": config.canonical_layout,
         "replicated": config.replicated_layout,
     }
+    if again:
+        terms["reset"] = again
     if not (parallel.is_parallelism_agnostic or config.replicated_layout):
         terms["parallel"] = [parallel.tp_size, parallel.pp_size, parallel.pcp_size,
                              parallel.dcp_size]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import kvtier
@@ -30,216 +29,26 @@ _engine.require()
 from vllm.v1.kv_offload.base import (  # noqa: E402
     GPULoadStoreSpec,
     LoadStoreSpec,
-    LookupResult,
-    Medium,
-    OffloadingEvent,
     OffloadingManager,
     OffloadingSpec,
     OffloadingWorker,
-    PrepareStoreOutput,
-    RequestOffloadingContext,
     TransferResult,
-    get_offload_group_idx,
 )
+
+from .spec_manager import (  # noqa: E402
+    TIER,
+    KvtierBlocks,
+    KvtierManager,
+    SharedMedium,
+    by_group,
+    media,
+)
+
+__all__ = ["KvtierBlocks", "KvtierManager", "KvtierSpec", "KvtierWorker"]
 
 #: Options of vLLM's own that may stand beside a store's.
 _ENGINES = ("spec_name", "spec_module_path", "block_size", "blocks_per_chunk", "canonical_layout",
             "offload_prompt_only", "self_describing_kv_events", "sync_load_budget_bytes")
-_TIER = "use TieringOffloadingSpec with the kvtier tier (kvtier_vllm.tier), which serves any " \
-        "number of workers"
-
-
-class KvtierBlocks(LoadStoreSpec):
-    """Blocks by their offload keys, and the store that has them."""
-
-    def __init__(self, keys: Sequence[bytes], token: str) -> None:
-        self.keys, self.token = list(keys), token
-
-    def __repr__(self) -> str:
-        return f"{len(self.keys)} blocks"
-
-
-class _Medium:
-    """The blocks of each KV cache group in one store. The worker opens it, since it knows what
-    blocks consist of; the manager finds it."""
-
-    def __init__(self, shared: Shared, spaces: List[kvtier.Blocks]) -> None:
-        self.shared, self.spaces = shared, spaces
-
-
-class _Hold(NamedTuple):
-    """Blocks that must not leave: gets whose memory never becomes ready."""
-
-    ready: kvtier.Event
-    ops: List[kvtier.Op]
-
-    def let_go(self) -> None:
-        self.ready.close()
-        for op in self.ops:
-            op.wait()
-            op.close()
-
-
-_media: Dict[str, _Medium] = {}
-
-
-def _by_group(keys: Iterable[Any]) -> Dict[int, List[bytes]]:
-    groups: Dict[int, List[bytes]] = {}
-    for key in keys:
-        groups.setdefault(get_offload_group_idx(key), []).append(key)
-    return groups
-
-
-class KvtierManager(OffloadingManager):
-    """The scheduler's side. What is stored is the store's to say; what is underway is noted here.
-
-    A load of this seam that fails ends vLLM. So a block is a hit once it is in memory, where its
-    bytes have been checked, and is held from `prepare_load` to `complete_load`. What is on disk
-    alone is fetched for all requests of a step at once."""
-
-    def __init__(self, key: str, events: bool) -> None:
-        self._key = key
-        self._storing: Set[bytes] = set()
-        self._wanted: Dict[bytes, None] = {}
-        self._coming: Dict[bytes, kvtier.Op] = {}
-        self._fetches: Dict[kvtier.Op, List[bytes]] = {}
-        self._lost: Dict[str, Set[bytes]] = {}
-        self._holds: Dict[str, _Hold] = {}
-        self._events: Optional[List[OffloadingEvent]] = [] if events else None
-
-    @property
-    def _medium(self) -> _Medium:
-        if self._key not in _media:
-            raise kvtier.StateError(
-                "the worker is not in this process, or has no KV caches: a store belongs to one "
-                f"process; {_TIER}", kvtier.abi.KVT_E_STATE, "KVT_E_STATE")
-        return _media[self._key]
-
-    @property
-    def store(self) -> kvtier.Store:
-        """The store, for `stats`, `set_policy`, `evictions` and `tenants`."""
-        return self._medium.shared.store
-
-    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        return RequestOffloadingContext()
-
-    def on_request_finished(self, req_context: Any) -> None:
-        self._lost.pop(req_context.req_id, None)
-
-    def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        if key in self._storing:
-            return LookupResult.HIT_PENDING
-        if key in self._wanted:
-            return LookupResult.RETRY
-        op = self._coming.get(key)
-        if op is not None:
-            if not op.info().released:
-                return LookupResult.RETRY
-            self._arrived(op, req_context)
-        if key in self._lost.get(req_context.req_id, ()):
-            return LookupResult.MISS
-        found = self._medium.spaces[get_offload_group_idx(key)].exists([key])[0]
-        if not found:
-            return LookupResult.MISS
-        if found & (1 << kvtier.TIER_HOST | 1 << kvtier.TIER_DEVICE):
-            return LookupResult.HIT
-        self._wanted[key] = None
-        return LookupResult.RETRY
-
-    def _arrived(self, op: kvtier.Op, req_context: Any) -> None:
-        keys = self._fetches.pop(op)
-        lost = {keys[at] for at in op.failed()}
-        if lost:
-            logger.warning("%d of %d blocks did not come from disk: %s", len(lost), len(keys),
-                           op.error())
-            self._lost.setdefault(req_context.req_id, set()).update(lost)
-        for key in keys:
-            del self._coming[key]
-        op.close()
-
-    def on_schedule_end(self, context: Any) -> None:
-        wanted, self._wanted = self._wanted, {}
-        for group, keys in _by_group(wanted).items():
-            try:
-                op = self._medium.spaces[group].prefetch(keys)
-            except Error as error:
-                logger.warning("%d blocks are not fetched now: %s", len(keys), str(error))
-                continue
-            self._fetches[op] = keys
-            self._coming.update(dict.fromkeys(keys, op))
-        if self._key in _media:
-            _media[self._key].shared.log_evictions()
-
-    def has_pending_work(self) -> bool:
-        return bool(self._wanted) or any(not op.info().released for op in self._fetches)
-
-    def prepare_load(self, keys: Collection[Any], req_context: Any) -> LoadStoreSpec:
-        medium = self._medium
-        before = self._holds.pop(req_context.req_id, None)
-        if before is not None:
-            before.let_go()
-        hold = self._holds[req_context.req_id] = _Hold(kvtier.Event(), [])
-        for group, some in _by_group(keys).items():
-            blocks = medium.spaces[group]
-            # Nothing is ever written there, as the event is never signalled. (Two places in
-            # turn, because a target twice in a row is taken for a mistake.)
-            pool = kvtier.Pool(bytearray(2 * blocks.block_bytes), blocks.block_bytes)
-            turns = [at % 2 for at in range(len(some))]
-            hold.ops.append(blocks.get(some, pool.at(turns), ready=hold.ready))
-        return KvtierBlocks(list(keys), medium.shared.token)
-
-    def complete_load(self, keys: Collection[Any], req_context: Any) -> None:
-        hold = self._holds.pop(req_context.req_id, None)
-        if hold is not None:
-            hold.let_go()
-
-    def prepare_store(self, keys: Collection[Any], req_context: Any
-                      ) -> Optional[PrepareStoreOutput]:
-        medium = self._medium
-        there: Set[bytes] = set()
-        for group, some in _by_group(keys).items():
-            found = medium.spaces[group].exists(some)
-            there.update(key for key, one in zip(some, found) if one)
-        new = [key for key in keys if key not in there and key not in self._storing]
-        self._storing.update(new)
-        return PrepareStoreOutput(new, KvtierBlocks(new, medium.shared.token), [])
-
-    def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True
-                       ) -> None:
-        self._storing.difference_update(keys)
-        if self._events is not None and success and keys:
-            stored: List[Any] = [key for group, some in _by_group(keys).items() for key, one in zip(
-                some, self._medium.spaces[group].exists(some)) if one]
-            self._events.append(OffloadingEvent(keys=stored, medium=Medium.CPU, removed=False))
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            events, self._events = self._events, []
-            return events
-        return ()
-
-    def reset_cache(self) -> None:
-        for hold in self._holds.values():
-            hold.let_go()
-        self._holds.clear()
-        self._storing.clear()
-        self._wanted.clear()
-        if self._key in _media:
-            for blocks in _media[self._key].spaces:
-                report = blocks.clear()
-                if report.held_chunks or report.moving_chunks:
-                    logger.warning("not all could be forgotten: %s", report)
-
-    def shutdown(self) -> None:
-        for hold in self._holds.values():
-            hold.let_go()
-        self._holds.clear()
-        for op in self._fetches:
-            op.cancel()
-            op.wait()
-            op.close()
-        self._fetches.clear()
-        self._coming.clear()
 
 
 class _Place(NamedTuple):
@@ -289,13 +98,24 @@ class KvtierWorker(OffloadingWorker):
             self._groups.append(places)
         self._shared: Optional[Shared] = acquire(key, settings,
                                                  (ordinal or 0) if self._on_device else None)
-        self._spaces: List[kvtier.Blocks] = []
-        for places in self._groups:
-            parts = [place.nbytes for place in places]
-            same = identity.of_offloading(config, settings.weights, "spec", parts)
-            self._spaces.append(kvtier.Blocks(self._shared.store, same, parts))
-        _media[key] = _Medium(self._shared, self._spaces)
+        self._config = config
+        # Keys name a group by its number among all; jobs have those that are offloaded.
+        self._ids = [group.group_id for group in config.groups]
+        if len(self._ids) != len(self._groups):
+            raise invalid(f"{len(self._groups)} groups of KV caches for {len(self._ids)}")
+        self._medium = media[key] = SharedMedium(self._shared, self._make)
         self._jobs: Dict[int, _Job] = {}
+
+    def _make(self, again: str) -> Dict[int, kvtier.Blocks]:
+        """The blocks of each group, as they are named since the last reset."""
+        assert self._shared is not None
+        spaces = {}
+        for group, places in zip(self._ids, self._groups):
+            parts = [place.nbytes for place in places]
+            same = identity.of_offloading(self._config, self._settings.weights, "spec", parts,
+                                          again)
+            spaces[group] = kvtier.Blocks(self._shared.store, same, parts)
+        return spaces
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
                      ) -> bool:
@@ -307,13 +127,20 @@ class KvtierWorker(OffloadingWorker):
 
     def _submit(self, job_id: int, named: Any, placed: Any, is_load: bool) -> bool:
         shared = self._shared
-        if shared is None or named.token != shared.token:
-            raise kvtier.StateError(f"these blocks are in the store of another process; {_TIER}",
+        if shared is None or named.token.partition(":")[0] != shared.token:
+            raise kvtier.StateError(f"these blocks are in the store of another process; {TIER}",
                                     kvtier.abi.KVT_E_STATE, "KVT_E_STATE")
+        if named.token != self._medium.token:
+            # From before a reset: KV of other weights, it may be, which must not be stored.
+            if is_load:
+                raise kvtier.StateError("these blocks were forgotten by reset_cache",
+                                        kvtier.abi.KVT_E_STATE, "KVT_E_STATE")
+            self._jobs[job_id] = _Job([], False, 0, time.monotonic())
+            return True
         after, moves = caches.stream_event(shared.device), self._matched(named, placed)
         ops: List[kvtier.Op] = []
         self._jobs[job_id] = _Job(ops, is_load, sum(
-            len(keys) * self._spaces[group].block_bytes for group, keys, _ in moves),
+            len(keys) * self._medium.spaces[self._ids[group]].block_bytes for group, keys, _ in moves),
             time.monotonic())
         for group, keys, ids in moves:
             try:
@@ -328,9 +155,10 @@ class KvtierWorker(OffloadingWorker):
 
     def _matched(self, named: Any, placed: Any) -> List[Tuple[int, List[bytes], Any]]:
         """Groups that move, their keys, and the blocks in which those are."""
-        groups, first, moves = _by_group(named.keys), 0, []
+        groups, first, moves = by_group(named.keys), 0, []
         for group, count in enumerate(placed.group_sizes):
-            ids, keys = placed.block_ids[first: first + count], groups.get(group, [])
+            ids, keys = placed.block_ids[first: first + count], groups.get(
+                self._ids[group], [])
             first += count
             if len(keys) != count:
                 raise invalid(f"{len(keys)} keys for {count} blocks of group {group}")
@@ -345,7 +173,7 @@ class KvtierWorker(OffloadingWorker):
 
     def _move(self, group: int, keys: List[bytes], ids: Any, is_load: bool,
               after: Any) -> kvtier.Op:
-        places, blocks = self._groups[group], self._spaces[group]
+        places, blocks = self._groups[group], self._medium.spaces[self._ids[group]]
         numbers = ids.astype("uint64")
         tables = [place.address + numbers * place.stride for place in places]
         where = kvtier.Each(tables, device=self._on_device, kept=self._tensors)
@@ -386,9 +214,8 @@ class KvtierWorker(OffloadingWorker):
         for job_id in list(self._jobs):
             self._result(job_id)
         self._shared = None
-        _media.pop(self._key, None)
-        for blocks in self._spaces:
-            blocks.close()
+        media.pop(self._key, None)
+        self._medium.close()
         release(self._key)
 
 
@@ -402,7 +229,7 @@ class KvtierSpec(OffloadingSpec):
         reject_unknown(own, [*Settings.names(), *_ENGINES])
         self._settings = Settings.take(own)
         if config.parallel.world_size != 1:
-            raise unsupported(f"{config.parallel.world_size} workers have no common store: {_TIER}")
+            raise unsupported(f"{config.parallel.world_size} workers have no common store: {TIER}")
         if self.blocks_per_chunk != 1 or config.canonical_layout:
             raise unsupported("chunks of several blocks, and the canonical layout, are not taken: "
                               "leave block_size, blocks_per_chunk and canonical_layout away")

@@ -99,6 +99,7 @@ class KvtierTier(SecondaryTierManager):
             raise
         self._jobs: Dict[int, _Job] = {}
         self._ready: List[JobResult] = []
+        #: What did not come, for each request there is.
         self._failed: Dict[str, Set[bytes]] = {}
         self._counted: Dict[str, int] = {}
 
@@ -129,6 +130,7 @@ class KvtierTier(SecondaryTierManager):
         return self._owners[who]
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        self._failed.setdefault(req_context.req_id, set())
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -164,10 +166,15 @@ class KvtierTier(SecondaryTierManager):
             # As text: whoever kept the exception would keep the CPU tier's memory with it.
             logger.warning("a job of %d chunks was refused: %s", len(keys), str(error))
             if is_load:
-                self._failed.setdefault(context.req_id, set()).update(keys)
+                self._lose(context.req_id, keys)
             self._ready.append(JobResult(job.job_id, False))
             return
         self._jobs[job.job_id] = _Job(op, keys, is_load, context.req_id)
+
+    def _lose(self, request: str, keys: List[bytes]) -> None:
+        """They are misses for a request; jobs may end after theirs has."""
+        if request in self._failed:
+            self._failed[request].update(keys)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         while self._jobs and self._take(self._queue.poll()):
@@ -190,7 +197,7 @@ class KvtierTier(SecondaryTierManager):
         job.op.close()
         good: List[Any] = [key for at, key in enumerate(job.keys) if at not in bad]
         if bad and job.is_load:
-            self._failed.setdefault(job.request, set()).update(job.keys[at] for at in bad)
+            self._lose(job.request, [job.keys[at] for at in bad])
         if self._events is not None and good and not job.is_load:
             self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False,
                                                 locality=self.locality))

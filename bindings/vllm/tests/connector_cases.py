@@ -101,8 +101,8 @@ def test_what_is_other_kv_is_not_found(engine: mini.Engine) -> None:
     assert engine.run(mini.Request("c", prompt, lora=lora)) == 0
     assert engine.run(mini.Request("d", prompt, lora=lora)) == 48
     assert engine.run(mini.Request("e", prompt, salt="s")) == 48
-    assert engine.run(mini.Request("f", prompt, media=[(20, "cat")])) == 16
-    assert engine.run(mini.Request("g", prompt, media=[(20, "dog")])) == 16
+    assert engine.run(mini.Request("f", prompt, media=[(20, "cat")]), decode=1) == 16
+    assert engine.run(mini.Request("g", prompt, media=[(20, "dog")]), decode=1) == 16
     assert engine.run(mini.Request("h", prompt, media=[(20, "dog"), (40, "x")])) == 32
     assert engine.run(mini.Request("i", prompt, media=[(20, "cat")])) == 48
 
@@ -115,6 +115,47 @@ def test_what_is_lost_is_computed(engine: mini.Engine) -> None:
     assert worker.counts["lost_blocks"] >= 1
     engine.expect_loss = False
     assert engine.run(mini.Request("c", prompt)) == 96  # it was saved again
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_computed_from_lost_blocks_is_not_stored(engine: mini.Engine, late: bool) -> None:
+    prompt, engine.late_saves = list(range(100)), late
+    engine.run(mini.Request("a", prompt))
+    worker, engine.expect_loss = engine.workers[0].worker, True
+    longer = prompt + list(range(500, 560))
+    engine.run(mini.Request("b", longer), before_load=lambda: lose(worker, prompt[:96], 48))
+    engine.expect_loss = False
+    assert engine.run(mini.Request("c", longer)) == 144  # checked byte by byte
+    # What two ranks have to say of a step is what the later one knows.
+    from kvtier_vllm.connector_meta import KvtierAnswers
+
+    both = KvtierAnswers(2, {"a": 32, "b": 16}, 7).aggregate(KvtierAnswers(2, {"a": 16}, 6))
+    assert both == KvtierAnswers(2, {"a": 16}, 6)
+
+
+def test_blocks_that_are_loaded_for_another_are_waited_for(engine: mini.Engine) -> None:
+    if not engine.layerwise:
+        pytest.skip("loads come between steps")
+    first, second = mini.Request("a", range(64)), mini.Request("b", range(96))
+    scheduler = engine.scheduler.scheduler
+    for request in (first, second):
+        scheduler.on_new_request(request)
+    scheduler._found["a"] = 0
+    scheduler.allocated(first, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],)), 48)
+    new = SimpleNamespace(req_id="b", block_ids=([1, 2, 3, 5, 6, 7],), num_computed_tokens=48)
+    none = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[],
+                           num_computed_tokens=[])
+    meta = scheduler.meta(SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=none,
+                                          num_scheduled_tokens={"b": 48}))
+    assert len(meta.loads) == 1 and not meta.saves
+    from kvtier_vllm.connector_meta import KvtierAnswers
+
+    scheduler.heard(KvtierAnswers(0, {}, meta.step))
+    again = SimpleNamespace(req_ids=["b"], resumed_req_ids=set(), new_block_ids=[None],
+                            num_computed_tokens=[96])
+    meta = scheduler.meta(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=again,
+                                          num_scheduled_tokens={"b": 1}))
+    assert [move.length for move in meta.saves] == [96]
 
 
 def test_reset_forgets(engine: mini.Engine) -> None:
@@ -147,7 +188,7 @@ def test_two_ranks(make: Any, roles: Any, layerwise: bool, tmp_path: Path) -> No
     assert first.run(mini.Request("a", range(64))) == 0
     assert first.run(mini.Request("b", range(64))) == 48
     lose(first.workers[1].worker, list(range(64)), 32)
-    assert first.run(mini.Request("c", range(64))) == 32  # what one lacks is lacking
+    assert first.run(mini.Request("c", range(64)), decode=1) == 32  # what one lacks is lacking
     first.close()
     again = mini.Engine(make, roles, extra=disk, ranks=2)
     assert again.run(mini.Request("d", range(64))) == 48  # found on both disks
@@ -169,6 +210,24 @@ def test_shutdown_in_the_middle(make: Any, roles: Any, tmp_path: Path) -> None:
     again = mini.Engine(make, roles, extra=disk)
     assert again.run(mini.Request("c", range(256))) == 240
     again.close()
+
+
+def test_caches_of_another_order_are_other_kv(make: Any, roles: Any, tmp_path: Path) -> None:
+    import torch
+
+    disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
+    one = mini.Engine(make, roles, extra=disk)
+    one.run(mini.Request("a", range(64)))
+    one.close()
+    for turned, found in ((True, 0), (False, 48)):
+        again = mini.Engine(make, roles, extra=disk)
+        if turned:  # tokens before heads, with the same bytes in a block
+            again.caches[0] = [torch.zeros((64, mini.BLOCK, 2, 8), dtype=torch.int16)
+                               .transpose(1, 2) for _ in again.names]
+            again.workers[0].register_kv_caches(dict(zip(again.names, again.caches[0])))
+        asked = again.scheduler.get_num_new_matched_tokens(mini.Request("b", range(64)), 0)
+        assert asked[0] == found
+        again.close()
 
 
 @pytest.mark.parametrize("change, text", [

@@ -114,6 +114,11 @@ class Engine:
                 self.caches[rank][layer][blocks[token // BLOCK], :, token % BLOCK])
             assert (is_there == expected(layer, rank, request, token)).all(), (layer, token)
 
+    def spoil(self, rank: int, layer: int, blocks: List[int], first: int, end: int) -> None:
+        """What is computed from KV that is not there."""
+        for token in range(first, end):
+            self.caches[rank][layer][blocks[token // BLOCK], :, token % BLOCK] = -2 - self.steps
+
     def step(self, new: Sequence[Any] = (), cached: Sequence[Any] = (),
              tokens: Optional[Dict[str, int]] = None,
              forward: Callable[[int, int], None] = lambda rank, layer: None) -> Set[int]:
@@ -141,10 +146,13 @@ class Engine:
                 worker.save_kv_layer(name, self.caches[rank][layer], None)
             if not self.layerwise:
                 worker.start_load_kv(None)
-            worker.wait_for_save()
+            if not self.late_saves:
+                worker.wait_for_save()
             recved.append(set(worker.get_transfer_results(set()).finished_recving))
             bad |= worker.get_block_ids_with_load_errors()
             told.append(worker.build_connector_worker_meta())
+            if self.late_saves:
+                worker.wait_for_save()
             worker.clear_connector_metadata()
         self.pending = [a | b for a, b in zip(getattr(self, "pending", [set()] * self.ranks),
                                               recved)]
@@ -185,8 +193,10 @@ class Engine:
         total = request.num_tokens
 
         def forward(rank: int, layer: int) -> None:
-            if not (self.layerwise and self.expect_loss):
-                self.check(rank, layer, request, blocks, computed, have)
+            if self.layerwise and self.expect_loss:
+                self.spoil(rank, layer, blocks, have, total)
+                return
+            self.check(rank, layer, request, blocks, computed, have)
             self.write(rank, layer, request, blocks, have, total)
 
         lost = self.step([(request, blocks, have)], tokens={request.request_id: total - have},
@@ -211,6 +221,8 @@ class Engine:
         return have - computed
 
     expect_loss = False
+    #: As with speculative decoding: saves are waited for after the step's results were taken.
+    late_saves = False
 
     def close(self) -> None:
         """As at the engine's end."""

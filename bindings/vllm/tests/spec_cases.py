@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from pathlib import Path
@@ -132,17 +133,97 @@ def test_store_and_load(engine: Engine) -> None:
     assert engine.load([1, 2]) == []
 
 
+def test_groups_that_are_not_offloaded(create: Any, make_config: Any) -> None:
+    config = make_config(HOST)
+    (group,) = config.groups
+    one = Engine(create, dataclasses.replace(config, groups=(
+        dataclasses.replace(group, group_id=3),)))
+    context, keys = one.request(), [key(1, 3)]
+    out = one.manager.prepare_store(keys, context)
+    one.fill(1, 0, 7)
+    place = one.base.GPULoadStoreSpec([7], [1], [0])
+    assert one.run(1, one.worker.submit_store, place, out.store_spec).success
+    one.manager.complete_store(keys, context)
+    assert one.look(keys[0], context) == "HIT"
+    spec = one.manager.prepare_load(keys, context)
+    place = one.base.GPULoadStoreSpec([9], [1], [0])
+    assert one.run(2, one.worker.submit_load, spec, place).success and one.right(1, 0, 9)
+    one.close()
+
+
 def test_what_is_held_stays(engine: Engine) -> None:
     engine.store([1, 2])
     context, one = engine.request(), key(1)
     assert engine.look(one, context) == "HIT"
     spec = engine.manager.prepare_load([one], context)
-    space = engine.worker._spaces[0]
+    space = engine.worker._medium.spaces[0]
     assert space.drop([one]).held_chunks == 1
     done = engine.run(99, engine.worker.submit_load, spec, engine.place([one], [5]))
     assert done.success and engine.right(1, 0, 5)
     engine.manager.complete_load([one], context)
+    assert space.drop([one]).held_chunks == 1  # the lookup's, until nobody has asked in a step
+    while engine.manager.has_pending_work():
+        engine.manager.on_schedule_end(SimpleNamespace())
     assert space.drop([one]).gone_chunks == 1
+
+
+def test_a_hit_stays_until_it_is_loaded(engine: Engine) -> None:
+    """Stores of other requests end at any time, and have others leave."""
+    engine.store([1, 2])
+    context, one = engine.request(), key(1)
+    assert engine.look(one, context) == "HIT"
+    assert engine.worker._medium.spaces[0].drop([one]).held_chunks == 1
+    engine.manager.on_schedule_end(SimpleNamespace())
+    assert engine.look(one, context) == "HIT"
+    spec = engine.manager.prepare_load([one], context)
+    done = engine.run(99, engine.worker.submit_load, spec, engine.place([one], [5]))
+    assert done.success and engine.right(1, 0, 5)
+    engine.manager.complete_load([one], context)
+
+
+def test_what_is_stored_after_a_reset_is_not_found(engine: Engine) -> None:
+    """Stores are handed to the worker a step after they were prepared."""
+    context = engine.request()
+    keys = [key(1, group) for group in range(engine.groups)]
+    out = engine.manager.prepare_store(keys, context)
+    for group in range(engine.groups):
+        engine.fill(1, group, group)
+    engine.manager.reset_cache()
+    done = engine.run(1, engine.worker.submit_store,
+                      engine.place(out.keys_to_store, list(range(engine.groups))), out.store_spec)
+    assert done.success and engine.load([1]) == []
+    assert engine.store([1]) == engine.groups and engine.load([1]) == [1]
+
+
+def test_nothing_is_kept_of_requests_that_went(create: Any, make_config: Any,
+                                               tmp_path: Path) -> None:
+    disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "level": "disk"}
+    first = Engine(create, make_config(disk))
+    first.store([1, 2, 3])
+    first.close()
+    second = Engine(create, make_config(disk))
+    context = second.request()
+    assert second.manager.lookup(key(1), context).name == "RETRY"
+    second.manager.on_schedule_end(SimpleNamespace())
+    second.manager.on_request_finished(context)  # aborted
+    end = time.monotonic() + 20
+    while second.manager.has_pending_work():
+        second.manager.on_schedule_end(SimpleNamespace())
+        assert time.monotonic() < end
+    manager = second.manager
+    assert not (manager._coming or manager._fetches or manager._pinned or manager._lost)
+    second.close()
+
+
+def test_the_worker_is_shut_down_first(create: Any, make_config: Any) -> None:
+    """That is the order of the engine's core, and requests may be underway."""
+    one = Engine(create, make_config(HOST))
+    one.store([1, 2])
+    context = one.request()
+    assert one.look(key(1), context) == "HIT" and one.look(key(2), context) == "HIT"
+    one.manager.prepare_load([key(1)], context)
+    one.worker.shutdown()
+    one.manager.shutdown()
 
 
 def test_a_load_that_fails_says_so(engine: Engine) -> None:

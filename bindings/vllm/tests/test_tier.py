@@ -36,6 +36,7 @@ class Harness:
         self.view = memoryview(self.rows.view(np.int8))
         self.tier = KvtierTier(spec, self.view, "KvtierTier", **options)
         self.jobs = 0
+        self.tier.on_new_request(self.context)
 
     def submit(self, numbers: List[int], chunks: List[int], load: bool) -> int:
         self.jobs += 1
@@ -104,6 +105,13 @@ def test_partial_loads(tier: Harness) -> None:
     assert tier.name(51) == "MISS"  # for this request: it has been told so
     tier.tier.on_request_finished(tier.context)
     assert tier.name(51) == "HIT"
+
+
+def test_nothing_is_kept_of_requests_that_went(tier: Harness) -> None:
+    job = tier.submit([50], [4], True)
+    tier.tier.on_request_finished(tier.context)  # jobs may end later than their request
+    assert not tier.result(job).success and not tier.tier._failed
+    assert not tier.result(tier.submit([51], [-1], True)).success and not tier.tier._failed
 
 
 def test_rows_of_many_parts(make_config: Any) -> None:
