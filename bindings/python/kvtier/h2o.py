@@ -95,6 +95,10 @@ def spec(policy: str = "h2o", budget: Optional[int] = None, n_sink: Optional[int
     return f"{policy}({','.join(words)})"
 
 
+def _zeros(*shape: int) -> "np.ndarray[Any, Any]":
+    return np.zeros(shape, np.int64)
+
+
 class Evictor:
     """Which tokens of a layer stay, for each sequence of a batch.
 
@@ -118,7 +122,7 @@ class Evictor:
         self.whole = True
         #: [ids or columns, sequences, lists, rows], with room behind. Without padding columns
         #: are ids.
-        self._room = np.zeros((1, batch, 1, 64), np.int64)
+        self._room = _zeros(1, batch, 1, 64)
         self._rows = 0
         self._counts = np.zeros(batch, np.int64)
         self._new = np.zeros(batch, np.int64)
@@ -180,7 +184,7 @@ class Evictor:
             self._room = np.concatenate([self._room, self._room])
         first, end = self._rows, self._rows + count
         if end > self._room.shape[3]:
-            room = np.zeros((*self._room.shape[:3], end + end // 2 + 64), np.int64)
+            room = _zeros(*self._room.shape[:3], end + end // 2 + 64)
             room[..., :first] = self._room[..., :first]
             self._room = room
         each = np.arange(count)
@@ -292,7 +296,7 @@ class Evictor:
         if room.shape[2] != lists:
             room = np.repeat(room, lists, 2)
         # Room for as many as come until some go again.
-        self._room = np.zeros((*room.shape[:3], most + max(before - most, 16)), np.int64)
+        self._room = _zeros(*room.shape[:3], most + max(before - most, 16))
         if rows.shape[:2] == (1, 1):
             self._room[..., :most] = room[..., rows[0, 0]]
         else:
