@@ -144,14 +144,17 @@ def test_exit_in_the_middle_of_moves() -> None:
     """Threads that go on while the interpreter ends: no crash, no hang."""
     done = run(PRELUDE + """
         import threading
+        turns = threading.Semaphore(0)
         def work(of):
             turn = 0
             while True:
                 turn += 1
                 store.batch_put_from_multi_buffers([f"{of}/{turn}/{k}" for k in keys], at, sizes)
+                turns.release()
         for of in range(4):
             threading.Thread(target=work, args=(of,), daemon=True).start()
-        import time; time.sleep(0.3)
+        for _ in range(40):  # until they are all at it
+            assert turns.acquire(timeout=30)
         print("end")
     """.replace("\n        ", "\n"))
     assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr[-2000:]
