@@ -60,7 +60,7 @@ impl Core {
             views.check(layout, first_layer, tokens, chunks, way)?;
         }
         let slots = self.find_blocks(space, &keys)?;
-        let asked = match slots.contains(&NONE) {
+        let asked = match deed == Deed::Get && slots.contains(&NONE) {
             true => keys.iter().map(id_of).collect(),
             false => Vec::new(),
         };
