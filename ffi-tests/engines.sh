@@ -37,6 +37,8 @@ small="msgspec pydantic psutil xxhash safetensors ml_dtypes auditwheel pyright"
 # What SGLang's storage and controller import on their way.
 small="$small aiohttp apache-tvm-ffi compressed-tensors dill gguf ipython loguru orjson pillow \
 pybase64 pyzmq requests sentencepiece setproctitle starlette torchvision uvloop"
+# SGLang compiles its hash of pages when it is first asked for one: with ninja, and OpenSSL's headers.
+small="$small ninja"
 
 environment() {
     local free_mib engine
@@ -59,6 +61,18 @@ environment() {
     done
 }
 
+headers() {
+    case " $engines " in *" sglang "*) ;; *) return ;; esac
+    echo '#include <openssl/sha.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null && return
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+        { apt-get update && apt-get install -y --no-install-recommends g++ libssl-dev; } \
+            >"$work/apt.log" 2>&1 && return
+    fi
+    echo "SKIP: no compiler with OpenSSL's headers (libssl-dev): SGLang's own threads cannot run"
+    export KVTIER_NO_SGLANG_HASH=1
+}
+
+headers
 python=${KVTIER_ENGINES_PYTHON:-}
 if [ -z "$python" ]; then
     environment || exit
@@ -71,6 +85,9 @@ rm -rf "$work/dist" "$work/kvtier"
     "$python" -m pip install -q --no-index --no-deps --target "$work/kvtier" \
         "$work"/dist/kvtier-*.whl || exit 1
 export PYTHONPATH=$work/kvtier
+# Programs of the environment, and a place of our own for what engines compile.
+PATH=$(dirname "$python"):$PATH
+export PATH TORCH_EXTENSIONS_DIR=$work/extensions
 
 cd "$work" || exit 1
 failed=0
