@@ -22,6 +22,7 @@ skip() {
 need=()
 command -v go >/dev/null || need+=(golang-go)
 command -v pkg-config >/dev/null || need+=(pkg-config)
+command -v cmake >/dev/null || need+=(cmake)
 if [ ${#need[@]} -gt 0 ]; then
     [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || skip "no ${need[*]}"
     { apt-get update && apt-get install -y --no-install-recommends "${need[@]}"; } \

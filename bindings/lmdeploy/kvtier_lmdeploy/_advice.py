@@ -44,6 +44,10 @@ class Advisor:
         if over > 0:
             self._policy.evict(over)
 
+    def switch(self, spec: str) -> None:
+        """The store goes on with another policy."""
+        self._guard(lambda: self._policy.switch(spec))
+
     def advise(self, batch: int) -> Optional[kvtier.Advice]:
         """The batch to run, from the one that runs; None where nothing is known yet."""
         self._learn()

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
-from kvtier import Advice
+from kvtier import TIER_HOST, Advice
 from lmdeploy.pytorch.kv_connector.base import KVConnectorResult, KVLoadResult
 
 from . import _names
@@ -200,6 +200,8 @@ class SchedulerSide:
     def switch(self, tier: int, spec: str) -> None:
         """Another policy from the next step on."""
         self._switches.append(Switch(tier, spec))
+        if self._advisor is not None and tier == TIER_HOST:
+            self._advisor.switch(spec)
 
     def advice(self, batch: int) -> Optional[Advice]:
         """How many requests to run; None where it was not asked for, or the store's size is not

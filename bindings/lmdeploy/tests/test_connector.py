@@ -222,6 +222,39 @@ def test_advice_shrinks_where_what_left_is_asked_for_again(closing: Callable[[An
     assert without.advice(8) is None
 
 
+def test_advice_goes_by_the_policy_that_was_switched_to(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing, policy="lru")
+    policy = loop.connector._scheduler_side()._advisor._policy
+    loop.connector.set_policy("disk", "s3fifo")
+    assert policy.spec.startswith("lru")
+    loop.connector.set_policy("host", "arc")
+    assert policy.spec.startswith("arc")
+
+
+def test_evictions_are_logged_once_where_it_was_asked_for(
+        closing: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvtier.lmdeploy")
+
+    def told(log_evictions: bool) -> List[str]:
+        caplog.clear()
+        cache = stubs.cache_config({"host_bytes": 36 << 20, "policy": "lru",
+                                    "log_evictions": log_evictions})
+        worker = closing(stubs.worker(cache, tensors(arrays(8, 1 << 20))))
+        for turn in range(12):  # more than twice as much as fits
+            work(worker, StepMeta(saves=(Save(turn, 1, tuple(range(8)), tuple(range(8)),
+                                              names_of(8, 1000 * turn)),)))
+        worker.get_finished()
+        if log_evictions:
+            connector = closing(stubs.scheduler(cache))
+            assert len(connector.evictions("host", 4)[0]) == 4
+        return [one.getMessage() for one in caplog.records
+                if one.getMessage().startswith("evicted from host")]
+
+    logged = told(True)
+    assert logged and len(set(logged)) == len(logged)
+    assert told(False) == []
+
+
 def test_a_level_that_the_store_does_not_have() -> None:
     cache = stubs.cache_config({**HOST, "level": "durable"})
     with pytest.raises(kvtier.InvalidError, match="no disk"):

@@ -52,6 +52,8 @@ class Settings:
     workers: int = 0
     #: How many kinds of objects (tuples of buffer sizes) are open at once.
     max_shapes: int = 64
+    #: A line of the log for each eviction.
+    log_evictions: bool = False
 
     def place(self) -> Tuple[str, str]:
         """The texts that say where the store is."""
@@ -84,7 +86,8 @@ def from_mapping(given: Mapping[str, Any], whence: str) -> Settings:
     for name, value in given.items():
         usual = getattr(Settings(), name)
         wanted = int if usual is None else type(usual)
-        if not (isinstance(value, wanted) or value is usual) or isinstance(value, bool):
+        if not (isinstance(value, wanted) or value is usual) or (
+                isinstance(value, bool) and wanted is not bool):
             raise _invalid(f"{whence}: {name}: {value!r} is no {wanted.__name__}")
     settings = Settings(**given)
     if settings.level not in LEVELS:

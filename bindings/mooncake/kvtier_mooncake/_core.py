@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Dict, List, Optional, Tuple
 
 import kvtier
-from kvtier import abi
+from kvtier import TIER_DISK, TIER_HOST, abi
 from kvtier._errors import make
 
 from ._config import Settings, rank_of
@@ -20,6 +20,9 @@ log = logging.getLogger("kvtier.mooncake")
 
 #: How many directories `{slot}` goes through.
 SLOTS = 64
+
+#: Evictions that are read at a time.
+MOST_EVICTIONS = 4096
 
 #: How long closing may wait for what is being written.
 CLOSE_S = 30.0
@@ -36,6 +39,7 @@ class Core:
         self.device: Optional[kvtier.Device] = None
         self.store: Optional[kvtier.Store] = None
         self.users = 0
+        self._logged: Dict[int, int] = {}
         try:
             self._open()
         except BaseException:
@@ -65,6 +69,18 @@ class Core:
                     self.store, self.settings.model, tenant, self.settings.max_shapes,
                     abi.KVT_LEVEL_DURABLE if self.on_disk else abi.KVT_LEVEL_RAM)
             return found
+
+    def log_evictions(self) -> None:
+        """Those since the last time, each a line of the log, where that was asked for."""
+        if not self.settings.log_evictions or self.store is None:
+            return
+        tiers = {TIER_HOST: "host", TIER_DISK: "disk"} if self.on_disk else {TIER_HOST: "host"}
+        with self._lock:
+            for tier, name in tiers.items():
+                for entry in self.store.evictions(tier, MOST_EVICTIONS):
+                    if entry.number >= self._logged.get(tier, 0):
+                        self._logged[tier] = entry.number + 1
+                        log.info("evicted from %s: %s", name, entry)
 
     def close(self) -> None:
         """Closes all; what was answered at its level stays."""

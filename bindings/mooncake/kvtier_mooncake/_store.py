@@ -337,7 +337,9 @@ class MooncakeDistributedStore:
         if not keys:
             return []
         try:
-            return call(core.shapes(self._tenant))
+            answers = call(core.shapes(self._tenant))
+            core.log_evictions()
+            return answers
         except kvtier.Error as error:
             log.error("%s: %s", what, error)
             return [codes.of_error(error)] * len(keys)

@@ -327,6 +327,20 @@ def test_live_policy_metrics_and_evictions(opened: Callable[..., Any]) -> None:
                and not one[0].is_local_disk_replica() for one in tiers.values())
 
 
+def test_evictions_are_logged_once_where_it_was_asked_for(
+        opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvtier.mooncake")
+    for asked in (False, True):
+        store = opened(spec=HOST, policy="lru", log_evictions=asked)
+        for at in range(80):
+            store.put(f"k{at}", bytes(1 << 20))
+        store.is_exist("k0")
+        store.close()
+        told = [one.getMessage() for one in caplog.records
+                if one.getMessage().startswith("evicted from host")]
+        assert len(set(told)) == len(told) and bool(told) == asked
+
+
 def test_at_most_so_many_shapes_are_open(opened: Callable[..., Any]) -> None:
     store = opened(spec=HOST, max_shapes=3)
     for size in range(1, 9):

@@ -33,6 +33,7 @@ from ._config import (
 )
 from ._hits import fold
 from ._pages import Pages, firsts, pages_of
+from ._watch import Advisor, Evictions, room_of
 
 logger = logging.getLogger("kvtier_sglang")
 
@@ -94,8 +95,8 @@ class KvtierStorage(HiCacheStorage):
     """A store of the rank's own, on which pages are blocks named by the engine's hashes.
 
     The engine makes one by `--hicache-storage-backend dynamic`; what else it may be asked is
-    `stats`, `tenants`, `metrics`, `evictions`, and `set_policy` while it runs. Any thread may
-    use it. After `close` calls raise `kvtier.ClosedError`.
+    `stats`, `tenants`, `metrics`, `evictions`, `advice`, and `set_policy` while it runs. Any
+    thread may use it. After `close` calls raise `kvtier.ClosedError`.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
@@ -110,12 +111,13 @@ class KvtierStorage(HiCacheStorage):
         self._level = LEVELS[self.settings.level]
         self._counts = bool(storage_config.enable_storage_metrics)
         self._read, self._written = _Ran(), _Ran()
-        self._logged: Dict[int, int] = {}
         self._lock = threading.Lock()
         self._pools: Dict[str, _Pool] = {}
         self._logical = False
         self._closed = False
         self._runtime, self._store = open_store(self.settings, storage_config)
+        self._evictions = Evictions(self._store)
+        self._advisor = Advisor(self.settings.policy)
 
     # Pools.
 
@@ -199,7 +201,13 @@ class KvtierStorage(HiCacheStorage):
         first = firsts(indices, len(keys), pool.pages.page_tokens, pool.pages.tokens)
         if not keys:
             return []
-        return self._move(pool, _names(keys), pool.pages.take(first), True)
+        return self._stored(pool, _names(keys), pool.pages.take(first))
+
+    def _stored(self, pool: _Pool, names: List[bytes], places: Any) -> List[bool]:
+        good = self._move(pool, names, places, True)
+        if pool is self._pools.get(str(PoolName.KV)):
+            self._advisor.stored([name for name, well in zip(names, good) if well])
+        return good
 
     def _get(self, pool: _Pool, keys: Sequence[str], indices: Any) -> List[bool]:
         first = firsts(indices, len(keys), pool.pages.page_tokens, pool.pages.tokens)
@@ -253,7 +261,9 @@ class KvtierStorage(HiCacheStorage):
             self._open()
             return len(keys)
         pool = self._kv()
-        return pool.blocks.prefix(_names(keys)) if keys else 0
+        names = _names(keys)
+        self._advisor.looked_up(names)
+        return pool.blocks.prefix(names) if keys else 0
 
     def batch_exists_v2(self, keys: List[str],
                         pool_transfers: Optional[List[PoolTransfer]] = None,
@@ -296,7 +306,7 @@ class KvtierStorage(HiCacheStorage):
             return True
         pool = self._kv()
         places = _tensors(keys, list(values or ()), pool.blocks.block_bytes)
-        return all(self._move(pool, _names(keys), places, True))
+        return all(self._stored(pool, _names(keys), places))
 
     # Running it.
 
@@ -310,6 +320,17 @@ class KvtierStorage(HiCacheStorage):
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
         """Goes on with another policy; what is there stays."""
         self._store.set_policy(tier, spec)
+        if tier == kvtier.TIER_HOST:
+            self._advisor.switch(spec)
+
+    def advice(self, batch: int) -> Optional[kvtier.Advice]:
+        """How many requests to run, from the number that run now; None before a pool is
+        registered. It goes by lookups and writes since the first time that it was asked for."""
+        self._open()
+        pool = self._pools.get(str(PoolName.KV))
+        if pool is None:
+            return None
+        return self._advisor.advise(batch, room_of(self._store, pool.blocks.block_bytes))
 
     def stats(self) -> Dict[str, int]:
         """What the store counts and has."""
@@ -330,7 +351,7 @@ class KvtierStorage(HiCacheStorage):
     def get_stats(self) -> Any:
         """Pages and speeds since the last call, for the engine's own metrics."""
         if self.settings.log_evictions and not self._closed:
-            self._log_evictions()
+            self._evictions.log()
         if not self._counts:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -339,19 +360,6 @@ class KvtierStorage(HiCacheStorage):
         return StorageMetrics(prefetch_pgs=read, backup_pgs=written,
                               prefetch_bandwidth=read_speed, backup_bandwidth=write_speed)
 
-    def _log_evictions(self) -> None:
-        for tier, name in ((kvtier.TIER_HOST, "host"), (kvtier.TIER_DISK, "disk")):
-            try:
-                entries = self._store.evictions(tier, _KEPT_METRICS)
-            except kvtier.NotFoundError:  # no disk
-                continue
-            seen = self._logged.get(tier, -1)
-            for one in entries:
-                if one.number > seen:
-                    logger.info("evicted from %s: %016x, %d blocks of 4 KiB, score %g, %s",
-                                name, one.id, one.units, one.score, one.policy)
-                    self._logged[tier] = one.number
-
     def close(self) -> None:
         """Ends what is open, writes what is in memory alone to disk as far as the spec says so,
         and lets the directory go. Pools are not touched any more when it returns."""
@@ -359,8 +367,9 @@ class KvtierStorage(HiCacheStorage):
             if self._closed:
                 return
             if self.settings.log_evictions:
-                self._log_evictions()
+                self._evictions.log()
             self._closed = True
+            self._advisor.close()
             self._store.close()
             for pool in self._pools.values():
                 pool.blocks.close()

@@ -30,6 +30,7 @@ from sglang.srt.utils import get_device_module
 from ._config import LEVELS, Settings, check_version, open_store, shard
 from ._hits import fold
 from ._layers import LayeredBlocks, LayerPages
+from ._watch import Advisor, Evictions, room_of
 
 logger = logging.getLogger("kvtier_sglang")
 Transfers = List[PoolTransfer]
@@ -61,6 +62,8 @@ class KvtierLinker(UnifiedCacheLinker):
         config = _config(params, self.pool_group.rank_replicated)
         gpu = next((one.gpu for one in pages.values()), None)
         self._runtime, self._store = open_store(self.settings, config, gpu)
+        self._evictions = Evictions(self._store)
+        self._advisor = Advisor(self.settings.policy)
         try:
             self._pools = {name: _Pool(one, self._blocks(config, one))
                            for name, one in pages.items()}
@@ -101,6 +104,7 @@ class KvtierLinker(UnifiedCacheLinker):
         if not asked or not keys:
             return []
         names = [key.encode() for key in keys]
+        self._advisor.looked_up(names)
         _, _, able = fold(len(names), asked,
                           lambda name: self._pools[PoolName(name)].blocks.exists(names),
                           PoolName.KV)
@@ -197,6 +201,7 @@ class KvtierLinker(UnifiedCacheLinker):
     def _offload(self, task: Tuple[Transfers, List[Any]]) -> None:
         transfers, ready = task
         ops: List[kvtier.Op] = []
+        kv: List[bytes] = []
         good = False
         try:
             for event in ready:
@@ -206,12 +211,18 @@ class KvtierLinker(UnifiedCacheLinker):
                                     pool.pages.entry.kv_buffer)
                 ops.append(pool.blocks.put(names, where, level=LEVELS[self.settings.level],
                                            timeout=self.settings.timeout_s))
+                if pool is self._pools.get(PoolName.KV):
+                    kv = names
             for op in ops:
                 op.wait()
             errors = [error for error in (op.error() for op in ops) if error is not None]
             good = not errors
             if errors:
                 logger.warning("an offload has failed: %s", errors[0])
+            else:
+                self._advisor.stored(kv)
+            if self.settings.log_evictions:
+                self._evictions.log()
         except BaseException as error:
             logger.warning("an offload has failed: %s", error)
         finally:
@@ -231,10 +242,27 @@ class KvtierLinker(UnifiedCacheLinker):
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
         """Goes on with another policy; what is there stays."""
         self._store.set_policy(tier, spec)
+        if tier == kvtier.TIER_HOST:
+            self._advisor.switch(spec)
+
+    def advice(self, batch: int) -> Optional[kvtier.Advice]:
+        """How many requests to run, from the number that run now. It goes by lookups and
+        offloads since the first time that it was asked for."""
+        self._open()
+        page = sum(pool.blocks.block_bytes for pool in self._pools.values())
+        return self._advisor.advise(batch, room_of(self._store, page))
 
     def stats(self) -> Dict[str, int]:
         """What the store counts and has."""
         return self._store.stats()
+
+    def tenants(self) -> List[kvtier.Tenant]:
+        """The same by tenant."""
+        return self._store.tenants()
+
+    def evictions(self, tier: int = kvtier.TIER_HOST, most: int = 256) -> List[kvtier.LogEntry]:
+        """Who left last, and why."""
+        return self._store.evictions(tier, most)
 
     def metrics(self) -> str:
         """The same in Prometheus' text format."""
@@ -259,6 +287,9 @@ class KvtierLinker(UnifiedCacheLinker):
         self._offloads.put(None)
         for thread in self._threads:
             thread.join()
+        if self.settings.log_evictions:
+            self._evictions.log()
+        self._advisor.close()
         for pool in self._pools.values():
             pool.blocks.close()
         self._store.close()

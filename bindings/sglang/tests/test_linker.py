@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,3 +181,34 @@ def test_a_restart_and_a_close_in_the_middle(made: Any, tmp_path: Path) -> None:
     again.set_policy("lru")
     assert again.stats()["chunks"] >= PAGES and "kvtier" in again.metrics()
     again.close()
+
+
+def test_evictions_are_logged_and_batches_advised(made: Any,
+                                                  caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvtier_sglang")
+    device = Device()
+    linker, _ = made(device, {"host_bytes": 33 << 20, "policy": "lru", "log_evictions": True})
+    assert linker.advice(8).batch == 8
+    advisor = linker._advisor
+    advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
+    advisor._policy.set_capacity(PAGES)
+    advisor._room = PAGES
+    for turn in range(12):  # three prompts, of which one fits
+        keys = names(PAGES, f"{turn % 3} ")
+        linker.lookup("r", [kv(keys), mamba(keys[-1:])])
+        assert linker.offload([kv(keys, list(range(PAGES)))])
+        assert ended(linker, 1) == [True]
+    assert linker.advice(8).batch == 4
+    for turn in range(400):
+        assert linker.offload([kv(names(PAGES, f"{turn} more"), list(range(PAGES)))])
+        assert ended(linker, 1) == [True]
+        if "evicted from host" in caplog.text:
+            break
+    assert linker.evictions() and linker.tenants()[0].tenant == 0
+    linker.set_policy("s3fifo")
+    assert advisor._policy.spec.startswith("s3fifo")
+    linker.close()
+    told = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
+    assert told and len(set(told)) == len(told)
+    with pytest.raises(kvtier.ClosedError):
+        linker.advice(8)

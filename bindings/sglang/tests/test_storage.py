@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import subprocess
 import sys
@@ -124,7 +125,8 @@ def test_restart_from_disk(tmp_path: Path) -> None:
     again.close()
 
 
-def test_memory_that_is_full_keeps_some(tmp_path: Path) -> None:
+def test_memory_that_is_full_keeps_some(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvtier_sglang")
     pool = MiniPool(pages=4096, page_size=8, dim=64)
     pool.fill(9)
     backend = opened(pool, {"host_bytes": 33 << 20, "policy": "lru", "log_evictions": True})
@@ -144,7 +146,36 @@ def test_memory_that_is_full_keeps_some(tmp_path: Path) -> None:
     assert sum(told.backup_pgs) >= sum(there) and sum(told.prefetch_pgs) == sum(there)
     assert len(told.prefetch_pgs) == len(told.prefetch_bandwidth)
     assert backend.get_stats().backup_pgs == []
+    told = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
+    assert told and len(set(told)) == len(told)  # each once
     backend.close()
+
+
+def test_batches_are_advised() -> None:
+    pool = MiniPool()
+    unregistered = KvtierStorage(config(), {})
+    assert unregistered.advice(8) is None
+    unregistered.close()
+    backend = opened(pool, {"policy": "lru"})
+    assert backend._advisor._policy is None  # nobody has asked: nothing is kept
+    assert backend.advice(8).batch == 8
+    advisor = backend._advisor
+    advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
+    advisor._policy.set_capacity(16)
+    advisor._room = 16
+    for turn in range(12):  # three prompts, of which one fits
+        keys = names(16, f"{turn % 3} ")
+        backend.batch_exists_v2(keys)
+        assert all(backend.batch_set_v1(keys, pool.slots(range(16))))
+    assert backend.advice(8).batch == 4
+    backend.set_policy("arc")
+    assert advisor._policy.spec.startswith("arc")
+    advisor._policy.close()  # what fails in it ends it, and nothing else
+    assert backend.batch_exists(names(1)) == 0
+    assert backend.advice(8) is None
+    backend.close()
+    with pytest.raises(kvtier.ClosedError):
+        backend.advice(8)
 
 
 def reference(kv: List[bool], transfers: List[PoolTransfer], pools: Dict[str, List[bool]]

@@ -118,7 +118,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = Scheduler(
                 transfer.engine_id, block, layerwise=layerwise,
                 save_decode=bool(extra.get("save_decode", True)),
-                use_hints=bool(extra.get("hints", True)))
+                use_hints=bool(extra.get("hints", True)), policy=settings.policy)
             return
         model, rank, count = vllm_config.model_config, _rank(parallel), (
             parallel.tensor_parallel_size)
@@ -202,6 +202,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
 
     # The scheduler's side.
 

@@ -71,6 +71,8 @@ class KvtierMetadata(KVConnectorMetadata):
     epoch: int = 0
     #: Counts steps.
     step: int = 0
+    #: Policies that tiers go on with: the tier's number, and the spec.
+    policies: List[Tuple[int, str]] = field(default_factory=list)
     opened: List[Opened] = field(default_factory=list)
     grown: List[Grown] = field(default_factory=list)
     loads: List[Move] = field(default_factory=list)
@@ -82,22 +84,26 @@ class KvtierMetadata(KVConnectorMetadata):
 @dataclass
 class KvtierAnswers(KVConnectorWorkerMetadata):
     """From a worker: how many tokens each request that was asked for could go on with, and the
-    last step whose loads within it have ended, so that those which failed are known."""
+    last step whose loads within it have ended, so that those which failed are known. `room` is how
+    many blocks its store has room for."""
 
     epoch: int
     tokens: Dict[str, int]
     step: int = 0
+    room: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What all workers have: what one lacks is lacking."""
         assert isinstance(other, KvtierAnswers)
         epoch, step = max(self.epoch, other.epoch), min(self.step, other.step)
+        room = min(self.room, other.room)
         if other.epoch != self.epoch:
             newer = self if self.epoch > other.epoch else other
-            return KvtierAnswers(epoch, newer.tokens, step)
+            return KvtierAnswers(epoch, newer.tokens, step, room)
         both = self.tokens.keys() & other.tokens.keys()
         return KvtierAnswers(epoch, {
-            request: min(self.tokens[request], other.tokens[request]) for request in both}, step)
+            request: min(self.tokens[request], other.tokens[request]) for request in both},
+            step, room)
 
 
 def who(request: Any) -> Who:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import kvtier
 
 from . import hints
+from .advice import Advisor
 from .connector_meta import (
     Ask,
     Ended,
@@ -34,6 +37,8 @@ class _Request:
     load: Optional[Move] = None
     #: Computed by what was forgotten since: none of it is to be kept.
     stale: bool = False
+    #: Its blocks as the advisor knows them.
+    names: List[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -41,7 +46,7 @@ class Scheduler:
     step: a store's directory belongs to one process alone."""
 
     def __init__(self, engine: str, block_tokens: int, *, layerwise: bool, save_decode: bool,
-                 use_hints: bool) -> None:
+                 use_hints: bool, policy: str = "") -> None:
         self._engine, self._block = engine, block_tokens
         self._layerwise, self._save_decode, self._hints = layerwise, save_decode, use_hints
         self._requests: Dict[str, _Request] = {}
@@ -53,6 +58,7 @@ class Scheduler:
         # Blocks that are loaded within a step, until all workers have said how that went.
         self._unsure: List[Tuple[int, Set[int]]] = []
         self.queries = self.hits = 0
+        self._advisor, self._room = Advisor(policy), 0
 
     def _here(self) -> Optional[Worker]:
         return worker_here(self._engine)
@@ -83,6 +89,8 @@ class Scheduler:
                 return None, False
             self._asked.pop(name, None)
         self.queries += limit
+        if self._advisor.learns:
+            self._advisor.looked_up(self._names(one, limit))
         one.saved = max(one.saved, min(usable, limit) // self._block * self._block)
         more = min(usable, limit) // self._block * self._block - computed
         if more <= 0:
@@ -157,7 +165,38 @@ class Scheduler:
         self._tell(one, end)
         self._next.saves.append(Move(request.request_id, one.saved, end - one.saved, one.blocks[
             one.saved // self._block: end // self._block]))
+        if self._advisor.learns:
+            self._advisor.stored(self._names(one, end)[one.saved // self._block:])
         one.saved = end
+
+    def _names(self, one: _Request, end: int) -> List[int]:
+        """Its blocks up to a token: the same for the same tokens after the same."""
+        before = one.names[-1] if one.names else hints.number(repr(who(one.request)))
+        for at in range(len(one.names) * self._block, end, self._block):
+            tokens = array("q", one.request.all_token_ids[at: at + self._block])
+            before = int.from_bytes(hashlib.blake2b(
+                tokens.tobytes(), key=before.to_bytes(8, "little"), digest_size=8).digest(),
+                "little")
+            one.names.append(before)
+        return one.names[:end // self._block]
+
+    def advice(self, batch: int) -> Optional[kvtier.Advice]:
+        """How many requests to run, from the number that run now. It goes by lookups and saves
+        since it was first asked for; None while no worker has said how much it holds."""
+        worker = self._here()
+        room = worker.room() if worker is not None else self._room
+        return self._advisor.advise(batch, room)
+
+    def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
+        """All workers' stores go on with another policy, from the next step on."""
+        kvtier.Policy(spec, holes=True).close()  # what is none is refused here, not in a worker
+        self._next.policies.append((tier, spec))
+        if tier == kvtier.TIER_HOST:
+            self._advisor.switch(spec)
+
+    def shutdown(self) -> None:
+        """Ends advice."""
+        self._advisor.close()
 
     def failed(self, blocks: Any) -> None:
         """Blocks that did not come: they are computed, and are to be saved then."""
@@ -173,6 +212,7 @@ class Scheduler:
         if not isinstance(answers, KvtierAnswers):
             return
         self._unsure = [one for one in self._unsure if one[0] > answers.step]
+        self._room = answers.room or self._room
         if answers.epoch == self._epoch:
             for name, usable in answers.tokens.items():
                 if name in self._asked:

@@ -13,6 +13,7 @@ import kvtier
 from kvtier._errors import Error
 
 from . import caches, identity
+from .advice import room_of
 from .connector_meta import Ask, KvtierAnswers, KvtierMetadata, Move, Who
 from .settings import Settings, Shared, acquire, invalid, logger, release
 
@@ -69,6 +70,12 @@ class Worker:
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
         """Goes on with another policy, while everything runs."""
         self._open().set_policy(spec, tier)
+
+    def room(self) -> int:
+        """How many blocks there is room for; 0 without KV caches."""
+        if self._shared is None:
+            return 0
+        return room_of(self._shared.store, sum(one.block_bytes for one in self._layers))
 
     def _open(self) -> Shared:
         if self._shared is None:
@@ -141,6 +148,11 @@ class Worker:
             return
         self._done, self._saved_layers = meta, set()
         self.enter(meta.epoch)
+        for tier, spec in meta.policies:
+            try:
+                self.set_policy(spec, tier)
+            except Error as error:
+                logger.warning("set_policy(%r, %d): %s", spec, tier, str(error))
         for opened in meta.opened:
             # A session of its own id that is left is of a request that was given up.
             self._end(opened.request)
@@ -316,7 +328,7 @@ class Worker:
             return None
         step, self._loaded_step = self._loaded_step, 0
         told, self._answers, self._asked = self._answers, {}, False
-        return KvtierAnswers(self._epoch, told, step)
+        return KvtierAnswers(self._epoch, told, step, self.room())
 
     def _close(self) -> None:
         if self._shared is None:

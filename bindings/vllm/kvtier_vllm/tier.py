@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Collection, Iterable
 from typing import Any, ClassVar, Dict, List, NamedTuple, Optional, Set, Tuple
@@ -13,6 +14,7 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine, hints, identity
+from .advice import Advisor, room_of
 from .settings import Settings, Shared, acquire, invalid, logger, reject_unknown, release
 
 _engine.require()
@@ -102,6 +104,9 @@ class KvtierTier(SecondaryTierManager):
         #: What did not come, for each request there is.
         self._failed: Dict[str, Set[bytes]] = {}
         self._counted: Dict[str, int] = {}
+        self._advisor = Advisor(settings.policy)
+        #: What was asked for since the last step, by request.
+        self._asked: Dict[str, Dict[int, None]] = {}
 
     @property
     def store(self) -> kvtier.Store:
@@ -111,6 +116,13 @@ class KvtierTier(SecondaryTierManager):
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
         """Goes on with another policy, while everything runs."""
         self._open().set_policy(spec, tier)
+        if tier == kvtier.TIER_HOST:
+            self._advisor.switch(spec)
+
+    def advice(self, batch: int) -> Optional[kvtier.Advice]:
+        """How many requests to run, from the number that run now. It goes by lookups and stores
+        since it was first asked for."""
+        return self._advisor.advise(batch, room_of(self._open().store, self.block_size_bytes))
 
     def _open(self) -> Shared:
         if self._shared is None:
@@ -137,6 +149,8 @@ class KvtierTier(SecondaryTierManager):
         self._failed.pop(req_context.req_id, None)
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        if self._advisor.learns:
+            self._asked.setdefault(req_context.req_id, {})[_number(key)] = None
         failed = self._failed.get(req_context.req_id)
         if failed is not None and key in failed:
             return LookupResult.MISS
@@ -198,6 +212,8 @@ class KvtierTier(SecondaryTierManager):
         good: List[Any] = [key for at, key in enumerate(job.keys) if at not in bad]
         if bad and job.is_load:
             self._lose(job.request, [job.keys[at] for at in bad])
+        if not job.is_load and self._advisor.learns:
+            self._advisor.stored([_number(key) for key in good])
         if self._events is not None and good and not job.is_load:
             self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False,
                                                 locality=self.locality))
@@ -220,6 +236,9 @@ class KvtierTier(SecondaryTierManager):
                                len(self._jobs), time.monotonic() - begun)
 
     def on_schedule_end(self, context: Any) -> None:
+        asked, self._asked = self._asked, {}
+        for keys in asked.values():
+            self._advisor.looked_up(list(keys))
         if self._shared is not None:
             self._shared.log_evictions()
 
@@ -257,6 +276,7 @@ class KvtierTier(SecondaryTierManager):
             return
         self.drain_jobs()
         self._shared, self._pool = None, None
+        self._advisor.close()
         for blocks in self._owners.values():
             blocks.close()
         self._owners.clear()
@@ -265,3 +285,8 @@ class KvtierTier(SecondaryTierManager):
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
         """Nothing: what the CPU tier has is not used from here, and policies go by loads."""
+
+
+def _number(key: bytes) -> int:
+    """A block as the advisor knows it."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")

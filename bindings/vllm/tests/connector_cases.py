@@ -181,6 +181,45 @@ def test_hints_policy_and_stats(engine: mini.Engine) -> None:
     assert engine.scheduler.get_kv_connector_stats().data["hit_tokens"] == 48
 
 
+def test_a_scheduler_switches_policies_and_is_advised(engine: mini.Engine,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, worker = engine.scheduler.scheduler, engine.workers[0].worker
+    engine.run(mini.Request("first", range(64)))
+    assert not scheduler._advisor.learns  # nobody has asked: nothing is kept
+    assert scheduler.advice(8).batch == 8
+    policy = scheduler._advisor._policy
+    policy.set_advice(shrink_above=0.1, window=8, patience=1)
+    policy.set_capacity(4)
+    scheduler._advisor._room = 4
+    for turn in range(12):  # three prompts, of which one fits
+        engine.run(mini.Request(f"r{turn}", range(1000 * (turn % 3), 1000 * (turn % 3) + 65)))
+    assert scheduler.advice(8).batch == 4
+    with pytest.raises(kvtier.SpecError):
+        scheduler.set_policy("arc(")
+    scheduler.set_policy("arc")
+    scheduler.set_policy("lru", kvtier.TIER_DISK)  # there is none: a line of the log
+    engine.step()
+    assert 'tier="host",policy="arc"' in worker.store.metrics()
+    assert "set_policy" in caplog.text
+    assert policy.spec.startswith("arc")
+    policy.close()  # what fails in it ends it, and nothing else
+    assert engine.run(mini.Request("last", range(64))) == 48
+    assert scheduler.advice(8) is None
+
+
+def test_evictions_are_logged(make: Any, roles: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvtier_vllm")
+    one = mini.Engine(make, roles, extra={"host_bytes": "1MiB", "policy": "lru",
+                                          "log_evictions": 64})
+    for turn in range(400):
+        one.run(mini.Request(f"r{turn}", range(1000 * turn, 1000 * turn + 64)))
+        if "evicted from memory" in caplog.text:
+            break
+    one.close()
+    told = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
+    assert told and len(set(told)) == len(told)
+
+
 def test_two_ranks(make: Any, roles: Any, layerwise: bool, tmp_path: Path) -> None:
     disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "write": "through",
             "layerwise": layerwise}

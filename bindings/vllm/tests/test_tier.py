@@ -176,6 +176,32 @@ def test_owners_events_and_metrics(make_config: Any, options: Dict[str, Any]) ->
     assert one.tier.get_stats() is None
 
 
+def test_evictions_are_logged_and_batches_advised(make_config: Any,
+                                                  caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvtier_vllm")
+    one = Harness(make_config, row=1 << 20, host_bytes="36MiB", policy="lru", log_evictions=64)
+    one.result(one.submit([0], [0], False))
+    assert not one.tier._advisor.learns  # nobody has asked: nothing is kept
+    assert one.tier.advice(8).batch == 8
+    policy = one.tier._advisor._policy
+    policy.set_advice(shrink_above=0.1, window=8, patience=1)
+    for turn in range(14):  # three times as much as fits
+        numbers = list(range(1 + 32 * (turn % 3), 33 + 32 * (turn % 3)))
+        for n in numbers:
+            one.name(n)
+        one.tier.on_schedule_end(None)
+        one.result(one.submit(numbers, list(range(32)), False))
+    one.tier.on_schedule_end(None)
+    assert one.tier.advice(8).batch == 4
+    told = [one.getMessage() for one in caplog.records if "evicted from memory" in one.getMessage()]
+    assert told and len(set(told)) == len(told)
+    one.tier.set_policy("arc")
+    assert policy.spec.startswith("arc")
+    one.close()
+    with pytest.raises(kvtier.ClosedError):
+        one.tier.advice(8)
+
+
 def test_two_tiers_of_one_directory_share_it(make_config: Any, tmp_path: Path) -> None:
     disk = {"host_bytes": "64MiB", "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
     one, two = Harness(make_config, **disk), Harness(make_config, **disk)

@@ -213,11 +213,14 @@ def test_weights_that_change_while_a_request_runs() -> None:
     engine.close()
 
 
-def test_shutdown_in_the_middle_of_moves() -> None:
-    """Saves that were given to the workers are in the store of the next process."""
-    engine = Engine({**HOST, "lookup_async": False})
+def test_shutdown_in_the_middle_of_moves(tmp_path: Path) -> None:
+    """Saves that were given to the workers are in the store of the next engine."""
+    disk = {**HOST, "lookup_async": False, "disk_path": str(tmp_path), "disk_bytes": 256 << 20}
+    engine = Engine(disk)
     sequence = engine.admit(0, prompt(4))
-    fill(engine.caches[0], engine.table(sequence)[:4], 1)
+    table = engine.table(sequence)[:4]
+    fill(engine.caches[0], table, 1)
+    before = bytes_of(engine.caches[0], table)
     meta = engine.scheduler.build_connector_meta([sequence], (4 * BLOCK,))
     worker = engine.workers[0]
     worker.bind_connector_metadata(meta)
@@ -226,6 +229,11 @@ def test_shutdown_in_the_middle_of_moves() -> None:
     engine.close()
     worker.shutdown()  # again: nothing
     assert not engine.scheduler.kv_save_coordinator.has_pending()
+    after = Engine(disk)
+    again = after.admit(0, prompt(4))
+    assert again.num_history_ids == 4 * BLOCK
+    assert bytes_of(after.caches[0], after.table(again)[:4]) == before
+    after.close()
 
 
 @pytest.mark.parametrize("how", ["shutdown", "kill", "exit"])

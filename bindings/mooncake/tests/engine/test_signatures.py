@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import inspect
 from pathlib import Path
-from typing import Set
+from typing import Iterator, List, Set, Tuple
 
 import pytest
 from helpers import HERE  # noqa: F401: finds the packages
@@ -61,3 +62,40 @@ def test_methods(package: str) -> None:
     ours = {name for name in dir(MooncakeDistributedStore) if not name.startswith("_")}
     assert "setup" in names
     assert names - ours - NOT_OFFERED - WRAPPERS == set()
+
+
+def calls(path: Path) -> Iterator[Tuple[str, int, List[str]]]:
+    """Calls of such methods: the name, how many arguments by position, and those by name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        owner = node.func.value
+        name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+        spread = any(isinstance(one, ast.Starred) for one in node.args)
+        if name == "store" and not spread and all(one.arg for one in node.keywords):
+            yield node.func.attr, len(node.args), [str(one.arg) for one in node.keywords]
+
+
+@pytest.mark.parametrize("package", SOURCES)
+def test_arguments(package: str) -> None:
+    """Each call as it stands in the engine's source is one that the shim's method takes."""
+    version, places = SOURCES[package]
+    try:
+        there = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed")
+    if there != version:
+        pytest.skip(f"{package} {there}, and this is for {version}")
+    root, tried = Path(str(importlib.metadata.distribution(package).locate_file(""))), set()
+    for place in places:
+        path = root / place
+        for file in [path] if path.is_file() else path.glob("*.py"):
+            if file.name.startswith("test_"):
+                continue
+            for method, given, by_name in calls(file):
+                if method in NOT_OFFERED or method in WRAPPERS:
+                    continue
+                ours = inspect.signature(getattr(MooncakeDistributedStore, method))
+                ours.bind(None, *[None] * given, **dict.fromkeys(by_name))  # else a TypeError
+                tried.add(method)
+    assert "batch_is_exist" in tried
