@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
-from kvtier import Op, View
+from kvtier import Device, DeviceEvent, Op, View
 
 from ._shapes import LayerShape
 
@@ -33,21 +33,46 @@ def blank(shape: LayerShape, batch: int, room: int, zero: bool = False) -> Pair:
     return k, v
 
 
-def view(buffer: torch.Tensor, row: int, slot: int) -> View:
-    """A row of a buffer in host memory without gaps, from a slot on. No copy, any dtype."""
+class Gpu:
+    """A store's device, and the GPU that it is of: moves of KV that is there need no copy of
+    torch's."""
+
+    def __init__(self, device: Device, ordinal: int) -> None:
+        self.device, self.ordinal = device, ordinal
+
+    def reaches(self, buffer: torch.Tensor) -> bool:
+        """Whether the device reads and writes this memory."""
+        return buffer.device.type == "cuda" and (buffer.device.index or 0) == self.ordinal
+
+    def source(self, flat: torch.Tensor) -> Any:
+        """The bytes of a buffer, as a view takes them."""
+        return flat
+
+    def now(self) -> DeviceEvent:
+        """What torch was told to do there until now: it writes what is put, and may still read
+        what a get writes over."""
+        event: Any = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.ordinal))
+        return self.device.adopt(event.cuda_event)
+
+
+def view(buffer: torch.Tensor, row: int, slot: int, gpu: Optional[Gpu] = None) -> View:
+    """A row of a buffer without gaps, from a slot on. No copy, any dtype."""
     _, heads, room, dim = buffer.shape
     run = dim * buffer.element_size()
-    source = buffer.detach().reshape(-1).view(torch.uint8).numpy()
-    return View(source, run, heads, offset=(row * heads * room + slot) * run, token_stride=run,
+    flat = buffer.detach().reshape(-1).view(torch.uint8)
+    return View(flat.numpy() if gpu is None else gpu.source(flat), run, heads,
+                offset=(row * heads * room + slot) * run, token_stride=run,
                 head_stride=room * run)
 
 
 class Transfer:
-    """A move under way, its tensors, and what is to be done when it has come."""
+    """A move under way, what it waits for, and what is to be done when it has come."""
 
-    def __init__(self, op: Op, landed: Optional[Callable[[], None]] = None) -> None:
+    def __init__(self, op: Op, after: Optional[DeviceEvent] = None,
+                 landed: Optional[Callable[[], None]] = None) -> None:
         self.op = op
-        self._landed = landed
+        self._after, self._landed = after, landed
 
     @property
     def done(self) -> bool:
@@ -63,45 +88,75 @@ class Transfer:
             self._landed()
             self._landed = None
         self.op.close()
+        if self._after is not None:
+            self._after.close()
         return info.value, error
 
 
-def to_store(session: Any, layers: Sequence[Placed], row: int, *, first_layer: int,
-             first_token: int, tokens: int, level: int) -> Transfer:
-    """Puts tokens of a row. Where a buffer is not in host memory torch moves them there first."""
-    k: List[View] = []
-    v: List[View] = []
+class _Views:
+    """What a move leads from or to."""
+
+    def __init__(self, gpu: Optional[Gpu]) -> None:
+        self.k: List[View] = []
+        self.v: List[View] = []
+        self._gpu, self._straight = gpu, False
+
+    def takes(self, plane: List[View], buffer: torch.Tensor, row: int, slot: int) -> bool:
+        """Adds a row of a buffer, where that needs no copy of torch's."""
+        gpu = None
+        if buffer.device.type not in HOST:
+            gpu = self._gpu
+            if gpu is None or not gpu.reaches(buffer):
+                return False
+            self._straight = True
+        plane.append(view(buffer, row, slot, gpu))
+        return True
+
+    def submit(self, call: Callable[..., Op], landed: Optional[Callable[[], None]] = None,
+               **what: int) -> Transfer:
+        """Begins the move, behind what torch does with the GPU's memory."""
+        after = self._gpu.now() if self._gpu is not None and self._straight else None
+        try:
+            return Transfer(call(self.k, self.v, after=after, **what), after, landed)
+        except BaseException:
+            if after is not None:
+                after.close()
+            raise
+
+
+def to_store(session: Any, layers: Sequence[Placed], row: int, gpu: Optional[Gpu] = None, *,
+             first_layer: int, first_token: int, tokens: int, level: int) -> Transfer:
+    """Puts tokens of a row. Where nobody but torch reaches a buffer, torch moves them to host
+    memory first."""
+    views = _Views(gpu)
     for *pair, slot in layers:
-        for buffer, views in zip(pair, (k, v)):
-            if buffer.device.type in HOST:
-                views.append(view(buffer, row, slot))
+        for buffer, plane in zip(pair, (views.k, views.v)):
+            if views.takes(plane, buffer, row, slot):
                 continue
             piece = buffer[row:row + 1, :, slot:slot + tokens].detach().to("cpu").contiguous()
-            views.append(view(piece, 0, 0))
-    return Transfer(session.put(k, v, first_layer=first_layer, first_token=first_token,
-                                tokens=tokens, level=level))
+            plane.append(view(piece, 0, 0))
+    return views.submit(session.put, first_layer=first_layer, first_token=first_token,
+                        tokens=tokens, level=level)
 
 
-def from_store(session: Any, layers: Sequence[Placed], row: int, *, first_layer: int,
-               first_token: int, tokens: int) -> Transfer:
-    """Gets tokens of a row into the buffers; those that are not in host memory get them from
+def from_store(session: Any, layers: Sequence[Placed], row: int, gpu: Optional[Gpu] = None, *,
+               first_layer: int, first_token: int, tokens: int) -> Transfer:
+    """Gets tokens of a row into the buffers; those that nobody but torch reaches get them from
     torch, once they have come."""
-    k: List[View] = []
-    v: List[View] = []
+    views = _Views(gpu)
     staged: List[Tuple[torch.Tensor, torch.Tensor]] = []
     for *pair, slot in layers:
-        for buffer, views in zip(pair, (k, v)):
-            if buffer.device.type in HOST:
-                views.append(view(buffer, row, slot))
+        for buffer, plane in zip(pair, (views.k, views.v)):
+            if views.takes(plane, buffer, row, slot):
                 continue
             there = buffer[row:row + 1, :, slot:slot + tokens]
             piece = torch.zeros(there.shape, dtype=buffer.dtype)
             staged.append((there, piece))
-            views.append(view(piece, 0, 0))
+            plane.append(view(piece, 0, 0))
 
     def landed() -> None:
         for there, piece in staged:
             there.copy_(piece)
 
-    op = session.get(k, v, first_layer=first_layer, first_token=first_token, tokens=tokens)
-    return Transfer(op, landed if staged else None)
+    return views.submit(session.get, landed if staged else None, first_layer=first_layer,
+                        first_token=first_token, tokens=tokens)

@@ -53,7 +53,7 @@ class AttentionAdapter:
 
 
 _PLAIN = AttentionAdapter()
-#: Classes of transformers, by their names.
+#: Classes of transformers, by their names: those that tests compare with a reference.
 _KNOWN = {
     "DeepseekV3Attention": AttentionAdapter(latent=True),
     **{name + "Attention": _PLAIN for name in (

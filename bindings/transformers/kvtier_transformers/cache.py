@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, Iterator, List, Optional, Tuple
 
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from .tiers import Tiers
 
 LEVELS = {"ram": kvtier.LEVEL_RAM, "disk": kvtier.LEVEL_DISK, "durable": kvtier.LEVEL_DURABLE}
-# Generated tokens go to the store so many at a time: each put wakes threads.
-_STRIDE = 64
+# Generated tokens go to the store so many at a time: each put wakes threads, and costs as much
+# whether it is of few tokens or of many.
+_STRIDE = 256
 # Errors after which nothing can be computed instead.
 _FATAL = (kvtier.ClosedError, kvtier.ForkedError, kvtier.HandleError, kvtier.PanicError)
 
@@ -46,9 +48,10 @@ class TieredCache(Cache):
         self._chunk = tiers.chunk_tokens
         self._stride = self._chunk * max(1, _STRIDE // self._chunk)
         self._shapes = list(tiers.shapes)
+        self._gpu = tiers.gpu
         self._ring = None
         if resident_layers is not None:
-            self._ring = Ring(self._rows, self._chunk, resident_layers)
+            self._ring = Ring(self._rows, self._chunk, resident_layers, tiers.gpu)
         layers: List[Any] = [DummyLayer()  # type: ignore[no-untyped-call]
                              for _ in range(self._shapes[-1].layer + 1)]
         for shape in self._shapes:
@@ -181,8 +184,8 @@ class TieredCache(Cache):
                 continue
             placed: List[Placed] = [(*layer.pair, pad + first - layer.first) for layer in layers]
             self._puts.append(self._submit(lambda: to_store(
-                session, placed, row, first_layer=number, first_token=first, tokens=end - first,
-                level=level)))
+                session, placed, row, self._gpu, first_layer=number, first_token=first,
+                tokens=end - first, level=level)))
 
     def _submit(self, make: Callable[[], Transfer]) -> Transfer:
         try:
@@ -209,12 +212,13 @@ class TieredCache(Cache):
 
     # --- sessions ----------------------------------------------------------------------------
 
-    def resume(self, tokens: Any, attention_mask: Any = None) -> int:
+    def resume(self, tokens: Any, attention_mask: Any = None, *, plan: bool = False) -> int:
         """Brings what the store has of a prompt: `tokens` as given to `generate`. Returns how
         many tokens (slots, with the padding on the left) need not be computed: never all, since
         the last one's logits are wanted. What is missing or damaged is not taken: it is computed.
         All rows resume at the same place. Padded rows resume only in models without windows,
-        and not with `resident_layers`."""
+        and not with `resident_layers`. With `plan` only that comes which is loaded sooner than
+        it is computed, by `Session.plan`."""
         if self._length:
             raise state("resume() needs a cache without tokens: take a new one, or reset()")
         if self.tiers is None:
@@ -227,6 +231,8 @@ class TieredCache(Cache):
             return 0
         bound = len(ids[0]) - 1
         try:
+            if plan and (end := self._reach(ids, pads, bound)) > max(pads):
+                bound = self._worth(ids, pads, end)
             while (end := self._reach(ids, pads, bound)) > max(pads):
                 bound = self._load(ids, pads, end)
                 if bound == end:
@@ -252,6 +258,20 @@ class TieredCache(Cache):
             bound = min(ends)
         return 0
 
+    def _worth(self, ids: List[List[int]], pads: List[int], end: int) -> int:
+        """Of so many slots, up to where plans of all rows load them."""
+        assert self.tiers is not None
+        worth = end
+        for row, pad in zip(ids, pads):
+            tokens = -(-(end - pad) // self._chunk) * self._chunk
+            with self.tiers.namespace.session(tenant=self.tiers.tenant) as session:
+                session.append(array("I", row[pad:pad + tokens]))
+                # Nothing is computed before all has come.
+                for segment in session.plan(overlap=False).segments:
+                    if segment.deed == kvtier.PLAN_RECOMPUTE:
+                        worth = min(worth, pad + segment.first_token)
+        return worth
+
     def _load(self, ids: List[List[int]], pads: List[int], end: int) -> int:
         """Loads so many slots; `end`, or how many are good where that failed."""
         self.reset()
@@ -276,8 +296,8 @@ class TieredCache(Cache):
             for row, (pad, n) in enumerate(zip(pads, upto)):
                 placed: List[Placed] = [(*layer.pair, pad) for layer in layers]
                 came.append((row, first, self._submit(lambda: from_store(
-                    rows.sessions[row], placed, row, first_layer=number, first_token=first,
-                    tokens=n - first))))
+                    rows.sessions[row], placed, row, self._gpu, first_layer=number,
+                    first_token=first, tokens=n - first))))
         good, failed = end, None
         for row, first, transfer in came:
             tokens, error = transfer.wait()

@@ -1,4 +1,5 @@
-"""Layers that rest in torch memory: buffers that grow in steps, written in place."""
+"""Layers that rest in torch memory: buffers that grow in steps, written in place once they are
+not small."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ._planes import Pair, empty
 
 _STEP = 256
+#: While K or V of all tokens are no more than this, joining costs less than writing in place: a
+#: call of torch's costs more than such a copy.
+_BRIEF_BYTES = 64 << 10
 #: Slots from here on are not waited for: no chunk of theirs is to be stored.
 NOTHING = 1 << 62
 
@@ -27,12 +31,16 @@ class TieredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._v: Optional[torch.Tensor] = None
         self._room = 0
         self._end = 0
+        #: Up to so many tokens are joined.
+        self._brief = 0
         #: Somebody has put other tensors in its place.
         self.replaced = False
         super().__init__()  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        each = max(t.shape[0] * t.shape[1] * t.shape[3] for t in (key_states, value_states))
+        self._brief = _BRIEF_BYTES // max(1, each * key_states.element_size())
         self.is_initialized = True
 
     @property
@@ -62,10 +70,13 @@ class TieredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any,
                **kwargs: Any) -> Pair:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         tokens = key_states.shape[2]
         begin, end = self._end, self._end + tokens
-        if key_states.requires_grad or value_states.requires_grad:
-            return self._join(key_states, value_states)
+        # With gradients, too: writing in place would break them.
+        if end <= self._brief or key_states.requires_grad or value_states.requires_grad:
+            return self._join(key_states, value_states, end)
         if end > self._room:
             self._grow(key_states, value_states, end)
         assert self._k is not None and self._v is not None
@@ -74,19 +85,19 @@ class TieredLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._end = end
         return self._k.narrow(2, 0, end), self._v.narrow(2, 0, end)
 
-    def _join(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
-        """With gradients: writing in place would break them."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        k, v = self.keys, self.values
-        self._k = key_states.contiguous() if k is None else torch.cat([k, key_states], dim=2)
-        self._v = value_states.contiguous() if v is None else torch.cat([v, value_states], dim=2)
-        self._end = self._room = self._k.shape[2]
-        return self._k, self._v
+    def _join(self, key_states: torch.Tensor, value_states: torch.Tensor, end: int) -> Pair:
+        """New buffers without room."""
+        k, v = self._k, self._v
+        if k is None or v is None:
+            k, v = key_states[:, :, :0], value_states[:, :, :0]
+        elif self._room != self._end:
+            k, v = k.narrow(2, 0, self._end), v.narrow(2, 0, self._end)
+        self._k = k = torch.cat((k, key_states), 2).contiguous()
+        self._v = v = torch.cat((v, value_states), 2).contiguous()
+        self._end = self._room = end
+        return k, v
 
     def _grow(self, k: torch.Tensor, v: torch.Tensor, end: int) -> None:
-        if not self.is_initialized:
-            self.lazy_initialization(k, v)
         room = roomier(end)
         old = (self._k, self._v)
         self._k, self._v = empty(k, room), empty(v, room)

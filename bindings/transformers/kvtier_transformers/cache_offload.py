@@ -12,7 +12,7 @@ from kvtier import LEVEL_RAM, Session
 from transformers.cache_utils import CacheLayerMixin
 
 from ._errors import state, with_advice
-from ._planes import Pair, Transfer, blank, from_store, to_store
+from ._planes import Gpu, Pair, Transfer, blank, from_store, to_store
 from ._shapes import LayerShape
 from .cache_layers import TieredLayer, roomier
 from .sessions import Rows
@@ -47,8 +47,9 @@ class Ring:
     """The memory of the offloaded mode: as many layers as `resident_layers` says, for each
     shape and device, and what of all layers is not in the store yet."""
 
-    def __init__(self, rows: Rows, chunk: int, resident_layers: int) -> None:
-        self.rows, self.chunk = rows, chunk
+    def __init__(self, rows: Rows, chunk: int, resident_layers: int,
+                 gpu: Optional[Gpu] = None) -> None:
+        self.rows, self.chunk, self.gpu = rows, chunk, gpu
         self.layers: List["OffloadedLayer"] = []
         self.fetches = 0
         self.failed_puts = 0
@@ -217,8 +218,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         came: List[Transfer] = []
         for row, session in enumerate(rows):
             came.append(self._ring.submit(partial(
-                from_store, session, [(*pair, slot)], row, first_layer=self.shape.number,
-                first_token=begin, tokens=end - begin), came))
+                from_store, session, [(*pair, slot)], row, self._ring.gpu,
+                first_layer=self.shape.number, first_token=begin, tokens=end - begin), came))
         return came
 
     def _landed(self, batch: int, room: int) -> Slot:
@@ -273,8 +274,9 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         for row, session in enumerate(rows.sessions):
             placed = (*self.tail.pair, self._sent - self.base)
             transfer = self._ring.submit(partial(
-                to_store, session, [placed], row, first_layer=self.shape.number,
-                first_token=self._sent, tokens=full - self._sent, level=LEVEL_RAM), ())
+                to_store, session, [placed], row, self._ring.gpu,
+                first_layer=self.shape.number, first_token=self._sent,
+                tokens=full - self._sent, level=LEVEL_RAM), ())
             self._puts.append((transfer, full))
         self._sent = full
         self._ring.put(self)
@@ -315,8 +317,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         puts: List[Transfer] = []
         for row, session in enumerate(self._ring.rows.sessions):
             puts.append(self._ring.submit(partial(
-                to_store, session, [(*slot.pair, 0)], row, first_layer=self.shape.number,
-                first_token=0, tokens=tokens, level=level), puts))
+                to_store, session, [(*slot.pair, 0)], row, self._ring.gpu,
+                first_layer=self.shape.number, first_token=0, tokens=tokens, level=level), puts))
         errors = [transfer.wait()[1] for transfer in puts]
         for error in errors:
             if error is not None:

@@ -126,8 +126,8 @@ class Rows:
             return
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         self.noted += ids.shape[1]
-        self._ids.append(ids.detach().clone())
-        self._positions.append(None if positions is None else positions.detach().clone())
+        self._ids.append(ids.clone())
+        self._positions.append(None if positions is None else positions.clone())
         self._masks.append((self.noted, None if mask is None
                             else _shown(mask, ids.shape[0], self.noted)))
 
@@ -166,6 +166,8 @@ class Rows:
         if wrong:
             return [], wrong
         told = [mask for _, mask in self._masks if mask is not None]
+        if not told and not any(self.pads):
+            return [0] * rows, ""
         numbers = iter(torch.stack(told).tolist() if told else [])
         pads = list(self.pads) if self._lines else None
         known = [(n, next(numbers) if mask is not None else None) for n, mask in self._masks]
@@ -183,22 +185,21 @@ class Rows:
     def _in_order(self, joined: torch.Tensor) -> bool:
         """Whether positions are those that tokens have by themselves. A pass that was given none
         has its slots for positions, which is the same without padding alone."""
-        at = self.named
+        if any(self.pads) and any(given is None for given in self._positions):
+            return False
+        if all(given is None for given in self._positions):
+            return True
+        if any(given is not None and given.ndim != 2 for given in self._positions):
+            return False
+        rows, slots = joined.shape
+        want = torch.arange(self.named, self.named + slots) - torch.tensor(self.pads)[:, None]
+        want = want.to(joined.device)
+        have, at = [], 0
         for ids, given in zip(self._ids, self._positions):
-            slots = torch.arange(at, at + ids.shape[1])
-            at += ids.shape[1]
-            if given is None:
-                if any(self.pads):
-                    return False
-                continue
-            if given.ndim != 2:
-                return False
-            want = slots - torch.tensor(self.pads)[:, None]
-            real = want >= 0
-            have = given.to("cpu").expand(want.shape)
-            if not bool((have == want)[real].all()):
-                return False
-        return True
+            begin, at = at, at + ids.shape[1]
+            have.append(want[:, begin:at] if given is None
+                        else given.to(joined.device).expand(rows, ids.shape[1]))
+        return bool(((torch.cat(have, 1) == want) | (want < 0)).all())
 
     def _open(self, pads: Sequence[int]) -> None:
         self.pads = list(pads)

@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import kvtier
 
 from ._errors import invalid, unsupported, with_advice
+from ._planes import Gpu
 from ._shapes import LayerShape, groups_of, shapes_of
 from .cache import TieredCache
 from .fingerprint import adapters_of, config_digest, fingerprint, versions_of
@@ -29,6 +30,16 @@ def refuse_moving_positions(model: Any) -> None:
                                   "stock cache for this model")
 
 
+def _device_of(store: kvtier.Store) -> kvtier.Device:
+    """The CUDA device that a store was opened with."""
+    device = store._device
+    if device is None or device.info.kind != "cuda":
+        raise invalid("gpu= needs a store that was opened with a CUDA device: kvtier.Store(..., "
+                      "device=kvtier.Device(runtime, 'cuda', ordinal=...)); without gpu= torch "
+                      "copies KV to host memory first")
+    return device
+
+
 class Tiers:
     """Binds a model to a store: `Tiers(model, 'store(host=2GiB)')`, or a `kvtier.Store` of yours.
 
@@ -40,7 +51,8 @@ class Tiers:
 
     def __init__(self, model: Any, store: "Union[str, kvtier.Store]" = "store(host=1GiB)", *,
                  chunk_tokens: int = 16, weights: Optional[bytes] = None,
-                 salt: Optional[bytes] = None, policy: str = "", tenant: int = 0) -> None:
+                 salt: Optional[bytes] = None, policy: str = "", tenant: int = 0,
+                 gpu: Optional[int] = None) -> None:
         if not 1 <= chunk_tokens <= 32768:
             raise invalid(f"chunks of {chunk_tokens} tokens: 1 to 32768")
         if getattr(model.config, "is_encoder_decoder", False):
@@ -58,22 +70,31 @@ class Tiers:
         self.chunk_tokens = chunk_tokens
         self.tenant = tenant
         self._runtime: Optional[kvtier.Runtime] = None
+        #: What moves KV of one GPU without a copy of torch's.
+        self.gpu: Optional[Gpu] = None
+        self._device: Optional[kvtier.Device] = None
         if isinstance(store, str):
             self._runtime = kvtier.Runtime(name="tiers")
             try:
-                self.store = kvtier.Store(self._runtime, store, policy=policy)
+                if gpu is not None:
+                    self._device = kvtier.Device(self._runtime, "cuda", ordinal=gpu)
+                    self.gpu = Gpu(self._device, gpu)
+                self.store = kvtier.Store(self._runtime, store, policy=policy,
+                                          device=self._device)
             except kvtier.Error:
-                self._runtime.close()
+                self._close_own(None)
                 raise
         else:
             self.store = store
+            if gpu is not None:
+                self.gpu = Gpu(_device_of(store), gpu)
         try:
             self.namespace = self.store.namespace(who, chunk_tokens=chunk_tokens,
                                                   groups=groups_of(self.shapes))
         except kvtier.Error:
             if self._runtime is not None:
                 self.store.close()
-                self._runtime.close()
+                self._close_own(None)
             raise
         self._names = list(inspect.signature(model.forward).parameters)
         self._model = weakref.ref(model)
@@ -109,6 +130,11 @@ class Tiers:
         """How many tokens of a sequence a cache could resume with now."""
         return self.namespace.lookup(as_rows(tokens)[0]).reusable_tokens
 
+    def observe_prefill(self, context_tokens: int, tokens: int, seconds: float) -> None:
+        """The model took so long to compute tokens behind others: `resume(plan=True)` goes by
+        what it is told here, and until then by a guess of 10,000 tokens a second."""
+        self.namespace.observe_prefill(context_tokens, tokens, max(1, round(seconds * 1e9)))
+
     def _before(self, model: Any, args: Any, kwargs: Dict[str, Any]) -> None:
         if args:
             kwargs = {**dict(zip(self._names, args)), **kwargs}
@@ -135,9 +161,15 @@ class Tiers:
             self.namespace.close()
             if self._runtime is not None:
                 self.store.close(timeout)
-                self._runtime.close()
+                self._close_own(timeout)
         except kvtier.ForkedError as error:
             raise with_advice(error) from None
+
+    def _close_own(self, timeout: Optional[float]) -> None:
+        if self._device is not None:
+            self._device.close(timeout)
+        if self._runtime is not None:
+            self._runtime.close()
 
     def __enter__(self) -> "Tiers":
         return self

@@ -82,6 +82,35 @@ def test_a_split_prefill_is_near(name: str) -> None:
         assert torch.allclose(step(model, cache, tokens[:, 64:]), whole[:, 64:], atol=1e-5)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_plan_loads_what_is_sooner_loaded_than_computed(name: str, mode: Optional[int]) -> None:
+    model, tokens = make(name), ids(90, rows=2, seed=11)
+    with Tiers(model, STORE) as tiers:
+        step(model, first := tiers.cache(), tokens)
+        assert first.save() == [80, 80]
+        stock = DynamicCache(config=model.config)
+        whole = [step(model, stock, piece) for piece in (tokens[:, :80], tokens[:, 80:])][1]
+        for token_ns, come in ((0.0, 0), (1e9, 80)):
+            tiers.namespace.fix_prefill((0.0, token_ns))
+            cache = tiers.cache(resident_layers=mode)
+            assert cache.resume(tokens, plan=True) == come == cache.get_seq_length()
+            rest = step(model, cache, tokens[:, come:])
+            assert torch.allclose(rest[:, 80 - come:], whole, atol=1e-5)
+            assert cache.unknown == "" and cache.save() == [80, 80]
+            assert tiers.cache().resume(tokens) == 80
+        tiers.namespace.fix_prefill(None)
+        for _ in range(200):  # half a minute for 16 tokens, again and again
+            tiers.observe_prefill(0, 16, 30.0)
+        assert tiers.cache(resident_layers=mode).resume(tokens, plan=True) == 80
+        beta = tiers.namespace.prefill().beta_ns
+        assert beta > 1e9 and tiers.namespace.prefill().observed == 200
+        padded = torch.cat([torch.zeros_like(tokens[:, :7]), tokens], 1)
+        mask = (padded != 0).long()
+        want = 87 if name == "llama" and mode is None else 0
+        assert tiers.cache(resident_layers=mode).resume(padded, mask, plan=True) == want
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_the_last_token_is_always_computed(name: str) -> None:
     model, tokens = make(name), ids(64, seed=5)

@@ -18,7 +18,11 @@ MOE = dict(moe_intermediate_size=24, num_experts_per_tok=2)
 MODELS = {
     "llama": ("Llama", SMALL),
     "mistral": ("Mistral", {**SMALL, "sliding_window": None}),
+    "mixtral": ("Mixtral", {**SMALL, "sliding_window": None, "num_local_experts": 4,
+                            "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", SMALL),
+    "qwen2moe": ("Qwen2Moe", {**SMALL, **MOE, "num_experts": 4,
+                              "shared_expert_intermediate_size": 24}),
     "qwen3": ("Qwen3", SMALL),
     "qwen3moe": ("Qwen3Moe", {**SMALL, **MOE, "num_experts": 4}),
     "gemma": ("Gemma", SMALL),

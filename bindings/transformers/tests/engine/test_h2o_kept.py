@@ -9,8 +9,9 @@ transformers = pytest.importorskip("transformers")
 if not transformers.__version__.startswith("5.23."):
     pytest.skip("made for transformers 5.23", allow_module_level=True)
 
-from h2o_models import Spy, make_model, tokens  # noqa: E402
+from h2o_models import MODELS, Spy, make_model, tokens  # noqa: E402
 from h2o_reference import Reference  # noqa: E402
+from kvtier_transformers import attention  # noqa: E402
 from kvtier_transformers.h2o import install_kv_eviction, remove_kv_eviction  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
@@ -97,9 +98,17 @@ def test_kept_sets(name, implementation, setting):
     decode(make_model(name, implementation), implementation, setting)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma"])
-def test_other_families(name):
-    decode(make_model(name), "sdpa", (4, 6, 8, 1))
+def test_each_known_class_has_a_model_here():
+    found = {type(module).__name__ for name in MODELS
+             for module in make_model(name, "eager").modules()
+             if attention.adapter_of(module) is not None}
+    assert found == set(attention._KNOWN)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen2", "qwen2moe", "qwen3", "gemma"])
+def test_other_families(name, implementation):
+    decode(make_model(name, implementation), implementation, (4, 6, 8, 1))
 
 
 def test_soft_capped_scores_count_under_eager():
