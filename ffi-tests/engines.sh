@@ -115,6 +115,8 @@ if "$python" -m pyright --version >/dev/null 2>&1; then
 else
     echo "SKIP: pyright cannot run (it needs node, and fetches itself once)"
 fi
+echo "--- what is run on a GPU, on tensors of the processor"
+"$python" "$root/ffi-tests/gpu/python_paths.py" --device cpu --quick || failed=1
 # Tests of connectors may look at the source tree, which has no library in it.
 export KVTIER_LIBRARY=$prebuilt/lib/libkvtier.so
 for engine in $engines; do

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent / "lmdeploy", HERE.parent / "python",
-               HERE.parent / "lmdeploy" / "tests" / "stubs"):
+for folder in (HERE, HERE.parent / "lmdeploy", HERE.parent / "lmdeploy" / "tests" / "stubs"):
     sys.path.insert(0, str(folder))
 
 import kvtier  # noqa: E402

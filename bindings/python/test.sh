@@ -33,6 +33,13 @@ check() { "$work/venv/bin/pytest" -c "$here/pyproject.toml" -p no:cacheprovider 
 check "$here/tests" "$@"
 [ $# -eq 0 ] || exit 0
 
+echo "--- what is run on a GPU, without one"
+if command -v "${CC:-cc}" >/dev/null 2>&1 && command -v "${CXX:-c++}" >/dev/null 2>&1; then
+    "$work/venv/bin/python" "$here/../../ffi-tests/gpu/test_python_paths.py" "$work/gpu"
+else
+    echo "SKIP: there is no compiler"
+fi
+
 echo "--- examples in the words of the package"
 # Parts that need torch are not for here.
 check --doctest-modules --doctest-ignore-import-errors --pyargs kvtier

@@ -6,12 +6,16 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from kvtier import TIER_DISK, TIER_HOST, Advice, Policy, abi
 from kvtier._errors import make
-from lmdeploy.pytorch.kv_connector.base import (
-    KVConnectorBase,
-    KVConnectorOutput,
-    KVConnectorResult,
-    KVConnectorRole,
-)
+
+from ._engine import imports
+
+with imports():
+    from lmdeploy.pytorch.kv_connector.base import (
+        KVConnectorBase,
+        KVConnectorOutput,
+        KVConnectorResult,
+        KVConnectorRole,
+    )
 
 from ._lookup import Asker
 from ._meta import StepMeta

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Tuple
 
-from lmdeploy.pytorch.kv_connector.base import KVConnectorMetadata, KVSaveBlockLease
+from ._engine import imports
+
+with imports():
+    from lmdeploy.pytorch.kv_connector.base import KVConnectorMetadata, KVSaveBlockLease
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ HERE = Path(__file__).resolve().parent
 # The folder itself: an interpreter in some other "engines" is in argv, too.
 ENGINE = any(HERE / "engine" in (path, *path.parents)
              for path in (Path(argument.partition("::")[0]).resolve() for argument in sys.argv))
-for folder in (HERE.parent, HERE.parents[1] / "python"):
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(HERE.parent))
 if not ENGINE:
     sys.path.insert(0, str(HERE / "stubs"))
     collect_ignore = ["engine"]

@@ -7,11 +7,15 @@ tiers with it, without a line of theirs changed: `install()` before they import 
 
 from __future__ import annotations
 
-from ._config import Settings, configure
-from ._install import install, uninstall
-from ._memory import MooncakeHostMemAllocator
-from ._replicate import ReplicateConfig
-from ._store import BufferHandle, MooncakeDistributedStore, ReplicaDescriptor
+from kvtier._needs import Needs
+
+Needs("kvtier_mooncake", "engines with a Mooncake backend", "numpy", ("numpy",)).check()
+
+from ._config import Settings, configure  # noqa: E402
+from ._install import install, uninstall  # noqa: E402
+from ._memory import MooncakeHostMemAllocator  # noqa: E402
+from ._replicate import ReplicateConfig  # noqa: E402
+from ._store import BufferHandle, MooncakeDistributedStore, ReplicaDescriptor  # noqa: E402
 
 __all__ = [
     "BufferHandle",

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterator, List
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parent, HERE.parents[1] / "python", HERE):
+for folder in (HERE.parent, HERE):
     sys.path.insert(0, str(folder))
 
 import kvtier_mooncake  # noqa: E402

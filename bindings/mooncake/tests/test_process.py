@@ -16,7 +16,7 @@ import kvtier_mooncake
 import pytest
 from registered import HERE
 
-PATHS = os.pathsep.join([str(HERE.parent), str(HERE.parents[1] / "python")])
+PATHS = os.pathsep.join([str(HERE.parent), str(Path(kvtier.__file__).parents[1])])
 
 PRELUDE = """
 import os, sys, signal, subprocess

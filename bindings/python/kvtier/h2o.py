@@ -22,12 +22,22 @@ import importlib
 import warnings
 from typing import Any, Callable, List, Optional, Tuple, Union
 
-import numpy as np
+from ._needs import Needs
 
-from . import _abi, kernels
-from ._errors import make
-from ._offload import Attention, Context
-from ._sparse import Sparse, SparseCaps, SparseNeeds, SparseScope, sparse_policies
+Needs("kvtier.h2o", "eviction of tokens", "numpy", ("numpy",)).check()
+
+import numpy as np  # noqa: E402
+
+from . import _abi, kernels  # noqa: E402
+from ._errors import make  # noqa: E402
+from ._offload import Attention, Context  # noqa: E402
+from ._sparse import (  # noqa: E402
+    Sparse,
+    SparseCaps,
+    SparseNeeds,
+    SparseScope,
+    sparse_policies,
+)
 
 __all__ = ["ArrayLayer", "Evictor", "check", "spec"]
 

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
-from ._config import Settings
-from ._storage import KvtierStorage
+from . import _engine
+
+_engine.NEEDS.check()
+
+from ._config import Settings  # noqa: E402
+from ._storage import KvtierStorage  # noqa: E402
 
 __all__ = ["KvtierStorage", "Settings"]

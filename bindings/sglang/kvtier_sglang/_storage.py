@@ -13,14 +13,18 @@ import kvtier
 import torch
 from kvtier import _abi
 from kvtier._errors import make
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    HiCacheStorageConfig,
-    HiCacheStorageExtraInfo,
-    PoolName,
-    PoolTransfer,
-    PoolTransferResult,
-)
+
+from ._engine import imports
+
+with imports():
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorage,
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        PoolName,
+        PoolTransfer,
+        PoolTransferResult,
+    )
 
 from ._config import (
     LEVELS,

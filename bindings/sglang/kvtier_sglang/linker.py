@@ -12,20 +12,24 @@ import kvtier
 import torch
 from kvtier import _abi
 from kvtier._errors import make
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorageConfig,
-    PoolName,
-    PoolTransfer,
-)
-from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
-    resolve_hybrid_device_pool_group,
-)
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
-    LayerWiseLoadCounter,
-    UnifiedCacheLinker,
-)
-from sglang.srt.runtime_context import get_model, get_parallel
-from sglang.srt.utils import get_device_module
+
+from ._engine import imports
+
+with imports():
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorageConfig,
+        PoolName,
+        PoolTransfer,
+    )
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+        resolve_hybrid_device_pool_group,
+    )
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
+        LayerWiseLoadCounter,
+        UnifiedCacheLinker,
+    )
+    from sglang.srt.runtime_context import get_model, get_parallel
+    from sglang.srt.utils import get_device_module
 
 from ._config import LEVELS, Settings, check_version, open_store, shard
 from ._hits import fold

@@ -10,11 +10,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import _version  # noqa: F401: refuses other transformers before anything else fails
-from ._shapes import LayerShape, shapes_of
-from .cache import TieredCache
-from .fingerprint import fingerprint, fingerprint_files
-from .tiers import Tiers
+from kvtier._needs import Needs
+
+Needs("kvtier_transformers", "transformers 5.23 or newer, before 6",
+      'torch "transformers>=5.23,<6"', ("torch", "transformers")).check()
+
+from . import _version  # noqa: E402, F401: refuses other transformers before anything else fails
+from ._shapes import LayerShape, shapes_of  # noqa: E402
+from .cache import TieredCache  # noqa: E402
+from .fingerprint import fingerprint, fingerprint_files  # noqa: E402
+from .tiers import Tiers  # noqa: E402
 
 if TYPE_CHECKING:
     from .h2o import (

@@ -7,9 +7,12 @@ import sys
 
 from kvtier import abi
 from kvtier._errors import make
+from kvtier._needs import Needs
 
 #: The release line whose interfaces these classes implement.
 SUPPORTED = "0.33"
+
+_NEEDS = Needs("kvtier_vllm", f"vLLM {SUPPORTED}", f"'vllm=={SUPPORTED}.*'", ("vllm",))
 
 
 def version() -> str:
@@ -25,7 +28,9 @@ def version() -> str:
 
 def require() -> None:
     """Refuses an engine whose interfaces may be others: they change from release to release,
-    and what is called with other arguments would fail in the middle of a request."""
+    and what is called with other arguments would fail in the middle of a request. ImportError
+    where there is none."""
+    _NEEDS.check()
     found = version()
     if found == SUPPORTED or found.startswith(SUPPORTED + "."):
         return

@@ -6,7 +6,11 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+from . import _engine
+
+_engine.require()
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )

@@ -8,7 +8,13 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set
 
 import kvtier
 from kvtier._errors import Error
-from vllm.v1.kv_offload.base import (
+
+from . import _engine
+from .settings import Shared, logger
+
+_engine.require()
+
+from vllm.v1.kv_offload.base import (  # noqa: E402
     LoadStoreSpec,
     LookupResult,
     Medium,
@@ -18,8 +24,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     get_offload_group_idx,
 )
-
-from .settings import Shared, logger
 
 TIER = "use TieringOffloadingSpec with the kvtier tier (kvtier_vllm.tier), which serves any " \
         "number of workers"

@@ -17,7 +17,7 @@ from typing import Any, Dict
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parents[1], HERE.parents[2] / "python", HERE.parents[2] / "mooncake", HERE):
+for folder in (HERE.parents[1], HERE.parents[2] / "mooncake", HERE):
     sys.path.insert(0, str(folder))
 
 VERSION = "0.18.0"

@@ -14,8 +14,7 @@ from typing import Any, Sequence
 import pytest
 
 HERE = Path(__file__).resolve().parent
-for folder in (HERE.parents[1], HERE.parents[2] / "python"):
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(HERE.parents[1]))
 
 
 def need(package: str, version: str, *modules: str) -> None:

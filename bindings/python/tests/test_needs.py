@@ -1,0 +1,99 @@
+"""Connectors without what they are for, and with another version of it: they say what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Dict, Tuple
+
+import pytest
+
+#: None in `sys.modules` is a module that is not there.
+PROGRAM = """
+import sys
+for name in {missing!r}:
+    sys.modules[name] = None
+try:
+    {statement}
+except Exception as error:
+    print(type(error).__name__, getattr(error, "name", ""), error, sep="\\n")
+else:
+    print("imported")
+"""
+
+#: A statement, what is not there, and what is said: the module, for what, and of pip.
+MISSING = [
+    ("import kvtier_vllm.tier", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
+    ("import kvtier_vllm.spec", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
+    ("import kvtier_vllm.policy", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
+    ("import kvtier_vllm.connector", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
+    ("import kvtier_vllm.connector_meta", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
+    ("import kvtier_vllm.spec_manager", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
+    ("from kvtier_lmdeploy import KvtierConnector", "lmdeploy", "lmdeploy 0.18.0",
+     "lmdeploy==0.18.0"),
+    ("import kvtier_sglang", "sglang", "SGLang 0.5.23", "sglang==0.5.23"),
+    ("import kvtier_sglang.linker", "sglang", "SGLang 0.5.23", "sglang==0.5.23"),
+    ("import kvtier_mooncake", "numpy", "a Mooncake backend", "numpy"),
+    ("import kvtier_transformers", "torch", "transformers 5.23", '"transformers>=5.23,<6"'),
+    ("import kvtier.h2o", "numpy", "eviction", "numpy"),
+]
+
+
+def said(statement: str, *missing: str, path: str = "") -> str:
+    program = PROGRAM.format(missing=missing, statement=statement)
+    program = f"import sys; sys.path.insert(0, {path!r})\n{program}" if path else program
+    return subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE,
+                          timeout=60).stdout.decode()
+
+
+@pytest.mark.parametrize("statement, module, what, install", MISSING)
+def test_what_is_missing_is_named(statement: str, module: str, what: str, install: str) -> None:
+    kind, name, words = said(statement, module).split("\n", 2)
+    assert (kind, name) == ("ModuleNotFoundError", module)
+    assert what in words and f"{module} is not installed" in words and install in words
+
+
+def test_packages_that_need_no_engine_are_imported() -> None:
+    engines = ("vllm", "lmdeploy", "sglang", "torch", "transformers")
+    for statement in ("import kvtier, kvtier_vllm, kvtier_vllm.settings, kvtier_lmdeploy",
+                      "import kvtier_mooncake"):
+        assert said(statement, *engines) == "imported\n"
+    assert "pip install lmdeploy==0.18.0" in said(
+        "import kvtier_lmdeploy; kvtier_lmdeploy.activate()", *engines)
+
+
+#: A statement, files that make another version, and which version is said to be right.
+OTHERS: Dict[str, Tuple[Dict[str, str], str]] = {
+    "import kvtier_vllm.connector": ({"vllm/__init__.py": "__version__ = '0.1.0'"}, "0.33"),
+    "import vllm, kvtier_vllm.tier": ({"vllm/__init__.py": "__version__ = '0.1.0'"}, "0.33"),
+    "import kvtier_sglang": (
+        {"sglang/__init__.py": "", "sglang/version.py": "__version__ = '0.1.0'", "torch.py": ""},
+        "0.5.23"),
+    "from kvtier_lmdeploy import KvtierConnector": ({"lmdeploy/__init__.py": ""}, "0.18.0"),
+    "import kvtier_lmdeploy; kvtier_lmdeploy.activate()": ({"lmdeploy/__init__.py": ""}, "0.18.0"),
+    "import kvtier_transformers": (
+        {"transformers.py": "__version__ = '0.1.0'", "torch.py": ""}, "5.23"),
+}
+
+
+@pytest.mark.parametrize("statement", OTHERS)
+def test_another_version_is_refused(statement: str, tmp_path: Path) -> None:
+    files, right = OTHERS[statement]
+    for engine in ("vllm", "lmdeploy", "sglang", "transformers"):
+        files = {**files, f"{engine}-0.1.0.dist-info/METADATA":
+                 f"Metadata-Version: 2.1\nName: {engine}\nVersion: 0.1.0\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    kind, name, words = said(statement, path=str(tmp_path)).split("\n", 2)
+    assert (kind, name) == ("UnsupportedError", "KVT_E_UNSUPPORTED")
+    assert "0.1.0" in words and right in words
+    assert "nstall" in words
+
+
+def test_a_module_that_breaks_says_why_itself(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open')")
+    (tmp_path / "transformers.py").write_text("import torch")
+    kind, _, words = said("import kvtier_transformers", path=str(tmp_path)).split("\n", 2)
+    assert kind == "OSError" and "libcudart" in words
