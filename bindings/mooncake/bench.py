@@ -26,7 +26,6 @@ for folder in (HERE, HERE.parent / "lmdeploy", HERE.parent / "lmdeploy" / "tests
 import kvtier  # noqa: E402
 import numpy as np  # noqa: E402
 from kvtier import Blocks, abi  # noqa: E402
-from kvtier._blocks import _names as c_names  # noqa: E402
 from kvtier._lib import lib  # noqa: E402
 
 BLOCKS, ROWS = 1000, 16
@@ -39,9 +38,9 @@ class Prepared:
     def __init__(self, blocks: Blocks, names: List[bytes], rows: "np.ndarray[Any, Any]",
                  call: Any) -> None:
         self._blocks, self._call = blocks, call
-        called, self._kept = c_names(names)
+        self._names = kvtier.Names(names)
         self._c = abi.kvt_blocks_t()
-        self._c.names = ctypes.pointer(called)
+        self._c.names = ctypes.pointer(self._names._c)
         each = rows.shape[2]
         first = np.arange(len(names), dtype=np.uint64) * np.uint64(each)
         self._tables = [first + np.uint64(row.ctypes.data) for row in rows]

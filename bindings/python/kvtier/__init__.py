@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from . import _abi as abi
 from . import _kernels as kernels
-from ._blocks import At, Blocks, Each, Pool
+from ._blocks import At, Blocks, Each, Names, Pool
 from ._budget import (
     TIER_DEVICE,
     TIER_DISK,
@@ -174,7 +174,7 @@ from ._trace import (
     Trace,
     TraceInfo,
 )
-from ._view import View
+from ._view import Place, View
 
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
@@ -189,11 +189,11 @@ __all__ = [
     "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead", "IndexKind",
     "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM",
     "Lab", "LabRow", "LabRun", "LabTable", "Latency", "LayerCount", "LayerKV", "LimitError",
-    "LogEntry", "Lookup", "Model", "ModelInfo", "ModelUnit", "Namespace", "NoMemoryError",
+    "LogEntry", "Lookup", "Model", "ModelInfo", "ModelUnit", "Names", "Namespace", "NoMemoryError",
     "NotFoundError", "Offload", "OffloadTokens", "Op", "OpInfo", "PLAN_LOAD", "PLAN_RECOMPUTE",
     "PLAN_RESIDENT", "PRIORITY_BACKGROUND", "PRIORITY_DEMAND", "PRIORITY_PREFETCH", "PanicError",
-    "Part", "Pick", "PinQuotaError", "Placed", "Plan", "Policy", "PolicyInfo", "Pool", "Prefill",
-    "Queue", "QueueStats", "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED",
+    "Part", "Pick", "PinQuotaError", "Place", "Placed", "Plan", "Policy", "PolicyInfo", "Pool",
+    "Prefill", "Queue", "QueueStats", "RANGE_HIT", "RANGE_MISS", "RANGE_PENDING", "RANGE_UNNEEDED",
     "RELEASED", "RESOLVED", "ROLE_EMBEDDING", "ROLE_EXPERT", "ROLE_HEAD", "ROLE_LAYER",
     "ROLE_NORM", "ROLE_OTHER", "RULE_FULL", "RULE_STATE", "RULE_WINDOW", "Range",
     "ReentrantError", "Replay", "Result", "Row", "Rows", "Runtime", "RuntimeStats",

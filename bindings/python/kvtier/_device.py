@@ -153,13 +153,8 @@ class DeviceMemory(Resource, Place):
         #: Where it starts: a multiple of 256.
         self.address: int = memory.address
         self.nbytes: int = memory.bytes
-        self._kind: int = memory.memory
+        self.on_device: bool = memory.memory == _abi.KVT_MEMORY_DEVICE
         self._own(_MemoryJob(raw.value, memory))
-
-    @property
-    def on_device(self) -> bool:
-        """Whether only the device reaches it."""
-        return self._kind == _abi.KVT_MEMORY_DEVICE
 
     def __len__(self) -> int:
         return self.nbytes

@@ -78,7 +78,7 @@ class OffloadTokens(NamedTuple):
 class DevicePlane(Place):
     """K or V of a buffer in memory of a device: where it is, for kernels and `View`."""
 
-    _kind = _abi.KVT_MEMORY_DEVICE
+    on_device = True
 
     def __init__(self, address: int, shape: Tuple[int, int, int], nbytes: int,
                  owner: object) -> None:

@@ -107,7 +107,7 @@ class Op(Resource):
         #: The program's own object, given when it was submitted.
         self.tag = tag
         self._bound = False
-        self._gone = False  # a completion told of the release
+        self._gone = False  # it is known to be released
         self._waiters: List["asyncio.Future[None]"] = []
         self._own(OpJob(_abi.kvt_op_p(), cancel_when_dropped))
 
@@ -147,6 +147,8 @@ class Op(Resource):
             until = now + _SLICE_NS if end == 0 else min(now + _SLICE_NS, end)
             status = lib.kvt_op_wait(self._raw, moments, until)
             if status == _abi.KVT_OK:
+                if moments & RELEASED:
+                    self._gone = True
                 return True
             if status != _abi.KVT_E_TIMEOUT:
                 check(status)
@@ -215,8 +217,9 @@ class Op(Resource):
         # Leaving the block means nobody wants it any more; the memory must be
         # free to use afterwards.
         if not self.closed:
-            self.cancel()
-            self.wait()
+            if not self._gone:
+                self.cancel()
+                self.wait()
             self.close()
 
     def _notice_release(self) -> None:

@@ -449,11 +449,10 @@ class StreamUnit(Place):
         #: Where its bytes are.
         self.address: int = int(held.address)
         self.nbytes: int = held.bytes
-        self._kind: int = held.memory
         #: Which unit.
         self.unit: int = held.unit
         #: Whether it is in memory of the device: then there is its `address` alone.
-        self.on_device: bool = self._kind == _abi.KVT_MEMORY_DEVICE
+        self.on_device: bool = held.memory == _abi.KVT_MEMORY_DEVICE
         #: The device's event from which on the bytes are complete, as a number; 0 = they are.
         self.event: int = held.event
         self._lease: Optional[_Lease] = _Lease()

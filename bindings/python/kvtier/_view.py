@@ -15,17 +15,34 @@ from ._pybuffer import Export
 
 
 class Place:
-    """Memory that is no Python object's."""
+    """Memory that is no Python object's, wherever one with memory is taken (`View`, `Pool`): so
+    many bytes from an address on, of the processor's or of the device's (`on_device=True`).
+    Nothing checks the address: whoever gives it keeps what is there until the ops on it are
+    released. `kept` is held as long as the place and what was submitted with it; memory of a
+    `Device`, and units of a `Streamer`, are places of their own.
+
+    >>> import ctypes, kvtier
+    >>> memory = ctypes.create_string_buffer(8192)
+    >>> place = kvtier.Place(ctypes.addressof(memory), 8192, kept=memory)
+    >>> kvtier.Pool(place, 4096).count
+    2
+    """
 
     #: Where it starts.
     address: int
     nbytes: int
-    #: KVT_MEMORY_*.
-    _kind: int
+    #: Whether only a device reaches it.
+    on_device: bool
+
+    def __init__(self, address: int, nbytes: int, *, on_device: bool = False,
+                 kept: Any = None) -> None:
+        if not u64(address) or u64(nbytes) > 2**64 - address:
+            raise _invalid(f"{nbytes} bytes at {address:#x}: there is no such memory")
+        self.address, self.nbytes, self.on_device = address, nbytes, on_device
+        self._kept = kept
 
     def _check(self, writable: bool) -> None:
-        """Fails when it is not there any more, or must not be written."""
-        raise NotImplementedError
+        """Fails when it is known not to be there any more, or must not be written."""
 
 
 def _invalid(text: str) -> Exception:
@@ -35,9 +52,9 @@ def _invalid(text: str) -> Exception:
 @dataclass(frozen=True)
 class View:
     """One plane of one layer in a contiguous object (bytearray, numpy array, torch tensor,
-    kvtier.Buffer) or in memory of a device (kvtier.DeviceMemory, kvtier.StreamUnit, a CUDA
-    tensor): tokens from `offset` on, or in pages that begin at offsets. 0 is no gap between
-    tokens, or heads. Never leads out of the object.
+    kvtier.Buffer), in memory of a device (kvtier.DeviceMemory, kvtier.StreamUnit, a CUDA tensor)
+    or in any other (kvtier.Place): tokens from `offset` on, or in pages that begin at offsets.
+    0 is no gap between tokens, or heads. Never leads out of the object.
 
     >>> import kvtier
     >>> plane = bytearray(64 * 32)                      # 64 tokens of 2 heads of 16 bytes
@@ -69,8 +86,6 @@ def lend(source: Any, writable: bool, kept: List[Any]) -> Union[Export, Place]:
 
 def kind_of(there: Union[Export, Place]) -> int:
     """KVT_MEMORY_* of what was lent."""
-    if isinstance(there, Place):
-        return there._kind
     return _abi.KVT_MEMORY_DEVICE if there.on_device else _abi.KVT_MEMORY_HOST
 
 

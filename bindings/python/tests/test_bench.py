@@ -20,7 +20,7 @@ def test_every_line_is_a_bar() -> None:
     assert all(set(line) >= KEYS and line["group"] == "python" for line in lines)
     bars = [line["bar"] for line in lines]
     assert len(set(bars)) == len(bars) and {"call_now", "call_policy_touch_16", "batch_put_1000",
-                                            "batch_get_1000"} <= set(bars)
+                                            "batch_get_1000", "batch_get_ready_1000"} <= set(bars)
     for line in lines:
         known = line["value"] is not None and line["baseline_value"] is not None
         assert line["ok"] == (line["value"] <= line["goal"] if known else None)

@@ -254,3 +254,222 @@ def test_a_pool_on_memory_that_was_closed(runtime):
                         blocks.get([b"a"], one)
                     with pytest.raises(kvtier.ClosedError):
                         blocks.put([b"b"], one)
+
+
+STARTS = [sum(PARTS[:part]) for part in range(len(PARTS) + 1)]
+
+
+def test_some_parts_move_those_bytes_and_no_others(store):
+    blocks, names = blocks_of(store), [name(n) for n in range(20)]
+    whole = kvtier.Pool(filled(range(20)), BLOCK)
+    assert blocks.put(names, whole.at(range(20))).result().bytes_done == 20 * BLOCK
+    for first, count in ((0, 1), (1, 2), (3, 1), (2, None), (0, None)):
+        low, high = STARTS[first], STARTS[len(PARTS) if count is None else first + count]
+        back = np.full((20, BLOCK), 0xA5, np.uint8)
+        some = {"first_part": first, "parts": count}
+        assert blocks.prefetch(names, **some).result().value == 20
+        # Without shifts a part is where a whole block has it.
+        done = blocks.get(names, kvtier.Pool(back, BLOCK).at(range(20)), **some).result()
+        assert done.bytes_done == 20 * (high - low)
+        for n in range(20):
+            assert (back[n, low:high] == content(n)[low:high]).all()
+        assert (back[:, :low] == 0xA5).all() and (back[:, high:] == 0xA5).all()
+        # Tables of these parts alone, each in a plane of its own.
+        sizes = PARTS[first:None if count is None else first + count]
+        planes = [np.full((20, size + 8), 0xA5, np.uint8) for size in sizes]
+        tables = [np.array([row.ctypes.data for row in plane], np.uint64) for plane in planes]
+        blocks.get(names, kvtier.Each(tables, kept=planes), **some).result()
+        assert (np.concatenate([plane[:, :-8] for plane in planes], 1) == back[:, low:high]).all()
+        assert all((plane[:, -8:] == 0xA5).all() for plane in planes)
+
+
+def test_shifts_of_some_parts_are_theirs_or_those_of_all(store):
+    blocks = blocks_of(store)
+    blocks.put([b"a"], kvtier.Pool(filled([1]), BLOCK).at([0])).result()
+    middle = content(1)[STARTS[1]:STARTS[3]]
+    for shifts in ([0, PARTS[1]], [999, 0, PARTS[1], 999]):
+        back = np.full(PARTS[1] + PARTS[2], 0xA5, np.uint8)
+        place = kvtier.Pool(back, back.nbytes, shifts=shifts).at([0])
+        blocks.get([b"a"], place, first_part=1, parts=2).result()
+        assert (back == middle).all()
+        # The others do not fit in there.
+        with pytest.raises(kvtier.InvalidError):
+            blocks.get([b"a"], place)
+        with pytest.raises(kvtier.InvalidError):
+            blocks.get([b"a"], place, first_part=2, parts=1 if len(shifts) == 2 else 2)
+    for wrong in (kvtier.Each([[1]] * 4), kvtier.Each([[1]]), kvtier.At([1], shifts=[0])):
+        with pytest.raises(kvtier.InvalidError):
+            blocks.get([b"a"], wrong, first_part=1, parts=2)
+
+
+def test_a_block_is_there_when_all_its_parts_are(store):
+    blocks, memory = blocks_of(store), filled([7])
+    place = kvtier.Pool(memory, BLOCK).at([0])
+    for part in range(len(PARTS)):
+        assert blocks.exists([b"a"]) == b"\0"
+        blocks.put([b"a"], place, first_part=part, parts=1).result()
+    assert blocks.prefix([b"a"]) == 1
+    back = np.zeros(BLOCK, np.uint8)
+    blocks.get([b"a"], kvtier.Pool(back, BLOCK).at([0])).result()
+    assert (back == memory).all()
+
+
+@pytest.mark.parametrize("first, count", [
+    (4, None), (0, 5), (3, 2), (0, 0), (2**32 - 1, 1), (-1, 1), (0, -1), (1, 2**32), (2**32, 1)])
+def test_parts_that_a_block_has_not(store, first, count):
+    blocks, there = blocks_of(store), kvtier.Pool(bytearray(BLOCK), BLOCK).at([0])
+    for refused in (
+        lambda: blocks.put([b"a"], there, first_part=first, parts=count),
+        lambda: blocks.get([b"a"], there, first_part=first, parts=count),
+        lambda: blocks.prefetch([b"a"], first_part=first, parts=count),
+    ):
+        with pytest.raises(kvtier.InvalidError) as told:
+            refused()
+        if 0 <= first < 2**32 and 0 <= (count or 0) < 2**32:
+            assert "with 4: say first_part from 0 on" in str(told.value)
+
+
+def test_names_are_made_ready_once(store):
+    blocks, pool = blocks_of(store), kvtier.Pool(filled(range(4)), BLOCK)
+    for given in ([name(n) for n in range(4)], [b"a", b"bb", b"d" * 300]):
+        plain = list(given)
+        ready = kvtier.Names(given)
+        given.clear()  # which changes nothing
+        assert len(ready) == len(plain)
+        places = pool.at(range(len(plain)))
+        assert not any(blocks.exists(ready))
+        assert blocks.put(ready, places).result().value == len(plain)
+        assert blocks.keys(ready) == blocks.keys(plain)
+        assert blocks.exists(ready) == blocks.exists(plain) and blocks.prefix(ready) == len(plain)
+        assert blocks.prefetch(ready).result().value == len(plain)
+        back = np.zeros(4 * BLOCK, np.uint8)
+        for _ in range(2):
+            op = blocks.get(ready, kvtier.Pool(back, BLOCK).at(range(len(plain))))
+            assert op.result().value == len(plain)
+        assert (back[:len(plain) * BLOCK] == filled(range(len(plain)))).all()
+        assert blocks.drop(ready).gone_chunks == len(plain)
+        with pytest.raises(kvtier.InvalidError):
+            blocks.get(ready, pool.at([0]))
+    blocks.close()
+    with pytest.raises(kvtier.ClosedError):
+        blocks.exists(ready)
+    with pytest.raises(kvtier.ClosedError):
+        blocks.get(ready, pool.at([0]))
+
+
+def test_names_one_after_the_other(store):
+    blocks = blocks_of(store)
+    hashes = np.random.default_rng(1).integers(0, 256, (50, 16), np.uint8)
+    apart = [row.tobytes() for row in hashes]
+    for joined in (hashes, hashes.tobytes(), bytearray(hashes.tobytes()),
+                   memoryview(hashes.view(np.uint64)), np.asfortranarray(hashes)):
+        names = kvtier.Names(joined, each_bytes=16)
+        assert len(names) == 50 and blocks.keys(names) == blocks.keys(apart)
+    mine = bytearray(hashes.tobytes())
+    names = kvtier.Names(mine, each_bytes=16)
+    mine[:] = bytes(len(mine))
+    assert blocks.keys(names) == blocks.keys(apart)
+    for wrong, each in ((b"abcde", 2), (b"abcd", -2), (b"abcd", 2**64)):
+        with pytest.raises(kvtier.InvalidError):
+            kvtier.Names(wrong, each_bytes=each)
+    for wrong in ("abcd", 4, [b"ab"], None):
+        with pytest.raises(TypeError):
+            kvtier.Names(wrong, each_bytes=2)
+
+
+@pytest.mark.parametrize("names", [
+    ["a"], "ab", b"ab", [1], [None], [b"a", "b"],
+    [memoryview(array.array("H", [1, 2])), b"abcd"], [memoryview(array.array("Q", [1]))] * 2,
+    [b""], [b"", b"a"], [b"a" * 65537]])
+def test_names_that_are_none(store, names):
+    blocks, pool = blocks_of(store), kvtier.Pool(bytearray(2 * BLOCK), BLOCK)
+    for refused in (lambda: blocks.exists(names), lambda: blocks.drop(names),
+                    lambda: blocks.put(names, pool.at(range(len(names))))):
+        with pytest.raises((TypeError, kvtier.InvalidError, kvtier.LimitError)):
+            refused()
+
+
+def test_indexes_of_any_kind(store):
+    memory = bytearray(300 * 64)
+    pool = kvtier.Pool(memory, 64)
+    first = pool.at([0]).addresses[0]
+    wanted = [first + 64 * index for index in (299, 0, 256, 3, 3)]
+    order = [299, 0, 256, 3, 3]
+    for given in (order, tuple(order), array.array("i", order), np.array(order),
+                  np.array(order, np.uint16), np.array([order, order]).T[:, 0],
+                  np.array(order, ">i4"), [np.int64(index) for index in order], iter(order)):
+        assert list(pool.at(given).addresses) == wanted
+    assert list(pool.at(range(299, -1, -1)).addresses) == [first + 64 * i
+                                                          for i in range(299, -1, -1)]
+    assert list(pool.at(bytes([1, 2])).addresses) == [first + 64, first + 128]
+    assert len(pool.at([]).addresses) == 0 == len(pool.at(np.array([], np.int64)).addresses)
+    for wrong in ([300], [-1], [0, 2**64], [-2**63], [1.0], ["1"], np.array([-1]),
+                  np.array([1.5]), np.array([[1]]), [None]):
+        with pytest.raises(kvtier.InvalidError, match="of a pool of 300"):
+            pool.at(wrong)
+    with pytest.raises(kvtier.InvalidError):
+        kvtier.Pool(bytearray(10), 64).at([0])
+
+
+def test_blocks_and_views_in_memory_that_is_no_objects(runtime, store):
+    memory = filled(range(4))
+    gone = []
+
+    class Kept:
+        def __del__(self):
+            gone.append(True)
+
+    place = kvtier.Place(memory.ctypes.data, memory.nbytes, kept=Kept())
+    assert (place.address, place.nbytes, place.on_device) == (
+        memory.ctypes.data, memory.nbytes, False)
+    blocks = blocks_of(store)
+    pool = kvtier.Pool(place, BLOCK)
+    assert pool.count == 4
+    with pytest.raises(kvtier.InvalidError):
+        pool.at([4])
+    event = kvtier.Event()
+    op = blocks.put([b"a", b"b"], pool.at([3, 1]), ready=event)
+    del place, pool
+    gc.collect()
+    assert not gone  # the op has it
+    event.signal()
+    assert op.result().value == 2
+    op.close()
+    gc.collect()
+    assert gone
+    back = np.zeros(BLOCK, np.uint8)
+    blocks.get([b"a"], kvtier.Pool(back, BLOCK).at([0])).result()
+    assert (back == content(3)).all()
+    for address, nbytes in ((0, 8), (2**64 - 8, 9), (-1, 8), (8, -1), (2**64, 1)):
+        with pytest.raises(kvtier.InvalidError):
+            kvtier.Place(address, nbytes)
+
+
+def test_a_place_on_a_device(runtime):
+    with kvtier.Device(runtime, "simulated", memory_bytes=1 << 20) as device:
+        with kvtier.Store(runtime, "store(host=1MiB)", device=device) as store:
+            with kvtier.Blocks(store, kvtier.Identity(), [256]) as blocks:
+                with device.alloc(4096) as memory:
+                    place = kvtier.Place(memory.address, memory.nbytes,
+                                         on_device=memory.on_device, kept=memory)
+                    device.upload(bytes(range(256)) * 16, memory).wait()
+                    blocks.put([b"a"], kvtier.Pool(place, 256).at([15])).result(5)
+                    back = bytearray(256)
+                    blocks.get([b"a"], kvtier.Pool(back, 256).at([0])).result(5)
+                    assert bytes(back) == bytes(range(256))
+                    row = bytearray(512)
+                    device.download(place, row, offset=256).wait()
+                    assert bytes(row) == bytes(range(256)) * 2
+        with kvtier.Store(runtime, "store(host=1MiB)") as store:
+            with kvtier.Blocks(store, kvtier.Identity(), [256]) as blocks:
+                with pytest.raises(kvtier.UnavailableError):
+                    blocks.put([b"a"], kvtier.Pool(
+                        kvtier.Place(4096, 256, on_device=True), 256).at([0]))
+
+
+def test_leaving_an_op_that_was_not_waited_for_ends_it(store):
+    blocks, event = blocks_of(store), kvtier.Event()
+    with blocks.put([b"a"], kvtier.Pool(bytearray(BLOCK), BLOCK).at([0]), ready=event) as op:
+        op.wait(0.01)
+        assert not op.info().released
+    assert op.closed and blocks.exists([b"a"]) == b"\0"

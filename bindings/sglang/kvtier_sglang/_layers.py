@@ -3,39 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
-import kvtier
 import numpy as np
 
 from ._config import invalid, unsupported
-
-
-@dataclass(frozen=True)
-class _Some(kvtier.Each):
-    """Tables of some parts, from one on."""
-
-    first: int = 0
-
-
-class LayeredBlocks(kvtier.Blocks):
-    """Blocks whose parts can be loaded a few at a time."""
-
-    def get_parts(self, names: Sequence[bytes], tables: Sequence[Any], first: int, device: bool,
-                  kept: Any, timeout: Optional[float]) -> kvtier.Op:
-        """Loads the parts from `first` on that there are tables of addresses for."""
-        return self.get(names, _Some(tables, device, kept, first), timeout=timeout)
-
-    def _fill(self, c: Any, places: Any, count: int, columns: Any, kept: List[Any]) -> None:
-        if isinstance(places, _Some):
-            c.first_layer, c.layers = places.first, len(places.tables)
-            parts = self.parts[places.first:places.first + len(places.tables)]
-            some: Any = SimpleNamespace(parts=parts)
-            kvtier.Blocks._fill(some, c, places, count, columns, kept)
-        else:
-            super()._fill(c, places, count, columns, kept)
 
 
 class LayerPages:

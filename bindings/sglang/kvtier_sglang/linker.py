@@ -33,7 +33,7 @@ with imports():
 
 from ._config import LEVELS, Settings, check_version, open_store, shard
 from ._hits import fold
-from ._layers import LayeredBlocks, LayerPages
+from ._layers import LayerPages
 from ._watch import Advisor, Evictions, room_of
 
 logger = logging.getLogger("kvtier_sglang")
@@ -43,7 +43,7 @@ Transfers = List[PoolTransfer]
 @dataclass(frozen=True)
 class _Pool:
     pages: LayerPages
-    blocks: LayeredBlocks
+    blocks: kvtier.Blocks
 
 
 class KvtierLinker(UnifiedCacheLinker):
@@ -90,10 +90,10 @@ class KvtierLinker(UnifiedCacheLinker):
         for thread in self._threads:
             thread.start()
 
-    def _blocks(self, config: HiCacheStorageConfig, pages: LayerPages) -> LayeredBlocks:
+    def _blocks(self, config: HiCacheStorageConfig, pages: LayerPages) -> kvtier.Blocks:
         who = kvtier.Identity(model=(config.model_name or "").encode(), shard=shard(config),
                               salt=self.settings.tag.encode() or None, recipe=pages.recipe)
-        return LayeredBlocks(self._store, who, pages.parts, tenant=self.settings.tenant,
+        return kvtier.Blocks(self._store, who, pages.parts, tenant=self.settings.tenant,
                              priority=self.settings.priority)
 
     def _open(self) -> None:
@@ -109,8 +109,9 @@ class KvtierLinker(UnifiedCacheLinker):
             return []
         names = [key.encode() for key in keys]
         self._advisor.looked_up(names)
+        ready = kvtier.Names(names)
         _, _, able = fold(len(names), asked,
-                          lambda name: self._pools[PoolName(name)].blocks.exists(names),
+                          lambda name: self._pools[PoolName(name)].blocks.exists(ready),
                           PoolName.KV)
         return able
 
@@ -151,7 +152,9 @@ class KvtierLinker(UnifiedCacheLinker):
         ops: List[List[kvtier.Op]] = []
         try:
             ready.synchronize()
-            batches = self._batches(requests)
+            # Each layer asks by the same names.
+            batches = [(pool, kvtier.Names(names), rows)
+                       for pool, names, rows in self._batches(requests)]
             for layer in range(self.pool_group.num_layers):
                 ops.append([])
                 for pool, names, rows in batches:
@@ -172,11 +175,12 @@ class KvtierLinker(UnifiedCacheLinker):
             for op in [op for those in ops for op in those]:
                 op.close()
 
-    def _get(self, pool: _Pool, names: List[bytes], rows: Any, layer: int) -> kvtier.Op:
+    def _get(self, pool: _Pool, names: kvtier.Names, rows: Any, layer: int) -> kvtier.Op:
         first, count = pool.pages.layers[layer]
-        return pool.blocks.get_parts(names, pool.pages.tables(rows, first, count), first,
-                                     pool.pages.device, pool.pages.entry.kv_buffer,
-                                     self.settings.timeout_s)
+        where = kvtier.Each(pool.pages.tables(rows, first, count), pool.pages.device,
+                            pool.pages.entry.kv_buffer)
+        return pool.blocks.get(names, where, timeout=self.settings.timeout_s, first_part=first,
+                               parts=count)
 
     def _batches(self, requests: List[Transfers]) -> List[Tuple[_Pool, List[bytes], Any]]:
         """What all requests want of each pool, in one."""

@@ -137,6 +137,35 @@ def test_pages_there_and_back_layer_by_layer(made: Any) -> None:
     linker.close()
 
 
+def test_a_layer_asks_for_its_own_buffers(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    linker, _ = made(device)
+    device.fill(1)
+    layers = [device.layer(layer, 0) for layer in range(LAYERS)]
+    keys, blocks = names(1), linker._pools[PoolName.KV].blocks
+    assert linker.offload([kv(keys, [0])])
+    assert ended(linker, 1) == [True]
+    device.fill(2)
+    get, asked = blocks.get, []
+    before = [device.layer(layer, 9) for layer in range(LAYERS)]
+
+    def alone(called: Any, places: Any, **given: Any) -> kvtier.Op:
+        op = get(called, places, **given)
+        op.wait()
+        asked.append((given["first_part"], given["parts"], len(places.tables), id(called)))
+        came = len(asked)
+        now = [device.layer(layer, 9) for layer in range(LAYERS)]
+        assert now == layers[:came] + before[came:]
+        return op
+
+    monkeypatch.setattr(blocks, "get", alone)
+    assert linker.load("r", [kv(keys, [9])])
+    assert linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    # With names that were made ready once.
+    assert asked == [(2 * layer, 2, 2, asked[0][3]) for layer in range(LAYERS)]
+    linker.close()
+
+
 def test_a_load_of_what_is_missing_fails(made: Any) -> None:
     device = Device()
     linker, _ = made(device)

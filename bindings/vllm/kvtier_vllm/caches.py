@@ -5,23 +5,8 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 import kvtier
-from kvtier._view import Place
 
 from .settings import invalid, unsupported
-
-
-class Tensor(Place):
-    """Memory of a device that a tensor has, and that lives as long as this."""
-
-    def __init__(self, tensor: Any) -> None:
-        storage = tensor.untyped_storage()
-        self._storage = storage
-        self.address: int = storage.data_ptr()
-        self.nbytes: int = storage.nbytes()
-        self._kind: int = kvtier.abi.KVT_MEMORY_DEVICE
-
-    def _check(self, writable: bool) -> None:
-        return
 
 
 class Layer(NamedTuple):
@@ -80,7 +65,9 @@ def layer(name: str, tensor: Any, blocks: int) -> Layer:
     offset = int(parts.storage_offset()) * each
     cuda = tensor.device.type == "cuda"
     flat: Any = torch.empty(0, dtype=torch.uint8)
-    source = Tensor(tensor) if cuda else flat.set_(tensor.untyped_storage()).numpy()
+    storage = tensor.untyped_storage()
+    source: Any = flat.set_(storage).numpy() if not cuda else kvtier.Place(
+        storage.data_ptr(), storage.nbytes(), on_device=True, kept=storage)
     return Layer(name, source, offset, tensor.data_ptr(), size, stride,
                  (tensor.device.index or 0) if cuda else None)
 
