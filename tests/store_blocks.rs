@@ -5,7 +5,7 @@ mod support {
     pub mod store;
 }
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvtier::base::op::{OpOpts, OpRef, RELEASED};
@@ -14,10 +14,12 @@ use kvtier::device::Memory;
 use kvtier::format::keys::Key;
 use kvtier::format::keys::block::BlockKeys;
 use kvtier::kv::core::blocks::{BlockMove, MAX_BLOCKS};
+use kvtier::kv::core::holds::MAX_HOLDS;
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
 use kvtier::kv::core::{SessionOpts, SpaceOpts};
 use kvtier::meta::chunks::WHOLE;
+use kvtier::policy::Hint;
 use proptest::prelude::*;
 use support::store::{
     Engine, Home, LONG_NS, Model, POISON, Scratch, Shape, document, marks_of, mix, spec_of,
@@ -165,6 +167,29 @@ impl Engineer {
         let asked = self.home.store.look(|core| core.exists(self.space, &keys, &mut found));
         asked.and_then(|asked| asked).expect("open");
         found.iter().map(|&one| one & WHOLE != 0).collect()
+    }
+
+    /// Which of them were held.
+    fn hold(&self, names: &[u32]) -> Vec<bool> {
+        let (keys, mut found) = (self.keys(names), vec![9; names.len()]);
+        self.home.store.with(|core| core.hold_names(self.session, &keys, &mut found)).expect("few");
+        assert!(found.iter().all(|&one| (one == 0) == (one & WHOLE == 0)));
+        found.iter().map(|&one| one != 0).collect()
+    }
+
+    fn release(&self, names: &[u32]) -> Status {
+        let keys = self.keys(names);
+        let released = self.home.store.with(|core| core.release_names(self.session, &keys));
+        released.map_or_else(|error| error.status(), |()| Status::Ok)
+    }
+
+    fn drop_blocks(&self, names: &[u32]) -> (u64, u64) {
+        self.home.rest();
+        let keys = self.keys(names);
+        let cleared = self.home.store.with(|core| core.drop_blocks(self.session, &keys));
+        let cleared = cleared.expect("open");
+        assert_eq!(cleared.moving, 0);
+        (cleared.gone, cleared.held)
     }
 
     fn close(self) {
@@ -325,6 +350,8 @@ enum Step {
     Get(Vec<u32>),
     Drop(Vec<u32>),
     Cancel(Vec<u32>),
+    Hold(Vec<u32>),
+    Release(Vec<u32>),
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -334,6 +361,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         4 => names().prop_map(Step::Get),
         1 => names().prop_map(Step::Drop),
         1 => names().prop_map(Step::Cancel),
+        1 => names().prop_map(Step::Hold),
+        1 => names().prop_map(Step::Release),
     ];
     proptest::collection::vec(step, 1..25)
 }
@@ -350,8 +379,32 @@ proptest! {
         let all = Engineer::on(Home::open(&spec), 1);
         // What was acknowledged on disk and not dropped since, and what was ever put.
         let (mut known, mut ever) = (BTreeSet::new(), BTreeSet::new());
+        let mut held: BTreeMap<u32, u32> = BTreeMap::new();
         for step in &steps {
             match step {
+                Step::Hold(names) => {
+                    for (&name, came) in names.iter().zip(all.hold(names)) {
+                        prop_assert!(!came || ever.contains(&name));
+                        *held.entry(name).or_default() += u32::from(came);
+                    }
+                }
+                Step::Release(names) => {
+                    let mut rest = held.clone();
+                    let mut take = |name: &u32| match rest.get_mut(name) {
+                        Some(times) if *times > 0 => {
+                            *times -= 1;
+                            true
+                        }
+                        _ => false,
+                    };
+                    let own: Vec<u32> = names.iter().copied().filter(|name| take(name)).collect();
+                    let status = if own.len() < names.len() { Status::Invalid } else { Status::Ok };
+                    prop_assert_eq!(all.release(names), status);
+                    if status != Status::Ok {
+                        prop_assert_eq!(all.release(&own), Status::Ok);
+                    }
+                    held = rest;
+                }
                 Step::Put(names, disk) => {
                     let level = if *disk { Level::Disk } else { Level::Ram };
                     let (_, each) = all.put(level, names);
@@ -371,7 +424,11 @@ proptest! {
                 Step::Drop(names) => {
                     let keys = all.keys(names);
                     all.home.rest();
-                    all.home.store.with(|core| core.drop_blocks(all.session, &keys)).expect("open");
+                    let cleared = all.home.store.with(|core| core.drop_blocks(all.session, &keys));
+                    let of_them: BTreeSet<u32> = names.iter().copied().collect();
+                    let times = |name: &&u32| held.get(*name).is_some_and(|times| *times > 0);
+                    let stay = of_them.iter().filter(times).count() as u64;
+                    prop_assert_eq!(cleared.expect("open").held, stay);
                     known.retain(|name| !names.contains(name));
                 }
                 Step::Cancel(names) => {
@@ -386,6 +443,8 @@ proptest! {
                     ever.extend(names.iter().copied());
                 }
             }
+            let kept: Vec<u32> = held.iter().filter(|(_, n)| **n > 0).map(|(name, _)| *name).collect();
+            prop_assert!(all.exists(&kept).iter().all(|&there| there), "{:?} are held", kept);
         }
         all.close();
     }
@@ -496,7 +555,169 @@ fn what_is_refused_sends_nobody_away() {
     all.close();
 }
 
-/// Threads that put, get, prefetch, drop, cancel and are late, with names twice, at all levels,
+#[test]
+fn what_is_held_stays_while_others_come_and_go() {
+    for rest in ["", ",grain=cell", ",grain=cell,drop=cell", ",grain=session"] {
+        // Room for some forty.
+        let all = Engineer::new(&format!("store(host={},policy=lru{rest})", 512 << 10));
+        assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
+        let (own, others): (Vec<u32>, Vec<u32>) = ((0..10).collect(), (10..30).collect());
+        // Those that are not there are not held, nor in the way.
+        assert_eq!(all.hold(&[&own[..], &[999]].concat()), [vec![true; 10], vec![false]].concat());
+        for round in 0..10u32 {
+            all.put(Level::Ram, &(100 + round * 30..130 + round * 30).collect::<Vec<u32>>());
+        }
+        assert_eq!(all.get(&own), [true; 10], "{rest}");
+        assert!(all.exists(&others).iter().any(|there| !there), "{rest}: nobody had to leave");
+        assert_eq!(all.drop_blocks(&[&own[..], &[5, 999]].concat()), (0, 10));
+        assert_eq!(all.release(&own), Status::Ok);
+        assert_eq!(all.drop_blocks(&own[5..]), (5, 0));
+        for round in 0..10u32 {
+            all.put(Level::Ram, &(500 + round * 30..530 + round * 30).collect::<Vec<u32>>());
+        }
+        assert_eq!(all.exists(&own), [false; 10], "{rest}: they may leave now");
+        all.close();
+    }
+}
+
+#[test]
+fn holds_count_and_letting_go_what_is_not_held_changes_nothing() {
+    let all = Engineer::new("store(host=16MiB)");
+    assert_eq!(all.put(Level::Ram, &[1, 2, 3]).0, Status::Ok);
+    assert_eq!(all.hold(&[1, 1, 2]), [true; 3]);
+    assert_eq!(all.hold(&[2]), [true]);
+    // 1 and 2 twice each now, 3 not at all; one that is not there cannot be held.
+    for wrong in [&[3][..], &[1, 3], &[1, 1, 1], &[2, 1, 2, 2], &[9], &[1, 9]] {
+        assert_eq!(all.release(wrong), Status::Invalid, "{wrong:?}");
+    }
+    assert_eq!(all.release(&[1, 2, 2]), Status::Ok);
+    assert_eq!(all.drop_blocks(&[1, 2]), (1, 1));
+    assert_eq!(all.release(&[2]), Status::Invalid);
+    assert_eq!(all.exists(&[1, 2]), [true, false]);
+    // Another session holds by itself; one that is closed holds nothing.
+    let other = all.home.store.with(|core| core.open_session(all.space, &SessionOpts::default()));
+    let (other, keys) = (other.expect("a session"), all.keys(&[1, 3]));
+    let held = all.home.store.with(|core| core.hold_names(other, &keys, &mut [0; 2]));
+    held.expect("there");
+    assert_eq!(all.release(&[1]), Status::Ok);
+    assert_eq!(all.release(&[3]), Status::Invalid);
+    let fork = all.home.store.with(|core| core.fork(other, &SessionOpts::default()));
+    let fork = fork.expect("a fork");
+    assert_eq!(all.drop_blocks(&[1, 3]), (0, 2));
+    all.home.end(other);
+    assert_eq!(all.drop_blocks(&[1, 3]), (2, 0));
+    all.home.end(fork);
+    all.close();
+}
+
+#[test]
+fn what_is_still_being_put_is_not_held() {
+    let all = Engineer::new("store(host=16MiB)");
+    let pool = Pool::of(&[7]);
+    let blocks = BlockMove {
+        keys: all.keys(&[7]),
+        first_layer: 0,
+        layers: MODEL.layers,
+        views: Arc::new(pool.views(&[0])),
+        after: None,
+    };
+    let (ready, how) = (Arc::new(kvtier::kv::ready::Ready::default()), (Deed::Put, Level::Ram));
+    let opts = OpOpts::default();
+    let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, Some(&*ready));
+    let op = op.expect("begun").remove(0);
+    assert_eq!(all.hold(&[7]), [false]);
+    ready.give();
+    assert_eq!(all.end(&op).0, Status::Ok);
+    assert_eq!(all.release(&[7]), Status::Invalid);
+    assert_eq!(all.hold(&[7]), [true]);
+    all.close();
+}
+
+#[test]
+fn a_session_has_so_many_holds_and_no_more() {
+    let all = Engineer::new("store(host=16MiB)");
+    assert_eq!(all.put(Level::Ram, &[1, 2]).0, Status::Ok);
+    let (mut keys, mut found) = (all.keys(&[1]), vec![0; MAX_BLOCKS]);
+    keys.resize(MAX_BLOCKS, keys[0]);
+    all.home
+        .store
+        .with(|core| {
+            for _ in 0..MAX_HOLDS / MAX_BLOCKS {
+                core.hold_names(all.session, &keys, &mut found)?;
+            }
+            Ok(())
+        })
+        .expect("as many as may be");
+    let hold = |names: &[u32]| {
+        let keys = all.keys(names);
+        let held = all.home.store.with(|core| core.hold_names(all.session, &keys, &mut [0; 2]));
+        held.map_err(|error| error.status())
+    };
+    assert_eq!(hold(&[9, 2]), Err(Status::Limit));
+    assert_eq!(hold(&[9, 8]), Ok(()), "these are not there");
+    assert_eq!(all.drop_blocks(&[2]), (1, 0), "a call that was refused holds nothing");
+    keys.push(keys[0]);
+    let too_many = all.home.store.with(|core| core.release_names(all.session, &keys));
+    assert_eq!(too_many.unwrap_err().status(), Status::Limit);
+    all.close();
+}
+
+#[test]
+fn what_is_held_may_go_down_and_is_found_there() {
+    let scratch = Scratch::new("blocks-held");
+    let disk = "bytes=32MiB,segment=1MiB,buffered=true";
+    // Nothing would go to disk by itself.
+    let spec = with_disk(&scratch.0, disk, "host=512KiB,write=never,policy=lru");
+    let all = Engineer::on(Home::open(&spec), 1);
+    let names: Vec<u32> = (0..30).collect();
+    assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+    assert_eq!(all.hold(&names[..20]), [true; 20]);
+    for round in 0..10u32 {
+        let others: Vec<u32> = (100 + round * 30..130 + round * 30).collect();
+        assert_eq!(all.put(Level::Ram, &others).0, Status::Ok, "all that is held can go down");
+    }
+    let left = all.get(&names);
+    assert_eq!(left[..20], [true; 20]);
+    assert!(left[20..].iter().any(|there| !there), "nobody had to leave");
+    assert_eq!(all.release(&names[..20]), Status::Ok);
+    all.close();
+}
+
+/// How many of the first fifteen of thirty are left when others come, once something was said
+/// of some.
+fn left_after(rest: &str, said: Option<(std::ops::Range<u32>, Hint)>) -> usize {
+    // Room for some forty.
+    let all = Engineer::new(&format!("store(host={},policy=predictive{rest})", 512 << 10));
+    let first: Vec<u32> = (0..15).collect();
+    assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
+    assert_eq!(all.put(Level::Ram, &(15..30).collect::<Vec<u32>>()).0, Status::Ok);
+    if let Some((names, hint)) = said {
+        let again = names.start;
+        let keys = all.keys(&names.chain([999, again]).collect::<Vec<u32>>());
+        all.home.store.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("passed on");
+    }
+    all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
+    let left = all.exists(&first).iter().filter(|one| **one).count();
+    all.close();
+    left
+}
+
+#[test]
+fn policies_go_by_what_is_said_of_blocks() {
+    let now_ns = kvtier::base::clock::Clock::real().now_ns() as i64;
+    let late = Hint { next_use: Some((now_ns + 1_000_000_000_000, 1.0)), ..Hint::default() };
+    let never = Hint { done: true, ..Hint::default() };
+    for rest in ["", ",grain=cell,drop=cell", ",grain=session"] {
+        let silent = left_after(rest, None);
+        assert!(silent < 15, "{rest}: without a word {silent} stay");
+        for hint in [late, never] {
+            let others = left_after(rest, Some((15..30, hint)));
+            assert_eq!(others, 15, "{rest}: the others are not needed soon");
+        }
+    }
+}
+
+/// Threads that put, get, prefetch, drop, hold, cancel and are late, with names twice, at all levels,
 /// with words that are given or taken back. What is said to have come is right; items add up; the
 /// tables agree at the end.
 fn storm(
@@ -521,8 +742,17 @@ fn storm(
                 while std::time::Instant::now() < until {
                     rounds += 1;
                     let names: Vec<u32> = (0..1 + next(40)).map(|_| next(120) as u32).collect();
-                    let what = next(10);
+                    let what = next(11);
                     if what == 9 && !drops {
+                        continue;
+                    }
+                    if what == 10 {
+                        let held = all.hold(&names);
+                        let own = names.iter().zip(held).filter(|(_, held)| *held);
+                        let own: Vec<u32> = own.map(|(name, _)| *name).collect();
+                        std::thread::sleep(std::time::Duration::from_micros(next(2000)));
+                        assert!(all.exists(&own).iter().all(|&there| there), "{own:?} are held");
+                        assert_eq!(all.release(&own), Status::Ok);
                         continue;
                     }
                     if what == 9 {

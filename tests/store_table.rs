@@ -8,7 +8,9 @@ mod support;
 use kvtier::base::status::Status;
 use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::meta::chunks::Pin;
-use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, wait, with_disk};
+use support::{
+    Done, Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait, with_disk,
+};
 
 const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
 const ROWS: usize = 100;
@@ -17,14 +19,17 @@ const MISS: Done = Done { status: Status::NotFound, tokens: 0 };
 /// A store with five documents of 20 chunks, which nobody holds: its table is full.
 fn full(scratch: &Scratch) -> (Home, u32) {
     let rest = format!("host=8MiB,chunks={ROWS}");
-    let home = Home::open(&with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", &rest));
+    filled(Home::open(&with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", &rest)), Level::Durable)
+}
+
+fn filled(home: Home, level: Level) -> (Home, u32) {
     let space = home.space(1, &MODEL);
     for number in 0..5 {
         let tokens = document(number, 20 * 16);
         let session = home.session(space, &tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         engine.compute(&marks_of(0, &tokens));
-        let done = home.put(session, Level::Durable, &engine);
+        let done = home.put(session, level, &engine);
         assert_eq!(done, Done { status: Status::Ok, tokens: tokens.len() });
         home.end(session);
     }
@@ -93,6 +98,28 @@ fn a_put_still_makes_room_in_the_table() {
     engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
     home.end(session);
     home.rest();
+    home.close();
+}
+
+#[test]
+fn a_put_that_is_refused_sends_nobody_away() {
+    // A level that needs a disk, and more chunks than there can be.
+    let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
+    let (home, space) = filled(Home::open(&store), Level::Ram);
+    for (chunks, level, status) in [
+        (40, Level::Disk, Status::Unavailable),
+        (40, Level::Durable, Status::Unavailable),
+        (ROWS + 50, Level::Ram, Status::Limit),
+    ] {
+        let tokens = document(9, chunks * 16 + 5);
+        let session = home.session(space, &tokens);
+        let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        let refused = home.submit(session, Deed::Put, level, engine.whole());
+        assert_eq!(refused.map(|_| ()).unwrap_err().status(), status);
+        home.end(session);
+        home.rest();
+        all_are_there(&home, space);
+    }
     home.close();
 }
 

@@ -292,7 +292,95 @@ template <class What> bool fits(const What &r, bool with_views) noexcept {
     const bool k = with_views ? r.k.size() == layers && layers != 0 : r.k.empty();
     return k && (r.v.empty() || r.v.size() == layers);
 }
+
+inline kvt_policy_hint_t lower(const policy_hint &told) noexcept {
+    kvt_policy_hint_t c = KVT_POLICY_HINT_INIT;
+    c.flags = KVT_HINT_CONFIDENCE | (told.done ? KVT_HINT_DONE : 0);
+    c.next_use_ns = told.next_use_ns;
+    c.confidence = told.confidence;
+    c.stop = told.stop;
+    return c;
+}
 }  // namespace detail
+
+/// Blocks that a session holds (session::hold_blocks): they do not leave before this ends, or
+/// the session is closed. It may outlive the session.
+class held_blocks {
+public:
+    held_blocks() noexcept = default;
+    held_blocks(held_blocks &&other) noexcept
+        : session_(std::exchange(other.session_, nullptr)), found_(std::move(other.found_)),
+          bytes_(std::move(other.bytes_)), ends_(std::move(other.ends_)) {}
+    held_blocks &operator=(held_blocks &&other) noexcept {
+        if (this != &other) {
+            reset();
+            session_ = std::exchange(other.session_, nullptr);
+            found_ = std::move(other.found_);
+            bytes_ = std::move(other.bytes_);
+            ends_ = std::move(other.ends_);
+        }
+        return *this;
+    }
+    held_blocks(const held_blocks &) = delete;
+    held_blocks &operator=(const held_blocks &) = delete;
+    ~held_blocks() { reset(); }
+
+    /// A byte for each name that was given, as find_blocks has it; 0 = not held.
+    const std::vector<std::uint8_t> &found() const noexcept { return found_; }
+    /// Lets go of what is held. Doing so twice is fine.
+    ret<void> release() {
+        detail::failure f;
+        const kvt_status_t status = let_go(f.out());
+        return detail::check(status, f);
+    }
+
+private:
+    friend class session;
+    kvt_session_t *session_ = nullptr;
+    std::vector<std::uint8_t> found_;
+    /// The names of those that are held, and where each ends.
+    std::vector<std::uint8_t> bytes_;
+    std::vector<std::uint64_t> ends_;
+
+    /// Takes the memory that it needs before anything is held.
+    explicit held_blocks(const names &called) {
+        found_.resize(called.count());
+        bytes_.reserve(called.bytes.size());
+        ends_.reserve(found_.size());
+    }
+    void note(kvt_session_t *session, const names &called) noexcept {
+        std::uint64_t from = 0;
+        for (std::size_t i = 0; i < found_.size(); i++) {
+            const std::uint64_t to =
+                called.ends.empty() ? from + called.each_bytes : called.ends[i];
+            if (found_[i] != 0) {
+                bytes_.insert(bytes_.end(), called.bytes.data() + from, called.bytes.data() + to);
+                ends_.push_back(bytes_.size());
+            }
+            from = to;
+        }
+        session_ = ends_.empty() ? nullptr : session;
+    }
+    kvt_status_t let_go(kvt_error_t **err) noexcept {
+        if (session_ == nullptr) return KVT_OK;
+        kvt_names_t c = KVT_NAMES_INIT;
+        c.bytes = bytes_.data();
+        c.ends = ends_.data();
+        c.count = ends_.size();
+        const kvt_status_t status = kvt_session_release_blocks(session_, &c, err);
+        // A session that is closed, or whose store is, holds nothing.
+        const bool is_over = status == KVT_E_HANDLE || status == KVT_E_CLOSED;
+        if (status != KVT_OK && !is_over) return status;
+        session_ = nullptr;
+        if (is_over && err != nullptr) (void)kvt_error_free(err);
+        return KVT_OK;
+    }
+    void reset() noexcept {
+        const kvt_status_t status = let_go(nullptr);
+        if (!detail::ended(status)) detail::report("kvt::held_blocks", status);
+        session_ = nullptr;
+    }
+};
 
 /// A sequence of tokens whose KV is kept. Any thread may use it. Ops outlive it.
 class session : public detail::owner<session, kvt_session_t> {
@@ -384,11 +472,7 @@ public:
     /// Times are CLOCK_MONOTONIC.
     ret<void> hint(const policy_hint &told) const {
         detail::failure f;
-        kvt_policy_hint_t c = KVT_POLICY_HINT_INIT;
-        c.flags = KVT_HINT_CONFIDENCE | (told.done ? KVT_HINT_DONE : 0);
-        c.next_use_ns = told.next_use_ns;
-        c.confidence = told.confidence;
-        c.stop = told.stop;
+        const kvt_policy_hint_t c = detail::lower(told);
         const kvt_status_t status = kvt_session_hint(raw_, &c, f.out());
         return detail::check(status, f);
     }
@@ -431,6 +515,28 @@ public:
         const kvt_names_t c = detail::lower(called);
         const kvt_status_t status = kvt_session_drop_blocks(raw_, &c, &report, f.out());
         return detail::give(status, f, report);
+    }
+    /// Keeps those that are there from leaving as long as what comes back is kept. They may go
+    /// to disk and come back; several holds of a block count each.
+    ret<held_blocks> hold_blocks(const names &called) const {
+        if (!detail::fits(called)) return detail::fail<held_blocks>(kvt::error(KVT_E_INVALID));
+        held_blocks held(called);
+        detail::failure f;
+        const kvt_names_t c = detail::lower(called);
+        const kvt_status_t status =
+            kvt_session_hold_blocks(raw_, &c, held.found_.data(), f.out());
+        if (status == KVT_OK) held.note(raw_, called);
+        return detail::give(status, f, std::move(held));
+    }
+    /// Tells the policies of some blocks; times are CLOCK_MONOTONIC. Those that are not there
+    /// are passed over.
+    ret<void> hint_blocks(const names &called, const policy_hint &told) const {
+        if (!detail::fits(called)) return detail::fail<void>(kvt::error(KVT_E_INVALID));
+        detail::failure f;
+        const kvt_names_t c = detail::lower(called);
+        const kvt_policy_hint_t h = detail::lower(told);
+        const kvt_status_t status = kvt_session_hint_blocks(raw_, &c, &h, f.out());
+        return detail::check(status, f);
     }
     /// The same with an op for each layer, whose tags count up.
     ret<std::vector<op>> put_each(const rectangle &what, const submit_opts &opts = {}) const {

@@ -314,6 +314,51 @@ static void going(void) {
     close_all(&session, &space, &store);
 }
 
+/* What is held stays until it was let go as often as it was held. */
+static void holding(void) {
+    static kvt_status_t each[POOL];
+    kvt_store_t *store = open_store("");
+    kvt_namespace_t *space = open_space(store, "");
+    kvt_session_t *session = open_session(space), *other = open_session(space);
+    CHECK_OK(put(session, 0, 50, KVT_LEVEL_RAM, each));
+    static uint8_t held[POOL], found[POOL];
+    const kvt_names_t names = names_of(30, 40), there = names_of(30, 20), last = names_of(49, 1);
+    CHECK_OK(kvt_session_hold_blocks(session, &names, held, NULL));
+    CHECK_OK(kvt_namespace_find_blocks(space, &names, found, NULL));
+    CHECK(memcmp(held, found, 40) == 0);
+    for (int i = 0; i < 40; i++) CHECK_EQ((held[i] & KVT_EXISTS_WHOLE) != 0, i < 20);
+    CHECK_OK(kvt_session_hold_blocks(other, &last, NULL, NULL));
+    kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
+    CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
+    CHECK_EQ(report.gone_chunks, 0);
+    CHECK_EQ(report.held_chunks, 20);
+    CHECK_OK(kvt_namespace_clear(space, in_ms(60000), &report, NULL));
+    CHECK_EQ(report.gone_chunks, 30);
+    CHECK_EQ(report.held_chunks, 20);
+    /* Some of these were never held: nothing is let go. */
+    kvt_error_t *err = NULL;
+    CHECK_IS(kvt_session_release_blocks(session, &names, &err), KVT_E_INVALID);
+    CHECK(err != NULL && *kvt_error_message(err) != 0);
+    kvt_error_free(&err);
+    CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
+    CHECK_EQ(report.held_chunks, 20);
+    CHECK_OK(kvt_session_release_blocks(session, &there, NULL));
+    CHECK_IS(kvt_session_release_blocks(session, &last, NULL), KVT_E_INVALID);
+    CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
+    CHECK_EQ(report.gone_chunks, 19);
+    CHECK_EQ(report.held_chunks, 1);
+    CHECK_OK(kvt_session_close(&other));
+    CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
+    CHECK_EQ(report.gone_chunks, 1);
+    /* Of those that are not there nothing is held, and nothing can be said. */
+    kvt_policy_hint_t told = KVT_POLICY_HINT_INIT;
+    told.next_use_ns = 1;
+    CHECK_OK(kvt_session_hold_blocks(session, &names, held, NULL));
+    for (int i = 0; i < 40; i++) CHECK_EQ(held[i], 0);
+    CHECK_OK(kvt_session_hint_blocks(session, &names, &told, NULL));
+    close_all(&session, &space, &store);
+}
+
 static void refusing(void) {
     static pool_t pool;
     open_pool(&pool, 0);
@@ -369,6 +414,23 @@ static void refusing(void) {
     CHECK_IS(kvt_session_put_blocks(session, NULL, NULL, &op, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_session_put_blocks(NULL, &good, NULL, &op, NULL), KVT_E_HANDLE);
     CHECK_IS(kvt_session_drop_blocks(session, NULL, NULL, NULL), KVT_E_INVALID);
+    kvt_names_t many = names_of(0, 65537);
+    static uint8_t zeros[65537];
+    many.bytes = zeros;
+    many.each_bytes = 1;
+    CHECK_IS(kvt_session_hold_blocks(session, &many, NULL, NULL), KVT_E_LIMIT);
+    CHECK_IS(kvt_session_release_blocks(session, &many, NULL), KVT_E_LIMIT);
+    static uint8_t held[4];
+    const kvt_policy_hint_t told = KVT_POLICY_HINT_INIT;
+    kvt_policy_hint_t wrong = told;
+    wrong.confidence = 1.5;
+    CHECK_IS(kvt_session_hold_blocks(session, NULL, held, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_session_hold_blocks(NULL, &names, held, NULL), KVT_E_HANDLE);
+    CHECK_IS(kvt_session_release_blocks(session, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_session_release_blocks(NULL, &names, NULL), KVT_E_HANDLE);
+    CHECK_IS(kvt_session_hint_blocks(session, NULL, &told, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_session_hint_blocks(session, &names, &wrong, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_session_hint_blocks(NULL, &names, &told, NULL), KVT_E_HANDLE);
     CHECK_IS(kvt_namespace_find_blocks(space, &names, NULL, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_namespace_block_keys(space, &names, NULL, NULL), KVT_E_INVALID);
     uint8_t found[4];
@@ -379,6 +441,8 @@ static void refusing(void) {
     CHECK_EQ(stats.chunks + stats.stored_cells, 0);
     CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
     CHECK_IS(kvt_session_put_blocks(session, &good, NULL, &op, NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_session_hold_blocks(session, &names, held, NULL), KVT_E_CLOSED);
+    CHECK_IS(kvt_session_release_blocks(session, &names, NULL), KVT_E_CLOSED);
     CHECK_IS(kvt_namespace_find_blocks(space, &names, found, NULL), KVT_E_CLOSED);
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
@@ -443,6 +507,10 @@ static void forking(void) {
         CHECK_IS(kvt_session_get_blocks(session, &blocks, NULL, NULL, NULL), KVT_E_FORKED);
         CHECK_IS(kvt_session_prefetch_blocks(session, &blocks, NULL, NULL, NULL), KVT_E_FORKED);
         CHECK_IS(kvt_session_drop_blocks(session, &names, NULL, NULL), KVT_E_FORKED);
+        const kvt_policy_hint_t told = KVT_POLICY_HINT_INIT;
+        CHECK_IS(kvt_session_hold_blocks(session, &names, found, NULL), KVT_E_FORKED);
+        CHECK_IS(kvt_session_release_blocks(session, &names, NULL), KVT_E_FORKED);
+        CHECK_IS(kvt_session_hint_blocks(session, &names, &told, NULL), KVT_E_FORKED);
         CHECK_IS(kvt_namespace_find_blocks(space, &names, found, NULL), KVT_E_FORKED);
         CHECK_IS(kvt_namespace_block_keys(space, &names, key, NULL), KVT_E_FORKED);
         _exit(0);
@@ -464,6 +532,7 @@ int main(int argc, char **argv) {
     with_a_queue();
     waiting_for_a_word();
     going();
+    holding();
     refusing();
     known_answer();
     if (argc == 1) forking(); /* checkers blame the child for its parent's threads */

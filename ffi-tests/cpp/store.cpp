@@ -142,7 +142,31 @@ void blocks(const kvt::runtime &runtime) {
     const std::vector<std::uint8_t> there = space.find_blocks(back.called);
     CHECK(there.size() == 4 && there[0] != 0 && there[3] == 0);
     CHECK(space.block_keys(back.called).size() == 4 * KVT_KEY_BYTES);
+    // What is held does not go, and is let go once, also by whoever took it over.
+    {
+        kvt::held_blocks held = session.hold_blocks(back.called);
+        CHECK(held.found().size() == 4 && held.found()[2] != 0 && held.found()[3] == 0);
+        kvt::held_blocks again = session.hold_blocks(what.called);
+        CHECK(session.drop_blocks(what.called).held_chunks == 3);
+        again.release();
+        again.release();
+        again = std::move(held);
+        CHECK(session.drop_blocks(what.called).held_chunks == 3);
+        kvt::policy_hint told;
+        told.done = true;
+        session.hint_blocks(back.called, told);
+        told.confidence = 2;
+        CHECK_THROWS(session.hint_blocks(back.called, told), KVT_E_INVALID);
+    }
+    kvt::held_blocks outlives;
+    {
+        kvt::session other = space.open_session();
+        outlives = other.hold_blocks(what.called);
+        CHECK(session.drop_blocks(what.called).held_chunks == 3);
+    }
+    outlives.release();
     CHECK(session.drop_blocks(what.called).gone_chunks == 3);
+    CHECK(session.hold_blocks(what.called).found() == std::vector<std::uint8_t>(3, 0));
     CHECK(space.find_blocks(what.called) == std::vector<std::uint8_t>(3, 0));
     // Names that do not fill their bytes, or end behind them, are not read.
     back.called = {{called.data(), 3}, 2, {}};
@@ -150,6 +174,8 @@ void blocks(const kvt::runtime &runtime) {
     CHECK_THROWS(space.find_blocks(back.called), KVT_E_INVALID);
     back.called = {{called.data(), 3}, 0, {ends.data(), ends.size()}};
     CHECK_THROWS(session.drop_blocks(back.called), KVT_E_INVALID);
+    CHECK_THROWS(session.hold_blocks(back.called), KVT_E_INVALID);
+    CHECK_THROWS(session.hint_blocks(back.called, {}), KVT_E_INVALID);
     what.v = {};
     CHECK_THROWS(session.put_blocks(what), KVT_E_INVALID);
 }

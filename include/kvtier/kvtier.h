@@ -11713,8 +11713,9 @@ kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
                                          struct kvt_error_t **err);
 
 /**
- * Takes blocks away that nobody holds: out of all tiers. Never waits: after a crash what
- * was on disk may be there again, as after any eviction.
+ * Takes blocks away that nobody holds: out of all tiers. Those that moves or sessions hold
+ * (kvt_session_hold_blocks) stay and are counted. Never waits: after a crash what was on disk
+ * may be there again, as after any eviction.
  *
  * @param session  The session.
  * @param names    The names, at most 65536; those that are not there are passed over.
@@ -11728,6 +11729,72 @@ kvt_status_t kvt_session_prefetch_blocks(const struct kvt_session_t *session,
 kvt_status_t kvt_session_drop_blocks(const struct kvt_session_t *session,
                                      const struct kvt_names_t *names,
                                      struct kvt_clear_report_t *out,
+                                     struct kvt_error_t **err);
+
+/**
+ * Holds those of some blocks that are there: until they are let go they are in some tier, and
+ * what is asked for of them is found. Memory that others need may still have them go down to
+ * disk; kvt_session_prefetch_blocks brings them up. No use is counted. Never waits.
+ *
+ * Each call counts, and each name in it: what is held twice is to be let go twice. A block of
+ * which not all is there, or whose put has not ended, is not held, and says so. Closing the
+ * session lets all go; forks hold nothing. Where memory or the table is full and all is held
+ * there is no room for anything else: puts end with KVT_E_BUDGET, or are refused with
+ * KVT_E_LIMIT. A hold does not repair: of a block whose only copy is found damaged only the
+ * name stays held, for whoever puts it again.
+ *
+ * @param session  The session. Others hold the same blocks on their own account.
+ * @param names    The names, at most 65536.
+ * @param out      Receives a byte for each, as kvt_namespace_find_blocks gives: 0 = not held.
+ *                 May be null for who lets go by closing the session.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_INVALID,
+ *         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *         Nothing is held on failure.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_hold_blocks(const struct kvt_session_t *session,
+                                     const struct kvt_names_t *names,
+                                     uint8_t *out,
+                                     struct kvt_error_t **err);
+
+/**
+ * Takes one hold of each block back; the last one of all lets it leave. Never waits.
+ *
+ * Give the names that were held, as kvt_session_hold_blocks said, and no others: one that the
+ * session does not hold as often as it is named fails the call. Passing it over would let a
+ * mistake in counting take away what another part of the program holds.
+ *
+ * @param session  The session that holds them.
+ * @param names    The names, at most 65536.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID (also: not held), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_release_blocks(const struct kvt_session_t *session,
+                                        const struct kvt_names_t *names,
+                                        struct kvt_error_t **err);
+
+/**
+ * Tells the policies what the engine knows of the future of some blocks, as kvt_session_hint
+ * does of a session: in each tier, of each block by itself. Those that are not there are
+ * passed over, and nothing is remembered of them.
+ *
+ * @param session  The session; says whose words these are. Nothing is told of it.
+ * @param names    The names, at most 65536.
+ * @param told     The hint; its times are CLOCK_MONOTONIC.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
+ *         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_session_hint_blocks(const struct kvt_session_t *session,
+                                     const struct kvt_names_t *names,
+                                     const struct kvt_policy_hint_t *told,
                                      struct kvt_error_t **err);
 
 #ifdef __cplusplus

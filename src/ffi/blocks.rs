@@ -1,29 +1,26 @@
 //! Blocks: chunks that the engine names itself.
 
-use crate::base::op::Op;
 use crate::base::status::{Result, Status};
-use crate::base::sync::Arc;
-use crate::device::Event;
 use crate::fail;
 use crate::ffi::clear::{check, kvt_clear_report_t, tell};
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::event::{EventNoun, kvt_event_t};
+use crate::ffi::event::kvt_event_t;
 use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, encode, pin, with};
+use crate::ffi::handle::{Access, with};
 use crate::ffi::namespace::{NamespaceNoun, Space, kvt_namespace_t};
-use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
-use crate::ffi::session_move::{layers_of, level_of};
+use crate::ffi::session_begin::{Common, How, Moved, submit};
+use crate::ffi::session_move::layers_of;
 use crate::ffi::slice::{bytes, require};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
-use crate::ffi::view::{check_memory, kvt_view_t, views_of};
+use crate::ffi::structs::{Plain, Sized_, read};
+use crate::ffi::view::kvt_view_t;
 use crate::format::keys::Key;
 use crate::format::keys::block::BlockKeys;
 use crate::kv::core::Deed;
 use crate::kv::core::blocks::BlockMove;
-use crate::kv::core::views::Views;
 
 /// Most names of a call.
 const MAX_NAMES: usize = 1 << 22;
@@ -90,11 +87,22 @@ unsafe impl Plain for kvt_blocks_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_blocks_t {}
 
+impl Moved for kvt_blocks_t {
+    const FLAGS: u64 = 0;
+    const EACH: &'static str = "kvt_op_items";
+
+    fn common(&self) -> Common {
+        let kvt_blocks_t { flags, reserved, level, ready, first_layer, .. } = *self;
+        let kvt_blocks_t { k, v, stride_bytes, after, .. } = *self;
+        Common { flags, reserved, level, ready, first_layer, k, v, stride_bytes, after }
+    }
+}
+
 /// The keys of named blocks of a namespace.
 ///
 /// # Safety
 /// `names` is valid for the size it states, and what it leads to for reads.
-unsafe fn keys_of(space: &Space, names: *const kvt_names_t) -> Result<Vec<Key>> {
+pub(crate) unsafe fn keys_of(space: &Space, names: *const kvt_names_t) -> Result<Vec<Key>> {
     if names.is_null() {
         fail!(Invalid, "names is null");
     }
@@ -219,37 +227,9 @@ pub unsafe extern "C" fn kvt_namespace_find_blocks(
     unsafe { guard_err(err, body) }
 }
 
-/// What is moved, as its struct says.
-///
 /// # Safety
 /// As the exported functions that call it.
-unsafe fn moved(noun: &SessionNoun, deed: Deed, given: &kvt_blocks_t) -> Result<BlockMove> {
-    let layers = layers_of(noun.space.layers, given.first_layer, given.layers)?;
-    // SAFETY: the caller's promise.
-    let keys = unsafe { keys_of(&noun.space, given.names)? };
-    let tokens = keys.len() as u64 * u64::from(noun.space.chunk_tokens);
-    let views = match deed {
-        Deed::Prefetch if given.k.is_null() && given.v.is_null() => Views::default(),
-        Deed::Prefetch => fail!(Invalid, "a prefetch has no views"),
-        // SAFETY: the caller's promise.
-        _ => unsafe {
-            let places = (given.k, given.v, given.stride_bytes);
-            views_of(places, given.first_layer, layers, tokens)?
-        },
-    };
-    check_memory(&noun.space.store, &views, given.first_layer)?;
-    Ok(BlockMove {
-        keys,
-        first_layer: given.first_layer as usize,
-        layers,
-        views: Arc::new(views),
-        after: (given.after != 0).then_some(Event(given.after)),
-    })
-}
-
-/// # Safety
-/// As the exported functions that call it.
-unsafe fn submit(
+unsafe fn move_blocks(
     session: *const kvt_session_t,
     deed: Deed,
     blocks: *const kvt_blocks_t,
@@ -257,36 +237,25 @@ unsafe fn submit(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
+    let begin = |noun: &SessionNoun, given: &kvt_blocks_t, how: &How<'_>| {
+        let layers = layers_of(noun.space.layers, given.first_layer, given.layers)?;
         // SAFETY: the caller's promise.
-        let (given, (opts, each)) =
-            unsafe { (read(blocks)?, submit_opts(opts, op_out.is_null())?) };
-        known_flags(given.flags, 0)?;
-        if each {
-            fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for blocks: see kvt_op_items");
-        }
-        if given.reserved != 0 {
-            fail!(Invalid, "reserved is {}", given.reserved);
-        }
-        let level = level_of(given.level, deed)?;
-        let ready = match given.ready.is_null() {
-            true => None,
-            false => Some(pin::<EventNoun>(given.ready, Access::Use)?.0.clone()),
-        };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+        let keys = unsafe { keys_of(&noun.space, given.names)? };
+        let tokens = keys.len() as u64 * u64::from(noun.space.chunk_tokens);
+        let common = given.common();
+        let blocks = BlockMove {
+            keys,
+            first_layer: given.first_layer as usize,
+            layers,
             // SAFETY: the caller's promise.
-            let blocks = unsafe { moved(noun, deed, &given)? };
-            let (store, how) = (&noun.space.store, (deed, level));
-            let ops = store.submit_blocks(noun.number, how, blocks, &opts, ready.as_deref())?;
-            if let (Some(op), false) = (ops.first(), op_out.is_null()) {
-                // SAFETY: the caller has room for a handle.
-                unsafe { op_out.write(encode::<Op>(op.key())) };
-            }
-            Ok(())
-        })
+            views: unsafe { common.views(noun, deed, (layers, tokens))? },
+            after: common.after(),
+        };
+        let (store, How { level, opts, ready, .. }) = (&noun.space.store, how);
+        store.submit_blocks(noun.number, (deed, *level), blocks, opts, *ready)
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    // SAFETY: the caller's promise; there is one op.
+    unsafe { submit(session, deed, blocks, opts, (op_out, err), begin) }
 }
 
 /// Stores blocks that the engine has named: from its tensors into memory, and down from
@@ -325,7 +294,7 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { submit(session, Deed::Put, blocks, opts, op_out, err) }
+    unsafe { move_blocks(session, Deed::Put, blocks, opts, op_out, err) }
 }
 
 /// Loads blocks into the engine's tensors, from whatever tier has them. Never waits.
@@ -354,7 +323,7 @@ pub unsafe extern "C" fn kvt_session_get_blocks(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { submit(session, Deed::Get, blocks, opts, op_out, err) }
+    unsafe { move_blocks(session, Deed::Get, blocks, opts, op_out, err) }
 }
 
 /// Brings blocks into memory, for a get to come. Never waits. The op's items are as those
@@ -380,11 +349,12 @@ pub unsafe extern "C" fn kvt_session_prefetch_blocks(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { submit(session, Deed::Prefetch, blocks, opts, op_out, err) }
+    unsafe { move_blocks(session, Deed::Prefetch, blocks, opts, op_out, err) }
 }
 
-/// Takes blocks away that nobody holds: out of all tiers. Never waits: after a crash what
-/// was on disk may be there again, as after any eviction.
+/// Takes blocks away that nobody holds: out of all tiers. Those that moves or sessions hold
+/// (kvt_session_hold_blocks) stay and are counted. Never waits: after a crash what was on disk
+/// may be there again, as after any eviction.
 ///
 /// @param session  The session.
 /// @param names    The names, at most 65536; those that are not there are passed over.

@@ -10,6 +10,7 @@
 pub mod account;
 pub mod attention;
 pub mod blocks;
+pub mod blocks_hold;
 pub mod budget;
 pub mod buffer;
 pub mod clear;
@@ -52,6 +53,7 @@ pub mod prefill;
 pub mod queue;
 pub mod runtime;
 pub mod session;
+pub(crate) mod session_begin;
 pub mod session_move;
 pub mod session_plan;
 pub mod slice;

@@ -1,22 +1,17 @@
 //! Moves: the KV of a session from the engine's tensors into the store, and back.
 
-use crate::base::op::Op;
 use crate::base::status::{Result, Status};
-use crate::base::sync::Arc;
-use crate::device::Event;
 use crate::fail;
 use crate::ffi::error::kvt_error_t;
-use crate::ffi::event::{EventNoun, kvt_event_t};
-use crate::ffi::guard::guard_err;
-use crate::ffi::handle::{Access, encode, pin, with};
-use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::event::kvt_event_t;
+use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::session_begin::{Common, How, Moved, submit};
 use crate::ffi::status::kvt_status_t;
-use crate::ffi::structs::{Plain, Sized_, known_flags, read};
-use crate::ffi::view::{check_memory, kvt_view_t, views_of};
+use crate::ffi::structs::{Plain, Sized_};
+use crate::ffi::view::kvt_view_t;
 use crate::kv::core::moves::MAX_MOVE_CHUNKS;
-use crate::kv::core::views::Views;
 use crate::kv::core::{Deed, Level, Rectangle, Wanted};
 
 /// An op for each layer: ops_out then receives one per layer of the move, and the
@@ -88,6 +83,17 @@ unsafe impl Plain for kvt_move_t {}
 // SAFETY: as above.
 unsafe impl Sized_ for kvt_move_t {}
 
+impl Moved for kvt_move_t {
+    const FLAGS: u64 = KVT_MOVE_EACH_LAYER | KVT_MOVE_REUSE;
+    const EACH: &'static str = "KVT_MOVE_EACH_LAYER";
+
+    fn common(&self) -> Common {
+        let kvt_move_t { flags, reserved, level, ready, first_layer, .. } = *self;
+        let kvt_move_t { k, v, stride_bytes, after, .. } = *self;
+        Common { flags, reserved, level, ready, first_layer, k, v, stride_bytes, after }
+    }
+}
+
 pub(crate) fn level_of(level: u32, deed: Deed) -> Result<Level> {
     match level {
         KVT_LEVEL_RAM => Ok(Level::Ram),
@@ -146,7 +152,7 @@ fn extent_of(noun: &SessionNoun, given: &kvt_move_t) -> Result<(u64, usize)> {
 
 /// # Safety
 /// As the exported functions that call it.
-unsafe fn submit(
+unsafe fn move_rectangle(
     session: *const kvt_session_t,
     deed: Deed,
     rectangle: *const kvt_move_t,
@@ -154,57 +160,27 @@ unsafe fn submit(
     ops_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let body = || {
+    let begin = |noun: &SessionNoun, given: &kvt_move_t, how: &How<'_>| {
         // SAFETY: the caller's promise.
-        let (given, (opts, each)) =
-            unsafe { (read(rectangle)?, submit_opts(opts, ops_out.is_null())?) };
-        known_flags(given.flags, KVT_MOVE_EACH_LAYER | KVT_MOVE_REUSE)?;
-        // SAFETY: the caller's promise.
-        let wanted = unsafe { wanted_of(&given, deed)? };
-        if each {
-            fail!(Invalid, "KVT_SUBMIT_EACH has no meaning for a move: see KVT_MOVE_EACH_LAYER");
-        }
-        if given.reserved != 0 {
-            fail!(Invalid, "reserved is {}", given.reserved);
-        }
-        let level = level_of(given.level, deed)?;
-        let ready = match given.ready.is_null() {
-            true => None,
-            false => Some(pin::<EventNoun>(given.ready, Access::Use)?.0.clone()),
+        let wanted = unsafe { wanted_of(given, deed)? };
+        let (tokens, layers) = extent_of(noun, given)?;
+        let common = given.common();
+        let rectangle = Rectangle {
+            first_token: given.first_token,
+            tokens,
+            first_layer: given.first_layer as usize,
+            layers,
+            by_layer: given.flags & KVT_MOVE_EACH_LAYER != 0,
+            wanted,
+            // SAFETY: the caller's promise.
+            views: unsafe { common.views(noun, deed, (layers, tokens))? },
+            after: common.after(),
         };
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let (tokens, layers) = extent_of(noun, &given)?;
-            let views = match deed {
-                Deed::Prefetch if given.k.is_null() && given.v.is_null() => Views::default(),
-                Deed::Prefetch => fail!(Invalid, "a prefetch has no views"),
-                // SAFETY: the caller's promise.
-                _ => unsafe {
-                    let places = (given.k, given.v, given.stride_bytes);
-                    views_of(places, given.first_layer, layers, tokens)?
-                },
-            };
-            check_memory(&noun.space.store, &views, given.first_layer)?;
-            let rectangle = Rectangle {
-                first_token: given.first_token,
-                tokens,
-                first_layer: given.first_layer as usize,
-                layers,
-                by_layer: given.flags & KVT_MOVE_EACH_LAYER != 0,
-                wanted,
-                views: Arc::new(views),
-                after: (given.after != 0).then_some(Event(given.after)),
-            };
-            let (store, ready) = (&noun.space.store, ready.as_deref());
-            let ops = store.submit_after(noun.number, deed, level, rectangle, &opts, ready)?;
-            for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
-                // SAFETY: the caller has room for one handle, or one a layer.
-                unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
-            }
-            Ok(())
-        })
+        let (store, How { level, opts, ready, .. }) = (&noun.space.store, how);
+        store.submit_after(noun.number, deed, *level, rectangle, opts, *ready)
     };
-    // SAFETY: the caller's promise about `err`.
-    unsafe { guard_err(err, body) }
+    // SAFETY: the caller's promise; he has room for one op, or one a layer.
+    unsafe { submit(session, deed, rectangle, opts, (ops_out, err), begin) }
 }
 
 /// Stores the KV of a rectangle: from the engine's tensors into memory, and down
@@ -243,7 +219,7 @@ pub unsafe extern "C" fn kvt_session_put(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { submit(session, Deed::Put, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, Deed::Put, rectangle, opts, ops_out, err) }
 }
 
 /// Loads the KV of a rectangle into the engine's tensors, from whatever tier has
@@ -274,7 +250,7 @@ pub unsafe extern "C" fn kvt_session_get(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { submit(session, Deed::Get, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, Deed::Get, rectangle, opts, ops_out, err) }
 }
 
 /// Brings the KV of a rectangle into memory, for a get to come. Never waits. The
@@ -301,5 +277,5 @@ pub unsafe extern "C" fn kvt_session_prefetch(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     // SAFETY: the caller's promise.
-    unsafe { submit(session, Deed::Prefetch, rectangle, opts, ops_out, err) }
+    unsafe { move_rectangle(session, Deed::Prefetch, rectangle, opts, ops_out, err) }
 }

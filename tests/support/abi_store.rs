@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 
 use kvtier::ffi::blocks::*;
+use kvtier::ffi::blocks_hold::*;
 use kvtier::ffi::clear::*;
 use kvtier::ffi::error::kvt_error_t;
 use kvtier::ffi::event::*;
@@ -389,7 +390,32 @@ impl Machine {
         let (mut room, mut ends) = ([0; 64], [0; 8]);
         room.iter_mut().for_each(|byte| *byte = tape.byte() % 2);
         let mut names = Self::names(tape, &room, &mut ends);
-        let what = tape.byte() % 5;
+        let what = tape.byte() % 6;
+        if what == 5 {
+            let mut found = [9u8; 8];
+            let out = if tape.byte() > 128 { null_mut() } else { found.as_mut_ptr() };
+            let mut told = Padded::<kvt_policy_hint_t>::new(tape, |h, t| {
+                h.flags = u64::from(t.byte() % 4);
+                h.next_use_ns = t.number() as i64;
+                h.confidence = f64::from(t.byte() > 250) * 2.0;
+                h.stop = u32::from(t.byte() % 6);
+            });
+            let (hold, release) = (tape.byte() > 60, tape.byte() > 90);
+            // SAFETY: valid pointers, with room for a byte of as many names as there can be.
+            unsafe {
+                if hold {
+                    check(kvt_session_hold_blocks(session, names.ptr(), out, err));
+                }
+                if release {
+                    check(kvt_session_release_blocks(session, names.ptr(), err));
+                }
+                check(kvt_session_hint_blocks(session, names.ptr(), told.ptr(), err));
+            }
+            // 9: was not written; else nothing, or all of it in some tier.
+            let whole = |one: &u8| [0, 9].contains(one) || u32::from(*one) & KVT_EXISTS_WHOLE != 0;
+            assert!(found.iter().all(whole), "{found:?}");
+            return;
+        }
         if what == 3 {
             let mut report = out::<kvt_clear_report_t>();
             // SAFETY: valid pointers.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from . import _abi as abi
 from . import _kernels as kernels
-from ._blocks import At, Blocks, Each, Names, Pool
+from ._blocks import At, Blocks, Each, Hold, Names, Pool
 from ._budget import (
     TIER_DEVICE,
     TIER_DISK,
@@ -186,8 +186,8 @@ __all__ = [
     "Device", "DeviceCopy", "DeviceEvent", "DeviceInfo", "DeviceMemory", "DevicePlane",
     "DevicePromise", "EXISTS_WHOLE", "Each", "Error", "Event", "Eviction", "Feature",
     "ForkedError", "Group", "HINTS_NONE", "HINTS_STOP", "HINTS_THINK", "HandleError", "Held",
-    "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead", "IndexKind",
-    "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM",
+    "Hold", "IO_NONE", "IO_THREADS", "IO_URING", "ISSUED", "Identity", "Index", "IndexHead",
+    "IndexKind", "InvalidError", "IoError", "ItemOutcome", "Keep", "LEVEL_DISK", "LEVEL_DURABLE", "LEVEL_RAM",
     "Lab", "LabRow", "LabRun", "LabTable", "Latency", "LayerCount", "LayerKV", "LimitError",
     "LogEntry", "Lookup", "Model", "ModelInfo", "ModelUnit", "Names", "Namespace", "NoMemoryError",
     "NotFoundError", "Offload", "OffloadTokens", "Op", "OpInfo", "PLAN_LOAD", "PLAN_RECOMPUTE",

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
 
-from . import _abi
+from . import _abi, _reaper
 from ._columns import Column, Columns
 from ._device import After, number_of
 from ._errors import make
-from ._lib import check_err, lib, u32, u64
+from ._lib import check, check_err, lib, u32, u64
 from ._op import Op
 from ._plan import ClearReport, values
-from ._resource import byref, new_error
+from ._policy import STOP_UNKNOWN
+from ._resource import Resource, byref, new_error
 from ._runtime import PRIORITY_DEMAND, PRIORITY_PREFETCH, submit_opts
 from ._view import Place, lend
 
@@ -151,6 +152,17 @@ class Names:
     def __len__(self) -> int:
         return int(self._c.count)
 
+    def _those(self, marks: bytes) -> "Names":
+        """Those whose byte is not 0."""
+        if 0 not in marks:
+            return self
+        joined, ends = self._kept
+        each = int(self._c.each_bytes)
+        stops = ends if ends else range(each, len(joined) + each, max(each, 1))
+        starts = (0, *stops)
+        return Names([bytes(joined[start:stop])
+                      for start, stop, one in zip(starts, stops, marks) if one])
+
 
 def _ready(names: "Sequence[bytes] | Names") -> Names:
     return names if isinstance(names, Names) else Names(names)
@@ -258,6 +270,25 @@ class Blocks:
                                               byref(err)), err)
         return ClearReport(*values(report, ClearReport))
 
+    def hold(self, names: "Sequence[bytes] | Names") -> "Hold":
+        """Keeps those that are there from leaving until the `Hold` is closed, or let go of.
+        They may go from memory to disk and back. Several holds of a block count each."""
+        raw, called, err = self._session._raw, _ready(names), new_error()
+        found = ctypes.create_string_buffer(len(called))
+        check_err(lib.kvt_session_hold_blocks(raw, byref(called._c), ctypes.cast(found, _U8),
+                                              byref(err)), err)
+        return Hold(raw, found.raw, called._those(found.raw))
+
+    def hint(self, names: "Sequence[bytes] | Names", *, stop: int = STOP_UNKNOWN, next_use_ns: int = 0,
+             confidence: float = 1.0, done: bool = False) -> None:
+        """Tells the policies what is known of the future of blocks, as `Session.hint` does of
+        a session's. Those that are not there are passed over."""
+        flags = _abi.KVT_HINT_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
+        told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
+                                      next_use_ns=u64(next_use_ns, 63))
+        raw, called, err = self._session._raw, _ready(names), new_error()
+        check_err(lib.kvt_session_hint_blocks(raw, byref(called._c), byref(told), byref(err)), err)
+
     def clear(self, timeout: Optional[float] = None) -> ClearReport:
         """Takes all away that nobody holds."""
         return self._space.clear(timeout)
@@ -359,3 +390,59 @@ class Blocks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class HoldJob(_reaper.Job):
+    """Lets blocks go."""
+
+    __slots__ = ("_claim",)
+    swift = True
+
+    def __init__(self, session: Any, names: Names) -> None:
+        # A handle of its own: the session may be closed before, and has let all go then.
+        super().__init__(type(session)(session.value), _reaper.RANK_OP)
+        # Whoever takes this lets go. Done twice, it would take what others hold.
+        self._claim = [names]
+
+    def attempt(self) -> int:
+        try:
+            names = self._claim.pop()
+        except IndexError:
+            return _abi.KVT_OK
+        status = int(lib.kvt_session_release_blocks(self.handle, byref(names._c), None))
+        if status in (_abi.KVT_E_CLOSED, _abi.KVT_E_HANDLE):  # nobody holds anything any more
+            return _abi.KVT_OK
+        if status != _abi.KVT_OK:
+            self._claim.append(names)
+        return status
+
+
+class Hold(Resource):
+    """Blocks that do not leave: see `Blocks.hold`. Closing it lets go of what it has held, and
+    so does closing the blocks. Blocks may be held more than once.
+
+    >>> import kvtier
+    >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
+    ...     blocks = kvtier.Blocks(store, kvtier.Identity(model=b"m"), [4096])
+    ...     stored = blocks.put([b"a"], kvtier.Pool(bytearray(4096), 4096).at([0])).result()
+    ...     with blocks.hold([b"a", b"b"]) as hold:
+    ...         [bool(one) for one in hold.held], blocks.drop([b"a"]).held_chunks
+    ...     blocks.drop([b"a"]).gone_chunks
+    ([True, False], 1)
+    1
+    """
+
+    _noun = "hold"
+
+    def __init__(self, session: Any, held: bytes, names: Names) -> None:
+        #: A byte for each name that was given, as `Blocks.exists` has it; 0: not held.
+        self.held = held
+        self._own(HoldJob(session, names))
+
+    def close(self) -> None:
+        """Lets go; doing so twice is fine."""
+        if self.closed:
+            return
+        self._raw  # noqa: B018: not in a forked child
+        check(self._job.attempt())
+        self._released()

@@ -473,3 +473,103 @@ def test_leaving_an_op_that_was_not_waited_for_ends_it(store):
         op.wait(0.01)
         assert not op.info().released
     assert op.closed and blocks.exists([b"a"]) == b"\0"
+
+
+def stored(store, numbers):
+    blocks = blocks_of(store)
+    names = [name(n) for n in numbers]
+    blocks.put(names, kvtier.Pool(filled(numbers), BLOCK).at(range(len(numbers)))).result()
+    return blocks, names
+
+
+def test_what_is_held_stays(store):
+    blocks, names = stored(store, list(range(20)))
+    with blocks.hold([*names[:10], name(99)]) as hold:
+        assert [bool(one) for one in hold.held] == [True] * 10 + [False]
+        assert hold.held == blocks.exists([*names[:10], name(99)])
+        assert "hold" in repr(hold).lower()
+        report = blocks.drop(names)
+        assert (report.gone_chunks, report.held_chunks) == (10, 10)
+        again = blocks.hold(names[:5])
+        again.close()
+        again.close()  # the other hold is not taken
+        assert again.closed
+        assert blocks.drop(names).held_chunks == 10
+        with pytest.raises(kvtier.ClosedError):
+            again.__enter__()
+    assert blocks.drop(names).gone_chunks == 10
+    assert blocks.hold(names).held == bytes(20)
+    assert blocks.hold([]).held == b""
+    blocks.close()
+
+
+def test_holds_that_are_let_go_of_end(store):
+    blocks, names = stored(store, [1, 2, 3])
+    hold = blocks.hold([names[0], names[0], names[2]])
+    assert blocks.drop(names).held_chunks == 2
+    del hold
+    gc.collect()
+    assert _reaper.flush()
+    assert blocks.drop(names).gone_chunks == 2
+    blocks.close()
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_only_what_was_held_is_let_go(store, ready):
+    blocks, lengths = blocks_of(store), [1, 5, 2, 7, 3]
+    for names in ([b"x" * n for n in lengths], [bytes([n]) * 3 for n in lengths]):
+        pool = kvtier.Pool(filled(range(5)), BLOCK)
+        blocks.put(names, pool.at(range(5))).result()
+        missing = [b"?" * n for n in lengths]
+        mixed = [one for pair in zip(missing, names) for one in pair]
+        with blocks.hold(kvtier.Names(mixed) if ready else mixed) as hold:
+            assert [bool(one) for one in hold.held] == [False, True] * 5
+            assert blocks.drop(names).held_chunks == 5
+        assert blocks.drop(names).gone_chunks == 5
+    blocks.close()
+
+
+def test_blocks_that_are_closed_hold_nothing(store):
+    blocks, names = stored(store, [1, 2])
+    hold, late = blocks.hold(names), blocks.hold(names)
+    blocks.close()
+    hold.close()
+    with blocks_of(store) as others:
+        assert others.drop(names).gone_chunks == 2
+        with pytest.raises(kvtier.ClosedError):
+            blocks.hold(names)
+        with pytest.raises(kvtier.ClosedError):
+            blocks.hint(names)
+    del late
+    gc.collect()
+    assert _reaper.flush()
+
+
+def test_many_threads_let_go_once(store):
+    blocks, names = stored(store, [1, 2])
+    for _ in range(50):
+        hold, other = blocks.hold(names), blocks.hold(names)
+        threads = [threading.Thread(target=hold.close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert blocks.drop(names).held_chunks == 2
+        other.close()
+    assert blocks.drop(names).gone_chunks == 2
+    blocks.close()
+
+
+def test_hints_of_blocks(runtime):
+    with kvtier.Store(runtime, "store(host=512KiB,policy=predictive)") as store:
+        blocks = kvtier.Blocks(store, kvtier.Identity(), [4096])
+        pool, names = kvtier.Pool(bytearray(4096 * 80), 4096), [name(n) for n in range(200)]
+        blocks.put(names[:80], pool.at(range(80))).result()
+        blocks.hint([*names[:40], b"not there"], done=True)
+        blocks.put(names[100:170], pool.at(range(70))).result()
+        assert sum(map(bool, blocks.exists(names[:40]))) < 20
+        assert all(blocks.exists(names[40:80]))
+        for wrong in ({"confidence": 2.0}, {"stop": 99}):
+            with pytest.raises(kvtier.InvalidError):
+                blocks.hint(names[:1], **wrong)
+        blocks.close()

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use crate::base::item::MAX_ITEMS;
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
-use crate::device::{Event, Way};
+use crate::device::Event;
 use crate::fail;
 use crate::format::keys::Key;
 use crate::kv::core::clear::Cleared;
@@ -15,6 +15,8 @@ use crate::kv::core::views::Views;
 use crate::kv::core::{Core, Space};
 use crate::meta::chunks::{NewChunk, id_of};
 use crate::meta::index::{NONE, Slot};
+use crate::policy::Hint;
+use crate::policy::evictor::Who;
 
 /// Most blocks of one call.
 pub const MAX_BLOCKS: usize = MAX_ITEMS;
@@ -50,15 +52,11 @@ impl Core {
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
             fail!(Limit, "{} blocks; a move has 1 to {MAX_BLOCKS}", keys.len());
         }
-        let layout = &self.boards[board as usize].layout;
-        if deed != Deed::Prefetch {
-            let chunks = keys.len() as u32;
-            let Some(tokens) = chunks.checked_mul(layout.chunk_tokens()) else {
-                fail!(Limit, "{chunks} blocks of {} tokens", layout.chunk_tokens());
-            };
-            let way = if deed == Deed::Put { Way::Gather } else { Way::Scatter };
-            views.check(layout, first_layer, tokens, chunks, way)?;
-        }
+        let (chunks, each) = (keys.len() as u32, self.boards[board as usize].layout.chunk_tokens());
+        let Some(tokens) = chunks.checked_mul(each) else {
+            fail!(Limit, "{chunks} blocks of {each} tokens");
+        };
+        self.check_views((board, deed), &views, first_layer, tokens, chunks)?;
         let slots = self.find_blocks(space, &keys)?;
         let asked = match deed == Deed::Get && slots.contains(&NONE) {
             true => keys.iter().map(id_of).collect(),
@@ -83,11 +81,7 @@ impl Core {
             ticket,
         };
         // What is refused sends nobody away.
-        self.check_move(&spec)?;
-        self.check_behind(&spec)?;
-        if !self.moves.has_room() {
-            fail!(Again, "{} moves are under way, as many as may be", self.moves.len());
-        }
+        self.check_move(&spec, spec.slots.len())?;
         let mut held = Vec::new();
         let holds = match deed {
             Deed::Put => self.hold_blocks(space, &keys, &spec.slots, &mut held),
@@ -127,7 +121,7 @@ impl Core {
     }
 
     /// The rows of blocks that are there, NONE for the others.
-    fn find_blocks(&self, space: u32, keys: &[Key]) -> Result<Vec<Slot>> {
+    pub(super) fn find_blocks(&self, space: u32, keys: &[Key]) -> Result<Vec<Slot>> {
         let board = self.spaces[space as usize].board;
         let chunks = &self.boards[board as usize].chunks;
         let mut slots = Vec::new();
@@ -185,18 +179,21 @@ impl Core {
 
     /// Lets blocks go that nobody holds: they leave all tiers.
     pub fn drop_blocks(&mut self, at: u32, keys: &[Key]) -> Result<Cleared> {
-        let space = self.session(at)?.space;
-        if keys.len() > MAX_BLOCKS {
-            fail!(Limit, "{} blocks; at most {MAX_BLOCKS} go at once", keys.len());
-        }
-        let mut slots = self.find_blocks(space, keys)?;
+        let (board, mut slots) = self.named(at, keys)?;
         slots.retain(|&slot| slot != NONE);
         // One that is named twice is counted once.
         slots.sort_unstable();
         slots.dedup();
-        let board = self.spaces[space as usize].board;
         let cleared = self.take_away(board, &slots, Cleared::default());
         self.settle();
         Ok(cleared)
+    }
+
+    /// Passes on to the policies what the engine says of the future of blocks. It is not said
+    /// of the session: that may have others.
+    pub fn hint_blocks(&mut self, at: u32, keys: &[Key], hint: &Hint) -> Result<()> {
+        let (board, slots) = self.named(at, keys)?;
+        let who = Who { session: None, ..self.session(at)?.who };
+        self.tell_hint(board, &slots, &who, hint)
     }
 }

@@ -32,6 +32,7 @@ impl Core {
     pub fn check(&self) -> Result<()> {
         self.check_lines()?;
         self.check_near()?;
+        self.check_holds()?;
         let (mut pieces, mut blocks) = (0, 0);
         for (number, board) in self.boards.iter().enumerate() {
             let (p, b) = self.check_board(number)?;

@@ -20,6 +20,7 @@ mod down;
 pub mod gauge;
 pub mod grain;
 mod held;
+pub mod holds;
 mod jobs;
 mod ledger;
 mod line;

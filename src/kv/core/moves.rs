@@ -219,8 +219,7 @@ fn note_outcome(outcome: &mut Status, status: Status) {
 impl Core {
     /// Begins a move; its number. Its chunks stay until it has ended.
     pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
-        self.check_move(&spec)?;
-        self.check_behind(&spec)?;
+        self.check_move(&spec, spec.slots.len())?;
         let mut slots = spec.slots.clone();
         slots.retain(|&slot| slot != NONE);
         let (board, ticket, after) = (spec.board, spec.ticket, spec.after);
@@ -249,7 +248,9 @@ impl Core {
         Ok(number)
     }
 
-    pub(super) fn check_move(&self, spec: &MoveSpec) -> Result<()> {
+    /// Whether a move of so many chunks may begin; asked also before its rows are made, since
+    /// others have to leave for those.
+    pub(super) fn check_move(&self, spec: &MoveSpec, chunks: usize) -> Result<()> {
         let Some(board) = self.boards.get(spec.board as usize) else {
             fail!(NotFound, "there is no board {}", spec.board);
         };
@@ -257,7 +258,6 @@ impl Core {
         if spec.layers == 0 || to > board.layout.layers() {
             fail!(Invalid, "layers {from}..{to} of a model with {}", board.layout.layers());
         }
-        let chunks = spec.slots.len();
         if chunks > MAX_MOVE_CHUNKS || chunks.checked_mul(spec.layers).is_none_or(|n| n >> 32 != 0)
         {
             fail!(Limit, "a move of {chunks} chunks; {MAX_MOVE_CHUNKS} can be");
@@ -268,7 +268,28 @@ impl Core {
         if spec.deed != Deed::Prefetch && spec.views.0.len() != spec.layers {
             fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
         }
+        self.check_behind(spec)?;
+        if !self.moves.has_room() {
+            fail!(Again, "{} moves are under way, as many as may be", self.moves.len());
+        }
         Ok(())
+    }
+
+    /// Whether views of a move say where so many tokens of so many chunks are.
+    pub(super) fn check_views(
+        &self,
+        (board, deed): (u32, Deed),
+        views: &Views,
+        first_layer: usize,
+        tokens: u32,
+        chunks: u32,
+    ) -> Result<()> {
+        let way = match deed {
+            Deed::Prefetch => return Ok(()),
+            Deed::Put => Way::Gather,
+            Deed::Get => Way::Scatter,
+        };
+        views.check(&self.boards[board as usize].layout, first_layer, tokens, chunks, way)
     }
 
     /// Gives a move up: what has not begun does not begin. It ends when what is

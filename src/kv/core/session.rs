@@ -7,6 +7,7 @@ use crate::base::sync::Arc;
 use crate::device::Event;
 use crate::fail;
 use crate::format::keys::media::Medium;
+use crate::kv::core::holds::Holds;
 use crate::kv::core::moves::{Deed, Level, MoveSpec};
 use crate::kv::core::views::Views;
 use crate::kv::core::{At, Core};
@@ -38,6 +39,8 @@ pub struct Session {
     pub(super) path: Path,
     pub(super) space: u32,
     pub(super) who: Who,
+    /// Blocks that it holds by name.
+    pub(super) holds: Holds,
 }
 
 /// What became of a path that was cut.
@@ -110,7 +113,7 @@ impl Core {
         let session = self.sessions.vacant();
         let (key, namespace, holes) = (home.key, space, home.holes);
         let path = Path::new(Home { key, namespace, chunk_tokens, holes, session }, &name)?;
-        self.sessions.add(Session { path, space, who })
+        self.sessions.add(Session { path, space, who, holds: Holds::default() })
     }
 
     fn session_mut(&mut self, at: u32) -> Result<&mut Session> {
@@ -202,6 +205,7 @@ impl Core {
         // Those are the ones that may go now; one of an older tail is only there.
         self.were_held(board, &freed);
         self.were_held(board, &old);
+        self.end_holds(board, session.holds);
         self.settle();
         closed
     }
@@ -252,54 +256,45 @@ impl Core {
         };
         let tokens = u32::try_from(tokens).map_err(|_| Status::Limit)?;
         let chunks = picked.map_or(all, |picked| picked.len() as u32);
-        if deed != Deed::Prefetch {
-            let way = if deed == Deed::Put {
-                crate::device::Way::Gather
-            } else {
-                crate::device::Way::Scatter
-            };
-            let layout = &self.boards[board as usize].layout;
-            rectangle.views.check(layout, rectangle.first_layer, tokens, chunks, way)?;
-        }
-        let mut slots = match deed {
-            Deed::Put => self.rows_of(at, first, end, tail)?,
-            Deed::Get | Deed::Prefetch => self.rows_there(at, first, end, tail)?,
-        };
-        pick(&mut slots, picked);
-        let mut asked = match deed {
-            Deed::Get if slots.contains(&NONE) => self.ids_of(at, first, end, tail)?,
-            _ => Vec::new(),
-        };
-        pick(&mut asked, picked);
+        let Rectangle { first_layer, layers, by_layer, wanted, views, after, .. } = &rectangle;
+        self.check_views((board, deed), views, *first_layer, tokens, chunks)?;
         let who = self.session(at)?.who;
-        let flow = at;
-        let Rectangle { first_layer, layers, by_layer, wanted, views, after, .. } = rectangle;
-        let needed_from = match wanted {
-            Wanted::Needed => {
-                let layout = &self.boards[board as usize].layout;
-                let end = rectangle.first_token + rectangle.tokens;
-                needed_from(layout, first_layer..first_layer + layers, first as u64, end)
-            }
-            _ => Vec::new(),
-        };
-        self.submit(MoveSpec {
+        let mut spec = MoveSpec {
             board,
-            flow,
+            flow: at,
             who,
             lane,
             deed,
             level,
-            slots,
-            asked,
-            first_layer,
-            layers,
-            by_layer,
+            slots: Vec::new(),
+            asked: Vec::new(),
+            first_layer: *first_layer,
+            layers: *layers,
+            by_layer: *by_layer,
             by_chunk: false,
-            needed_from,
-            views,
-            after,
+            needed_from: Vec::new(),
+            views: views.clone(),
+            after: *after,
             ticket,
-        })
+        };
+        // What is refused sends nobody away.
+        self.check_move(&spec, chunks as usize)?;
+        spec.slots = match deed {
+            Deed::Put => self.rows_of(at, first, end, tail)?,
+            Deed::Get | Deed::Prefetch => self.rows_there(at, first, end, tail)?,
+        };
+        pick(&mut spec.slots, picked);
+        if deed == Deed::Get && spec.slots.contains(&NONE) {
+            spec.asked = self.ids_of(at, first, end, tail)?;
+        }
+        pick(&mut spec.asked, picked);
+        if *wanted == Wanted::Needed {
+            let layout = &self.boards[board as usize].layout;
+            let end = rectangle.first_token + rectangle.tokens;
+            let of = *first_layer..first_layer + layers;
+            spec.needed_from = needed_from(layout, of, first as u64, end);
+        }
+        self.submit(spec)
     }
 
     /// The full chunks of a range of tokens, and whether the tail belongs to it.

@@ -367,7 +367,8 @@ impl Core {
         }
     }
 
-    /// Tells the policies what the engine says of the future of a session's chunks.
+    /// Tells the policies what the engine says of the future of a session's chunks; of each
+    /// by itself where `who` names no session.
     pub(super) fn tell_hint(
         &mut self,
         board: u32,
@@ -387,7 +388,10 @@ impl Core {
                     let of = |layer| chunks().map(move |id| cell_id(id, layer));
                     (0..layers).flat_map(of).collect()
                 }
-                Grain::Session => who.session.into_iter().collect(),
+                Grain::Session => match who.session {
+                    Some(session) => vec![session],
+                    None => chunks().collect(),
+                },
             };
             shelf.hint(self.now_ns, who, &ids, hint)?;
         }

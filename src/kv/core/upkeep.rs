@@ -232,7 +232,8 @@ impl Core {
     /// Sees to it that so many chunks can be added.
     pub(super) fn rows_for(&mut self, chunks: usize) -> Result<()> {
         let missing = chunks.saturating_sub(self.free_rows());
-        if missing > 0 {
+        // For more than there ever are nobody has to leave.
+        if missing > 0 && chunks <= self.config.max_chunks {
             self.make_rows(missing);
         }
         if chunks > self.free_rows() {

@@ -16,6 +16,8 @@ use crate::kv::core::{Finished, SessionOpts};
 use crate::kv::sim::callers::views_of;
 use crate::kv::sim::content::{Planes, is_right, prefixes};
 use crate::kv::sim::world::{Outcome, POISON, SPACES, World, wrong};
+use crate::meta::chunks::WHOLE;
+use crate::policy::Hint;
 
 /// Few names: they come again and again.
 const NAMES: u64 = 40;
@@ -38,14 +40,22 @@ pub(super) struct Blocks {
     asked: BTreeMap<u32, AskedBlocks>,
     /// Namespace and name of those that last.
     lasting: BTreeSet<(u32, u32)>,
+    /// The session of each namespace that holds some, and how often it holds which.
+    holders: BTreeMap<u32, Holder>,
+}
+
+/// Who holds blocks by name.
+struct Holder {
+    session: u32,
+    held: BTreeMap<u32, u32>,
 }
 
 impl Blocks {
     /// Those of a seed: one in four has some. All others do as they would without.
     pub(super) fn of(seed: u64) -> Option<Blocks> {
         let random = Random::new(seed ^ 0xB10C5);
-        let (asked, lasting) = (BTreeMap::new(), BTreeSet::new());
-        (seed % 4 == 1).then_some(Blocks { random, asked, lasting })
+        let (asked, lasting, holders) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
+        (seed % 4 == 1).then_some(Blocks { random, asked, lasting, holders })
     }
 
     /// Whether none is under way.
@@ -53,10 +63,17 @@ impl Blocks {
         self.asked.is_empty()
     }
 
-    /// Nobody waits for those that were under way.
+    /// Nobody waits for those that were under way, and holds have ended.
     pub(super) fn forget(&mut self) {
         self.asked.clear();
+        self.holders.clear();
     }
+}
+
+/// How many of some names are held, each counted once.
+fn names_held(holder: &Holder, names: &[u32]) -> usize {
+    let names: BTreeSet<&u32> = names.iter().collect();
+    names.iter().filter(|name| holder.held.contains_key(name)).count()
 }
 
 fn marks_of(space: u32, name: u32, each: usize) -> Vec<u64> {
@@ -85,8 +102,13 @@ impl World {
                 }
                 Ok(())
             }
+            17..=18 => self.hold_blocks(space, &names),
+            19..=20 => self.release_blocks(space, &names),
+            21 => self.hint_blocks(space, &names),
+            22 => self.end_holder(space),
             _ => Ok(()),
-        }
+        }?;
+        self.held_blocks_are_there()
     }
 
     fn keys_of(space: u32, names: &[u32]) -> Outcome<Vec<Key>> {
@@ -165,11 +187,115 @@ impl World {
         let keys = World::keys_of(space, names)?;
         let Some(asker) = self.asker(space)? else { return Ok(()) };
         let mut core = self.core.0.lock();
-        core.drop_blocks(asker, &keys)?;
+        let cleared = core.drop_blocks(asker, &keys)?;
         core.close_session(asker)?;
         drop(core);
+        let held = self.blocks.iter().flat_map(|all| all.holders.get(&space));
+        let held: usize = held.map(|one| names_held(one, names)).sum();
+        if cleared.held + cleared.moving < held as u64 {
+            return Err(wrong(format!("{held} of {names:?} are held: {cleared:?}")));
+        }
         if let Some(blocks) = &mut self.blocks {
             blocks.lasting.retain(|(of, name)| *of != space || !names.contains(name));
+        }
+        Ok(())
+    }
+
+    /// A few at a time: who holds all there is keeps the store from doing anything.
+    fn hold_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        let names = &names[..names.len().min(4)];
+        let known = self.blocks.iter().find_map(|all| Some(all.holders.get(&space)?.session));
+        let session = match known {
+            Some(session) => session,
+            None => match self.asker(space)? {
+                Some(session) => session,
+                None => return Ok(()),
+            },
+        };
+        let keys = World::keys_of(space, names)?;
+        let (mut found, mut there) = (vec![0; names.len()], vec![0; names.len()]);
+        let mut core = self.core.0.lock();
+        core.exists(self.spaces[space as usize], &keys, &mut there)?;
+        core.hold_names(session, &keys, &mut found)?;
+        drop(core);
+        let whole: Vec<u8> =
+            there.iter().map(|&one| if one & WHOLE != 0 { one } else { 0 }).collect();
+        if found != whole {
+            return Err(wrong(format!("held {found:?} of {names:?}, there were {there:?}")));
+        }
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let none = Holder { session, held: BTreeMap::new() };
+        let held = &mut blocks.holders.entry(space).or_insert(none).held;
+        for (&name, _) in names.iter().zip(&found).filter(|(_, found)| **found != 0) {
+            *held.entry(name).or_default() += 1;
+        }
+        Ok(())
+    }
+
+    /// Takes back what it holds of some; for others, and more than there is, it is refused.
+    fn release_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let Some(holder) = blocks.holders.get_mut(&space) else { return Ok(()) };
+        let mut rest = holder.held.clone();
+        let mut take = |name: &u32| match rest.get_mut(name).filter(|times| **times > 0) {
+            Some(times) => {
+                *times -= 1;
+                true
+            }
+            None => false,
+        };
+        let (held, others): (Vec<u32>, Vec<u32>) = names.iter().partition(|name| take(name));
+        let (session, mut core) = (holder.session, self.core.0.lock());
+        if !others.is_empty() {
+            let refused = core.release_names(session, &World::keys_of(space, names)?);
+            if refused.map_err(|error| error.status()) != Err(Status::Invalid) {
+                return Err(wrong(format!("{others:?} of {names:?} were not held, and let go")));
+            }
+        }
+        core.release_names(session, &World::keys_of(space, &held)?)?;
+        rest.retain(|_, times| *times > 0);
+        holder.held = rest;
+        Ok(())
+    }
+
+    fn hint_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        let keys = World::keys_of(space, names)?;
+        let now_ns = self.clock.now_ns() as i64;
+        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let later = blocks.random.below(2_000_000_000) as i64;
+        let done = blocks.random.below(4) == 0;
+        let hint = Hint { next_use: Some((now_ns + later, 1.0)), done, ..Hint::default() };
+        let mut core = self.core.0.lock();
+        core.hint_blocks(asker, &keys, &hint)?;
+        core.close_session(asker)?;
+        Ok(())
+    }
+
+    /// Its session is closed: nothing of what it held is held by it.
+    fn end_holder(&mut self, space: u32) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        if let Some(holder) = blocks.holders.remove(&space) {
+            self.core.0.lock().close_session(holder.session)?;
+        }
+        Ok(())
+    }
+
+    /// What is held is in some tier as a whole, unless the disk has damaged it.
+    fn held_blocks_are_there(&mut self) -> Outcome<()> {
+        let Some(blocks) = &self.blocks else { return Ok(()) };
+        let core = self.core.0.lock();
+        if self.is_rotten || self.may_damage() || core.counters.corrupt > 0 {
+            return Ok(());
+        }
+        for (&space, holder) in &blocks.holders {
+            let names: Vec<u32> = holder.held.keys().copied().collect();
+            let mut found = vec![0; names.len()];
+            let keys = World::keys_of(space, &names)?;
+            core.exists(self.spaces[space as usize], &keys, &mut found)?;
+            if let Some((name, _)) = names.iter().zip(&found).find(|(_, one)| **one & WHOLE == 0) {
+                return Err(wrong(format!("block {name} of namespace {space} is held, and gone")));
+            }
         }
         Ok(())
     }

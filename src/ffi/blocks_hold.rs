@@ -1,0 +1,130 @@
+//! Blocks that stay as long as an engine says, and what it says of their future.
+
+use crate::base::status::Status;
+use crate::ffi::blocks::{keys_of, kvt_names_t};
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::guard_err;
+use crate::ffi::handle::{Access, with};
+use crate::ffi::policy_keep::hint;
+use crate::ffi::policy_use::kvt_policy_hint_t;
+use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::status::kvt_status_t;
+
+/// Holds those of some blocks that are there: until they are let go they are in some tier, and
+/// what is asked for of them is found. Memory that others need may still have them go down to
+/// disk; kvt_session_prefetch_blocks brings them up. No use is counted. Never waits.
+///
+/// Each call counts, and each name in it: what is held twice is to be let go twice. A block of
+/// which not all is there, or whose put has not ended, is not held, and says so. Closing the
+/// session lets all go; forks hold nothing. Where memory or the table is full and all is held
+/// there is no room for anything else: puts end with KVT_E_BUDGET, or are refused with
+/// KVT_E_LIMIT. A hold does not repair: of a block whose only copy is found damaged only the
+/// name stays held, for whoever puts it again.
+///
+/// @param session  The session. Others hold the same blocks on their own account.
+/// @param names    The names, at most 65536.
+/// @param out      Receives a byte for each, as kvt_namespace_find_blocks gives: 0 = not held.
+///                 May be null for who lets go by closing the session.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_LIMIT (also: a session has 2^20 holds), KVT_E_INVALID,
+///         KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///         Nothing is held on failure.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `names` for the size it states, `out` for a byte a name.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_hold_blocks(
+    session: *const kvt_session_t,
+    names: *const kvt_names_t,
+    out: *mut u8,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            // SAFETY: the caller's promise.
+            let keys = unsafe { keys_of(&noun.space, names)? };
+            let mut found = Vec::new();
+            found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+            found.resize(keys.len(), 0);
+            let store = &noun.space.store;
+            store.with(|core| core.hold_names(noun.number, &keys, &mut found))?;
+            if !out.is_null() {
+                // SAFETY: room for a byte a name, by the caller's promise.
+                unsafe { std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len()) };
+            }
+            Ok(())
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Takes one hold of each block back; the last one of all lets it leave. Never waits.
+///
+/// Give the names that were held, as kvt_session_hold_blocks said, and no others: one that the
+/// session does not hold as often as it is named fails the call. Passing it over would let a
+/// mistake in counting take away what another part of the program holds.
+///
+/// @param session  The session that holds them.
+/// @param names    The names, at most 65536.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_INVALID (also: not held), KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM,
+///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC. Nothing changes on failure.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `names` for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_release_blocks(
+    session: *const kvt_session_t,
+    names: *const kvt_names_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            // SAFETY: the caller's promise.
+            let keys = unsafe { keys_of(&noun.space, names)? };
+            noun.space.store.with(|core| core.release_names(noun.number, &keys))
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Tells the policies what the engine knows of the future of some blocks, as kvt_session_hint
+/// does of a session: in each tier, of each block by itself. Those that are not there are
+/// passed over, and nothing is remembered of them.
+///
+/// @param session  The session; says whose words these are. Nothing is told of it.
+/// @param names    The names, at most 65536.
+/// @param told     The hint; its times are CLOCK_MONOTONIC.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED,
+///         KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; structs for the size they state.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_hint_blocks(
+    session: *const kvt_session_t,
+    names: *const kvt_names_t,
+    told: *const kvt_policy_hint_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let hint = unsafe { hint(told)? };
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            // SAFETY: the caller's promise.
+            let keys = unsafe { keys_of(&noun.space, names)? };
+            noun.space.store.with(|core| core.hint_blocks(noun.number, &keys, &hint))
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}

@@ -1,0 +1,124 @@
+//! How a move of a session begins, whatever says what is moved: rectangles, blocks.
+
+use crate::base::op::{Op, OpOpts, OpRef};
+use crate::base::status::Result;
+use crate::base::sync::Arc;
+use crate::device::Event;
+use crate::fail;
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::event::{EventNoun, kvt_event_t};
+use crate::ffi::guard::guard_err;
+use crate::ffi::handle::{Access, encode, pin, with};
+use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::session_move::level_of;
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::structs::{Sized_, known_flags, read};
+use crate::ffi::view::{check_memory, kvt_view_t, views_of};
+use crate::kv::core::views::Views;
+use crate::kv::core::{Deed, Level};
+use crate::kv::ready::Ready;
+
+/// A struct that says what is moved.
+pub(crate) trait Moved: Sized_ {
+    /// The flags that it has.
+    const FLAGS: u64;
+    /// Where a caller who wants an op for each item is sent.
+    const EACH: &'static str;
+
+    /// What of it all such structs have.
+    fn common(&self) -> Common;
+}
+
+/// What all structs of moves have.
+pub(crate) struct Common {
+    pub(crate) flags: u64,
+    pub(crate) reserved: u32,
+    pub(crate) level: u32,
+    pub(crate) ready: *const kvt_event_t,
+    pub(crate) first_layer: u32,
+    pub(crate) k: *const kvt_view_t,
+    pub(crate) v: *const kvt_view_t,
+    pub(crate) stride_bytes: u64,
+    pub(crate) after: u64,
+}
+
+/// How a move is begun.
+pub(crate) struct How<'a> {
+    pub(crate) level: Level,
+    pub(crate) opts: OpOpts,
+    pub(crate) ready: Option<&'a Ready>,
+}
+
+impl Common {
+    /// The event of the store's device that copies are behind.
+    pub(crate) fn after(&self) -> Option<Event> {
+        (self.after != 0).then_some(Event(self.after))
+    }
+
+    /// Where the engine has so many layers and tokens.
+    ///
+    /// # Safety
+    /// What views lead to is valid, as the exported functions say.
+    pub(crate) unsafe fn views(
+        &self,
+        noun: &SessionNoun,
+        deed: Deed,
+        (layers, tokens): (usize, u64),
+    ) -> Result<Arc<Views>> {
+        let views = match deed {
+            Deed::Prefetch if self.k.is_null() && self.v.is_null() => Views::default(),
+            Deed::Prefetch => fail!(Invalid, "a prefetch has no views"),
+            // SAFETY: the caller's promise.
+            _ => unsafe {
+                views_of((self.k, self.v, self.stride_bytes), self.first_layer, layers, tokens)?
+            },
+        };
+        check_memory(&noun.space.store, &views, self.first_layer)?;
+        Ok(Arc::new(views))
+    }
+}
+
+/// Reads what all moves say, has one begin, and gives its ops out.
+///
+/// # Safety
+/// Pointers are null or valid, structs for the size they state; there is room for as many
+/// ops as `begin` gives.
+pub(crate) unsafe fn submit<M: Moved>(
+    session: *const kvt_session_t,
+    deed: Deed,
+    moved: *const M,
+    opts: *const kvt_submit_opts_t,
+    (ops_out, err): (*mut *mut kvt_op_t, *mut *mut kvt_error_t),
+    begin: impl FnOnce(&SessionNoun, &M, &How<'_>) -> Result<Vec<OpRef>>,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let (given, (opts, each)) =
+            unsafe { (read(moved)?, submit_opts(opts, ops_out.is_null())?) };
+        let common = given.common();
+        known_flags(common.flags, M::FLAGS)?;
+        if each {
+            fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: see {}", M::EACH);
+        }
+        if common.reserved != 0 {
+            fail!(Invalid, "reserved is {}", common.reserved);
+        }
+        let level = level_of(common.level, deed)?;
+        let ready = match common.ready.is_null() {
+            true => None,
+            false => Some(pin::<EventNoun>(common.ready, Access::Use)?.0.clone()),
+        };
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            let how = How { level, opts, ready: ready.as_deref() };
+            let ops = begin(noun, &given, &how)?;
+            for (i, op) in ops.iter().enumerate().filter(|_| !ops_out.is_null()) {
+                // SAFETY: the caller has room for them.
+                unsafe { ops_out.add(i).write(encode::<Op>(op.key())) };
+            }
+            Ok(())
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
