@@ -95,6 +95,16 @@ class Op(Resource):
 
     Wait for it with `wait` or `result`, or `await` it where its queue is
     attached to the running loop.
+
+    >>> import asyncio, kvtier
+    >>> async def main(runtime, work):
+    ...     with runtime.queue() as queue:
+    ...         queue.attach()                         # to the loop that runs
+    ...         return (await runtime.submit(work, queue=queue)).bytes_done
+    >>> with kvtier.Runtime() as runtime, runtime.buffer(8192) as buffer:
+    ...     work = kvtier.Work.prefault(buffer)
+    ...     runtime.submit(work).result().bytes_done, asyncio.run(main(runtime, work))
+    (8192, 8192)
     """
 
     _noun = "op"

@@ -201,8 +201,24 @@ def _views(views: Sequence[Optional[View]], writable: bool, kept: List[Any]) -> 
 
 
 class Session(Resource):
-    """A sequence of tokens whose KV is kept: `Namespace.session` opens one, and `help(Store)`
-    has an example. Any thread may use it."""
+    """A sequence of tokens whose KV is kept: `Namespace.session` opens one. Any thread may use it.
+
+    >>> import kvtier
+    >>> from kvtier import Group, Identity, View
+    >>> plane = bytearray(64 * 32)                                  # K of 64 tokens, one layer
+    >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
+    ...     space = store.namespace(Identity(model=b"m"), chunk_tokens=16,
+    ...                             groups=[Group(layers=[0], k_bytes=32)])
+    ...     first, second = space.session("first"), space.session("second")
+    ...     first.append(range(64))
+    ...     stored = first.put([View(plane, run_bytes=32)]).result().value
+    ...     second.append([*range(32), 7, 7])                       # begins as the first did
+    ...     steps = [(one.deed == kvtier.PLAN_RECOMPUTE, one.tokens)
+    ...              for one in second.plan().segments]
+    ...     back = second.get([View(plane, run_bytes=32)], tokens=32).result().value
+    >>> stored, steps, back
+    (64, [(False, 32), (True, 2)], 32)
+    """
 
     _noun = "session"
 
@@ -432,7 +448,19 @@ def _session_opts(name: str, tenant: int, priority: Optional[int],
 
 
 class Namespace(Resource):
-    """Who may share: `Store.namespace` opens one. Any thread may use it."""
+    """Who may share: `Store.namespace` opens one. KV of other models, adapters or tenants' salts
+    is never found in it. Any thread may use it.
+
+    >>> import kvtier
+    >>> from kvtier import Group, Identity
+    >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=16MiB)") as store:
+    ...     layout = {"chunk_tokens": 16, "groups": [Group(layers=[0], k_bytes=32)]}
+    ...     one = store.namespace(Identity(model=b"m"), **layout)
+    ...     same = store.namespace(Identity(model=b"m"), **layout)
+    ...     salted = store.namespace(Identity(model=b"m", salt=b"a tenant's"), **layout)
+    ...     one.key == same.key, one.key == salted.key
+    (True, False)
+    """
 
     _noun = "namespace"
 
