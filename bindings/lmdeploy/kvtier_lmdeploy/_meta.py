@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Tuple
+from typing import Optional, Tuple
 
 from ._engine import imports
 
@@ -41,12 +41,24 @@ class Switch:
 
 
 @dataclass(frozen=True)
+class Hint:
+    """What is known of the future of a request's blocks: why it stopped, in how many seconds
+    they are wanted again, or that they never are."""
+
+    stop: int
+    names: Tuple[bytes, ...]
+    next_use_s: Optional[float] = None
+    done: bool = False
+
+
+@dataclass(frozen=True)
 class StepMeta(KVConnectorMetadata):
     """All of it. One without anything has workers say what has ended."""
 
     loads: Tuple[Load, ...] = ()
     saves: Tuple[Save, ...] = ()
     switches: Tuple[Switch, ...] = ()
+    hints: Tuple[Hint, ...] = ()
 
     def get_save_block_leases(self) -> Tuple[KVSaveBlockLease, ...]:
         """The blocks that must stay until their saves have ended."""

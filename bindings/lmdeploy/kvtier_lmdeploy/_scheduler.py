@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
-from kvtier import TIER_HOST, Advice
+from kvtier import TIER_HOST, Advice, Advisor
 from lmdeploy.pytorch.kv_connector.base import KVConnectorResult, KVLoadResult
 
-from . import _names
-from ._advice import Advisor
+from . import _future, _names
 from ._lookup import Asker
-from ._meta import Load, Save, StepMeta, Switch
+from ._meta import Hint, Load, Save, StepMeta, Switch
+from ._room import AT_FIRST, Room
 from ._settings import Settings
+
+log = logging.getLogger("kvtier.lmdeploy")
+
 
 @dataclass
 class _Request:
@@ -27,6 +31,10 @@ class _Request:
     found_tokens: Optional[int] = None
     #: The next block to be saved.
     next_save: int = 0
+    #: From this block on it has saved them itself; those before may be everybody's.
+    own: Optional[int] = None
+    #: Saves that have not ended.
+    saving: Set[int] = field(default_factory=set)
     load: Optional[Load] = None
     #: After this many blocks a load goes on.
     load_start: int = 0
@@ -44,7 +52,9 @@ class SchedulerSide:
         self._loads_kv, self._saves_kv = transfer.is_kv_consumer, transfer.is_kv_producer
         self._block_tokens = int(cache_config.block_size)
         self.asker = asker
-        self._advisor = Advisor(settings, asker) if settings.advice else None
+        self._advisor = Advisor(settings.policy, room=AT_FIRST, logger=log) if (
+            settings.advice) else None
+        self._room = Room(asker)
         self._requests: Dict[int, _Request] = {}
         self._pending: Dict[int, Load] = {}
         self._moving: Dict[int, Load] = {}
@@ -52,6 +62,10 @@ class SchedulerSide:
         self._next_save = 0
         self._bad_blocks: Set[int] = set()
         self._switches: List[Switch] = []
+        self._hints: List[Hint] = []
+        #: Of requests that ended before their saves did.
+        self._late: List[Tuple[Set[int], Hint]] = []
+        self._tells, self._lifetimes = settings.hints, settings.lifetimes
         self._adapters, self._nonce = dict(engine["adapters"]), str(engine["nonce"])
         self._keeps_weights, self._weights = settings.sleep_keeps_weights, ""
 
@@ -78,7 +92,7 @@ class SchedulerSide:
         if found is None:
             return None, False
         if self._advisor is not None:
-            self._advisor.looked_up(names)
+            self._advisor.looked_up(_names.numbers(names))
         tokens = max(0, found * each - overlap)
         if tokens <= computed:
             # Also less than it has saved: that has left, or was not stored.
@@ -112,14 +126,15 @@ class SchedulerSide:
         """What the workers are to do now; None where nothing is, and nothing is under way."""
         saves = self._new_saves(given)
         switches, self._switches = tuple(self._switches), []
-        if not (saves or switches or self._pending or self._moving or self._saves):
+        hints, self._hints = tuple(self._hints), []
+        if not (saves or switches or hints or self._pending or self._moving or self._saves):
             return None
         loads = tuple(self._pending.values())
         self._moving.update(self._pending)
         self._pending.clear()
         for save in saves:
             self._saves[save.number] = save
-        return StepMeta(loads, saves, switches)
+        return StepMeta(loads, saves, switches, hints)
 
     def _new_saves(self, given: Any) -> Tuple[Save, ...]:
         lengths = given.connector_token_lens
@@ -143,6 +158,9 @@ class SchedulerSide:
             names = self._named(request, state, end)
             made.append(Save(self._next_save, int(request.session_id), tuple(blocks[first:end]),
                              tuple(logical[first:end]), tuple(names[first:end])))
+            if state.own is None:
+                state.own = first
+            state.saving.add(self._next_save)
             self._next_save += 1
             state.next_save = end
         return tuple(made)
@@ -154,7 +172,9 @@ class SchedulerSide:
         for number in saved:
             save = self._saves.pop(number)
             if self._advisor is not None:
-                self._advisor.saved(save.names)
+                self._learn()
+                self._advisor.stored(_names.numbers(save.names))
+        self._ended(saved)
         self._bad_blocks.update(output.invalid_block_ids)
         results = []
         for number in sorted(output.finished_receiving or ()):
@@ -162,6 +182,18 @@ class SchedulerSide:
             if load is not None:
                 results.append(self._loaded(number, load))
         return KVConnectorResult(tuple(results), saved)
+
+    def _ended(self, saves: "frozenset[int]") -> None:
+        """What is known of blocks can be told once they are stored."""
+        if not saves:
+            return
+        for state in self._requests.values():
+            state.saving -= saves
+        for left, hint in self._late:
+            left -= saves
+            if not left:
+                self._hints.append(hint)
+        self._late = [one for one in self._late if one[0]]
 
     def _loaded(self, number: int, load: Load) -> KVLoadResult:
         blocks = set(load.blocks)
@@ -185,10 +217,26 @@ class SchedulerSide:
         """It is over."""
         number = int(request.seq_id)
         self.asker.cancel(number)
-        self._requests.pop(number, None)
+        state = self._requests.pop(number, None)
+        if state is not None and self._tells and not state.spoilt:
+            self._tell(request, state)
         load = self._pending.pop(number, None) or self._moving.pop(number, None)
         if load is not None:
             self._bad_blocks.difference_update(load.blocks)
+
+    def _tell(self, request: Any, state: _Request) -> None:
+        """Has the policies told why a request ended, in one call a worker."""
+        stop = _future.stop_of(request)
+        next_use_s, never = _future.expected(stop, self._lifetimes)
+        names = tuple(state.names)
+        if never:  # what others have saved, or have used, too, may be theirs
+            names = () if state.own is None else names[state.own:]
+        if names:
+            hint = Hint(_future.STOPS[stop], names, next_use_s, never)
+            if state.saving:
+                self._late.append((state.saving, hint))
+            else:
+                self._hints.append(hint)
 
     def set_weights(self, version: str) -> None:
         """Other weights: names of blocks are others, and requests of both are left alone."""
@@ -206,7 +254,14 @@ class SchedulerSide:
     def advice(self, batch: int) -> Optional[Advice]:
         """How many requests to run; None where it was not asked for, or the store's size is not
         known yet."""
-        return None if self._advisor is None else self._advisor.advise(batch)
+        if self._advisor is None:
+            return None
+        self._learn()
+        return self._advisor.advise(batch) if self._room.blocks else None
+
+    def _learn(self) -> None:
+        if self._advisor is not None and self._room.learned():
+            self._advisor.resize(self._room.blocks)
 
     def drained(self) -> None:
         """The workers have ended all, and what they said of it was not heard."""
@@ -216,6 +271,7 @@ class SchedulerSide:
                 state.load = None
         self._pending.clear()
         self._moving.clear()
+        self._ended(frozenset(self._saves))
         self._saves.clear()
         self._bad_blocks.clear()
         if not self._keeps_weights:  # the engine slept, and may wake with others

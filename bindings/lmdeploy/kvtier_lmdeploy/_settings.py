@@ -8,6 +8,8 @@ from typing import Any, Dict, Mapping, Optional
 from kvtier import LEVEL_DISK, LEVEL_DURABLE, LEVEL_RAM, abi
 from kvtier._errors import make
 
+from ._future import NEVER, STOPS, Lifetimes
+
 LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL_DURABLE}
 
 #: What `activate` adds for the workers of an engine.
@@ -59,6 +61,11 @@ class Settings:
     log_evictions: bool = False
     #: Whether `advice` is kept: a policy beside the store's that sees the same lookups.
     advice: bool = True
+    #: Whether the policies are told why requests ended.
+    hints: bool = True
+    #: By why a request ended ("end_turn", "length", "cancelled"): the seconds after which its KV
+    #: is wanted again, or "never".
+    lifetimes: Lifetimes = field(default_factory=dict)
     #: How long a shutdown waits for saves and loads that are under way.
     drain_s: float = 60.0
 
@@ -79,6 +86,10 @@ class Settings:
         if not isinstance(adapters, dict) or not all(
                 isinstance(one, str) for pair in adapters.items() for one in pair):
             raise invalid("adapters: names, and of each its folder or a text that changes with it")
+        lifetimes = given.get("lifetimes", {})
+        if not isinstance(lifetimes, dict) or not all(
+                _is_lifetime(stop, said) for stop, said in lifetimes.items()):
+            raise invalid(f"lifetimes: of {', '.join(STOPS)}: a number of seconds, or {NEVER!r}")
         settings = cls(**given)
         if settings.level not in LEVELS:
             raise invalid(f"level {settings.level!r} is none of {', '.join(LEVELS)}")
@@ -97,6 +108,12 @@ class Settings:
                 "host_bytes": int(self.host_bytes), "disk_bytes": int(self.disk_bytes),
                 "disk_path": path, "policy": self.policy, "disk_policy": self.disk_policy,
                 "write": self.write}
+
+
+def _is_lifetime(stop: Any, said: Any) -> bool:
+    if stop not in STOPS or isinstance(said, bool):
+        return False
+    return said == NEVER or (isinstance(said, (int, float)) and 0 <= said < 1e9)
 
 
 def refuse_hybrid(cache_config: Any) -> None:

@@ -22,7 +22,7 @@ with imports():
 
 from . import _rows
 from ._lookup import Service
-from ._meta import Load, Save, StepMeta
+from ._meta import Hint, Load, Save, StepMeta
 from ._settings import LEVELS, Settings, invalid
 
 log = logging.getLogger("kvtier.lmdeploy")
@@ -137,6 +137,8 @@ class WorkerSide:
         """Has blocks loaded, and notes what the scheduler's side passes on."""
         for switch in meta.switches:
             self._switch(switch.tier, switch.spec)
+        for hint in meta.hints:
+            self._hint(hint)
         # Blocks may be of those that the forward under way still uses.
         behind = self._mark() if meta.loads else None
         for load in meta.loads:
@@ -237,6 +239,16 @@ class WorkerSide:
             self._store.set_policy(tier, spec)
         except kvtier.Error as error:
             log.error("set_policy(%d, %r): %s", tier, spec, error)
+
+    def _hint(self, told: Hint) -> None:
+        if self._blocks is None:  # shut down meanwhile: its blocks are nobody's to hint
+            return
+        # The policies' clock, which other machines do not have: what is said counts from now.
+        use = 0 if told.next_use_s is None else time.monotonic_ns() + int(told.next_use_s * 1e9)
+        try:
+            self._blocks.hint(told.names, stop=told.stop, next_use_ns=use, done=told.done)
+        except kvtier.Error as error:
+            log.error("a hint of %d blocks was refused: %s", len(told.names), error)
 
     def _log_evictions(self) -> None:
         store = self._store

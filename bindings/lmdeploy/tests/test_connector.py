@@ -16,8 +16,8 @@ import kvtier
 import numpy as np
 import pytest
 import stubs
-from kvtier_lmdeploy import _lookup, _names, _rows
-from kvtier_lmdeploy._meta import Load, Save, StepMeta, Switch
+from kvtier_lmdeploy import _future, _lookup, _names, _rows
+from kvtier_lmdeploy._meta import Hint, Load, Save, StepMeta, Switch
 from lmdeploy.pytorch.kv_connector.base import KVConnectorOutput, KVConnectorStepInput
 from stubs import Request, Tensor
 
@@ -184,12 +184,81 @@ def test_policies_switch_and_requests_end(closing: Callable[[Any], Any]) -> None
     loop.connector.set_policy("host", "lru")
     loop.connector.request_finished(request)
     meta = loop.connector.build_connector_meta(KVConnectorStepInput())
-    assert meta == StepMeta(switches=(Switch(kvtier.TIER_HOST, "lru"),))
+    hint = Hint(kvtier.STOP_CANCELLED, names_of(2))
+    assert meta == StepMeta(switches=(Switch(kvtier.TIER_HOST, "lru"),), hints=(hint,))
     work(loop.worker, meta)
     assert loop.connector.build_connector_meta(KVConnectorStepInput()) is None
     assert not loop.connector._scheduler_side()._requests
     # One that the worker's store refuses is a line of the log.
     work(loop.worker, StepMeta(switches=(Switch(kvtier.TIER_DISK, "lru"),)))
+
+
+def ended(seq_id: int, answer: Any, first: int = 0) -> Request:
+    """A request of two blocks, whose last tokens are its answer."""
+    tokens = list(range(first, first + 2 * BLOCK + 1))
+    request = Request(seq_id, [*tokens, *answer])
+    request.num_new_tokens = len(answer)
+    return request
+
+
+@pytest.mark.parametrize("answer,stop", [
+    ([5, 2], "end_turn"), ([5] * 8, "length"), ([5] * 7 + [2], "end_turn"), ([5], "cancelled"),
+    ([], "cancelled")])
+def test_why_requests_end(answer: Any, stop: str) -> None:
+    assert _future.stop_of(ended(1, answer)) == stop
+    nothing = ended(1, [])
+    nothing.sampling_param.max_new_tokens = 0
+    assert _future.stop_of(nothing) == "length"
+
+
+def test_hints_are_told_once_what_they_are_of_is_stored(closing: Callable[[Any], Any]) -> None:
+    loop = Loop(closing, lifetimes={"end_turn": 30, "cancelled": "never"})
+    side, request = loop.connector._scheduler_side(), ended(1, [5, 2])
+    meta = loop.connector.build_connector_meta(KVConnectorStepInput(
+        [request], (2 * BLOCK,), ((0, 1),), ((0, 1),)))
+    loop.connector.request_finished(request)
+    assert loop.connector.build_connector_meta(KVConnectorStepInput()) == StepMeta()
+    loop.connector.update_connector_output(work(loop.worker, meta))
+    told = loop.connector.build_connector_meta(KVConnectorStepInput())
+    assert told == StepMeta(hints=(Hint(kvtier.STOP_END_TURN, names_of(2), 30.0),))
+    work(loop.worker, told)
+    assert not side._late and not side._requests
+    # Of one that was given up, what it has found may be everybody's.
+    again = ended(2, [5])
+    assert loop.connector.get_num_new_matched_tokens(again, 0) == (2 * BLOCK, True)
+    loop.connector.request_finished(again)
+    assert loop.connector.build_connector_meta(KVConnectorStepInput()) is None
+    off = Loop(closing, hints=False)
+    loop.connector.request_finished(request)
+    off.save(request, range(2))
+    off.connector.request_finished(request)
+    assert off.connector.build_connector_meta(KVConnectorStepInput()) is None
+
+
+@pytest.mark.parametrize("hints", [False, True])
+def test_a_hint_changes_who_leaves(closing: Callable[[Any], Any], hints: bool) -> None:
+    """Requests that were given up go first, though others were used before them."""
+    loop = Loop(closing, host_bytes=512 << 10, policy="predictive", hints=hints,
+                lifetimes={"cancelled": "never"})
+    requests = [ended(n, [5, 2] if n < 20 else [5], 1000 * n) for n in range(40)]
+    for request in requests:
+        loop.save(request, range(2))
+        loop.connector.request_finished(request)
+    meta = loop.connector.build_connector_meta(KVConnectorStepInput())
+    if meta is not None:
+        work(loop.worker, meta)
+    for n in range(100, 125):
+        loop.save(ended(n, [5, 2], 1000 * n), range(2))
+    there = [sum(map(bool, loop.worker._worker._blocks.exists(names_of(2, 1000 * n))))
+             for n in range(40)]
+    assert (sum(there[:20]) > sum(there[20:])) == hints, there
+
+
+@pytest.mark.parametrize("said", [{"stop": 1}, {"length": -1}, {"length": True}, {"length": "x"},
+                                  [1]])
+def test_lifetimes_that_are_none(said: Any) -> None:
+    with pytest.raises(kvtier.InvalidError, match="lifetimes"):
+        stubs.scheduler(stubs.cache_config({**HOST, "lifetimes": said}))
 
 
 def advised(connector: Any, batch: int) -> Any:
@@ -206,12 +275,12 @@ def test_advice_shrinks_where_what_left_is_asked_for_again(closing: Callable[[An
     advisor = loop.connector._scheduler_side()._advisor
     assert advised(loop.connector, 8).batch == 8
     advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
-    advisor._capacity = 8
+    advisor._room = 8
     advisor._policy.set_capacity(8)
     for turn in range(12):
         names = names_of(8, 1000 * (turn % 3))
         advisor.looked_up(names)
-        advisor.saved(names)
+        advisor.stored(names)
     assert loop.connector.advice(8).batch == 4
     assert advisor._policy.stats()["units"] <= 8
     # What fails in it ends it, and nothing else.

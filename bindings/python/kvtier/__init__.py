@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from . import _abi as abi
 from . import _kernels as kernels
+from ._advisor import Advisor
 from ._blocks import At, Blocks, Each, Hold, Names, Pool
 from ._budget import (
     TIER_DEVICE,
@@ -179,7 +180,7 @@ from ._view import Place, View
 __version__ = f"{abi.KVT_VERSION_MAJOR}.{abi.KVT_VERSION_MINOR}.{abi.KVT_VERSION_PATCH}"
 
 __all__ = [
-    "AbiError", "Account", "Advice", "AgainError", "At", "Attended", "Attention", "Blocks",
+    "AbiError", "Account", "Advice", "Advisor", "AgainError", "At", "Attended", "Attention", "Blocks",
     "Budget", "BudgetError", "BudgetReport", "Buffer", "BufferError", "BufferInfo", "BusyError",
     "CancelledError", "Check", "ClearReport", "CloseReport", "ClosedError", "Comparison",
     "Completion", "Conformance", "Context", "CopyRows", "CorruptError", "Decoded", "DemoteReport",

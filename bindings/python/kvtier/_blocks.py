@@ -282,7 +282,8 @@ class Blocks:
     def hint(self, names: "Sequence[bytes] | Names", *, stop: int = STOP_UNKNOWN, next_use_ns: int = 0,
              confidence: float = 1.0, done: bool = False) -> None:
         """Tells the policies what is known of the future of blocks, as `Session.hint` does of
-        a session's. Those that are not there are passed over."""
+        a session's. Those that are not there are passed over. `next_use_ns` is a moment of
+        `Runtime.now_ns`, not a duration."""
         flags = _abi.KVT_HINT_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
         told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
                                       next_use_ns=u64(next_use_ns, 63))

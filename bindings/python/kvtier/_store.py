@@ -288,7 +288,8 @@ class Session(Resource):
 
     def hint(self, *, stop: int = STOP_UNKNOWN, next_use_ns: int = 0, confidence: float = 1.0,
              done: bool = False) -> None:
-        """Tells the policies what is known of its future."""
+        """Tells the policies what is known of its future. `next_use_ns` is a moment of
+        `Runtime.now_ns`, not a duration."""
         flags = _abi.KVT_HINT_CONFIDENCE | (_abi.KVT_HINT_DONE if done else 0)
         told = _abi.kvt_policy_hint_t(flags=flags, stop=u32(stop), confidence=confidence,
                                       next_use_ns=u64(next_use_ns, 63))

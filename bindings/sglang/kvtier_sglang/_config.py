@@ -59,6 +59,8 @@ class Settings:
     workers: int = 0
     #: After so many seconds a transfer ends, without what it has not done by then.
     timeout_s: Optional[float] = None
+    #: What is known of the future of pages is told to the policies.
+    hints: bool = True
     #: KV that all ranks have alike (MLA) is kept by each rank for itself.
     mla_copies: bool = False
     #: Goes on with another version of SGLang than the tested one, named here.

@@ -35,9 +35,10 @@ from ._config import (
     shard,
     unsupported,
 )
+from ._hints import Told, take
 from ._hits import fold
 from ._pages import Pages, firsts, pages_of
-from ._watch import Advisor, Evictions, room_of
+from ._watch import Evictions
 
 logger = logging.getLogger("kvtier_sglang")
 
@@ -121,7 +122,7 @@ class KvtierStorage(HiCacheStorage):
         self._closed = False
         self._runtime, self._store = open_store(self.settings, storage_config)
         self._evictions = Evictions(self._store)
-        self._advisor = Advisor(self.settings.policy)
+        self._advisor = kvtier.Advisor(self.settings.policy, logger=logger)
 
     # Pools.
 
@@ -228,7 +229,9 @@ class KvtierStorage(HiCacheStorage):
         if self._logical:
             self._open()
             return [True] * len(keys)
-        return self._get(self._kv(), keys, host_indices)
+        good = self._get(self._kv(), keys, host_indices)
+        self._heard([(self._kv(), keys)], extra_info)
+        return good
 
     def batch_set_v1(self, keys: List[str], host_indices: torch.Tensor,
                      extra_info: Optional[HiCacheStorageExtraInfo] = None) -> List[bool]:
@@ -236,21 +239,51 @@ class KvtierStorage(HiCacheStorage):
         if self._logical:
             self._open()
             return [True] * len(keys)
-        return self._set(self._kv(), keys, host_indices)
+        good = self._set(self._kv(), keys, host_indices)
+        self._heard([(self._kv(), keys)], extra_info)
+        return good
 
     def batch_get_v2(self, transfers: List[PoolTransfer],
                      extra_info: Optional[HiCacheStorageExtraInfo] = None
                      ) -> Dict[str, List[bool]]:
         """The same for several pools, one native call each."""
-        return {one.name: self._get(self._pool(one.name), one.keys or [], _slots(one))
+        good = {one.name: self._get(self._pool(one.name), one.keys or [], _slots(one))
                 for one in transfers}
+        self._heard([(self._pool(one.name), one.keys or []) for one in transfers], extra_info)
+        return good
 
     def batch_set_v2(self, transfers: List[PoolTransfer],
                      extra_info: Optional[HiCacheStorageExtraInfo] = None
                      ) -> Dict[str, List[bool]]:
         """The same for several pools, one native call each."""
-        return {one.name: self._set(self._pool(one.name), one.keys or [], _slots(one))
+        good = {one.name: self._set(self._pool(one.name), one.keys or [], _slots(one))
                 for one in transfers}
+        self._heard([(self._pool(one.name), one.keys or []) for one in transfers], extra_info)
+        return good
+
+    # What is to come.
+
+    def _heard(self, moved: Sequence[Tuple[_Pool, Sequence[str]]],
+               extra_info: Optional[HiCacheStorageExtraInfo]) -> None:
+        """Passes on what a call says of the pages that it has moved, once a pool."""
+        told = take(extra_info) if self.settings.hints else None
+        if told is None:
+            return
+        for pool, keys in moved:
+            try:
+                if keys:
+                    told.tell([pool.blocks], _names(keys))
+            except kvtier.Error as error:  # the pages have been moved all the same
+                logger.warning("a hint of %d pages was refused: %s", len(keys), error)
+
+    def hint(self, keys: Sequence[str], *, stop: str = "", next_use_s: Optional[float] = None,
+             done: bool = False) -> None:
+        """Tells the policies what is known of the future of pages, in all pools: why the request
+        that used them stopped, in how many seconds they are wanted again, that they never are."""
+        self._open()
+        told = Told.of(stop, next_use_s, done)
+        if keys and self.settings.hints:
+            told.tell([pool.blocks for pool in self._pools.values()], _names(keys))
 
     # What is there.
 
@@ -334,7 +367,8 @@ class KvtierStorage(HiCacheStorage):
         pool = self._pools.get(str(PoolName.KV))
         if pool is None:
             return None
-        return self._advisor.advise(batch, room_of(self._store, pool.blocks.block_bytes))
+        room = kvtier.Advisor.room_of(self._store, pool.blocks.block_bytes)
+        return self._advisor.advise(batch, room)
 
     def stats(self) -> Dict[str, int]:
         """What the store counts and has."""

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import kvtier
 import torch
@@ -32,9 +32,10 @@ with imports():
     from sglang.srt.utils import get_device_module
 
 from ._config import LEVELS, Settings, check_version, open_store, shard
+from ._hints import Told
 from ._hits import fold
 from ._layers import LayerPages
-from ._watch import Advisor, Evictions, room_of
+from ._watch import Evictions
 
 logger = logging.getLogger("kvtier_sglang")
 Transfers = List[PoolTransfer]
@@ -67,7 +68,7 @@ class KvtierLinker(UnifiedCacheLinker):
         gpu = next((one.gpu for one in pages.values()), None)
         self._runtime, self._store = open_store(self.settings, config, gpu)
         self._evictions = Evictions(self._store)
-        self._advisor = Advisor(self.settings.policy)
+        self._advisor = kvtier.Advisor(self.settings.policy, logger=logger)
         try:
             self._pools = {name: _Pool(one, self._blocks(config, one))
                            for name, one in pages.items()}
@@ -247,6 +248,16 @@ class KvtierLinker(UnifiedCacheLinker):
         """How the oldest of them went."""
         return self._results.get_nowait()
 
+    def hint(self, keys: Sequence[str], *, stop: str = "", next_use_s: Optional[float] = None,
+             done: bool = False) -> None:
+        """Tells the policies what is known of the future of pages, in all pools: why the request
+        that used them stopped, in how many seconds they are wanted again, that they never are."""
+        self._open()
+        told = Told.of(stop, next_use_s, done)
+        if keys and self.settings.hints:
+            told.tell([pool.blocks for pool in self._pools.values()],
+                      [key.encode() for key in keys])
+
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
         """Goes on with another policy; what is there stays."""
         self._store.set_policy(tier, spec)
@@ -258,7 +269,7 @@ class KvtierLinker(UnifiedCacheLinker):
         offloads since the first time that it was asked for."""
         self._open()
         page = sum(pool.blocks.block_bytes for pool in self._pools.values())
-        return self._advisor.advise(batch, room_of(self._store, page))
+        return self._advisor.advise(batch, kvtier.Advisor.room_of(self._store, page))
 
     def stats(self) -> Dict[str, int]:
         """What the store counts and has."""

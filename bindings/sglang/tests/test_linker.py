@@ -212,6 +212,22 @@ def test_a_restart_and_a_close_in_the_middle(made: Any, tmp_path: Path) -> None:
     again.close()
 
 
+def test_a_hint_is_one_call_a_pool(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    linker, _ = made(Device())
+    told: List[Any] = []
+    hint = kvtier.Blocks.hint
+    monkeypatch.setattr(kvtier.Blocks, "hint", lambda self, called, **given: (
+        told.append((len(called), given)), hint(self, called, **given)))
+    linker.hint(names(20), stop="tool_use", done=True)
+    given = {"stop": kvtier.STOP_TOOL_USE, "next_use_ns": 0, "done": True}
+    assert told == [(20, given)] * 2
+    with pytest.raises(kvtier.InvalidError, match="stop"):
+        linker.hint(names(1), stop="never")
+    linker.close()
+    with pytest.raises(kvtier.ClosedError):
+        linker.hint(names(1))
+
+
 def test_evictions_are_logged_and_batches_advised(made: Any,
                                                   caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvtier_sglang")
@@ -234,8 +250,16 @@ def test_evictions_are_logged_and_batches_advised(made: Any,
         if "evicted from host" in caplog.text:
             break
     assert linker.evictions() and linker.tenants()[0].tenant == 0
+    last = max(one.number for one in linker.evictions())
     linker.set_policy("s3fifo")
     assert advisor._policy.spec.startswith("s3fifo")
+    for turn in range(400):
+        assert linker.offload([kv(names(PAGES, f"{turn} after"), list(range(PAGES)))])
+        assert ended(linker, 1) == [True]
+        since = [one.policy for one in linker.evictions() if one.number > last]
+        if since:
+            break
+    assert set(since) == {"s3fifo"}
     linker.close()
     told = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
     assert told and len(set(told)) == len(told)

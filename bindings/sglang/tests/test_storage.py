@@ -17,7 +17,12 @@ import pytest
 import torch
 from kvtier_sglang import KvtierStorage
 from mini import LAYOUTS, MiniPool, MovedPool, StatePool, config, names
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 
 
 def opened(pool: MiniPool, extra: Any = None, **given: Any) -> KvtierStorage:
@@ -133,7 +138,14 @@ def test_memory_that_is_full_keeps_some(caplog: pytest.LogCaptureFixture) -> Non
     keys = names(4096)
     for at in range(0, 4096, 128):
         backend.batch_set_v1(keys[at:at + 128], pool.slots(range(at, at + 128)))
+    assert {one.policy for one in backend.evictions()} == {"lru"}
+    last = max(one.number for one in backend.evictions())
     backend.set_policy("s3fifo")
+    other = names(1024, "other ")
+    for at in range(0, 1024, 128):
+        backend.batch_set_v1(other[at:at + 128], pool.slots(range(at, at + 128)))
+    since = [one for one in backend.evictions(most=4096) if one.number > last]
+    assert since and {one.policy for one in since} == {"s3fifo"}
     there = [backend.exists(key) for key in keys]
     before = [pool.bytes_of(page) for page in range(4096)]
     pool.fill(10)
@@ -149,6 +161,75 @@ def test_memory_that_is_full_keeps_some(caplog: pytest.LogCaptureFixture) -> Non
     told = [one.getMessage() for one in caplog.records if "evicted from" in one.getMessage()]
     assert told and len(set(told)) == len(told)  # each once
     backend.close()
+
+
+def hinted(extra: Dict[str, Any], tell: Any) -> List[int]:
+    """How many pages are there of two batches of 40, of which something was said, after 60 more
+    came."""
+    pool = MiniPool(pages=128, layers=8, dim=32)  # 8 KiB a page
+    backend = opened(pool, {"host_bytes": 1 << 20, "policy": "predictive", **extra})
+    batches = [names(40, "first "), names(40, "second ")]
+    for at, keys in enumerate(batches):
+        tell(backend, at, keys, pool.slots(range(40)))
+    for keys in (names(20, "x "), names(20, "y "), names(20, "z ")):
+        assert all(backend.batch_set_v1(keys, pool.slots(range(20))))
+    there = [sum(map(backend.exists, keys)) for keys in batches]
+    backend.close()
+    return there
+
+
+SAID = [{"next_use_s": 3600}, {"next_use_s": 60, "stop": "tool_use"}]
+
+
+def in_call(backend: KvtierStorage, at: int, keys: List[str], slots: Any, said: Any = None) -> None:
+    said = {"kvtier": SAID[at] if said is None else said}
+    assert all(backend.batch_set_v1(keys, slots, HiCacheStorageExtraInfo(extra_info=said)))
+
+
+def with_pools(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
+    transfer = PoolTransfer(PoolName.KV, slots, keys=keys)
+    info = HiCacheStorageExtraInfo(extra_info={"kvtier": SAID[at]})
+    assert all(backend.batch_set_v2([transfer], info)[PoolName.KV])
+
+
+def in_get(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
+    assert all(backend.batch_set_v1(keys, slots, HiCacheStorageExtraInfo(prefix_keys=keys)))
+    info = HiCacheStorageExtraInfo(extra_info={"kvtier": SAID[at]})
+    assert all(backend.batch_get_v1(keys, slots, info))
+
+
+def by_hand(backend: KvtierStorage, at: int, keys: List[str], slots: Any) -> None:
+    assert all(backend.batch_set_v1(keys, slots))
+    backend.hint([*keys, "missing"], **SAID[at])
+
+
+@pytest.mark.parametrize("tell", [in_call, with_pools, in_get, by_hand])
+def test_a_hint_changes_who_leaves(tell: Any) -> None:
+    first, second = hinted({}, tell)
+    assert first < second == 40
+    turned = lambda backend, at, *rest: tell(backend, 1 - at, *rest)  # noqa: E731
+    first, second = hinted({}, turned)
+    assert 40 == first > second
+    assert hinted({"hints": False}, tell) == hinted({"hints": False}, turned)
+
+
+def test_nonsense_ends_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
+    pool = MiniPool()
+    backend = opened(pool)
+    for said in (3, {"stop": "x"}, {"stop": []}, {"next_use_s": "soon"}, {"next_use_s": -1}):
+        caplog.clear()
+        in_call(backend, 0, names(2), pool.slots([0, 1]), said)
+        assert "passed over" in caplog.text
+    caplog.clear()
+    in_call(backend, 0, names(2), pool.slots([0, 1]), {})
+    assert not caplog.text
+    with pytest.raises(kvtier.InvalidError, match="stop"):
+        backend.hint(names(1), stop="never")
+    with pytest.raises(kvtier.InvalidError, match="next_use_s"):
+        backend.hint(names(1), next_use_s=-1)
+    backend.close()
+    with pytest.raises(kvtier.ClosedError):
+        backend.hint(names(1), done=True)
 
 
 def test_batches_are_advised() -> None:

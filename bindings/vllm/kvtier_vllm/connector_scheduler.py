@@ -10,7 +10,6 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 import kvtier
 
 from . import hints
-from .advice import Advisor
 from .connector_meta import (
     Ask,
     Ended,
@@ -22,6 +21,7 @@ from .connector_meta import (
     who,
 )
 from .connector_worker import Worker, worker_here
+from .settings import logger
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Scheduler:
         # Blocks that are loaded within a step, until all workers have said how that went.
         self._unsure: List[Tuple[int, Set[int]]] = []
         self.queries = self.hits = 0
-        self._advisor, self._room = Advisor(policy), 0
+        self._advisor, self._room = kvtier.Advisor(policy, logger=logger), 0
 
     def _here(self) -> Optional[Worker]:
         return worker_here(self._engine)

@@ -12,8 +12,7 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 import kvtier
 from kvtier._errors import Error
 
-from . import caches, identity
-from .advice import room_of
+from . import caches, hints, identity
 from .connector_meta import Ask, KvtierAnswers, KvtierMetadata, Move, Who
 from .settings import Settings, Shared, acquire, invalid, logger, release
 
@@ -75,7 +74,8 @@ class Worker:
         """How many blocks there is room for; 0 without KV caches."""
         if self._shared is None:
             return 0
-        return room_of(self._shared.store, sum(one.block_bytes for one in self._layers))
+        return kvtier.Advisor.room_of(self._shared.store,
+                                      sum(one.block_bytes for one in self._layers))
 
     def _open(self) -> Shared:
         if self._shared is None:
@@ -297,7 +297,7 @@ class Worker:
         if session is None:
             return
         if stop or done or next_use_s is not None:
-            session.hint(stop=stop, next_use_ns=int((next_use_s or 0) * 1e9), done=done)
+            session.hint(stop=stop, next_use_ns=hints.moment(next_use_s), done=done)
         session.close()
 
     def loaded(self) -> Set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass
 from typing import Any, Mapping, Optional
 
@@ -18,6 +19,11 @@ STOPS = {"": kvtier.STOP_UNKNOWN, "tool_use": kvtier.STOP_TOOL_USE,
 def number(text: str) -> int:
     """64 bits that stand for a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def moment(seconds: Optional[float]) -> int:
+    """When that is, counted from now, by the clock of the policies; 0: not said."""
+    return 0 if seconds is None else time.monotonic_ns() + int(seconds * 1e9)
 
 
 @dataclass(frozen=True)

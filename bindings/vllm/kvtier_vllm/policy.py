@@ -130,9 +130,8 @@ class KvtierPolicy(CachePolicy):
         if used:
             self._policy.lookup([self._entries[key].id for key in used], who)
         if keys and told.has_future:
-            use = 0 if told.next_use_s is None else int(told.next_use_s * 1e9)
             self._policy.hint([self._entries[key].id for key in keys], who, stop=told.stop,
-                              next_use_ns=use, done=told.done)
+                              next_use_ns=hints.moment(told.next_use_s), done=told.done)
 
     def evict(self, n: int, protected: Any) -> Optional[List[Tuple[Any, ChunkStatus]]]:
         if n == 0:

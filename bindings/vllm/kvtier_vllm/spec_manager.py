@@ -64,31 +64,10 @@ class SharedMedium:
             blocks.close()
 
 
-class _Hold(NamedTuple):
-    """Blocks that must not leave: gets whose memory never becomes ready."""
-
-    ready: kvtier.Event
-    ops: List[kvtier.Op]
-
-    def add(self, blocks: kvtier.Blocks, keys: List[bytes]) -> None:
-        """Holds some more."""
-        # Nothing is ever written there, as the event is never signalled. (Two places in turn,
-        # because a target twice in a row is taken for a mistake.)
-        pool = kvtier.Pool(bytearray(2 * blocks.block_bytes), blocks.block_bytes)
-        turns = [at % 2 for at in range(len(keys))]
-        self.ops.append(blocks.get(keys, pool.at(turns), ready=self.ready))
-
-    def let_go(self) -> None:
-        self.ready.close()
-        for op in self.ops:
-            op.wait()
-            op.close()
-
-
 class _Pin:
     """Blocks that lookups were answered with, or will be in the next step."""
 
-    def __init__(self, hold: _Hold, keys: List[bytes]) -> None:
+    def __init__(self, hold: kvtier.Hold, keys: List[bytes]) -> None:
         self.hold, self.keys, self.is_used = hold, keys, True
 
 
@@ -113,9 +92,10 @@ class KvtierManager(OffloadingManager):
     """The scheduler's side. What is stored is the store's to say; what is underway is noted here.
 
     A load of this seam that fails ends vLLM. So a block is a hit once it is in memory, where its
-    bytes have been checked, and held there, so that nothing that comes to be stored meanwhile
-    has it leave. Both are done at the end of a step for all that was asked for in it; it is a
-    hit in the next one, and held again from `prepare_load` to `complete_load`."""
+    bytes have been checked, and held, so that nothing that comes to be stored meanwhile has it
+    leave: it may have it go to disk, where the worker's load finds it, too. Both are done at the
+    end of a step for all that was asked for in it; it is a hit in the next one, and held again
+    from `prepare_load` to `complete_load`."""
 
     def __init__(self, key: str, events: bool) -> None:
         self._key = key
@@ -128,7 +108,7 @@ class KvtierManager(OffloadingManager):
         self._pins: List[_Pin] = []
         #: What did not come, for each request there is.
         self._lost: Dict[str, Set[bytes]] = {}
-        self._holds: Dict[str, _Hold] = {}
+        self._holds: Dict[str, List[kvtier.Hold]] = {}
         self._events: Optional[List[OffloadingEvent]] = [] if events else None
 
     @property
@@ -205,7 +185,7 @@ class KvtierManager(OffloadingManager):
                 continue
             for key in pin.keys:
                 del self._pinned[key]
-            pin.hold.let_go()
+            pin.hold.close()
         self._pins = kept
 
     def _prepare(self, group: int, keys: List[bytes], wanted: Dict[bytes, Set[str]]) -> None:
@@ -215,10 +195,9 @@ class KvtierManager(OffloadingManager):
         here = [key for key, one in zip(keys, found) if one & _IN_MEMORY]
         there = [key for key, one in zip(keys, found) if one and not one & _IN_MEMORY]
         if here:
-            hold = _Hold(kvtier.Event(), [])
-            hold.add(blocks, here)
-            # One that has left before it was held is not there now: what is, is held.
-            held = [key for key, one in zip(here, blocks.exists(here)) if one & _IN_MEMORY]
+            hold = blocks.hold(here)
+            # One that has left memory before it was held is fetched when it is asked for again.
+            held = [key for key, one in zip(here, hold.held) if one & _IN_MEMORY]
             pin = _Pin(hold, held)
             self._pins.append(pin)
             self._pinned.update(dict.fromkeys(held, pin))
@@ -243,18 +222,19 @@ class KvtierManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[Any], req_context: Any) -> LoadStoreSpec:
         medium = self._medium
-        before = self._holds.pop(req_context.req_id, None)
-        if before is not None:
-            before.let_go()
-        hold = self._holds[req_context.req_id] = _Hold(kvtier.Event(), [])
+        self._close(req_context.req_id)
+        holds = self._holds[req_context.req_id] = []
         for group, some in by_group(keys).items():
-            hold.add(medium.spaces[group], some)
+            holds.append(medium.spaces[group].hold(some))
         return KvtierBlocks(list(keys), medium.token)
 
     def complete_load(self, keys: Collection[Any], req_context: Any) -> None:
-        hold = self._holds.pop(req_context.req_id, None)
-        if hold is not None:
-            hold.let_go()
+        self._close(req_context.req_id)
+
+    def _close(self, request: str) -> None:
+        """Lets go of what a request's load has held."""
+        for hold in self._holds.pop(request, ()):
+            hold.close()
 
     def prepare_store(self, keys: Collection[Any], req_context: Any
                       ) -> Optional[PrepareStoreOutput]:
@@ -282,9 +262,8 @@ class KvtierManager(OffloadingManager):
         return ()
 
     def _let_go(self) -> None:
-        for hold in self._holds.values():
-            hold.let_go()
-        self._holds.clear()
+        for request in list(self._holds):
+            self._close(request)
         self._unpin(every=True)
         for one in self._fetches:
             one.op.cancel()

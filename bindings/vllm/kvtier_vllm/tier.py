@@ -14,7 +14,6 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine, hints, identity
-from .advice import Advisor, room_of
 from .settings import Settings, Shared, acquire, invalid, logger, reject_unknown, release
 
 _engine.require()
@@ -41,7 +40,7 @@ GAUGES = ("host_used_bytes", "host_limit_bytes", "disk_used_bytes", "disk_limit_
           "moves")
 COUNTERS = ("host_hit_cells", "disk_hit_cells", "missed_cells", "corrupt_cells", "evicted_chunks",
             "dropped_chunks", "written_bytes", "loaded_bytes", "failed_writes", "failed_reads")
-_OWN = ("locality", "enable_kv_events", "name")
+_OWN = ("locality", "enable_kv_events", "name", "hints")
 _MOST_OWNERS = 64
 _WARN_AFTER_S = 5.0
 
@@ -53,6 +52,7 @@ class _Job(NamedTuple):
     keys: List[bytes]
     is_load: bool
     request: str
+    told: hints.Told
 
 
 class KvtierTier(SecondaryTierManager):
@@ -72,6 +72,7 @@ class KvtierTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         reject_unknown(options, [*Settings.names(), *_OWN])
         settings = Settings.take(options)
+        self._hints = bool(options.get("hints", True))
         where = options.get("locality")
         self.locality = None if where is None else Locality(where)
         self._events: Optional[List[OffloadingEvent]] = None
@@ -103,8 +104,10 @@ class KvtierTier(SecondaryTierManager):
         self._ready: List[JobResult] = []
         #: What did not come, for each request there is.
         self._failed: Dict[str, Set[bytes]] = {}
+        #: Chunks of requests that say something of their future.
+        self._used: Dict[str, Dict[bytes, None]] = {}
         self._counted: Dict[str, int] = {}
-        self._advisor = Advisor(settings.policy)
+        self._advisor = kvtier.Advisor(settings.policy, logger=logger)
         #: What was asked for since the last step, by request.
         self._asked: Dict[str, Dict[int, None]] = {}
 
@@ -122,7 +125,8 @@ class KvtierTier(SecondaryTierManager):
     def advice(self, batch: int) -> Optional[kvtier.Advice]:
         """How many requests to run, from the number that run now. It goes by lookups and stores
         since it was first asked for."""
-        return self._advisor.advise(batch, room_of(self._open().store, self.block_size_bytes))
+        room = kvtier.Advisor.room_of(self._open().store, self.block_size_bytes)
+        return self._advisor.advise(batch, room)
 
     def _open(self) -> Shared:
         if self._shared is None:
@@ -147,6 +151,26 @@ class KvtierTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         self._failed.pop(req_context.req_id, None)
+        used = self._used.pop(req_context.req_id, None)
+        if used:
+            self._hint(self._told(req_context), list(used))
+
+    def _told(self, req_context: Any) -> hints.Told:
+        return hints.of(req_context) if self._hints else hints.NOTHING
+
+    def _note(self, req_context: Any, keys: Iterable[bytes]) -> None:
+        """Chunks that are to be hinted when the request has ended."""
+        if req_context.req_id in self._failed and self._told(req_context).has_future:
+            self._used.setdefault(req_context.req_id, {}).update(dict.fromkeys(keys))
+
+    def _hint(self, told: hints.Told, keys: List[bytes]) -> None:
+        if self._shared is None:
+            return
+        try:
+            self._owned_by(told).hint(keys, stop=told.stop, done=told.done,
+                                      next_use_ns=hints.moment(told.next_use_s))
+        except Error as error:
+            logger.warning("a hint of %d chunks was refused: %s", len(keys), str(error))
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         if self._advisor.learns:
@@ -154,7 +178,10 @@ class KvtierTier(SecondaryTierManager):
         failed = self._failed.get(req_context.req_id)
         if failed is not None and key in failed:
             return LookupResult.MISS
-        return LookupResult.HIT if self._blocks.exists([key])[0] else LookupResult.MISS
+        if not self._blocks.exists([key])[0]:
+            return LookupResult.MISS
+        self._note(req_context, (key,))
+        return LookupResult.HIT
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, False)
@@ -167,8 +194,9 @@ class KvtierTier(SecondaryTierManager):
         assert self._pool is not None
         keys: List[bytes] = list(job.keys)
         context = job.req_context
+        told = self._told(context)
         try:
-            blocks = self._owned_by(hints.of(context))
+            blocks = self._owned_by(told)
             places = self._pool.at(job.chunk_ids.tolist())
             if is_load:
                 op = blocks.get(keys, places, queue=self._queue, tag=job.job_id)
@@ -183,7 +211,8 @@ class KvtierTier(SecondaryTierManager):
                 self._lose(context.req_id, keys)
             self._ready.append(JobResult(job.job_id, False))
             return
-        self._jobs[job.job_id] = _Job(op, keys, is_load, context.req_id)
+        self._note(context, keys)
+        self._jobs[job.job_id] = _Job(op, keys, is_load, context.req_id, told)
 
     def _lose(self, request: str, keys: List[bytes]) -> None:
         """They are misses for a request; jobs may end after theirs has."""
@@ -212,6 +241,8 @@ class KvtierTier(SecondaryTierManager):
         good: List[Any] = [key for at, key in enumerate(job.keys) if at not in bad]
         if bad and job.is_load:
             self._lose(job.request, [job.keys[at] for at in bad])
+        if good and job.told.has_future and job.request not in self._failed:
+            self._hint(job.told, good)  # its request had ended before
         if not job.is_load and self._advisor.learns:
             self._advisor.stored([_number(key) for key in good])
         if self._events is not None and good and not job.is_load:

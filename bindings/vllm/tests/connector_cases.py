@@ -181,6 +181,18 @@ def test_hints_policy_and_stats(engine: mini.Engine) -> None:
     assert engine.scheduler.get_kv_connector_stats().data["hit_tokens"] == 48
 
 
+def test_when_it_is_used_next_counts_from_now(engine: mini.Engine,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    told: List[Any] = []
+    hint = kvtier.Session.hint
+    monkeypatch.setattr(kvtier.Session, "hint", lambda self, **given: (
+        told.append(given), hint(self, **given)))
+    before = time.monotonic_ns()
+    engine.run(mini.Request("a", range(64), params={"kvtier": {"next_use_s": 3}}))
+    engine.step()
+    assert all(3e9 <= one["next_use_ns"] - before < 63e9 for one in told) and told
+
+
 def test_a_scheduler_switches_policies_and_is_advised(engine: mini.Engine,
                                                       caplog: pytest.LogCaptureFixture) -> None:
     scheduler, worker = engine.scheduler.scheduler, engine.workers[0].worker

@@ -226,6 +226,30 @@ def test_the_worker_is_shut_down_first(create: Any, make_config: Any) -> None:
     one.manager.shutdown()
 
 
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_is_prepared_stays(create: Any, make_config: Any, tmp_path: Path, disk: bool) -> None:
+    """Whatever is stored meanwhile; and what was loaded may leave again."""
+    below = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"} if disk else {}
+    one = Engine(create, make_config({**HOST, "host_bytes": "1MiB", **below}))
+    one.store([1, 2, 3])
+    context = one.request()
+    assert [one.look(key(n), context) for n in (1, 2, 3)] == ["HIT"] * 3
+    spec = one.manager.prepare_load([key(n) for n in (1, 2, 3)], context)
+    for turn in range(30):
+        one.store(list(range(100 + 20 * turn, 120 + 20 * turn)))
+        one.manager.on_schedule_end(SimpleNamespace())
+    blocks = one.manager._medium.spaces[0]
+    assert all(blocks.exists([key(n) for n in (1, 2, 3)])) and not one.manager._pins
+    assert blocks.drop([key(1)]).held_chunks == 1
+    done = one.run(9, one.worker.submit_load, spec, one.place(spec.keys, [4, 5, 6]))
+    assert done.success and all(one.right(n, 0, at) for n, at in ((1, 4), (2, 5), (3, 6)))
+    one.manager.complete_load(spec.keys, context)
+    assert not one.manager._holds
+    if not disk:  # there it may be on its way down
+        assert blocks.drop([key(1)]).gone_chunks == 1
+    one.close()
+
+
 def test_a_load_that_fails_says_so(engine: Engine) -> None:
     spec_of = engine.manager.prepare_load([key(77)], engine.request())
     done = engine.run(5, engine.worker.submit_load, spec_of, engine.place([key(77)], [3]))

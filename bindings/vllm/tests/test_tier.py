@@ -202,6 +202,62 @@ def test_evictions_are_logged_and_batches_advised(make_config: Any,
         one.tier.advice(8)
 
 
+def left(make_config: Any, late: bool, first: Dict[str, Any], second: Dict[str, Any],
+         **options: Any) -> List[int]:
+    """How many chunks are there of two requests' 40 each, which said something, after many
+    others came."""
+    one = Harness(make_config, row=4096, host_bytes="512KiB", policy="predictive", **options)
+    requests = [type(one.context)(name, {"kvtier": params})
+                for name, params in (("first", first), ("second", second))]
+    for context, begin in zip(requests, (0, 40)):
+        one.context = context
+        one.tier.on_new_request(context)
+        jobs = [one.submit(list(range(at, at + 20)), list(range(20)), False)
+                for at in (begin, begin + 20)]
+        if late:
+            one.tier.on_request_finished(context)
+        one.tier.drain_jobs()
+        assert {done.job_id for done in one.tier.get_finished_jobs()} == set(jobs)
+        if not late:
+            one.tier.on_request_finished(context)
+    assert not one.tier._used
+    one.context = type(one.context)("more")
+    one.tier.on_new_request(one.context)
+    for begin in range(100, 160, 20):
+        one.result(one.submit(list(range(begin, begin + 20)), list(range(20)), False))
+    there = [one.name(n) == "HIT" for n in range(80)]
+    one.close()
+    return [sum(there[:40]), sum(there[40:])]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hint_changes_who_leaves(make_config: Any, late: bool) -> None:
+    first, second = left(make_config, late, {"done": True}, {})
+    assert first < 20 and second == 40
+    soon, away = {"next_use_s": 60}, {"next_use_s": 3600}
+    first, second = left(make_config, late, away, soon)
+    assert first < second
+    first, second = left(make_config, late, soon, away)
+    assert first > second
+    off, nothing = [left(make_config, late, soon, away, hints=False), left(make_config, late, {}, {})]
+    assert off == nothing
+
+
+def test_a_load_is_hinted_too(make_config: Any) -> None:
+    one = Harness(make_config, row=4096, host_bytes="512KiB", policy="predictive")
+    one.result(one.submit(list(range(30)), list(range(30)), False))
+    one.context = type(one.context)("said")
+    one.context.kv_transfer_params = {"kvtier": {"done": True}}
+    one.tier.on_new_request(one.context)
+    assert one.name(0) == "HIT" and list(one.tier._used["said"]) == [key(0)]
+    one.result(one.submit([1, 2], [0, 1], True))
+    one.tier.on_request_finished(one.context)
+    assert not one.tier._used
+    one.tier.shutdown()
+    one.tier.on_request_finished(one.context)
+    one.close()
+
+
 def test_two_tiers_of_one_directory_share_it(make_config: Any, tmp_path: Path) -> None:
     disk = {"host_bytes": "64MiB", "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
     one, two = Harness(make_config, **disk), Harness(make_config, **disk)

@@ -76,8 +76,12 @@ class Request:
         self.history_embeddings: List[Any] = []
         self.prefix_cache = SimpleNamespace(
             recompute_overlap=SimpleNamespace(recompute_blocks=0))
-        self.sampling_param = SimpleNamespace(max_new_tokens=8)
+        self.sampling_param = SimpleNamespace(max_new_tokens=8, stop_words=[2])
         self.status = SimpleNamespace(name="STOPPED")
+
+    @property
+    def generated_ids(self) -> Any:
+        return self.all_ids[len(self.all_ids) - self.num_new_tokens:]
 
     def get_prefix_cache_max_candidate_step(self) -> int:
         return len(self.all_ids) - 1

@@ -1,0 +1,83 @@
+"""Advice for batches, by a policy beside a store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import kvtier
+import pytest
+
+
+def thrash(advisor, names):
+    for turn in range(12):
+        some = names(turn % 3)
+        advisor.looked_up(some)
+        advisor.stored(some)
+
+
+@pytest.mark.parametrize("names", [
+    lambda of: [f"{of} {n}".encode() for n in range(8)], lambda of: list(range(8 * of, 8 * of + 8))])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_batch_shrinks_where_what_left_is_asked_for_again(names, at_once):
+    with kvtier.Advisor("lru", room=8 if at_once else 0) as advisor:
+        assert advisor.learns == at_once
+        assert advisor.advise(8, 8).batch == 8 and advisor.learns
+        advisor._policy.set_advice(shrink_above=0.1, window=8, patience=1)
+        thrash(advisor, names)
+        assert advisor._policy.stats()["units"] <= 8
+        assert advisor.advise(8).batch == 4
+
+
+def test_what_is_not_asked_for_is_not_kept():
+    advisor = kvtier.Advisor("lru")
+    thrash(advisor, lambda of: [b"a"])
+    assert not advisor.learns
+    advisor.resize(7)
+    assert advisor.advise(8) is None and not advisor.learns  # nobody has said how many fit
+    advisor.switch("arc")
+    assert advisor.advise(8, 100).batch == 8
+    assert advisor._policy.spec.startswith("arc")
+    advisor.resize(20)
+    advisor.stored([b"%d" % n for n in range(50)])
+    assert advisor._policy.stats()["units"] == 20
+    advisor.close()
+    advisor.close()
+    assert advisor.advise(8, 100) is None and not advisor.learns
+    with pytest.raises(kvtier.SpecError):
+        kvtier.Advisor("arc(", room=1)
+
+
+def test_what_fails_ends_advice_alone(caplog):
+    with kvtier.Advisor("lru", room=8, logger=logging.getLogger("some.engine")) as advisor:
+        advisor._policy.close()
+        advisor.looked_up([b"a"])
+        advisor.stored([b"a"])
+        assert advisor.advise(8, 8) is None and not advisor.learns
+    (told,) = caplog.records
+    assert told.name == "some.engine" and "no advice" in told.getMessage()
+
+
+def test_room_of_a_store(runtime):
+    with kvtier.Store(runtime, "store(host=64MiB)") as store:
+        assert kvtier.Advisor.room_of(store, 1 << 20) == 64
+
+
+def test_many_threads():
+    advisor = kvtier.Advisor("lru", room=64)
+
+    def work(of):
+        for turn in range(200):
+            advisor.stored([b"%d %d" % (of, turn + n) for n in range(4)])
+            advisor.looked_up([b"%d %d" % (of, turn)])
+            advisor.switch("arc" if turn % 2 else "lru")
+            if of == 0 and turn == 150:
+                advisor.close()
+            advisor.advise(8, 64)
+
+    threads = [threading.Thread(target=work, args=(of,)) for of in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not advisor.learns
