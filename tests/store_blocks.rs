@@ -663,6 +663,102 @@ fn a_session_has_so_many_holds_and_no_more() {
 }
 
 #[test]
+fn where_all_is_held_puts_end_and_holds_do_not() {
+    // Room for some forty in memory; then for fifty in the table.
+    for (host, rows) in [("512KiB", ""), ("16MiB", ",chunks=50")] {
+        let all = Engineer::new(&format!("store(host={host},policy=lru{rows})"));
+        let mut own = Vec::new();
+        for name in 0..60 {
+            let (pool, order) = (Pool::of(&[name]), [0]);
+            let ended = match all.begin(Deed::Put, Level::Ram, &[name], pool.views(&order)) {
+                Ok(op) => all.end(&op).0,
+                Err(error) => error.status(),
+            };
+            let full = if rows.is_empty() { Status::Budget } else { Status::Limit };
+            assert!([Status::Ok, full].contains(&ended), "{host}{rows}: {ended:?}");
+            // One that nobody holds yet may be the only one that can leave.
+            if all.hold(&[name]) == [true] {
+                own.push(name);
+            }
+        }
+        assert!((20..=50).contains(&own.len()), "{host}{rows}: {} are held", own.len());
+        assert_eq!(all.get(&own), vec![true; own.len()]);
+        assert_eq!(all.release(&own[..5]), Status::Ok);
+        assert_eq!(all.put(Level::Ram, &[99]).0, Status::Ok);
+        assert!(all.exists(&own[5..]).iter().all(|&there| there));
+        assert_eq!(all.release(&own[5..]), Status::Ok);
+        assert_eq!(all.put(Level::Ram, &(100..120).collect::<Vec<u32>>()).0, Status::Ok);
+        all.close();
+    }
+}
+
+/// A refused put leaves those alone that may leave, where they are too few.
+#[test]
+fn where_the_held_leave_too_little_room_nobody_leaves() {
+    let all = Engineer::new("store(host=16MiB,policy=lru,chunks=50)");
+    let names: Vec<u32> = (0..50).collect();
+    assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+    assert_eq!(all.hold(&names[..30]), [true; 30]);
+    let put = |names: &[u32]| {
+        let (pool, order): (Pool, Vec<usize>) = (Pool::of(names), (0..names.len()).collect());
+        let op = all.begin(Deed::Put, Level::Ram, names, pool.views(&order));
+        op.map(|op| all.end(&op).0).map_err(|error| error.status())
+    };
+    assert_eq!(put(&(100..121).collect::<Vec<u32>>()), Err(Status::Limit));
+    assert!(all.exists(&names).iter().all(|&there| there), "somebody had to leave");
+    // Of those that are there, three can not leave for the others.
+    assert_eq!(put(&(47..68).collect::<Vec<u32>>()), Err(Status::Limit));
+    assert!(all.exists(&names).iter().all(|&there| there), "somebody had to leave");
+    assert_eq!(put(&(100..120).collect::<Vec<u32>>()), Ok(Status::Ok));
+    assert!(all.exists(&names[..30]).iter().all(|&there| there));
+    assert_eq!(all.release(&names[..30]), Status::Ok);
+    all.close();
+}
+
+#[test]
+fn as_many_as_may_be_are_held_and_hinted_at_once() {
+    for rest in ["", ",grain=cell", ",grain=session"] {
+        let all = Engineer::new(&format!("store(host=64MiB,policy=predictive{rest})"));
+        let names: Vec<u32> = (0..1000).collect();
+        assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+        let again: Vec<u32> = (0..MAX_BLOCKS as u32).map(|i| i % 1000).collect();
+        assert!(all.hold(&again).iter().all(|&held| held));
+        let keys = all.keys(&again);
+        // A time that has passed is as good as any.
+        let hint = Hint { next_use: Some((1, 0.5)), ..Hint::default() };
+        all.home.store.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("told");
+        assert_eq!(all.drop_blocks(&names), (0, 1000));
+        assert_eq!(all.release(&again), Status::Ok);
+        assert_eq!(all.drop_blocks(&names), (1000, 0));
+        all.close();
+    }
+}
+
+/// Cells may be more than a policy takes at once.
+#[test]
+fn models_of_many_layers_are_hinted_cell_by_cell() {
+    let model = Model { layers: 300, heads: 1, run: 8, chunk: 4 };
+    let home = Home::open(&spec_of("store(host=64MiB,policy=predictive,grain=cell)"));
+    let space = home.space(1, &model);
+    let tokens = document(1, 4);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(model, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(0, &tokens));
+    assert_eq!(home.put(session, Level::Ram, &engine).status, Status::Ok);
+    let hint = Hint { done: true, ..Hint::default() };
+    let told = home.store.with(|core| {
+        let board = core.board_of(space).expect("it is open");
+        let slot = board.chunks.slots().next().expect("a chunk");
+        let keys = vec![*board.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
+        core.hint_blocks(session, &keys, &hint)
+    });
+    assert_eq!(told.map_err(|error| error.status()), Ok(()));
+    home.end(session);
+    home.rest();
+    home.close();
+}
+
+#[test]
 fn what_is_held_may_go_down_and_is_found_there() {
     let scratch = Scratch::new("blocks-held");
     let disk = "bytes=32MiB,segment=1MiB,buffered=true";

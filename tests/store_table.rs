@@ -123,6 +123,41 @@ fn a_put_that_is_refused_sends_nobody_away() {
     home.close();
 }
 
+/// What others hold stays: where that leaves too few rows the others stay as well.
+#[test]
+fn a_put_that_the_held_leave_no_room_for_sends_nobody_away() {
+    let store = spec_of(&format!("store(host=8MiB,chunks={ROWS})"));
+    let (home, space) = filled(Home::open(&store), Level::Ram);
+    // Three documents of five.
+    let open: Vec<u32> = (0..3)
+        .map(|number| {
+            let tokens = document(number, 20 * 16);
+            let session = home.session(space, &tokens);
+            let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+            assert_eq!(home.get(session, &engine).status, Status::Ok);
+            engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
+            session
+        })
+        .collect();
+    let put = |chunks: usize| {
+        let tokens = document(9, chunks * 16);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(0, &tokens));
+        let put = home.submit(session, Deed::Put, Level::Ram, engine.whole());
+        let put = put.map(|ops| wait(&ops[0]).status).map_err(|error| error.status());
+        home.end(session);
+        home.rest();
+        put
+    };
+    assert_eq!(put(41), Err(Status::Limit));
+    all_are_there(&home, space);
+    assert_eq!(put(40), Ok(Status::Ok), "as many as may leave");
+    open.iter().for_each(|&session| home.end(session));
+    assert_eq!(put(ROWS), Ok(Status::Ok));
+    home.close();
+}
+
 /// A pin ahead of a put holds what comes, where the table has room for it.
 #[test]
 fn what_is_to_come_can_be_pinned() {

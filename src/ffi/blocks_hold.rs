@@ -1,6 +1,7 @@
 //! Blocks that stay as long as an engine says, and what it says of their future.
 
 use crate::base::status::Status;
+use crate::fail;
 use crate::ffi::blocks::{keys_of, kvt_names_t};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
@@ -9,6 +10,10 @@ use crate::ffi::policy_keep::hint;
 use crate::ffi::policy_use::kvt_policy_hint_t;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::status::kvt_status_t;
+use crate::kv::core::blocks::MAX_BLOCKS;
+
+/// Cells that policies are told of while the lock is held.
+const CELLS_AT_ONCE: usize = 1 << 14;
 
 /// Holds those of some blocks that are there: until they are let go they are in some tier, and
 /// what is asked for of them is found. Memory that others need may still have them go down to
@@ -122,7 +127,20 @@ pub unsafe extern "C" fn kvt_session_hint_blocks(
         with::<SessionNoun, ()>(session, Access::Use, |noun| {
             // SAFETY: the caller's promise.
             let keys = unsafe { keys_of(&noun.space, names)? };
-            noun.space.store.with(|core| core.hint_blocks(noun.number, &keys, &hint))
+            if keys.len() > MAX_BLOCKS {
+                fail!(Limit, "{} names; a call has at most {MAX_BLOCKS}", keys.len());
+            }
+            // Others have their turn between: policies may be told of each layer of each.
+            let at_once = (CELLS_AT_ONCE / noun.space.layers.max(1)).max(1);
+            let mut rest = &keys[..];
+            loop {
+                let (some, others) = rest.split_at(rest.len().min(at_once));
+                noun.space.store.with(|core| core.hint_blocks(noun.number, some, &hint))?;
+                if others.is_empty() {
+                    return Ok(());
+                }
+                rest = others;
+            }
         })
     };
     // SAFETY: the caller's promise about `err`.

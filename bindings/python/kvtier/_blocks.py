@@ -402,20 +402,26 @@ class HoldJob(_reaper.Job):
     def __init__(self, session: Any, names: Names) -> None:
         # A handle of its own: the session may be closed before, and has let all go then.
         super().__init__(type(session)(session.value), _reaper.RANK_OP)
-        # Whoever takes this lets go. Done twice, it would take what others hold.
-        self._claim = [names]
+        # Whoever takes this lets go. Done twice, it would take what others hold. The session is
+        # in it as well: the handle is cleared by whoever sees this closed.
+        self._claim = [(type(session)(session.value), names)]
 
-    def attempt(self) -> int:
+    def let_go(self) -> Optional[int]:
+        """The status; None where another thread is at it, or was."""
         try:
-            names = self._claim.pop()
+            session, names = self._claim.pop()
         except IndexError:
-            return _abi.KVT_OK
-        status = int(lib.kvt_session_release_blocks(self.handle, byref(names._c), None))
+            return None
+        status = int(lib.kvt_session_release_blocks(session, byref(names._c), None))
         if status in (_abi.KVT_E_CLOSED, _abi.KVT_E_HANDLE):  # nobody holds anything any more
             return _abi.KVT_OK
         if status != _abi.KVT_OK:
-            self._claim.append(names)
+            self._claim.append((session, names))
         return status
+
+    def attempt(self) -> int:
+        status = self.let_go()
+        return _abi.KVT_OK if status is None else status
 
 
 class Hold(Resource):
@@ -445,5 +451,8 @@ class Hold(Resource):
         if self.closed:
             return
         self._raw  # noqa: B018: not in a forked child
-        check(self._job.attempt())
+        status = self._job.let_go()
+        if status is None:  # another thread closes it: it is for that one to say so
+            return
+        check(status)
         self._released()

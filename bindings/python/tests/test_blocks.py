@@ -560,6 +560,25 @@ def test_many_threads_let_go_once(store):
     blocks.close()
 
 
+def test_a_hold_is_let_go_of_though_others_close_it_meanwhile(store, monkeypatch):
+    blocks, names = stored(store, [1, 2])
+    hold, release = blocks.hold(names), kvtier._blocks.lib.kvt_session_release_blocks
+
+    class Late:
+        def kvt_session_release_blocks(self, *args):
+            other = threading.Thread(target=hold.close)
+            other.start()
+            other.join()
+            return release(*args)
+
+    monkeypatch.setattr(kvtier._blocks, "lib", Late())
+    hold.close()
+    monkeypatch.undo()
+    assert hold.closed
+    assert blocks.drop(names).gone_chunks == 2
+    blocks.close()
+
+
 def test_hints_of_blocks(runtime):
     with kvtier.Store(runtime, "store(host=512KiB,policy=predictive)") as store:
         blocks = kvtier.Blocks(store, kvtier.Identity(), [4096])

@@ -69,6 +69,12 @@ impl Core {
     fn check_board(&self, number: usize) -> Result<(u64, u64)> {
         let board = &self.boards[number];
         let (mut pieces, mut blocks) = (0, 0);
+        let is_held = |&slot: &u32| board.chunks.chunk(slot).is_some_and(|row| row.refs() > 0);
+        let (held, counted) = (board.chunks.slots().filter(is_held), board.chunks.counts().held);
+        let held = held.count() as u64;
+        if held != counted {
+            fail!(State, "{held} chunks of board {number} are held, {counted} are counted");
+        }
         for slot in board.chunks.slots() {
             for layer in 0..board.layout.layers() {
                 let cell = Cell { chunk: slot, layer };

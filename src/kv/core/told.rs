@@ -381,19 +381,23 @@ impl Core {
         let layers = rows.layout.layers();
         let near = self.near.as_mut().map(|near| &mut near.shelf);
         let shelves = [near, Some(&mut self.host_shelf), self.disk_shelf.as_mut()];
+        let mut some = Vec::with_capacity(MOST_HINTS);
         for shelf in shelves.into_iter().flatten() {
-            let ids: Vec<u64> = match shelf.grain {
-                Grain::Chunk => chunks().collect(),
-                Grain::Cell => {
-                    let of = |layer| chunks().map(move |id| cell_id(id, layer));
-                    (0..layers).flat_map(of).collect()
-                }
-                Grain::Session => match who.session {
-                    Some(session) => vec![session],
-                    None => chunks().collect(),
-                },
+            let of = |layer| chunks().map(move |id| cell_id(id, layer));
+            let mut ids: Box<dyn Iterator<Item = u64>> = match (shelf.grain, who.session) {
+                (Grain::Session, Some(session)) => Box::new(std::iter::once(session)),
+                (Grain::Chunk | Grain::Session, _) => Box::new(chunks()),
+                (Grain::Cell, _) => Box::new((0..layers).flat_map(of)),
             };
-            shelf.hint(self.now_ns, who, &ids, hint)?;
+            // Also where there are none: it is said of the session as well.
+            loop {
+                some.clear();
+                some.extend(ids.by_ref().take(MOST_HINTS));
+                shelf.hint(self.now_ns, who, &some, hint)?;
+                if some.len() < MOST_HINTS {
+                    break;
+                }
+            }
         }
         Ok(())
     }
@@ -425,6 +429,8 @@ impl Core {
     }
 }
 
+/// Objects that a policy is told of at once: a path, or blocks, may have millions of cells.
+const MOST_HINTS: usize = 4096;
 /// The smallest piece of memory that a cell can have.
 pub(super) const PIECE_BYTES: u64 = 4096;
 

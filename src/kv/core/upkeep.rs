@@ -232,9 +232,12 @@ impl Core {
     /// Sees to it that so many chunks can be added.
     pub(super) fn rows_for(&mut self, chunks: usize) -> Result<()> {
         let missing = chunks.saturating_sub(self.free_rows());
-        // For more than there ever are nobody has to leave.
-        if missing > 0 && chunks <= self.config.max_chunks {
-            self.make_rows(missing);
+        if missing > 0 {
+            // Those that are held stay: for more than the others nobody has to leave.
+            let held: u64 = self.boards.iter().map(|board| board.chunks.counts().held).sum();
+            if chunks <= self.config.max_chunks.saturating_sub(held as usize) {
+                self.make_rows(missing);
+            }
         }
         if chunks > self.free_rows() {
             let most = self.config.max_chunks;

@@ -70,6 +70,8 @@ pub struct Counts {
     pub cells: [u64; PLACES],
     /// Cells in any tier.
     pub cells_somewhere: u64,
+    /// Chunks that somebody holds.
+    pub held: u64,
     /// Ways and reads under way, and cells that are leaving.
     pub moving: u64,
     /// Cells that were found lost or damaged in each tier, since the start.
@@ -372,6 +374,8 @@ impl Chunks {
             fail!(Limit, "chunk {slot} is held {MAX_REFS} times, the limit");
         }
         row.refs += 1;
+        let is_first = row.refs == 1;
+        self.counts.held += u64::from(is_first);
         Ok(())
     }
 
@@ -382,6 +386,8 @@ impl Chunks {
             fail!(State, "nobody holds chunk {slot}");
         }
         row.refs -= 1;
+        let is_last = row.refs == 0;
+        self.counts.held -= u64::from(is_last);
         Ok(self.may_leave(slot))
     }
 
