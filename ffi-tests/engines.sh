@@ -37,6 +37,8 @@ small="msgspec pydantic psutil xxhash safetensors ml_dtypes auditwheel pyright"
 # What SGLang's storage and controller import on their way.
 small="$small aiohttp apache-tvm-ffi compressed-tensors dill gguf ipython loguru orjson pillow \
 pybase64 pyzmq requests sentencepiece setproctitle starlette torchvision uvloop"
+# What LMCache's disk imports, which vLLM's tier is compared with.
+small="$small aiofile cachetools cryptography numba prometheus_client py-cpuinfo sortedcontainers"
 # SGLang compiles its hash of pages when it is first asked for one: with ninja, and OpenSSL's headers.
 small="$small ninja"
 
