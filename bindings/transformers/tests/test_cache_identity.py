@@ -19,13 +19,13 @@ STORE = "store(host=64MiB)"
 
 def test_a_buffer_for_all_tokens() -> None:
     """Loops that decode often write each token to the same tensor."""
-    model, tokens = make("llama"), ids(80)
+    model, tokens = make("llama"), ids(260)
     with Tiers(model, STORE) as tiers:
         cache, one = tiers.cache(), torch.zeros((1, 1), dtype=torch.long)
-        for at in range(80):
+        for at in range(260):
             step(model, cache, one.copy_(tokens[:, at:at + 1]))
         cache.settle()
-        assert tiers.lookup(tokens) == 64 and tiers.lookup([int(tokens[0, 63])] * 64) == 0
+        assert tiers.lookup(tokens) == 256 and tiers.lookup([int(tokens[0, 63])] * 64) == 0
 
 
 def test_masks_by_position_and_of_each_pass() -> None:
