@@ -228,15 +228,17 @@ impl Saved {
 
     /// Lets puts go that have ended, and waits for the oldest of more than `most`.
     fn reap(&mut self, most: usize) {
-        let is_over = |op: &OpRef| op.info().state & RELEASED != 0;
-        let wait = self.puts.len().saturating_sub(most);
-        for (i, (op, _)) in self.puts.iter().enumerate() {
-            if i < wait || is_over(op) {
+        let mut wait = self.puts.len().saturating_sub(most);
+        self.puts.retain(|(op, _)| {
+            // Asked once: one that ends between two looks would be dropped and never ended.
+            let goes = wait > 0 || op.info().state & RELEASED != 0;
+            wait = wait.saturating_sub(1);
+            if goes {
                 // Where it failed a policy will not know that block.
                 let _ = end(op);
             }
-        }
-        self.puts.retain(|(op, _)| !is_over(op));
+            !goes
+        });
     }
 }
 
