@@ -1,0 +1,135 @@
+//! The remote tier: objects under names, on engines that people already run. A [`Remote`] is one
+//! of those; whoever moves objects has a [`Lane`] of it to himself.
+//!
+//! A remote is trusted with nothing. What it says of being there is a hint, what it gives is
+//! checked by whoever asked, and what it does not answer by the deadline
+//! has not come.
+//!
+//! Lanes block until their deadline, have no threads, and take no locks of the store's.
+
+pub mod batch;
+pub mod name;
+
+use crate::base::status::{Error, Result, Status};
+
+pub use crate::tier::remote::batch::{Ask, Asks, Get, Gets, Part, Put, Puts};
+pub use crate::tier::remote::name::Name;
+
+/// What a remote likes, and what it cannot do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caps {
+    /// Bytes of an object that it is quick with.
+    pub preferred_bytes: u64,
+    /// Most bytes of an object.
+    pub max_bytes: u64,
+    /// Most objects of a batch that are worth while; more are taken, in several turns.
+    pub batch: usize,
+    /// Parts of an object can be read.
+    pub ranges: bool,
+    /// A put does nothing where there is one of that name; else the last writer wins.
+    pub first_wins: bool,
+}
+
+/// What answered.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Server {
+    /// What it is, and its version, as it says itself.
+    pub words: String,
+    /// What there is to be said against it, a sentence each.
+    pub warnings: Vec<String>,
+}
+
+/// Why an object did not come, or did not go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// There is none of that name.
+    Absent,
+    /// It is not what was asked for: another length, a reply that means nothing.
+    Nonsense,
+    /// It may go well at another time: busy, loading, moving, without a leader.
+    Later,
+    /// Nobody answered by the deadline.
+    Late,
+    /// It has no room.
+    Full,
+    /// It takes nothing.
+    ReadOnly,
+    /// It knows us not, or forbids this.
+    Denied,
+    /// It cannot be reached.
+    Gone,
+    /// It takes no object that long.
+    TooLong,
+}
+
+impl Trouble {
+    /// What a caller is told.
+    pub fn status(self) -> Status {
+        match self {
+            Trouble::Absent => Status::NotFound,
+            Trouble::Nonsense => Status::Corrupt,
+            Trouble::Later => Status::Again,
+            Trouble::Late => Status::Timeout,
+            Trouble::Full => Status::Budget,
+            Trouble::ReadOnly | Trouble::Denied | Trouble::Gone => Status::Unavailable,
+            Trouble::TooLong => Status::Limit,
+        }
+    }
+
+    /// Whether it says that the remote is well, whatever became of the object.
+    pub fn is_answer(self) -> bool {
+        matches!(self, Trouble::Absent | Trouble::TooLong | Trouble::Full | Trouble::ReadOnly)
+    }
+}
+
+impl From<Trouble> for Error {
+    fn from(trouble: Trouble) -> Error {
+        let words = match trouble {
+            Trouble::Absent => "the remote has none of that name",
+            Trouble::Nonsense => "the remote gave what was not asked for",
+            Trouble::Later => "the remote cannot now",
+            Trouble::Late => "the remote did not answer in time",
+            Trouble::Full => "the remote is full",
+            Trouble::ReadOnly => "the remote takes nothing",
+            Trouble::Denied => "the remote forbids it",
+            Trouble::Gone => "the remote cannot be reached",
+            Trouble::TooLong => "the remote takes no object that long",
+        };
+        Error::new(trouble.status(), words)
+    }
+}
+
+/// An engine that keeps objects under names.
+pub trait Remote: Send + Sync {
+    /// What it likes.
+    fn caps(&self) -> Caps;
+
+    /// A way to it, for one thread. Connections are made when they are needed.
+    fn lane(&self) -> Box<dyn Lane>;
+}
+
+/// A way to a remote. All deadlines are those of [`crate::base::clock::Clock`]; none is
+/// exceeded by more than a moment. Every item of a batch has its own result afterwards, and no
+/// memory is touched any more.
+pub trait Lane: Send {
+    /// Asks who is there: within a deadline, with credentials and all.
+    fn greet(&mut self, deadline_ns: u64) -> Result<Server>;
+
+    /// Fetches objects, or parts of them.
+    ///
+    /// # Safety
+    /// The memory of every part is valid, and nobody else's meanwhile.
+    unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64);
+
+    /// Stores objects.
+    ///
+    /// # Safety
+    /// The memory of every part is valid, and written by nobody meanwhile.
+    unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64);
+
+    /// Asks which objects are there, and how long they are.
+    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64);
+
+    /// Takes objects away; one that is not there is gone, too. `bytes` of each is left as it is.
+    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64);
+}

@@ -1,0 +1,75 @@
+//! What objects are called: a hash of all that their content depends on, so that whoever has
+//! the same chunk asks for the same object, and nobody keeps a directory.
+
+use crate::base::status::Result;
+use crate::fail;
+
+/// Longest prefix.
+pub const MAX_PREFIX_BYTES: usize = 64;
+/// Bytes of a name's hash.
+pub const HASH_BYTES: usize = 20;
+/// The version of what names and objects mean; part of every name.
+pub const VERSION: u32 = 1;
+
+/// What an object is called, without the prefix of its remote.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Name {
+    /// Whose it is, where tenants have names of their own; 0 = everybody's.
+    pub tenant: u64,
+    /// The hash.
+    pub hash: [u8; HASH_BYTES],
+}
+
+/// What stands before all names of a store at its remote.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prefix(String);
+
+impl Prefix {
+    /// Letters, digits, `.`, `_` and `-`: what every engine, path and access rule takes as it is.
+    pub fn new(text: &str) -> Result<Prefix> {
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        let is_path = text == "." || text == "..";
+        if text.is_empty() || text.len() > MAX_PREFIX_BYTES || !text.bytes().all(is_plain) || is_path
+        {
+            fail!(
+                Spec,
+                "a prefix has 1 to {MAX_PREFIX_BYTES} letters, digits, '.', '_' and '-', and is \
+                 not '.' or '..'"
+            );
+        }
+        Ok(Prefix(text.to_string()))
+    }
+
+    /// Writes a name as engines know it: `prefix/v1/hash`, or `prefix/t42/v1/hash`.
+    pub fn write(&self, name: &Name, out: &mut Vec<u8>) {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        out.extend_from_slice(self.0.as_bytes());
+        if name.tenant != 0 {
+            out.extend_from_slice(format!("/t{}", name.tenant).as_bytes());
+        }
+        out.extend_from_slice(format!("/v{VERSION}/").as_bytes());
+        for byte in name.hash {
+            out.push(DIGITS[usize::from(byte >> 4)]);
+            out.push(DIGITS[usize::from(byte & 15)]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_plain_text() {
+        let mut out = Vec::new();
+        let name = Name { tenant: 0, hash: [0xa5; HASH_BYTES] };
+        Prefix::new("prod").unwrap().write(&name, &mut out);
+        assert_eq!(out, format!("prod/v1/{}", "a5".repeat(20)).into_bytes());
+        out.clear();
+        Prefix::new("a.b_c-1").unwrap().write(&Name { tenant: u64::MAX, ..name }, &mut out);
+        assert!(out.starts_with(b"a.b_c-1/t18446744073709551615/v1/a5"));
+        for bad in ["", ".", "..", "a/b", "ü", "a b", "{x}", &"x".repeat(65)] {
+            assert!(Prefix::new(bad).is_err(), "{bad}");
+        }
+    }
+}
