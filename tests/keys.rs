@@ -7,13 +7,16 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use kvtier::format::codec::Codec;
 use kvtier::format::keys::block::BlockKeys;
 use kvtier::format::keys::chain::{Chain, Media};
 use kvtier::format::keys::identity::{Extra, Identity, Shard};
 use kvtier::format::keys::media::{self, Medium};
+use kvtier::format::keys::object::{Cut, ObjectKeys};
 use kvtier::format::keys::private::private_key;
 use kvtier::format::keys::{Digest, Fingerprint, Key};
 use kvtier::meta::layout::{Layout, Rule};
+use kvtier::tier::remote::name::{Names, Prefix};
 use serde_json::Value;
 
 fn at(path: &str) -> PathBuf {
@@ -208,6 +211,42 @@ fn keys_of_blocks() {
         let key = keys.key(&bytes(&case["block"])).expect("a name");
         assert_eq!(key.to_string(), text(&case["key"]), "{}", case["name"]);
         assert_eq!(key.0, blake3::derive_key(context, &bytes(&case["material"])));
+    }
+}
+
+#[test]
+fn keys_and_names_of_objects() {
+    let vectors = vectors();
+    let context = |name: &str| text(&vectors["contexts"][name]).to_string();
+    for case in cases(&vectors, "objects") {
+        let secret = (!case["secret"].is_null()).then(|| bytes(&case["secret"]));
+        let keys = || {
+            let layout = Fingerprint(digest(&case["layout"]));
+            ObjectKeys::new(&Key(digest(&case["namespace"])), &layout, secret.as_deref())
+        };
+        let cut = Cut {
+            object_bytes: number(&case["object_bytes"]),
+            first: small(&case["first"]),
+            layers: small(&case["layers"]),
+        };
+        let (chunk, sealed) = (Key(digest(&case["chunk"])), small(&case["sealed"]) == 1);
+        let codec = small(&case["codec"]) as u8;
+        let key = keys().key(&chunk, &cut, codec, sealed);
+        assert_eq!(Key(key).to_string(), text(&case["key"]), "{}", case["title"]);
+        let material = bytes(&case["material"]);
+        let wanted = match &secret {
+            None => blake3::derive_key(&context("object"), &material),
+            Some(secret) => {
+                let key = blake3::derive_key(&context("object secret"), secret);
+                *blake3::keyed_hash(&key, &material).as_bytes()
+            }
+        };
+        assert_eq!(key, wanted);
+        let codec = Codec::from_code(codec).expect("a codec");
+        let name = Names::new(keys(), 0, codec, sealed).name(&chunk, &cut);
+        let mut written = Vec::new();
+        Prefix::new("kvt").expect("a prefix").write(&name, &mut written);
+        assert_eq!(written, format!("kvt/v1/{}", text(&case["name"])).into_bytes());
     }
 }
 

@@ -22,6 +22,7 @@ COLUMNS_THEN_DIAGONALS = [
     (0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14),
 ]  # fmt: skip
 CHUNK_START, CHUNK_END, PARENT, ROOT = 1, 2, 4, 8
+KEYED_HASH = 16
 DERIVE_KEY_CONTEXT, DERIVE_KEY_MATERIAL = 32, 64
 CHUNK_BYTES = 1024
 
@@ -82,6 +83,10 @@ def derive_key(context, material):
     return packed(subtree(material, 0, key, DERIVE_KEY_MATERIAL, ROOT))
 
 
+def keyed_hash(key, data):
+    return packed(subtree(data, 0, list(struct.unpack("<8I", key)), KEYED_HASH, ROOT))
+
+
 # From test_vectors.json of BLAKE3: bytes 0, 1 .. 250, 0, 1 .. of some lengths.
 OFFICIAL = {
     0: "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262",
@@ -91,6 +96,8 @@ OFFICIAL = {
     2048: "e776b6028c7cd22a4d0ba182a8bf62205d2ef576467e838ed6f2529b85fba24a",
 }
 OFFICIAL_CONTEXT = "BLAKE3 2019-12-27 16:29:52 test vectors context"
+OFFICIAL_KEY = b"whats the Elvish word for friend"
+OFFICIAL_KEYED_EMPTY = "92b2b75604ed3c761f9d6f62392c8a9227ad0ea3f09573e783f1498a4ed60d26"
 OFFICIAL_DERIVED_EMPTY = "2cc39783c223154fea8dfb7c1b1660f2ac2dcbd1c1de8277b0b0dd39b7e50d7d"
 
 
@@ -99,6 +106,7 @@ def check_blake3():
     for length, digest in OFFICIAL.items():
         assert blake3(ramp[:length]).hex() == digest, length
     assert derive_key(OFFICIAL_CONTEXT, b"").hex() == OFFICIAL_DERIVED_EMPTY
+    assert keyed_hash(OFFICIAL_KEY, b"").hex() == OFFICIAL_KEYED_EMPTY
     try:
         import blake3 as package
     except ImportError:
@@ -108,6 +116,7 @@ def check_blake3():
         assert blake3(data) == package.blake3(data).digest(), length
         theirs = package.blake3(data, derive_key_context=OFFICIAL_CONTEXT).digest()
         assert derive_key(OFFICIAL_CONTEXT, data) == theirs, length
+        assert keyed_hash(OFFICIAL_KEY, data) == package.blake3(data, key=OFFICIAL_KEY).digest(), length
     return f"BLAKE3 agrees with its vectors and the package blake3 {package.__version__}"
 
 
@@ -118,6 +127,8 @@ CONTEXTS = {
     "layout": "kvtier 2026-11-21 v1 layout",
     "private": "kvtier 2026-11-21 v1 private",
     "block": "kvtier 2026-11-23 v1 block",
+    "object": "kvtier 2026-11-23 v1 object",
+    "object secret": "kvtier 2026-11-23 v1 object secret",
 }
 TAGS = {
     "model": 1,
@@ -219,6 +230,24 @@ def block_results(case):
     return {"material": material.hex(), "key": derive_key(CONTEXTS["block"], material).hex()}
 
 
+def object_results(case):
+    shape = struct.pack("<QII", case["object_bytes"], case["first"], case["layers"])
+    material = encoded({
+        1: bytes.fromhex(case["namespace"]),
+        2: bytes.fromhex(case["layout"]),
+        3: bytes.fromhex(case["chunk"]),
+        4: shape,
+        5: bytes([case["codec"]]),
+        6: bytes([case["sealed"]]),
+    })  # fmt: skip
+    if case["secret"] is None:
+        key = derive_key(CONTEXTS["object"], material)
+    else:
+        secret = derive_key(CONTEXTS["object secret"], bytes.fromhex(case["secret"]))
+        key = keyed_hash(secret, material)
+    return {"material": material.hex(), "key": key.hex(), "name": key[:20].hex()}
+
+
 def media_results(case):
     """The extra digest of each chunk in which media start."""
     each, chunks = case["chunk_tokens"], {}
@@ -241,6 +270,7 @@ RESULTS = {
     "private": private_results,
     "blocks": block_results,
     "media": media_results,
+    "objects": object_results,
 }
 
 
@@ -355,6 +385,20 @@ def blocks(namespace):
     yield block("long", bytes(i % 251 for i in range(300)))
 
 
+def objects(namespace, layout, chunk):
+    def one(title, first=0, layers=4, object_bytes=1 << 20, codec=0, sealed=0, secret=None):
+        case = {"title": title, "namespace": namespace, "layout": layout, "chunk": chunk}
+        case |= {"object_bytes": object_bytes, "first": first, "layers": layers, "codec": codec}
+        return case | {"sealed": sealed, "secret": None if secret is None else secret.hex()}
+
+    yield one("example")
+    yield one("example with a secret", sealed=1, secret=bytes(range(32)))
+    yield one("another run", first=2, layers=2, object_bytes=300_000)
+    yield one("coded", codec=1)
+    yield one("large", first=4095, layers=1, object_bytes=1 << 33)
+    yield one("a short secret", secret=b"s")
+
+
 def layouts():
     near = {"layers": [0, 1, 2], "dtype": "bf16", "rule": "window", "window": 1024}
     near |= {"kv_heads": 8, "k_bytes": 2048, "v_bytes": 2048}
@@ -393,6 +437,7 @@ def vectors():
         "private": done("private", privates(links[0]["keys"][-1])),
         "blocks": done("blocks", blocks(namespace)),
         "media": done("media", media()),
+        "objects": done("objects", objects(namespace, prints[0]["fingerprint"], links[0]["keys"][0])),
     }
 
 
@@ -405,7 +450,7 @@ def check(found):
         for case in found[kind]:
             wanted = results(case)
             if any(case[name] != value for name, value in wanted.items()):
-                sys.exit(f"{kind}, {case['name']}: differs\nwanted {wanted}")
+                sys.exit(f"{kind}, {case.get('title') or case['name']}: differs\nwanted {wanted}")
             count += 1
     return count
 

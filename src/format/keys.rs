@@ -15,6 +15,7 @@ mod fields;
 mod hashes;
 pub mod identity;
 pub mod media;
+pub mod object;
 pub mod private;
 pub mod recipe;
 mod sparse;

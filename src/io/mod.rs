@@ -12,6 +12,7 @@ pub mod open_files;
 pub mod probe;
 pub mod read_only;
 pub mod real;
+pub mod shared_dir;
 pub mod sidecar;
 pub mod simulated;
 pub mod socket;

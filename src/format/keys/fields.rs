@@ -13,6 +13,10 @@ pub const PRIVATE: &str = "kvtier 2026-11-21 v1 private";
 /// Context of the keys of blocks that engines name.
 pub const BLOCK: &str = "kvtier 2026-11-23 v1 block";
 
+/// Context of the keys of objects.
+pub const OBJECT: &str = "kvtier 2026-11-23 v1 object";
+/// Context of the key that a secret makes for the keys of objects.
+pub const OBJECT_SECRET: &str = "kvtier 2026-11-23 v1 object secret";
 /// Context of the names of what sparse policies know.
 pub const SPARSE: &str = "kvtier 2026-11-22 v1 sparse";
 

@@ -8,7 +8,14 @@
 //! Lanes block until their deadline, have no threads, and take no locks of the store's.
 
 pub mod batch;
+pub mod breaker;
+pub mod conformance;
+pub mod dir;
 pub mod name;
+pub mod object;
+pub mod shape;
+pub mod simulated;
+mod sweep;
 
 use crate::base::status::{Error, Result, Status};
 
@@ -130,6 +137,6 @@ pub trait Lane: Send {
     /// Asks which objects are there, and how long they are.
     fn ask(&mut self, asks: &mut Asks, deadline_ns: u64);
 
-    /// Takes objects away; one that is not there is gone, too. `bytes` of each is left as it is.
+    /// Takes objects away; one that is not there is gone, too. The length in a result means nothing.
     fn remove(&mut self, asks: &mut Asks, deadline_ns: u64);
 }

@@ -3,6 +3,9 @@
 
 use crate::base::status::Result;
 use crate::fail;
+use crate::format::codec::Codec;
+use crate::format::keys::Key;
+use crate::format::keys::object::{Cut, ObjectKeys};
 
 /// Longest prefix.
 pub const MAX_PREFIX_BYTES: usize = 64;
@@ -20,6 +23,30 @@ pub struct Name {
     pub hash: [u8; HASH_BYTES],
 }
 
+/// Makes the names of objects of a namespace.
+pub struct Names {
+    keys: ObjectKeys,
+    tenant: u64,
+    codec: Codec,
+    sealed: bool,
+}
+
+impl Names {
+    /// By what makes their keys; whose they are, what their cells may be coded with, and whether
+    /// they are sealed.
+    pub fn new(keys: ObjectKeys, tenant: u64, codec: Codec, sealed: bool) -> Names {
+        Names { keys, tenant, codec, sealed }
+    }
+
+    /// The name of a part of a chunk.
+    pub fn name(&self, chunk: &Key, cut: &Cut) -> Name {
+        let key = self.keys.key(chunk, cut, self.codec as u8, self.sealed);
+        let mut hash = [0; HASH_BYTES];
+        hash.copy_from_slice(&key[..HASH_BYTES]);
+        Name { tenant: self.tenant, hash }
+    }
+}
+
 /// What stands before all names of a store at its remote.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prefix(String);
@@ -29,7 +56,10 @@ impl Prefix {
     pub fn new(text: &str) -> Result<Prefix> {
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         let is_path = text == "." || text == "..";
-        if text.is_empty() || text.len() > MAX_PREFIX_BYTES || !text.bytes().all(is_plain) || is_path
+        if text.is_empty()
+            || text.len() > MAX_PREFIX_BYTES
+            || !text.bytes().all(is_plain)
+            || is_path
         {
             fail!(
                 Spec,
@@ -58,6 +88,16 @@ impl Prefix {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::keys::Fingerprint;
+
+    #[test]
+    fn a_name_is_the_start_of_a_key() {
+        let keys = || ObjectKeys::new(&Key([1; 32]), &Fingerprint([2; 32]), Some(b"secret"));
+        let cut = Cut { object_bytes: 1 << 20, first: 0, layers: 4 };
+        let name = Names::new(keys(), 7, Codec::Lz4, true).name(&Key([3; 32]), &cut);
+        let key = keys().key(&Key([3; 32]), &cut, 1, true);
+        assert_eq!((name.tenant, &name.hash[..]), (7, &key[..20]));
+    }
 
     #[test]
     fn names_are_plain_text() {

@@ -1,0 +1,870 @@
+//! A directory that machines share (NFS, Lustre, CephFS) as a remote: an object is a file,
+//! `prefix/v1/ab/cd/rest` by the digits of its name, `prefix/t42/v1/..` for a tenant's own.
+//!
+//! No lock is taken, and nothing is believed of caches: a file is written under a name that nobody
+//! else uses, and is given its own name when it is whole, so that a reader sees all of it or
+//! nothing. Who links first wins.
+//!
+//! A deadline is looked at between items and between pieces of 4 MiB. A call to a mount that hangs
+//! cannot be interrupted: its lane is gone until the mount is back, or gives up (`soft`).
+
+use std::path::{Path, PathBuf};
+
+use crate::base::clock::Clock;
+use crate::base::machine::random_bytes;
+use crate::base::status::{self, Error};
+use crate::fail;
+use crate::io::shared_dir::{Folder, Number, SharedFile, Span};
+use crate::tier::remote::name::Prefix;
+use crate::tier::remote::sweep::Sweep;
+use crate::tier::remote::{Asks, Caps, Gets, Lane, Name, Part, Puts, Remote, Server, Trouble};
+
+/// Bytes that are moved between two looks at the clock.
+const PIECE_BYTES: u64 = 4 << 20;
+/// What names of files begin with that are being written. No object's name does: it is not a digit.
+pub(super) const TEMPORARY: &[u8] = b"tmp-";
+/// Names that are tried for a file before it is given up.
+const TRIES: u32 = 4;
+
+/// What a shared directory is to be like.
+#[derive(Clone)]
+pub struct DirOpts {
+    /// Where it is. It must be there: a mount that is missing is not made up for.
+    pub path: PathBuf,
+    /// What all names begin with.
+    pub prefix: Prefix,
+    /// An object is on the disks of the server before it is said to be stored.
+    pub fsync: bool,
+    /// What deadlines go by.
+    pub clock: Clock,
+}
+
+/// A shared directory.
+pub struct Dir(DirOpts);
+
+impl Dir {
+    /// One that is reached when it is needed.
+    pub fn new(opts: DirOpts) -> Dir {
+        Dir(opts)
+    }
+}
+
+impl Remote for Dir {
+    fn caps(&self) -> Caps {
+        Caps {
+            preferred_bytes: 8 << 20,
+            max_bytes: MAX_BYTES,
+            batch: 16,
+            ranges: true,
+            first_wins: true,
+        }
+    }
+
+    fn lane(&self) -> Box<dyn Lane> {
+        let sweep = Sweep::default();
+        Box::new(DirLane { opts: self.0.clone(), base: None, own: None, written: 0, sweep })
+    }
+}
+
+struct DirLane {
+    opts: DirOpts,
+    /// The folder of a version, and whose names those are.
+    base: Option<(u64, Folder)>,
+    /// What makes its names of files its own, anywhere.
+    own: Option<[u8; 12]>,
+    /// Files that it began.
+    written: u64,
+    sweep: Sweep,
+}
+
+/// A number as a trouble.
+fn trouble(number: Number) -> Trouble {
+    match number {
+        libc::ENOENT => Trouble::Absent,
+        libc::ENOSPC | libc::EDQUOT => Trouble::Full,
+        libc::EROFS => Trouble::ReadOnly,
+        libc::EACCES | libc::EPERM => Trouble::Denied,
+        libc::EFBIG | libc::ENAMETOOLONG => Trouble::TooLong,
+        libc::ETIMEDOUT => Trouble::Late,
+        // Something is there that we did not make.
+        libc::ELOOP | libc::ENOTDIR | libc::EISDIR | libc::ENXIO | libc::EEXIST => {
+            Trouble::Nonsense
+        }
+        libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::EAGAIN | libc::EBUSY => Trouble::Later,
+        _ => Trouble::Gone,
+    }
+}
+
+/// Whether a call is worth another try, with folders that are opened anew.
+fn passes(number: Number) -> bool {
+    matches!(number, libc::ESTALE | libc::EINTR | libc::EIO)
+}
+
+/// The parts of a path that an object's name is.
+struct Places {
+    folders: [[u8; 2]; 2],
+    file: Vec<u8>,
+}
+
+impl Places {
+    fn of(name: &Name) -> Places {
+        let digits: Vec<u8> = name.hash.iter().flat_map(|byte| hex(*byte)).collect();
+        let pair = |at: usize| [digits[at], digits[at + 1]];
+        Places { folders: [pair(0), pair(2)], file: digits[4..].to_vec() }
+    }
+}
+
+/// The digits of a byte.
+pub(super) fn hex(byte: u8) -> [u8; 2] {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    [DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]]
+}
+
+/// Whether folders that are missing are made.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Missing {
+    Absent,
+    Made,
+}
+
+fn open(above: &Folder, name: &[u8], missing: Missing) -> Result<Folder, Number> {
+    match missing {
+        Missing::Absent => above.folder(name),
+        Missing::Made => above.folder_or_new(name),
+    }
+}
+
+impl DirLane {
+    /// The folder that an object's file is in.
+    fn folder(&mut self, name: &Name, missing: Missing) -> Result<(Folder, Vec<u8>), Number> {
+        let places = Places::of(name);
+        let base = self.base(name.tenant, missing)?;
+        let [first, second] = places.folders;
+        let opened = open(base, &first, missing).and_then(|f| open(&f, &second, missing));
+        if opened.is_err() {
+            // Perhaps somebody has made the prefix anew.
+            self.base = None;
+        }
+        Ok((opened?, places.file))
+    }
+
+    /// The folder of a version.
+    fn base(&mut self, tenant: u64, missing: Missing) -> Result<&Folder, Number> {
+        let known = self.base.take().filter(|(of, _)| *of == tenant);
+        let folder = match known {
+            Some((_, folder)) => folder,
+            None => {
+                let mut path = Vec::new();
+                self.opts.prefix.write(&Name { tenant, hash: [0; 20] }, &mut path);
+                let mut folder = Folder::root(&self.opts.path)?;
+                let mut names: Vec<&[u8]> = path.split(|&byte| byte == b'/').collect();
+                names.pop();
+                for name in names {
+                    folder = open(&folder, name, missing)?;
+                }
+                folder
+            }
+        };
+        Ok(&self.base.insert((tenant, folder)).1)
+    }
+
+    /// Does something, and once more where that may help.
+    fn twice<T>(
+        &mut self,
+        mut call: impl FnMut(&mut DirLane) -> Result<T, Failure>,
+    ) -> Result<T, Trouble> {
+        let mut result = call(self);
+        if let Err(Failure::Number(number)) = result
+            && passes(number)
+        {
+            self.base = None;
+            result = call(self);
+        }
+        result.map_err(|failure| match failure {
+            Failure::Number(number) => trouble(number),
+            Failure::Trouble(trouble) => trouble,
+        })
+    }
+
+    fn is_late(&self, deadline_ns: u64) -> bool {
+        self.opts.clock.now_ns() >= deadline_ns
+    }
+
+    fn check(&self, deadline_ns: u64) -> Result<(), Failure> {
+        if self.is_late(deadline_ns) { Err(Trouble::Late.into()) } else { Ok(()) }
+    }
+
+    /// # Safety
+    /// The memory of the parts is valid, and nobody else's.
+    unsafe fn get_one(
+        &mut self,
+        name: &Name,
+        offset: u64,
+        parts: &[Part],
+        deadline_ns: u64,
+    ) -> Result<u64, Failure> {
+        self.check(deadline_ns)?;
+        let (folder, file) = self.folder(name, Missing::Absent)?;
+        let file = folder.open(&file)?;
+        let facts = file.facts()?;
+        if !facts.regular {
+            return Err(Trouble::Nonsense.into());
+        }
+        let mut left = facts.bytes.saturating_sub(offset);
+        let mut at = offset;
+        for part in parts {
+            let mut done = 0;
+            while done < part.bytes && left > 0 {
+                self.check(deadline_ns)?;
+                let bytes = (part.bytes - done).min(left).min(PIECE_BYTES);
+                let span = Span { address: part.address.wrapping_add(done as usize), bytes };
+                // SAFETY: the caller's promise; a piece of the part.
+                let got = unsafe { file.read(span, at) }?;
+                if got == 0 {
+                    // It was longer when it was opened.
+                    return Err(Trouble::Nonsense.into());
+                }
+                (done, at, left) = (done + got, at + got, left - got);
+            }
+        }
+        Ok(at - offset)
+    }
+
+    /// # Safety
+    /// The memory of the parts is valid, and nobody writes it.
+    unsafe fn put_one(
+        &mut self,
+        name: &Name,
+        parts: &[Part],
+        deadline_ns: u64,
+    ) -> Result<bool, Failure> {
+        self.check(deadline_ns)?;
+        let (folder, file) = self.folder(name, Missing::Made)?;
+        match folder.facts(&file) {
+            Ok(facts) if facts.regular => return Ok(true),
+            Ok(_) => return Err(Trouble::Nonsense.into()),
+            Err(libc::ENOENT) => {}
+            Err(number) => return Err(number.into()),
+        }
+        let (temporary, open) = self.create(&folder)?;
+        // SAFETY: the caller's promise.
+        let written = unsafe { self.write(open, parts, deadline_ns) };
+        let done = written.and_then(|()| publish(&folder, &temporary, &file));
+        // After a rename there is none; else it is not needed any more.
+        let _ = folder.remove(&temporary);
+        let was_there = done?;
+        if self.opts.fsync && !was_there {
+            folder.sync()?;
+        }
+        Ok(was_there)
+    }
+
+    /// A file under a name that nobody else uses.
+    fn create(&mut self, folder: &Folder) -> Result<(Vec<u8>, SharedFile), Failure> {
+        let own = match self.own {
+            Some(own) => own,
+            None => random_bytes().map_err(|_| Trouble::Later)?,
+        };
+        self.own = Some(own);
+        let mut number = libc::EEXIST;
+        for _ in 0..TRIES {
+            self.written += 1;
+            let mut name = TEMPORARY.to_vec();
+            name.extend(own.iter().flat_map(|&byte| hex(byte)));
+            name.extend(self.written.to_be_bytes().iter().flat_map(|&byte| hex(byte)));
+            match folder.create(&name) {
+                Ok(file) => return Ok((name, file)),
+                Err(libc::EEXIST) => {}
+                Err(other) => {
+                    number = other;
+                    break;
+                }
+            }
+        }
+        // The folder was there a moment ago.
+        Err(if number == libc::ENOENT { Trouble::Later.into() } else { number.into() })
+    }
+
+    /// # Safety
+    /// As [`DirLane::put_one`].
+    unsafe fn write(
+        &self,
+        file: SharedFile,
+        parts: &[Part],
+        deadline_ns: u64,
+    ) -> Result<(), Failure> {
+        let mut at = 0;
+        for part in parts {
+            let mut done = 0;
+            while done < part.bytes {
+                self.check(deadline_ns)?;
+                let bytes = (part.bytes - done).min(PIECE_BYTES);
+                let span = Span { address: part.address.wrapping_add(done as usize), bytes };
+                // SAFETY: the caller's promise; a piece of the part.
+                let went = unsafe { file.write(span, at) }?;
+                if went == 0 {
+                    return Err(Trouble::Full.into());
+                }
+                (done, at) = (done + went, at + went);
+            }
+        }
+        if self.opts.fsync {
+            file.sync()?;
+        }
+        file.close()?;
+        Ok(())
+    }
+
+    fn ask_one(&mut self, name: &Name, deadline_ns: u64) -> Result<u64, Failure> {
+        self.check(deadline_ns)?;
+        let (folder, file) = self.folder(name, Missing::Absent)?;
+        let facts = folder.facts(&file)?;
+        if facts.regular { Ok(facts.bytes) } else { Err(Trouble::Nonsense.into()) }
+    }
+
+    fn remove_one(&mut self, name: &Name, deadline_ns: u64) -> Result<u64, Failure> {
+        self.check(deadline_ns)?;
+        let removed = self.folder(name, Missing::Absent).and_then(|(f, file)| f.remove(&file));
+        match removed {
+            Ok(()) | Err(libc::ENOENT) => Ok(0),
+            Err(number) => Err(number.into()),
+        }
+    }
+
+    /// What a file that is written, read and removed says of the directory; when it was written, by
+    /// the clock of the server.
+    fn try_out(&mut self, warnings: &mut Vec<String>) -> Result<i64, Failure> {
+        self.base = None;
+        self.base(0, Missing::Made)?;
+        let Some((_, base)) = self.base.take() else { return Err(Trouble::Gone.into()) };
+        let (name, file) = self.create(&base)?;
+        let mut word = *b"kvtier";
+        let span = Span { address: word.as_mut_ptr(), bytes: word.len() as u64 };
+        // SAFETY: an array of this call's own.
+        let tried = unsafe { file.write(span, 0) }
+            .and_then(|_| file.close())
+            .and_then(|()| base.open(&name))
+            .and_then(|file| {
+                // SAFETY: as above.
+                unsafe { file.read(span, 0) }?;
+                file.facts()
+            });
+        let mut second = name.clone();
+        second.push(b'2');
+        if tried.is_ok() && base.link(&name, &second).is_err() {
+            warnings.push(
+                "files cannot have two names there: of two that store the same \
+                at once the last may win"
+                    .to_string(),
+            );
+        }
+        let _ = base.remove(&second);
+        let _ = base.remove(&name);
+        self.base = Some((0, base));
+        let facts = tried?;
+        if facts.bytes != word.len() as u64 || word != *b"kvtier" {
+            warnings.push("what was written was not read again".to_string());
+        }
+        Ok(facts.written_s)
+    }
+}
+
+/// Gives a file that is whole the name of its object; whether that was taken.
+fn publish(folder: &Folder, temporary: &[u8], file: &[u8]) -> Result<bool, Failure> {
+    match folder.link(temporary, file) {
+        Ok(()) => return Ok(false),
+        Err(libc::EEXIST) => return Ok(true),
+        Err(libc::EPERM | libc::EOPNOTSUPP | libc::ENOSYS | libc::EMLINK | libc::EINVAL) => {}
+        Err(number) => return Err(number.into()),
+    }
+    // Not every file system knows second names.
+    match folder.rename(temporary, file, true) {
+        Ok(()) => Ok(false),
+        Err(libc::EEXIST) => Ok(true),
+        // Nor this. Of two writers at the same moment the last one wins then, which does no harm: what
+        // either wrote is whole.
+        Err(libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP) => {
+            folder.rename(temporary, file, false)?;
+            Ok(false)
+        }
+        Err(number) => Err(number.into()),
+    }
+}
+
+/// Why something did not go well.
+enum Failure {
+    Number(Number),
+    Trouble(Trouble),
+}
+
+impl From<Number> for Failure {
+    fn from(number: Number) -> Failure {
+        Failure::Number(number)
+    }
+}
+
+impl From<Trouble> for Failure {
+    fn from(trouble: Trouble) -> Failure {
+        Failure::Trouble(trouble)
+    }
+}
+
+/// What there is to be said of where a directory is, and who may use it.
+fn describe(path: &Path, warnings: &mut Vec<String>) -> status::Result<String> {
+    let place = path.display();
+    let failed = |number: Number| {
+        let why = std::io::Error::from_raw_os_error(number);
+        Error::new(trouble(number).status(), format!("{place}: {why}"))
+    };
+    let root = Folder::root(path).map_err(failed)?;
+    let (facts, system) = (root.own_facts().map_err(failed)?, root.system().map_err(failed)?);
+    if facts.mode & 0o002 != 0 && facts.mode & 0o1000 == 0 {
+        warnings.push(format!("everybody may rename what is in {place}"));
+    }
+    Ok(format!("directory {place} ({}, {} MiB free)", system.name(), system.free_bytes >> 20))
+}
+
+impl Lane for DirLane {
+    fn greet(&mut self, deadline_ns: u64) -> status::Result<Server> {
+        if self.is_late(deadline_ns) {
+            return Err(Trouble::Late.into());
+        }
+        let mut warnings = Vec::new();
+        let words = describe(&self.opts.path, &mut warnings)?;
+        match self.twice(|lane| lane.try_out(&mut warnings)) {
+            Ok(now_s) => {
+                if let Some((_, base)) = &self.base {
+                    let late = || self.opts.clock.now_ns() >= deadline_ns;
+                    self.sweep.step(base, now_s, late);
+                }
+            }
+            // What is there can be read all the same.
+            Err(trouble @ (Trouble::Full | Trouble::ReadOnly | Trouble::Denied)) => {
+                warnings.push(format!("nothing can be stored: {}", Error::from(trouble)));
+            }
+            Err(trouble) => fail!(Unavailable, "{words}: {}", Error::from(trouble)),
+        }
+        warnings.dedup();
+        Ok(Server { words, warnings })
+    }
+
+    unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64) {
+        for at in 0..gets.items.len() {
+            let (name, offset) = (gets.items[at].name, gets.items[at].offset);
+            let parts = gets.parts_of(at);
+            // SAFETY: the caller's promise.
+            let result =
+                self.twice(|lane| unsafe { lane.get_one(&name, offset, parts, deadline_ns) });
+            gets.items[at].result = result;
+        }
+    }
+
+    unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64) {
+        for at in 0..puts.items.len() {
+            let name = puts.items[at].name;
+            let parts = puts.parts_of(at);
+            let result = match puts.bytes_of(at) {
+                bytes if bytes > MAX_BYTES => Err(Trouble::TooLong),
+                // SAFETY: the caller's promise.
+                _ => self.twice(|lane| unsafe { lane.put_one(&name, parts, deadline_ns) }),
+            };
+            puts.items[at].result = result.map_err(|trouble| match trouble {
+                // A folder that was there is not: somebody tidies.
+                Trouble::Absent => Trouble::Later,
+                other => other,
+            });
+        }
+    }
+
+    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
+        for item in &mut asks.items {
+            item.result = self.twice(|lane| lane.ask_one(&item.name, deadline_ns));
+        }
+    }
+
+    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
+        for item in &mut asks.items {
+            item.result = self.twice(|lane| lane.remove_one(&item.name, deadline_ns));
+        }
+    }
+}
+
+/// Most bytes of an object.
+const MAX_BYTES: u64 = 1 << 30;
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::process::Command;
+    use std::time::{Duration, SystemTime};
+
+    use super::*;
+    use crate::tier::remote::conformance::{Opts, conform};
+
+    const FAR: u64 = u64::MAX;
+
+    /// A directory for a test, which goes with it.
+    struct Place(PathBuf);
+
+    impl Place {
+        fn new(what: &str) -> Place {
+            let name = format!("kvtier-dir-{what}-{}", std::process::id());
+            let place = Place(std::env::temp_dir().join(name));
+            let _ = fs::remove_dir_all(&place.0);
+            fs::create_dir(&place.0).unwrap();
+            place
+        }
+
+        /// With a file system of its own, of so many bytes; none where that is not allowed.
+        fn mounted(what: &str, bytes: u64) -> Option<Place> {
+            let place = Place::new(what);
+            let size = format!("size={bytes}");
+            let mut mount = Command::new("mount");
+            mount.args(["-t", "tmpfs", "-o", &size, "tmpfs"]).arg(&place.0);
+            let mounted = mount.stderr(std::process::Stdio::null()).status();
+            if mounted.is_ok_and(|status| status.success()) {
+                return Some(place);
+            }
+            println!("SKIP {what}: no file system may be mounted here");
+            None
+        }
+
+        fn remote(&self) -> Dir {
+            let prefix = Prefix::new("pre").unwrap();
+            Dir::new(DirOpts { path: self.0.clone(), prefix, fsync: false, clock: Clock::real() })
+        }
+
+        fn file(&self, name: &Name) -> PathBuf {
+            let mut path = self.0.join("pre");
+            if name.tenant != 0 {
+                path = path.join(format!("t{}", name.tenant));
+            }
+            let digits: String = name.hash.iter().map(|byte| format!("{byte:02x}")).collect();
+            path.join("v1").join(&digits[..2]).join(&digits[2..4]).join(&digits[4..])
+        }
+
+        /// Every file in it.
+        fn files(&self) -> Vec<PathBuf> {
+            let (mut files, mut folders) = (Vec::new(), vec![self.0.clone()]);
+            while let Some(folder) = folders.pop() {
+                for entry in fs::read_dir(folder).unwrap() {
+                    let path = entry.unwrap().path();
+                    let kind = fs::symlink_metadata(&path).unwrap();
+                    if kind.is_dir() { folders.push(path) } else { files.push(path) }
+                }
+            }
+            files
+        }
+    }
+
+    impl Drop for Place {
+        fn drop(&mut self) {
+            let _ =
+                Command::new("umount").arg(&self.0).stderr(std::process::Stdio::null()).status();
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn name(number: u8) -> Name {
+        Name { tenant: 0, hash: [number; 20] }
+    }
+
+    fn put(lane: &mut dyn Lane, name: Name, bytes: &[u8]) -> Result<bool, Trouble> {
+        let mut puts = Puts::default();
+        puts.object(name);
+        puts.part(bytes.as_ptr(), bytes.len() as u64);
+        // SAFETY: the bytes are borrowed until it is done.
+        unsafe { lane.put(&mut puts, FAR) };
+        puts.items[0].result
+    }
+
+    fn get(lane: &mut dyn Lane, name: Name, room: usize) -> Result<Vec<u8>, Trouble> {
+        let (mut gets, mut bytes) = (Gets::default(), vec![0; room]);
+        gets.object(name, 0);
+        gets.part(bytes.as_mut_ptr(), room as u64);
+        // SAFETY: nobody looks at the bytes until it is done.
+        unsafe { lane.get(&mut gets, FAR) };
+        let came = gets.items[0].result?;
+        bytes.truncate(came as usize);
+        Ok(bytes)
+    }
+
+    fn ask(lane: &mut dyn Lane, name: Name) -> Result<u64, Trouble> {
+        let mut asks = Asks::default();
+        asks.name(name);
+        lane.ask(&mut asks, FAR);
+        asks.items[0].result
+    }
+
+    fn remove(lane: &mut dyn Lane, name: Name) -> Result<u64, Trouble> {
+        let mut asks = Asks::default();
+        asks.name(name);
+        lane.remove(&mut asks, FAR);
+        asks.items[0].result
+    }
+
+    #[test]
+    fn it_conforms() {
+        for fsync in [false, true] {
+            let place = Place::new(&format!("conforms-{fsync}"));
+            let remote = Dir(DirOpts { fsync, ..place.remote().0 });
+            let opts = Opts { largest_bytes: 5 << 20, ..Opts::default() };
+            assert_eq!(conform(&remote, &opts).unwrap().len(), 12);
+            assert_eq!(place.files(), [] as [PathBuf; 0]);
+        }
+    }
+
+    #[test]
+    fn files_are_where_the_page_says_and_nobody_elses() {
+        let place = Place::new("private");
+        let mut lane = place.remote().lane();
+        for name in [name(0xAB), Name { tenant: 42, ..name(0xAB) }] {
+            assert_eq!(put(&mut *lane, name, b"object"), Ok(false));
+            let mut path = place.file(&name);
+            assert_eq!(fs::read(&path).unwrap(), b"object");
+            assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+            while path.pop() && path != place.0 {
+                let mode = fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+                assert_eq!(mode, 0o700, "{}", path.display());
+            }
+        }
+        assert_eq!(place.files().len(), 2);
+    }
+
+    #[test]
+    fn what_is_not_whole_is_shorter_and_what_is_empty_is_there() {
+        let place = Place::new("short");
+        let mut lane = place.remote().lane();
+        put(&mut *lane, name(1), &[7; 10_000]).unwrap();
+        let file = fs::OpenOptions::new().write(true).open(place.file(&name(1))).unwrap();
+        file.set_len(6000).unwrap();
+        assert_eq!(get(&mut *lane, name(1), 10_001), Ok(vec![7; 6000]));
+        file.set_len(0).unwrap();
+        assert_eq!(get(&mut *lane, name(1), 10_001), Ok(vec![]));
+        assert_eq!(ask(&mut *lane, name(1)), Ok(0));
+        fs::write(place.file(&name(1)), b"garbage").unwrap();
+        assert_eq!(get(&mut *lane, name(1), 10_001), Ok(b"garbage".to_vec()));
+    }
+
+    #[test]
+    fn a_directory_that_goes_and_comes_is_found_again() {
+        let place = Place::new("gone");
+        let mut lane = place.remote().lane();
+        put(&mut *lane, name(1), b"one").unwrap();
+        fs::remove_dir_all(place.0.join("pre")).unwrap();
+        assert_eq!(get(&mut *lane, name(1), 9), Err(Trouble::Absent));
+        put(&mut *place.remote().lane(), name(1), b"two").unwrap();
+        let _ = get(&mut *lane, name(1), 9);
+        assert_eq!(get(&mut *lane, name(1), 9), Ok(b"two".to_vec()));
+        fs::remove_dir_all(&place.0).unwrap();
+        let mut lane = place.remote().lane();
+        assert!(lane.greet(FAR).is_err() && put(&mut *lane, name(1), b"x").is_err());
+        assert!(!place.0.exists(), "a mount that is missing is not made up for");
+    }
+
+    /// Writes the same names as others do, and reads what is there.
+    fn compete(remote: &Dir, who: u8) {
+        let mut lane = remote.lane();
+        for number in 0..40 {
+            // All bytes of an object are one writer's.
+            let bytes = vec![who; 200_000 + usize::from(number)];
+            put(&mut *lane, name(number), &bytes).unwrap();
+            let found = get(&mut *lane, name(number), 300_000).unwrap();
+            assert_eq!(found.len(), bytes.len());
+            assert!(found.iter().all(|byte| *byte == found[0]), "torn");
+        }
+    }
+
+    #[test]
+    fn of_many_writers_the_first_wins_and_no_read_is_torn() {
+        if let Ok(path) = std::env::var("KVTIER_TEST_DIR") {
+            let place = Place(PathBuf::from(path));
+            compete(&place.remote(), b'c');
+            return std::mem::forget(place);
+        }
+        let place = Place::new("many");
+        let this = "tier::remote::dir::tests::of_many_writers_the_first_wins_and_no_read_is_torn";
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", this]).env("KVTIER_TEST_DIR", &place.0);
+        let mut child = child.stdout(std::process::Stdio::null()).spawn().unwrap();
+        std::thread::scope(|scope| {
+            for who in [b'a', b'b'] {
+                let remote = place.remote();
+                scope.spawn(move || compete(&remote, who));
+            }
+        });
+        assert!(child.wait().unwrap().success());
+        let mut lane = place.remote().lane();
+        let before: Vec<_> = (0..40).map(|n| get(&mut *lane, name(n), 300_000).unwrap()).collect();
+        compete(&place.remote(), b'd');
+        for (number, before) in (0..).zip(before) {
+            assert!(get(&mut *lane, name(number), 300_000).unwrap() == before, "{number}");
+        }
+        assert_eq!(place.files().len(), 40, "no file is left that is no object");
+    }
+
+    #[test]
+    fn a_full_one_says_so_and_is_read_and_takes_again() {
+        let Some(place) = Place::mounted("full", 1 << 20) else { return };
+        let mut lane = place.remote().lane();
+        let bytes = vec![3; 300_000];
+        let said: Vec<_> = (0..5).map(|number| put(&mut *lane, name(number), &bytes)).collect();
+        let full = Err(Trouble::Full);
+        assert_eq!(said, [Ok(false), Ok(false), Ok(false), full, full]);
+        assert_eq!(place.files().len(), 3, "what did not fit is gone");
+        assert!(get(&mut *lane, name(2), 400_000).unwrap() == bytes);
+        assert!(lane.greet(FAR).is_ok());
+        remove(&mut *lane, name(0)).unwrap();
+        assert_eq!(put(&mut *lane, name(3), &bytes), Ok(false));
+    }
+
+    #[test]
+    fn one_that_may_only_be_read_is_read() {
+        let Some(place) = Place::mounted("read-only", 1 << 20) else { return };
+        let mut lane = place.remote().lane();
+        put(&mut *lane, name(1), b"object").unwrap();
+        let remount = Command::new("mount").args(["-o", "remount,ro"]).arg(&place.0).status();
+        assert!(remount.unwrap().success());
+        for lane in [&mut *lane, &mut *place.remote().lane()] {
+            assert_eq!(put(lane, name(2), b"object"), Err(Trouble::ReadOnly));
+            assert_eq!(put(lane, name(1), b"object"), Ok(true));
+            assert_eq!(get(lane, name(1), 9), Ok(b"object".to_vec()));
+            assert_eq!(remove(lane, name(1)), Err(Trouble::ReadOnly));
+            let server = lane.greet(FAR).unwrap();
+            assert!(server.warnings.iter().any(|w| w.contains("takes nothing")), "{server:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_forbidden_is_denied() {
+        // SAFETY: it has no preconditions.
+        if unsafe { libc::geteuid() } == 0 {
+            println!("SKIP what_is_forbidden_is_denied: nothing is forbidden to root");
+            return;
+        }
+        let place = Place::new("denied");
+        let mut lane = place.remote().lane();
+        put(&mut *lane, name(1), b"object").unwrap();
+        let folder = place.file(&name(1)).parent().unwrap().to_path_buf();
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o500)).unwrap();
+        assert_eq!(remove(&mut *lane, name(1)), Err(Trouble::Denied));
+        assert_eq!(get(&mut *lane, name(1), 9), Ok(b"object".to_vec()));
+        fs::set_permissions(&folder, fs::Permissions::from_mode(0o700)).unwrap();
+    }
+
+    #[test]
+    fn numbers_are_the_troubles_they_should_be() {
+        for (number, wanted) in [
+            (libc::ENOENT, Trouble::Absent),
+            (libc::ENOSPC, Trouble::Full),
+            (libc::EDQUOT, Trouble::Full),
+            (libc::EROFS, Trouble::ReadOnly),
+            (libc::EACCES, Trouble::Denied),
+            (libc::EPERM, Trouble::Denied),
+            (libc::ELOOP, Trouble::Nonsense),
+            (libc::ESTALE, Trouble::Gone),
+            (libc::EIO, Trouble::Gone),
+            (libc::EMFILE, Trouble::Later),
+        ] {
+            assert_eq!(trouble(number), wanted, "{number}");
+        }
+        assert!([libc::ESTALE, libc::EIO, libc::EINTR].into_iter().all(passes));
+        assert!(!passes(libc::ENOENT) && !passes(libc::ENOSPC));
+    }
+
+    #[test]
+    fn what_others_put_there_is_not_followed() {
+        let place = Place::new("hostile");
+        let outside = Place::new("hostile-outside");
+        let mut lane = place.remote().lane();
+        put(&mut *lane, name(1), b"object").unwrap();
+        let secret = outside.0.join("secret");
+        fs::write(&secret, b"not to be read").unwrap();
+        let beside = |number: u8| {
+            let file = place.file(&name(number));
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            file
+        };
+        symlink(&secret, beside(2)).unwrap();
+        fs::create_dir(beside(3)).unwrap();
+        let pipe = std::ffi::CString::new(beside(4).into_os_string().into_encoded_bytes()).unwrap();
+        // SAFETY: a NUL-terminated path.
+        assert_eq!(unsafe { libc::mkfifo(pipe.as_ptr(), 0o600) }, 0);
+        let _socket = std::os::unix::net::UnixListener::bind_addr(
+            &std::os::unix::net::SocketAddr::from_pathname(outside.0.join("s")).unwrap(),
+        );
+        fs::rename(outside.0.join("s"), beside(5)).unwrap();
+        symlink(outside.0.join("nowhere"), beside(6)).unwrap();
+        for number in 2..=6 {
+            let bad = Err(Trouble::Nonsense);
+            assert_eq!(
+                get(&mut *lane, name(number), 100).map(drop),
+                bad.map(drop::<u64>),
+                "{number}"
+            );
+            assert_eq!(ask(&mut *lane, name(number)), bad, "{number}");
+            assert_eq!(put(&mut *lane, name(number), b"x").map(drop), bad.map(drop), "{number}");
+        }
+        // Taking away what is no folder takes the name away, and nothing behind it.
+        assert_eq!(remove(&mut *lane, name(2)), Ok(0));
+        assert_eq!(remove(&mut *lane, name(3)), Err(Trouble::Nonsense));
+        assert_eq!(fs::read(&secret).unwrap(), b"not to be read");
+        // Nor are folders that lead elsewhere.
+        let leaf = beside(7).parent().unwrap().to_path_buf();
+        fs::remove_dir(&leaf).unwrap();
+        symlink(&outside.0, &leaf).unwrap();
+        symlink(&outside.0, place.0.join("pre").join("t9")).unwrap();
+        for name in [name(7), Name { tenant: 9, ..name(1) }] {
+            assert_eq!(put(&mut *lane, name, b"x"), Err(Trouble::Nonsense));
+            assert_eq!(get(&mut *lane, name, 9), Err(Trouble::Nonsense));
+            assert_eq!(ask(&mut *lane, name), Err(Trouble::Nonsense));
+            assert!(remove(&mut *lane, name).is_err());
+        }
+        assert_eq!(outside.files(), [secret]);
+        // A link to the directory itself is the administrator's.
+        let link = outside.0.join("link");
+        symlink(&place.0, &link).unwrap();
+        let remote = Dir(DirOpts { path: link, ..place.remote().0 });
+        assert_eq!(get(&mut *remote.lane(), name(1), 9), Ok(b"object".to_vec()));
+    }
+
+    #[test]
+    fn what_dead_writers_left_goes_in_small_steps() {
+        let place = Place::new("sweep");
+        let mut lane = place.remote().lane();
+        let old = SystemTime::now() - Duration::from_secs(25 * 3600);
+        let mut left = Vec::new();
+        for number in 0..200u8 {
+            put(&mut *lane, name(number), b"object").unwrap();
+            let folder = place.file(&name(number)).parent().unwrap().to_path_buf();
+            for (what, is_old) in [("tmp-", true), ("tmp-", false), ("mine-", true)] {
+                let digits = if is_old { "a" } else { "b" };
+                let file = folder.join(format!("{what}{}", digits.repeat(40)));
+                fs::write(&file, b"half").unwrap();
+                if is_old {
+                    fs::File::options().write(true).open(&file).unwrap().set_modified(old).unwrap();
+                }
+                left.push((file, what == "tmp-" && is_old));
+            }
+        }
+        let outside = Place::new("sweep-outside");
+        let target = outside.0.join("file");
+        fs::write(&target, b"x").unwrap();
+        fs::File::options().write(true).open(&target).unwrap().set_modified(old).unwrap();
+        let link = place.file(&name(0)).with_file_name(format!("tmp-{}", "c".repeat(40)));
+        symlink(&target, &link).unwrap();
+        let goes =
+            |left: &[(PathBuf, bool)]| left.iter().filter(|(f, goes)| *goes && f.exists()).count();
+        lane.greet(FAR).unwrap();
+        let after_one = goes(&left);
+        assert!((100..200).contains(&after_one), "{after_one} are left");
+        (0..12).for_each(|_| drop(lane.greet(FAR).unwrap()));
+        assert_eq!(goes(&left), 0);
+        assert!(left.iter().all(|(file, goes)| *goes || file.exists()));
+        assert!(target.exists() && fs::symlink_metadata(link).is_ok());
+        assert_eq!(ask(&mut *lane, name(199)), Ok(6));
+        // A greeting that has no time left does nothing, and says so.
+        assert!(lane.greet(1).is_err());
+    }
+}

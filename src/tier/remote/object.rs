@@ -1,0 +1,417 @@
+//! Objects: cells of one chunk as one record of `docs/store.md`, with 0 for all that places it in
+//! a segment. So the same cells are the same bytes, whoever stores them.
+//!
+//! Nothing that a remote gives is trusted: an object must have the length, the header and the
+//! cells that the layout says before a sum of its own is looked at, and then every plane is
+//! judged by its sum. Only what fills up blocks is not looked at: nobody uses it. The sums find
+//! damage and mistakes; they are no defence against someone who forges an object.
+
+use std::ops::Range;
+
+use crate::base::checksum::checksum;
+use crate::base::status;
+use crate::fail;
+use crate::format::codec::{Codec, cell};
+use crate::format::fields::u32_at;
+use crate::format::record::{
+    Cell, Chunk, Encoder, Head, Kind, Record, blocks_of, decode, header_blocks,
+};
+use crate::format::seal::Plane;
+use crate::format::segment::BLOCK_BYTES;
+use crate::tier::remote::shape::{CellShape, Shape};
+use crate::tier::remote::{Gets, Name, Puts, Trouble};
+
+/// What fills up blocks.
+static ZEROS: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
+
+/// A plane of a cell that is to be stored.
+#[derive(Clone, Copy, Debug)]
+pub struct PlaneFrom {
+    /// Where it is.
+    pub address: *const u8,
+    /// How long: what the layout says, unless it is coded.
+    pub bytes: u64,
+    /// Its checksum, if it is known.
+    pub sum: Option<u64>,
+}
+
+/// A cell that is to be stored.
+#[derive(Clone, Copy, Debug)]
+pub struct CellFrom<'a> {
+    /// What it is coded with.
+    pub codec: Codec,
+    /// As many as the layout says; those of a coded one as [`cell`] codes them.
+    pub planes: &'a [PlaneFrom],
+}
+
+/// Memory that a cell comes to.
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    /// Where each of its planes goes; null where the cell is not wanted.
+    pub planes: [*mut u8; 2],
+}
+
+impl Place {
+    /// Of a cell that is not wanted.
+    pub const NOWHERE: Place = Place { planes: [std::ptr::null_mut(); 2] };
+
+    fn is_wanted(&self, planes: usize) -> bool {
+        self.planes.iter().take(planes).all(|plane| !plane.is_null())
+    }
+}
+
+/// Memory whose content is nobody's business, for what comes and is not wanted.
+#[derive(Clone, Copy, Debug)]
+pub struct Sink {
+    /// Where it is.
+    pub address: *mut u8,
+    /// A block at least. The longer it is, the fewer parts a cell has that is not wanted.
+    pub bytes: u64,
+}
+
+/// What became of a cell of an object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Every byte is right.
+    Sound,
+    /// It is not what was stored: what its memory holds means nothing.
+    Damaged,
+    /// It was not asked for.
+    Unwanted,
+}
+
+/// A sound cell in an object that came as a whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// What it is coded with.
+    pub codec: Codec,
+    planes: [Range<usize>; 2],
+    count: usize,
+}
+
+impl Found {
+    /// Where in the object its planes are, as they are stored.
+    pub fn planes(&self) -> &[Range<usize>] {
+        &self.planes[..self.count]
+    }
+}
+
+/// An object, as it must be.
+#[derive(Clone, Copy, Debug)]
+pub struct Object<'a> {
+    cells: &'a [CellShape],
+    first: u32,
+    chunk: Chunk,
+    codec: Codec,
+    header_blocks: u32,
+    /// When nothing in it is coded.
+    blocks: u32,
+    planes: usize,
+}
+
+impl<'a> Object<'a> {
+    /// One of the objects of a chunk, by its number. Of a chunk that is not full there are none.
+    pub fn new(
+        shape: &'a Shape,
+        object: usize,
+        chunk: Chunk,
+        codec: Codec,
+    ) -> status::Result<Object<'a>> {
+        let cells = shape.cells(object);
+        if cells.is_empty() {
+            fail!(Invalid, "a chunk has {} objects, and no object {object}", shape.objects());
+        }
+        if chunk.valid_tokens != shape.chunk_tokens() {
+            let tokens = shape.chunk_tokens();
+            fail!(Invalid, "a chunk of {} tokens of {tokens} is no object", chunk.valid_tokens);
+        }
+        let planes = cells.iter().map(|cell| cell.planes().len()).sum();
+        let all: u64 = cells.iter().map(|cell| blocks_of(cell.bytes())).sum();
+        // No shape is longer; a layout whose cells are empty cannot be made.
+        let (Some(header_blocks), Ok(all)) = (header_blocks(cells.len(), planes), all.try_into())
+        else {
+            fail!(Limit, "an object of {} cells is no record", cells.len());
+        };
+        let blocks: u32 = all;
+        let first = shape.layers(object).start;
+        let blocks = blocks.saturating_add(header_blocks);
+        Ok(Object { cells, first, chunk, codec, header_blocks, blocks, planes })
+    }
+
+    /// Bytes of its header.
+    pub fn header_bytes(&self) -> usize {
+        self.header_blocks as usize * BLOCK_BYTES
+    }
+
+    /// How long it is; with a codec, how long it can be.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.blocks) * BLOCK_BYTES as u64
+    }
+
+    /// Adds it to a batch: its cells lie where they are, its header in `header`, which has
+    /// [`Object::header_bytes`]. Both are to stay as they are until the batch is stored. How long it
+    /// is.
+    ///
+    /// # Safety
+    /// The memory of every plane is valid, and nobody writes it until then.
+    pub unsafe fn put(
+        &self,
+        name: Name,
+        cells: &[CellFrom<'_>],
+        header: &mut [u8],
+        puts: &mut Puts,
+    ) -> status::Result<u64> {
+        self.check(cells, header)?;
+        let mut encoder = Encoder::new(header);
+        let mut block = self.header_blocks;
+        for ((layer, shape), from) in (self.first..).zip(self.cells).zip(cells) {
+            let stored = from.planes.iter().map(|plane| plane.bytes).sum();
+            let count = from.planes.len() as u16;
+            let codec = from.codec as u16;
+            encoder.cell(layer, codec, count, block, [stored, shape.bytes()]);
+            for (&(kind, _), plane) in shape.planes().iter().zip(from.planes) {
+                // SAFETY: the caller's promise.
+                let sum =
+                    plane.sum.unwrap_or_else(|| unsafe { sum_of(plane.address, plane.bytes) });
+                encoder.plane(&Plane { kind, id: 0, version: 0, bytes: plane.bytes, sum });
+            }
+            block += blocks_of(stored) as u32;
+        }
+        encoder.finish(&self.head(block));
+        puts.object(name);
+        puts.part(header.as_ptr(), header.len() as u64);
+        for from in cells {
+            let mut stored = 0;
+            for plane in from.planes {
+                puts.part(plane.address, plane.bytes);
+                stored += plane.bytes;
+            }
+            match pad_of(stored) {
+                0 => {}
+                pad => puts.part(ZEROS.as_ptr(), pad),
+            }
+        }
+        Ok(u64::from(block) * BLOCK_BYTES as u64)
+    }
+
+    /// Whether cells are those that it has.
+    fn check(&self, cells: &[CellFrom<'_>], header: &[u8]) -> status::Result<()> {
+        if header.len() != self.header_bytes() || cells.len() != self.cells.len() {
+            let (wanted, bytes) = (self.cells.len(), self.header_bytes());
+            fail!(Invalid, "an object has {wanted} cells, and {bytes} bytes of header");
+        }
+        for ((layer, shape), from) in (self.first..).zip(self.cells).zip(cells) {
+            let planes = || from.planes.iter().map(|plane| plane.bytes);
+            let as_shaped = match from.codec {
+                Codec::None => planes().eq(shape.planes().iter().map(|&(_, bytes)| bytes)),
+                codec => codec == self.codec && self.may_be_coded(shape, planes()),
+            };
+            if !as_shaped || from.planes.iter().any(|plane| plane.address.is_null()) {
+                fail!(Invalid, "the cell of layer {layer} is not as its layout says");
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a coded cell can have planes of these lengths.
+    fn may_be_coded(&self, shape: &CellShape, planes: impl Iterator<Item = u64> + Clone) -> bool {
+        let stored = planes.clone().try_fold(0u64, u64::checked_add);
+        planes.clone().count() == shape.planes().len()
+            && planes.clone().all(|bytes| bytes > cell::HEAD_BYTES as u64)
+            && stored.is_some_and(|bytes| blocks_of(bytes) < blocks_of(shape.bytes()))
+    }
+
+    fn head(&self, blocks: u32) -> Head {
+        Head {
+            kind: Kind::Cells as u16,
+            header_blocks: self.header_blocks,
+            blocks,
+            number: 0,
+            born: 0,
+            segment: 0,
+            at: 0,
+            items: self.cells.len() as u32,
+            store: [0; 16],
+            chunk: self.chunk,
+            body_bytes: (self.cells.len() * CELL_BYTES + self.planes * PLANE_BYTES) as u32,
+            until: 0,
+            from: 0,
+        }
+    }
+
+    /// Adds it to a batch: its header goes to `header`, of [`Object::header_bytes`], each cell to
+    /// its place, one for every layer. Only where nothing is coded: else the header says where
+    /// cells are. [`Object::verify`] says what came.
+    pub fn get(
+        &self,
+        name: Name,
+        header: *mut u8,
+        places: &[Place],
+        sink: Sink,
+        gets: &mut Gets,
+    ) -> status::Result<()> {
+        if self.codec != Codec::None || places.len() != self.cells.len() {
+            fail!(Invalid, "cells that may be coded, or {} of {}", places.len(), self.cells.len());
+        }
+        if sink.bytes < BLOCK_BYTES as u64 {
+            fail!(Invalid, "a sink of {} bytes; it has a block at least", sink.bytes);
+        }
+        gets.object(name, 0);
+        gets.part(header, self.header_bytes() as u64);
+        for (shape, place) in self.cells.iter().zip(places) {
+            let bytes = shape.bytes();
+            let mut unwanted = bytes + pad_of(bytes);
+            if place.is_wanted(shape.planes().len()) {
+                for (&(_, bytes), &address) in shape.planes().iter().zip(&place.planes) {
+                    gets.part(address, bytes);
+                }
+                unwanted = pad_of(bytes);
+            }
+            while unwanted > 0 {
+                let bytes = unwanted.min(sink.bytes);
+                gets.part(sink.address, bytes);
+                unwanted -= bytes;
+            }
+        }
+        // One more: else an object that is too long would look as if it were not.
+        gets.part(sink.address, 1);
+        Ok(())
+    }
+
+    /// Judges what came of an object that was asked for with [`Object::get`]: `came` bytes, the
+    /// first of them in `header`. Nonsense = no cell can be used; else each has its verdict.
+    ///
+    /// # Safety
+    /// The memory of every place is valid, and nobody writes it.
+    pub unsafe fn verify(
+        &self,
+        header: &[u8],
+        came: u64,
+        places: &[Place],
+        verdicts: &mut Vec<Verdict>,
+    ) -> Result<(), Trouble> {
+        verdicts.clear();
+        if self.codec != Codec::None || places.len() != self.cells.len() || came != self.bytes() {
+            return Err(Trouble::Nonsense);
+        }
+        let record = self.record(header, came)?;
+        for (cell, place) in record.cells().zip(places) {
+            if !place.is_wanted(cell.planes().len()) {
+                verdicts.push(Verdict::Unwanted);
+                continue;
+            }
+            let mut planes = cell.planes().zip(&place.planes);
+            // SAFETY: the caller's promise; the record has planes as the layout says.
+            let sound = planes.all(|(plane, &at)| unsafe { sum_of(at, plane.bytes) } == plane.sum);
+            verdicts.push(if sound { Verdict::Sound } else { Verdict::Damaged });
+        }
+        Ok(())
+    }
+
+    /// Adds it to a batch: all of it goes to `staging`, of [`Object::bytes`], and what a longer one
+    /// has more to the sink. [`Object::verify_whole`] says what came.
+    pub fn get_whole(&self, name: Name, staging: *mut u8, sink: Sink, gets: &mut Gets) {
+        gets.object(name, 0);
+        gets.part(staging, self.bytes());
+        gets.part(sink.address, 1.min(sink.bytes));
+    }
+
+    /// Judges an object that came as a whole, `came` bytes, as much of it as there was room for in
+    /// `staging`. Nonsense = no cell can be used; else each that is sound is found, in the order
+    /// of the layers, and comes decoded to the length that the layout says, or is damaged after all.
+    pub fn verify_whole(
+        &self,
+        staging: &[u8],
+        came: u64,
+        found: &mut Vec<Option<Found>>,
+    ) -> Result<(), Trouble> {
+        found.clear();
+        let whole = usize::try_from(came).ok().and_then(|came| staging.get(..came));
+        let whole = whole.ok_or(Trouble::Nonsense)?;
+        let record = self.record(whole, came)?;
+        found.extend(record.cells().map(|cell| find(whole, &cell)));
+        Ok(())
+    }
+
+    /// Its header, if that is what it must be, and is of `came` bytes.
+    fn record<'b>(&self, bytes: &'b [u8], came: u64) -> Result<Record<'b>, Trouble> {
+        let record = decode(bytes).ok_or(Trouble::Nonsense)?;
+        let blocks = record.head.blocks;
+        let length_fits = came == u64::from(blocks) * BLOCK_BYTES as u64
+            && (blocks == self.blocks || self.codec != Codec::None && blocks < self.blocks);
+        if !length_fits || record.head != self.head(blocks) {
+            return Err(Trouble::Nonsense);
+        }
+        let mut cells = (self.first..).zip(self.cells).zip(record.cells());
+        let all_fit = cells.all(|((layer, shape), cell)| self.fits(layer, shape, &cell));
+        if all_fit { Ok(record) } else { Err(Trouble::Nonsense) }
+    }
+
+    /// Whether a header's cell is what the layout says.
+    fn fits(&self, layer: u32, shape: &CellShape, cell: &Cell<'_>) -> bool {
+        let wanted = shape.planes().iter();
+        let same_kinds = cell
+            .planes()
+            .map(|plane| (plane.kind, plane.id, plane.version))
+            .eq(wanted.clone().map(|&(kind, _)| (kind, 0, 0)));
+        let lengths = cell.planes().map(|plane| plane.bytes);
+        let lengths_fit = match cell.codec {
+            0 => lengths.eq(wanted.map(|&(_, bytes)| bytes)),
+            codec => {
+                codec == self.codec as u16 && {
+                    let all: [u64; 2] = two(lengths);
+                    self.may_be_coded(shape, all.into_iter().take(shape.planes().len()))
+                }
+            }
+        };
+        cell.layer == layer && cell.raw_bytes == shape.bytes() && same_kinds && lengths_fit
+    }
+}
+
+/// Bytes that a header has for a cell, and for a plane.
+const CELL_BYTES: usize = 32;
+const PLANE_BYTES: usize = 24;
+
+/// The first two of some numbers.
+fn two(numbers: impl Iterator<Item = u64>) -> [u64; 2] {
+    let mut two = [0; 2];
+    two.iter_mut().zip(numbers).for_each(|(to, number)| *to = number);
+    two
+}
+
+/// What fills up the last block of so many bytes.
+fn pad_of(bytes: u64) -> u64 {
+    bytes.next_multiple_of(BLOCK_BYTES as u64) - bytes
+}
+
+/// A cell in its object, if every byte of it is right.
+fn find(object: &[u8], cell: &Cell<'_>) -> Option<Found> {
+    let codec = Codec::from_code(u8::try_from(cell.codec).ok()?)?;
+    let mut found = Found { codec, planes: [0..0, 0..0], count: 0 };
+    let mut at = cell.block as usize * BLOCK_BYTES;
+    for (plane, range) in cell.planes().zip(&mut found.planes) {
+        let bytes = object.get(at..at.checked_add(usize::try_from(plane.bytes).ok()?)?)?;
+        let says_its_length =
+            || u64::from(u32_at(bytes, 0)) + cell::HEAD_BYTES as u64 == plane.bytes;
+        if checksum(bytes) != plane.sum || codec != Codec::None && !says_its_length() {
+            return None;
+        }
+        *range = at..at + bytes.len();
+        found.count += 1;
+        at += bytes.len();
+    }
+    Some(found)
+}
+
+/// The checksum of a plane.
+///
+/// # Safety
+/// `bytes` bytes at `address` are valid and not written meanwhile.
+unsafe fn sum_of(address: *const u8, bytes: u64) -> u64 {
+    // SAFETY: the caller's promise; no plane is empty, and none is without an address.
+    checksum(unsafe { std::slice::from_raw_parts(address, bytes as usize) })
+}
+
+#[cfg(test)]
+#[path = "object_tests.rs"]
+mod tests;
