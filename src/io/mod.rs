@@ -1,4 +1,4 @@
-//! Files: reading them, and what this machine's kernel can do for them; local sockets.
+//! Files: reading them, and what this machine's kernel can do for them; sockets.
 
 pub mod directory;
 pub mod engine;
@@ -6,6 +6,7 @@ pub mod errno;
 pub mod files;
 pub mod fixed;
 pub mod header;
+pub mod link;
 pub mod lock;
 pub mod open_file;
 pub mod open_files;

@@ -13,6 +13,8 @@ pub mod conformance;
 pub mod dir;
 pub mod name;
 pub mod object;
+pub mod redis;
+pub mod secret;
 pub mod shape;
 pub mod simulated;
 mod sweep;

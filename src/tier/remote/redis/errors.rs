@@ -1,0 +1,103 @@
+//! What the errors of a server mean.
+
+use crate::tier::remote::Trouble;
+use crate::tier::remote::redis::url::Address;
+
+/// Most characters of a server's words that are shown.
+const MAX_WORDS: usize = 160;
+
+/// What an error asks for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Said {
+    /// It is what it is.
+    Trouble(Trouble),
+    /// It may be gone a moment later.
+    Again,
+    /// Another node has it from now on; no host = that of the node which said so.
+    Moved(Option<Address>),
+    /// Another node has it just this once.
+    Ask(Option<Address>),
+}
+
+/// What an error means; `here` is the node that said so.
+pub fn meaning(words: &[u8], here: &Address) -> Said {
+    let mut each = words.split(|&byte| byte == b' ');
+    let first = each.next().unwrap_or_default();
+    let trouble = match first {
+        b"MOVED" => return Said::Moved(each.nth(1).and_then(|at| Address::of_node(at, here))),
+        b"ASK" => return Said::Ask(each.nth(1).and_then(|at| Address::of_node(at, here))),
+        b"TRYAGAIN" | b"CLUSTERDOWN" => return Said::Again,
+        b"LOADING" | b"MASTERDOWN" | b"BUSY" | b"NOREPLICAS" => Trouble::Later,
+        b"OOM" => Trouble::Full,
+        b"READONLY" | b"MISCONF" => Trouble::ReadOnly,
+        b"NOAUTH" | b"WRONGPASS" | b"NOPERM" | b"DENIED" => Trouble::Denied,
+        _ if words.starts_with(b"ERR max number of clients") => Trouble::Later,
+        _ => Trouble::Nonsense,
+    };
+    Said::Trouble(trouble)
+}
+
+/// Whether a server does not know a command.
+pub fn is_unknown_command(words: &[u8]) -> bool {
+    words.starts_with(b"ERR unknown command") || words.starts_with(b"ERR unknown subcommand")
+}
+
+/// A server's words as they may be shown: plain, not long, and without what is secret.
+pub fn shown(words: &[u8], secret: Option<&[u8]>) -> String {
+    let has =
+        |secret: &[u8]| !secret.is_empty() && words.windows(secret.len()).any(|w| w == secret);
+    if secret.is_some_and(has) {
+        return code(words);
+    }
+    let plain = |byte: &u8| if byte.is_ascii_graphic() { char::from(*byte) } else { ' ' };
+    words.iter().take(MAX_WORDS).map(plain).collect()
+}
+
+/// The first word of an error, which no server makes of what it was given.
+pub fn code(words: &[u8]) -> String {
+    let is_upper = |byte: &&u8| byte.is_ascii_uppercase();
+    let code: String = words.iter().take_while(is_upper).take(16).map(|&b| char::from(b)).collect();
+    if code.is_empty() { "an error".to_string() } else { code }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_mean_what_servers_mean() {
+        let here = Address { host: "me".into(), port: 7000 };
+        let of = |words: &str| meaning(words.as_bytes(), &here);
+        let at = |host: &str, port| Some(Address { host: host.into(), port });
+        assert_eq!(of("MOVED 3999 127.0.0.1:6381"), Said::Moved(at("127.0.0.1", 6381)));
+        assert_eq!(of("MOVED 3999 :6381"), Said::Moved(at("me", 6381)));
+        assert_eq!(of("ASK 1 ::1:6381"), Said::Ask(at("::1", 6381)));
+        assert_eq!(of("ASK 1 there"), Said::Ask(None));
+        assert_eq!(of("MOVED"), Said::Moved(None));
+        assert_eq!(of("TRYAGAIN x"), Said::Again);
+        for (words, trouble) in [
+            ("OOM command not allowed", Trouble::Full),
+            ("READONLY You can't write", Trouble::ReadOnly),
+            ("MISCONF Redis is configured", Trouble::ReadOnly),
+            ("NOAUTH Authentication required.", Trouble::Denied),
+            ("NOPERM no", Trouble::Denied),
+            ("LOADING", Trouble::Later),
+            ("ERR max number of clients reached", Trouble::Later),
+            ("WRONGTYPE Operation", Trouble::Nonsense),
+            ("", Trouble::Nonsense),
+        ] {
+            assert_eq!(of(words), Said::Trouble(trouble), "{words}");
+        }
+    }
+
+    #[test]
+    fn secrets_are_not_repeated() {
+        let words = b"ERR unknown command `HELLO`, with args beginning with: `hunter2`";
+        assert_eq!(shown(words, Some(b"hunter2")), "ERR");
+        assert!(shown(words, Some(b"another")).contains("HELLO"));
+        assert!(shown(words, Some(b"")).contains("HELLO"));
+        assert_eq!(shown(b"a\x1b[31mb\n", None), "a [31mb ");
+        assert_eq!(shown(&[b'x'; 1000], None).len(), MAX_WORDS);
+        assert_eq!(code(b"hunter2"), "an error");
+    }
+}

@@ -1,0 +1,81 @@
+//! What a server says of itself, and what there is to be said against it.
+
+use crate::tier::remote::Server;
+use crate::tier::remote::redis::errors;
+use crate::tier::remote::redis::resp::Value;
+
+/// Reads what `INFO` gave; None = it is nothing that a server says.
+pub fn server(info: &[u8], is_cluster: bool, secret: Option<&[u8]>) -> Option<Server> {
+    let of = |name: &str| {
+        let value = |line: &[u8]| {
+            let value = line.strip_prefix(name.as_bytes())?.strip_prefix(b":")?;
+            Some(errors::shown(value.trim_ascii(), secret))
+        };
+        info.split(|&byte| byte == b'\n').find_map(value)
+    };
+    let (kind, version) = match (of("server_name"), of("valkey_version")) {
+        (Some(name), Some(version)) => (name, Some(version)),
+        _ => ("redis".to_string(), of("redis_version")),
+    };
+    let version = version?;
+    let mode = of("redis_mode").or_else(|| of("server_mode")).unwrap_or_default();
+    let words = format!("{kind} {version} {mode}").trim_end().to_string();
+    let mut warnings = Vec::new();
+    let mut warn = |is_so: bool, text: &str| {
+        if is_so {
+            warnings.push(text.to_string());
+        }
+    };
+    let is = |name: &str, value: &str| of(name).is_some_and(|is| is == value);
+    warn(mode == "sentinel", "it is a sentinel, which keeps nothing: connect to the server itself");
+    warn(
+        mode == "cluster" && !is_cluster,
+        "it is a node of a cluster: without cluster=true it has a part of the objects only",
+    );
+    warn(is("role", "slave") && !is_cluster, "it is a replica, which takes nothing");
+    warn(is("loading", "1"), "it is still loading");
+    let has_no_limit = is("maxmemory", "0");
+    warn(
+        has_no_limit,
+        "it has no maxmemory: it takes objects until its machine has no memory left",
+    );
+    warn(
+        !has_no_limit && is("maxmemory_policy", "noeviction"),
+        "it evicts nothing: once it is full it takes nothing more (maxmemory-policy)",
+    );
+    Some(Server { words, warnings })
+}
+
+/// What there is to be said where `INFO` is forbidden: what the greeting gave.
+pub fn of_hello(hello: &Value, secret: Option<&[u8]>) -> Server {
+    let of = |name: &[u8]| {
+        let text = hello.under(name).and_then(Value::text);
+        text.map(|text| errors::shown(text, secret)).unwrap_or_default()
+    };
+    let words = format!("{} {} {}", of(b"server"), of(b"version"), of(b"mode"));
+    let warning = "INFO is forbidden: whether it has a maxmemory is not known".to_string();
+    Server { words: words.trim().to_string(), warnings: vec![warning] }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_are_described() {
+        let info = b"# Server\r\nredis_version:7.0.15\r\nredis_mode:standalone\r\nrole:master\r\n\
+                     maxmemory:0\r\nmaxmemory_policy:noeviction\r\nloading:0\r\n";
+        let said = server(info, false, None).unwrap();
+        assert_eq!(said.words, "redis 7.0.15 standalone");
+        assert_eq!(said.warnings.len(), 1, "{said:?}");
+        let info = b"redis_version:7.2.4\r\nserver_name:valkey\r\nvalkey_version:8.1.0\r\n\
+                     redis_mode:cluster\r\nrole:slave\r\nmaxmemory:1\r\nmaxmemory_policy:allkeys-lru\r\n";
+        let said = server(info, true, None).unwrap();
+        assert_eq!((said.words.as_str(), said.warnings.len()), ("valkey 8.1.0 cluster", 0));
+        assert_eq!(server(info, false, None).unwrap().warnings.len(), 2);
+        let info = b"maxmemory:1\r\nmaxmemory_policy:noeviction\nredis_mode:sentinel\nloading:1";
+        assert_eq!(server(info, false, None), None);
+        let info = [&b"redis_version:1\n"[..], info].concat();
+        assert_eq!(server(&info, false, None).unwrap().warnings.len(), 3);
+    }
+}

@@ -1,0 +1,137 @@
+//! A server as a lane sees it: its addresses, its connection, what waits for it.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+
+use crate::io::link;
+use crate::tier::remote::Trouble;
+use crate::tier::remote::redis::url::Address;
+use crate::tier::remote::redis::wire::{Fault, Task, Wire};
+
+/// How long what the resolver said is used.
+const RESOLVED_NS: u64 = 30_000_000_000;
+/// After the first failure nobody connects for so long, then for twice as long each time.
+const PAUSE_NS: u64 = 5_000_000;
+const MAX_PAUSE_NS: u64 = 500_000_000;
+/// A pause up to here is waited for; in a longer one all is lost at once.
+const PATIENCE_NS: u64 = 50_000_000;
+
+/// A server.
+pub struct Node {
+    /// Its name.
+    pub address: Address,
+    /// The connection.
+    pub wire: Option<Wire>,
+    /// Items that are to be sent.
+    pub queue: VecDeque<Task>,
+    /// It is to say who has which slot, or is saying it.
+    pub is_asked_for_slots: bool,
+    /// That was said to it.
+    pub has_heard: bool,
+    /// Connections that were lost in this batch.
+    pub faults: u32,
+    /// Attempts that failed since something went well.
+    failures: u32,
+    not_before_ns: u64,
+    found: Vec<SocketAddr>,
+    found_ns: u64,
+    /// Addresses of `found` that have been tried.
+    tried: usize,
+}
+
+impl Node {
+    /// A server that nobody has connected to.
+    pub fn new(address: Address) -> Node {
+        Node {
+            address,
+            wire: None,
+            queue: VecDeque::new(),
+            is_asked_for_slots: false,
+            has_heard: false,
+            faults: 0,
+            failures: 0,
+            not_before_ns: 0,
+            found: Vec::new(),
+            found_ns: 0,
+            tried: 0,
+        }
+    }
+
+    /// Whether there is something for it to do.
+    pub fn is_wanted(&self) -> bool {
+        !self.queue.is_empty() || self.is_asked_for_slots
+    }
+
+    /// Whether it did well when it was needed last.
+    pub fn is_well(&self) -> bool {
+        self.failures == 0
+    }
+
+    /// It did well.
+    pub fn did_well(&mut self) {
+        self.failures = 0;
+        self.not_before_ns = 0;
+    }
+
+    /// It did not: nobody connects for a while.
+    pub fn failed(&mut self, now_ns: u64) {
+        let pause = PAUSE_NS.saturating_mul(1 << self.failures.min(16)).min(MAX_PAUSE_NS);
+        self.failures = self.failures.saturating_add(1);
+        self.not_before_ns = now_ns.saturating_add(pause);
+        self.tried = 0;
+    }
+
+    /// When it may be connected to; None = later than anybody waits.
+    pub fn open_from(&self, now_ns: u64, deadline_ns: u64) -> Option<u64> {
+        let most = now_ns.saturating_add(PATIENCE_NS).min(deadline_ns);
+        (self.not_before_ns <= most).then_some(self.not_before_ns)
+    }
+
+    /// Begins a connection to the next of its addresses.
+    pub fn connect(&mut self, now_ns: u64, by_ns: u64) -> Result<(), Fault> {
+        let is_known = self.found_ns != 0 && now_ns.saturating_sub(self.found_ns) < RESOLVED_NS;
+        if self.tried == 0 && !is_known {
+            self.found = link::resolve(&self.address.host, self.address.port)
+                .map_err(|words| Fault { trouble: Trouble::Gone, words })?;
+            self.found_ns = now_ns;
+        }
+        let none = || Fault { trouble: Trouble::Gone, words: "it has no address".to_string() };
+        let to = self.found.get(self.tried).ok_or_else(none)?;
+        self.tried += 1;
+        self.wire = Some(Wire::begin(to, by_ns)?);
+        Ok(())
+    }
+
+    /// Whether there is an address that has not been tried.
+    pub fn has_other(&self) -> bool {
+        self.tried < self.found.len()
+    }
+
+    /// The connection can be used: the address it goes to is the first of the next attempt.
+    pub fn connected(&mut self) {
+        if self.tried > 1 {
+            self.found.swap(0, self.tried - 1);
+        }
+        self.tried = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_and_end() {
+        let mut node = Node::new(Address { host: "127.0.0.1".into(), port: 1 });
+        assert!(node.is_well() && !node.is_wanted());
+        assert_eq!(node.open_from(0, u64::MAX), Some(0));
+        node.failed(0);
+        assert_eq!(node.open_from(0, u64::MAX), Some(PAUSE_NS));
+        assert_eq!(node.open_from(0, PAUSE_NS - 1), None);
+        (0..40).for_each(|_| node.failed(0));
+        assert_eq!(node.open_from(0, u64::MAX), None);
+        assert_eq!(node.open_from(MAX_PAUSE_NS, u64::MAX), Some(MAX_PAUSE_NS));
+        node.did_well();
+        assert_eq!(node.open_from(0, u64::MAX), Some(0));
+    }
+}

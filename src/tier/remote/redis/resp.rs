@@ -1,0 +1,356 @@
+//! What a server says, in RESP2 and RESP3: read as it comes, with a limit on everything. The
+//! body of an object is not kept here: whoever asked for it takes it where it belongs.
+
+/// Longest line.
+pub const MAX_LINE_BYTES: usize = 64 << 10;
+/// Deepest nesting.
+pub const MAX_DEPTH: usize = 8;
+/// Most values of a list.
+pub const MAX_LIST: usize = 65536;
+/// Most that a message which nobody asked for may have.
+const MAX_PUSH_BYTES: usize = 64 << 10;
+/// What a value is counted as, beside its text.
+const VALUE_BYTES: usize = size_of::<Value>();
+const BUFFER_BYTES: usize = 16 << 10;
+
+/// Something that was said.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// A text, a number that is not whole, or a bulk.
+    Text(Vec<u8>),
+    /// An error, as the server words it.
+    Error(Vec<u8>),
+    /// A whole number, or a truth.
+    Number(i64),
+    /// Nothing.
+    Nil,
+    /// Several; of a map, keys and values in turn.
+    List(Vec<Value>),
+}
+
+/// What is expected next, and how much of it at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    /// A word: a short line, a number, an error, nothing.
+    Word,
+    /// A value that may have so many bytes, lists and all.
+    Value(usize),
+    /// An object that may have so many bytes.
+    Body(u64),
+}
+
+/// What came.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Reply {
+    /// A whole value.
+    Value(Value),
+    /// An object of so many bytes begins: see [`Reader::take`].
+    Body(u64),
+    /// All of the object has come.
+    End,
+}
+
+/// It is no RESP, or more than was asked for. What follows means nothing any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Nonsense(pub &'static str);
+
+/// Reads what a server says.
+pub struct Reader {
+    buffer: Vec<u8>,
+    start: usize,
+    end: usize,
+    /// Bytes after `start` in which no line ends.
+    scanned: usize,
+    stack: Vec<Level>,
+    /// What the values of the stack have, in bytes.
+    held: usize,
+    bulk: Option<Bulk>,
+    /// What has not been taken of an object.
+    body: Option<u64>,
+}
+
+/// A list that is not complete.
+struct Level {
+    values: Vec<Value>,
+    left: usize,
+    /// Nobody asked for it: it is forgotten when it is complete.
+    is_aside: bool,
+}
+
+/// A text that is not complete.
+struct Bulk {
+    text: Vec<u8>,
+    bytes: usize,
+    is_error: bool,
+}
+
+/// What a line begins, or is.
+enum Begun {
+    Value(Value),
+    Body(u64),
+    More,
+}
+
+impl Default for Reader {
+    fn default() -> Reader {
+        Reader {
+            buffer: vec![0; BUFFER_BYTES],
+            start: 0,
+            end: 0,
+            scanned: 0,
+            stack: Vec::new(),
+            held: 0,
+            bulk: None,
+            body: None,
+        }
+    }
+}
+
+impl Reader {
+    /// Where bytes that come are put; never empty after [`Reader::next`] gave None.
+    pub fn spare(&mut self) -> &mut [u8] {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.end == self.buffer.len() {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+            if self.end == self.buffer.len() {
+                self.buffer.resize((self.end * 2).min(MAX_LINE_BYTES + BUFFER_BYTES), 0);
+            }
+        }
+        &mut self.buffer[self.end..]
+    }
+
+    /// So many bytes were put there.
+    pub fn filled(&mut self, bytes: usize) {
+        self.end = (self.end + bytes).min(self.buffer.len());
+    }
+
+    /// Whether nothing is half read, and nothing waits to be.
+    pub fn is_idle(&self) -> bool {
+        self.start == self.end
+            && self.stack.is_empty()
+            && self.bulk.is_none()
+            && self.body.is_none()
+    }
+
+    /// Bytes of the object that have not been taken, nor read past this.
+    pub fn body_left(&self) -> u64 {
+        self.body.unwrap_or(0)
+    }
+
+    /// Bytes of the object that are here: at most `most`; they are taken by that.
+    pub fn take(&mut self, most: u64) -> &[u8] {
+        let here = (self.end - self.start) as u64;
+        let bytes = here.min(self.body_left()).min(most) as usize;
+        self.passed(bytes as u64);
+        self.start += bytes;
+        &self.buffer[self.start - bytes..self.start]
+    }
+
+    /// So many bytes of the object went where they belong without being here.
+    pub fn passed(&mut self, bytes: u64) {
+        self.body = self.body.map(|left| left.saturating_sub(bytes));
+    }
+
+    /// The next of what has come; None = more has to come, or an object to be taken.
+    pub fn next(&mut self, want: Want) -> Result<Option<Reply>, Nonsense> {
+        loop {
+            let value = if let Some(left) = self.body {
+                if left > 0 || !self.tail()? {
+                    return Ok(None);
+                }
+                self.body = None;
+                return Ok(Some(Reply::End));
+            } else if self.bulk.is_some() {
+                match self.rest_of_bulk()? {
+                    None => return Ok(None),
+                    Some(value) => value,
+                }
+            } else {
+                let Some((from, to)) = self.line()? else { return Ok(None) };
+                match self.begin(from, to, want)? {
+                    Begun::More => continue,
+                    Begun::Body(bytes) => {
+                        self.body = Some(bytes);
+                        return Ok(Some(Reply::Body(bytes)));
+                    }
+                    Begun::Value(value) => value,
+                }
+            };
+            if let Some(value) = self.fold(value) {
+                self.held = 0;
+                return Ok(Some(Reply::Value(value)));
+            }
+        }
+    }
+
+    /// Where the next line is, without its end.
+    fn line(&mut self) -> Result<Option<(usize, usize)>, Nonsense> {
+        let here = &self.buffer[self.start..self.end];
+        let Some(at) = here[self.scanned..].iter().position(|&byte| byte == b'\n') else {
+            self.scanned = here.len();
+            if here.len() > MAX_LINE_BYTES {
+                return Err(Nonsense("a line that is none, or too long"));
+            }
+            return Ok(None);
+        };
+        let at = self.scanned + at;
+        if at < 2 || here[at - 1] != b'\r' || at > MAX_LINE_BYTES {
+            return Err(Nonsense("a line that is none, or too long"));
+        }
+        let from = self.start;
+        self.start += at + 1;
+        self.scanned = 0;
+        Ok(Some((from, from + at - 1)))
+    }
+
+    /// Takes the end of a bulk; false = it has not come.
+    fn tail(&mut self) -> Result<bool, Nonsense> {
+        match &self.buffer[self.start..self.end] {
+            [b'\r', b'\n', ..] => {
+                self.start += 2;
+                Ok(true)
+            }
+            [] | [b'\r'] => Ok(false),
+            _ => Err(Nonsense("a bulk of another length")),
+        }
+    }
+
+    fn begin(&mut self, from: usize, to: usize, want: Want) -> Result<Begun, Nonsense> {
+        let (kind, text) = (self.buffer[from], &self.buffer[from + 1..to]);
+        let is_aside = matches!(kind, b'>' | b'|');
+        // What stands beside an answer has a limit of its own.
+        let most = match want {
+            Want::Value(most) => most.max(MAX_PUSH_BYTES),
+            Want::Word | Want::Body(_) => MAX_PUSH_BYTES,
+        };
+        self.held += VALUE_BYTES + text.len();
+        if self.held > most {
+            return Err(Nonsense("more than was asked for"));
+        }
+        let is_word = !matches!(want, Want::Value(_)) && self.stack.is_empty();
+        let value = match kind {
+            b'+' | b',' | b'(' => Value::Text(text.to_vec()),
+            b'-' => Value::Error(text.to_vec()),
+            b':' => Value::Number(number(text)?),
+            b'#' => Value::Number(i64::from(text == b"t")),
+            b'_' => Value::Nil,
+            b'$' | b'*' if text == b"-1" => Value::Nil,
+            b'$' | b'=' | b'!' => {
+                let bytes = length(text)?;
+                match want {
+                    Want::Body(most) if kind == b'$' && self.stack.is_empty() => {
+                        self.held = 0;
+                        return if bytes > most {
+                            Err(Nonsense("an object that is longer than was asked for"))
+                        } else {
+                            Ok(Begun::Body(bytes))
+                        };
+                    }
+                    _ if is_word && kind != b'!' => return Err(Nonsense("not what was asked for")),
+                    _ => {}
+                }
+                if bytes > (most - self.held) as u64 {
+                    return Err(Nonsense("more than was asked for"));
+                }
+                let bytes = bytes as usize;
+                self.held += bytes;
+                self.bulk = Some(Bulk { text: Vec::new(), bytes, is_error: kind == b'!' });
+                return Ok(Begun::More);
+            }
+            b'>' if !self.stack.is_empty() => return Err(Nonsense("a push inside an answer")),
+            b'*' | b'%' | b'~' | b'>' | b'|' => {
+                if is_word && !is_aside {
+                    return Err(Nonsense("not what was asked for"));
+                }
+                let each = if matches!(kind, b'%' | b'|') { 2 } else { 1 };
+                return self.open(length(text)?.saturating_mul(each), is_aside);
+            }
+            _ => return Err(Nonsense("a line of no kind that is known")),
+        };
+        Ok(Begun::Value(value))
+    }
+
+    fn open(&mut self, count: u64, is_aside: bool) -> Result<Begun, Nonsense> {
+        if count > MAX_LIST as u64 || self.stack.len() >= MAX_DEPTH {
+            return Err(Nonsense("a list that is too long or too deep"));
+        }
+        if count > 0 {
+            self.stack.push(Level { values: Vec::new(), left: count as usize, is_aside });
+            return Ok(Begun::More);
+        }
+        // One that is empty and aside leaves nothing behind.
+        Ok(if is_aside { Begun::More } else { Begun::Value(Value::List(Vec::new())) })
+    }
+
+    /// More of a text; the text, if that was all.
+    fn rest_of_bulk(&mut self) -> Result<Option<Value>, Nonsense> {
+        let Some(bulk) = &mut self.bulk else { return Ok(None) };
+        let bytes = (self.end - self.start).min(bulk.bytes - bulk.text.len());
+        bulk.text.extend_from_slice(&self.buffer[self.start..self.start + bytes]);
+        self.start += bytes;
+        if bulk.text.len() < bulk.bytes || !self.tail()? {
+            return Ok(None);
+        }
+        let bulk = self.bulk.take();
+        Ok(bulk.map(|b| if b.is_error { Value::Error(b.text) } else { Value::Text(b.text) }))
+    }
+
+    /// Puts a value where it belongs; the answer, if that completes one.
+    fn fold(&mut self, mut value: Value) -> Option<Value> {
+        while let Some(level) = self.stack.last_mut() {
+            level.values.push(value);
+            level.left -= 1;
+            if level.left > 0 {
+                return None;
+            }
+            let level = self.stack.pop()?;
+            if level.is_aside {
+                if self.stack.is_empty() {
+                    self.held = 0;
+                }
+                return None;
+            }
+            value = Value::List(level.values);
+        }
+        Some(value)
+    }
+}
+
+impl Value {
+    /// It as a text.
+    pub fn text(&self) -> Option<&[u8]> {
+        match self {
+            Value::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// Its values.
+    pub fn list(&self) -> Option<&[Value]> {
+        match self {
+            Value::List(values) => Some(values),
+            _ => None,
+        }
+    }
+
+    /// What stands under a key of a map.
+    pub fn under(&self, key: &[u8]) -> Option<&Value> {
+        let pairs = self.list()?.chunks_exact(2);
+        pairs.into_iter().find(|pair| pair[0].text() == Some(key)).map(|pair| &pair[1])
+    }
+}
+
+fn number(text: &[u8]) -> Result<i64, Nonsense> {
+    let parsed = std::str::from_utf8(text).ok().and_then(|text| text.parse().ok());
+    parsed.ok_or(Nonsense("a number that is none"))
+}
+
+fn length(text: &[u8]) -> Result<u64, Nonsense> {
+    u64::try_from(number(text)?).map_err(|_| Nonsense("a length that is none"))
+}
+
+#[cfg(test)]
+#[path = "resp_tests.rs"]
+mod tests;

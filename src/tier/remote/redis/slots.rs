@@ -1,0 +1,216 @@
+//! Which node of a cluster has what: 16,384 slots, and a hash of a key that chooses one.
+
+use crate::base::sync::{Arc, Mutex};
+use crate::tier::remote::redis::resp::Value;
+use crate::tier::remote::redis::url::Address;
+
+/// Slots of a cluster.
+pub const SLOTS: usize = 16384;
+/// Most nodes of a cluster.
+pub const MAX_NODES: usize = 1024;
+/// Most bytes of what a node says of the slots.
+pub const MAX_REPLY_BYTES: usize = 16 << 20;
+/// Nobody asks again sooner.
+const REFRESH_NS: u64 = 100_000_000;
+const NOBODY: u16 = u16::MAX;
+
+const CRC: [u16; 256] = table();
+
+/// Who has which slot.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Slots {
+    /// All nodes, those that only follow another one, too.
+    pub nodes: Vec<Address>,
+    of: Vec<u16>,
+}
+
+/// What all lanes of a remote know of the slots.
+pub struct Map(Mutex<Known>);
+
+struct Known {
+    slots: Option<Arc<Slots>>,
+    is_stale: bool,
+    asked_ns: u64,
+}
+
+impl Slots {
+    /// Reads what `CLUSTER SLOTS` gave; `here` is the node that said so. None = it means nothing.
+    pub fn read(reply: &Value, here: &Address) -> Option<Slots> {
+        let mut slots = Slots { nodes: Vec::new(), of: vec![NOBODY; SLOTS] };
+        for run in reply.list()? {
+            let [Value::Number(first), Value::Number(last), nodes @ ..] = run.list()? else {
+                return None;
+            };
+            let (first, last) = (usize::try_from(*first).ok()?, usize::try_from(*last).ok()?);
+            for (rank, node) in nodes.iter().enumerate() {
+                let Some(node) = address(node, here) else {
+                    // One that is not known by an address has its slots for nobody.
+                    continue;
+                };
+                let number = slots.node(node)?;
+                if rank == 0 {
+                    slots.of.get_mut(first..=last)?.fill(number);
+                }
+            }
+        }
+        (!slots.nodes.is_empty()).then_some(slots)
+    }
+
+    /// The number of the node that has a slot.
+    pub fn node_of(&self, slot: usize) -> Option<usize> {
+        self.of.get(slot).filter(|&&node| node != NOBODY).map(|&node| usize::from(node))
+    }
+
+    fn node(&mut self, node: Address) -> Option<u16> {
+        // Nodes of runs that follow one another are mostly the same.
+        if let Some(at) = self.nodes.iter().rposition(|known| *known == node) {
+            return u16::try_from(at).ok();
+        }
+        if self.nodes.len() >= MAX_NODES {
+            return None;
+        }
+        self.nodes.push(node);
+        u16::try_from(self.nodes.len() - 1).ok()
+    }
+}
+
+impl Default for Map {
+    fn default() -> Map {
+        Map(Mutex::new(Known { slots: None, is_stale: false, asked_ns: 0 }))
+    }
+}
+
+impl Map {
+    /// What is known.
+    pub fn get(&self) -> Option<Arc<Slots>> {
+        self.0.lock().slots.clone()
+    }
+
+    /// Something is not where the map says.
+    pub fn doubt(&self) {
+        self.0.lock().is_stale = true;
+    }
+
+    /// Whether a lane is to ask: the map is doubted, and nobody has asked just now.
+    pub fn claim(&self, now_ns: u64) -> bool {
+        let mut known = self.0.lock();
+        let is_due = known.is_stale && now_ns.saturating_sub(known.asked_ns) >= REFRESH_NS;
+        if is_due {
+            known.asked_ns = now_ns;
+        }
+        is_due
+    }
+
+    /// Replaces what is known.
+    pub fn put(&self, slots: Arc<Slots>) {
+        let mut known = self.0.lock();
+        known.slots = Some(slots);
+        known.is_stale = false;
+    }
+}
+
+/// The slot of a key: of what stands between its first `{` and the next `}`, if that is something;
+/// else of all of it.
+pub fn slot_of(key: &[u8]) -> usize {
+    let tag = key.iter().position(|&byte| byte == b'{').and_then(|open| {
+        let rest = &key[open + 1..];
+        let close = rest.iter().position(|&byte| byte == b'}')?;
+        (close > 0).then(|| &rest[..close])
+    });
+    usize::from(crc(tag.unwrap_or(key))) % SLOTS
+}
+
+fn address(node: &Value, here: &Address) -> Option<Address> {
+    let [host, Value::Number(port), ..] = node.list()? else { return None };
+    let host = match host {
+        Value::Nil => &here.host,
+        host => std::str::from_utf8(host.text()?).ok()?,
+    };
+    Address::of_node(format!("{host}:{port}").as_bytes(), here)
+}
+
+/// CRC16 with polynomial 0x1021, from 0: what clusters use.
+fn crc(bytes: &[u8]) -> u16 {
+    bytes.iter().fold(0, |crc, &byte| crc << 8 ^ CRC[usize::from((crc >> 8) as u8 ^ byte)])
+}
+
+const fn table() -> [u16; 256] {
+    let mut table = [0; 256];
+    let mut at = 0;
+    while at < 256 {
+        let (mut crc, mut bit) = ((at as u16) << 8, 0);
+        while bit < 8 {
+            crc = if crc & 0x8000 != 0 { crc << 1 ^ 0x1021 } else { crc << 1 };
+            bit += 1;
+        }
+        table[at] = crc;
+        at += 1;
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(host: &str, port: i64) -> Value {
+        Value::List(vec![Value::Text(host.into()), Value::Number(port), Value::Text("id".into())])
+    }
+
+    fn run(first: i64, last: i64, nodes: Vec<Value>) -> Value {
+        Value::List([vec![Value::Number(first), Value::Number(last)], nodes].concat())
+    }
+
+    #[test]
+    fn keys_have_the_slots_that_servers_give_them() {
+        assert_eq!(crc(b"123456789"), 0x31c3);
+        // As `CLUSTER KEYSLOT` says.
+        for (key, slot) in [("foo", 12182), ("", 0), ("{foo}bar", 12182), ("a{foo}{b}", 12182)] {
+            assert_eq!(slot_of(key.as_bytes()), slot, "{key}");
+        }
+        assert_eq!(slot_of(b"{}foo"), usize::from(crc(b"{}foo")) % SLOTS);
+        assert_eq!(slot_of(b"{foo"), usize::from(crc(b"{foo")) % SLOTS);
+    }
+
+    #[test]
+    fn maps_are_read_and_lies_refused() {
+        let here = Address { host: "me".into(), port: 1 };
+        let reply = Value::List(vec![
+            run(0, 99, vec![node("a", 1), node("b", 2)]),
+            run(100, 16383, vec![node("", 3)]),
+        ]);
+        let slots = Slots::read(&reply, &here).unwrap();
+        assert_eq!(slots.nodes.len(), 3);
+        assert_eq!(slots.nodes[slots.node_of(99).unwrap()].port, 1);
+        assert_eq!(
+            slots.nodes[slots.node_of(100).unwrap()],
+            Address { host: "me".into(), port: 3 }
+        );
+        assert_eq!(slots.node_of(SLOTS), None);
+        for bad in [
+            Value::Nil,
+            Value::List(Vec::new()),
+            Value::List(vec![Value::Nil]),
+            Value::List(vec![run(0, 16384, vec![node("a", 1)])]),
+            Value::List(vec![run(-1, 5, vec![node("a", 1)])]),
+            Value::List(vec![run(9, 5, vec![node("a", 1)])]),
+            Value::List(vec![run(0, 5, vec![node("a", 99999)])]),
+            Value::List((0..2000).map(|n| run(0, 5, vec![node("a", n + 1)])).collect()),
+        ] {
+            assert_eq!(Slots::read(&bad, &here), None);
+        }
+    }
+
+    #[cfg(not(feature = "shuttle"))]
+    #[test]
+    fn one_lane_asks_for_all() {
+        let map = Map::default();
+        assert!(!map.claim(REFRESH_NS));
+        map.doubt();
+        assert!(map.claim(REFRESH_NS) && !map.claim(REFRESH_NS * 2 - 1));
+        assert!(map.claim(REFRESH_NS * 2));
+        let slots = Slots { nodes: Vec::new(), of: Vec::new() };
+        map.put(Arc::new(slots));
+        assert!(map.get().is_some() && !map.claim(REFRESH_NS * 9));
+    }
+}

@@ -1,0 +1,211 @@
+//! Where a server is: `redis://[user@]host[:port][,host[:port]...][/db]`.
+
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::fail;
+
+const PORT: u16 = 6379;
+/// Most hosts that a URL names.
+pub const MAX_SEEDS: usize = 8;
+const MAX_HOST_BYTES: usize = 253;
+const MAX_USER_BYTES: usize = 128;
+const MAX_DB: u32 = 65535;
+
+/// A node.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Address {
+    /// A name, or an address without brackets.
+    pub host: Arc<str>,
+    /// The port.
+    pub port: u16,
+}
+
+/// What a URL says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Url {
+    /// Whom to connect as.
+    pub user: Option<String>,
+    /// Nodes that are asked first; one, unless it is a cluster.
+    pub seeds: Vec<Address>,
+    /// The number of the database.
+    pub db: u32,
+}
+
+impl Address {
+    /// An address as nodes of a cluster write it: the last colon stands before the port. No host
+    /// is that of the node which writes it. None = it is no address.
+    pub fn of_node(text: &[u8], here: &Address) -> Option<Address> {
+        let text = std::str::from_utf8(text).ok()?;
+        let (host, port) = text.rsplit_once(':')?;
+        let host = if host.is_empty() || host == "?" { &*here.host } else { host };
+        let host = host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(host);
+        let port = port.parse().ok().filter(|&port: &u16| port != 0)?;
+        is_host(host).then(|| Address { host: host.into(), port })
+    }
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.host.contains(':') {
+            true => write!(f, "[{}]:{}", self.host, self.port),
+            false => write!(f, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+impl Url {
+    /// Reads a URL. What is wrong is said without repeating the part before an `@`, which may be
+    /// a password that somebody put there.
+    pub fn parse(text: &str) -> Result<Url> {
+        let rest = match text.split_once("://") {
+            Some(("redis", rest)) => rest,
+            Some(("rediss", _)) => fail!(
+                Unsupported,
+                "rediss:// needs TLS, which is not built into this library: use redis:// over a \
+                 network or a tunnel that you trust"
+            ),
+            Some(_) => fail!(Spec, "the URL of a Redis server begins with redis://"),
+            None => fail!(Spec, "a URL looks like redis://host:6379"),
+        };
+        let (user, rest) = match rest.rsplit_once('@') {
+            Some((user, rest)) => (Some(user_of(user)?), rest),
+            None => (None, rest),
+        };
+        let (hosts, db) = match rest.split_once('/') {
+            Some((hosts, db)) => (hosts, db_of(db)?),
+            None => (rest, 0),
+        };
+        if hosts.contains(['?', '#']) {
+            fail!(Spec, "the URL of a Redis server has no '?' and no '#'");
+        }
+        let seeds: Vec<Address> =
+            hosts.split(',').take(MAX_SEEDS + 1).map(address).collect::<Result<_>>()?;
+        if seeds.len() > MAX_SEEDS {
+            fail!(Limit, "a URL names {MAX_SEEDS} hosts at most");
+        }
+        Ok(Url { user, seeds, db })
+    }
+}
+
+fn user_of(text: &str) -> Result<String> {
+    if text.contains(':') {
+        fail!(
+            Spec,
+            "the URL has a password: give it as a secret, not in the URL, which is shown and logged"
+        );
+    }
+    if text.is_empty() || text.len() > MAX_USER_BYTES || !text.bytes().all(|b| b.is_ascii_graphic())
+    {
+        fail!(Spec, "the user of a URL has 1 to {MAX_USER_BYTES} plain characters");
+    }
+    Ok(text.to_string())
+}
+
+fn db_of(text: &str) -> Result<u32> {
+    if text.is_empty() {
+        return Ok(0);
+    }
+    let is_number = text.bytes().all(|byte| byte.is_ascii_digit());
+    match text.parse() {
+        Ok(db) if is_number && db <= MAX_DB => Ok(db),
+        _ => fail!(
+            Spec,
+            "after the host of a Redis URL stands the number of a database, 0 to {MAX_DB}"
+        ),
+    }
+}
+
+fn address(text: &str) -> Result<Address> {
+    let wrong = |what: &str| Error::new(Status::Spec, format!("the URL of a Redis server: {what}"));
+    let (host, port) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (host, rest) = rest.split_once(']').ok_or_else(|| wrong("a '[' is not closed"))?;
+            if host.parse::<std::net::Ipv6Addr>().is_err() {
+                return Err(wrong("between '[' and ']' stands an IPv6 address"));
+            }
+            match rest.strip_prefix(':') {
+                Some(port) => (host, Some(port)),
+                None if rest.is_empty() => (host, None),
+                None => return Err(wrong("after ']' stands a port, or nothing")),
+            }
+        }
+        None => match text.split_once(':') {
+            Some((_, port)) if port.contains(':') => {
+                return Err(wrong("an IPv6 address stands in '[' and ']'"));
+            }
+            Some((host, port)) => (host, Some(port)),
+            None => (text, None),
+        },
+    };
+    if !is_host(host) {
+        return Err(wrong("the host is missing, or is none"));
+    }
+    let port = match port {
+        None => PORT,
+        Some(port) => match port.parse() {
+            Ok(number) if number != 0 && port.bytes().all(|b| b.is_ascii_digit()) => number,
+            _ => return Err(wrong("a port is a number from 1 to 65535")),
+        },
+    };
+    Ok(Address { host: host.into(), port })
+}
+
+fn is_host(host: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:%".contains(&byte);
+    !host.is_empty() && host.len() <= MAX_HOST_BYTES && host.bytes().all(is_plain)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls_are_read() {
+        let of = |text: &str| Url::parse(text).map_err(|error| error.message().to_string());
+        let at = |host: &str, port| Address { host: host.into(), port };
+        let url = of("redis://cache-0").unwrap();
+        assert_eq!(url, Url { user: None, seeds: vec![at("cache-0", 6379)], db: 0 });
+        let url = of("redis://kv@10.0.0.1:7000/3").unwrap();
+        assert_eq!(url.user.as_deref(), Some("kv"));
+        assert_eq!((url.seeds, url.db), (vec![at("10.0.0.1", 7000)], 3));
+        assert_eq!(of("redis://[::1]:7000/").unwrap().seeds, [at("::1", 7000)]);
+        assert_eq!(of("redis://[fe80::1]").unwrap().seeds[0].to_string(), "[fe80::1]:6379");
+        assert_eq!(of("redis://a:1,b:2").unwrap().seeds, [at("a", 1), at("b", 2)]);
+        for bad in [
+            "",
+            "redis",
+            "redis://",
+            "http://a",
+            "redis://a:0",
+            "redis://a:65536",
+            "redis://a:x",
+            "redis://::1",
+            "redis://[::1",
+            "redis://[::1]x",
+            "redis://[a]",
+            "redis://a/x",
+            "redis://a/-1",
+            "redis://a/99999",
+            "redis://a b",
+            "redis://@a",
+            "redis://a?x=1",
+            "redis://a,,b",
+            "redis://a:+",
+            "redis://\u{e4}",
+        ] {
+            assert!(of(bad).is_err(), "{bad}");
+        }
+        assert!(of(&format!("redis://{}", ["a"; MAX_SEEDS + 1].join(","))).is_err());
+    }
+
+    #[test]
+    fn a_password_in_a_url_is_refused_and_not_repeated() {
+        for text in ["redis://kv:hunter2@a", "redis://:hunter2@a", "redis://x:hunter2@b@a"] {
+            let error = Url::parse(text).unwrap_err();
+            assert!(error.message().contains("as a secret"), "{error}");
+            assert!(!error.to_string().contains("hunter2"), "{error}");
+        }
+        let error = Url::parse("rediss://kv@a").unwrap_err();
+        assert_eq!(error.status(), Status::Unsupported);
+    }
+}
