@@ -445,7 +445,7 @@ impl ByHand {
         let layout = Layout::new(CHUNK as u32, vec![group]).expect("sound");
         let opts = SpaceOpts { key: Key([1; 32]), layout, holes: false };
         let space = core.open_space(&opts).expect("opened");
-        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk) };
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
         ByHand {
             core: Shared(Arc::new(Mutex::new(core))),
             tools,

@@ -113,7 +113,7 @@ impl Shared {
             Group::gqa(0..LAYERS as u16, 1, (TOKEN / 2) as u32, Dtype::F16).expect("a group");
         let layout = Layout::new(CHUNK as u32, vec![group]).expect("a layout");
         core.open_space(&SpaceOpts { key: Key([1; 32]), layout, holes: false }).expect("room");
-        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk) };
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
         let (finished, tickets) = (BTreeMap::new(), BTreeMap::new());
         let state = Mutex::new(State { core, finished, tickets, stop: false });
         Arc::new(Shared { state, changed: Condvar::new(), tools })

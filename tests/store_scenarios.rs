@@ -95,7 +95,7 @@ impl World {
         // The engine can compute holes: else the end of a conversation goes first.
         let opts = SpaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: true };
         let space = core.open_space(&opts).expect("opened");
-        let tools = Tools { device: Arc::new(Host::default()), disk };
+        let tools = Tools { device: Arc::new(Host::default()), disk, far: None };
         World { core, tools, space, now_ns: SECOND_NS }
     }
 

@@ -37,9 +37,31 @@ pub const KVT_TIMED_UPKEEP_BATCH: u32 = 10;
 pub const KVT_TIMED_HOST_DECISION: u32 = 11;
 /// Choices of who leaves the disk: one in some is timed.
 pub const KVT_TIMED_DISK_DECISION: u32 = 12;
+/// Batches of objects that come from the remote.
+pub const KVT_TIMED_FETCH_BATCH: u32 = 13;
+/// Batches of objects that go there.
+pub const KVT_TIMED_SEND_BATCH: u32 = 14;
+/// Questions what the remote has.
+pub const KVT_TIMED_ASK_BATCH: u32 = 15;
 
-// The core's own come first, in its order.
-const _: () = assert!(KVT_TIMED_UPKEEP_BATCH as usize == TIMED.len());
+/// What the core's own are called, in its order, and behind them decisions.
+const KINDS_TIMED: [u32; TIMED.len() + 2] = [
+    KVT_TIMED_GET_HOST,
+    KVT_TIMED_GET_DISK,
+    KVT_TIMED_PUT_RAM,
+    KVT_TIMED_PUT_DISK,
+    KVT_TIMED_PUT_DURABLE,
+    KVT_TIMED_COPY_BATCH,
+    KVT_TIMED_READ_BATCH,
+    KVT_TIMED_WRITE_BATCH,
+    KVT_TIMED_SYNC_BATCH,
+    KVT_TIMED_UPKEEP_BATCH,
+    KVT_TIMED_FETCH_BATCH,
+    KVT_TIMED_SEND_BATCH,
+    KVT_TIMED_ASK_BATCH,
+    KVT_TIMED_HOST_DECISION,
+    KVT_TIMED_DISK_DECISION,
+];
 
 /// How long one kind of thing took. Stands in arrays only.
 #[repr(C)]
@@ -96,9 +118,9 @@ fn outward(row: &Tenant, is_rest: bool) -> kvt_tenant_t {
     }
 }
 
-fn timed(kind: usize, times: &Latency) -> kvt_latency_t {
+fn timed(kind: u32, times: &Latency) -> kvt_latency_t {
     let &Latency { count, mean_ns, p50_ns, p99_ns, max_ns } = times;
-    kvt_latency_t { kind: kind as u32 + 1, reserved: 0, count, mean_ns, p50_ns, p99_ns, max_ns }
+    kvt_latency_t { kind, reserved: 0, count, mean_ns, p50_ns, p99_ns, max_ns }
 }
 
 /// The last evictions of a tier, the oldest of them first. The store keeps 4,096 of each
@@ -222,7 +244,7 @@ pub unsafe extern "C" fn kvt_store_latencies(
         with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
             let report = noun.store.look(|core| core.report())?;
             let decisions = [report.host_policy.decision, report.disk_policy.decision];
-            let all = report.latencies.iter().chain(&decisions).enumerate();
+            let all = KINDS_TIMED.into_iter().zip(report.latencies.iter().chain(&decisions));
             let all: Vec<_> = all.map(|(kind, times)| timed(kind, times)).collect();
             // SAFETY: the caller's promise.
             unsafe { give(&to, rows.is_null(), all.into_iter(), out_count) }

@@ -8,6 +8,7 @@ use crate::device::{Copy, Device, Event, Memory, Stream, Way};
 use crate::kv::core::audit::Audit;
 use crate::kv::core::books::Books;
 use crate::kv::core::work::{CopyBatch, CopyItem, SyncBatch, Upkeep, Work};
+use crate::kv::errands::Errands;
 use crate::kv::{coder, verify};
 use crate::tier::disk::DiskTier;
 
@@ -41,6 +42,8 @@ pub struct Tools {
     pub device: Arc<dyn Device>,
     /// The disk, if the store has one.
     pub disk: Option<Arc<DiskTier>>,
+    /// The remote, if it has one.
+    pub far: Option<Errands>,
 }
 
 impl Tools {
@@ -57,6 +60,26 @@ impl Tools {
         books: &mut dyn Books,
     ) -> Result<()> {
         match (work, &self.disk) {
+            (Work::Fetches(batch), _) => {
+                if let Some(far) = &self.far {
+                    // SAFETY: pieces of memory that the core keeps for these fetches.
+                    unsafe { far.fetch(batch) };
+                }
+                Ok(())
+            }
+            (Work::Sends(batch), _) => {
+                if let Some(far) = &self.far {
+                    // SAFETY: cells that the core has read until it hears of the end.
+                    unsafe { far.send(batch) };
+                }
+                Ok(())
+            }
+            (Work::Asks(batch), _) => {
+                if let Some(far) = &self.far {
+                    far.ask(batch);
+                }
+                Ok(())
+            }
             // SAFETY: the caller's promise.
             (Work::Copies(batch), _) => unsafe { self.copy(batch, stream) },
             (Work::Untold(memory), _) => {

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `host` | 1GiB | most bytes of cells in memory |
 //! | `disk` | none | `disk(path="...", bytes=...)`: the disk tier |
+//! | `remote` | none | `redis(url="...")`, `dir(path="...")`, `custom()`: a remote that engines share, see [`remote_spec`](crate::kv::remote_spec) |
 //! | `device` | none | `device(capacity=...)`: copies in device memory; needs a device with memory of its own |
 //! | `policy` | `horizon` | who leaves memory: any policy |
 //! | `disk_policy` | `lru` | who leaves the disk |
@@ -38,12 +39,15 @@ use std::path::PathBuf;
 
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
+use crate::base::sync::Arc;
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::io::real::RealOpts;
 use crate::kv::core::grain::Grain;
 use crate::kv::core::{Config, DeviceConfig, Write};
+use crate::kv::remote_spec::{RemoteSpec, Secrets};
 use crate::policy::custom;
+use crate::tier::remote::Remote;
 
 /// A disk tier as described.
 #[derive(Clone, Debug)]
@@ -58,6 +62,16 @@ pub struct DiskSpec {
     pub files: RealOpts,
 }
 
+/// A remote that an engine brought.
+#[derive(Clone)]
+pub struct CustomRemote(pub Arc<dyn Remote>);
+
+impl std::fmt::Debug for CustomRemote {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("CustomRemote")
+    }
+}
+
 /// A store as described.
 #[derive(Clone, Debug)]
 pub struct StoreSpec {
@@ -65,6 +79,12 @@ pub struct StoreSpec {
     pub config: Config,
     /// Its disk.
     pub disk: Option<DiskSpec>,
+    /// Its remote.
+    pub remote: Option<RemoteSpec>,
+    /// What only the remote is to see.
+    pub secrets: Secrets,
+    /// The engine's own remote.
+    pub custom_remote: Option<CustomRemote>,
     /// Threads that copy; 0 = as many as cores, at most 4.
     pub copiers: u32,
     /// Threads that read the disk.
@@ -131,8 +151,13 @@ impl StoreSpec {
             Some(disk) => read_disk(disk)?,
             None => None,
         };
+        let remote = match reader.spec("remote")? {
+            Some(remote) => RemoteSpec::read(remote)?,
+            None => None,
+        };
         reader.finish()?;
-        Ok(StoreSpec { config, disk, copiers, readers, control })
+        let (secrets, custom_remote) = (Secrets::default(), None);
+        Ok(StoreSpec { config, disk, remote, secrets, custom_remote, copiers, readers, control })
     }
 }
 

@@ -14,10 +14,12 @@ use crate::io::real::RealFiles;
 use crate::io::socket::{Bell, Listener};
 use crate::kv::core::books::{Books, Page};
 use crate::kv::core::work::{Hands, KINDS};
-use crate::kv::core::{Adopted, Core, Finished};
+use crate::kv::core::{Adopted, Config, Core, Finished};
+use crate::kv::errands::Errands;
 use crate::kv::hands::Tools;
 use crate::kv::spec::{DiskSpec, StoreSpec};
 use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
+use crate::tier::remote::Server;
 
 mod after;
 mod audit;
@@ -75,12 +77,14 @@ pub struct Store {
 }
 
 /// What opening a store found.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Opened {
     /// On disk.
     pub disk: Option<OpenReport>,
     /// Of that, what is of use.
     pub adopted: Adopted,
+    /// Who answered at the remote, if there is one and somebody did.
+    pub remote: Option<Server>,
 }
 
 impl Store {
@@ -137,7 +141,8 @@ impl Store {
             }
             None => (None, None, None),
         };
-        let mut core = Core::new(spec.config.clone(), account.clone(), disk.clone())?;
+        let (config, far, server) = open_remote(runtime, spec)?;
+        let mut core = Core::new(config, account.clone(), disk.clone())?;
         core.tick(runtime.clock().now_ns());
         core.begin_device(&device)?;
         let adopted = match &recovered {
@@ -159,7 +164,7 @@ impl Store {
             work: std::array::from_fn(|_| Condvar::new()),
             behind: Condvar::new(),
             ended: Condvar::new(),
-            tools: Mutex::new(Tools { device, disk }),
+            tools: Mutex::new(Tools { device, disk, far }),
             bell,
             this: this.clone(),
         });
@@ -167,7 +172,7 @@ impl Store {
         runtime.add_owner(inner.this.clone());
         let threads = serve::start(&inner, spec, listener).inspect_err(|_| inner.stop())?;
         let threads = Mutex::new(threads);
-        let opened = Opened { disk: report, adopted };
+        let opened = Opened { disk: report, adopted, remote: server };
         let auditing = Mutex::new(());
         Ok(Store { inner, threads, account, auditing, has_device: true, opened })
     }
@@ -340,6 +345,19 @@ fn finish(news: News) {
         let status = one.error.as_ref().map_or(Status::Ok, Error::status);
         op.finish(status, one.error, None);
     }
+}
+
+/// The remote of a store, and what it is to decide by then.
+fn open_remote(
+    runtime: &Arc<RuntimeCore>,
+    spec: &StoreSpec,
+) -> Result<(Config, Option<Errands>, Option<Server>)> {
+    let mut config = spec.config.clone();
+    let Some(remote) = &spec.remote else { return Ok((config, None, None)) };
+    let custom = spec.custom_remote.as_ref().map(|custom| custom.0.clone());
+    let (remote, far, server) = remote.open(&spec.secrets, custom, runtime.clock())?;
+    config.far = Some(far);
+    Ok((config, Some(Errands::new(remote, runtime.clock().clone())), server))
 }
 
 fn open_disk(

@@ -6,11 +6,15 @@
 //! tokens, a state over the last one. A chunk that has one of those tokens must be
 //! there with every layer of the group.
 
+use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::chunks::{Chunk, Chunks, PLACES};
 use crate::meta::index::Slot;
 use crate::meta::layout::{Layout, MAX_GROUPS};
+
+/// The remote among the tiers.
+const FAR: usize = Tier::Remote as usize;
 
 /// What a chunk of a path is good for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -135,8 +139,9 @@ fn groups_of(chunks: &Chunks, layout: &Layout, slot: Slot, row: &Chunk, all: u64
         return (all, all);
     }
     let (mut ready, mut soon) = (all, all);
+    let far = chunks.counts_far();
     for (marks, &group) in chunks.marks(slot).unwrap_or_default().iter().zip(layout.group_of()) {
-        let (there, coming) = (marks.there() != 0, marks.arriving() != 0);
+        let (there, coming) = (marks.there() != 0 || far && marks.is_far(), marks.arriving() != 0);
         ready &= !(u64::from(!there) << group);
         soon &= !(u64::from(!there & !coming) << group);
     }
@@ -208,7 +213,8 @@ fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut Found) {
     let wanted = found.needed;
     let needed = |group: usize| wanted >> group & 1 != 0;
     // Mostly the whole depth of a chunk is in one tier, and in none before that.
-    let first = row.cells().iter().position(|&cells| cells > 0);
+    let places = if chunks.counts_far() { PLACES } else { FAR };
+    let first = row.cells()[..places].iter().position(|&cells| cells > 0);
     if let Some(tier) = first.filter(|&t| usize::from(row.cells()[t]) == layout.layers()) {
         for (_, group) in layout.groups().iter().enumerate().filter(|(g, _)| needed(*g)) {
             found.bytes[tier] += group.planes(found.tokens).bytes() * group.layers.len() as u64;
@@ -218,7 +224,8 @@ fn add_bytes(chunks: &Chunks, layout: &Layout, slot: Slot, found: &mut Found) {
     let cells = chunks.marks(slot).unwrap_or_default().iter().zip(layout.group_of());
     for (marks, &g) in cells.filter(|(_, g)| needed(usize::from(**g))) {
         // One that is on its way is in no tier yet.
-        let Some(tier) = marks.nearest() else { continue };
+        let far = (chunks.counts_far() && marks.is_far()).then_some(FAR);
+        let Some(tier) = marks.nearest().or(far) else { continue };
         if let Some(group) = layout.groups().get(usize::from(g)) {
             found.bytes[tier] += group.planes(found.tokens).bytes();
         }

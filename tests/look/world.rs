@@ -129,7 +129,7 @@ impl World {
             batch_cells,
             wanted: Wanted::All,
             missed: 0,
-            tools: Tools { device: Arc::new(Host::default()), disk },
+            tools: Tools { device: Arc::new(Host::default()), disk, far: None },
             clock,
             pending: Vec::new(),
             memory: vec![0; 1 << 19],

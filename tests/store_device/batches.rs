@@ -78,7 +78,7 @@ pub fn by_hand(device: &Arc<Simulated>, from: Memory, level: Level) -> (Core, To
     let space = core.open_space(&opts).expect("opened");
     let session = core.open_session(space, &SessionOpts::default()).expect("opened");
     core.append(session, &document(1, TOKENS)).expect("room");
-    let tools = Tools { device, disk };
+    let tools = Tools { device, disk, far: None };
     let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
     engine.compute(&marks_of(0, &document(1, TOKENS)));
     let what = in_memory(engine.whole(), from);

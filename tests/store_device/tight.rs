@@ -28,7 +28,7 @@ impl Bench {
         let mut core = Core::new(spec_of(spec).config, None, None).expect("sound");
         core.tick(5_000_000_000);
         core.begin_device(&device).expect("memory");
-        Bench { core, tools: Tools { device, disk: None }, engines: Vec::new() }
+        Bench { core, tools: Tools { device, disk: None, far: None }, engines: Vec::new() }
     }
 
     fn space(&mut self, number: u8, model: &Model) -> u32 {

@@ -64,7 +64,7 @@ impl World {
         core.adopt(&found).expect("memory");
         let opts = SpaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: false };
         let space = core.open_space(&opts).expect("opened");
-        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk) };
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
         World { files, core: Shared(Arc::new(Mutex::new(core))), tools, space }
     }
 

@@ -74,6 +74,12 @@ pub fn run(seeds: &Seeds) -> ExitCode {
     println!("left memory      {}", counted.demoted + counted.dropped);
     println!("left the disk    {}", counted.disk_evicted);
     println!("damage found     {}", counted.corrupt);
+    let far = &report.far;
+    println!("sent             {} objects, {} not", far.sent, far.failed_sends);
+    println!("fetched          {} objects, {} cells", far.fetched, far.cells);
+    println!("asked            {} names, {} there, {} late", far.asked, far.found, far.late);
+    println!("far, not there   {} objects", far.absent);
+    println!("far, damaged     {}", far.corrupt);
     ExitCode::SUCCESS
 }
 
@@ -82,6 +88,7 @@ fn add(all: &mut Report, one: &Report) {
     all.checked_bytes += one.checked_bytes;
     all.crashes += one.crashes;
     all.kept += one.kept;
+    all.far.add(&one.far);
     let (all, one) = (&mut all.counters, &one.counters);
     all.stored += one.stored;
     all.disk_hits += one.disk_hits;

@@ -183,6 +183,7 @@ impl Core {
             return Fate::Held;
         }
         let fate = if row.cells_somewhere() == 0 { Fate::Nothing } else { Fate::Gone };
+        self.drop_far(at);
         self.drop_where(at, Tier::Host as usize, |_, _| true);
         self.drop_where(at, Tier::Disk as usize, |_, _| true);
         self.tidy(at.board, at.slot);

@@ -5,6 +5,7 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::codec::int8::Quality;
+use crate::kv::core::far::FarConfig;
 use crate::kv::core::grain::Grain;
 use crate::kv::core::shelf::Shelf;
 use crate::kv::core::sight::LEAST_HOST_BYTES;
@@ -47,6 +48,8 @@ pub struct Config {
     pub host_bytes: u64,
     /// Its copies in device memory.
     pub device: DeviceConfig,
+    /// The remote, if it has one.
+    pub far: Option<FarConfig>,
     /// Who leaves memory.
     pub host_policy: String,
     /// Who leaves the disk.
@@ -87,6 +90,7 @@ impl Default for Config {
         Config {
             host_bytes: 1 << 30,
             device: DeviceConfig::default(),
+            far: None,
             host_policy: "horizon".into(),
             disk_policy: "lru".into(),
             grain: Grain::Chunk,

@@ -215,7 +215,9 @@ impl Core {
         if place.is_some() {
             self.counters.stored += 1;
             self.arrived(board, cell, Tier::Host);
-            self.write_ahead(self.jobs[id].number, At { board, slot: cell.chunk });
+            let (number, at) = (self.jobs[id].number, self.jobs[id].at);
+            let (chunk, _) = self.moves[number].place(at);
+            self.write_ahead(number, chunk as u32, At { board, slot: cell.chunk });
         }
     }
 }

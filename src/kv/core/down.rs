@@ -38,15 +38,16 @@ impl Core {
         if self.disk.is_none() {
             return;
         }
+        let on_disk = level.is_on_disk();
         let one = &self.moves[number];
         let layers = self.boards[board as usize].layout.layers();
-        let all_read = level > Level::Ram && one.spec.layers == layers && one.is_sound();
+        let all_read = on_disk && one.spec.layers == layers && one.is_sound();
         for i in 0..self.moves[number].spec.slots.len() {
             let at = At { board, slot: self.moves[number].spec.slots[i] };
             if all_read {
                 self.boards[board as usize].clear(at.slot, note::UNREAD);
             }
-            let must = level > Level::Ram || self.is_wanted_below(at);
+            let must = on_disk || self.is_wanted_below(at);
             if !must && self.config.write != Write::Through {
                 continue;
             }
@@ -58,27 +59,32 @@ impl Core {
             if must {
                 self.boards[board as usize].set(at.slot, note::FORCED);
             }
-            if level > Level::Ram {
+            if on_disk {
                 self.chunk_waits.entry(at).or_default().push((number, i as u32));
                 self.moves[number].waits += 1;
             }
             self.queue_down(at);
         }
-        if level > Level::Ram {
+        if on_disk {
             self.wait_for_those_before(number);
         }
     }
 
     /// A chunk of a put has more in memory. Batches of whole ones that have to be on disk
     /// go there while the rest is copied.
-    pub(super) fn write_ahead(&mut self, number: u32, at: At) {
-        let one = &mut self.moves[number];
+    pub(super) fn write_ahead(&mut self, number: u32, chunk: u32, at: At) {
         let rows = &self.boards[at.board as usize];
         let row = rows.chunks.chunk(at.slot);
         let cells = row.map_or(0, |row| usize::from(row.cells()[Tier::Host as usize]));
-        if one.spec.level == Level::Ram || cells < rows.layout.layers() {
+        let level = self.moves[number].spec.level;
+        if level == Level::Ram || cells < rows.layout.layers() {
             return;
         }
+        if level == Level::Remote {
+            return self.send_put(number, chunk, at);
+        }
+        let rows = &self.boards[at.board as usize];
+        let one = &mut self.moves[number];
         one.whole.push(at.slot);
         if one.whole.len() as u64 * rows.chunk_bytes(at.slot) < self.config.batch_bytes {
             return;

@@ -7,7 +7,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::kv::core::board::note;
 use crate::kv::core::debt::owner_of;
 use crate::kv::core::line::{Line, Link, Of};
-use crate::kv::core::moves::{Deed, Level};
+use crate::kv::core::moves::Deed;
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::{Begin, Cell, Marks, Place};
 use crate::tier::device;
@@ -36,6 +36,10 @@ pub(super) enum Step {
     Reads,
     /// For the disk.
     Reading,
+    /// For its turn to be fetched, with all of its object.
+    Fetches,
+    /// For the remote.
+    Fetching,
 }
 
 /// One cell of a move.
@@ -61,6 +65,8 @@ pub struct Job {
     pub(super) behind_bytes: u64,
     /// It has nothing to do with device memory any more.
     pub(super) plain: bool,
+    /// The remote had nothing for it.
+    pub(super) gave_up_far: bool,
     /// Its neighbours in the lines that it stands in.
     pub(super) links: [Link; 2],
 }
@@ -80,6 +86,7 @@ impl Job {
             replica: None,
             behind_bytes: 0,
             plain: false,
+            gave_up_far: false,
             links,
         }
     }
@@ -109,7 +116,7 @@ impl Core {
             // on disk it is read.
             let level = self.moves[self.jobs[id].number].spec.level;
             let is_above = marks.there() & HOST != 0;
-            let is_known = level == Level::Ram || is_above;
+            let is_known = !level.is_on_disk() || is_above;
             if !is_known && self.boards[board as usize].has(cell.chunk, note::UNREAD) {
                 return self.bring_up(id, board, cell, marks);
             }
@@ -153,6 +160,9 @@ impl Core {
             };
         }
         if marks.there() & DISK == 0 && (marks.arriving() | marks.leaving()) & HOST == 0 {
+            if !self.jobs[id].gave_up_far && self.may_fetch(board, cell) {
+                return self.fetch(id, board, cell);
+            }
             self.counters.misses += 1;
             return self.end_job(id, 0, Some(Status::NotFound.into()));
         }
@@ -216,7 +226,7 @@ impl Core {
     }
 
     /// Memory for a job's cell; where there is none the job waits for it.
-    fn get_memory(&mut self, id: u32, board: u32, cell: Cell) -> Option<Piece> {
+    pub(super) fn get_memory(&mut self, id: u32, board: u32, cell: Cell) -> Option<Piece> {
         let bytes = self.boards[board as usize].planes(cell).bytes();
         // Who came first is served first: a large cell is not passed by small ones.
         let is_first = self.hungry.is_empty() || self.served == Some(id);
@@ -294,7 +304,7 @@ impl Core {
         let (board, cell) = self.cell_of(&job);
         match job.step {
             // One that was woken ends when it is looked at, as its move was given up.
-            Step::Fresh | Step::Copying | Step::Reading => return,
+            Step::Fresh | Step::Copying | Step::Reading | Step::Fetching => return,
             Step::Hungry => self.unqueue_hungry(id),
             Step::Waiting => {
                 let key = (At { board, slot: cell.chunk }, cell.layer);
@@ -316,6 +326,10 @@ impl Core {
             Step::Reads => {
                 self.reads.remove(id);
                 // Nothing was tried, so nothing has failed.
+                self.end_reading(&job, board, cell, Err(Status::Again.into()));
+            }
+            Step::Fetches => {
+                self.unwant(id, board, cell);
                 self.end_reading(&job, board, cell, Err(Status::Again.into()));
             }
         }

@@ -185,14 +185,13 @@ impl Core {
         (look.tokens, look.bytes, look.pending_bytes) = (tokens, moves.bytes, 0);
         (look.now_tokens, look.soon_tokens) = (reach.tokens, reach.soon_tokens);
         look.ranges.clear();
-        let (mut counts, mut at) = ([0; 3], 0);
+        let (mut counts, mut at) = ([0; SOURCES], 0);
         for range in reuse::ranges(found) {
             let parts = &found[range.first..range.first + range.chunks];
             let pending = parts.iter().map(|one| pending_bytes(&rows.layout, one)).sum();
-            let reads = parts.iter().filter(|one| one.bytes[DISK] + one.bytes[REMOTE] > 0).count();
-            let near = parts.iter().filter(|one| one.bytes[DEVICE] > 0).count();
+            let of = |tier: usize| parts.iter().filter(|one| one.bytes[tier] > 0).count();
             let copies = parts.iter().filter(|one| loads(one)).count();
-            let these = [copies, reads, near];
+            let these = [copies, of(DISK), of(REMOTE), of(DEVICE)];
             let load_ns = time(&routes, &range.bytes, pending, these, false);
             look.pending_bytes += pending;
             counts.iter_mut().zip(these).for_each(|(sum, n)| *sum += n);
@@ -265,7 +264,7 @@ fn add(ranges: &mut Vec<Stretch>, next: Stretch) -> Result<()> {
 
 /// Whether something of a chunk has to be copied that is not on the device.
 fn loads(one: &Found) -> bool {
-    let is_near = one.bytes[DEVICE] > 0 && one.bytes[HOST] + one.bytes[DISK] == 0;
+    let is_near = one.bytes[DEVICE] > 0 && one.bytes[HOST] + one.bytes[DISK] + one.bytes[REMOTE] == 0;
     matches!(one.state, State::Hit | State::Pending) && !is_near
 }
 
@@ -281,19 +280,18 @@ pub(super) fn pending_bytes(layout: &Layout, one: &Found) -> u64 {
 }
 
 /// How long so many chunks take to be copied, and those of them on disk to be read
-/// beside that, and those on the device to be copied there.
+/// beside that, those at the remote to be fetched, and those on the device to be copied there.
 fn time(
     routes: &[Route; SOURCES],
     bytes: &[u64; PLACES],
     pending_bytes: u64,
-    [copies, reads, near]: [usize; 3],
+    counts: [usize; SOURCES],
     queued: bool,
 ) -> u64 {
-    let below = bytes[DISK] + bytes[REMOTE];
-    let above = bytes[HOST] + below + pending_bytes;
-    let [by_copy, by_read, _, by_near] = routes;
-    let ways = [(by_copy, above, copies), (by_read, below, reads), (by_near, bytes[DEVICE], near)];
-    let ns = ways.into_iter().filter(|(_, bytes, _)| *bytes > 0).map(|(route, bytes, chunks)| {
+    let above = bytes[HOST] + bytes[DISK] + bytes[REMOTE] + pending_bytes;
+    let moved = [above, bytes[DISK], bytes[REMOTE], bytes[DEVICE]];
+    let ways = routes.iter().zip(moved).zip(counts);
+    let ns = ways.filter(|((_, bytes), _)| *bytes > 0).map(|((route, bytes), chunks)| {
         let waits = if queued { route.queued_ns } else { 0.0 };
         route.speed.ns(bytes, chunks as u64) + waits
     });

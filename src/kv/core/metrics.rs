@@ -285,6 +285,9 @@ fn name_of(hands: Hands) -> &'static str {
         Hands::Write => "write",
         Hands::Sync => "sync",
         Hands::Upkeep => "upkeep",
+        Hands::Fetch => "fetch",
+        Hands::Send => "send",
+        Hands::Ask => "ask",
     }
 }
 

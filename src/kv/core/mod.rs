@@ -5,6 +5,7 @@
 //! chooses.
 
 mod along;
+pub mod asks;
 pub mod audit;
 pub mod behind;
 pub mod blocks;
@@ -17,6 +18,9 @@ mod copies;
 mod debt;
 pub mod demote;
 mod down;
+pub mod far;
+mod far_known;
+pub mod fetches;
 pub mod gauge;
 pub mod grain;
 mod held;
@@ -35,6 +39,7 @@ mod reads;
 mod recover;
 pub mod replicas;
 mod room;
+pub mod sends;
 mod session;
 pub mod shelf;
 pub mod sight;
@@ -53,6 +58,7 @@ pub mod work;
 
 pub use board::Board;
 pub use config::{Config, Counters, DeviceConfig, Write};
+pub use far::{FarConfig, FarCounters};
 pub use jobs::Job;
 pub use moves::{Deed, Finished, Level, MoveSpec};
 pub use recover::Adopted;
@@ -117,6 +123,8 @@ pub struct Space {
     pub holes: bool,
     /// The board of its layout.
     pub board: u32,
+    /// Whose its objects are at the remote; 0 = everybody's.
+    pub tenant: u64,
     /// What its cells are coded with on disk, if its recipe says so.
     pub codec: Option<Codec>,
     /// Handles that are open.
@@ -140,6 +148,8 @@ pub struct Core {
     pub(super) disk_shelf: Option<Shelf>,
     /// Copies of cells in device memory.
     pub(super) near: Option<Box<replicas::Replicas>>,
+    /// The remote, if there is one.
+    far: Option<Box<far::Far>>,
     pub(super) admission: Admission,
     copies: Queues,
     reads: Queues,
@@ -213,6 +223,7 @@ impl Core {
             now_ns: 0,
             host: HostTier::new(account.clone(), &opts)?,
             near: replicas::Replicas::open(&config, account.clone())?,
+            far: far::Far::open(&config)?,
             ledger: ledger::Ledger::new(account),
             boards: Vec::new(),
             spaces: Vec::new(),
@@ -311,7 +322,8 @@ impl Core {
         let (key, holes, board) = (opts.key, opts.holes, board as u32);
         self.by_key.insert(key, self.spaces.len() as u32);
         let below = notes::Below::default();
-        self.spaces.push(Space { key, holes, board, codec: None, handles: 0, below });
+        self.spaces.push(Space { key, holes, board, tenant: 0, codec: None, handles: 0, below });
+        self.follow_breaker();
         Ok(self.spaces.len() as u32 - 1)
     }
 
@@ -359,7 +371,11 @@ impl Core {
     /// Whether nothing is under way or waits.
     pub fn is_idle(&self) -> bool {
         let none_goes_down = self.downs.is_empty() && !self.upkeep.has_parked();
-        self.moves.is_empty() && self.under_way.iter().all(|&n| n == 0) && none_goes_down
+        let none_goes_out = self.far.as_ref().is_none_or(|far| far.is_quiet());
+        self.moves.is_empty()
+            && self.under_way.iter().all(|&n| n == 0)
+            && none_goes_down
+            && none_goes_out
     }
 
     /// Whether there is nothing to do either.

@@ -36,6 +36,15 @@ pub enum Level {
     Disk = 1,
     /// They outlive the machine's end.
     Durable = 2,
+    /// The remote has said that it has them; here they are in memory.
+    Remote = 3,
+}
+
+impl Level {
+    /// Whether the disk has to have the cells.
+    pub fn is_on_disk(self) -> bool {
+        matches!(self, Level::Disk | Level::Durable)
+    }
 }
 
 /// What a caller asks for.
@@ -108,6 +117,10 @@ pub struct Move {
     pub(super) began_ns: u64,
     /// Some of its cells were on disk, and not in memory.
     pub(super) was_below: bool,
+    /// Of a put that the remote has to have: the chunks that were begun to be sent.
+    pub(super) sent: Vec<bool>,
+    /// It moves nothing, and waits for what the remote has: tokens that were found.
+    pub(super) locates: Option<u64>,
 }
 
 /// A part of a move has ended.
@@ -130,7 +143,7 @@ pub struct Finished {
 }
 
 impl Move {
-    fn new(spec: MoveSpec, now_ns: u64) -> Result<Move> {
+    pub(super) fn new(spec: MoveSpec, now_ns: u64) -> Result<Move> {
         let chunks = spec.slots.len() as u32;
         let (parts, left) = match spec.by_layer {
             true => (spec.layers, chunks),
@@ -143,6 +156,11 @@ impl Move {
         if spec.by_chunk {
             outcomes.try_reserve_exact(chunks as usize).map_err(|_| Status::NoMem)?;
             outcomes.resize(chunks as usize, Status::Ok);
+        }
+        let mut sent = Vec::new();
+        if spec.level == Level::Remote {
+            sent.try_reserve_exact(chunks as usize).map_err(|_| Status::NoMem)?;
+            sent.resize(chunks as usize, false);
         }
         let (cursor, under_way, waits) = (0, 0, 0);
         let (cancelled, feeds, jobs) = (None, false, Line::default());
@@ -162,7 +180,14 @@ impl Move {
             ahead,
             began_ns,
             was_below,
+            sent,
+            locates: None,
         })
+    }
+
+    /// Whether nothing of it is under way, or still to begin.
+    pub(super) fn is_over(&self) -> bool {
+        self.under_way == 0 && self.cursor == self.cells()
     }
 
     fn cells(&self) -> u64 {
@@ -262,8 +287,11 @@ impl Core {
         {
             fail!(Limit, "a move of {chunks} chunks; {MAX_MOVE_CHUNKS} can be");
         }
-        if spec.level > Level::Ram && self.disk.is_none() {
+        if spec.level.is_on_disk() && self.disk.is_none() {
             fail!(Unavailable, "the store has no disk tier: nothing can be put on disk");
+        }
+        if spec.level == Level::Remote && self.far.is_none() {
+            fail!(Unavailable, "the store has no remote (remote=...): nothing can be put there");
         }
         if spec.deed != Deed::Prefetch && spec.views.0.len() != spec.layers {
             fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
@@ -298,6 +326,9 @@ impl Core {
         let Some(one) = self.moves.get_mut(number) else { return };
         one.cancelled.get_or_insert(status);
         let ticket = one.spec.ticket;
+        if self.stop_locating(number, status) {
+            return self.settle();
+        }
         self.stop_waiting(ticket);
         self.withdraw_all(number, status);
         // What did not begin needs no room among the jobs to end.
@@ -422,6 +453,7 @@ impl Core {
     fn end_first_phase(&mut self, number: u32) {
         if self.moves[number].spec.deed == Deed::Put {
             self.write_down(number);
+            self.send_out(number);
         }
         if self.moves[number].waits == 0 {
             self.end_move(number);
@@ -480,7 +512,7 @@ impl Core {
         let each = u64::from(full);
         let tokens = match one.spec.slots[..whole].split_last() {
             Some((tail, full)) => full.len() as u64 * each + u64::from(tokens_of(tail)),
-            None => 0,
+            None => one.locates.unwrap_or(0),
         };
         let (error, bytes) = (part.error.take(), part.bytes);
         let part = index as u32;

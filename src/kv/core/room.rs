@@ -67,12 +67,13 @@ impl Core {
 
     /// Whether nothing that is under way can free memory.
     fn is_stuck(&self) -> bool {
-        let busy = [Hands::Copy, Hands::Read, Hands::Write];
+        let busy = [Hands::Copy, Hands::Read, Hands::Write, Hands::Fetch, Hands::Send];
         !self.hungry.is_empty()
             && self.leaving_bytes == 0
             && busy.iter().all(|&hands| self.under_way[hands as usize] == 0)
             && (0..3).all(|lane| self.copies.waiting(lane).0 + self.reads.waiting(lane).0 == 0)
             && !self.near.as_ref().is_some_and(|near| near.waiting())
+            && self.far.as_ref().is_none_or(|far| far.is_quiet_to_fetch() && far.outs.is_empty())
             && !self.is_ending_behind()
     }
 
@@ -100,6 +101,7 @@ impl Core {
             }
             return true;
         }
+        self.send_leaving(at);
         let freed = self.drop_copies(at, |layer| part.has(layer));
         if left == 0 {
             self.counters.demoted += u64::from(freed > 0 && !self.is_in_host(at, Part::All));

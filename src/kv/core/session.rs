@@ -41,6 +41,8 @@ pub struct Session {
     pub(super) who: Who,
     /// Blocks that it holds by name.
     pub(super) holds: Holds,
+    /// So many chunks from its front were looked for at the remote.
+    pub(super) asked: usize,
 }
 
 /// What became of a path that was cut.
@@ -113,7 +115,7 @@ impl Core {
         let session = self.sessions.vacant();
         let (key, namespace, holes) = (home.key, space, home.holes);
         let path = Path::new(Home { key, namespace, chunk_tokens, holes, session }, &name)?;
-        self.sessions.add(Session { path, space, who, holds: Holds::default() })
+        self.sessions.add(Session { path, space, who, holds: Holds::default(), asked: 0 })
     }
 
     fn session_mut(&mut self, at: u32) -> Result<&mut Session> {
@@ -141,11 +143,12 @@ impl Core {
         self.with_path(at, |path, rows| path.append_media(&mut rows.chunks, tokens, media))?;
         let session = self.session_mut(at)?;
         session.who.length = u32::try_from(session.path.tokens().len()).unwrap_or(u32::MAX);
+        self.inquire_after(at, tokens.len());
         Ok(())
     }
 
     /// Does something to a path, and tells the policies which chunks are in use now.
-    fn with_path<R>(
+    pub(super) fn with_path<R>(
         &mut self,
         at: u32,
         act: impl FnOnce(&mut Path, &mut super::Board) -> Result<R>,
@@ -175,6 +178,7 @@ impl Core {
         let chunks = &mut self.boards[board as usize].chunks;
         session.path.truncate(chunks, tokens, &mut |slot| freed.push(slot))?;
         session.who.length = u32::try_from(tokens).unwrap_or(u32::MAX);
+        session.asked = session.asked.min(session.path.keys().len());
         self.were_held(board, &freed);
         self.were_held(board, &old);
         self.settle();
@@ -197,6 +201,7 @@ impl Core {
     /// Ends a session: its chunks may leave. Its moves go on.
     pub fn close_session(&mut self, at: u32) -> Result<()> {
         let board = self.spaces[self.session(at)?.space as usize].board;
+        self.forget_inquiry(at);
         let Some(session) = self.sessions.remove(at) else { return Ok(()) };
         let old = held_by(&session.path);
         let mut freed = Vec::new();

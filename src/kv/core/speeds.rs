@@ -15,6 +15,8 @@ use crate::meta::cost::Cost;
 /// What a batch is before any was seen: its delay in ns, and bytes a second.
 const COPIES: (f64, f64) = (20_000.0, 8e9);
 const READS: (f64, f64) = (150_000.0, 2e9);
+/// The same from the remote, which may be far.
+const FETCHES: (f64, f64) = (2_000_000.0, 2e8);
 /// The same out of device memory.
 const NEAR: (f64, f64) = (10_000.0, 2e11);
 
@@ -44,6 +46,8 @@ impl Flow {
 pub(super) struct Speeds {
     pub(super) copies: Flow,
     pub(super) reads: Flow,
+    /// From the remote.
+    pub(super) fetches: Flow,
     /// Out of device memory.
     pub(super) near: Flow,
     /// By namespace; those of which nothing was seen are not here.
@@ -52,8 +56,8 @@ pub(super) struct Speeds {
 
 impl Default for Speeds {
     fn default() -> Speeds {
-        let (copies, reads, near) = (Flow::new(COPIES), Flow::new(READS), Flow::new(NEAR));
-        Speeds { copies, reads, near, prefills: BTreeMap::new() }
+        let [copies, reads, fetches, near] = [COPIES, READS, FETCHES, NEAR].map(Flow::new);
+        Speeds { copies, reads, fetches, near, prefills: BTreeMap::new() }
     }
 }
 
@@ -62,6 +66,7 @@ impl Speeds {
     fn flow(&mut self, work: &Work) -> &mut Flow {
         match work {
             Work::Reads(_) => &mut self.reads,
+            Work::Fetches(_) => &mut self.fetches,
             Work::Copies(batch) if batch.is_near => &mut self.near,
             _ => &mut self.copies,
         }
@@ -72,6 +77,13 @@ impl Core {
     /// A batch begins.
     pub(super) fn weigh(&mut self, work: &mut Work) {
         let hands = work.hands();
+        let beside = self.under_way[hands as usize];
+        if let Work::Fetches(batch) = work {
+            let bytes = batch.bytes();
+            batch.burden = Burden { bytes, beside };
+            self.speeds.fetches.under_way += bytes;
+            return;
+        }
         let (jobs, burden) = match work {
             Work::Copies(batch) => (&batch.jobs, &mut batch.burden),
             Work::Reads(batch) => (&batch.jobs, &mut batch.burden),
@@ -79,7 +91,7 @@ impl Core {
         };
         let cells = jobs.iter().map(|&id| self.cell_of(&self.jobs[id]));
         let bytes = cells.map(|(board, cell)| self.boards[board as usize].planes(cell).bytes());
-        *burden = Burden { bytes: bytes.sum(), beside: self.under_way[hands as usize] };
+        *burden = Burden { bytes: bytes.sum(), beside };
         let bytes = burden.bytes;
         self.speeds.flow(work).under_way += bytes;
     }
@@ -97,6 +109,7 @@ impl Core {
             Work::Reads(batch) => {
                 (batch.burden, batch.gets.iter().all(|get| has_come(&get.result)))
             }
+            Work::Fetches(batch) => (batch.burden, batch.all_came()),
             _ => return,
         };
         // Those that went beside it had their part of the way.
@@ -143,13 +156,17 @@ impl Core {
         let Some(board) = self.board_of(space) else {
             fail!(NotFound, "there is no namespace {space}");
         };
-        let [copying, reading] = [Hands::Copy, Hands::Read].map(|h| self.under_way[h as usize]);
+        let [copying, reading, fetching] =
+            [Hands::Copy, Hands::Read, Hands::Fetch].map(|h| self.under_way[h as usize]);
         let copies = self.route_of((&self.speeds.copies, &self.copies), copying, board, lane);
         let reads = self.route_of((&self.speeds.reads, &self.reads), reading, board, lane);
         let near = self.near.as_ref().map_or(copies, |near| {
             self.route_of((&self.speeds.near, near.queue()), copying, board, lane)
         });
-        Ok([copies, reads, reads, near])
+        let fetches = self.far.as_ref().map_or(reads, |far| {
+            self.route_of((&self.speeds.fetches, &far.fetches), fetching, board, lane)
+        });
+        Ok([copies, reads, fetches, near])
     }
 
     fn route_of(

@@ -2,7 +2,7 @@
 //! cells it has.
 
 use crate::kv::core::Core;
-use crate::kv::core::moves::{Deed, Move};
+use crate::kv::core::moves::{Deed, Level, Move};
 use crate::kv::core::work::KINDS;
 use crate::policy::metrics::Histogram;
 
@@ -20,6 +20,9 @@ pub const TIMED: [(&str, &str); GETS + PUTS + KINDS] = [
     ("write_batch", "Batches of writes to it."),
     ("sync_batch", "Syncs."),
     ("upkeep_batch", "Cleanings, sweeps, checkpoints and notes."),
+    ("fetch_batch", "Batches of objects that come from the remote."),
+    ("send_batch", "Batches of objects that go there."),
+    ("ask_batch", "Questions what it has."),
 ];
 
 /// Gets: from memory, and from disk.
@@ -80,6 +83,8 @@ impl Times {
         }
         let at = match one.spec.deed {
             Deed::Get => usize::from(one.was_below),
+            // The remote's own times are counted with it.
+            Deed::Put if one.spec.level == Level::Remote => return,
             Deed::Put => GETS + one.spec.level as usize,
             Deed::Prefetch => return,
         };

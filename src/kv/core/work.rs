@@ -5,7 +5,11 @@ use crate::base::sync::Arc;
 use crate::device::{Memory, Way};
 use crate::format::codec::int8::Quality;
 use crate::format::codec::{Codec, Shape};
+use crate::kv::core::asks::AskBatch;
 use crate::kv::core::books::Checkpoint;
+use crate::kv::core::far::Far;
+use crate::kv::core::fetches::FetchBatch;
+use crate::kv::core::sends::SendBatch;
 use crate::kv::core::slabs::SlabWork;
 use crate::kv::core::speeds::Burden;
 use crate::kv::core::views::Views;
@@ -28,15 +32,29 @@ pub enum Hands {
     Sync = 3,
     /// Cleaning, sweeping, checkpoints.
     Upkeep = 4,
+    /// Fetches of objects from the remote.
+    Fetch = 5,
+    /// What goes there.
+    Send = 6,
+    /// Questions what it has.
+    Ask = 7,
 }
 
 /// How many kinds there are.
-pub const KINDS: usize = 5;
+pub const KINDS: usize = 8;
 
 impl Hands {
     /// All of them.
-    pub const ALL: [Hands; KINDS] =
-        [Hands::Copy, Hands::Read, Hands::Write, Hands::Sync, Hands::Upkeep];
+    pub const ALL: [Hands; KINDS] = [
+        Hands::Copy,
+        Hands::Read,
+        Hands::Write,
+        Hands::Sync,
+        Hands::Upkeep,
+        Hands::Fetch,
+        Hands::Send,
+        Hands::Ask,
+    ];
 }
 
 /// A plane to be copied.
@@ -241,6 +259,12 @@ pub enum Work {
     Syncs(SyncBatch),
     /// Upkeep.
     Upkeep(Upkeep),
+    /// Fetches.
+    Fetches(FetchBatch),
+    /// Sends.
+    Sends(SendBatch),
+    /// Questions.
+    Asks(AskBatch),
 }
 
 /// How work went; batches that say so themselves say nothing here.
@@ -255,6 +279,9 @@ impl Work {
             Work::Writes(_) => Hands::Write,
             Work::Syncs(_) => Hands::Sync,
             Work::Upkeep(_) => Hands::Upkeep,
+            Work::Fetches(_) => Hands::Fetch,
+            Work::Sends(_) => Hands::Send,
+            Work::Asks(_) => Hands::Ask,
         }
     }
 
@@ -270,7 +297,7 @@ impl Core {
         let mut work = self.take_once(hands);
         // Copies that a lost device was to make have become others, and so may reads of cells that
         // have left the disk. Who sleeps now is woken by nobody.
-        let comes_again = matches!(hands, Hands::Copy | Hands::Read);
+        let comes_again = !matches!(hands, Hands::Write | Hands::Sync | Hands::Upkeep);
         while work.is_none() && comes_again && self.has_work(hands) {
             work = self.take_once(hands);
         }
@@ -289,6 +316,9 @@ impl Core {
             Hands::Write => self.take_writes().map(Work::Writes),
             Hands::Sync => self.take_syncs().map(Work::Syncs),
             Hands::Upkeep => self.take_upkeep().map(Work::Upkeep),
+            Hands::Fetch => self.take_fetches().map(Work::Fetches),
+            Hands::Send => self.take_sends().map(Work::Sends),
+            Hands::Ask => self.take_asks().map(Work::Asks),
         };
         self.under_way[hands as usize] += u32::from(work.is_some());
         if let Some(work) = &mut work {
@@ -319,6 +349,12 @@ impl Core {
                     && !is_held
                     && (self.upkeep.wants() || self.is_checkpoint_due())
             }
+            Hands::Fetch => self.far.as_ref().is_some_and(|far| !far.is_quiet_to_fetch()),
+            Hands::Send => {
+                let has_some = |far: &Far| !far.outs.is_empty() || !far.removals.is_empty();
+                self.far.as_deref().is_some_and(has_some)
+            }
+            Hands::Ask => self.far.as_ref().is_some_and(|far| far.asking.waits()),
         }
     }
 
@@ -335,6 +371,9 @@ impl Core {
             Work::Writes(batch) => self.done_writes(&batch),
             Work::Syncs(batch) => self.done_syncs(&batch),
             Work::Upkeep(upkeep) => self.done_upkeep(&upkeep, outcome),
+            Work::Fetches(batch) => self.done_fetches(&batch),
+            Work::Sends(batch) => self.done_sends(&batch),
+            Work::Asks(batch) => self.done_asks(&batch),
         }
         self.settle();
     }

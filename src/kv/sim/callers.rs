@@ -269,6 +269,7 @@ impl World {
             tolerated.contains(&status)
                 || status == Status::Unavailable && self.may_lose_device()
                 || status == Status::Corrupt && self.may_damage()
+                || self.may_fail_far(asked)
         };
         if let Some(error) = one.error.as_ref().filter(|e| !is_known(e.status())) {
             return Err(wrong(format!("{:?} ended with {error}", asked.deed)));

@@ -44,8 +44,9 @@ impl World {
         // What opens a store finds the disk in order; what it finds there is not.
         again.set_plan(Plan::default());
         let device = self.next_device()?;
-        let (core, tools, dropped) =
+        let (core, mut tools, dropped) =
             open_store(&again, &self.config, self.disk_bytes, &self.clock, device)?;
+        tools.far = self.far.as_ref().map(|far| far.errands(&self.clock));
         (self.files, self.core, self.tools) = (again, core, tools);
         self.behind = Behind::of(self.report.crashes.into(), &self.tools);
         // More may be found than a small table has rows for.
@@ -65,6 +66,8 @@ impl World {
     }
 
     fn add_counters(&mut self) {
+        let far = self.core.0.lock().far_counters();
+        self.report.far.add(&far.unwrap_or_default());
         let now = self.core.0.lock().counters;
         let all = &mut self.report.counters;
         let sums = |a: &mut Counters, b: &Counters| {
@@ -204,7 +207,7 @@ pub(super) fn open_store(
     let mut core = Core::new(config.clone(), None, Some(disk.clone()))?;
     core.tick(clock.now_ns());
     let adopted = core.adopt(&recovered)?;
-    let tools = Tools { device, disk: Some(disk) };
+    let tools = Tools { device, disk: Some(disk), far: None };
     Ok((Shared(Arc::new(Mutex::new(core))), tools, adopted.dropped))
 }
 

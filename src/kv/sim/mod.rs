@@ -7,6 +7,7 @@ mod ahead;
 mod blocks;
 mod callers;
 mod content;
+mod far;
 mod lives;
 mod near;
 mod wishes;
@@ -15,7 +16,7 @@ mod world;
 use std::fmt;
 
 use crate::base::status::Error;
-use crate::kv::core::Counters;
+use crate::kv::core::{Counters, FarCounters};
 
 /// How a simulation is run.
 #[derive(Clone, Copy, Debug)]
@@ -45,6 +46,8 @@ pub struct Report {
     pub audited: u64,
     /// Parts of moves that came behind an event of the device.
     pub behind: u64,
+    /// What the stores counted of their remotes, all together.
+    pub far: FarCounters,
     /// A mark of everything that happened: equal for equal seeds.
     pub mark: u64,
     /// What the stores counted, all together.

@@ -19,6 +19,7 @@ use crate::kv::hands::Tools;
 use crate::kv::sim::ahead::Behind;
 use crate::kv::sim::blocks::Blocks;
 use crate::kv::sim::content::Planes;
+use crate::kv::sim::far::Far;
 use crate::kv::sim::lives::{FEW_CHUNKS, SEGMENT, device, open_store, plan};
 use crate::kv::sim::near::Near;
 use crate::kv::sim::wishes::Wishes;
@@ -121,6 +122,7 @@ pub(super) struct World {
     pub(super) blocks: Option<Blocks>,
     pub(super) near: Option<Near>,
     pub(super) behind: Option<Behind>,
+    pub(super) far: Option<Far>,
     pub(super) report: Report,
 }
 
@@ -167,12 +169,19 @@ impl World {
         let (codec, codecs) = codecs(seed);
         let (grain, drop_cells) = grain(seed);
         let near = Near::of(seed);
+        let clock = Clock::manual(1);
+        let far = Far::of(seed, &clock);
         let config = Config {
             device: near.as_ref().map(Near::config).unwrap_or_default(),
+            far: far.as_ref().map(Far::config),
             host_bytes: (4 + random.below(40)) << 16,
             host_policy: POLICIES[random.below(6) as usize].into(),
             disk_policy: POLICIES[random.below(6) as usize].into(),
-            write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
+            write: match [Write::Through, Write::Back, Write::Never][random.below(3) as usize] {
+                // What leaves memory and is on no disk is what a remote is for.
+                _ if far.is_some() && seed % 2 == 0 => Write::Never,
+                write => write,
+            },
             admission: "all".into(),
             grain,
             drop_cells,
@@ -186,12 +195,12 @@ impl World {
             batch_bytes: 1 << 20,
             ..Config::default()
         };
-        let clock = Clock::manual(1);
         let device = match &near {
             Some(near) => near.device(&clock)?,
             None => device(seed, &clock)?,
         };
-        let (core, tools, _) = open_store(&files, &config, disk_bytes, &clock, device)?;
+        let (core, mut tools, _) = open_store(&files, &config, disk_bytes, &clock, device)?;
+        tools.far = far.as_ref().map(|far| far.errands(&clock));
         let forgets = plan.per_million[Fault::LostSync as usize] > 0
             || plan.per_million[Fault::BitRot as usize] > 0
             || plan.per_million[Fault::Misdirected as usize] > 0;
@@ -220,6 +229,7 @@ impl World {
             blocks: Blocks::of(seed),
             near,
             behind,
+            far,
             report: Report::default(),
         };
         world.open_spaces()?;
@@ -267,6 +277,7 @@ impl World {
         self.wish()?;
         self.near_wish()?;
         self.block_wish()?;
+        self.far_wish()?;
         self.look_behind()?;
         self.collect()?;
         self.report.mark = Random::new(self.report.mark ^ what ^ self.pending.len() as u64).draw();
@@ -297,7 +308,9 @@ impl World {
 
     /// Some hands take work, and will carry it out later.
     fn take(&mut self) {
-        let hands = Hands::ALL[self.random.below(Hands::ALL.len() as u64) as usize];
+        // The last ones are for stores with a remote.
+        let kinds = if self.far.is_some() { Hands::ALL.len() } else { Hands::Fetch as usize };
+        let hands = Hands::ALL[self.random.below(kinds as u64) as usize];
         let work = self.core.0.lock().take(hands);
         self.pending.extend(work);
     }

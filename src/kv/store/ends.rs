@@ -111,7 +111,7 @@ impl Store {
         drop(core);
         drop(auditing);
         // The device may be closed, too, while an op is kept.
-        let none = Tools { device: Arc::new(Host::default()), disk: None };
+        let none = Tools { device: Arc::new(Host::default()), disk: None, far: None };
         let tools = std::mem::replace(&mut *self.inner.tools.lock(), none);
         drop(tools);
         if let Some(account) = &self.account {

@@ -52,6 +52,13 @@ impl Store {
         })
     }
 
+    /// Begins to find out how far a session can go on with what is here and at the remote: one
+    /// op, whose result is so many tokens.
+    pub fn locate(&self, session: u32, opts: &OpOpts) -> Result<OpRef> {
+        let ops = self.begin(Ops::Each(1), opts, None, |core| Ok((core.locate(session)?, 0)))?;
+        ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
+    }
+
     /// Begins a put, a get or a prefetch of blocks: one op, with an item a block.
     pub fn submit_blocks(
         &self,

@@ -21,6 +21,9 @@ const LOADING: u32 = 4;
 const STORING: u32 = 8;
 const LEAVING: u32 = 12;
 
+/// The remote's bit. What is said to be there is a hint, and no place: it may be gone.
+const FAR: u8 = 1 << Tier::Remote as u8;
+
 /// A bit for each tier: is the cell there, is it copied there from another tier,
 /// is it stored there from outside, does it leave as soon as nobody reads it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,13 +39,31 @@ impl Marks {
         (self.0 >> from & 0xF) as u8
     }
 
-    /// The tiers in which it can be read, bit 0 for the device.
+    /// The tiers of this store in which it can be read, bit 0 for the device.
     #[inline]
     pub fn there(self) -> u8 {
-        self.bits(0)
+        self.bits(0) & !FAR
     }
 
-    /// The tiers to which it is copied from another.
+    /// Whether the remote has it, as far as is known.
+    #[inline]
+    pub fn is_far(self) -> bool {
+        self.bits(0) & FAR != 0
+    }
+
+    /// Whether it is on its way to the remote.
+    #[inline]
+    pub fn is_sent(self) -> bool {
+        self.bits(LOADING) & FAR != 0
+    }
+
+    /// Whether it is in a tier, by its bit; in the remote, as far as is known.
+    #[inline]
+    pub(super) fn has(self, tier: usize) -> bool {
+        self.bits(0) & 1 << tier != 0
+    }
+
+    /// The tiers to which it is copied from another, the remote among them.
     #[inline]
     pub fn loading(self) -> u8 {
         self.bits(LOADING)
@@ -54,10 +75,10 @@ impl Marks {
         self.bits(STORING)
     }
 
-    /// The tiers in which it will be soon, if all goes well.
+    /// The tiers of this store in which it will be soon, if all goes well.
     #[inline]
     pub fn arriving(self) -> u8 {
-        self.loading() | self.storing()
+        (self.loading() | self.storing()) & !FAR
     }
 
     /// The tiers that it left while it was read there: its place is still taken.
@@ -66,7 +87,7 @@ impl Marks {
         self.bits(LEAVING)
     }
 
-    /// The nearest tier in which it can be read.
+    /// The nearest tier of this store in which it can be read.
     #[inline]
     pub fn nearest(self) -> Option<usize> {
         let tier = self.there().trailing_zeros() as usize;
@@ -234,7 +255,7 @@ impl Cells {
         *bits &= !(1 << (LOADING + tier as u32) | 1 << (STORING + tier as u32));
     }
 
-    /// Puts a cell in a place. Returns whether it was nowhere before.
+    /// Puts a cell in a place. Returns whether it was nowhere before, and is in this store now.
     #[inline]
     pub(super) fn place(&mut self, at: usize, place: Place) -> bool {
         match place {
@@ -249,9 +270,9 @@ impl Cells {
             Place::Device | Place::Remote => {}
         }
         let marks = &mut self.marks[at];
-        let nowhere = marks.there() == 0;
+        let was = marks.there();
         marks.0 |= 1 << place.tier() as u32;
-        nowhere
+        was == 0 && marks.there() != 0
     }
 
     /// Where a cell is, or was until it left, in a tier.
@@ -271,18 +292,19 @@ impl Cells {
         self.spots[at] = spot;
     }
 
-    /// Takes a cell out of a tier. Returns whether it is nowhere now, and whether its
-    /// place is free: if not, it is leaving.
+    /// Takes a cell out of a tier. Returns whether it was in this store and is not any more,
+    /// and whether its place is free: if not, it is leaving.
     #[inline]
     pub(super) fn take(&mut self, at: usize, tier: usize) -> (bool, bool) {
         let free = self.readers(at, tier) == 0;
         let marks = &mut self.marks[at];
-        assert!(marks.there() & 1 << tier != 0, "it is not there");
+        assert!(marks.has(tier), "it is not there");
+        let was = marks.there();
         marks.0 &= !(1 << tier);
         if !free {
             marks.0 |= 1 << (LEAVING + tier as u32);
         }
-        (marks.there() == 0, free)
+        (was != 0 && marks.there() == 0, free)
     }
 
     /// One more reads it; false when that is one too many.
@@ -326,6 +348,23 @@ mod tests {
     #[test]
     fn a_cell_costs_what_is_said() {
         assert_eq!(CELL_BYTES, 33);
+    }
+
+    #[test]
+    fn what_the_remote_is_said_to_have_is_no_place() {
+        let mut cells = Cells::new(1).expect("small");
+        cells.expect(0, 1, None);
+        cells.end_wait(0, 1);
+        assert!(cells.place(0, Place::Host(1)));
+        cells.expect(0, 3, Some(1));
+        assert!(cells.marks()[0].is_sent() && cells.marks()[0].arriving() == 0);
+        cells.end_wait(0, 3);
+        assert!(!cells.place(0, Place::Remote));
+        assert!(cells.marks()[0].is_far() && cells.marks()[0].there() == 2);
+        assert_eq!(cells.take(0, 1), (true, true));
+        assert_eq!((cells.marks()[0].there(), cells.marks()[0].nearest()), (0, None));
+        assert_eq!(cells.take(0, 3), (false, true));
+        assert!(!cells.place(0, Place::Remote) && cells.place(0, Place::Host(1)));
     }
 
     #[test]

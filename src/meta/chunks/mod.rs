@@ -110,6 +110,8 @@ pub struct Chunks {
     fresh: Slot,
     counts: Counts,
     orphans: Orphans,
+    /// What the remote is said to have counts as there for who looks.
+    counts_far: bool,
 }
 
 impl Chunks {
@@ -134,12 +136,23 @@ impl Chunks {
             fresh: 0,
             counts: Counts::default(),
             orphans: Orphans::default(),
+            counts_far: false,
         })
     }
 
     /// What it was sized for.
     pub fn shape(&self) -> Shape {
         self.shape
+    }
+
+    /// Says whether what the remote is said to have counts for lookups.
+    pub fn count_far(&mut self, counts: bool) {
+        self.counts_far = counts;
+    }
+
+    /// Whether it does.
+    pub fn counts_far(&self) -> bool {
+        self.counts_far
     }
 
     /// How many chunks there are.
@@ -206,8 +219,17 @@ impl Chunks {
     /// Where a cell can be read in a tier.
     pub fn place(&self, cell: Cell, tier: Tier) -> Result<Option<Place>> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
-        let there = self.cells.marks()[at].there() & 1 << bit != 0;
+        let there = self.cells.marks()[at].has(bit);
         Ok(there.then(|| self.cells.place_in(at, bit)))
+    }
+
+    /// Where a cell is that is being read in a tier, also where it has left that since.
+    pub fn place_read(&self, cell: Cell, tier: Tier) -> Result<Place> {
+        let (at, bit) = (self.at(cell)?, bit_of(tier)?);
+        if self.cells.readers(at, bit) == 0 {
+            fail!(State, "nobody reads layer {} of chunk {}", cell.layer, cell.chunk);
+        }
+        Ok(self.cells.place_in(at, bit))
     }
 
     /// How many read a cell in a tier.
@@ -326,10 +348,10 @@ impl Chunks {
             fail!(Busy, "chunk {slot} is held, pinned, continued or in motion");
         }
         let from = slot as usize * self.shape.layers;
-        if row.cells_somewhere > 0 {
+        if row.cells.iter().any(|&cells| cells > 0) {
             for layer in 0..self.shape.layers {
-                let there = self.cells.marks()[from + layer].there();
-                for tier in (0..PLACES).filter(|tier| there & 1 << tier != 0) {
+                let marks = self.cells.marks()[from + layer];
+                for tier in (0..PLACES).filter(|&tier| marks.has(tier)) {
                     free(Cell { chunk: slot, layer }, self.cells.place_in(from + layer, tier));
                 }
             }

@@ -75,10 +75,10 @@ impl Chunks {
     pub fn begin_copy(&mut self, cell: Cell, from: Tier, to: Tier) -> Result<Begin> {
         let (at, source, target) = (self.at(cell)?, bit_of(from)?, bit_of(to)?);
         let marks = self.cells.marks()[at];
-        if marks.there() & 1 << target != 0 {
+        if marks.has(target) {
             return Ok(Begin::There);
         }
-        if marks.arriving() & 1 << target != 0 {
+        if (marks.loading() | marks.storing()) & 1 << target != 0 {
             return Ok(Begin::Coming);
         }
         if marks.leaving() & 1 << target != 0 {
@@ -100,7 +100,7 @@ impl Chunks {
         };
         self.check_place(to, place)?;
         self.end_way(cell.chunk, at, target, place);
-        if arrival == Arrival::BadSource && self.cells.marks()[at].there() & 1 << source != 0 {
+        if arrival == Arrival::BadSource && self.cells.marks()[at].has(source) {
             self.counts.lost[source] += 1;
             let gone = self.take(cell.chunk, at, source);
             debug_assert_eq!(gone, Gone::Later, "this way still reads it");
@@ -111,7 +111,7 @@ impl Chunks {
     /// One more reads a cell in a tier: its place there stays until the end.
     pub fn begin_read(&mut self, cell: Cell, tier: Tier) -> Result<Place> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
-        if self.cells.marks()[at].there() & 1 << bit == 0 {
+        if !self.cells.marks()[at].has(bit) {
             fail!(NotFound, "layer {} of chunk {} is not there", cell.layer, cell.chunk);
         }
         if !self.cells.read(at, bit) {
@@ -130,8 +130,19 @@ impl Chunks {
         Ok(self.stop_reading(cell.chunk, at, bit))
     }
 
+    /// Notes that the remote has a cell, as far as is known.
+    pub fn hint(&mut self, cell: Cell) -> Result<()> {
+        let (at, bit) = (self.at(cell)?, bit_of(Tier::Remote)?);
+        let marks = self.cells.marks()[at];
+        let is_known = marks.has(bit) || (marks.loading() | marks.leaving()) & 1 << bit != 0;
+        if !is_known {
+            self.put(cell.chunk, at, Place::Remote);
+        }
+        Ok(())
+    }
+
     /// Takes a cell out of a tier. What is held, pinned or continued by others
-    /// keeps its last place.
+    /// keeps its last place in this store.
     pub fn begin_drop(&mut self, cell: Cell, tier: Tier) -> Result<Gone> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let last = self.cells.marks()[at].there() == 1 << bit;
@@ -191,7 +202,12 @@ impl Chunks {
             self.counts.failed[tier] += 1;
             return;
         };
-        let first = self.cells.place(at, place);
+        self.put(slot, at, place);
+    }
+
+    #[inline]
+    fn put(&mut self, slot: Slot, at: usize, place: Place) {
+        let (first, tier) = (self.cells.place(at, place), place.tier() as usize);
         let row = &mut self.rows[slot as usize];
         row.cells[tier] += 1;
         row.cells_somewhere += u16::from(first);
@@ -201,7 +217,7 @@ impl Chunks {
 
     #[inline]
     fn take(&mut self, slot: Slot, at: usize, tier: usize) -> Gone {
-        if self.cells.marks()[at].there() & 1 << tier == 0 {
+        if !self.cells.marks()[at].has(tier) {
             return Gone::Not;
         }
         let (nowhere, free) = self.cells.take(at, tier);

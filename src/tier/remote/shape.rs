@@ -76,6 +76,12 @@ impl Shape {
         self.starts.len() - 1
     }
 
+    /// The bytes of its longest object, headers and padding not counted.
+    pub fn most_bytes(&self) -> u64 {
+        let bytes = |object| self.cells(object).iter().map(CellShape::bytes).sum();
+        (0..self.objects()).map(bytes).max().unwrap_or(0)
+    }
+
     /// Tokens of every chunk that objects are made of.
     pub fn chunk_tokens(&self) -> u32 {
         self.chunk_tokens

@@ -160,7 +160,7 @@ impl World {
         let plane = PlaneView::canonical(4096, 1 << 24, token_bytes);
         let layer = LayerViews { k: plane.clone(), v: Some(plane) };
         let views = Arc::new(Views(vec![layer; layers]));
-        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk) };
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
         Ok(World { core, tools, space, views, layers, tokens })
     }
 

@@ -1,0 +1,331 @@
+//! The remote, as the core sees it: what is believed of it, what waits for it, what is counted.
+//! Nothing here is certain: a hint says that an object was there when it was last heard of.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use crate::base::budget::Tier;
+use crate::base::status::Result;
+use crate::base::sync::Arc;
+use crate::format::codec::Codec;
+use crate::format::keys::object::ObjectKeys;
+use crate::kv::admission::Admission;
+use crate::kv::core::asks::Asking;
+use crate::kv::core::far_known::Known;
+use crate::kv::core::fetches::Wanted;
+use crate::kv::core::{At, Config, Core, Write};
+use crate::kv::events::Kind;
+use crate::kv::queues::{LANES, Queues};
+use crate::meta::chunks::Cell;
+use crate::tier::remote::breaker::{Breaker, Heard, Way};
+use crate::tier::remote::name::Names;
+use crate::tier::remote::secret::Secret;
+use crate::tier::remote::shape::Shape;
+use crate::tier::remote::{Name, Trouble};
+
+/// Names that are to be taken away at the remote, at most: more are forgotten.
+const MOST_REMOVALS: usize = 1024;
+
+/// What a store has of a remote.
+#[derive(Clone, Debug)]
+pub struct FarConfig {
+    /// Bytes up to which layers are put together to an object.
+    pub object_bytes: u64,
+    /// Most bytes of an object that the remote takes.
+    pub max_bytes: u64,
+    /// Most objects of a batch.
+    pub batch: usize,
+    /// When chunks are sent there.
+    pub write: Write,
+    /// Which.
+    pub admission: String,
+    /// How long a request may take.
+    pub timeout_ns: u64,
+    /// What was heard of a name counts for so long, if it was there.
+    pub fresh_ns: u64,
+    /// The same, if it was not.
+    pub absent_ns: u64,
+    /// How many names are remembered.
+    pub known: usize,
+    /// Sessions ask as soon as they have tokens.
+    pub asks: bool,
+    /// What names are keyed by, where objects are sealed.
+    pub secret: Option<Secret>,
+    /// What the breaker's chance begins with.
+    pub seed: u64,
+}
+
+impl Default for FarConfig {
+    fn default() -> FarConfig {
+        FarConfig {
+            object_bytes: 1 << 20,
+            max_bytes: 128 << 20,
+            batch: 32,
+            write: Write::Back,
+            admission: "all".into(),
+            timeout_ns: 250_000_000,
+            fresh_ns: 60_000_000_000,
+            absent_ns: 5_000_000_000,
+            known: 1 << 16,
+            asks: true,
+            secret: None,
+            seed: 0,
+        }
+    }
+}
+
+/// What is counted of a remote.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FarCounters {
+    /// Names that were asked for.
+    pub asked: u64,
+    /// Of those, names that were there.
+    pub found: u64,
+    /// Names that were known without asking.
+    pub remembered: u64,
+    /// Objects that came.
+    pub fetched: u64,
+    /// Cells that came and were right.
+    pub cells: u64,
+    /// Bytes of those.
+    pub fetched_bytes: u64,
+    /// Bytes that came and were not wanted.
+    pub wasted_bytes: u64,
+    /// Objects that were said to be there and were not.
+    pub absent: u64,
+    /// Objects, or cells of them, that were not what they should be.
+    pub corrupt: u64,
+    /// Requests that were not answered in time, or not at all.
+    pub late: u64,
+    /// Objects that were not fetched because the remote is left alone.
+    pub avoided: u64,
+    /// Objects that were sent.
+    pub sent: u64,
+    /// Their bytes.
+    pub sent_bytes: u64,
+    /// Objects that somebody else had sent before.
+    pub known_there: u64,
+    /// Objects that could not be sent.
+    pub failed_sends: u64,
+    /// Chunks that were not sent: not admitted, or too many waited.
+    pub refused: u64,
+    /// Objects that were taken away because they were not what they should be, or were dropped.
+    pub removed: u64,
+}
+
+impl FarCounters {
+    /// Adds those of another life.
+    pub fn add(&mut self, other: &FarCounters) {
+        let FarCounters { asked, found, remembered, fetched, cells, fetched_bytes, .. } = *other;
+        self.asked += asked;
+        self.found += found;
+        self.remembered += remembered;
+        self.fetched += fetched;
+        self.cells += cells;
+        self.fetched_bytes += fetched_bytes;
+        let FarCounters { wasted_bytes, absent, corrupt, late, avoided, sent, .. } = *other;
+        self.wasted_bytes += wasted_bytes;
+        self.absent += absent;
+        self.corrupt += corrupt;
+        self.late += late;
+        self.avoided += avoided;
+        self.sent += sent;
+        let FarCounters { sent_bytes, known_there, failed_sends, refused, removed, .. } = *other;
+        self.sent_bytes += sent_bytes;
+        self.known_there += known_there;
+        self.failed_sends += failed_sends;
+        self.refused += refused;
+        self.removed += removed;
+    }
+}
+
+/// A remote of a store.
+pub(super) struct Far {
+    pub config: FarConfig,
+    pub breaker: Breaker,
+    /// The first job of each object that is to be fetched.
+    pub fetches: Queues,
+    /// All objects that jobs wait for.
+    pub wanted: BTreeMap<(At, u32), Wanted>,
+    /// Objects that are to be sent, whose cells are held.
+    pub outs: VecDeque<(At, u32)>,
+    /// Bytes of those and of those that are under way.
+    pub out_bytes: u64,
+    /// Puts that wait for a chunk to be there.
+    pub waits: BTreeMap<At, Vec<(u32, u32)>>,
+    pub asking: Asking,
+    pub known: Known,
+    pub removals: VecDeque<Name>,
+    pub admission: Admission,
+    pub counters: FarCounters,
+    shapes: Vec<Option<Arc<Shape>>>,
+    names: BTreeMap<u32, Arc<Names>>,
+}
+
+impl Far {
+    /// That of a store, if it has one.
+    pub fn open(config: &Config) -> Result<Option<Box<Far>>> {
+        let Some(far) = &config.far else { return Ok(None) };
+        Ok(Some(Box::new(Far {
+            breaker: Breaker::new(far.seed),
+            fetches: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            wanted: BTreeMap::new(),
+            outs: VecDeque::new(),
+            out_bytes: 0,
+            waits: BTreeMap::new(),
+            asking: Asking::default(),
+            known: Known::new(far.known)?,
+            removals: VecDeque::new(),
+            admission: Admission::open(&far.admission, 0)?,
+            counters: FarCounters::default(),
+            shapes: Vec::new(),
+            names: BTreeMap::new(),
+            config: far.clone(),
+        })))
+    }
+
+    /// Whether nothing waits for it.
+    pub fn is_quiet(&self) -> bool {
+        self.is_quiet_to_fetch()
+            && self.outs.is_empty()
+            && !self.asking.waits()
+            && self.removals.is_empty()
+    }
+
+    /// Whether no fetch waits.
+    pub fn is_quiet_to_fetch(&self) -> bool {
+        (0..LANES).all(|lane| self.fetches.waiting(lane).0 == 0)
+    }
+
+    /// Whether it is believed to be well enough to be fetched from.
+    pub fn is_well(&self) -> bool {
+        self.breaker.is_closed(Way::Read)
+    }
+
+    /// What became of a request.
+    pub fn heard<T>(&mut self, way: Way, result: &std::result::Result<T, Trouble>, now_ns: u64) {
+        self.breaker.tell(way, Heard::of(way, result), now_ns);
+        match result.as_ref().err() {
+            Some(Trouble::Late | Trouble::Gone | Trouble::Later) => self.counters.late += 1,
+            Some(Trouble::Nonsense) => self.counters.corrupt += 1,
+            _ => {}
+        }
+    }
+
+    /// An object is of no use to anybody.
+    pub fn take_away(&mut self, name: Name) {
+        if self.removals.len() < MOST_REMOVALS {
+            self.removals.push_back(name);
+        }
+    }
+}
+
+impl Core {
+    /// What is counted of the remote, if there is one.
+    pub fn far_counters(&self) -> Option<FarCounters> {
+        self.far.as_ref().map(|far| far.counters)
+    }
+
+    /// How the ways to the remote are, and how often they were given up.
+    pub fn far_breaker(&self) -> Option<&Breaker> {
+        self.far.as_ref().map(|far| &far.breaker)
+    }
+
+    /// How chunks of a board are cut into objects; none where the remote takes none so long.
+    pub(super) fn far_shape(&mut self, board: u32) -> Option<Arc<Shape>> {
+        let far = self.far.as_mut()?;
+        let at = board as usize;
+        if far.shapes.len() <= at {
+            far.shapes.resize(at + 1, None);
+        }
+        if far.shapes[at].is_none() {
+            let shape = Shape::new(&self.boards[at].layout, far.config.object_bytes).ok()?;
+            far.shapes[at] = Some(Arc::new(shape));
+        }
+        far.shapes[at].clone().filter(|shape| shape.most_bytes() <= far.config.max_bytes)
+    }
+
+    /// What objects of a namespace are called.
+    pub(super) fn far_names(&mut self, space: u32) -> Option<Arc<Names>> {
+        let home = *self.spaces.get(space as usize)?;
+        let fingerprint = self.boards[home.board as usize].fingerprint;
+        let far = self.far.as_mut()?;
+        if let Some(names) = far.names.get(&space) {
+            return Some(names.clone());
+        }
+        let secret = far.config.secret.as_ref();
+        let keys = ObjectKeys::new(&home.key, &fingerprint, secret.map(Secret::bytes));
+        let names = Arc::new(Names::new(keys, home.tenant, Codec::None, secret.is_some()));
+        far.names.insert(space, names.clone());
+        Some(names)
+    }
+
+    /// Whose a namespace's objects are at the remote; 0 = everybody's.
+    pub fn set_tenant(&mut self, space: u32, tenant: u64) {
+        if let Some(space) = self.spaces.get_mut(space as usize) {
+            space.tenant = tenant;
+        }
+        if let Some(far) = &mut self.far {
+            far.names.remove(&space);
+        }
+    }
+
+    /// The name of an object of a chunk.
+    pub(super) fn far_name(&mut self, at: At, shape: &Shape, object: u32) -> Option<Name> {
+        let rows = &self.boards[at.board as usize].chunks;
+        let (space, key) = (rows.chunk(at.slot)?.namespace(), *rows.key(at.slot)?);
+        let names = self.far_names(space)?;
+        Some(names.name(&key, &shape.cut(object as usize)))
+    }
+
+    /// Lookups believe hints as long as the remote is well.
+    pub(super) fn follow_breaker(&mut self) {
+        let Some(far) = &self.far else { return };
+        let is_well = far.is_well();
+        self.boards.iter_mut().for_each(|board| board.chunks.count_far(is_well));
+    }
+
+    /// The remote has not got an object, or nothing sound under its name. Who calls this says so
+    /// with [`Core::told_far`].
+    pub(super) fn unhint(&mut self, at: At, layers: std::ops::Range<u32>) {
+        for layer in layers {
+            let cell = Cell { chunk: at.slot, layer: layer as usize };
+            if let Err(error) = self.boards[at.board as usize].chunks.begin_drop(cell, Tier::Remote) {
+                log::error!("a hint could not be forgotten: {error}");
+            }
+        }
+    }
+
+    /// A chunk is not wanted any more: what the remote is known to have of it is taken away there,
+    /// as far as that goes.
+    pub(super) fn drop_far(&mut self, at: At) {
+        let before = self.far_cells(at);
+        let Some(shape) = self.far_shape(at.board).filter(|_| before > 0) else { return };
+        for object in 0..shape.objects() as u32 {
+            let layers = shape.layers(object as usize);
+            let name = self.far_name(at, &shape, object);
+            if let (Some(name), Some(far)) = (name, &mut self.far) {
+                far.known.put(&name, false, self.now_ns);
+                far.take_away(name);
+            }
+            self.unhint(at, layers);
+        }
+        self.told_far(at, before);
+    }
+
+    /// How many cells of a chunk the remote has, as far as is known.
+    pub(super) fn far_cells(&self, at: At) -> usize {
+        let row = self.boards[at.board as usize].chunks.chunk(at.slot);
+        row.map_or(0, |row| usize::from(row.cells()[Tier::Remote as usize]))
+    }
+
+    /// A chunk that is whole at the remote, or is not any more, is an event.
+    pub(super) fn told_far(&mut self, at: At, before: usize) {
+        let layers = self.boards[at.board as usize].layout.layers();
+        let after = self.far_cells(at);
+        if before < layers && after == layers {
+            self.say(Kind::Stored, Tier::Remote, at);
+        } else if before == layers && after < layers {
+            self.say(Kind::Removed, Tier::Remote, at);
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! Fetches: objects that come from the remote. All jobs for cells of an object wait for one
+//! request, and what else is in it comes along where there is room.
+
+use crate::base::budget::Tier;
+use crate::base::status::Status;
+use crate::base::sync::Arc;
+use crate::format::record;
+use crate::kv::core::board::note;
+use crate::kv::core::debt::owner_of;
+use crate::kv::core::jobs::Step;
+use crate::kv::core::speeds::Burden;
+use crate::kv::core::{At, Core};
+use crate::meta::chunks::{Arrival, Begin, Cell, Place};
+use crate::tier::host::Piece;
+use crate::tier::remote::breaker::{Leave, Way};
+use crate::tier::remote::object::{Place as Goal, Verdict};
+use crate::tier::remote::shape::Shape;
+use crate::tier::remote::{Name, Trouble};
+
+/// An object that jobs wait for: the first of them stands in the queue for all.
+pub(super) struct Wanted {
+    pub jobs: Vec<u32>,
+}
+
+/// A cell of an object that has memory to come to.
+#[derive(Clone, Copy, Debug)]
+struct Comer {
+    layer: u32,
+    piece: Piece,
+    /// The job that waits for it, if one does.
+    job: Option<u32>,
+}
+
+/// An object that is to be fetched.
+pub struct Fetch {
+    at: At,
+    object: u32,
+    comers: Vec<Comer>,
+    /// What it is called.
+    pub name: Name,
+    /// How its chunk is cut.
+    pub shape: Arc<Shape>,
+    /// Whose it is.
+    pub chunk: record::Chunk,
+    /// Where each of its cells goes.
+    pub places: Vec<Goal>,
+    /// How it went.
+    pub result: Result<(), Trouble>,
+    /// And each of its cells.
+    pub verdicts: Vec<Verdict>,
+}
+
+// SAFETY: memory of places is named, not owned; whoever carries a fetch out promises that it is
+// valid then.
+unsafe impl Send for Fetch {}
+
+impl Fetch {
+    /// Its number in its chunk.
+    pub fn object(&self) -> usize {
+        self.object as usize
+    }
+
+    fn bytes(&self) -> u64 {
+        self.shape.cells(self.object()).iter().map(|cell| cell.bytes()).sum()
+    }
+}
+
+/// Objects that are fetched together.
+#[derive(Default)]
+pub struct FetchBatch {
+    pub(super) burden: Burden,
+    /// Each of them.
+    pub fetches: Vec<Fetch>,
+    /// How long they may take together.
+    pub timeout_ns: u64,
+}
+
+impl FetchBatch {
+    pub(super) fn bytes(&self) -> u64 {
+        self.fetches.iter().map(Fetch::bytes).sum()
+    }
+
+    pub(super) fn all_came(&self) -> bool {
+        self.fetches.iter().all(|one| matches!(one.result, Ok(()) | Err(Trouble::Absent)))
+    }
+}
+
+impl Core {
+    /// Whether a cell that is nowhere here may come from the remote.
+    pub(super) fn may_fetch(&self, board: u32, cell: Cell) -> bool {
+        let chunks = &self.boards[board as usize].chunks;
+        let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
+        self.far.as_ref().is_some_and(|far| far.is_well()) && marks.is_some_and(|m| m.is_far())
+    }
+
+    /// Has a cell brought from the remote, as a job wants it.
+    pub(super) fn fetch(&mut self, id: u32, board: u32, cell: Cell) {
+        let Some(shape) = self.far_shape(board) else {
+            return self.end_job(id, 0, Some(Status::NotFound.into()));
+        };
+        let Some(object) = shape.object_of(cell.layer as u32) else { return };
+        let Some(piece) = self.get_memory(id, board, cell) else { return };
+        let begun = self.boards[board as usize].chunks.begin_copy(cell, Tier::Remote, Tier::Host);
+        if !matches!(begun, Ok(Begin::Begun)) {
+            self.give_back(piece);
+            return self.end_job(id, 0, Some(Status::NotFound.into()));
+        }
+        let job = &mut self.jobs[id];
+        (job.piece, job.step) = (Some(piece), Step::Fetches);
+        let at = At { board, slot: cell.chunk };
+        self.want(at, object as u32, id, &shape);
+    }
+
+    /// A job waits for an object, with others or as the first one.
+    fn want(&mut self, at: At, object: u32, id: u32, shape: &Shape) {
+        let one = &self.moves[self.jobs[id].number].spec;
+        let (lane, flow) = (one.lane, one.flow);
+        let Some(far) = &mut self.far else { return };
+        let wanted = far.wanted.entry((at, object)).or_insert(Wanted { jobs: Vec::new() });
+        wanted.jobs.push(id);
+        if wanted.jobs.len() == 1 {
+            let bytes = shape.cells(object as usize).iter().map(|cell| cell.bytes()).sum();
+            far.fetches.push(lane, flow, id, bytes);
+        }
+    }
+
+    /// A job does not wait for its object any more; another may stand in the queue then.
+    pub(super) fn unwant(&mut self, id: u32, board: u32, cell: Cell) {
+        let Some(shape) = self.far_shape(board) else { return };
+        let Some(object) = shape.object_of(cell.layer as u32) else { return };
+        let at = At { board, slot: cell.chunk };
+        let Some(far) = &mut self.far else { return };
+        let Some(wanted) = far.wanted.get_mut(&(at, object as u32)) else { return };
+        wanted.jobs.retain(|&job| job != id);
+        if !far.fetches.remove(id) {
+            return;
+        }
+        let Some(&first) = wanted.jobs.first() else {
+            far.wanted.remove(&(at, object as u32));
+            return;
+        };
+        let one = &self.moves[self.jobs[first].number].spec;
+        let bytes = shape.cells(object).iter().map(|cell| cell.bytes()).sum();
+        far.fetches.push(one.lane, one.flow, first, bytes);
+    }
+
+    /// The next objects to be fetched, up to a batch. From a remote that is left alone nothing
+    /// comes.
+    pub(super) fn take_fetches(&mut self) -> Option<FetchBatch> {
+        let far = self.far.as_mut()?;
+        let leave = match far.is_quiet_to_fetch() {
+            true => return None,
+            false => far.breaker.leave(Way::Read, self.now_ns),
+        };
+        let most = if leave == Leave::Go { far.config.batch } else { 1 };
+        let timeout_ns = far.config.timeout_ns;
+        let (mut batch, mut bytes) = (FetchBatch { timeout_ns, ..FetchBatch::default() }, 0);
+        while batch.fetches.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
+            let Some((_, id)) = self.far.as_mut().and_then(|far| far.fetches.pop()) else { break };
+            let (board, cell) = self.cell_of(&self.jobs[id]);
+            let Some(fetch) = self.begin_fetch(At { board, slot: cell.chunk }, cell.layer) else {
+                continue;
+            };
+            if leave == Leave::Stay {
+                if let Some(far) = &mut self.far {
+                    far.counters.avoided += 1;
+                }
+                self.end_fetch(&fetch);
+                continue;
+            }
+            bytes += fetch.bytes();
+            batch.fetches.push(fetch);
+        }
+        (!batch.fetches.is_empty()).then_some(batch)
+    }
+
+    /// All that waits for an object, and what comes along.
+    fn begin_fetch(&mut self, at: At, layer: usize) -> Option<Fetch> {
+        let shape = self.far_shape(at.board)?;
+        let object = shape.object_of(layer as u32)? as u32;
+        let name = self.far_name(at, &shape, object)?;
+        let wanted = self.far.as_mut()?.wanted.remove(&(at, object))?;
+        let layers = shape.layers(object as usize);
+        let mut comers: Vec<Comer> = Vec::with_capacity(layers.len());
+        for &id in &wanted.jobs {
+            let job = &mut self.jobs[id];
+            job.step = Step::Fetching;
+            if let Some(piece) = job.piece {
+                comers.push(Comer { layer: job.cell.layer as u32, piece, job: Some(id) });
+            }
+        }
+        for layer in layers.clone() {
+            if comers.iter().all(|comer| comer.layer != layer)
+                && let Some(piece) = self.bring_along(at, layer as usize)
+            {
+                comers.push(Comer { layer, piece, job: None });
+            }
+        }
+        let mut places = vec![Goal::NOWHERE; layers.len()];
+        for comer in &comers {
+            let place = &mut places[(comer.layer - layers.start) as usize];
+            let cell = Cell { chunk: at.slot, layer: comer.layer as usize };
+            let planes = self.boards[at.board as usize].planes(cell);
+            if let Ok(address) = self.host.address(comer.piece) {
+                place.planes = [address, address.wrapping_add(planes.k_bytes as usize)];
+            }
+        }
+        let (result, verdicts, chunk) = (Err(Trouble::Later), Vec::new(), self.record_of(at));
+        Some(Fetch { at, object, comers, name, shape, chunk, places, result, verdicts })
+    }
+
+    /// Memory for a cell that nobody waits for, if that sends nobody away.
+    fn bring_along(&mut self, at: At, layer: usize) -> Option<Piece> {
+        let cell = Cell { chunk: at.slot, layer };
+        let rows = &mut self.boards[at.board as usize];
+        let marks = *rows.chunks.marks(at.slot)?.get(layer)?;
+        let host = 1 << Tier::Host as u8;
+        let is_free = (marks.there() | marks.arriving() | marks.leaving()) & host == 0;
+        let bytes = rows.planes(cell).bytes();
+        let most = (self.config.host_bytes as f64 * self.config.low) as u64;
+        if !is_free
+            || !marks.is_far()
+            || !self.hungry.is_empty()
+            || self.host.live_bytes() + bytes > most
+        {
+            return None;
+        }
+        let piece = self.host.alloc_for(bytes, owner_of(at.board, cell)).ok()?;
+        match self.boards[at.board as usize].chunks.begin_copy(cell, Tier::Remote, Tier::Host) {
+            Ok(Begin::Begun) => Some(piece),
+            _ => {
+                self.give_back(piece);
+                None
+            }
+        }
+    }
+
+    pub(super) fn done_fetches(&mut self, batch: &FetchBatch) {
+        for fetch in &batch.fetches {
+            if let Some(far) = &mut self.far {
+                far.heard(Way::Read, &fetch.result, self.now_ns);
+            }
+            self.end_fetch(fetch);
+        }
+        self.follow_breaker();
+    }
+
+    /// What became of an object, and of all that waited for it.
+    fn end_fetch(&mut self, fetch: &Fetch) {
+        let (at, now_ns) = (fetch.at, self.now_ns);
+        let layers = fetch.shape.layers(fetch.object());
+        let is_gone = matches!(
+            fetch.result,
+            Err(Trouble::Absent | Trouble::Nonsense | Trouble::TooLong)
+        );
+        let (mut used, before) = (0, self.far_cells(at));
+        for comer in &fetch.comers {
+            let verdict = fetch.verdicts.get((comer.layer - layers.start) as usize);
+            let arrival = match (&fetch.result, verdict) {
+                (Ok(()), Some(Verdict::Sound)) => Arrival::Here(Place::Host(comer.piece.0)),
+                (Ok(()), _) => Arrival::BadSource,
+                (Err(_), _) if is_gone => Arrival::BadSource,
+                (Err(_), _) => Arrival::Failed,
+            };
+            used += self.end_comer(at, comer, arrival);
+        }
+        let is_damaged = fetch.verdicts.contains(&Verdict::Damaged);
+        if let Some(far) = &mut self.far {
+            match fetch.result {
+                Ok(()) => {
+                    far.counters.fetched += 1;
+                    far.counters.fetched_bytes += used;
+                    far.counters.wasted_bytes += fetch.bytes() - used;
+                }
+                Err(Trouble::Absent) => far.counters.absent += 1,
+                Err(_) => {}
+            }
+            far.counters.corrupt += u64::from(is_damaged);
+            if is_gone || is_damaged {
+                far.known.put(&fetch.name, false, now_ns);
+            }
+            if is_damaged || matches!(fetch.result, Err(Trouble::Nonsense)) {
+                far.take_away(fetch.name);
+            }
+        }
+        if is_gone || is_damaged {
+            self.unhint(at, layers);
+        }
+        self.told_far(at, before);
+        if used > 0 && self.disk.is_some() && self.is_wanted_below(at) {
+            // What continues it is on disk, and needs it there.
+            self.boards[at.board as usize].set(at.slot, note::FORCED);
+            self.queue_down(at);
+        }
+        self.tidy(at.board, at.slot);
+    }
+
+    /// The way of one cell has ended; its bytes, if it came.
+    fn end_comer(&mut self, at: At, comer: &Comer, arrival: Arrival) -> u64 {
+        let cell = Cell { chunk: at.slot, layer: comer.layer as usize };
+        let rows = &mut self.boards[at.board as usize];
+        let bytes = rows.planes(cell).bytes();
+        if let Err(error) = rows.chunks.end_copy(cell, Tier::Host, arrival) {
+            log::error!("a way from the remote could not be ended: {error}");
+        }
+        let came = matches!(arrival, Arrival::Here(_));
+        match came {
+            true => self.arrived(at.board, cell, Tier::Host),
+            false => self.give_back(comer.piece),
+        }
+        if let Some(far) = &mut self.far {
+            far.counters.cells += u64::from(came);
+        }
+        if let Some(id) = comer.job {
+            let job = &mut self.jobs[id];
+            (job.piece, job.step) = (None, Step::Fresh);
+            // One that did not come is a miss, and not asked for twice.
+            job.gave_up_far |= !came;
+            self.woken.push(id);
+        }
+        self.wake(at.board, cell);
+        if came { bytes } else { 0 }
+    }
+}

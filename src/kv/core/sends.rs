@@ -1,0 +1,332 @@
+//! Sends: objects that go to the remote. The cells of an object are read until it is there, so
+//! that their memory comes free then and not before, also where they leave meanwhile.
+
+use crate::base::budget::Tier;
+use crate::base::status::{Error, Status};
+use crate::base::sync::Arc;
+use crate::format::codec::Codec;
+use crate::format::record;
+use crate::kv::admission::Candidate;
+use crate::kv::core::moves::Level;
+use crate::kv::core::{At, Core, Write};
+use crate::meta::chunks::{Arrival, Begin, Cell, Place};
+use crate::meta::index::NONE;
+use crate::tier::host::Piece;
+use crate::tier::remote::breaker::{Leave, Way};
+use crate::tier::remote::object::PlaneFrom;
+use crate::tier::remote::shape::Shape;
+use crate::tier::remote::{Name, Trouble};
+
+/// The share of memory that may wait to be sent, where nobody waits for that: one part in so many.
+const OUT_SHARE: u64 = 8;
+
+/// An object that is to be sent.
+pub struct Send {
+    at: At,
+    object: u32,
+    /// What it is called.
+    pub name: Name,
+    /// How its chunk is cut.
+    pub shape: Arc<Shape>,
+    /// Whose it is.
+    pub chunk: record::Chunk,
+    /// The planes of its cells, one cell after the other.
+    pub planes: Vec<PlaneFrom>,
+    /// Whether it was there before.
+    pub result: Result<bool, Trouble>,
+}
+
+// SAFETY: memory of planes is named, not owned; whoever carries a send out promises that it is
+// valid then.
+unsafe impl std::marker::Send for Send {}
+
+impl Send {
+    /// Its number in its chunk.
+    pub fn object(&self) -> usize {
+        self.object as usize
+    }
+
+    /// What its cells are coded with.
+    pub fn codec(&self) -> Codec {
+        Codec::None
+    }
+
+    fn bytes(&self) -> u64 {
+        bytes_of(&self.shape, self.object)
+    }
+}
+
+/// Objects that are sent together.
+#[derive(Default)]
+pub struct SendBatch {
+    /// Each of them.
+    pub sends: Vec<Send>,
+    /// Names that are taken away.
+    pub removals: Vec<Name>,
+    /// How long they may take together.
+    pub timeout_ns: u64,
+}
+
+fn bytes_of(shape: &Shape, object: u32) -> u64 {
+    shape.cells(object as usize).iter().map(|cell| cell.bytes()).sum()
+}
+
+impl Core {
+    /// A chunk of a put is in memory: it is sent, if its level or the store says so. What has to
+    /// be there is waited for.
+    pub(super) fn send_put(&mut self, number: u32, chunk: u32, at: At) {
+        let level = self.moves[number].spec.level;
+        let Some(far) = &self.far else { return };
+        if level != Level::Remote && far.config.write != Write::Through {
+            return;
+        }
+        let is_full = self.is_full(at);
+        if level != Level::Remote {
+            if is_full && self.may_go_out(at) {
+                self.begin_send(at, false);
+            }
+            return;
+        }
+        let begun = self.moves[number].sent.get_mut(chunk as usize);
+        // What does not fill a chunk is of no use to others.
+        if !is_full || begun.is_none_or(|begun| std::mem::replace(begun, true)) {
+            return;
+        }
+        if self.begin_send(at, true) {
+            self.moves[number].waits += 1;
+            if let Some(far) = &mut self.far {
+                far.waits.entry(at).or_default().push((number, chunk));
+            }
+        } else {
+            let words = "a chunk left memory before it could be sent to the remote";
+            self.moves[number].blame(chunk, &Error::new(Status::Again, words));
+        }
+    }
+
+    /// A put is in memory: what of it goes to the remote.
+    pub(super) fn send_out(&mut self, number: u32) {
+        if self.far.is_none() || self.moves[number].stopped().is_some() {
+            return;
+        }
+        let (board, chunks) = (self.moves[number].spec.board, self.moves[number].spec.slots.len());
+        for chunk in 0..chunks as u32 {
+            let slot = self.moves[number].spec.slots[chunk as usize];
+            if slot != NONE {
+                self.send_put(number, chunk, At { board, slot });
+            }
+        }
+    }
+
+    /// A chunk leaves memory: it is sent before, where the store says so.
+    pub(super) fn send_leaving(&mut self, at: At) {
+        let sends = self.far.as_ref().is_some_and(|far| far.config.write == Write::Back);
+        if sends && self.is_full(at) && self.may_go_out(at) {
+            self.begin_send(at, false);
+        }
+    }
+
+    fn is_full(&self, at: At) -> bool {
+        let rows = &self.boards[at.board as usize];
+        let each = rows.layout.chunk_tokens();
+        rows.chunks.chunk(at.slot).is_some_and(|row| row.valid_tokens() == each)
+    }
+
+    /// Whether a chunk that nobody waits for may be sent.
+    fn may_go_out(&mut self, at: At) -> bool {
+        let rows = &self.boards[at.board as usize];
+        let layers = rows.layout.layers();
+        let Some(row) = rows.chunks.chunk(at.slot) else { return false };
+        let [up, far] = [Tier::Host, Tier::Remote].map(|tier| row.cells()[tier as usize]);
+        if usize::from(up) < layers || usize::from(far) == layers {
+            return false;
+        }
+        let one = Candidate {
+            bytes: rows.chunk_bytes(at.slot),
+            hits: u32::from(rows.uses[at.slot as usize]),
+            priority: rows.classes[at.slot as usize],
+        };
+        let (now_ns, most) = (self.now_ns, self.config.host_bytes / OUT_SHARE);
+        let Some(far) = &mut self.far else { return false };
+        let goes = far.breaker.is_closed(Way::Write) || far.outs.is_empty();
+        let goes = goes
+            && far.out_bytes + one.bytes <= most
+            && far.admission.admit(&one, 0.0, now_ns).is_ok();
+        far.counters.refused += u64::from(!goes);
+        goes
+    }
+
+    /// Begins to send all objects of a chunk that are not there, as far as is known; with `must`
+    /// those too, since only the remote's own word counts. Whether anything of it is on its way.
+    fn begin_send(&mut self, at: At, must: bool) -> bool {
+        let Some(shape) = self.far_shape(at.board) else { return false };
+        let layers = self.boards[at.board as usize].layout.layers();
+        let row = self.boards[at.board as usize].chunks.chunk(at.slot);
+        if row.is_none_or(|row| usize::from(row.cells()[Tier::Host as usize]) < layers) {
+            return false;
+        }
+        let before = self.far_cells(at);
+        let mut is_under_way = false;
+        for object in 0..shape.objects() as u32 {
+            let of = shape.layers(object as usize);
+            let marks = self.boards[at.board as usize].chunks.marks(at.slot).unwrap_or_default();
+            let of_it = marks.get(of.start as usize..of.end as usize).unwrap_or_default();
+            let is_sent = of_it.iter().any(|marks| marks.is_sent());
+            is_under_way |= is_sent;
+            if is_sent || !must && of_it.iter().all(|marks| marks.is_far()) {
+                continue;
+            }
+            self.unhint(at, of.clone());
+            let chunks = &mut self.boards[at.board as usize].chunks;
+            let begins = |layer: u32| {
+                let cell = Cell { chunk: at.slot, layer: layer as usize };
+                matches!(chunks.begin_copy(cell, Tier::Host, Tier::Remote), Ok(Begin::Begun))
+            };
+            let begun = of.clone().map(begins).take_while(|&begun| begun).count() as u32;
+            if begun < of.len() as u32 {
+                // A hint is still read: somebody fetches it, and has it then.
+                self.end_cells(at, of.start..of.start + begun, Arrival::Failed);
+                continue;
+            }
+            let Some(far) = &mut self.far else { return false };
+            far.out_bytes += bytes_of(&shape, object);
+            far.outs.push_back((at, object));
+            is_under_way = true;
+        }
+        self.told_far(at, before);
+        is_under_way
+    }
+
+    /// The next objects to be sent, up to a batch. To a remote that is left alone nothing goes.
+    pub(super) fn take_sends(&mut self) -> Option<SendBatch> {
+        let far = self.far.as_mut()?;
+        if far.outs.is_empty() && far.removals.is_empty() {
+            return None;
+        }
+        let leave = far.breaker.leave(Way::Write, self.now_ns);
+        let most = if leave == Leave::Go { far.config.batch } else { 1 };
+        let mut batch = SendBatch { timeout_ns: far.config.timeout_ns, ..SendBatch::default() };
+        match leave {
+            Leave::Stay => far.removals.clear(),
+            _ => batch.removals.extend(far.removals.drain(..far.removals.len().min(most))),
+        }
+        let mut bytes = 0;
+        while batch.sends.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
+            let Some((at, object)) = self.far.as_mut().and_then(|far| far.outs.pop_front()) else {
+                break;
+            };
+            let Some(send) = self.make_send(at, object) else {
+                log::error!("an object could not be made of cells that are held for it");
+                continue;
+            };
+            if leave == Leave::Stay {
+                self.end_send(&Send { result: Err(Trouble::Gone), ..send });
+                continue;
+            }
+            bytes += send.bytes();
+            batch.sends.push(send);
+        }
+        (!batch.sends.is_empty() || !batch.removals.is_empty()).then_some(batch)
+    }
+
+    fn make_send(&mut self, at: At, object: u32) -> Option<Send> {
+        let shape = self.far_shape(at.board)?;
+        let name = self.far_name(at, &shape, object)?;
+        let chunk = self.record_of(at);
+        let rows = &self.boards[at.board as usize];
+        let mut planes = Vec::new();
+        for layer in shape.layers(object as usize) {
+            let cell = Cell { chunk: at.slot, layer: layer as usize };
+            // It may have left the table of what is there: it is read until it is sent.
+            let Place::Host(piece) = rows.chunks.place_read(cell, Tier::Host).ok()? else {
+                return None;
+            };
+            let address = self.host.address(Piece(piece)).ok()?;
+            let mut offset = 0;
+            for (_, bytes) in rows.stored_planes(cell) {
+                let address = address.wrapping_add(offset as usize).cast_const();
+                planes.push(PlaneFrom { address, bytes, sum: None });
+                offset += bytes;
+            }
+        }
+        let result = Err(Trouble::Later);
+        Some(Send { at, object, name, shape, chunk, planes, result })
+    }
+
+    pub(super) fn done_sends(&mut self, batch: &SendBatch) {
+        for send in &batch.sends {
+            if let Some(far) = &mut self.far {
+                far.heard(Way::Write, &send.result, self.now_ns);
+            }
+            self.end_send(send);
+        }
+        if let Some(far) = &mut self.far {
+            far.counters.removed += batch.removals.len() as u64;
+        }
+    }
+
+    /// What became of an object that was sent.
+    fn end_send(&mut self, send: &Send) {
+        let (at, now_ns) = (send.at, self.now_ns);
+        if let Some(far) = &mut self.far {
+            far.out_bytes -= send.bytes();
+            match send.result {
+                Ok(was_there) => {
+                    far.counters.known_there += u64::from(was_there);
+                    far.counters.sent += u64::from(!was_there);
+                    far.counters.sent_bytes += u64::from(!was_there) * send.bytes();
+                    far.known.put(&send.name, true, now_ns);
+                }
+                Err(_) => far.counters.failed_sends += 1,
+            }
+        }
+        let before = self.far_cells(at);
+        let arrival = match send.result {
+            Ok(_) => Arrival::Here(Place::Remote),
+            Err(_) => Arrival::Failed,
+        };
+        self.end_cells(at, send.shape.layers(send.object()), arrival);
+        self.told_far(at, before);
+        if let Err(trouble) = send.result {
+            self.blame_sends(at, trouble);
+        }
+        self.end_if_sent(at);
+        self.tidy(at.board, at.slot);
+    }
+
+    /// Cells are not read for the remote any more.
+    fn end_cells(&mut self, at: At, layers: std::ops::Range<u32>, arrival: Arrival) {
+        for layer in layers {
+            let cell = Cell { chunk: at.slot, layer: layer as usize };
+            match self.boards[at.board as usize].chunks.end_copy(cell, Tier::Remote, arrival) {
+                Ok(Some(place)) => self.free_place(at.board, cell, place),
+                Ok(None) => {}
+                Err(error) => log::error!("a way to the remote could not be ended: {error}"),
+            }
+            self.wake(at.board, cell);
+        }
+    }
+
+    /// Puts that wait for a chunk to be at the remote will not see it there.
+    fn blame_sends(&mut self, at: At, trouble: Trouble) {
+        let Some(far) = &self.far else { return };
+        let waits = far.waits.get(&at).cloned().unwrap_or_default();
+        for (number, chunk) in waits {
+            self.moves[number].blame(chunk, &Error::from(trouble));
+        }
+    }
+
+    /// Nothing of a chunk is on its way: who waits for that goes on.
+    fn end_if_sent(&mut self, at: At) {
+        let marks = self.boards[at.board as usize].chunks.marks(at.slot).unwrap_or_default();
+        if marks.iter().any(|marks| marks.is_sent()) {
+            return;
+        }
+        let Some(far) = &mut self.far else { return };
+        for (number, _) in far.waits.remove(&at).unwrap_or_default() {
+            self.moves[number].waits -= 1;
+            if self.moves[number].waits == 0 && self.moves[number].is_over() {
+                self.end_move(number);
+            }
+        }
+    }
+}

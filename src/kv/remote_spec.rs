@@ -1,0 +1,300 @@
+//! How a store's remote is described, and opened.
+//!
+//! | remote | |
+//! |---|---|
+//! | `redis(url="redis://host:6379", ...)` | a Redis or Valkey server |
+//! | `dir(path="...", ...)` | a directory that machines share |
+//! | `custom(...)` | the engine's own, given beside the spec |
+//! | `none` | |
+//!
+//! | parameter of all | default | meaning |
+//! |---|---|---|
+//! | `prefix` | `kvt` | what all names begin with |
+//! | `object` | as the remote likes | bytes up to which layers of a chunk are put together |
+//! | `write` | `back` | `through`: sent when a put has ended; `back`: when it leaves memory; `never`: only when a put asks for it |
+//! | `admission` | `all` | what is sent: `all`, `none`, `select(...)` |
+//! | `timeout` | 250 | milliseconds that a request may take |
+//! | `connect` | 1000 | milliseconds until a connection can be used |
+//! | `ask` | `append` | sessions ask as soon as they have tokens; `locate`: when they are told to |
+//! | `fresh`, `absent` | 60000, 5000 | milliseconds for which an answer counts: it was there; it was not |
+//! | `known` | 65536 | names of which the answer is remembered |
+//! | `fetchers`, `senders` | 2, 1 | threads |
+//! | `require` | false | a store is not opened while its remote cannot be reached |
+//!
+//! | parameter of `redis` | default | meaning |
+//! |---|---|---|
+//! | `url` | | `redis://[user@]host[:port][/db]`, several hosts of a cluster with commas between |
+//! | `cluster` | false | it is a cluster |
+//! | `ttl` | 0 | seconds after which objects go; 0: when the server needs the room |
+//! | `wait` | 0 | replicas that must have an object before it counts as stored |
+//!
+//! | parameter of `dir` | default | meaning |
+//! |---|---|---|
+//! | `path` | | where it is; it must be there |
+//! | `fsync` | false | objects are on the server's disks before they count as stored |
+//!
+//! Passwords are no part of a spec, which is shown to who asks: they are given beside it, as
+//! secrets.
+
+use std::path::PathBuf;
+
+use crate::base::clock::Clock;
+use crate::base::spec::{Reader, Spec};
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::Arc;
+use crate::fail;
+use crate::kv::core::{FarConfig, Write};
+use crate::tier::remote::dir::{Dir, DirOpts};
+use crate::tier::remote::name::Prefix;
+use crate::tier::remote::redis::{Redis, RedisOpts};
+use crate::tier::remote::secret::Secret;
+use crate::tier::remote::shape::{MAX_OBJECT_BYTES, MIN_OBJECT_BYTES};
+use crate::tier::remote::{Remote, Server};
+
+const MS: u64 = 1_000_000;
+
+/// What nobody but the remote's server is to see, by name.
+#[derive(Clone, Debug, Default)]
+pub struct Secrets(Vec<(String, Secret)>);
+
+impl Secrets {
+    /// Names of secrets that are known.
+    pub const NAMES: [&'static str; 1] = ["password"];
+
+    /// Adds one; INVALID = nobody wants one of that name, or it is there already.
+    pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        if !Self::NAMES.contains(&name) {
+            let all = Self::NAMES.join(", ");
+            fail!(Invalid, "there is no secret '{name}': those that are known are {all}");
+        }
+        if self.get(name).is_some() {
+            fail!(Invalid, "the secret '{name}' is given twice");
+        }
+        self.0.push((name.to_string(), Secret::new(bytes)?));
+        Ok(())
+    }
+
+    fn get(&self, name: &str) -> Option<Secret> {
+        self.0.iter().find(|(known, _)| known == name).map(|(_, secret)| secret.clone())
+    }
+}
+
+/// What kind it is.
+#[derive(Clone, Debug)]
+enum Kind {
+    Redis { url: String, cluster: bool, ttl_s: u64, wait: u32 },
+    Dir { path: PathBuf, fsync: bool },
+    Custom,
+}
+
+/// A remote as described.
+#[derive(Clone, Debug)]
+pub struct RemoteSpec {
+    kind: Kind,
+    prefix: Prefix,
+    object_bytes: u64,
+    connect_ns: u64,
+    require: bool,
+    /// What the store decides by; sizes are the remote's, once it is open.
+    pub config: FarConfig,
+    /// Threads that fetch.
+    pub fetchers: u32,
+    /// Threads that send.
+    pub senders: u32,
+}
+
+impl RemoteSpec {
+    /// Reads one; none where the spec is `none`.
+    pub fn read(spec: &Spec) -> Result<Option<RemoteSpec>> {
+        let mut reader = Reader::new(spec);
+        let kind = match spec.name.as_str() {
+            "none" => return reader.finish().map(|()| None),
+            "redis" => Kind::Redis {
+                url: text(&mut reader, "url", "redis(...) needs url=\"redis://host:6379\"")?,
+                cluster: reader.bool("cluster", false)?,
+                ttl_s: reader.u64("ttl", 0, 0..=u64::from(u32::MAX))?,
+                wait: reader.u64("wait", 0, 0..=64)? as u32,
+            },
+            "dir" => Kind::Dir {
+                path: text(&mut reader, "path", "dir(...) needs path=\"...\": a directory")?.into(),
+                fsync: reader.bool("fsync", false)?,
+            },
+            "custom" => Kind::Custom,
+            _ => return Err(spec.unknown_name(&["redis", "dir", "custom", "none"])),
+        };
+        let usual = FarConfig::default();
+        let prefix = reader.text("prefix")?;
+        let object_bytes = reader.bytes("object", 0)?;
+        if object_bytes != 0 && !(MIN_OBJECT_BYTES..=MAX_OBJECT_BYTES).contains(&object_bytes) {
+            fail!(Spec, "object={object_bytes}: {MIN_OBJECT_BYTES} to {MAX_OBJECT_BYTES} can be");
+        }
+        let write = reader.choice("write", &["through", "back", "never"])?;
+        let ask = reader.choice("ask", &["append", "locate"])?;
+        let mut ms =
+            |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
+        let (timeout_ns, connect_ns) = (ms("timeout", 250)?, ms("connect", 1000)?);
+        let (fresh_ns, absent_ns) = (ms("fresh", 60_000)?, ms("absent", 5000)?);
+        let config = FarConfig {
+            write: match write {
+                Some(0) => Write::Through,
+                Some(2) => Write::Never,
+                _ => Write::Back,
+            },
+            admission: reader
+                .spec("admission")?
+                .map_or_else(|| usual.admission.clone(), |spec| spec.to_string()),
+            timeout_ns,
+            fresh_ns,
+            absent_ns,
+            known: reader.u64("known", usual.known as u64, 4..=1 << 24)? as usize,
+            asks: ask != Some(1),
+            ..usual
+        };
+        let (fetchers, senders) =
+            (reader.u64("fetchers", 2, 1..=64)? as u32, reader.u64("senders", 1, 1..=64)? as u32);
+        let require = reader.bool("require", false)?;
+        reader.finish()?;
+        let prefix = Prefix::new(prefix.as_deref().unwrap_or("kvt"))?;
+        Ok(Some(RemoteSpec {
+            kind,
+            prefix,
+            object_bytes,
+            connect_ns,
+            require,
+            config,
+            fetchers,
+            senders,
+        }))
+    }
+
+    /// Opens it, and asks who is there. One that cannot be reached is none of the store's
+    /// troubles, unless it is required; one that refuses us is.
+    pub fn open(
+        &self,
+        secrets: &Secrets,
+        custom: Option<Arc<dyn Remote>>,
+        clock: &Clock,
+    ) -> Result<(Arc<dyn Remote>, FarConfig, Option<Server>)> {
+        let remote: Arc<dyn Remote> = match &self.kind {
+            Kind::Redis { url, cluster, ttl_s, wait } => {
+                let opts = RedisOpts {
+                    url: url.clone(),
+                    prefix: self.prefix.clone(),
+                    password: secrets.get("password"),
+                    cluster: *cluster,
+                    ttl_s: *ttl_s,
+                    wait: *wait,
+                    connect_ns: self.connect_ns,
+                };
+                Arc::new(Redis::open(&opts, clock.clone())?)
+            }
+            Kind::Dir { path, fsync } => {
+                let (prefix, clock) = (self.prefix.clone(), clock.clone());
+                Arc::new(Dir::new(DirOpts { path: path.clone(), prefix, fsync: *fsync, clock }))
+            }
+            Kind::Custom => match custom {
+                Some(custom) => custom,
+                None => fail!(Invalid, "remote=custom(...) needs the remote itself, in the options"),
+            },
+        };
+        let caps = remote.caps();
+        let object_bytes = match self.object_bytes {
+            0 => caps.preferred_bytes.clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES),
+            bytes => bytes,
+        };
+        let seed = crate::base::machine::random_bytes()?;
+        let config = FarConfig {
+            object_bytes,
+            max_bytes: caps.max_bytes,
+            batch: caps.batch.max(1),
+            seed: u64::from_le_bytes(seed),
+            ..self.config.clone()
+        };
+        let deadline_ns = clock.now_ns() + self.connect_ns + self.config.timeout_ns;
+        let server = match remote.lane().greet(deadline_ns) {
+            Ok(server) => {
+                for warning in &server.warnings {
+                    log::warn!("the remote ({}): {warning}", server.words);
+                }
+                Some(server)
+            }
+            Err(error) if self.require || !is_passing(&error) => {
+                return Err(error.within("the remote"));
+            }
+            Err(error) => {
+                log::warn!("the remote cannot be reached, and is tried again later: {error}");
+                None
+            }
+        };
+        Ok((remote, config, server))
+    }
+}
+
+/// Whether it may go well at another time.
+fn is_passing(error: &Error) -> bool {
+    matches!(error.status(), Status::Timeout | Status::Unavailable | Status::Again)
+}
+
+/// A text that must be there.
+fn text(reader: &mut Reader, key: &'static str, missing: &str) -> Result<String> {
+    match reader.text(key)?.filter(|text| !text.is_empty()) {
+        Some(text) => Ok(text.to_string()),
+        None => Err(Error::new(Status::Spec, missing)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Option<RemoteSpec>> {
+        RemoteSpec::read(&Spec::parse(text).unwrap())
+    }
+
+    #[test]
+    fn a_remote_is_described() {
+        let text = "redis(url=\"redis://a:1\", write=through, timeout=100, ask=locate, prefix=\"p\")";
+        let spec = read(text).unwrap().unwrap();
+        assert_eq!((spec.config.write, spec.config.timeout_ns), (Write::Through, 100 * MS));
+        assert!(!spec.config.asks && !spec.require && spec.fetchers == 2);
+        let spec = read("dir(path=\"x\", fetchers=3, object=64KiB)").unwrap().unwrap();
+        assert_eq!((spec.fetchers, spec.object_bytes), (3, 64 << 10));
+        assert!(read("none").unwrap().is_none());
+        for (bad, word) in [
+            ("redis()", "url="),
+            ("dir()", "path="),
+            ("rediss(url=\"x\")", "redis"),
+            ("redis(url=\"redis://a\", ur=1)", "url"),
+            ("dir(path=\"x\", prefix=\"a/b\")", "prefix"),
+            ("dir(path=\"x\", object=1KiB)", "object="),
+            ("dir(path=\"x\", write=thru)", "through"),
+            ("dir(path=\"x\", timeout=0)", "timeout"),
+        ] {
+            let error = read(bad).unwrap_err();
+            assert!(error.message().contains(word), "{bad}: {error}");
+        }
+    }
+
+    #[test]
+    fn secrets_have_names() {
+        let mut secrets = Secrets::default();
+        secrets.add("password", b"hunter2").unwrap();
+        assert!(!format!("{secrets:?}").contains("hunter2"));
+        assert_eq!(secrets.add("password", b"x").unwrap_err().status(), Status::Invalid);
+        assert!(secrets.add("passwort", b"x").unwrap_err().message().contains("password"));
+    }
+
+    #[test]
+    fn a_remote_that_cannot_be_reached_costs_nothing_unless_it_is_required() {
+        let clock = Clock::real();
+        let spec = read("redis(url=\"redis://127.0.0.1:1\", connect=200)").unwrap().unwrap();
+        let (_, config, server) = spec.open(&Secrets::default(), None, &clock).unwrap();
+        assert!(server.is_none() && config.object_bytes > 0);
+        let text = "redis(url=\"redis://127.0.0.1:1\", connect=200, require=true)";
+        let spec = read(text).unwrap().unwrap();
+        assert!(spec.open(&Secrets::default(), None, &clock).is_err());
+        let spec = read("custom()").unwrap().unwrap();
+        let error = spec.open(&Secrets::default(), None, &clock).err().unwrap();
+        assert_eq!(error.status(), Status::Invalid);
+    }
+}
