@@ -76,8 +76,10 @@ pub fn run(seeds: &Seeds) -> ExitCode {
     println!("damage found     {}", counted.corrupt);
     let far = &report.far;
     println!("sent             {} objects, {} not", far.sent, far.failed_sends);
+    println!("not to be sent   {} chunks", far.refused);
     println!("fetched          {} objects, {} cells", far.fetched, far.cells);
     println!("asked            {} names, {} there, {} late", far.asked, far.found, far.late);
+    println!("remembered       {} names", far.remembered);
     println!("far, not there   {} objects", far.absent);
     println!("far, damaged     {}", far.corrupt);
     ExitCode::SUCCESS

@@ -6,7 +6,7 @@ use crate::io::simulated::random::Random;
 use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::{FarConfig, SessionOpts, Write};
 use crate::kv::errands::Errands;
-use crate::kv::sim::world::{Asked, Outcome, Session, World};
+use crate::kv::sim::world::{Asked, Outcome, World};
 use crate::tier::remote::simulated::{Fault, Plan, Simulated};
 
 /// What is drawn of that.
@@ -90,18 +90,20 @@ impl World {
         }
     }
 
-    /// A session ends, memory is needed for something else, and the session comes again.
+    /// All sessions of a namespace end, memory is needed for something else, and they come again.
     fn come_again(&mut self) -> Outcome<()> {
         let Some(at) = self.any_session() else { return Ok(()) };
-        let gone = self.sessions.swap_remove(at);
+        let space = self.sessions[at].space;
         let mut core = self.core.0.lock();
-        core.close_session(gone.number)?;
+        for session in self.sessions.iter().filter(|session| session.space == space) {
+            core.close_session(session.number)?;
+        }
         core.shrink(self.config.host_bytes);
-        let number =
-            core.open_session(self.spaces[gone.space as usize], &SessionOpts::default())?;
-        core.append(number, &gone.tokens)?;
-        drop(core);
-        self.sessions.push(Session { number, ..gone });
+        for session in self.sessions.iter_mut().filter(|session| session.space == space) {
+            let opts = SessionOpts::default();
+            session.number = core.open_session(self.spaces[space as usize], &opts)?;
+            core.append(session.number, &session.tokens)?;
+        }
         Ok(())
     }
 
