@@ -96,6 +96,7 @@ one store 1
 one store_plan 1
 one store_wish 1
 one blocks 1
+one remote
 one offload_wish
 one stream_wish
 one device_wish

@@ -33,6 +33,8 @@ struct identity {
     std::optional<std::string_view> recipe;
     std::optional<kvt::shard> shard;
     std::vector<identity_extra> extra;
+    /// Whose names objects have at a remote; 0 = everybody's. No part of the identity.
+    std::uint64_t remote_tenant = 0;
 };
 
 /// Layers that keep the same, and need the same.
@@ -174,7 +176,19 @@ struct store_opts {
     std::uint32_t write = 0;
     /// Who copies between the engine's memory and the store's; null = the processor.
     const kvt::device *device = nullptr;
+    /// What only the remote's server is to see: copied.
+    span<const kvt_secret_t> secrets{};
 };
+
+/// A secret of a store's options; both texts must stay until the store is open.
+inline kvt_secret_t secret(std::string_view name, std::string_view bytes) noexcept {
+    kvt_secret_t c;
+    c.name = name.data();
+    c.name_bytes = name.size();
+    c.secret = bytes.data();
+    c.secret_bytes = bytes.size();
+    return c;
+}
 
 struct lookup_result {
     std::vector<kvt_range_t> ranges;
@@ -494,6 +508,14 @@ public:
     ret<op> prefetch(const rectangle &what, const submit_opts &opts = {}) const {
         return one(&kvt_session_prefetch, what, opts, false);
     }
+    /// Finds out how far it can go on with what is here and at the remote: the op's value.
+    ret<op> locate(const submit_opts &opts = {}) const {
+        detail::failure f;
+        const kvt_submit_opts_t c = detail::lower(opts);
+        kvt_op_t *raw = nullptr;
+        const kvt_status_t status = kvt_session_locate(raw_, &c, &raw, f.out());
+        return detail::give(status, f, op::adopt(raw));
+    }
     /// Stores blocks that the engine names itself; the op has an item for each.
     ret<op> put_blocks(const blocks &what, const submit_opts &opts = {}) const {
         return some(&kvt_session_put_blocks, what, opts, true);
@@ -761,6 +783,9 @@ public:
         c.disk_policy_bytes = opts.disk_policy.size();
         c.write = opts.write;
         c.device = opts.device != nullptr ? opts.device->get() : nullptr;
+        c.secrets = opts.secrets.data();
+        c.secret_count = opts.secrets.size();
+        c.secret_stride_bytes = sizeof(kvt_secret_t);
         kvt_store_t *raw = nullptr;
         const kvt_status_t status =
             kvt_store_open(on.get(), pays != nullptr ? pays->get() : nullptr, &c, &raw, f.out());
@@ -775,6 +800,12 @@ public:
     ret<kvt_store_stats_t> stats() const {
         kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
         const kvt_status_t status = kvt_store_stats(raw_, &stats);
+        return detail::give(status, stats);
+    }
+    /// What it counts of its remote; all 0 where it has none.
+    ret<kvt_remote_stats_t> remote_stats() const {
+        kvt_remote_stats_t stats = KVT_REMOTE_STATS_INIT;
+        const kvt_status_t status = kvt_store_remote(raw_, &stats);
         return detail::give(status, stats);
     }
     /// Goes on with another policy for KVT_TIER_HOST or KVT_TIER_DISK.
@@ -869,6 +900,7 @@ public:
         id.extra = extra.data();
         id.extra_count = extra.size();
         id.extra_stride_bytes = sizeof(kvt_identity_extra_t);
+        id.remote_tenant = who.remote_tenant;
         std::vector<kvt_group_t> groups(what.groups.size());
         for (std::size_t i = 0; i < groups.size(); i++) {
             const layer_group &from = what.groups[i];

@@ -83,6 +83,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_PROBLEM_INIT KVT_INIT_(kvt_problem_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
+#define KVT_REMOTE_STATS_INIT KVT_INIT_(kvt_remote_stats_t)
 #define KVT_REPLAY_OPTS_INIT KVT_INIT_(kvt_replay_opts_t)
 #define KVT_REPLAY_REPORT_INIT KVT_INIT_(kvt_replay_report_t)
 #define KVT_ROWS_INIT KVT_INIT_(kvt_rows_t)
@@ -794,6 +795,21 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_TIMED_DISK_DECISION 12
 
 /**
+ * Batches of objects that come from the remote.
+ */
+#define KVT_TIMED_FETCH_BATCH 13
+
+/**
+ * Batches of objects that go there.
+ */
+#define KVT_TIMED_SEND_BATCH 14
+
+/**
+ * Questions what the remote has.
+ */
+#define KVT_TIMED_ASK_BATCH 15
+
+/**
  * `priority` is given, also when it is 0.
  */
 #define KVT_SESSION_PRIORITY 1
@@ -837,6 +853,12 @@ template <typename T> inline T kvt_sized_() {
  * A put has ended when the cells survive the end of the machine.
  */
 #define KVT_LEVEL_DURABLE 2
+
+/**
+ * A put has ended when the store's remote has said that it has the full chunks; what does not
+ * fill one is in memory then.
+ */
+#define KVT_LEVEL_REMOTE 3
 
 /**
  * Loads and computing do not go on at the same time, but one after the other.
@@ -1341,6 +1363,21 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_STAGE_WAIT 4
 
 /**
+ * Requests go to the remote.
+ */
+#define KVT_REMOTE_WELL 1
+
+/**
+ * The remote is left alone for a while: it did not answer, or answered nonsense.
+ */
+#define KVT_REMOTE_LEFT_ALONE 2
+
+/**
+ * One request goes there, to see whether it is well again.
+ */
+#define KVT_REMOTE_PROBED 3
+
+/**
  * The processor reaches it.
  */
 #define KVT_MEMORY_HOST 0
@@ -1456,7 +1493,7 @@ typedef struct kvt_session_t kvt_session_t;
 typedef struct kvt_sparse_t kvt_sparse_t;
 
 /**
- * Keeps the KV cache of sessions in tiers: memory, then disk. Internally
+ * Keeps the KV cache of sessions in tiers: memory, disk, a remote. Internally
  * locked: any thread may use it.
  */
 typedef struct kvt_store_t kvt_store_t;
@@ -4021,6 +4058,30 @@ typedef struct kvt_replay_report_t {
 } kvt_replay_report_t;
 
 /**
+ * Something that only the remote's server is to see. Copied when a store is opened, wiped
+ * when it is closed, and shown by no spec, log, error or control socket. Stands in arrays
+ * only.
+ */
+typedef struct kvt_secret_t {
+    /**
+     * Which it is: "password".
+     */
+    const char *name;
+    /**
+     * Length of that.
+     */
+    uint64_t name_bytes;
+    /**
+     * The secret.
+     */
+    const void *secret;
+    /**
+     * Its length, at most 4,096.
+     */
+    uint64_t secret_bytes;
+} kvt_secret_t;
+
+/**
  * How to open a store. Zero is the default everywhere. Fields that are set count instead
  * of what the spec says, and are read by the same rules.
  */
@@ -4088,6 +4149,18 @@ typedef struct kvt_store_opts_t {
      * `device=device(capacity=8GiB)` in the spec keeps cells there, too.
      */
     const struct kvt_device_t *device;
+    /**
+     * What only the server of its remote (`remote=redis(...)`) is to see; null = nothing.
+     */
+    const struct kvt_secret_t *secrets;
+    /**
+     * How many, at most 16.
+     */
+    uint64_t secret_count;
+    /**
+     * sizeof(kvt_secret_t).
+     */
+    uint64_t secret_stride_bytes;
 } kvt_store_opts_t;
 
 /**
@@ -4442,6 +4515,11 @@ typedef struct kvt_identity_t {
      * sizeof(kvt_identity_extra_t).
      */
     uint64_t extra_stride_bytes;
+    /**
+     * Whose names its objects have at a remote, which rules of access there may tell apart;
+     * 0 = everybody's. No part of the identity: all that open a namespace say the same.
+     */
+    uint64_t remote_tenant;
 } kvt_identity_t;
 
 /**
@@ -7013,6 +7091,96 @@ typedef struct kvt_blocks_t {
 } kvt_blocks_t;
 
 /**
+ * What a store counts of its remote since it was opened, and how that is now.
+ */
+typedef struct kvt_remote_stats_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_REMOTE_*: how it is to fetch from, and to ask; 0 = the store has no remote.
+     */
+    uint32_t reads;
+    /**
+     * KVT_REMOTE_*: how it is to send to.
+     */
+    uint32_t writes;
+    /**
+     * Times that a way to it was given up for a while.
+     */
+    uint64_t left_alone;
+    /**
+     * Names that were asked for.
+     */
+    uint64_t asked_names;
+    /**
+     * Of those, names that were there.
+     */
+    uint64_t found_names;
+    /**
+     * Names that were known to be there without asking.
+     */
+    uint64_t remembered_names;
+    /**
+     * Objects that came.
+     */
+    uint64_t fetched_objects;
+    /**
+     * Cells that came and were right.
+     */
+    uint64_t fetched_cells;
+    /**
+     * Bytes of those.
+     */
+    uint64_t fetched_bytes;
+    /**
+     * Bytes that came and were not wanted.
+     */
+    uint64_t wasted_bytes;
+    /**
+     * Objects that were said to be there and were not.
+     */
+    uint64_t absent_objects;
+    /**
+     * Objects, or cells of them, that were not what they should be.
+     */
+    uint64_t corrupt_objects;
+    /**
+     * Requests that were not answered in time, or not at all.
+     */
+    uint64_t late_requests;
+    /**
+     * Objects that were not fetched, because the remote was left alone.
+     */
+    uint64_t avoided_objects;
+    /**
+     * Objects that were sent.
+     */
+    uint64_t sent_objects;
+    /**
+     * Their bytes.
+     */
+    uint64_t sent_bytes;
+    /**
+     * Objects that somebody else had sent before.
+     */
+    uint64_t known_objects;
+    /**
+     * Objects that could not be sent.
+     */
+    uint64_t failed_sends;
+    /**
+     * Chunks that were not sent: not admitted, or too many waited.
+     */
+    uint64_t refused_chunks;
+    /**
+     * Objects that were taken away there: damaged ones, and what was dropped.
+     */
+    uint64_t removed_objects;
+} kvt_remote_stats_t;
+
+/**
  * Success.
  */
 #define KVT_OK 0
@@ -8949,7 +9117,8 @@ kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
 
 /**
  * Opens a store: makes or recovers its disk, and starts its threads. Waits for
- * the disk.
+ * the disk, and for an answer of its remote as long as `connect` and `timeout` say; one that
+ * does not answer is tried again later, unless the spec requires it.
  *
  * @param runtime  Where it belongs.
  * @param budget   Who pays for its memory, a budget of that runtime; null = nobody.
@@ -8961,7 +9130,8 @@ kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
  *         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
  *         path, is in use), KVT_E_STATE (what is at that path is no socket of this
  *         user's), KVT_E_IO, KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
- *         KVT_E_PANIC.
+ *         KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
+ *         KVT_E_UNSUPPORTED (a remote that is not built in), KVT_E_PANIC.
  *
  * Ownership: the caller owns the store. Threading: any thread. Since 0.1.
  */
@@ -11796,6 +11966,44 @@ kvt_status_t kvt_session_hint_blocks(const struct kvt_session_t *session,
                                      const struct kvt_names_t *names,
                                      const struct kvt_policy_hint_t *told,
                                      struct kvt_error_t **err);
+
+/**
+ * What a store counts of its remote; also of a poisoned one. Of a store without a remote all
+ * is 0.
+ *
+ * @param store  The store.
+ * @param out    Filled in; start it with KVT_REMOTE_STATS_INIT.
+ * @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+ *
+ * Threading: any thread. Since 0.1.
+ */
+kvt_status_t kvt_store_remote(const struct kvt_store_t *store, struct kvt_remote_stats_t *out);
+
+/**
+ * Begins to find out how far a session can go on with what the store has and what its remote
+ * has. Never waits. The op's value is the tokens from the session's first one on that can be
+ * used; what is at the remote is part of lookups and plans from then on, and comes with gets
+ * and prefetches. Appending a chunk or more asks by itself (ask=append): the op then only
+ * waits for the answers. Without a remote, or while that is left alone, it ends at once with
+ * what is here.
+ *
+ * What the remote has is a hint: it may be gone when it is fetched, which is a miss.
+ *
+ * @param session  The session.
+ * @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it the op
+ *                 ends with KVT_E_TIMEOUT, and what was heard until then counts.
+ * @param op_out   Receives the op; null with a queue to be told by that alone.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is
+ *         full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
+                                const struct kvt_submit_opts_t *opts,
+                                struct kvt_op_t **op_out,
+                                struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -51,6 +51,7 @@ pub mod policy_stats;
 pub mod policy_use;
 pub mod prefill;
 pub mod queue;
+pub mod remote;
 pub mod runtime;
 pub mod session;
 pub(crate) mod session_begin;

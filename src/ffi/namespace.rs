@@ -119,6 +119,9 @@ pub struct kvt_identity_t {
     pub extra_count: u64,
     /// sizeof(kvt_identity_extra_t).
     pub extra_stride_bytes: u64,
+    /// Whose names its objects have at a remote, which rules of access there may tell apart;
+    /// 0 = everybody's. No part of the identity: all that open a namespace say the same.
+    pub remote_tenant: u64,
 }
 
 /// Layers that keep the same, and need the same. Stands in arrays only.
@@ -359,10 +362,10 @@ pub unsafe extern "C" fn kvt_namespace_open(
             fail!(Invalid, "the layout is null");
         }
         // SAFETY: the caller's promise.
-        let (key, layout, codec) = unsafe {
+        let (key, layout, codec, tenant) = unsafe {
             require(out)?;
             let (layout, identity) = (layout_of(&read(layout)?)?, read(identity)?);
-            (key_of(&identity, &layout)?, layout, codec_of(&identity)?)
+            (key_of(&identity, &layout)?, layout, codec_of(&identity)?, identity.remote_tenant)
         };
         let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
         let opts = SpaceOpts { key, layout, holes: flags & KVT_NAMESPACE_HOLES != 0 };
@@ -370,6 +373,7 @@ pub unsafe extern "C" fn kvt_namespace_open(
             let number = noun.store.with(|core| {
                 let number = core.open_space(&opts)?;
                 core.set_codec(number, codec);
+                core.set_tenant(number, tenant);
                 Ok(number)
             })?;
             let (core, store) = (noun.core.clone(), noun.store.clone());

@@ -14,7 +14,9 @@ use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::session::{SessionNoun, kvt_session_t};
-use crate::ffi::session_move::{KVT_LEVEL_DISK, KVT_LEVEL_DURABLE, KVT_LEVEL_RAM};
+use crate::ffi::session_move::{
+    KVT_LEVEL_DISK, KVT_LEVEL_DURABLE, KVT_LEVEL_RAM, KVT_LEVEL_REMOTE,
+};
 use crate::ffi::slice::{require, text};
 use crate::ffi::sparse_custom::{Table, kvt_sparse_custom_t, made};
 use crate::ffi::status::kvt_status_t;
@@ -214,6 +216,7 @@ pub(crate) unsafe fn options(
         KVT_LEVEL_RAM => Level::Ram,
         KVT_LEVEL_DISK => Level::Disk,
         KVT_LEVEL_DURABLE => Level::Durable,
+        KVT_LEVEL_REMOTE => Level::Remote,
         other => fail!(Invalid, "level {other} is none of KVT_LEVEL_*"),
     };
     let Some(dtype) = Dtype::from_code(given.dtype) else {

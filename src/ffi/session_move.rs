@@ -30,6 +30,9 @@ pub const KVT_LEVEL_RAM: u32 = 0;
 pub const KVT_LEVEL_DISK: u32 = 1;
 /// A put has ended when the cells survive the end of the machine.
 pub const KVT_LEVEL_DURABLE: u32 = 2;
+/// A put has ended when the store's remote has said that it has the full chunks; what does not
+/// fill one is in memory then.
+pub const KVT_LEVEL_REMOTE: u32 = 3;
 
 /// A rectangle of a session: tokens by layers, and where the engine has them.
 #[repr(C)]
@@ -100,6 +103,7 @@ pub(crate) fn level_of(level: u32, deed: Deed) -> Result<Level> {
         _ if deed != Deed::Put => fail!(Invalid, "level is for puts alone"),
         KVT_LEVEL_DISK => Ok(Level::Disk),
         KVT_LEVEL_DURABLE => Ok(Level::Durable),
+        KVT_LEVEL_REMOTE => Ok(Level::Remote),
         other => fail!(Invalid, "level {other} is none of KVT_LEVEL_*"),
     }
 }

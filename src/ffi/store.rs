@@ -13,6 +13,7 @@ use crate::ffi::device::{device_of, kvt_device_t};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
 use crate::ffi::handle::{Access, Noun, free, insert, pin};
+use crate::ffi::remote::{kvt_secret_t, secrets_of};
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
@@ -23,7 +24,7 @@ use crate::kv::fields::Fields;
 use crate::kv::spec::StoreSpec;
 use crate::kv::store::Store;
 
-/// Keeps the KV cache of sessions in tiers: memory, then disk. Internally
+/// Keeps the KV cache of sessions in tiers: memory, disk, a remote. Internally
 /// locked: any thread may use it.
 pub struct kvt_store_t(());
 
@@ -81,6 +82,12 @@ pub struct kvt_store_opts_t {
     /// null = the processor. With one that has memory of its own, moves take views of it, and
     /// `device=device(capacity=8GiB)` in the spec keeps cells there, too.
     pub device: *const kvt_device_t,
+    /// What only the server of its remote (`remote=redis(...)`) is to see; null = nothing.
+    pub secrets: *const kvt_secret_t,
+    /// How many, at most 16.
+    pub secret_count: u64,
+    /// sizeof(kvt_secret_t).
+    pub secret_stride_bytes: u64,
 }
 
 // SAFETY: integers and a raw pointer; the first field is the size.
@@ -126,12 +133,16 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
         let policy = text(given.policy, given.policy_bytes)?;
         let disk_policy = text(given.disk_policy, given.disk_policy_bytes)?;
         let fields = Fields { host_bytes, disk_bytes, disk_path, policy, disk_policy, write };
-        fields.over(text(given.spec, given.spec_bytes)?)
+        let mut spec = fields.over(text(given.spec, given.spec_bytes)?)?;
+        let (count, stride_bytes) = (given.secret_count, given.secret_stride_bytes);
+        spec.secrets = secrets_of(given.secrets, count, stride_bytes)?;
+        Ok(spec)
     }
 }
 
 /// Opens a store: makes or recovers its disk, and starts its threads. Waits for
-/// the disk.
+/// the disk, and for an answer of its remote as long as `connect` and `timeout` say; one that
+/// does not answer is tried again later, unless the spec requires it.
 ///
 /// @param runtime  Where it belongs.
 /// @param budget   Who pays for its memory, a budget of that runtime; null = nobody.
@@ -143,7 +154,8 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
 ///         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
 ///         path, is in use), KVT_E_STATE (what is at that path is no socket of this
 ///         user's), KVT_E_IO, KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
-///         KVT_E_PANIC.
+///         KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
+///         KVT_E_UNSUPPORTED (a remote that is not built in), KVT_E_PANIC.
 ///
 /// Ownership: the caller owns the store. Threading: any thread. Since 0.1.
 ///

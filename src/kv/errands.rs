@@ -117,7 +117,8 @@ impl Errand {
     /// # Safety
     /// As [`Errands::fetch`].
     unsafe fn fetch(&mut self, batch: &mut FetchBatch, deadline_ns: u64) {
-        let sizes = batch.fetches.iter().map(|one| fetched(one).map(|object| object.header_bytes()));
+        let sizes =
+            batch.fetches.iter().map(|one| fetched(one).map(|object| object.header_bytes()));
         let starts = self.room(sizes);
         self.gets.clear();
         let sink = Sink { address: self.sink.as_mut_ptr(), bytes: self.sink.len() as u64 };

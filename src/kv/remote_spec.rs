@@ -130,8 +130,7 @@ impl RemoteSpec {
         }
         let write = reader.choice("write", &["through", "back", "never"])?;
         let ask = reader.choice("ask", &["append", "locate"])?;
-        let mut ms =
-            |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
+        let mut ms = |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
         let (timeout_ns, connect_ns) = (ms("timeout", 250)?, ms("connect", 1000)?);
         let (fresh_ns, absent_ns) = (ms("fresh", 60_000)?, ms("absent", 5000)?);
         let config = FarConfig {
@@ -194,7 +193,9 @@ impl RemoteSpec {
             }
             Kind::Custom => match custom {
                 Some(custom) => custom,
-                None => fail!(Invalid, "remote=custom(...) needs the remote itself, in the options"),
+                None => {
+                    fail!(Invalid, "remote=custom(...) needs the remote itself, in the options")
+                }
             },
         };
         let caps = remote.caps();
@@ -253,7 +254,8 @@ mod tests {
 
     #[test]
     fn a_remote_is_described() {
-        let text = "redis(url=\"redis://a:1\", write=through, timeout=100, ask=locate, prefix=\"p\")";
+        let text =
+            "redis(url=\"redis://a:1\", write=through, timeout=100, ask=locate, prefix=\"p\")";
         let spec = read(text).unwrap().unwrap();
         assert_eq!((spec.config.write, spec.config.timeout_ns), (Write::Through, 100 * MS));
         assert!(!spec.config.asks && !spec.require && spec.fetchers == 2);

@@ -131,6 +131,7 @@ KVT_LAUNCH_TOP = 6
 KVT_LEVEL_DISK = 1
 KVT_LEVEL_DURABLE = 2
 KVT_LEVEL_RAM = 0
+KVT_LEVEL_REMOTE = 3
 KVT_LOG_DEBUG = 4
 KVT_LOG_ERROR = 1
 KVT_LOG_INFO = 3
@@ -183,6 +184,9 @@ KVT_RANGE_HIT = 1
 KVT_RANGE_MISS = 0
 KVT_RANGE_PENDING = 2
 KVT_RANGE_UNNEEDED = 3
+KVT_REMOTE_LEFT_ALONE = 2
+KVT_REMOTE_PROBED = 3
+KVT_REMOTE_WELL = 1
 KVT_REPLAY_HOLES = 1
 KVT_REPLAY_UNTIMED = 2
 KVT_ROLE_EMBEDDING = 3
@@ -259,8 +263,10 @@ KVT_TIER_HOST = 1
 KVT_TIER_NONE = 4294967295
 KVT_TIER_PINNED = 4
 KVT_TIER_REMOTE = 3
+KVT_TIMED_ASK_BATCH = 15
 KVT_TIMED_COPY_BATCH = 6
 KVT_TIMED_DISK_DECISION = 12
+KVT_TIMED_FETCH_BATCH = 13
 KVT_TIMED_GET_DISK = 2
 KVT_TIMED_GET_HOST = 1
 KVT_TIMED_HOST_DECISION = 11
@@ -268,6 +274,7 @@ KVT_TIMED_PUT_DISK = 4
 KVT_TIMED_PUT_DURABLE = 5
 KVT_TIMED_PUT_RAM = 3
 KVT_TIMED_READ_BATCH = 7
+KVT_TIMED_SEND_BATCH = 14
 KVT_TIMED_SYNC_BATCH = 9
 KVT_TIMED_UPKEEP_BATCH = 10
 KVT_TIMED_WRITE_BATCH = 8
@@ -1204,6 +1211,15 @@ class kvt_replay_report_t(Sized):
     ]
 
 
+class kvt_secret_t(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("secret", ctypes.c_void_p),
+        ("secret_bytes", ctypes.c_uint64),
+    ]
+
+
 class kvt_store_opts_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -1221,6 +1237,9 @@ class kvt_store_opts_t(Sized):
         ("write", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
         ("device", kvt_device_p),
+        ("secrets", ctypes.POINTER(kvt_secret_t)),
+        ("secret_count", ctypes.c_uint64),
+        ("secret_stride_bytes", ctypes.c_uint64),
     ]
 
 
@@ -1319,6 +1338,7 @@ class kvt_identity_t(Sized):
         ("extra", ctypes.POINTER(kvt_identity_extra_t)),
         ("extra_count", ctypes.c_uint64),
         ("extra_stride_bytes", ctypes.c_uint64),
+        ("remote_tenant", ctypes.c_uint64),
     ]
 
 
@@ -2172,6 +2192,32 @@ class kvt_blocks_t(Sized):
     ]
 
 
+class kvt_remote_stats_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("reads", ctypes.c_uint32),
+        ("writes", ctypes.c_uint32),
+        ("left_alone", ctypes.c_uint64),
+        ("asked_names", ctypes.c_uint64),
+        ("found_names", ctypes.c_uint64),
+        ("remembered_names", ctypes.c_uint64),
+        ("fetched_objects", ctypes.c_uint64),
+        ("fetched_cells", ctypes.c_uint64),
+        ("fetched_bytes", ctypes.c_uint64),
+        ("wasted_bytes", ctypes.c_uint64),
+        ("absent_objects", ctypes.c_uint64),
+        ("corrupt_objects", ctypes.c_uint64),
+        ("late_requests", ctypes.c_uint64),
+        ("avoided_objects", ctypes.c_uint64),
+        ("sent_objects", ctypes.c_uint64),
+        ("sent_bytes", ctypes.c_uint64),
+        ("known_objects", ctypes.c_uint64),
+        ("failed_sends", ctypes.c_uint64),
+        ("refused_chunks", ctypes.c_uint64),
+        ("removed_objects", ctypes.c_uint64),
+    ]
+
+
 #: Result and arguments of every function.
 FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_abi_check": (kvt_status_t, (ctypes.c_uint64, ctypes.POINTER(kvt_error_p),)),
@@ -2539,6 +2585,8 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_session_hold_blocks": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_names_t),
         ctypes.POINTER(ctypes.c_uint8), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_info": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_session_info_t),)),
+    "kvt_session_locate": (kvt_status_t, (kvt_session_p, ctypes.POINTER(kvt_submit_opts_t),
+        ctypes.POINTER(kvt_op_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_open": (kvt_status_t, (kvt_namespace_p, ctypes.POINTER(kvt_session_opts_t),
         ctypes.POINTER(kvt_session_p), ctypes.POINTER(kvt_error_p),)),
     "kvt_session_pin": (kvt_status_t, (kvt_session_p, ctypes.c_uint64, ctypes.c_uint64,
@@ -2636,6 +2684,7 @@ FUNCTIONS: Dict[str, Tuple[Any, Tuple[Any, ...]]] = {
     "kvt_store_open": (kvt_status_t, (kvt_runtime_p, kvt_budget_p,
         ctypes.POINTER(kvt_store_opts_t), ctypes.POINTER(kvt_store_p),
         ctypes.POINTER(kvt_error_p),)),
+    "kvt_store_remote": (kvt_status_t, (kvt_store_p, ctypes.POINTER(kvt_remote_stats_t),)),
     "kvt_store_set_budget": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_uint64,
         ctypes.POINTER(kvt_error_p),)),
     "kvt_store_set_policy": (kvt_status_t, (kvt_store_p, ctypes.c_uint32, ctypes.c_char_p,

@@ -91,6 +91,8 @@ class Identity:
     shard: Optional[Tuple[int, int]] = None
     #: By tag, 0x80000000 at least.
     extra: Dict[int, bytes] = field(default_factory=dict)
+    #: Whose names objects have at a remote; 0 = everybody's. No part of the identity.
+    remote_tenant: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ def _identity(given: Identity, kept: List[Any]) -> Any:
     kept.append(rows)
     c.extra, c.extra_count = rows, len(rows)
     c.extra_stride_bytes = ctypes.sizeof(_abi.kvt_identity_extra_t)
+    c.remote_tenant = u64(given.remote_tenant)
     return c
 
 
@@ -344,6 +347,15 @@ class Session(Resource):
             _wanted(move, reuse, chunks, columns)
             return self._one(lib.kvt_session_prefetch, move, [], True, queue, tag, timeout,
                              priority)
+
+    def locate(self, *, queue: "Optional[Queue]" = None, tag: object = None,
+               timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
+        """Finds out how far it can go on with what is here and at the remote: so many tokens are
+        the op's value. Dropped, it is cancelled."""
+        def call(raw: Any, _: Any, opts: Any, handle: Any, err: Any) -> Any:
+            return lib.kvt_session_locate(raw, opts, handle, err)
+
+        return self._one(call, ctypes.c_uint64(), [], True, queue, tag, timeout, priority)
 
     def get_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
@@ -557,7 +569,8 @@ class Store(Closing):
     """Keeps KV in memory and on disk, as its spec says:
     `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`. What is given beside the spec counts
     instead of what it says; `write` is `through`, `back` or `never`. `device` copies between
-    your memory and the store's: with one that has memory, views may lead into that.
+    your memory and the store's: with one that has memory, views may lead into that. `secrets`
+    are for the server of its remote alone: `{"password": b"..."}`.
 
     >>> import kvtier
     >>> from kvtier import Group, Identity, View
@@ -582,7 +595,8 @@ class Store(Closing):
                  budget: "Optional[Budget]" = None, host_bytes: int = 0, disk_bytes: int = 0,
                  disk_path: "Union[str, os.PathLike[str]]" = "", policy: str = "",
                  disk_policy: str = "", write: str = "",
-                 device: "Optional[Device]" = None) -> None:
+                 device: "Optional[Device]" = None,
+                 secrets: Optional[Dict[str, bytes]] = None) -> None:
         self._runtime, self._device = runtime, device
         if write not in ("", *WRITES):
             raise _invalid(f"write {write!r} is none of {', '.join(WRITES)}")
@@ -596,6 +610,14 @@ class Store(Closing):
         for name, text in kept.items():
             setattr(opts, name, text_pointer(text))
             setattr(opts, f"{name}_bytes", len(text))
+        hidden = [(name.encode(), bytes(secret)) for name, secret in (secrets or {}).items()]
+        rows = (_abi.kvt_secret_t * len(hidden))(*(
+            _abi.kvt_secret_t(name=text_pointer(name), name_bytes=len(name),
+                              secret=ctypes.cast(ctypes.c_char_p(secret), ctypes.c_void_p),
+                              secret_bytes=len(secret)) for name, secret in hidden))
+        if hidden:
+            opts.secrets = ctypes.cast(rows, type(opts.secrets))
+            opts.secret_count, opts.secret_stride_bytes = len(hidden), ctypes.sizeof(rows[0])
         pays = None if budget is None else budget._raw
         handle, err = _abi.kvt_store_p(), new_error()
         check_err(lib.kvt_store_open(runtime._raw, pays, byref(opts), byref(handle), byref(err)),
@@ -611,6 +633,13 @@ class Store(Closing):
         """What it counts and has, by the names of kvt_store_stats_t."""
         stats = _abi.kvt_store_stats_t()
         check(lib.kvt_store_stats(self._raw, byref(stats)))
+        names = [name for name, *_ in stats._fields_ if name != "struct_size"]
+        return {name: int(getattr(stats, name)) for name in names}
+
+    def remote_stats(self) -> Dict[str, int]:
+        """What it counts of its remote, by the names of kvt_remote_stats_t."""
+        stats = _abi.kvt_remote_stats_t()
+        check(lib.kvt_store_remote(self._raw, byref(stats)))
         names = [name for name, *_ in stats._fields_ if name != "struct_size"]
         return {name: int(getattr(stats, name)) for name in names}
 

@@ -289,7 +289,8 @@ impl Core {
     pub(super) fn unhint(&mut self, at: At, layers: std::ops::Range<u32>) {
         for layer in layers {
             let cell = Cell { chunk: at.slot, layer: layer as usize };
-            if let Err(error) = self.boards[at.board as usize].chunks.begin_drop(cell, Tier::Remote) {
+            if let Err(error) = self.boards[at.board as usize].chunks.begin_drop(cell, Tier::Remote)
+            {
                 log::error!("a hint could not be forgotten: {error}");
             }
         }

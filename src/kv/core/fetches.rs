@@ -249,10 +249,8 @@ impl Core {
     fn end_fetch(&mut self, fetch: &Fetch) {
         let (at, now_ns) = (fetch.at, self.now_ns);
         let layers = fetch.shape.layers(fetch.object());
-        let is_gone = matches!(
-            fetch.result,
-            Err(Trouble::Absent | Trouble::Nonsense | Trouble::TooLong)
-        );
+        let is_gone =
+            matches!(fetch.result, Err(Trouble::Absent | Trouble::Nonsense | Trouble::TooLong));
         let (mut used, before) = (0, self.far_cells(at));
         for comer in &fetch.comers {
             let verdict = fetch.verdicts.get((comer.layer - layers.start) as usize);

@@ -264,7 +264,8 @@ fn add(ranges: &mut Vec<Stretch>, next: Stretch) -> Result<()> {
 
 /// Whether something of a chunk has to be copied that is not on the device.
 fn loads(one: &Found) -> bool {
-    let is_near = one.bytes[DEVICE] > 0 && one.bytes[HOST] + one.bytes[DISK] + one.bytes[REMOTE] == 0;
+    let is_near =
+        one.bytes[DEVICE] > 0 && one.bytes[HOST] + one.bytes[DISK] + one.bytes[REMOTE] == 0;
     matches!(one.state, State::Hit | State::Pending) && !is_near
 }
 

@@ -137,8 +137,7 @@ pub(super) fn start(
     let below = u32::from(tools.disk.is_some());
     let (fetchers, senders) = spec.remote.as_ref().map_or((0, 0), |r| (r.fetchers, r.senders));
     let askers = u32::from(spec.remote.is_some());
-    let counts =
-        [copiers, spec.readers * below, below, below, below, fetchers, senders, askers];
+    let counts = [copiers, spec.readers * below, below, below, below, fetchers, senders, askers];
     let mut threads = Vec::new();
     for (hands, count) in Hands::ALL.into_iter().zip(counts) {
         for at in 0..count {

@@ -1,0 +1,274 @@
+/* Two stores that share a remote, here a directory: what one has put the other finds, fetches
+ * and gets right; what was damaged there is a miss. */
+
+#include "check.h"
+
+#include <dirent.h>
+#include <sys/stat.h>
+
+#define LAYERS 2
+#define CHUNK 16
+#define TOKENS 50
+#define FULL 48
+#define ROW 256
+
+static kvt_runtime_t *runtime;
+static char folder[] = "/tmp/kvt-remote-XXXXXX";
+
+typedef struct {
+    kvt_store_t *store;
+    kvt_namespace_t *space;
+    kvt_session_t *session;
+    uint8_t rows[LAYERS][TOKENS * ROW];
+    kvt_view_t views[LAYERS];
+} engine_t;
+
+static engine_t one, other;
+
+static kvt_store_t *open_store(const char *remote) {
+    char spec[400];
+    snprintf(spec, sizeof spec, "store(host=4MiB, remote=%s)", remote);
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    opts.spec = spec;
+    opts.spec_bytes = strlen(spec);
+    kvt_store_t *store = NULL;
+    kvt_error_t *err = NULL;
+    const kvt_status_t status = kvt_store_open(runtime, NULL, &opts, &store, &err);
+    if (status != KVT_OK) fprintf(stderr, "%s\n", kvt_error_message(err));
+    CHECK_OK(status);
+    return store;
+}
+
+static void open_engine(engine_t *engine, uint64_t tenant) {
+    char remote[300];
+    snprintf(remote, sizeof remote, "dir(path=\"%s\", object=8KiB)", folder);
+    memset(engine, 0, sizeof *engine);
+    engine->store = open_store(remote);
+    const uint16_t layers[LAYERS] = {0, 1};
+    kvt_group_t group;
+    memset(&group, 0, sizeof group);
+    group.dtype = KVT_DTYPE_BYTES;
+    group.k_bytes = ROW;
+    group.layers = layers;
+    group.layer_count = LAYERS;
+    kvt_layout_t layout = KVT_LAYOUT_INIT;
+    layout.chunk_tokens = CHUNK;
+    layout.groups = &group;
+    layout.group_count = 1;
+    layout.stride_bytes = sizeof group;
+    kvt_identity_t who = KVT_IDENTITY_INIT;
+    who.model = "a model";
+    who.model_bytes = 7;
+    who.remote_tenant = tenant;
+    CHECK_OK(kvt_namespace_open(engine->store, &who, &layout, 0, &engine->space, NULL));
+    kvt_session_opts_t opts = KVT_SESSION_OPTS_INIT;
+    CHECK_OK(kvt_session_open(engine->space, &opts, &engine->session, NULL));
+    uint32_t tokens[TOKENS];
+    for (uint32_t i = 0; i < TOKENS; i++) tokens[i] = 7 * i;
+    CHECK_OK(kvt_session_append(engine->session, tokens, TOKENS, NULL));
+    for (int layer = 0; layer < LAYERS; layer++) {
+        engine->views[layer].address = engine->rows[layer];
+        engine->views[layer].heads = 1;
+        engine->views[layer].run_bytes = ROW;
+    }
+}
+
+static void close_engine(engine_t *engine) {
+    CHECK_OK(kvt_session_close(&engine->session));
+    CHECK_OK(kvt_namespace_close(&engine->space));
+    CHECK_OK(kvt_store_close(&engine->store, in_ms(60000), NULL));
+}
+
+static void compute(engine_t *engine) {
+    for (int layer = 0; layer < LAYERS; layer++)
+        for (int i = 0; i < TOKENS * ROW; i++)
+            engine->rows[layer][i] = (uint8_t)(i * 31 + layer * 7 + i / 251);
+}
+
+static kvt_move_t all_of(engine_t *engine, uint32_t level, uint64_t tokens) {
+    kvt_move_t move = KVT_MOVE_INIT;
+    move.tokens = tokens;
+    move.layers = LAYERS;
+    move.level = level;
+    move.k = engine->views;
+    move.stride_bytes = sizeof engine->views[0];
+    return move;
+}
+
+/* What is not waited for by name is waited for here: puts, gets, questions. */
+static kvt_status_t end(kvt_op_t *op, uint64_t *value) {
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    *value = info_of(op).value;
+    return finish_op(&op);
+}
+
+static uint64_t locate(engine_t *engine) {
+    kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
+    opts.deadline_ns = in_ms(30000);
+    kvt_op_t *op = NULL;
+    uint64_t tokens = 0;
+    CHECK_OK(kvt_session_locate(engine->session, &opts, &op, NULL));
+    CHECK_OK(end(op, &tokens));
+    return tokens;
+}
+
+static kvt_status_t put(engine_t *engine, uint32_t level) {
+    const kvt_move_t move = all_of(engine, level, TOKENS);
+    kvt_op_t *op = NULL;
+    uint64_t tokens = 0;
+    CHECK_OK(kvt_session_put(engine->session, &move, NULL, &op, NULL));
+    return end(op, &tokens);
+}
+
+static kvt_status_t get(engine_t *engine) {
+    const kvt_move_t move = all_of(engine, 0, FULL);
+    kvt_op_t *op = NULL;
+    uint64_t tokens = 0;
+    CHECK_OK(kvt_session_get(engine->session, &move, NULL, &op, NULL));
+    return end(op, &tokens);
+}
+
+static kvt_remote_stats_t stats(const engine_t *engine) {
+    kvt_remote_stats_t s = KVT_REMOTE_STATS_INIT;
+    CHECK_OK(kvt_store_remote(engine->store, &s));
+    CHECK_EQ(s.struct_size, sizeof s);
+    return s;
+}
+
+/* Changes the last byte of all files of a folder, and of those in it; how many. */
+static int damage(const char *path) {
+    DIR *entries = opendir(path);
+    CHECK(entries != NULL);
+    int count = 0;
+    for (struct dirent *entry; (entry = readdir(entries)) != NULL;) {
+        if (entry->d_name[0] == '.') continue;
+        char inner[1024];
+        struct stat about;
+        snprintf(inner, sizeof inner, "%s/%s", path, entry->d_name);
+        CHECK(stat(inner, &about) == 0);
+        if (S_ISDIR(about.st_mode)) {
+            count += damage(inner);
+            continue;
+        }
+        FILE *file = fopen(inner, "r+b");
+        CHECK(file != NULL && fseek(file, -1, SEEK_END) == 0);
+        const int last = fgetc(file);
+        CHECK(fseek(file, -1, SEEK_END) == 0 && fputc(last ^ 1, file) != EOF);
+        CHECK(fclose(file) == 0);
+        count++;
+    }
+    closedir(entries);
+    return count;
+}
+
+static void sharing(void) {
+    open_engine(&one, 0);
+    open_engine(&other, 0);
+    CHECK_EQ(locate(&one), 0);
+    compute(&one);
+    CHECK_OK(put(&one, KVT_LEVEL_REMOTE));
+    kvt_remote_stats_t s = stats(&one);
+    CHECK_EQ(s.sent_objects, FULL / CHUNK);
+    CHECK_EQ(s.reads, KVT_REMOTE_WELL);
+    CHECK_EQ(s.writes, KVT_REMOTE_WELL);
+    CHECK_EQ(s.failed_sends + s.refused_chunks + s.late_requests, 0);
+
+    /* It asked before anything was there: what it heard counts for some seconds. */
+    close_engine(&other);
+    open_engine(&other, 0);
+    CHECK_EQ(locate(&other), FULL);
+    kvt_lookup_t found = KVT_LOOKUP_INIT;
+    kvt_range_t ranges[4];
+    uint64_t count = 0;
+    uint32_t tokens[TOKENS];
+    for (uint32_t i = 0; i < TOKENS; i++) tokens[i] = 7 * i;
+    CHECK_OK(kvt_namespace_lookup(other.space, tokens, TOKENS, ranges, 4, sizeof ranges[0], &count,
+                                  &found, NULL));
+    CHECK_EQ(found.reusable_tokens, FULL);
+    CHECK_OK(get(&other));
+    compute(&one);
+    for (int layer = 0; layer < LAYERS; layer++)
+        CHECK(memcmp(one.rows[layer], other.rows[layer], FULL * ROW) == 0);
+    s = stats(&other);
+    CHECK_EQ(s.fetched_objects, FULL / CHUNK);
+    CHECK_EQ(s.fetched_bytes, (uint64_t)FULL * ROW * LAYERS);
+    CHECK_EQ(s.corrupt_objects + s.absent_objects, 0);
+    close_engine(&other);
+
+    /* A tenant has names of his own. */
+    open_engine(&other, 42);
+    CHECK_EQ(locate(&other), 0);
+    close_engine(&other);
+    close_engine(&one);
+}
+
+static void lying(void) {
+    CHECK_EQ(damage(folder), FULL / CHUNK);
+    open_engine(&other, 0);
+    CHECK_EQ(locate(&other), FULL);
+    CHECK_EQ(get(&other), KVT_E_NOT_FOUND);
+    CHECK_EQ(stats(&other).corrupt_objects, FULL / CHUNK);
+    close_engine(&other);
+}
+
+static void refusing(void) {
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    kvt_store_t *store = NULL;
+    kvt_error_t *err = NULL;
+    const struct { const char *spec; kvt_status_t status; } bad[] = {
+        {"store(remote=redis(url=\"redis://user:hunter2@127.0.0.1\"))", KVT_E_SPEC},
+        {"store(remote=redis())", KVT_E_SPEC},
+        {"store(remote=redos(url=\"redis://127.0.0.1\"))", KVT_E_SPEC},
+        {"store(remote=redis(url=\"redis://127.0.0.1:1\", connect=200, require=true))",
+         KVT_E_UNAVAILABLE},
+        {"store(remote=dir(path=\"/nowhere/at/all\"))", KVT_E_NOT_FOUND},
+        {"store(remote=custom())", KVT_E_INVALID},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        opts.spec = bad[i].spec;
+        opts.spec_bytes = strlen(bad[i].spec);
+        CHECK_IS(kvt_store_open(runtime, NULL, &opts, &store, &err), bad[i].status);
+        CHECK(store == NULL && strstr(kvt_error_message(err), "hunter2") == NULL);
+        CHECK_OK(kvt_error_free(&err));
+    }
+    /* One that nobody needs may be away. */
+    store = open_store("redis(url=\"redis://127.0.0.1:1\", connect=200)");
+    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+
+    kvt_secret_t secrets[2];
+    memset(secrets, 0, sizeof secrets);
+    secrets[0].name = secrets[1].name = "password";
+    secrets[0].name_bytes = secrets[1].name_bytes = 8;
+    secrets[0].secret = secrets[1].secret = "hunter2";
+    secrets[0].secret_bytes = secrets[1].secret_bytes = 7;
+    opts.spec = "store";
+    opts.spec_bytes = 5;
+    opts.secrets = secrets;
+    opts.secret_count = 2;
+    opts.secret_stride_bytes = sizeof secrets[0];
+    CHECK_IS(kvt_store_open(runtime, NULL, &opts, &store, NULL), KVT_E_INVALID);
+    opts.secret_count = 1;
+    secrets[0].name = "passwort";
+    CHECK_IS(kvt_store_open(runtime, NULL, &opts, &store, NULL), KVT_E_INVALID);
+    secrets[0].name = "password";
+    CHECK_OK(kvt_store_open(runtime, NULL, &opts, &store, NULL));
+    kvt_remote_stats_t s = KVT_REMOTE_STATS_INIT;
+    CHECK_OK(kvt_store_remote(store, &s));
+    CHECK_EQ(s.reads + s.writes + s.asked_names, 0);
+    CHECK_IS(kvt_store_remote(store, NULL), KVT_E_INVALID);
+    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+}
+
+int main(void) {
+    check_begin();
+    CHECK(mkdtemp(folder) != NULL);
+    runtime = open_runtime(1, NULL);
+    sharing();
+    lying();
+    refusing();
+    close_runtime(&runtime);
+    char command[600];
+    snprintf(command, sizeof command, "rm -r '%s'", folder);
+    CHECK(system(command) == 0);
+    return check_end("remote");
+}

@@ -1,0 +1,241 @@
+//! A store's remote: its secrets, what it has of a session, what is counted of it.
+
+use std::ffi::{c_char, c_void};
+
+use crate::base::op::Op;
+use crate::base::status::Status;
+use crate::fail;
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::{guard, guard_err};
+use crate::ffi::handle::{Access, encode, with};
+use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::slice::{bytes, text};
+use crate::ffi::status::kvt_status_t;
+use crate::ffi::store::{StoreNoun, kvt_store_t};
+use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
+use crate::kv::core::FarCounters;
+use crate::kv::remote_spec::Secrets;
+use crate::tier::remote::breaker::{Breaker, State, Way};
+
+/// Requests go to the remote.
+pub const KVT_REMOTE_WELL: u32 = 1;
+/// The remote is left alone for a while: it did not answer, or answered nonsense.
+pub const KVT_REMOTE_LEFT_ALONE: u32 = 2;
+/// One request goes there, to see whether it is well again.
+pub const KVT_REMOTE_PROBED: u32 = 3;
+
+/// Most secrets.
+const MAX_SECRETS: u64 = 16;
+
+/// Something that only the remote's server is to see. Copied when a store is opened, wiped
+/// when it is closed, and shown by no spec, log, error or control socket. Stands in arrays
+/// only.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_secret_t {
+    /// Which it is: "password".
+    pub name: *const c_char,
+    /// Length of that.
+    pub name_bytes: u64,
+    /// The secret.
+    pub secret: *const c_void,
+    /// Its length, at most 4,096.
+    pub secret_bytes: u64,
+}
+
+// SAFETY: integers and raw pointers.
+unsafe impl Plain for kvt_secret_t {}
+
+/// Copies the secrets of a store's options.
+///
+/// # Safety
+/// The array, and what its entries point to, is null or valid for its lengths.
+pub(crate) unsafe fn secrets_of(
+    secrets: *const kvt_secret_t,
+    count: u64,
+    stride_bytes: u64,
+) -> crate::base::status::Result<Secrets> {
+    // SAFETY: the caller's promise; the rows are only read.
+    let rows = unsafe { Strided::new(secrets.cast_mut(), count, stride_bytes, MAX_SECRETS)? };
+    let mut all = Secrets::default();
+    for at in 0..rows.len() {
+        let one = rows.get(at)?;
+        // SAFETY: the caller's promise.
+        unsafe {
+            all.add(text(one.name, one.name_bytes)?, bytes(one.secret.cast(), one.secret_bytes)?)?
+        };
+    }
+    Ok(all)
+}
+
+/// What a store counts of its remote since it was opened, and how that is now.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvt_remote_stats_t {
+    /// sizeof of this struct.
+    pub struct_size: u64,
+    /// KVT_REMOTE_*: how it is to fetch from, and to ask; 0 = the store has no remote.
+    pub reads: u32,
+    /// KVT_REMOTE_*: how it is to send to.
+    pub writes: u32,
+    /// Times that a way to it was given up for a while.
+    pub left_alone: u64,
+    /// Names that were asked for.
+    pub asked_names: u64,
+    /// Of those, names that were there.
+    pub found_names: u64,
+    /// Names that were known to be there without asking.
+    pub remembered_names: u64,
+    /// Objects that came.
+    pub fetched_objects: u64,
+    /// Cells that came and were right.
+    pub fetched_cells: u64,
+    /// Bytes of those.
+    pub fetched_bytes: u64,
+    /// Bytes that came and were not wanted.
+    pub wasted_bytes: u64,
+    /// Objects that were said to be there and were not.
+    pub absent_objects: u64,
+    /// Objects, or cells of them, that were not what they should be.
+    pub corrupt_objects: u64,
+    /// Requests that were not answered in time, or not at all.
+    pub late_requests: u64,
+    /// Objects that were not fetched, because the remote was left alone.
+    pub avoided_objects: u64,
+    /// Objects that were sent.
+    pub sent_objects: u64,
+    /// Their bytes.
+    pub sent_bytes: u64,
+    /// Objects that somebody else had sent before.
+    pub known_objects: u64,
+    /// Objects that could not be sent.
+    pub failed_sends: u64,
+    /// Chunks that were not sent: not admitted, or too many waited.
+    pub refused_chunks: u64,
+    /// Objects that were taken away there: damaged ones, and what was dropped.
+    pub removed_objects: u64,
+}
+
+// SAFETY: integers; the first field is the size.
+unsafe impl Plain for kvt_remote_stats_t {}
+// SAFETY: as above.
+unsafe impl Sized_ for kvt_remote_stats_t {}
+
+fn state_of(breaker: &Breaker, way: Way) -> u32 {
+    match breaker.state(way) {
+        State::Closed => KVT_REMOTE_WELL,
+        State::Open => KVT_REMOTE_LEFT_ALONE,
+        State::Half => KVT_REMOTE_PROBED,
+    }
+}
+
+fn filled(breaker: &Breaker, counted: &FarCounters) -> kvt_remote_stats_t {
+    kvt_remote_stats_t {
+        struct_size: size_of::<kvt_remote_stats_t>() as u64,
+        reads: state_of(breaker, Way::Read),
+        writes: state_of(breaker, Way::Write),
+        left_alone: breaker.opened(),
+        asked_names: counted.asked,
+        found_names: counted.found,
+        remembered_names: counted.remembered,
+        fetched_objects: counted.fetched,
+        fetched_cells: counted.cells,
+        fetched_bytes: counted.fetched_bytes,
+        wasted_bytes: counted.wasted_bytes,
+        absent_objects: counted.absent,
+        corrupt_objects: counted.corrupt,
+        late_requests: counted.late,
+        avoided_objects: counted.avoided,
+        sent_objects: counted.sent,
+        sent_bytes: counted.sent_bytes,
+        known_objects: counted.known_there,
+        failed_sends: counted.failed_sends,
+        refused_chunks: counted.refused,
+        removed_objects: counted.removed,
+    }
+}
+
+/// What a store counts of its remote; also of a poisoned one. Of a store without a remote all
+/// is 0.
+///
+/// @param store  The store.
+/// @param out    Filled in; start it with KVT_REMOTE_STATS_INIT.
+/// @return KVT_OK; KVT_E_HANDLE, KVT_E_INVALID, KVT_E_FORKED.
+///
+/// Threading: any thread. Since 0.1.
+///
+/// # Safety
+/// `out` is null or valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_store_remote(
+    store: *const kvt_store_t,
+    out: *mut kvt_remote_stats_t,
+) -> kvt_status_t {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        unsafe { check_out(out)? };
+        with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
+            let stats = noun.store.look(|core| {
+                let both = core.far_breaker().zip(core.far_counters());
+                both.map_or(kvt_remote_stats_t::zeroed(), |(breaker, counted)| {
+                    filled(breaker, &counted)
+                })
+            })?;
+            // SAFETY: checked above.
+            unsafe { write(out, &stats) };
+            Ok(())
+        })
+    })
+}
+
+/// Begins to find out how far a session can go on with what the store has and what its remote
+/// has. Never waits. The op's value is the tokens from the session's first one on that can be
+/// used; what is at the remote is part of lookups and plans from then on, and comes with gets
+/// and prefetches. Appending a chunk or more asks by itself (ask=append): the op then only
+/// waits for the answers. Without a remote, or while that is left alone, it ends at once with
+/// what is here.
+///
+/// What the remote has is a hint: it may be gone when it is fetched, which is a miss.
+///
+/// @param session  The session.
+/// @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it the op
+///                 ends with KVT_E_TIMEOUT, and what was heard until then counts.
+/// @param op_out   Receives the op; null with a queue to be told by that alone.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way as may be, or the queue is
+///         full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+///         KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `opts` is valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_locate(
+    session: *const kvt_session_t,
+    opts: *const kvt_submit_opts_t,
+    op_out: *mut *mut kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let (opts, each) = unsafe { submit_opts(opts, op_out.is_null())? };
+        if each {
+            fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: there is one op");
+        }
+        if op_out.is_null() && opts.queue.is_none() {
+            return Err(Status::Invalid.into());
+        }
+        with::<SessionNoun, ()>(session, Access::Use, |noun| {
+            let op = noun.space.store.locate(noun.number, &opts)?;
+            if !op_out.is_null() {
+                // SAFETY: not null, and the caller's promise.
+                unsafe { op_out.write(encode::<Op>(op.key())) };
+            }
+            Ok(())
+        })
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
