@@ -97,6 +97,7 @@ one store_plan 1
 one store_wish 1
 one blocks 1
 one remote
+one remote_custom
 one offload_wish
 one stream_wish
 one device_wish

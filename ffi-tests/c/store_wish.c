@@ -811,7 +811,7 @@ static void counting_tenants(void) {
     /* What was whole was timed: as many puts as there were, one get; the other missed. */
     kvt_latency_t times[16];
     CHECK_OK(kvt_store_latencies(store, NULL, 0, 0, &count));
-    CHECK_EQ(count, KVT_TIMED_DISK_DECISION);
+    CHECK_EQ(count, KVT_TIMED_ASK_BATCH);
     CHECK_IS(kvt_store_latencies(store, times, 3, sizeof *times, &count), KVT_E_TOO_SMALL);
     CHECK_OK(kvt_store_latencies(store, times, 16, sizeof *times, &count));
     for (uint32_t i = 0; i < count; i++) CHECK_EQ(times[i].kind, i + 1);

@@ -83,6 +83,7 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_PROBLEM_INIT KVT_INIT_(kvt_problem_t)
 #define KVT_QUEUE_OPTS_INIT KVT_INIT_(kvt_queue_opts_t)
 #define KVT_QUEUE_STATS_INIT KVT_INIT_(kvt_queue_stats_t)
+#define KVT_REMOTE_CUSTOM_INIT KVT_INIT_(kvt_remote_custom_t)
 #define KVT_REMOTE_STATS_INIT KVT_INIT_(kvt_remote_stats_t)
 #define KVT_REPLAY_OPTS_INIT KVT_INIT_(kvt_replay_opts_t)
 #define KVT_REPLAY_REPORT_INIT KVT_INIT_(kvt_replay_report_t)
@@ -1376,6 +1377,11 @@ template <typename T> inline T kvt_sized_() {
  * One request goes there, to see whether it is well again.
  */
 #define KVT_REMOTE_PROBED 3
+
+/**
+ * A put does nothing where there is an object of that name; without it the last writer wins.
+ */
+#define KVT_REMOTE_FIRST_WINS 1
 
 /**
  * The processor reaches it.
@@ -4082,6 +4088,129 @@ typedef struct kvt_secret_t {
 } kvt_secret_t;
 
 /**
+ * A piece of memory. Stands in arrays only.
+ */
+typedef struct kvt_remote_part_t {
+    /**
+     * Where it is, in host memory.
+     */
+    void *address;
+    /**
+     * How long.
+     */
+    uint64_t bytes;
+} kvt_remote_part_t;
+
+/**
+ * An object of a batch. Stands in arrays only; the next is `stride_bytes` behind it.
+ */
+typedef struct kvt_remote_item_t {
+    /**
+     * Its name: letters, digits, '.', '_', '-' and '/'. Not NUL-terminated.
+     */
+    const char *name;
+    /**
+     * Length of that.
+     */
+    uint64_t name_bytes;
+    /**
+     * Where its bytes go (get) or come from (put), one piece after the other.
+     */
+    const struct kvt_remote_part_t *parts;
+    /**
+     * How many pieces.
+     */
+    uint64_t part_count;
+    /**
+     * Of a get: the first of its bytes that is wanted.
+     */
+    uint64_t offset;
+    /**
+     * Written by the callback. Of a get: how many bytes came, fewer than there is room for where
+     * the object ends. Of a question: how long the object is. Of a put: 1 if it was there.
+     */
+    uint64_t bytes;
+    /**
+     * Written by the callback: KVT_OK; KVT_E_NOT_FOUND; KVT_E_AGAIN (at another time),
+     * KVT_E_TIMEOUT, KVT_E_BUDGET (full), KVT_E_LIMIT (it takes none that long), KVT_E_CORRUPT,
+     * KVT_E_UNAVAILABLE. It is KVT_E_AGAIN before.
+     */
+    kvt_status_t status;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+} kvt_remote_item_t;
+
+/**
+ * Does something with all objects of a batch until a deadline (CLOCK_MONOTONIC). Each has a
+ * status of its own afterwards, and no memory of the batch is touched any more. Anything but
+ * KVT_OK is the status of all that have none.
+ */
+typedef kvt_status_t (*kvt_remote_batch_fn)(void *user_data,
+                                            struct kvt_remote_item_t *items,
+                                            uint64_t count,
+                                            uint64_t stride_bytes,
+                                            uint64_t deadline_ns);
+
+/**
+ * A remote of the engine's own, for `remote=custom(...)` in a store's spec. Its functions are
+ * called from threads of the store, from several at once, with no lock held; they must not
+ * unwind, and must not call the store that they are of. What they say of being there is a hint,
+ * and what they give is checked: they may be wrong, but not late.
+ */
+typedef struct kvt_remote_custom_t {
+    /**
+     * sizeof of this struct.
+     */
+    uint64_t struct_size;
+    /**
+     * KVT_REMOTE_FIRST_WINS.
+     */
+    uint64_t flags;
+    /**
+     * Bytes of an object that it is quick with; 0 = 1 MiB.
+     */
+    uint64_t preferred_bytes;
+    /**
+     * Most bytes of an object; 0 = as many as an object can have.
+     */
+    uint64_t max_bytes;
+    /**
+     * Most objects of a batch; 0 = 32.
+     */
+    uint32_t batch;
+    /**
+     * Always 0.
+     */
+    uint32_t reserved;
+    /**
+     * Fetches objects, or parts of them.
+     */
+    kvt_remote_batch_fn get;
+    /**
+     * Stores objects.
+     */
+    kvt_remote_batch_fn put;
+    /**
+     * Says which are there, and how long they are.
+     */
+    kvt_remote_batch_fn exists;
+    /**
+     * Takes objects away; null = they are never taken away.
+     */
+    kvt_remote_batch_fn remove;
+    /**
+     * Handed to all of them; taken over on success only.
+     */
+    void *user_data;
+    /**
+     * Releases user_data, once the store is closed; may be null.
+     */
+    kvt_destroy_fn destroy;
+} kvt_remote_custom_t;
+
+/**
  * How to open a store. Zero is the default everywhere. Fields that are set count instead
  * of what the spec says, and are read by the same rules.
  */
@@ -4161,6 +4290,10 @@ typedef struct kvt_store_opts_t {
      * sizeof(kvt_secret_t).
      */
     uint64_t secret_stride_bytes;
+    /**
+     * The engine's own remote, which `remote=custom(...)` in the spec is; null = none.
+     */
+    const struct kvt_remote_custom_t *remote;
 } kvt_store_opts_t;
 
 /**

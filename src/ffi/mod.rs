@@ -52,6 +52,7 @@ pub mod policy_use;
 pub mod prefill;
 pub mod queue;
 pub mod remote;
+pub mod remote_custom;
 pub mod runtime;
 pub mod session;
 pub(crate) mod session_begin;

@@ -14,6 +14,7 @@ use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
 use crate::ffi::handle::{Access, Noun, free, insert, pin};
 use crate::ffi::remote::{kvt_secret_t, secrets_of};
+use crate::ffi::remote_custom::{kvt_remote_custom_t, remote_of};
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
@@ -88,6 +89,8 @@ pub struct kvt_store_opts_t {
     pub secret_count: u64,
     /// sizeof(kvt_secret_t).
     pub secret_stride_bytes: u64,
+    /// The engine's own remote, which `remote=custom(...)` in the spec is; null = none.
+    pub remote: *const kvt_remote_custom_t,
 }
 
 // SAFETY: integers and a raw pointer; the first field is the size.
@@ -171,12 +174,20 @@ pub unsafe extern "C" fn kvt_store_open(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let (given, spec) = unsafe {
+        let (given, mut spec, custom) = unsafe {
             require(out)?;
             let given = read(opts)?;
             let spec = spec_of(&given)?;
-            (given, spec)
+            let custom = remote_of(given.remote)?;
+            (given, spec, custom)
         };
+        let keep = custom.map(|(custom, keep)| {
+            spec.custom_remote = Some(custom);
+            keep
+        });
+        if keep.is_some() && !spec.has_custom_remote() {
+            fail!(Invalid, "a remote is given, and the spec does not say remote=custom(...)");
+        }
         let budget = match budget.is_null() {
             true => None,
             false => Some(pin::<BudgetNoun>(budget, Access::Use)?.0.clone()),
@@ -193,6 +204,7 @@ pub unsafe extern "C" fn kvt_store_open(
             Ok(StoreNoun { core: core.clone(), store: Arc::new(store) })
         })?;
         let handle = insert(noun)?;
+        keep.into_iter().for_each(|keep| keep());
         // SAFETY: not null, and the caller's promise.
         unsafe { out.write(handle) };
         Ok(())

@@ -44,24 +44,10 @@ pub const KVT_TIMED_SEND_BATCH: u32 = 14;
 /// Questions what the remote has.
 pub const KVT_TIMED_ASK_BATCH: u32 = 15;
 
-/// What the core's own are called, in its order, and behind them decisions.
-const KINDS_TIMED: [u32; TIMED.len() + 2] = [
-    KVT_TIMED_GET_HOST,
-    KVT_TIMED_GET_DISK,
-    KVT_TIMED_PUT_RAM,
-    KVT_TIMED_PUT_DISK,
-    KVT_TIMED_PUT_DURABLE,
-    KVT_TIMED_COPY_BATCH,
-    KVT_TIMED_READ_BATCH,
-    KVT_TIMED_WRITE_BATCH,
-    KVT_TIMED_SYNC_BATCH,
-    KVT_TIMED_UPKEEP_BATCH,
-    KVT_TIMED_FETCH_BATCH,
-    KVT_TIMED_SEND_BATCH,
-    KVT_TIMED_ASK_BATCH,
-    KVT_TIMED_HOST_DECISION,
-    KVT_TIMED_DISK_DECISION,
-];
+/// Kinds of the core's own that decisions come behind, in its order.
+const BEFORE_DECISIONS: usize = KVT_TIMED_UPKEEP_BATCH as usize;
+
+const _: () = assert!(KVT_TIMED_ASK_BATCH as usize == TIMED.len() + 2);
 
 /// How long one kind of thing took. Stands in arrays only.
 #[repr(C)]
@@ -244,7 +230,8 @@ pub unsafe extern "C" fn kvt_store_latencies(
         with::<StoreNoun, ()>(store, Access::Salvage, |noun| {
             let report = noun.store.look(|core| core.report())?;
             let decisions = [report.host_policy.decision, report.disk_policy.decision];
-            let all = KINDS_TIMED.into_iter().zip(report.latencies.iter().chain(&decisions));
+            let (first, last) = report.latencies.split_at(BEFORE_DECISIONS);
+            let all = (1..).zip(first.iter().chain(&decisions).chain(last));
             let all: Vec<_> = all.map(|(kind, times)| timed(kind, times)).collect();
             // SAFETY: the caller's promise.
             unsafe { give(&to, rows.is_null(), all.into_iter(), out_count) }

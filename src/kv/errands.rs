@@ -49,8 +49,9 @@ impl Errands {
     }
 
     fn run<R>(&self, timeout_ns: u64, act: impl FnOnce(&mut Errand, u64) -> R) -> R {
-        let mut mine = self.mine.lock();
-        let errand = mine.get_or_insert_with(|| {
+        // No lock is held meanwhile: the remote may be the engine's own.
+        let mine = self.mine.lock().take();
+        let mut errand = mine.unwrap_or_else(|| {
             Box::new(Errand {
                 lane: self.remote.lane(),
                 gets: Gets::default(),
@@ -60,7 +61,9 @@ impl Errands {
                 sink: vec![0; SINK_BYTES],
             })
         });
-        act(errand, self.clock.now_ns().saturating_add(timeout_ns))
+        let result = act(&mut errand, self.clock.now_ns().saturating_add(timeout_ns));
+        *self.mine.lock() = Some(errand);
+        result
     }
 
     /// Fetches objects.

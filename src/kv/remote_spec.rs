@@ -44,6 +44,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::kv::core::{FarConfig, Write};
+use crate::kv::spec::CustomRemote;
 use crate::tier::remote::dir::{Dir, DirOpts};
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::redis::{Redis, RedisOpts};
@@ -166,12 +167,17 @@ impl RemoteSpec {
         }))
     }
 
+    /// Whether it is the engine's own.
+    pub fn is_custom(&self) -> bool {
+        matches!(self.kind, Kind::Custom)
+    }
+
     /// Opens it, and asks who is there. One that cannot be reached is none of the store's
     /// troubles, unless it is required; one that refuses us is.
     pub fn open(
         &self,
         secrets: &Secrets,
-        custom: Option<Arc<dyn Remote>>,
+        custom: Option<&CustomRemote>,
         clock: &Clock,
     ) -> Result<(Arc<dyn Remote>, FarConfig, Option<Server>)> {
         let remote: Arc<dyn Remote> = match &self.kind {
@@ -192,7 +198,7 @@ impl RemoteSpec {
                 Arc::new(Dir::new(DirOpts { path: path.clone(), prefix, fsync: *fsync, clock }))
             }
             Kind::Custom => match custom {
-                Some(custom) => custom,
+                Some(custom) => (custom.0)(&self.prefix),
                 None => {
                     fail!(Invalid, "remote=custom(...) needs the remote itself, in the options")
                 }

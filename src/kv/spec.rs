@@ -48,6 +48,7 @@ use crate::kv::core::{Config, DeviceConfig, Write};
 use crate::kv::remote_spec::{RemoteSpec, Secrets};
 use crate::policy::custom;
 use crate::tier::remote::Remote;
+use crate::tier::remote::name::Prefix;
 
 /// A disk tier as described.
 #[derive(Clone, Debug)]
@@ -62,9 +63,12 @@ pub struct DiskSpec {
     pub files: RealOpts,
 }
 
-/// A remote that an engine brought.
+/// Makes the remote that an engine brought, with what stands before its names.
 #[derive(Clone)]
-pub struct CustomRemote(pub Arc<dyn Remote>);
+pub struct CustomRemote(pub Arc<MakeRemote>);
+
+/// The function of that.
+pub type MakeRemote = dyn Fn(&Prefix) -> Arc<dyn Remote> + Send + Sync;
 
 impl std::fmt::Debug for CustomRemote {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -94,6 +98,11 @@ pub struct StoreSpec {
 }
 
 impl StoreSpec {
+    /// Whether its remote is the engine's own.
+    pub fn has_custom_remote(&self) -> bool {
+        self.remote.as_ref().is_some_and(RemoteSpec::is_custom)
+    }
+
     /// Reads a spec; an empty one is all defaults.
     pub fn parse(text: &str) -> Result<StoreSpec> {
         StoreSpec::read(&Spec::parse(if text.trim().is_empty() { "store()" } else { text })?)

@@ -74,17 +74,17 @@ pub struct Store {
     has_device: bool,
     /// What opening found.
     pub opened: Opened,
+    /// Who answered at the remote then, if there is one and somebody did.
+    pub server: Option<Server>,
 }
 
 /// What opening a store found.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Opened {
     /// On disk.
     pub disk: Option<OpenReport>,
     /// Of that, what is of use.
     pub adopted: Adopted,
-    /// Who answered at the remote, if there is one and somebody did.
-    pub remote: Option<Server>,
 }
 
 impl Store {
@@ -172,9 +172,9 @@ impl Store {
         runtime.add_owner(inner.this.clone());
         let threads = serve::start(&inner, spec, listener).inspect_err(|_| inner.stop())?;
         let threads = Mutex::new(threads);
-        let opened = Opened { disk: report, adopted, remote: server };
+        let opened = Opened { disk: report, adopted };
         let auditing = Mutex::new(());
-        Ok(Store { inner, threads, account, auditing, has_device: true, opened })
+        Ok(Store { inner, threads, account, auditing, has_device: true, opened, server })
     }
 
     /// Whether its device has memory that only it reaches.
@@ -354,7 +354,7 @@ fn open_remote(
 ) -> Result<(Config, Option<Errands>, Option<Server>)> {
     let mut config = spec.config.clone();
     let Some(remote) = &spec.remote else { return Ok((config, None, None)) };
-    let custom = spec.custom_remote.as_ref().map(|custom| custom.0.clone());
+    let custom = spec.custom_remote.as_ref();
     let (remote, far, server) = remote.open(&spec.secrets, custom, runtime.clock())?;
     config.far = Some(far);
     Ok((config, Some(Errands::new(remote, runtime.clock().clone())), server))

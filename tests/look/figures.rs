@@ -305,7 +305,7 @@ fn the_report_adds_up() {
     assert_eq!((report.copies.cells, report.reads.cells), ([0; 3], [0; 3]));
     assert_eq!(
         (report.batches, report.copies.batch_bytes, report.reads.batch_bytes),
-        ([0; 5], 0, 0)
+        ([0; 8], 0, 0)
     );
     let stored = world.core.0.lock().tenants().iter().map(|tenant| tenant.put_bytes).sum::<u64>();
     assert!(stored > 0 && report.counters.misses + report.counters.host_hits > 0);

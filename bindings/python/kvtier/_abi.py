@@ -184,6 +184,7 @@ KVT_RANGE_HIT = 1
 KVT_RANGE_MISS = 0
 KVT_RANGE_PENDING = 2
 KVT_RANGE_UNNEEDED = 3
+KVT_REMOTE_FIRST_WINS = 1
 KVT_REMOTE_LEFT_ALONE = 2
 KVT_REMOTE_PROBED = 3
 KVT_REMOTE_WELL = 1
@@ -1220,6 +1221,47 @@ class kvt_secret_t(ctypes.Structure):
     ]
 
 
+class kvt_remote_part_t(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class kvt_remote_item_t(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.POINTER(ctypes.c_char)),
+        ("name_bytes", ctypes.c_uint64),
+        ("parts", ctypes.POINTER(kvt_remote_part_t)),
+        ("part_count", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("status", kvt_status_t),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
+kvt_remote_batch_fn = ctypes.CFUNCTYPE(kvt_status_t, ctypes.c_void_p,
+    ctypes.POINTER(kvt_remote_item_t), ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+
+
+class kvt_remote_custom_t(Sized):
+    _fields_ = [
+        ("struct_size", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("preferred_bytes", ctypes.c_uint64),
+        ("max_bytes", ctypes.c_uint64),
+        ("batch", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("get", kvt_remote_batch_fn),
+        ("put", kvt_remote_batch_fn),
+        ("exists", kvt_remote_batch_fn),
+        ("remove", kvt_remote_batch_fn),
+        ("user_data", ctypes.c_void_p),
+        ("destroy", kvt_destroy_fn),
+    ]
+
+
 class kvt_store_opts_t(Sized):
     _fields_ = [
         ("struct_size", ctypes.c_uint64),
@@ -1240,6 +1282,7 @@ class kvt_store_opts_t(Sized):
         ("secrets", ctypes.POINTER(kvt_secret_t)),
         ("secret_count", ctypes.c_uint64),
         ("secret_stride_bytes", ctypes.c_uint64),
+        ("remote", ctypes.POINTER(kvt_remote_custom_t)),
     ]
 
 

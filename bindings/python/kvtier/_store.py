@@ -52,6 +52,8 @@ RULE_STATE = _abi.KVT_RULE_STATE
 LEVEL_RAM = _abi.KVT_LEVEL_RAM
 LEVEL_DISK = _abi.KVT_LEVEL_DISK
 LEVEL_DURABLE = _abi.KVT_LEVEL_DURABLE
+#: When the remote has said that it has it.
+LEVEL_REMOTE = _abi.KVT_LEVEL_REMOTE
 
 #: When cells go to disk.
 WRITES: Dict[str, int] = {

@@ -91,7 +91,7 @@ fn reopen(bar: &mut Bar, rounds: u32) -> Outcome<()> {
         let start = Instant::now();
         let home = open(&dir).map_err(say)?;
         ours.push(start.elapsed().as_secs_f64());
-        let opened = home.store.opened.clone();
+        let opened = home.store.opened;
         if opened.adopted.cells < CELLS {
             return Err(format!("not all is there: {opened:?}"));
         }
