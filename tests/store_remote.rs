@@ -140,7 +140,7 @@ fn what_is_damaged_or_gone_is_a_miss() {
 #[test]
 fn what_leaves_memory_is_sent_and_comes_back() {
     let scratch = Scratch::new("remote-leaves");
-    let home = Home::open(&spec(&scratch.0, ""));
+    let home = Home::open(&spec(&scratch.0, ", write=back"));
     // Four times as much as memory holds.
     let documents: Vec<Vec<u32>> = (0..256).map(|n| document(n, 128)).collect();
     for tokens in &documents {

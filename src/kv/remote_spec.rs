@@ -11,7 +11,7 @@
 //! |---|---|---|
 //! | `prefix` | `kvt` | what all names begin with |
 //! | `object` | as the remote likes | bytes up to which layers of a chunk are put together |
-//! | `write` | `back` | `through`: sent when a put has ended; `back`: when it leaves memory; `never`: only when a put asks for it |
+//! | `write` | `through` | `through`: sent when a put has ended; `back`: when it leaves memory; `never`: only when a put asks for it |
 //! | `admission` | `all` | what is sent: `all`, `none`, `select(...)` |
 //! | `timeout` | 250 | milliseconds that a request may take |
 //! | `connect` | 1000 | milliseconds until a connection can be used |
@@ -136,9 +136,9 @@ impl RemoteSpec {
         let (fresh_ns, absent_ns) = (ms("fresh", 60_000)?, ms("absent", 5000)?);
         let config = FarConfig {
             write: match write {
-                Some(0) => Write::Through,
+                Some(1) => Write::Back,
                 Some(2) => Write::Never,
-                _ => Write::Back,
+                _ => Write::Through,
             },
             admission: reader
                 .spec("admission")?

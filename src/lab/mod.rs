@@ -10,6 +10,7 @@ pub mod generate;
 pub mod reader;
 pub mod replay;
 pub mod report;
+pub mod scale;
 pub mod study;
 pub mod tiers;
 pub mod trace;

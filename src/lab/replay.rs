@@ -155,6 +155,22 @@ impl<'a> Replay<'a> {
         capacity_blocks: u64,
         opts: &ReplayOpts,
     ) -> Result<Replay<'a>> {
+        let mut replay = Replay::open_among(trace, study, spec, capacity_blocks, opts)?;
+        let tenants = trace.requests().iter().map(|r| r.tenant as usize + 1).max().unwrap_or(0);
+        replay.sessions = Shares::of(zeros(study.session_count)?);
+        replay.tenants = Shares::of(zeros(tenants.min(MAX_TENANTS))?);
+        Ok(replay)
+    }
+
+    /// The same for one of many that share a trace: who found how much is not kept,
+    /// so that the memory of each goes by what fits into it.
+    pub fn open_among(
+        trace: &'a Trace,
+        study: &'a Study,
+        spec: &str,
+        capacity_blocks: u64,
+        opts: &ReplayOpts,
+    ) -> Result<Replay<'a>> {
         if opts.layers == 0 || opts.layers > MAX_LAYERS || opts.points > MAX_POINTS {
             fail!(
                 Limit,
@@ -184,7 +200,6 @@ impl<'a> Replay<'a> {
             cost: opts.cost,
         };
         let evictor = Evictor::open(spec, &options)?;
-        let tenants = trace.requests().iter().map(|r| r.tenant as usize + 1).max().unwrap_or(0);
         let report =
             Report { spec: evictor.spec().to_string(), capacity_blocks, ..Report::default() };
         Ok(Replay {
@@ -202,8 +217,8 @@ impl<'a> Replay<'a> {
             held: Vec::new(),
             new: Vec::new(),
             victims: Vec::new(),
-            sessions: Shares::of(zeros(study.session_count)?),
-            tenants: Shares::of(zeros(tenants.min(MAX_TENANTS))?),
+            sessions: Shares::of(Vec::new()),
+            tenants: Shares::of(Vec::new()),
             sessions_tell: study.session_count < trace.requests().len(),
             used: (0.0, 0),
             window: Point::default(),
@@ -233,9 +248,22 @@ impl<'a> Replay<'a> {
         Ok(out)
     }
 
+    /// Serves request `at`, which lies further on; those between are somebody else's.
+    pub fn serve(&mut self, at: usize) -> Result<Option<Step>> {
+        self.at = at.max(self.at);
+        self.step()
+    }
+
+    /// What the last step inserted, and whom it evicted.
+    pub fn moved(&self) -> (&[New], &[Victim]) {
+        (&self.new, &self.victims)
+    }
+
     /// Serves the next request; none is left when there is no answer.
     pub fn step(&mut self) -> Result<Option<Step>> {
         let trace = self.trace;
+        self.new.clear();
+        self.victims.clear();
         let Some(&request) = trace.requests().get(self.at) else { return Ok(None) };
         let first = trace.requests()[0].at_ns;
         self.now = (request.at_ns - first).saturating_add(START_NS).max(self.now + 1);

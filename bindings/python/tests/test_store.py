@@ -337,7 +337,7 @@ def test_what_is_sent_down_and_what_is_needed_again(runtime: kvtier.Runtime,
         for op in session.get_each(*plain(back), reuse=True):
             op.result(10)
         times = store.latencies()
-        assert len(times) == 12 and times["put_ram"].timed == 1
+        assert len(times) == 15 and times["put_ram"].timed == 1
         assert times["get_disk"].timed + times["get_host"].timed > 0
         assert 0 < times["put_ram"].p50_ns <= times["put_ram"].p99_ns
         (row,) = store.tenants()

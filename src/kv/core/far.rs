@@ -60,7 +60,7 @@ impl Default for FarConfig {
             object_bytes: 1 << 20,
             max_bytes: 128 << 20,
             batch: 32,
-            write: Write::Back,
+            write: Write::Through,
             admission: "all".into(),
             timeout_ns: 250_000_000,
             fresh_ns: 60_000_000_000,

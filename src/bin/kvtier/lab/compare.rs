@@ -104,7 +104,7 @@ struct Work<'a> {
 /// Compares.
 pub fn run(args: &Args) -> Outcome<()> {
     let trace = load(args)?;
-    let opts = ReplayOpts { warm_up: warm_up(args, &trace)?, ..options(args)? };
+    let opts = ReplayOpts { warm_up: warm_up(&args.warm_up, &trace)?, ..options(args)? };
     let tiers = tiers_of(args, &trace)?;
     let sizes = match tiers.is_empty() {
         true => parse::sizes(&args.sizes, &trace)?,
@@ -148,37 +148,43 @@ fn load(args: &Args) -> Outcome<Trace> {
     Ok(if args.flat { trace.flat()? } else { trace })
 }
 
-fn warm_up(args: &Args, trace: &Trace) -> Outcome<usize> {
+/// How many requests are not counted.
+pub fn warm_up(text: &str, trace: &Trace) -> Outcome<usize> {
     let total = trace.requests().len();
-    let count = match args.warm_up.strip_suffix('%') {
+    let count = match text.strip_suffix('%') {
         Some(percent) => percent.parse::<f64>().ok().map(|p| (total as f64 * p / 100.0) as usize),
-        None => args.warm_up.parse().ok(),
+        None => text.parse().ok(),
     };
     match count {
         Some(count) if count < total || count == 0 => Ok(count),
-        _ => Err(format!("--warm-up {} leaves nothing of {total} requests", args.warm_up).into()),
+        _ => Err(format!("--warm-up {text} leaves nothing of {total} requests").into()),
     }
 }
 
 fn options(args: &Args) -> Outcome<ReplayOpts> {
-    let hints = match args.hints.as_str() {
+    if !(args.prefill_us > 0.0 && args.prefill_us <= 1e9) {
+        return Err(format!("--prefill-us {} is out of range", args.prefill_us).into());
+    }
+    let (holes, layers) = (args.holes, args.layers);
+    Ok(ReplayOpts { holes, layers, ..replay_options(&args.hints, args.alpha)? })
+}
+
+/// What policies are told, and what computing costs.
+pub fn replay_options(hints: &str, alpha: Option<f64>) -> Outcome<ReplayOpts> {
+    let hints = match hints {
         "none" => Hints::None,
         "stop" => Hints::Stop,
         "think" => Hints::Think,
         other => return Err(format!("--hints {other}: none, stop or think").into()),
     };
     let mut cost = Cost::default();
-    if let Some(alpha) = args.alpha {
+    if let Some(alpha) = alpha {
         if !(0.0..=1e6).contains(&alpha) {
             return Err(format!("--alpha {alpha} is out of range").into());
         }
         cost.alpha = alpha;
     }
-    if !(args.prefill_us > 0.0 && args.prefill_us <= 1e9) {
-        return Err(format!("--prefill-us {} is out of range", args.prefill_us).into());
-    }
-    let (holes, layers) = (args.holes, args.layers);
-    Ok(ReplayOpts { holes, layers, hints, cost, ..ReplayOpts::default() })
+    Ok(ReplayOpts { hints, cost, ..ReplayOpts::default() })
 }
 
 fn tiers_of(args: &Args, trace: &Trace) -> Outcome<Vec<Tier>> {

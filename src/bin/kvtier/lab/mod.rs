@@ -1,11 +1,14 @@
 //! `kvtier lab`: read, make, convert and replay traces, compare policies on
-//! them, and ask why one chose as it did; and what sparse policies cost.
+//! them, and ask why one chose as it did; what many engines on one remote come
+//! to; and what sparse policies cost.
 
 mod compare;
 mod explain;
 pub mod html;
 pub mod parse;
 pub mod plot;
+mod scale;
+mod scale_table;
 mod sparse;
 mod table;
 
@@ -29,6 +32,8 @@ pub enum Command {
     Compare(Box<compare::Args>),
     /// Say who would leave next at a point of a trace, and why
     Explain(explain::Args),
+    /// Run a trace on many engines that share a remote
+    Scale(Box<scale::Args>),
     /// Make up a workload
     Gen {
         /// chat, agent, batch, multitenant or burst
@@ -108,6 +113,7 @@ pub fn run(command: Command) -> Outcome<()> {
     match command {
         Command::Compare(args) => compare::run(&args),
         Command::Explain(args) => explain::run(&args),
+        Command::Scale(args) => scale::run(&args),
         Command::Sparse(args) => sparse::run(&args),
         Command::Gen { kind, duration, seed, rate, block_tokens, out } => {
             let duration_ns = parse::duration_ns(&duration)?;

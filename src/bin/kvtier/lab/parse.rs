@@ -39,7 +39,8 @@ pub fn duration_ns(text: &str) -> Outcome<i64> {
     }
 }
 
-fn bytes(text: &str) -> Outcome<u64> {
+/// A size such as `200GiB`.
+pub fn bytes(text: &str) -> Outcome<u64> {
     value(text, |reader| reader.bytes("v", 0))
 }
 
