@@ -46,9 +46,23 @@ fn monotonic_ns() -> u64 {
     (ts.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(ts.tv_nsec as u64)
 }
 
+/// Seconds since 1970 by the machine's calendar, which may be wrong, and may jump: for what
+/// others read, never for how long something takes.
+pub fn wall_s() -> u64 {
+    let mut ts = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `ts` is a valid, writable timespec; CLOCK_REALTIME always exists.
+    unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &mut ts) };
+    u64::try_from(ts.tv_sec).unwrap_or(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_calendar_is_past_this_line() {
+        assert!((1_700_000_000..10_000_000_000).contains(&wall_s()));
+    }
 
     #[test]
     fn real_clock_moves_forward() {

@@ -253,7 +253,8 @@ impl Pair {
             let there = all().filter(|tiers| tiers[tier].place.is_some()).count();
             assert_eq!(counts.cells[tier], there as u64);
         }
-        let somewhere = all().filter(|tiers| tiers.iter().any(|t| t.place.is_some())).count();
+        // What the remote has is no place.
+        let somewhere = all().filter(|tiers| tiers[..3].iter().any(|t| t.place.is_some())).count();
         assert_eq!(counts.cells_somewhere, somewhere as u64);
         let moving = |t: &In| u64::from(t.readers) + u64::from(t.way.is_some());
         assert_eq!(counts.moving, all().flatten().map(moving).sum::<u64>());
@@ -274,7 +275,7 @@ impl Pair {
             let whole = |tiers: &dyn Fn(&[In; PLACES]) -> bool| {
                 u8::from(cells.is_some_and(|cells| cells.iter().all(tiers)))
             };
-            let some = whole(&|tiers| tiers.iter().any(|t| t.place.is_some())) * WHOLE;
+            let some = whole(&|tiers| tiers[..3].iter().any(|t| t.place.is_some())) * WHOLE;
             let bits = (0..PLACES).map(|i| whole(&|tiers| tiers[i].place.is_some()) << i);
             assert_eq!(found, bits.fold(some, |all, bit| all | bit));
         }
@@ -305,7 +306,8 @@ impl Pair {
             let bits = |is: &dyn Fn(&In) -> bool| {
                 tiers.iter().enumerate().fold(0, |all, (i, t)| all | u8::from(is(t)) << i)
             };
-            assert_eq!(marks.there(), bits(&|t| t.place.is_some()));
+            let places = bits(&|t| t.place.is_some());
+            assert_eq!((marks.there(), marks.is_far()), (places & 7, places & 8 != 0));
             assert_eq!(marks.leaving(), bits(&|t| t.leaving.is_some()));
             assert_eq!(marks.loading(), bits(&|t| matches!(t.way, Some(Way::Copy(_)))));
             assert_eq!(marks.storing(), bits(&|t| t.way == Some(Way::Store)));

@@ -208,9 +208,11 @@ impl Model {
     pub fn begin_store(&mut self, cell: Cell, tier: Tier) -> Answer<Begin> {
         let tiers = self.cell(cell)?;
         let to = bit(tier)?;
-        Ok(if tiers.iter().any(|t| t.place.is_some()) {
+        // What the remote has is a hint: it keeps nothing from being stored here.
+        let [near @ .., _] = &*tiers;
+        Ok(if near.iter().any(|t| t.place.is_some()) || tiers[to].place.is_some() {
             Begin::There
-        } else if tiers.iter().any(|t| t.way.is_some()) {
+        } else if near.iter().any(|t| t.way.is_some()) || tiers[to].way.is_some() {
             Begin::Coming
         } else if tiers[to].leaving.is_some() {
             Begin::Leaving
@@ -302,8 +304,10 @@ impl Model {
         if tiers[from].place.is_none() {
             return Ok(Gone::Not);
         }
-        let copies = tiers.iter().filter(|t| t.place.is_some()).count();
-        if copies == 1 && self.is_blocked(cell.chunk) {
+        // A hint can always go, and is no copy that another could go for.
+        let [near @ .., _] = &tiers;
+        let copies = near.iter().filter(|t| t.place.is_some()).count();
+        if copies == 1 && tier != Tier::Remote && self.is_blocked(cell.chunk) {
             return Err(Status::Busy);
         }
         let here = &mut self.cell(cell)?[from];

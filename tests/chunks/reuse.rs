@@ -69,6 +69,7 @@ impl Board {
         let layers = self.layout.layers();
         let shape = Shape { layers, chunk_tokens: self.layout.chunk_tokens(), max_chunks: 16 };
         let mut table = Chunks::new(shape).expect("small");
+        table.count_far(true);
         let path = (0..self.tokens.len()).map(|at| {
             if self.cells[at].iter().all(|&cell| cell == (0, false)) && at % 2 == 0 {
                 return NONE;
@@ -88,6 +89,10 @@ impl Board {
                 };
                 let mut tiers = (0..PLACES).filter(|t| there >> t & 1 != 0).map(|t| ALL_TIERS[t]);
                 let first = tiers.next();
+                if first == Some(Tier::Remote) {
+                    table.hint(cell).expect("sound");
+                    continue;
+                }
                 if coming || first.is_some() {
                     table.begin_store(cell, first.unwrap_or(Tier::Host)).expect("sound");
                 }

@@ -16,6 +16,7 @@ pub mod clear;
 mod config;
 mod copies;
 mod debt;
+pub mod deed;
 pub mod demote;
 mod down;
 pub mod far;

@@ -11,41 +11,12 @@ use crate::meta::chunks::Cell;
 use crate::meta::index::{NONE, Slot};
 use crate::policy::evictor::Who;
 
+pub use crate::kv::core::deed::{Deed, Level};
+
 /// Jobs that one move has under way at once.
 const WINDOW: u32 = 1024;
 /// Most chunks of one move.
 pub const MAX_MOVE_CHUNKS: usize = 1 << 22;
-
-/// What is done with the cells.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Deed {
-    /// The engine's tensors into the store.
-    Put,
-    /// The store into the engine's tensors.
-    Get,
-    /// Into the host tier, for a get to come.
-    Prefetch,
-}
-
-/// When a put has ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Level {
-    /// The cells are in memory.
-    Ram = 0,
-    /// They are written.
-    Disk = 1,
-    /// They outlive the machine's end.
-    Durable = 2,
-    /// The remote has said that it has them; here they are in memory.
-    Remote = 3,
-}
-
-impl Level {
-    /// Whether the disk has to have the cells.
-    pub fn is_on_disk(self) -> bool {
-        matches!(self, Level::Disk | Level::Durable)
-    }
-}
 
 /// What a caller asks for.
 pub struct MoveSpec {

@@ -158,6 +158,40 @@ fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
     (store, [None, one_of(&[None, lz4, int8, int8]), one_of(&[None, none, lz4])])
 }
 
+/// What a store is to be like.
+fn config(
+    seed: u64,
+    random: &mut Random,
+    (near, far): (&Option<Near>, &Option<Far>),
+    codec: Codec,
+) -> Config {
+    let (grain, drop_cells) = grain(seed);
+    Config {
+        device: near.as_ref().map(Near::config).unwrap_or_default(),
+        far: far.as_ref().map(Far::config),
+        host_bytes: (4 + random.below(40)) << 16,
+        host_policy: POLICIES[random.below(6) as usize].into(),
+        disk_policy: POLICIES[random.below(6) as usize].into(),
+        write: match [Write::Through, Write::Back, Write::Never][random.below(3) as usize] {
+            // What leaves memory and is on no disk is what a remote is for.
+            _ if far.is_some() && seed % 2 == 0 => Write::Never,
+            write => write,
+        },
+        admission: "all".into(),
+        grain,
+        drop_cells,
+        codec,
+        max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
+        max_sessions: 32,
+        max_moves: 64,
+        max_jobs: 16 + random.below(200) as u32,
+        events: 256,
+        batch_cells: 1 + random.below(16) as usize,
+        batch_bytes: 1 << 20,
+        ..Config::default()
+    }
+}
+
 impl World {
     pub fn open(seed: u64) -> Outcome<World> {
         let mut random = Random::new(seed);
@@ -167,34 +201,10 @@ impl World {
         let files = SimFiles::new(random.draw(), opts);
         let disk_bytes = (8 + random.below(40)) * SEGMENT + 400_000;
         let (codec, codecs) = codecs(seed);
-        let (grain, drop_cells) = grain(seed);
         let near = Near::of(seed);
         let clock = Clock::manual(1);
         let far = Far::of(seed, &clock);
-        let config = Config {
-            device: near.as_ref().map(Near::config).unwrap_or_default(),
-            far: far.as_ref().map(Far::config),
-            host_bytes: (4 + random.below(40)) << 16,
-            host_policy: POLICIES[random.below(6) as usize].into(),
-            disk_policy: POLICIES[random.below(6) as usize].into(),
-            write: match [Write::Through, Write::Back, Write::Never][random.below(3) as usize] {
-                // What leaves memory and is on no disk is what a remote is for.
-                _ if far.is_some() && seed % 2 == 0 => Write::Never,
-                write => write,
-            },
-            admission: "all".into(),
-            grain,
-            drop_cells,
-            codec,
-            max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
-            max_sessions: 32,
-            max_moves: 64,
-            max_jobs: 16 + random.below(200) as u32,
-            events: 256,
-            batch_cells: 1 + random.below(16) as usize,
-            batch_bytes: 1 << 20,
-            ..Config::default()
-        };
+        let config = config(seed, &mut random, (&near, &far), codec);
         let device = match &near {
             Some(near) => near.device(&clock)?,
             None => device(seed, &clock)?,

@@ -49,10 +49,10 @@ impl Chunks {
     pub fn begin_store(&mut self, cell: Cell, tier: Tier) -> Result<Begin> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
         let marks = self.cells.marks()[at];
-        if marks.there() != 0 {
+        if marks.there() != 0 || marks.has(bit) {
             return Ok(Begin::There);
         }
-        if marks.arriving() != 0 {
+        if marks.arriving() != 0 || (marks.loading() | marks.storing()) & 1 << bit != 0 {
             return Ok(Begin::Coming);
         }
         Ok(self.begin_way(cell.chunk, at, bit, None))

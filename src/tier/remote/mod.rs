@@ -14,6 +14,8 @@ pub mod dir;
 pub mod name;
 pub mod object;
 pub mod redis;
+#[cfg(feature = "s3")]
+pub mod s3;
 pub mod secret;
 pub mod shape;
 pub mod simulated;
@@ -35,7 +37,7 @@ pub struct Caps {
     pub batch: usize,
     /// Parts of an object can be read.
     pub ranges: bool,
-    /// A put does nothing where there is one of that name; else the last writer wins.
+    /// A put does nothing where there is one of that name; else the last writer may win.
     pub first_wins: bool,
 }
 

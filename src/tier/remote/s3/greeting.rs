@@ -1,0 +1,60 @@
+//! What a server says of a bucket, and what there is to be said against it.
+
+use crate::base::clock::wall_s;
+use crate::base::status::{Error, Result, Status};
+use crate::base::sync::atomic::Ordering;
+use crate::tier::remote::s3::Shared;
+use crate::tier::remote::s3::conn::Reply;
+use crate::tier::remote::s3::errors::{self, Meaning};
+use crate::tier::remote::s3::request::Settings;
+use crate::tier::remote::{Name, Server, Trouble};
+
+/// From here on a clock that is off is worth a word; at 900 s requests are refused.
+const SKEW_S: u64 = 300;
+
+/// A question for the objects under the prefix: what may be allowed where one for the whole
+/// bucket is not.
+pub fn query(settings: &Settings) -> String {
+    let mut name = Vec::new();
+    settings.prefix.write(&Name { tenant: 0, hash: [0; 20] }, &mut name);
+    let prefix = name.split(|&byte| byte == b'/').next().unwrap_or_default();
+    format!("list-type=2&max-keys=1&prefix={}%2F", String::from_utf8_lossy(prefix))
+}
+
+/// What there is to be told after a reply.
+pub fn server(shared: &Shared, reply: &Reply) -> Result<Server> {
+    let settings = &shared.settings;
+    let (authority, bucket) = (&settings.endpoint.authority, &settings.bucket);
+    if reply.head.status != 200 {
+        let said = shared.words(reply);
+        // It answered: waiting does not help where it has refused us.
+        let (status, words) = match errors::meaning(reply) {
+            Meaning::Trouble(Trouble::Absent | Trouble::Gone) => {
+                (Status::Invalid, format!("there is no bucket '{bucket}': {said}"))
+            }
+            Meaning::Trouble(Trouble::Denied) => (Status::Invalid, said),
+            Meaning::Trouble(trouble) | Meaning::Again(trouble) => (trouble.status(), said),
+            Meaning::Slower => (Trouble::Later.status(), said),
+            Meaning::Unknown => (Trouble::Nonsense.status(), said),
+        };
+        return Err(Error::new(status, format!("{authority}: {words}")));
+    }
+    let kind = if reply.head.server.is_empty() { "s3" } else { &reply.head.server };
+    let words = format!("{kind} at {authority}, bucket {bucket}");
+    let mut warnings = Vec::new();
+    if !settings.endpoint.is_tls {
+        let why =
+            "its connections are not encrypted (http): whoever is on the way can read objects";
+        warnings.push(why.to_string());
+    }
+    if shared.is_plain.load(Ordering::Relaxed) {
+        let why = "it cannot store what is new only: every object is looked for first, and of two \
+                   that store the same at once the last one wins";
+        warnings.push(why.to_string());
+    }
+    let now_s = wall_s();
+    if reply.head.date_s.is_some_and(|date_s| date_s.abs_diff(now_s) > SKEW_S) {
+        warnings.push(errors::skew_words(reply.head.date_s, now_s));
+    }
+    Ok(Server { words, warnings })
+}
