@@ -55,7 +55,7 @@ seal() {
 types=${KVTIER_CRATE_TYPES:-cdylib staticlib}
 for type in $types; do
     # shellcheck disable=SC2086
-    "$cargo" rustc --locked --lib --no-default-features --profile "$profile" \
+    "$cargo" rustc --locked --lib --no-default-features --features redis,dir --profile "$profile" \
         --crate-type $type ${KVTIER_CARGO_ARGS:-}
     case $type in
         cdylib) built=libkvtier.so ;;

@@ -31,7 +31,7 @@ target=${CARGO_TARGET_DIR:-$root/target}/$kind
 (cd "$root" && RUSTC_BOOTSTRAP=1 RUSTFLAGS="$flags" CARGO_TARGET_DIR=$target \
     CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
     CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_STRIP=none \
-    cargo rustc --locked --lib --no-default-features --release --target "$host" \
+    cargo rustc --locked --lib --no-default-features --features redis,dir --release --target "$host" \
     --crate-type staticlib) >"$work/build.log" 2>&1 || { tail -n 20 "$work/build.log"; exit 1; }
 cp "$target/$host/release/libkvtier.a" "$work/libkvtier.a"
 

@@ -38,6 +38,8 @@ use kvtier::ffi::policy_stats::*;
 use kvtier::ffi::policy_use::*;
 use kvtier::ffi::prefill::*;
 use kvtier::ffi::queue::*;
+use kvtier::ffi::remote::*;
+use kvtier::ffi::remote_custom::*;
 use kvtier::ffi::runtime::*;
 use kvtier::ffi::session::*;
 use kvtier::ffi::session_move::*;
@@ -204,7 +206,22 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_store_opts_t {
             struct_size, flags, spec, spec_bytes, host_bytes, disk_bytes, disk_path,
             disk_path_bytes, policy, policy_bytes, disk_policy, disk_policy_bytes, write, reserved,
-            device,
+            device, secrets, secret_count, secret_stride_bytes, remote,
+        }
+        kvt_secret_t { name, name_bytes, secret, secret_bytes }
+        kvt_remote_stats_t {
+            struct_size, reads, writes, left_alone, asked_names, found_names, remembered_names,
+            fetched_objects, fetched_cells, fetched_bytes, wasted_bytes, absent_objects,
+            corrupt_objects, late_requests, avoided_objects, sent_objects, sent_bytes,
+            known_objects, failed_sends, refused_chunks, removed_objects,
+        }
+        kvt_remote_part_t { address, bytes }
+        kvt_remote_item_t {
+            name, name_bytes, parts, part_count, offset, bytes, status, reserved,
+        }
+        kvt_remote_custom_t {
+            struct_size, flags, preferred_bytes, max_bytes, batch, reserved, get, put, exists,
+            remove, user_data, destroy,
         }
         kvt_store_stats_t {
             struct_size, puts, gets, prefetches, stored_cells, known_cells, host_hit_cells,
@@ -236,7 +253,7 @@ fn rust_table() -> BTreeMap<String, String> {
         kvt_identity_t {
             struct_size, model, model_bytes, weights, weights_bytes, lora, lora_bytes, media,
             media_bytes, salt, salt_bytes, recipe, recipe_bytes, shard_index, shard_count, extra,
-            extra_count, extra_stride_bytes,
+            extra_count, extra_stride_bytes, remote_tenant,
         }
         kvt_group_t {
             rule, dtype, kv_heads, window_tokens, k_bytes, v_bytes, state_bytes, layers,

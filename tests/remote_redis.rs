@@ -1,16 +1,25 @@
 //! The Redis backend of the remote tier over servers that are started here: what goes comes back,
 //! deadlines hold whatever a server does, and nothing is wrong that is not said to be.
 
+#![cfg(feature = "redis")]
+
 #[path = "remote_redis/cluster.rs"]
 mod cluster;
+#[path = "remote_redis/conform.rs"]
+mod conform;
 #[path = "remote_redis/failures.rs"]
 mod failures;
 #[path = "remote_redis/measure.rs"]
 mod measure;
 #[path = "support/redis.rs"]
 mod redis;
+#[path = "remote_redis/replicas.rs"]
+mod replicas;
 #[path = "remote_redis/single.rs"]
 mod single;
+#[cfg(feature = "tls")]
+#[path = "remote_redis/tls.rs"]
+mod tls;
 
 use kvtier::base::clock::Clock;
 use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
@@ -26,15 +35,7 @@ const LATE: u64 = 250 * MS;
 const LONG: u64 = 20_000 * MS;
 
 fn opts(url: &str) -> RedisOpts {
-    RedisOpts {
-        url: url.to_string(),
-        prefix: Prefix::new("test").unwrap(),
-        password: None,
-        cluster: false,
-        ttl_s: 0,
-        wait: 0,
-        connect_ns: 1000 * MS,
-    }
+    RedisOpts::new(url, Prefix::new("test").unwrap())
 }
 
 fn secret(text: &str) -> Option<Secret> {

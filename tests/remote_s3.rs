@@ -12,10 +12,12 @@ mod moto;
 mod s3;
 #[path = "remote_s3/single.rs"]
 mod single;
+#[path = "remote_s3/tls.rs"]
+mod tls;
 
 use kvtier::base::clock::Clock;
 use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
-use kvtier::tier::remote::s3::{S3, S3Opts, Style};
+use kvtier::tier::remote::s3::{S3, S3Opts, Style, TlsOpts};
 use kvtier::tier::remote::secret::Secret;
 use kvtier::tier::remote::{Asks, Gets, Lane, Name, Puts, Remote, Trouble};
 
@@ -44,6 +46,7 @@ fn opts(url: &str) -> S3Opts {
         token: None,
         connect_ns: 1000 * MS,
         connections: 4,
+        tls: TlsOpts::default(),
     }
 }
 

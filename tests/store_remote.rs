@@ -71,8 +71,8 @@ fn what_one_has_put_another_finds() {
     let (one, other) = (Home::open(&spec(&scratch.0, "")), Home::open(&spec(&scratch.0, "")));
     let tokens = document(1, 100);
     assert_eq!(put(&one, &tokens, Level::Remote), None);
-    // Six whole chunks of four layers, two layers an object.
-    assert_eq!((far(&one).sent, objects(&scratch.0).len()), (6 * 1, 6));
+    // Six whole chunks, each an object of its four layers.
+    assert_eq!((far(&one).sent, objects(&scratch.0).len()), (6, 6));
     let (session, found) = located(&other, &tokens);
     assert_eq!(found, 96, "{:?}", far(&other));
     let mut engine = Engine::new(MODEL, Shape::Heads, 96);
@@ -87,7 +87,7 @@ fn what_one_has_put_another_finds() {
     // And are not sent again by who has got them from there.
     assert_eq!(put(&other, &tokens, Level::Ram), None);
     assert_eq!((far(&other).sent, objects(&scratch.0).len()), (0, 6));
-    (one.close(), other.close());
+    [one, other].into_iter().for_each(Home::close);
 }
 
 #[test]
@@ -102,7 +102,7 @@ fn the_first_writer_wins_and_a_promise_needs_the_remotes_word() {
     objects(&scratch.0).iter().for_each(|path| fs::remove_file(path).expect("there"));
     assert_eq!(put(&one, &tokens, Level::Remote), None);
     assert_eq!((far(&one).sent, objects(&scratch.0).len()), (8, 4));
-    (one.close(), other.close());
+    [one, other].into_iter().for_each(Home::close);
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn what_is_damaged_or_gone_is_a_miss() {
     assert_eq!(objects(&scratch.0), Vec::<PathBuf>::new(), "nobody else is to read them");
     assert_eq!(put(&other, &tokens, Level::Remote), None);
     assert_eq!(objects(&scratch.0).len(), 4);
-    (one.close(), other.close());
+    [one, other].into_iter().for_each(Home::close);
 }
 
 #[test]
@@ -180,7 +180,7 @@ fn a_slow_remote_is_not_loaded_from_where_computing_is_faster() {
     assert_eq!(plan(0.0, 1e9), 64, "a second a token: load");
     assert_eq!(plan(0.0, 1.0), 0, "a nanosecond a token: compute");
     other.end(session);
-    (one.close(), other.close());
+    [one, other].into_iter().for_each(Home::close);
 }
 
 #[test]

@@ -19,7 +19,7 @@ cleanup() {
 }
 trap cleanup EXIT
 
-(cd "$root" && CARGO_TARGET_DIR=$target cargo rustc --release --lib --crate-type cdylib --no-default-features)
+(cd "$root" && CARGO_TARGET_DIR=$target cargo rustc --release --lib --crate-type cdylib --no-default-features --features redis,dir)
 [ -x "$work/venv/bin/python" ] || python3 -m venv "$work/venv"
 pip() { "$work/venv/bin/pip" install -q "$@"; }
 pip numpy==2.4.6

@@ -177,7 +177,7 @@ pub(crate) unsafe fn remote_of(
     let keeper = callback.clone();
     let make = move |prefix: &Prefix| {
         let (callback, prefix) = (callback.clone(), prefix.clone());
-        Arc::new(Called { callback, caps, prefix }) as Arc<dyn Remote>
+        Box::new(Called { callback, caps, prefix }) as Box<dyn Remote>
     };
     Ok(Some((CustomRemote(Arc::new(make)), move || keeper.keep())))
 }

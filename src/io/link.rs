@@ -17,12 +17,14 @@ const KEEP_TURN_S: i32 = 10;
 const KEEP_TURNS: i32 = 3;
 
 /// Why a connection is of no use any more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Lost {
     /// The deadline came first.
     Late,
     /// It has ended, or never began: a number of the system, 0 = the other side ended it.
     Gone(i32),
+    /// Nobody knows who the other side is, or who reads along: why, and what to do.
+    Unsafe(String),
 }
 
 /// Pieces of memory in their order.
@@ -62,6 +64,11 @@ impl Pieces {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.count == 0
+    }
+
+    /// Each of them: where it is, and how long.
+    pub fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
+        self.table[..self.count].iter().map(|piece| (piece.iov_base.cast(), piece.iov_len))
     }
 
     fn message(&mut self) -> libc::msghdr {
@@ -216,6 +223,7 @@ impl std::fmt::Display for Lost {
             Lost::Late => f.write_str("no answer in time"),
             Lost::Gone(0) => f.write_str("the other side ended the connection"),
             Lost::Gone(number) => write!(f, "{}", std::io::Error::from_raw_os_error(*number)),
+            Lost::Unsafe(why) => f.write_str(why),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Files: reading them, and what this machine's kernel can do for them; sockets.
 
+pub mod channel;
 pub mod directory;
 pub mod engine;
 pub mod errno;
@@ -19,6 +20,11 @@ pub mod simulated;
 pub mod socket;
 pub mod source;
 pub mod span;
+#[cfg(feature = "tls")]
+pub mod tls;
+#[cfg(not(feature = "tls"))]
+#[path = "tls_none.rs"]
+pub mod tls;
 pub mod uring;
 
 #[cfg(all(test, not(feature = "shuttle")))]

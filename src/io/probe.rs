@@ -25,14 +25,17 @@ pub struct Feature {
 }
 
 /// Names and notes of all features.
-pub const FEATURES: [(&str, &str); 8] = [
+pub const FEATURES: [(&str, &str); 11] = [
     ("cuda", "copies to and from NVIDIA devices; the driver is loaded at run time\0"),
+    ("dir", "a remote tier in a directory that machines share\0"),
     ("faults", "faults can be planted in a runtime, for tests of error paths\0"),
     ("hugetlb", "explicit huge pages from the reserved pool\0"),
     ("io_uring", "asynchronous file I/O without a thread per request\0"),
     ("mlock", "memory can be locked in RAM\0"),
     ("redis", "a remote tier on servers that speak its protocol\0"),
+    ("seal", "objects of a remote tier are encrypted and authenticated\0"),
     ("thp", "transparent huge pages\0"),
+    ("tls", "connections of a remote tier that nobody else reads\0"),
     ("wipeonfork", "the kernel tells a forked child apart at no cost\0"),
 ];
 
@@ -42,6 +45,11 @@ pub fn feature(index: usize) -> Option<Feature> {
     let facts = MemoryFacts::probe;
     let (built, present) = match name {
         "cuda" => (true, has_cuda()),
+        // These need nothing of the machine.
+        "dir" => (cfg!(feature = "dir"), cfg!(feature = "dir")),
+        "redis" => (cfg!(feature = "redis"), cfg!(feature = "redis")),
+        "seal" => (cfg!(feature = "seal"), cfg!(feature = "seal")),
+        "tls" => (cfg!(feature = "tls"), cfg!(feature = "tls")),
         "faults" => (true, true),
         "hugetlb" => (true, facts().hugetlb_free_pages > 0),
         "io_uring" => (true, io_uring().is_ok()),
@@ -134,6 +142,15 @@ mod tests {
         assert!(FEATURES.windows(2).all(|w| w[0].0 < w[1].0));
         assert!((0..FEATURES.len()).all(|i| feature(i).is_some_and(|f| !f.note.is_empty())));
         assert!(feature(FEATURES.len()).is_none());
+        let built = |name: &str| {
+            let all = (0..FEATURES.len()).filter_map(feature);
+            all.filter(|feature| feature.name == name)
+                .any(|feature| feature.built && feature.present)
+        };
+        assert_eq!(built("redis"), cfg!(feature = "redis"));
+        assert_eq!(built("tls"), cfg!(feature = "tls"));
+        assert_eq!(built("seal"), cfg!(feature = "seal"));
+        assert_eq!(built("dir"), cfg!(feature = "dir"));
     }
 
     #[test]

@@ -15,6 +15,7 @@ pub mod path;
 pub mod plan;
 pub mod queues;
 pub mod ready;
+mod remote_open;
 pub mod remote_spec;
 pub mod sim;
 pub mod spec;

@@ -3,6 +3,7 @@
 //! | remote | |
 //! |---|---|
 //! | `redis(url="redis://host:6379", ...)` | a Redis or Valkey server |
+//! | `s3(url="https://host", bucket="...", ...)` | a bucket of S3, or of what speaks as it does |
 //! | `dir(path="...", ...)` | a directory that machines share |
 //! | `custom(...)` | the engine's own, given beside the spec |
 //! | `none` | |
@@ -20,13 +21,23 @@
 //! | `known` | 65536 | names of which the answer is remembered |
 //! | `fetchers`, `senders` | 2, 1 | threads |
 //! | `require` | false | a store is not opened while its remote cannot be reached |
+//! | `ca`, `insecure` | none, false | with TLS: a file of authorities (PEM), else the system's; nobody is asked who he is |
 //!
 //! | parameter of `redis` | default | meaning |
 //! |---|---|---|
-//! | `url` | | `redis://[user@]host[:port][/db]`, several hosts of a cluster with commas between |
+//! | `url` | | `redis://[user@]host[:port][/db]`, several hosts of a cluster with commas between; `rediss://` with TLS |
+//! | `user` | none | whom to connect as, unless the URL says so |
 //! | `cluster` | false | it is a cluster |
+//! | `replicas` | `never` | `read`: nodes that follow others are read, too |
 //! | `ttl` | 0 | seconds after which objects go; 0: when the server needs the room |
 //! | `wait` | 0 | replicas that must have an object before it counts as stored |
+//!
+//! | parameter of `s3` | default | meaning |
+//! |---|---|---|
+//! | `url`, `bucket` | | the endpoint without the bucket, and that |
+//! | `region` | `us-east-1` | where it is, as signatures say it |
+//! | `style` | `path` | where the bucket's name stands: `path`, or `virtual` |
+//! | `connections` | 4 | of each thread |
 //!
 //! | parameter of `dir` | default | meaning |
 //! |---|---|---|
@@ -34,7 +45,8 @@
 //! | `fsync` | false | objects are on the server's disks before they count as stored |
 //!
 //! Passwords are no part of a spec, which is shown to who asks: they are given beside it, as
-//! secrets.
+//! secrets: `password` of Redis, `s3.key`, `s3.secret` and `s3.token` of S3, and `seal`, with which
+//! objects are sealed and names keyed.
 
 use std::path::PathBuf;
 
@@ -44,10 +56,9 @@ use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::kv::core::{FarConfig, Write};
+use crate::kv::remote_open;
 use crate::kv::spec::CustomRemote;
-use crate::tier::remote::dir::{Dir, DirOpts};
 use crate::tier::remote::name::Prefix;
-use crate::tier::remote::redis::{Redis, RedisOpts};
 use crate::tier::remote::secret::Secret;
 use crate::tier::remote::shape::{MAX_OBJECT_BYTES, MIN_OBJECT_BYTES};
 use crate::tier::remote::{Remote, Server};
@@ -60,7 +71,7 @@ pub struct Secrets(Vec<(String, Secret)>);
 
 impl Secrets {
     /// Names of secrets that are known.
-    pub const NAMES: [&'static str; 1] = ["password"];
+    pub const NAMES: [&'static str; 5] = ["password", "s3.key", "s3.secret", "s3.token", "seal"];
 
     /// Adds one; INVALID = nobody wants one of that name, or it is there already.
     pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
@@ -75,26 +86,58 @@ impl Secrets {
         Ok(())
     }
 
-    fn get(&self, name: &str) -> Option<Secret> {
+    /// One of them.
+    pub fn get(&self, name: &str) -> Option<Secret> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, secret)| secret.clone())
     }
 }
 
 /// What kind it is.
+// What is not built in is read all the same: mistakes are found, and it is said what is missing.
+#[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
 #[derive(Clone, Debug)]
-enum Kind {
-    Redis { url: String, cluster: bool, ttl_s: u64, wait: u32 },
-    Dir { path: PathBuf, fsync: bool },
+pub(super) enum Kind {
+    Redis {
+        url: String,
+        user: Option<String>,
+        cluster: bool,
+        replicas: bool,
+        ttl_s: u64,
+        wait: u32,
+    },
+    S3 {
+        url: String,
+        bucket: String,
+        region: String,
+        is_virtual: bool,
+        connections: u32,
+    },
+    Dir {
+        path: PathBuf,
+        fsync: bool,
+    },
     Custom,
 }
 
+/// Who is trusted to be the server, with TLS.
+// What is not built in is read all the same: mistakes are found, and it is said what is missing.
+#[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
+#[derive(Clone, Debug, Default)]
+pub(super) struct Trusted {
+    pub ca: Option<PathBuf>,
+    pub insecure: bool,
+}
+
 /// A remote as described.
+// What is not built in is read all the same: mistakes are found, and it is said what is missing.
+#[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
 #[derive(Clone, Debug)]
 pub struct RemoteSpec {
-    kind: Kind,
-    prefix: Prefix,
+    pub(super) kind: Kind,
+    pub(super) prefix: Prefix,
+    pub(super) trusted: Trusted,
+    pub(super) connect_ns: u64,
     object_bytes: u64,
-    connect_ns: u64,
     require: bool,
     /// What the store decides by; sizes are the remote's, once it is open.
     pub config: FarConfig,
@@ -108,20 +151,12 @@ impl RemoteSpec {
     /// Reads one; none where the spec is `none`.
     pub fn read(spec: &Spec) -> Result<Option<RemoteSpec>> {
         let mut reader = Reader::new(spec);
-        let kind = match spec.name.as_str() {
-            "none" => return reader.finish().map(|()| None),
-            "redis" => Kind::Redis {
-                url: text(&mut reader, "url", "redis(...) needs url=\"redis://host:6379\"")?,
-                cluster: reader.bool("cluster", false)?,
-                ttl_s: reader.u64("ttl", 0, 0..=u64::from(u32::MAX))?,
-                wait: reader.u64("wait", 0, 0..=64)? as u32,
-            },
-            "dir" => Kind::Dir {
-                path: text(&mut reader, "path", "dir(...) needs path=\"...\": a directory")?.into(),
-                fsync: reader.bool("fsync", false)?,
-            },
-            "custom" => Kind::Custom,
-            _ => return Err(spec.unknown_name(&["redis", "dir", "custom", "none"])),
+        let Some(kind) = read_kind(spec, &mut reader)? else {
+            return reader.finish().map(|()| None);
+        };
+        let trusted = Trusted {
+            ca: reader.text("ca")?.map(PathBuf::from),
+            insecure: reader.bool("insecure", false)?,
         };
         let usual = FarConfig::default();
         let prefix = reader.text("prefix")?;
@@ -154,12 +189,13 @@ impl RemoteSpec {
             (reader.u64("fetchers", 2, 1..=64)? as u32, reader.u64("senders", 1, 1..=64)? as u32);
         let require = reader.bool("require", false)?;
         reader.finish()?;
-        let prefix = Prefix::new(prefix.as_deref().unwrap_or("kvt"))?;
+        let prefix = Prefix::new(prefix.unwrap_or("kvt"))?;
         Ok(Some(RemoteSpec {
             kind,
             prefix,
-            object_bytes,
+            trusted,
             connect_ns,
+            object_bytes,
             require,
             config,
             fetchers,
@@ -180,30 +216,7 @@ impl RemoteSpec {
         custom: Option<&CustomRemote>,
         clock: &Clock,
     ) -> Result<(Arc<dyn Remote>, FarConfig, Option<Server>)> {
-        let remote: Arc<dyn Remote> = match &self.kind {
-            Kind::Redis { url, cluster, ttl_s, wait } => {
-                let opts = RedisOpts {
-                    url: url.clone(),
-                    prefix: self.prefix.clone(),
-                    password: secrets.get("password"),
-                    cluster: *cluster,
-                    ttl_s: *ttl_s,
-                    wait: *wait,
-                    connect_ns: self.connect_ns,
-                };
-                Arc::new(Redis::open(&opts, clock.clone())?)
-            }
-            Kind::Dir { path, fsync } => {
-                let (prefix, clock) = (self.prefix.clone(), clock.clone());
-                Arc::new(Dir::new(DirOpts { path: path.clone(), prefix, fsync: *fsync, clock }))
-            }
-            Kind::Custom => match custom {
-                Some(custom) => (custom.0)(&self.prefix),
-                None => {
-                    fail!(Invalid, "remote=custom(...) needs the remote itself, in the options")
-                }
-            },
-        };
+        let remote = remote_open::open(self, secrets, custom, clock)?;
         let caps = remote.caps();
         let object_bytes = match self.object_bytes {
             0 => caps.preferred_bytes.clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES),
@@ -214,6 +227,7 @@ impl RemoteSpec {
             object_bytes,
             max_bytes: caps.max_bytes,
             batch: caps.batch.max(1),
+            secret: secrets.get("seal"),
             seed: u64::from_le_bytes(seed),
             ..self.config.clone()
         };
@@ -235,6 +249,34 @@ impl RemoteSpec {
         };
         Ok((remote, config, server))
     }
+}
+
+/// What kind a spec names; none = there is no remote.
+fn read_kind(spec: &Spec, reader: &mut Reader) -> Result<Option<Kind>> {
+    Ok(Some(match spec.name.as_str() {
+        "none" => return Ok(None),
+        "redis" => Kind::Redis {
+            url: text(reader, "url", "redis(...) needs url=\"redis://host:6379\"")?,
+            user: reader.text("user")?.map(str::to_string),
+            cluster: reader.bool("cluster", false)?,
+            replicas: reader.choice("replicas", &["never", "read"])? == Some(1),
+            ttl_s: reader.u64("ttl", 0, 0..=u64::from(u32::MAX))?,
+            wait: reader.u64("wait", 0, 0..=64)? as u32,
+        },
+        "s3" => Kind::S3 {
+            url: text(reader, "url", "s3(...) needs url=\"https://host\": the endpoint")?,
+            bucket: text(reader, "bucket", "s3(...) needs bucket=\"...\"")?,
+            region: reader.text("region")?.unwrap_or("us-east-1").to_string(),
+            is_virtual: reader.choice("style", &["path", "virtual"])? == Some(1),
+            connections: reader.u64("connections", 4, 1..=64)? as u32,
+        },
+        "dir" => Kind::Dir {
+            path: text(reader, "path", "dir(...) needs path=\"...\": a directory")?.into(),
+            fsync: reader.bool("fsync", false)?,
+        },
+        "custom" => Kind::Custom,
+        _ => return Err(spec.unknown_name(&["redis", "s3", "dir", "custom", "none"])),
+    }))
 }
 
 /// Whether it may go well at another time.

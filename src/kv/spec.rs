@@ -68,7 +68,7 @@ pub struct DiskSpec {
 pub struct CustomRemote(pub Arc<MakeRemote>);
 
 /// The function of that.
-pub type MakeRemote = dyn Fn(&Prefix) -> Arc<dyn Remote> + Send + Sync;
+pub type MakeRemote = dyn Fn(&Prefix) -> Box<dyn Remote> + Send + Sync;
 
 impl std::fmt::Debug for CustomRemote {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

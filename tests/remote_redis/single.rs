@@ -120,7 +120,7 @@ fn passwords_users_and_databases() {
     for password in [None, Some("Geheim123")] {
         let mut lane = with(&url, password);
         let error = lane.greet(at(LONG)).unwrap_err();
-        assert_eq!(error.status(), kvtier::base::status::Status::Unavailable);
+        assert_eq!(error.status(), kvtier::base::status::Status::Invalid);
         assert!(error.message().contains("forbids"), "{error}");
         assert!(!error.to_string().contains("Geheim123"), "{error}");
         assert_eq!(put_one(&mut *lane, 1, 10), Err(Trouble::Denied));

@@ -39,22 +39,32 @@ pub fn is_there(module: &str) -> bool {
 pub struct Moto {
     port: u16,
     child: Child,
+    scheme: &'static str,
+    env: Vec<(String, String)>,
 }
 
 impl Moto {
     pub fn start(port: u16, env: &[(&str, &str)]) -> Moto {
+        Moto::start_with(port, env, &[])
+    }
+
+    /// With TLS, if there are more arguments.
+    pub fn start_with(port: u16, env: &[(&str, &str)], args: &[&str]) -> Moto {
         let port = match port {
             0 => TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port(),
             port => port,
         };
         let child = program("python3")
             .args(["-m", "moto.server", "-H", "127.0.0.1", "-p", &port.to_string()])
+            .args(args)
             .envs(env.iter().copied())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .expect("moto's server");
-        let moto = Moto { port, child };
+        let env = env.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+        let scheme = if args.is_empty() { "http" } else { "https" };
+        let moto = Moto { port, child, scheme, env };
         let since = Clock::real().now_ns();
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
             assert!(Clock::real().now_ns() - since < 60_000 * MS, "moto's server does not answer");
@@ -64,7 +74,7 @@ impl Moto {
     }
 
     pub fn url(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
+        format!("{}://127.0.0.1:{}", self.scheme, self.port)
     }
 
     /// Has botocore do something with it, with its own keys; what that prints.
@@ -74,7 +84,9 @@ impl Moto {
              aws_access_key_id='{KEY}', aws_secret_access_key='{SECRET}')\n{code}",
             self.url()
         );
-        let done = program("python3").args(["-c", &code]).output().expect("python");
+        let mut python = program("python3");
+        let done = python.args(["-c", &code]).envs(self.env.iter().cloned()).output();
+        let done = done.expect("python");
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         String::from_utf8(done.stdout).expect("plain text")
     }

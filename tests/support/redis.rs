@@ -122,8 +122,14 @@ impl Drop for Server {
 
 /// Three masters and three replicas.
 pub fn cluster() -> Vec<Server> {
+    cluster_with(Vec::new)
+}
+
+/// The same, each with more arguments.
+pub fn cluster_with(more: impl Fn() -> Vec<String>) -> Vec<Server> {
     let start = || {
-        Server::start(&[
+        let more = more();
+        let args = [
             "--cluster-enabled",
             "yes",
             "--cluster-node-timeout",
@@ -134,7 +140,9 @@ pub fn cluster() -> Vec<Server> {
             "0",
             "--maxmemory",
             "256mb",
-        ])
+        ];
+        let more: Vec<&str> = more.iter().map(String::as_str).collect();
+        Server::start(&[&args[..], &more[..]].concat())
     };
     let nodes: Vec<Server> = (0..6).map(|_| start()).collect();
     let places = nodes.iter().map(|node| format!("127.0.0.1:{}", node.port));
@@ -146,7 +154,11 @@ pub fn cluster() -> Vec<Server> {
         .expect("redis-cli");
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stdout));
     let is_whole = || {
-        let is_ok = |node: &Server| node.cli(&["cluster", "info"]).contains("cluster_state:ok");
+        let is_ok = |node: &Server| {
+            let known = node.cli(&["cluster", "nodes"]);
+            node.cli(&["cluster", "info"]).contains("cluster_state:ok")
+                && known.lines().filter(|line| line.contains("slave")).count() == 3
+        };
         let follows =
             |node: &&Server| node.cli(&["info", "replication"]).contains("master_link_status:up");
         nodes.iter().all(is_ok) && nodes.iter().filter(follows).count() == 3

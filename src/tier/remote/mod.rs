@@ -10,18 +10,24 @@
 pub mod batch;
 pub mod breaker;
 pub mod conformance;
+#[cfg(feature = "dir")]
 pub mod dir;
 pub mod name;
 pub mod object;
+#[cfg(feature = "redis")]
 pub mod redis;
 #[cfg(feature = "s3")]
 pub mod s3;
+#[cfg(feature = "seal")]
+pub mod seal;
 pub mod secret;
 pub mod shape;
 pub mod simulated;
+#[cfg(feature = "dir")]
 mod sweep;
 
 use crate::base::status::{Error, Result, Status};
+use crate::fail;
 
 pub use crate::tier::remote::batch::{Ask, Asks, Get, Gets, Part, Put, Puts};
 pub use crate::tier::remote::name::Name;
@@ -71,6 +77,8 @@ pub enum Trouble {
     Gone,
     /// It takes no object that long.
     TooLong,
+    /// It is not who it should be, or others read along.
+    Untrusted,
 }
 
 impl Trouble {
@@ -82,7 +90,9 @@ impl Trouble {
             Trouble::Later => Status::Again,
             Trouble::Late => Status::Timeout,
             Trouble::Full => Status::Budget,
-            Trouble::ReadOnly | Trouble::Denied | Trouble::Gone => Status::Unavailable,
+            Trouble::ReadOnly | Trouble::Denied | Trouble::Gone | Trouble::Untrusted => {
+                Status::Unavailable
+            }
             Trouble::TooLong => Status::Limit,
         }
     }
@@ -105,9 +115,46 @@ impl From<Trouble> for Error {
             Trouble::Denied => "the remote forbids it",
             Trouble::Gone => "the remote cannot be reached",
             Trouble::TooLong => "the remote takes no object that long",
+            Trouble::Untrusted => "there is no safe connection to the remote",
         };
         Error::new(trouble.status(), words)
     }
+}
+
+/// What the lanes of a remote did, all together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Connections that were made.
+    pub connections: u64,
+    /// Those of them that went where there had been one.
+    pub reconnects: u64,
+    /// Objects that were sent for to where a server said that they are.
+    pub redirects: u64,
+    /// How often it was learnt which server has what.
+    pub refreshes: u64,
+    /// Objects that were sent for once more.
+    pub retries: u64,
+}
+
+/// What a build may leave out, and whether this one has it.
+const BUILT: [(&str, bool); 5] = [
+    ("redis", cfg!(feature = "redis")),
+    ("dir", cfg!(feature = "dir")),
+    ("tls", cfg!(feature = "tls")),
+    ("seal", cfg!(feature = "seal")),
+    ("s3", cfg!(feature = "s3")),
+];
+
+/// Whether something that a build may leave out is in this one: `redis`, `dir`, `s3`, `tls`, `seal`.
+/// UNSUPPORTED, and how to come by it, if it is not.
+pub fn need(feature: &str) -> Result<()> {
+    if !BUILT.contains(&(feature, true)) {
+        fail!(
+            Unsupported,
+            "built without {feature}: use a library that is built with the feature \"{feature}\""
+        );
+    }
+    Ok(())
 }
 
 /// An engine that keeps objects under names.
@@ -117,13 +164,20 @@ pub trait Remote: Send + Sync {
 
     /// A way to it, for one thread. Connections are made when they are needed.
     fn lane(&self) -> Box<dyn Lane>;
+
+    /// What its lanes did. Counts nothing where there are no connections.
+    fn tally(&self) -> Tally {
+        Tally::default()
+    }
 }
 
 /// A way to a remote. All deadlines are those of [`crate::base::clock::Clock`]; none is
 /// exceeded by more than a moment. Every item of a batch has its own result afterwards, and no
 /// memory is touched any more.
 pub trait Lane: Send {
-    /// Asks who is there: within a deadline, with credentials and all.
+    /// Asks who is there: within a deadline, with credentials and all. UNAVAILABLE, TIMEOUT, AGAIN
+    /// = it may be there later. INVALID = it was reached, and refuses us or is not who it should be;
+    /// CORRUPT = what was reached is none of its kind: nothing comes of waiting.
     fn greet(&mut self, deadline_ns: u64) -> Result<Server>;
 
     /// Fetches objects, or parts of them.
@@ -143,4 +197,24 @@ pub trait Lane: Send {
 
     /// Takes objects away; one that is not there is gone, too. The length in a result means nothing.
     fn remove(&mut self, asks: &mut Asks, deadline_ns: u64);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_built_is_told() {
+        for (feature, is_built) in [
+            ("redis", cfg!(feature = "redis")),
+            ("dir", cfg!(feature = "dir")),
+            ("tls", cfg!(feature = "tls")),
+            ("seal", cfg!(feature = "seal")),
+            ("other", false),
+        ] {
+            let status = need(feature).map_err(|error| error.status());
+            assert_eq!(status, if is_built { Ok(()) } else { Err(Status::Unsupported) });
+        }
+        assert!(need("other").unwrap_err().message().starts_with("built without other"));
+    }
 }

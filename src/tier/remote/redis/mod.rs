@@ -12,22 +12,26 @@ mod errors;
 mod greeting;
 mod lane;
 mod node;
-mod resp;
-mod slots;
-mod url;
+pub mod resp;
+pub mod slots;
+pub mod url;
 mod wire;
 mod work;
+
+use std::path::PathBuf;
 
 use crate::base::clock::Clock;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
+use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::fail;
+use crate::io::tls::Trust;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::redis::lane::RedisLane;
 use crate::tier::remote::redis::slots::Map;
 use crate::tier::remote::redis::url::{Address, Url};
 use crate::tier::remote::secret::Secret;
-use crate::tier::remote::{Caps, Lane, Remote};
+use crate::tier::remote::{Caps, Lane, Remote, Tally};
 
 /// Most bytes of an object.
 const MAX_BYTES: u64 = 8 << 20;
@@ -44,19 +48,54 @@ const MAX_TTL_S: u64 = 10 * 366 * 86400;
 #[derive(Clone, Debug)]
 pub struct RedisOpts {
     /// `redis://[user@]host[:port][/db]`; of a cluster, several hosts with commas between them.
+    /// `rediss://` is the same with TLS.
     pub url: String,
+    /// Whom to connect as, unless the URL says so.
+    pub user: Option<String>,
     /// What stands before all names.
     pub prefix: Prefix,
     /// The user's password, if the server wants one.
     pub password: Option<Secret>,
     /// It is a cluster.
     pub cluster: bool,
+    /// Objects are read from nodes that follow others, too. What one of them has not got is asked
+    /// of the other.
+    pub replicas: bool,
     /// Seconds after which objects go; 0 = when the server needs the room.
     pub ttl_s: u64,
     /// Replicas that must have an object before it counts as stored.
     pub wait: u32,
     /// Longest time until a connection can be used.
     pub connect_ns: u64,
+    /// Who is trusted, where the URL is `rediss://`.
+    pub tls: TlsOpts,
+}
+
+/// Who is trusted to be the server.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TlsOpts {
+    /// A file with certificates of authorities, in PEM; none = those that the system trusts.
+    pub ca: Option<PathBuf>,
+    /// Anybody is. What is sent can then be read, and changed, by whoever is on the way.
+    pub insecure: bool,
+}
+
+impl RedisOpts {
+    /// A server as it is mostly used: no cluster, no password, objects stay until it needs the room.
+    pub fn new(url: &str, prefix: Prefix) -> RedisOpts {
+        RedisOpts {
+            url: url.to_string(),
+            user: None,
+            prefix,
+            password: None,
+            cluster: false,
+            replicas: false,
+            ttl_s: 0,
+            wait: 0,
+            connect_ns: 1_000_000_000,
+            tls: TlsOpts::default(),
+        }
+    }
 }
 
 /// A server, or a cluster of them.
@@ -67,6 +106,22 @@ struct Shared {
     settings: Settings,
     clock: Clock,
     map: Map,
+    tally: Counts,
+}
+
+/// What all lanes did.
+#[derive(Default)]
+struct Counts {
+    connections: AtomicU64,
+    reconnects: AtomicU64,
+    redirects: AtomicU64,
+    refreshes: AtomicU64,
+    retries: AtomicU64,
+}
+
+/// Counts one.
+fn add(count: &AtomicU64) {
+    count.fetch_add(1, Ordering::Relaxed);
 }
 
 /// What was asked for, checked.
@@ -77,6 +132,9 @@ struct Settings {
     password: Option<Secret>,
     db: u32,
     is_cluster: bool,
+    reads_replicas: bool,
+    trust: Option<Trust>,
+    is_insecure: bool,
     ttl_s: u64,
     wait: u32,
     connect_ns: u64,
@@ -98,9 +156,20 @@ impl Redis {
         if url.db > 0 && opts.cluster {
             fail!(Spec, "a cluster has one database, 0");
         }
-        if url.user.is_some() && opts.password.is_none() {
-            fail!(Spec, "the URL names a user: give the password as a secret");
+        let user = match (&url.user, &opts.user) {
+            (Some(one), Some(other)) if one != other => {
+                fail!(Spec, "the URL names one user, and \"user\" another one");
+            }
+            (None, Some(user)) => Some(url::user_of(user)?),
+            (user, _) => user.clone(),
+        };
+        if user.is_some() && opts.password.is_none() {
+            fail!(Spec, "there is a user and no password: give it as a secret");
         }
+        if opts.replicas && !opts.cluster {
+            fail!(Spec, "replicas are known of clusters only (cluster=true)");
+        }
+        let trust = trust(&url, &opts.tls)?;
         if opts.wait > MAX_WAIT {
             fail!(Limit, "{} replicas to wait for, {MAX_WAIT} can be", opts.wait);
         }
@@ -110,16 +179,33 @@ impl Redis {
         let settings = Settings {
             prefix: opts.prefix.clone(),
             seeds: url.seeds,
-            user: url.user,
+            user,
             password: opts.password.clone(),
             db: url.db,
             is_cluster: opts.cluster,
+            reads_replicas: opts.replicas,
+            trust,
+            is_insecure: opts.tls.insecure,
             ttl_s: opts.ttl_s,
             wait: opts.wait,
             connect_ns: opts.connect_ns,
         };
-        Ok(Redis(Arc::new(Shared { settings, clock, map: Map::default() })))
+        let (map, tally) = (Map::default(), Counts::default());
+        Ok(Redis(Arc::new(Shared { settings, clock, map, tally })))
     }
+}
+
+/// Who is trusted to be the servers of a URL; None = there is no TLS.
+fn trust(url: &Url, opts: &TlsOpts) -> Result<Option<Trust>> {
+    if !url.is_safe {
+        if *opts != TlsOpts::default() {
+            fail!(Spec, "TLS is for rediss://, and the URL begins with redis://");
+        }
+        return Ok(None);
+    }
+    let trust = Trust::open(opts.ca.as_deref(), opts.insecure)?;
+    url.seeds.iter().try_for_each(|seed| trust.check(&seed.host))?;
+    Ok(Some(trust))
 }
 
 impl Remote for Redis {
@@ -136,22 +222,27 @@ impl Remote for Redis {
     fn lane(&self) -> Box<dyn Lane> {
         Box::new(RedisLane::new(self.0.clone()))
     }
+
+    fn tally(&self) -> Tally {
+        let tally = &self.0.tally;
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Tally {
+            connections: of(&tally.connections),
+            reconnects: of(&tally.reconnects),
+            redirects: of(&tally.redirects),
+            refreshes: of(&tally.refreshes),
+            retries: of(&tally.retries),
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::status::Status;
 
     fn opts(url: &str) -> RedisOpts {
-        RedisOpts {
-            url: url.to_string(),
-            prefix: Prefix::new("p").unwrap(),
-            password: None,
-            cluster: false,
-            ttl_s: 0,
-            wait: 0,
-            connect_ns: 1,
-        }
+        RedisOpts::new(url, Prefix::new("p").unwrap())
     }
 
     #[test]
@@ -161,8 +252,26 @@ mod tests {
         refused(RedisOpts { cluster: true, ..opts("redis://a/1") });
         refused(RedisOpts { wait: MAX_WAIT + 1, ..opts("redis://a") });
         refused(RedisOpts { ttl_s: MAX_TTL_S + 1, ..opts("redis://a") });
+        refused(RedisOpts { replicas: true, ..opts("redis://a") });
         let error = refused(opts("redis://kv@a"));
         assert!(error.message().contains("as a secret"), "{error}");
+        let user = |url: &str, user: &str| {
+            let password = Some(Secret::new(b"hunter2").unwrap());
+            RedisOpts { user: Some(user.to_string()), password, ..opts(url) }
+        };
+        refused(user("redis://kv@a", "another"));
+        refused(user("redis://a", "a b"));
+        refused(RedisOpts { password: None, ..user("redis://a", "kv") });
+        assert!(Redis::open(&user("redis://a", "kv"), Clock::real()).is_ok());
+        assert!(Redis::open(&user("redis://kv@a", "kv"), Clock::real()).is_ok());
+        let insecure = TlsOpts { insecure: true, ca: None };
+        let error = refused(RedisOpts { tls: insecure.clone(), ..opts("redis://a") });
+        assert!(error.message().contains("rediss://"), "{error}");
+        let safe = RedisOpts { tls: insecure, ..opts("rediss://a") };
+        match cfg!(feature = "tls") {
+            true => assert!(Redis::open(&safe, Clock::real()).is_ok()),
+            false => assert_eq!(refused(safe).status(), Status::Unsupported),
+        }
         let password = Some(Secret::new(b"hunter2").unwrap());
         let good = RedisOpts { password, ..opts("redis://kv@a") };
         assert!(!format!("{good:?}").contains("hunter2"));

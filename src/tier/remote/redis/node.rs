@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 
 use crate::io::link;
 use crate::tier::remote::Trouble;
+use crate::tier::remote::redis::Settings;
 use crate::tier::remote::redis::url::Address;
 use crate::tier::remote::redis::wire::{Fault, Task, Wire};
 
@@ -15,6 +16,9 @@ const PAUSE_NS: u64 = 5_000_000;
 const MAX_PAUSE_NS: u64 = 500_000_000;
 /// A pause up to here is waited for; in a longer one all is lost at once.
 const PATIENCE_NS: u64 = 50_000_000;
+
+/// For so long nobody goes to one that failed who can go elsewhere.
+const SHUN_NS: u64 = 5_000_000_000;
 
 /// A server.
 pub struct Node {
@@ -28,11 +32,16 @@ pub struct Node {
     pub is_asked_for_slots: bool,
     /// That was said to it.
     pub has_heard: bool,
+    /// It has been connected to before.
+    pub was_connected: bool,
     /// Connections that were lost in this batch.
     pub faults: u32,
     /// Attempts that failed since something went well.
     failures: u32,
     not_before_ns: u64,
+    shunned_ns: u64,
+    /// Why it does not let us in: that it cannot be reached for a while is not why then.
+    refusal: Option<Fault>,
     found: Vec<SocketAddr>,
     found_ns: u64,
     /// Addresses of `found` that have been tried.
@@ -48,9 +57,12 @@ impl Node {
             queue: VecDeque::new(),
             is_asked_for_slots: false,
             has_heard: false,
+            was_connected: false,
             faults: 0,
             failures: 0,
             not_before_ns: 0,
+            shunned_ns: 0,
+            refusal: None,
             found: Vec::new(),
             found_ns: 0,
             tried: 0,
@@ -67,10 +79,29 @@ impl Node {
         self.failures == 0
     }
 
+    /// Whether it is worth a try where another one would do.
+    pub fn is_inviting(&self, now_ns: u64) -> bool {
+        self.is_well() || now_ns >= self.shunned_ns
+    }
+
     /// It did well.
     pub fn did_well(&mut self) {
         self.failures = 0;
         self.not_before_ns = 0;
+        self.refusal = None;
+    }
+
+    /// Keeps in mind why it failed, where that is something which lasts.
+    pub fn keep(&mut self, fault: &Fault) {
+        let lasts = matches!(fault.trouble, Trouble::Denied | Trouble::Untrusted);
+        self.refusal = lasts.then(|| fault.clone());
+    }
+
+    /// Why nobody connects to it now.
+    pub fn why_closed(&self) -> Fault {
+        let words = || "it could not be reached a moment ago".to_string();
+        let gone = || Fault { trouble: Trouble::Gone, words: words() };
+        self.refusal.clone().unwrap_or_else(gone)
     }
 
     /// It did not: nobody connects for a while.
@@ -78,6 +109,7 @@ impl Node {
         let pause = PAUSE_NS.saturating_mul(1 << self.failures.min(16)).min(MAX_PAUSE_NS);
         self.failures = self.failures.saturating_add(1);
         self.not_before_ns = now_ns.saturating_add(pause);
+        self.shunned_ns = now_ns.saturating_add(SHUN_NS);
         self.tried = 0;
     }
 
@@ -88,7 +120,8 @@ impl Node {
     }
 
     /// Begins a connection to the next of its addresses.
-    pub fn connect(&mut self, now_ns: u64, by_ns: u64) -> Result<(), Fault> {
+    pub fn connect(&mut self, now_ns: u64, settings: &Settings) -> Result<(), Fault> {
+        let by_ns = now_ns.saturating_add(settings.connect_ns);
         let is_known = self.found_ns != 0 && now_ns.saturating_sub(self.found_ns) < RESOLVED_NS;
         if self.tried == 0 && !is_known {
             self.found = link::resolve(&self.address.host, self.address.port)
@@ -98,7 +131,7 @@ impl Node {
         let none = || Fault { trouble: Trouble::Gone, words: "it has no address".to_string() };
         let to = self.found.get(self.tried).ok_or_else(none)?;
         self.tried += 1;
-        self.wire = Some(Wire::begin(to, by_ns)?);
+        self.wire = Some(Wire::begin(to, &self.address.host, by_ns, settings)?);
         Ok(())
     }
 
@@ -129,9 +162,18 @@ mod tests {
         assert_eq!(node.open_from(0, u64::MAX), Some(PAUSE_NS));
         assert_eq!(node.open_from(0, PAUSE_NS - 1), None);
         (0..40).for_each(|_| node.failed(0));
+        assert!(!node.is_inviting(SHUN_NS - 1) && node.is_inviting(SHUN_NS));
         assert_eq!(node.open_from(0, u64::MAX), None);
         assert_eq!(node.open_from(MAX_PAUSE_NS, u64::MAX), Some(MAX_PAUSE_NS));
         node.did_well();
         assert_eq!(node.open_from(0, u64::MAX), Some(0));
+        assert!(node.is_inviting(0));
+        // Only what lasts is said again.
+        node.keep(&Fault { trouble: Trouble::Late, words: String::new() });
+        assert_eq!(node.why_closed().trouble, Trouble::Gone);
+        node.keep(&Fault { trouble: Trouble::Untrusted, words: "who is it?".to_string() });
+        assert_eq!(node.why_closed().words, "who is it?");
+        node.did_well();
+        assert_eq!(node.why_closed().trouble, Trouble::Gone);
     }
 }

@@ -22,6 +22,8 @@ pub struct Slots {
     /// All nodes, those that only follow another one, too.
     pub nodes: Vec<Address>,
     of: Vec<u16>,
+    /// Who follows whom: those of a node that has slots, by its number.
+    followers: Vec<Vec<u16>>,
 }
 
 /// What all lanes of a remote know of the slots.
@@ -36,12 +38,13 @@ struct Known {
 impl Slots {
     /// Reads what `CLUSTER SLOTS` gave; `here` is the node that said so. None = it means nothing.
     pub fn read(reply: &Value, here: &Address) -> Option<Slots> {
-        let mut slots = Slots { nodes: Vec::new(), of: vec![NOBODY; SLOTS] };
+        let mut slots = Slots { nodes: Vec::new(), of: vec![NOBODY; SLOTS], followers: Vec::new() };
         for run in reply.list()? {
             let [Value::Number(first), Value::Number(last), nodes @ ..] = run.list()? else {
                 return None;
             };
             let (first, last) = (usize::try_from(*first).ok()?, usize::try_from(*last).ok()?);
+            let mut master = None;
             for (rank, node) in nodes.iter().enumerate() {
                 let Some(node) = address(node, here) else {
                     // One that is not known by an address has its slots for nobody.
@@ -50,6 +53,9 @@ impl Slots {
                 let number = slots.node(node)?;
                 if rank == 0 {
                     slots.of.get_mut(first..=last)?.fill(number);
+                    master = Some(usize::from(number));
+                } else if let Some(master) = master {
+                    slots.follow(number, master);
                 }
             }
         }
@@ -59,6 +65,25 @@ impl Slots {
     /// The number of the node that has a slot.
     pub fn node_of(&self, slot: usize) -> Option<usize> {
         self.of.get(slot).filter(|&&node| node != NOBODY).map(|&node| usize::from(node))
+    }
+
+    /// The numbers of the nodes that follow one.
+    pub fn followers_of(&self, node: usize) -> &[u16] {
+        self.followers.get(node).map_or(&[], Vec::as_slice)
+    }
+
+    /// Whether any node is known to follow another one.
+    pub fn has_followers(&self) -> bool {
+        self.followers.iter().any(|followers| !followers.is_empty())
+    }
+
+    fn follow(&mut self, node: u16, master: usize) {
+        if self.followers.len() <= master {
+            self.followers.resize(master + 1, Vec::new());
+        }
+        if !self.followers[master].contains(&node) {
+            self.followers[master].push(node);
+        }
     }
 
     fn node(&mut self, node: Address) -> Option<u16> {
@@ -91,10 +116,12 @@ impl Map {
         self.0.lock().is_stale = true;
     }
 
-    /// Whether a lane is to ask: the map is doubted, and nobody has asked just now.
-    pub fn claim(&self, now_ns: u64) -> bool {
+    /// Whether a lane is to ask: the map is doubted, or older than it may be, and nobody has asked
+    /// just now.
+    pub fn claim(&self, now_ns: u64, most_ns: u64) -> bool {
         let mut known = self.0.lock();
-        let is_due = known.is_stale && now_ns.saturating_sub(known.asked_ns) >= REFRESH_NS;
+        let age_ns = now_ns.saturating_sub(known.asked_ns);
+        let is_due = age_ns >= if known.is_stale { REFRESH_NS } else { most_ns };
         if is_due {
             known.asked_ns = now_ns;
         }
@@ -182,6 +209,8 @@ mod tests {
         let slots = Slots::read(&reply, &here).unwrap();
         assert_eq!(slots.nodes.len(), 3);
         assert_eq!(slots.nodes[slots.node_of(99).unwrap()].port, 1);
+        assert_eq!((slots.followers_of(0), slots.followers_of(1)), (&[1][..], &[][..]));
+        assert_eq!((slots.followers_of(2), slots.followers_of(9)), (&[][..], &[][..]));
         assert_eq!(
             slots.nodes[slots.node_of(100).unwrap()],
             Address { host: "me".into(), port: 3 }
@@ -205,12 +234,16 @@ mod tests {
     #[test]
     fn one_lane_asks_for_all() {
         let map = Map::default();
-        assert!(!map.claim(REFRESH_NS));
+        let claim = |now_ns| map.claim(now_ns, u64::MAX);
+        assert!(!claim(REFRESH_NS));
         map.doubt();
-        assert!(map.claim(REFRESH_NS) && !map.claim(REFRESH_NS * 2 - 1));
-        assert!(map.claim(REFRESH_NS * 2));
-        let slots = Slots { nodes: Vec::new(), of: Vec::new() };
+        assert!(claim(REFRESH_NS) && !claim(REFRESH_NS * 2 - 1));
+        assert!(claim(REFRESH_NS * 2));
+        let slots = Slots { nodes: Vec::new(), of: Vec::new(), followers: Vec::new() };
         map.put(Arc::new(slots));
-        assert!(map.get().is_some() && !map.claim(REFRESH_NS * 9));
+        assert!(map.get().is_some() && !claim(REFRESH_NS * 9));
+        // One that ages.
+        let claim = |now_ns| map.claim(now_ns, REFRESH_NS * 5);
+        assert!(!claim(REFRESH_NS * 7 - 1) && claim(REFRESH_NS * 7) && !claim(REFRESH_NS * 7));
     }
 }

@@ -1,4 +1,4 @@
-//! Where a server is: `redis://[user@]host[:port][,host[:port]...][/db]`.
+//! Where a server is: `redis://[user@]host[:port][,host[:port]...][/db]`, `rediss://` with TLS.
 
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
@@ -23,6 +23,8 @@ pub struct Address {
 /// What a URL says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Url {
+    /// With TLS.
+    pub is_safe: bool,
     /// Whom to connect as.
     pub user: Option<String>,
     /// Nodes that are asked first; one, unless it is a cluster.
@@ -57,14 +59,12 @@ impl Url {
     /// Reads a URL. What is wrong is said without repeating the part before an `@`, which may be
     /// a password that somebody put there.
     pub fn parse(text: &str) -> Result<Url> {
-        let rest = match text.split_once("://") {
-            Some(("redis", rest)) => rest,
-            Some(("rediss", _)) => fail!(
-                Unsupported,
-                "rediss:// needs TLS, which is not built into this library: use redis:// over a \
-                 network or a tunnel that you trust"
-            ),
-            Some(_) => fail!(Spec, "the URL of a Redis server begins with redis://"),
+        let (is_safe, rest) = match text.split_once("://") {
+            Some(("redis", rest)) => (false, rest),
+            Some(("rediss", rest)) => (true, rest),
+            Some(_) => {
+                fail!(Spec, "the URL of a Redis server begins with redis://, with TLS rediss://")
+            }
             None => fail!(Spec, "a URL looks like redis://host:6379"),
         };
         let (user, rest) = match rest.rsplit_once('@') {
@@ -83,11 +83,12 @@ impl Url {
         if seeds.len() > MAX_SEEDS {
             fail!(Limit, "a URL names {MAX_SEEDS} hosts at most");
         }
-        Ok(Url { user, seeds, db })
+        Ok(Url { is_safe, user, seeds, db })
     }
 }
 
-fn user_of(text: &str) -> Result<String> {
+/// Reads the name of a user.
+pub fn user_of(text: &str) -> Result<String> {
     if text.contains(':') {
         fail!(
             Spec,
@@ -96,7 +97,7 @@ fn user_of(text: &str) -> Result<String> {
     }
     if text.is_empty() || text.len() > MAX_USER_BYTES || !text.bytes().all(|b| b.is_ascii_graphic())
     {
-        fail!(Spec, "the user of a URL has 1 to {MAX_USER_BYTES} plain characters");
+        fail!(Spec, "the name of a user has 1 to {MAX_USER_BYTES} plain characters");
     }
     Ok(text.to_string())
 }
@@ -164,7 +165,10 @@ mod tests {
         let of = |text: &str| Url::parse(text).map_err(|error| error.message().to_string());
         let at = |host: &str, port| Address { host: host.into(), port };
         let url = of("redis://cache-0").unwrap();
-        assert_eq!(url, Url { user: None, seeds: vec![at("cache-0", 6379)], db: 0 });
+        assert_eq!(
+            url,
+            Url { is_safe: false, user: None, seeds: vec![at("cache-0", 6379)], db: 0 }
+        );
         let url = of("redis://kv@10.0.0.1:7000/3").unwrap();
         assert_eq!(url.user.as_deref(), Some("kv"));
         assert_eq!((url.seeds, url.db), (vec![at("10.0.0.1", 7000)], 3));
@@ -205,7 +209,6 @@ mod tests {
             assert!(error.message().contains("as a secret"), "{error}");
             assert!(!error.to_string().contains("hunter2"), "{error}");
         }
-        let error = Url::parse("rediss://kv@a").unwrap_err();
-        assert_eq!(error.status(), Status::Unsupported);
+        assert!(Url::parse("rediss://kv@a").unwrap().is_safe);
     }
 }

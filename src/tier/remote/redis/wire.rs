@@ -1,23 +1,29 @@
 //! A connection to a server: made, greeted, and then commands in their order out and answers in
 //! the same order in. Nothing here waits.
 
+mod greet;
+
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 
-use crate::io::link::{Link, Lost, Pieces, Watch};
+use crate::io::channel::Channel;
+use crate::io::link::{Lost, Pieces, Watch};
 use crate::tier::remote::Trouble;
 use crate::tier::remote::redis::Settings;
 use crate::tier::remote::redis::command::Out;
-use crate::tier::remote::redis::errors::{self, Said};
+use crate::tier::remote::redis::errors;
 use crate::tier::remote::redis::resp::{Nonsense, Reader, Reply, Value, Want};
 use crate::tier::remote::redis::slots;
-use crate::tier::remote::redis::url::Address;
-use crate::tier::remote::redis::work::{Came, Work, words};
+use crate::tier::remote::redis::work::{Came, Work};
 
 /// How often a connection is read from, at most, before others have their turn.
 const TURNS: usize = 16;
 /// Most bytes of what a server says when it is greeted.
 const MAX_HELLO_BYTES: usize = 64 << 10;
+
+/// What answers a greeting in no language that is known here.
+const NO_SERVER: &str = "what answers there is no Redis: is the port right, and is it rediss:// \
+                         for a port that speaks TLS?";
 
 /// An item on its way.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +38,8 @@ pub struct Task {
     pub is_held: bool,
     /// The node has it only for whoever asks.
     pub is_asking: bool,
+    /// It goes to a node that only follows another one, and may not have it yet.
+    pub is_aside: bool,
 }
 
 /// What the next answer is about.
@@ -45,6 +53,8 @@ pub enum Expect {
     Name,
     /// The database.
     Select,
+    /// That objects are read from a node that only follows another one: of no consequence.
+    Follower,
     /// That the next is asked for.
     Asking,
     /// Who has which slot.
@@ -75,13 +85,14 @@ pub struct Fault {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     Connecting,
+    Securing,
     Greeting,
     Ready,
 }
 
 /// A connection.
 pub struct Wire {
-    link: Link,
+    link: Channel,
     state: State,
     reader: Reader,
     /// What is to be sent.
@@ -111,9 +122,15 @@ pub struct Wire {
 
 impl Wire {
     /// Begins one, that must be ready at a time.
-    pub fn begin(to: &SocketAddr, by_ns: u64) -> Result<Wire, Fault> {
+    pub fn begin(
+        to: &SocketAddr,
+        host: &str,
+        by_ns: u64,
+        settings: &Settings,
+    ) -> Result<Wire, Fault> {
+        let tls = settings.trust.as_ref().map(|trust| (trust, host));
         Ok(Wire {
-            link: Link::begin(to)?,
+            link: Channel::begin(to, tls)?,
             state: State::Connecting,
             reader: Reader::default(),
             out: Out::default(),
@@ -154,10 +171,13 @@ impl Wire {
 
     /// Adds it to what is waited for; false = there is nothing to wait for.
     pub fn watch(&self, watch: &mut Watch) -> bool {
-        let is_new = self.state == State::Connecting;
-        let (to_read, to_write) = (!is_new && self.due().is_some(), is_new || !self.out.is_empty());
+        let (to_read, to_write) = match self.state {
+            State::Connecting => (false, true),
+            State::Securing => (true, self.link.owes()),
+            _ => (self.due().is_some(), !self.out.is_empty() || self.link.owes()),
+        };
         if to_read || to_write {
-            watch.add(&self.link, to_read, to_write);
+            self.link.watch(watch, to_read, to_write);
         }
         to_read || to_write
     }
@@ -216,19 +236,26 @@ impl Wire {
                 return Ok(false);
             }
             self.link.made()?;
+            self.state = State::Securing;
+        }
+        if self.state == State::Securing {
+            if !self.link.secure()? {
+                return Ok(false);
+            }
             self.greet(settings);
         }
         let sent = self.send(pieces)?;
         // Answers are taken while commands are sent: a server that has no room for more of its
         // own takes no more of ours.
-        let came = self.receive(work, settings, answers, pieces)?;
+        let came =
+            self.receive(work, settings, answers, pieces).map_err(|lost| self.early(lost))?;
         Ok(sent || came)
     }
 
     fn send(&mut self, pieces: &mut Pieces) -> Result<bool, Fault> {
         let mut has_moved = false;
         for _ in 0..TURNS {
-            if self.out.is_empty() || !self.can_write {
+            if (self.out.is_empty() && !self.link.owes()) || !self.can_write {
                 break;
             }
             self.out.fill(pieces);
@@ -241,6 +268,7 @@ impl Wire {
             has_moved = true;
             if self.out.is_empty() && self.state == State::Greeting {
                 self.out.wipe();
+                self.link.wipe();
             }
         }
         Ok(has_moved)
@@ -288,7 +316,8 @@ impl Wire {
     ) -> Result<(), Fault> {
         loop {
             self.take_body(work);
-            let Some(reply) = self.reader.next(self.want(work))? else { return Ok(()) };
+            let reply = self.reader.next(self.want(work)).map_err(|said| self.nonsense(said))?;
+            let Some(reply) = reply else { return Ok(()) };
             let came = match reply {
                 Reply::Body(bytes) => {
                     self.body = Some((0, bytes));
@@ -306,13 +335,48 @@ impl Wire {
                 return Err(Fault { trouble: Trouble::Nonsense, words });
             };
             match (to, came) {
-                (to @ (Expect::Hello | Expect::Auth | Expect::Name | Expect::Select), came) => {
+                (
+                    to @ (Expect::Hello
+                    | Expect::Auth
+                    | Expect::Name
+                    | Expect::Select
+                    | Expect::Follower),
+                    came,
+                ) => {
                     let Came::Value(value) = came else { continue };
                     self.greeted(&to, value, settings)?;
                 }
                 (Expect::Asking, _) => {}
                 (to, came) => answers.push(Answer { to, came }),
             }
+        }
+    }
+
+    /// What it means that something means nothing.
+    fn nonsense(&self, said: Nonsense) -> Fault {
+        match self.state {
+            State::Ready => said.into(),
+            _ => Fault { trouble: Trouble::Nonsense, words: NO_SERVER.to_string() },
+        }
+    }
+
+    /// Why it ended, where it ended before it was ready.
+    fn early(&self, fault: Fault) -> Fault {
+        match (self.state, fault.trouble) {
+            (State::Greeting, Trouble::Gone) => {
+                let words = format!("{}, instead of an answer to the greeting", fault.words);
+                Fault { words, ..fault }
+            }
+            _ => fault,
+        }
+    }
+
+    /// What it is that has not ended in time, of a connection that is not ready.
+    pub fn stage(&self) -> &'static str {
+        match self.state {
+            State::Connecting => "no connection in time",
+            State::Securing => "TLS was not agreed on in time: is this the server's port for TLS?",
+            State::Greeting | State::Ready => "no answer to the greeting in time: is it a server?",
         }
     }
 
@@ -341,81 +405,6 @@ impl Wire {
             _ => Want::Word,
         }
     }
-
-    fn greet(&mut self, settings: &Settings) {
-        self.state = State::Greeting;
-        self.can_read = true;
-        self.out.command(if settings.password.is_some() { 7 } else { 4 });
-        self.out.word(b"HELLO");
-        self.out.word(b"3");
-        if let Some(password) = &settings.password {
-            self.out.word(b"AUTH");
-            self.out.word(settings.user.as_deref().unwrap_or("default").as_bytes());
-            self.out.word(password.bytes());
-        }
-        self.out.word(b"SETNAME");
-        self.out.word(b"kvtier");
-        self.expect.push_back(Expect::Hello);
-    }
-
-    /// Goes on after an answer to the greeting.
-    fn greeted(&mut self, to: &Expect, value: Value, settings: &Settings) -> Result<(), Fault> {
-        match (to, &value) {
-            (Expect::Hello, Value::Error(said)) if is_refused(said) => {
-                match (&settings.password, &settings.user) {
-                    (Some(password), Some(user)) => {
-                        words(&mut self.out, &[b"AUTH", user.as_bytes(), password.bytes()]);
-                    }
-                    (Some(password), None) => words(&mut self.out, &[b"AUTH", password.bytes()]),
-                    (None, _) => {}
-                }
-                if settings.password.is_some() {
-                    self.expect.push_back(Expect::Auth);
-                }
-                words(&mut self.out, &[b"CLIENT", b"SETNAME", b"kvtier"]);
-                self.expect.push_back(Expect::Name);
-                self.select(settings);
-            }
-            // What a server says of a password may repeat it.
-            (Expect::Auth, Value::Error(said)) => {
-                let words = format!("the user or the password is refused: {}", errors::code(said));
-                return Err(Fault { trouble: Trouble::Denied, words });
-            }
-            (Expect::Hello | Expect::Select, Value::Error(said)) => {
-                let here = Address { host: "".into(), port: 0 };
-                let trouble = match errors::meaning(said, &here) {
-                    Said::Trouble(trouble) => trouble,
-                    _ => Trouble::Later,
-                };
-                let words = format!("the greeting is refused: {}", errors::code(said));
-                return Err(Fault { trouble, words });
-            }
-            (Expect::Hello, Value::List(_)) => {
-                self.hello = value;
-                self.select(settings);
-            }
-            (Expect::Hello, _) => {
-                return Err(Nonsense("no answer to a greeting").into());
-            }
-            _ => {}
-        }
-        if self.expect.is_empty() {
-            self.state = State::Ready;
-        }
-        Ok(())
-    }
-
-    fn select(&mut self, settings: &Settings) {
-        if settings.db > 0 {
-            words(&mut self.out, &[b"SELECT", settings.db.to_string().as_bytes()]);
-            self.expect.push_back(Expect::Select);
-        }
-    }
-}
-
-/// Whether a server cannot be greeted in this way, but maybe in the old one.
-fn is_refused(said: &[u8]) -> bool {
-    errors::is_unknown_command(said) || said.starts_with(b"NOPROTO") || said.starts_with(b"NOPERM")
 }
 
 impl From<Lost> for Fault {
@@ -423,6 +412,7 @@ impl From<Lost> for Fault {
         let trouble = match lost {
             Lost::Late => Trouble::Late,
             Lost::Gone(_) => Trouble::Gone,
+            Lost::Unsafe(_) => Trouble::Untrusted,
         };
         Fault { trouble, words: lost.to_string() }
     }

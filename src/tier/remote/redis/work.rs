@@ -81,6 +81,20 @@ impl Work<'_> {
         }
     }
 
+    /// Whether objects are read, or asked for.
+    pub fn is_read(&self) -> bool {
+        matches!(self, Work::Get(_) | Work::Ask(_))
+    }
+
+    /// Whether an item is known not to be there.
+    pub fn is_absent(&self, item: usize) -> bool {
+        match self {
+            Work::Get(gets) => gets.items[item].result == Err(Trouble::Absent),
+            Work::Ask(asks) => asks.items[item].result == Err(Trouble::Absent),
+            _ => false,
+        }
+    }
+
     /// Whether it is too long for any server.
     pub fn is_too_long(&self, item: usize) -> bool {
         matches!(self, Work::Put(puts) if puts.bytes_of(item) > MAX_BYTES)

@@ -5,7 +5,9 @@
 
 use std::net::SocketAddr;
 
-use crate::io::link::{Link, Lost, Pieces, Watch};
+use crate::io::channel::Channel;
+use crate::io::link::{Lost, Pieces, Watch};
+use crate::io::tls::Trust;
 use crate::tier::remote::s3::http::{Body, Chunks, Head, MAX_HEAD_BYTES, Nonsense};
 use crate::tier::remote::s3::xml;
 use crate::tier::remote::secret::wipe;
@@ -64,7 +66,8 @@ pub struct Fault {
 
 /// A connection.
 pub struct Conn {
-    link: Link,
+    link: Channel,
+    is_linked: bool,
     is_made: bool,
     out: Vec<u8>,
     /// Bytes that went of the head and what follows it, and how many there are.
@@ -101,10 +104,12 @@ enum Left {
 }
 
 impl Conn {
-    /// Begins one, that must be made at a time.
-    pub fn begin(to: &SocketAddr, by_ns: u64) -> Result<Conn, Fault> {
+    /// Begins one, that must be made at a time; with TLS, if it is told whom to trust and whom to
+    /// expect.
+    pub fn begin(to: &SocketAddr, tls: Option<(&Trust, &str)>, by_ns: u64) -> Result<Conn, Fault> {
         Ok(Conn {
-            link: Link::begin(to)?,
+            link: Channel::begin(to, tls)?,
+            is_linked: false,
             is_made: false,
             out: Vec::new(),
             sent: 0,
@@ -126,6 +131,14 @@ impl Conn {
     /// Whether it has been made.
     pub fn is_made(&self) -> bool {
         self.is_made
+    }
+
+    /// What it is that has not ended in time, of a connection that is not made.
+    pub fn stage(&self) -> &'static str {
+        match self.is_linked {
+            false => "no connection in time",
+            true => "TLS was not agreed on in time: is this the server's port for TLS?",
+        }
     }
 
     /// Whether another request can be sent on it: not if it has ended meanwhile, or says what
@@ -155,12 +168,14 @@ impl Conn {
 
     /// Adds it to what is waited for.
     pub fn watch(&self, watch: &mut Watch) {
-        watch.add(&self.link, self.is_made, !self.is_made || self.has_to_send());
+        let to_write = !self.is_linked || self.link.owes() || (self.is_made && self.has_to_send());
+        self.link.watch(watch, self.is_linked, to_write);
     }
 
     /// Whether something can be done without a wait, as far as is known.
     pub fn can_go_on(&self) -> bool {
-        self.is_made && (self.can_read || (self.can_write && self.has_to_send()))
+        let has_to_send = self.has_to_send() || self.link.owes();
+        self.is_made && (self.can_read || (self.can_write && has_to_send && !self.is_shut))
     }
 
     fn has_to_send(&self) -> bool {
@@ -181,11 +196,17 @@ impl Conn {
         pieces: &mut Pieces,
     ) -> Result<Option<Reply>, Fault> {
         if !self.is_made {
-            if !self.can_write {
+            if !self.is_linked && !self.can_write {
                 return Ok(None);
             }
-            self.link.made()?;
-            self.is_made = true;
+            if !self.is_linked {
+                self.link.made()?;
+                self.is_linked = true;
+            }
+            if !self.link.secure()? {
+                return Ok(None);
+            }
+            (self.is_made, self.can_read, self.can_write) = (true, true, true);
         }
         self.send(way.source, pieces);
         let reply = self.receive(way, pieces).map_err(|fault| Fault {
@@ -197,8 +218,10 @@ impl Conn {
         self.is_kept = incoming.reply.head.keeps
             && incoming.has_ended()
             && self.sent == self.to_send
+            && !self.link.owes()
             && self.start == self.end;
         wipe(&mut self.out);
+        self.link.wipe();
         Ok(Some(incoming.reply))
     }
 
@@ -209,7 +232,7 @@ impl Conn {
 
     fn send(&mut self, source: &[Part], pieces: &mut Pieces) {
         for _ in 0..TURNS {
-            if !self.has_to_send() || !self.can_write {
+            if !(self.has_to_send() || self.link.owes()) || !self.can_write || self.is_shut {
                 break;
             }
             pieces.clear();
@@ -460,7 +483,13 @@ impl Fault {
 
 impl From<Lost> for Fault {
     fn from(lost: Lost) -> Fault {
-        Fault::lost(lost.to_string())
+        let words = lost.to_string();
+        match lost {
+            Lost::Unsafe(_) => {
+                Fault { trouble: Trouble::Untrusted, words, is_stale: false, can_pass: false }
+            }
+            Lost::Late | Lost::Gone(_) => Fault::lost(words),
+        }
     }
 }
 

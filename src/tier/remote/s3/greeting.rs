@@ -47,6 +47,11 @@ pub fn server(shared: &Shared, reply: &Reply) -> Result<Server> {
             "its connections are not encrypted (http): whoever is on the way can read objects";
         warnings.push(why.to_string());
     }
+    if settings.is_insecure {
+        let why =
+            "anybody is trusted to be the server (insecure): who is on the way can read objects";
+        warnings.push(why.to_string());
+    }
     if shared.is_plain.load(Ordering::Relaxed) {
         let why = "it cannot store what is new only: every object is looked for first, and of two \
                    that store the same at once the last one wins";

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use crate::base::clock::wall_s;
 use crate::base::machine::random_bytes;
-use crate::base::status::{Error, Result};
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::Ordering;
 use crate::io::link::{Pieces, Watch};
@@ -182,7 +182,7 @@ impl S3Lane {
         }
         let settings = &self.shared.settings;
         let by_ns = now.saturating_add(settings.connect_ns).min(self.batch.deadline_ns);
-        match self.place.connect(&settings.endpoint, now, by_ns) {
+        match self.place.connect(settings, now, by_ns) {
             Ok(conn) => {
                 self.ways.push(Way { conn, task: None });
                 Some(self.ways.len() - 1)
@@ -253,7 +253,7 @@ impl S3Lane {
                 way.task.is_some() && !way.conn.is_made() && way.conn.by_ns <= now
             });
             if is_late {
-                let words = "no connection in time".to_string();
+                let words = self.ways[number].conn.stage().to_string();
                 let trouble = Trouble::Gone;
                 self.lose(number, work, Fault { trouble, words, is_stale: false, can_pass: true });
             }
@@ -376,7 +376,12 @@ impl S3Lane {
                 "" => Error::from(trouble).message().to_string(),
                 words => words.to_string(),
             };
-            Error::new(trouble.status(), format!("{authority}: {words}"))
+            let status = match trouble {
+                // It answered, and is not who it should be: waiting does not help.
+                Trouble::Untrusted => Status::Invalid,
+                trouble => trouble.status(),
+            };
+            Error::new(status, format!("{authority}: {words}"))
         })
     }
 }

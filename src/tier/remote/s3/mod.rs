@@ -21,11 +21,14 @@ mod url;
 mod work;
 pub mod xml;
 
+use std::path::PathBuf;
+
 use crate::base::clock::{Clock, wall_s};
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::fail;
+use crate::io::tls::Trust;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::s3::conn::Reply;
 use crate::tier::remote::s3::lane::S3Lane;
@@ -67,6 +70,17 @@ pub struct S3Opts {
     pub connect_ns: u64,
     /// Most connections of a lane, 1 to [`MAX_CONNECTIONS`].
     pub connections: u32,
+    /// Who is trusted to be the server, where the URL is `https://`.
+    pub tls: TlsOpts,
+}
+
+/// Who is trusted to be the server.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TlsOpts {
+    /// A file with certificates of authorities, in PEM; none = those that the system trusts.
+    pub ca: Option<PathBuf>,
+    /// Anybody is. What is sent can then be read, and changed, by whoever is on the way.
+    pub insecure: bool,
 }
 
 /// A bucket.
@@ -99,13 +113,7 @@ impl S3 {
                 opts.connections
             );
         }
-        if endpoint.is_tls {
-            fail!(
-                Unsupported,
-                "https:// needs TLS, which is not built into this library: use http:// over a \
-                 network or a tunnel that you trust"
-            );
-        }
+        let trust = trust(&endpoint, &opts.tls)?;
         let key = match (&opts.key, &opts.secret) {
             (Some(key), Some(secret)) => Some((plain(key, "access key")?, secret.clone())),
             (None, None) => None,
@@ -119,6 +127,8 @@ impl S3 {
         }
         let settings = Settings {
             endpoint,
+            trust,
+            is_insecure: opts.tls.insecure,
             bucket: opts.bucket.clone(),
             region: opts.region.clone(),
             prefix: opts.prefix.clone(),
@@ -129,6 +139,19 @@ impl S3 {
         };
         Ok(S3(Arc::new(Shared { settings, clock, is_plain: AtomicBool::new(false) })))
     }
+}
+
+/// Who is trusted to be the server of an endpoint; None = there is no TLS.
+fn trust(endpoint: &Endpoint, opts: &TlsOpts) -> Result<Option<Trust>> {
+    if !endpoint.is_tls {
+        if *opts != TlsOpts::default() {
+            fail!(Spec, "TLS is for https://, and the URL begins with http://");
+        }
+        return Ok(None);
+    }
+    let trust = Trust::open(opts.ca.as_deref(), opts.insecure)?;
+    trust.check(&endpoint.host)?;
+    Ok(Some(trust))
 }
 
 /// A secret that goes into a header.

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use crate::io::link;
 use crate::tier::remote::Trouble;
 use crate::tier::remote::s3::conn::{Conn, Fault};
-use crate::tier::remote::s3::url::Endpoint;
+use crate::tier::remote::s3::request::Settings;
 
 /// How long what the resolver said is used.
 const RESOLVED_NS: u64 = 30_000_000_000;
@@ -59,7 +59,8 @@ impl Place {
     }
 
     /// Begins a connection.
-    pub fn connect(&mut self, to: &Endpoint, now_ns: u64, by_ns: u64) -> Result<Conn, Fault> {
+    pub fn connect(&mut self, settings: &Settings, now_ns: u64, by_ns: u64) -> Result<Conn, Fault> {
+        let to = &settings.endpoint;
         let gone = |words| Fault { trouble: Trouble::Gone, words, is_stale: false, can_pass: true };
         let is_known = !self.found.is_empty() && now_ns - self.found_ns.min(now_ns) < RESOLVED_NS;
         if self.next == 0 && !is_known {
@@ -67,7 +68,8 @@ impl Place {
             self.found_ns = now_ns;
         }
         let none = || gone("it has no address".to_string());
-        Conn::begin(self.found.get(self.next).ok_or_else(none)?, by_ns)
+        let tls = settings.trust.as_ref().map(|trust| (trust, to.host.as_str()));
+        Conn::begin(self.found.get(self.next).ok_or_else(none)?, tls, by_ns)
     }
 }
 

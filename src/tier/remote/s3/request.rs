@@ -1,5 +1,6 @@
 //! Requests: what is said to a server before a body, and by whom.
 
+use crate::io::tls::Trust;
 use crate::tier::remote::Name;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::s3::date;
@@ -11,6 +12,10 @@ use crate::tier::remote::secret::Secret;
 pub struct Settings {
     /// Where the server is, and the bucket.
     pub endpoint: Endpoint,
+    /// Who is trusted to be the server, where it has TLS.
+    pub trust: Option<Trust>,
+    /// Anybody is.
+    pub is_insecure: bool,
     /// The bucket.
     pub bucket: String,
     /// Where it is, as signatures say it.

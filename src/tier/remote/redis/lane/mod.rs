@@ -5,7 +5,7 @@ mod serve;
 
 use std::collections::HashMap;
 
-use crate::base::status::{Error, Result};
+use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::io::link::{Pieces, Watch};
 use crate::tier::remote::redis::Shared;
@@ -20,6 +20,14 @@ use crate::tier::remote::{Asks, Gets, Lane, Puts, Server, Trouble};
 
 /// Nodes that are asked about slots at once.
 const ASKED: usize = 2;
+/// Who follows whom is asked that often, where it is of interest: nobody says when it changes.
+const REPLICAS_NS: u64 = 30_000_000_000;
+/// The same where nobody was: nodes are not named before they have heard something.
+const NO_REPLICAS_NS: u64 = 1_000_000_000;
+/// What there is to be said against TLS that trusts everybody.
+const INSECURE: &str = "nobody looks who it is (insecure=true): whoever is on the way can read and \
+                        change everything, the password, too";
+
 /// A way to a server or a cluster.
 pub struct RedisLane {
     shared: Arc<Shared>,
@@ -134,19 +142,26 @@ impl RedisLane {
         {
             self.adopt(known);
         }
-        let none = Task { item: 0, moves: 0, is_repeated: false, is_held: false, is_asking: false };
+        let none = Task {
+            item: 0,
+            moves: 0,
+            is_repeated: false,
+            is_held: false,
+            is_asking: false,
+            is_aside: self.shared.settings.reads_replicas && work.is_read(),
+        };
         for item in 0..work.len() {
             work.fail(item, Trouble::Later);
             if work.is_too_long(item) {
                 self.fail(work, item, Trouble::TooLong);
             } else {
-                self.route(work, Task { item, ..none });
+                self.route(work, Task { item, ..none }, now);
             }
         }
     }
 
     /// Gives an item to the node that has it, as far as is known.
-    fn route(&mut self, work: &mut Work, task: Task) {
+    pub(super) fn route(&mut self, work: &mut Work, mut task: Task, now: u64) {
         let node = if !self.shared.settings.is_cluster {
             self.number(&self.shared.settings.seeds[0].clone())
         } else {
@@ -159,7 +174,13 @@ impl RedisLane {
                 }
                 None => 0,
             };
-            slots.node_of(slot).map(|node| self.routes[node])
+            let master = slots.node_of(slot);
+            let follower = match master {
+                Some(master) if task.is_aside => self.follower(slots, master, slot, now),
+                _ => None,
+            };
+            task.is_aside = follower.is_some();
+            follower.or(master).map(|node| self.routes[node])
         };
         match node {
             Some(node) => self.nodes[node].queue.push_back(task),
@@ -168,6 +189,30 @@ impl RedisLane {
                 self.shared.map.doubt();
                 self.fail(work, task.item, Trouble::Later);
             }
+        }
+    }
+
+    /// A node that follows one and is worth a try. Lanes and slots begin with different ones.
+    fn follower(&self, slots: &Slots, master: usize, slot: usize, now: u64) -> Option<usize> {
+        let all = slots.followers_of(master);
+        let from = slot.wrapping_add(self.turn);
+        let mut in_turn = (0..all.len()).map(|at| all[from.wrapping_add(at) % all.len()]);
+        in_turn
+            .find(|&node| self.nodes[self.routes[usize::from(node)]].is_inviting(now))
+            .map(usize::from)
+    }
+
+    /// How old what is known of slots may be though nobody doubts it.
+    fn most_age_ns(&self) -> u64 {
+        match &self.slots {
+            Some(slots) if self.shared.settings.reads_replicas => {
+                if slots.has_followers() {
+                    REPLICAS_NS
+                } else {
+                    NO_REPLICAS_NS
+                }
+            }
+            _ => u64::MAX,
         }
     }
 
@@ -204,9 +249,9 @@ impl RedisLane {
         }
         if self.slots.is_some() {
             for task in std::mem::take(&mut self.batch.homeless) {
-                self.route(work, task);
+                self.route(work, task, now);
             }
-            if self.shared.map.claim(now) {
+            if self.shared.map.claim(now, self.most_age_ns()) {
                 self.ask_some();
             }
         } else if !self.batch.has_asked {
@@ -321,9 +366,9 @@ impl Lane for RedisLane {
         self.words.clear();
         self.drive(&mut Work::Greet(&mut said), deadline_ns);
         let settings = &self.shared.settings;
-        match said {
+        let mut server = match said {
             Ok(info) => greeting::server(&info, settings.is_cluster, settings.secret())
-                .ok_or_else(|| Trouble::Nonsense.into()),
+                .ok_or_else(|| Error::from(Trouble::Nonsense)),
             Err(Trouble::Denied) if self.hello().is_some() => {
                 let hello = self.hello().unwrap_or(&Value::Nil);
                 Ok(greeting::of_hello(hello, settings.secret()))
@@ -334,9 +379,16 @@ impl Lane for RedisLane {
                     true => general.message().to_string(),
                     false => format!("{}: {}", general.message(), self.words),
                 };
-                Err(Error::new(trouble.status(), words))
+                // It has answered: nothing comes of waiting until it can be reached.
+                let is_final = matches!(trouble, Trouble::Denied | Trouble::Untrusted);
+                let status = if is_final { Status::Invalid } else { trouble.status() };
+                Err(Error::new(status, words))
             }
+        }?;
+        if settings.is_insecure {
+            server.warnings.push(INSECURE.to_string());
         }
+        Ok(server)
     }
 
     unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64) {

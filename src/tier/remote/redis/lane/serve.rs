@@ -2,6 +2,7 @@
 
 use crate::base::sync::Arc;
 use crate::tier::remote::Trouble;
+use crate::tier::remote::redis::add;
 use crate::tier::remote::redis::errors::{self, Said};
 use crate::tier::remote::redis::lane::RedisLane;
 use crate::tier::remote::redis::resp::Value;
@@ -44,14 +45,13 @@ impl RedisLane {
         match node.open_from(now, self.batch.deadline_ns) {
             Some(from) if from > now => return false,
             Some(_) => {
-                let by = now.saturating_add(self.shared.settings.connect_ns);
-                if let Err(fault) = node.connect(now, by) {
+                if let Err(fault) = node.connect(now, &self.shared.settings) {
                     self.lose(number, work, fault, now);
                 }
             }
             None => {
-                let words = "it could not be reached a moment ago".to_string();
-                self.abandon(number, work, &Fault { trouble: Trouble::Gone, words });
+                let fault = node.why_closed();
+                self.abandon(number, work, &fault, now);
             }
         }
         true
@@ -65,7 +65,7 @@ impl RedisLane {
         let Some(wire) = &mut node.wire else { return Ok(false) };
         let was_ready = wire.is_ready();
         if !was_ready && now >= wire.by_ns {
-            let words = "no connection in time".to_string();
+            let words = wire.stage().to_string();
             return Err(Fault { trouble: Trouble::Late, words });
         }
         if was_ready && is_wanted {
@@ -80,6 +80,11 @@ impl RedisLane {
             wire.exchange(work, &shared.settings, &mut self.answers, &mut self.pieces)?;
         if !was_ready && wire.is_ready() {
             node.connected();
+            let tally = &shared.tally;
+            add(&tally.connections);
+            if std::mem::replace(&mut node.was_connected, true) {
+                add(&tally.reconnects);
+            }
         }
         Ok(has_moved)
     }
@@ -162,7 +167,11 @@ impl RedisLane {
             wire.items = wire.items.saturating_sub(1);
             wire.bytes = wire.bytes.saturating_sub(work.weight(task.item));
         }
-        let said = match work.came(task.item, came) {
+        match work.came(task.item, came) {
+            Outcome::Done if task.is_aside && work.is_absent(task.item) => {
+                node.did_well();
+                self.go_home(work, task, now);
+            }
             Outcome::Done => {
                 node.did_well();
                 match &mut node.wire {
@@ -171,15 +180,27 @@ impl RedisLane {
                     }
                     _ => self.batch.left = self.batch.left.saturating_sub(1),
                 }
-                return Ok(());
             }
             Outcome::Nonsense => {
                 self.fail(work, task.item, Trouble::Nonsense);
                 let words = "an answer to another question".to_string();
                 return Err(Fault { trouble: Trouble::Gone, words });
             }
-            Outcome::Error(said) => said,
-        };
+            Outcome::Error(said) => self.settle_error(number, work, task, said, now),
+        }
+        Ok(())
+    }
+
+    /// Notes that a node gave an error, and does what that asks for.
+    fn settle_error(
+        &mut self,
+        number: usize,
+        work: &mut Work,
+        task: Task,
+        said: Vec<u8>,
+        now: u64,
+    ) {
+        let node = &mut self.nodes[number];
         let shown = errors::shown(&said, self.shared.settings.secret());
         self.words = format!("{}: {shown}", node.address);
         if matches!(work, Work::Remove(_))
@@ -187,16 +208,22 @@ impl RedisLane {
             && errors::is_unknown_command(&said)
         {
             self.wording.is_old = true;
-            node.queue.push_back(task);
-            return Ok(());
+            return node.queue.push_back(task);
         }
         match errors::meaning(&said, &node.address) {
+            said if task.is_aside => {
+                if matches!(said, Said::Moved(_)) {
+                    self.shared.map.doubt();
+                }
+                self.go_home(work, task, now);
+            }
             Said::Trouble(trouble) => self.fail(work, task.item, trouble),
             Said::Again => {
                 self.shared.map.doubt();
                 if task.is_held {
                     self.fail(work, task.item, Trouble::Later);
                 } else {
+                    add(&self.shared.tally.retries);
                     let from = now.saturating_add(HELD_NS);
                     self.batch.held.push((from, number, Task { is_held: true, ..task }));
                 }
@@ -207,7 +234,6 @@ impl RedisLane {
             }
             Said::Ask(to) => self.send_elsewhere(work, to, Task { is_asking: true, ..task }),
         }
-        Ok(())
     }
 
     fn send_elsewhere(&mut self, work: &mut Work, to: Option<Address>, task: Task) {
@@ -216,11 +242,19 @@ impl RedisLane {
         }
         match to.and_then(|to| self.number(&to)) {
             Some(node) => {
+                add(&self.shared.tally.redirects);
                 let task = Task { moves: task.moves + 1, ..task };
                 self.nodes[node].queue.push_back(task);
             }
             None => self.fail(work, task.item, Trouble::Nonsense),
         }
+    }
+
+    /// What a node that only follows another one did not give is asked of that other one.
+    fn go_home(&mut self, work: &mut Work, task: Task, now: u64) {
+        add(&self.shared.tally.retries);
+        work.fail(task.item, Trouble::Later);
+        self.route(work, Task { is_aside: false, ..task }, now);
     }
 
     fn settle_slots(&mut self, number: usize, came: Came) {
@@ -229,6 +263,7 @@ impl RedisLane {
         let Came::Value(value) = came else { return };
         if let Some(slots) = Slots::read(&value, &node.address) {
             let slots = Arc::new(slots);
+            add(&self.shared.tally.refreshes);
             self.shared.map.put(slots.clone());
             return self.adopt(slots);
         }
@@ -287,12 +322,18 @@ impl RedisLane {
         if !is_stale {
             self.words = format!("{}: {}", node.address, fault.words);
             node.failed(now);
+            node.keep(&fault);
             self.shared.map.doubt();
         }
         for task in unanswered.into_iter().rev() {
             if is_stale && !task.is_repeated {
+                add(&self.shared.tally.retries);
                 let again = Task { is_repeated: true, ..task };
                 self.nodes[number].queue.push_front(again);
+                continue;
+            }
+            if task.is_aside {
+                self.go_home(work, task, now);
                 continue;
             }
             self.fail(work, task.item, if first { fault.trouble } else { Trouble::Gone });
@@ -300,12 +341,12 @@ impl RedisLane {
         }
         let node = &mut self.nodes[number];
         if !is_stale && (!was_ready || node.faults >= MAX_FAULTS) {
-            self.abandon(number, work, &fault);
+            self.abandon(number, work, &fault, now);
         }
     }
 
     /// Nobody will do what a node has to do.
-    fn abandon(&mut self, number: usize, work: &mut Work, fault: &Fault) {
+    fn abandon(&mut self, number: usize, work: &mut Work, fault: &Fault, now: u64) {
         let node = &mut self.nodes[number];
         if node.is_asked_for_slots {
             (node.is_asked_for_slots, node.has_heard) = (false, false);
@@ -315,7 +356,10 @@ impl RedisLane {
             self.words = format!("{}: {}", node.address, fault.words);
         }
         for task in std::mem::take(&mut self.nodes[number].queue) {
-            self.fail(work, task.item, fault.trouble);
+            match task.is_aside {
+                true => self.go_home(work, task, now),
+                false => self.fail(work, task.item, fault.trouble),
+            }
         }
     }
 }

@@ -1,0 +1,160 @@
+//! Who is trusted: an authority of one's own, those of the system, or, if that is asked for,
+//! everybody.
+
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+
+use rustls::client::UnbufferedClientConnection;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
+
+use crate::base::status::{Error, Result, Status};
+use crate::fail;
+use crate::io::link::Lost;
+use crate::io::tls::Session;
+
+/// Where systems keep the authorities that they trust.
+const SYSTEM: [&str; 6] = [
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+    "/usr/local/share/certs/ca-root-nss.crt",
+];
+/// Longest file of authorities.
+const MAX_FILE_BYTES: u64 = 8 << 20;
+
+/// Who is trusted.
+pub struct Trust(Arc<ClientConfig>);
+
+impl Trust {
+    /// Trusts those whom the authorities of a file vouch for; without a file, those of the system.
+    /// `insecure` = everybody, whoever he is.
+    pub fn open(ca: Option<&Path>, insecure: bool) -> Result<Trust> {
+        let provider = Arc::new(ring::default_provider());
+        let builder = ClientConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()
+            .map_err(|error| Error::new(Status::Unsupported, format!("TLS: {error}")))?;
+        let config = if insecure {
+            if ca.is_some() {
+                fail!(Spec, "TLS that trusts everybody needs no ca: leave one of the two out");
+            }
+            let verifier = Arc::new(Anybody(provider));
+            builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth()
+        } else {
+            let roots = match ca {
+                Some(path) => of_file(path)?,
+                None => of_system()?,
+            };
+            builder.with_root_certificates(roots).with_no_client_auth()
+        };
+        Ok(Trust(Arc::new(config)))
+    }
+
+    /// Whether a host is one that certificates can be for.
+    pub fn check(&self, host: &str) -> Result<()> {
+        match ServerName::try_from(host) {
+            Ok(_) => Ok(()),
+            Err(_) => fail!(Spec, "\"{host}\" is no name that certificates are for"),
+        }
+    }
+
+    /// What is to be on a connection to a host.
+    pub fn session(&self, host: &str) -> std::result::Result<Session, Lost> {
+        let name = ServerName::try_from(host.to_string()).map_err(|_| {
+            Lost::Unsafe(format!("\"{host}\" is no name that certificates are for"))
+        })?;
+        let conn = UnbufferedClientConnection::new(self.0.clone(), name)
+            .map_err(|error| Lost::Unsafe(format!("TLS: {error}")))?;
+        Ok(Session::new(conn, host))
+    }
+}
+
+fn of_file(path: &Path) -> Result<RootCertStore> {
+    let wrong = |what: String| {
+        Error::new(Status::Spec, format!("the file of authorities {}: {what}", path.display()))
+    };
+    let found = read(path).map_err(|error| wrong(error.to_string()))?;
+    let mut roots = RootCertStore::empty();
+    for certificate in CertificateDer::pem_slice_iter(&found) {
+        let certificate = certificate.map_err(|_| wrong("it is no PEM".to_string()))?;
+        roots.add(certificate).map_err(|error| wrong(format!("{error}")))?;
+    }
+    if roots.is_empty() {
+        return Err(wrong("it has no certificate (BEGIN CERTIFICATE)".to_string()));
+    }
+    Ok(roots)
+}
+
+fn of_system() -> Result<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    for path in SYSTEM {
+        let Ok(found) = read(Path::new(path)) else { continue };
+        let good = CertificateDer::pem_slice_iter(&found).flatten();
+        // Systems keep some that nobody understands any more.
+        roots.add_parsable_certificates(good);
+        if !roots.is_empty() {
+            return Ok(roots);
+        }
+    }
+    fail!(
+        Unavailable,
+        "this system has no authorities that it trusts: install ca-certificates, or name a file (ca)"
+    );
+}
+
+fn read(path: &Path) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let file = std::fs::File::open(path)?;
+    file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        return Err(std::io::Error::other("it is too long for a list of certificates"));
+    }
+    Ok(bytes)
+}
+
+/// Takes any certificate; that who shows it has its key is still looked at.
+#[derive(Debug)]
+struct Anybody(Arc<CryptoProvider>);
+
+impl ServerCertVerifier for Anybody {
+    fn verify_server_cert(
+        &self,
+        _: &CertificateDer<'_>,
+        _: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> std::result::Result<ServerCertVerified, rustls::Error> {
+        Ok(ServerCertVerified::assertion())
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> std::result::Result<HandshakeSignatureValid, rustls::Error> {
+        let known = &self.0.signature_verification_algorithms;
+        verify_tls12_signature(message, certificate, signed, known)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> std::result::Result<HandshakeSignatureValid, rustls::Error> {
+        let known = &self.0.signature_verification_algorithms;
+        verify_tls13_signature(message, certificate, signed, known)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.0.signature_verification_algorithms.supported_schemes()
+    }
+}
