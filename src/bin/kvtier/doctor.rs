@@ -1,5 +1,7 @@
 //! `kvtier doctor`: what this machine has, and what that means for you.
 
+pub mod remote;
+
 use std::path::Path;
 
 use kvtier::base::budget::{DEFAULT_HOST_PERCENT, DEFAULT_RESERVE_BYTES};
@@ -35,6 +37,23 @@ impl Finding {
     fn new(check: &'static str, mark: Mark, value: impl Into<String>, means: &str) -> Finding {
         Finding { check, mark, value: value.into(), means: means.to_string() }
     }
+
+    fn print(&self, json: bool) {
+        let Finding { check, value, means, .. } = self;
+        let mark = match self.mark {
+            Mark::Good => "good",
+            Mark::Limited => "limited",
+            Mark::Absent => "absent",
+        };
+        if json {
+            let line =
+                serde_json::json!({ "check": check, "mark": mark, "value": value, "means": means });
+            println!("{line}");
+        } else {
+            println!("{check:<18} {mark:<8} {value}");
+            println!("{:<18} {:<8} {means}\n", "", "");
+        }
+    }
 }
 
 /// Prints the findings.
@@ -55,27 +74,7 @@ pub fn run(path: &Path, json: bool) {
         cuda(),
         disk_to_device(path),
     ];
-    for finding in findings {
-        let mark = match finding.mark {
-            Mark::Good => "good",
-            Mark::Limited => "limited",
-            Mark::Absent => "absent",
-        };
-        if json {
-            println!(
-                "{}",
-                serde_json::json!({
-                    "check": finding.check,
-                    "mark": mark,
-                    "value": finding.value,
-                    "means": finding.means,
-                })
-            );
-        } else {
-            println!("{:<18} {:<8} {}", finding.check, mark, finding.value);
-            println!("{:<18} {:<8} {}\n", "", "", finding.means);
-        }
-    }
+    findings.iter().for_each(|finding| finding.print(json));
 }
 
 fn cpu() -> Finding {

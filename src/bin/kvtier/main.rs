@@ -9,6 +9,7 @@ mod doctor;
 mod fsck;
 mod lab;
 mod reference;
+mod remote;
 mod sim;
 mod stream;
 
@@ -33,6 +34,9 @@ enum Command {
         /// Directory a disk tier would live in
         #[arg(long, default_value = ".")]
         path: PathBuf,
+        /// A remote to be tried instead: redis://HOST[:PORT], dir:PATH, or a spec as a store's
+        #[arg(long, conflicts_with = "path")]
+        remote: Option<String>,
         /// One JSON object a line
         #[arg(long)]
         json: bool,
@@ -60,7 +64,14 @@ enum Command {
         /// Have conversations come back for so many seconds more, before the table
         #[arg(long, default_value_t = 0, value_name = "SECONDS")]
         linger: u64,
+        /// Two processes share a remote instead: redis://HOST[:PORT], dir:PATH, or a spec as a
+        /// store's; its password is taken from KVTIER_REMOTE_PASSWORD
+        #[arg(long, conflicts_with_all = ["sessions", "workers", "policies", "config", "control", "linger"])]
+        remote: Option<String>,
     },
+    /// What the demo of a remote runs in processes of their own
+    #[command(hide = true)]
+    DemoPart(demo::shared::Args),
     /// Print the spec string of a store's configuration, a TOML file (docs/control.md)
     Config {
         /// The file
@@ -92,6 +103,9 @@ enum Command {
         /// Finish within 50 seconds
         #[arg(long)]
         quick: bool,
+        /// The server of the group `remote`, redis://HOST[:PORT]; else it starts one of its own
+        #[arg(long)]
+        url: Option<String>,
         /// One JSON object a line
         #[arg(long)]
         json: bool,
@@ -146,11 +160,14 @@ enum Command {
 fn main() -> ExitCode {
     env_logger::init();
     let result = match Cli::parse().command {
-        Command::Doctor { path, json } => {
+        Command::Doctor { remote: Some(remote), json, .. } => doctor::remote::run(&remote, json),
+        Command::Doctor { path, json, .. } => {
             doctor::run(&path, json);
             Ok(())
         }
-        Command::Demo { sessions, workers, policies, json, config, control, linger } => {
+        Command::Demo { remote: Some(remote), json, .. } => demo::shared::run(&remote, json),
+        Command::DemoPart(args) => demo::shared::part(&args),
+        Command::Demo { sessions, workers, policies, json, config, control, linger, .. } => {
             let linger = Duration::from_secs(linger);
             let policies = lab::parse::specs(&policies);
             demo::run(&demo::Opts { sessions, workers, policies, json, config, control, linger })
@@ -171,11 +188,9 @@ fn main() -> ExitCode {
             bench::list();
             Ok(())
         }
-        Command::Bench { group: Some(group), quick, json } => match bench::run(&group, quick, json)
-        {
-            true => Ok(()),
-            false => Err(format!("there is no group '{group}'; `kvtier bench` lists them").into()),
-        },
+        Command::Bench { group: Some(group), quick, url, json } => {
+            bench::run(&group, quick, url.as_deref(), json).map_err(Into::into)
+        }
         Command::Stream { command } => stream::run(command),
         Command::Lab { command } => lab::run(command),
     };

@@ -15,6 +15,9 @@ mod offload;
 mod overlap;
 mod peers;
 mod policy;
+mod remote;
+mod remote_server;
+mod remote_store;
 mod scale;
 mod sparse;
 mod store;
@@ -145,7 +148,7 @@ impl Bar {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 12] = [
+const GROUPS: [(&str, &str, Group); 13] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
     ("attention", "kernels on one core, beside its multiply-adds and its reading", attention::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
@@ -158,6 +161,11 @@ const GROUPS: [(&str, &str, Group); 12] = [
         offload::run,
     ),
     ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
+    (
+        "remote",
+        "objects of a Redis server, beside its own benchmark and a bare socket",
+        remote::run,
+    ),
     ("scale", "ten million cells, an opening after a crash, memory in a storm", scale::run),
     ("sparse", "decisions of sparse policies, beside reading what they are made from", sparse::run),
     ("store", "puts, gets and restores, beside memcpy and plain reads", store::run),
@@ -171,14 +179,19 @@ pub fn list() {
     }
 }
 
-/// Runs a group; false when there is none of that name. Bars that are missed
-/// are printed as such and fail nothing: time is not a test.
-pub fn run(group: &str, quick: bool, json: bool) -> bool {
+/// Runs a group; its server, where one is named. Bars that are missed are printed as such and fail
+/// nothing: time is not a test.
+pub fn run(group: &str, quick: bool, url: Option<&str>, json: bool) -> Result<(), String> {
     let Some((_, _, measure)) = GROUPS.iter().find(|(name, _, _)| *name == group) else {
-        return false;
+        return Err(format!("there is no group '{group}'; `kvtier bench` lists them"));
     };
-    print(group, &measure(quick), json);
-    true
+    let bars = match (group, url) {
+        ("remote", Some(_)) => remote::run_at(quick, url),
+        (_, Some(_)) => return Err("--url is for the group 'remote' alone".to_string()),
+        (_, None) => measure(quick),
+    };
+    print(group, &bars, json);
+    Ok(())
 }
 
 /// Prints the bars of a group.

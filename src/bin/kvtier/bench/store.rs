@@ -99,6 +99,11 @@ pub struct Home {
 impl Home {
     /// With a budget of its own for host memory, if one is given.
     pub fn open(spec: &str, layout: Layout, host: Option<u64>) -> Result<Home> {
+        Home::of(&StoreSpec::parse(spec)?, layout, host)
+    }
+
+    /// The same of a spec that has more than words.
+    pub fn of(spec: &StoreSpec, layout: Layout, host: Option<u64>) -> Result<Home> {
         let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() })?;
         let budget = match host {
             Some(_) => {
@@ -108,7 +113,7 @@ impl Home {
             }
             None => None,
         };
-        let store = Store::open(runtime.core(), budget.as_ref(), &StoreSpec::parse(spec)?)?;
+        let store = Store::open(runtime.core(), budget.as_ref(), spec)?;
         let opts = SpaceOpts { key: Key([9; 32]), layout, holes: false };
         let space = store.with(|core| core.open_space(&opts))?;
         Ok(Home { store, runtime, space })

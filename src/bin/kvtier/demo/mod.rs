@@ -4,8 +4,10 @@
 //! found.
 
 mod model;
+pub mod shared;
 mod show;
 mod talk;
+mod tensors;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

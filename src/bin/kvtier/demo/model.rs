@@ -36,10 +36,14 @@ impl Model {
         u64::from(HEADS * HEAD_DIM) * 2
     }
 
+    /// Bytes of a token in all layers.
+    pub fn all_token_bytes(&self) -> u64 {
+        self.token_bytes() * 2 * u64::from(LAYERS)
+    }
+
     /// Bytes of a conversation at its end.
     pub fn session_bytes(&self) -> u64 {
-        let tokens = SYSTEM_TOKENS + TURNS * TURN_TOKENS;
-        tokens * self.token_bytes() * 2 * u64::from(LAYERS)
+        (SYSTEM_TOKENS + TURNS * TURN_TOKENS) * self.all_token_bytes()
     }
 
     /// What K (0) or V (1) of a layer holds for the token that ends a prefix: it

@@ -3,13 +3,12 @@
 use std::time::{Duration, Instant};
 
 use kvtier::base::op::{OpOpts, RELEASED};
-use kvtier::base::sync::Arc;
-use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
-use kvtier::kv::core::{Counters, Deed, Level, Rectangle, SessionOpts, Wanted};
+use kvtier::kv::core::{Counters, Deed, Level, SessionOpts};
 use kvtier::kv::store::Store;
 
 use super::model::{Model, SYSTEM_TOKENS, TURN_TOKENS, TURNS};
 use super::show::Screen;
+use super::tensors::Tensors;
 use super::{Damage, Outcome};
 
 /// Between two that come back.
@@ -40,10 +39,13 @@ pub struct Tally {
     pub damage: Damage,
 }
 
-struct Conversation {
+/// What was said, and what follows from it.
+#[derive(Default)]
+pub(super) struct Conversation {
     turns: u64,
-    marks: Vec<u64>,
-    tokens: Vec<u32>,
+    /// What the KV of each token follows from: all tokens up to it.
+    pub(super) marks: Vec<u64>,
+    pub(super) tokens: Vec<u32>,
 }
 
 /// All conversations.
@@ -53,8 +55,7 @@ pub struct Talk<'a> {
     model: &'a Model,
     all: Vec<Conversation>,
     random: u64,
-    /// The engine's tensors: K and V of each layer for one conversation.
-    tensors: Vec<[Vec<u8>; 2]>,
+    tensors: Tensors,
     /// What happened.
     pub tally: Tally,
     /// Who spoke last.
@@ -65,10 +66,8 @@ impl<'a> Talk<'a> {
     /// Conversations that have not begun.
     pub fn new(store: &'a Store, space: u32, model: &'a Model, sessions: u32) -> Talk<'a> {
         let most = SYSTEM_TOKENS + TURNS * TURN_TOKENS;
-        let bytes = (most * model.token_bytes()) as usize;
-        let tensors = (0..model.layout.layers()).map(|_| [vec![0; bytes], vec![0; bytes]]);
         let begin = |at: u32| {
-            let mut one = Conversation { turns: 0, marks: Vec::new(), tokens: Vec::new() };
+            let mut one = Conversation::default();
             one.say((0..SYSTEM_TOKENS).map(|i| i as u32));
             let _ = at;
             one
@@ -79,7 +78,7 @@ impl<'a> Talk<'a> {
             model,
             all: (0..sessions).map(begin).collect(),
             random: 7,
-            tensors: tensors.collect(),
+            tensors: Tensors::new(model, most),
             tally: Tally::default(),
             last: 0,
         }
@@ -160,20 +159,6 @@ impl<'a> Talk<'a> {
         })?)
     }
 
-    fn rectangle(&mut self, tokens: u64, by_layer: bool) -> Rectangle {
-        let token_bytes = self.model.token_bytes();
-        let plane = |bytes: &mut Vec<u8>| {
-            PlaneView::canonical(bytes.as_mut_ptr() as u64, tokens as u32, token_bytes)
-        };
-        let layers = self.tensors.iter_mut();
-        let views = layers.map(|[k, v]| LayerViews { k: plane(k), v: Some(plane(v)) }).collect();
-        let layers = self.model.layout.layers();
-        let (first_token, first_layer) = (0, 0);
-        let views = Arc::new(Views(views));
-        let (wanted, after) = (Wanted::All, None);
-        Rectangle { first_token, tokens, first_layer, layers, by_layer, wanted, views, after }
-    }
-
     /// Brings back what the store has of a conversation, layer by layer; how many
     /// tokens from the start on.
     fn load(&mut self, session: u32, at: usize) -> Outcome<u64> {
@@ -184,7 +169,7 @@ impl<'a> Talk<'a> {
             return Ok(0);
         }
         let start = Instant::now();
-        let rectangle = self.rectangle(full, true);
+        let rectangle = self.tensors.rectangle(self.model, full, true);
         let opts = OpOpts::default();
         let ops = self.store.submit(session, Deed::Get, Level::Ram, rectangle, &opts)?;
         let mut tokens = full;
@@ -200,40 +185,21 @@ impl<'a> Talk<'a> {
 
     /// Compares what came with what it must be.
     fn check(&mut self, at: usize, tokens: u64) {
-        let each = self.model.token_bytes() as usize;
-        let chunk = self.model.layout.chunk_tokens() as usize;
-        let mut right = vec![0u8; each];
-        for (layer, planes) in self.tensors.iter().enumerate() {
-            for (plane, bytes) in planes.iter().enumerate() {
-                let tokens = self.all[at].marks[..tokens as usize].iter().enumerate();
-                let bad = tokens.filter(|&(i, &mark)| {
-                    self.model.fill(mark, layer, plane as u64, &mut right);
-                    bytes[i * each..][..each] != *right
-                });
-                self.tally.wrong += bad.count().div_ceil(chunk) as u64;
-            }
-        }
-        let planes = 2 * self.model.layout.layers() as u64;
-        self.tally.bytes += tokens * self.model.token_bytes() * planes;
+        let marks = &self.all[at].marks[..tokens as usize];
+        self.tally.wrong += self.tensors.wrong(self.model, marks);
+        self.tally.bytes += tokens * self.model.all_token_bytes();
     }
 
     /// The forward pass: the KV of tokens from one on.
     fn compute(&mut self, at: usize, from: u64) {
-        let each = self.model.token_bytes() as usize;
-        for (layer, planes) in self.tensors.iter_mut().enumerate() {
-            for (plane, bytes) in planes.iter_mut().enumerate() {
-                for (i, &mark) in self.all[at].marks.iter().enumerate().skip(from as usize) {
-                    self.model.fill(mark, layer, plane as u64, &mut bytes[i * each..][..each]);
-                }
-            }
-        }
+        self.tensors.compute(self.model, &self.all[at].marks, from as usize);
     }
 
     /// Keeps all full chunks; those that are there are not stored again.
     fn keep(&mut self, session: u32, at: usize) -> Outcome<()> {
         let each = u64::from(self.model.layout.chunk_tokens());
         let full = self.all[at].tokens.len() as u64 / each * each;
-        let rectangle = self.rectangle(full, false);
+        let rectangle = self.tensors.rectangle(self.model, full, false);
         let opts = OpOpts::default();
         for op in self.store.submit(session, Deed::Put, Level::Ram, rectangle, &opts)? {
             op.wait(RELEASED, 0)?;
@@ -266,7 +232,8 @@ impl<'a> Talk<'a> {
 }
 
 impl Conversation {
-    fn say(&mut self, words: impl Iterator<Item = u32>) {
+    /// Goes on.
+    pub(super) fn say(&mut self, words: impl Iterator<Item = u32>) {
         for word in words {
             let before = self.marks.last().copied().unwrap_or(1);
             let mark = (before ^ u64::from(word)).wrapping_mul(0xD6E8_FEB8_6659_FD93);

@@ -1,0 +1,270 @@
+//! The remote: what a way to a server moves beside the server's own benchmark, what asking costs
+//! beside one round trip of a bare socket, and what a store with a remote costs its callers.
+//!
+//! What is measured with is a server that is named, or one that is started here.
+
+use std::time::Instant;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::machine::random_bytes;
+use kvtier::base::memory::Buffer;
+use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
+use kvtier::tier::remote::redis::{Redis, RedisOpts};
+use kvtier::tier::remote::secret::Secret;
+use kvtier::tier::remote::{Asks, Gets, Lane, Name, Puts, Remote};
+
+use super::disk::{self, Outcome, in_turn, memory, part_of_raw};
+use super::remote_server::{BYTES, KEYS, Raw, Server};
+use super::remote_store;
+use super::store::say;
+use super::{Bar, Better, median};
+
+/// How long a batch may take.
+const PATIENCE_NS: u64 = 20_000_000_000;
+/// Objects of a batch.
+const BATCH: u64 = 64;
+/// Requests that the server's own benchmark has under way.
+const DEPTH: u64 = 16;
+/// Names that are asked for together.
+const ASKED: u64 = 1000;
+/// What stands before all names.
+const PREFIX: &str = "kvtbench";
+
+/// Names of this run.
+#[derive(Clone, Copy)]
+struct Mine([u8; HASH_BYTES]);
+
+impl Mine {
+    fn name(self, number: u64) -> Name {
+        let mut hash = self.0;
+        hash[..8].copy_from_slice(&number.to_le_bytes());
+        Name { tenant: 0, hash }
+    }
+}
+
+fn prefix() -> Outcome<Prefix> {
+    Prefix::new(PREFIX).map_err(say)
+}
+
+/// A way to the server.
+struct Way {
+    lane: Box<dyn Lane>,
+    clock: Clock,
+    mine: Mine,
+}
+
+impl Way {
+    fn open(server: &Server) -> Outcome<Way> {
+        let password = server.password.as_deref().map(Secret::new).transpose().map_err(say)?;
+        let opts = RedisOpts {
+            url: server.url.clone(),
+            prefix: prefix()?,
+            password,
+            cluster: false,
+            ttl_s: 600,
+            wait: 0,
+            connect_ns: PATIENCE_NS,
+        };
+        let clock = Clock::real();
+        let mut lane = Redis::open(&opts, clock.clone()).map_err(say)?.lane();
+        lane.greet(clock.now_ns() + PATIENCE_NS).map_err(say)?;
+        Ok(Way { lane, clock, mine: Mine(random_bytes().map_err(say)?) })
+    }
+
+    fn deadline_ns(&self) -> u64 {
+        self.clock.now_ns() + PATIENCE_NS
+    }
+
+    /// Seconds of putting so many objects, in batches.
+    fn put(&mut self, first: u64, count: u64, stock: &Buffer) -> Outcome<f64> {
+        let mut puts = Puts::default();
+        let mut took = 0.0;
+        for from in (0..count).step_by(BATCH as usize) {
+            puts.clear();
+            for number in from..(from + BATCH).min(count) {
+                puts.object(self.mine.name(first + number));
+                let part = stock.range((number % BATCH) * BYTES as u64, BYTES as u64);
+                puts.part(part.unwrap_or(stock.address()), BYTES as u64);
+            }
+            let deadline_ns = self.deadline_ns();
+            let start = Instant::now();
+            // SAFETY: the stock is this benchmark's own, and nobody writes to it.
+            unsafe { self.lane.put(&mut puts, deadline_ns) };
+            took += start.elapsed().as_secs_f64();
+            if puts.items.iter().any(|put| put.result != Ok(false)) {
+                return Err("not all objects were put".to_string());
+            }
+        }
+        Ok(took)
+    }
+
+    /// Seconds of getting them again.
+    fn get(&mut self, first: u64, count: u64, stock: &Buffer) -> Outcome<f64> {
+        let mut gets = Gets::default();
+        let mut took = 0.0;
+        for from in (0..count).step_by(BATCH as usize) {
+            gets.clear();
+            for number in from..(from + BATCH).min(count) {
+                gets.object(self.mine.name(first + number), 0);
+                let part = stock.range((number % BATCH) * BYTES as u64, BYTES as u64);
+                gets.part(part.unwrap_or(stock.address()), BYTES as u64);
+            }
+            let deadline_ns = self.deadline_ns();
+            let start = Instant::now();
+            // SAFETY: the stock is this benchmark's own.
+            unsafe { self.lane.get(&mut gets, deadline_ns) };
+            took += start.elapsed().as_secs_f64();
+            if gets.items.iter().any(|get| get.result != Ok(BYTES as u64)) {
+                return Err("not all objects came".to_string());
+            }
+        }
+        Ok(took)
+    }
+
+    fn asks(&self, first: u64, count: u64) -> Asks {
+        let mut asks = Asks::default();
+        (first..first + count).for_each(|number| asks.name(self.mine.name(number)));
+        asks
+    }
+
+    fn remove(&mut self, first: u64, count: u64) {
+        let mut asks = self.asks(first, count);
+        let deadline_ns = self.deadline_ns();
+        self.lane.remove(&mut asks, deadline_ns);
+    }
+}
+
+/// Puts and gets, pairs of seconds with those of the server's own benchmark.
+fn moves(server: &Server, quick: bool) -> Outcome<[Vec<(f64, f64)>; 2]> {
+    server.is_measurable()?;
+    server.check()?;
+    let (rounds, count) = (if quick { 3 } else { 9 }, KEYS);
+    let stock = memory(BATCH * BYTES as u64)?;
+    let mut way = Way::open(server)?;
+    let mut pairs = [Vec::new(), Vec::new()];
+    for turn in 0..rounds {
+        let first = u64::from(turn) * count;
+        server.empty()?;
+        let theirs = || {
+            let took = server.benchmark("set", count, DEPTH)?;
+            server.empty().map(|()| took)
+        };
+        pairs[0].push(in_turn(turn, || way.put(first, count, &stock), theirs)?);
+        // Ours may have gone with what the other wrote.
+        way.remove(first, count);
+        way.put(first, count, &stock)?;
+        server.stock()?;
+        let theirs = || server.benchmark("get", count, DEPTH);
+        pairs[1].push(in_turn(turn, || way.get(first, count, &stock), theirs)?);
+        way.remove(first, count);
+    }
+    Ok(pairs)
+}
+
+/// Seconds of asking for a thousand names, of which half are there, and of a bare socket's
+/// thousand lengths of the same names.
+fn asks(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
+    let mut raw = server.raw()?;
+    let mut way = Way::open(server)?;
+    let stock = memory(BATCH * BYTES as u64)?;
+    let there = ASKED / 2;
+    // What an object holds says nothing of how it is asked for.
+    let mut puts = Puts::default();
+    for number in 0..there {
+        puts.object(way.mine.name(number));
+        puts.part(stock.address(), 64);
+    }
+    let deadline_ns = way.deadline_ns();
+    // SAFETY: the stock is this benchmark's own, and nobody writes to it.
+    unsafe { way.lane.put(&mut puts, deadline_ns) };
+    let prefix = prefix()?;
+    let key = |number| {
+        let mut out = Vec::new();
+        prefix.write(&way.mine.name(number), &mut out);
+        String::from_utf8_lossy(&out).into_owned()
+    };
+    let keys: Vec<String> = (0..ASKED).map(key).collect();
+    let lines: Vec<[&str; 2]> = keys.iter().map(|key| ["STRLEN", key]).collect();
+    let request = Raw::request(&lines.iter().map(|line| &line[..]).collect::<Vec<_>>());
+    let mut pairs = Vec::new();
+    for turn in 0..if quick { 51 } else { 201 } {
+        let bare = || {
+            let start = Instant::now();
+            let lengths = raw.round_trip(&request, ASKED as usize)?;
+            let took = start.elapsed().as_secs_f64();
+            match lengths.iter().filter(|length| **length == 64).count() as u64 == there {
+                true => Ok(took),
+                false => Err("a bare socket hears other lengths".to_string()),
+            }
+        };
+        let ours = || {
+            let mut asks = way.asks(0, ASKED);
+            let deadline_ns = way.deadline_ns();
+            let start = Instant::now();
+            way.lane.ask(&mut asks, deadline_ns);
+            let took = start.elapsed().as_secs_f64();
+            match asks.items.iter().filter(|ask| ask.result == Ok(64)).count() as u64 == there {
+                true => Ok(took),
+                false => Err("not all names are answered".to_string()),
+            }
+        };
+        pairs.push(in_turn(turn, ours, bare)?);
+    }
+    way.remove(0, there);
+    Ok(pairs)
+}
+
+fn move_bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
+    let theirs = "redis-benchmark -c 1 -P 16 -d 262144, a process of its own";
+    let bar = |name| Bar { unit: "of theirs", ..part_of_raw(name, theirs, Some(0.85)) };
+    let mut bars = [bar("remote_put_256KiB"), bar("remote_get_256KiB")];
+    match server.as_ref().map_err(Clone::clone).and_then(|server| moves(server, quick)) {
+        Ok(pairs) => {
+            let filled = bars.iter_mut().zip(&pairs);
+            filled.for_each(|(bar, pairs)| disk::fill(bar, pairs, KEYS * BYTES as u64));
+        }
+        Err(why) => bars.iter_mut().for_each(|bar| bar.note.clone_from(&why)),
+    }
+    bars.into()
+}
+
+fn ask_bar(server: &Outcome<Server>, quick: bool) -> Bar {
+    let mut bar = Bar {
+        bar: "remote_ask_1000",
+        value: None,
+        unit: "of bare",
+        baseline: "1,000 STRLEN in one write of a bare socket",
+        baseline_value: None,
+        goal: Some(1.3),
+        better: Better::Lower,
+        note: String::new(),
+    };
+    match server.as_ref().map_err(Clone::clone).and_then(|server| asks(server, quick)) {
+        Ok(pairs) => {
+            let mut parts: Vec<f64> = pairs.iter().map(|(ours, bare)| ours / bare).collect();
+            let mut ours: Vec<f64> = pairs.iter().map(|(ours, _)| ours * 1e6).collect();
+            let mut bare: Vec<f64> = pairs.iter().map(|(_, bare)| bare * 1e6).collect();
+            (bar.value, bar.baseline_value) = (Some(median(&mut parts)), Some(1.0));
+            bar.note = format!("({:.0} against {:.0} us)", median(&mut ours), median(&mut bare));
+        }
+        Err(why) => bar.note = why,
+    }
+    bar
+}
+
+/// Measures every bar of the group, with a server that is started for it.
+pub fn run(quick: bool) -> Vec<Bar> {
+    run_at(quick, None)
+}
+
+/// The same with a server that is there, if one is named.
+pub fn run_at(quick: bool, url: Option<&str>) -> Vec<Bar> {
+    let server = match url {
+        Some(url) => Ok(Server::at(url)),
+        None => Server::start(),
+    };
+    let mut bars = move_bars(&server, quick);
+    bars.push(ask_bar(&server, quick));
+    bars.extend(remote_store::bars(&server, quick));
+    bars
+}

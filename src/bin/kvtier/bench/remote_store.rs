@@ -1,0 +1,273 @@
+//! What a remote costs a store's callers: their own processor time, beside the same store without
+//! one. And that nothing is loaded from where computing is sooner.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvtier::base::clock::Clock;
+use kvtier::base::op::{OpOpts, OpRef, RELEASED};
+use kvtier::base::status::{Result, Status};
+use kvtier::kv::core::plans::PlanTerms;
+use kvtier::kv::core::{Deed, Level};
+use kvtier::kv::plan::Deed as Planned;
+use kvtier::kv::spec::{CustomRemote, StoreSpec};
+use kvtier::meta::cost::Cost;
+use kvtier::tier::remote::dir::{Dir, DirOpts};
+use kvtier::tier::remote::name::Prefix;
+use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Puts, Remote, Server as Said};
+
+use super::disk::{Outcome, Scratch};
+use super::peers::thread_ns;
+use super::remote_server::Server;
+use super::store::{Home, Tensors, layout, say};
+use super::{Bar, Better, median};
+
+/// Layers, tokens of a chunk and bytes of K, or of V, of a token in a layer.
+const LAYERS: usize = 8;
+const CHUNK: u32 = 16;
+const TOKEN_BYTES: u64 = 128;
+/// Bytes of a document: 256 tokens.
+const DOCUMENT_BYTES: u64 = 512 << 10;
+/// What a caller may lose to a remote, in microseconds.
+const GOAL_US: f64 = 5.0;
+/// Bytes a second of the remote that is made slow.
+const SLOW: f64 = 2e7;
+/// How much sooner, or later, computing is than that.
+const FACTOR: f64 = 8.0;
+/// Documents that are loaded before it is asked for plans, and those that it is asked for.
+const LEARNED: u32 = 6;
+const PLANNED: u32 = 12;
+
+/// What callers do, and what it is called.
+const CALLS: [&str; 4] =
+    ["remote_session", "remote_locate", "remote_put_submit", "remote_get_submit"];
+
+fn open(spec: &StoreSpec) -> Result<Home> {
+    Home::of(spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)
+}
+
+fn wait(op: &OpRef) -> Result<u64> {
+    op.wait(RELEASED, 0)?;
+    let (status, value) = (op.info().status.and_then(Status::from_code), op.value());
+    op.remove();
+    match status {
+        Some(Status::Ok) => Ok(value),
+        status => Err(status.unwrap_or(Status::Panic).into()),
+    }
+}
+
+/// Microseconds of this thread until a call has returned; what it gave.
+fn timed<R>(call: impl FnOnce() -> Result<R>) -> Result<(f64, R)> {
+    let start = thread_ns();
+    let result = call()?;
+    Ok(((thread_ns() - start) / 1e3, result))
+}
+
+/// Microseconds of each call for one document.
+fn round(home: &Home, document: u32, tensors: &Tensors) -> Result<[f64; 4]> {
+    let opts = OpOpts::default();
+    let submit = |session, deed| -> Result<f64> {
+        let what = tensors.whole(false);
+        let (took, ops) = timed(|| home.store.submit(session, deed, Level::Ram, what, &opts))?;
+        ops.iter().try_for_each(|op| wait(op).map(drop))?;
+        Ok(took)
+    };
+    let (opened, session) = timed(|| home.session(document, tensors.tokens))?;
+    let (located, op) = timed(|| home.store.locate(session, &opts))?;
+    wait(&op)?;
+    let put = submit(session, Deed::Put)?;
+    let got = submit(session, Deed::Get)?;
+    home.end(session)?;
+    Ok([opened, located, put, got])
+}
+
+fn overheads(server: &Server, quick: bool) -> Result<[Vec<(f64, f64)>; 4]> {
+    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
+    let tensors = Tensors::of(DOCUMENT_BYTES, LAYERS, TOKEN_BYTES).map_err(failed)?;
+    // Nothing leaves memory; what is somebody's server gets nothing.
+    let write = if server.is_own() { "back" } else { "never" };
+    let common = "host=256MiB,policy=lru,copiers=1,chunks=16384";
+    let remote =
+        format!("redis(url=\"{}\",prefix=\"kvtbench\",write={write},timeout=5000)", server.url);
+    let mut spec = StoreSpec::parse(&format!("store({common},remote={remote})"))?;
+    if let Some(password) = &server.password {
+        spec.secrets.add("password", password)?;
+    }
+    let with = open(&spec)?;
+    let without = open(&StoreSpec::parse(&format!("store({common})"))?)?;
+    let mut pairs: [Vec<(f64, f64)>; 4] = Default::default();
+    for document in 0..if quick { 100 } else { 400 } {
+        let both = match document % 2 {
+            0 => (round(&with, document, &tensors)?, round(&without, document, &tensors)?),
+            _ => {
+                let without = round(&without, document, &tensors)?;
+                (round(&with, document, &tensors)?, without)
+            }
+        };
+        // The first ones find tables that have to grow.
+        if document >= 20 {
+            let each = pairs.iter_mut().zip(both.0.into_iter().zip(both.1));
+            each.for_each(|(pairs, one)| pairs.push(one));
+        }
+    }
+    with.close()?;
+    without.close()?;
+    Ok(pairs)
+}
+
+fn overhead_bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
+    let of = |bar| Bar {
+        bar,
+        value: None,
+        unit: "us more",
+        baseline: "us of the calling thread, the same store without a remote",
+        baseline_value: None,
+        goal: Some(GOAL_US),
+        better: Better::Lower,
+        note: String::new(),
+    };
+    let mut bars = CALLS.map(of);
+    let measured = server.as_ref().map_err(Clone::clone);
+    match measured.and_then(|server| overheads(server, quick).map_err(say)) {
+        Ok(pairs) => {
+            for (bar, pairs) in bars.iter_mut().zip(pairs) {
+                let (mut with, mut without): (Vec<f64>, Vec<f64>) = pairs.into_iter().unzip();
+                let (with, without) = (median(&mut with), median(&mut without));
+                (bar.value, bar.baseline_value) = (Some(with - without), Some(without));
+                bar.note = "(256 tokens, 16 chunks of 8 layers)".to_string();
+            }
+        }
+        Err(why) => bars.iter_mut().for_each(|bar| bar.note.clone_from(&why)),
+    }
+    bars.into()
+}
+
+/// A remote whose objects come slowly.
+struct Slow(Dir);
+
+struct SlowLane(Box<dyn Lane>);
+
+impl Remote for Slow {
+    fn caps(&self) -> Caps {
+        self.0.caps()
+    }
+
+    fn lane(&self) -> Box<dyn Lane> {
+        Box::new(SlowLane(self.0.lane()))
+    }
+}
+
+impl Lane for SlowLane {
+    fn greet(&mut self, deadline_ns: u64) -> Result<Said> {
+        self.0.greet(deadline_ns)
+    }
+
+    unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64) {
+        let start = Instant::now();
+        // SAFETY: the caller's promise.
+        unsafe { self.0.get(gets, deadline_ns) };
+        let bytes: u64 = gets.items.iter().filter_map(|get| get.result.ok()).sum();
+        let takes = Duration::from_secs_f64(bytes as f64 / SLOW);
+        std::thread::sleep(takes.saturating_sub(start.elapsed()));
+    }
+
+    unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64) {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.put(puts, deadline_ns) };
+    }
+
+    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
+        self.0.ask(asks, deadline_ns);
+    }
+
+    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
+        self.0.remove(asks, deadline_ns);
+    }
+}
+
+/// Tokens that a plan loads.
+fn loads(home: &Home, session: u32, token_ns: f64) -> Result<u64> {
+    let cost = Some(Cost { alpha: 0.0, beta: token_ns });
+    let terms = PlanTerms { cost, ..PlanTerms::default() };
+    home.store.with(|core| {
+        let plan = core.plan(session, &terms)?;
+        let loads = plan.legs.iter().filter(|leg| leg.deed == Planned::Load);
+        Ok(loads.map(|leg| leg.tokens).sum())
+    })
+}
+
+/// The part of all tokens that plans load where computing is sooner, and where it is later.
+fn plans() -> Outcome<(f64, f64)> {
+    let scratch = Scratch::new("remote");
+    std::fs::create_dir_all(&scratch.0).map_err(|error| error.to_string())?;
+    let tensors = Tensors::of(DOCUMENT_BYTES, LAYERS, TOKEN_BYTES)?;
+    let opts = || -> Result<DirOpts> {
+        let (prefix, clock) = (Prefix::new("kvtbench")?, Clock::real());
+        Ok(DirOpts { path: scratch.0.clone(), prefix, fsync: false, clock })
+    };
+    let store = |remote: Arc<dyn Remote>| -> Result<Home> {
+        let remote_spec = "custom(prefix=\"kvtbench\",object=64KiB,timeout=60000,require=true)";
+        let text = format!("store(host=64MiB,policy=lru,copiers=1,remote={remote_spec})");
+        let mut spec = StoreSpec::parse(&text)?;
+        spec.custom_remote = Some(CustomRemote(remote));
+        open(&spec)
+    };
+    let measure = || -> Result<(f64, f64)> {
+        let from = store(Arc::new(Dir::new(opts()?)))?;
+        for document in 0..LEARNED + PLANNED {
+            let session = from.session(document, tensors.tokens)?;
+            from.carry(session, Deed::Put, Level::Remote, tensors.whole(false))?;
+            from.end(session)?;
+        }
+        from.close()?;
+        let to = store(Arc::new(Slow(Dir::new(opts()?))))?;
+        let token_ns = (2 * TOKEN_BYTES * LAYERS as u64) as f64 / SLOW * 1e9;
+        let (mut sooner, mut later) = (0, 0);
+        for document in 0..LEARNED + PLANNED {
+            let session = to.session(document, tensors.tokens)?;
+            let found = wait(&to.store.locate(session, &OpOpts::default())?)?;
+            if found != tensors.tokens {
+                return Err(Status::NotFound.into());
+            }
+            if document < LEARNED {
+                to.carry(session, Deed::Get, Level::Ram, tensors.whole(false))?;
+            } else {
+                sooner += loads(&to, session, token_ns / FACTOR)?;
+                later += loads(&to, session, token_ns * FACTOR)?;
+            }
+            to.end(session)?;
+        }
+        to.close()?;
+        let all = (u64::from(PLANNED) * tensors.tokens) as f64;
+        Ok((sooner as f64 / all, later as f64 / all))
+    };
+    measure().map_err(say)
+}
+
+fn plan_bar() -> Bar {
+    let mut bar = Bar {
+        bar: "remote_slow_loads",
+        value: None,
+        unit: "of tokens",
+        baseline: "loaded where computing takes 8 times as long as loading",
+        baseline_value: None,
+        goal: Some(0.0),
+        better: Better::Lower,
+        note: String::new(),
+    };
+    match plans() {
+        Ok((sooner, later)) => {
+            (bar.value, bar.baseline_value) = (Some(sooner), Some(later));
+            bar.note = "(20 MB/s, learned; computing is 8 times as fast)".to_string();
+        }
+        Err(why) => bar.note = why,
+    }
+    bar
+}
+
+/// Measures.
+pub fn bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
+    let mut bars = overhead_bars(server, quick);
+    bars.push(plan_bar());
+    bars
+}

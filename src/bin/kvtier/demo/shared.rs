@@ -1,0 +1,390 @@
+//! `kvtier demo --remote`: one process computes some documents and puts them at the remote, and
+//! ends; another, with nothing in its memory, finds them there and goes on from them. Every byte
+//! is compared; what the demo has put is taken away again.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use clap::ValueEnum;
+use kvtier::base::machine::random_bytes;
+use kvtier::base::op::{OpOpts, OpRef, RELEASED};
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::status::Status;
+use kvtier::kv::core::{Deed, FarCounters, Level, SessionOpts, SpaceOpts};
+use kvtier::kv::store::Store;
+use kvtier::meta::key::Key;
+use serde_json::{Value, json};
+
+use super::Outcome;
+use super::model::{Model, SYSTEM_TOKENS, TOKENS_PER_SECOND};
+use super::talk::Conversation;
+use super::tensors::Tensors;
+use crate::human;
+use crate::remote::{Place, explain, number};
+
+/// How many documents.
+const DOCUMENTS: u32 = 4;
+/// Tokens of each after what all begin with.
+const OWN_TOKENS: u64 = 768;
+/// Milliseconds that a request may take where nobody says otherwise: a machine that shows a demo
+/// may have other things to do.
+const TIMEOUT_MS: f64 = 5000.0;
+/// How long the remote may take to be told what is not needed any more.
+const CLEAN: Duration = Duration::from_secs(30);
+
+/// What one of the two does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// Computes and puts
+    Put,
+    /// Locates, gets, compares and takes away
+    Get,
+}
+
+/// What one of the two is told.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Which one
+    part: Part,
+    /// What both name their documents by
+    key: String,
+    /// The remote
+    remote: String,
+}
+
+/// Runs both, one after the other, and shows what came of it.
+pub fn run(remote: &str, json: bool) -> Outcome<()> {
+    let place = place(remote)?;
+    let key: String = random_bytes::<32>()?.iter().map(|byte| format!("{byte:02x}")).collect();
+    let put = child(Part::Put, &key, remote)?;
+    let got = child(Part::Get, &key, remote)?;
+    let report = json!({ "remote": place.words(), "put": put, "get": got });
+    match json {
+        true => println!("{report}"),
+        false => show(&report),
+    }
+    judge(&report)
+}
+
+/// What is wrong, if anything is.
+fn judge(report: &Value) -> Outcome<()> {
+    let of = |at: &str| report.pointer(at).and_then(Value::as_u64).unwrap_or(u64::MAX);
+    let (wrong, put, loaded) = (of("/get/wrong"), of("/put/tokens"), of("/get/loaded_tokens"));
+    if wrong > 0 {
+        return Err(format!("{wrong} chunks came back wrong").into());
+    }
+    if loaded != put {
+        return Err(format!("of {put} tokens that were put {loaded} came back").into());
+    }
+    if of("/get/counters/corrupt") > 0 {
+        return Err("the remote gave what nobody had put there".into());
+    }
+    match of("/get/left_chunks") {
+        0 => Ok(()),
+        left => Err(format!("{left} chunks may be left at the remote").into()),
+    }
+}
+
+fn place(remote: &str) -> Outcome<Place> {
+    Ok(Place::read(remote).map_err(explain)?.or("timeout", number(TIMEOUT_MS)))
+}
+
+/// A process of this program that does its part, and what it says.
+fn child(part: Part, key: &str, remote: &str) -> Outcome<Value> {
+    let name = part.to_possible_value().map(|value| value.get_name().to_string());
+    let output = Command::new(std::env::current_exe()?)
+        .arg("demo-part")
+        .args([&name.unwrap_or_default(), key, remote])
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()?;
+    let said: Option<Value> = serde_json::from_slice(&output.stdout).ok();
+    match said {
+        Some(said) if output.status.success() => match said["error"].as_str() {
+            Some(error) => Err(error.to_string().into()),
+            None => Ok(said),
+        },
+        _ => Err(format!("the process that was to {part:?} ended with {}", output.status).into()),
+    }
+}
+
+/// Does a part, and prints a line of JSON; who started it is told what went wrong, and tells it.
+pub fn part(args: &Args) -> Outcome<()> {
+    let said = act(args).unwrap_or_else(|error| json!({ "error": error.to_string() }));
+    println!("{said}");
+    Ok(())
+}
+
+fn act(args: &Args) -> Outcome<Value> {
+    let mut end = End::open(args)?;
+    let said = match args.part {
+        Part::Put => end.put_all(),
+        Part::Get => end.get_all(),
+    };
+    // What is there is taken away whatever was wrong with it.
+    let left = match args.part {
+        Part::Put => 0,
+        Part::Get => end.clean()?,
+    };
+    let mut said = said?;
+    said["counters"] = counters(&end.store)?;
+    said["server"] = end.store.opened.remote.as_ref().map(|server| server.words.clone()).into();
+    let warnings = end.store.opened.remote.as_ref().map(|server| server.warnings.clone());
+    said["warnings"] = warnings.unwrap_or_default().into();
+    said["left_chunks"] = left.into();
+    end.store.close(0)?;
+    Ok(said)
+}
+
+/// One of those that share a remote.
+struct End {
+    store: Store,
+    _runtime: Runtime,
+    space: u32,
+    model: Model,
+    documents: Vec<Conversation>,
+    tensors: Tensors,
+}
+
+impl End {
+    fn open(args: &Args) -> Outcome<End> {
+        let model = Model::small()?;
+        let most = SYSTEM_TOKENS + OWN_TOKENS;
+        let bytes = 2 * u64::from(DOCUMENTS) * most * model.all_token_bytes();
+        let place = place(&args.remote)?;
+        let spec = place.store(&format!("store(host={bytes}B, policy=lru)"))?;
+        let runtime = Runtime::open(RuntimeOpts::default())?;
+        let store = Store::open(runtime.core(), None, &spec).map_err(explain)?;
+        let opts = SpaceOpts { key: key(&args.key)?, layout: model.layout.clone(), holes: false };
+        let space = store.with(|core| core.open_space(&opts))?;
+        let document = |number: u32| {
+            let mut one = Conversation::default();
+            one.say(0..SYSTEM_TOKENS as u32);
+            one.say((0..OWN_TOKENS as u32).map(|i| 100_000 * (number + 1) + i));
+            one
+        };
+        let tensors = Tensors::new(&model, most);
+        let documents = (0..DOCUMENTS).map(document).collect();
+        Ok(End { store, _runtime: runtime, space, model, documents, tensors })
+    }
+
+    fn session(&self, document: usize) -> Outcome<u32> {
+        Ok(self.store.with(|core| {
+            let session = core.open_session(self.space, &SessionOpts::default())?;
+            core.append(session, &self.documents[document].tokens).map(|()| session)
+        })?)
+    }
+
+    fn close(&self, session: u32) -> Outcome<()> {
+        Ok(self.store.with(|core| core.close_session(session))?)
+    }
+
+    fn move_all(&mut self, session: u32, deed: Deed, level: Level, tokens: u64) -> Outcome<u64> {
+        let what = self.tensors.rectangle(&self.model, tokens, false);
+        let mut least = tokens;
+        for op in self.store.submit(session, deed, level, what, &OpOpts::default())? {
+            least = least.min(value(&op, deed)?);
+        }
+        Ok(least)
+    }
+
+    /// Computes each document, and puts it at the remote.
+    fn put_all(&mut self) -> Outcome<Value> {
+        let (mut took, mut tokens) = (Duration::ZERO, 0);
+        for at in 0..self.documents.len() {
+            let session = self.session(at)?;
+            let marks = &self.documents[at].marks;
+            let all = marks.len() as u64;
+            self.tensors.compute(&self.model, marks, 0);
+            let start = Instant::now();
+            self.move_all(session, Deed::Put, Level::Remote, all)?;
+            took += start.elapsed();
+            tokens += all;
+            self.close(session)?;
+        }
+        self.store.settle(0)?;
+        Ok(json!({
+            "documents": self.documents.len(),
+            "tokens": tokens,
+            "bytes": tokens * self.model.all_token_bytes(),
+            "put_s": took.as_secs_f64(),
+        }))
+    }
+
+    /// Finds each document, loads what is there, and compares it.
+    fn get_all(&mut self) -> Outcome<Value> {
+        let (mut locating, mut loading) = (Duration::ZERO, Duration::ZERO);
+        let (mut asked, mut located, mut loaded, mut wrong) = (0, 0, 0, 0);
+        for at in 0..self.documents.len() {
+            let start = Instant::now();
+            let session = self.session(at)?;
+            let found = value(&self.store.locate(session, &OpOpts::default())?, Deed::Prefetch)?;
+            locating += start.elapsed();
+            let start = Instant::now();
+            let came = match found {
+                0 => 0,
+                found => self.move_all(session, Deed::Get, Level::Ram, found)?,
+            };
+            loading += start.elapsed();
+            let marks = &self.documents[at].marks;
+            wrong += self.tensors.wrong(&self.model, &marks[..came as usize]);
+            asked += marks.len();
+            located += found;
+            loaded += came;
+            self.close(session)?;
+        }
+        Ok(json!({
+            "asked_tokens": asked,
+            "located_tokens": located,
+            "loaded_tokens": loaded,
+            "bytes": loaded * self.model.all_token_bytes(),
+            "wrong": wrong,
+            "locate_s": locating.as_secs_f64(),
+            "load_s": loading.as_secs_f64(),
+            "recompute_s": loaded as f64 / TOKENS_PER_SECOND,
+        }))
+    }
+
+    /// Takes away what the demo has put; how many chunks may be left.
+    fn clean(&self) -> Outcome<u64> {
+        let before = far(&self.store)?.removed;
+        let cleared = self.store.clear(self.space, 0)?;
+        self.store.settle(kvtier::base::clock::Clock::real().now_ns() + CLEAN.as_nanos() as u64)?;
+        let all = SYSTEM_TOKENS + u64::from(DOCUMENTS) * OWN_TOKENS;
+        let chunks = all / u64::from(self.model.layout.chunk_tokens());
+        // An object is a chunk here, or less of one.
+        let removed = (far(&self.store)?.removed - before).min(cleared.gone).min(chunks);
+        Ok(chunks - removed)
+    }
+}
+
+/// Waits for an op; how many tokens it is about.
+fn value(op: &OpRef, deed: Deed) -> Outcome<u64> {
+    op.wait(RELEASED, 0)?;
+    let (tokens, status) = (op.value(), op.info().status.and_then(Status::from_code));
+    op.remove();
+    match status {
+        Some(Status::Ok) => Ok(tokens),
+        // It says how far what came goes.
+        Some(Status::NotFound) if deed == Deed::Get => Ok(tokens),
+        status => {
+            let status = status.map_or("nothing".to_string(), |status| format!("{status:?}"));
+            Err(format!("a {deed:?} ended with {status}").into())
+        }
+    }
+}
+
+fn key(hex: &str) -> Outcome<Key> {
+    let mut key = [0; 32];
+    for (at, byte) in key.iter_mut().enumerate() {
+        let digits = hex.get(2 * at..2 * at + 2).ok_or("a key has 64 digits")?;
+        *byte = u8::from_str_radix(digits, 16)?;
+    }
+    Ok(Key(key))
+}
+
+fn far(store: &Store) -> Outcome<FarCounters> {
+    Ok(store.with(|core| Ok(core.far_counters()))?.unwrap_or_default())
+}
+
+fn counters(store: &Store) -> Outcome<Value> {
+    let far = far(store)?;
+    Ok(json!({
+        "asked": far.asked,
+        "found": far.found,
+        "remembered": far.remembered,
+        "fetched": far.fetched,
+        "fetched_bytes": far.fetched_bytes,
+        "absent": far.absent,
+        "corrupt": far.corrupt,
+        "late": far.late,
+        "avoided": far.avoided,
+        "sent": far.sent,
+        "sent_bytes": far.sent_bytes,
+        "known_there": far.known_there,
+        "failed_sends": far.failed_sends,
+        "removed": far.removed,
+    }))
+}
+
+/// A page for people.
+fn show(report: &Value) {
+    let (put, got) = (&report["put"], &report["get"]);
+    let whole = |value: &Value| value.as_u64().unwrap_or(0);
+    let real = |value: &Value| value.as_f64().unwrap_or(0.0);
+    let text = |value: &Value| value.as_str().unwrap_or("").to_string();
+    println!("{}: {}", text(&report["remote"]), text(&put["server"]));
+    for warning in put["warnings"].as_array().into_iter().flatten() {
+        println!("  warning: {}", text(warning));
+    }
+    println!(
+        "\nfirst process   {} documents, {} tokens computed, {} put at the remote in {:.2} s",
+        whole(&put["documents"]),
+        whole(&put["tokens"]),
+        human(whole(&put["bytes"])),
+        real(&put["put_s"]),
+    );
+    println!(
+        "                {} objects sent ({}); what documents begin with alike went once",
+        whole(&put["counters"]["sent"]),
+        human(whole(&put["counters"]["sent_bytes"])),
+    );
+    let (load, recompute) =
+        (real(&got["load_s"]) + real(&got["locate_s"]), real(&got["recompute_s"]));
+    println!(
+        "second process  {} of {} tokens located in {:.1} ms, {} loaded in {:.2} s ({} tokens, {} wrong)",
+        whole(&got["located_tokens"]),
+        whole(&got["asked_tokens"]),
+        real(&got["locate_s"]) * 1e3,
+        human(whole(&got["bytes"])),
+        real(&got["load_s"]),
+        whole(&got["loaded_tokens"]),
+        whole(&got["wrong"]),
+    );
+    println!(
+        "                {} from the remote, the rest from memory, where it had come to before",
+        human(whole(&got["counters"]["fetched_bytes"])),
+    );
+    println!(
+        "                {recompute:.2} s of computing at {TOKENS_PER_SECOND:.0} tokens a second, or \
+         {load:.2} s: {:.1} times as fast",
+        recompute / load.max(1e-9),
+    );
+    for (which, counters) in [("first", &put["counters"]), ("second", &got["counters"])] {
+        let all = counters.as_object().into_iter().flatten();
+        let counted = all.filter(|(_, count)| whole(count) > 0);
+        let words: Vec<String> = counted.map(|(name, count)| format!("{name} {count}")).collect();
+        println!("{which:<6} counted  {}", words.join(", "));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_is_a_failure() {
+        let report = |wrong: u64, loaded: u64, corrupt: u64, left: u64| {
+            json!({
+                "put": { "tokens": 100 },
+                "get": {
+                    "wrong": wrong,
+                    "loaded_tokens": loaded,
+                    "counters": { "corrupt": corrupt },
+                    "left_chunks": left,
+                },
+            })
+        };
+        assert!(judge(&report(0, 100, 0, 0)).is_ok());
+        for (bad, word) in [
+            (report(1, 100, 0, 0), "wrong"),
+            (report(0, 99, 0, 0), "99 came back"),
+            (report(0, 100, 1, 0), "nobody had put"),
+            (report(0, 100, 0, 2), "2 chunks may be left"),
+            (json!({}), "wrong"),
+        ] {
+            let error = judge(&bad).expect_err("something is wrong");
+            assert!(error.to_string().contains(word), "{error}");
+        }
+    }
+}

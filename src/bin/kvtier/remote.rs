@@ -1,0 +1,181 @@
+//! The remote that a command is given: `redis://HOST[:PORT]`, `dir:PATH`, or a spec as a store's.
+
+use std::sync::Arc;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::spec::{Arg, Spec, Value};
+use kvtier::base::status::{Error, Result};
+use kvtier::fail;
+use kvtier::kv::core::FarConfig;
+use kvtier::kv::remote_spec::{RemoteSpec, Secrets};
+use kvtier::kv::spec::StoreSpec;
+use kvtier::tier::remote::{Remote, Server};
+
+/// Where the password is taken from: what stands in a command line others see.
+pub const PASSWORD: &str = "KVTIER_REMOTE_PASSWORD";
+
+/// A remote that somebody named.
+pub struct Place {
+    spec: Spec,
+    secrets: Secrets,
+}
+
+/// One that answered.
+pub struct Opened {
+    /// It.
+    pub remote: Arc<dyn Remote>,
+    /// What a store would do with it.
+    pub config: FarConfig,
+    /// What answered.
+    pub server: Server,
+}
+
+impl Place {
+    /// Reads what was named, and takes the password from the environment. Nothing of the text is
+    /// in an error: it may have a password in it that belongs elsewhere.
+    pub fn read(text: &str) -> Result<Place> {
+        let password = std::env::var_os(PASSWORD).unwrap_or_default();
+        Place::with(text, std::os::unix::ffi::OsStrExt::as_bytes(password.as_os_str()))
+    }
+
+    fn with(text: &str, password: &[u8]) -> Result<Place> {
+        let one = |name: &str, key: &str, value: &str| Spec {
+            name: name.to_string(),
+            args: vec![arg(key, Value::Text(value.to_string()))],
+            offset: 0,
+        };
+        let spec = match text.strip_prefix("dir:") {
+            Some(path) => one("dir", "path", path),
+            None if is_url(text) => one("redis", "url", text),
+            None if text.contains('(') => Spec::parse(text)?,
+            None => fail!(
+                Spec,
+                "a remote is redis://HOST[:PORT], dir:PATH, or a spec such as redis(url=\"...\")"
+            ),
+        };
+        if !["redis", "dir"].contains(&spec.name.as_str()) {
+            return Err(spec.unknown_name(&["redis", "dir"]));
+        }
+        let mut secrets = Secrets::default();
+        if !password.is_empty() {
+            secrets.add("password", password)?;
+        }
+        let place = Place { spec, secrets };
+        // What is wrong with it is said before anything is begun.
+        RemoteSpec::read(&place.spec)?;
+        Ok(place)
+    }
+
+    /// The same, with a parameter where it has none of that name.
+    pub fn or(mut self, key: &str, value: Value) -> Place {
+        if self.spec.args.iter().all(|arg| arg.key != key) {
+            self.spec.args.push(arg(key, value));
+        }
+        self
+    }
+
+    /// The same, with a parameter whatever it has.
+    fn and(&self, key: &str, value: Value) -> Spec {
+        let mut spec = self.spec.clone();
+        spec.args.retain(|arg| arg.key != key);
+        spec.args.push(arg(key, value));
+        spec
+    }
+
+    /// What it is, as a spec has it: there are no secrets in it.
+    pub fn words(&self) -> String {
+        self.spec.to_string()
+    }
+
+    /// The store that is described, with this remote. One that does not answer is an error.
+    pub fn store(&self, text: &str) -> Result<StoreSpec> {
+        let mut spec = Spec::parse(text)?;
+        spec.args.push(arg("remote", Value::Spec(self.and("require", yes()))));
+        let mut spec = StoreSpec::read(&spec)?;
+        spec.secrets = self.secrets.clone();
+        Ok(spec)
+    }
+
+    /// Opens it, and asks who is there: nobody is an error.
+    pub fn open(&self, clock: &Clock) -> Result<Opened> {
+        let Some(spec) = RemoteSpec::read(&self.and("require", yes()))? else {
+            fail!(Spec, "none is no remote");
+        };
+        let (remote, config, server) = spec.open(&self.secrets, None, clock).map_err(explain)?;
+        Ok(Opened { remote, config, server: server.unwrap_or_default() })
+    }
+}
+
+/// Says where the tool takes secrets from, where one is missing.
+pub fn explain(error: Error) -> Error {
+    let message = error.message();
+    let wants = ["secret", "NOAUTH", "WRONGPASS", "forbids"];
+    if !wants.iter().any(|word| message.contains(word)) {
+        return error;
+    }
+    Error::new(error.status(), format!("{message} (this tool takes the password from {PASSWORD})"))
+}
+
+fn is_url(text: &str) -> bool {
+    text.starts_with("redis://") || text.starts_with("rediss://")
+}
+
+/// A number, as a parameter.
+pub fn number(value: f64) -> Value {
+    Value::Number(value, String::new())
+}
+
+fn yes() -> Value {
+    Value::Spec(Spec { name: "true".to_string(), args: Vec::new(), offset: 0 })
+}
+
+fn arg(key: &str, value: Value) -> Arg {
+    Arg { key: key.to_string(), value, offset: 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_remote_is_named_shortly_or_in_full() {
+        for (text, words) in [
+            ("redis://a:7000", "redis(url=\"redis://a:7000\")"),
+            ("dir:/mnt/k\"v", "dir(path=\"/mnt/k\\\"v\")"),
+            ("dir(path=\"x\",timeout=9)", "dir(path=\"x\",timeout=9)"),
+        ] {
+            let place = Place::with(text, b"").map_err(|error| error.to_string()).expect(text);
+            assert_eq!(place.words(), words);
+            // As a store takes it.
+            let spec = place.store("store(host=1MiB)").expect("sound");
+            assert!(spec.remote.is_some());
+        }
+        let place = Place::with("dir(path=\"x\",timeout=9)", b"").expect("sound");
+        let place = place.or("timeout", number(7.0)).or("fetchers", number(3.0));
+        assert_eq!(place.words(), "dir(path=\"x\",timeout=9,fetchers=3)");
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_without_repeating_it() {
+        for (text, word) in [
+            ("", "dir:PATH"),
+            ("localhost", "redis://HOST"),
+            ("http://u:hunter2@a", "redis://HOST"),
+            ("dir:", "path="),
+            ("custom(x=1)", "redis"),
+            ("dir(path=\"x\",timout=1)", "timeout"),
+        ] {
+            let error = Place::with(text, b"").err().expect(text);
+            assert!(error.message().contains(word), "{text}: {error}");
+            assert!(!error.message().contains("hunter2"), "{error}");
+        }
+        for text in ["redis://u:hunter2@a", "redis://a:99999", "rediss://a", "redis://"] {
+            let place = Place::with(text, b"hunter3").expect("its parameters are known");
+            let error = place.open(&Clock::real()).err().expect(text);
+            assert!(!error.to_string().contains("hunter"), "{error}");
+        }
+        let place = Place::with("redis://kv@127.0.0.1:1", b"").expect("sound");
+        let error = place.open(&Clock::real()).err().expect("a password is missing");
+        assert!(error.message().contains(PASSWORD), "{error}");
+    }
+}
