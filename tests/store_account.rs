@@ -116,7 +116,7 @@ fn a_small_budget_holds_what_is_coded_too() {
         });
         all_is_counted(&home, &budget, limit);
         let counters = home.counters();
-        assert!(counters.coded > 300 && counters.disk_hits > 50, "{counters:?}");
+        assert!(counters.coded > 300 && counters.disk_hits > 20, "{counters:?}");
         // Half of each is as the other half: what little memory there was has done.
         assert!(counters.coded * 10 > counters.written * 9, "{counters:?}");
         let (dropped, no_room) = (counters.dropped, counters.no_room);

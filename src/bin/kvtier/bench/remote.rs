@@ -57,13 +57,10 @@ impl Way {
     fn open(server: &Server) -> Outcome<Way> {
         let password = server.password.as_deref().map(Secret::new).transpose().map_err(say)?;
         let opts = RedisOpts {
-            url: server.url.clone(),
-            prefix: prefix()?,
             password,
-            cluster: false,
             ttl_s: 600,
-            wait: 0,
             connect_ns: PATIENCE_NS,
+            ..RedisOpts::new(&server.url, prefix()?)
         };
         let clock = Clock::real();
         let mut lane = Redis::open(&opts, clock.clone()).map_err(say)?.lane();

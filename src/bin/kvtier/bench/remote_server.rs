@@ -258,6 +258,7 @@ impl Raw {
 
 #[cfg(test)]
 mod tests {
+    #[allow(unused_imports, reason = "what `cargo bench` makes of this has no tests")]
     use super::*;
 
     #[test]

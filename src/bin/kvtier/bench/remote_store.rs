@@ -10,7 +10,7 @@ use kvtier::base::status::{Result, Status};
 use kvtier::kv::core::plans::PlanTerms;
 use kvtier::kv::core::{Deed, Level};
 use kvtier::kv::plan::Deed as Planned;
-use kvtier::kv::spec::{CustomRemote, StoreSpec};
+use kvtier::kv::spec::{CustomRemote, MakeRemote, StoreSpec};
 use kvtier::meta::cost::Cost;
 use kvtier::tier::remote::dir::{Dir, DirOpts};
 use kvtier::tier::remote::name::Prefix;
@@ -205,7 +205,7 @@ fn plans() -> Outcome<(f64, f64)> {
         let (prefix, clock) = (Prefix::new("kvtbench")?, Clock::real());
         Ok(DirOpts { path: scratch.0.clone(), prefix, fsync: false, clock })
     };
-    let store = |remote: Arc<dyn Remote>| -> Result<Home> {
+    let store = |remote: Arc<MakeRemote>| -> Result<Home> {
         let remote_spec = "custom(prefix=\"kvtbench\",object=64KiB,timeout=60000,require=true)";
         let text = format!("store(host=64MiB,policy=lru,copiers=1,remote={remote_spec})");
         let mut spec = StoreSpec::parse(&text)?;
@@ -213,14 +213,16 @@ fn plans() -> Outcome<(f64, f64)> {
         open(&spec)
     };
     let measure = || -> Result<(f64, f64)> {
-        let from = store(Arc::new(Dir::new(opts()?)))?;
+        let place = opts()?;
+        let from = store(Arc::new(move |_: &Prefix| Box::new(Dir::new(place.clone()))))?;
         for document in 0..LEARNED + PLANNED {
             let session = from.session(document, tensors.tokens)?;
             from.carry(session, Deed::Put, Level::Remote, tensors.whole(false))?;
             from.end(session)?;
         }
         from.close()?;
-        let to = store(Arc::new(Slow(Dir::new(opts()?))))?;
+        let place = opts()?;
+        let to = store(Arc::new(move |_: &Prefix| Box::new(Slow(Dir::new(place.clone())))))?;
         let token_ns = (2 * TOKEN_BYTES * LAYERS as u64) as f64 / SLOW * 1e9;
         let (mut sooner, mut later) = (0, 0);
         for document in 0..LEARNED + PLANNED {

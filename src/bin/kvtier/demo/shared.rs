@@ -128,8 +128,8 @@ fn act(args: &Args) -> Outcome<Value> {
     };
     let mut said = said?;
     said["counters"] = counters(&end.store)?;
-    said["server"] = end.store.opened.remote.as_ref().map(|server| server.words.clone()).into();
-    let warnings = end.store.opened.remote.as_ref().map(|server| server.warnings.clone());
+    said["server"] = end.store.server.as_ref().map(|server| server.words.clone()).into();
+    let warnings = end.store.server.as_ref().map(|server| server.warnings.clone());
     said["warnings"] = warnings.unwrap_or_default().into();
     said["left_chunks"] = left.into();
     end.store.close(0)?;
