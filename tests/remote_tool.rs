@@ -156,11 +156,12 @@ fn a_directory_is_tried_out_and_left_as_it_was() {
 fn what_cannot_be_used_is_said_in_words() {
     let none = std::env::temp_dir().join("kvt-remote-tool-none");
     let none = format!("dir:{}", none.display());
+    let tls = if cfg!(feature = "tls") { "cannot be reached" } else { "TLS" };
     for (remote, words) in [
         ("localhost", "redis://HOST"),
         ("redis://127.0.0.1:1", "cannot be reached"),
         ("redis://a:99999", "65535"),
-        ("rediss://a", "TLS"),
+        ("rediss://127.0.0.1:1", tls),
         (&format!("redis://u:{SECRET}@a"), "as a secret"),
         ("redis://u@a", "KVTIER_REMOTE_PASSWORD"),
         (&none, "No such file"),

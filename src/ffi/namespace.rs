@@ -373,7 +373,10 @@ pub unsafe extern "C" fn kvt_namespace_open(
             let number = noun.store.with(|core| {
                 let number = core.open_space(&opts)?;
                 core.set_codec(number, codec);
-                core.set_tenant(number, tenant);
+                if let Err(error) = core.set_tenant(number, tenant) {
+                    core.close_space(number);
+                    return Err(error);
+                }
                 Ok(number)
             })?;
             let (core, store) = (noun.core.clone(), noun.store.clone());

@@ -20,7 +20,8 @@ pub const KVT_REMOTE_FIRST_WINS: u64 = 1;
 /// Most objects of a batch that an engine's remote is given.
 const MAX_BATCH: u32 = 4096;
 
-/// A piece of memory. Stands in arrays only.
+/// A piece of memory. Pieces of a get that nobody wants may be the same memory in several items;
+/// those of a put are not to be written. Stands in arrays only.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvt_remote_part_t {

@@ -127,7 +127,7 @@ impl Errand {
         let sink = Sink { address: self.sink.as_mut_ptr(), bytes: self.sink.len() as u64 };
         let headers = self.headers.as_mut_ptr();
         // Which of the batch's is which of the request's.
-        let mut which = Vec::with_capacity(starts.len());
+        let (mut which, mut unfit) = (Vec::with_capacity(starts.len()), Vec::new());
         for (i, (fetch, &start)) in batch.fetches.iter().zip(&starts).enumerate() {
             let header = headers.wrapping_add(start);
             let added = fetched(fetch).and_then(|object| {
@@ -135,9 +135,14 @@ impl Errand {
             });
             match added {
                 Ok(()) => which.push(i),
-                Err(error) => log::error!("an object cannot be fetched: {error}"),
+                Err(error) => {
+                    log::error!("an object cannot be fetched: {error}");
+                    unfit.push(i);
+                }
             }
         }
+        // That is none of the remote's troubles.
+        unfit.into_iter().for_each(|i| batch.fetches[i].result = Err(Trouble::TooLong));
         // SAFETY: headers and the sink are this errand's, places by the caller's promise.
         unsafe { self.lane.get(&mut self.gets, deadline_ns) };
         for (get, &i) in self.gets.items.iter().zip(&which) {
@@ -182,17 +187,21 @@ impl Errand {
                 Err(error) => log::error!("an object cannot be sent: {error}"),
             }
         }
+        // Names that go, go first: one that was dropped may be put again.
+        if !batch.removals.is_empty() {
+            self.asks.items.clear();
+            batch.removals.iter().for_each(|&name| self.asks.name(name));
+            self.lane.remove(&mut self.asks, deadline_ns);
+            let failed = self.asks.items.iter().find_map(|ask| ask.result.err());
+            let gone = self.asks.items.iter().filter(|ask| ask.result.is_ok()).count();
+            (batch.removed, batch.trouble) = (gone as u64, failed);
+        }
         if !which.is_empty() {
             // SAFETY: as above.
             unsafe { self.lane.put(&mut self.puts, deadline_ns) };
         }
         for (put, &i) in self.puts.items.iter().zip(&which) {
             batch.sends[i].result = put.result;
-        }
-        if !batch.removals.is_empty() {
-            self.asks.items.clear();
-            batch.removals.iter().for_each(|&name| self.asks.name(name));
-            self.lane.remove(&mut self.asks, deadline_ns);
         }
     }
 

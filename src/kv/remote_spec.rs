@@ -77,7 +77,8 @@ impl Secrets {
     pub fn add(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         if !Self::NAMES.contains(&name) {
             let all = Self::NAMES.join(", ");
-            fail!(Invalid, "there is no secret '{name}': those that are known are {all}");
+            // What it says may be the secret itself, by mistake.
+            fail!(Invalid, "a secret has a name that nobody asks for: there are {all}");
         }
         if self.get(name).is_some() {
             fail!(Invalid, "the secret '{name}' is given twice");

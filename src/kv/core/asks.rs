@@ -11,6 +11,7 @@ use crate::kv::core::views::Views;
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::Cell;
 use crate::meta::index::NONE;
+use crate::meta::key::Key;
 use crate::tier::remote::breaker::{Leave, Way};
 use crate::tier::remote::{Name, Trouble};
 
@@ -47,6 +48,8 @@ impl Asking {
 /// A name that is asked for.
 pub struct Asked {
     chunk: usize,
+    /// Its key: the session may be another by then.
+    key: Key,
     /// The name: of the object of a chunk that is sent last.
     pub name: Name,
     /// Whether it is there.
@@ -131,6 +134,8 @@ impl Core {
             after: None,
             ticket: None,
         };
+        // What was not there when it was last asked for may be now.
+        self.session_mut(at)?.asked = 0;
         if !self.moves.has_room() {
             fail!(Again, "{} moves are under way, as many as may be", self.moves.len());
         }
@@ -172,6 +177,14 @@ impl Core {
         self.moves[number].blame(0, &status.into());
         self.end_move(number);
         true
+    }
+
+    /// A session was cut to so many chunks.
+    pub(super) fn cut_inquiry(&mut self, at: u32, chunks: usize) {
+        let inquiry = self.far.as_mut().and_then(|far| far.asking.inquiries.get_mut(&at));
+        if let Some(inquiry) = inquiry {
+            inquiry.next = inquiry.next.min(chunks);
+        }
     }
 
     /// A session is closed: nobody asks for it any more.
@@ -247,7 +260,9 @@ impl Core {
                     window.end = chunk;
                     break;
                 }
-                None => window.asked.push(Asked { chunk, name, result: Err(Trouble::Later) }),
+                None => {
+                    window.asked.push(Asked { chunk, key: *key, name, result: Err(Trouble::Later) })
+                }
             }
         }
         window.is_last = true;
@@ -280,21 +295,24 @@ impl Core {
         if serial != Ok(batch.serial) {
             return;
         }
-        let length = self.sessions[at].path.keys().len();
-        let space = self.sessions[at].space;
-        let holes = self.spaces[space as usize].holes;
-        let is_there = |one: &&Asked| one.result == Ok(true);
+        let keys = self.sessions[at].path.keys();
+        let length = keys.len();
+        let holes = self.spaces[self.sessions[at].space as usize].holes;
+        let asked = &batch.asked;
+        // The first that nothing was heard of, since the session was cut or the remote did not
+        // answer; where no holes can be computed, or that is not there.
+        let is_same = |one: &Asked| keys.get(one.chunk) == Some(&one.key);
+        let is_heard = |one: &Asked| is_same(one) && one.result.is_ok_and(|there| there || holes);
+        let heard = asked.iter().position(|one| !is_heard(one)).unwrap_or(asked.len());
+        let there = |one: &&Asked| is_same(one) && one.result == Ok(true);
         let there: Vec<usize> = match holes {
-            true => batch.asked.iter().filter(is_there).map(|one| one.chunk).collect(),
-            false => batch.asked.iter().take_while(is_there).map(|one| one.chunk).collect(),
+            true => asked.iter().filter(there).map(|one| one.chunk).collect(),
+            false => asked[..heard].iter().map(|one| one.chunk).collect(),
         };
-        // It may have been cut meanwhile.
-        let there: Vec<usize> = there.into_iter().filter(|&chunk| chunk < length).collect();
-        let goes_on = !failed && (holes || there.len() == batch.asked.len());
-        let last = batch.asked.last().map_or(0, |one| one.chunk + 1);
-        inquiry.next = match goes_on {
-            true => last,
-            false => there.last().map_or(inquiry.next, |&chunk| chunk + 1),
+        let goes_on = heard == asked.len() && !failed;
+        inquiry.next = match (asked.get(heard), asked.last()) {
+            (Some(one), _) => one.chunk,
+            (None, last) => last.map_or(0, |one| one.chunk + 1),
         }
         .min(length);
         let goes_on = goes_on && inquiry.next < length;
@@ -312,7 +330,7 @@ impl Core {
         inquiry.is_busy = false;
         let (next, waiting) = (inquiry.next, std::mem::take(&mut inquiry.waiting));
         if let Some(session) = self.sessions.get_mut(at) {
-            session.asked = next;
+            session.asked = next.min(session.path.keys().len());
         }
         waiting.into_iter().for_each(|number| self.located(at, number));
     }

@@ -14,7 +14,7 @@ impl Core {
     pub fn what_waits(&self) -> String {
         format!(
             "{} moves, {} jobs, {} hungry, {} cells waited for, {} chunks to go down, {} leaving, \
-             {} behind events, {:?} batches, {} to be synced, {}",
+             {} behind events, {:?} batches, {} to be synced, {}, {}",
             self.moves.len(),
             self.jobs.len(),
             self.hungry.len(),
@@ -25,6 +25,7 @@ impl Core {
             self.under_way,
             self.commits.len(),
             self.upkeep.words(),
+            self.far.as_ref().map_or("no remote".into(), |far| far.words()),
         )
     }
 
@@ -55,6 +56,9 @@ impl Core {
             }
         }
         self.check_nothing_behind()?;
+        if let Some(far) = self.far.as_ref().filter(|far| !far.is_bare()) {
+            fail!(State, "something of the remote never ended: {}", far.words());
+        }
         let waits = (self.jobs.len(), self.hungry.len(), self.waiting.len(), self.woken.len());
         if waits != (0, 0, 0, 0) || self.hungry_bytes != 0 {
             fail!(State, "jobs {waits:?} are left, for {} bytes", self.hungry_bytes);

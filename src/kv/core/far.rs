@@ -6,8 +6,10 @@ use std::collections::{BTreeMap, VecDeque};
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
+use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::keys::object::ObjectKeys;
+use crate::format::record;
 use crate::kv::admission::Admission;
 use crate::kv::core::asks::Asking;
 use crate::kv::core::far_known::Known;
@@ -155,6 +157,8 @@ pub(super) struct Far {
     pub asking: Asking,
     pub known: Known,
     pub removals: VecDeque<Name>,
+    /// Batches under way that take names away: nothing is sent beside them.
+    pub removing: u32,
     pub admission: Admission,
     pub counters: FarCounters,
     shapes: Vec<Option<Arc<Shape>>>,
@@ -175,6 +179,7 @@ impl Far {
             asking: Asking::default(),
             known: Known::new(far.known)?,
             removals: VecDeque::new(),
+            removing: 0,
             admission: Admission::open(&far.admission, 0)?,
             counters: FarCounters::default(),
             shapes: Vec::new(),
@@ -194,6 +199,31 @@ impl Far {
     /// Whether no fetch waits.
     pub fn is_quiet_to_fetch(&self) -> bool {
         (0..LANES).all(|lane| self.fetches.waiting(lane).0 == 0)
+    }
+
+    /// Whether there is anything to be sent, or taken away, that may go now.
+    pub fn has_to_send(&self) -> bool {
+        self.removing == 0 && (!self.outs.is_empty() || !self.removals.is_empty())
+    }
+
+    /// Whether nothing is kept for anybody, as where nothing is under way.
+    pub fn is_bare(&self) -> bool {
+        self.is_quiet()
+            && self.wanted.is_empty()
+            && self.waits.is_empty()
+            && self.out_bytes == 0
+            && self.removing == 0
+    }
+
+    /// What is not at rest, in words.
+    pub fn words(&self) -> String {
+        format!(
+            "{} objects wanted, {} to be sent, {} bytes on their way, {} chunks waited for there",
+            self.wanted.len(),
+            self.outs.len(),
+            self.out_bytes,
+            self.waits.len(),
+        )
     }
 
     /// Whether it is believed to be well enough to be fetched from.
@@ -259,14 +289,28 @@ impl Core {
         Some(names)
     }
 
-    /// Whose a namespace's objects are at the remote; 0 = everybody's.
-    pub fn set_tenant(&mut self, space: u32, tenant: u64) {
-        if let Some(space) = self.spaces.get_mut(space as usize) {
-            space.tenant = tenant;
+    /// Whose a namespace's objects are at the remote; 0 = everybody's. INVALID = others have it
+    /// open, and have said something else.
+    pub fn set_tenant(&mut self, space: u32, tenant: u64) -> Result<()> {
+        let Some(one) = self.spaces.get_mut(space as usize) else { return Ok(()) };
+        if one.tenant == tenant {
+            return Ok(());
         }
+        if one.handles > 1 {
+            fail!(Invalid, "that namespace is open for the remote's tenant {}", one.tenant);
+        }
+        one.tenant = tenant;
         if let Some(far) = &mut self.far {
             far.names.remove(&space);
         }
+        Ok(())
+    }
+
+    /// What a chunk is called in an object. What is before it is not said: its key commits to
+    /// that, and where chunks leave in any order nobody may know it any more.
+    pub(super) fn far_record(&self, at: At) -> record::Chunk {
+        let chunk = self.record_of(at);
+        record::Chunk { parent: chunk.namespace, ..chunk }
     }
 
     /// The name of an object of a chunk.

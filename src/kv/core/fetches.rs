@@ -7,6 +7,7 @@ use crate::base::sync::Arc;
 use crate::format::record;
 use crate::kv::core::board::note;
 use crate::kv::core::debt::owner_of;
+use crate::kv::core::far::Far;
 use crate::kv::core::jobs::Step;
 use crate::kv::core::speeds::Burden;
 use crate::kv::core::{At, Core};
@@ -90,7 +91,8 @@ impl Core {
     pub(super) fn may_fetch(&self, board: u32, cell: Cell) -> bool {
         let chunks = &self.boards[board as usize].chunks;
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
-        self.far.as_ref().is_some_and(|far| far.is_well()) && marks.is_some_and(|m| m.is_far())
+        let goes = |far: &Far| far.breaker.may_go(Way::Read, self.now_ns);
+        self.far.as_deref().is_some_and(goes) && marks.is_some_and(|marks| marks.is_far())
     }
 
     /// Has a cell brought from the remote, as a job wants it.
@@ -159,6 +161,7 @@ impl Core {
             let Some((_, id)) = self.far.as_mut().and_then(|far| far.fetches.pop()) else { break };
             let (board, cell) = self.cell_of(&self.jobs[id]);
             let Some(fetch) = self.begin_fetch(At { board, slot: cell.chunk }, cell.layer) else {
+                log::error!("an object that is wanted has no name");
                 continue;
             };
             if leave == Leave::Stay {
@@ -205,7 +208,7 @@ impl Core {
                 place.planes = [address, address.wrapping_add(planes.k_bytes as usize)];
             }
         }
-        let (result, verdicts, chunk) = (Err(Trouble::Later), Vec::new(), self.record_of(at));
+        let (result, verdicts, chunk) = (Err(Trouble::Later), Vec::new(), self.far_record(at));
         Some(Fetch { at, object, comers, name, shape, chunk, places, result, verdicts })
     }
 

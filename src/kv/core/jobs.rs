@@ -7,7 +7,7 @@ use crate::base::status::{Error, Result, Status};
 use crate::kv::core::board::note;
 use crate::kv::core::debt::owner_of;
 use crate::kv::core::line::{Line, Link, Of};
-use crate::kv::core::moves::Deed;
+use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::{Begin, Cell, Marks, Place};
 use crate::tier::device;
@@ -114,11 +114,20 @@ impl Core {
         if marks.there() != 0 {
             // A crash may have left a record whose bytes never came: before it is said to be
             // on disk it is read.
-            let level = self.moves[self.jobs[id].number].spec.level;
+            let number = self.jobs[id].number;
+            let level = self.moves[number].spec.level;
             let is_above = marks.there() & HOST != 0;
             let is_known = !level.is_on_disk() || is_above;
             if !is_known && self.boards[board as usize].has(cell.chunk, note::UNREAD) {
                 return self.bring_up(id, board, cell, marks);
+            }
+            if level == Level::Remote {
+                // It goes from memory there.
+                if !is_above && marks.there() & DISK != 0 {
+                    return self.bring_up(id, board, cell, marks);
+                }
+                let (chunk, _) = self.moves[number].place(self.jobs[id].at);
+                self.write_ahead(number, chunk as u32, At { board, slot: cell.chunk });
             }
             self.counters.known += 1;
             return self.end_job(id, 0, None);

@@ -61,8 +61,12 @@ impl Send {
 pub struct SendBatch {
     /// Each of them.
     pub sends: Vec<Send>,
-    /// Names that are taken away.
+    /// Names that are taken away, before anything is sent.
     pub removals: Vec<Name>,
+    /// How many of them are gone.
+    pub removed: u64,
+    /// Why others may not be.
+    pub trouble: Option<Trouble>,
     /// How long they may take together.
     pub timeout_ns: u64,
 }
@@ -86,6 +90,10 @@ impl Core {
                 self.begin_send(at, false);
             }
             return;
+        }
+        let layers = self.boards[at.board as usize].layout.layers();
+        if self.moves[number].spec.layers < layers && !self.is_whole_up(at) {
+            return; // the put that brings the rest of its layers sends it
         }
         let begun = self.moves[number].sent.get_mut(chunk as usize);
         // What does not fill a chunk is of no use to others.
@@ -120,9 +128,20 @@ impl Core {
     /// A chunk leaves memory: it is sent before, where the store says so.
     pub(super) fn send_leaving(&mut self, at: At) {
         let sends = self.far.as_ref().is_some_and(|far| far.config.write == Write::Back);
-        if sends && self.is_full(at) && self.may_go_out(at) {
+        let row = self.boards[at.board as usize].chunks.chunk(at.slot);
+        // One that has to stay, and has nowhere to stay but here, does not leave.
+        let stays = self.disk.is_none() && row.is_some_and(|row| row.is_blocked());
+        if sends && !stays && self.is_full(at) && self.may_go_out(at) {
             self.begin_send(at, false);
         }
+    }
+
+    /// Whether all layers of a chunk are in memory.
+    fn is_whole_up(&self, at: At) -> bool {
+        let rows = &self.boards[at.board as usize];
+        let row = rows.chunks.chunk(at.slot);
+        let up = row.map_or(0, |row| usize::from(row.cells()[Tier::Host as usize]));
+        up == rows.layout.layers()
     }
 
     fn is_full(&self, at: At) -> bool {
@@ -147,7 +166,7 @@ impl Core {
         };
         let (now_ns, most) = (self.now_ns, self.config.host_bytes / OUT_SHARE);
         let Some(far) = &mut self.far else { return false };
-        let goes = far.breaker.is_closed(Way::Write) || far.outs.is_empty();
+        let goes = far.breaker.may_go(Way::Write, now_ns);
         let goes = goes
             && far.out_bytes + one.bytes <= most
             && far.admission.admit(&one, 0.0, now_ns).is_ok();
@@ -159,13 +178,11 @@ impl Core {
     /// those too, since only the remote's own word counts. Whether anything of it is on its way.
     fn begin_send(&mut self, at: At, must: bool) -> bool {
         let Some(shape) = self.far_shape(at.board) else { return false };
-        let layers = self.boards[at.board as usize].layout.layers();
-        let row = self.boards[at.board as usize].chunks.chunk(at.slot);
-        if row.is_none_or(|row| usize::from(row.cells()[Tier::Host as usize]) < layers) {
+        if !self.is_whole_up(at) {
             return false;
         }
         let before = self.far_cells(at);
-        let mut is_under_way = false;
+        let (mut is_under_way, mut all_begun) = (false, true);
         for object in 0..shape.objects() as u32 {
             let of = shape.layers(object as usize);
             let marks = self.boards[at.board as usize].chunks.marks(at.slot).unwrap_or_default();
@@ -185,6 +202,7 @@ impl Core {
             if begun < of.len() as u32 {
                 // A hint is still read: somebody fetches it, and has it then.
                 self.end_cells(at, of.start..of.start + begun, Arrival::Failed);
+                all_begun = false;
                 continue;
             }
             let Some(far) = &mut self.far else { return false };
@@ -193,13 +211,13 @@ impl Core {
             is_under_way = true;
         }
         self.told_far(at, before);
-        is_under_way
+        is_under_way && (all_begun || !must)
     }
 
     /// The next objects to be sent, up to a batch. To a remote that is left alone nothing goes.
     pub(super) fn take_sends(&mut self) -> Option<SendBatch> {
         let far = self.far.as_mut()?;
-        if far.outs.is_empty() && far.removals.is_empty() {
+        if !far.has_to_send() {
             return None;
         }
         let leave = far.breaker.leave(Way::Write, self.now_ns);
@@ -207,15 +225,16 @@ impl Core {
         let mut batch = SendBatch { timeout_ns: far.config.timeout_ns, ..SendBatch::default() };
         match leave {
             Leave::Stay => far.removals.clear(),
-            _ => batch.removals.extend(far.removals.drain(..far.removals.len().min(most))),
+            _ => batch.removals.extend(far.removals.drain(..)),
         }
+        far.removing += u32::from(!batch.removals.is_empty());
         let mut bytes = 0;
         while batch.sends.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
             let Some((at, object)) = self.far.as_mut().and_then(|far| far.outs.pop_front()) else {
                 break;
             };
             let Some(send) = self.make_send(at, object) else {
-                log::error!("an object could not be made of cells that are held for it");
+                self.give_up_send(at, object);
                 continue;
             };
             if leave == Leave::Stay {
@@ -228,10 +247,22 @@ impl Core {
         (!batch.sends.is_empty() || !batch.removals.is_empty()).then_some(batch)
     }
 
+    /// After a defect: nobody waits for an object that cannot be made.
+    fn give_up_send(&mut self, at: At, object: u32) {
+        log::error!("an object could not be made of cells that are held for it");
+        let Some(shape) = self.far_shape(at.board) else { return };
+        if let Some(far) = &mut self.far {
+            far.out_bytes -= bytes_of(&shape, object);
+        }
+        self.end_cells(at, shape.layers(object as usize), Arrival::Failed);
+        self.blame_sends(at, Trouble::TooLong);
+        self.end_if_sent(at);
+    }
+
     fn make_send(&mut self, at: At, object: u32) -> Option<Send> {
         let shape = self.far_shape(at.board)?;
         let name = self.far_name(at, &shape, object)?;
-        let chunk = self.record_of(at);
+        let chunk = self.far_record(at);
         let rows = &self.boards[at.board as usize];
         let mut planes = Vec::new();
         for layer in shape.layers(object as usize) {
@@ -259,8 +290,16 @@ impl Core {
             }
             self.end_send(send);
         }
-        if let Some(far) = &mut self.far {
-            far.counters.removed += batch.removals.len() as u64;
+        let Some(far) = &mut self.far else { return };
+        if !batch.removals.is_empty() {
+            far.removing -= 1;
+            far.counters.removed += batch.removed;
+            // A remote that forbids that, or cannot, is as well as others.
+            let heard = match batch.trouble {
+                Some(trouble @ (Trouble::Late | Trouble::Gone | Trouble::Later)) => Err(trouble),
+                _ => Ok(()),
+            };
+            far.heard(Way::Write, &heard, self.now_ns);
         }
     }
 

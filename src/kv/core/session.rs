@@ -118,7 +118,7 @@ impl Core {
         self.sessions.add(Session { path, space, who, holds: Holds::default(), asked: 0 })
     }
 
-    fn session_mut(&mut self, at: u32) -> Result<&mut Session> {
+    pub(super) fn session_mut(&mut self, at: u32) -> Result<&mut Session> {
         match self.sessions.get_mut(at) {
             Some(session) => Ok(session),
             None => fail!(NotFound, "there is no session {at}"),
@@ -178,7 +178,9 @@ impl Core {
         let chunks = &mut self.boards[board as usize].chunks;
         session.path.truncate(chunks, tokens, &mut |slot| freed.push(slot))?;
         session.who.length = u32::try_from(tokens).unwrap_or(u32::MAX);
-        session.asked = session.asked.min(session.path.keys().len());
+        let chunks = session.path.keys().len();
+        session.asked = session.asked.min(chunks);
+        self.cut_inquiry(at, chunks);
         self.were_held(board, &freed);
         self.were_held(board, &old);
         self.settle();

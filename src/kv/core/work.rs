@@ -350,10 +350,7 @@ impl Core {
                     && (self.upkeep.wants() || self.is_checkpoint_due())
             }
             Hands::Fetch => self.far.as_ref().is_some_and(|far| !far.is_quiet_to_fetch()),
-            Hands::Send => {
-                let has_some = |far: &Far| !far.outs.is_empty() || !far.removals.is_empty();
-                self.far.as_deref().is_some_and(has_some)
-            }
+            Hands::Send => self.far.as_deref().is_some_and(Far::has_to_send),
             Hands::Ask => self.far.as_ref().is_some_and(|far| far.asking.waits()),
         }
     }

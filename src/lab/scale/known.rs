@@ -82,7 +82,9 @@ mod tests {
         let second = 1_000_000_000;
         let mut known = Known::new(64).expect("memory");
         known.tell(7, second);
-        assert!(known.is_fresh(7, second, 1) && known.is_fresh(7, 5 * second, 5 * second));
+        assert!(
+            known.is_fresh(7, second, second / 100) && known.is_fresh(7, 5 * second, 5 * second)
+        );
         assert!(!known.is_fresh(7, 6 * second, 5 * second) && known.has(7));
         assert!(!known.is_fresh(7, second, 0) && !known.has(8));
         known.tell(7, 6 * second);

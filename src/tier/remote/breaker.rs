@@ -158,6 +158,12 @@ impl Breaker {
         self.state(way) == State::Closed
     }
 
+    /// Whether a request would go, if only to see.
+    pub fn may_go(&self, way: Way, now_ns: u64) -> bool {
+        let line = &self.lines[way as usize];
+        line.state == State::Closed || now_ns >= line.until_ns
+    }
+
     /// Asks for leave for a request. What comes of one that goes must be told.
     pub fn leave(&mut self, way: Way, now_ns: u64) -> Leave {
         let line = &mut self.lines[way as usize];

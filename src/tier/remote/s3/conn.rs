@@ -8,10 +8,11 @@ use std::net::SocketAddr;
 use crate::io::channel::Channel;
 use crate::io::link::{Lost, Pieces, Watch};
 use crate::io::tls::Trust;
+use crate::tier::remote::Part;
+use crate::tier::remote::s3::fault::{Fault, short};
 use crate::tier::remote::s3::http::{Body, Chunks, Head, MAX_HEAD_BYTES, Nonsense};
 use crate::tier::remote::s3::xml;
 use crate::tier::remote::secret::wipe;
-use crate::tier::remote::{Part, Trouble};
 
 /// How often a connection is used before others have their turn.
 const TURNS: usize = 16;
@@ -49,19 +50,6 @@ pub struct Reply {
     pub bytes: u64,
     /// What was said instead of an object.
     pub text: Vec<u8>,
-}
-
-/// Why a connection is of no use.
-#[derive(Clone, Debug)]
-pub struct Fault {
-    /// What it means for an item.
-    pub trouble: Trouble,
-    /// What it is, for people.
-    pub words: String,
-    /// It was there for a request before this one, and had ended when this one came.
-    pub is_stale: bool,
-    /// It may go well at once on another connection.
-    pub can_pass: bool,
 }
 
 /// A connection.
@@ -467,36 +455,6 @@ unsafe fn copy(parts: &[Part], mut skip: u64, mut bytes: &[u8]) {
             bytes = &bytes[count..];
         }
         skip = skip.saturating_sub(part.bytes);
-    }
-}
-
-fn short() -> Fault {
-    let words = "the reply ended before its time".to_string();
-    Fault { trouble: Trouble::Nonsense, words, is_stale: false, can_pass: true }
-}
-
-impl Fault {
-    fn lost(words: String) -> Fault {
-        Fault { trouble: Trouble::Gone, words, is_stale: false, can_pass: true }
-    }
-}
-
-impl From<Lost> for Fault {
-    fn from(lost: Lost) -> Fault {
-        let words = lost.to_string();
-        match lost {
-            Lost::Unsafe(_) => {
-                Fault { trouble: Trouble::Untrusted, words, is_stale: false, can_pass: false }
-            }
-            Lost::Late | Lost::Gone(_) => Fault::lost(words),
-        }
-    }
-}
-
-impl From<Nonsense> for Fault {
-    fn from(nonsense: Nonsense) -> Fault {
-        let words = format!("the server gave {}", nonsense.0);
-        Fault { trouble: Trouble::Nonsense, words, is_stale: false, can_pass: false }
     }
 }
 

@@ -11,6 +11,7 @@
 mod conn;
 mod date;
 mod errors;
+mod fault;
 mod greeting;
 pub mod http;
 mod lane;

@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 
 use crate::io::link;
 use crate::tier::remote::Trouble;
-use crate::tier::remote::s3::conn::{Conn, Fault};
+use crate::tier::remote::s3::conn::Conn;
+use crate::tier::remote::s3::fault::Fault;
 use crate::tier::remote::s3::request::Settings;
 
 /// How long what the resolver said is used.
