@@ -856,8 +856,8 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_LEVEL_DURABLE 2
 
 /**
- * A put has ended when the store's remote has said that it has the full chunks; what does not
- * fill one is in memory then.
+ * A put has ended when the store's remote has said that it has the full chunks of which all
+ * layers are there; what does not fill one, or misses layers, is in memory then.
  */
 #define KVT_LEVEL_REMOTE 3
 
@@ -4088,7 +4088,8 @@ typedef struct kvt_secret_t {
 } kvt_secret_t;
 
 /**
- * A piece of memory. Stands in arrays only.
+ * A piece of memory. Pieces of a get that nobody wants may be the same memory in several items;
+ * those of a put are not to be written. Stands in arrays only.
  */
 typedef struct kvt_remote_part_t {
     /**
