@@ -98,12 +98,11 @@ impl Pair {
                 });
                 assert_eq!(status(self.table.pin(slot, pin)), want);
             }
-            7 => {
+            _ => {
                 let was = self.model.chunk(slot).map(|known| known.pin.take().is_some());
                 let want = was.map(|was| was && self.model.may_leave(slot));
                 assert_eq!(status(self.table.unpin(slot)), want);
             }
-            _ => self.set_valid_tokens(slot, u32::from(b % 6)),
         }
     }
 
@@ -142,25 +141,6 @@ impl Pair {
 
     pub fn join(&mut self, slot: Slot, parent: Slot) {
         assert_eq!(self.table.join(slot, parent), self.model.join(slot, parent));
-    }
-
-    pub fn set_valid_tokens(&mut self, slot: Slot, tokens: u32) {
-        let got = status(self.table.set_valid_tokens(slot, tokens));
-        if !self.model.live.contains_key(&slot) {
-            return assert_eq!(got, Err(Status::NotFound));
-        }
-        let still = !self.model.is_moving(slot) && self.model.children(slot) == 0;
-        let known = self.model.chunk(slot).expect("it is live");
-        let empty = known.cells.iter().flatten().all(|t| t.place.is_none());
-        let want = match tokens {
-            _ if known.new.owner == NONE || !still || !empty => Err(Status::State),
-            1..=TOKENS => {
-                known.new.valid_tokens = tokens;
-                Ok(())
-            }
-            _ => Err(Status::Invalid),
-        };
-        assert_eq!(got, want);
     }
 
     pub fn call_cell(&mut self, (what, a, b, c): Call) {

@@ -375,20 +375,6 @@ impl Chunks {
         Ok(above.filter(|&above| self.may_leave(above)))
     }
 
-    /// Changes how many tokens a private chunk has, while it has no cells.
-    pub fn set_valid_tokens(&mut self, slot: Slot, tokens: u32) -> Result<()> {
-        let full = self.shape.chunk_tokens;
-        let row = self.row_mut(slot)?;
-        if row.owner == NONE || row.cells_somewhere > 0 || row.is_moving() || row.children > 0 {
-            fail!(State, "chunk {slot} is shared, continued, or has cells");
-        }
-        if tokens == 0 || tokens > full {
-            fail!(Invalid, "a chunk has 1 to {full} tokens, not {tokens}");
-        }
-        row.valid_tokens = tokens as u16;
-        Ok(())
-    }
-
     /// One more holds it.
     pub fn retain(&mut self, slot: Slot) -> Result<()> {
         let row = self.row_mut(slot)?;
