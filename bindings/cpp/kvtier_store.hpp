@@ -697,6 +697,23 @@ public:
         const kvt_status_t status = kvt_namespace_find_blocks(raw_, &c, found.data(), f.out());
         return detail::give(status, f, std::move(found));
     }
+    /// What the full chunks of a sequence are called in events: KVT_KEY_BYTES each.
+    ret<std::vector<std::uint8_t>> chunk_keys(span<const std::uint32_t> tokens,
+                                              span<const kvt_media_t> media = {}) const {
+        kvt_sequence_t c = KVT_SEQUENCE_INIT;
+        c.tokens = tokens.data();
+        c.token_count = tokens.size();
+        c.media = media.data();
+        c.media_count = media.size();
+        c.media_stride_bytes = sizeof(kvt_media_t);
+        detail::failure f;
+        std::uint64_t count = 0;
+        kvt_status_t status = kvt_namespace_chunk_keys(raw_, &c, nullptr, 0, &count, f.out());
+        std::vector<std::uint8_t> keys(static_cast<std::size_t>(count) * KVT_KEY_BYTES);
+        if (status == KVT_OK && count > 0)
+            status = kvt_namespace_chunk_keys(raw_, &c, keys.data(), count, &count, f.out());
+        return detail::give(status, f, std::move(keys));
+    }
     /// What blocks are called in events: KVT_KEY_BYTES each.
     ret<std::vector<std::uint8_t>> block_keys(const names &called) const {
         if (!detail::fits(called))
@@ -862,6 +879,15 @@ public:
                              &count, &read.missed);
         read.events.resize(static_cast<std::size_t>(count));
         return detail::give(status, std::move(read));
+    }
+    /// An op that ends when there is an event with a number, or a later one; its value is how many
+    /// there are. UINT64_MAX = the next one to come.
+    ret<op> watch(std::uint64_t from, const submit_opts &opts = {}) const {
+        detail::failure f;
+        const kvt_submit_opts_t c = detail::lower(opts);
+        kvt_op_t *raw = nullptr;
+        const kvt_status_t status = kvt_store_watch(raw_, from, &c, &raw, f.out());
+        return detail::give(status, f, op::adopt(raw));
     }
     /// In the text format of Prometheus.
     ret<std::string> metrics() const {

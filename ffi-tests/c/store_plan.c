@@ -360,6 +360,13 @@ static void watching(void) {
     open_engine(&engine, 3);
     uint64_t cursor = 0, count = 9, missed = 9, later = UINT64_MAX;
     kvt_store_event_t events[20];
+    uint8_t keys[4][KVT_KEY_BYTES];
+    kvt_op_t *ops[3];
+    CHECK_OK(kvt_store_watch(store, 0, NULL, &ops[0], NULL));
+    CHECK_OK(kvt_store_watch(store, UINT64_MAX, NULL, &ops[1], NULL));
+    CHECK_OK(kvt_store_watch(store, 1000, NULL, &ops[2], NULL));
+    CHECK_IS(kvt_store_watch(store, 0, NULL, NULL, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_store_watch(NULL, 0, NULL, &ops[0], NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_store_events(store, &cursor, events, 20, sizeof *events, &count, &missed));
     CHECK_EQ(cursor + count + missed, 0);
     put(session, &engine, 16, KVT_LEVEL_RAM);
@@ -371,7 +378,27 @@ static void watching(void) {
     CHECK_OK(kvt_store_events(store, &cursor, events + 3, 9, sizeof *events, &count, NULL));
     CHECK_EQ(count, 1);
     CHECK(memcmp(events[0].parent, name, sizeof name) == 0);
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(kvt_op_wait(ops[i], KVT_OP_RELEASED, in_ms(60000)));
+        kvt_op_info_t info = KVT_OP_INFO_INIT;
+        CHECK_OK(kvt_op_info(ops[i], &info));
+        CHECK(info.status == KVT_OK && info.value >= 1 && info.value <= 4);
+        CHECK_OK(kvt_op_free(&ops[i]));
+    }
+    kvt_sequence_t sequence = KVT_SEQUENCE_INIT;
+    sequence.tokens = tokens_of_all;
+    sequence.token_count = 16;
+    CHECK_OK(kvt_namespace_chunk_keys(space, &sequence, NULL, 0, &count, NULL));
+    CHECK_EQ(count, 4);
+    count = 0;
+    CHECK_IS(kvt_namespace_chunk_keys(space, &sequence, keys[0], 3, &count, NULL),
+             KVT_E_TOO_SMALL);
+    CHECK_EQ(count, 4);
+    CHECK_OK(kvt_namespace_chunk_keys(space, &sequence, keys[0], 4, &count, NULL));
+    CHECK_IS(kvt_namespace_chunk_keys(space, &sequence, NULL, 4, &count, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_namespace_chunk_keys(space, &sequence, keys[0], 4, NULL, NULL), KVT_E_INVALID);
     for (int i = 0; i < 4; i++) {
+        CHECK(memcmp(events[i].key, keys[i], sizeof name) == 0);
         CHECK_EQ(events[i].kind, KVT_STORE_STORED);
         CHECK_EQ(events[i].tier, KVT_TIER_HOST);
         CHECK_EQ(events[i].position, i);
@@ -412,6 +439,11 @@ static void watching(void) {
              KVT_E_HANDLE);
     CHECK_OK(kvt_namespace_close(&space));
     close_store(&store);
+    CHECK_OK(kvt_op_wait(ops[2], KVT_OP_RELEASED, in_ms(60000)));
+    kvt_op_info_t ended = KVT_OP_INFO_INIT;
+    CHECK_OK(kvt_op_info(ops[2], &ended));
+    CHECK_EQ(ended.status, KVT_E_CANCELLED);
+    CHECK_OK(kvt_op_free(&ops[2]));
 }
 
 /* A store that dies without a word: what it had cleared is not there afterwards, what it

@@ -214,9 +214,15 @@ void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
     const kvt::store_events news = store.events(cursor);
     CHECK(news.events.size() == 4 && news.missed == 0 && cursor == 4);
     CHECK(store.events(cursor).events.empty());
+    CHECK(store.watch(1).finish().value == 3);
+    kvt::op next = store.watch(UINT64_MAX);
+    next.cancel();
+    CHECK_THROWS(next.finish(), KVT_E_CANCELLED);
     std::vector<std::uint8_t> keys;
     for (const kvt_store_event_t &e : news.events)
         keys.insert(keys.end(), e.key, e.key + KVT_KEY_BYTES);
+    CHECK(keys == space.chunk_keys(kvt::span<const std::uint32_t>(tokens.data(), 19)));
+    CHECK(space.chunk_keys({}).empty());
     CHECK(space.lookup_keys(keys, 17).sum.reusable_tokens == 16);
     CHECK(space.exists(keys) ==
           std::vector<std::uint8_t>(4, KVT_EXISTS_WHOLE | 1 << KVT_TIER_HOST));

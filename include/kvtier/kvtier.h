@@ -9531,6 +9531,34 @@ kvt_status_t kvt_store_events(const struct kvt_store_t *store,
                               uint64_t *out_missed);
 
 /**
+ * Begins an op that ends when there is an event to read: one with the number `from`, or a later
+ * one. Never waits. The op's value is how many there are; more may have come when they are read.
+ * Its queue is the descriptor (kvt_queue_fd) or the callback by which a reader is woken. One that
+ * was woken reads all (kvt_store_events), and watches again from its cursor on:
+ *
+ *     kvt_store_events(store, &cursor, events, 256, sizeof *events, &count, NULL);
+ *     kvt_store_watch(store, cursor, &submit, NULL, &err);
+ *
+ * @param store   The store.
+ * @param from    The number of the first event that is wanted, as kvt_store_events has left it
+ *                in its cursor; UINT64_MAX for the next one to come.
+ * @param opts    Queue, tag, deadline; null for defaults.
+ * @param op_out  Receives the op; null with a queue to be told by that alone.
+ * @param err     Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the
+ *         queue is full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+ *         KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the op. A store that is closed ends it with KVT_E_CANCELLED.
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_store_watch(const struct kvt_store_t *store,
+                             uint64_t from,
+                             const struct kvt_submit_opts_t *opts,
+                             struct kvt_op_t **op_out,
+                             struct kvt_error_t **err);
+
+/**
  * Goes on with another policy for a tier. It is told of every chunk with its last use and
  * its uses, and of what the one before has learned if it is of its kind: 0.1 to 0.2 s for
  * a million chunks, in which the store answers nobody. The next opening goes by its spec.
@@ -9972,6 +10000,30 @@ kvt_status_t kvt_namespace_lookup_media(const struct kvt_namespace_t *space,
                                         uint64_t *out_count,
                                         struct kvt_lookup_t *out,
                                         struct kvt_error_t **err);
+
+/**
+ * Says what the full chunks of a sequence are called in events and files: the keys that
+ * docs/keys.md defines. A router that knows who has which keys finds by them where a prompt's
+ * prefix is.
+ *
+ * @param space      The namespace.
+ * @param sequence   The sequence.
+ * @param keys       Receives KVT_KEY_BYTES for each, in their order; may be null with
+ *                   capacity 0 to learn how many there are.
+ * @param capacity   Room there, in keys.
+ * @param out_count  How many there are; also written with KVT_E_TOO_SMALL.
+ * @param err        Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM,
+ *         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_namespace_chunk_keys(const struct kvt_namespace_t *space,
+                                      const struct kvt_sequence_t *sequence,
+                                      uint8_t *keys,
+                                      uint64_t capacity,
+                                      uint64_t *out_count,
+                                      struct kvt_error_t **err);
 
 /**
  * Takes everything of a namespace away that nobody holds: out of all tiers, and so

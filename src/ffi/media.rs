@@ -5,10 +5,11 @@ use crate::fail;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::guard_err;
 use crate::ffi::handle::{Access, with};
-use crate::ffi::namespace::kvt_namespace_t;
+use crate::ffi::namespace::{NamespaceNoun, kvt_namespace_t};
 use crate::ffi::namespace_look::{MAX_ROWS, Target, answer, kvt_lookup_t, kvt_range_t};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::session::{SessionNoun, kvt_session_t};
+use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, read};
 use crate::format::keys::media::Medium;
@@ -144,6 +145,66 @@ pub unsafe extern "C" fn kvt_namespace_lookup_media(
             let media = media_of(&given)?;
             answer(space, &to, |space| space.store.lookup_media(space.number, tokens, &media))
         }
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
+}
+
+/// Says what the full chunks of a sequence are called in events and files: the keys that
+/// docs/keys.md defines. A router that knows who has which keys finds by them where a prompt's
+/// prefix is.
+///
+/// @param space      The namespace.
+/// @param sequence   The sequence.
+/// @param keys       Receives KVT_KEY_BYTES for each, in their order; may be null with
+///                   capacity 0 to learn how many there are.
+/// @param capacity   Room there, in keys.
+/// @param out_count  How many there are; also written with KVT_E_TOO_SMALL.
+/// @param err        Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_TOO_SMALL, KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM,
+///         KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid for their lengths; `sequence` is valid for the size it states,
+/// its arrays for their lengths.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_namespace_chunk_keys(
+    space: *const kvt_namespace_t,
+    sequence: *const kvt_sequence_t,
+    keys: *mut u8,
+    capacity: u64,
+    out_count: *mut u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        let (tokens, media) = unsafe {
+            require(out_count)?;
+            let given = read(sequence)?;
+            (numbers(given.tokens, given.token_count, MAX_TOKENS)?, media_of(&given)?)
+        };
+        if keys.is_null() && capacity > 0 {
+            fail!(Invalid, "keys is null, and capacity {capacity}");
+        }
+        with::<NamespaceNoun, ()>(space, Access::Use, |noun| {
+            let made = noun.0.store.chunk_keys(noun.0.number, tokens, &media)?;
+            // SAFETY: checked above.
+            unsafe { out_count.write(made.len() as u64) };
+            if keys.is_null() || made.is_empty() {
+                return Ok(());
+            }
+            if (made.len() as u64) > capacity {
+                fail!(TooSmall, "{} keys, and room for {capacity}", made.len());
+            }
+            // SAFETY: there is room for as many keys, as the caller promises, and a key is its
+            // bytes.
+            unsafe {
+                std::ptr::copy_nonoverlapping(made.as_ptr().cast(), keys, size_of_val(&made[..]))
+            };
+            Ok(())
+        })
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }

@@ -2,14 +2,14 @@
 
 use crate::base::callback::refuse_reentry;
 use crate::base::item::MAX_ITEMS;
-use crate::base::op::{EVENTS, ISSUED, Op, OpOpts, RELEASED, RESOLVED, ops};
+use crate::base::op::{EVENTS, ISSUED, Op, OpOpts, OpRef, RELEASED, RESOLVED, ops};
 use crate::base::slab::Slab;
 use crate::base::status::{Error, Result, Status};
 use crate::base::worker::LANES;
 use crate::fail;
 use crate::ffi::error::{handle_of, kvt_error_t};
 use crate::ffi::guard::guard;
-use crate::ffi::handle::{Access, Noun, free, pin, with};
+use crate::ffi::handle::{Access, Noun, encode, free, pin, with};
 use crate::ffi::queue::{QueueNoun, kvt_queue_t};
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
@@ -153,6 +153,31 @@ pub(crate) unsafe fn submit_opts(
         detached,
     };
     Ok((opts, given.flags & KVT_SUBMIT_EACH != 0))
+}
+
+/// Begins what is one op, and gives its handle.
+///
+/// # Safety
+/// `opts` is null or valid for the size it states, `op_out` null or valid.
+pub(crate) unsafe fn begin_one(
+    opts: *const kvt_submit_opts_t,
+    op_out: *mut *mut kvt_op_t,
+    begin: impl FnOnce(&OpOpts) -> Result<OpRef>,
+) -> Result<()> {
+    // SAFETY: the caller's promise.
+    let (opts, each) = unsafe { submit_opts(opts, op_out.is_null())? };
+    if each {
+        fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: there is one op");
+    }
+    if op_out.is_null() && opts.queue.is_none() {
+        fail!(Invalid, "there is no queue, and op_out is null: nobody would hear of its end");
+    }
+    let op = begin(&opts)?;
+    if !op_out.is_null() {
+        // SAFETY: not null, and the caller's promise.
+        unsafe { op_out.write(encode::<Op>(op.key())) };
+    }
+    Ok(())
 }
 
 /// How far an op is.

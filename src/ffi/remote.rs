@@ -2,13 +2,10 @@
 
 use std::ffi::{c_char, c_void};
 
-use crate::base::op::Op;
-use crate::base::status::Status;
-use crate::fail;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
-use crate::ffi::handle::{Access, encode, with};
-use crate::ffi::op::{kvt_op_t, kvt_submit_opts_t, submit_opts};
+use crate::ffi::handle::{Access, with};
+use crate::ffi::op::{begin_one, kvt_op_t, kvt_submit_opts_t};
 use crate::ffi::session::{SessionNoun, kvt_session_t};
 use crate::ffi::slice::{bytes, text};
 use crate::ffi::status::kvt_status_t;
@@ -220,21 +217,13 @@ pub unsafe extern "C" fn kvt_session_locate(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let (opts, each) = unsafe { submit_opts(opts, op_out.is_null())? };
-        if each {
-            fail!(Invalid, "KVT_SUBMIT_EACH has no meaning here: there is one op");
+        unsafe {
+            begin_one(opts, op_out, |opts| {
+                with::<SessionNoun, _>(session, Access::Use, |noun| {
+                    noun.space.store.locate(noun.number, opts)
+                })
+            })
         }
-        if op_out.is_null() && opts.queue.is_none() {
-            return Err(Status::Invalid.into());
-        }
-        with::<SessionNoun, ()>(session, Access::Use, |noun| {
-            let op = noun.space.store.locate(noun.number, &opts)?;
-            if !op_out.is_null() {
-                // SAFETY: not null, and the caller's promise.
-                unsafe { op_out.write(encode::<Op>(op.key())) };
-            }
-            Ok(())
-        })
     };
     // SAFETY: the caller's promise about `err`.
     unsafe { guard_err(err, body) }

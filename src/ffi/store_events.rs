@@ -1,9 +1,11 @@
 //! What changed in a store, for routers that want to know where a prefix is.
 
 use crate::fail;
-use crate::ffi::guard::guard;
+use crate::ffi::error::kvt_error_t;
+use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, with};
 use crate::ffi::namespace_look::MAX_ROWS;
+use crate::ffi::op::{begin_one, kvt_op_t, kvt_submit_opts_t};
 use crate::ffi::slice::require;
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
@@ -129,4 +131,47 @@ pub unsafe extern "C" fn kvt_store_events(
         }
         Ok(())
     })
+}
+
+/// Begins an op that ends when there is an event to read: one with the number `from`, or a later
+/// one. Never waits. The op's value is how many there are; more may have come when they are read.
+/// Its queue is the descriptor (kvt_queue_fd) or the callback by which a reader is woken. One that
+/// was woken reads all (kvt_store_events), and watches again from its cursor on:
+///
+///     kvt_store_events(store, &cursor, events, 256, sizeof *events, &count, NULL);
+///     kvt_store_watch(store, cursor, &submit, NULL, &err);
+///
+/// @param store   The store.
+/// @param from    The number of the first event that is wanted, as kvt_store_events has left it
+///                in its cursor; UINT64_MAX for the next one to come.
+/// @param opts    Queue, tag, deadline; null for defaults.
+/// @param op_out  Receives the op; null with a queue to be told by that alone.
+/// @param err     Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_AGAIN (1,024 watches wait, as many ops are under way as may be, or the
+///         queue is full), KVT_E_INVALID, KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE,
+///         KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Ownership: the caller owns the op. A store that is closed ends it with KVT_E_CANCELLED.
+/// Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; `opts` is valid for the size it states.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_store_watch(
+    store: *const kvt_store_t,
+    from: u64,
+    opts: *const kvt_submit_opts_t,
+    op_out: *mut *mut kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let body = || {
+        // SAFETY: the caller's promise.
+        unsafe {
+            begin_one(opts, op_out, |opts| {
+                with::<StoreNoun, _>(store, Access::Use, |noun| noun.store.watch(from, opts))
+            })
+        }
+    };
+    // SAFETY: the caller's promise about `err`.
+    unsafe { guard_err(err, body) }
 }

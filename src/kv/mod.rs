@@ -9,6 +9,7 @@ pub mod control;
 pub mod core;
 pub mod errands;
 pub mod events;
+pub mod feed;
 pub mod fields;
 pub mod hands;
 pub mod path;

@@ -6,7 +6,9 @@ use crate::base::sync::Arc;
 use crate::fail;
 use crate::kv::remote_spec::{Kind, RemoteSpec, Secrets};
 use crate::kv::spec::CustomRemote;
-use crate::tier::remote::Remote;
+#[cfg(feature = "redis")]
+use crate::tier::remote::redis::Redis;
+use crate::tier::remote::{Remote, Tell};
 
 /// The remote of a spec. UNSUPPORTED = it is not built in.
 pub(super) fn open(
@@ -37,11 +39,23 @@ fn missing<T>(feature: &str) -> Result<T> {
     fail!(Unsupported, "built without {feature}")
 }
 
+/// What tells a remote of events. UNSUPPORTED = it is not built in.
 #[cfg(feature = "redis")]
-fn redis(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Box<dyn Remote>> {
-    use crate::tier::remote::redis::{Redis, RedisOpts, TlsOpts};
+pub(super) fn teller(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Tell> {
+    let Kind::Redis { events_kept, .. } = &spec.kind else { fail!(Invalid, "not a Redis server") };
+    Ok(open_redis(spec, secrets, clock)?.teller(*events_kept))
+}
 
-    let Kind::Redis { url, user, cluster, replicas, ttl_s, wait } = &spec.kind else {
+#[cfg(not(feature = "redis"))]
+pub(super) fn teller(_: &RemoteSpec, _: &Secrets, _: &Clock) -> Result<Tell> {
+    missing("redis")
+}
+
+#[cfg(feature = "redis")]
+fn open_redis(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Redis> {
+    use crate::tier::remote::redis::{RedisOpts, TlsOpts};
+
+    let Kind::Redis { url, user, cluster, replicas, ttl_s, wait, .. } = &spec.kind else {
         fail!(Invalid, "not a Redis server");
     };
     let opts = RedisOpts {
@@ -55,7 +69,12 @@ fn redis(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Box<dyn 
         tls: TlsOpts { ca: spec.trusted.ca.clone(), insecure: spec.trusted.insecure },
         ..RedisOpts::new(url, spec.prefix.clone())
     };
-    Ok(Box::new(Redis::open(&opts, clock.clone())?))
+    Redis::open(&opts, clock.clone())
+}
+
+#[cfg(feature = "redis")]
+fn redis(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Box<dyn Remote>> {
+    Ok(Box::new(open_redis(spec, secrets, clock)?))
 }
 
 #[cfg(not(feature = "redis"))]

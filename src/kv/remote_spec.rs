@@ -31,6 +31,8 @@
 //! | `replicas` | `never` | `read`: nodes that follow others are read, too |
 //! | `ttl` | 0 | seconds after which objects go; 0: when the server needs the room |
 //! | `wait` | 0 | replicas that must have an object before it counts as stored |
+//! | `events` | none | what changes is told in the stream `prefix/events`, under this name of the engine's |
+//! | `events_kept` | 10000 | about so many entries are kept there, of up to 256 events each |
 //!
 //! | parameter of `s3` | default | meaning |
 //! |---|---|---|
@@ -61,9 +63,11 @@ use crate::kv::spec::CustomRemote;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::secret::Secret;
 use crate::tier::remote::shape::{MAX_OBJECT_BYTES, MIN_OBJECT_BYTES};
-use crate::tier::remote::{Remote, Server};
+use crate::tier::remote::{Remote, Server, Tell};
 
 const MS: u64 = 1_000_000;
+/// Longest name of an engine in a stream of events.
+const MAX_NODE_BYTES: usize = 128;
 
 /// What nobody but the remote's server is to see, by name.
 #[derive(Clone, Debug, Default)]
@@ -105,6 +109,8 @@ pub(super) enum Kind {
         replicas: bool,
         ttl_s: u64,
         wait: u32,
+        events: Option<String>,
+        events_kept: u64,
     },
     S3 {
         url: String,
@@ -209,6 +215,19 @@ impl RemoteSpec {
         matches!(self.kind, Kind::Custom)
     }
 
+    /// As whom, and by what, it is told what changes in a store, if it is. It is not connected yet.
+    pub fn teller(&self, secrets: &Secrets, clock: &Clock) -> Result<Option<(String, Tell)>> {
+        let Kind::Redis { events: Some(node), .. } = &self.kind else { return Ok(None) };
+        if secrets.get("seal").is_some() {
+            fail!(
+                Spec,
+                "events=\"...\" tells the server what chunks are called, and seal keeps that from \
+                 it: one or the other"
+            );
+        }
+        Ok(Some((node.clone(), remote_open::teller(self, secrets, clock)?)))
+    }
+
     /// Opens it, and asks who is there. One that cannot be reached is none of the store's
     /// troubles, unless it is required; one that refuses us is.
     pub fn open(
@@ -263,6 +282,8 @@ fn read_kind(spec: &Spec, reader: &mut Reader) -> Result<Option<Kind>> {
             replicas: reader.choice("replicas", &["never", "read"])? == Some(1),
             ttl_s: reader.u64("ttl", 0, 0..=u64::from(u32::MAX))?,
             wait: reader.u64("wait", 0, 0..=64)? as u32,
+            events: events(reader)?,
+            events_kept: reader.u64("events_kept", 10_000, 1..=1 << 32)?,
         },
         "s3" => Kind::S3 {
             url: text(reader, "url", "s3(...) needs url=\"https://host\": the endpoint")?,
@@ -278,6 +299,20 @@ fn read_kind(spec: &Spec, reader: &mut Reader) -> Result<Option<Kind>> {
         "custom" => Kind::Custom,
         _ => return Err(spec.unknown_name(&["redis", "s3", "dir", "custom", "none"])),
     }))
+}
+
+/// As whom events are told.
+fn events(reader: &mut Reader) -> Result<Option<String>> {
+    let Some(node) = reader.text("events")?.filter(|node| !node.is_empty()) else {
+        return Ok(None);
+    };
+    if node.len() > MAX_NODE_BYTES || !node.bytes().all(|byte| byte.is_ascii_graphic()) {
+        fail!(
+            Spec,
+            "events=\"...\" is a name, or an address, of 1 to {MAX_NODE_BYTES} plain characters"
+        );
+    }
+    Ok(Some(node.to_string()))
 }
 
 /// Whether it may go well at another time.
@@ -320,6 +355,8 @@ mod tests {
             ("dir(path=\"x\", object=1KiB)", "object="),
             ("dir(path=\"x\", write=thru)", "through"),
             ("dir(path=\"x\", timeout=0)", "timeout"),
+            ("redis(url=\"redis://a\", events=\"a b\")", "events="),
+            ("dir(path=\"x\", events=\"a\")", "events"),
         ] {
             let error = read(bad).unwrap_err();
             assert!(error.message().contains(word), "{bad}: {error}");

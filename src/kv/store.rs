@@ -18,6 +18,7 @@ use crate::kv::core::{Adopted, Config, Core, Finished};
 use crate::kv::errands::Errands;
 use crate::kv::hands::Tools;
 use crate::kv::spec::{DiskSpec, StoreSpec};
+use crate::kv::store::watch::Watches;
 use crate::tier::disk::{CellAt, DiskTier, Keeper, OpenReport, Options, Recovered, Spot};
 use crate::tier::remote::Server;
 
@@ -26,16 +27,22 @@ mod audit;
 mod behind;
 mod clear;
 mod ends;
+mod feed;
 mod look;
 mod reclaim;
 mod serve;
 mod submit;
+mod watch;
 
 /// What the lock guards.
 struct State {
     core: Core,
     /// The ops of each move, by its number.
     ops: Vec<Vec<OpRef>>,
+    /// Those that wait for events.
+    watches: Watches,
+    /// Whoever tells a remote of events sleeps, and has told of those before this one.
+    told_until: u64,
     /// Hands that sleep.
     sleeping: [u32; KINDS],
     /// Whoever looks after copies behind events sleeps.
@@ -55,6 +62,8 @@ struct Inner {
     work: [Condvar; KINDS],
     /// There are events of the device to look after.
     behind: Condvar,
+    /// There are events to be told.
+    feed: Condvar,
     /// Something has ended.
     ended: Condvar,
     tools: Mutex<Tools>,
@@ -152,6 +161,8 @@ impl Store {
         let state = State {
             core,
             ops: Vec::new(),
+            watches: Watches::default(),
+            told_until: u64::MAX,
             sleeping: [0; KINDS],
             crew_sleeps: false,
             closing: false,
@@ -163,6 +174,7 @@ impl Store {
             state: Mutex::new(state),
             work: std::array::from_fn(|_| Condvar::new()),
             behind: Condvar::new(),
+            feed: Condvar::new(),
             ended: Condvar::new(),
             tools: Mutex::new(Tools { device, disk, far }),
             bell,
@@ -242,6 +254,9 @@ impl Inner {
         if state.crew_sleeps && state.core.has_events_ahead() {
             self.behind.notify_one();
         }
+        if state.told_until < state.core.events.next_number() {
+            self.feed.notify_one();
+        }
         let mut finished = Vec::new();
         state.core.finished(&mut finished);
         let mut news = Vec::with_capacity(finished.len());
@@ -255,6 +270,7 @@ impl Inner {
                 ops.clear();
             }
         }
+        state.watches.tell(state.core.events.next_number(), &mut news);
         if !news.is_empty() || state.core.is_idle() || state.core.turn_has_come() {
             self.ended.notify_all();
         }
@@ -277,7 +293,8 @@ impl Inner {
         for number in open {
             state.core.cancel(number, status);
         }
-        let news = self.news(&mut state);
+        let mut news = self.news(&mut state);
+        state.watches.end_all(status, &mut news);
         drop(state);
         finish(news);
     }
@@ -286,6 +303,7 @@ impl Inner {
         self.state.lock().stop = true;
         self.work.iter().for_each(|work| work.notify_all());
         self.behind.notify_all();
+        self.feed.notify_all();
         self.bell.iter().for_each(Bell::ring);
     }
 }
@@ -304,8 +322,12 @@ impl Owner for Inner {
         let mut state = self.state.lock();
         // One that has no place yet is looked at when it gets one.
         let Some(number) = op.place() else { return };
-        self.drop_given_up(&mut state, number);
-        let news = self.news(&mut state);
+        let mut news = News::new();
+        match Watches::has(number) {
+            true => state.watches.drop_given_up(number, &mut news),
+            false => self.drop_given_up(&mut state, number),
+        }
+        news.extend(self.news(&mut state));
         drop(state);
         finish(news);
     }

@@ -354,10 +354,11 @@ class Session(Resource):
                timeout: Optional[float] = None, priority: int = PRIORITY_DEMAND) -> Op:
         """Finds out how far it can go on with what is here and at the remote: so many tokens are
         the op's value. Dropped, it is cancelled."""
-        def call(raw: Any, _: Any, opts: Any, handle: Any, err: Any) -> Any:
+        def begin(opts: Any, handle: Any, err: Any) -> Any:
             return lib.kvt_session_locate(raw, opts, handle, err)
 
-        return self._one(call, ctypes.c_uint64(), [], True, queue, tag, timeout, priority)
+        runtime, raw = self._space._store._runtime, self._raw
+        return _begin(runtime, begin, [], True, queue, tag, timeout, priority)
 
     def get_each(self, k: Sequence[View], v: Optional[Sequence[Optional[View]]] = None, *,
                  first_token: int = 0, tokens: int = 0, first_layer: int = 0,
@@ -383,17 +384,11 @@ class Session(Resource):
     def _one(self, call: Any, move: Any, kept: List[Any], cancel: bool,
              queue: "Optional[Queue]", tag: object, timeout: Optional[float],
              priority: int) -> Op:
+        def begin(opts: Any, handle: Any, err: Any) -> Any:
+            return call(raw, byref(move), opts, handle, err)
+
         runtime, raw = self._space._store._runtime, self._raw
-        op = Op(runtime, queue, tag, cancel)
-        op._keep(kept)
-        opts, _ = submit_opts(runtime, op, queue, timeout, 0, priority)
-        handle, err = _abi.kvt_op_p(), new_error()
-        status = call(raw, byref(move), byref(opts), byref(handle), byref(err))
-        if status != _abi.KVT_OK:
-            op._refused()
-        check_err(status, err)
-        op._bind(handle.value)
-        return op
+        return _begin(runtime, begin, kept, cancel, queue, tag, timeout, priority)
 
     def _each(self, call: Any, move: Any, kept: List[Any], cancel: bool,
               timeout: Optional[float], priority: int) -> List[Op]:
@@ -439,6 +434,21 @@ def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token:
     return move, kept
 
 
+def _begin(runtime: Any, call: Any, kept: List[Any], cancel: bool, queue: "Optional[Queue]",
+           tag: object, timeout: Optional[float], priority: int) -> Op:
+    """What is one op: `call` gets its options, and where its handle and an error go."""
+    op = Op(runtime, queue, tag, cancel)
+    op._keep(kept)
+    opts, _ = submit_opts(runtime, op, queue, timeout, 0, priority)
+    handle, err = _abi.kvt_op_p(), new_error()
+    status = call(byref(opts), byref(handle), byref(err))
+    if status != _abi.KVT_OK:
+        op._refused()
+    check_err(status, err)
+    op._bind(handle.value)
+    return op
+
+
 def _wanted(move: Any, reuse: bool, chunks: Optional[Column], columns: Columns) -> None:
     """What of a get's rectangle is wanted; `columns` keeps the list until the call is over."""
     move.flags = _abi.KVT_MOVE_REUSE if reuse else 0
@@ -481,7 +491,7 @@ class Namespace(Resource):
 
     def __init__(self, store: "Store", identity: Identity, chunk_tokens: int,
                  groups: Sequence[Group], holes: bool = False) -> None:
-        self._store = store
+        self._store, self._chunk_tokens = store, chunk_tokens
         kept: List[Any] = []
         who, layout = _identity(identity, kept), _layout(chunk_tokens, groups, kept)
         flags = _abi.KVT_NAMESPACE_HOLES if holes else 0
@@ -524,6 +534,30 @@ class Namespace(Resource):
             lib.kvt_namespace_lookup_keys(raw, data, length, u64(tokens), rows, room, stride,
                                           count, byref(found), err)))
         return Lookup([Range(*values(row, Range)) for row in rows], *values(found, Lookup))
+
+    def chunk_keys(self, tokens: Column, media: Media = ()) -> List[bytes]:
+        """What the full chunks of a sequence are called in events, each 32 bytes.
+
+        >>> import kvtier
+        >>> from kvtier import Group, Identity
+        >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=1MiB)") as store:
+        ...     groups = [Group(layers=[0], k_bytes=32)]
+        ...     space = store.namespace(Identity(model=b"m"), chunk_tokens=16, groups=groups)
+        ...     one, two = space.chunk_keys(range(40)), space.chunk_keys(range(33))
+        ...     len(one), one == two, len(one[0])
+        (2, True, 32)
+        """
+        raw, count, err = self._raw, ctypes.c_uint64(), new_error()
+        each = _abi.KVT_KEY_BYTES
+        with Columns() as columns:
+            pointer, length = columns.take("tokens", "u32", tokens)
+            c, _kept = sequence(pointer, length, media)
+            most = length // self._chunk_tokens
+            keys = (ctypes.c_uint8 * (most * each))()
+            check_err(lib.kvt_namespace_chunk_keys(raw, byref(c), keys, most, byref(count),
+                                                   byref(err)), err)
+        data = bytes(keys)
+        return [data[at * each:][:each] for at in range(count.value)]
 
     def exists(self, keys: Any) -> bytes:
         """A byte for each key: EXISTS_WHOLE, and `1 << TIER_*` for tiers with all of it."""
@@ -689,6 +723,16 @@ class Store(Closing):
                                    byref(missed)))
         events = [StoreEvent(*values(row, StoreEvent)) for row in rows[: count.value]]
         return StoreEvents(events, missed.value, at.value)
+
+    def watch(self, cursor: int = 2**64 - 1, *, queue: "Optional[Queue]" = None,
+              tag: object = None, timeout: Optional[float] = None) -> Op:
+        """Ends when there is an event with that number, or a later one, by default the next one
+        to come; how many there are is the op's value. Dropped, it is cancelled."""
+        def begin(opts: Any, handle: Any, err: Any) -> Any:
+            return lib.kvt_store_watch(raw, u64(cursor), opts, handle, err)
+
+        raw = self._raw
+        return _begin(self._runtime, begin, [], True, queue, tag, timeout, PRIORITY_DEMAND)
 
     def metrics(self) -> str:
         """The same in the text format of Prometheus."""

@@ -24,6 +24,12 @@ impl Store {
 
     /// The same with media that start in it.
     pub fn lookup_media(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Look> {
+        let keys = self.chunk_keys(space, tokens, media)?;
+        self.lookup_keys(space, &keys, tokens.len() as u64)
+    }
+
+    /// What the full chunks of a sequence are called.
+    pub fn chunk_keys(&self, space: u32, tokens: &[u32], media: &[Medium]) -> Result<Vec<Key>> {
         if tokens.len() > MAX_TOKENS {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
         }
@@ -35,7 +41,7 @@ impl Store {
         let Some((key, each)) = home else { fail!(NotFound, "there is no namespace {space}") };
         let mut keys = Vec::new();
         Chain::new(key, each)?.extend(tokens, &media::extras(media, each)?, &mut keys)?;
-        self.lookup_keys(space, &keys, tokens.len() as u64)
+        Ok(keys)
     }
 
     /// Looks up the keys of the full chunks of a sequence of so many tokens.

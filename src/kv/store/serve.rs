@@ -13,6 +13,7 @@ use crate::kv::core::Core;
 use crate::kv::core::work::{Hands, Work};
 use crate::kv::hands::Tools;
 use crate::kv::spec::StoreSpec;
+use crate::kv::store::feed::Feed;
 use crate::kv::store::{Inner, finish};
 
 impl Inner {
@@ -79,12 +80,16 @@ impl Inner {
 
     /// After a defect: nobody waits for ever.
     pub(super) fn give_up(&self) {
-        let ops: Vec<OpRef> = self.state.lock().ops.iter_mut().flat_map(std::mem::take).collect();
+        let mut state = self.state.lock();
+        let mut ops: Vec<OpRef> = state.ops.iter_mut().flat_map(std::mem::take).collect();
+        ops.extend(state.watches.take());
+        drop(state);
         for op in ops {
             op.give_up(Status::Panic);
         }
         self.work.iter().for_each(|work| work.notify_all());
         self.behind.notify_all();
+        self.feed.notify_all();
         self.ended.notify_all();
     }
 
@@ -157,6 +162,23 @@ pub(super) fn start(
         threads.push(spawn("kvt-behind".into(), move || {
             inner.runtime.greet(Role::Store, number);
             inner.serve_behind(tools);
+        })?);
+    }
+    let teller = match &spec.remote {
+        Some(remote) => remote.teller(&spec.secrets, inner.runtime.clock())?,
+        None => None,
+    };
+    if let (Some((node, tell)), Some(remote)) = (teller, &spec.remote) {
+        let feed = Feed::new(&node, tell, remote.config.timeout_ns)?;
+        let inner = inner.clone();
+        let number = threads.len() as u32;
+        threads.push(spawn("kvt-feed".into(), move || {
+            inner.runtime.greet(Role::Store, number);
+            if let Err(text) = panic::catch(|| inner.serve_feed(feed)) {
+                inner.runtime.poison(&text);
+                inner.state.lock().broken = true;
+                inner.give_up();
+            }
         })?);
     }
     if let Some(listener) = listener {

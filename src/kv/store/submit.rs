@@ -161,7 +161,7 @@ impl Store {
 }
 
 /// Ops of a call that was refused, and were begun: nobody hears of them.
-fn undo(ops: Vec<OpRef>, error: Error) -> Error {
+pub(super) fn undo(ops: Vec<OpRef>, error: Error) -> Error {
     for op in ops {
         op.take_back();
         op.remove();

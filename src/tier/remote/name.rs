@@ -83,6 +83,12 @@ impl Prefix {
             out.push(DIGITS[usize::from(byte & 15)]);
         }
     }
+
+    /// Writes what the stream of events is called: `prefix/events`.
+    pub fn write_stream(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(self.0.as_bytes());
+        out.extend_from_slice(b"/events");
+    }
 }
 
 #[cfg(test)]

@@ -31,7 +31,7 @@ use crate::tier::remote::redis::lane::RedisLane;
 use crate::tier::remote::redis::slots::Map;
 use crate::tier::remote::redis::url::{Address, Url};
 use crate::tier::remote::secret::Secret;
-use crate::tier::remote::{Caps, Lane, Remote, Tally};
+use crate::tier::remote::{Caps, Lane, Remote, Tally, Tell};
 
 /// Most bytes of an object.
 const MAX_BYTES: u64 = 8 << 20;
@@ -192,6 +192,13 @@ impl Redis {
         };
         let (map, tally) = (Map::default(), Counts::default());
         Ok(Redis(Arc::new(Shared { settings, clock, map, tally })))
+    }
+
+    /// What appends entries to the stream of events, by a deadline each; about so many are kept
+    /// there.
+    pub fn teller(&self, most: u64) -> Tell {
+        let mut lane = RedisLane::new(self.0.clone());
+        Box::new(move |fields, deadline_ns| lane.tell(fields, most, deadline_ns))
     }
 }
 

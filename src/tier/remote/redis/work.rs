@@ -1,10 +1,11 @@
 //! What a lane has to do: a batch of one kind, its commands, and what answers mean for it.
 
 use crate::io::link::Pieces;
+use crate::tier::remote::name::Prefix;
 use crate::tier::remote::redis::MAX_BYTES;
 use crate::tier::remote::redis::command::Out;
 use crate::tier::remote::redis::resp::{Value, Want};
-use crate::tier::remote::{Asks, Gets, Name, Part, Puts, Trouble};
+use crate::tier::remote::{Asks, Gets, Part, Puts, Trouble};
 
 /// Up to here a part of an object is asked for, also where it begins with its first byte. Longer
 /// ones come with GET: servers that can send a value without copying it do so for GET alone, and
@@ -18,6 +19,8 @@ const WINDOW_BYTES: u64 = 8 << 20;
 const WINDOW_ASKS: usize = 8192;
 /// Most bytes of what a server says of itself.
 const MAX_INFO_BYTES: usize = 256 << 10;
+/// Most bytes of what a server calls an entry of a stream.
+const MAX_ID_BYTES: usize = 256;
 
 /// A batch.
 pub enum Work<'a> {
@@ -31,6 +34,18 @@ pub enum Work<'a> {
     Remove(&'a mut Asks),
     /// What the server says of itself.
     Greet(&'a mut Result<Vec<u8>, Trouble>),
+    /// To be appended to the stream of events.
+    Tell(Entry<'a>),
+}
+
+/// An entry of a stream.
+pub struct Entry<'a> {
+    /// Names and values, in turn.
+    pub fields: &'a [(&'a str, &'a [u8])],
+    /// About so many entries are kept.
+    pub most: u64,
+    /// How it went.
+    pub result: &'a mut Result<(), Trouble>,
 }
 
 /// How commands are worded.
@@ -67,18 +82,24 @@ impl Work<'_> {
             Work::Get(gets) => gets.items.len(),
             Work::Put(puts) => puts.items.len(),
             Work::Ask(asks) | Work::Remove(asks) => asks.items.len(),
-            Work::Greet(_) => 1,
+            Work::Greet(_) | Work::Tell(_) => 1,
         }
     }
 
-    /// What an item is called; none, if any server may have it.
-    pub fn name(&self, item: usize) -> Option<&Name> {
-        match self {
+    /// Writes what an item is called; false = any server may have it.
+    pub fn key(&self, item: usize, prefix: &Prefix, out: &mut Vec<u8>) -> bool {
+        out.clear();
+        let name = match self {
             Work::Get(gets) => gets.items.get(item).map(|get| &get.name),
             Work::Put(puts) => puts.items.get(item).map(|put| &put.name),
             Work::Ask(asks) | Work::Remove(asks) => asks.items.get(item).map(|ask| &ask.name),
             Work::Greet(_) => None,
-        }
+            Work::Tell(_) => {
+                prefix.write_stream(out);
+                return true;
+            }
+        };
+        name.inspect(|name| prefix.write(name, out)).is_some()
     }
 
     /// Whether objects are read, or asked for.
@@ -105,7 +126,7 @@ impl Work<'_> {
         match self {
             Work::Get(gets) => gets.room_of(item).min(MAX_BYTES),
             Work::Put(puts) => puts.bytes_of(item),
-            Work::Ask(_) | Work::Remove(_) | Work::Greet(_) => 0,
+            Work::Ask(_) | Work::Remove(_) | Work::Greet(_) | Work::Tell(_) => 0,
         }
     }
 
@@ -116,7 +137,7 @@ impl Work<'_> {
                 let sum = bytes.saturating_add(self.weight(item));
                 items == 0 || (items < WINDOW_ITEMS && sum <= WINDOW_BYTES)
             }
-            Work::Ask(_) | Work::Remove(_) | Work::Greet(_) => items < WINDOW_ASKS,
+            Work::Ask(_) | Work::Remove(_) | Work::Greet(_) | Work::Tell(_) => items < WINDOW_ASKS,
         }
     }
 
@@ -153,6 +174,16 @@ impl Work<'_> {
             Work::Remove(_) if wording.is_old => words(out, &[b"DEL", key]),
             Work::Remove(_) => words(out, &[b"UNLINK", key]),
             Work::Greet(_) => words(out, &[b"INFO"]),
+            Work::Tell(entry) => {
+                out.command(6 + 2 * entry.fields.len());
+                [b"XADD", key, b"MAXLEN", b"~"].iter().for_each(|word| out.word(word));
+                out.number(entry.most);
+                out.word(b"*");
+                for (name, value) in entry.fields {
+                    out.word(name.as_bytes());
+                    out.word(value);
+                }
+            }
         }
     }
 
@@ -168,6 +199,7 @@ impl Work<'_> {
                 }
             }
             Work::Put(_) | Work::Ask(_) | Work::Remove(_) => Want::Word,
+            Work::Tell(_) => Want::Value(MAX_ID_BYTES),
             Work::Greet(_) => Want::Value(MAX_INFO_BYTES),
         }
     }
@@ -239,6 +271,7 @@ impl Work<'_> {
                 asks.items[item].result = Ok(0);
             }
             (Work::Greet(said), Came::Value(Value::Text(text))) => **said = Ok(text),
+            (Work::Tell(entry), Came::Value(Value::Text(_))) => *entry.result = Ok(()),
             _ => return Outcome::Nonsense,
         }
         Outcome::Done
@@ -251,6 +284,7 @@ impl Work<'_> {
             Work::Put(puts) => puts.items[item].result = Err(trouble),
             Work::Ask(asks) | Work::Remove(asks) => asks.items[item].result = Err(trouble),
             Work::Greet(said) => **said = Err(trouble),
+            Work::Tell(entry) => *entry.result = Err(trouble),
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::tier::remote::redis::resp::Value;
 use crate::tier::remote::redis::slots::{self, MAX_NODES, Slots};
 use crate::tier::remote::redis::url::Address;
 use crate::tier::remote::redis::wire::{Answer, Task};
-use crate::tier::remote::redis::work::{Wording, Work};
+use crate::tier::remote::redis::work::{Entry, Wording, Work};
 use crate::tier::remote::{Asks, Gets, Lane, Puts, Server, Trouble};
 
 /// Nodes that are asked about slots at once.
@@ -88,6 +88,18 @@ impl RedisLane {
             key: Vec::new(),
             batch: Batch::default(),
         }
+    }
+
+    /// Appends an entry to the stream of events. One that an answer was lost to may be there twice.
+    pub fn tell(
+        &mut self,
+        fields: &[(&str, &[u8])],
+        most: u64,
+        deadline_ns: u64,
+    ) -> std::result::Result<(), Trouble> {
+        let mut result = Err(Trouble::Later);
+        self.drive(&mut Work::Tell(Entry { fields, most, result: &mut result }), deadline_ns);
+        result
     }
 
     fn drive(&mut self, work: &mut Work, deadline_ns: u64) {
@@ -166,13 +178,9 @@ impl RedisLane {
             self.number(&self.shared.settings.seeds[0].clone())
         } else {
             let Some(slots) = &self.slots else { return self.batch.homeless.push(task) };
-            let slot = match work.name(task.item) {
-                Some(name) => {
-                    self.key.clear();
-                    self.shared.settings.prefix.write(name, &mut self.key);
-                    slots::slot_of(&self.key)
-                }
-                None => 0,
+            let slot = match work.key(task.item, &self.shared.settings.prefix, &mut self.key) {
+                true => slots::slot_of(&self.key),
+                false => 0,
             };
             let master = slots.node_of(slot);
             let follower = match master {

@@ -103,10 +103,7 @@ impl RedisLane {
                 break;
             }
             let Some(task) = node.queue.pop_front() else { break };
-            self.key.clear();
-            if let Some(name) = work.name(task.item) {
-                settings.prefix.write(name, &mut self.key);
-            }
+            work.key(task.item, &settings.prefix, &mut self.key);
             if task.is_asking {
                 words(&mut wire.out, &[b"ASKING"]);
                 wire.expects(Expect::Asking);

@@ -1,0 +1,144 @@
+"""What changed in a store: watched, told at a remote, and what a router does with it."""
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import kvtier
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "router"))
+
+CHUNK, ROW, LAYERS = 16, 64, 2
+SPACE = {"identity": {"model": "m"}, "chunk_tokens": CHUNK,
+         "groups": [{"layers": list(range(LAYERS)), "k_bytes": ROW}]}
+
+
+def space_of(store):
+    return store.namespace(kvtier.Identity(model=b"m"), chunk_tokens=CHUNK,
+                           groups=[kvtier.Group(layers=range(LAYERS), k_bytes=ROW)])
+
+
+def put(store, tokens):
+    with space_of(store) as space, space.session() as session:
+        session.append(tokens)
+        rows = [np.zeros(len(tokens) * ROW, np.uint8) for _ in range(LAYERS)]
+        session.put([kvtier.View(row, ROW) for row in rows]).result(timeout=30)
+
+
+def prompt(first, chunks):
+    return [first * 1000 + at for at in range(chunks * CHUNK)]
+
+
+def until(what, holds):
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def test_a_watch_ends_when_something_changes(runtime):
+    with kvtier.Store(runtime, "store(host=4MiB)") as store, kvtier.Queue(runtime) as queue:
+        watch = store.watch(queue=queue, tag="news")
+        assert not watch.info().resolved
+        tokens = prompt(1, 3)
+        put(store, tokens)
+        assert [done.tag for done in queue.wait(timeout=30)] == ["news"]
+        told = store.events()
+        with space_of(store) as space:
+            assert [event.key for event in told.events] == space.chunk_keys(tokens + [1, 2])
+        assert store.watch(1).result(timeout=30).value == 2
+        dropped = store.watch(timeout=0.01)
+        with pytest.raises(kvtier.TimeoutError):
+            dropped.result(timeout=30)
+
+
+class Toy(BaseHTTPRequestHandler):
+    """An engine that says who it is."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        data = str(self.server.server_address[1]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def serve(server):
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return "http://127.0.0.1:%d" % server.server_address[1]
+
+
+def ask(router, tokens):
+    client = http.client.HTTPConnection(*router.server_address[:2], timeout=30)
+    client.request("POST", "/v1/completions", json.dumps({"prompt": tokens}))
+    answer = client.getresponse()
+    data = answer.read()
+    client.close()
+    return answer.status, answer.getheader("X-Engine"), answer.getheader("X-Chunks"), data
+
+
+@pytest.fixture
+def redis():
+    if not shutil.which("redis-server"):
+        pytest.skip("redis-server is not here")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        def answers():
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) == 0
+
+        until("the server answers", answers)
+        yield port
+        server.kill()
+
+
+def test_a_router_asks_the_engine_that_has_the_prefix(runtime, redis):
+    from router import Router
+
+    engines = [ThreadingHTTPServer(("127.0.0.1", 0), Toy) for _ in range(2)]
+    names = [serve(engine) for engine in engines]
+    spec = ('store(host=4MiB, remote=redis(url="redis://127.0.0.1:%d", write=never, '
+            'events="%s"))')
+    stores = [kvtier.Store(runtime, spec % (redis, name)) for name in names]
+    router = Router(("127.0.0.1", 0), ("127.0.0.1", redis), "kvt/events", SPACE)
+    try:
+        serve(router)
+        put(stores[0], prompt(1, 4))
+        put(stores[1], prompt(1, 2))
+        put(stores[1], prompt(2, 3))
+        until("all is known", lambda: router.places.known() == dict(zip(names, (4, 5))))
+        assert ask(router, prompt(1, 4) + [7])[:3] == (200, names[0], "4")
+        assert ask(router, prompt(2, 8))[:3] == (200, names[1], "3")
+        # One chunk more decides, whatever both have before it.
+        assert ask(router, prompt(1, 3))[:3] == (200, names[0], "3")
+        assert ask(router, "no tokens")[0] == 400
+        # An engine that does not answer is passed by; one whose store has ended is forgotten.
+        engines[1].shutdown()
+        engines[1].server_close()
+        assert ask(router, prompt(2, 8))[:3] == (200, names[0], "0")
+        stores.pop().close()
+        until("it is forgotten", lambda: list(router.places.known()) == names[:1])
+        engines[0].shutdown()
+        engines[0].server_close()
+        assert ask(router, prompt(1, 4))[0] == 503
+    finally:
+        router.shutdown()
+        router.server_close()
+        for store in stores:
+            store.close()
