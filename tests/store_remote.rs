@@ -91,6 +91,48 @@ fn what_one_has_put_another_finds() {
 }
 
 #[test]
+fn what_comes_sooner_than_it_is_computed_comes_by_itself() {
+    let scratch = Scratch::new("remote-early");
+    let one = Home::open(&spec(&scratch.0, ""));
+    let tokens = document(1, 100);
+    assert_eq!(put(&one, &tokens, Level::Remote), None);
+    let other = Home::open(&spec(&scratch.0, ", ask=fetch"));
+    let space = other.space(1, &MODEL);
+    let fix = |beta| {
+        let cost = Some(Cost { alpha: 0.0, beta });
+        other.store.with(|core| core.fix_prefill(space, cost)).expect("fixed");
+    };
+    // Where computing costs nothing, nothing comes.
+    fix(0.0);
+    other.end(other.session(space, &tokens));
+    let (session, found) = located(&other, &tokens);
+    other.end(session);
+    other.rest();
+    assert_eq!((found, far(&other).fetched), (96, 0), "{:?}", far(&other));
+    fix(1e9);
+    let session = other.session(space, &tokens);
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while far(&other).fetched < 6 {
+        assert!(std::time::Instant::now() < deadline, "{:?}", far(&other));
+        std::thread::yield_now();
+    }
+    other.rest();
+    // It is here: the remote is not asked again.
+    fs::remove_dir_all(&scratch.0).expect("removed");
+    let mut engine = Engine::new(MODEL, Shape::Heads, 96);
+    assert_eq!(other.get(session, &engine).status, Status::Ok);
+    engine.check(&marks_of(1, &tokens), 0..96, 0..MODEL.layers);
+    assert_eq!(far(&other).cells, 24);
+    // A session that is closed at once leaves nothing under way.
+    let space = other.space(2, &MODEL);
+    for number in 0..50 {
+        other.end(other.session(space, &document(number, 64)));
+    }
+    other.end(session);
+    [one, other].into_iter().for_each(Home::close);
+}
+
+#[test]
 fn the_first_writer_wins_and_a_promise_needs_the_remotes_word() {
     let scratch = Scratch::new("remote-first");
     let (one, other) = (Home::open(&spec(&scratch.0, "")), Home::open(&spec(&scratch.0, "")));

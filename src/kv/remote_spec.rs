@@ -16,7 +16,7 @@
 //! | `admission` | `all` | what is sent: `all`, `none`, `select(...)` |
 //! | `timeout` | 250 | milliseconds that a request may take |
 //! | `connect` | 1000 | milliseconds until a connection can be used |
-//! | `ask` | `append` | sessions ask as soon as they have tokens; `locate`: when they are told to |
+//! | `ask` | `append` | sessions ask as soon as they have tokens; `fetch`: and fetch what comes sooner than it is computed; `locate`: when they are told to |
 //! | `fresh`, `absent` | 60000, 5000 | milliseconds for which an answer counts: it was there; it was not |
 //! | `known` | 65536 | names of which the answer is remembered |
 //! | `fetchers`, `senders` | 2, 1 | threads |
@@ -172,7 +172,7 @@ impl RemoteSpec {
             fail!(Spec, "object={object_bytes}: {MIN_OBJECT_BYTES} to {MAX_OBJECT_BYTES} can be");
         }
         let write = reader.choice("write", &["through", "back", "never"])?;
-        let ask = reader.choice("ask", &["append", "locate"])?;
+        let ask = reader.choice("ask", &["append", "locate", "fetch"])?;
         let mut ms = |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
         let (timeout_ns, connect_ns) = (ms("timeout", 250)?, ms("connect", 1000)?);
         let (fresh_ns, absent_ns) = (ms("fresh", 60_000)?, ms("absent", 5000)?);
@@ -190,6 +190,7 @@ impl RemoteSpec {
             absent_ns,
             known: reader.u64("known", usual.known as u64, 4..=1 << 24)? as usize,
             asks: ask != Some(1),
+            fetches: ask == Some(2),
             ..usual
         };
         let (fetchers, senders) =

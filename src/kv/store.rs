@@ -293,6 +293,7 @@ impl Inner {
         for number in open {
             state.core.cancel(number, status);
         }
+        state.core.cancel_early(None);
         let mut news = self.news(&mut state);
         state.watches.end_all(status, &mut news);
         drop(state);

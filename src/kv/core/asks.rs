@@ -189,6 +189,7 @@ impl Core {
 
     /// A session is closed: nobody asks for it any more.
     pub(super) fn forget_inquiry(&mut self, at: u32) {
+        self.cancel_early(Some(at));
         let Some(far) = &mut self.far else { return };
         far.asking.line.retain(|&session| session != at);
         let inquiry = far.asking.inquiries.remove(&at);
@@ -331,6 +332,9 @@ impl Core {
         let (next, waiting) = (inquiry.next, std::mem::take(&mut inquiry.waiting));
         if let Some(session) = self.sessions.get_mut(at) {
             session.asked = next.min(session.path.keys().len());
+            if far.config.fetches {
+                far.early.add(at);
+            }
         }
         waiting.into_iter().for_each(|number| self.located(at, number));
     }

@@ -12,6 +12,7 @@ use crate::format::keys::object::ObjectKeys;
 use crate::format::record;
 use crate::kv::admission::Admission;
 use crate::kv::core::asks::Asking;
+use crate::kv::core::early::Early;
 use crate::kv::core::far_known::Known;
 use crate::kv::core::fetches::Wanted;
 use crate::kv::core::{At, Config, Core, Write};
@@ -50,6 +51,8 @@ pub struct FarConfig {
     pub known: usize,
     /// Sessions ask as soon as they have tokens.
     pub asks: bool,
+    /// What is there then is fetched before anybody asks for it.
+    pub fetches: bool,
     /// What names are keyed by, where objects are sealed.
     pub secret: Option<Secret>,
     /// What the breaker's chance begins with.
@@ -69,6 +72,7 @@ impl Default for FarConfig {
             absent_ns: 5_000_000_000,
             known: 1 << 16,
             asks: true,
+            fetches: false,
             secret: None,
             seed: 0,
         }
@@ -155,6 +159,7 @@ pub(super) struct Far {
     /// Puts that wait for a chunk to be there.
     pub waits: BTreeMap<At, Vec<(u32, u32)>>,
     pub asking: Asking,
+    pub early: Early,
     pub known: Known,
     pub removals: VecDeque<Name>,
     /// Batches under way that take names away: nothing is sent beside them.
@@ -177,6 +182,7 @@ impl Far {
             out_bytes: 0,
             waits: BTreeMap::new(),
             asking: Asking::default(),
+            early: Early::default(),
             known: Known::new(far.known)?,
             removals: VecDeque::new(),
             removing: 0,

@@ -19,6 +19,7 @@ mod debt;
 pub mod deed;
 pub mod demote;
 mod down;
+mod early;
 pub mod far;
 mod far_known;
 pub mod fetches;
@@ -393,7 +394,12 @@ impl Core {
                 continue;
             }
             self.pay_again();
-            if !self.feed() && !self.feed_hungry() && !self.make_room() && !self.pay() {
+            if !self.feed()
+                && !self.feed_hungry()
+                && !self.make_room()
+                && !self.pay()
+                && !self.fetch_early()
+            {
                 break;
             }
         }

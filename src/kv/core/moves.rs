@@ -451,8 +451,9 @@ impl Core {
         let one = &self.moves[number];
         let (board, parts) = (one.spec.board, one.parts.len());
         let reported = one.spec.by_layer && one.spec.level == Level::Ram;
+        let is_own = self.is_early(number);
         for part in 0..parts {
-            if !reported {
+            if !reported && !is_own {
                 self.tell(number, part, part + 1 == parts);
             }
         }
@@ -463,6 +464,7 @@ impl Core {
             last.into_iter().for_each(|last| last.last = true);
         }
         let Some(one) = self.moves.remove(number) else { return };
+        self.early_ended(number);
         self.times.moved(&one, self.now_ns);
         self.stop_waiting(one.spec.ticket);
         self.leave_behind(one.spec.after);

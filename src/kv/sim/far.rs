@@ -32,6 +32,7 @@ impl Far {
                 absent_ns: random.below(1_000_000_000),
                 known: 4 + random.below(200) as usize,
                 asks: random.below(4) > 0,
+                fetches: random.below(3) == 0,
                 seed,
                 ..FarConfig::default()
             };
