@@ -40,9 +40,14 @@ struct Twin {
 
 impl Twin {
     fn open(remote: &Simulated, clock: &Clock, random: &mut Random) -> Twin {
+        let batch = 1 + random.below(8) as usize;
+        Twin::open_with(remote, clock, random, batch)
+    }
+
+    fn open_with(remote: &Simulated, clock: &Clock, random: &mut Random, batch: usize) -> Twin {
         let far = FarConfig {
             object_bytes: 8 << 10,
-            batch: 1 + random.below(8) as usize,
+            batch,
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
             timeout_ns: 20_000_000,
             known: 64,
@@ -215,4 +220,48 @@ fn whatever_the_remote_does_no_byte_is_wrong() {
     ] {
         assert!(count > SEEDS, "{count} {what}: {all:?}");
     }
+}
+
+#[test]
+fn who_is_in_a_hurry_does_not_wait_where_a_prefetch_waits() {
+    let clock = Clock::manual(1);
+    let remote = Simulated::new(1, Plan::default(), clock.clone());
+    let mut random = Random::new(5);
+    let one = Twin::open(&remote, &clock, &mut random);
+    let other = Twin::open_with(&remote, &clock, &mut random, 1);
+    let documents: Vec<Vec<u32>> = (0..6).map(|number| document(number, 16)).collect();
+    for tokens in &documents {
+        assert_eq!(one.put(tokens, Level::Remote), Status::Ok);
+    }
+    // Six prefetches wait, each for the objects of its chunk; then one is wanted at once.
+    let sessions: Vec<u32> = documents.iter().map(|tokens| other.session(tokens)).collect();
+    for &session in &sessions {
+        other.with(|core| core.locate(session)).expect("begun");
+        assert_eq!(other.ended(), (Status::Ok, 16));
+    }
+    let mut engines: Vec<Engine> = (0..6).map(|_| Engine::new(MODEL, Shape::Heads, 16)).collect();
+    for (engine, &session) in engines.iter_mut().zip(&sessions) {
+        let mut what = engine.whole();
+        what.views = Default::default();
+        other
+            .with(|core| core.submit_rectangle(session, Deed::Prefetch, Level::Ram, 1, what))
+            .expect("begun");
+    }
+    let what = engines[5].whole();
+    let get = other
+        .with(|core| core.submit_rectangle(sessions[5], Deed::Get, Level::Ram, 0, what))
+        .expect("begun");
+    // Its two objects are the first that are fetched, though five others were wanted before.
+    for hands in [Hands::Fetch, Hands::Fetch, Hands::Copy, Hands::Copy, Hands::Copy, Hands::Copy] {
+        let Some(mut work) = other.with(|core| core.take(hands)) else { continue };
+        let mut keeper = other.core.clone();
+        // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+        let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
+        other.with(|core| core.done(work, outcome, 1000));
+    }
+    let mut ended = Vec::new();
+    other.with(|core| core.finished(&mut ended));
+    assert!(ended.iter().any(|one| one.number == get), "{ended:?}");
+    engines[5].check(&marks_of(9, &documents[5]), 0..16, 0..MODEL.layers);
+    other.rest();
 }

@@ -933,7 +933,7 @@ static void refusing_to_open(void) {
     BAD_OPTS(opts.buffers = 257, KVT_E_INVALID, "257");
     BAD_OPTS(opts.buffer_tokens = 0, KVT_E_INVALID, "buffer_tokens");
     BAD_OPTS(opts.buffer_tokens = MAX_TOKENS + 1, KVT_E_INVALID, "buffer_tokens");
-    BAD_OPTS(opts.level = 3, KVT_E_INVALID, "level");
+    BAD_OPTS(opts.level = 4, KVT_E_INVALID, "level");
     BAD_OPTS(opts.flags = 1u << 20, KVT_E_INVALID, "");
     BAD_OPTS(opts.flags = KVT_OFFLOAD_ON_DEVICE, KVT_E_UNAVAILABLE, "device");
     BAD_OPTS(opts.struct_size = 3, KVT_E_INVALID, "");

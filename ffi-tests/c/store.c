@@ -748,7 +748,8 @@ static void mistakes(void) {
     WRONG(move.first_layer = LAYERS, KVT_E_INVALID, "layers");
     WRONG(move.layers = UINT32_MAX, KVT_E_INVALID, "layers");
     WRONG(move.flags = 4, KVT_E_INVALID, "flags");
-    WRONG(move.level = 3, KVT_E_INVALID, "level");
+    WRONG(move.level = 4, KVT_E_INVALID, "level");
+    WRONG(move.level = KVT_LEVEL_REMOTE, KVT_E_UNAVAILABLE, "remote");
     WRONG(move.level = KVT_LEVEL_DURABLE, KVT_E_UNAVAILABLE, "disk");
     WRONG(move.k = NULL, KVT_E_INVALID, "k is null");
     WRONG(move.v = NULL, KVT_E_INVALID, "V is missing");

@@ -18,9 +18,14 @@ use crate::tier::remote::object::{Place as Goal, Verdict};
 use crate::tier::remote::shape::Shape;
 use crate::tier::remote::{Name, Trouble};
 
-/// An object that jobs wait for: the first of them stands in the queue for all.
+/// An object that jobs wait for: one of them stands in the queue for all.
+#[derive(Default)]
 pub(super) struct Wanted {
     pub jobs: Vec<u32>,
+    /// In which lane that one stands.
+    lane: usize,
+    /// Somebody waits for a cell of one of them: in which lane, and whose it is.
+    hurry: Option<(usize, u32)>,
 }
 
 /// A cell of an object that has memory to come to.
@@ -115,35 +120,62 @@ impl Core {
 
     /// A job waits for an object, with others or as the first one.
     fn want(&mut self, at: At, object: u32, id: u32, shape: &Shape) {
-        let one = &self.moves[self.jobs[id].number].spec;
-        let (lane, flow) = (one.lane, one.flow);
         let Some(far) = &mut self.far else { return };
-        let wanted = far.wanted.entry((at, object)).or_insert(Wanted { jobs: Vec::new() });
-        wanted.jobs.push(id);
-        if wanted.jobs.len() == 1 {
-            let bytes = shape.cells(object as usize).iter().map(|cell| cell.bytes()).sum();
-            far.fetches.push(lane, flow, id, bytes);
-        }
+        far.wanted.entry((at, object)).or_default().jobs.push(id);
+        self.line_up(at, object, shape);
     }
 
     /// A job does not wait for its object any more; another may stand in the queue then.
     pub(super) fn unwant(&mut self, id: u32, board: u32, cell: Cell) {
         let Some(shape) = self.far_shape(board) else { return };
         let Some(object) = shape.object_of(cell.layer as u32) else { return };
-        let at = At { board, slot: cell.chunk };
+        let (at, object) = (At { board, slot: cell.chunk }, object as u32);
         let Some(far) = &mut self.far else { return };
-        let Some(wanted) = far.wanted.get_mut(&(at, object as u32)) else { return };
+        let Some(wanted) = far.wanted.get_mut(&(at, object)) else { return };
         wanted.jobs.retain(|&job| job != id);
-        if !far.fetches.remove(id) {
+        far.fetches.remove(id);
+        match wanted.jobs.is_empty() {
+            true => drop(far.wanted.remove(&(at, object))),
+            false => self.line_up(at, object, &shape),
+        }
+    }
+
+    /// A job waits for a cell that is on its way. If that is in the queue with its object, it waits
+    /// no longer than the job may.
+    pub(super) fn hurry_fetch(&mut self, id: u32, at: At, layer: usize) {
+        if self.far.as_ref().is_none_or(|far| far.wanted.is_empty()) {
             return;
         }
-        let Some(&first) = wanted.jobs.first() else {
-            far.wanted.remove(&(at, object as u32));
+        let Some(shape) = self.far_shape(at.board) else { return };
+        let Some(object) = shape.object_of(layer as u32) else { return };
+        let one = &self.moves[self.jobs[id].number].spec;
+        let (lane, flow, object) = (one.lane, one.flow, object as u32);
+        let Some(far) = &mut self.far else { return };
+        let Some(wanted) = far.wanted.get_mut(&(at, object)) else { return };
+        if wanted.lane > lane {
+            wanted.hurry = Some((lane, flow));
+            self.line_up(at, object, &shape);
+        }
+    }
+
+    /// One of the jobs that wait for an object stands in the queue, where the most urgent one of
+    /// all may.
+    fn line_up(&mut self, at: At, object: u32, shape: &Shape) {
+        let Some(far) = &mut self.far else { return };
+        let Some(wanted) = far.wanted.get_mut(&(at, object)) else { return };
+        let of = |&id: &u32| &self.moves[self.jobs[id].number].spec;
+        let Some(&first) = wanted.jobs.iter().min_by_key(|&id| of(id).lane) else { return };
+        let own = (of(&first).lane, of(&first).flow);
+        let (lane, flow) = wanted.hurry.filter(|hurry| hurry.0 < own.0).unwrap_or(own);
+        if wanted.lane == lane && wanted.jobs.iter().any(|&id| far.fetches.waits(id)) {
             return;
-        };
-        let one = &self.moves[self.jobs[first].number].spec;
-        let bytes = shape.cells(object).iter().map(|cell| cell.bytes()).sum();
-        far.fetches.push(one.lane, one.flow, first, bytes);
+        }
+        for &id in &wanted.jobs {
+            far.fetches.remove(id);
+        }
+        wanted.lane = lane;
+        let bytes = shape.cells(object as usize).iter().map(|cell| cell.bytes()).sum();
+        far.fetches.push(lane, flow, first, bytes);
     }
 
     /// The next objects to be fetched, up to a batch. From a remote that is left alone nothing

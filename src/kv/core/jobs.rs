@@ -218,6 +218,7 @@ impl Core {
         let at = At { board, slot: cell.chunk };
         let line = self.waiting.entry((at, cell.layer)).or_default();
         line.push_back(&mut self.jobs, Of::Wait, id);
+        self.hurry_fetch(id, at, cell.layer);
     }
 
     /// Something has become of a cell: whoever waits for it looks again.

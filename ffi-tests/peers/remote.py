@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Chunks of 256 KiB to a Redis server and back: a kvtier store beside LMCache's Redis connectors.
+
+    remote.py [--quick]
+
+Starts a redis-server. Both sides begin with rows of an engine and end with them: ours are put
+at the level of the remote and got by another store, which copies and checks them twice; theirs
+lie in the connector's own memory objects, so that nothing is copied that is not its own, and
+nothing is checked. Turns alternate. Prints a JSON object a line, as `kvtier bench` does: our rate
+in parts of the peer's, the median of the rounds. Needs kvtier (KVTIER_LIBRARY, PYTHONPATH), numpy,
+and an interpreter with lmcache, torch and redis, as `ffi-tests/run --engines vllm` makes one.
+"""
+
+import argparse
+import asyncio
+import json
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import kvtier
+import numpy as np
+
+CELL, TOKENS = 256 << 10, 16
+RUN = CELL // TOKENS
+
+
+def timed(act):
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
+class Kvtier:
+    """A store that puts, and one that gets; a document is so many chunks of a cell each."""
+
+    def __init__(self, port, rows):
+        self.rows, self.back = rows, np.zeros_like(rows)
+        self.runtime = kvtier.Runtime()
+        spec = (f'store(host={3 * rows.nbytes}B, chunks=65536, remote=redis('
+                f'url="redis://127.0.0.1:{port}", write=never, ask=locate, timeout=10000))')
+        self.stores = [kvtier.Store(self.runtime, spec) for _ in range(2)]
+        group = kvtier.Group(layers=[0], k_bytes=RUN)
+        self.spaces = [store.namespace(kvtier.Identity(model=b"peers"), chunk_tokens=TOKENS,
+                                       groups=[group]) for store in self.stores]
+
+    def session(self, which, number):
+        session = self.spaces[which].session()
+        count = len(self.rows) * TOKENS
+        session.append(np.arange(number << 20, (number << 20) + count, dtype=np.uint32))
+        return session
+
+    def put(self, number):
+        with self.session(0, number) as session:
+            view = kvtier.View(self.rows.reshape(-1), RUN)
+            return timed(lambda: session.put([view], level=kvtier.LEVEL_REMOTE).result(120))
+
+    def get(self, number):
+        view = kvtier.View(self.back.reshape(-1), RUN)
+        with self.session(1, number) as session:
+            def act():
+                assert session.locate().result(120).value == len(self.rows) * TOKENS
+                session.get([view]).result(120)
+
+            return timed(act)
+
+    def check(self):
+        assert (self.back == self.rows).all(), "bytes are wrong"
+        self.back[:] = 0
+
+    def close(self):
+        for one in (*self.spaces, *self.stores, self.runtime):
+            one.close()
+
+
+class Lmcache:
+    """One of its connectors, on a loop of its own."""
+
+    def __init__(self, port, rows, kind):
+        import torch
+        from lmcache.utils import CacheEngineKey
+        from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+        from lmcache.v1.storage_backend.connector import redis_connector
+
+        self.torch, self.key = torch, CacheEngineKey
+        self.object, self.about, self.format = TensorMemoryObj, MemoryObjMetadata, MemoryFormat
+        self.rows, self.back, self.next = rows, np.zeros_like(rows), []
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.shape = torch.Size([2, 1, TOKENS, CELL // 4 // TOKENS])
+        made = SimpleNamespace(chunk_size=TOKENS, extra_config=None)
+        about = SimpleNamespace(use_mla=False, chunk_size=TOKENS, get_num_groups=lambda: 1,
+                                get_shapes=lambda *_: [self.shape],
+                                get_dtypes=lambda *_: [torch.bfloat16])
+        backend = SimpleNamespace(config=made, metadata=about,
+                                  allocate=lambda *_: self.of(self.back, self.next.pop(0)))
+        if kind == "resp":
+            connector = redis_connector.RESPConnector
+            self.connector = connector("127.0.0.1", port, self.loop, backend)
+        else:
+            url = f"redis://127.0.0.1:{port}"
+            self.connector = redis_connector.RedisConnector(url, self.loop, backend)
+
+    def of(self, rows, row):
+        raw = self.torch.from_numpy(rows[row])
+        about = self.about(self.shape, self.torch.bfloat16, 0, CELL, 1, 0, self.format.KV_2LTD,
+                           shapes=[self.shape], dtypes=[self.torch.bfloat16])
+        return self.object(raw, about, None)
+
+    def keys(self, number):
+        first = number << 20
+        return [self.key("peers", 1, 0, first + at, self.torch.bfloat16)
+                for at in range(len(self.rows))]
+
+    def run(self, what):
+        return asyncio.run_coroutine_threadsafe(what, self.loop).result(120)
+
+    def put(self, number):
+        keys, rows = self.keys(number), [self.of(self.rows, at) for at in range(len(self.rows))]
+        return timed(lambda: self.run(self.connector.batched_put(keys, rows)))
+
+    def get(self, number):
+        keys, self.next = self.keys(number), list(range(len(self.rows)))
+
+        def act():
+            if self.connector.support_batched_get():
+                return self.run(self.connector.batched_get(keys))
+
+            async def all_of():
+                return await asyncio.gather(*(self.connector.get(key) for key in keys))
+
+            return self.run(all_of())
+
+        return timed(act)
+
+    def check(self):
+        rows = np.sort(self.back.view(np.uint64)[:, 0])
+        assert (rows == np.sort(self.rows.view(np.uint64)[:, 0])).all(), "bytes are missing"
+        self.back[:] = 0
+
+    def close(self):
+        # Its own close waits for jobs that nobody ends: the loop is a daemon's, and goes with us.
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def line(bar, baseline, ours, theirs, nbytes):
+    ratios = [b / a for a, b in zip(ours, theirs)]
+    value = statistics.median(ratios)
+    rate = nbytes / statistics.median(theirs) / (1 << 20)
+    print(json.dumps({
+        "group": "remote_peers", "bar": bar, "value": round(value, 3), "unit": "x",
+        "baseline": baseline, "baseline_value": round(rate, 1), "goal": 1.0, "better": "higher",
+        "ok": value >= 1.0, "note": f"{min(ratios):.2f} to {max(ratios):.2f}; the baseline in MiB/s",
+    }), flush=True)
+
+
+def compare(port, rows, rounds, kind):
+    ours, theirs = Kvtier(port, rows), Lmcache(port, rows, kind)
+    server = socket.create_connection(("127.0.0.1", port))
+    puts, gets = ([], []), ([], [])
+    for number in range(1, rounds + 3):
+        server.sendall(b"FLUSHALL\r\n")
+        assert server.recv(64).startswith(b"+OK")
+        # Who is first in one round is second in the next.
+        for at, side in sorted(enumerate((ours, theirs)), key=lambda one: (one[0] + number) % 2):
+            took = side.put(number), side.get(number)
+            side.check()
+            if number > 2:
+                puts[at].append(took[0])
+                gets[at].append(took[1])
+    server.close()
+    ours.close()
+    theirs.close()
+    name = {"resp": "LMCache resp://, eight threads", "redis": "LMCache redis://"}[kind]
+    line(f"put_{kind}", name, *puts, rows.nbytes)
+    line(f"get_{kind}", name, *gets, rows.nbytes)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    if not shutil.which("redis-server"):
+        sys.exit("redis-server is not here")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rows = np.random.default_rng(1).integers(0, 256, (64 if quick else 256, CELL), np.uint8)
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+        try:
+            while socket.socket().connect_ex(("127.0.0.1", port)):
+                time.sleep(0.02)
+            for kind in ("resp", "redis"):
+                compare(port, rows, 5 if quick else 11, kind)
+        finally:
+            server.kill()
+
+
+if __name__ == "__main__":
+    main()
