@@ -1,153 +1,58 @@
-//! Four stores at once on Redis servers that are killed, paused, failed over and filled: no byte
-//! is wrong, no op outlives its deadline, and once all is well what one has put the others find.
+//! Four processes with a store each on Redis servers that are killed, paused, failed over, filled,
+//! and whose slots move; and hosts with a bad line between: no byte is wrong, no op outlives its
+//! deadline, and once all is well what one has put the others find.
 
 #![cfg(not(feature = "shuttle"))]
 
+#[path = "support/apart.rs"]
+mod apart;
+#[path = "store_redis/crew.rs"]
+mod crew;
+#[path = "store_redis/hosts.rs"]
+mod hosts;
+#[path = "store_redis/line.rs"]
+mod line;
 #[path = "support/redis.rs"]
 mod redis;
+#[path = "store_redis/reshard.rs"]
+mod reshard;
 #[path = "support/store.rs"]
 mod support;
+#[path = "store_redis/worker.rs"]
+mod worker;
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use kvtier::base::op::OpOpts;
-use kvtier::base::status::Status;
-use kvtier::kv::core::{Deed, FarCounters, Level};
-use kvtier::kv::spec::StoreSpec;
+use crew::{Crew, Told};
 use redis::{Server, cluster, is_there, wait_until};
-use support::{Engine, Home, Model, Shape, document, marks_of, wait};
+use reshard::reshard;
 
-/// Cells of 16 KiB.
-const MODEL: Model = Model { layers: 4, heads: 2, run: 256, chunk: 16 };
-const ENGINES: u64 = 4;
-const DOCUMENTS: u32 = 24;
-const DEADLINE: Duration = Duration::from_secs(1);
-/// How much later an op may end where the machine has other work.
-const SLACK: Duration = Duration::from_millis(1500);
+const PROCESSES: usize = 4;
 
-fn spec(url: &str, more: &str) -> StoreSpec {
-    let remote = format!("redis(url=\"{url}\", timeout=200, connect=200, absent=50{more})");
-    StoreSpec::parse(&format!("store(host=1MiB, remote={remote})")).expect("a sound spec")
-}
-
-fn opts(home: &Home) -> OpOpts {
-    OpOpts { deadline_ns: home.now_ns() + DEADLINE.as_nanos() as u64, ..OpOpts::default() }
-}
-
-fn far(home: &Home) -> FarCounters {
-    home.store.with(|core| Ok(core.far_counters())).expect("open").expect("a remote")
-}
-
-/// What engines did together.
-#[derive(Default)]
-struct Done {
-    put: AtomicU64,
-    found: AtomicU64,
-    got: AtomicU64,
-    slowest_ms: AtomicU64,
-}
-
-impl Done {
-    fn timed<R>(&self, act: impl FnOnce() -> R) -> R {
-        let began = Instant::now();
-        let result = act();
-        let took = began.elapsed();
-        self.slowest_ms.fetch_max(took.as_millis() as u64, Ordering::Relaxed);
-        assert!(took < DEADLINE + SLACK, "an op took {took:?}");
-        result
-    }
-}
-
-/// One document: put, or found and got. How that went.
-fn turn(home: &Home, number: u32, is_put: bool, done: &Done) -> Status {
-    let tokens = document(number, 16 * (2 + number as usize % 5));
-    let space = home.space(3, &MODEL);
-    let session = home.session(space, &tokens);
-    let marks = marks_of(3, &tokens);
-    let status = if is_put {
-        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
-        engine.compute(&marks);
-        let what = engine.whole();
-        done.timed(|| {
-            let ops = home.store.submit(session, Deed::Put, Level::Remote, what, &opts(home));
-            wait(&ops.expect("begun")[0]).status
-        })
-    } else {
-        let found = done.timed(|| wait(&home.store.locate(session, &opts(home)).expect("begun")));
-        let mut status = found.status;
-        if found.status == Status::Ok && found.tokens > 0 {
-            let mut engine = Engine::new(MODEL, Shape::Heads, found.tokens);
-            let what = engine.whole();
-            let came = done.timed(|| {
-                let ops = home.store.submit(session, Deed::Get, Level::Ram, what, &opts(home));
-                wait(&ops.expect("begun")[0])
-            });
-            engine.check(&marks, 0..came.tokens, 0..MODEL.layers);
-            status = came.status;
-            done.found.fetch_add(1, Ordering::Relaxed);
-            done.got.fetch_add(u64::from(status == Status::Ok), Ordering::Relaxed);
-        }
-        status
-    };
-    done.put.fetch_add(u64::from(is_put && status == Status::Ok), Ordering::Relaxed);
-    home.end(session);
-    status
-}
-
-/// Four engines work while something is done to the servers.
-fn under_load(spec: &StoreSpec, disturb: impl FnOnce()) -> Vec<Home> {
-    let homes: Vec<Home> = (0..ENGINES).map(|_| Home::open(spec)).collect();
-    let (done, stop) = (Done::default(), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        for (at, home) in (0u32..).zip(&homes) {
-            let (done, stop) = (&done, &stop);
-            scope.spawn(move || {
-                let mut step = at * 7;
-                while !stop.load(Ordering::Relaxed) {
-                    step = step.wrapping_mul(1_103_515_245).wrapping_add(12345);
-                    turn(home, (step >> 16) % DOCUMENTS, (step >> 8) % 3 == 0, done);
-                }
-            });
-        }
-        disturb();
-        stop.store(true, Ordering::Relaxed);
-    });
-    let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
-    println!(
-        "{} put, {} found, {} got, the slowest op {} ms",
-        of(&done.put),
-        of(&done.found),
-        of(&done.got),
-        of(&done.slowest_ms)
-    );
-    assert!(of(&done.put) > 0 && of(&done.got) > 0, "nothing came through at all");
-    homes
-}
-
-/// It is well again: what one puts the others find.
-fn all_is_well(homes: Vec<Home>) {
-    let done = Done::default();
-    let (first, others) = homes.split_first().expect("engines");
-    // Breakers see that by their next probe.
-    wait_until("a put is acknowledged", || {
-        turn(first, 900, false, &done);
-        turn(first, 900, true, &done) == Status::Ok
-    });
-    for home in others {
-        wait_until("what was put is found", || {
-            let before = done.got.load(Ordering::Relaxed);
-            turn(home, 900, false, &done) == Status::Ok && done.got.load(Ordering::Relaxed) > before
-        });
-    }
-    let wrong: u64 = homes.iter().map(|home| far(home).corrupt).sum();
-    assert_eq!(wrong, 0, "no server gave anything but what was put");
-    homes.into_iter().for_each(Home::close);
+fn remote(url: &str, more: &str) -> String {
+    format!("redis(url=\"{url}\", timeout=200, connect=200, absent=50{more})")
 }
 
 fn pause() {
-    sleep(Duration::from_millis(700));
+    sleep(Duration::from_millis(300));
+}
+
+/// From now on a server has no more memory than that.
+fn limit(server: &Server, bytes: &str, policy: &str) {
+    server.cli(&["config", "set", "maxmemory-policy", policy]);
+    server.cli(&["config", "set", "maxmemory", bytes]);
+}
+
+/// After how many milliseconds nodes of a cluster believe that another is gone.
+fn patience(nodes: &[Server], ms: &str) {
+    for node in nodes {
+        node.cli(&["config", "set", "cluster-node-timeout", ms]);
+    }
+}
+
+fn is_master(node: &Server) -> bool {
+    node.cli(&["role"]).starts_with("master")
 }
 
 #[test]
@@ -156,51 +61,71 @@ fn a_server_that_stops_dies_and_fills_up() {
         return;
     }
     let mut server = Server::start(&[]);
-    let homes = under_load(&spec(&server.url(), ""), || {
-        pause();
-        server.pause();
-        pause();
-        server.go_on();
-        pause();
-        server.cli(&["config", "set", "maxmemory-policy", "noeviction"]);
-        server.cli(&["config", "set", "maxmemory", "3mb"]);
-        pause();
-        server.cli(&["config", "set", "maxmemory-policy", "allkeys-lru"]);
-        server.cli(&["config", "set", "maxmemory", "5mb"]);
-        pause();
-        server.kill();
-        pause();
-        server.restart();
-        pause();
-    });
-    all_is_well(homes);
+    let mut crew = Crew::start(PROCESSES, false);
+    crew.open(24, |_| remote(&server.url(), ""));
+    pause();
+    // Who is refused does not write for a while: it is done with first.
+    limit(&server, "3mb", "noeviction");
+    pause();
+    limit(&server, "5mb", "allkeys-lru");
+    pause();
+    server.pause();
+    pause();
+    server.go_on();
+    pause();
+    server.kill();
+    pause();
+    server.restart();
+    pause();
+    crew.end();
 }
 
 #[test]
-fn a_cluster_whose_masters_go() {
+fn a_cluster_whose_slots_move_and_whose_masters_go() {
     if !is_there() {
         return;
     }
+    let mut crew = Crew::start(PROCESSES, false);
     let mut nodes = cluster();
+    // Nobody takes over by himself while slots move, however slow the machine is.
+    patience(&nodes, "60000");
+    let (masters, replicas): (Vec<usize>, Vec<usize>) =
+        (0..nodes.len()).partition(|&at| is_master(&nodes[at]));
     let url = nodes[0].url();
-    let homes = under_load(&spec(&url, ", cluster=true"), || {
-        pause();
-        let master = |node: &Server| node.cli(&["role"]).starts_with("master");
-        let goes = (1..nodes.len()).find(|&at| master(&nodes[at])).expect("a master");
-        nodes[goes].pause();
-        pause();
-        nodes[goes].go_on();
-        pause();
-        nodes[goes].kill();
-        sleep(Duration::from_secs(3));
-        nodes[goes].restart();
-        // A replica takes over where it is told to.
-        let slave = (1..nodes.len()).find(|&at| !master(&nodes[at])).expect("a replica");
-        nodes[slave].cli(&["cluster", "failover"]);
-        pause();
+    let read = |at: usize| if at % 2 == 0 { "never" } else { "read" };
+    crew.open(110, |at| remote(&url, &format!(", cluster=true, replicas={}", read(at))));
+    let before = crew.counts();
+    let (from, to) = (masters[0], masters[1]);
+    reshard(&nodes, &masters, from, to);
+    // It went on meanwhile, and everything is there.
+    let went_on = |(after, before): (&Told, &Told)| after["fetched"] > before["fetched"];
+    assert!(crew.counts().iter().zip(&before).all(went_on), "somebody stood still");
+    crew.all("all");
+    crew.all("work");
+    // A third has no room, until it is told to hand over to one that has.
+    limit(&nodes[masters[2]], "3mb", "noeviction");
+    pause();
+    let port = nodes[masters[2]].port.to_string();
+    let heir = replicas.iter().find(|at| nodes[**at].cli(&["role"]).contains(&port));
+    let heir = &nodes[*heir.expect("its replica")];
+    assert_eq!(heir.cli(&["cluster", "failover"]), "OK");
+    wait_until("it has taken over", || is_master(heir));
+    limit(heir, "8mb", "allkeys-lru");
+    // The one that has most stops, and dies.
+    nodes[to].pause();
+    pause();
+    nodes[to].go_on();
+    pause();
+    patience(&nodes, "500");
+    nodes[to].kill();
+    wait_until("another has taken over", || {
+        let others = (0..nodes.len()).filter(|at| *at != to);
+        others.filter(|&at| is_master(&nodes[at])).count() == 3
     });
+    nodes[to].restart();
+    pause();
     wait_until("the cluster has all slots", || {
         nodes[0].cli(&["cluster", "info"]).contains("cluster_state:ok")
     });
-    all_is_well(homes);
+    crew.end();
 }

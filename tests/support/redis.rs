@@ -2,7 +2,7 @@
 //! with the test.
 #![allow(dead_code)]
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -120,6 +120,57 @@ impl Drop for Server {
     }
 }
 
+/// A connection of our own, for more commands than programs can be started for.
+pub struct Wire(BufReader<TcpStream>);
+
+impl Wire {
+    pub fn open(port: u16) -> Wire {
+        let stream = TcpStream::connect(("127.0.0.1", port)).expect("a server");
+        stream.set_read_timeout(Some(Duration::from_secs(30))).expect("set");
+        stream.set_nodelay(true).expect("set");
+        Wire(BufReader::new(stream))
+    }
+
+    /// The words of what is answered to each line; all are sent before the first answer is read.
+    pub fn ask(&mut self, lines: &[String]) -> Vec<Vec<String>> {
+        let text: String = lines.iter().map(|line| format!("{line}\r\n")).collect();
+        self.0.get_mut().write_all(text.as_bytes()).expect("said");
+        lines.iter().map(|_| self.hear()).collect()
+    }
+
+    /// Lines that are done and say no more.
+    pub fn done(&mut self, lines: &[String]) {
+        let said = self.ask(lines);
+        said.iter().zip(lines).for_each(|(said, line)| assert_eq!(*said, ["OK"], "{line}"));
+    }
+
+    fn hear(&mut self) -> Vec<String> {
+        let mut words = Vec::new();
+        let mut left = 1;
+        while left > 0 {
+            left -= 1;
+            let head = self.line();
+            match head.split_at(1) {
+                ("*", count) => left += count.parse::<usize>().expect("a length"),
+                ("$", bytes) => {
+                    let mut text = vec![0; bytes.parse::<usize>().expect("a length") + 2];
+                    self.0.read_exact(&mut text).expect("all of it");
+                    words.push(String::from_utf8_lossy(&text).trim_end().to_string());
+                }
+                ("+" | ":", word) => words.push(word.to_string()),
+                _ => words.push(head),
+            }
+        }
+        words
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.0.read_line(&mut line).expect("an answer");
+        line.trim_end().to_string()
+    }
+}
+
 /// Three masters and three replicas.
 pub fn cluster() -> Vec<Server> {
     cluster_with(Vec::new)
@@ -167,7 +218,7 @@ pub fn cluster_with(more: impl Fn() -> Vec<String>) -> Vec<Server> {
     nodes
 }
 
-pub fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let since = Instant::now();
     while !is_so() {
         assert!(since.elapsed() < Duration::from_secs(60), "{what}");

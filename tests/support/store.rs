@@ -295,6 +295,19 @@ impl Engine {
         is_right
     }
 
+    /// How many bytes of so many tokens are not what they must be, and how many of those behind
+    /// them are neither that nor untouched.
+    pub fn wrong_bytes(&mut self, marks: &[u64], tokens: usize) -> u64 {
+        let (all, layers) = (0..self.tokens.min(marks.len()), 0..self.model.layers);
+        let (mut right, mut wrong) = (vec![0; self.model.run], 0);
+        self.visit(all, layers, |engine, at, token, layer, v, head| {
+            Engine::right(marks[token], layer, v, head, &mut right);
+            let differ = engine.memory[at..].iter().zip(&right).filter(|(got, right)| got != right);
+            wrong += differ.filter(|(got, _)| token < tokens || **got != POISON).count() as u64;
+        });
+        wrong
+    }
+
     /// Where each head of some tokens and layers is either untouched or right.
     pub fn check_if_there(&mut self, marks: &[u64]) {
         let (tokens, layers) = (0..self.tokens.min(marks.len()), 0..self.model.layers);
