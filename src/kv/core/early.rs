@@ -68,10 +68,10 @@ impl Core {
     fn fetch_for(&mut self, at: u32) {
         let terms = PlanTerms { lane: LANE, ..PlanTerms::default() };
         let Ok(plan) = self.plan(at, &terms) else { return };
-        let loads = plan.legs.iter().filter(|leg| leg.deed == plan::Deed::Load);
+        let mut loads = plan.legs.iter().filter(|leg| leg.deed == plan::Deed::Load);
         let far = loads.clone().filter(|leg| leg.bytes[ELSEWHERE] > 0);
         let mut legs: Vec<(u64, u64)> = far.map(|leg| (leg.first_token, leg.tokens)).collect();
-        let end = loads.last().map_or(0, |leg| leg.first_token + leg.tokens);
+        let end = loads.next_back().map_or(0, |leg| leg.first_token + leg.tokens);
         let Ok(session) = self.session(at) else { return };
         let home = self.spaces[session.space as usize];
         let layers = self.boards[home.board as usize].layout.layers();
