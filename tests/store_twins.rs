@@ -8,15 +8,19 @@ mod shared_core;
 #[path = "support/store.rs"]
 mod support;
 
+use std::collections::BTreeSet;
+
 use kvtier::base::clock::Clock;
 use kvtier::base::status::Status;
 use kvtier::base::sync::{Arc, Mutex};
 use kvtier::device::Stream;
 use kvtier::device::host::Host;
+use kvtier::format::keys::block::BlockKeys;
 use kvtier::io::simulated::random::Random;
+use kvtier::kv::core::blocks::BlockMove;
 use kvtier::kv::core::work::Hands;
 use kvtier::kv::core::{
-    Config, Core, Deed, FarConfig, FarCounters, Level, SessionOpts, SpaceOpts, Write,
+    Config, Core, Deed, FarConfig, FarCounters, Finished, Level, SessionOpts, SpaceOpts, Write,
 };
 use kvtier::kv::errands::Errands;
 use kvtier::kv::hands::Tools;
@@ -41,10 +45,16 @@ struct Twin {
 impl Twin {
     fn open(remote: &Simulated, clock: &Clock, random: &mut Random) -> Twin {
         let batch = 1 + random.below(8) as usize;
-        Twin::open_with(remote, clock, random, batch)
+        Twin::open_with(remote, clock, random, batch, 256)
     }
 
-    fn open_with(remote: &Simulated, clock: &Clock, random: &mut Random, batch: usize) -> Twin {
+    fn open_with(
+        remote: &Simulated,
+        clock: &Clock,
+        random: &mut Random,
+        batch: usize,
+        rows: usize,
+    ) -> Twin {
         let far = FarConfig {
             object_bytes: 8 << 10,
             batch,
@@ -57,7 +67,7 @@ impl Twin {
         };
         let config = Config {
             host_bytes: 1 << 20,
-            max_chunks: 256,
+            max_chunks: rows,
             max_jobs: 16 + random.below(100) as u32,
             batch_cells: 1 + random.below(8) as usize,
             far: Some(far),
@@ -108,14 +118,77 @@ impl Twin {
         })
     }
 
-    /// The end of a move: how, and its tokens.
-    fn ended(&self) -> (Status, usize) {
+    /// The one move that has ended.
+    fn finished(&self) -> Finished {
         self.rest();
         let mut finished = Vec::new();
         self.with(|core| core.finished(&mut finished));
         let one = finished.pop().expect("it has ended");
         assert!(finished.is_empty());
+        one
+    }
+
+    /// The end of a move: how, and its tokens.
+    fn ended(&self) -> (Status, usize) {
+        let one = self.finished();
         (one.error.map_or(Status::Ok, |error| error.status()), one.tokens as usize)
+    }
+
+    /// That of blocks: how each went. The whole is as its parts.
+    fn ended_each(&self, names: &[u32]) -> Vec<Status> {
+        let one = self.finished();
+        let well = one.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
+        assert_eq!((one.outcomes.len(), one.tokens as usize), (names.len(), 16 * well), "{one:?}");
+        assert_eq!(one.error.is_none(), well == names.len(), "{one:?}");
+        one.outcomes
+    }
+
+    fn begin_blocks(&self, deed: Deed, level: Level, names: &[u32], engine: &Engine) {
+        let (keys, views) = (keys_of(names), engine.whole().views);
+        let (first_layer, layers, after) = (0, MODEL.layers, None);
+        let blocks = BlockMove { keys, first_layer, layers, views, after };
+        let session = self.session(&[]);
+        self.with(|core| core.submit_blocks(session, (deed, level, 0), blocks)).expect("begun");
+        self.with(|core| core.close_session(session)).expect("open");
+    }
+
+    fn put_blocks(&self, names: &[u32], level: Level) -> Vec<Status> {
+        let mut engine = Engine::new(MODEL, Shape::Tokens, 16 * names.len());
+        engine.compute(&marks_in(names));
+        self.begin_blocks(Deed::Put, level, names, &engine);
+        self.ended_each(names)
+    }
+
+    /// Which blocks come; each byte of those is right.
+    fn get_blocks(&self, names: &[u32]) -> Vec<Status> {
+        let mut engine = Engine::new(MODEL, Shape::Tokens, 16 * names.len());
+        self.begin_blocks(Deed::Get, Level::Ram, names, &engine);
+        let each = self.ended_each(names);
+        for (at, _) in each.iter().enumerate().filter(|(_, status)| **status == Status::Ok) {
+            engine.check(&marks_in(names), 16 * at..16 * (at + 1), 0..MODEL.layers);
+        }
+        each
+    }
+
+    fn begin_locating(&self, names: &[u32]) -> (u32, u32) {
+        let session = self.session(&[]);
+        let begun = self.with(|core| core.locate_blocks(session, keys_of(names)));
+        (session, begun.expect("begun"))
+    }
+
+    fn locate_blocks(&self, names: &[u32]) -> Vec<Status> {
+        let (session, _) = self.begin_locating(names);
+        let each = self.ended_each(names);
+        self.with(|core| core.close_session(session)).expect("open");
+        each
+    }
+
+    /// What is said of blocks without asking anybody.
+    fn exists(&self, names: &[u32]) -> Vec<u8> {
+        let mut found = vec![0; names.len()];
+        let keys = keys_of(names);
+        self.with(|core| core.exists(self.space, &keys, &mut found)).expect("open");
+        found
     }
 
     fn put(&self, tokens: &[u32], level: Level) -> Status {
@@ -154,6 +227,16 @@ impl Twin {
     }
 }
 
+fn keys_of(names: &[u32]) -> Vec<Key> {
+    let keys = BlockKeys::new(&Key([9; 32]));
+    names.iter().map(|name| keys.key(&name.to_le_bytes()).expect("a name")).collect()
+}
+
+/// What is in blocks of these names.
+fn marks_in(names: &[u32]) -> Vec<u64> {
+    names.iter().flat_map(|&name| marks_of(10, &document(name, 16))).collect()
+}
+
 fn plan(random: &mut Random) -> Plan {
     let plan = Plan { down: 1 + random.below(30) as u32, ..Plan::default() };
     match random.below(7) {
@@ -170,15 +253,32 @@ fn plan(random: &mut Random) -> Plan {
 #[test]
 fn whatever_the_remote_does_no_byte_is_wrong() {
     let mut all = FarCounters::default();
+    let (mut located, mut missed) = (0, 0);
     for seed in 0..SEEDS {
         let (mut random, clock) = (Random::new(seed), Clock::manual(1));
         let remote = Simulated::new(seed, plan(&mut random), clock.clone());
         let mut twins = [0, 1].map(|_| Twin::open(&remote, &clock, &mut random));
+        let mut begun = BTreeSet::new();
         for _ in 0..STEPS {
             let at = random.below(2) as usize;
             let tokens = document(random.below(6) as u32, 16 * (1 + random.below(8) as usize));
             let level = [Level::Ram, Level::Remote][random.below(2) as usize];
-            match random.below(12) {
+            let names: Vec<u32> =
+                (0..1 + random.below(10)).map(|_| random.below(30) as u32).collect();
+            match random.below(18) {
+                12..=13 => {
+                    begun.extend(names.clone());
+                    drop(twins[at].put_blocks(&names, level));
+                }
+                14..=17 => {
+                    let each = twins[at].locate_blocks(&names);
+                    let found = names.iter().zip(&each).filter(|(_, one)| **one == Status::Ok);
+                    let invented = found.filter(|(name, _)| !begun.contains(name)).count();
+                    assert!(invented == 0 || remote.struck(Fault::Reorder) > 0, "seed {seed}");
+                    let came = twins[at].get_blocks(&names);
+                    located += each.iter().filter(|&&one| one == Status::Ok).count();
+                    missed += came.iter().filter(|&&one| one != Status::Ok).count();
+                }
                 0..=4 => drop(twins[at].put(&tokens, level)),
                 5..=9 => drop(twins[at].find(&tokens)),
                 10 => {
@@ -206,7 +306,14 @@ fn whatever_the_remote_does_no_byte_is_wrong() {
         let fresh = Twin::open(&remote, &clock, &mut random);
         assert_eq!(fresh.find(&tokens), (128, Status::Ok), "seed {seed}: {:?}", fresh.far());
         assert_eq!((fresh.far().cells, fresh.far().corrupt), (32, 0), "seed {seed}");
+        let names: Vec<u32> = (1000..1001 + random.below(20) as u32).collect();
+        assert_eq!(twins[0].put_blocks(&names, Level::Remote), vec![Status::Ok; names.len()]);
+        let before = fresh.far().asked;
+        assert_eq!(fresh.locate_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
+        assert_eq!(fresh.far().asked - before, names.len() as u64);
+        assert_eq!(fresh.get_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
     }
+    assert!(located > SEEDS as usize && missed > SEEDS as usize, "{located}, {missed}");
     // All of it happened.
     let FarCounters { fetched, sent, corrupt, absent, late, failed_sends, removed, .. } = all;
     for (count, what) in [
@@ -228,7 +335,7 @@ fn who_is_in_a_hurry_does_not_wait_where_a_prefetch_waits() {
     let remote = Simulated::new(1, Plan::default(), clock.clone());
     let mut random = Random::new(5);
     let one = Twin::open(&remote, &clock, &mut random);
-    let other = Twin::open_with(&remote, &clock, &mut random, 1);
+    let other = Twin::open_with(&remote, &clock, &mut random, 1, 256);
     let documents: Vec<Vec<u32>> = (0..6).map(|number| document(number, 16)).collect();
     for tokens in &documents {
         assert_eq!(one.put(tokens, Level::Remote), Status::Ok);
@@ -263,5 +370,147 @@ fn who_is_in_a_hurry_does_not_wait_where_a_prefetch_waits() {
     other.with(|core| core.finished(&mut ended));
     assert!(ended.iter().any(|one| one.number == get), "{ended:?}");
     engines[5].check(&marks_of(9, &documents[5]), 0..16, 0..MODEL.layers);
+    other.rest();
+}
+
+/// Two stores with a remote that is well.
+fn well(max_chunks: usize) -> (Twin, Twin, Simulated, Clock) {
+    let (mut random, clock) = (Random::new(5), Clock::manual(1));
+    let remote = Simulated::new(5, Plan::default(), clock.clone());
+    let one = Twin::open(&remote, &clock, &mut random);
+    let other = Twin::open_with(&remote, &clock, &mut random, 4, max_chunks);
+    (one, other, remote, clock)
+}
+
+const OK: Status = Status::Ok;
+const NOT_FOUND: Status = Status::NotFound;
+
+#[test]
+fn blocks_of_one_are_located_and_got_by_another() {
+    let (one, other, _, _) = well(256);
+    assert_eq!(one.put_blocks(&[1, 2, 3], Level::Remote), [OK; 3]);
+    assert_eq!(other.get_blocks(&[1, 2]), [NOT_FOUND; 2]);
+    let names = [1, 9, 1, 3, 9];
+    assert_eq!(other.locate_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
+    // One that is named twice is asked for once.
+    assert_eq!((other.far().asked, other.far().found), (3, 2));
+    // The remote has it; it is not here.
+    assert_eq!(other.exists(&names), [8, 0, 8, 8, 0]);
+    assert_eq!(other.get_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
+    assert_eq!((other.far().fetched, other.far().cells), (4, 8));
+    // Here now: nobody is asked.
+    assert_eq!(other.exists(&[1, 3]), [8 | 2 | 16; 2]);
+    assert_eq!(other.locate_blocks(&[1, 3]), [OK; 2]);
+    assert_eq!(other.far().asked, 3);
+    // What is not there is known for a moment, and asked for again then.
+    assert_eq!(other.locate_blocks(&[9]), [NOT_FOUND]);
+    assert_eq!(other.far().asked, 3);
+    other.clock.advance(MINUTE_NS);
+    assert_eq!(one.put_blocks(&[9], Level::Remote), [OK]);
+    assert_eq!(other.locate_blocks(&[9, 2]), [OK; 2]);
+    assert_eq!(other.far().asked, 5);
+    // One store's own are found without the remote.
+    assert_eq!(one.locate_blocks(&[1, 2, 3, 9]), [OK; 4]);
+    assert_eq!(one.far().asked, 0);
+    // What is dropped is forgotten there, too, and its row with it.
+    let session = other.session(&[]);
+    other.with(|core| core.drop_blocks(session, &keys_of(&[2]))).expect("open");
+    other.rest();
+    assert_eq!((other.exists(&[2]), other.locate_blocks(&[2])), (vec![0], vec![NOT_FOUND]));
+}
+
+#[test]
+fn located_blocks_keep_nobody_else_from_a_row() {
+    let (one, other, _, _) = well(40);
+    let names: Vec<u32> = (0..100).collect();
+    for some in names.chunks(20) {
+        assert_eq!(one.put_blocks(some, Level::Remote), [OK; 20]);
+    }
+    // More than there are rows: the last ones are those that have some.
+    let each = other.locate_blocks(&names);
+    assert_eq!(each, [[NOT_FOUND; 60].as_slice(), [OK; 40].as_slice()].concat());
+    assert_eq!(other.get_blocks(&[99]), [OK]);
+    // Others need the rows, all of them.
+    let own: Vec<u32> = (500..539).collect();
+    assert_eq!(other.put_blocks(&own, Level::Ram), [OK; 39]);
+    assert_eq!(other.exists(&names).iter().filter(|&&one| one != 0).count(), 1);
+    assert_eq!(other.get_blocks(&own), [OK; 39]);
+    // Nobody with something here leaves for a hint.
+    assert_eq!(other.locate_blocks(&[0, 99]), [NOT_FOUND, OK]);
+    assert_eq!(other.get_blocks(&own), [OK; 39]);
+}
+
+#[test]
+fn hints_of_blocks_are_as_many_as_names_are_known() {
+    let (one, other, _, _) = well(256);
+    let names: Vec<u32> = (0..100).collect();
+    for some in names.chunks(20) {
+        assert_eq!(one.put_blocks(some, Level::Remote), [OK; 20]);
+    }
+    let each = other.locate_blocks(&names);
+    assert_eq!(each.iter().filter(|&&one| one == OK).count(), 64);
+    assert_eq!(other.exists(&names).iter().filter(|&&one| one == 8).count(), 64);
+}
+
+#[test]
+fn questions_for_blocks_end_whatever_happens() {
+    let (one, other, remote, clock) = well(256);
+    let names: Vec<u32> = (0..100).collect();
+    assert_eq!(one.put_blocks(&names[..60], Level::Remote), [OK; 60]);
+    // Given up before anybody was asked; and while somebody was.
+    let (session, number) = other.begin_locating(&names);
+    other.with(|core| core.cancel(number, Status::Timeout));
+    assert_eq!(other.ended_each(&names), [Status::Timeout; 100]);
+    let (again, number) = other.begin_locating(&names);
+    let work = other.with(|core| core.take(Hands::Ask)).expect("a question");
+    other.with(|core| core.cancel(number, Status::Cancelled));
+    // Another has its number: the answer is none of its business.
+    let (_, next) = other.begin_locating(&names[50..]);
+    assert_eq!(number, next);
+    let mut finished = Vec::new();
+    other.with(|core| core.finished(&mut finished));
+    assert_eq!((finished.len(), finished[0].outcomes.clone()), (1, vec![Status::Cancelled; 100]));
+    other.with(|core| core.done(work, Ok(()), 1000));
+    // Its session is gone, and it goes on.
+    other.with(|core| core.close_session(session)).expect("open");
+    other.with(|core| core.close_session(again)).expect("open");
+    assert_eq!(other.ended_each(&names[50..]), [[OK; 10].as_slice(), &[NOT_FOUND; 40]].concat());
+    // Lost in the middle: what was heard counts.
+    clock.advance(2 * MINUTE_NS);
+    other.begin_locating(&names[..60]);
+    remote.set_plan(Plan::default().often(Fault::Lost, 1_000_000));
+    let each = other.ended_each(&names[..60]);
+    assert_eq!(each, [[NOT_FOUND; 50].as_slice(), &[OK; 10]].concat());
+    // Left alone: what is there counts for nothing meanwhile, and nobody is asked.
+    (0..5).for_each(|_| drop(other.locate_blocks(&names[..50])));
+    let asked = other.far().asked;
+    assert_eq!(other.locate_blocks(&names[50..60]), [NOT_FOUND; 10]);
+    assert_eq!((other.exists(&names[50..60]), other.far().asked), (vec![0; 10], asked));
+    assert_eq!(other.put_blocks(&[50], Level::Ram), [OK]);
+    assert_eq!(other.locate_blocks(&[50, 51]), [OK, NOT_FOUND]);
+    // Well again.
+    remote.set_plan(Plan::default());
+    clock.advance(2 * MINUTE_NS);
+    other.find(&document(500, 16));
+    assert_eq!(other.locate_blocks(&names[..60]), [OK; 60]);
+    assert_eq!(other.get_blocks(&names[..60]), [OK; 60]);
+}
+
+#[test]
+fn what_cannot_be_asked_for_is_refused() {
+    let (_, other, _, _) = well(256);
+    let session = other.session(&[]);
+    let ask = |blocks: usize| {
+        let keys = keys_of(&vec![7; blocks]);
+        other.with(|core| core.locate_blocks(session, keys)).map_err(|error| error.status())
+    };
+    assert_eq!((ask(0), ask(65_537)), (Err(Status::Limit), Err(Status::Limit)));
+    assert!((0..16).all(|_| ask(65_536).is_ok()));
+    assert_eq!(ask(1), Err(Status::Again));
+    other.rest();
+    let mut finished = Vec::new();
+    other.with(|core| core.finished(&mut finished));
+    assert_eq!((finished.len(), other.far().asked), (16, 1));
+    assert!(ask(1).is_ok());
     other.rest();
 }

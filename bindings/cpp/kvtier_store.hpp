@@ -516,6 +516,17 @@ public:
         const kvt_status_t status = kvt_session_locate(raw_, &c, &raw, f.out());
         return detail::give(status, f, op::adopt(raw));
     }
+    /// Finds out which blocks are here or at the remote; the op has an item for each, and fails
+    /// with KVT_E_NOT_FOUND where some are in neither.
+    ret<op> locate_blocks(const names &called, const submit_opts &opts = {}) const {
+        if (!detail::fits(called)) return detail::fail<op>(kvt::error(KVT_E_INVALID));
+        detail::failure f;
+        const kvt_names_t n = detail::lower(called);
+        const kvt_submit_opts_t c = detail::lower(opts);
+        kvt_op_t *raw = nullptr;
+        const kvt_status_t status = kvt_session_locate_blocks(raw_, &n, &c, &raw, f.out());
+        return detail::give(status, f, op::adopt(raw));
+    }
     /// Stores blocks that the engine names itself; the op has an item for each.
     ret<op> put_blocks(const blocks &what, const submit_opts &opts = {}) const {
         return some(&kvt_session_put_blocks, what, opts, true);

@@ -202,6 +202,82 @@ static void sharing(void) {
     close_engine(&one);
 }
 
+/* Moves blocks of CHUNK rows each, all of them from the engine's first row on. */
+static kvt_blocks_t blocks_of(engine_t *engine, const kvt_names_t *names, uint32_t level) {
+    kvt_blocks_t blocks = KVT_BLOCKS_INIT;
+    blocks.names = names;
+    blocks.k = engine->views;
+    blocks.stride_bytes = sizeof engine->views[0];
+    blocks.level = level;
+    return blocks;
+}
+
+static kvt_status_t end_each(kvt_op_t *op, uint64_t *value, kvt_status_t *each, uint64_t count) {
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    kvt_op_item_t items[4];
+    memset(items, 0, sizeof items);
+    uint64_t written = 0;
+    CHECK_OK(kvt_op_items(op, 0, items, 4, sizeof items[0], &written));
+    CHECK_EQ(written, count);
+    for (uint64_t i = 0; i < count; i++) each[i] = items[i].status;
+    *value = info_of(op).value;
+    return finish_op(&op);
+}
+
+static void naming(void) {
+    open_engine(&one, 0);
+    open_engine(&other, 0);
+    compute(&one);
+    kvt_names_t names = KVT_NAMES_INIT;
+    names.bytes = (const uint8_t *)"abc";
+    names.each_bytes = 1;
+    names.count = 3;
+    kvt_status_t each[4];
+    uint64_t tokens = 0;
+    kvt_op_t *op = NULL;
+    kvt_blocks_t blocks = blocks_of(&one, &names, KVT_LEVEL_REMOTE);
+    CHECK_OK(kvt_session_put_blocks(one.session, &blocks, NULL, &op, NULL));
+    CHECK_OK(end_each(op, &tokens, each, 3));
+    /* Nobody knows of them before they are asked for. */
+    uint8_t found[4];
+    CHECK_OK(kvt_namespace_find_blocks(other.space, &names, found, NULL));
+    CHECK_EQ(found[0] + found[1] + found[2], 0);
+    names.bytes = (const uint8_t *)"caxc";
+    names.count = 4;
+    kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
+    opts.deadline_ns = in_ms(30000);
+    CHECK_OK(kvt_session_locate_blocks(other.session, &names, &opts, &op, NULL));
+    CHECK_IS(end_each(op, &tokens, each, 4), KVT_E_NOT_FOUND);
+    CHECK_EQ(tokens, 2 * CHUNK);
+    CHECK(each[0] == KVT_OK && each[1] == KVT_OK && each[3] == KVT_OK);
+    CHECK_IS(each[2], KVT_E_NOT_FOUND);
+    CHECK_OK(kvt_namespace_find_blocks(other.space, &names, found, NULL));
+    CHECK_EQ(found[0], 1 << KVT_TIER_REMOTE);
+    CHECK_EQ(found[2], 0);
+    names.count = 2;
+    blocks = blocks_of(&other, &names, 0);
+    CHECK_OK(kvt_session_get_blocks(other.session, &blocks, NULL, &op, NULL));
+    CHECK_OK(end_each(op, &tokens, each, 2));
+    for (int layer = 0; layer < LAYERS; layer++) {
+        CHECK(memcmp(other.rows[layer], one.rows[layer] + 2 * CHUNK * ROW, CHUNK * ROW) == 0);
+        CHECK(memcmp(other.rows[layer] + CHUNK * ROW, one.rows[layer], CHUNK * ROW) == 0);
+    }
+    CHECK_OK(kvt_namespace_find_blocks(other.space, &names, found, NULL));
+    CHECK(found[0] & KVT_EXISTS_WHOLE && found[0] & 1 << KVT_TIER_REMOTE);
+    CHECK_IS(kvt_session_locate_blocks(other.session, NULL, NULL, &op, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_session_locate_blocks(other.session, &names, NULL, NULL, NULL), KVT_E_INVALID);
+    names.count = 0;
+    CHECK_IS(kvt_session_locate_blocks(other.session, &names, NULL, &op, NULL), KVT_E_LIMIT);
+    /* What is dropped leaves the remote, too. */
+    names.count = 4;
+    CHECK_OK(kvt_session_drop_blocks(one.session, &names, NULL, NULL));
+    names.bytes = (const uint8_t *)"b";
+    names.count = 1;
+    CHECK_OK(kvt_session_drop_blocks(one.session, &names, NULL, NULL));
+    close_engine(&other);
+    close_engine(&one);
+}
+
 static void lying(void) {
     CHECK_EQ(damage(folder), FULL / CHUNK);
     open_engine(&other, 0);
@@ -265,6 +341,7 @@ int main(void) {
     runtime = open_runtime(1, NULL);
     sharing();
     lying();
+    naming();
     refusing();
     close_runtime(&runtime);
     char command[600];

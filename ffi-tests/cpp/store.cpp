@@ -387,6 +387,21 @@ void remote(const kvt::runtime &runtime, const std::string &path) {
     located.wait(KVT_OP_RELEASED);
     CHECK(located.info().value > 0);
     CHECK(other.remote_stats().found_names > 0);
+    const std::uint8_t bytes[] = {1, 2};
+    kvt::names called;
+    called.bytes = bytes;
+    called.each_bytes = 1;
+    kvt::blocks b;
+    b.called = called;
+    b.k = r.k;
+    b.v = r.v;
+    b.level = KVT_LEVEL_REMOTE;
+    first.put_blocks(b).wait(KVT_OP_RELEASED);
+    kvt::op asked = second.locate_blocks(called);
+    asked.wait(KVT_OP_RELEASED);
+    CHECK(asked.info().status == KVT_OK && asked.info().items == 2);
+    called.each_bytes = 3; // its bytes are not names of that length
+    CHECK_THROWS(second.locate_blocks(called), KVT_E_INVALID);
 }
 
 void mistakes(const kvt::runtime &runtime) {

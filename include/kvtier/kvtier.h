@@ -7162,7 +7162,7 @@ typedef struct kvt_names_t {
      */
     uint64_t each_bytes;
     /**
-     * How many; at most 2^22, and 65536 for a move.
+     * How many; at most 2^22, and 65536 for a move or to locate them.
      */
     uint64_t count;
 } kvt_names_t;
@@ -9443,8 +9443,10 @@ kvt_status_t kvt_namespace_lookup_keys(const struct kvt_namespace_t *space,
  * @param keys       Keys of full chunks, KVT_KEY_BYTES each.
  * @param key_count  How many, at most 2^27.
  * @param out        Receives a byte for each: KVT_EXISTS_WHOLE when every layer of it
- *                   is in some tier, and 1 << KVT_TIER_* for each tier that has every
- *                   layer. 0 = it is not there, or layers of it are missing.
+ *                   is in some tier of the store, and 1 << KVT_TIER_* for each tier
+ *                   that has every layer. 1 << KVT_TIER_REMOTE is a hint, and never makes
+ *                   it whole: the remote had all of it when that was last heard of, and is
+ *                   not left alone now. 0 = it is not there, or layers of it are missing.
  * @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
  *         KVT_E_FORKED, KVT_E_PANIC.
  *
@@ -11981,7 +11983,9 @@ kvt_status_t kvt_namespace_block_keys(const struct kvt_namespace_t *space,
 
 /**
  * Says of blocks whether a namespace has them, and where. No use is counted, nothing
- * is held.
+ * is held. The remote is not asked: kvt_session_locate_blocks does that, and one that was found
+ * there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
+ * prefetches bring it.
  *
  * @param space  The namespace.
  * @param names  The names.
@@ -12028,7 +12032,8 @@ kvt_status_t kvt_session_put_blocks(const struct kvt_session_t *session,
                                     struct kvt_error_t **err);
 
 /**
- * Loads blocks into the engine's tensors, from whatever tier has them. Never waits.
+ * Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
+ * were located there (kvt_session_locate_blocks). Never waits.
  *
  * The op ends with KVT_E_NOT_FOUND where some are missing: the others came. Its items say
  * which; the tensors of one that did not come may have been written in part.
@@ -12190,6 +12195,40 @@ kvt_status_t kvt_session_locate(const struct kvt_session_t *session,
                                 const struct kvt_submit_opts_t *opts,
                                 struct kvt_op_t **op_out,
                                 struct kvt_error_t **err);
+
+/**
+ * Begins to find out which of some blocks the store has, in a tier of its own or at its remote.
+ * Never waits. What is at the remote is known to kvt_namespace_find_blocks from then on, as
+ * 1 << KVT_TIER_REMOTE, and comes with kvt_session_get_blocks and kvt_session_prefetch_blocks.
+ * No block depends on another: all are asked for that are not here and were not asked for lately.
+ * Without a remote, or while that is left alone, the op ends at once with what is here.
+ *
+ * The op has an item for each block (kvt_op_items): KVT_OK when all of it is here or at the
+ * remote, KVT_E_NOT_FOUND when it is not, as far as is known. Its own status is KVT_OK when all
+ * are, else that of those that are not. Its value is how many tokens from the first on can be
+ * used without a gap.
+ *
+ * What the remote has is a hint: it may be gone when it is fetched, which is a miss. A hint is
+ * forgotten when rows of the table are needed for what the store itself keeps, or after as many
+ * others as the remote's parameter `known` says; ask again then.
+ *
+ * @param session  The session; closing it does not end the op.
+ * @param names    The names, 1 to 65536; one that is there twice has two items. Copied.
+ * @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it blocks that
+ *                 nothing is known of end with KVT_E_TIMEOUT, and what was heard counts.
+ * @param op_out   Receives the op; null with a queue to be told by that alone.
+ * @param err      Explains a failure; may be null.
+ * @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for,
+ *         as may be; or the queue is full), KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+ *
+ * Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+ */
+kvt_status_t kvt_session_locate_blocks(const struct kvt_session_t *session,
+                                       const struct kvt_names_t *names,
+                                       const struct kvt_submit_opts_t *opts,
+                                       struct kvt_op_t **op_out,
+                                       struct kvt_error_t **err);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -41,7 +41,7 @@ pub struct kvt_names_t {
     pub ends: *const u64,
     /// Bytes of a name, 1 to 65536; 0 with ends.
     pub each_bytes: u64,
-    /// How many; at most 2^22, and 65536 for a move.
+    /// How many; at most 2^22, and 65536 for a move or to locate them.
     pub count: u64,
 }
 
@@ -185,7 +185,9 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 }
 
 /// Says of blocks whether a namespace has them, and where. No use is counted, nothing
-/// is held.
+/// is held. The remote is not asked: kvt_session_locate_blocks does that, and one that was found
+/// there has 1 << KVT_TIER_REMOTE alone; without KVT_EXISTS_WHOLE it is not here, but gets and
+/// prefetches bring it.
 ///
 /// @param space  The namespace.
 /// @param names  The names.
@@ -297,7 +299,8 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
     unsafe { move_blocks(session, Deed::Put, blocks, opts, op_out, err) }
 }
 
-/// Loads blocks into the engine's tensors, from whatever tier has them. Never waits.
+/// Loads blocks into the engine's tensors, from whatever tier has them; from the remote those that
+/// were located there (kvt_session_locate_blocks). Never waits.
 ///
 /// The op ends with KVT_E_NOT_FOUND where some are missing: the others came. Its items say
 /// which; the tensors of one that did not come may have been written in part.

@@ -279,8 +279,10 @@ unsafe fn keys_of<'a>(keys: *const u8, count: u64) -> Result<&'a [Key]> {
 /// @param keys       Keys of full chunks, KVT_KEY_BYTES each.
 /// @param key_count  How many, at most 2^27.
 /// @param out        Receives a byte for each: KVT_EXISTS_WHOLE when every layer of it
-///                   is in some tier, and 1 << KVT_TIER_* for each tier that has every
-///                   layer. 0 = it is not there, or layers of it are missing.
+///                   is in some tier of the store, and 1 << KVT_TIER_* for each tier
+///                   that has every layer. 1 << KVT_TIER_REMOTE is a hint, and never makes
+///                   it whole: the remote had all of it when that was last heard of, and is
+///                   not left alone now. 0 = it is not there, or layers of it are missing.
 /// @return KVT_OK; KVT_E_INVALID, KVT_E_LIMIT, KVT_E_CLOSED, KVT_E_HANDLE,
 ///         KVT_E_FORKED, KVT_E_PANIC.
 ///

@@ -2,6 +2,9 @@
 
 use std::ffi::{c_char, c_void};
 
+use crate::base::op::{OpOpts, OpRef};
+use crate::base::status::Result;
+use crate::ffi::blocks::{keys_of, kvt_names_t};
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, with};
@@ -52,7 +55,7 @@ pub(crate) unsafe fn secrets_of(
     secrets: *const kvt_secret_t,
     count: u64,
     stride_bytes: u64,
-) -> crate::base::status::Result<Secrets> {
+) -> Result<Secrets> {
     // SAFETY: the caller's promise; the rows are only read.
     let rows = unsafe { Strided::new(secrets.cast_mut(), count, stride_bytes, MAX_SECRETS)? };
     let mut all = Secrets::default();
@@ -215,13 +218,70 @@ pub unsafe extern "C" fn kvt_session_locate(
     op_out: *mut *mut kvt_op_t,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
+    let begin = |noun: &SessionNoun, opts: &OpOpts| noun.space.store.locate(noun.number, opts);
+    // SAFETY: the caller's promise.
+    unsafe { locate(session, opts, (op_out, err), begin) }
+}
+
+/// Begins to find out which of some blocks the store has, in a tier of its own or at its remote.
+/// Never waits. What is at the remote is known to kvt_namespace_find_blocks from then on, as
+/// 1 << KVT_TIER_REMOTE, and comes with kvt_session_get_blocks and kvt_session_prefetch_blocks.
+/// No block depends on another: all are asked for that are not here and were not asked for lately.
+/// Without a remote, or while that is left alone, the op ends at once with what is here.
+///
+/// The op has an item for each block (kvt_op_items): KVT_OK when all of it is here or at the
+/// remote, KVT_E_NOT_FOUND when it is not, as far as is known. Its own status is KVT_OK when all
+/// are, else that of those that are not. Its value is how many tokens from the first on can be
+/// used without a gap.
+///
+/// What the remote has is a hint: it may be gone when it is fetched, which is a miss. A hint is
+/// forgotten when rows of the table are needed for what the store itself keeps, or after as many
+/// others as the remote's parameter `known` says; ask again then.
+///
+/// @param session  The session; closing it does not end the op.
+/// @param names    The names, 1 to 65536; one that is there twice has two items. Copied.
+/// @param opts     Queue, tag, deadline; null for defaults. Set a deadline: after it blocks that
+///                 nothing is known of end with KVT_E_TIMEOUT, and what was heard counts.
+/// @param op_out   Receives the op; null with a queue to be told by that alone.
+/// @param err      Explains a failure; may be null.
+/// @return KVT_OK; KVT_E_AGAIN (as many moves or ops are under way, or 2^20 blocks are asked for,
+///         as may be; or the queue is full), KVT_E_LIMIT, KVT_E_INVALID, KVT_E_TOO_NEW,
+///         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
+///
+/// Ownership: the caller owns the op. Threading: any thread, also in callbacks. Since 0.1.
+///
+/// # Safety
+/// Pointers are null or valid; structs are valid for the size they state.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvt_session_locate_blocks(
+    session: *const kvt_session_t,
+    names: *const kvt_names_t,
+    opts: *const kvt_submit_opts_t,
+    op_out: *mut *mut kvt_op_t,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let begin = |noun: &SessionNoun, opts: &OpOpts| {
+        // SAFETY: the caller's promise.
+        let keys = unsafe { keys_of(&noun.space, names)? };
+        noun.space.store.locate_blocks(noun.number, keys, opts)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { locate(session, opts, (op_out, err), begin) }
+}
+
+/// # Safety
+/// As the exported functions that call it.
+unsafe fn locate(
+    session: *const kvt_session_t,
+    opts: *const kvt_submit_opts_t,
+    (op_out, err): (*mut *mut kvt_op_t, *mut *mut kvt_error_t),
+    begin: impl FnOnce(&SessionNoun, &OpOpts) -> Result<OpRef>,
+) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
         unsafe {
             begin_one(opts, op_out, |opts| {
-                with::<SessionNoun, _>(session, Access::Use, |noun| {
-                    noun.space.store.locate(noun.number, opts)
-                })
+                with::<SessionNoun, _>(session, Access::Use, |noun| begin(noun, opts))
             })
         }
     };

@@ -218,7 +218,8 @@ class Blocks:
 
     def exists(self, names: "Sequence[bytes] | Names") -> bytes:
         """A byte for each: 0 where a block is not there, or not all of it; else EXISTS_WHOLE,
-        and `1 << TIER_*` for each tier that has all of it. Nothing is held."""
+        and `1 << TIER_*` for each tier that has all of it. One that `locate` found at the remote
+        has `1 << TIER_REMOTE` without EXISTS_WHOLE: a get brings it. Nothing is held."""
         called, err = _ready(names), new_error()
         found = ctypes.create_string_buffer(len(called))
         check_err(lib.kvt_namespace_find_blocks(
@@ -226,10 +227,21 @@ class Blocks:
         return found.raw
 
     def prefix(self, names: "Sequence[bytes] | Names") -> int:
-        """How many blocks from the first on are there."""
+        """How many blocks from the first on are there, or were located at the remote."""
         found = self.exists(names)
         gap = found.find(0)
         return len(found) if gap < 0 else gap
+
+    def locate(self, names: "Sequence[bytes] | Names", *, queue: "Optional[Queue]" = None,
+               tag: object = None, timeout: Optional[float] = None,
+               priority: int = PRIORITY_DEMAND) -> Op:
+        """Finds out which blocks are here or at the remote; those come with a get or a prefetch.
+        It ends with `NotFoundError` where some are in neither as far as is known: `op.failed()`
+        says which, and its value is how many from the first on can be used. With a `timeout` what
+        was heard until then counts. Dropped, it is cancelled."""
+        called = _ready(names)
+        return self._session._one(lib.kvt_session_locate_blocks, called._c, [called], True, queue,
+                                  tag, timeout, priority)
 
     def put(self, names: "Sequence[bytes] | Names", places: "At | Each", *, level: int = 0,
             queue: "Optional[Queue]" = None, tag: object = None,

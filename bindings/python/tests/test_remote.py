@@ -70,3 +70,50 @@ def test_secrets_have_names(runtime):
     with pytest.raises(kvtier.InvalidError) as refused:
         kvtier.Store(runtime, "store", secrets={"passwort": b"hunter2"})
     assert "password" in str(refused.value) and "hunter2" not in str(refused.value)
+
+
+BLOCK = 4096
+
+
+def pool_of(numbers):
+    return kvtier.Pool(bytearray(b"".join(bytes([n]) * BLOCK for n in numbers)), BLOCK)
+
+
+def blocks_of(store):
+    return kvtier.Blocks(store, kvtier.Identity(model=b"m"), [BLOCK])
+
+
+def test_blocks_of_one_are_located_by_the_other(shared):
+    one, other = shared
+    with blocks_of(one) as blocks:
+        op = blocks.put([b"1", b"2"], pool_of([1, 2]).at([0, 1]), level=kvtier.LEVEL_REMOTE)
+        assert op.result(timeout=30).value == 2
+    with blocks_of(other) as blocks:
+        names = kvtier.Names([b"1", b"9", b"2", b"1"])
+        assert blocks.exists(names) == bytes(4)
+        op = blocks.locate(names, timeout=30)
+        with pytest.raises(kvtier.NotFoundError):
+            op.result()
+        assert (op.failed(), op.info().value) == ([1], 1)
+        far = 1 << kvtier.TIER_REMOTE
+        assert blocks.exists(names) == bytes([far, 0, far, far])
+        assert (blocks.prefix(names), blocks.prefix([b"2", b"1", b"9"])) == (1, 2)
+        back = bytearray(4 * BLOCK)
+        op = blocks.get(names, kvtier.Pool(back, BLOCK).at(range(4)))
+        op.wait(30)
+        assert op.failed() == [1]
+        assert [back[at * BLOCK:(at + 1) * BLOCK] == bytes([n]) * BLOCK
+                for at, n in ((0, 1), (2, 2), (3, 1))] == [True] * 3
+        assert blocks.exists([b"1"])[0] & kvtier.EXISTS_WHOLE
+        assert blocks.locate([b"1", b"2"]).result(timeout=30).value == 2
+        assert other.remote_stats()["asked_names"] == 3
+
+
+def test_blocks_without_a_remote(runtime):
+    with kvtier.Store(runtime, "store(host=8MiB)") as store, blocks_of(store) as blocks:
+        blocks.put([b"1"], pool_of([1]).at([0])).result(timeout=30)
+        op = blocks.locate([b"1", b"2"])
+        op.wait(30)
+        assert (op.failed(), op.info().value) == ([1], 1)
+        with pytest.raises(kvtier.LimitError):
+            blocks.locate([])

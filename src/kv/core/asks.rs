@@ -1,55 +1,75 @@
-//! Asks: which chunks of a session the remote has. A session is asked for from its front, some
-//! chunks at a time, as long as they are there; what is heard is noted as hints in the table.
+//! Asks: which chunks the remote has. A session is asked for from its front, some chunks at a
+//! time, as long as they are there; blocks that were named are all asked for. What is heard is
+//! noted as hints in the table.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::kv::core::far_blocks::Named;
 use crate::kv::core::moves::{Deed, Level, Move, MoveSpec};
 use crate::kv::core::views::Views;
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::Cell;
-use crate::meta::index::NONE;
+use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::tier::remote::breaker::{Leave, Way};
 use crate::tier::remote::{Name, Trouble};
 
 /// Chunks that are asked for together.
-const WINDOW: usize = 64;
+pub(super) const WINDOW: usize = 64;
 
-/// What is asked for a session.
+/// For whom is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Asker {
+    /// A session, for its path.
+    Session(u32),
+    /// A move, for blocks that it names.
+    Blocks(u32),
+}
+
+/// What is asked for somebody.
 #[derive(Default)]
-struct Inquiry {
-    /// Which session: numbers are used again.
-    serial: u64,
+pub(super) struct Inquiry {
+    /// Which session or move: numbers are used again.
+    pub serial: u64,
     /// The next chunk that is asked for.
-    next: usize,
+    pub next: usize,
     /// It stands in the line, or is asked for now.
-    is_busy: bool,
-    /// Moves that wait for its end.
-    waiting: Vec<u32>,
+    pub is_busy: bool,
+    /// Moves that wait for the end of a session's.
+    pub waiting: Vec<u32>,
+    /// The blocks of a move's.
+    pub named: Named,
 }
 
 /// All that is asked for.
 #[derive(Default)]
 pub(super) struct Asking {
-    line: VecDeque<u32>,
-    inquiries: BTreeMap<u32, Inquiry>,
+    pub line: VecDeque<Asker>,
+    pub inquiries: BTreeMap<Asker, Inquiry>,
+    /// Counts moves that ask.
+    pub serial: u64,
 }
 
 impl Asking {
-    /// Whether a session waits for its turn.
+    /// Whether somebody waits for his turn.
     pub fn waits(&self) -> bool {
         !self.line.is_empty()
+    }
+
+    /// Whether a move waits for what it asked for.
+    pub fn has_blocks(&self) -> bool {
+        self.inquiries.keys().any(|asker| matches!(asker, Asker::Blocks(_)))
     }
 }
 
 /// A name that is asked for.
 pub struct Asked {
-    chunk: usize,
+    pub(super) chunk: usize,
     /// Its key: the session may be another by then.
-    key: Key,
+    pub(super) key: Key,
     /// The name: of the object of a chunk that is sent last.
     pub name: Name,
     /// Whether it is there.
@@ -57,9 +77,8 @@ pub struct Asked {
 }
 
 /// Names that are asked for together.
-#[derive(Default)]
 pub struct AskBatch {
-    session: u32,
+    asker: Asker,
     serial: u64,
     /// Each of them.
     pub asked: Vec<Asked>,
@@ -67,17 +86,15 @@ pub struct AskBatch {
     pub timeout_ns: u64,
 }
 
-/// What is known of the next chunks of a session before anybody is asked.
+/// What is known of the next chunks before anybody is asked.
 #[derive(Default)]
-struct Window {
+pub(super) struct Window {
     /// These are to be asked for.
-    asked: Vec<Asked>,
+    pub asked: Vec<Asked>,
     /// These are there, as was heard lately.
-    there: Vec<usize>,
+    pub there: Vec<usize>,
     /// The first chunk behind it.
-    end: usize,
-    /// Nothing behind it needs to be asked for.
-    is_last: bool,
+    pub end: usize,
 }
 
 impl Core {
@@ -89,13 +106,13 @@ impl Core {
             return;
         }
         let Some(far) = &mut self.far else { return };
-        let inquiry = far.asking.inquiries.entry(at).or_default();
+        let inquiry = far.asking.inquiries.entry(Asker::Session(at)).or_default();
         if inquiry.serial != serial {
             *inquiry = Inquiry { serial, next, ..Inquiry::default() };
         }
         if !std::mem::replace(&mut inquiry.is_busy, true) {
             inquiry.next = next;
-            far.asking.line.push_back(at);
+            far.asking.line.push_back(Asker::Session(at));
         }
     }
 
@@ -114,17 +131,32 @@ impl Core {
     /// Begins a move that ends when it is known how far a session can go on with what is here
     /// and at the remote: so many tokens are its result.
     pub fn locate(&mut self, at: u32) -> Result<u32> {
+        // What was not there when it was last asked for may be now.
+        self.session_mut(at)?.asked = 0;
+        let number = self.begin_locating(at, Vec::new())?;
+        self.inquire(at);
+        let asker = Asker::Session(at);
+        let inquiry = self.far.as_mut().and_then(|far| far.asking.inquiries.get_mut(&asker));
+        match inquiry.filter(|inquiry| inquiry.is_busy) {
+            Some(inquiry) => inquiry.waiting.push(number),
+            None => self.located(at, number),
+        }
+        self.settle();
+        Ok(number)
+    }
+
+    /// A move that moves nothing, and says of so many blocks how it went; none for a path.
+    pub(super) fn begin_locating(&mut self, at: u32, slots: Vec<Slot>) -> Result<u32> {
         let session = self.session(at)?;
-        let (who, board) = (session.who, self.spaces[session.space as usize].board);
         let spec = MoveSpec {
-            board,
+            board: self.spaces[session.space as usize].board,
             flow: at,
-            who,
+            who: session.who,
             lane: 0,
             deed: Deed::Prefetch,
             level: Level::Ram,
-            slots: Vec::new(),
-            by_chunk: false,
+            by_chunk: !slots.is_empty(),
+            slots,
             asked: Vec::new(),
             first_layer: 0,
             layers: 1,
@@ -134,20 +166,11 @@ impl Core {
             after: None,
             ticket: None,
         };
-        // What was not there when it was last asked for may be now.
-        self.session_mut(at)?.asked = 0;
         if !self.moves.has_room() {
             fail!(Again, "{} moves are under way, as many as may be", self.moves.len());
         }
         let number = self.moves.add(Move::new(spec, self.now_ns)?)?;
         self.moves[number].locates = Some(0);
-        self.inquire(at);
-        let inquiry = self.far.as_mut().and_then(|far| far.asking.inquiries.get_mut(&at));
-        match inquiry.filter(|inquiry| inquiry.is_busy) {
-            Some(inquiry) => inquiry.waiting.push(number),
-            None => self.located(at, number),
-        }
-        self.settle();
         Ok(number)
     }
 
@@ -169,8 +192,12 @@ impl Core {
             return false;
         }
         let at = one.spec.flow;
+        if one.spec.by_chunk {
+            self.located_blocks(number, status);
+            return true;
+        }
         if let Some(far) = &mut self.far
-            && let Some(inquiry) = far.asking.inquiries.get_mut(&at)
+            && let Some(inquiry) = far.asking.inquiries.get_mut(&Asker::Session(at))
         {
             inquiry.waiting.retain(|&waiting| waiting != number);
         }
@@ -181,7 +208,8 @@ impl Core {
 
     /// A session was cut to so many chunks.
     pub(super) fn cut_inquiry(&mut self, at: u32, chunks: usize) {
-        let inquiry = self.far.as_mut().and_then(|far| far.asking.inquiries.get_mut(&at));
+        let asker = Asker::Session(at);
+        let inquiry = self.far.as_mut().and_then(|far| far.asking.inquiries.get_mut(&asker));
         if let Some(inquiry) = inquiry {
             inquiry.next = inquiry.next.min(chunks);
         }
@@ -191,8 +219,9 @@ impl Core {
     pub(super) fn forget_inquiry(&mut self, at: u32) {
         self.cancel_early(Some(at));
         let Some(far) = &mut self.far else { return };
-        far.asking.line.retain(|&session| session != at);
-        let inquiry = far.asking.inquiries.remove(&at);
+        let asker = Asker::Session(at);
+        far.asking.line.retain(|&other| other != asker);
+        let inquiry = far.asking.inquiries.remove(&asker);
         for number in inquiry.map(|inquiry| inquiry.waiting).unwrap_or_default() {
             self.moves[number].blame(0, &Status::Cancelled.into());
             self.end_move(number);
@@ -201,26 +230,31 @@ impl Core {
 
     /// The next names to be asked for.
     pub(super) fn take_asks(&mut self) -> Option<AskBatch> {
-        while let Some(at) = self.far.as_mut()?.asking.line.pop_front() {
-            let window = self.window(at).unwrap_or_default();
-            if !window.there.is_empty() {
-                self.note_far(at, &window.there);
+        while let Some(asker) = self.far.as_mut()?.asking.line.pop_front() {
+            let window = match asker {
+                Asker::Session(at) => self.window(at),
+                Asker::Blocks(number) => self.window_of_blocks(number),
+            };
+            let window = window.unwrap_or_default();
+            match asker {
+                Asker::Session(at) => self.note_far(at, &window.there),
+                Asker::Blocks(number) => self.note_blocks(number, &window.there),
             }
             let far = self.far.as_mut()?;
             far.counters.remembered += window.there.len() as u64;
-            let Some(inquiry) = far.asking.inquiries.get_mut(&at) else { continue };
+            let Some(inquiry) = far.asking.inquiries.get_mut(&asker) else { continue };
             if window.asked.is_empty() {
                 inquiry.next = window.end;
-                self.end_inquiry(at);
+                self.end_inquiry(asker);
                 continue;
             }
             if far.breaker.leave(Way::Read, self.now_ns) == Leave::Stay {
-                self.end_inquiry(at);
+                self.end_inquiry(asker);
                 continue;
             }
             let (serial, timeout_ns) = (inquiry.serial, far.config.timeout_ns);
             far.counters.asked += window.asked.len() as u64;
-            return Some(AskBatch { session: at, serial, asked: window.asked, timeout_ns });
+            return Some(AskBatch { asker, serial, asked: window.asked, timeout_ns });
         }
         None
     }
@@ -228,15 +262,13 @@ impl Core {
     /// The next chunks of a session: which to ask for.
     fn window(&mut self, at: u32) -> Option<Window> {
         self.with_path(at, |path, rows| path.refresh(&mut rows.chunks)).ok()?;
-        let inquiry = self.far.as_ref()?.asking.inquiries.get(&at)?;
+        let inquiry = self.far.as_ref()?.asking.inquiries.get(&Asker::Session(at))?;
         let session = self.session(at).ok()?;
         let (space, first) = (session.space, inquiry.next);
         let (board, holes) = (self.spaces[space as usize].board, self.spaces[space as usize].holes);
         let shape = self.far_shape(board)?;
         let names = self.far_names(space)?;
         let (far, session) = (self.far.as_ref()?, self.session(at).ok()?);
-        let rows = &self.boards[board as usize];
-        let layers = rows.layout.layers();
         let mut window = Window { end: first, ..Window::default() };
         let cut = shape.cut(shape.objects() - 1);
         for (chunk, key) in session.path.keys().iter().enumerate().skip(first) {
@@ -244,11 +276,8 @@ impl Core {
                 return Some(window);
             }
             let slot = session.path.slots().get(chunk).copied().unwrap_or(NONE);
-            let marks = rows.chunks.marks(slot).unwrap_or_default();
-            let is_known = marks.len() == layers
-                && marks.iter().all(|marks| marks.there() != 0 || marks.is_far());
             window.end = chunk + 1;
-            if is_known {
+            if self.is_found(board, slot, true) {
                 continue;
             }
             let name = names.name(key, &cut);
@@ -266,7 +295,6 @@ impl Core {
                 }
             }
         }
-        window.is_last = true;
         Some(window)
     }
 
@@ -289,17 +317,25 @@ impl Core {
             far.heard(Way::Read, &one.result, now_ns);
         }
         self.follow_breaker();
-        let at = batch.session;
-        let serial = self.session(at).map(|session| session.who.session.unwrap_or(0));
-        let inquiry = self.far.as_mut().and_then(|far| far.asking.inquiries.get_mut(&at));
-        let Some(inquiry) = inquiry.filter(|one| one.serial == batch.serial) else { return };
-        if serial != Ok(batch.serial) {
+        let inquiry = self.far.as_ref().and_then(|far| far.asking.inquiries.get(&batch.asker));
+        if inquiry.is_none_or(|one| one.serial != batch.serial) {
             return;
         }
-        let keys = self.sessions[at].path.keys();
+        let goes_on = match batch.asker {
+            Asker::Session(at) => self.heard_of_path(at, &batch.asked),
+            Asker::Blocks(number) => self.heard_of_blocks(number, &batch.asked),
+        };
+        match (goes_on && !failed, &mut self.far) {
+            (true, Some(far)) => far.asking.line.push_back(batch.asker),
+            _ => self.end_inquiry(batch.asker),
+        }
+    }
+
+    /// What was heard of chunks of a session; whether more is to be asked for.
+    fn heard_of_path(&mut self, at: u32, asked: &[Asked]) -> bool {
+        let Ok(session) = self.session(at) else { return false };
+        let (keys, holes) = (session.path.keys(), self.spaces[session.space as usize].holes);
         let length = keys.len();
-        let holes = self.spaces[self.sessions[at].space as usize].holes;
-        let asked = &batch.asked;
         // The first that nothing was heard of, since the session was cut or the remote did not
         // answer; where no holes can be computed, or that is not there.
         let is_same = |one: &Asked| keys.get(one.chunk) == Some(&one.key);
@@ -310,24 +346,27 @@ impl Core {
             true => asked.iter().filter(there).map(|one| one.chunk).collect(),
             false => asked[..heard].iter().map(|one| one.chunk).collect(),
         };
-        let goes_on = heard == asked.len() && !failed;
-        inquiry.next = match (asked.get(heard), asked.last()) {
+        let next = match (asked.get(heard), asked.last()) {
             (Some(one), _) => one.chunk,
             (None, last) => last.map_or(0, |one| one.chunk + 1),
         }
         .min(length);
-        let goes_on = goes_on && inquiry.next < length;
-        self.note_far(at, &there);
-        match (goes_on, &mut self.far) {
-            (true, Some(far)) => far.asking.line.push_back(at),
-            _ => self.end_inquiry(at),
+        let far = self.far.as_mut();
+        if let Some(one) = far.and_then(|far| far.asking.inquiries.get_mut(&Asker::Session(at))) {
+            one.next = next;
         }
+        self.note_far(at, &there);
+        heard == asked.len() && next < length
     }
 
-    /// Nothing more is asked for a session: who waits for that goes on.
-    fn end_inquiry(&mut self, at: u32) {
+    /// Nothing more is asked for somebody: who waits for that goes on.
+    fn end_inquiry(&mut self, asker: Asker) {
+        let at = match asker {
+            Asker::Session(at) => at,
+            Asker::Blocks(number) => return self.located_blocks(number, Status::NotFound),
+        };
         let Some(far) = &mut self.far else { return };
-        let Some(inquiry) = far.asking.inquiries.get_mut(&at) else { return };
+        let Some(inquiry) = far.asking.inquiries.get_mut(&asker) else { return };
         inquiry.is_busy = false;
         let (next, waiting) = (inquiry.next, std::mem::take(&mut inquiry.waiting));
         if let Some(session) = self.sessions.get_mut(at) {
@@ -347,25 +386,27 @@ impl Core {
         let board = self.spaces[session.space as usize].board;
         let slots = &session.path.slots()[..last + 1];
         let missing = slots.iter().filter(|&&slot| slot == NONE).count();
-        let made = match missing <= self.free_rows() {
-            true => self.rows_for(missing).and_then(|()| {
-                self.with_path(at, |path, rows| path.make(&mut rows.chunks, last + 1))
-            }),
-            false => return,
-        };
+        if !self.rows_for_hints(missing) {
+            return;
+        }
+        let made = self.with_path(at, |path, rows| path.make(&mut rows.chunks, last + 1));
         if made.is_err() {
             return;
         }
-        let layers = self.boards[board as usize].layout.layers();
         for &chunk in chunks {
             let slot = self.sessions[at].path.slots()[chunk];
-            let one = At { board, slot };
-            let before = self.far_cells(one);
-            for layer in 0..layers {
-                let hinted = self.boards[board as usize].chunks.hint(Cell { chunk: slot, layer });
-                debug_assert!(hinted.is_ok(), "{hinted:?}");
-            }
-            self.told_far(one, before);
+            self.hint_far(At { board, slot });
         }
+    }
+
+    /// The remote has all of a chunk, as far as is known.
+    pub(super) fn hint_far(&mut self, at: At) {
+        let before = self.far_cells(at);
+        let rows = &mut self.boards[at.board as usize];
+        for layer in 0..rows.layout.layers() {
+            let hinted = rows.chunks.hint(Cell { chunk: at.slot, layer });
+            debug_assert!(hinted.is_ok(), "{hinted:?}");
+        }
+        self.told_far(at, before);
     }
 }

@@ -145,11 +145,10 @@ impl Core {
         found: &[Slot],
         held: &mut Vec<Slot>,
     ) -> Result<()> {
-        let Space { board, holes, .. } = self.spaces[space as usize];
+        let board = self.spaces[space as usize].board;
         held.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
         held.resize(keys.len(), NONE);
         let rows = &mut self.boards[board as usize];
-        let valid_tokens = rows.layout.chunk_tokens();
         for (held, &found) in held.iter_mut().zip(found).filter(|(_, found)| **found != NONE) {
             rows.chunks.retain(found)?;
             *held = found;
@@ -159,22 +158,28 @@ impl Core {
         let unknown = keys.iter().zip(found).filter(|(_, found)| **found == NONE);
         let unknown: BTreeSet<&Key> = unknown.map(|(key, _)| key).collect();
         self.rows_for(unknown.len())?;
-        let chunks = &mut self.boards[board as usize].chunks;
         for (held, key) in held.iter_mut().zip(keys).filter(|(held, _)| **held == NONE) {
-            let new = NewChunk {
-                key: *key,
-                namespace: space,
-                parent: NONE,
-                position: 0,
-                valid_tokens,
-                owner: NONE,
-                holes,
-            };
-            let slot = chunks.add(&new)?.slot();
-            chunks.retain(slot)?;
+            let slot = self.add_block(space, key)?;
+            self.boards[board as usize].chunks.retain(slot)?;
             *held = slot;
         }
         Ok(())
+    }
+
+    /// The row of a block, made where there is none.
+    pub(super) fn add_block(&mut self, space: u32, key: &Key) -> Result<Slot> {
+        let Space { board, holes, .. } = self.spaces[space as usize];
+        let rows = &mut self.boards[board as usize];
+        let new = NewChunk {
+            key: *key,
+            namespace: space,
+            parent: NONE,
+            position: 0,
+            valid_tokens: rows.layout.chunk_tokens(),
+            owner: NONE,
+            holes,
+        };
+        Ok(rows.chunks.add(&new)?.slot())
     }
 
     /// Lets blocks go that nobody holds: they leave all tiers.

@@ -38,6 +38,8 @@ pub mod note {
     pub const IN_DEVICE: u16 = 256;
     /// That policy was told that it is pinned.
     pub const PINNED: u16 = 512;
+    /// A block that was located: its row stays for what the remote is said to have of it.
+    pub const LOCATED: u16 = 1024;
 }
 
 /// Chunks of one layout.

@@ -88,7 +88,8 @@ impl Core {
                 }
             }
             let Some(row) = board.chunks.chunk(slot) else { continue };
-            if row.cells_somewhere() == 0 && board.chunks.may_leave(slot) {
+            let is_kept = self.is_kept_by_hint(At { board: number as u32, slot });
+            if row.cells_somewhere() == 0 && board.chunks.may_leave(slot) && !is_kept {
                 fail!(State, "chunk {slot} of board {number} has no cells, and nobody needs it");
             }
             for tier in [Tier::Device, Tier::Host, Tier::Disk] {

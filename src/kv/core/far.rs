@@ -13,6 +13,7 @@ use crate::format::record;
 use crate::kv::admission::Admission;
 use crate::kv::core::asks::Asking;
 use crate::kv::core::early::Early;
+use crate::kv::core::far_blocks::Located;
 use crate::kv::core::far_known::Known;
 use crate::kv::core::fetches::Wanted;
 use crate::kv::core::{At, Config, Core, Write};
@@ -160,6 +161,7 @@ pub(super) struct Far {
     pub waits: BTreeMap<At, Vec<(u32, u32)>>,
     pub asking: Asking,
     pub early: Early,
+    pub located: Located,
     pub known: Known,
     pub removals: VecDeque<Name>,
     /// Batches under way that take names away: nothing is sent beside them.
@@ -183,6 +185,7 @@ impl Far {
             waits: BTreeMap::new(),
             asking: Asking::default(),
             early: Early::default(),
+            located: Located::default(),
             known: Known::new(far.known)?,
             removals: VecDeque::new(),
             removing: 0,
@@ -219,6 +222,7 @@ impl Far {
             && self.waits.is_empty()
             && self.out_bytes == 0
             && self.removing == 0
+            && !self.asking.has_blocks()
     }
 
     /// What is not at rest, in words.

@@ -42,7 +42,7 @@ impl Core {
         let (board, mut slots) = self.named(at, keys)?;
         let chunks = &mut self.boards[board as usize].chunks;
         for (slot, found) in slots.iter_mut().zip(found) {
-            *found = chunks.tiers_of(*slot);
+            *found = chunks.tiers_believed(*slot);
             if *found & WHOLE == 0 {
                 (*slot, *found) = (NONE, 0);
             }

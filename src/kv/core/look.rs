@@ -103,7 +103,8 @@ impl Core {
     }
 
     /// For each key, the tiers that have every cell of that chunk of a namespace (bit 0
-    /// the device), and [`WHOLE`](crate::meta::chunks::WHOLE) if every cell is in some.
+    /// the device), and [`WHOLE`](crate::meta::chunks::WHOLE) if every cell is in some of
+    /// this store; the remote's bit is a hint.
     pub fn exists(&self, space: u32, keys: &[Key], found: &mut [u8]) -> Result<()> {
         const GROUP: usize = 64;
         let chunks = &self.home_of(space)?.1.chunks;
@@ -116,7 +117,7 @@ impl Core {
                 let is_it = chunks
                     .chunk(slot)
                     .is_some_and(|row| row.namespace() == space && row.owner().is_none());
-                *found = if is_it { chunks.tiers_of(slot) } else { 0 };
+                *found = if is_it { chunks.tiers_believed(slot) } else { 0 };
             }
         }
         Ok(())

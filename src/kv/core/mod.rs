@@ -21,6 +21,7 @@ pub mod demote;
 mod down;
 mod early;
 pub mod far;
+mod far_blocks;
 mod far_known;
 pub mod fetches;
 pub mod gauge;
@@ -444,10 +445,10 @@ impl Core {
         while let Some(slot) = next.take() {
             let chunks = &self.boards[board as usize].chunks;
             let is_bare = chunks.chunk(slot).is_some_and(|row| row.cells_somewhere() == 0);
-            if !is_bare || !chunks.may_leave(slot) {
+            let at = At { board, slot };
+            if !is_bare || !chunks.may_leave(slot) || self.is_kept_by_hint(at) {
                 return;
             }
-            let at = At { board, slot };
             self.forget_chunk(at);
             match self.boards[board as usize].chunks.remove(slot, |_, _| ()) {
                 Ok(above) => next = above,

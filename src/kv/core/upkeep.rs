@@ -250,6 +250,7 @@ impl Core {
     /// Makes rows free: the chunks whom the policies choose are gone from all tiers.
     fn make_rows(&mut self, chunks: usize) {
         let aim = self.free_rows() + chunks;
+        self.forget_located(aim);
         for tier in [Tier::Disk, Tier::Host] {
             let mut victims = Vec::new();
             // As long as someone goes, and for a batch more: where cells are chosen the first

@@ -32,6 +32,8 @@ pub(super) struct AskedBlocks {
     planes: Vec<Planes>,
     /// All of them were durable.
     must: bool,
+    /// It is asked which of them are here or at the remote, and nothing moves.
+    locates: bool,
 }
 
 /// What is known of blocks.
@@ -40,6 +42,8 @@ pub(super) struct Blocks {
     asked: BTreeMap<u32, AskedBlocks>,
     /// Namespace and name of those that last.
     lasting: BTreeSet<(u32, u32)>,
+    /// And of those that somebody began to store, ever.
+    begun: BTreeSet<(u32, u32)>,
     /// The session of each namespace that holds some, and how often it holds which.
     holders: BTreeMap<u32, Holder>,
 }
@@ -54,8 +58,9 @@ impl Blocks {
     /// Those of a seed: one in four has some. All others do as they would without.
     pub(super) fn of(seed: u64) -> Option<Blocks> {
         let random = Random::new(seed ^ 0xB10C5);
-        let (asked, lasting, holders) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
-        (seed % 4 == 1).then_some(Blocks { random, asked, lasting, holders })
+        let (asked, holders) = (BTreeMap::new(), BTreeMap::new());
+        let (lasting, begun) = (BTreeSet::new(), BTreeSet::new());
+        (seed % 4 == 1).then_some(Blocks { random, asked, lasting, begun, holders })
     }
 
     /// Whether none is under way.
@@ -174,12 +179,41 @@ impl World {
         drop(core);
         match begun {
             Ok(number) => {
-                let asked = AskedBlocks { deed, level, space, names, planes, must };
+                if deed == Deed::Put {
+                    blocks.begun.extend(names.iter().map(|&name| (space, name)));
+                }
+                let locates = false;
+                let asked = AskedBlocks { deed, level, space, names, planes, must, locates };
                 blocks.asked.insert(number, asked);
                 Ok(())
             }
             Err(error) if matches!(error.status(), Status::Again | Status::Limit) => Ok(()),
             Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Asks which of some are here or at the remote. Who asks is gone before that is known.
+    pub(super) fn locate_blocks(&mut self) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let (count, space) =
+            (1 + blocks.random.below(4 * MOST), blocks.random.below(SPACES.into()));
+        let names: Vec<u32> = (0..count).map(|_| blocks.random.below(NAMES) as u32).collect();
+        let (space, level) = (space as u32, Level::Ram);
+        let keys = World::keys_of(space, &names)?;
+        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let mut core = self.core.0.lock();
+        let begun = core.locate_blocks(asker, keys);
+        core.close_session(asker)?;
+        drop(core);
+        match (begun, &mut self.blocks) {
+            (Ok(number), Some(blocks)) => {
+                let (deed, planes, must, locates) = (Deed::Prefetch, Vec::new(), false, true);
+                let asked = AskedBlocks { deed, level, space, names, planes, must, locates };
+                blocks.asked.insert(number, asked);
+                Ok(())
+            }
+            (Err(error), _) if error.status() != Status::Again => Err(error.into()),
+            _ => Ok(()),
         }
     }
 
@@ -317,7 +351,19 @@ impl World {
         }
         let tolerated =
             [Status::Ok, Status::NotFound, Status::Cancelled, Status::Budget, Status::Io];
+        let hears_wrong = self.may_hear_wrong();
         for (at, (&name, status)) in asked.names.iter().zip(&one.outcomes).enumerate() {
+            let was_begun = |all: &Blocks| all.begun.contains(&(asked.space, name));
+            if asked.locates
+                && *status == Status::Ok
+                && !hears_wrong
+                && !self.blocks.as_ref().is_some_and(was_begun)
+            {
+                return ended("nobody ever stored one that was found");
+            }
+            if asked.locates && !tolerated[..3].contains(status) {
+                return ended("a question that fails");
+            }
             let is_known = tolerated.contains(status)
                 || *status == Status::Unavailable && self.may_lose_device()
                 || *status == Status::Corrupt && self.may_damage();

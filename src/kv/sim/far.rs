@@ -87,6 +87,7 @@ impl World {
                 Some(at) => self.submit(at, Deed::Get, Level::Ram),
                 None => Ok(()),
             },
+            14..=17 => self.locate_blocks(),
             _ => Ok(()),
         }
     }
@@ -130,6 +131,11 @@ impl World {
         };
         self.asked.insert(number, asked);
         Ok(())
+    }
+
+    /// Whether something may be said to be there that never was: an answer was another's.
+    pub(super) fn may_hear_wrong(&self) -> bool {
+        self.far.as_ref().is_none_or(|far| far.remote.struck(Fault::Reorder) > 0)
     }
 
     /// What the remote's troubles may do to a put that waits for it.

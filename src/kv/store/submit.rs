@@ -2,6 +2,7 @@
 
 use crate::base::op::{OpOpts, OpRef};
 use crate::base::status::{Error, Result, Status};
+use crate::format::keys::Key;
 use crate::kv::core::blocks::BlockMove;
 use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::{Core, Rectangle};
@@ -56,6 +57,15 @@ impl Store {
     /// op, whose result is so many tokens.
     pub fn locate(&self, session: u32, opts: &OpOpts) -> Result<OpRef> {
         let ops = self.begin(Ops::Each(1), opts, None, |core| Ok((core.locate(session)?, 0)))?;
+        ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
+    }
+
+    /// Begins to find out which of some blocks are here or at the remote: one op, with an item a
+    /// block.
+    pub fn locate_blocks(&self, session: u32, keys: Vec<Key>, opts: &OpOpts) -> Result<OpRef> {
+        let ops = Ops::Items(keys.len());
+        let submit = |core: &mut Core| Ok((core.locate_blocks(session, keys)?, 0));
+        let ops = self.begin(ops, opts, None, submit)?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 

@@ -1,5 +1,6 @@
 //! From keys to chunks, many at a time: the memory of several is fetched at once.
 
+use crate::base::budget::Tier;
 use crate::base::zeroed::prefetch;
 use crate::meta::chunks::{Chunks, PLACES, id_of};
 use crate::meta::index::{NONE, Slot, UNSURE};
@@ -63,6 +64,12 @@ impl Chunks {
                 *found = self.tiers_of(slot);
             }
         }
+    }
+
+    /// The same, with what the remote is said to have only where that is believed.
+    pub fn tiers_believed(&self, slot: Slot) -> u8 {
+        let doubted = u8::from(!self.counts_far()) << Tier::Remote as u8;
+        self.tiers_of(slot) & !doubted
     }
 
     /// The tiers that have every cell of a chunk, and [`WHOLE`]; 0 where there is none.
