@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Dict, Mapping, Optional
 
-from kvtier import LEVEL_DISK, LEVEL_DURABLE, LEVEL_RAM, abi
+from kvtier import LEVEL_DISK, LEVEL_DURABLE, LEVEL_RAM, LEVEL_REMOTE, abi
 from kvtier._errors import make
 
 from ._future import NEVER, STOPS, Lifetimes
 
-LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL_DURABLE}
+LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL_DURABLE,
+                          "remote": LEVEL_REMOTE}
 
 #: What `activate` adds for the workers of an engine.
 INTERNAL = "kvtier_engine"
@@ -37,7 +38,7 @@ class Settings:
     policy: str = ""
     disk_policy: str = ""
     write: str = ""
-    #: When a save is acknowledged: "ram", "disk" or "durable".
+    #: When a save is acknowledged: "ram", "disk", "durable" or "remote".
     level: str = "ram"
     #: "" takes the device of the cache's tensors.
     device: str = ""
@@ -55,6 +56,9 @@ class Settings:
     #: True, False, or None: answered at once where the worker is in this process.
     lookup_async: Optional[bool] = None
     lookup_timeout_s: float = 5.0
+    #: A lookup waits that long, at most, for what the store's remote says; 0: it is not asked.
+    #: Where lookups are not asynchronous the engine's scheduler waits with it.
+    ask_s: float = 0.0
     #: How many sessions the policies tell apart.
     max_sessions: int = 256
     #: A line of the log for each eviction.

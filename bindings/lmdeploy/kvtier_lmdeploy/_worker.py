@@ -78,7 +78,10 @@ class WorkerSide:
                 what, _, ordinal = name.partition(":")
                 self._device = kvtier.Device(runtime, what, ordinal=int(ordinal or 0))
             self._store = kvtier.Store(runtime, device=self._device, **where)
-            if settings.level != "ram" and not self._store.stats()["disk_limit_bytes"]:
+            if settings.level == "remote" and not self._store.remote_stats()["reads"]:
+                raise invalid("level 'remote', and the store has no remote: say one in spec")
+            if (settings.level in ("disk", "durable")
+                    and not self._store.stats()["disk_limit_bytes"]):
                 raise invalid(f"level {settings.level!r}, and the store has no disk: say disk_path "
                               "and disk_bytes, or level \"ram\"")
             self._identity = self._identity_of(rows)
@@ -277,7 +280,7 @@ class WorkerSide:
         if store is None or blocks is None:
             return None
         if ask == "prefix":
-            return blocks.prefix(names)
+            return blocks.prefix(names, self._settings.ask_s)
         if ask == "describe":
             return self.describe()
         if ask == "metrics":

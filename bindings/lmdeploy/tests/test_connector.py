@@ -84,6 +84,26 @@ def test_a_load_says_which_blocks_did_not_come(closing: Callable[[Any], Any]) ->
     assert out.invalid_block_ids == {6, 7}
 
 
+def test_blocks_of_one_host_are_found_by_another(closing: Callable[[Any], Any],
+                                                 tmp_path: Any) -> None:
+    where = {"spec": f'store(host=8MiB, remote=dir(path="{tmp_path}"))', "level": "remote"}
+    cache, rows = stubs.cache_config(where), arrays()
+    names = names_of(3)
+    one = closing(stubs.worker(cache, tensors(rows)))
+    work(one, StepMeta(saves=(Save(0, 1, (0, 3, 5), (0, 1, 2), names),)))
+    want = {name: array.copy() for name, array in rows.items()}
+    other = closing(stubs.worker(stubs.cache_config({**where, "ask_s": 20.0}), tensors(rows)))
+    deaf = closing(stubs.worker(cache, tensors(rows)))
+    asked = [worker._worker._answer({"ask": "prefix"}, names) for worker in (deaf, other)]
+    assert asked == [0, 3]
+    for array in rows.values():
+        array[:] = 0xEE
+    out = work(other, StepMeta(loads=(Load(9, 1, (1, 2, 4), names),)))
+    assert out.invalid_block_ids == set()
+    for name, array in rows.items():
+        assert (array[[1, 2, 4]] == want[name][[0, 3, 5]]).all()
+
+
 def test_refused_moves_end(closing: Callable[[Any], Any]) -> None:
     """A block that is none ends its move, not the engine."""
     cache, rows = stubs.cache_config(HOST), arrays()

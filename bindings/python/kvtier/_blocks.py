@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import sys
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Un
 from . import _abi, _reaper
 from ._columns import Column, Columns
 from ._device import After, number_of
-from ._errors import make
+from ._errors import Error, make
 from ._lib import check, check_err, lib, u32, u64
 from ._op import Op
 from ._plan import ClearReport, values
@@ -207,6 +208,7 @@ class Blocks:
         self._space = store.namespace(identity, chunk_tokens=1, groups=groups, holes=True)
         self._session: "Session" = self._space.session(name, tenant=tenant, priority=priority)
         self._runtime = store._runtime
+        self._has_remote = bool(store.remote_stats()["reads"])
 
     def keys(self, names: "Sequence[bytes] | Names") -> bytes:
         """What blocks are called in events: 32 bytes a name, one after the other."""
@@ -216,19 +218,24 @@ class Blocks:
                                                byref(err)), err)
         return bytes(keys)
 
-    def exists(self, names: "Sequence[bytes] | Names") -> bytes:
+    def exists(self, names: "Sequence[bytes] | Names", ask: Optional[float] = None) -> bytes:
         """A byte for each: 0 where a block is not there, or not all of it; else EXISTS_WHOLE,
         and `1 << TIER_*` for each tier that has all of it. One that `locate` found at the remote
-        has `1 << TIER_REMOTE` without EXISTS_WHOLE: a get brings it. Nothing is held."""
+        has `1 << TIER_REMOTE` without EXISTS_WHOLE: a get brings it. With `ask` a store that has
+        a remote asks it first, and waits so many seconds at most. Nothing is held."""
         called, err = _ready(names), new_error()
+        if ask and self._has_remote and len(called):
+            # What it does not say in time, or refuses to be asked, is not there.
+            with contextlib.suppress(Error), self.locate(called, timeout=ask) as op:
+                op.wait()
         found = ctypes.create_string_buffer(len(called))
         check_err(lib.kvt_namespace_find_blocks(
             self._space._raw, byref(called._c), ctypes.cast(found, _U8), byref(err)), err)
         return found.raw
 
-    def prefix(self, names: "Sequence[bytes] | Names") -> int:
-        """How many blocks from the first on are there, or were located at the remote."""
-        found = self.exists(names)
+    def prefix(self, names: "Sequence[bytes] | Names", ask: Optional[float] = None) -> int:
+        """How many blocks from the first on `exists` says are there."""
+        found = self.exists(names, ask)
         gap = found.find(0)
         return len(found) if gap < 0 else gap
 

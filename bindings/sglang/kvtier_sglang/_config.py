@@ -17,6 +17,7 @@ TESTED = "0.5.23"
 
 LEVELS: Dict[str, int] = {
     "ram": kvtier.LEVEL_RAM, "disk": kvtier.LEVEL_DISK, "durable": kvtier.LEVEL_DURABLE,
+    "remote": kvtier.LEVEL_REMOTE,
 }
 #: Keys of the same JSON that are the engine's own, and are left to it.
 ENGINES = frozenset({
@@ -49,7 +50,7 @@ class Settings:
     policy: str = ""
     disk_policy: str = ""
     write: str = ""
-    #: When a write has ended: "ram", "disk" or "durable".
+    #: When a write has ended: "ram", "disk", "durable" or "remote".
     level: str = "ram"
     #: Evictions are logged (logger `kvtier_sglang`, INFO) whenever metrics are asked for.
     log_evictions: bool = False
@@ -59,6 +60,8 @@ class Settings:
     workers: int = 0
     #: After so many seconds a transfer ends, without what it has not done by then.
     timeout_s: Optional[float] = None
+    #: A lookup waits so many seconds, at most, for what the store's remote says; 0: it is not asked.
+    ask_s: float = 0.5
     #: What is known of the future of pages is told to the policies.
     hints: bool = True
     #: KV that all ranks have alike (MLA) is kept by each rank for itself.

@@ -300,7 +300,7 @@ class KvtierStorage(HiCacheStorage):
         pool = self._kv()
         names = _names(keys)
         self._advisor.looked_up(names)
-        return pool.blocks.prefix(names) if keys else 0
+        return pool.blocks.prefix(names, self.settings.ask_s) if keys else 0
 
     def batch_exists_v2(self, keys: List[str],
                         pool_transfers: Optional[List[PoolTransfer]] = None,
@@ -309,7 +309,9 @@ class KvtierStorage(HiCacheStorage):
         """Up to where all pools have what their rule asks for."""
         pages, names = self.batch_exists(keys), _names(keys)
         there = fold(pages, pool_transfers or (),
-                     lambda name: self._pool(name).blocks.exists(names[:pages]), PoolName.KV)
+                     lambda name: self._pool(name).blocks.exists(names[:pages],
+                                                                 self.settings.ask_s),
+                     PoolName.KV)
         return PoolTransferResult(*there)
 
     # The engine's older calls: a tensor a page, without interface_v1.

@@ -546,3 +546,22 @@ def test_a_dropped_backend_closes_itself() -> None:
     backend.batch_set_v1(names(1), pool.slots([0]))
     del backend
     assert np.all(pool.kv_buffer.numpy().view(np.uint8) == 0)
+
+
+def test_pages_of_one_host_are_found_by_another(tmp_path: Path) -> None:
+    extra = {"spec": f'store(remote=dir(path="{tmp_path}"))', "level": "remote", "ask_s": 20.0}
+    one, other = MiniPool(), MiniPool()
+    backend, second = opened(one, extra), opened(other, extra)
+    one.fill(1)
+    other.fill(2)
+    keys = names(5)
+    assert second.batch_exists(keys) == 0
+    assert backend.batch_set_v1(keys, one.slots([3, 0, 15, 7, 1])) == [True] * 5
+    third = opened(other, extra)
+    assert third.batch_exists([*keys, "missing"]) == 5
+    assert third.batch_get_v1(keys[:3], other.slots([4, 5, 6])) == [True] * 3
+    assert [other.bytes_of(page) for page in (4, 5, 6)] == [one.bytes_of(p) for p in (3, 0, 15)]
+    unasked = opened(other, {**extra, "ask_s": 0.0})
+    assert unasked.batch_exists(keys) == 0
+    for one_of in (backend, second, third, unasked):
+        one_of.close()
