@@ -31,6 +31,8 @@ mod kernel;
 mod offload;
 #[path = "abi_policy.rs"]
 mod policy;
+#[path = "abi_remote.rs"]
+mod remote;
 #[path = "abi_sparse.rs"]
 mod sparse;
 #[path = "abi_store.rs"]

@@ -30,11 +30,14 @@ use kvtier::ffi::view::*;
 
 use super::{MOVED, Machine, Ordering, Padded, Shelf, Tape, check, out, size_field};
 
-const SPECS: [&str; 8] = [
+const SPECS: [&str; 9] = [
     "store(host=1MiB, chunks=64, sessions=6, moves=8, cells=64, events=16, copiers=1)",
     "store(host=128KiB, chunks=64, sessions=6, moves=8, cells=8, events=0, copiers=1)",
     "store(host=1MiB, chunks=8, sessions=2, moves=1, cells=1, events=1, copiers=1)",
     "store(host=1MiB, policy=lru, chunks=64, sessions=6, copiers=1)",
+    // Nobody is there.
+    "store(host=1MiB, chunks=64, sessions=6, copiers=1, remote=redis(url=\"redis://127.0.0.1:1\", \
+     timeout=5, connect=5, ask=fetch, known=8, events=\"a\"))",
     "store(hots=1MiB)",
     "store(",
     "shop",
@@ -95,7 +98,7 @@ impl Stores {
 }
 
 /// Images in tokens, in order or not.
-fn media(tape: &mut Tape) -> Vec<kvt_media_t> {
+pub(super) fn media(tape: &mut Tape) -> Vec<kvt_media_t> {
     let one = |tape: &mut Tape| kvt_media_t {
         token: u64::from(tape.byte() % 40),
         digest: [tape.byte() % 2; 32],
@@ -104,7 +107,11 @@ fn media(tape: &mut Tape) -> Vec<kvt_media_t> {
 }
 
 /// Tokens with images for a call.
-fn sequence(tape: &mut Tape, tokens: &[u32], media: &[kvt_media_t]) -> Padded<kvt_sequence_t> {
+pub(super) fn sequence(
+    tape: &mut Tape,
+    tokens: &[u32],
+    media: &[kvt_media_t],
+) -> Padded<kvt_sequence_t> {
     Padded::<kvt_sequence_t>::new(tape, |s, t| {
         (s.tokens, s.token_count) = (tokens.as_ptr(), tokens.len() as u64);
         (s.media, s.media_count) = (media.as_ptr(), media.len() as u64);
@@ -126,7 +133,7 @@ unsafe fn append_media(
 }
 
 /// A few tokens that sessions have in common.
-fn tokens(tape: &mut Tape) -> Vec<u32> {
+pub(super) fn tokens(tape: &mut Tape) -> Vec<u32> {
     let (document, count) = (u32::from(tape.byte() % 3), u32::from(tape.byte() % 40));
     (0..count).map(|i| document * 1000 + i).collect()
 }
@@ -364,7 +371,11 @@ impl Machine {
     }
 
     /// Names that are often the same, and sometimes lead nowhere.
-    fn names(tape: &mut Tape, room: &[u8; 64], ends: &mut [u64; 8]) -> Padded<kvt_names_t> {
+    pub(super) fn names(
+        tape: &mut Tape,
+        room: &[u8; 64],
+        ends: &mut [u64; 8],
+    ) -> Padded<kvt_names_t> {
         let mut end = 0;
         for at in ends.iter_mut() {
             end += u64::from(tape.byte() % 6) + u64::from(tape.byte() < 250);
@@ -469,7 +480,7 @@ impl Machine {
     }
 
     pub(super) fn look_at_store(&mut self, tape: &mut Tape, err: *mut *mut kvt_error_t) {
-        match tape.byte() % 8 {
+        match tape.byte() % 9 {
             0 => self.lookup(tape, err),
             1 => self.plan(tape, err),
             2 => self.read_events(tape),
@@ -485,6 +496,7 @@ impl Machine {
             }
             5 => self.change_store(tape, err),
             6 => self.list_rows(tape),
+            7 => self.ask_store(tape, err),
             _ => {
                 let store = self.kv.stores.pick(tape);
                 let mut stats = out::<kvt_store_stats_t>();
