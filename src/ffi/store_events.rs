@@ -136,10 +136,7 @@ pub unsafe extern "C" fn kvt_store_events(
 /// Begins an op that ends when there is an event to read: one with the number `from`, or a later
 /// one. Never waits. The op's value is how many there are; more may have come when they are read.
 /// Its queue is the descriptor (kvt_queue_fd) or the callback by which a reader is woken. One that
-/// was woken reads all (kvt_store_events), and watches again from its cursor on:
-///
-///     kvt_store_events(store, &cursor, events, 256, sizeof *events, &count, NULL);
-///     kvt_store_watch(store, cursor, &submit, NULL, &err);
+/// was woken reads all (kvt_store_events), and watches again from where that has left its cursor.
 ///
 /// @param store   The store.
 /// @param from    The number of the first event that is wanted, as kvt_store_events has left it
