@@ -25,6 +25,8 @@ pub(super) struct Early {
     /// Moves under way, and whose they are.
     moves: Vec<(u32, u32)>,
     is_busy: bool,
+    /// The next move that begins is for this session.
+    begins: Option<u32>,
 }
 
 impl Early {
@@ -41,6 +43,15 @@ impl Core {
     pub(super) fn is_early(&self, number: u32) -> bool {
         let moves = self.far.as_ref().map_or(&[][..], |far| &far.early.moves);
         moves.iter().any(|&(_, one)| one == number)
+    }
+
+    /// A move begins: it may be one of these.
+    pub(super) fn early_begins(&mut self, number: u32) {
+        if let Some(early) = self.far.as_mut().map(|far| &mut far.early)
+            && let Some(at) = early.begins.take()
+        {
+            early.moves.push((at, number));
+        }
     }
 
     /// A move has ended.
@@ -92,17 +103,16 @@ impl Core {
                 after: None,
             };
             // Where there is no room for it now, it comes when it is asked for.
-            let begun = self.submit_rectangle(at, Deed::Prefetch, Level::Ram, LANE, rectangle);
-            match (begun, &mut self.far) {
-                (Ok(number), Some(far)) if self.moves.get_mut(number).is_some() => {
-                    far.early.moves.push((at, number));
-                }
-                // It has ended already, and nobody is to hear of that.
-                (Ok(number), _) => {
-                    let last = self.finished.iter().rposition(|one| one.number == number);
-                    last.into_iter().for_each(|last| drop(self.finished.remove(last)));
-                }
-                _ => {}
+            if let Some(far) = &mut self.far {
+                far.early.begins = Some(at);
+            }
+            if let Err(error) =
+                self.submit_rectangle(at, Deed::Prefetch, Level::Ram, LANE, rectangle)
+            {
+                log::debug!("nothing is fetched early: {error}");
+            }
+            if let Some(far) = &mut self.far {
+                far.early.begins = None;
             }
         }
     }

@@ -172,7 +172,8 @@ impl Core {
             if !self.jobs[id].gave_up_far && self.may_fetch(board, cell) {
                 return self.fetch(id, board, cell);
             }
-            self.counters.misses += 1;
+            // What nobody asked for is missed by nobody.
+            self.counters.misses += u64::from(!self.is_early(self.jobs[id].number));
             return self.end_job(id, 0, Some(Status::NotFound.into()));
         }
         self.bring_up(id, board, cell, marks);

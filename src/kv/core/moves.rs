@@ -216,8 +216,7 @@ impl Core {
     /// Begins a move; its number. Its chunks stay until it has ended.
     pub fn submit(&mut self, spec: MoveSpec) -> Result<u32> {
         self.check_move(&spec, spec.slots.len())?;
-        let mut slots = spec.slots.clone();
-        slots.retain(|&slot| slot != NONE);
+        let slots: Vec<Slot> = spec.slots.iter().copied().filter(|&slot| slot != NONE).collect();
         let (board, ticket, after) = (spec.board, spec.ticket, spec.after);
         let number = self.moves.add(Move::new(spec, self.now_ns)?)?;
         for (held, &slot) in slots.iter().enumerate() {
@@ -231,6 +230,7 @@ impl Core {
             self.note_held(board, slot);
         }
         self.join_behind(after);
+        self.early_begins(number);
         self.tell_policies(number);
         self.counters.moves[self.moves[number].spec.deed as usize] += 1;
         match ticket {

@@ -36,6 +36,8 @@ pub struct RedisLane {
     slots: Option<Arc<Slots>>,
     /// The numbers that nodes of `slots` have here.
     routes: Vec<usize>,
+    /// Whom all goes to where there is no cluster.
+    home: Option<usize>,
     /// Whom to begin with when somebody is to be asked.
     turn: usize,
     wording: Wording,
@@ -78,6 +80,7 @@ impl RedisLane {
             numbers: HashMap::new(),
             slots: None,
             routes: Vec::new(),
+            home: None,
             turn: 0,
             wording,
             words: String::new(),
@@ -147,6 +150,9 @@ impl RedisLane {
                 wire.is_checked = false;
             }
         }
+        if !self.shared.settings.is_cluster {
+            self.home = self.number(&self.shared.settings.seeds[0].clone());
+        }
         self.batch = Batch { deadline_ns, left: work.len(), ..Batch::default() };
         let known = self.shared.map.get();
         if let Some(known) = known
@@ -175,7 +181,7 @@ impl RedisLane {
     /// Gives an item to the node that has it, as far as is known.
     pub(super) fn route(&mut self, work: &mut Work, mut task: Task, now: u64) {
         let node = if !self.shared.settings.is_cluster {
-            self.number(&self.shared.settings.seeds[0].clone())
+            self.home
         } else {
             let Some(slots) = &self.slots else { return self.batch.homeless.push(task) };
             let slot = match work.key(task.item, &self.shared.settings.prefix, &mut self.key) {

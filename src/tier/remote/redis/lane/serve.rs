@@ -11,6 +11,9 @@ use crate::tier::remote::redis::url::Address;
 use crate::tier::remote::redis::wire::{Answer, Expect, Fault, Task};
 use crate::tier::remote::redis::work::{Came, Outcome, Work, words};
 
+/// How many commands are said before those are sent: a server begins with the first ones while
+/// others are worded.
+const FED: usize = 128;
 /// How often an item is sent elsewhere.
 const MAX_MOVES: u8 = 5;
 /// How often a connection to a node is lost in a batch until the rest of it is.
@@ -98,11 +101,11 @@ impl RedisLane {
             words(&mut wire.out, &[b"CLUSTER", b"SLOTS"]);
             wire.expects(Expect::Slots);
         }
-        while let Some(task) = node.queue.front() {
-            if !work.fits(task.item, wire.items, wire.bytes) {
-                break;
-            }
-            let Some(task) = node.queue.pop_front() else { break };
+        for _ in 0..FED {
+            let next =
+                node.queue.front().filter(|task| work.fits(task.item, wire.items, wire.bytes));
+            let Some(task) = next.copied() else { break };
+            node.queue.pop_front();
             work.key(task.item, &settings.prefix, &mut self.key);
             if task.is_asking {
                 words(&mut wire.out, &[b"ASKING"]);
