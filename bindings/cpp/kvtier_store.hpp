@@ -711,12 +711,7 @@ public:
     /// What the full chunks of a sequence are called in events: KVT_KEY_BYTES each.
     ret<std::vector<std::uint8_t>> chunk_keys(span<const std::uint32_t> tokens,
                                               span<const kvt_media_t> media = {}) const {
-        kvt_sequence_t c = KVT_SEQUENCE_INIT;
-        c.tokens = tokens.data();
-        c.token_count = tokens.size();
-        c.media = media.data();
-        c.media_count = media.size();
-        c.media_stride_bytes = sizeof(kvt_media_t);
+        const kvt_sequence_t c = detail::lower(tokens, media);
         detail::failure f;
         std::uint64_t count = 0;
         kvt_status_t status = kvt_namespace_chunk_keys(raw_, &c, nullptr, 0, &count, f.out());
