@@ -45,7 +45,8 @@ const FIELDS = {
     host_bytes: 'uint64_t', disk_bytes: 'uint64_t', disk_path: 'void *',
     disk_path_bytes: 'uint64_t', policy: 'void *', policy_bytes: 'uint64_t',
     disk_policy: 'void *', disk_policy_bytes: 'uint64_t', write: 'uint32_t',
-    reserved: 'uint32_t', device: 'void *',
+    reserved: 'uint32_t', device: 'void *', secrets: 'void *', secret_count: 'uint64_t',
+    secret_stride_bytes: 'uint64_t', remote: 'void *',
   },
   kvt_identity_t: {
     struct_size: 'uint64_t', model: 'void *', model_bytes: 'uint64_t', weights: 'void *',
@@ -53,6 +54,7 @@ const FIELDS = {
     media_bytes: 'uint64_t', salt: 'void *', salt_bytes: 'uint64_t', recipe: 'void *',
     recipe_bytes: 'uint64_t', shard_index: 'uint32_t', shard_count: 'uint32_t',
     extra: 'void *', extra_count: 'uint64_t', extra_stride_bytes: 'uint64_t',
+    remote_tenant: 'uint64_t',
   },
   kvt_group_t: {
     rule: 'uint32_t', dtype: 'uint32_t', kv_heads: 'uint32_t', window_tokens: 'uint32_t',
