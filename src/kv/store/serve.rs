@@ -137,6 +137,11 @@ pub(super) fn start(
     spec: &StoreSpec,
     listener: Option<Listener>,
 ) -> Result<Vec<JoinHandle<()>>> {
+    // What cannot be is refused before anybody is at work.
+    let teller = match &spec.remote {
+        Some(remote) => remote.teller(&spec.secrets, inner.runtime.clock())?,
+        None => None,
+    };
     let copiers = if spec.copiers == 0 { cores().min(4) as u32 } else { spec.copiers };
     let tools = inner.tools.lock().clone();
     let below = u32::from(tools.disk.is_some());
@@ -164,10 +169,6 @@ pub(super) fn start(
             inner.serve_behind(tools);
         })?);
     }
-    let teller = match &spec.remote {
-        Some(remote) => remote.teller(&spec.secrets, inner.runtime.clock())?,
-        None => None,
-    };
     if let (Some((node, tell)), Some(remote)) = (teller, &spec.remote) {
         let feed = Feed::new(&node, tell, remote.config.timeout_ns)?;
         let inner = inner.clone();
