@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvtier::base::status::{Result, Status};
 use kvtier::base::sync::Arc;
 use kvtier::device::host::Host;
-use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, State, Stream, Way};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, Memory, State, Stream, Way};
 
 /// Another one, with faults: which copy of a way is the next to fail, counted from 1; 0 = none,
 /// the greatest number = all.
@@ -46,6 +46,13 @@ impl Faulty {
     }
 }
 
+/// One by one, those count that touch memory of the device: what policies know of blocks is put
+/// in the store from the host's, by a thread that nobody waits for.
+fn counts(copy: &Copy<'_>, gather: u64) -> bool {
+    let is_far = copy.memory == Memory::Device || copy.plane_memory == Memory::Device;
+    is_far || gather == ALL
+}
+
 impl Device for Faulty {
     fn facts(&self) -> Facts {
         self.inner.facts()
@@ -60,7 +67,9 @@ impl Device for Faulty {
         for copy in copies.iter() {
             let plane = copy.plane.expose_provenance() as u64;
             if copy.way == Way::Gather {
-                Faulty::pass(&self.gather)?;
+                if counts(copy, self.gather.load(Ordering::SeqCst)) {
+                    Faulty::pass(&self.gather)?;
+                }
             } else if self.stuck.load(Ordering::SeqCst) == plane {
                 return Err(Status::Io.into());
             } else {
