@@ -25,6 +25,7 @@ pub mod tls;
 #[cfg(not(feature = "tls"))]
 #[path = "tls_none.rs"]
 pub mod tls;
+pub mod tls_opts;
 pub mod uring;
 
 #[cfg(all(test, not(feature = "shuttle")))]

@@ -1,11 +1,11 @@
 //! In the place of TLS where it is not built in: it cannot be had, and so nothing of it happens.
 
 use std::convert::Infallible;
-use std::path::Path;
 
 use crate::base::status::Result;
 use crate::fail;
 use crate::io::link::{Link, Lost, Pieces};
+use crate::io::tls_opts::TlsOpts;
 
 /// Who would be trusted.
 pub struct Trust(Infallible);
@@ -15,7 +15,7 @@ pub struct Session(Infallible);
 
 impl Trust {
     /// UNSUPPORTED.
-    pub fn open(_: Option<&Path>, _: bool) -> Result<Trust> {
+    pub fn open(_: &TlsOpts) -> Result<Trust> {
         fail!(
             Unsupported,
             "built without tls: use a library that is built with the feature \"tls\", or redis:// over \

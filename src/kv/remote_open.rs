@@ -53,7 +53,7 @@ pub(super) fn teller(_: &RemoteSpec, _: &Secrets, _: &Clock) -> Result<Tell> {
 
 #[cfg(feature = "redis")]
 fn open_redis(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Redis> {
-    use crate::tier::remote::redis::{RedisOpts, TlsOpts};
+    use crate::tier::remote::redis::RedisOpts;
 
     let Kind::Redis { url, user, cluster, replicas, ttl_s, wait, .. } = &spec.kind else {
         fail!(Invalid, "not a Redis server");
@@ -66,7 +66,7 @@ fn open_redis(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Red
         ttl_s: *ttl_s,
         wait: *wait,
         connect_ns: spec.connect_ns,
-        tls: TlsOpts { ca: spec.trusted.ca.clone(), insecure: spec.trusted.insecure },
+        tls: spec.tls.clone(),
         ..RedisOpts::new(url, spec.prefix.clone())
     };
     Redis::open(&opts, clock.clone())
@@ -84,7 +84,7 @@ fn redis(_: &RemoteSpec, _: &Secrets, _: &Clock) -> Result<Box<dyn Remote>> {
 
 #[cfg(feature = "s3")]
 fn s3(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Box<dyn Remote>> {
-    use crate::tier::remote::s3::{S3, S3Opts, Style, TlsOpts};
+    use crate::tier::remote::s3::{S3, S3Opts, Style};
 
     let Kind::S3 { url, bucket, region, is_virtual, connections } = &spec.kind else {
         fail!(Invalid, "not a bucket");
@@ -100,7 +100,7 @@ fn s3(spec: &RemoteSpec, secrets: &Secrets, clock: &Clock) -> Result<Box<dyn Rem
         token: secrets.get("s3.token"),
         connect_ns: spec.connect_ns,
         connections: *connections,
-        tls: TlsOpts { ca: spec.trusted.ca.clone(), insecure: spec.trusted.insecure },
+        tls: spec.tls.clone(),
     };
     Ok(Box::new(S3::open(&opts, clock.clone())?))
 }

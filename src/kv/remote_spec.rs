@@ -22,6 +22,7 @@
 //! | `fetchers`, `senders` | 2, 1 | threads |
 //! | `require` | false | a store is not opened while its remote cannot be reached |
 //! | `ca`, `insecure` | none, false | with TLS: a file of authorities (PEM), else the system's; nobody is asked who he is |
+//! | `cert`, `cert_key` | none, as `cert` | files (PEM) of a certificate that servers are shown which ask for one, and of its key |
 //!
 //! | parameter of `redis` | default | meaning |
 //! |---|---|---|
@@ -57,6 +58,7 @@ use crate::base::spec::{Reader, Spec};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
+use crate::io::tls_opts::TlsOpts;
 use crate::kv::core::{FarConfig, Write};
 use crate::kv::remote_open;
 use crate::kv::spec::CustomRemote;
@@ -126,15 +128,6 @@ pub(super) enum Kind {
     Custom,
 }
 
-/// Who is trusted to be the server, with TLS.
-// What is not built in is read all the same: mistakes are found, and it is said what is missing.
-#[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
-#[derive(Clone, Debug, Default)]
-pub(super) struct Trusted {
-    pub ca: Option<PathBuf>,
-    pub insecure: bool,
-}
-
 /// A remote as described.
 // What is not built in is read all the same: mistakes are found, and it is said what is missing.
 #[cfg_attr(not(all(feature = "redis", feature = "s3", feature = "dir")), allow(dead_code))]
@@ -142,7 +135,7 @@ pub(super) struct Trusted {
 pub struct RemoteSpec {
     pub(super) kind: Kind,
     pub(super) prefix: Prefix,
-    pub(super) trusted: Trusted,
+    pub(super) tls: TlsOpts,
     pub(super) connect_ns: u64,
     object_bytes: u64,
     require: bool,
@@ -161,9 +154,11 @@ impl RemoteSpec {
         let Some(kind) = read_kind(spec, &mut reader)? else {
             return reader.finish().map(|()| None);
         };
-        let trusted = Trusted {
+        let tls = TlsOpts {
             ca: reader.text("ca")?.map(PathBuf::from),
             insecure: reader.bool("insecure", false)?,
+            cert: reader.text("cert")?.map(PathBuf::from),
+            cert_key: reader.text("cert_key")?.map(PathBuf::from),
         };
         let usual = FarConfig::default();
         let prefix = reader.text("prefix")?;
@@ -201,7 +196,7 @@ impl RemoteSpec {
         Ok(Some(RemoteSpec {
             kind,
             prefix,
-            trusted,
+            tls,
             connect_ns,
             object_bytes,
             require,

@@ -149,7 +149,7 @@ impl Authority {
     }
 
     fn trust(&self) -> TlsOpts {
-        TlsOpts { ca: Some(self.path("ca.crt")), insecure: false }
+        TlsOpts { ca: Some(self.path("ca.crt")), ..TlsOpts::default() }
     }
 }
 
@@ -241,7 +241,7 @@ fn certificates_that_are_wrong_are_told() {
         assert!(said.contains(words) && said.contains(&port.to_string()), "{said}");
         assert_eq!(server.cli(&["dbsize"]), "0");
         // Only who asks for it goes on without looking, and is told what that means.
-        let anybody = TlsOpts { ca: None, insecure: true };
+        let anybody = TlsOpts { insecure: true, ..TlsOpts::default() };
         let mut lane = open(&safe(port, anybody)).lane();
         let warnings = lane.greet(at(LONG)).unwrap().warnings;
         assert!(warnings.iter().any(|words| words.contains("insecure=true")), "{warnings:?}");
@@ -261,10 +261,90 @@ fn certificates_that_are_wrong_are_told() {
     // A name that it has.
     let named = RedisOpts { tls: authority.trust(), ..opts(&format!("rediss://localhost:{port}")) };
     assert!(open(&named).lane().greet(at(LONG)).is_ok());
-    // One that wants to know who we are.
-    let (_server, port) = authority.server("good", &["--tls-auth-clients", "yes"]);
-    let said = refusal(&safe(port, authority.trust()));
-    assert!(said.contains("certificate of its clients"), "{said}");
+}
+
+/// A certificate to show, and its key.
+fn shown(authority: &Authority, cert: &str, key: &str) -> TlsOpts {
+    let (cert, cert_key) = (Some(authority.path(cert)), Some(authority.path(key)));
+    TlsOpts { cert, cert_key, ..authority.trust() }
+}
+
+#[test]
+fn servers_that_want_to_know_who_we_are_are_shown_it() {
+    if !is_there() {
+        return;
+    }
+    let (authority, other) = (Authority::new("one"), Authority::new("two"));
+    authority.sign("good", HERE, ALWAYS);
+    authority.sign("client", HERE, ALWAYS);
+    authority.sign("old", HERE, ("20200101000000Z", "20200201000000Z"));
+    other.sign("client", HERE, ALWAYS);
+    let both = [authority.path("client.crt"), authority.path("client.key")];
+    let both: Vec<u8> = both.iter().flat_map(|path| std::fs::read(path).unwrap()).collect();
+    std::fs::write(authority.path("both.pem"), both).unwrap();
+    for protocol in ["TLSv1.2", "TLSv1.3"] {
+        let more = ["--tls-auth-clients", "yes", "--tls-protocols", protocol];
+        let (_server, port) = authority.server("good", &more);
+        let one_file = TlsOpts { cert: Some(authority.path("both.pem")), ..authority.trust() };
+        for tls in [shown(&authority, "client.crt", "client.key"), one_file] {
+            let mut lane = open(&safe(port, tls)).lane();
+            lane.greet(at(LONG)).unwrap();
+            assert_eq!(put_one(&mut *lane, 1, 100_000).map(drop), Ok(()));
+            assert_eq!(get_one(&mut *lane, 1, 100_000).unwrap(), bytes_of(1, 100_000));
+        }
+        let said = refusal(&safe(port, authority.trust()));
+        assert!(said.contains("certificate of its clients"), "{protocol}: {said}");
+        let strange =
+            TlsOpts { ca: authority.trust().ca, ..shown(&other, "client.crt", "client.key") };
+        for tls in [strange, shown(&authority, "old.crt", "old.key")] {
+            let said = refusal(&safe(port, tls));
+            assert!(said.contains("the certificate that it is shown"), "{protocol}: {said}");
+        }
+    }
+}
+
+#[test]
+fn certificates_are_renewed_under_who_shows_them() {
+    if !is_there() {
+        return;
+    }
+    let authority = Authority::new("one");
+    authority.sign("good", HERE, ALWAYS);
+    authority.sign("mine", HERE, ("20200101000000Z", "20200201000000Z"));
+    let (server, port) = authority.server("good", &["--tls-auth-clients", "yes"]);
+    let mine = safe(port, shown(&authority, "mine.crt", "mine.key"));
+    let remote = open(&mine);
+    let mut lane = remote.lane();
+    assert!(lane.greet(at(LONG)).unwrap_err().message().contains("it is shown"));
+    authority.sign("mine", HERE, ALWAYS);
+    lane.greet(at(LONG)).unwrap();
+    assert_eq!(put_one(&mut *lane, 1, 100_000), Ok(false));
+    // Halfway: a key that is not that of the certificate. The old ones go on.
+    authority.key("mine");
+    server.cli(&["client", "kill", "type", "normal"]);
+    assert_eq!(get_one(&mut *remote.lane(), 1, 100_000).unwrap(), bytes_of(1, 100_000));
+    assert!(open_error(&mine).message().contains("it is not that of the certificate"));
+    std::fs::remove_file(authority.path("mine.crt")).unwrap();
+    server.cli(&["client", "kill", "type", "normal"]);
+    assert_eq!(get_one(&mut *lane, 1, 100_000).unwrap(), bytes_of(1, 100_000));
+    assert!(open_error(&mine).message().contains("No such file"));
+    // What can be none is found out before anybody is asked.
+    for (cert, key, words) in [
+        ("conf", "good.key", "no certificate"),
+        ("good.key", "good.key", "no certificate"),
+        ("good.crt", "conf", "no key"),
+        ("good.crt", "ca.crt", "no key"),
+    ] {
+        let error = open_error(&safe(port, shown(&authority, cert, key)));
+        assert!(error.message().contains(words), "{cert}, {key}: {error}");
+        assert_eq!(error.status(), Status::Spec);
+    }
+    let alone = TlsOpts { cert_key: Some(authority.path("good.key")), ..authority.trust() };
+    assert!(open_error(&safe(port, alone)).message().contains("cert_key"));
+}
+
+fn open_error(opts: &RedisOpts) -> kvtier::base::status::Error {
+    Redis::open(opts, Clock::real()).map(drop).unwrap_err()
 }
 
 #[test]
@@ -291,7 +371,7 @@ fn what_is_no_tls_is_told() {
     assert!(error.message().contains("is no Redis"), "{error}");
     // Files that are none.
     let with = |ca: &Path| {
-        let tls = TlsOpts { ca: Some(ca.to_path_buf()), insecure: false };
+        let tls = TlsOpts { ca: Some(ca.to_path_buf()), ..TlsOpts::default() };
         Redis::open(&safe(port, tls), Clock::real()).map(drop).unwrap_err()
     };
     for (ca, words) in

@@ -57,7 +57,7 @@ fn moto_behind_tls() {
     moto.client("s3.create_bucket(Bucket='kv-test')");
     let url = moto.url();
     assert!(url.starts_with("https://"));
-    let tls = TlsOpts { ca: Some(cert), insecure: false };
+    let tls = TlsOpts { ca: Some(cert), ..TlsOpts::default() };
     let remote = open(&S3Opts { tls, ..opts(&url) });
     let said = remote.lane().greet(at(LONG)).unwrap();
     assert_eq!(said.warnings, [""; 0]);
@@ -67,7 +67,7 @@ fn moto_behind_tls() {
     let error = lane(&url).greet(at(LONG)).unwrap_err();
     assert_eq!(error.status(), Status::Invalid, "{error}");
     assert_eq!(put_one(&mut *lane(&url), 1, 10), Err(Trouble::Untrusted));
-    let tls = TlsOpts { ca: None, insecure: true };
+    let tls = TlsOpts { insecure: true, ..TlsOpts::default() };
     let said = open(&S3Opts { tls, ..opts(&url) }).lane().greet(at(LONG)).unwrap();
     assert!(said.warnings[0].contains("insecure"), "{said:?}");
     // TLS to a port that speaks none, and the other way round.

@@ -1,6 +1,7 @@
 //! TLS on connections to other machines, by rustls: who is trusted, and what goes over a
 //! connection then. It has no threads and waits for nothing, so that deadlines are the caller's.
 
+mod own;
 mod trust;
 mod words;
 

@@ -1,5 +1,5 @@
 //! Who is trusted: an authority of one's own, those of the system, or, if that is asked for,
-//! everybody.
+//! everybody; and whom the other side is shown.
 
 use std::io::Read;
 use std::path::Path;
@@ -16,6 +16,8 @@ use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::link::Lost;
 use crate::io::tls::Session;
+use crate::io::tls::own::Own;
+use crate::io::tls_opts::TlsOpts;
 
 /// Where systems keep the authorities that they trust.
 const SYSTEM: [&str; 6] = [
@@ -33,25 +35,30 @@ const MAX_FILE_BYTES: u64 = 8 << 20;
 pub struct Trust(Arc<ClientConfig>);
 
 impl Trust {
-    /// Trusts those whom the authorities of a file vouch for; without a file, those of the system.
-    /// `insecure` = everybody, whoever he is.
-    pub fn open(ca: Option<&Path>, insecure: bool) -> Result<Trust> {
+    /// Trusts those whom the authorities of a file vouch for; without a file, those of the system;
+    /// or everybody, whoever he is.
+    pub fn open(opts: &TlsOpts) -> Result<Trust> {
+        opts.check()?;
         let provider = Arc::new(ring::default_provider());
         let builder = ClientConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
             .map_err(|error| Error::new(Status::Unsupported, format!("TLS: {error}")))?;
-        let config = if insecure {
-            if ca.is_some() {
-                fail!(Spec, "TLS that trusts everybody needs no ca: leave one of the two out");
-            }
-            let verifier = Arc::new(Anybody(provider));
-            builder.dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth()
+        let builder = if opts.insecure {
+            let verifier = Arc::new(Anybody(provider.clone()));
+            builder.dangerous().with_custom_certificate_verifier(verifier)
         } else {
-            let roots = match ca {
+            let roots = match &opts.ca {
                 Some(path) => of_file(path)?,
                 None => of_system()?,
             };
-            builder.with_root_certificates(roots).with_no_client_auth()
+            builder.with_root_certificates(roots)
+        };
+        let config = match &opts.cert {
+            Some(cert) => {
+                let own = Own::open(cert, opts.cert_key.as_ref().unwrap_or(cert), provider)?;
+                builder.with_client_cert_resolver(Arc::new(own))
+            }
+            None => builder.with_no_client_auth(),
         };
         Ok(Trust(Arc::new(config)))
     }
@@ -108,12 +115,12 @@ fn of_system() -> Result<RootCertStore> {
     );
 }
 
-fn read(path: &Path) -> std::io::Result<Vec<u8>> {
+pub(super) fn read(path: &Path) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path)?;
     file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
-        return Err(std::io::Error::other("it is too long for a list of certificates"));
+        return Err(std::io::Error::other("it is too long for certificates"));
     }
     Ok(bytes)
 }

@@ -4,7 +4,7 @@ use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
 
 /// The other side ended a connection before it was safe.
 pub const ENDED: &str = "it ended the connection before TLS was agreed on: is this its port for \
-                         TLS, and does it take clients without certificates?";
+                         TLS, and does it take clients without certificates (cert)?";
 /// A message that is longer than any.
 pub const TOO_LONG: &str = "what answers there does not speak TLS: a message has no end";
 /// So much was sent that keys are used up.
@@ -27,9 +27,19 @@ pub fn of(error: &Error, host: &str) -> String {
             .to_string(),
         Error::AlertReceived(
             AlertDescription::CertificateRequired | AlertDescription::AccessDenied,
-        ) => "it wants a certificate of its clients, which kvtier has none of: tell it to do \
-              without (tls-auth-clients no) and to ask for a password"
+        ) => "it wants a certificate of its clients that it trusts: name the files of one and of \
+              its key (cert, cert_key), or tell it to do without (tls-auth-clients no) and to ask \
+              for a password"
             .to_string(),
+        Error::AlertReceived(alert) if is_of_ours(*alert) => format!(
+            "it does not take the certificate that it is shown ({alert:?}): give another (cert), or \
+             tell it of the authority that signed it"
+        ),
+        Error::AlertReceived(AlertDescription::HandshakeFailure) => {
+            "it agrees to no TLS with us: it may want a certificate of its clients (cert), or only \
+             ciphers that are not safe any more; its log may say which"
+                .to_string()
+        }
         Error::AlertReceived(alert) => {
             format!("it refuses TLS with us ({alert:?}): its log may say why")
         }
@@ -39,6 +49,20 @@ pub fn of(error: &Error, host: &str) -> String {
         Error::NoCertificatesPresented => "it shows no certificate: give it one".to_string(),
         other => shorten(&format!("TLS with it failed: {other}"), 200),
     }
+}
+
+/// Whether it is a certificate of ours that a server does not like.
+fn is_of_ours(alert: AlertDescription) -> bool {
+    use AlertDescription as Alert;
+    matches!(
+        alert,
+        Alert::BadCertificate
+            | Alert::UnsupportedCertificate
+            | Alert::CertificateRevoked
+            | Alert::CertificateExpired
+            | Alert::CertificateUnknown
+            | Alert::UnknownCA
+    )
 }
 
 fn certificate(error: &CertificateError, host: &str) -> String {

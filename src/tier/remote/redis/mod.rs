@@ -18,14 +18,13 @@ pub mod url;
 mod wire;
 mod work;
 
-use std::path::PathBuf;
-
 use crate::base::clock::Clock;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::fail;
 use crate::io::tls::Trust;
+pub use crate::io::tls_opts::TlsOpts;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::redis::lane::RedisLane;
 use crate::tier::remote::redis::slots::Map;
@@ -69,15 +68,6 @@ pub struct RedisOpts {
     pub connect_ns: u64,
     /// Who is trusted, where the URL is `rediss://`.
     pub tls: TlsOpts,
-}
-
-/// Who is trusted to be the server.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TlsOpts {
-    /// A file with certificates of authorities, in PEM; none = those that the system trusts.
-    pub ca: Option<PathBuf>,
-    /// Anybody is. What is sent can then be read, and changed, by whoever is on the way.
-    pub insecure: bool,
 }
 
 impl RedisOpts {
@@ -210,7 +200,7 @@ fn trust(url: &Url, opts: &TlsOpts) -> Result<Option<Trust>> {
         }
         return Ok(None);
     }
-    let trust = Trust::open(opts.ca.as_deref(), opts.insecure)?;
+    let trust = Trust::open(opts)?;
     url.seeds.iter().try_for_each(|seed| trust.check(&seed.host))?;
     Ok(Some(trust))
 }

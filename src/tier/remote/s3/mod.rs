@@ -22,14 +22,13 @@ mod url;
 mod work;
 pub mod xml;
 
-use std::path::PathBuf;
-
 use crate::base::clock::{Clock, wall_s};
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::fail;
 use crate::io::tls::Trust;
+pub use crate::io::tls_opts::TlsOpts;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::s3::conn::Reply;
 use crate::tier::remote::s3::lane::S3Lane;
@@ -73,15 +72,6 @@ pub struct S3Opts {
     pub connections: u32,
     /// Who is trusted to be the server, where the URL is `https://`.
     pub tls: TlsOpts,
-}
-
-/// Who is trusted to be the server.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TlsOpts {
-    /// A file with certificates of authorities, in PEM; none = those that the system trusts.
-    pub ca: Option<PathBuf>,
-    /// Anybody is. What is sent can then be read, and changed, by whoever is on the way.
-    pub insecure: bool,
 }
 
 /// A bucket.
@@ -150,7 +140,7 @@ fn trust(endpoint: &Endpoint, opts: &TlsOpts) -> Result<Option<Trust>> {
         }
         return Ok(None);
     }
-    let trust = Trust::open(opts.ca.as_deref(), opts.insecure)?;
+    let trust = Trust::open(opts)?;
     trust.check(&endpoint.host)?;
     Ok(Some(trust))
 }
