@@ -64,6 +64,27 @@ fn a_server_that_stops_and_goes_on() {
     }
 }
 
+/// An attempt to connect that was begun while it stood still, and ran out between two batches, does
+/// not stand in the way of the next one.
+#[test]
+fn a_server_that_goes_on_after_an_attempt_has_run_out() {
+    if !is_there() {
+        return;
+    }
+    let server = Server::start(&[]);
+    let remote = open(&RedisOpts { connect_ns: 100 * MS, ..opts(&server.url()) });
+    assert_eq!(put_one(&mut *remote.lane(), 1, 1000), Ok(false));
+    for _ in 0..3 {
+        server.pause();
+        let mut lane = open(&RedisOpts { connect_ns: 100 * MS, ..opts(&server.url()) }).lane();
+        assert_eq!(get_at(&mut *lane, &[(1, 0, 1000)], 30 * MS), [Err(Trouble::Late)]);
+        std::thread::sleep(Duration::from_millis(150));
+        server.go_on();
+        let got = get_at(&mut *lane, &[(1, 0, 1000)], LONG);
+        assert!(got == [Ok(bytes_of(1, 1000))], "{:?}", got[0].as_ref().err());
+    }
+}
+
 #[test]
 fn a_server_that_dies_and_comes_again() {
     if !is_there() {

@@ -208,7 +208,8 @@ class Blocks:
         self._space = store.namespace(identity, chunk_tokens=1, groups=groups, holes=True)
         self._session: "Session" = self._space.session(name, tenant=tenant, priority=priority)
         self._runtime = store._runtime
-        self._has_remote = bool(store.remote_stats()["reads"])
+        #: Whether the store reads from a remote, so that it can be asked.
+        self.has_remote = bool(store.remote_stats()["reads"])
 
     def keys(self, names: "Sequence[bytes] | Names") -> bytes:
         """What blocks are called in events: 32 bytes a name, one after the other."""
@@ -224,7 +225,7 @@ class Blocks:
         has `1 << TIER_REMOTE` without EXISTS_WHOLE: a get brings it. With `ask` a store that has
         a remote asks it first, and waits so many seconds at most. Nothing is held."""
         called, err = _ready(names), new_error()
-        if ask and self._has_remote and len(called):
+        if ask and self.has_remote and len(called):
             # What it does not say in time, or refuses to be asked, is not there.
             with contextlib.suppress(Error), self.locate(called, timeout=ask) as op:
                 op.wait()

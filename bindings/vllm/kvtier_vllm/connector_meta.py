@@ -82,17 +82,19 @@ class KvtierMetadata(KVConnectorMetadata):
     loads: List[Move] = field(default_factory=list)
     saves: List[Move] = field(default_factory=list)
     asks: List[Ask] = field(default_factory=list)
+    #: Requests whose answers have come, and need not be said again.
+    heard: List[str] = field(default_factory=list)
     ended: List[Ended] = field(default_factory=list)
 
 
 @dataclass
 class KvtierAnswers(KVConnectorWorkerMetadata):
-    """From a worker: how many tokens each request that was asked for could go on with, and the
-    last step whose loads within it have ended, so that those which failed are known. `room` is how
-    many blocks its store has room for."""
+    """From a worker: how many tokens each request that was asked for could go on with, of how many,
+    and the last step whose loads within it have ended, so that those which failed are known. `room`
+    is how many blocks its store has room for."""
 
     epoch: int
-    tokens: Dict[str, int]
+    tokens: Dict[str, Tuple[int, int]]
     step: int = 0
     room: int = 0
 
@@ -104,7 +106,9 @@ class KvtierAnswers(KVConnectorWorkerMetadata):
         if other.epoch != self.epoch:
             newer = self if self.epoch > other.epoch else other
             return KvtierAnswers(epoch, newer.tokens, step, room)
-        both = self.tokens.keys() & other.tokens.keys()
+        # Workers may know in different steps; each says it until it was heard.
+        both = [request for request, (size, _) in self.tokens.items()
+                if other.tokens.get(request, (-1, 0))[0] == size]
         return KvtierAnswers(epoch, {
             request: min(self.tokens[request], other.tokens[request]) for request in both},
             step, room)

@@ -34,6 +34,8 @@ class _Request:
     saved: int = 0
     told: int = 0
     opened: bool = False
+    #: Workers were asked for it.
+    asked: bool = False
     load: Optional[Move] = None
     #: Computed by what was forgotten since: none of it is to be kept.
     stale: bool = False
@@ -78,8 +80,12 @@ class Scheduler:
         if computed >= limit:
             one.saved = max(one.saved, limit)  # it was saved when it was computed
             return 0, False
+        one.asked = True
         if worker is not None:
-            usable = worker.lookup(Ask(name, who(request), tokens))
+            answer = worker.lookup(Ask(name, who(request), tokens))
+            if answer is None:
+                return None, False
+            usable = answer
         else:
             size, usable = self._answers.pop(name, (0, 0))
             if size != limit:
@@ -214,9 +220,10 @@ class Scheduler:
         self._unsure = [one for one in self._unsure if one[0] > answers.step]
         self._room = answers.room or self._room
         if answers.epoch == self._epoch:
-            for name, usable in answers.tokens.items():
-                if name in self._asked:
-                    self._answers[name] = (self._asked[name], usable)
+            for name, (size, usable) in answers.tokens.items():
+                self._next.heard.append(name)
+                if self._asked.get(name) == size:
+                    self._answers[name] = (size, usable)
 
     def finished(self, request: Any) -> None:
         """A request has ended."""
@@ -225,7 +232,7 @@ class Scheduler:
         self._answers.pop(name, None)
         self._found.pop(name, None)
         one = self._requests.pop(name, None)
-        if one is None or not one.opened:
+        if one is None or not (one.opened or one.asked):
             return
         told = hints.take(request.kv_transfer_params) if self._hints else hints.NOTHING
         stop = told.stop or (_stop(request) if self._hints else kvtier.STOP_UNKNOWN)

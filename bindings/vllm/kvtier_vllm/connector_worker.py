@@ -30,6 +30,24 @@ def worker_here(engine: str) -> "Optional[Worker]":
     return found if found is not None and found.process == os.getpid() else None
 
 
+class _Question:
+    """What a remote is asked for a request."""
+
+    def __init__(self, space: kvtier.Namespace, ask: Ask, seconds: float) -> None:
+        self.tokens = len(ask.tokens)
+        self._session = space.session()
+        try:
+            self._session.append(ask.tokens, ask.who.media)
+            self.op = self._session.locate(timeout=seconds)
+        except BaseException:
+            self._session.close()
+            raise
+
+    def close(self) -> None:
+        self.op.close()
+        self._session.close()
+
+
 class Worker:
     """A worker: one store, a session a request. A load that fails names its blocks, and the
     engine computes them."""
@@ -43,6 +61,7 @@ class Worker:
         self._guard = threading.RLock()
         self._key = f"connector:{engine}:{settings.disk_path}:{shard[0]}"
         self._shared: Optional[Shared] = None
+        self._has_remote = False
         self._layers: List[caches.Layer] = []
         self._index: Dict[str, int] = {}
         self._groups: List[kvtier.Group] = []
@@ -53,8 +72,11 @@ class Worker:
         self._by_layer: List[Tuple[List[kvtier.Op], Move]] = []
         self._saving: List[kvtier.Op] = []
         self._saved_layers: Set[int] = set()
-        self._answers: Dict[str, int] = {}
-        self._asked, self._loaded_step = False, 0
+        #: What is asked for, and was not answered yet; what was, until that was heard.
+        self._asked: Dict[str, Ask] = {}
+        self._answers: Dict[str, Tuple[int, int]] = {}
+        self._questions: Dict[str, _Question] = {}
+        self._loaded_step = 0
         self._bad: Set[int] = set()
         self._refused: Set[str] = set()
         self._epoch = 0
@@ -100,6 +122,7 @@ class Worker:
                   for one in (tensors[name] for name in names)]
         self._terms = {**self._terms, "orders": orders}
         self._shared = acquire(self._key, self._settings, self._layers[0].ordinal)
+        self._has_remote = bool(self._shared.store.remote_stats()["reads"])
         if self._shard[1] == 1:
             with _lock:
                 _workers[self._engine] = self
@@ -116,12 +139,35 @@ class Worker:
         self._spaces.move_to_end(of)
         return self._spaces[of]
 
-    def lookup(self, ask: Ask) -> int:
-        """How many tokens could be gone on with."""
+    def lookup(self, ask: Ask) -> Optional[int]:
+        """How many tokens could be gone on with; None while the store's remote has not answered: it
+        is asked again in the next step."""
         if self._shared is None or not ask.tokens:
             return 0
         with self._guard:
-            return self._space(ask.who).lookup(ask.tokens, ask.who.media).reusable_tokens
+            space = self._space(ask.who)
+            if not self._asks_remote:
+                return space.lookup(ask.tokens, ask.who.media).reusable_tokens
+            one = self._questions.get(ask.request)
+            if one is None or one.tokens != len(ask.tokens):
+                self._drop_question(ask.request)
+                one = self._questions[ask.request] = _Question(
+                    space, ask, self._settings.ask_s)
+            info = one.op.info()
+            if not info.released:
+                return None
+            self._drop_question(ask.request)
+            return info.value
+
+    @property
+    def _asks_remote(self) -> bool:
+        return bool(self._settings.ask_s) and self._has_remote
+
+    def _drop_question(self, request: str) -> None:
+        with self._guard:
+            one = self._questions.pop(request, None)
+        if one is not None:
+            one.close()
 
     def enter(self, epoch: int) -> None:
         """Forgets all that was stored before an epoch."""
@@ -134,6 +180,7 @@ class Worker:
         for session in self._sessions.values():
             session.close()
         self._sessions.clear()
+        self._forget_questions()
         # What is open is cleared. What is not, or is held, has another identity from now on.
         with self._guard:
             for space in self._spaces.values():
@@ -195,9 +242,20 @@ class Worker:
                 if not self.layerwise:
                     self._count("refused_loads", 1)
                     self._refused.add(move.request)
-        for ask in meta.asks:
-            self._answers[ask.request] = self.lookup(ask)
-            self._asked = True
+        for name in meta.heard:
+            self._answers.pop(name, None)
+        self._asked.update((ask.request, ask) for ask in meta.asks)
+        for name, ask in list(self._asked.items()):
+            usable = self.lookup(ask)
+            if usable is not None:
+                self._answers[name] = len(ask.tokens), usable
+                del self._asked[name]
+
+    def _forget_questions(self) -> None:
+        for name in list(self._questions):
+            self._drop_question(name)
+        self._asked.clear()
+        self._answers.clear()
 
     def _lost(self, move: Move, tokens: int, error: Optional[Error]) -> None:
         """All from the first gap on is to be computed."""
@@ -294,6 +352,9 @@ class Worker:
              next_use_s: Optional[float] = None, done: bool = False) -> None:
         session = self._sessions.pop(request, None)
         self._media.pop(request, None)
+        self._drop_question(request)
+        self._asked.pop(request, None)
+        self._answers.pop(request, None)
         if session is None:
             return
         if stop or done or next_use_s is not None:
@@ -323,12 +384,11 @@ class Worker:
         return bad
 
     def answers(self) -> Optional[KvtierAnswers]:
-        """What was asked in this step, and that its loads have ended."""
-        if not self._asked and not self._loaded_step:
+        """What is known of what was asked, and that the step's loads have ended."""
+        if not self._answers and not self._asked and not self._loaded_step:
             return None
         step, self._loaded_step = self._loaded_step, 0
-        told, self._answers, self._asked = self._answers, {}, False
-        return KvtierAnswers(self._epoch, told, step, self.room())
+        return KvtierAnswers(self._epoch, dict(self._answers), step, self.room())
 
     def _close(self) -> None:
         if self._shared is None:
@@ -344,6 +404,7 @@ class Worker:
         self._finish_saves()
         for name in list(self._sessions):
             self._end(name)
+        self._forget_questions()
         with self._guard:
             for space in self._spaces.values():
                 space.close()

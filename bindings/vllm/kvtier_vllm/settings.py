@@ -22,6 +22,12 @@ _UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 
+_LEVELS = {"ram": kvtier.LEVEL_RAM, "disk": kvtier.LEVEL_DISK, "durable": kvtier.LEVEL_DURABLE,
+           "remote": kvtier.LEVEL_REMOTE}
+#: Longer than any request waits for a lookup.
+_MOST_SECONDS = 60.0
+
+
 def invalid(text: str) -> Error:
     """A configuration that cannot be meant."""
     return make(abi.KVT_E_INVALID, text)
@@ -40,6 +46,14 @@ def size(name: str, value: Any) -> int:
     if found is None or found[2].lower() not in _UNITS:
         raise invalid(f"{name}={value!r}: a number of bytes, or a text such as \"8GiB\"")
     return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _seconds(name: str, value: Any) -> float:
+    """Seconds that a request may wait."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
+            0 <= value <= _MOST_SECONDS):
+        raise invalid(f"{name}={value!r}: seconds, from 0 to {_MOST_SECONDS:.0f}")
+    return float(value)
 
 
 def reject_unknown(config: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -65,10 +79,12 @@ class Settings:
     write: str = ""
     #: The weights' fingerprint: KV of other weights under the same name is other KV.
     weights: str = ""
-    #: "ram", "disk" or "durable"; "" is "disk" where there is one.
+    #: "ram", "disk", "durable" or "remote"; "" is "disk" where there is one.
     level: str = ""
     #: How many evictions are told to the log at once; 0 = none.
     log_evictions: int = 0
+    #: Seconds for which the store's remote is asked for what is not here, while a request waits; 0 = never.
+    ask_s: float = 0.5
 
     @classmethod
     def names(cls) -> List[str]:
@@ -82,14 +98,15 @@ class Settings:
         for name in ("host_bytes", "disk_bytes", "log_evictions"):
             if name in given:
                 given[name] = size(name, given[name])
+        given["ask_s"] = _seconds("ask_s", given.get("ask_s", cls.ask_s))
         for name, value in given.items():
-            if name not in ("host_bytes", "disk_bytes", "log_evictions") and (
+            if name not in ("host_bytes", "disk_bytes", "log_evictions", "ask_s") and (
                     not isinstance(value, (str, os.PathLike))):
                 raise invalid(f"{name}={value!r} is no text")
         if "disk_path" in given:
             given["disk_path"] = os.path.abspath(os.path.expanduser(given["disk_path"]))
-        if given.get("level", "") not in ("", "ram", "disk", "durable"):
-            raise invalid(f"level={given['level']!r} is none of ram, disk, durable")
+        if given.get("level", "") not in ("", *_LEVELS):
+            raise invalid(f"level={given['level']!r} is none of {', '.join(_LEVELS)}")
         settings = cls(**given)
         if settings.level in ("disk", "durable") and not settings.has_disk:
             raise invalid(f"level={settings.level!r} without a disk: give disk_path and disk_bytes")
@@ -103,8 +120,7 @@ class Settings:
     def put_level(self) -> int:
         """When a put has ended."""
         name = self.level or ("disk" if self.has_disk else "ram")
-        return {"ram": kvtier.LEVEL_RAM, "disk": kvtier.LEVEL_DISK,
-                "durable": kvtier.LEVEL_DURABLE}[name]
+        return _LEVELS[name]
 
     def under(self, folder: str) -> "Settings":
         """The same with its disk in a folder below: a directory belongs to one process."""

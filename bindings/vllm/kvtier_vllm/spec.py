@@ -240,7 +240,8 @@ class KvtierSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             self._manager = KvtierManager(self._key,
-                                          self.kv_events_config.enable_kv_cache_events)
+                                          self.kv_events_config.enable_kv_cache_events,
+                                          self._settings.ask_s)
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:

@@ -10,6 +10,7 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine
+from .asks import Asks
 from .settings import Shared, logger
 
 _engine.require()
@@ -72,7 +73,7 @@ class _Pin:
 
 
 class _Fetch(NamedTuple):
-    """Blocks on their way from disk."""
+    """Blocks on their way from disk, or from the remote."""
 
     op: kvtier.Op
     keys: List[bytes]
@@ -97,7 +98,7 @@ class KvtierManager(OffloadingManager):
     end of a step for all that was asked for in it; it is a hit in the next one, and held again
     from `prepare_load` to `complete_load`."""
 
-    def __init__(self, key: str, events: bool) -> None:
+    def __init__(self, key: str, events: bool, ask_s: float) -> None:
         self._key = key
         self._storing: Set[bytes] = set()
         #: What was asked for in this step, or is coming, and by which requests.
@@ -110,6 +111,7 @@ class KvtierManager(OffloadingManager):
         self._lost: Dict[str, Set[bytes]] = {}
         self._holds: Dict[str, List[kvtier.Hold]] = {}
         self._events: Optional[List[OffloadingEvent]] = [] if events else None
+        self._asks = Asks(ask_s)
 
     @property
     def _medium(self) -> SharedMedium:
@@ -126,10 +128,12 @@ class KvtierManager(OffloadingManager):
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._lost.setdefault(req_context.req_id, set())
+        self._asks.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._lost.pop(req_context.req_id, None)
+        self._asks.end(req_context.req_id)
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         if key in self._storing:
@@ -145,7 +149,11 @@ class KvtierManager(OffloadingManager):
         if key in self._lost.get(req_context.req_id, ()):
             return LookupResult.MISS
         if key not in self._wanted:
-            if not self._medium.spaces[get_offload_group_idx(key)].exists([key])[0]:
+            blocks = self._medium.spaces[get_offload_group_idx(key)]
+            found = self._asks.find(blocks, key, req_context.req_id)
+            if found is None:
+                return LookupResult.RETRY
+            if not found:
                 return LookupResult.MISS
             self._wanted[key] = set()
         self._wanted[key].add(req_context.req_id)
@@ -161,7 +169,7 @@ class KvtierManager(OffloadingManager):
                     self._lost[request].add(key)
 
     def _arrived(self) -> None:
-        """What has come from disk is wanted now."""
+        """What has come into memory is wanted now."""
         underway = []
         for one in self._fetches:
             if not one.op.info().released:
@@ -208,6 +216,7 @@ class KvtierManager(OffloadingManager):
     def on_schedule_end(self, context: Any) -> None:
         self._unpin()
         self._arrived()
+        self._asks.send()
         wanted, self._wanted = self._wanted, {}
         for group, keys in by_group(wanted).items():
             try:
@@ -218,7 +227,7 @@ class KvtierManager(OffloadingManager):
             media[self._key].shared.log_evictions()
 
     def has_pending_work(self) -> bool:
-        return bool(self._wanted or self._fetches or self._pins)
+        return bool(self._wanted or self._fetches or self._pins or self._asks.is_open)
 
     def prepare_load(self, keys: Collection[Any], req_context: Any) -> LoadStoreSpec:
         medium = self._medium
@@ -242,7 +251,8 @@ class KvtierManager(OffloadingManager):
         there: Set[bytes] = set()
         for group, some in by_group(keys).items():
             found = medium.spaces[group].exists(some)
-            there.update(key for key, one in zip(some, found) if one)
+            # That a remote has one is a hint, which does not stand for storing it here.
+            there.update(key for key, one in zip(some, found) if one & kvtier.EXISTS_WHOLE)
         new = [key for key in keys if key not in there and key not in self._storing]
         self._storing.update(new)
         return PrepareStoreOutput(new, KvtierBlocks(new, medium.token), [])
@@ -252,7 +262,7 @@ class KvtierManager(OffloadingManager):
         self._storing.difference_update(keys)
         if self._events is not None and success and keys:
             stored: List[Any] = [key for group, some in by_group(keys).items() for key, one in zip(
-                some, self._medium.spaces[group].exists(some)) if one]
+                some, self._medium.spaces[group].exists(some)) if one & kvtier.EXISTS_WHOLE]
             self._events.append(OffloadingEvent(keys=stored, medium=Medium.CPU, removed=False))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -272,6 +282,7 @@ class KvtierManager(OffloadingManager):
         self._fetches.clear()
         self._coming.clear()
         self._wanted.clear()
+        self._asks.forget()
 
     def reset_cache(self) -> None:
         self._let_go()

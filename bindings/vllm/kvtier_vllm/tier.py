@@ -14,6 +14,7 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine, hints, identity
+from .asks import Asks
 from .settings import Settings, Shared, acquire, invalid, logger, reject_unknown, release
 
 _engine.require()
@@ -60,7 +61,8 @@ class KvtierTier(SecondaryTierManager):
     of the CPU tier is a block under its offload key; jobs are one native call each, and copy
     between the engine's memory and the store's, nothing else.
 
-    Lookups ask a table in memory, so they are answered at once. While a job is underway its rows
+    Lookups ask a table in memory, so they are answered at once, unless the store has a remote: what
+    is not here is asked for there, and looked up again in a later step. While a job is underway its rows
     are the library's; it is told of as finished only when they are the engine's again. A row
     that does not come is reported as failed, and is a miss for that request from then on.
     """
@@ -101,6 +103,7 @@ class KvtierTier(SecondaryTierManager):
             release(self._store_key)
             raise
         self._jobs: Dict[int, _Job] = {}
+        self._asks = Asks(settings.ask_s)
         self._ready: List[JobResult] = []
         #: What did not come, for each request there is.
         self._failed: Dict[str, Set[bytes]] = {}
@@ -147,10 +150,12 @@ class KvtierTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._failed.setdefault(req_context.req_id, set())
+        self._asks.begin(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._failed.pop(req_context.req_id, None)
+        self._asks.end(req_context.req_id)
         used = self._used.pop(req_context.req_id, None)
         if used:
             self._hint(self._told(req_context), list(used))
@@ -178,7 +183,10 @@ class KvtierTier(SecondaryTierManager):
         failed = self._failed.get(req_context.req_id)
         if failed is not None and key in failed:
             return LookupResult.MISS
-        if not self._blocks.exists([key])[0]:
+        found = self._asks.find(self._blocks, key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        if not found:
             return LookupResult.MISS
         self._note(req_context, (key,))
         return LookupResult.HIT
@@ -270,6 +278,7 @@ class KvtierTier(SecondaryTierManager):
         asked, self._asked = self._asked, {}
         for keys in asked.values():
             self._advisor.looked_up(list(keys))
+        self._asks.send()
         if self._shared is not None:
             self._shared.log_evictions()
 
@@ -307,6 +316,7 @@ class KvtierTier(SecondaryTierManager):
             return
         self.drain_jobs()
         self._shared, self._pool = None, None
+        self._asks.forget()
         self._advisor.close()
         for blocks in self._owners.values():
             blocks.close()

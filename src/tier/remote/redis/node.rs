@@ -119,6 +119,13 @@ impl Node {
         (self.not_before_ns <= most).then_some(self.not_before_ns)
     }
 
+    /// Lets go of a connection; the next one is to the first of its addresses.
+    pub fn begin_anew(&mut self) {
+        self.wire = None;
+        self.tried = 0;
+        (self.is_asked_for_slots, self.has_heard) = (false, false);
+    }
+
     /// Begins a connection to the next of its addresses.
     pub fn connect(&mut self, now_ns: u64, settings: &Settings) -> Result<(), Fault> {
         let by_ns = now_ns.saturating_add(settings.connect_ns);

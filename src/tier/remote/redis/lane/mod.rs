@@ -127,8 +127,7 @@ impl RedisLane {
         // somebody else's from now on.
         for node in &mut self.nodes {
             if node.wire.as_ref().is_some_and(|wire| wire.is_ready() && !wire.out.is_empty()) {
-                node.wire = None;
-                (node.is_asked_for_slots, node.has_heard) = (false, false);
+                node.begin_anew();
             }
         }
     }
@@ -143,8 +142,7 @@ impl RedisLane {
             node.faults = 0;
             // One that did not become ready between batches: this one begins anew.
             if node.wire.as_ref().is_some_and(|wire| !wire.is_ready() && wire.by_ns <= now) {
-                node.wire = None;
-                (node.is_asked_for_slots, node.has_heard) = (false, false);
+                node.begin_anew();
             }
             if let Some(wire) = &mut node.wire {
                 wire.is_checked = false;
