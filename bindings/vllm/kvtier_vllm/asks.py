@@ -102,6 +102,8 @@ class Asks:
         """Nothing of what was asked for counts, or is waited for, any more."""
         for question in self._sent:
             assert question.op is not None
+            question.op.cancel()
+            question.op.wait()
             question.op.close()
         self._fresh, self._sent = [], []
         self._waiting.clear()

@@ -44,6 +44,8 @@ class _Question:
             raise
 
     def close(self) -> None:
+        self.op.cancel()
+        self.op.wait()
         self.op.close()
         self._session.close()
 

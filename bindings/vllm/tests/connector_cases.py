@@ -87,6 +87,39 @@ def test_save_load_every_byte(engine: mini.Engine) -> None:
     assert engine.run(mini.Request("f", prompt), computed=32) == 64
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_others_saved_is_found_at_the_remote(make: Any, roles: Any, layerwise: bool,
+                                                  elsewhere: bool, ranks: int,
+                                                  tmp_path: Path) -> None:
+    shared = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}"))', "level": "remote",
+              "layerwise": layerwise}
+    prompt = list(range(100))
+    first = mini.Engine(make, roles, extra=shared, ranks=ranks)
+    assert first.run(mini.Request("a", prompt)) == 0
+    assert first.run(mini.Request("b", prompt)) == 96
+    first.close()
+    second = mini.Engine(make, roles, extra=shared, ranks=ranks)
+    assert second.run(mini.Request("a", prompt[:64] + [7] * 40)) == 64
+    assert second.run(mini.Request("b", prompt)) == 96
+    assert second.run(mini.Request("c", [5] * 64)) == 0
+    # One that goes while it is asked for.
+    gone = mini.Request("d", [9, *prompt])
+    second.scheduler.on_new_request(gone)
+    # It may be answered at once.
+    assert second.scheduler.get_num_new_matched_tokens(gone, 0)[0] in (None, 0)
+    second.step()
+    second.scheduler.request_finished(gone, [])
+    for _ in range(3):
+        second.step()
+    for one in second.workers:
+        worker = one.worker
+        assert not (worker._questions or worker._asked or worker._answers)
+    second.close()
+    alone = mini.Engine(make, roles, extra={**shared, "ask_s": 0}, ranks=ranks)
+    assert alone.run(mini.Request("a", prompt)) == 0
+    alone.close()
+
+
 def test_answers_are_kept_too(engine: mini.Engine) -> None:
     first = mini.Request("a", range(40))
     engine.run(first, decode=30)
@@ -129,8 +162,11 @@ def test_what_was_computed_from_lost_blocks_is_not_stored(engine: mini.Engine, l
     # What two ranks have to say of a step is what the later one knows.
     from kvtier_vllm.connector_meta import KvtierAnswers
 
-    both = KvtierAnswers(2, {"a": 32, "b": 16}, 7).aggregate(KvtierAnswers(2, {"a": 16}, 6))
-    assert both == KvtierAnswers(2, {"a": 16}, 6)
+    # One of them was asked for more meanwhile.
+    told = {"a": (64, 32), "b": (16, 16), "c": (48, 48)}
+    both = KvtierAnswers(2, told, 7).aggregate(
+        KvtierAnswers(2, {"a": (64, 16), "c": (64, 64)}, 6))
+    assert both == KvtierAnswers(2, {"a": (64, 16)}, 6)
 
 
 def test_blocks_that_are_loaded_for_another_are_waited_for(engine: mini.Engine) -> None:

@@ -195,6 +195,27 @@ def test_what_is_stored_after_a_reset_is_not_found(engine: Engine) -> None:
     assert engine.store([1]) == engine.groups and engine.load([1]) == [1]
 
 
+def test_what_others_stored_is_found_at_the_remote(create: Any, make_config: Any,
+                                                   tmp_path: Path) -> None:
+    of = {**HOST, "spec": f'store(remote=dir(path="{tmp_path}"))', "level": "remote"}
+    first = Engine(create, make_config(of))
+    first.store([1, 2, 3])
+    first.close()
+    second = Engine(create, make_config(of))
+    context = second.request()
+    # Known to be there, and not here: it is stored all the same, since the remote may lose it.
+    assert second.look(key(3), context) == "HIT"
+    assert second.load([1, 9, 2]) == [1, 2]
+    assert second.store([2, 4]) == 1  # by now it is here
+    second.manager.on_request_finished(context)
+    second.manager.on_schedule_end(SimpleNamespace())
+    end = time.monotonic() + 20
+    while second.manager.has_pending_work():
+        second.manager.on_schedule_end(SimpleNamespace())
+        assert time.monotonic() < end
+    second.close()
+
+
 def test_nothing_is_kept_of_requests_that_went(create: Any, make_config: Any,
                                                tmp_path: Path) -> None:
     disk = {**HOST, "disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB", "level": "disk"}

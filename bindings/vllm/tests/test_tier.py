@@ -107,6 +107,59 @@ def test_partial_loads(tier: Harness) -> None:
     assert tier.name(51) == "HIT"
 
 
+def look(tier: Harness, n: int) -> str:
+    """As the scheduler does: again in later steps, until the remote has answered."""
+    end = time.monotonic() + 20
+    while (found := tier.name(n)) == "RETRY":
+        tier.tier.on_schedule_end(None)
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return found
+
+
+def test_what_others_stored_is_found_at_the_remote(make_config: Any, tmp_path: Path) -> None:
+    shared = f'store(host=64MiB, remote=dir(path="{tmp_path}"))'
+    one = Harness(make_config, spec=shared, level="remote")
+    one.fill([1, 2, 3])
+    before = one.rows[:3].copy()
+    assert one.result(one.submit([1, 2, 3], [0, 1, 2], False)).success
+    assert [one.name(n) for n in (1, 3)] == ["HIT", "HIT"]  # here: nobody else is asked
+    one.close()
+    other = Harness(make_config, spec=shared, level="remote")
+    # All of a prompt are asked for together, at the end of the step.
+    assert [other.name(n) for n in (1, 2, 9)] == ["RETRY"] * 3
+    asks = other.tier._asks
+    assert len(asks._fresh) == 1 and not asks._sent
+    assert [look(other, n) for n in (1, 2, 9)] == ["HIT", "HIT", "MISS"]
+    assert not asks._waiting and not asks.is_open
+    assert other.result(other.submit([2, 1], [5, 6], True)).success
+    assert (other.rows[[6, 5]] == before[:2]).all()
+    # A request is told once; another one asks again.
+    assert other.name(9) == "MISS"
+    # Nobody comes for the answer: it is forgotten.
+    assert other.name(3) == "RETRY"
+    other.tier.on_schedule_end(None)
+    other.tier.on_request_finished(other.context)
+    end = time.monotonic() + 20
+    while asks.is_open:
+        other.tier.on_schedule_end(None)
+        assert time.monotonic() < end
+    assert not asks._waiting and not asks._told
+    assert other.name(9) == "MISS"  # of no request that is known
+    other.close()
+    alone = Harness(make_config, spec=shared, ask_s=0)
+    assert alone.name(1) == "MISS"
+    alone.close()
+
+
+def test_a_tier_goes_in_the_middle_of_a_question(make_config: Any, tmp_path: Path) -> None:
+    one = Harness(make_config, spec=f'store(remote=dir(path="{tmp_path}"))')
+    assert one.name(1) == "RETRY"
+    one.tier.on_schedule_end(None)
+    assert one.name(2) == "RETRY"
+    one.close()
+
+
 def test_nothing_is_kept_of_requests_that_went(tier: Harness) -> None:
     job = tier.submit([50], [4], True)
     tier.tier.on_request_finished(tier.context)  # jobs may end later than their request
