@@ -261,7 +261,7 @@ mod tests {
         refused(RedisOpts { password: None, ..user("redis://a", "kv") });
         assert!(Redis::open(&user("redis://a", "kv"), Clock::real()).is_ok());
         assert!(Redis::open(&user("redis://kv@a", "kv"), Clock::real()).is_ok());
-        let insecure = TlsOpts { insecure: true, ca: None };
+        let insecure = TlsOpts { insecure: true, ..TlsOpts::default() };
         let error = refused(RedisOpts { tls: insecure.clone(), ..opts("redis://a") });
         assert!(error.message().contains("rediss://"), "{error}");
         let safe = RedisOpts { tls: insecure, ..opts("rediss://a") };
