@@ -194,3 +194,31 @@ fn a_cell_longer_than_the_reserve_comes_back_though_memory_is_full() {
     all_is_counted(&home, &budget, LIMIT);
     home.close();
 }
+
+/// What a remote's threads keep, and what is remembered of its names, is paid for with the tables.
+#[test]
+#[cfg(feature = "dir")]
+fn a_remote_is_in_the_budget() {
+    let (scratch, shared) = (Scratch::new("near"), Scratch::new("far"));
+    std::fs::create_dir_all(&shared.0).expect("a directory");
+    let remote = |more: &str| format!("remote=dir(path=\"{}\",{more})", shared.0.display());
+    let tables = |more: &str| {
+        let (home, budget) = open(&scratch.0, 48 * MIB, more);
+        let space = home.space(1, &MODEL);
+        (0..40).for_each(|number| put(&home, space, MODEL, number, 2, Level::Disk));
+        (0..40).for_each(|number| get(&home, space, MODEL, number, 2));
+        all_is_counted(&home, &budget, 48 * MIB);
+        let bytes = home.store.with(|core| Ok(core.table_bytes())).expect("open");
+        home.store.close(home.now_ns() + LONG_NS).expect("closed");
+        assert_eq!((budget.lane(Tier::Host).committed_bytes, budget.accounts()), (0, 0));
+        drop(home);
+        std::fs::remove_dir_all(&scratch.0).expect("the store's own");
+        bytes
+    };
+    let without = tables("remote=none");
+    let few = tables(&remote("known=4096,fetchers=1,senders=1"));
+    let many = tables(&remote("known=262144,fetchers=4,senders=2"));
+    // Names of 16 bytes each, and threads.
+    assert!(few >= without + (4096 << 4) + 3 * (256 << 10), "{few} {without}");
+    assert!(many - few >= (258_048 << 4) + 4 * (256 << 10), "{many} {few}");
+}

@@ -172,6 +172,8 @@ pub(crate) unsafe fn remote_of(
         batch: or(given.batch.into(), 32) as usize,
         ranges: true,
         first_wins: given.flags & KVT_REMOTE_FIRST_WINS != 0,
+        // What the engine's own keeps is the engine's to count.
+        lane_bytes: 0,
     };
     let table = Table { get, put, exists, remove };
     let callback = Arc::new(Callback::new(table, user_data, destroy));

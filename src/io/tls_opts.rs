@@ -5,6 +5,10 @@ use std::path::PathBuf;
 use crate::base::status::Result;
 use crate::fail;
 
+/// Memory that a connection with TLS takes beside what one without does, about: records that came
+/// and that are to go, and what of the plain ones nobody has taken yet.
+pub const TLS_BYTES: u64 = 256 << 10;
+
 /// Who is trusted to be the server, and who we are.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsOpts {

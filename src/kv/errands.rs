@@ -43,6 +43,11 @@ impl Errands {
         Errands { remote, clock, mine: Mutex::new(None) }
     }
 
+    /// Memory that one who runs errands to a remote keeps, about.
+    pub fn bytes_of(remote: &dyn Remote) -> u64 {
+        SINK_BYTES as u64 + remote.caps().lane_bytes
+    }
+
     /// The remote.
     pub fn remote(&self) -> &Arc<dyn Remote> {
         &self.remote

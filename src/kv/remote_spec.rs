@@ -60,6 +60,7 @@ use crate::base::sync::Arc;
 use crate::fail;
 use crate::io::tls_opts::TlsOpts;
 use crate::kv::core::{FarConfig, Write};
+use crate::kv::errands::Errands;
 use crate::kv::remote_open;
 use crate::kv::spec::CustomRemote;
 use crate::tier::remote::name::Prefix;
@@ -245,6 +246,8 @@ impl RemoteSpec {
             batch: caps.batch.max(1),
             secret: secrets.get("seal"),
             seed: u64::from_le_bytes(seed),
+            // And one who asks.
+            beside_bytes: u64::from(self.fetchers + self.senders + 1) * Errands::bytes_of(&*remote),
             ..self.config.clone()
         };
         let deadline_ns = clock.now_ns() + self.connect_ns + self.config.timeout_ns;

@@ -58,6 +58,8 @@ pub struct FarConfig {
     pub secret: Option<Secret>,
     /// What the breaker's chance begins with.
     pub seed: u64,
+    /// Memory of those who fetch, send and ask, which is paid for with the tables.
+    pub beside_bytes: u64,
 }
 
 impl Default for FarConfig {
@@ -76,6 +78,7 @@ impl Default for FarConfig {
             fetches: false,
             secret: None,
             seed: 0,
+            beside_bytes: 0,
         }
     }
 }

@@ -35,6 +35,11 @@ impl Known {
         Ok(Known { entries: Zeroed::new(sets * WAYS)?, sets })
     }
 
+    /// Its memory.
+    pub fn bytes(&self) -> u64 {
+        (self.entries.len() * size_of::<Entry>()) as u64
+    }
+
     /// What was heard of a name not longer ago than that: there, or not.
     pub fn get(&self, name: &Name, now_ns: u64, fresh_ns: u64, absent_ns: u64) -> Option<bool> {
         let (first, tag) = self.place(name);

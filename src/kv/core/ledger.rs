@@ -36,14 +36,15 @@ impl Drop for Ledger {
 }
 
 impl Core {
-    /// Bytes of tables so far: chunks, cells, what policies know.
+    /// Bytes of tables so far: chunks, cells, what policies know, and of a remote's.
     pub fn table_bytes(&self) -> u64 {
         let used = |board: &Board| board.chunks.used_bytes() + board.piece_table_bytes();
         let boards = self.boards.iter().map(used);
         let near = self.near.as_ref().map(|near| &near.shelf);
         let shelves = [Some(&self.host_shelf), self.disk_shelf.as_ref(), near];
         let shelves = shelves.into_iter().flatten().map(|s| s.evictor.objects().used_bytes());
-        boards.sum::<u64>() + shelves.sum::<u64>()
+        let far = self.far.as_ref().map(|far| far.known.bytes() + far.config.beside_bytes);
+        boards.sum::<u64>() + shelves.sum::<u64>() + far.unwrap_or(0)
     }
 
     /// So many chunks are about to come: their rows are paid for.

@@ -57,6 +57,7 @@ impl Remote for Dir {
             batch: 16,
             ranges: true,
             first_wins: true,
+            lane_bytes: 64 << 10,
         }
     }
 

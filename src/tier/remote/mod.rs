@@ -45,6 +45,8 @@ pub struct Caps {
     pub ranges: bool,
     /// A put does nothing where there is one of that name; else the last writer may win.
     pub first_wins: bool,
+    /// Memory that a lane keeps for itself, about, once it was used.
+    pub lane_bytes: u64,
 }
 
 /// What answered.

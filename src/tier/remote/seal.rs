@@ -17,7 +17,7 @@ use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::tier::remote::name::HASH_BYTES;
-use crate::tier::remote::seal::lane::SealedLane;
+use crate::tier::remote::seal::lane::{SealedLane, TURN_BYTES};
 use crate::tier::remote::secret::{Secret, wipe};
 use crate::tier::remote::{Caps, Lane, Name, Remote, Tally};
 
@@ -196,6 +196,7 @@ impl Remote for Sealed {
             preferred_bytes: fitting(caps.preferred_bytes).min(MAX_BYTES),
             max_bytes: fitting(caps.max_bytes).min(MAX_BYTES),
             ranges: true,
+            lane_bytes: caps.lane_bytes + TURN_BYTES,
             ..caps
         }
     }

@@ -77,6 +77,7 @@ impl Default for Plan {
             batch: 64,
             ranges: true,
             first_wins: true,
+            lane_bytes: 0,
         };
         Plan {
             per_million: [0; FAULTS],

@@ -24,6 +24,7 @@ use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicU64, Ordering};
 use crate::fail;
 use crate::io::tls::Trust;
+use crate::io::tls_opts::TLS_BYTES;
 pub use crate::io::tls_opts::TlsOpts;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::redis::lane::RedisLane;
@@ -36,6 +37,10 @@ use crate::tier::remote::{Caps, Lane, Remote, Tally, Tell};
 const MAX_BYTES: u64 = 8 << 20;
 /// Bytes of an object that servers are quick with.
 const PREFERRED_BYTES: u64 = 1 << 20;
+/// Memory of a connection, about: commands to be said, and answers.
+const CONN_BYTES: u64 = 64 << 10;
+/// For so many nodes of a cluster memory is counted: how many there are, nobody has said yet.
+const SOME_NODES: u64 = 8;
 /// Objects of a batch after which more of them make it no faster.
 const BATCH: usize = 64;
 /// Most replicas that are waited for.
@@ -207,12 +212,16 @@ fn trust(url: &Url, opts: &TlsOpts) -> Result<Option<Trust>> {
 
 impl Remote for Redis {
     fn caps(&self) -> Caps {
+        let settings = &self.0.settings;
+        let nodes = if settings.is_cluster { SOME_NODES } else { 1 };
+        let conn_bytes = CONN_BYTES + if settings.trust.is_some() { TLS_BYTES } else { 0 };
         Caps {
             preferred_bytes: PREFERRED_BYTES,
             max_bytes: MAX_BYTES,
             batch: BATCH,
             ranges: true,
             first_wins: true,
+            lane_bytes: nodes * conn_bytes,
         }
     }
 

@@ -28,6 +28,7 @@ use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicBool, Ordering};
 use crate::fail;
 use crate::io::tls::Trust;
+use crate::io::tls_opts::TLS_BYTES;
 pub use crate::io::tls_opts::TlsOpts;
 use crate::tier::remote::name::Prefix;
 use crate::tier::remote::s3::conn::Reply;
@@ -43,6 +44,8 @@ pub use crate::tier::remote::s3::url::Style;
 const MAX_BYTES: u64 = 64 << 20;
 /// Bytes of an object that servers are quick with.
 const PREFERRED_BYTES: u64 = 8 << 20;
+/// Memory of a connection, about: a request's head, and a reply's with what explains errors.
+const CONN_BYTES: u64 = 96 << 10;
 /// Most connections of a lane.
 pub const MAX_CONNECTIONS: u32 = 64;
 const MAX_KEY_BYTES: usize = 128;
@@ -158,12 +161,15 @@ fn plain(secret: &Secret, what: &str) -> Result<String> {
 
 impl Remote for S3 {
     fn caps(&self) -> Caps {
+        let is_tls = self.0.settings.trust.is_some();
+        let conn_bytes = CONN_BYTES + if is_tls { TLS_BYTES } else { 0 };
         Caps {
             preferred_bytes: PREFERRED_BYTES,
             max_bytes: MAX_BYTES,
             batch: 2 * self.0.settings.connections,
             ranges: true,
             first_wins: !self.0.is_plain.load(Ordering::Relaxed),
+            lane_bytes: self.0.settings.connections as u64 * conn_bytes,
         }
     }
 

@@ -12,7 +12,7 @@ use crate::tier::remote::seal::{
 use crate::tier::remote::{Asks, Gets, Lane, Part, Puts, Server, Trouble};
 
 /// Most bytes of a turn; an object that is longer has one for itself.
-const TURN_BYTES: u64 = 16 << 20;
+pub(super) const TURN_BYTES: u64 = 16 << 20;
 
 /// A lane.
 pub struct SealedLane {
