@@ -65,7 +65,7 @@ enum Command {
         #[arg(long, default_value_t = 0, value_name = "SECONDS")]
         linger: u64,
         /// Two processes share a remote instead: redis://HOST[:PORT], dir:PATH, or a spec as a
-        /// store's; its password is taken from KVTIER_REMOTE_PASSWORD
+        /// store's; its secrets are taken from KVTIER_REMOTE_PASSWORD and others (docs/remote.md)
         #[arg(long, conflicts_with_all = ["sessions", "workers", "policies", "config", "control", "linger"])]
         remote: Option<String>,
     },

@@ -1,5 +1,6 @@
 //! The remote that a command is given: `redis://HOST[:PORT]`, `dir:PATH`, or a spec as a store's.
 
+use std::os::unix::ffi::OsStringExt;
 use std::sync::Arc;
 
 use kvtier::base::clock::Clock;
@@ -11,8 +12,15 @@ use kvtier::kv::remote_spec::{RemoteSpec, Secrets};
 use kvtier::kv::spec::StoreSpec;
 use kvtier::tier::remote::{Remote, Server};
 
-/// Where the password is taken from: what stands in a command line others see.
-pub const PASSWORD: &str = "KVTIER_REMOTE_PASSWORD";
+/// Where secrets are taken from: what stands in a command line others see. Keys of S3 are also
+/// where its own tools look for them.
+const ENVIRONMENT: [(&str, &[&str]); 5] = [
+    ("password", &["KVTIER_REMOTE_PASSWORD"]),
+    ("s3.key", &["KVTIER_REMOTE_S3_KEY", "AWS_ACCESS_KEY_ID"]),
+    ("s3.secret", &["KVTIER_REMOTE_S3_SECRET", "AWS_SECRET_ACCESS_KEY"]),
+    ("s3.token", &["KVTIER_REMOTE_S3_TOKEN", "AWS_SESSION_TOKEN"]),
+    ("seal", &["KVTIER_REMOTE_SEAL"]),
+];
 
 /// A remote that somebody named.
 pub struct Place {
@@ -31,14 +39,13 @@ pub struct Opened {
 }
 
 impl Place {
-    /// Reads what was named, and takes the password from the environment. Nothing of the text is
-    /// in an error: it may have a password in it that belongs elsewhere.
+    /// Reads what was named, and takes secrets from the environment. Nothing of the text is in an
+    /// error: it may have a password in it that belongs elsewhere.
     pub fn read(text: &str) -> Result<Place> {
-        let password = std::env::var_os(PASSWORD).unwrap_or_default();
-        Place::with(text, std::os::unix::ffi::OsStrExt::as_bytes(password.as_os_str()))
+        Place::with(text, |name| std::env::var_os(name).map(OsStringExt::into_vec))
     }
 
-    fn with(text: &str, password: &[u8]) -> Result<Place> {
+    fn with(text: &str, environment: impl Fn(&str) -> Option<Vec<u8>>) -> Result<Place> {
         let one = |name: &str, key: &str, value: &str| Spec {
             name: name.to_string(),
             args: vec![arg(key, Value::Text(value.to_string()))],
@@ -50,15 +57,22 @@ impl Place {
             None if text.contains('(') => Spec::parse(text)?,
             None => fail!(
                 Spec,
-                "a remote is redis://HOST[:PORT], dir:PATH, or a spec such as redis(url=\"...\")"
+                "a remote is redis://HOST[:PORT], dir:PATH, or a spec such as redis(url=\"...\") or \
+                 s3(url=\"...\",bucket=\"...\")"
             ),
         };
-        if !["redis", "dir"].contains(&spec.name.as_str()) {
-            return Err(spec.unknown_name(&["redis", "dir"]));
+        if !["redis", "s3", "dir"].contains(&spec.name.as_str()) {
+            return Err(spec.unknown_name(&["redis", "s3", "dir"]));
         }
         let mut secrets = Secrets::default();
-        if !password.is_empty() {
-            secrets.add("password", password)?;
+        for (name, places) in ENVIRONMENT {
+            if name.starts_with("s3.") && spec.name != "s3" {
+                continue;
+            }
+            let mut found = places.iter().filter_map(|place| environment(place));
+            if let Some(secret) = found.find(|secret| !secret.is_empty()) {
+                secrets.add(name, &secret)?;
+            }
         }
         let place = Place { spec, secrets };
         // What is wrong with it is said before anything is begun.
@@ -113,7 +127,9 @@ pub fn explain(error: Error) -> Error {
     if !wants.iter().any(|word| message.contains(word)) {
         return error;
     }
-    Error::new(error.status(), format!("{message} (this tool takes the password from {PASSWORD})"))
+    let places: Vec<&str> = ENVIRONMENT.iter().map(|(_, places)| places[0]).collect();
+    let places = places.join(", ");
+    Error::new(error.status(), format!("{message} (this tool takes secrets from {places})"))
 }
 
 fn is_url(text: &str) -> bool {
@@ -137,6 +153,29 @@ fn arg(key: &str, value: Value) -> Arg {
 mod tests {
     use super::*;
 
+    fn none(_: &str) -> Option<Vec<u8>> {
+        None
+    }
+
+    #[test]
+    fn secrets_come_from_the_environment() {
+        let bucket = "s3(url=\"http://127.0.0.1:1\",bucket=\"b\")";
+        let own = |name: &str| {
+            let is_known = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "KVTIER_REMOTE_S3_KEY"];
+            is_known.contains(&name).then(|| name.as_bytes().to_vec())
+        };
+        let place = Place::with(bucket, own).expect("sound");
+        let bytes = |name: &str| place.secrets.get(name).map(|secret| secret.bytes().to_vec());
+        assert_eq!(bytes("s3.key"), Some(b"KVTIER_REMOTE_S3_KEY".to_vec()));
+        assert_eq!(bytes("s3.secret"), Some(b"AWS_SECRET_ACCESS_KEY".to_vec()));
+        assert_eq!((bytes("s3.token"), bytes("seal"), bytes("password")), (None, None, None));
+        // What is S3's is nobody else's; what is empty is none.
+        let place = Place::with("redis://a", own).expect("sound");
+        assert!(place.secrets.get("s3.key").is_none());
+        let place = Place::with(bucket, |_| Some(Vec::new())).expect("sound");
+        assert!(place.secrets.get("s3.key").is_none());
+    }
+
     #[test]
     fn a_remote_is_named_shortly_or_in_full() {
         for (text, words) in [
@@ -144,13 +183,13 @@ mod tests {
             ("dir:/mnt/k\"v", "dir(path=\"/mnt/k\\\"v\")"),
             ("dir(path=\"x\",timeout=9)", "dir(path=\"x\",timeout=9)"),
         ] {
-            let place = Place::with(text, b"").map_err(|error| error.to_string()).expect(text);
+            let place = Place::with(text, none).map_err(|error| error.to_string()).expect(text);
             assert_eq!(place.words(), words);
             // As a store takes it.
             let spec = place.store("store(host=1MiB)").expect("sound");
             assert!(spec.remote.is_some());
         }
-        let place = Place::with("dir(path=\"x\",timeout=9)", b"").expect("sound");
+        let place = Place::with("dir(path=\"x\",timeout=9)", none).expect("sound");
         let place = place.or("timeout", number(7.0)).or("fetchers", number(3.0));
         assert_eq!(place.words(), "dir(path=\"x\",timeout=9,fetchers=3)");
     }
@@ -165,17 +204,18 @@ mod tests {
             ("custom(x=1)", "redis"),
             ("dir(path=\"x\",timout=1)", "timeout"),
         ] {
-            let error = Place::with(text, b"").err().expect(text);
+            let error = Place::with(text, none).err().expect(text);
             assert!(error.message().contains(word), "{text}: {error}");
             assert!(!error.message().contains("hunter2"), "{error}");
         }
         for text in ["redis://u:hunter2@a", "redis://a:99999", "rediss://a", "redis://"] {
-            let place = Place::with(text, b"hunter3").expect("its parameters are known");
+            let place =
+                Place::with(text, |_| Some(b"hunter3".to_vec())).expect("its parameters are known");
             let error = place.open(&Clock::real()).err().expect(text);
             assert!(!error.to_string().contains("hunter"), "{error}");
         }
-        let place = Place::with("redis://kv@127.0.0.1:1", b"").expect("sound");
+        let place = Place::with("redis://kv@127.0.0.1:1", none).expect("sound");
         let error = place.open(&Clock::real()).err().expect("a password is missing");
-        assert!(error.message().contains(PASSWORD), "{error}");
+        assert!(error.message().contains("KVTIER_REMOTE_PASSWORD"), "{error}");
     }
 }
