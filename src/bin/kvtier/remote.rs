@@ -62,7 +62,7 @@ impl Place {
             ),
         };
         if !["redis", "s3", "dir"].contains(&spec.name.as_str()) {
-            return Err(spec.unknown_name(&["redis", "s3", "dir"]));
+            fail!(Spec, "the remotes of this tool are redis(...), s3(...) and dir(...)");
         }
         let mut secrets = Secrets::default();
         for (name, places) in ENVIRONMENT {
