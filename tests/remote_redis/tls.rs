@@ -248,6 +248,10 @@ fn certificates_that_are_wrong_are_told() {
         assert_eq!(put_one(&mut *lane, 1, 10_000), Ok(false));
         assert_eq!(get_one(&mut *lane, 1, 10_000).unwrap(), bytes_of(1, 10_000));
     }
+    // The authority's own, as many first tries have it.
+    let (_server, port) = authority.server("ca", &[]);
+    let said = refusal(&safe(port, authority.trust()));
+    assert!(said.contains("that of an authority (CA:TRUE)"), "{said}");
     let (_server, port) = authority.server("good", &[]);
     // Of another authority, one of the same name with another key, and of none of the system's.
     let said = refusal(&safe(port, Authority::new("two").trust()));

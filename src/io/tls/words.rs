@@ -94,6 +94,11 @@ fn certificate(error: &CertificateError, host: &str) -> String {
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
             "its certificate is not one of a server: issue one with serverAuth".to_string()
         }
+        other if format!("{other:?}").contains("CaUsedAsEndEntity") => {
+            "its certificate is that of an authority (CA:TRUE): sign another with it for the server, \
+             and name this one here (ca)"
+                .to_string()
+        }
         other => shorten(
             &format!("its certificate is refused ({other:?}): give it another, or another ca"),
             300,
