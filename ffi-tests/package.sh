@@ -220,7 +220,7 @@ offline() {
     args=$("$root/cmake/vendor.sh" --args "$work/vendor")
     mkdir -p "$work/home"
     CARGO_HOME=$work/home CARGO_NET_OFFLINE=true KVTIER_VENDOR_DIR=$work/vendor \
-        KVTIER_CARGO_ARGS=$args CARGO_TARGET_DIR=$work/target-offline CARGO_PROFILE_DEV_OPT_LEVEL=0 \
+        KVTIER_CARGO_ARGS=$args CARGO_TARGET_DIR=$work/target-offline \
         RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} \
         "$root/cmake/build.sh" "$work/vendor-out" dev
     # Nothing was fetched. (Some cargos make an empty registry folder all the same.)
