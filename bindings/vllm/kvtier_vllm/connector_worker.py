@@ -153,13 +153,19 @@ class Worker:
             one = self._questions.get(ask.request)
             if one is None or one.tokens != len(ask.tokens):
                 self._drop_question(ask.request)
-                one = self._questions[ask.request] = _Question(
-                    space, ask, self._settings.ask_s)
+                try:
+                    one = _Question(space, ask, self._settings.ask_s)
+                except Error as error:
+                    logger.warning("the remote is not asked for %s: %s", ask.request, str(error))
+                    return space.lookup(ask.tokens, ask.who.media).reusable_tokens
+                self._questions[ask.request] = one
             info = one.op.info()
             if not info.released:
                 return None
             self._drop_question(ask.request)
-            return info.value
+            # What is here counts, whatever became of the question.
+            return info.value if not info.status else space.lookup(
+                ask.tokens, ask.who.media).reusable_tokens
 
     @property
     def _asks_remote(self) -> bool:

@@ -83,7 +83,8 @@ class Settings:
     level: str = ""
     #: How many evictions are told to the log at once; 0 = none.
     log_evictions: int = 0
-    #: Seconds for which the store's remote is asked for what is not here, while a request waits; 0 = never.
+    #: Seconds for which the store's remote is asked for what is not here, while a request waits;
+    #: 0 = never.
     ask_s: float = 0.5
 
     @classmethod

@@ -61,10 +61,11 @@ class KvtierTier(SecondaryTierManager):
     of the CPU tier is a block under its offload key; jobs are one native call each, and copy
     between the engine's memory and the store's, nothing else.
 
-    Lookups ask a table in memory, so they are answered at once, unless the store has a remote: what
-    is not here is asked for there, and looked up again in a later step. While a job is underway its rows
-    are the library's; it is told of as finished only when they are the engine's again. A row
-    that does not come is reported as failed, and is a miss for that request from then on.
+    Lookups ask a table in memory, so they are answered at once, unless the store has a remote:
+    what is not here is asked for there, and looked up again in a later step. While a job is
+    underway its rows are the library's; it is told of as finished only when they are the engine's
+    again. A row that does not come is reported as failed, and is a miss for that request from
+    then on.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE

@@ -120,6 +120,26 @@ def test_what_others_saved_is_found_at_the_remote(make: Any, roles: Any, layerwi
     alone.close()
 
 
+def test_what_is_here_counts_however_the_question_ends(make: Any, roles: Any, elsewhere: bool,
+                                                       monkeypatch: pytest.MonkeyPatch,
+                                                       tmp_path: Path) -> None:
+    # Questions that are over before anybody can have answered.
+    options = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}"))', "ask_s": 1e-6}
+    prompt = list(range(64))
+    late = mini.Engine(make, roles, extra=options)
+    assert late.run(mini.Request("a", prompt)) == 0
+    assert late.run(mini.Request("b", prompt + [7] * 40)) == 64
+    # Questions that are refused.
+    from kvtier_vllm import connector_worker
+
+    def refuse(*_: Any) -> None:
+        raise kvtier.BusyError("no room", kvtier.abi.KVT_E_BUSY, "KVT_E_BUSY")
+
+    monkeypatch.setattr(connector_worker, "_Question", refuse)
+    assert late.run(mini.Request("c", prompt + [8] * 40)) == 64
+    late.close()
+
+
 def test_answers_are_kept_too(engine: mini.Engine) -> None:
     first = mini.Request("a", range(40))
     engine.run(first, decode=30)

@@ -64,12 +64,15 @@ impl Place {
         if !["redis", "s3", "dir"].contains(&spec.name.as_str()) {
             fail!(Spec, "the remotes of this tool are redis(...), s3(...) and dir(...)");
         }
+        let has = |name: &str| environment(name).is_some_and(|secret| !secret.is_empty());
         let mut secrets = Secrets::default();
         for (name, places) in ENVIRONMENT {
             if name.starts_with("s3.") && spec.name != "s3" {
                 continue;
             }
-            let mut found = places.iter().filter_map(|place| environment(place));
+            // A session's token goes with the key that it was given with.
+            let others = usize::from(name != "s3.token" || !has("KVTIER_REMOTE_S3_KEY"));
+            let mut found = places.iter().take(1 + others).filter_map(|place| environment(place));
             if let Some(secret) = found.find(|secret| !secret.is_empty()) {
                 secrets.add(name, &secret)?;
             }
@@ -169,6 +172,11 @@ mod tests {
         assert_eq!(bytes("s3.key"), Some(b"KVTIER_REMOTE_S3_KEY".to_vec()));
         assert_eq!(bytes("s3.secret"), Some(b"AWS_SECRET_ACCESS_KEY".to_vec()));
         assert_eq!((bytes("s3.token"), bytes("seal"), bytes("password")), (None, None, None));
+        let token = |name: &str| (name == "AWS_SESSION_TOKEN").then(|| b"of another".to_vec());
+        let place = Place::with(bucket, |name| own(name).or_else(|| token(name))).expect("sound");
+        assert!(place.secrets.get("s3.token").is_none(), "it is not of this key");
+        let place = Place::with(bucket, token).expect("sound");
+        assert!(place.secrets.get("s3.token").is_some());
         // What is S3's is nobody else's; what is empty is none.
         let place = Place::with("redis://a", own).expect("sound");
         assert!(place.secrets.get("s3.key").is_none());
