@@ -17,11 +17,16 @@ from kvtier import (
     LEVEL_DISK,
     LEVEL_DURABLE,
     LEVEL_RAM,
+    LEVEL_REMOTE,
     abi,
 )
 from kvtier._errors import make
 
-LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL_DURABLE}
+LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL_DURABLE,
+                          "remote": LEVEL_REMOTE}
+
+#: Longer than this no call waits for a remote's answer.
+MOST_ASK_S = 3600
 
 #: The engines' own configuration files, which may have a part of ours.
 ENGINE_FILES = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
@@ -42,8 +47,10 @@ class Settings:
     policy: str = ""
     disk_policy: str = ""
     write: str = ""
-    #: When a put is answered: "ram", "disk" or "durable".
+    #: When a put is answered: "ram", "disk", "durable" or "remote".
     level: str = "ram"
+    #: Calls wait so many seconds, at most, for what the store's remote says; 0: it is not asked.
+    ask_s: float = 0.5
     #: Which model and weights the objects are of: those of another are not found.
     model: str = ""
     #: "" for host memory alone, or "cuda", "cuda:1": who copies what is registered there.
@@ -86,12 +93,15 @@ def from_mapping(given: Mapping[str, Any], whence: str) -> Settings:
     for name, value in given.items():
         usual = getattr(Settings(), name)
         wanted = int if usual is None else type(usual)
-        if not (isinstance(value, wanted) or value is usual) or (
+        kinds = (int, float) if wanted is float else (wanted,)
+        if not (isinstance(value, kinds) or value is usual) or (
                 isinstance(value, bool) and wanted is not bool):
             raise _invalid(f"{whence}: {name}: {value!r} is no {wanted.__name__}")
     settings = Settings(**given)
     if settings.level not in LEVELS:
         raise _invalid(f"{whence}: level {settings.level!r} is none of {', '.join(LEVELS)}")
+    if not 0 <= settings.ask_s <= MOST_ASK_S:
+        raise _invalid(f"{whence}: ask_s {settings.ask_s!r} is no time from 0 to {MOST_ASK_S} s")
     return settings
 
 

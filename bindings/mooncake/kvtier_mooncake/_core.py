@@ -51,13 +51,18 @@ class Core:
         self.device = _device(self.runtime, settings.device)
         self.store, self.opened = _open(self.runtime, settings, self.device)
         self.on_disk = self.store.stats()["disk_limit_bytes"] > 0
-        if settings.level != "ram" and not self.on_disk:
+        if settings.level in ("disk", "durable") and not self.on_disk:
             raise make(abi.KVT_E_INVALID, f"level {settings.level!r}, and the store has no "
                        "disk: say disk_path and disk_bytes, or level \"ram\"")
-        if self.on_disk and not settings.model:
-            log.warning("objects on the disk outlive the process under the engine's keys alone, "
-                        "which name a model but not its weights: say \"model\", a text that "
-                        "changes with them")
+        remote = self.store.remote_stats()
+        if settings.level == "remote" and not remote["writes"]:
+            raise make(abi.KVT_E_INVALID, "level 'remote', and the store sends to none: say "
+                       "remote= in the spec, or level \"ram\"")
+        self.has_remote = bool(remote["reads"])
+        if (self.on_disk or self.has_remote) and not settings.model:
+            log.warning("objects on a disk or a remote outlive the process under the engine's keys "
+                        "alone, which name a model but not its weights: say \"model\", a text "
+                        "that changes with them")
 
     def shapes(self, tenant: str) -> Shapes:
         """A tenant's objects."""
@@ -67,8 +72,14 @@ class Core:
                 assert self.store is not None
                 found = self._shapes[tenant] = Shapes(
                     self.store, self.settings.model, tenant, self.settings.max_shapes,
-                    abi.KVT_LEVEL_DURABLE if self.on_disk else abi.KVT_LEVEL_RAM)
+                    self._catalogue_level(), self.settings.ask_s)
             return found
+
+    def _catalogue_level(self) -> int:
+        """Who finds objects has to know their shapes."""
+        if self.settings.level == "remote":
+            return abi.KVT_LEVEL_REMOTE
+        return abi.KVT_LEVEL_DURABLE if self.on_disk else abi.KVT_LEVEL_RAM
 
     def log_evictions(self) -> None:
         """Those since the last time, each a line of the log, where that was asked for."""

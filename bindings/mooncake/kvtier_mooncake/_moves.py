@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Sequence, Tuple
 
 import kvtier
 from kvtier import Each, Pool
@@ -11,6 +11,9 @@ from kvtier import Each, Pool
 from . import _codes as codes
 from ._memory import HOST, Fragments, Regions, bytes_at, check
 from ._shapes import Shape, Shapes, check_shape
+
+if TYPE_CHECKING:
+    from ._memory import Table
 
 log = logging.getLogger("kvtier.mooncake")
 
@@ -84,10 +87,24 @@ class Mover:
 
     def _get_group(self, shape: Shape, names: List[bytes], group: Fragments) -> List[int]:
         """Which of them are not there in this shape."""
-        with self._shapes.of(shape).get(names, Each(group.tables, group.device)) as op:
+        missing = self._get_some(shape, names, group.tables, group)
+        # Engines look first. For who does not the remote is asked now.
+        came = self._shapes.came(shape, [names[at] for at in missing]) if missing else []
+        if came:
+            again = [missing[at] for at in came]
+            tables = [table[again] for table in group.tables]
+            left = self._get_some(shape, [names[at] for at in again], tables, group, again)
+            missing = sorted({*missing} - {*again} | {again[at] for at in left})
+        return missing
+
+    def _get_some(self, shape: Shape, names: List[bytes], tables: "Sequence[Table]",
+                  group: Fragments, of: Optional[List[int]] = None) -> List[int]:
+        """Which of them, by their place in `names`, are not there."""
+        which = group.which if of is None else [group.which[at] for at in of]
+        with self._shapes.of(shape).get(names, Each(tables, group.device)) as op:
             op.wait()
-            self._set(group.which, sum(shape))
-            return self._note(op, group.which)
+            self._set(which, sum(shape))
+            return self._note(op, which)
 
     def _note(self, op: kvtier.Op, which: Sequence[int]) -> List[int]:
         failed = op.failed()

@@ -6,6 +6,7 @@ is looked for in each shape that is known: of those an engine has one or a few.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import operator
@@ -29,8 +30,8 @@ class Shapes:
     """The kinds of objects of a tenant. Any thread may use it."""
 
     def __init__(self, store: kvtier.Store, model: str, tenant: str, most: int,
-                 level: int) -> None:
-        self._store, self._most, self._level = store, most, level
+                 level: int, ask_s: float = 0.0) -> None:
+        self._store, self._most, self._level, self._ask_s = store, most, level, ask_s
         weights, salt = model.encode() or None, tenant.encode() or None
         self._identity = kvtier.Identity(model=b"mooncake", weights=weights, salt=salt)
         self._lock = threading.RLock()
@@ -65,24 +66,59 @@ class Shapes:
             return list(reversed(self._open.items()))
 
     def find(self, names: Sequence[bytes], but: Optional[Shape] = None) -> List[Optional[Shape]]:
-        """The shape that each object is there in."""
+        """The shape that each object is there in; a remote is asked for those that are not here."""
+        known = [(shape, blocks) for shape, blocks in self.known() if shape != but]
         found: List[Optional[Shape]] = [None] * len(names)
-        left = list(range(len(names)))
-        for shape, blocks in self.known():
-            if shape == but or not left:
-                continue
+        self._look(known, names, found)
+        if None in found and self.asks:
+            missing = [name for name, shape in zip(names, found) if shape is None]
+            self._ask([blocks for _, blocks in known], missing)
+            self._look(known, names, found)
+        return found
+
+    def _look(self, known: Sequence[Tuple[Shape, Blocks]], names: Sequence[bytes],
+              found: List[Optional[Shape]]) -> None:
+        left = [at for at, shape in enumerate(found) if shape is None]
+        for shape, blocks in known:
+            if not left:
+                break
             states = blocks.exists([names[at] for at in left] if len(left) < len(names) else names)
             for at, state in zip(left, states):
                 if state:
                     found[at] = shape
             left = [at for at in left if found[at] is None]
-        return found
+
+    @property
+    def asks(self) -> bool:
+        """Whether a remote is asked for what is not here."""
+        return bool(self._ask_s) and self._catalogue.has_remote
+
+    def _ask(self, shapes: Sequence[Blocks], names: Sequence[bytes]) -> None:
+        """Asks for names in all shapes at once, which takes no longer than for one of them."""
+        ready = kvtier.Names(names)
+        with contextlib.ExitStack() as stack:
+            ops = []
+            for blocks in shapes:
+                # What it does not say in time, or refuses to be asked, is not there.
+                with contextlib.suppress(kvtier.Error):
+                    ops.append(stack.enter_context(blocks.locate(ready, timeout=self._ask_s)))
+            for op in ops:
+                op.wait()
+
+    def came(self, shape: Shape, names: Sequence[bytes]) -> List[int]:
+        """Which of some objects that were not here are at the remote, in a shape."""
+        if not self.asks:
+            return []
+        return [at for at, state in enumerate(self.of(shape).exists(names, self._ask_s)) if state]
 
     def states(self, names: Sequence[bytes]) -> List[int]:
         """1 for each that is there, 0 for the others."""
         known = self.known()
         if len(known) == 1:  # the usual case costs one native call and one pass
-            return [1 if state else 0 for state in known[0][1].exists(names)]
+            states = known[0][1].exists(names)
+            if 0 in states and self.asks:
+                states = known[0][1].exists(names, self._ask_s)
+            return [1 if state else 0 for state in states]
         return [0 if shape is None else 1 for shape in self.find(names)]
 
     def clear(self) -> int:
@@ -104,9 +140,10 @@ class Shapes:
             self._catalogue.close()
 
     def _read(self) -> None:
-        """Which shapes the disk has of earlier processes."""
+        """Which shapes there are of earlier processes, and of others that share a remote."""
         names = [_page_name(page) for page in range(PAGES)]
-        there = [at for at, state in enumerate(self._catalogue.exists(names)) if state]
+        states = self._catalogue.exists(names, self._ask_s)
+        there = [at for at, state in enumerate(states) if state]
         if not there:
             return
         memory = bytearray(PAGE * len(there))

@@ -251,6 +251,45 @@ def test_another_model_on_the_same_disk(tmp_path: Any, caplog: pytest.LogCapture
     store.close()
 
 
+def test_what_others_put_is_found_at_the_remote(opened: Callable[..., Any], tmp_path: Any) -> None:
+    given = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}"))', "ask_s": 20}
+    first, keys = opened(**given, level="remote"), names(8)
+    memory = Memory(first, sizes=(4096, 100, 8192))
+    sizes = [list(memory.sizes)] * 8
+    assert first.batch_put_from_multi_buffers(keys, memory.at(*range(8)), sizes) == [0] * 8
+    assert first.put("value", b"of bytes") == 0
+    want = [memory.bytes(block) for block in range(8)]
+
+    def other(policy: str, **more: Any) -> Any:  # a store of its own
+        one = opened(**{**given, **more}, policy=policy)
+        memory.spoil()
+        for row in memory.rows:
+            assert one.register_buffer(row.ctypes.data, row.nbytes) == 0
+        return one
+
+    # One that looks first, of objects in one shape and in several.
+    one = other("lru")
+    assert one.batch_is_exist([keys[0], "nothing", "value"]) == [1, 0, 1]
+    assert one.batch_is_exist([*keys, "nothing"]) == [1] * 8 + [0]
+    into = memory.at(*range(15, 7, -1))
+    assert one.batch_get_into_multi_buffers(keys, into, sizes) == [sum(memory.sizes)] * 8
+    assert [memory.bytes(15 - at) for at in range(8)] == want
+    # One that does not, for all of them, some of which it has by then, and those that are nowhere.
+    one = other("arc")
+    assert one.batch_get_into_multi_buffers(keys[3:5], into[3:5], sizes[:2]) \
+        == [sum(memory.sizes)] * 2
+    mixed = ["nothing", *keys, "neither"]
+    assert one.batch_get_into_multi_buffers(
+        mixed, memory.at(7, *range(15, 7, -1), 6), [list(memory.sizes)] * 10) \
+        == [-704, *[sum(memory.sizes)] * 8, -704]
+    assert [memory.bytes(15 - at) for at in range(8)] == want
+    assert one.get("value") == b"of bytes" and one.get_size(keys[0]) == sum(memory.sizes)
+    # One that is told not to ask.
+    one = other("s3fifo", ask_s=0)
+    assert one.batch_is_exist([*keys, "value"]) == [0] * 9 and one.get("value") == b""
+    assert one.batch_get_into_multi_buffers(keys, into, sizes) == [-704] * 8
+
+
 def test_tenants_do_not_see_each_other(opened: Callable[..., Any]) -> None:
     ours = opened()
     theirs = MooncakeDistributedStore()
@@ -299,7 +338,8 @@ def test_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
     assert limit() == 37 << 20
     kvtier_mooncake.configure()
     for bad in ('{"hots_bytes": 1}', '{"level": "gone"}', "{", "[1]", "no/such/file",
-                '{"policy": "nosuch"}', '{"host_bytes": 99999999, "level": "durable"}'):
+                '{"policy": "nosuch"}', '{"host_bytes": 99999999, "level": "durable"}',
+                '{"host_bytes": 99999999, "level": "remote"}', '{"ask_s": -1}', '{"ask_s": true}'):
         monkeypatch.setenv("KVTIER_MOONCAKE_CONFIG", bad)
         assert MooncakeDistributedStore().setup("h") == -600, bad
     assert "host_bytes" in caplog.text

@@ -62,6 +62,8 @@ class Settings:
     timeout_s: Optional[float] = None
     #: A lookup waits so many seconds, at most, for what the store's remote says; 0: it is not asked.
     ask_s: float = 0.5
+    #: The same for the linker's lookups, with which the engine's scheduler waits.
+    linker_ask_s: float = 0.0
     #: What is known of the future of pages is told to the policies.
     hints: bool = True
     #: KV that all ranks have alike (MLA) is kept by each rank for itself.

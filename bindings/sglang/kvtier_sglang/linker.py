@@ -112,7 +112,8 @@ class KvtierLinker(UnifiedCacheLinker):
         self._advisor.looked_up(names)
         ready = kvtier.Names(names)
         _, _, able = fold(len(names), asked,
-                          lambda name: self._pools[PoolName(name)].blocks.exists(ready),
+                          lambda name: self._pools[PoolName(name)].blocks.exists(
+                              ready, self.settings.linker_ask_s),
                           PoolName.KV)
         return able
 

@@ -137,6 +137,28 @@ def test_pages_there_and_back_layer_by_layer(made: Any) -> None:
     linker.close()
 
 
+def test_pages_of_one_host_are_found_by_another(made: Any, tmp_path: Path) -> None:
+    extra = {"spec": f'store(remote=dir(path="{tmp_path}"))', "level": "remote"}
+    asking = {**extra, "linker_ask_s": 20.0}
+    one, other, keys = Device(), Device(), names(4)
+    one.fill(1)
+    other.fill(2)
+    linker, _ = made(one, extra)
+    assert linker.offload([kv(keys, [0, 1, 2, 3]), mamba(keys[2:3], [7])])
+    assert ended(linker, 1) == [True]
+    unasked, _ = made(other, extra)
+    asked = [kv([*keys, "missing"]), mamba(keys[:1])]
+    assert unasked.lookup("r", asked) == []
+    second, _ = made(other, asking)
+    assert second.lookup("r", asked) == [3]
+    assert second.load("r", [kv(keys[:3], [9, 20, 5]), mamba(keys[2:3], [1])])
+    assert second.finish_layer_wise_loading(second.start_layer_wise_loading())
+    assert [other.page(page) for page in (9, 20, 5)] == [one.page(page) for page in (0, 1, 2)]
+    assert other.state(1) == one.state(7)
+    for each in (linker, unasked, second):
+        each.close()
+
+
 def test_a_layer_asks_for_its_own_buffers(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     linker, _ = made(device)
