@@ -236,6 +236,24 @@ impl State {
             _ => Ok(()),
         }
     }
+
+    /// The ops of what has ended since this was last asked.
+    fn ended(&mut self) -> News {
+        let mut finished = Vec::new();
+        self.core.finished(&mut finished);
+        let mut news = Vec::with_capacity(finished.len());
+        for one in finished {
+            let Some(ops) = self.ops.get_mut(one.number as usize) else { continue };
+            let (last, op) = (one.last, ops.get(one.part as usize));
+            if let Some(op) = op.cloned() {
+                news.push((op, one));
+            }
+            if last {
+                ops.clear();
+            }
+        }
+        news
+    }
 }
 
 /// Ops that end, and how.
@@ -257,19 +275,7 @@ impl Inner {
         if state.told_until < state.core.events.next_number() {
             self.feed.notify_one();
         }
-        let mut finished = Vec::new();
-        state.core.finished(&mut finished);
-        let mut news = Vec::with_capacity(finished.len());
-        for one in finished {
-            let Some(ops) = state.ops.get_mut(one.number as usize) else { continue };
-            let (last, op) = (one.last, ops.get(one.part as usize));
-            if let Some(op) = op.cloned() {
-                news.push((op, one));
-            }
-            if last {
-                ops.clear();
-            }
-        }
+        let mut news = state.ended();
         state.watches.tell(state.core.events.next_number(), &mut news);
         if !news.is_empty() || state.core.is_idle() || state.core.turn_has_come() {
             self.ended.notify_all();

@@ -86,7 +86,8 @@ def test_a_load_says_which_blocks_did_not_come(closing: Callable[[Any], Any]) ->
 
 def test_blocks_of_one_host_are_found_by_another(closing: Callable[[Any], Any],
                                                  tmp_path: Any) -> None:
-    where = {"spec": f'store(host=8MiB, remote=dir(path="{tmp_path}"))', "level": "remote"}
+    where = {"spec": f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=20000))',
+             "level": "remote"}
     cache, rows = stubs.cache_config(where), arrays()
     names = names_of(3)
     one = closing(stubs.worker(cache, tensors(rows)))

@@ -252,7 +252,8 @@ def test_another_model_on_the_same_disk(tmp_path: Any, caplog: pytest.LogCapture
 
 
 def test_what_others_put_is_found_at_the_remote(opened: Callable[..., Any], tmp_path: Any) -> None:
-    given = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}"))', "ask_s": 20}
+    given = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=20000))',
+             "ask_s": 20}
     first, keys = opened(**given, level="remote"), names(8)
     memory = Memory(first, sizes=(4096, 100, 8192))
     sizes = [list(memory.sizes)] * 8

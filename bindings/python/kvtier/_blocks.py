@@ -321,10 +321,10 @@ class Blocks:
         raw = self._session._raw
         some = self._some(first_part, parts)
         called = _ready(names)  # C copies them
-        c = _abi.kvt_blocks_t(level=level, after=number_of(after), first_layer=some.start,
+        kept: List[Any] = []
+        c = _abi.kvt_blocks_t(level=level, after=number_of(after, kept), first_layer=some.start,
                               layers=len(some))
         c.names = ctypes.pointer(called._c)
-        kept: List[Any] = []
         if ready is not None:
             c.ready = ready._raw.value
         with Columns() as columns:

@@ -261,10 +261,12 @@ class DevicePromise(DeviceEvent):
 After = Union[DeviceEvent, int, None]
 
 
-def number_of(event: After) -> int:
-    """What C calls an event; 0 = none."""
+def number_of(event: After, kept: Optional[List[Any]] = None) -> int:
+    """What C calls an event; 0 = none. `kept` has it stay as long as what is behind it."""
     if isinstance(event, DeviceEvent):
         event._raw  # noqa: B018: a closed one is no event any more
+        if kept is not None:
+            kept.append(event)
         return event.number
     return u64(event or 0)
 
@@ -453,11 +455,12 @@ class Device(Closing):
         check(lib.kvt_device_poll(self._raw, events, room, byref(n)))
         return list(events[: n.value])
 
-    def adopt(self, raw_event: int) -> DeviceEvent:
-        """An event that comes with one of yours: for CUDA a CUevent that was recorded."""
+    def adopt(self, raw_event: int, keep: object = None) -> DeviceEvent:
+        """An event that comes with one of yours: for CUDA a CUevent that was recorded. Yours has
+        to stay until then: `keep`, the object that it goes with, is held so long."""
         event = self._event(lambda raw, out, err: lib.kvt_device_adopt(
             raw, u64(raw_event), out, err))
-        return DeviceEvent(self, event, [])
+        return DeviceEvent(self, event, [keep])
 
     def hold(self, raw_stream: int, event: After) -> None:
         """A stream of yours (for CUDA a CUstream) goes on only when an event has come."""

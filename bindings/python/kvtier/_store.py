@@ -314,7 +314,7 @@ class Session(Resource):
             ready: "Optional[Event]" = None, after: After = None) -> Op:
         """Stores the layers that there are views of; the result's value is how many
         tokens without a gap. The objects are held until the op is closed. Copies are behind
-        `after`, an event of the store's device, which is to be closed later than the op."""
+        `after`, an event of the store's device: held as they are, and not to be closed earlier."""
         move, kept = _move(k, v, first_token, tokens, first_layer, False, ready, after)
         move.level = u32(level)
         return self._one(lib.kvt_session_put, move, kept, False, queue, tag, timeout, priority)
@@ -430,7 +430,7 @@ def _move(k: Sequence[View], v: Optional[Sequence[Optional[View]]], first_token:
         move.v = _views(v, writable, kept)
     move.stride_bytes = ctypes.sizeof(_abi.kvt_view_t)
     _when(move, ready)
-    move.after = number_of(after)
+    move.after = number_of(after, kept)
     return move, kept
 
 

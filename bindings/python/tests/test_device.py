@@ -7,8 +7,9 @@ import dataclasses
 import gc
 import struct
 import threading
+import weakref
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import kvtier
 import numpy as np
@@ -357,6 +358,42 @@ def test_a_store_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device) -
             assert session.get(k, v).result(SOON).value == tokens
             device.download(cache, found).close(SOON)
     assert bytes(found) == image
+
+
+def test_an_event_stays_as_long_as_what_is_behind_it(runtime: kvtier.Runtime,
+                                                     device: kvtier.Device) -> None:
+    tokens, run = 8, 64
+    cache, groups = device.alloc(tokens * run), [Group(layers=[0], k_bytes=run)]
+
+    def behind(begin: Callable[[kvtier.DevicePromise], List[kvtier.Op]]) -> None:
+        promise = device.promise()
+        seen, ops = weakref.ref(promise), begin(promise)
+        del promise
+        gc.collect()
+        kept = seen()
+        assert kept is not None and not any(op.info().released for op in ops)
+        kept.keep()
+        del kept
+        for op in ops:
+            op.result(SOON)
+            assert seen() is not None
+            op.close()
+        gc.collect()
+        assert seen() is None
+
+    with kvtier.Store(runtime, host_bytes=1 << 20, device=device) as store:
+        space = store.namespace(Identity(model=b"m"), chunk_tokens=4, groups=groups)
+        with space, space.session() as session:
+            session.append(list(range(tokens)))
+            views = [View(cache, run)]
+            behind(lambda promise: [session.put(views, after=promise)])
+            behind(lambda promise: [session.get(views, after=promise)])
+            behind(lambda promise: session.get_each(views, after=promise))
+        with kvtier.Blocks(store, Identity(model=b"b"), [run]) as blocks:
+            pool, names = kvtier.Pool(cache, run), [b"one", b"two"]
+            behind(lambda promise: [blocks.put(names, pool.at([0, 1]), after=promise)])
+            behind(lambda promise: [blocks.get(names, pool.at([2, 3]), after=promise)])
+    cache.close()
 
 
 def test_a_streamer_with_a_device(runtime: kvtier.Runtime, device: kvtier.Device,

@@ -27,7 +27,7 @@ def views(rows):
 
 @pytest.fixture
 def shared(runtime, tmp_path):
-    spec = f'store(host=8MiB, remote=dir(path="{tmp_path}", object=16KiB))'
+    spec = f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=20000, object=16KiB))'
     with kvtier.Store(runtime, spec, secrets={"password": b"of nobody"}) as one:
         with kvtier.Store(runtime, spec) as other:
             yield one, other

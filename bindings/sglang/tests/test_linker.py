@@ -138,7 +138,7 @@ def test_pages_there_and_back_layer_by_layer(made: Any) -> None:
 
 
 def test_pages_of_one_host_are_found_by_another(made: Any, tmp_path: Path) -> None:
-    extra = {"spec": f'store(remote=dir(path="{tmp_path}"))', "level": "remote"}
+    extra = {"spec": f'store(remote=dir(path="{tmp_path}", timeout=20000))', "level": "remote"}
     asking = {**extra, "linker_ask_s": 20.0}
     one, other, keys = Device(), Device(), names(4)
     one.fill(1)

@@ -549,7 +549,8 @@ def test_a_dropped_backend_closes_itself() -> None:
 
 
 def test_pages_of_one_host_are_found_by_another(tmp_path: Path) -> None:
-    extra = {"spec": f'store(remote=dir(path="{tmp_path}"))', "level": "remote", "ask_s": 20.0}
+    extra = {"spec": f'store(remote=dir(path="{tmp_path}", timeout=20000))', "level": "remote",
+             "ask_s": 20.0}
     one, other = MiniPool(), MiniPool()
     backend, second = opened(one, extra), opened(other, extra)
     one.fill(1)

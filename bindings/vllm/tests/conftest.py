@@ -14,6 +14,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 collect_ignore: List[str] = []
+#: What tests have left open.
+_blamed: List[Any] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,8 +55,16 @@ def nothing_left() -> Iterator[None]:
     while True:
         gc.collect()
         assert _reaper.flush(5.0)
-        left = [job for job in list(_reaper._live.values()) if job.handle.value]
+        left = [job for job in list(_reaper._live.values())
+                if job.handle.value and job not in _blamed]
         if not left:
             return
-        assert time.monotonic() < end, left
+        if time.monotonic() > end:
+            break
         time.sleep(0.001)
+    # Theirs alone: the tests that follow are not to be blamed for it.
+    from kvtier_vllm import settings
+
+    _blamed.extend(left)
+    settings._open.clear()
+    raise AssertionError(f"left open: {left}")

@@ -91,8 +91,9 @@ def test_save_load_every_byte(engine: mini.Engine) -> None:
 def test_what_others_saved_is_found_at_the_remote(make: Any, roles: Any, layerwise: bool,
                                                   elsewhere: bool, ranks: int,
                                                   tmp_path: Path) -> None:
-    shared = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}"))', "level": "remote",
-              "layerwise": layerwise}
+    # However slow the machine is.
+    shared = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=20000))',
+              "level": "remote", "layerwise": layerwise, "ask_s": 20}
     prompt = list(range(100))
     first = mini.Engine(make, roles, extra=shared, ranks=ranks)
     assert first.run(mini.Request("a", prompt)) == 0
@@ -124,7 +125,8 @@ def test_what_is_here_counts_however_the_question_ends(make: Any, roles: Any, el
                                                        monkeypatch: pytest.MonkeyPatch,
                                                        tmp_path: Path) -> None:
     # Questions that are over before anybody can have answered.
-    options = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}"))', "ask_s": 1e-6}
+    options = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=20000))',
+               "ask_s": 1e-6}
     prompt = list(range(64))
     late = mini.Engine(make, roles, extra=options)
     assert late.run(mini.Request("a", prompt)) == 0

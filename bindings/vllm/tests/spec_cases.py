@@ -197,7 +197,8 @@ def test_what_is_stored_after_a_reset_is_not_found(engine: Engine) -> None:
 
 def test_what_others_stored_is_found_at_the_remote(create: Any, make_config: Any,
                                                    tmp_path: Path) -> None:
-    of = {**HOST, "spec": f'store(remote=dir(path="{tmp_path}"))', "level": "remote"}
+    of = {**HOST, "spec": f'store(remote=dir(path="{tmp_path}", timeout=20000))',
+          "level": "remote", "ask_s": 20}
     first = Engine(create, make_config(of))
     first.store([1, 2, 3])
     first.close()

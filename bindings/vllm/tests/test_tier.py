@@ -118,14 +118,14 @@ def look(tier: Harness, n: int) -> str:
 
 
 def test_what_others_stored_is_found_at_the_remote(make_config: Any, tmp_path: Path) -> None:
-    shared = f'store(host=64MiB, remote=dir(path="{tmp_path}"))'
+    shared = f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=20000))'
     one = Harness(make_config, spec=shared, level="remote")
     one.fill([1, 2, 3])
     before = one.rows[:3].copy()
     assert one.result(one.submit([1, 2, 3], [0, 1, 2], False)).success
     assert [one.name(n) for n in (1, 3)] == ["HIT", "HIT"]  # here: nobody else is asked
     one.close()
-    other = Harness(make_config, spec=shared, level="remote")
+    other = Harness(make_config, spec=shared, level="remote", ask_s=20)
     # All of a prompt are asked for together, at the end of the step.
     assert [other.name(n) for n in (1, 2, 9)] == ["RETRY"] * 3
     asks = other.tier._asks
@@ -153,7 +153,7 @@ def test_what_others_stored_is_found_at_the_remote(make_config: Any, tmp_path: P
 
 
 def test_a_tier_goes_in_the_middle_of_a_question(make_config: Any, tmp_path: Path) -> None:
-    one = Harness(make_config, spec=f'store(remote=dir(path="{tmp_path}"))')
+    one = Harness(make_config, spec=f'store(remote=dir(path="{tmp_path}", timeout=20000))')
     assert one.name(1) == "RETRY"
     one.tier.on_schedule_end(None)
     assert one.name(2) == "RETRY"

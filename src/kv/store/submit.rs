@@ -112,6 +112,9 @@ impl Store {
             return Err(undo(ops, error));
         }
         state.core.tick(self.inner.runtime.clock().now_ns());
+        // What has ended by that has given its number back: the ops that go with it are found
+        // before the number is another's.
+        let mut news = state.ended();
         match submit(&mut state.core) {
             Ok((number, ticket)) => {
                 // Whoever gives one up from here on, and has waited for the lock, finds it.
@@ -120,12 +123,13 @@ impl Store {
                 if state.ops.len() <= number {
                     state.ops.resize_with(number + 1, Vec::new);
                 }
+                debug_assert!(state.ops[number].is_empty(), "a number that is in use");
                 state.ops[number] = kept;
                 // A cancel or a deadline from before this found nobody to tell.
                 if let Some(status) = given_up(&ops) {
                     state.core.cancel(number as u32, status);
                 }
-                let news = self.inner.news(&mut state);
+                news.extend(self.inner.news(&mut state));
                 drop(state);
                 ops.iter().for_each(|op| op.announce());
                 finish(news);
@@ -135,8 +139,8 @@ impl Store {
                 Ok(ops)
             }
             Err(error) => {
-                // That time has passed may have made work, or ended something.
-                let news = self.inner.news(&mut state);
+                // That time has passed may have made work.
+                news.extend(self.inner.news(&mut state));
                 drop(state);
                 finish(news);
                 Err(undo(ops, error))
