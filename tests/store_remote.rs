@@ -91,6 +91,33 @@ fn what_one_has_put_another_finds() {
 }
 
 #[test]
+fn what_was_located_is_got_by_another_session_at_once() {
+    for ask in ["append", "locate"] {
+        let scratch = Scratch::new(&format!("remote-again-{ask}"));
+        let one = Home::open(&spec(&scratch.0, ""));
+        let tokens = document(1, 100);
+        assert_eq!(put(&one, &tokens, Level::Remote), None);
+        let other = Home::open(&spec(&scratch.0, &format!(", ask={ask}")));
+        let (session, found) = located(&other, &tokens);
+        assert_eq!(found, 96);
+        other.end(session);
+        // Nothing of it is here, and nobody waits for an answer: who goes on from it all, and who
+        // begins with it.
+        let asked = far(&other).asked;
+        let begins = [&tokens[..64], &document(2, 40)[..]].concat();
+        for (tokens, length) in [(&begins, 64), (&tokens, 96)] {
+            let session = other.session(other.space(1, &MODEL), tokens);
+            let mut engine = Engine::new(MODEL, Shape::Heads, length);
+            assert_eq!(other.get(session, &engine).status, Status::Ok, "{:?}", far(&other));
+            engine.check(&marks_of(1, tokens), 0..length, 0..MODEL.layers);
+            other.end(session);
+        }
+        assert!(ask == "append" || far(&other).asked == asked, "{:?}", far(&other));
+        [one, other].into_iter().for_each(Home::close);
+    }
+}
+
+#[test]
 fn what_comes_sooner_than_it_is_computed_comes_by_itself() {
     let scratch = Scratch::new("remote-early");
     let one = Home::open(&spec(&scratch.0, ""));

@@ -98,8 +98,9 @@ pub(super) struct Window {
 }
 
 impl Core {
-    /// Has the remote asked for what a session has and the store has not.
-    pub(super) fn inquire(&mut self, at: u32) {
+    /// Notes what was heard lately of what a session has and the store has not; has the remote
+    /// asked for the rest.
+    fn inquire(&mut self, at: u32, asks: bool) {
         let Ok(session) = self.session(at) else { return };
         let (serial, next) = (session.who.session.unwrap_or(0), session.asked);
         if next >= session.path.keys().len() {
@@ -110,10 +111,28 @@ impl Core {
         if inquiry.serial != serial {
             *inquiry = Inquiry { serial, next, ..Inquiry::default() };
         }
-        if !std::mem::replace(&mut inquiry.is_busy, true) {
-            inquiry.next = next;
-            far.asking.line.push_back(Asker::Session(at));
+        if std::mem::replace(&mut inquiry.is_busy, true) {
+            return;
         }
+        inquiry.next = next;
+        match (self.recall(at), &mut self.far) {
+            (true, Some(far)) if asks => far.asking.line.push_back(Asker::Session(at)),
+            _ => self.end_inquiry(Asker::Session(at)),
+        }
+    }
+
+    /// Notes what was heard lately of a session's next chunks, so that a get finds them; whether
+    /// more is to be asked for.
+    fn recall(&mut self, at: u32) -> bool {
+        let window = self.window(at, 1).unwrap_or_default();
+        self.note_far(at, &window.there);
+        let Some(far) = &mut self.far else { return false };
+        far.counters.remembered += window.there.len() as u64;
+        let first = window.asked.first().map(|one| one.chunk);
+        if let Some(inquiry) = far.asking.inquiries.get_mut(&Asker::Session(at)) {
+            inquiry.next = first.unwrap_or(window.end);
+        }
+        first.is_some()
     }
 
     /// Tokens were added to a session: what it may go on from elsewhere is asked for. What comes
@@ -123,8 +142,8 @@ impl Core {
         let Ok(session) = self.session(at) else { return };
         let board = self.spaces[session.space as usize].board;
         let each = self.boards[board as usize].layout.chunk_tokens() as usize;
-        if asks && tokens >= each {
-            self.inquire(at);
+        if tokens >= each {
+            self.inquire(at, asks);
         }
     }
 
@@ -134,7 +153,7 @@ impl Core {
         // What was not there when it was last asked for may be now.
         self.session_mut(at)?.asked = 0;
         let number = self.begin_locating(at, Vec::new())?;
-        self.inquire(at);
+        self.inquire(at, true);
         let asker = Asker::Session(at);
         let inquiry = self.far.as_mut().and_then(|far| far.asking.inquiries.get_mut(&asker));
         match inquiry.filter(|inquiry| inquiry.is_busy) {
@@ -232,7 +251,7 @@ impl Core {
     pub(super) fn take_asks(&mut self) -> Option<AskBatch> {
         while let Some(asker) = self.far.as_mut()?.asking.line.pop_front() {
             let window = match asker {
-                Asker::Session(at) => self.window(at),
+                Asker::Session(at) => self.window(at, WINDOW),
                 Asker::Blocks(number) => self.window_of_blocks(number),
             };
             let window = window.unwrap_or_default();
@@ -259,8 +278,8 @@ impl Core {
         None
     }
 
-    /// The next chunks of a session: which to ask for.
-    fn window(&mut self, at: u32) -> Option<Window> {
+    /// The next chunks of a session: which to ask for, at most so many.
+    fn window(&mut self, at: u32, most: usize) -> Option<Window> {
         self.with_path(at, |path, rows| path.refresh(&mut rows.chunks)).ok()?;
         let inquiry = self.far.as_ref()?.asking.inquiries.get(&Asker::Session(at))?;
         let session = self.session(at).ok()?;
@@ -272,7 +291,7 @@ impl Core {
         let mut window = Window { end: first, ..Window::default() };
         let cut = shape.cut(shape.objects() - 1);
         for (chunk, key) in session.path.keys().iter().enumerate().skip(first) {
-            if window.asked.len() >= WINDOW {
+            if window.asked.len() >= most {
                 return Some(window);
             }
             let slot = session.path.slots().get(chunk).copied().unwrap_or(NONE);
