@@ -58,8 +58,7 @@ class Core:
         if settings.level == "remote" and not remote["writes"]:
             raise make(abi.KVT_E_INVALID, "level 'remote', and the store sends to none: say "
                        "remote= in the spec, or level \"ram\"")
-        self.has_remote = bool(remote["reads"])
-        if (self.on_disk or self.has_remote) and not settings.model:
+        if (self.on_disk or remote["reads"]) and not settings.model:
             log.warning("objects on a disk or a remote outlive the process under the engine's keys "
                         "alone, which name a model but not its weights: say \"model\", a text "
                         "that changes with them")

@@ -115,6 +115,9 @@ impl Store {
         // What has ended by that has given its number back: the ops that go with it are found
         // before the number is another's.
         let mut news = state.ended();
+        if !news.is_empty() {
+            self.inner.ended.notify_all();
+        }
         match submit(&mut state.core) {
             Ok((number, ticket)) => {
                 // Whoever gives one up from here on, and has waited for the lock, finds it.
