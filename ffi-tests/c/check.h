@@ -103,6 +103,16 @@ static inline kvt_runtime_t *open_runtime(uint32_t workers, const char *faults) 
     return runtime;
 }
 
+/* Whoever ended an op counts it for a moment after it was told: waits until none counts. */
+static inline void no_ops_left(const kvt_runtime_t *runtime) {
+    kvt_runtime_stats_t stats = KVT_RUNTIME_STATS_INIT;
+    for (;;) {
+        CHECK_OK(kvt_runtime_stats(runtime, &stats));
+        if (stats.ops_open == 0 && stats.ops_live == 0) return;
+        breathe();
+    }
+}
+
 /* Closes and demands that nothing was left open. */
 static inline void close_runtime(kvt_runtime_t **runtime) {
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;

@@ -116,7 +116,7 @@ int main(int argc, char **argv) {
     kvt_runtime_stats_t counters = KVT_RUNTIME_STATS_INIT;
     CHECK_OK(kvt_runtime_stats(runtime, &counters));
     CHECK_EQ(counters.ops_submitted, total);
-    CHECK_EQ(counters.ops_open, 0);
+    no_ops_left(runtime);
     CHECK_EQ(counters.poisoned, 0);
     free_buffer(&buffer);
     close_queue(&queue);

@@ -130,7 +130,7 @@ static void abandoned_and_shut() {
     }
     a.commit(kvt::tier::host, a.held(kvt::tier::host).reserved_bytes, 0);
     a.close();
-    CHECK(rt.stats().ops_live == 0);
+    no_ops_left(rt);
 }
 
 static task throws_out(kvt::reactor &reactor, kvt::runtime &rt, kvt::buffer &b) {

@@ -3,7 +3,9 @@
 #define KVTIER_TEST_CHECK_HPP
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
+#include <thread>
 
 inline std::atomic<int> &failures() {
     static std::atomic<int> count{0};
@@ -32,6 +34,20 @@ inline std::atomic<int> &failures() {
             ++failures();                                                           \
         }                                                                           \
     } while (0)
+
+// Whoever ended an op counts it for a moment after it was told: waits until none counts.
+template <typename Runtime> void no_ops_left(const Runtime &runtime) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (runtime.stats().ops_open + runtime.stats().ops_live != 0) {
+        if (std::chrono::steady_clock::now() > end) {
+            std::fprintf(stderr, "%llu ops are left\n",
+                         static_cast<unsigned long long>(runtime.stats().ops_live));
+            ++failures();
+            return;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
 
 inline int done() { return failures() == 0 ? 0 : 1; }
 

@@ -61,6 +61,6 @@ int main() {
     CHECK(account.held(kvt::tier::host).used_bytes == 0);
     account.close();
     queue.close();
-    CHECK(rt.stats().ops_live == 0);
+    no_ops_left(rt);
     return done();
 }

@@ -1734,11 +1734,11 @@ typedef struct kvt_runtime_stats_t {
      */
     uint64_t ops_submitted;
     /**
-     * Ops not yet released.
+     * Ops not yet released; for a moment, those that were just told of may still count.
      */
     uint64_t ops_open;
     /**
-     * Ops not yet freed.
+     * Ops not yet freed; the same.
      */
     uint64_t ops_live;
     /**

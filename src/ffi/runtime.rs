@@ -86,9 +86,9 @@ pub struct kvt_runtime_stats_t {
     pub struct_size: u64,
     /// Ops submitted so far.
     pub ops_submitted: u64,
-    /// Ops not yet released.
+    /// Ops not yet released; for a moment, those that were just told of may still count.
     pub ops_open: u64,
-    /// Ops not yet freed.
+    /// Ops not yet freed; the same.
     pub ops_live: u64,
     /// Ops waiting for a worker.
     pub ops_queued: u64,

@@ -29,6 +29,14 @@ def slow() -> Iterator[kvtier.Runtime]:
         yield runtime
 
 
+def no_ops_left(runtime: kvtier.Runtime) -> None:
+    """Whoever ended an op counts it for a moment after it was told."""
+    end = time.monotonic() + 10.0
+    while runtime.stats().ops_open or runtime.stats().ops_live:
+        assert time.monotonic() < end, runtime.stats()
+        time.sleep(0.001)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Every handle and every callback number is given up after a test. Soon, not

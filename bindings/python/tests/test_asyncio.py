@@ -10,6 +10,7 @@ from typing import Any, List
 
 import kvtier
 import pytest
+from conftest import no_ops_left
 from kvtier import TIER_HOST, Work
 
 
@@ -40,7 +41,7 @@ def test_hundreds_at_once(runtime: kvtier.Runtime) -> None:
             await asyncio.wait_for(drained(), 10)
 
     asyncio.run(main())
-    assert runtime.stats().ops_live == 0
+    no_ops_left(runtime)
 
 
 def test_many_awaiters_and_an_op_already_done(runtime: kvtier.Runtime) -> None:
