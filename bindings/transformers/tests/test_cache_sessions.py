@@ -182,6 +182,7 @@ def test_a_host_that_is_too_small_costs_time_only(mode: Optional[int]) -> None:
                 tokens = b[:, -1:].argmax(-1)
                 a, b = step(model, cache, tokens), step(model, stock, tokens)
                 assert torch.allclose(a, b, atol=1e-4)
+        cache.settle()  # what became of its puts may not be known yet
         assert tiers.stats()["evicted_chunks"] > 0 or cache.stats()["failed_puts"] > 0
 
 
