@@ -7,7 +7,8 @@
 # lib/libkvtier.so (see cmake/build.sh). A virtual environment with torch, transformers and the
 # engines' wheels (without what they depend on: only their interfaces are run) goes to WORK, 8 GB
 # of it; KVTIER_ENGINES_PYTHON names an interpreter that has them already. With --bench the bench
-# scripts run, too: JSON lines. What cannot be run says SKIP and why.
+# scripts run, too: a line a bar, of some JSON, of others text. What cannot be run says SKIP and
+# why.
 set -uo pipefail
 prebuilt=${1:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
 work=${2:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}

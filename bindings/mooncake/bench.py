@@ -148,7 +148,8 @@ def main() -> None:
     row_bytes = 16 << 10
     rows = np.random.default_rng(1).integers(0, 256, (ROWS, BLOCKS, row_bytes), dtype=np.uint8)
     names = [b"%032d" % at for at in range(BLOCKS)]
-    for what, make in (("mooncake shim", shim_calls), ("lmdeploy connector", connector_calls)):
+    for group, what, make in (("mooncake", "mooncake shim", shim_calls),
+                              ("lmdeploy", "lmdeploy connector", connector_calls)):
         calls = make(rows, names)
         blocks = calls["blocks"]
         for verb, native in (("get", lib.kvt_session_get_blocks),
@@ -157,7 +158,7 @@ def main() -> None:
             between = (lambda: blocks.drop(names)) if verb == "put" else (lambda: None)
             ratio, ours, theirs = pairs(calls[verb], Prepared(blocks, names, rows, native),
                                         rounds, between)
-            line = {"group": "lmdeploy",
+            line = {"group": group,
                     "bar": f"{what}: {verb} of {BLOCKS} blocks of {ROWS * row_bytes >> 10} KiB",
                     "value": round(ratio, 4), "unit": "ratio",
                     "baseline": "the C call with everything prepared, seconds",

@@ -71,12 +71,19 @@ class Mover:
             if not len(group.which):
                 continue
             chosen = names if len(group.which) == len(names) else [names[i] for i in group.which]
-            if self._put:
-                self._put_group(shape, chosen, group)
-            else:
-                missing = self._get_group(shape, chosen, group)
-                if missing:
-                    self._elsewhere(shape, chosen, group, missing)
+            try:
+                self._of_group(shape, chosen, group)
+            except kvtier.Error as error:  # a shape that is refused is not the others' fault
+                log.error("%s: %s", self._what, error)
+                self._fail(group.which, codes.of_error(error))
+
+    def _of_group(self, shape: Shape, names: List[bytes], group: Fragments) -> None:
+        if self._put:
+            self._put_group(shape, names, group)
+            return
+        missing = self._get_group(shape, names, group)
+        if missing:
+            self._elsewhere(shape, names, group, missing)
 
     def _put_group(self, shape: Shape, names: List[bytes], group: Fragments) -> None:
         places = Each(group.tables, group.device)

@@ -121,6 +121,18 @@ class Shapes:
             return [1 if state else 0 for state in states]
         return [0 if shape is None else 1 for shape in self.find(names)]
 
+    def drop(self, name: bytes) -> Tuple[int, int]:
+        """Takes all copies of an object away; how many went, and how many could not. Shapes that
+        are not open are looked into, too: a copy there would come back."""
+        with self._lock:
+            shapes, opened = list(self._pages), dict(self._open)
+        gone = held = 0
+        for shape in shapes:
+            report = (opened.get(shape) or self.of(shape)).drop([name])
+            gone += report.gone_chunks
+            held += report.held_chunks + report.moving_chunks
+        return gone, held
+
     def clear(self) -> int:
         """Takes all objects of all shapes away, and says how many."""
         with self._lock:

@@ -212,7 +212,7 @@ class MooncakeDistributedStore:
             self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]],
             all_sizes: Sequence[Sequence[int]], config: Any = None) -> List[int]:
         """Stores objects, each from some buffers: 0, or a code, for each. One that is there
-        already stays, and that is 0."""
+        already from buffers of these sizes stays, and that is 0."""
         return self._move("batch_put_from_multi_buffers", keys, all_buffer_ptrs, all_sizes, True)
 
     def batch_get_into_multi_buffers(
@@ -310,14 +310,14 @@ class MooncakeDistributedStore:
     # Taking away.
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Takes an object away."""
+        """Takes an object away, in all shapes that it was put in."""
         def drop(shapes: Shapes) -> List[int]:
             names = _names([key])
-            shape = shapes.find(names)[0]
-            if shape is None:
+            found = shapes.find(names)[0]  # at a remote, too
+            gone, held = shapes.drop(names[0])
+            if not (found or gone or held):
                 return [codes.OBJECT_NOT_FOUND]
-            report = shapes.of(shape).drop(names)
-            return [codes.OK if report.gone_chunks else codes.UNAVAILABLE_IN_CURRENT_STATUS]
+            return [codes.OK if gone and not held else codes.UNAVAILABLE_IN_CURRENT_STATUS]
 
         return self._each("remove", [key], drop)[0]
 

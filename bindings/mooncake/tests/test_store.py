@@ -93,6 +93,34 @@ def test_remove(store: Any) -> None:
     assert store.put("a", b"again") == 0 and store.get("a") == b"again"
 
 
+def test_remove_takes_all_copies_away(opened: Callable[..., Any]) -> None:
+    store = opened(spec=HOST, max_shapes=3)
+    memory = Memory(store, sizes=(2, 2))
+    assert store.put("k", b"old!") == 0
+    assert store.batch_put_from_multi_buffers(["k"], memory.at(0), [[2, 2]]) == [0]
+    assert store.remove("k") == 0
+    assert store.is_exist("k") == 0 and store.get("k") == b"" and store.remove("k") == -704
+    # One in a shape that is not open any more, too.
+    assert store.put("k", b"old!") == 0
+    for size in range(5, 9):
+        assert store.put(f"k{size}", bytes(size)) == 0
+    assert store.is_exist("k") == 0 and store.remove("k") == 0
+    row = memory.rows[0].ctypes.data
+    assert store.batch_get_into(["k"], [row], [4]) == [-704]
+    assert store.remove_all() == 4
+
+
+def test_a_shape_that_is_refused_fails_alone(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    big = np.arange(33 << 20, dtype=np.uint8)
+    a = big.ctypes.data
+    assert store.register_buffer(a, big.nbytes) == 0
+    keys, at, sizes = ["x", "big", "y"], [a, a, a + 10], [10, 33 << 20, 20]
+    assert store.batch_put_from(keys, at, sizes) == [0, -600, 0]
+    assert "batch_put_from: " in caplog.text
+    assert store.batch_is_exist(keys) == [1, 0, 1]
+    assert store.batch_get_into(keys, at, sizes) == [10, -600, 20]
+
+
 def test_addresses_outside_of_registered_buffers_are_never_touched(
         store: Any, caplog: pytest.LogCaptureFixture) -> None:
     memory, one = Memory(store), [[4096, 4096]]

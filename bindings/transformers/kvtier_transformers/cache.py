@@ -64,6 +64,8 @@ class TieredCache(Cache):
         super().__init__(layers=layers)
         self._last = self._shapes[-1].layer
         self._puts: Deque[Transfer] = deque()
+        #: Gets of a `resume`: the row and the first token of each.
+        self._gets: List[Tuple[int, int, Transfer]] = []
         self._counts = {"resumed_tokens": 0, "put_tokens": 0, "failed_puts": 0}
         self._restart()
 
@@ -192,6 +194,10 @@ class TieredCache(Cache):
             return make()
         except kvtier.AgainError:  # as much is under way as may be
             self._reap(0)
+            for _, _, transfer in self._gets:
+                transfer.op.wait()
+            if self._ring is not None:
+                self._ring.wait()
             return make()
 
     def _reap(self, most: int) -> List[Any]:
@@ -229,7 +235,7 @@ class TieredCache(Cache):
         pads = pads_of(attention_mask, len(ids), len(ids[0]))
         if any(pads) and (self._ring is not None or any(shape.window for shape in self._shapes)):
             return 0
-        bound = len(ids[0]) - 1
+        bound, resumed = len(ids[0]) - 1, 0
         try:
             if plan and (end := self._reach(ids, pads, bound)) > max(pads):
                 bound = self._worth(ids, pads, end)
@@ -237,11 +243,14 @@ class TieredCache(Cache):
                 bound = self._load(ids, pads, end)
                 if bound == end:
                     self._counts["resumed_tokens"] += end * len(ids)
-                    return end
+                    resumed = end
+                    break
         except kvtier.Error as error:
             raise with_advice(error) from error
-        self.reset()
-        return 0
+        finally:
+            if not resumed:  # whatever came between: no token counts that was not loaded
+                self.reset()
+        return resumed
 
     def _reach(self, ids: List[List[int]], pads: List[int], bound: int) -> int:
         """How far all rows could go on, at most up to `bound` slots."""
@@ -279,7 +288,6 @@ class TieredCache(Cache):
         upto = [-(-(end - pad) // chunk) * chunk for pad in pads]
         reach = max(pad + n for pad, n in zip(pads, upto))
         rows.assign([row[:reach] for row in ids], pads)
-        came: List[Tuple[int, int, Transfer]] = []
         for number, layers in self._runs(_kind):
             if isinstance(layers[0], OffloadedLayer):
                 for layer in layers:
@@ -295,11 +303,11 @@ class TieredCache(Cache):
                 layer.fill(*blank(shape, len(ids), room, any(pads)), first, end)
             for row, (pad, n) in enumerate(zip(pads, upto)):
                 placed: List[Placed] = [(*layer.pair, pad) for layer in layers]
-                came.append((row, first, self._submit(lambda: from_store(
+                self._gets.append((row, first, self._submit(lambda: from_store(
                     rows.sessions[row], placed, row, self._gpu, first_layer=number,
                     first_token=first, tokens=n - first))))
         good, failed = end, None
-        for row, first, transfer in came:
+        for row, first, transfer in self._arrived():
             tokens, error = transfer.wait()
             if error is not None:
                 good, failed = min(good, pads[row] + (first + tokens) // chunk * chunk), error
@@ -312,6 +320,13 @@ class TieredCache(Cache):
         for window_layer in self._windows():
             window_layer.unstored = min(self._sent)
         return end
+
+    def _arrived(self) -> List[Tuple[int, int, Transfer]]:
+        """The gets, once they have ended; where waiting is broken off they are known still."""
+        for _, _, transfer in self._gets:
+            transfer.op.wait()
+        gets, self._gets = self._gets, []
+        return gets
 
     def _short(self, good: int, end: int, error: kvtier.Error) -> int:
         if isinstance(error, _FATAL):
@@ -438,19 +453,29 @@ class TieredCache(Cache):
         memo[id(self)] = other
         other.__dict__.update(self.__dict__)
         other.layers = copy.deepcopy(self.layers, memo)
-        other._puts, other._counts = deque(), dict(self._counts)
+        other._puts, other._gets, other._counts = deque(), [], dict(self._counts)
         other._sent = list(self._sent)
         if self.tiers is not None:
             other._rows = self._rows.fork()
         return other
 
     def reset(self) -> None:
-        if self._ring is not None:
-            self._ring.settle()
-            self._ring.cut(0)
-        super().reset()  # type: ignore[no-untyped-call]
-        self._rows.clear()
-        self._restart()
+        try:
+            self._end_gets()  # they write to buffers that go
+            if self._ring is not None:
+                self._ring.settle()
+                self._ring.cut(0)
+        finally:  # a second Ctrl-C, too, leaves no tokens
+            super().reset()  # type: ignore[no-untyped-call]
+            self._rows.clear()
+            self._restart()
+
+    def _end_gets(self) -> None:
+        """Nobody wants what a `resume` that failed has under way."""
+        for _, _, transfer in self._gets:
+            transfer.op.cancel()
+        for _, _, transfer in self._arrived():
+            transfer.wait()
 
     def hint(self, **what: Any) -> None:
         """Tells the policies what is known of these sessions: as `kvtier.Session.hint`, for

@@ -36,11 +36,18 @@ class Slot:
         """Tokens that it has room for."""
         return 0 if self.pair is None else self.pair[0].shape[2]
 
+    def land(self) -> List[Tuple[int, Any]]:
+        """Waits for the transfers; what became of each. Where that is broken off they are still
+        the slot's."""
+        for transfer in self.transfers:
+            transfer.op.wait()
+        transfers, self.transfers = self.transfers, []
+        return [transfer.wait() for transfer in transfers]
+
     def drop(self) -> None:
         """Takes nothing of it for true any more. What is on its way still lands there."""
-        for transfer in self.transfers:
-            transfer.wait()
-        self.transfers, self.filled, self.owner = [], 0, None
+        self.land()
+        self.filled, self.owner = 0, None
 
 
 class Ring:
@@ -103,9 +110,13 @@ class Ring:
         except kvtier.AgainError:
             for transfer in mine:
                 transfer.op.wait()
-            for layer in self.layers:
-                layer.wait()
+            self.wait()
             return make()
+
+    def wait(self) -> None:
+        """Waits for what is under way, and leaves it to others to see what became of it."""
+        for layer in self.layers:
+            layer.wait()
 
     def cut(self, end: int) -> None:
         """What the buffers have behind `end` does not count any more."""
@@ -208,14 +219,15 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if slot.pair is None or slot.room < self._end + 1 or slot.pair[0].shape[0] != len(rows):
             slot.pair, slot.filled = blank(self.shape, len(rows), roomier(self._end + 1)), 0
         begin = slot.filled // self._ring.chunk * self._ring.chunk
-        slot.transfers = self._gets(rows, slot.pair, begin, begin, self.base)
+        slot.coming = slot.filled  # more, once the gets of all rows are on their way
+        self._gets(rows, slot.pair, begin, begin, self.base, slot.transfers)
         slot.coming = self.base
         self._ring.fetches += 1
         return slot
 
-    def _gets(self, rows: Sequence[Session], pair: Pair, slot: int, begin: int,
-              end: int) -> List[Transfer]:
-        came: List[Transfer] = []
+    def _gets(self, rows: Sequence[Session], pair: Pair, slot: int, begin: int, end: int,
+              came: List[Transfer]) -> List[Transfer]:
+        """Adds a get of each row to `came`: those before one that fails are known there."""
         for row, session in enumerate(rows):
             came.append(self._ring.submit(partial(
                 from_store, session, [(*pair, slot)], row, self._ring.gpu,
@@ -226,8 +238,7 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The buffers with all tokens, and room for more."""
         slot = self.fetch()
         while slot.transfers:  # and once more, where a put has ended meanwhile
-            transfers, slot.transfers = slot.transfers, []
-            for came in [transfer.wait() for transfer in transfers]:
+            for came in slot.land():
                 self._must(*came)
             slot.filled = max(slot.filled, slot.coming)
             slot = self.fetch()
@@ -331,7 +342,9 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         found now. How many came, and an error."""
         slot = self._ring.slot(self, None)
         slot.pair, slot.filled = blank(self.shape, len(sessions), roomier(loaded)), 0
-        came = [t.wait() for t in self._gets(sessions, slot.pair, 0, 0, loaded)]
+        slot.coming = 0
+        self._gets(sessions, slot.pair, 0, 0, loaded, slot.transfers)
+        came = slot.land()
         worst = min(came, key=lambda one: one[0])
         if worst[1] is not None:
             slot.drop()
@@ -369,8 +382,9 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if end < self.base:  # what is left of a chunk that was stored comes back
             base, sessions = end // chunk * chunk, self._ring.rows.sessions
             back = blank(self.shape, len(sessions), chunk)
-            for transfer in self._gets(sessions, back, 0, base, base + chunk) if end > base else []:
-                self._must(*transfer.wait())
+            if end > base:
+                for transfer in self._gets(sessions, back, 0, base, base + chunk, []):
+                    self._must(*transfer.wait())
             self.tail = TieredLayer()
             self.tail.fill(*back, 0, end - base)
             self.base = self._sent = base

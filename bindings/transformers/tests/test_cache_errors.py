@@ -211,9 +211,16 @@ def test_models_without_full_kv_are_refused() -> None:
                                       state_size=4)
     with pytest.raises(kvtier.UnsupportedError, match="stock cache"):
         Tiers(transformers.MambaForCausalLM(config), STORE)
-    with pytest.raises(kvtier.UnsupportedError, match="pip install"):
-        _version.check("4.57.1")
-    _version.check("5.23.0")
+
+
+def test_versions(recwarn: pytest.WarningsRecorder) -> None:
+    for version in ("4.57.1", "5.22.9", "6.0.0"):
+        with pytest.raises(kvtier.UnsupportedError, match="pip install"):
+            _version.check(version)
+    _version.check("5.23.1")
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="tested with 5.23"):
+        _version.check("5.24.0.dev0")
 
 
 def test_weights_without_bytes_are_refused() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Dict
+from typing import Any, Dict, List, Optional, Type
 
 import kvtier
 import pytest
@@ -12,7 +12,10 @@ from kvtier._errors import make as make_error
 
 import torch  # isort: skip
 from kvtier_transformers import Tiers, cache_offload, fingerprint  # isort: skip
+from kvtier_transformers import cache as cache_full  # isort: skip
+from kvtier_transformers._planes import Transfer  # isort: skip
 from kvtier_transformers.fingerprint import adapters_of  # isort: skip
+from transformers import DynamicCache  # isort: skip
 
 STORE = "store(host=64MiB)"
 
@@ -210,3 +213,111 @@ def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cache.save() == [48] and min(calls.values()) > 3
         other = tiers.cache(resident_layers=2)
         assert other.resume(tokens) == 48
+
+
+class Gets:
+    """All gets that are begun, of which one fails."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, error: Optional[BaseException]) -> None:
+        self.made: List[Transfer] = []
+        self._at, self._error = at, error
+        for module in (cache_full, cache_offload):
+            patch.setattr(module, "from_store", self._get)
+
+    def _get(self, *args: Any, real: Any = cache_full.from_store, **more: Any) -> Transfer:
+        if len(self.made) == self._at and self._error is not None:
+            raise self._error
+        self.made.append(real(*args, **more))
+        return self.made[-1]
+
+
+def interrupt(patch: pytest.MonkeyPatch, at: int) -> None:
+    """Ctrl-C comes while an op is waited for."""
+    real, calls = kvtier.Op.wait, iter(range(1 << 30))
+
+    def wait(*args: Any, **more: Any) -> bool:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return real(*args, **more)
+
+    patch.setattr(kvtier.Op, "wait", wait)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("mode", [None, 2])
+@pytest.mark.parametrize("status, raised", [
+    (None, KeyboardInterrupt), (kvtier.abi.KVT_E_AGAIN, kvtier.AgainError),
+    (kvtier.abi.KVT_E_CLOSED, kvtier.ClosedError)])
+def test_a_resume_that_is_broken_off_leaves_nothing(
+        status: Optional[int], raised: Type[BaseException], mode: Optional[int], name: str) -> None:
+    model, tokens = make(name, num_hidden_layers=4), ids(60, rows=2)
+    with Tiers(model, STORE) as tiers:
+        step(model, first := tiers.cache(), tokens)
+        assert first.save() == [48, 48]
+        cache, stock = tiers.cache(resident_layers=mode), DynamicCache(config=model.config)
+        with pytest.MonkeyPatch.context() as patch:
+            error = None if status is None else make_error(status, "no")
+            gets = Gets(patch, 1 if mode is None else 3, error)
+            if error is None:
+                interrupt(patch, 1 if mode is None else 4)
+            with pytest.raises(raised):
+                cache.resume(tokens)
+        assert cache.get_seq_length() == 0 and gets.made
+        assert all(get.op.closed for get in gets.made)  # and their buffers are nobody's
+        assert torch.equal(step(model, cache, tokens), step(model, stock, tokens))
+        cache.reset()
+        assert cache.resume(tokens) == 48
+
+
+def test_gets_of_a_resume_make_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One get may be under way, and the others wait for it."""
+    model, tokens = make("llama"), ids(60, rows=3)
+    real_wait, real_get, under_way = kvtier.Op.wait, cache_full.from_store, set()
+
+    def wait(op: kvtier.Op, *args: Any) -> bool:
+        under_way.discard(op)
+        return real_wait(op, *args)
+
+    def get(*args: Any, **more: Any) -> Transfer:
+        if under_way:
+            raise make_error(kvtier.abi.KVT_E_AGAIN, "full")
+        transfer = real_get(*args, **more)
+        under_way.add(transfer.op)
+        return transfer
+
+    with Tiers(model, STORE) as tiers:
+        step(model, first := tiers.cache(), tokens)
+        assert first.save() == [48, 48, 48]
+        monkeypatch.setattr(kvtier.Op, "wait", wait)
+        monkeypatch.setattr(cache_full, "from_store", get)
+        assert tiers.cache().resume(tokens) == 48
+
+
+@pytest.mark.parametrize("how", ["refused", "interrupted"])
+def test_gets_before_one_that_fails_are_waited_for(how: str) -> None:
+    """They write to buffers that another layer has next."""
+    model, tokens = make("llama", num_hidden_layers=4), ids(60, rows=2)
+    with Tiers(model, STORE) as tiers:
+        step(model, full := tiers.cache(), tokens)
+        step(model, cache := tiers.cache(resident_layers=2), tokens)
+        cache.settle()
+        cache._ring.cut(0)  # nothing is there, all is fetched again
+        layer = cache.layers[0]
+        with pytest.MonkeyPatch.context() as patch:
+            refused = how == "refused"
+            gets = Gets(patch, 1, make_error(kvtier.abi.KVT_E_CLOSED, "no") if refused else None)
+            if not refused:
+                interrupt(patch, 1)
+            with pytest.raises(kvtier.ClosedError if refused else KeyboardInterrupt):
+                layer.whole()
+        # Row 0 alone does not count as both.
+        for ours, want in zip(layer.whole(), full.layers[0].pair):
+            assert torch.equal(ours, want[:, :, :60])
+        assert all(get.op.closed for get in gets.made)
+        with pytest.MonkeyPatch.context() as patch:
+            cache._ring.cut(0)
+            gets = Gets(patch, 1, make_error(kvtier.abi.KVT_E_CLOSED, "no"))
+            with pytest.raises(kvtier.ClosedError):
+                layer.fetch()
+        cache._ring.cut(0)
+        assert [get.op.closed for get in gets.made] == [True]
