@@ -163,7 +163,7 @@ class Asker:
         self._silent: Dict[int, float] = {}
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtier-lookup")
         self._pending: Dict[int, "Future[int]"] = {}
-        self._closed = False
+        self.closed = False
 
     def prefix(self, request: int, names: Sequence[bytes]) -> Optional[int]:
         """How many blocks from the first on every worker has; None while that is asked. Asked
@@ -172,7 +172,7 @@ class Asker:
             return self._prefix(list(names))
         future = self._pending.get(request)
         if future is None:
-            if self._closed:
+            if self.closed:
                 return 0
             future = self._pending[request] = self._pool.submit(self._prefix, list(names))
         if not future.done():
@@ -259,7 +259,7 @@ class Asker:
 
     def close(self) -> None:
         """Lets questions that are under way end, and hears no answers."""
-        self._closed = True
+        self.closed = True
         for request in list(self._pending):
             self.cancel(request)
         self._pool.shutdown(wait=True)

@@ -1,4 +1,5 @@
-"""How many blocks the workers' stores have room for, which the scheduler's side is told."""
+"""How many blocks the workers' stores have room for, and by what policy, which the scheduler's
+side is told."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ class Room:
         self._asked: "Optional[Future[List[Any]]]" = None
         #: The blocks that fit; 0 as long as nobody knows.
         self.blocks = 0
+        #: What their memory goes by.
+        self.policy = ""
 
     def learned(self) -> bool:
         """Whether it has come to be known just now."""
@@ -28,7 +31,10 @@ class Room:
             self._asked = self._asker.later({"ask": "describe"})
         if not self._asked.done():
             return False
-        self.blocks, self._asked = _least(self._asked.result()), None
+        workers, self._asked = self._asked.result(), None
+        self.blocks = _least(workers)
+        if self.blocks:
+            self.policy = str(workers[0]["policy"])
         return self.blocks > 0
 
 

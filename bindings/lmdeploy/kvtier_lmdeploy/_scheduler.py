@@ -8,7 +8,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
-from kvtier import TIER_HOST, Advice, Advisor
+from kvtier import TIER_HOST, Advice, Advisor, abi
+from kvtier._errors import make
 from lmdeploy.pytorch.kv_connector.base import KVConnectorResult, KVLoadResult
 
 from . import _future, _names
@@ -256,12 +257,15 @@ class SchedulerSide:
         known yet."""
         if self._advisor is None:
             return None
+        if self.asker.closed:
+            raise make(abi.KVT_E_CLOSED, "the connector was shut down")
         self._learn()
         return self._advisor.advise(batch) if self._room.blocks else None
 
     def _learn(self) -> None:
         if self._advisor is not None and self._room.learned():
             self._advisor.resize(self._room.blocks)
+            self._advisor.store_has(self._room.policy)
 
     def drained(self) -> None:
         """The workers have ended all, and what they said of it was not heard."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Dict, Mapping, Optional
 
@@ -77,15 +78,22 @@ class Settings:
     def from_extra(cls, extra: Mapping[str, Any]) -> "Settings":
         """From the engine's configuration; a name that is none is refused."""
         given = {name: value for name, value in extra.items() if name != INTERNAL}
-        names = {one.name for one in fields(cls)}
-        unknown = sorted(set(given) - names)
+        kinds = {one.name: str(one.type) for one in fields(cls)}
+        unknown = sorted(set(given) - set(kinds))
         if unknown:
             raise invalid(f"kv_connector_extra_config: {', '.join(unknown)}: there are "
-                          f"{', '.join(sorted(names))}")
+                          f"{', '.join(sorted(kinds))}")
         for name, value in given.items():
             if name.endswith(_NUMBERS) and (isinstance(value, bool)
-                                            or not isinstance(value, (int, float)) or value < 0):
+                                            or not isinstance(value, (int, float))
+                                            or not 0 <= value < math.inf):
                 raise invalid(f"{name}: {value!r} is no number from 0 on")
+            if kinds[name] == "str" and not isinstance(value, str):
+                raise invalid(f"{name}: {value!r} is no text")
+            # The text "false" would count as true.
+            if "bool" in kinds[name] and not isinstance(value, bool) and not (
+                    value is None and "Optional" in kinds[name]):
+                raise invalid(f"{name}: {value!r}: true or false, without quotes")
         adapters = given.get("adapters", {})
         if not isinstance(adapters, dict) or not all(
                 isinstance(one, str) for pair in adapters.items() for one in pair):

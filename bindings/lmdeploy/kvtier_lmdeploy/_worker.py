@@ -41,6 +41,8 @@ class WorkerSide:
         self._runtime: Optional[kvtier.Runtime] = None
         self._device: Optional[kvtier.Device] = None
         self._store: Optional[kvtier.Store] = None
+        #: What its memory goes by.
+        self._policy = ""
         self._blocks: Optional[Blocks] = None
         self._service: Optional[Service] = None
         self._identity = Identity()
@@ -78,6 +80,7 @@ class WorkerSide:
                 what, _, ordinal = name.partition(":")
                 self._device = kvtier.Device(runtime, what, ordinal=int(ordinal or 0))
             self._store = kvtier.Store(runtime, device=self._device, **where)
+            self._policy = settings.policy or kvtier.Advisor.policy_of(self._store)
             if settings.level == "remote" and not self._store.remote_stats()["reads"]:
                 raise invalid("level 'remote', and the store has no remote: say one in spec")
             if (settings.level in ("disk", "durable")
@@ -240,6 +243,8 @@ class WorkerSide:
         assert self._store is not None
         try:
             self._store.set_policy(tier, spec)
+            if tier == TIER_HOST:
+                self._policy = spec
         except kvtier.Error as error:
             log.error("set_policy(%d, %r): %s", tier, spec, error)
 
@@ -269,6 +274,7 @@ class WorkerSide:
             return {}
         stats: Dict[str, Any] = dict(self._store.stats())
         stats.update(rank=self._global_rank, block_bytes=sum(self._rows.parts),
+                     policy=self._policy,
                      room_bytes=max(stats["host_limit_bytes"], stats["disk_limit_bytes"]),
                      loading=len(self._loads), saving=len(self._saves),
                      failed_loads=self.failed_loads, failed_saves=self.failed_saves)

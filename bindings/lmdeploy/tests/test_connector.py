@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import subprocess
@@ -321,6 +322,25 @@ def test_advice_goes_by_the_policy_that_was_switched_to(closing: Callable[[Any],
     assert policy.spec.startswith("arc")
 
 
+@pytest.mark.parametrize("said, policy", [({}, "horizon"), ({"policy": "lru"}, "lru"),
+                                          ({"spec": "store(policy=arc)"}, "arc")])
+def test_advice_goes_by_the_policy_of_the_store(closing: Callable[[Any], Any],
+                                                said: Dict[str, str], policy: str) -> None:
+    loop = Loop(closing, **said)
+    assert advised(loop.connector, 8).batch == 8
+    assert loop.connector._scheduler_side()._advisor._policy.stats()["name"] == policy
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_no_advice_after_the_shutdown(closing: Callable[[Any], Any], learned: bool) -> None:
+    loop = Loop(closing)
+    if learned:
+        advised(loop.connector, 8)
+    loop.connector.shutdown()
+    with pytest.raises(kvtier.ClosedError):
+        loop.connector.advice(8)
+
+
 def test_evictions_are_logged_once_where_it_was_asked_for(
         closing: Callable[[Any], Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvtier.lmdeploy")
@@ -367,6 +387,10 @@ def test_drain_forgets_what_was_under_way(closing: Callable[[Any], Any]) -> None
     ({}, "store of no size"), ({"host_bytes": -1}, "no number"),
     ({"host_bytes": "8GiB"}, "no number"), ({"hots": 1}, "there are"),
     ({"host_bytes": 1 << 26, "level": "gone"}, "none of ram"),
+    ({"host_bytes": math.inf}, "no number"), ({**HOST, "drain_s": math.nan}, "no number"),
+    ({**HOST, "sleep_keeps_weights": "false"}, "without quotes"),
+    ({**HOST, "lookup_async": "no"}, "without quotes"), ({**HOST, "hints": 1}, "without quotes"),
+    ({"spec": 7}, "no text"), ({**HOST, "salt": None}, "no text"),
     ({"spec": "store(disk=disk(path=\"x\", bytes=1GiB))"}, ""),
 ])
 def test_configurations_that_are_refused(extra: Any, words: str) -> None:

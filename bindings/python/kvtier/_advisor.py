@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import threading
 from typing import TYPE_CHECKING, Any, Callable, List, Optional, Sequence, Union
 
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from ._store import Store
 
 
+#: What a store goes by that is told nothing.
+_DEFAULT = "horizon"
+_LABEL = re.compile(r'^kvtier_policy_objects\{tier="host",policy="([^"]*)"', re.MULTILINE)
+
+
 class Advisor:
     """A policy beside a store that is told the same lookups and stores, one object a block, and
     judges by them how large a batch should be. Blocks are names, or 64-bit numbers that stand
@@ -21,7 +27,8 @@ class Advisor:
 
     There is no policy before advice is first asked for, so it costs whoever asks, and nobody
     else; with `room` (so many blocks fit) it learns from the start on. What goes wrong in it
-    ends advice, with a line of the log, and nothing else. Any thread may use it.
+    ends advice, with a line of the log, and nothing else. Any thread may use it. Without
+    `policy` it goes by the one that a store has which is told nothing.
 
     >>> import kvtier
     >>> with kvtier.Advisor("lru") as advisor:
@@ -37,7 +44,7 @@ class Advisor:
 
     def __init__(self, policy: str = "", *, room: int = 0,
                  logger: Optional[logging.Logger] = None) -> None:
-        self._spec, self._room = policy or "lru", 0
+        self._spec, self._room = policy, 0
         self._logger = logger or logging.getLogger("kvtier")
         self._policy: Optional[Policy] = None
         self._ended = False
@@ -46,7 +53,8 @@ class Advisor:
             self._begin(room)
 
     def _begin(self, room: int) -> None:
-        self._policy, self._room = Policy(self._spec, holes=True, capacity_units=room), room
+        self._policy = Policy(self._spec or _DEFAULT, holes=True, capacity_units=room)
+        self._room = room
 
     @property
     def learns(self) -> bool:
@@ -75,6 +83,11 @@ class Advisor:
             self._spec = spec
         self._guard(lambda policy: policy.switch(spec))
 
+    def store_has(self, spec: str) -> None:
+        """What the store goes by, where that is known later; nothing if a policy was said."""
+        if spec and not self._spec:
+            self.switch(spec)
+
     def resize(self, room: int) -> None:
         """So many blocks fit, where that is known later, or has changed."""
         self._guard(lambda policy: self._resize(policy, room))
@@ -97,6 +110,12 @@ class Advisor:
         """How many blocks the larger of a store's tiers has room for."""
         stats = store.stats()
         return max(stats["host_limit_bytes"], stats["disk_limit_bytes"]) // block_bytes
+
+    @staticmethod
+    def policy_of(store: "Store") -> str:
+        """What a store's memory goes by, as its metrics name it: without options."""
+        found = _LABEL.search(store.metrics())
+        return found[1] if found else _DEFAULT
 
     def _guard(self, call: Callable[[Policy], Any]) -> Any:
         with self._lock:

@@ -63,6 +63,40 @@ def test_room_of_a_store(runtime):
         assert kvtier.Advisor.room_of(store, 1 << 20) == 64
 
 
+@pytest.mark.parametrize("spec, policy", [("store(host=64MiB)", "horizon"),
+                                          ("store(host=64MiB, policy=s3fifo(small=0.2))", "s3fifo"),
+                                          ("store(host=64MiB, policy=qos(inner=lru))", "qos")])
+def test_policy_of_a_store(runtime, tmp_path, spec, policy):
+    disk = {"disk_path": tmp_path / "kv", "disk_bytes": 256 << 20, "disk_policy": "arc"}
+    with kvtier.Store(runtime, spec, **disk) as store:
+        assert kvtier.Advisor.policy_of(store) == policy
+        with kvtier.Advisor(kvtier.Advisor.policy_of(store), room=8) as advisor:
+            assert advisor._policy.stats()["name"] == policy
+        store.set_policy(kvtier.TIER_HOST, "lru")
+        assert kvtier.Advisor.policy_of(store) == "lru"
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_a_store_has_counts_where_nothing_was_said(at_once):
+    def chosen(advisor):
+        advisor.advise(8, 8)
+        return advisor._policy.stats()["name"]
+
+    room = 8 if at_once else 0
+    with kvtier.Advisor(room=room) as advisor:
+        advisor.store_has("")
+        assert chosen(advisor) == "horizon"  # as a store that is told nothing
+        advisor.store_has("arc")
+        assert chosen(advisor) == "arc"
+    with kvtier.Advisor("lru", room=room) as advisor:
+        advisor.store_has("arc")
+        assert chosen(advisor) == "lru"
+    with kvtier.Advisor(room=room) as advisor:
+        advisor.switch("s3fifo")
+        advisor.store_has("arc")
+        assert chosen(advisor) == "s3fifo"
+
+
 def test_many_threads():
     advisor = kvtier.Advisor("lru", room=64)
 

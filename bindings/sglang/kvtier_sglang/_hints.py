@@ -35,6 +35,8 @@ class Told:
             seconds = None if next_use_s is None else float(next_use_s)
         except (TypeError, ValueError) as error:
             raise invalid(f"next_use_s {next_use_s!r} is no number") from error
+        except OverflowError as error:  # as JSON may have it, of any number of digits
+            raise invalid("next_use_s is out of range") from error
         if seconds is not None and not 0 <= seconds < 1e9:
             raise invalid(f"next_use_s {next_use_s!r} is out of range")
         return cls(STOPS[stop], seconds, bool(done))

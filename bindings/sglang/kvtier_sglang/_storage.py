@@ -122,7 +122,8 @@ class KvtierStorage(HiCacheStorage):
         self._closed = False
         self._runtime, self._store = open_store(self.settings, storage_config)
         self._evictions = Evictions(self._store)
-        self._advisor = kvtier.Advisor(self.settings.policy, logger=logger)
+        self._advisor = kvtier.Advisor(
+            self.settings.policy or kvtier.Advisor.policy_of(self._store), logger=logger)
 
     # Pools.
 

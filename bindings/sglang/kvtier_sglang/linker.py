@@ -68,7 +68,8 @@ class KvtierLinker(UnifiedCacheLinker):
         gpu = next((one.gpu for one in pages.values()), None)
         self._runtime, self._store = open_store(self.settings, config, gpu)
         self._evictions = Evictions(self._store)
-        self._advisor = kvtier.Advisor(self.settings.policy, logger=logger)
+        self._advisor = kvtier.Advisor(
+            self.settings.policy or kvtier.Advisor.policy_of(self._store), logger=logger)
         try:
             self._pools = {name: _Pool(one, self._blocks(config, one))
                            for name, one in pages.items()}

@@ -287,3 +287,10 @@ def test_evictions_are_logged_and_batches_advised(made: Any,
     assert told and len(set(told)) == len(told)
     with pytest.raises(kvtier.ClosedError):
         linker.advice(8)
+
+
+def test_advice_goes_by_the_policy_of_the_store(made: Any) -> None:
+    linker, _ = made(Device(), {"spec": "store(policy=arc)"})
+    assert linker.advice(8).batch == 8
+    assert linker._advisor._policy.stats()["name"] == "arc"
+    linker.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import subprocess
 import sys
@@ -216,7 +217,8 @@ def test_a_hint_changes_who_leaves(tell: Any) -> None:
 def test_nonsense_ends_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
     pool = MiniPool()
     backend = opened(pool)
-    for said in (3, {"stop": "x"}, {"stop": []}, {"next_use_s": "soon"}, {"next_use_s": -1}):
+    for said in (3, {"stop": "x"}, {"stop": []}, {"next_use_s": "soon"}, {"next_use_s": -1},
+                 *({"next_use_s": one} for one in (math.inf, math.nan, 10**400))):
         caplog.clear()
         in_call(backend, 0, names(2), pool.slots([0, 1]), said)
         assert "passed over" in caplog.text
@@ -257,6 +259,15 @@ def test_batches_are_advised() -> None:
     backend.close()
     with pytest.raises(kvtier.ClosedError):
         backend.advice(8)
+
+
+@pytest.mark.parametrize("extra, policy", [({}, "horizon"), ({"spec": "store(policy=arc)"}, "arc"),
+                                           ({"policy": "lru"}, "lru")])
+def test_advice_goes_by_the_policy_of_the_store(extra: Dict[str, str], policy: str) -> None:
+    backend = opened(MiniPool(), extra)
+    assert backend.advice(8).batch == 8
+    assert backend._advisor._policy.stats()["name"] == policy
+    backend.close()
 
 
 def reference(kv: List[bool], transfers: List[PoolTransfer], pools: Dict[str, List[bool]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, Optional, Set, Tuple
 
 from . import _engine
-from .settings import Settings, invalid, reject_unknown, unsupported
+from .settings import Settings, flag, invalid, reject_unknown, unsupported
 
 _engine.require()
 
@@ -95,7 +95,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Dict[str, Any]) -> bool:
         """Layers that are waited for, and saved, one after the other are not in graphs."""
-        return bool(extra_config.get("layerwise", False))
+        return flag(extra_config, "layerwise", False)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -108,7 +108,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         _refuse(vllm_config, kv_cache_config, transfer.kv_role)
         extra = dict(transfer.kv_connector_extra_config or {})
         reject_unknown(extra, [*Settings.names(), *_OWN])
-        settings, layerwise = Settings.take(extra), bool(extra.get("layerwise", False))
+        settings = Settings.take(extra)
+        layerwise, save_decode, use_hints = (flag(extra, "layerwise", False), flag(
+            extra, "save_decode", True), flag(extra, "hints", True))
         self._group = kv_cache_config.kv_cache_groups[0]
         block = int(self._group.kv_cache_spec.block_size)
         self._scheduler: Optional[Scheduler] = None
@@ -117,8 +119,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(
                 transfer.engine_id, block, layerwise=layerwise,
-                save_decode=bool(extra.get("save_decode", True)),
-                use_hints=bool(extra.get("hints", True)), policy=settings.policy)
+                save_decode=save_decode, use_hints=use_hints, policy=settings.policy)
             return
         model, rank, count = vllm_config.model_config, _rank(parallel), (
             parallel.tensor_parallel_size)

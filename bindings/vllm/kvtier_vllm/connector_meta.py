@@ -91,27 +91,28 @@ class KvtierMetadata(KVConnectorMetadata):
 class KvtierAnswers(KVConnectorWorkerMetadata):
     """From a worker: how many tokens each request that was asked for could go on with, of how many,
     and the last step whose loads within it have ended, so that those which failed are known. `room`
-    is how many blocks its store has room for."""
+    is how many blocks its store has room for, `policy` what its memory goes by."""
 
     epoch: int
     tokens: Dict[str, Tuple[int, int]]
     step: int = 0
     room: int = 0
+    policy: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """What all workers have: what one lacks is lacking."""
         assert isinstance(other, KvtierAnswers)
         epoch, step = max(self.epoch, other.epoch), min(self.step, other.step)
-        room = min(self.room, other.room)
+        room, policy = min(self.room, other.room), self.policy or other.policy
         if other.epoch != self.epoch:
             newer = self if self.epoch > other.epoch else other
-            return KvtierAnswers(epoch, newer.tokens, step, room)
+            return KvtierAnswers(epoch, newer.tokens, step, room, policy)
         # Workers may know in different steps; each says it until it was heard.
         both = [request for request, (size, _) in self.tokens.items()
                 if other.tokens.get(request, (-1, 0))[0] == size]
         return KvtierAnswers(epoch, {
             request: min(self.tokens[request], other.tokens[request]) for request in both},
-            step, room)
+            step, room, policy)
 
 
 def who(request: Any) -> Who:

@@ -61,6 +61,7 @@ class Scheduler:
         self._unsure: List[Tuple[int, Set[int]]] = []
         self.queries = self.hits = 0
         self._advisor, self._room = kvtier.Advisor(policy, logger=logger), 0
+        self._policy = ""
 
     def _here(self) -> Optional[Worker]:
         return worker_here(self._engine)
@@ -190,7 +191,9 @@ class Scheduler:
         """How many requests to run, from the number that run now. It goes by lookups and saves
         since it was first asked for; None while no worker has said how much it holds."""
         worker = self._here()
-        room = worker.room() if worker is not None else self._room
+        room, policy = (self._room, self._policy) if worker is None else (
+            worker.room(), worker.policy())
+        self._advisor.store_has(policy)
         return self._advisor.advise(batch, room)
 
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
@@ -219,6 +222,7 @@ class Scheduler:
             return
         self._unsure = [one for one in self._unsure if one[0] > answers.step]
         self._room = answers.room or self._room
+        self._policy = answers.policy or self._policy
         if answers.epoch == self._epoch:
             for name, (size, usable) in answers.tokens.items():
                 self._next.heard.append(name)

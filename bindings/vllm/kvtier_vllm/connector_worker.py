@@ -101,6 +101,10 @@ class Worker:
         return kvtier.Advisor.room_of(self._shared.store,
                                       sum(one.block_bytes for one in self._layers))
 
+    def policy(self) -> str:
+        """What memory goes by; "" without KV caches."""
+        return "" if self._shared is None else self._shared.policy
+
     def _open(self) -> Shared:
         if self._shared is None:
             raise kvtier.ClosedError("the connector has no KV caches, or was shut down",
@@ -396,7 +400,8 @@ class Worker:
         if not self._answers and not self._asked and not self._loaded_step:
             return None
         step, self._loaded_step = self._loaded_step, 0
-        return KvtierAnswers(self._epoch, dict(self._answers), step, self.room())
+        return KvtierAnswers(self._epoch, dict(self._answers), step, self.room(),
+                             self.policy())
 
     def _close(self) -> None:
         if self._shared is None:

@@ -17,8 +17,9 @@ STOPS = {"": kvtier.STOP_UNKNOWN, "tool_use": kvtier.STOP_TOOL_USE,
 
 
 def number(text: str) -> int:
-    """64 bits that stand for a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    """64 bits that stand for a text, which a client may have written: also half a character."""
+    return int.from_bytes(hashlib.blake2b(
+        text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
 def moment(seconds: Optional[float]) -> int:
@@ -63,7 +64,7 @@ def take(params: Optional[Mapping[str, Any]]) -> Told:
         if told.next_use_s is not None and not 0 <= told.next_use_s < 1e9:
             raise ValueError("next_use_s out of range")
         return told
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         logger.warning("kvtier hints of a request are passed over: %r: %s", said, str(error))
         return NOTHING
 

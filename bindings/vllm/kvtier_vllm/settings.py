@@ -56,6 +56,16 @@ def _seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """An option that is true or false. The text "false" would count as true."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise invalid(f"{name}={value!r}: true or false, without quotes")
+    return value
+
+
 def reject_unknown(config: Mapping[str, Any], known: Sequence[str]) -> None:
     """A misspelt option must not be passed over in silence."""
     for name in config:
@@ -102,7 +112,7 @@ class Settings:
         given["ask_s"] = _seconds("ask_s", given.get("ask_s", cls.ask_s))
         for name, value in given.items():
             if name not in ("host_bytes", "disk_bytes", "log_evictions", "ask_s") and (
-                    not isinstance(value, (str, os.PathLike))):
+                    not isinstance(value, (str, os.PathLike) if name == "disk_path" else str)):
                 raise invalid(f"{name}={value!r} is no text")
         if "disk_path" in given:
             given["disk_path"] = os.path.abspath(os.path.expanduser(given["disk_path"]))
@@ -150,6 +160,8 @@ class Shared:
                 disk_bytes=settings.disk_bytes, disk_path=settings.disk_path,
                 policy=settings.policy, disk_policy=settings.disk_policy, write=settings.write,
                 device=self.device)
+            #: Of memory, also where the spec says it, or nobody.
+            self.policy = settings.policy or kvtier.Advisor.policy_of(self.store)
         except BaseException:
             if self.device is not None:
                 self.device.close()
@@ -159,6 +171,8 @@ class Shared:
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
         """Goes on with another policy, while everything runs."""
         self.store.set_policy(tier, spec)
+        if tier == kvtier.TIER_HOST:
+            self.policy = spec
 
     def log_evictions(self) -> int:
         """Tells the log of evictions that it was not told of; how many."""

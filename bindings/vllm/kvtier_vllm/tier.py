@@ -15,7 +15,7 @@ from kvtier._errors import Error
 
 from . import _engine, hints, identity
 from .asks import Asks
-from .settings import Settings, Shared, acquire, invalid, logger, reject_unknown, release
+from .settings import Settings, Shared, acquire, flag, invalid, logger, reject_unknown, release
 
 _engine.require()
 
@@ -75,11 +75,12 @@ class KvtierTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         reject_unknown(options, [*Settings.names(), *_OWN])
         settings = Settings.take(options)
-        self._hints = bool(options.get("hints", True))
+        self._hints, has_events = flag(options, "hints", True), flag(
+            options, "enable_kv_events", False)
         where = options.get("locality")
         self.locality = None if where is None else Locality(where)
         self._events: Optional[List[OffloadingEvent]] = None
-        if options.get("enable_kv_events"):
+        if has_events:
             if offloading_spec.kv_events_config.enable_kv_cache_events:
                 self._events = []
             else:
@@ -111,7 +112,7 @@ class KvtierTier(SecondaryTierManager):
         #: Chunks of requests that say something of their future.
         self._used: Dict[str, Dict[bytes, None]] = {}
         self._counted: Dict[str, int] = {}
-        self._advisor = kvtier.Advisor(settings.policy, logger=logger)
+        self._advisor = kvtier.Advisor(self._shared.policy, logger=logger)
         #: What was asked for since the last step, by request.
         self._asked: Dict[str, Dict[int, None]] = {}
 

@@ -277,6 +277,16 @@ def test_a_scheduler_switches_policies_and_is_advised(engine: mini.Engine,
     assert scheduler.advice(8) is None
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_advice_goes_by_the_policy_of_the_stores(make: Any, roles: Any, ranks: int) -> None:
+    one = mini.Engine(make, roles, extra={**HOST, "spec": "store(policy=arc)"}, ranks=ranks)
+    one.run(mini.Request("a", range(64)))
+    scheduler = one.scheduler.scheduler
+    assert scheduler.advice(8).batch == 8
+    assert scheduler._advisor._policy.stats()["name"] == "arc"
+    one.close()
+
+
 def test_evictions_are_logged(make: Any, roles: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvtier_vllm")
     one = mini.Engine(make, roles, extra={"host_bytes": "1MiB", "policy": "lru",
@@ -366,6 +376,11 @@ def test_refused_models_and_options(make: Any, roles: Any) -> None:
     config, cache = mini.configs({"host_byte": 1})
     with pytest.raises(kvtier.InvalidError, match="did you mean 'host_bytes'"):
         make(config, roles.WORKER, cache, 0)
+    for name in ("layerwise", "save_decode", "hints"):
+        config, cache = mini.configs({**HOST, name: "false"})
+        for role in (roles.SCHEDULER, roles.WORKER):
+            with pytest.raises(kvtier.InvalidError, match=f"{name}='false'"):
+                make(config, role, cache, 0)
     config, cache = mini.configs(HOST, layers=1)
     worker = make(config, roles.WORKER, cache, 0)
     name = cache.kv_cache_groups[0].layer_names[0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import kvtier
@@ -18,7 +20,7 @@ def test_sizes_and_texts() -> None:
     for wrong in ("GiB", -1, True, None, 1.5, "8 apples"):
         with pytest.raises(kvtier.InvalidError):
             size("n", wrong)
-    for options in ({"policy": 7}, {"level": "paper"}, {"level": "disk"}):
+    for options in ({"policy": 7}, {"level": "paper"}, {"level": "disk"}, {"spec": Path("store")}):
         with pytest.raises(kvtier.InvalidError):
             Settings.take(options)
     assert Settings.take({"disk_path": "x"}).put_level() == kvtier.LEVEL_DISK
@@ -36,7 +38,9 @@ def test_a_misspelt_option() -> None:
 
 
 @pytest.mark.parametrize("said", [7, [], {"tenant": "x"}, {"stop": "never"}, {"priority": 999},
-                                  {"next_use_s": -1}, {"next_use_s": "soon"}, {"tenant": -1}])
+                                  {"next_use_s": -1}, {"next_use_s": "soon"}, {"tenant": -1},
+                                  *({name: wrong} for name in ("tenant", "priority", "next_use_s")
+                                    for wrong in (math.inf, -math.inf, math.nan, 10**400))])
 def test_nonsense_in_hints_is_passed_over(said: Any) -> None:
     from kvtier_vllm import hints
 
@@ -49,6 +53,21 @@ def test_hints() -> None:
     told = hints.take({"kvtier": {"tenant": 1, "priority": 0, "stop": "tool_use"}})
     assert (told.tenant, told.priority, told.stop) == (1, 0, kvtier.STOP_TOOL_USE)
     assert told.has_future and not hints.take(None).has_future
+    half = hints.take({"kvtier": {"session": "\ud83d"}}).session  # as JSON may have it
+    assert hints.number(half) != hints.number("")
+
+
+def test_texts_are_no_flags() -> None:
+    from kvtier_vllm.connector import KvtierConnector
+    from kvtier_vllm.settings import flag
+
+    assert [flag({"f": one}, "f", True) for one in (True, False, None)] == [True, False, True]
+    assert flag({}, "f", True) and not flag({}, "f", False)
+    for wrong in ("false", "true", "", 0, 1, []):
+        with pytest.raises(kvtier.InvalidError, match="without quotes"):
+            flag({"f": wrong}, "f", True)
+    with pytest.raises(kvtier.InvalidError, match="layerwise"):
+        KvtierConnector.requires_piecewise_for_cudagraph({"layerwise": "false"})
 
 
 @pytest.mark.parametrize("version", ["0.32.9", "0.34.0", "0.330.0", ""])

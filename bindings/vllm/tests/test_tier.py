@@ -255,6 +255,23 @@ def test_evictions_are_logged_and_batches_advised(make_config: Any,
         one.tier.advice(8)
 
 
+@pytest.mark.parametrize("said, policy", [({}, "horizon"), ({"spec": "store(policy=arc)"}, "arc"),
+                                          ({"policy": "lru"}, "lru"),
+                                          ({"spec": "store(policy=arc)", "policy": "lru"}, "lru")])
+def test_advice_goes_by_the_policy_of_the_store(make_config: Any, said: Dict[str, str],
+                                                policy: str) -> None:
+    one = Harness(make_config, row=1 << 20, host_bytes="36MiB", **said)
+    assert one.tier.advice(8).batch == 8
+    assert one.tier._advisor._policy.stats()["name"] == policy
+    one.close()
+
+
+@pytest.mark.parametrize("name", ["hints", "enable_kv_events"])
+def test_texts_are_no_flags(make_config: Any, name: str) -> None:
+    with pytest.raises(kvtier.InvalidError, match=f"{name}='false'"):
+        Harness(make_config, host_bytes="36MiB", **{name: "false"})
+
+
 def left(make_config: Any, late: bool, first: Dict[str, Any], second: Dict[str, Any],
          **options: Any) -> List[int]:
     """How many chunks are there of two requests' 40 each, which said something, after many
