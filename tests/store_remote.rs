@@ -12,11 +12,11 @@ use std::path::{Path, PathBuf};
 use kvtier::base::op::OpOpts;
 use kvtier::base::status::Status;
 use kvtier::kv::core::plans::PlanTerms;
-use kvtier::kv::core::{FarCounters, Level};
+use kvtier::kv::core::{self, FarCounters, Level};
 use kvtier::kv::plan::Deed;
 use kvtier::kv::spec::StoreSpec;
 use kvtier::meta::cost::Cost;
-use support::{Engine, Home, Model, Scratch, Shape, document, marks_of, wait};
+use support::{Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait};
 
 /// Cells of 4 KiB.
 const MODEL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
@@ -233,6 +233,37 @@ fn what_leaves_memory_is_sent_and_comes_back() {
     }
     // A quarter of them can be in memory.
     assert!(whole > 80, "{whole} of 256 came, {:?}", far(&home));
+    home.close();
+}
+
+/// Layers that have left memory are not sent from disk: who promises that says so.
+#[test]
+fn what_has_left_memory_is_no_promise() {
+    let (scratch, disk) = (Scratch::new("remote-layers"), Scratch::new("remote-layers-disk"));
+    let text = format!(
+        "disk=disk(path=\"{}\", bytes=64MiB, segment=1MiB), remote=dir(path=\"{}\", timeout=20000)",
+        disk.0.display(),
+        scratch.0.display()
+    );
+    fs::create_dir_all(&scratch.0).expect("made");
+    let home = Home::open(&spec_of(&format!("store(host=8MiB, {text})")));
+    let space = home.space(1, &MODEL);
+    let tokens = document(1, 64);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(1, &tokens));
+    let put = |layers: std::ops::Range<usize>| {
+        let what = engine.rectangle(0, 64, layers, false);
+        let ops = home.submit(session, core::Deed::Put, Level::Remote, what).expect("submitted");
+        wait(&ops[0]).status
+    };
+    assert_eq!(put(0..2), Status::Ok);
+    home.store.with(|core| core.demote_range(session, 0, 64)).expect("open");
+    home.rest();
+    assert_eq!((put(2..4), objects(&scratch.0).len()), (Status::Again, 0));
+    // All of them, once more.
+    assert_eq!((put(0..4), objects(&scratch.0).len()), (Status::Ok, 4));
+    home.end(session);
     home.close();
 }
 

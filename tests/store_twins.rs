@@ -18,13 +18,15 @@ use kvtier::device::host::Host;
 use kvtier::format::keys::block::BlockKeys;
 use kvtier::io::simulated::random::Random;
 use kvtier::kv::core::blocks::BlockMove;
-use kvtier::kv::core::work::Hands;
+use kvtier::kv::core::work::{Hands, Work};
 use kvtier::kv::core::{
     Config, Core, Deed, FarConfig, FarCounters, Finished, Level, SessionOpts, SpaceOpts, Write,
 };
 use kvtier::kv::errands::Errands;
 use kvtier::kv::hands::Tools;
 use kvtier::meta::key::Key;
+use kvtier::tier::remote::Trouble;
+use kvtier::tier::remote::breaker::Way;
 use kvtier::tier::remote::simulated::{Fault, Plan, Simulated};
 use shared_core::Shared;
 use support::{Engine, Model, Shape, document, marks_of};
@@ -513,4 +515,156 @@ fn what_cannot_be_asked_for_is_refused() {
     assert_eq!((finished.len(), other.far().asked), (16, 1));
     assert!(ask(1).is_ok());
     other.rest();
+}
+
+/// Carries out one batch by hand.
+fn carry_out(twin: &Twin, hands: Hands, change: impl FnOnce(&mut Work)) {
+    let mut work = twin.with(|core| core.take(hands)).expect("there is work");
+    let mut keeper = twin.core.clone();
+    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+    let outcome = unsafe { twin.tools.work(&mut work, Stream(0), &mut keeper) };
+    change(&mut work);
+    twin.with(|core| core.done(work, outcome, 1000));
+}
+
+#[test]
+fn what_was_cut_on_its_way_stays_at_the_remote() {
+    let (one, other, remote, _) = well(256);
+    let tokens = document(1, 64);
+    assert_eq!(one.put(&tokens, Level::Remote), OK);
+    let names = remote.names();
+    assert_eq!(names.len(), 8);
+    // A reply that means nothing says nothing of the object.
+    let session = other.session(&tokens);
+    other.with(|core| core.locate(session)).expect("begun");
+    assert_eq!(other.ended(), (OK, 64));
+    let engine = Engine::new(MODEL, Shape::Tokens, 64);
+    let what = engine.whole();
+    other
+        .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+        .expect("begun");
+    carry_out(&other, Hands::Fetch, |work| {
+        let Work::Fetches(batch) = work else { panic!("no fetches") };
+        batch.fetches.iter_mut().for_each(|one| one.result = Err(Trouble::Nonsense));
+    });
+    assert_eq!(other.ended().1, 0);
+    other.with(|core| core.close_session(session)).expect("open");
+    assert_eq!((remote.names(), other.far().removed), (names.clone(), 0));
+    assert!(other.far().corrupt > 0);
+    assert_eq!(other.find(&tokens), (64, OK));
+
+    // What came whole and is wrong goes, and the remote is not believed any more.
+    for name in &names {
+        let mut bytes = remote.object(name).expect("there");
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        remote.plant(*name, bytes);
+    }
+    let (_, third, _, _) = well(256);
+    let tools = Tools {
+        far: Some(Errands::new(Arc::new(remote.clone()), third.clock.clone())),
+        ..third.tools.clone()
+    };
+    let third = Twin { tools, ..third };
+    assert_eq!(third.find(&tokens).0, 64);
+    assert!(third.far().corrupt >= 8, "{:?}", third.far());
+    let opened = third.with(|core| core.far_breaker().map(|breaker| breaker.opened()));
+    assert_eq!(opened, Some(1));
+    assert_eq!((remote.names(), third.far().removed), (vec![], 8));
+    // Who has it puts it there again.
+    assert_eq!(one.put(&tokens, Level::Remote), OK);
+    assert_eq!(remote.names(), names);
+}
+
+/// All that is wanted is known to be there: to see whether it is well again somebody has to ask.
+#[test]
+fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
+    let (one, other, remote, clock) = well(256);
+    let (tokens, names) = (document(1, 64), [1, 2, 3]);
+    assert_eq!(one.put(&tokens, Level::Remote), OK);
+    assert_eq!(one.put_blocks(&names, Level::Remote), [OK; 3]);
+    let locate = || {
+        let session = other.session(&tokens);
+        other.with(|core| core.locate(session)).expect("begun");
+        let (status, found) = other.ended();
+        other.with(|core| core.close_session(session)).expect("open");
+        assert_eq!(status, OK);
+        found
+    };
+    for of_blocks in [false, true] {
+        assert_eq!((other.locate_blocks(&names), locate()), (vec![OK; 3], 64));
+        remote.set_plan(Plan::default().often(Fault::Lost, 1_000_000));
+        (0..5).for_each(|n| drop(other.locate_blocks(&[100 + n])));
+        assert!(other.with(|core| !core.far_breaker().expect("one").is_closed(Way::Read)));
+        assert_eq!((other.locate_blocks(&names), locate()), (vec![NOT_FOUND; 3], 0));
+        remote.set_plan(Plan::default());
+        clock.advance(5_000_000_000);
+        match of_blocks {
+            true => assert_eq!(other.locate_blocks(&names), [OK; 3]),
+            false => assert_eq!(locate(), 64),
+        }
+        assert!(other.with(|core| core.far_breaker().expect("one").is_closed(Way::Read)));
+    }
+}
+
+#[test]
+fn names_that_go_have_batches_of_their_own() {
+    let (one, _, remote, _) = well(256);
+    let names: Vec<u32> = (0..60).collect();
+    for some in names.chunks(20) {
+        assert_eq!(one.put_blocks(some, Level::Remote), [OK; 20]);
+    }
+    assert_eq!(remote.names().len(), 120);
+    let session = one.session(&[]);
+    one.with(|core| core.drop_blocks(session, &keys_of(&names))).expect("open");
+    one.begin_blocks(Deed::Put, Level::Remote, &[500], &Engine::new(MODEL, Shape::Tokens, 16));
+    let (mut gone, mut batches) = (0, 0);
+    while gone < 120 {
+        carry_out(&one, Hands::Send, |work| {
+            let Work::Sends(batch) = work else { panic!("no sends") };
+            assert!(batch.sends.is_empty() && (1..=32).contains(&batch.removals.len()));
+            // Of one batch a part came too late.
+            if batches == 0 && batch.removals.len() > 1 {
+                let late = batch.removals[1];
+                remote.plant(late, vec![0; 4096]);
+                batch.late.push(late);
+                (batch.removed, batch.trouble) = (batch.removed - 1, Some(Trouble::Late));
+            }
+            gone += batch.removed as usize;
+            batches += 1;
+        });
+    }
+    assert_eq!((remote.names(), one.far().removed), (vec![], 120));
+    assert!(one.with(|core| core.far_breaker().expect("one").is_closed(Way::Write)));
+    one.rest();
+    assert_eq!(remote.names().len(), 2);
+}
+
+/// A chunk that comes by layers is sent by the put after which none is missing, and not before.
+#[test]
+fn layers_that_come_one_after_the_other_are_sent_together() {
+    let (one, other, remote, _) = well(256);
+    let tokens = document(1, 64);
+    let mut engine = Engine::new(MODEL, Shape::Tokens, 64);
+    engine.compute(&marks_of(9, &tokens));
+    let put = |session: u32, layers: std::ops::Range<usize>| {
+        let what = engine.rectangle(0, 64, layers, false);
+        one.with(|core| core.submit_rectangle(session, Deed::Put, Level::Remote, 0, what))
+            .expect("begun");
+        one.ended().0
+    };
+    let session = one.session(&tokens);
+    assert_eq!(put(session, 0..2), OK);
+    assert_eq!(remote.names().len(), 0);
+    assert_eq!(put(session, 2..4), OK);
+    assert_eq!(remote.names().len(), 8);
+    assert_eq!(other.find(&tokens), (64, OK));
+    one.with(|core| core.close_session(session)).expect("open");
+    // In any order.
+    let session = one.session(&document(2, 64));
+    assert_eq!(put(session, 2..4), OK);
+    assert_eq!(remote.names().len(), 8);
+    assert_eq!(put(session, 0..2), OK);
+    assert_eq!(remote.names().len(), 16);
+    one.with(|core| core.close_session(session)).expect("open");
 }

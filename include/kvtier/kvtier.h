@@ -857,7 +857,8 @@ template <typename T> inline T kvt_sized_() {
 
 /**
  * A put has ended when the store's remote has said that it has the full chunks of which all
- * layers are there; what does not fill one, or misses layers, is in memory then.
+ * layers are there; what does not fill one, or misses layers that are still to come, is in
+ * memory then. KVT_E_AGAIN where layers have left memory: they cannot be sent from elsewhere.
  */
 #define KVT_LEVEL_REMOTE 3
 

@@ -204,7 +204,7 @@ fn trouble(status: kvt_status_t) -> Trouble {
         Some(Status::Timeout) => Trouble::Late,
         Some(Status::Budget | Status::NoMem) => Trouble::Full,
         Some(Status::Limit) => Trouble::TooLong,
-        Some(Status::Corrupt) => Trouble::Nonsense,
+        Some(Status::Corrupt) => Trouble::Damaged,
         Some(Status::Unsupported) => Trouble::Denied,
         _ => Trouble::Gone,
     }

@@ -31,7 +31,8 @@ pub const KVT_LEVEL_DISK: u32 = 1;
 /// A put has ended when the cells survive the end of the machine.
 pub const KVT_LEVEL_DURABLE: u32 = 2;
 /// A put has ended when the store's remote has said that it has the full chunks of which all
-/// layers are there; what does not fill one, or misses layers, is in memory then.
+/// layers are there; what does not fill one, or misses layers that are still to come, is in
+/// memory then. KVT_E_AGAIN where layers have left memory: they cannot be sent from elsewhere.
 pub const KVT_LEVEL_REMOTE: u32 = 3;
 
 /// A rectangle of a session: tokens by layers, and where the engine has them.

@@ -192,14 +192,15 @@ impl Errand {
                 Err(error) => log::error!("an object cannot be sent: {error}"),
             }
         }
-        // Names that go, go first: one that was dropped may be put again.
         if !batch.removals.is_empty() {
             self.asks.items.clear();
             batch.removals.iter().for_each(|&name| self.asks.name(name));
             self.lane.remove(&mut self.asks, deadline_ns);
-            let failed = self.asks.items.iter().find_map(|ask| ask.result.err());
-            let gone = self.asks.items.iter().filter(|ask| ask.result.is_ok()).count();
-            (batch.removed, batch.trouble) = (gone as u64, failed);
+            let items = &self.asks.items;
+            batch.trouble = items.iter().find_map(|ask| ask.result.err());
+            batch.removed = items.iter().filter(|ask| ask.result.is_ok()).count() as u64;
+            let late = items.iter().filter(|ask| ask.result == Err(Trouble::Late));
+            batch.late.extend(late.map(|ask| ask.name));
         }
         if !which.is_empty() {
             // SAFETY: as above.

@@ -235,8 +235,13 @@ impl RemoteSpec {
     ) -> Result<(Arc<dyn Remote>, FarConfig, Option<Server>)> {
         let remote = remote_open::open(self, secrets, custom, clock)?;
         let caps = remote.caps();
+        // Room for headers, and for cells that begin at whole blocks.
+        let most = (caps.max_bytes - caps.max_bytes / 16).clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES);
         let object_bytes = match self.object_bytes {
-            0 => caps.preferred_bytes.clamp(MIN_OBJECT_BYTES, MAX_OBJECT_BYTES),
+            0 => caps.preferred_bytes.clamp(MIN_OBJECT_BYTES, most),
+            bytes if bytes > most => {
+                fail!(Spec, "object={bytes}: up to {most} fit into what this remote takes")
+            }
             bytes => bytes,
         };
         let seed = crate::base::machine::random_bytes()?;

@@ -63,10 +63,10 @@ fn sealed_objects_conform() {
         Ok(bytes_of(1, 300_000)[270_000..270_100].to_vec())
     );
     server.cli(&["setrange", &key(1), "290000", "x"]);
-    assert_eq!(get_one(&mut *lane, 1, 300_000), Err(Trouble::Nonsense));
-    assert_eq!(get_at(&mut *lane, &[(1, 0, 10)], LONG), [Err(Trouble::Nonsense)]);
+    assert_eq!(get_one(&mut *lane, 1, 300_000), Err(Trouble::Damaged));
+    assert_eq!(get_at(&mut *lane, &[(1, 0, 10)], LONG), [Err(Trouble::Damaged)]);
     // Another one's object under a name of ours.
     assert_eq!(put_one(&mut *lane, 2, 5000), Ok(false));
     server.cli(&["rename", &key(2), &key(3)]);
-    assert_eq!(get_one(&mut *lane, 3, 5000), Err(Trouble::Nonsense));
+    assert_eq!(get_one(&mut *lane, 3, 5000), Err(Trouble::Damaged));
 }

@@ -84,6 +84,8 @@ pub struct AskBatch {
     pub asked: Vec<Asked>,
     /// How long that may take.
     pub timeout_ns: u64,
+    /// It is to see if the remote is well again.
+    probes: bool,
 }
 
 /// What is known of the next chunks before anybody is asked.
@@ -267,13 +269,15 @@ impl Core {
                 self.end_inquiry(asker);
                 continue;
             }
-            if far.breaker.leave(Way::Read, self.now_ns) == Leave::Stay {
+            let leave = far.breaker.leave(Way::Read, self.now_ns);
+            if leave == Leave::Stay {
                 self.end_inquiry(asker);
                 continue;
             }
+            let probes = leave == Leave::Probe;
             let (serial, timeout_ns) = (inquiry.serial, far.config.timeout_ns);
             far.counters.asked += window.asked.len() as u64;
-            return Some(AskBatch { asker, serial, asked: window.asked, timeout_ns });
+            return Some(AskBatch { asker, serial, asked: window.asked, timeout_ns, probes });
         }
         None
     }
@@ -296,20 +300,22 @@ impl Core {
             }
             let slot = session.path.slots().get(chunk).copied().unwrap_or(NONE);
             window.end = chunk + 1;
-            if self.is_found(board, slot, true) {
+            if self.is_found(board, slot) {
                 continue;
             }
             let name = names.name(key, &cut);
             let config = &far.config;
             match far.known.get(&name, self.now_ns, config.fresh_ns, config.absent_ns) {
-                Some(true) => window.there.push(chunk),
+                Some(true) if far.is_well() => window.there.push(chunk),
                 Some(false) if holes => {}
                 Some(false) => {
                     // Nobody goes on behind a gap.
                     window.end = chunk;
                     break;
                 }
-                None => {
+                // What is remembered of a remote that is left alone is asked for again: an answer
+                // tells that it is well.
+                _ => {
                     window.asked.push(Asked { chunk, key: *key, name, result: Err(Trouble::Later) })
                 }
             }
@@ -333,7 +339,7 @@ impl Core {
         // One request was made of all of them.
         let worst = batch.asked.iter().find(|one| one.result.is_err()).or(batch.asked.first());
         if let Some(one) = worst {
-            far.heard(Way::Read, &one.result, now_ns);
+            far.heard(Way::Read, &one.result, batch.probes, now_ns);
         }
         self.follow_breaker();
         let inquiry = self.far.as_ref().and_then(|far| far.asking.inquiries.get(&batch.asker));

@@ -244,12 +244,18 @@ impl Far {
         self.breaker.is_closed(Way::Read)
     }
 
-    /// What became of a request.
-    pub fn heard<T>(&mut self, way: Way, result: &std::result::Result<T, Trouble>, now_ns: u64) {
-        self.breaker.tell(way, Heard::of(way, result), now_ns);
+    /// What became of a request, and whether it was to see if the remote is well again.
+    pub fn heard<T>(
+        &mut self,
+        way: Way,
+        result: &std::result::Result<T, Trouble>,
+        probes: bool,
+        now_ns: u64,
+    ) {
+        self.breaker.tell(way, Heard::of(way, result), probes, now_ns);
         match result.as_ref().err() {
             Some(Trouble::Late | Trouble::Gone | Trouble::Later) => self.counters.late += 1,
-            Some(Trouble::Nonsense) => self.counters.corrupt += 1,
+            Some(Trouble::Nonsense | Trouble::Damaged) => self.counters.corrupt += 1,
             _ => {}
         }
     }
@@ -282,6 +288,10 @@ impl Core {
         }
         if far.shapes[at].is_none() {
             let shape = Shape::new(&self.boards[at].layout, far.config.object_bytes).ok()?;
+            let (bytes, most) = (shape.most_bytes(), far.config.max_bytes);
+            if bytes > most {
+                log::warn!("the remote takes {most} bytes at most: layers of {bytes} stay here");
+            }
             far.shapes[at] = Some(Arc::new(shape));
         }
         far.shapes[at].clone().filter(|shape| shape.most_bytes() <= far.config.max_bytes)

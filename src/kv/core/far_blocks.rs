@@ -38,7 +38,7 @@ impl Core {
         }
         let board = self.spaces[space as usize].board;
         let mut slots = self.find_blocks(space, &keys)?;
-        let asks = slots.iter().any(|&slot| !self.is_found(board, slot, true));
+        let asks = slots.iter().any(|&slot| !self.is_found(board, slot));
         let asking = self.far.as_ref().filter(|_| asks).map(|far| &far.asking);
         let waiting: usize = asking
             .iter()
@@ -69,11 +69,11 @@ impl Core {
     }
 
     /// Whether all of a chunk is here or, where that counts, at the remote as far as is known.
-    pub(super) fn is_found(&self, board: u32, slot: Slot, counts_far: bool) -> bool {
+    pub(super) fn is_found(&self, board: u32, slot: Slot) -> bool {
         let rows = &self.boards[board as usize];
         let marks = rows.chunks.marks(slot).unwrap_or_default();
         marks.len() == rows.layout.layers()
-            && marks.iter().all(|marks| marks.there() != 0 || counts_far && marks.is_far())
+            && marks.iter().all(|one| one.there() != 0 || one.is_far() && rows.chunks.counts_far())
     }
 
     /// The row of a block, NONE where there is none.
@@ -100,16 +100,16 @@ impl Core {
                 break;
             }
             window.end = chunk + 1;
-            let is_known = self.is_found(board, self.find_block(space, key), true);
+            let is_known = self.is_found(board, self.find_block(space, key));
             // One that is named twice is asked for once.
             if is_known || window.asked.iter().any(|one| one.key == *key) {
                 continue;
             }
             let name = names.name(key, &cut);
             match far.known.get(&name, self.now_ns, config.fresh_ns, config.absent_ns) {
-                Some(true) => window.there.push(chunk),
+                Some(true) if far.is_well() => window.there.push(chunk),
                 Some(false) => {}
-                None => {
+                _ => {
                     window.asked.push(Asked { chunk, key: *key, name, result: Err(Trouble::Later) })
                 }
             }
@@ -207,11 +207,10 @@ impl Core {
 
     fn end_locating(&mut self, number: u32, named: &Named, status: Status) {
         let board = self.spaces[named.space as usize].board;
-        let counts_far = self.boards[board as usize].chunks.counts_far();
         let error = Error::from(status);
         for (chunk, key) in named.keys.iter().enumerate() {
             let slot = self.find_block(named.space, key);
-            if !self.is_found(board, slot, counts_far) {
+            if !self.is_found(board, slot) {
                 self.moves[number].blame(chunk as u32, &error);
             }
         }

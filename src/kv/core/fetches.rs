@@ -66,6 +66,11 @@ impl Fetch {
         self.object as usize
     }
 
+    /// Whether it came whole, and is not what it should be.
+    fn is_damaged(&self) -> bool {
+        self.result == Err(Trouble::Damaged) || self.verdicts.contains(&Verdict::Damaged)
+    }
+
     fn bytes(&self) -> u64 {
         self.shape.cells(self.object()).iter().map(|cell| cell.bytes()).sum()
     }
@@ -77,6 +82,8 @@ pub struct FetchBatch {
     pub(super) burden: Burden,
     /// Each of them.
     pub fetches: Vec<Fetch>,
+    /// They are to see if the remote is well again.
+    probes: bool,
     /// How long they may take together.
     pub timeout_ns: u64,
 }
@@ -188,7 +195,9 @@ impl Core {
         };
         let most = if leave == Leave::Go { far.config.batch } else { 1 };
         let timeout_ns = far.config.timeout_ns;
-        let (mut batch, mut bytes) = (FetchBatch { timeout_ns, ..FetchBatch::default() }, 0);
+        let probes = leave == Leave::Probe;
+        let (mut batch, mut bytes) =
+            (FetchBatch { timeout_ns, probes, ..FetchBatch::default() }, 0);
         while batch.fetches.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
             let Some((_, id)) = self.far.as_mut().and_then(|far| far.fetches.pop()) else { break };
             let (board, cell) = self.cell_of(&self.jobs[id]);
@@ -272,8 +281,9 @@ impl Core {
 
     pub(super) fn done_fetches(&mut self, batch: &FetchBatch) {
         for fetch in &batch.fetches {
+            let heard = if fetch.is_damaged() { Err(Trouble::Damaged) } else { fetch.result };
             if let Some(far) = &mut self.far {
-                far.heard(Way::Read, &fetch.result, self.now_ns);
+                far.heard(Way::Read, &heard, batch.probes, self.now_ns);
             }
             self.end_fetch(fetch);
         }
@@ -284,8 +294,10 @@ impl Core {
     fn end_fetch(&mut self, fetch: &Fetch) {
         let (at, now_ns) = (fetch.at, self.now_ns);
         let layers = fetch.shape.layers(fetch.object());
-        let is_gone =
-            matches!(fetch.result, Err(Trouble::Absent | Trouble::Nonsense | Trouble::TooLong));
+        // What came whole and is damaged is of no use to anybody. A reply that means nothing, or
+        // was cut on its way, says nothing of what is there.
+        let is_damaged = fetch.is_damaged();
+        let is_gone = is_damaged || matches!(fetch.result, Err(Trouble::Absent | Trouble::TooLong));
         let (mut used, before) = (0, self.far_cells(at));
         for comer in &fetch.comers {
             let verdict = fetch.verdicts.get((comer.layer - layers.start) as usize);
@@ -297,7 +309,6 @@ impl Core {
             };
             used += self.end_comer(at, comer, arrival);
         }
-        let is_damaged = fetch.verdicts.contains(&Verdict::Damaged);
         if let Some(far) = &mut self.far {
             match fetch.result {
                 Ok(()) => {
@@ -308,15 +319,14 @@ impl Core {
                 Err(Trouble::Absent) => far.counters.absent += 1,
                 Err(_) => {}
             }
-            far.counters.corrupt += u64::from(is_damaged);
-            if is_gone || is_damaged {
+            if is_gone {
                 far.known.put(&fetch.name, false, now_ns);
             }
-            if is_damaged || matches!(fetch.result, Err(Trouble::Nonsense)) {
+            if is_damaged {
                 far.take_away(fetch.name);
             }
         }
-        if is_gone || is_damaged {
+        if is_gone {
             self.unhint(at, layers);
         }
         self.told_far(at, before);

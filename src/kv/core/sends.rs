@@ -9,7 +9,7 @@ use crate::format::record;
 use crate::kv::admission::Candidate;
 use crate::kv::core::moves::Level;
 use crate::kv::core::{At, Core, Write};
-use crate::meta::chunks::{Arrival, Begin, Cell, Place};
+use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
 use crate::meta::index::NONE;
 use crate::tier::host::Piece;
 use crate::tier::remote::breaker::{Leave, Way};
@@ -17,6 +17,8 @@ use crate::tier::remote::object::PlaneFrom;
 use crate::tier::remote::shape::Shape;
 use crate::tier::remote::{Name, Trouble};
 
+/// Names that are taken away together, about as many as a slow remote does in the time of a batch.
+const REMOVALS: usize = 32;
 /// The share of memory that may wait to be sent, where nobody waits for that: one part in so many.
 const OUT_SHARE: u64 = 8;
 
@@ -61,14 +63,18 @@ impl Send {
 pub struct SendBatch {
     /// Each of them.
     pub sends: Vec<Send>,
-    /// Names that are taken away, before anything is sent.
+    /// Names that are taken away, before anything is sent: of those nothing is.
     pub removals: Vec<Name>,
     /// How many of them are gone.
     pub removed: u64,
+    /// Those that there was no time for.
+    pub late: Vec<Name>,
     /// Why others may not be.
     pub trouble: Option<Trouble>,
     /// How long they may take together.
     pub timeout_ns: u64,
+    /// It is to see if the remote is well again.
+    probes: bool,
 }
 
 fn bytes_of(shape: &Shape, object: u32) -> u64 {
@@ -91,8 +97,7 @@ impl Core {
             }
             return;
         }
-        let layers = self.boards[at.board as usize].layout.layers();
-        if self.moves[number].spec.layers < layers && !self.is_whole_up(at) {
+        if self.lacks_layers(number, at) {
             return; // the put that brings the rest of its layers sends it
         }
         let begun = self.moves[number].sent.get_mut(chunk as usize);
@@ -106,8 +111,11 @@ impl Core {
                 far.waits.entry(at).or_default().push((number, chunk));
             }
         } else {
-            let words = "a chunk left memory before it could be sent to the remote";
-            self.moves[number].blame(chunk, &Error::new(Status::Again, words));
+            let (status, words) = match self.far_shape(at.board) {
+                Some(_) => (Status::Again, "not all layers of a chunk are in memory to be sent"),
+                None => (Status::Limit, "the remote takes no objects as long as these layers"),
+            };
+            self.moves[number].blame(chunk, &Error::new(status, words));
         }
     }
 
@@ -134,6 +142,16 @@ impl Core {
         if sends && !stays && self.is_full(at) && self.may_go_out(at) {
             self.begin_send(at, false);
         }
+    }
+
+    /// Whether a put has brought some layers of a chunk, and others are still to come: they are
+    /// nowhere here, or on their way into memory. What has left memory already does not come.
+    fn lacks_layers(&self, number: u32, at: At) -> bool {
+        let rows = &self.boards[at.board as usize];
+        let marks = rows.chunks.marks(at.slot).unwrap_or_default();
+        let host = 1 << Tier::Host as u8;
+        let comes = |marks: &Marks| marks.there() == 0 || marks.arriving() & host != 0;
+        self.moves[number].spec.layers < rows.layout.layers() && marks.iter().any(comes)
     }
 
     /// Whether all layers of a chunk are in memory.
@@ -222,12 +240,19 @@ impl Core {
         }
         let leave = far.breaker.leave(Way::Write, self.now_ns);
         let most = if leave == Leave::Go { far.config.batch } else { 1 };
-        let mut batch = SendBatch { timeout_ns: far.config.timeout_ns, ..SendBatch::default() };
-        match leave {
-            Leave::Stay => far.removals.clear(),
-            _ => batch.removals.extend(far.removals.drain(..)),
+        let (timeout_ns, probes) = (far.config.timeout_ns, leave == Leave::Probe);
+        let mut batch = SendBatch { timeout_ns, probes, ..SendBatch::default() };
+        if leave == Leave::Stay {
+            far.removals.clear();
         }
-        far.removing += u32::from(!batch.removals.is_empty());
+        // Names that go, go first, and have the time of a batch for themselves: one that was
+        // dropped may be put again.
+        if !far.removals.is_empty() {
+            let count = far.removals.len().min(most.min(REMOVALS));
+            batch.removals.extend(far.removals.drain(..count));
+            far.removing += 1;
+            return Some(batch);
+        }
         let mut bytes = 0;
         while batch.sends.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
             let Some((at, object)) = self.far.as_mut().and_then(|far| far.outs.pop_front()) else {
@@ -244,7 +269,7 @@ impl Core {
             bytes += send.bytes();
             batch.sends.push(send);
         }
-        (!batch.sends.is_empty() || !batch.removals.is_empty()).then_some(batch)
+        (!batch.sends.is_empty()).then_some(batch)
     }
 
     /// After a defect: nobody waits for an object that cannot be made.
@@ -286,7 +311,7 @@ impl Core {
     pub(super) fn done_sends(&mut self, batch: &SendBatch) {
         for send in &batch.sends {
             if let Some(far) = &mut self.far {
-                far.heard(Way::Write, &send.result, self.now_ns);
+                far.heard(Way::Write, &send.result, batch.probes, self.now_ns);
             }
             self.end_send(send);
         }
@@ -294,12 +319,17 @@ impl Core {
         if !batch.removals.is_empty() {
             far.removing -= 1;
             far.counters.removed += batch.removed;
-            // A remote that forbids that, or cannot, is as well as others.
+            // A remote that forbids that, or cannot, is as well as others; one that takes its time
+            // goes on with what is left.
             let heard = match batch.trouble {
+                Some(Trouble::Late) if batch.removed > 0 => {
+                    batch.late.iter().rev().for_each(|&name| far.removals.push_front(name));
+                    Ok(())
+                }
                 Some(trouble @ (Trouble::Late | Trouble::Gone | Trouble::Later)) => Err(trouble),
                 _ => Ok(()),
             };
-            far.heard(Way::Write, &heard, self.now_ns);
+            far.heard(Way::Write, &heard, batch.probes, self.now_ns);
         }
     }
 

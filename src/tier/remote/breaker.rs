@@ -50,7 +50,7 @@ impl Heard {
     pub fn of<T>(way: Way, result: &Result<T, Trouble>) -> Heard {
         match result.as_ref().err() {
             None => Heard::Well,
-            Some(Trouble::Nonsense) => Heard::Lie,
+            Some(Trouble::Nonsense | Trouble::Damaged) => Heard::Lie,
             Some(Trouble::Full | Trouble::ReadOnly | Trouble::Denied) if way == Way::Write => {
                 Heard::Refusal
             }
@@ -178,12 +178,13 @@ impl Breaker {
         }
     }
 
-    /// Tells what came of a request. Of those that went before it was opened nothing more is
-    /// believed.
-    pub fn tell(&mut self, way: Way, heard: Heard, now_ns: u64) {
+    /// Tells what came of a request, and whether that was a probe. Of those that went before it
+    /// was opened nothing more is believed.
+    pub fn tell(&mut self, way: Way, heard: Heard, probes: bool, now_ns: u64) {
         let line = &mut self.lines[way as usize];
         match (line.state, heard) {
             (State::Open, _) => {}
+            (State::Half, _) if !probes => {}
             (_, Heard::Refusal) if way == Way::Write => {
                 *line = Line { state: State::Open, opened: line.opened, ..Line::NEW };
                 line.until_ns = now_ns.saturating_add(REFUSED_NS);
@@ -233,7 +234,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     fn tell(breaker: &mut Breaker, heard: Heard, times: u32) {
-        (0..times).for_each(|_| breaker.tell(Way::Read, heard, 0));
+        (0..times).for_each(|_| breaker.tell(Way::Read, heard, false, 0));
     }
 
     #[test]
@@ -252,7 +253,12 @@ mod tests {
         tell(&mut breaker, Heard::Well, 50);
         assert_eq!(breaker.leave(Way::Read, 2 * SECOND), Leave::Probe);
         assert_eq!(breaker.leave(Way::Read, 2 * SECOND), Leave::Stay);
-        breaker.tell(Way::Read, Heard::Well, 2 * SECOND);
+        // Nor do they while it is asked whether it is well.
+        for late in [Heard::Well, Heard::Failure, Heard::Lie] {
+            breaker.tell(Way::Read, late, false, 2 * SECOND);
+            assert_eq!((breaker.state(Way::Read), breaker.opened()), (State::Half, 1));
+        }
+        breaker.tell(Way::Read, Heard::Well, true, 2 * SECOND);
         assert_eq!((breaker.leave(Way::Read, 2 * SECOND), breaker.opened()), (Leave::Go, 1));
         // All is forgotten.
         tell(&mut breaker, Heard::Failure, 4);
@@ -283,14 +289,14 @@ mod tests {
     #[test]
     fn refusals_stop_writing_for_a_while() {
         let mut breaker = Breaker::new(4);
-        breaker.tell(Way::Write, Heard::Refusal, 7);
+        breaker.tell(Way::Write, Heard::Refusal, false, 7);
         assert_eq!(breaker.leave(Way::Write, 7 + REFUSED_NS - 1), Leave::Stay);
         assert_eq!(breaker.leave(Way::Read, 7), Leave::Go);
         assert_eq!(breaker.leave(Way::Write, 7 + REFUSED_NS), Leave::Probe);
         // Still full: as long again, not longer.
-        breaker.tell(Way::Write, Heard::Refusal, 10 * SECOND);
+        breaker.tell(Way::Write, Heard::Refusal, true, 10 * SECOND);
         assert_eq!(breaker.leave(Way::Write, 10 * SECOND + REFUSED_NS), Leave::Probe);
-        breaker.tell(Way::Write, Heard::Well, 16 * SECOND);
+        breaker.tell(Way::Write, Heard::Well, true, 16 * SECOND);
         assert!(breaker.is_closed(Way::Write));
     }
 
@@ -314,7 +320,7 @@ mod tests {
                     let open_ns = breaker.lines[0].until_ns - now;
                     now = breaker.lines[0].until_ns;
                     assert_eq!(breaker.leave(Way::Read, now), Leave::Probe);
-                    breaker.tell(Way::Read, Heard::Failure, now);
+                    breaker.tell(Way::Read, Heard::Failure, true, now);
                     open_ns
                 })
                 .collect()
@@ -333,6 +339,7 @@ mod tests {
         assert_eq!(Heard::of(Way::Read, &Ok::<_, Trouble>(1)), Heard::Well);
         assert_eq!(heard(Way::Read, Trouble::Absent), Heard::Well);
         assert_eq!(heard(Way::Read, Trouble::Nonsense), Heard::Lie);
+        assert_eq!(heard(Way::Read, Trouble::Damaged), Heard::Lie);
         assert_eq!(heard(Way::Write, Trouble::TooLong), Heard::Well);
         for trouble in [Trouble::Full, Trouble::ReadOnly, Trouble::Denied] {
             assert_eq!(heard(Way::Write, trouble), Heard::Refusal);
@@ -406,7 +413,8 @@ mod tests {
                 let model = &mut models[way as usize];
                 now += later;
                 let until = breaker.lines[way as usize].until_ns;
-                match breaker.leave(way, now) {
+                let leave = breaker.leave(way, now);
+                match leave {
                     Leave::Go => prop_assert!(!model.open),
                     Leave::Probe => {
                         prop_assert!(model.open && now >= until);
@@ -415,7 +423,7 @@ mod tests {
                     Leave::Stay => prop_assert!(model.open && now < until),
                 }
                 model.tell(way, heard);
-                breaker.tell(way, heard, now);
+                breaker.tell(way, heard, leave == Leave::Probe, now);
                 prop_assert_eq!(breaker.is_closed(way), !model.open);
                 if model.open {
                     let left = breaker.lines[way as usize].until_ns - now;

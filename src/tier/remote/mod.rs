@@ -63,8 +63,10 @@ pub struct Server {
 pub enum Trouble {
     /// There is none of that name.
     Absent,
-    /// It is not what was asked for: another length, a reply that means nothing.
+    /// A reply that means nothing, or ended too early: it says nothing of the object.
     Nonsense,
+    /// What has that name came whole, and is not what it should be.
+    Damaged,
     /// It may go well at another time: busy, loading, moving, without a leader.
     Later,
     /// Nobody answered by the deadline.
@@ -88,7 +90,7 @@ impl Trouble {
     pub fn status(self) -> Status {
         match self {
             Trouble::Absent => Status::NotFound,
-            Trouble::Nonsense => Status::Corrupt,
+            Trouble::Nonsense | Trouble::Damaged => Status::Corrupt,
             Trouble::Later => Status::Again,
             Trouble::Late => Status::Timeout,
             Trouble::Full => Status::Budget,
@@ -110,6 +112,7 @@ impl From<Trouble> for Error {
         let words = match trouble {
             Trouble::Absent => "the remote has none of that name",
             Trouble::Nonsense => "the remote gave what was not asked for",
+            Trouble::Damaged => "what the remote has of that name is damaged",
             Trouble::Later => "the remote cannot now",
             Trouble::Late => "the remote did not answer in time",
             Trouble::Full => "the remote is full",

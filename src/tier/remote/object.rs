@@ -279,7 +279,7 @@ impl<'a> Object<'a> {
     }
 
     /// Judges what came of an object that was asked for with [`Object::get`]: `came` bytes, the
-    /// first of them in `header`. Nonsense = no cell can be used; else each has its verdict.
+    /// first of them in `header`. Damaged = no cell can be used; else each has its verdict.
     ///
     /// # Safety
     /// The memory of every place is valid, and nobody writes it.
@@ -292,7 +292,7 @@ impl<'a> Object<'a> {
     ) -> Result<(), Trouble> {
         verdicts.clear();
         if self.codec != Codec::None || places.len() != self.cells.len() || came != self.bytes() {
-            return Err(Trouble::Nonsense);
+            return Err(Trouble::Damaged);
         }
         let record = self.record(header, came)?;
         for (cell, place) in record.cells().zip(places) {
@@ -317,7 +317,7 @@ impl<'a> Object<'a> {
     }
 
     /// Judges an object that came as a whole, `came` bytes, as much of it as there was room for in
-    /// `staging`. Nonsense = no cell can be used; else each that is sound is found, in the order
+    /// `staging`. Damaged = no cell can be used; else each that is sound is found, in the order
     /// of the layers, and comes decoded to the length that the layout says, or is damaged after all.
     pub fn verify_whole(
         &self,
@@ -327,7 +327,7 @@ impl<'a> Object<'a> {
     ) -> Result<(), Trouble> {
         found.clear();
         let whole = usize::try_from(came).ok().and_then(|came| staging.get(..came));
-        let whole = whole.ok_or(Trouble::Nonsense)?;
+        let whole = whole.ok_or(Trouble::Damaged)?;
         let record = self.record(whole, came)?;
         found.extend(record.cells().map(|cell| find(whole, &cell)));
         Ok(())
@@ -335,16 +335,16 @@ impl<'a> Object<'a> {
 
     /// Its header, if that is what it must be, and is of `came` bytes.
     fn record<'b>(&self, bytes: &'b [u8], came: u64) -> Result<Record<'b>, Trouble> {
-        let record = decode(bytes).ok_or(Trouble::Nonsense)?;
+        let record = decode(bytes).ok_or(Trouble::Damaged)?;
         let blocks = record.head.blocks;
         let length_fits = came == u64::from(blocks) * BLOCK_BYTES as u64
             && (blocks == self.blocks || self.codec != Codec::None && blocks < self.blocks);
         if !length_fits || record.head != self.head(blocks) {
-            return Err(Trouble::Nonsense);
+            return Err(Trouble::Damaged);
         }
         let mut cells = (self.first..).zip(self.cells).zip(record.cells());
         let all_fit = cells.all(|((layer, shape), cell)| self.fits(layer, shape, &cell));
-        if all_fit { Ok(record) } else { Err(Trouble::Nonsense) }
+        if all_fit { Ok(record) } else { Err(Trouble::Damaged) }
     }
 
     /// Whether a header's cell is what the layout says.

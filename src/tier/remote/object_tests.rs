@@ -184,7 +184,7 @@ fn caught(it: &Object<'_>, bad: &[u8], content: &Content) -> Result<bool, TestCa
     if it.codec == Codec::None {
         match fetch(it, bad, |_| true) {
             Err(trouble) => {
-                prop_assert_eq!(trouble, Trouble::Nonsense);
+                prop_assert_eq!(trouble, Trouble::Damaged);
                 all_right = false;
             }
             Ok(cells) => {
@@ -197,7 +197,7 @@ fn caught(it: &Object<'_>, bad: &[u8], content: &Content) -> Result<bool, TestCa
     }
     match fetch_whole(it, bad) {
         Err(trouble) => {
-            prop_assert_eq!(trouble, Trouble::Nonsense);
+            prop_assert_eq!(trouble, Trouble::Damaged);
             prop_assert!(it.codec != Codec::None || !all_right);
             all_right = false;
         }
@@ -313,8 +313,8 @@ proptest! {
             others.push(encode(&other, &self::content(&shape, at, seed), |_| false));
         }
         for other in others {
-            prop_assert_eq!(fetch(&it, &other, |_| true).err(), Some(Trouble::Nonsense));
-            prop_assert_eq!(fetch_whole(&it, &other).err(), Some(Trouble::Nonsense));
+            prop_assert_eq!(fetch(&it, &other, |_| true).err(), Some(Trouble::Damaged));
+            prop_assert_eq!(fetch_whole(&it, &other).err(), Some(Trouble::Damaged));
         }
     }
 

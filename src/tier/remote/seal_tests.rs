@@ -272,13 +272,13 @@ fn what_the_remote_has_tells_nothing_and_takes_no_changes() {
     assert_eq!(get(&mut *lane, name(3), 0, 5), Err(Trouble::Absent));
     // Its owner puts another object in its place, or changes it.
     inner.plant(name(1), inner.object(&name(2)).unwrap());
-    assert_eq!(get(&mut *lane, name(1), 0, 600_000), Err(Trouble::Nonsense));
+    assert_eq!(get(&mut *lane, name(1), 0, 600_000), Err(Trouble::Damaged));
     let mut claims = object.clone();
     claims[24..32].copy_from_slice(&u64::MAX.to_le_bytes());
     for bad in [object[..300].to_vec(), plain[..80].to_vec(), vec![0; 7], claims] {
         inner.plant(name(1), bad);
         for room in [3, 100, 600_000] {
-            assert_eq!(get(&mut *lane, name(1), 0, room), Err(Trouble::Nonsense));
+            assert_eq!(get(&mut *lane, name(1), 0, room), Err(Trouble::Damaged));
         }
     }
     let mut asks = Asks::default();
@@ -314,7 +314,7 @@ fn a_remote_that_lies_is_caught() {
             for ((get, memory), wanted) in gets.items.iter().zip(&memory).zip([&a, &b]) {
                 match get.result {
                     Ok(bytes) => assert!(memory[..bytes as usize] == wanted[..], "{fault:?}"),
-                    Err(trouble) => caught += u32::from(trouble == Trouble::Nonsense),
+                    Err(trouble) => caught += u32::from(trouble == Trouble::Damaged),
                 }
             }
         }

@@ -6,8 +6,9 @@ use std::ops::Range;
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::keys::object::Cut;
-use crate::format::record::MAX_CELLS;
+use crate::format::record::{MAX_CELLS, blocks_of, header_blocks};
 use crate::format::seal::{PLANE_K, PLANE_STATE, PLANE_V};
+use crate::format::segment::BLOCK_BYTES;
 use crate::meta::layout::{Layout, Rule};
 
 /// Least bytes of an object that can be asked for.
@@ -76,9 +77,15 @@ impl Shape {
         self.starts.len() - 1
     }
 
-    /// The bytes of its longest object, headers and padding not counted.
+    /// The bytes of its longest object, as it is stored.
     pub fn most_bytes(&self) -> u64 {
-        let bytes = |object| self.cells(object).iter().map(CellShape::bytes).sum();
+        let bytes = |object| {
+            let cells = self.cells(object);
+            let planes = cells.iter().map(|cell| cell.planes().len()).sum();
+            let header = header_blocks(cells.len(), planes).map_or(0, u64::from);
+            let blocks: u64 = cells.iter().map(|cell| blocks_of(cell.bytes())).sum();
+            (header + blocks) * BLOCK_BYTES as u64
+        };
         (0..self.objects()).map(bytes).max().unwrap_or(0)
     }
 
@@ -133,7 +140,7 @@ fn cell_shape(layout: &Layout, layer: usize, tokens: u32) -> CellShape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::record::{MAX_RECORD_BLOCKS, blocks_of, header_blocks};
+    use crate::format::record::MAX_RECORD_BLOCKS;
     use crate::meta::dtype::Dtype;
     use crate::meta::layout::Group;
     use proptest::prelude::*;

@@ -4,6 +4,9 @@ use crate::tier::remote::Trouble;
 use crate::tier::remote::s3::conn::Reply;
 use crate::tier::remote::s3::xml::Said;
 
+/// As much of a secret as may be looked for in a message that was cut.
+const SEEN_OF_SECRETS: usize = 16;
+
 /// A trouble, and what is to be done about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Meaning {
@@ -79,15 +82,19 @@ pub fn meaning(reply: &Reply) -> Meaning {
     }
 }
 
-/// What there is to be told of a reply, in the server's words and ours.
-pub fn words(reply: &Reply, wall_s: u64, token: Option<&[u8]>) -> String {
+/// What there is to be told of a reply, in the server's words and ours. Words that have a secret
+/// in them, or the beginning of one where they were cut, are not shown.
+pub fn words(reply: &Reply, wall_s: u64, secrets: &[&[u8]]) -> String {
     let said = Said::read(&reply.text).unwrap_or_default();
     let mut words = format!("the server says {}", reply.head.status);
     if !said.code.is_empty() {
         words.push_str(&format!(" {}", said.code));
     }
-    let token = token.and_then(|token| std::str::from_utf8(token).ok());
-    let is_secret = token.is_some_and(|token| !token.is_empty() && said.message.contains(token));
+    let message = said.message.as_bytes();
+    let is_secret = secrets.iter().any(|secret| {
+        let start = &secret[..secret.len().min(SEEN_OF_SECRETS)];
+        !start.is_empty() && message.windows(start.len()).any(|part| part == start)
+    });
     if !said.message.is_empty() && !is_secret {
         words.push_str(&format!(" ({})", said.message.trim_end_matches('.')));
     }
@@ -184,7 +191,8 @@ mod tests {
 
     #[test]
     fn words_say_what_to_do() {
-        let of = |head: &str, body: &str| words(&reply(head, body), 1_369_353_600, Some(b"tok"));
+        let secrets: [&[u8]; 3] = [b"tok", b"AKIDEXAMPLE", &[b'x'; 1000]];
+        let of = |head: &str, body: &str| words(&reply(head, body), 1_369_353_600, &secrets);
         let skewed = "<Error><Code>RequestTimeTooSkewed</Code><Message>a.</Message></Error>";
         let said = of("403 No\r\nDate: Thu, 23 May 2013 23:00:00 GMT", skewed);
         assert!(said.contains("RequestTimeTooSkewed (a)"), "{said}");
@@ -199,5 +207,10 @@ mod tests {
         assert!(of("302", "").contains("another endpoint"));
         let body = "<Error><Code>InvalidToken</Code><Message>what is tok?</Message></Error>";
         assert!(!of("400", body).contains("tok?"));
+        let body = "<Error><Code>InvalidAccessKeyId</Code><Message>AKIDEXAMPLE?</Message></Error>";
+        assert!(!of("403", body).contains("AKID"));
+        // One that is longer than what is kept of a message.
+        let body = format!("<Error><Code>E</Code><Message>{}</Message></Error>", "x".repeat(1000));
+        assert_eq!(of("400", &body), "the server says 400 E");
     }
 }

@@ -91,7 +91,12 @@ struct Shared {
 impl Shared {
     /// What there is to be told of a reply.
     fn words(&self, reply: &Reply) -> String {
-        errors::words(reply, wall_s(), self.settings.token.as_ref().map(Secret::bytes))
+        let Settings { key, token, .. } = &self.settings;
+        let mut secrets: Vec<&[u8]> = token.iter().map(Secret::bytes).collect();
+        if let Some((name, key)) = key {
+            secrets.extend([name.as_bytes(), key.bytes()]);
+        }
+        errors::words(reply, wall_s(), &secrets)
     }
 }
 

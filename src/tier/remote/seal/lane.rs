@@ -121,7 +121,7 @@ impl SealedLane {
         let object = self.staging[staged.at.clone()].get_mut(..came as usize);
         let object = object.ok_or(Trouble::Nonsense)?;
         let item = &gets.items[staged.item];
-        let plain = self.sealer.open(&item.name, object).ok_or(Trouble::Nonsense)?;
+        let plain = self.sealer.open(&item.name, object).ok_or(Trouble::Damaged)?;
         let mut at = item.offset.min(plain);
         for Part { address, bytes } in gets.parts_of(staged.item) {
             let (end, first) = (plain.min(at.saturating_add(*bytes)), at);
@@ -163,7 +163,7 @@ impl SealedLane {
                     }
                     // SAFETY: as the caller promises.
                     Some(whole) if whole == came => unsafe { self.open(gets, staged, came) },
-                    _ => Err(Trouble::Nonsense),
+                    _ => Err(Trouble::Damaged),
                 },
             };
         }
@@ -200,7 +200,7 @@ impl Lane for SealedLane {
             turn.iter_mut().for_each(|staged| staged.item = longer[staged.item].0);
             // SAFETY: the caller's promise.
             for (item, _) in unsafe { self.get_turn(gets, &turn, deadline_ns) } {
-                gets.items[item].result = Err(Trouble::Nonsense);
+                gets.items[item].result = Err(Trouble::Damaged);
             }
         }
     }
