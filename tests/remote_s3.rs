@@ -166,7 +166,7 @@ fn own_ns() -> u64 {
 fn in_time<T>(ns: u64, body: impl FnOnce() -> T) -> T {
     let before = own_ns();
     let result = body();
-    let took = own_ns() - before;
+    let took = own_ns().saturating_sub(before);
     assert!(took <= ns + LATE, "{} ms of {}", took / MS, ns / MS);
     result
 }

@@ -23,7 +23,8 @@ const MODEL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
 
 fn spec(folder: &Path, rest: &str) -> StoreSpec {
     fs::create_dir_all(folder).expect("made");
-    let remote = format!("remote=dir(path=\"{}\", object=16KiB{rest})", folder.display());
+    let remote =
+        format!("remote=dir(path=\"{}\", object=16KiB, timeout=20000{rest})", folder.display());
     StoreSpec::parse(&format!("store(host=8MiB, {remote})")).expect("a sound spec")
 }
 
@@ -209,7 +210,7 @@ fn what_is_damaged_or_gone_is_a_miss() {
 #[test]
 fn what_leaves_memory_is_sent_and_comes_back() {
     let scratch = Scratch::new("remote-leaves");
-    let home = Home::open(&spec(&scratch.0, ", write=back, timeout=20000"));
+    let home = Home::open(&spec(&scratch.0, ", write=back"));
     // Four times as much as memory holds. Where sending is slow, some of it is dropped.
     let documents: Vec<Vec<u32>> = (0..256).map(|n| document(n, 128)).collect();
     for tokens in &documents {

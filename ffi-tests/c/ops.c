@@ -295,7 +295,7 @@ static void issue_wakes(void) {
 /* A deadline resolves an op that runs; the release follows, and a queue is told
  * of each moment in order. */
 static void deadlines(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=150ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=400ms))");
     kvt_queue_t *queue = open_queue(runtime, 16);
     kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
     const kvt_buffer_item_t items[2] = {sum_item(buffer, 8), sum_item(buffer, 8)};
@@ -513,7 +513,7 @@ static void full(void) {
 
 /* With one worker busy, what waits is begun by priority; and yet none starves. */
 static void priorities(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=150ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=400ms))");
     kvt_queue_t *queue = open_queue(runtime, 64);
     kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
     const kvt_buffer_item_t item = sum_item(buffer, 8);

@@ -62,7 +62,7 @@ static void poisoned(kvt_runtime_t *runtime) {
 }
 
 static void worker_panics(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(panic=3,stall=20ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(panic=3,stall=300ms))");
     kvt_queue_t *queue = open_queue(runtime, 16);
     kvt_budget_t *budget = open_budget(runtime, 10);
     kvt_account_t *account = open_account(budget);
@@ -217,7 +217,7 @@ static void system_failures(void) {
 }
 
 static void stalls(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=20ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=300ms))");
     kvt_buffer_t *buffer = open_buffer(runtime, 8, NULL);
     const kvt_buffer_item_t items[3] = {sum_item(buffer, 8), sum_item(buffer, 8),
                                         sum_item(buffer, 8)};

@@ -41,7 +41,7 @@ static kvt_store_t *open_store(const char *remote) {
 
 static void open_engine(engine_t *engine, uint64_t tenant) {
     char remote[300];
-    snprintf(remote, sizeof remote, "dir(path=\"%s\", object=8KiB)", folder);
+    snprintf(remote, sizeof remote, "dir(path=\"%s\", object=8KiB, timeout=20000)", folder);
     memset(engine, 0, sizeof *engine);
     engine->store = open_store(remote);
     const uint16_t layers[LAYERS] = {0, 1};

@@ -153,7 +153,7 @@ static kvt_remote_custom_t custom_of(void) {
 }
 
 static void open_engine(engine_t *engine) {
-    const char *spec = "store(host=4MiB, remote=custom(prefix=\"mine\"))";
+    const char *spec = "store(host=4MiB, remote=custom(prefix=\"mine\", timeout=20000))";
     const kvt_remote_custom_t custom = custom_of();
     memset(engine, 0, sizeof *engine);
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;

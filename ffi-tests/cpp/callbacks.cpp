@@ -132,7 +132,7 @@ static void reclaims(bool throws) {
     CHECK_THROWS(store.reserve(kvt::tier::host, 4096), KVT_E_BUDGET);
     CHECK_THROWS(store.reserve_later(kvt::tier::host, 1 << 21), KVT_E_BUDGET);
     kvt::submit_opts submit;
-    if (throws) submit.deadline = kvt::deadline::in(std::chrono::milliseconds(200));
+    if (throws) submit.deadline = kvt::deadline::in(std::chrono::milliseconds(1000));
     kvt::op later = store.reserve_later(kvt::tier::host, 4096, submit);
     if (throws) {
         CHECK_THROWS(later.finish(), KVT_E_TIMEOUT);

@@ -32,6 +32,9 @@ fn a_cluster_is_one_remote() {
     }
     let nodes = cluster();
     let masters = masters(&nodes);
+    for node in &nodes {
+        node.cli(&["config", "set", "cluster-node-timeout", "60000"]);
+    }
     let slave = nodes.iter().position(|node| !is_master(node)).unwrap();
     let remote = open(&RedisOpts { wait: 1, ..of(&nodes, slave) });
     let mut lane = remote.lane();

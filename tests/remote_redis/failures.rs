@@ -39,7 +39,7 @@ fn a_server_that_stops_and_goes_on() {
     server.go_on();
     let since = Clock::real().now_ns();
     while get_at(&mut *lane, &[(1, 0, 300_000)], 1000 * MS)[0] != Ok(bytes_of(1, 300_000)) {
-        assert!(Clock::real().now_ns() - since < 5000 * MS, "it did not recover");
+        assert!(Clock::real().now_ns() - since < 15_000 * MS, "it did not recover");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(get_one(&mut *fresh, 1, 300_000).unwrap(), bytes_of(1, 300_000));
@@ -48,11 +48,14 @@ fn a_server_that_stops_and_goes_on() {
         let port = server.port;
         move || {
             Command::new("redis-cli")
-                .args(["-p", &port.to_string(), "debug", "sleep", "1"])
+                .args(["-p", &port.to_string(), "debug", "sleep", "2"])
                 .output()
         }
     });
-    std::thread::sleep(Duration::from_millis(200));
+    let since = Clock::real().now_ns();
+    while get_at(&mut *fresh, &[(1, 0, 300_000)], 100 * MS)[0].is_ok() {
+        assert!(Clock::real().now_ns() - since < 15_000 * MS, "it did not fall asleep");
+    }
     let put = in_time(150 * MS, || put_in(&mut *lane, &many, 150 * MS));
     assert!(put.contains(&Err(Trouble::Late)), "{put:?}");
     sleeper.join().unwrap().unwrap();
@@ -99,7 +102,7 @@ fn a_server_that_dies_and_comes_again() {
     server.restart();
     assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Absent));
     // Killed while it works.
-    let many: Vec<_> = (0..200).map(|n| (n, bytes_of(n, 1 << 20))).collect();
+    let many: Vec<_> = (0..400).map(|n| (n, bytes_of(n, 1 << 20))).collect();
     let put = std::thread::scope(|scope| {
         let putting = scope.spawn(|| in_time(3000 * MS, || put_in(&mut *lane, &many, 3000 * MS)));
         std::thread::sleep(Duration::from_millis(100));
@@ -107,12 +110,12 @@ fn a_server_that_dies_and_comes_again() {
         putting.join().unwrap()
     });
     assert!(put.contains(&Err(Trouble::Gone)), "{put:?}");
-    let got = in_time(300 * MS, || get_at(&mut *lane, &[(1, 0, 10)], 300 * MS));
+    let got = in_time(3000 * MS, || get_at(&mut *lane, &[(1, 0, 10)], 3000 * MS));
     assert_eq!(got, [Err(Trouble::Gone)]);
     server.restart();
     let since = Clock::real().now_ns();
     while put_in(&mut *lane, &[(1, bytes_of(1, 10))], 1000 * MS)[0].is_err() {
-        assert!(Clock::real().now_ns() - since < 3000 * MS, "it did not recover");
+        assert!(Clock::real().now_ns() - since < 15_000 * MS, "it did not recover");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(get_one(&mut *lane, 1, 10).unwrap(), bytes_of(1, 10));
@@ -229,7 +232,7 @@ fn servers_that_are_slow_on_purpose() {
     // Nobody is there; nobody has that name.
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let mut lane = crate::lane(&format!("redis://{gone}"));
-    let error = in_time(300 * MS, || lane.greet(at(300 * MS))).unwrap_err();
+    let error = in_time(3000 * MS, || lane.greet(at(3000 * MS))).unwrap_err();
     assert!(error.message().contains("refused"), "{error}");
     let mut lane = crate::lane("redis://no-such-host.invalid");
     assert!(lane.greet(at(10_000 * MS)).is_err());

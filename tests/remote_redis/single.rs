@@ -179,11 +179,11 @@ fn full_read_only_and_short_lived() {
         return;
     }
     let server = Server::start(&["--maxmemory", "6mb", "--maxmemory-policy", "noeviction"]);
-    let living = RedisOpts { ttl_s: 1, ..opts(&server.url()) };
+    let living = RedisOpts { ttl_s: 3, ..opts(&server.url()) };
     let mut short = open(&living).lane();
     assert_eq!(put_one(&mut *short, 1, 10), Ok(false));
     assert!(ask(&mut *short, &[1], LONG)[0].is_ok());
-    std::thread::sleep(std::time::Duration::from_millis(1300));
+    std::thread::sleep(std::time::Duration::from_millis(3300));
     assert_eq!(ask(&mut *short, &[1], LONG), [Err(Trouble::Absent)]);
     let mut lane = lane(&server.url());
     assert!(lane.greet(at(LONG)).unwrap().warnings[0].contains("evicts nothing"));

@@ -337,9 +337,9 @@ fn servers_that_are_slow_on_purpose() {
     // Nobody is there; nobody has that name.
     let mut lane = crate::lane(&url);
     let since = Instant::now();
-    let error = in_time(300 * MS, || lane.greet(at(300 * MS))).unwrap_err();
+    let error = in_time(3000 * MS, || lane.greet(at(3000 * MS))).unwrap_err();
     assert!(error.message().contains("refused"), "{error}");
-    assert!(since.elapsed() < Duration::from_millis(290), "it does not wait for its deadline");
+    assert!(since.elapsed() < Duration::from_millis(2900), "it does not wait for its deadline");
     let mut lane = crate::lane("http://no-such-host.invalid");
     let error = lane.greet(at(20_000 * MS)).unwrap_err();
     assert!(error.message().contains("no-such-host.invalid"), "{error}");
@@ -381,14 +381,14 @@ fn a_server_that_dies_and_comes_again() {
     let (port, url) = (server.port, server.url());
     drop(server);
     for _ in 0..3 {
-        let got = in_time(500 * MS, || get_at(&mut *lane, &[(1, 0, 1000); 20], 500 * MS));
+        let got = in_time(3000 * MS, || get_at(&mut *lane, &[(1, 0, 1000); 20], 3000 * MS));
         assert!(got.iter().all(|got| *got == Err(Trouble::Gone)), "{url}: {got:?}");
     }
     let again = bucket.clone();
     let _server = Server::start_at(port, move |req, stream| again.answer(req, stream));
     let since = Instant::now();
     while get_at(&mut *lane, &[(1, 0, 1000)], 1000 * MS)[0] != Ok(bytes_of(1, 1000)) {
-        assert!(since.elapsed() < Duration::from_secs(5), "it did not recover");
+        assert!(since.elapsed() < Duration::from_secs(15), "it did not recover");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -66,7 +66,7 @@ def test_errors_come_out_of_await(slow: kvtier.Runtime) -> None:
             with pytest.raises(kvtier.CorruptError):
                 await slow.submit(Work.verify(buffer, 1), queue=queue)
             with pytest.raises(TimeoutError):
-                op = slow.submit(Work.prefault(buffer), queue=queue, timeout=0.001)
+                op = slow.submit([Work.prefault(buffer)] * 25, queue=queue, timeout=0.001)
                 await op
             assert op.info().released
             op = slow.submit(Work.prefault(buffer), queue=queue)
@@ -103,7 +103,7 @@ def test_cancelling_a_task_waits_for_the_release(slow: kvtier.Runtime) -> None:
 
     start = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - start < 1.4, "fifty items were not worth waiting for"
+    assert time.monotonic() - start < 3.5, "fifty items were not worth waiting for"
 
 
 def test_wait_for(slow: kvtier.Runtime) -> None:

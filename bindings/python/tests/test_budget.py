@@ -125,7 +125,7 @@ def test_a_strange_reclaimer_harms_nobody(
             odd.reserve(TIER_HOST, MIB)
             odd.commit(TIER_HOST, MIB, MIB)
             with pytest.raises(kvtier.TimeoutError):
-                wants.reserve_later(TIER_HOST, MIB, timeout=0.05).result(10)
+                wants.reserve_later(TIER_HOST, MIB, timeout=0.5).result(10)
             odd.release(TIER_HOST, MIB)
     assert [str(e) for e in unraisable][:1] == (["not mine"] if answer == "raise" else [])
 

@@ -90,7 +90,7 @@ def test_use_after_close_is_a_clean_error(runtime: kvtier.Runtime) -> None:
 
 def test_a_buffer_in_flight_is_not_closed(slow: kvtier.Runtime) -> None:
     buffer = slow.buffer(4096)
-    op = slow.submit(kvtier.Work.prefault(buffer))
+    op = slow.submit([kvtier.Work.prefault(buffer)] * 25)
     with pytest.raises(kvtier.BusyError):
         buffer.close()
     op.result(10)
@@ -100,7 +100,7 @@ def test_a_buffer_in_flight_is_not_closed(slow: kvtier.Runtime) -> None:
 def test_a_dropped_buffer_in_flight_is_freed_after_the_op(slow: kvtier.Runtime) -> None:
     memory = bytearray(4096)
     with slow.wrap(memory) as buffer:
-        op = slow.submit(kvtier.Work.checksum(buffer))
+        op = slow.submit([kvtier.Work.checksum(buffer)] * 25)
     del buffer
     with pytest.raises(BufferError):
         memory.append(1)  # the library still reads there

@@ -66,7 +66,7 @@ def test_one_bad_item_among_many(runtime: kvtier.Runtime) -> None:
 
 def test_wait_times_out_and_goes_on(slow: kvtier.Runtime) -> None:
     buffer = slow.buffer(4096)
-    op = slow.submit(Work.prefault(buffer))
+    op = slow.submit([Work.prefault(buffer)] * 25)
     assert op.wait(0) is False and op.wait(-5) is False
     with pytest.raises(TimeoutError):
         op.result(0.001)
@@ -80,7 +80,7 @@ def test_wait_times_out_and_goes_on(slow: kvtier.Runtime) -> None:
 def test_a_deadline_resolves_before_the_release(slow: kvtier.Runtime) -> None:
     buffer = slow.buffer(4096)
     start = time.monotonic()
-    op = slow.submit(Work.prefault(buffer), timeout=0.005)
+    op = slow.submit([Work.prefault(buffer)] * 25, timeout=0.005)
     assert op.wait(10, kvtier.RESOLVED)
     resolved = time.monotonic() - start
     with pytest.raises(kvtier.TimeoutError) as caught:
@@ -91,7 +91,7 @@ def test_a_deadline_resolves_before_the_release(slow: kvtier.Runtime) -> None:
 
 def test_cancel(slow: kvtier.Runtime) -> None:
     buffer = slow.buffer(4096)
-    first = slow.submit(Work.prefault(buffer))
+    first = slow.submit([Work.prefault(buffer)] * 25)
     ops = slow.submit_each([Work.prefault(buffer)] * 20)
     for op in ops:
         op.cancel()
