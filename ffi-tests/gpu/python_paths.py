@@ -12,6 +12,7 @@ so that one that ends badly ends alone. The exit status is how many failed.
 
 import argparse
 import importlib.util
+import json
 import os
 import pathlib
 import subprocess
@@ -482,7 +483,8 @@ def mooncake(bench):
     from kvtier_mooncake import MooncakeDistributedStore, ReplicateConfig
     store = MooncakeDistributedStore()
     settings = {"host_bytes": 64 << 20, **({"device": "cuda"} if bench.on_gpu else {})}
-    need(store.setup(settings) == 0, "setup was refused")
+    os.environ["KVTIER_MOONCAKE_CONFIG"] = json.dumps(settings)
+    need(store.setup("localhost") == 0, "setup was refused")
     (want, cache), back = bench.noise(8, 4096), bench.zeros(8, 4096)
     for one in (cache, back):
         need(store.register_buffer(one.data_ptr(), 8 * 4096) == 0, "a buffer was refused")
@@ -514,28 +516,32 @@ def bandwidth(bench):
     want, cache = bench.noise(count, each)
     pinned = torch.empty((count, each), dtype=torch.uint8, pin_memory=bench.on_gpu)
 
-    def rate(call, after=lambda: None):
-        """The median of some rounds, after one that does not count: GB/s."""
+    # Rounds that do not count: memory is mapped and pinned in them.
+    before = 4
+
+    def rate(call):
+        """The median of some rounds: GB/s."""
         times = []
-        for _ in range(rounds + 1):
+        for turn in range(before + rounds):
             bench.settle()
             began = time.perf_counter()
-            call()
+            call(turn)
             bench.settle()
             times.append(time.perf_counter() - began)
-            after()
-        return total / sorted(times[1:])[rounds // 2] / 1e9
+        return total / sorted(times[before:])[rounds // 2] / 1e9
 
-    names = [b"%d" % at for at in range(count)]
     places = kvtier.Pool(cache, each).at(range(count))
+    every = [[b"%d %d" % (turn, at) for at in range(count)] for turn in range(before + rounds + 1)]
+    names = every[-1]
     with kvtier.Blocks(store, kvtier.Identity(model=b"rate"), [each]) as kept:
-        put = rate(lambda: kept.put(names, places).result(SOON), lambda: kept.drop(names))
+        # Others leave for what comes.
+        put = rate(lambda turn: kept.put(every[turn], places).result(SOON))
         kept.put(names, places).result(SOON)
         cache.fill_(0)
-        get = rate(lambda: kept.get(names, places).result(SOON))
+        get = rate(lambda _: kept.get(names, places).result(SOON))
         need(bench.same(cache, want), "other bytes came back")
-    out = rate(lambda: pinned.copy_(cache, non_blocking=True))
-    back = rate(lambda: cache.copy_(pinned, non_blocking=True))
+    out = rate(lambda _: pinned.copy_(cache, non_blocking=True))
+    back = rate(lambda _: cache.copy_(pinned, non_blocking=True))
     del device
     return (f"{count} blocks of {each >> 10} KiB: put {put:.1f} GB/s, {put / out:.2f} of torch's "
             f"copy; get {get:.1f} GB/s, {get / back:.2f}")

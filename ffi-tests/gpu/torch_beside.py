@@ -15,6 +15,8 @@ import sys
 QUERY_HEADS, KEY_HEADS, DIM = 32, 8, 128
 ROUNDS = 7
 COPY_BYTES = 1 << 30
+#: Under this name `ours` has what copies reach, by bar.
+RATES = "copies"
 # What sparse prefill of 30 % is to reach of dense.
 GOAL = 2.0
 
@@ -27,12 +29,16 @@ def ours(kvtier):
     """Bars by name: how much faster than over all keys, how many tokens, and how fast those."""
     command = [kvtier, "bench", "device", "--json"]
     said = subprocess.run(command, stdout=subprocess.PIPE, timeout=400, check=True).stdout.decode()
-    found = {}
+    found, rates = {}, {}
     for line in said.splitlines():
         bar = json.loads(line)
+        if bar.get("value") and bar.get("baseline_value"):
+            rates[bar["bar"]] = bar["value"] * bar["baseline_value"]
         words = re.match(r"(\d+) tokens, all keys at ([\d.]+) ", bar.get("note") or "")
         if words and bar.get("value"):
             found[bar["bar"]] = (bar["value"], int(words.group(1)), float(words.group(2)))
+    if {"h2d_pinned", "d2h_pinned", "both_ways"} <= set(rates):
+        found[RATES] = rates
     return found
 
 
@@ -85,6 +91,24 @@ class Torch:
         target = torch.empty_like(source)
         return 2 * COPY_BYTES / self.seconds(lambda: target.copy_(source))
 
+    def bus(self):
+        """Bytes in a second to the device, from it, and both ways at once; a quarter of a gigabyte."""
+        torch, count = self.torch, COPY_BYTES // 4
+        here = [torch.empty(count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        there = [torch.empty(count, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
+
+        def both():
+            aside.wait_stream(now)
+            there[0].copy_(here[0], non_blocking=True)
+            with torch.cuda.stream(aside):
+                here[1].copy_(there[1], non_blocking=True)
+            now.wait_stream(aside)
+
+        up = self.seconds(lambda: there[0].copy_(here[0], non_blocking=True))
+        down = self.seconds(lambda: here[1].copy_(there[1], non_blocking=True))
+        return count / up, count / down, 2 * count / self.seconds(both)
+
 
 def prefill(torch, name, dtype, bars):
     times, tokens, rate = bars[name]
@@ -117,12 +141,20 @@ def copied(torch, name, dtype, bars):
         f"{ceiling:.0f} GB/s read and written", f"{rate / ceiling:.2f}x")
 
 
+def moved(torch, name, _dtype, bars):
+    own = [bars[name][bar] for bar in ("h2d_pinned", "d2h_pinned", "both_ways")]
+    for what, rate, theirs in zip(("to the device", "from it", "both ways"), own, torch.bus()):
+        row(f"pinned memory {what}", f"{rate:.1f} GB/s", f"{theirs / 1e9:.1f} GB/s",
+            f"{rate * 1e9 / theirs:.2f}x")
+
+
 ASKED = [
     (prefill, "prefill_sparse_30", "bfloat16"),
     (prefill, "prefill_sparse_30_f16", "float16"),
     (decode, "decode_chosen_16th", "bfloat16"),
     (decode, "decode_chosen_16th_f16", "float16"),
     (copied, "decode_chosen_16th", "bfloat16"),
+    (moved, RATES, "bytes"),
 ]
 
 

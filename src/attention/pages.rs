@@ -49,6 +49,10 @@ pub fn extend_bf16(rows: &mut [u16], page_tokens: u32, first: u32, keys: &Rows<'
 /// The bf16 next to a number that is not above it, or not below it.
 fn outward(x: f32, is_down: bool) -> u16 {
     let (bits, is_negative) = (x.to_bits(), x.is_sign_negative());
+    if x.is_nan() {
+        // With all bits but the sign one more would make a zero of it.
+        return (bits >> 16) as u16 | 0x40;
+    }
     let is_whole = bits & 0xFFFF == 0;
     // Cutting bits off goes towards zero.
     (bits >> 16) as u16 + u16::from(!is_whole && is_negative == is_down)

@@ -54,7 +54,8 @@ fn compute(problem: &Problem, lists: &Lists, is_f32: bool) -> Got {
     let call = Call {
         out: out.at(),
         more: lse.at(),
-        index: at(lists.items.as_ptr() as u64),
+        // A list without items has no place of its own.
+        index: at(if lists.items.is_empty() { scratch.at() } else { lists.items.as_ptr() as u64 }),
         counts: at(lists.starts.as_ptr() as u64),
         numbers: at(lists.heads.as_ptr() as u64),
         count: lists.heads.len() as u32,

@@ -15,9 +15,11 @@ const MAX_RUNS: usize = 1024;
 /// Fewer are given one by one.
 const LEAST_RUNS: usize = 4;
 /// Longer runs keep the bus busy however they are given.
-const LONG_BYTES: u64 = 1 << 20;
-/// Where short runs end.
-const SHORT_BYTES: u64 = 32 << 10;
+const LONG_BYTES: u64 = 4 << 20;
+/// Classes of shorter runs, by where each ends; the last one has all others.
+const CLASS_BYTES: [u64; CLASSES - 1] = [32 << 10, 512 << 10];
+/// How many classes there are.
+pub const CLASSES: usize = 3;
 
 /// How many copies are given to the driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,19 +58,20 @@ impl Default for Choice {
     }
 }
 
-/// What was chosen: to the device and from it (also within it), short runs and longer ones.
+/// What was chosen: to the device and from it (also within it), for runs up to 32 KiB, up to
+/// 512 KiB, and below 4 MiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Chosen {
-    /// To the device: short, longer.
-    pub to_device: [Means; 2],
+    /// To the device, the shortest first.
+    pub to_device: [Means; CLASSES],
     /// From it.
-    pub from_device: [Means; 2],
+    pub from_device: [Means; CLASSES],
 }
 
 impl Chosen {
     /// The same for all.
     pub fn all(means: Means) -> Chosen {
-        Chosen { to_device: [means; 2], from_device: [means; 2] }
+        Chosen { to_device: [means; CLASSES], from_device: [means; CLASSES] }
     }
 }
 
@@ -162,7 +165,7 @@ impl Cuda {
             crate::device::Way::Scatter => copy.memory == Memory::Device,
         };
         let chosen = if to_device { self.chosen.to_device } else { self.chosen.from_device };
-        chosen[usize::from(bytes > SHORT_BYTES)]
+        chosen[CLASS_BYTES.iter().filter(|&&most| bytes > most).count()]
     }
 
     /// Gives runs to the driver together. What it does not take together it is given one by one:

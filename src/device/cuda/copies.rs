@@ -49,6 +49,9 @@ impl Cuda {
                         None => self.issue_copy(inner, copy, &mut runs, stream, begun)?,
                         Some(one) => self.issue_apart(inner, (copy, one), (line, stream), begun)?,
                     }
+                    if inner.has_full_list() {
+                        self.issue_moves(inner, event, stream, begun)?;
+                    }
                 }
             }
             // SAFETY: as above.
@@ -73,7 +76,8 @@ impl Cuda {
         begun: &mut bool,
     ) -> Result<()> {
         let means = self.means_for(copy);
-        let gathers = means == Means::Batch && self.batch_call.is_some();
+        // What the kernel does not take, or has no room for, goes together all the same.
+        let gathers = means != Means::Plain && self.batch_call.is_some();
         for strip in copy.tensor.strips() {
             if means == Means::Kernel && inner.note_piece(copy, &strip) {
                 continue;

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use crate::base::status::{Result, Status};
-use crate::device::call::Call;
+use crate::device::call::{Call, Kind};
 use crate::device::cuda::driver::Driver;
 use crate::device::cuda::words::{EVENT_FLAGS, Handle};
 use crate::device::slots::Slots;
@@ -109,9 +109,11 @@ impl Known {
 }
 
 /// The addresses of a call, with their names; 0 = none. With a table of blocks keys and values
-/// are distances from where each begins.
+/// are distances from where each begins; attention over no keys reads none, wherever they would be.
 pub fn addresses(call: &Call) -> [(&'static str, u64); 11] {
-    let alone = |address| if call.table == 0 { address } else { 0 };
+    let attends = [Kind::Decode, Kind::Prefill].iter().any(|&kind| call.kind == kind as u32);
+    let is_alone = call.table == 0 && !(attends && call.tokens == 0);
+    let alone = |address| if is_alone { address } else { 0 };
     [
         ("queries", call.queries),
         ("keys", alone(call.keys)),

@@ -5,7 +5,7 @@ use std::fmt;
 
 use crate::base::clock::Clock;
 use crate::base::status::Result;
-use crate::device::cuda::batches::{Choice, Chosen, Means};
+use crate::device::cuda::batches::{CLASSES, Choice, Chosen, Means};
 use crate::device::cuda::hosts::{HostRange, How};
 use crate::device::cuda::peers::Peer;
 use crate::device::cuda::put::Work;
@@ -14,13 +14,13 @@ use crate::device::cuda::{Cuda, Found};
 use crate::device::{Copy, Device, DeviceMemory, Memory, Way};
 
 /// What is copied to try a way.
-const TRIAL_BYTES: u64 = 4 << 20;
-/// How long the runs are, for short ones and longer ones.
-const CELL_BYTES: [u64; 2] = [16 << 10, 64 << 10];
+const TRIAL_BYTES: u64 = 8 << 20;
+/// How long the runs are, for each class.
+const CELL_BYTES: [u64; CLASSES] = [16 << 10, 64 << 10, 1 << 20];
 /// How often each way is tried; the best counts.
 const TRIALS: u32 = 3;
 /// No trial begins when so much time has gone: what was found by then decides.
-const TRIAL_NS: u64 = 40_000_000;
+const TRIAL_NS: u64 = 80_000_000;
 
 /// How fast small copies went one way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +75,8 @@ impl fmt::Display for Description {
         for (words, means) in
             [("to it", self.chosen.to_device), ("from it", self.chosen.from_device)]
         {
-            write!(f, "; small copies {words} {}, less small ones {}", means[0], means[1])?;
+            let [short, middle, long] = means;
+            write!(f, "; copies {words} up to 32 KiB {short}, 512 KiB {middle}, 4 MiB {long}")?;
         }
         if let Some(why) = &self.not_measured {
             write!(f, "; not measured: {why}")?;

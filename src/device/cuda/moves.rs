@@ -10,10 +10,10 @@ use crate::device::cuda::{Cuda, Inner};
 use crate::device::{Copy, Event, Memory, Way};
 use crate::meta::view::Strip;
 
-/// Pieces of one launch.
-const LIST_PIECES: usize = 2048;
+/// Pieces of one launch. It begins as soon as they are noted, while others still are.
+const LIST_PIECES: usize = 1024;
 /// Lists that may be in use at once; when all are, copies go another way.
-const LISTS: usize = 4;
+const LISTS: usize = 32;
 const LIST_BYTES: usize = LIST_PIECES * size_of::<Piece>();
 /// What the kernel needs beside a list: a number for each piece, and one more.
 const SCRATCH_BYTES: usize = (LIST_PIECES + 1) * 8;
@@ -104,6 +104,11 @@ impl Inner {
         true
     }
 
+    /// Whether the pieces that were noted fill a list.
+    pub fn has_full_list(&self) -> bool {
+        self.moves.pieces.len() >= LIST_PIECES
+    }
+
     /// Whether kernels find all of a range of host memory where the processor does.
     fn is_mapped(&self, address: u64, bytes: u64) -> bool {
         self.host_range(address).is_some_and(|(start, range)| {
@@ -148,7 +153,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Puts the pieces that were noted on a stream.
+    /// Puts the pieces that were noted on a stream; then none are.
     ///
     /// # Safety
     /// As for [`Cuda::issue`].
@@ -172,6 +177,7 @@ impl Cuda {
             Ok(())
         };
         let issued = issue();
+        moves.pieces.clear();
         inner.moves = moves;
         issued
     }

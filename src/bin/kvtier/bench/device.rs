@@ -7,7 +7,7 @@ use kvtier::base::clock::Clock;
 use kvtier::base::memory::{Buffer, MemoryWish};
 use kvtier::base::status::{Error, Result, Status};
 use kvtier::base::sync::Arc;
-use kvtier::device::cuda::{Choice, Cuda, CudaOpts, probe};
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means, probe};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
 use kvtier::fail;
 
@@ -58,9 +58,39 @@ struct Rig {
     rounds: usize,
 }
 
+/// Cells that each way of giving copies to the driver is timed with.
+const CELLS: [usize; 3] = [16 << 10, 64 << 10, MIB];
+/// What the bars of each way are called, to the device and from it.
+const MEANS: [(Means, [[&str; 2]; 3]); 3] = [
+    (
+        Means::Plain,
+        [
+            ["h2d_16k_plain", "d2h_16k_plain"],
+            ["h2d_64k_plain", "d2h_64k_plain"],
+            ["h2d_1m_plain", "d2h_1m_plain"],
+        ],
+    ),
+    (
+        Means::Batch,
+        [
+            ["h2d_16k_batch", "d2h_16k_batch"],
+            ["h2d_64k_batch", "d2h_64k_batch"],
+            ["h2d_1m_batch", "d2h_1m_batch"],
+        ],
+    ),
+    (
+        Means::Kernel,
+        [
+            ["h2d_16k_kernel", "d2h_16k_kernel"],
+            ["h2d_64k_kernel", "d2h_64k_kernel"],
+            ["h2d_1m_kernel", "d2h_1m_kernel"],
+        ],
+    ),
+];
+
 impl Rig {
-    fn open(quick: bool) -> Result<Rig> {
-        let opts = direct::opts(0, Choice::Measured);
+    fn open(quick: bool, choice: Choice) -> Result<Rig> {
+        let opts = direct::opts(0, choice);
         // The fake driver of the tests is far from a GPU: it only shows that this runs.
         let is_fake = opts.library.is_some();
         let bytes = if is_fake { 4 * MIB } else { 256 * MIB };
@@ -203,8 +233,36 @@ fn bar(wish: &Wish, value: Option<(f64, f64)>, note: String) -> Bar {
     }
 }
 
+/// What each means comes to, of which the device has chosen some by trying.
+fn by_means(quick: bool, ends: &Result<(f64, f64)>) -> Vec<Bar> {
+    let mut bars = Vec::new();
+    for (means, names) in MEANS {
+        let rig = Rig::open(quick, Choice::Fixed(means));
+        for (cell, names) in CELLS.into_iter().zip(names) {
+            for (way, bar_name) in [Way::Scatter, Way::Gather].into_iter().zip(names) {
+                let baseline = if way == Way::Scatter { UP } else { DOWN };
+                let wish = Wish { bar: bar_name, goal: None, baseline };
+                let rate = match (&rig, ends) {
+                    (Ok(rig), Ok((up, down))) => rig
+                        .cells(&rig.pinned, cell, way)
+                        .and_then(|cells| rig.rate(&mut [cells]))
+                        .map(|rate| (rate, if way == Way::Scatter { *up } else { *down })),
+                    (Err(error), _) | (_, Err(error)) => {
+                        Err(Error::new(error.status(), error.message().to_string()))
+                    }
+                };
+                bars.push(match rate {
+                    Ok((rate, base)) => bar(&wish, Some((rate, base)), format!("{rate:.2} GB/s")),
+                    Err(error) => bar(&wish, None, error.to_string()),
+                });
+            }
+        }
+    }
+    bars
+}
+
 pub fn run(quick: bool) -> Vec<Bar> {
-    let rig = match Rig::open(quick) {
+    let rig = match Rig::open(quick, Choice::Measured) {
         Ok(rig) => rig,
         Err(error) => {
             let why = error.to_string();
@@ -227,6 +285,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
         }
     };
     let mut bars: Vec<Bar> = WISHES.iter().map(measured).collect();
+    bars.extend(by_means(quick, &ends));
     let (up, is_small) = (ends.as_ref().ok().map(|(up, _)| *up), rig.bytes < 64 * MIB);
     bars.extend(device_stream::run(&rig.device, up, is_small, rig.rounds));
     let copied = rig.rate_on_device();

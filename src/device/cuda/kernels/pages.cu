@@ -33,6 +33,8 @@ DEVICE float any_one(u32 dtype, const void *from, u32 at) {
  * 0. */
 DEVICE u16 outward(float x, bool is_down) {
     u32 bits = to_bits(x);
+    // A GPU's own has all bits but the sign: one more would make a zero of it.
+    if (x != x) return (u16)(bits >> 16 | 0x40);
     return (u16)((bits >> 16) + ((bits & 0xFFFF) != 0 && (bits >> 31 != 0) == is_down));
 }
 
