@@ -25,9 +25,9 @@ use kvtier::kv::core::{
 use kvtier::kv::errands::Errands;
 use kvtier::kv::hands::Tools;
 use kvtier::meta::key::Key;
-use kvtier::tier::remote::Trouble;
 use kvtier::tier::remote::breaker::Way;
 use kvtier::tier::remote::simulated::{Fault, Plan, Simulated};
+use kvtier::tier::remote::{Asks, Remote, Trouble};
 use shared_core::Shared;
 use support::{Engine, Model, Shape, document, marks_of};
 
@@ -57,7 +57,17 @@ impl Twin {
         batch: usize,
         rows: usize,
     ) -> Twin {
-        let far = FarConfig {
+        Twin::open_as(remote, clock, random, (batch, rows), |_| ())
+    }
+
+    fn open_as(
+        remote: &Simulated,
+        clock: &Clock,
+        random: &mut Random,
+        (batch, rows): (usize, usize),
+        tune: impl FnOnce(&mut FarConfig),
+    ) -> Twin {
+        let mut far = FarConfig {
             object_bytes: 8 << 10,
             batch,
             write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
@@ -67,8 +77,9 @@ impl Twin {
             seed: random.draw(),
             ..FarConfig::default()
         };
+        tune(&mut far);
         let config = Config {
-            host_bytes: 1 << 20,
+            host_bytes: if rows > 1024 { 64 << 20 } else { 1 << 20 },
             max_chunks: rows,
             max_jobs: 16 + random.below(100) as u32,
             batch_cells: 1 + random.below(8) as usize,
@@ -667,4 +678,137 @@ fn layers_that_come_one_after_the_other_are_sent_together() {
     assert_eq!(put(session, 0..2), OK);
     assert_eq!(remote.names().len(), 16);
     one.with(|core| core.close_session(session)).expect("open");
+}
+
+/// The object that a chunk is asked for by is there, and another one has gone: that is a miss, which
+/// is remembered for a while, and mended by the first who computes the chunk again.
+#[test]
+fn a_chunk_that_lacks_an_object_is_sent_again() {
+    let mut lacked = 0;
+    for lost in 0..2 {
+        let (one, _, remote, clock) = well(256);
+        let other = Twin::open_as(&remote, &clock, &mut Random::new(1), (4, 256), |far| {
+            far.write = Write::Through;
+        });
+        let tokens = document(1, 16);
+        assert_eq!(one.put(&tokens, Level::Remote), OK);
+        let names = remote.names();
+        assert_eq!(names.len(), 2);
+        let mut gone = Asks::default();
+        gone.name(names[lost]);
+        remote.lane().remove(&mut gone, u64::MAX);
+        assert_eq!(remote.names().len(), 1);
+        let locate = || {
+            let session = other.session(&tokens);
+            other.with(|core| core.locate(session)).expect("begun");
+            let (status, found) = other.ended();
+            other.with(|core| core.close_session(session)).expect("open");
+            assert_eq!(status, OK);
+            found
+        };
+        if locate() == 0 {
+            continue; // it is the one that is asked for
+        }
+        lacked += 1;
+        let session = other.session(&tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, 16);
+        let what = engine.whole();
+        other
+            .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+            .expect("begun");
+        assert_eq!(other.ended().1, 0, "{:?}", other.far());
+        assert_eq!((locate(), other.far().absent), (0, 1));
+        clock.advance(1_000_000_000);
+        // Somebody is told again that all of it is there, before who missed it has computed it.
+        assert_eq!(locate(), 16);
+        engine.compute(&marks_of(9, &tokens));
+        let what = engine.whole();
+        other
+            .with(|core| core.submit_rectangle(session, Deed::Put, Level::Ram, 0, what))
+            .expect("begun");
+        assert_eq!(other.ended().0, OK);
+        assert_eq!(remote.names(), names);
+        assert_eq!((other.far().sent, other.far().known_there), (1, 1), "{:?}", other.far());
+        // It is whole, and not sent again.
+        assert_eq!(other.put(&tokens, Level::Ram), OK);
+        assert_eq!((other.far().sent, other.far().known_there), (1, 1));
+        other.with(|core| core.close_session(session)).expect("open");
+    }
+    assert_eq!(lacked, 1);
+}
+
+/// A remote that does not answer keeps nobody who gives up: what comes all the same is for others.
+#[test]
+fn who_gives_up_does_not_wait_for_a_remote() {
+    let (one, other, _, _) = well(256);
+    let tokens = document(1, 16);
+    assert_eq!(one.put(&tokens, Level::Remote), OK);
+    let session = other.session(&tokens);
+    other.with(|core| core.locate(session)).expect("begun");
+    assert_eq!(other.ended(), (OK, 16));
+    let mut engines = [0, 1].map(|_| Engine::new(MODEL, Shape::Tokens, 16));
+    let get = |at: usize| {
+        let what = engines[at].whole();
+        other
+            .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+            .expect("begun")
+    };
+    let (first, second) = (get(0), get(1));
+    let mut work = other.with(|core| core.take(Hands::Fetch)).expect("there is work");
+    other.with(|core| core.cancel(first, Status::Cancelled));
+    let mut ended = Vec::new();
+    other.with(|core| core.finished(&mut ended));
+    let status = |one: &Finished| one.error.as_ref().map(|error| error.status());
+    assert_eq!(ended.iter().map(status).collect::<Vec<_>>(), [Some(Status::Cancelled)]);
+    assert_eq!((ended[0].number, ended[0].last), (first, true));
+    let mut keeper = other.core.clone();
+    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+    let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
+    other.with(|core| core.done(work, outcome, 1000));
+    let one = other.finished();
+    assert_eq!((one.number, one.tokens, status(&one)), (second, 16, None));
+    engines[1].check(&marks_of(9, &tokens), 0..16, 0..MODEL.layers);
+    assert_eq!(other.far().cells, 4);
+    other.with(|core| core.close_session(session)).expect("open");
+    other.rest();
+}
+
+/// What is known of very long sessions is noted bit by bit, and all of it in the end.
+#[test]
+fn what_is_known_of_many_chunks_is_all_noted() {
+    const CHUNKS: usize = 2200;
+    let (mut random, clock) = (Random::new(5), Clock::manual(1));
+    let remote = Simulated::new(5, Plan::default(), clock.clone());
+    let mut open =
+        || Twin::open_as(&remote, &clock, &mut random, (32, 2 * CHUNKS), |far| far.known = 16_384);
+    let (one, other) = (open(), open());
+    let tokens = document(1, 16 * CHUNKS);
+    let session = one.session(&tokens);
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(9, &tokens));
+    for first in (0..tokens.len()).step_by(320) {
+        let count = 320.min(tokens.len() - first);
+        let what = engine.rectangle(first, count, 0..MODEL.layers, false);
+        one.with(|core| core.submit_rectangle(session, Deed::Put, Level::Remote, 0, what))
+            .expect("begun");
+        assert_eq!(one.ended().0, OK);
+    }
+    one.with(|core| core.close_session(session)).expect("open");
+    let locate = |begins: bool| {
+        let session = other.session(&tokens);
+        let asked = other.far().asked;
+        if begins {
+            other.rest(); // whoever was told of the session asks
+        } else {
+            other.with(|core| core.locate(session)).expect("begun");
+            assert_eq!(other.ended(), (OK, tokens.len()));
+        }
+        let found = other.with(|core| core.lookup(other.space, &tokens).expect("sound").tokens);
+        other.with(|core| core.close_session(session)).expect("open");
+        (found as usize, other.far().asked - asked)
+    };
+    assert_eq!(locate(false), (tokens.len(), CHUNKS as u64));
+    // All is remembered, and nothing is asked for: more than fits in one go.
+    assert_eq!((locate(false), locate(true)), ((tokens.len(), 0), (tokens.len(), 0)));
+    assert!(other.far().remembered >= 2 * CHUNKS as u64, "{:?}", other.far());
 }

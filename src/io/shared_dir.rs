@@ -118,8 +118,9 @@ impl Folder {
         Ok(Folder(owned(fd)))
     }
 
-    /// The same; makes it if it is absent, for this user alone.
-    pub fn folder_or_new(&self, name: &[u8]) -> Result<Folder, Number> {
+    /// The same; makes it if it is absent, for this user alone, and so that it is there after a
+    /// power failure if it is to last.
+    pub fn folder_or_new(&self, name: &[u8], lasts: bool) -> Result<Folder, Number> {
         match self.folder(name) {
             Err(libc::ENOENT) => {}
             opened => return opened,
@@ -128,9 +129,13 @@ impl Folder {
         // SAFETY: a NUL-terminated name.
         match uninterrupted(|| unsafe { libc::mkdirat(self.0.as_raw_fd(), path.as_ptr(), 0o700) }) {
             // Another one was quicker.
-            Ok(_) | Err(libc::EEXIST) => self.folder(name),
-            Err(number) => Err(number),
+            Ok(_) | Err(libc::EEXIST) => {}
+            Err(number) => return Err(number),
         }
+        if lasts {
+            self.sync()?;
+        }
+        self.folder(name)
     }
 
     /// Opens a file to read it.
@@ -340,11 +345,13 @@ mod tests {
         assert_eq!(root.create(b"file").err(), Some(libc::EEXIST));
         file.close().unwrap();
         assert_eq!(root.facts(b"file").unwrap().mode, 0o600);
-        assert_eq!(root.folder_or_new(b"folder").unwrap().own_facts().unwrap().mode, 0o700);
+        assert_eq!(root.folder_or_new(b"folder", true).unwrap().own_facts().unwrap().mode, 0o700);
         std::os::unix::fs::symlink("file", dir.join("to-file")).unwrap();
         std::os::unix::fs::symlink("folder", dir.join("to-folder")).unwrap();
         assert_eq!(root.open(b"to-file").err(), Some(libc::ELOOP));
-        assert!(root.folder(b"to-folder").is_err() && root.folder_or_new(b"to-folder").is_err());
+        assert!(
+            root.folder(b"to-folder").is_err() && root.folder_or_new(b"to-folder", false).is_err()
+        );
         assert!(!root.facts(b"to-file").unwrap().regular);
         assert_eq!(root.link(b"file", b"to-folder").err(), Some(libc::EEXIST));
         root.link(b"file", b"second").unwrap();

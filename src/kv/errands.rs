@@ -95,6 +95,9 @@ impl Errands {
 
     /// Asks which names are there.
     pub fn ask(&self, batch: &mut AskBatch) {
+        if batch.asked.is_empty() {
+            return;
+        }
         self.run(batch.timeout_ns, |errand, deadline_ns| errand.ask(batch, deadline_ns));
     }
 }

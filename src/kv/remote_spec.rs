@@ -14,7 +14,7 @@
 //! | `object` | as the remote likes | bytes up to which layers of a chunk are put together |
 //! | `write` | `through` | `through`: sent when a put has ended; `back`: when it leaves memory; `never`: only when a put asks for it |
 //! | `admission` | `all` | what is sent: `all`, `none`, `select(...)` |
-//! | `timeout` | 250 | milliseconds that a request may take |
+//! | `timeout` | 250, 2000 with S3 | milliseconds that a request may take, and one more for every 16 KiB that it moves |
 //! | `connect` | 1000 | milliseconds until a connection can be used |
 //! | `ask` | `append` | sessions ask as soon as they have tokens; `fetch`: and fetch what comes sooner than it is computed; `locate`: when they are told to |
 //! | `fresh`, `absent` | 60000, 5000 | milliseconds for which an answer counts: it was there; it was not |
@@ -169,8 +169,10 @@ impl RemoteSpec {
         }
         let write = reader.choice("write", &["through", "back", "never"])?;
         let ask = reader.choice("ask", &["append", "locate", "fetch"])?;
+        // Objects there are long, and come from afar.
+        let usual_ms = if matches!(kind, Kind::S3 { .. }) { 2000 } else { 250 };
         let mut ms = |key, usual| reader.u64(key, usual, 1..=86_400_000).map(|ms: u64| ms * MS);
-        let (timeout_ns, connect_ns) = (ms("timeout", 250)?, ms("connect", 1000)?);
+        let (timeout_ns, connect_ns) = (ms("timeout", usual_ms)?, ms("connect", 1000)?);
         let (fresh_ns, absent_ns) = (ms("fresh", 60_000)?, ms("absent", 5000)?);
         let config = FarConfig {
             write: match write {

@@ -265,7 +265,8 @@ impl Inner {
     fn news(&self, state: &mut State) -> News {
         for hands in Hands::ALL {
             let at = hands as usize;
-            if state.sleeping[at] > 0 && state.core.has_work(hands) {
+            let is_called = hands == Hands::Ask && state.core.is_answer_awaited();
+            if is_called || state.sleeping[at] > 0 && state.core.has_work(hands) {
                 self.work[at].notify_one();
             }
         }

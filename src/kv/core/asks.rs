@@ -19,6 +19,9 @@ use crate::tier::remote::{Name, Trouble};
 
 /// Chunks that are asked for together.
 pub(super) const WINDOW: usize = 64;
+/// Cells that are noted together, of chunks that are known to be there: whoever does that, maybe
+/// an engine's own thread, has the lock meanwhile.
+const NOTED_CELLS: usize = 8192;
 
 /// For whom is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,6 +51,8 @@ pub(super) struct Inquiry {
 #[derive(Default)]
 pub(super) struct Asking {
     pub line: VecDeque<Asker>,
+    /// Somebody waits for the end of what stands there.
+    pub is_urgent: bool,
     pub inquiries: BTreeMap<Asker, Inquiry>,
     /// Counts moves that ask.
     pub serial: u64,
@@ -88,6 +93,12 @@ pub struct AskBatch {
     probes: bool,
 }
 
+impl AskBatch {
+    fn none(asker: Asker) -> AskBatch {
+        AskBatch { asker, serial: 0, asked: Vec::new(), timeout_ns: 0, probes: false }
+    }
+}
+
 /// What is known of the next chunks before anybody is asked.
 #[derive(Default)]
 pub(super) struct Window {
@@ -97,6 +108,13 @@ pub(super) struct Window {
     pub there: Vec<usize>,
     /// The first chunk behind it.
     pub end: usize,
+    /// More is known, or to be asked for, than it has room for.
+    pub is_cut: bool,
+}
+
+/// How many chunks of so many layers are noted together.
+pub(super) fn noted_chunks(layers: usize) -> usize {
+    (NOTED_CELLS / layers.max(1)).max(1)
 }
 
 impl Core {
@@ -134,7 +152,7 @@ impl Core {
         if let Some(inquiry) = far.asking.inquiries.get_mut(&Asker::Session(at)) {
             inquiry.next = first.unwrap_or(window.end);
         }
-        first.is_some()
+        first.is_some() || window.is_cut
     }
 
     /// Tokens were added to a session: what it may go on from elsewhere is asked for. What comes
@@ -157,8 +175,13 @@ impl Core {
         let number = self.begin_locating(at, Vec::new())?;
         self.inquire(at, true);
         let asker = Asker::Session(at);
-        let inquiry = self.far.as_mut().and_then(|far| far.asking.inquiries.get_mut(&asker));
-        match inquiry.filter(|inquiry| inquiry.is_busy) {
+        let asking = self.far.as_mut().map(|far| &mut far.asking);
+        let busy = asking.and_then(|asking| {
+            let inquiry = asking.inquiries.get_mut(&asker).filter(|inquiry| inquiry.is_busy)?;
+            asking.is_urgent = true;
+            Some(inquiry)
+        });
+        match busy {
             Some(inquiry) => inquiry.waiting.push(number),
             None => self.located(at, number),
         }
@@ -249,8 +272,15 @@ impl Core {
         }
     }
 
-    /// The next names to be asked for.
+    /// Whether somebody waits for the answer to what nobody has asked yet.
+    pub fn is_answer_awaited(&self) -> bool {
+        self.far.as_ref().is_some_and(|far| far.asking.is_urgent)
+    }
+
+    /// The next names to be asked for; none in it = there is more to do for somebody, whose turn
+    /// comes again.
     pub(super) fn take_asks(&mut self) -> Option<AskBatch> {
+        self.far.as_mut()?.asking.is_urgent = false;
         while let Some(asker) = self.far.as_mut()?.asking.line.pop_front() {
             let window = match asker {
                 Asker::Session(at) => self.window(at, WINDOW),
@@ -266,6 +296,10 @@ impl Core {
             let Some(inquiry) = far.asking.inquiries.get_mut(&asker) else { continue };
             if window.asked.is_empty() {
                 inquiry.next = window.end;
+                if window.is_cut {
+                    let serial = inquiry.serial;
+                    return Some(AskBatch { serial, ..AskBatch::none(asker) });
+                }
                 self.end_inquiry(asker);
                 continue;
             }
@@ -294,8 +328,10 @@ impl Core {
         let (far, session) = (self.far.as_ref()?, self.session(at).ok()?);
         let mut window = Window { end: first, ..Window::default() };
         let cut = shape.cut(shape.objects() - 1);
+        let most_there = noted_chunks(self.boards[board as usize].layout.layers());
         for (chunk, key) in session.path.keys().iter().enumerate().skip(first) {
-            if window.asked.len() >= most {
+            if window.asked.len() >= most || window.there.len() >= most_there {
+                window.is_cut = true;
                 return Some(window);
             }
             let slot = session.path.slots().get(chunk).copied().unwrap_or(NONE);
@@ -326,6 +362,14 @@ impl Core {
     pub(super) fn done_asks(&mut self, batch: &AskBatch) {
         let now_ns = self.now_ns;
         let Some(far) = &mut self.far else { return };
+        if batch.asked.is_empty() {
+            // Not all that was known fitted: its asker's turn comes again.
+            if far.asking.inquiries.get(&batch.asker).is_some_and(|one| one.serial == batch.serial)
+            {
+                far.asking.line.push_back(batch.asker);
+            }
+            return;
+        }
         let mut failed = false;
         for one in &batch.asked {
             match one.result {

@@ -40,6 +40,9 @@ pub mod note {
     pub const PINNED: u16 = 512;
     /// A block that was located: its row stays for what the remote is said to have of it.
     pub const LOCATED: u16 = 1024;
+    /// An object of it is not at the remote although the last one is, which is what the remote is
+    /// asked for: what is heard of that does not keep a put from sending all of it.
+    pub const GAPPED: u16 = 2048;
 }
 
 /// Chunks of one layout.

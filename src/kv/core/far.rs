@@ -29,6 +29,14 @@ use crate::tier::remote::{Name, Trouble};
 /// Names that are to be taken away at the remote, at most: more are forgotten.
 const MOST_REMOVALS: usize = 1024;
 
+/// A batch has more time than a request, by its bytes: what a share of a line of 1 Gbit/s carries.
+const BYTES_PER_MS: u64 = 16 << 10;
+
+/// How much longer a batch of so many bytes may take.
+pub(super) fn time_of(bytes: u64) -> u64 {
+    bytes.saturating_mul(1_000_000) / BYTES_PER_MS
+}
+
 /// What a store has of a remote.
 #[derive(Clone, Debug)]
 pub struct FarConfig {
@@ -42,7 +50,7 @@ pub struct FarConfig {
     pub write: Write,
     /// Which.
     pub admission: String,
-    /// How long a request may take.
+    /// How long a request may take, beside the time for its bytes.
     pub timeout_ns: u64,
     /// What was heard of a name counts for so long, if it was there.
     pub fresh_ns: u64,
@@ -156,6 +164,8 @@ pub(super) struct Far {
     pub fetches: Queues,
     /// All objects that jobs wait for.
     pub wanted: BTreeMap<(At, u32), Wanted>,
+    /// The jobs that wait for cells which are under way.
+    pub awaited: BTreeMap<(At, u32), u32>,
     /// Objects that are to be sent, whose cells are held.
     pub outs: VecDeque<(At, u32)>,
     /// Bytes of those and of those that are under way.
@@ -183,6 +193,7 @@ impl Far {
             breaker: Breaker::new(far.seed),
             fetches: Queues::new(config.max_jobs, config.max_sessions + 1)?,
             wanted: BTreeMap::new(),
+            awaited: BTreeMap::new(),
             outs: VecDeque::new(),
             out_bytes: 0,
             waits: BTreeMap::new(),
@@ -222,6 +233,7 @@ impl Far {
     pub fn is_bare(&self) -> bool {
         self.is_quiet()
             && self.wanted.is_empty()
+            && self.awaited.is_empty()
             && self.waits.is_empty()
             && self.out_bytes == 0
             && self.removing == 0

@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::format::keys::Key;
-use crate::kv::core::asks::{Asked, Asker, Inquiry, WINDOW, Window};
+use crate::kv::core::asks::{Asked, Asker, Inquiry, WINDOW, Window, noted_chunks};
 use crate::kv::core::blocks::MAX_BLOCKS;
 use crate::kv::core::board::note;
 use crate::kv::core::{At, Core};
@@ -61,6 +61,7 @@ impl Core {
                 let inquiry = Inquiry { serial, is_busy: true, named, ..Inquiry::default() };
                 far.asking.inquiries.insert(Asker::Blocks(number), inquiry);
                 far.asking.line.push_back(Asker::Blocks(number));
+                far.asking.is_urgent = true;
             }
             None => self.end_locating(number, &Named { space, keys }, Status::NotFound),
         }
@@ -95,8 +96,10 @@ impl Core {
         let (far, inquiry) = (self.far.as_ref()?, self.named_by(number)?);
         let (config, cut) = (&far.config, shape.cut(shape.objects() - 1));
         let mut window = Window { end: inquiry.next, ..Window::default() };
+        let most_there = noted_chunks(self.boards[board as usize].layout.layers());
         for (chunk, key) in inquiry.named.keys.iter().enumerate().skip(inquiry.next) {
-            if window.asked.len() >= WINDOW {
+            if window.asked.len() >= WINDOW || window.there.len() >= most_there {
+                window.is_cut = true;
                 break;
             }
             window.end = chunk + 1;

@@ -7,7 +7,7 @@ use crate::base::sync::Arc;
 use crate::format::record;
 use crate::kv::core::board::note;
 use crate::kv::core::debt::owner_of;
-use crate::kv::core::far::Far;
+use crate::kv::core::far::{Far, time_of};
 use crate::kv::core::jobs::Step;
 use crate::kv::core::speeds::Burden;
 use crate::kv::core::{At, Core};
@@ -33,8 +33,6 @@ pub(super) struct Wanted {
 struct Comer {
     layer: u32,
     piece: Piece,
-    /// The job that waits for it, if one does.
-    job: Option<u32>,
 }
 
 /// An object that is to be fetched.
@@ -215,6 +213,7 @@ impl Core {
             bytes += fetch.bytes();
             batch.fetches.push(fetch);
         }
+        batch.timeout_ns += time_of(bytes);
         (!batch.fetches.is_empty()).then_some(batch)
     }
 
@@ -230,14 +229,16 @@ impl Core {
             let job = &mut self.jobs[id];
             job.step = Step::Fetching;
             if let Some(piece) = job.piece {
-                comers.push(Comer { layer: job.cell.layer as u32, piece, job: Some(id) });
+                let layer = job.cell.layer as u32;
+                comers.push(Comer { layer, piece });
+                self.far.as_mut()?.awaited.insert((at, layer), id);
             }
         }
         for layer in layers.clone() {
             if comers.iter().all(|comer| comer.layer != layer)
                 && let Some(piece) = self.bring_along(at, layer as usize)
             {
-                comers.push(Comer { layer, piece, job: None });
+                comers.push(Comer { layer, piece });
             }
         }
         let mut places = vec![Goal::NOWHERE; layers.len()];
@@ -328,6 +329,7 @@ impl Core {
         }
         if is_gone {
             self.unhint(at, layers);
+            self.note_gap(at, &fetch.shape);
         }
         self.told_far(at, before);
         if used > 0 && self.disk.is_some() && self.is_wanted_below(at) {
@@ -336,6 +338,27 @@ impl Core {
             self.queue_down(at);
         }
         self.tidy(at.board, at.slot);
+    }
+
+    /// An object of a chunk is missing. Who asks is told so for a while, although the object that
+    /// stands for all may be there, and the next put sends them all.
+    fn note_gap(&mut self, at: At, shape: &Shape) {
+        if shape.objects() == 1 {
+            return; // it stands for itself
+        }
+        let last = self.far_name(at, shape, shape.objects() as u32 - 1);
+        if let (Some(name), Some(far)) = (last, &mut self.far) {
+            far.known.put(&name, false, self.now_ns);
+            self.boards[at.board as usize].set(at.slot, note::GAPPED);
+        }
+    }
+
+    /// A job that waits for the remote is given up; its cell comes without it.
+    pub(super) fn leave_fetch(&mut self, id: u32, at: At, layer: usize) {
+        self.jobs[id].piece = None;
+        if let Some(far) = &mut self.far {
+            far.awaited.remove(&(at, layer as u32));
+        }
     }
 
     /// The way of one cell has ended; its bytes, if it came.
@@ -351,10 +374,11 @@ impl Core {
             true => self.arrived(at.board, cell, Tier::Host),
             false => self.give_back(comer.piece),
         }
-        if let Some(far) = &mut self.far {
+        let job = self.far.as_mut().and_then(|far| {
             far.counters.cells += u64::from(came);
-        }
-        if let Some(id) = comer.job {
+            far.awaited.remove(&(at, comer.layer))
+        });
+        if let Some(id) = job {
             let job = &mut self.jobs[id];
             (job.piece, job.step) = (None, Step::Fresh);
             // One that did not come is a miss, and not asked for twice.

@@ -315,7 +315,11 @@ impl Core {
         let (board, cell) = self.cell_of(&job);
         match job.step {
             // One that was woken ends when it is looked at, as its move was given up.
-            Step::Fresh | Step::Copying | Step::Reading | Step::Fetching => return,
+            Step::Fresh | Step::Copying | Step::Reading => return,
+            // A remote may take longer than anybody waits, and has none of the caller's memory.
+            Step::Fetching => {
+                self.leave_fetch(id, At { board, slot: cell.chunk }, cell.layer);
+            }
             Step::Hungry => self.unqueue_hungry(id),
             Step::Waiting => {
                 let key = (At { board, slot: cell.chunk }, cell.layer);

@@ -7,6 +7,8 @@ use crate::base::sync::Arc;
 use crate::format::codec::Codec;
 use crate::format::record;
 use crate::kv::admission::Candidate;
+use crate::kv::core::board::note;
+use crate::kv::core::far::time_of;
 use crate::kv::core::moves::Level;
 use crate::kv::core::{At, Core, Write};
 use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
@@ -174,7 +176,8 @@ impl Core {
         let layers = rows.layout.layers();
         let Some(row) = rows.chunks.chunk(at.slot) else { return false };
         let [up, far] = [Tier::Host, Tier::Remote].map(|tier| row.cells()[tier as usize]);
-        if usize::from(up) < layers || usize::from(far) == layers {
+        let is_there = usize::from(far) == layers && !rows.has(at.slot, note::GAPPED);
+        if usize::from(up) < layers || is_there {
             return false;
         }
         let one = Candidate {
@@ -193,13 +196,16 @@ impl Core {
     }
 
     /// Begins to send all objects of a chunk that are not there, as far as is known; with `must`
-    /// those too, since only the remote's own word counts. Whether anything of it is on its way.
+    /// those too, since only the remote's own word counts, and where one was missed. Whether
+    /// anything of it is on its way.
     fn begin_send(&mut self, at: At, must: bool) -> bool {
         let Some(shape) = self.far_shape(at.board) else { return false };
         if !self.is_whole_up(at) {
             return false;
         }
         let before = self.far_cells(at);
+        let is_gapped = self.boards[at.board as usize].has(at.slot, note::GAPPED);
+        self.boards[at.board as usize].clear(at.slot, note::GAPPED);
         let (mut is_under_way, mut all_begun) = (false, true);
         for object in 0..shape.objects() as u32 {
             let of = shape.layers(object as usize);
@@ -207,7 +213,8 @@ impl Core {
             let of_it = marks.get(of.start as usize..of.end as usize).unwrap_or_default();
             let is_sent = of_it.iter().any(|marks| marks.is_sent());
             is_under_way |= is_sent;
-            if is_sent || !must && of_it.iter().all(|marks| marks.is_far()) {
+            let is_asked_for = must || is_gapped;
+            if is_sent || !is_asked_for && of_it.iter().all(|marks| marks.is_far()) {
                 continue;
             }
             self.unhint(at, of.clone());
@@ -269,6 +276,7 @@ impl Core {
             bytes += send.bytes();
             batch.sends.push(send);
         }
+        batch.timeout_ns += time_of(bytes);
         (!batch.sends.is_empty()).then_some(batch)
     }
 
@@ -356,6 +364,9 @@ impl Core {
         self.end_cells(at, send.shape.layers(send.object()), arrival);
         self.told_far(at, before);
         if let Err(trouble) = send.result {
+            if send.shape.objects() > 1 {
+                self.boards[at.board as usize].set(at.slot, note::GAPPED);
+            }
             self.blame_sends(at, trouble);
         }
         self.end_if_sent(at);

@@ -16,9 +16,16 @@ use crate::kv::spec::StoreSpec;
 use crate::kv::store::feed::Feed;
 use crate::kv::store::{Inner, finish};
 
+/// Whoever asked the remote looks so often for more to ask before it sleeps, and so long after
+/// each other. To wake it costs an engine's thread more than all else that it does to have something
+/// asked, and sessions come in bursts. Nobody who waits for an answer waits for that.
+const LOOKS: u32 = 20;
+const LOOK_NS: u64 = 50_000;
+
 impl Inner {
     /// The life of a thread.
     fn serve(&self, hands: Hands, stream: Stream, tools: &Tools) {
+        let mut looks = 0;
         let mut state = self.state.lock();
         while !state.stop && !state.broken {
             let Some(mut work) = state.core.take(hands) else {
@@ -27,6 +34,11 @@ impl Inner {
                     drop(state);
                     finish(news);
                     state = self.state.lock();
+                    continue;
+                }
+                if looks > 0 {
+                    looks -= 1;
+                    self.work[hands as usize].wait_for(&mut state, LOOK_NS);
                     continue;
                 }
                 state.sleeping[hands as usize] += 1;
@@ -45,6 +57,7 @@ impl Inner {
                 state.broken = true;
                 break;
             };
+            looks = if hands == Hands::Ask { LOOKS } else { 0 };
             state.core.tick(now_ns);
             state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
             let news = self.news(&mut state);

@@ -126,12 +126,15 @@ pub(super) fn hex(byte: u8) -> [u8; 2] {
 enum Missing {
     Absent,
     Made,
+    /// So that they are there after a power failure.
+    MadeToLast,
 }
 
 fn open(above: &Folder, name: &[u8], missing: Missing) -> Result<Folder, Number> {
     match missing {
         Missing::Absent => above.folder(name),
-        Missing::Made => above.folder_or_new(name),
+        Missing::Made => above.folder_or_new(name, false),
+        Missing::MadeToLast => above.folder_or_new(name, true),
     }
 }
 
@@ -240,9 +243,17 @@ impl DirLane {
         deadline_ns: u64,
     ) -> Result<bool, Failure> {
         self.check(deadline_ns)?;
-        let (folder, file) = self.folder(name, Missing::Made)?;
+        let missing = if self.opts.fsync { Missing::MadeToLast } else { Missing::Made };
+        let (folder, file) = self.folder(name, missing)?;
         match folder.facts(&file) {
-            Ok(facts) if facts.regular => return Ok(true),
+            Ok(facts) if facts.regular => {
+                if self.opts.fsync {
+                    // Whoever wrote it may not have cared.
+                    folder.open(&file)?.sync()?;
+                    folder.sync()?;
+                }
+                return Ok(true);
+            }
             Ok(_) => return Err(Trouble::Nonsense.into()),
             Err(libc::ENOENT) => {}
             Err(number) => return Err(number.into()),
@@ -254,7 +265,7 @@ impl DirLane {
         // After a rename there is none; else it is not needed any more.
         let _ = folder.remove(&temporary);
         let was_there = done?;
-        if self.opts.fsync && !was_there {
+        if self.opts.fsync {
             folder.sync()?;
         }
         Ok(was_there)
