@@ -28,6 +28,9 @@ LEVELS: Dict[str, int] = {"ram": LEVEL_RAM, "disk": LEVEL_DISK, "durable": LEVEL
 #: Longer than this no call waits for a remote's answer.
 MOST_ASK_S = 3600
 
+#: A store has 64 layouts at most; the catalogue is one, and some are of shapes that were closed.
+MOST_SHAPES = 60
+
 #: The engines' own configuration files, which may have a part of ours.
 ENGINE_FILES = ("MOONCAKE_CONFIG_PATH", "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH")
 
@@ -58,7 +61,7 @@ class Settings:
     rank: Optional[int] = None
     workers: int = 0
     #: How many kinds of objects (tuples of buffer sizes) are open at once.
-    max_shapes: int = 64
+    max_shapes: int = 48
     #: A line of the log for each eviction.
     log_evictions: bool = False
 
@@ -102,6 +105,8 @@ def from_mapping(given: Mapping[str, Any], whence: str) -> Settings:
         raise _invalid(f"{whence}: level {settings.level!r} is none of {', '.join(LEVELS)}")
     if not 0 <= settings.ask_s <= MOST_ASK_S:
         raise _invalid(f"{whence}: ask_s {settings.ask_s!r} is no time from 0 to {MOST_ASK_S} s")
+    if not 1 <= settings.max_shapes <= MOST_SHAPES:
+        raise _invalid(f"{whence}: max_shapes {settings.max_shapes} is not in 1 to {MOST_SHAPES}")
     return settings
 
 

@@ -91,6 +91,7 @@ class Mover:
             op.wait()
             self._set(group.which, codes.OK)
             self._note(op, group.which)
+        self._shapes.noted(shape)
 
     def _get_group(self, shape: Shape, names: List[bytes], group: Fragments) -> List[int]:
         """Which of them are not there in this shape."""
@@ -108,7 +109,11 @@ class Mover:
                   group: Fragments, of: Optional[List[int]] = None) -> List[int]:
         """Which of them, by their place in `names`, are not there."""
         which = group.which if of is None else [group.which[at] for at in of]
-        with self._shapes.of(shape).get(names, Each(tables, group.device)) as op:
+        blocks = self._shapes.there(shape)
+        if blocks is None:
+            self._set(which, codes.OBJECT_NOT_FOUND)
+            return list(range(len(names)))
+        with blocks.get(names, Each(tables, group.device)) as op:
             op.wait()
             self._set(which, sum(shape))
             return self._note(op, which)
@@ -168,7 +173,9 @@ class Mover:
 
 def fetched(shapes: Shapes, shape: Shape, name: bytes) -> Optional[bytearray]:
     """An object's bytes in memory of this process, or None when it is gone by now."""
-    data = bytearray(sum(shape))
-    with shapes.of(shape).get([name], Pool(data, len(data)).at([0])) as op:
+    data, blocks = bytearray(sum(shape)), shapes.there(shape)
+    if blocks is None:
+        return None
+    with blocks.get([name], Pool(data, len(data)).at([0])) as op:
         op.wait()
         return None if op.failed() else data

@@ -25,6 +25,12 @@ log = logging.getLogger("kvtier.mooncake")
 #: The catalogue: blocks of so many bytes, so many of them, that say which shapes there are.
 PAGE, PAGES = 4096, 256
 
+#: So long a put of a new shape, or closing, waits for the catalogue at most.
+NOTE_S = 5.0
+
+#: A buffer's bytes, and buffers of an object: the library's own limits.
+MOST_BYTES, MOST_BUFFERS = 32 << 20, 4096
+
 
 class Shapes:
     """The kinds of objects of a tenant. Any thread may use it."""
@@ -34,9 +40,12 @@ class Shapes:
         self._store, self._most, self._level, self._ask_s = store, most, level, ask_s
         weights, salt = model.encode() or None, tenant.encode() or None
         self._identity = kvtier.Identity(model=b"mooncake", weights=weights, salt=salt)
-        self._lock = threading.RLock()
+        # Nobody waits for the store with it: other threads look up meanwhile.
+        self._lock = threading.Lock()
         self._open: "OrderedDict[Shape, Blocks]" = OrderedDict()
         self._pages: Dict[Shape, int] = {}
+        #: Pages on their way to the catalogue.
+        self._notes: Dict[Shape, kvtier.Op] = {}
         self._catalogue = Blocks(store, kvtier.Identity(
             model=b"mooncake catalogue", weights=weights, salt=salt), [PAGE])
         self._read()
@@ -52,8 +61,18 @@ class Shapes:
             self._open.move_to_end(shape)
             return blocks
 
+    def there(self, shape: Shape) -> Optional[Blocks]:
+        """The same; None where the store has no room for one more: nothing of it is there."""
+        try:
+            return self.of(shape)
+        except kvtier.BudgetError:
+            return None
+
     def _open_one(self, shape: Shape) -> Blocks:
-        blocks = Blocks(self._store, self._identity, shape)
+        try:
+            blocks = Blocks(self._store, self._identity, shape)
+        except kvtier.LimitError as error:  # the shape itself was checked
+            raise make(abi.KVT_E_BUDGET, f"no more kinds of objects: {error.message}") from error
         self._open[shape] = blocks
         if len(self._open) > self._most:
             # Calls of other threads may be about to use it: it closes when they let go of it.
@@ -107,9 +126,10 @@ class Shapes:
 
     def came(self, shape: Shape, names: Sequence[bytes]) -> List[int]:
         """Which of some objects that were not here are at the remote, in a shape."""
-        if not self.asks:
+        blocks = self.there(shape) if self.asks else None
+        if blocks is None:
             return []
-        return [at for at, state in enumerate(self.of(shape).exists(names, self._ask_s)) if state]
+        return [at for at, state in enumerate(blocks.exists(names, self._ask_s)) if state]
 
     def states(self, names: Sequence[bytes]) -> List[int]:
         """1 for each that is there, 0 for the others."""
@@ -128,7 +148,11 @@ class Shapes:
             shapes, opened = list(self._pages), dict(self._open)
         gone = held = 0
         for shape in shapes:
-            report = (opened.get(shape) or self.of(shape)).drop([name])
+            blocks = opened.get(shape) or self.there(shape)
+            if blocks is None:
+                held += self._catalogue.has_remote  # which may have a copy
+                continue
+            report = blocks.drop([name])
             gone += report.gone_chunks
             held += report.held_chunks + report.moving_chunks
         return gone, held
@@ -139,17 +163,20 @@ class Shapes:
             shapes = list(self._pages)
         count = 0
         for shape in shapes:
-            count += self.of(shape).clear().gone_chunks
+            blocks = self.there(shape)
+            count += 0 if blocks is None else blocks.clear().gone_chunks
         return count
 
     def close(self) -> None:
         """Closes them; objects stay. The catalogue is put again, should it have left."""
         with self._lock:
             shapes, self._pages = dict(self._pages), {}
-            for shape, page in shapes.items():
-                self._put(shape, page)
+            self._notes.clear()
             self._open.clear()
-            self._catalogue.close()
+        op = self._put(shapes)
+        if op is not None:
+            _wait(op)
+        self._catalogue.close()
 
     def _read(self) -> None:
         """Which shapes there are of earlier processes, and of others that share a remote."""
@@ -159,8 +186,8 @@ class Shapes:
         if not there:
             return
         memory = bytearray(PAGE * len(there))
-        with self._catalogue.get([names[at] for at in there],
-                                 Pool(memory, PAGE).at(range(len(there)))) as op:
+        with self._catalogue.get([names[at] for at in there], Pool(memory, PAGE).at(
+                range(len(there))), timeout=NOTE_S) as op:
             op.wait()
             failed = set(op.failed())
         for at, page in enumerate(there):
@@ -170,7 +197,8 @@ class Shapes:
                 continue
             self._pages[shape] = page
             if len(self._open) < self._most:
-                self._open_one(shape)
+                with contextlib.suppress(kvtier.BudgetError):  # it is opened when it is asked for
+                    self._open_one(shape)
 
     def _note(self, shape: Shape) -> None:
         if shape in self._pages:
@@ -178,20 +206,44 @@ class Shapes:
         taken = set(self._pages.values())
         page = next((one for one in range(PAGES) if one not in taken), None)
         self._pages[shape] = PAGES if page is None else page
-        if page is not None:
-            self._put(shape, page)
+        op = self._put({shape: self._pages[shape]})
+        if op is not None:
+            self._notes[shape] = op
 
-    def _put(self, shape: Shape, page: int) -> None:
-        text = json.dumps(_runs(shape)).encode()
-        if page >= PAGES or len(text) > PAGE:
-            return  # a next process finds such objects once it has put or asked for one
-        memory = bytearray(text.ljust(PAGE, b"\0"))
+    def noted(self, shape: Shape) -> None:
+        """Waits until the catalogue has the shape: before a put of it is answered, since other
+        processes find by that what was put. Not longer than `NOTE_S`: it is written then all the
+        same, once that goes."""
+        with self._lock:
+            op = self._notes.get(shape)
+        if op is None:
+            return
+        _wait(op)
+        with self._lock:
+            self._notes.pop(shape, None)
+
+    def _put(self, shapes: Dict[Shape, int]) -> Optional[kvtier.Op]:
+        """Begins to write their pages."""
+        texts = {page: json.dumps(_runs(shape)).encode() for shape, page in shapes.items()}
+        # A next process finds objects of others once it has put or asked for one.
+        texts = {page: text for page, text in texts.items() if page < PAGES and len(text) <= PAGE}
+        if not texts:
+            return None
+        memory = b"".join(text.ljust(PAGE, b"\0") for text in texts.values())
         try:
-            with self._catalogue.put([_page_name(page)], Pool(memory, PAGE).at([0]),
-                                     level=self._level) as op:
-                op.result()
+            return self._catalogue.put(
+                [_page_name(page) for page in texts],
+                Pool(memory, PAGE, writable=False).at(range(len(texts))), level=self._level)
         except kvtier.Error as error:
             log.warning("the catalogue of shapes could not be written: %s", error)
+            return None
+
+
+def _wait(op: kvtier.Op) -> None:
+    """For pages on their way. Several threads may; an op that is dropped goes on."""
+    error: Optional[object] = op.error() if op.wait(NOTE_S) else f"not within {NOTE_S:g} s"
+    if error is not None:
+        log.warning("the catalogue of shapes could not be written: %s", error)
 
 
 def _page_name(page: int) -> bytes:
@@ -224,6 +276,7 @@ def check_shape(sizes: Sequence[int]) -> Shape:
         shape = tuple(map(operator.index, sizes))
     except TypeError:
         shape = ()
-    if not shape or min(shape) <= 0 or max(shape) >= 2**32:
-        raise make(abi.KVT_E_INVALID, f"an object of buffers of {list(sizes)[:8]} bytes")
+    if not 0 < len(shape) <= MOST_BUFFERS or min(shape) <= 0 or max(shape) > MOST_BYTES:
+        raise make(abi.KVT_E_INVALID, f"an object of buffers of {list(sizes)[:8]} bytes: up to "
+                   f"{MOST_BUFFERS} can be, of 1 to {MOST_BYTES} bytes")
     return shape

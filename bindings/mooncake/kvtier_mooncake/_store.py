@@ -15,7 +15,7 @@ from . import _memory as memory
 from ._config import LEVELS, Settings, current
 from ._core import Core, borrow, give_back
 from ._moves import Mover, fetched
-from ._shapes import Shapes
+from ._shapes import Shapes, check_shape
 
 log = logging.getLogger("kvtier.mooncake")
 
@@ -273,9 +273,11 @@ class MooncakeDistributedStore:
         def store(shapes: Shapes) -> List[int]:
             if shapes.states(_names([key]))[0]:
                 return [codes.OK]
-            with shapes.of((len(data),)).put(_names([key]), Pool(data, len(data)).at([0]),
-                                             level=level) as op:
+            shape = check_shape((len(data),))
+            with shapes.of(shape).put(_names([key]), Pool(data, len(data)).at([0]),
+                                      level=level) as op:
                 op.result()
+            shapes.noted(shape)
             return [codes.OK]
 
         return self._each("put", [key], store)[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from typing import Any, Callable, List
 
 import kvtier
@@ -19,6 +21,7 @@ from kvtier_mooncake import (
     _codes,
     _core,
     _moves,
+    _shapes,
 )
 from registered import HOST, Memory
 
@@ -368,7 +371,8 @@ def test_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
     kvtier_mooncake.configure()
     for bad in ('{"hots_bytes": 1}', '{"level": "gone"}', "{", "[1]", "no/such/file",
                 '{"policy": "nosuch"}', '{"host_bytes": 99999999, "level": "durable"}',
-                '{"host_bytes": 99999999, "level": "remote"}', '{"ask_s": -1}', '{"ask_s": true}'):
+                '{"host_bytes": 99999999, "level": "remote"}', '{"ask_s": -1}', '{"ask_s": true}',
+                '{"max_shapes": 0}', '{"max_shapes": 61}'):
         monkeypatch.setenv("KVTIER_MOONCAKE_CONFIG", bad)
         assert MooncakeDistributedStore().setup("h") == -600, bad
     assert "host_bytes" in caplog.text
@@ -420,6 +424,76 @@ def test_at_most_so_many_shapes_are_open(opened: Callable[..., Any]) -> None:
     assert store.batch_get_into(["k1"], [memory.ctypes.data], [1]) == [1]  # there all the same
     assert memory[0] == 1 and store.is_exist("k1") == 1
     assert store.remove_all() == 8
+
+
+def test_a_store_with_no_room_for_one_more_shape(store: Any,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    """The library has so many layouts: what is there goes on, what is new is not stored."""
+    memory = np.zeros(100, np.uint8)
+    a = memory.ctypes.data
+    assert store.register_buffer(a, memory.nbytes) == 0
+    assert store.batch_put_from(["k"], [a], [10]) == [0]
+    others = kvtier.Identity(model=b"others")
+    with contextlib.ExitStack() as stack:
+        for size in range(1000, 1062):
+            one = stack.enter_context(kvtier.Blocks(store.kvtier_store, others, [size]))
+            one.put([b"b"], kvtier.Pool(bytes(size), size, writable=False).at([0])).result()
+        assert store.batch_put_from(["new"], [a], [20]) == [-200]
+        assert store.put("new", bytes(20)) == -200
+        told = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+        assert len(told) == 2 and all("no more kinds of objects: 64 layouts" in one for one in told)
+        caplog.clear()
+        assert store.batch_get_into(["new", "k"], [a, a + 20], [20, 20]) == [-704, 10]
+        assert store.batch_get_into(["k", "new"], [a, a + 20], [10, 20]) == [10, -704]
+        assert store.batch_is_exist(["k", "new"]) == [1, 0] and store.get("k") == bytes(10)
+        assert store.batch_put_from(["l", "new"], [a, a], [10, 20]) == [0, -200]
+        assert store.remove("new") == -704 and store.remove("l") == 0
+        assert store.batch_put_from(["x" * 9], [a], [33 << 20]) == [-600]  # none could have it
+
+
+def test_nobody_waits_with_what_others_need(opened: Callable[..., Any], tmp_path: Any,
+                                            monkeypatch: pytest.MonkeyPatch,
+                                            caplog: pytest.LogCaptureFixture) -> None:
+    """The catalogue is written as slowly as a remote that is stuck."""
+    disk = {"host_bytes": 64 << 20, "disk_path": str(tmp_path), "disk_bytes": 256 << 20,
+            "model": "m"}
+    store = opened(**disk)
+    assert store.put("k", b"old") == 0
+    shapes, begun = store._core.shapes(""), threading.Event()
+    real, ready = shapes._catalogue.put, kvtier.Event()
+
+    def stuck(*args: Any, **more: Any) -> Any:
+        begun.set()
+        return real(*args, ready=ready, **more)
+
+    monkeypatch.setattr(shapes._catalogue, "put", stuck)
+    results: List[Any] = []
+    put = threading.Thread(target=lambda: results.append(store.put("l", b"newer")))
+    put.start()
+    assert begun.wait(10)
+    look = threading.Thread(target=lambda: results.append(
+        [*store.batch_is_exist(["k", "nothing"]), store.get("k")]))
+    look.start()
+    look.join(3)
+    found, waits = list(results), put.is_alive()
+    ready.signal()
+    for thread in (look, put):
+        thread.join(10)
+    ready.close()
+    assert found == [[1, 0, b"old"]] and waits  # other processes could not find it
+    assert results[1:] == [0] and "catalogue" not in caplog.text
+    # It is not waited for without end, and neither by closing.
+    monkeypatch.setattr(_shapes, "NOTE_S", 0.1)
+    ready = kvtier.Event()
+    assert store.put("m", b"the newest") == 0 and "catalogue" in caplog.text
+    caplog.clear()
+    begin = time.monotonic()
+    shapes.close()
+    assert time.monotonic() - begin < 5 and "catalogue" in caplog.text
+    ready.signal()
+    ready.close()
+    store.close()
+    assert opened(**disk).batch_is_exist(list("klm")) == [1] * 3
 
 
 def test_threads(store: Any) -> None:
