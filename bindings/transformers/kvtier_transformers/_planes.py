@@ -73,24 +73,31 @@ class Transfer:
                  landed: Optional[Callable[[], None]] = None) -> None:
         self.op = op
         self._after, self._landed = after, landed
+        self._end: Optional[Tuple[int, Any]] = None
 
     @property
     def done(self) -> bool:
         """It needs no waiting."""
-        return self.op.info().released
+        return self._end is not None or self.op.info().released
+
+    def rest(self) -> None:
+        """Waits until its memory is left alone; what became of it is for others to see."""
+        if self._end is None:
+            self.op.wait()
 
     def wait(self) -> Tuple[int, Any]:
-        """Waits; how many tokens came without a gap, and the error or None."""
-        self.op.wait()
-        info = self.op.info()
-        error = self.op.error()
-        if self._landed is not None:
-            self._landed()
-            self._landed = None
+        """Waits; how many tokens came without a gap, and the error or None. Where that is broken
+        off, or is asked again, it says so all the same."""
+        if self._end is None:
+            self.op.wait()
+            if self._landed is not None:
+                self._landed()
+                self._landed = None
+            self._end = self.op.info().value, self.op.error()
         self.op.close()
         if self._after is not None:
             self._after.close()
-        return info.value, error
+        return self._end
 
 
 class _Views:

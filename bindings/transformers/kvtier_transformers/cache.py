@@ -195,7 +195,7 @@ class TieredCache(Cache):
         except kvtier.AgainError:  # as much is under way as may be
             self._reap(0)
             for _, _, transfer in self._gets:
-                transfer.op.wait()
+                transfer.rest()
             if self._ring is not None:
                 self._ring.wait()
             return make()
@@ -204,7 +204,9 @@ class TieredCache(Cache):
         """Ends puts that are done, and waits while more than `most` are not; their errors."""
         errors = []
         while self._puts and (len(self._puts) > most or self._puts[0].done):
-            error = self._puts.popleft().wait()[1]
+            # It is known until it has ended, should waiting be broken off: it reads the buffers.
+            error = self._puts[0].wait()[1]
+            self._puts.popleft()
             if error is not None:
                 self._counts["failed_puts"] += 1
                 errors.append(error)
@@ -324,7 +326,7 @@ class TieredCache(Cache):
     def _arrived(self) -> List[Tuple[int, int, Transfer]]:
         """The gets, once they have ended; where waiting is broken off they are known still."""
         for _, _, transfer in self._gets:
-            transfer.op.wait()
+            transfer.rest()
         gets, self._gets = self._gets, []
         return gets
 
@@ -465,10 +467,14 @@ class TieredCache(Cache):
             if self._ring is not None:
                 self._ring.settle()
                 self._ring.cut(0)
-        finally:  # a second Ctrl-C, too, leaves no tokens
+        except BaseException:
+            if self._ring is not None:
+                self._ring.forget()
+            raise
+        finally:  # a second Ctrl-C, too, leaves no tokens: nothing here waits
             super().reset()  # type: ignore[no-untyped-call]
-            self._rows.clear()
             self._restart()
+            self._rows.clear()
 
     def _end_gets(self) -> None:
         """Nobody wants what a `resume` that failed has under way."""

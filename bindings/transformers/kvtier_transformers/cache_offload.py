@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any, Callable, Deque, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import kvtier
 import torch
@@ -29,6 +29,8 @@ class Slot:
         #: Tokens that will be there once the transfers have come.
         self.coming = 0
         self.transfers: List[Transfer] = []
+        #: Puts that read it.
+        self.readers: List[Transfer] = []
         self.used = 0
 
     @property
@@ -39,13 +41,19 @@ class Slot:
     def land(self) -> List[Tuple[int, Any]]:
         """Waits for the transfers; what became of each. Where that is broken off they are still
         the slot's."""
-        for transfer in self.transfers:
-            transfer.op.wait()
-        transfers, self.transfers = self.transfers, []
-        return [transfer.wait() for transfer in transfers]
+        came = [transfer.wait() for transfer in self.transfers]
+        self.transfers = []
+        return came
+
+    def read(self) -> List[Any]:
+        """Waits for who reads it; their errors, or None."""
+        errors = [transfer.wait()[1] for transfer in self.readers]
+        self.readers = []
+        return errors
 
     def drop(self) -> None:
         """Takes nothing of it for true any more. What is on its way still lands there."""
+        self.read()
         self.land()
         self.filled, self.owner = 0, None
 
@@ -87,20 +95,34 @@ class Ring:
             after.fetch(current=layer)
 
     def transfers_of(self, layer: "OffloadedLayer") -> List[Transfer]:
-        """What is on its way to the layer's buffers."""
-        return [transfer for slots in self._slots.values() for slot in slots
-                if slot.owner is layer for transfer in slot.transfers]
+        """What is on its way to the layer's buffers, or from them."""
+        return [transfer for slot in self._all() if slot.owner is layer
+                for transfer in [*slot.transfers, *slot.readers]]
 
     def put(self, layer: "OffloadedLayer") -> None:
         """A put of the layer was begun: as many as the ring has layers may be under way."""
         self._putting.append(layer)
-        while len(self._putting) > self._each:
-            self._putting.popleft().settle()
+        self._settle(self._each)
 
     def settle(self) -> None:
-        """Waits for all that is under way."""
-        while self._putting:
-            self._putting.popleft().settle()
+        """Waits for all that reads the buffers."""
+        self._settle(0)
+        for slot in self._all():
+            slot.read()
+
+    def _settle(self, most: int) -> None:
+        while len(self._putting) > most:
+            self._putting[0].settle()
+            self._putting.popleft()
+
+    def _all(self) -> Iterator[Slot]:
+        return (slot for slots in self._slots.values() for slot in slots)
+
+    def forget(self) -> None:
+        """Nothing counts any more, without waiting: what is under way goes on in buffers that it
+        has to itself from now on."""
+        self._putting.clear()
+        self._slots.clear()
 
     def submit(self, make: Callable[[], Transfer], mine: Sequence[Transfer]) -> Transfer:
         """A move; where as many are under way as may be, once those of this cache have come.
@@ -109,7 +131,7 @@ class Ring:
             return make()
         except kvtier.AgainError:
             for transfer in mine:
-                transfer.op.wait()
+                transfer.rest()
             self.wait()
             return make()
 
@@ -120,11 +142,10 @@ class Ring:
 
     def cut(self, end: int) -> None:
         """What the buffers have behind `end` does not count any more."""
-        for slots in self._slots.values():
-            for slot in slots:
-                if slot.transfers or end == 0:
-                    slot.drop()
-                slot.filled = min(slot.filled, end)
+        for slot in self._all():
+            if slot.transfers or end == 0:
+                slot.drop()
+            slot.filled = min(slot.filled, end)
 
 
 def _fixed() -> Exception:
@@ -293,45 +314,42 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._ring.put(self)
 
     def settle(self) -> None:
-        """Waits for the puts; what is stored leaves torch memory, what is not stays."""
+        """Waits for the puts; what is stored leaves torch memory, what is not stays. Where that is
+        broken off it is as before, and is done again."""
         if not self._puts:
             return
-        full, good = self._puts[-1][1], True
-        for transfer, _ in self._puts:
-            good = transfer.wait()[1] is None and good
-        self._puts = []
-        if not good:
+        full = self._puts[-1][1]
+        if not all([transfer.wait()[1] is None for transfer, _ in self._puts]):
             self._ring.failed_puts += 1
-            self._sent = self.base
+            self._sent, self._puts = self.base, []
             return
         gone, left = full - self.base, self._end - full
-        old, self.tail = self.tail.pair, TieredLayer()
+        old, tail = self.tail.pair, TieredLayer()
         batch = old[0].shape[0]
         fresh = blank(self.shape, batch, -(-(left + 1) // self._ring.chunk) * self._ring.chunk)
         for before, after in zip(old, fresh):
             after.narrow(2, 0, left).copy_(before.narrow(2, gone, left))
-        self.tail.fill(*fresh, 0, left)
-        self.base = full
+        tail.fill(*fresh, 0, left)
+        self.tail, self.base, self._puts = tail, full, []
 
     def wait(self) -> None:
         """Waits for what is under way, and leaves it to others to see what became of it."""
         for transfer, _ in self._puts:
-            transfer.op.wait()
+            transfer.rest()
         for transfer in self._ring.transfers_of(self):
-            transfer.op.wait()
+            transfer.rest()
 
     def save(self, tokens: int, level: int) -> None:
         """Has the store keep full chunks at a level; all of it passes by once more."""
         self.whole()
         slot = self._landed(len(self._ring.rows.sessions), self._end)
         assert slot.pair is not None
-        puts: List[Transfer] = []
+        slot.read()  # of a save that was broken off
         for row, session in enumerate(self._ring.rows.sessions):
-            puts.append(self._ring.submit(partial(
+            slot.readers.append(self._ring.submit(partial(
                 to_store, session, [(*slot.pair, 0)], row, self._ring.gpu,
-                first_layer=self.shape.number, first_token=0, tokens=tokens, level=level), puts))
-        errors = [transfer.wait()[1] for transfer in puts]
-        for error in errors:
+                first_layer=self.shape.number, first_token=0, tokens=tokens, level=level), ()))
+        for error in slot.read():
             if error is not None:
                 raise with_advice(error)
 
@@ -369,8 +387,8 @@ class OffloadedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def reset(self) -> None:
-        self.settle()
-        self.tail = TieredLayer()
+        # Puts under way read buffers that nobody writes to any more: they hold them.
+        self._puts, self.tail = [], TieredLayer()
         self.base = self._sent = self._end = 0
         self.is_initialized = False
 

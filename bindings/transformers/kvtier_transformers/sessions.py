@@ -284,12 +284,13 @@ class Rows:
                 line.session.close()
 
     def clear(self) -> None:
-        """Forgets all."""
-        for line in {id(line): line for line in self._lines}.values():
-            line.session.close()
+        """Forgets all, also where a session does not close."""
+        lines = {id(line): line for line in self._lines}
         self._lines, self.pads, self._ids, self._positions = [], [], [], []
         self.named = self.noted = 0
         self.blind, self.barred, self._masks = "", False, []
+        for line in lines.values():
+            line.session.close()
 
     def fork(self) -> "Rows":
         """The same rows, of which each goes its own way."""

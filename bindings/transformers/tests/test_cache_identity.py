@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from typing import Any, Dict, List, Optional, Type
 
 import kvtier
@@ -321,3 +323,120 @@ def test_gets_before_one_that_fails_are_waited_for(how: str) -> None:
                 layer.fetch()
         cache._ring.cut(0)
         assert [get.op.closed for get in gets.made] == [True]
+
+
+def late(patch: pytest.MonkeyPatch, ready: kvtier.Event) -> List[kvtier.Op]:
+    """Puts that are begun from now on read nothing before the event."""
+    made: List[kvtier.Op] = []
+    real = kvtier.Session.put
+
+    def put(*args: Any, **more: Any) -> kvtier.Op:
+        made.append(real(*args, ready=ready, **more))
+        return made[-1]
+
+    patch.setattr(kvtier.Session, "put", put)
+    return made
+
+
+def test_puts_are_known_until_they_have_ended() -> None:
+    """What they read is not written over because waiting for them was broken off."""
+    model, tokens = make("llama"), ids(700)
+    with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
+        cache, stock = tiers.cache(), DynamicCache(config=model.config)
+        with pytest.MonkeyPatch.context() as patch:
+            late(patch, ready)
+            step(model, cache, tokens)
+        before = cache.layers[0].pair
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt(patch, 0)
+            with pytest.raises(KeyboardInterrupt):
+                cache.crop(-100)
+        threading.Timer(0.3, ready.signal).start()
+        cache.crop(-100)
+        step(model, cache, ids(100, seed=9))
+        assert all(ours is buffer for ours, buffer in zip(cache.layers[0].pair, before))
+        cache.settle()
+        fresh = tiers.cache()
+        assert fresh.resume(tokens) == 688
+        step(model, stock, tokens)
+        for ours, want in zip(fresh.layers, stock.layers):
+            assert torch.equal(ours.keys, want.keys[:, :, :688])
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_settling_that_is_broken_off_is_done_again(at: int) -> None:
+    model, tokens = make("llama", num_hidden_layers=4), ids(60, rows=2)
+    with Tiers(model, STORE) as tiers:
+        cache, stock = tiers.cache(resident_layers=2), DynamicCache(config=model.config)
+        step(model, cache, tokens[:, :40]), step(model, stock, tokens[:, :40])
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt(patch, at)
+            with pytest.raises(KeyboardInterrupt):
+                cache.settle()
+        cache.settle()
+        assert [layer.base for layer in cache.layers] == [32] * 4
+        assert torch.equal(step(model, cache, tokens[:, 40:]), step(model, stock, tokens[:, 40:]))
+        assert cache.save() == [48, 48] and not cache.stats()["failed_puts"]
+
+
+@pytest.mark.parametrize("mode", [None, 2])
+@pytest.mark.parametrize("times", [1, 1 << 30])
+def test_a_reset_that_is_broken_off_leaves_nothing(times: int, mode: Optional[int]) -> None:
+    model, tokens, other = make("llama", num_hidden_layers=4), ids(60, rows=2), ids(60, 2, seed=5)
+    with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
+        step(model, first := tiers.cache(), tokens)
+        assert first.save() == [48, 48]
+        cache, stock = tiers.cache(resident_layers=mode), DynamicCache(config=model.config)
+        with pytest.MonkeyPatch.context() as patch:
+            made, calls = late(patch, ready), iter(range(1 << 30))
+            real = kvtier.Op.wait
+
+            def wait(op: kvtier.Op, *args: Any) -> bool:
+                if op in made and next(calls) < times:
+                    raise KeyboardInterrupt
+                return real(op, *args)
+
+            patch.setattr(cache_offload.Ring, "put", lambda ring, layer: ring._putting.append(layer))
+            step(model, cache, other)
+            patch.setattr(kvtier.Op, "wait", wait)
+            if mode is None:
+                cache.reset()  # nothing is waited for: they read buffers of their own
+            else:
+                with pytest.raises(KeyboardInterrupt):
+                    cache.reset()
+        assert cache.get_seq_length() == 0 and not cache._rows.sessions and not cache._rows.noted
+        threading.Timer(0.3, ready.signal).start()
+        cache.reset()
+        assert cache.resume(tokens) == 48
+        step(model, stock, tokens[:, :48])
+        assert torch.equal(step(model, cache, tokens[:, 48:]), step(model, stock, tokens[:, 48:]))
+        while not all(op.closed or op.info().released for op in made):
+            time.sleep(0.01)
+        fresh, stock = tiers.cache(), DynamicCache(config=model.config)
+        assert fresh.resume(other) == 48  # its puts went on, and nobody wrote where they read
+        step(model, stock, other[:, :48])
+        assert torch.equal(step(model, fresh, other[:, 48:]), step(model, stock, other[:, 48:]))
+
+
+def test_a_save_that_is_broken_off_reads_what_nobody_writes() -> None:
+    model, tokens = make("llama", num_hidden_layers=4), ids(60, rows=2)
+    with Tiers(model, STORE) as tiers, kvtier.Event() as ready:
+        cache = tiers.cache(resident_layers=2)
+        step(model, cache, tokens)
+        cache.settle()
+        with pytest.MonkeyPatch.context() as patch:
+            made, real = late(patch, ready), kvtier.Op.wait
+
+            def wait(op: kvtier.Op, *args: Any) -> bool:
+                if op in made:
+                    raise KeyboardInterrupt
+                return real(op, *args)
+
+            patch.setattr(kvtier.Op, "wait", wait)
+            with pytest.raises(KeyboardInterrupt):
+                cache.save()
+        assert len(made) == 2 and not any(op.info().released for op in made)
+        threading.Timer(0.3, ready.signal).start()
+        cache.crop(-1)
+        assert all(op.closed for op in made)
+        assert cache.save() == [48, 48]
