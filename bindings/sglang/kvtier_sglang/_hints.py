@@ -39,6 +39,8 @@ class Told:
             raise invalid("next_use_s is out of range") from error
         if seconds is not None and not 0 <= seconds < 1e9:
             raise invalid(f"next_use_s {next_use_s!r} is out of range")
+        if not isinstance(done, bool) and done is not None:  # the text "false" would count as true
+            raise invalid(f"done {done!r}: true or false, without quotes")
         return cls(STOPS[stop], seconds, bool(done))
 
     def tell(self, spaces: Iterable[kvtier.Blocks], names: Sequence[bytes]) -> None:

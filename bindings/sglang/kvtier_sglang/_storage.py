@@ -187,10 +187,10 @@ class KvtierStorage(HiCacheStorage):
             op = pool.blocks.put(names, places, level=self._level, timeout=timeout)
         else:
             op = pool.blocks.get(names, places, timeout=timeout)
-        op.wait()
-        failed = op.failed()
-        error = op.error() if failed else None
-        op.close()
+        with op:  # where waiting is broken off it is ended: the pages are the engine's
+            op.wait()
+            failed = op.failed()
+            error = op.error() if failed else None
         if error is not None and not isinstance(error, kvtier.NotFoundError):
             logger.warning("%s of %d pages: %d failed: %s", "write" if write else "read",
                            len(names), len(failed), error)

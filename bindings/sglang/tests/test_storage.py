@@ -218,6 +218,7 @@ def test_nonsense_ends_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
     pool = MiniPool()
     backend = opened(pool)
     for said in (3, {"stop": "x"}, {"stop": []}, {"next_use_s": "soon"}, {"next_use_s": -1},
+                 {"done": "false"}, {"done": 0},
                  *({"next_use_s": one} for one in (math.inf, math.nan, 10**400))):
         caplog.clear()
         in_call(backend, 0, names(2), pool.slots([0, 1]), said)
@@ -229,6 +230,8 @@ def test_nonsense_ends_no_transfer(caplog: pytest.LogCaptureFixture) -> None:
         backend.hint(names(1), stop="never")
     with pytest.raises(kvtier.InvalidError, match="next_use_s"):
         backend.hint(names(1), next_use_s=-1)
+    with pytest.raises(kvtier.InvalidError, match="without quotes"):
+        backend.hint(names(1), done="false")
     backend.close()
     with pytest.raises(kvtier.ClosedError):
         backend.hint(names(1), done=True)

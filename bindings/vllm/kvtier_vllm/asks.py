@@ -100,10 +100,12 @@ class Asks:
 
     def forget(self) -> None:
         """Nothing of what was asked for counts, or is waited for, any more."""
-        for question in self._sent:
-            assert question.op is not None
-            question.op.cancel()
-            question.op.wait()
-            question.op.close()
-        self._fresh, self._sent = [], []
+        while self._sent:
+            op = self._sent[-1].op
+            assert op is not None
+            op.cancel()
+            op.wait()
+            self._sent.pop()
+            op.close()
+        self._fresh = []
         self._waiting.clear()

@@ -151,25 +151,33 @@ class Worker:
         if self._shared is None or not ask.tokens:
             return 0
         with self._guard:
-            space = self._space(ask.who)
-            if not self._asks_remote:
-                return space.lookup(ask.tokens, ask.who.media).reusable_tokens
-            one = self._questions.get(ask.request)
-            if one is None or one.tokens != len(ask.tokens):
-                self._drop_question(ask.request)
-                try:
-                    one = _Question(space, ask, self._settings.ask_s)
-                except Error as error:
-                    logger.warning("the remote is not asked for %s: %s", ask.request, str(error))
-                    return space.lookup(ask.tokens, ask.who.media).reusable_tokens
-                self._questions[ask.request] = one
-            info = one.op.info()
-            if not info.released:
-                return None
+            try:
+                return self._look(ask)
+            except Error as error:  # a miss: what leaves this ends the engine
+                self._count("failed_lookups", 1)
+                logger.warning("what there is of %s is not known: %s", ask.request, str(error))
+                return 0
+
+    def _look(self, ask: Ask) -> Optional[int]:
+        space = self._space(ask.who)
+        if not self._asks_remote:
+            return space.lookup(ask.tokens, ask.who.media).reusable_tokens
+        one = self._questions.get(ask.request)
+        if one is None or one.tokens != len(ask.tokens):
             self._drop_question(ask.request)
-            # What is here counts, whatever became of the question.
-            return info.value if not info.status else space.lookup(
-                ask.tokens, ask.who.media).reusable_tokens
+            try:
+                one = _Question(space, ask, self._settings.ask_s)
+            except Error as error:
+                logger.warning("the remote is not asked for %s: %s", ask.request, str(error))
+                return space.lookup(ask.tokens, ask.who.media).reusable_tokens
+            self._questions[ask.request] = one
+        info = one.op.info()
+        if not info.released:
+            return None
+        self._drop_question(ask.request)
+        # What is here counts, whatever became of the question.
+        return info.value if not info.status else space.lookup(
+            ask.tokens, ask.who.media).reusable_tokens
 
     @property
     def _asks_remote(self) -> bool:
@@ -195,11 +203,15 @@ class Worker:
         self._forget_questions()
         # What is open is cleared. What is not, or is held, has another identity from now on.
         with self._guard:
-            for space in self._spaces.values():
-                space.clear()
-                space.close()
-            self._spaces.clear()
             self._terms = {**self._terms, "reset": uuid.uuid4().hex}
+            spaces, self._spaces = self._spaces, OrderedDict()
+            for space in spaces.values():
+                try:
+                    space.clear()
+                except Error as error:
+                    logger.warning("what was stored is not found, and was not cleared: %s",
+                                   str(error))
+                space.close()
 
     def apply(self, meta: KvtierMetadata) -> None:
         """What a step says of requests; whoever needs it first has it done."""
@@ -215,17 +227,31 @@ class Worker:
         for opened in meta.opened:
             # A session of its own id that is left is of a request that was given up.
             self._end(opened.request)
-            with self._guard:
-                self._sessions[opened.request] = self._space(opened.who).session(
-                    tenant=opened.tenant, priority=opened.priority)
+            try:
+                with self._guard:
+                    self._sessions[opened.request] = self._space(opened.who).session(
+                        tenant=opened.tenant, priority=opened.priority)
+            except Error as error:
+                self._without(opened.request, error)
+                continue
             self._media[opened.request] = opened.who.media
         for grown in meta.grown:
             session = self._sessions.get(grown.request)
-            if session is not None:
-                end = grown.first + len(grown.tokens)
+            if session is None:
+                continue
+            end = grown.first + len(grown.tokens)
+            try:
                 session.append(grown.tokens, [
                     (at - grown.first, digest) for at, digest in self._media[grown.request]
                     if grown.first <= at < end])
+            except Error as error:  # what came after would have these tokens' places
+                self._end(grown.request)
+                self._without(grown.request, error)
+
+    def _without(self, request: str, error: Error) -> None:
+        """A request that goes on without the store: what is to be loaded for it is computed."""
+        self._count("failed_sessions", 1)
+        logger.warning("KV of %s is neither loaded nor stored: %s", request, str(error))
 
     def _views(self, move: Move) -> List[kvtier.View]:
         return [one.view(move.blocks, self._block) for one in self._layers]
@@ -233,7 +259,7 @@ class Worker:
     def start_loads(self, meta: KvtierMetadata) -> None:
         """Begins what is to be loaded, and answers what is asked."""
         self.apply(meta)
-        after = caches.stream_event(self._open().device) if meta.loads else None
+        after: Optional[kvtier.DeviceEvent] = None
         if self.layerwise and meta.loads:
             self._loaded_step = meta.step
         for move in meta.loads:
@@ -241,6 +267,7 @@ class Worker:
             try:
                 if session is None:
                     raise invalid(f"nothing is known of request {move.request}")
+                after = after or caches.stream_event(self._open().device)
                 if self.layerwise:
                     self._by_layer.append((session.get_each(
                         self._views(move), first_token=move.first, tokens=move.length,
@@ -288,11 +315,13 @@ class Worker:
                 ops[at].wait()
 
     def _finish_layers(self) -> None:
+        for ops, _ in self._by_layer:  # known until then, should waiting be broken off
+            for op in ops:
+                op.wait()
         loads, self._by_layer = self._by_layer, []
         for ops, move in loads:
             came, wrong = move.length, None
             for op in ops:
-                op.wait()
                 info = op.info()
                 if info.status:
                     came, wrong = min(came, info.value), op.error()
@@ -312,7 +341,7 @@ class Worker:
             self._put(meta, at, at + 1)
 
     def _put(self, meta: KvtierMetadata, first: int, end: int) -> None:
-        after = caches.stream_event(self._open().device)
+        after: Optional[kvtier.DeviceEvent] = None
         level = self._settings.put_level() if self._settings.level else kvtier.LEVEL_RAM
         for move in meta.saves:
             session = self._sessions.get(move.request)
@@ -320,6 +349,7 @@ class Worker:
                 continue
             views = [one.view(move.blocks, self._block) for one in self._layers[first:end]]
             try:
+                after = after or caches.stream_event(self._open().device)
                 self._saving.append(session.put(
                     views, first_token=move.first, tokens=move.length, first_layer=first,
                     level=level, after=after))
@@ -351,9 +381,10 @@ class Worker:
             self._shared.log_evictions()
 
     def _finish_saves(self) -> None:
+        for op in self._saving:  # they read the caches, also where waiting is broken off
+            op.wait()
         saving, self._saving = self._saving, []
         for op in saving:
-            op.wait()
             error = op.error()
             if error is not None:
                 self._count("failed_saves", 1)
@@ -369,8 +400,11 @@ class Worker:
         self._answers.pop(request, None)
         if session is None:
             return
-        if stop or done or next_use_s is not None:
-            session.hint(stop=stop, next_use_ns=hints.moment(next_use_s), done=done)
+        try:
+            if stop or done or next_use_s is not None:
+                session.hint(stop=stop, next_use_ns=hints.moment(next_use_s), done=done)
+        except Error as error:
+            logger.warning("a hint of %s was refused: %s", request, str(error))
         session.close()
 
     def loaded(self) -> Set[str]:
@@ -408,12 +442,14 @@ class Worker:
             return
         for op, _ in self._loading.values():
             op.cancel()
-        for op in [op for op, _ in self._loading.values()] + [
-                op for ops, _ in self._by_layer for op in ops]:
+        loads = [op for op, _ in self._loading.values()] + [
+            op for ops, _ in self._by_layer for op in ops]
+        for op in loads:
             op.wait()
-            op.close()
         self._loading.clear()
         self._by_layer.clear()
+        for op in loads:
+            op.close()
         self._finish_saves()
         for name in list(self._sessions):
             self._end(name)

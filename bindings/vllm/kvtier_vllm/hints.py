@@ -9,7 +9,7 @@ from typing import Any, Mapping, Optional
 
 import kvtier
 
-from .settings import logger
+from .settings import flag, logger
 
 STOPS = {"": kvtier.STOP_UNKNOWN, "tool_use": kvtier.STOP_TOOL_USE,
          "end_turn": kvtier.STOP_END_TURN, "length": kvtier.STOP_LENGTH,
@@ -58,13 +58,14 @@ def take(params: Optional[Mapping[str, Any]]) -> Told:
         priority, use = said.get("priority"), said.get("next_use_s")
         told = Told(int(said.get("tenant", 0)), None if priority is None else int(priority),
                     str(said.get("session", "")), STOPS[str(said.get("stop", ""))],
-                    None if use is None else float(use), bool(said.get("done", False)))
+                    None if use is None else float(use), flag(said, "done", False))
         if not 0 <= told.tenant < 1 << 32 or not 0 <= (told.priority or 0) < 256:
             raise ValueError("tenant and priority out of range")
         if told.next_use_s is not None and not 0 <= told.next_use_s < 1e9:
             raise ValueError("next_use_s out of range")
         return told
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError,
+            kvtier.InvalidError) as error:
         logger.warning("kvtier hints of a request are passed over: %r: %s", said, str(error))
         return NOTHING
 

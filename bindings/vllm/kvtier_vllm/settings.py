@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import logging
@@ -149,24 +150,21 @@ class Shared:
         self.token = f"{os.getpid()}-{id(self):x}"
         self._told: Dict[int, int] = {}
         self.device: Optional[kvtier.Device] = None
-        self.runtime = kvtier.Runtime(name="kvt-vllm")
-        try:
+        with contextlib.ExitStack() as opened:  # what fails here leaves nothing open
+            self.runtime = opened.enter_context(kvtier.Runtime(name="kvt-vllm"))
             if ordinal is not None:
-                self.device = kvtier.Device(self.runtime, "cuda", ordinal=ordinal)
+                self.device = opened.enter_context(
+                    kvtier.Device(self.runtime, "cuda", ordinal=ordinal))
             if settings.disk_path:
                 os.makedirs(os.path.dirname(settings.disk_path), exist_ok=True)
-            self.store = kvtier.Store(
+            self.store = opened.enter_context(kvtier.Store(
                 self.runtime, settings.spec or "store", host_bytes=settings.host_bytes,
                 disk_bytes=settings.disk_bytes, disk_path=settings.disk_path,
                 policy=settings.policy, disk_policy=settings.disk_policy, write=settings.write,
-                device=self.device)
+                device=self.device))
             #: Of memory, also where the spec says it, or nobody.
             self.policy = settings.policy or kvtier.Advisor.policy_of(self.store)
-        except BaseException:
-            if self.device is not None:
-                self.device.close()
-            self.runtime.close()
-            raise
+            self._opened = opened.pop_all()
 
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
         """Goes on with another policy, while everything runs."""
@@ -193,10 +191,7 @@ class Shared:
 
     def close(self) -> None:
         """Ends what is open, and waits for it."""
-        self.store.close()
-        if self.device is not None:
-            self.device.close()
-        self.runtime.close()
+        self._opened.close()
 
 
 _lock = threading.Lock()

@@ -275,11 +275,12 @@ class KvtierManager(OffloadingManager):
         for request in list(self._holds):
             self._close(request)
         self._unpin(every=True)
-        for one in self._fetches:
-            one.op.cancel()
-            one.op.wait()
-            one.op.close()
-        self._fetches.clear()
+        while self._fetches:
+            op = self._fetches[-1].op
+            op.cancel()
+            op.wait()
+            self._fetches.pop()
+            op.close()
         self._coming.clear()
         self._wanted.clear()
         self._asks.forget()

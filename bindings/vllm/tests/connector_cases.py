@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Iterator, List
 import kvtier
 import mini
 import pytest
+from kvtier._errors import make as make_error
 
 HOST = {"host_bytes": "64MiB"}
 
@@ -214,6 +215,71 @@ def test_blocks_that_are_loaded_for_another_are_waited_for(engine: mini.Engine) 
     meta = scheduler.meta(SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=again,
                                           num_scheduled_tokens={"b": 1}))
     assert [move.length for move in meta.saves] == [96]
+
+
+@pytest.mark.parametrize("what", ["namespace", "session", "append", "lookup"])
+@pytest.mark.parametrize("status", ["LIMIT", "NOMEM", "AGAIN"])
+def test_what_the_store_refuses_is_a_miss(engine: mini.Engine, what: str, status: str,
+                                          caplog: pytest.LogCaptureFixture) -> None:
+    """And neither ends the engine nor keeps others from going on."""
+    prompt, other = list(range(64)), [7] * 64
+    engine.run(mini.Request("a", prompt))
+    kind = {"namespace": kvtier.Store, "append": kvtier.Session}.get(what, kvtier.Namespace)
+    worker = engine.workers[0].worker
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise make_error(getattr(kvtier.abi, f"KVT_E_{status}"), "refused")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, what, refuse)
+        # Of a LoRA and a salt that were not open.
+        assert engine.run(mini.Request("b", other, salt="s" if what == "namespace" else None)) == 0
+    assert "refused" in caplog.text and any(
+        worker.counts.get(name) for name in ("failed_lookups", "failed_sessions"))
+    assert engine.run(mini.Request("c", prompt)) == 48
+    if what != "lookup":
+        assert engine.run(mini.Request("d", other)) == 0  # nothing of it was stored
+    assert engine.run(mini.Request("e", other)) == 48
+
+
+def test_a_load_whose_session_is_refused_is_computed(engine: mini.Engine) -> None:
+    prompt = list(range(100))
+    engine.run(mini.Request("a", prompt))
+    worker = engine.workers[0].worker
+    if engine.layerwise:
+        engine.expect_loss = True
+    with pytest.MonkeyPatch.context() as patch:
+        def refuse(*_: Any, **__: Any) -> None:
+            raise make_error(kvtier.abi.KVT_E_NOMEM, "refused")
+
+        patch.setattr(kvtier.Session, "append", refuse)
+        engine.run(mini.Request("b", prompt))
+    assert worker.counts["lost_blocks"] >= 6 and worker.counts["failed_sessions"] >= 1
+    engine.expect_loss = False
+    assert engine.run(mini.Request("c", prompt)) == 96
+
+
+def test_saves_are_known_until_they_have_ended(make: Any, roles: Any) -> None:
+    """Whoever breaks off waiting does not have the caches written over."""
+    one = mini.Engine(make, roles, extra=HOST)
+    worker = one.workers[0].worker
+    with kvtier.Event() as ready, pytest.MonkeyPatch.context() as patch:
+        put, wait = kvtier.Session.put, kvtier.Op.wait
+        patch.setattr(kvtier.Session, "put",
+                      lambda self, *args, **more: put(self, *args, ready=ready, **more))
+
+        def broken(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(kvtier.Op, "wait", broken)
+        with pytest.raises(KeyboardInterrupt):
+            one.run(mini.Request("a", range(64)))
+        patch.setattr(kvtier.Op, "wait", wait)
+        saving = list(worker._saving)
+        assert saving and not any(op.info().released for op in saving)
+        ready.signal()
+        one.close()
+        assert all(op.closed for op in saving)
 
 
 def test_reset_forgets(engine: mini.Engine) -> None:

@@ -39,12 +39,14 @@ def test_a_misspelt_option() -> None:
 
 @pytest.mark.parametrize("said", [7, [], {"tenant": "x"}, {"stop": "never"}, {"priority": 999},
                                   {"next_use_s": -1}, {"next_use_s": "soon"}, {"tenant": -1},
+                                  {"done": "false"}, {"done": 0},
                                   *({name: wrong} for name in ("tenant", "priority", "next_use_s")
                                     for wrong in (math.inf, -math.inf, math.nan, 10**400))])
-def test_nonsense_in_hints_is_passed_over(said: Any) -> None:
+def test_nonsense_in_hints_is_passed_over(said: Any, caplog: pytest.LogCaptureFixture) -> None:
     from kvtier_vllm import hints
 
     assert hints.take({"kvtier": said}) is hints.NOTHING
+    assert "passed over" in caplog.text
 
 
 def test_hints() -> None:
@@ -103,3 +105,20 @@ def test_a_store_that_does_not_open_leaves_nothing() -> None:
     with pytest.raises(kvtier.SpecError):
         acquire("bad", Settings.take({"spec": "stor(host=1GiB)"}))
     assert find("bad") is None
+
+
+def test_what_fails_after_the_store_is_open_closes_it(monkeypatch: pytest.MonkeyPatch,
+                                                      tmp_path: Path) -> None:
+    from kvtier_vllm.settings import Settings, acquire, find, release
+
+    def fail(*_: Any) -> None:
+        raise kvtier.NoMemoryError("no", kvtier.abi.KVT_E_NOMEM, "KVT_E_NOMEM")
+
+    disk = Settings.take({"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"})
+    with monkeypatch.context() as patch:
+        patch.setattr(kvtier.Advisor, "policy_of", fail)
+        with pytest.raises(kvtier.NoMemoryError) as failed:  # whose frames hold what is open
+            acquire("late", disk)
+    assert find("late") is None and failed.value.__traceback__ is not None
+    acquire("late", disk)  # a directory belongs to one that is open
+    release("late")
