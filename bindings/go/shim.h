@@ -59,7 +59,10 @@ static inline outcome buffer_alloc(handle runtime, uint64_t bytes, handle *out, 
     uint64_t size = 0;
     c.bytes = bytes;
     o.status = kvt_buffer_alloc(RAW(kvt_runtime_t, runtime), &c, &raw, &o.error);
-    if (o.status == KVT_OK) o.status = kvt_buffer_address(raw, address, &size);
+    if (o.status == KVT_OK) {
+        o.status = kvt_buffer_address(raw, address, &size);
+        if (o.status != KVT_OK) (void)kvt_buffer_free(&raw); /* nobody would know of it */
+    }
     *out = NUM(raw);
     return o;
 }

@@ -11,6 +11,7 @@ const LEVEL = Object.freeze({ RAM: 0, DISK: 1, DURABLE: 2 });
 const DTYPE = Object.freeze({ BYTES: 0, F32: 1, F16: 2, BF16: 3 });
 const DEEDS = ['resident', 'load', 'recompute'];
 const COMPLETIONS = 64;
+const CLOSED = -9; // KVT_E_CLOSED
 
 const bytesOf = (text) => Buffer.from(text, 'utf8');
 /** A field of an identity: absent, or there and perhaps empty. */
@@ -40,6 +41,7 @@ class Runtime {
     this._pending = new Map(); // by tag: what is under way, and its memory
     this._nextTag = 1;
     this._isWaiting = false;
+    this._isClosing = false;
     this._idle = [];
     this._lost = [];
     const status = lib.kvt_queue_open(this.raw[0], make('kvt_queue_opts_t', { capacity: 65536 }),
@@ -55,6 +57,8 @@ class Runtime {
 
   /** Begins a move; `memory` is held until its release. */
   _submit(call, begin, memory, signal) {
+    // Nobody would wait for it but the queue's close, which holds the event loop up.
+    if (this._isClosing) return Promise.reject(new KvtError(call, CLOSED));
     if (signal?.aborted) return Promise.reject(signal.reason);
     const tag = this._nextTag++;
     const opts = make('kvt_submit_opts_t', { queue: this._queue[0], tag, notify: RELEASED });
@@ -110,6 +114,7 @@ class Runtime {
   /** Cancels what is under way, waits for it, and ends the threads. */
   async close() {
     if (this.raw[0] === null) return;
+    this._isClosing = true;
     for (const one of this._pending.values()) lib.kvt_op_cancel(one.op[0]);
     if (this._pending.size > 0) await new Promise((resolve) => this._idle.push(resolve));
     if (this.raw[0] === null) return; // somebody else has closed it meanwhile

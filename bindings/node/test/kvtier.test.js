@@ -202,6 +202,23 @@ test('closing in the middle: every promise ends', async () => {
   }
 });
 
+test('no move begins once the runtime closes', async () => {
+  const runtime = new Runtime({ workers: 2 });
+  const store = runtime.openStore('store(host=8MiB)');
+  const space = store.namespace({}, LAYOUT);
+  const session = space.session();
+  session.append(sequence(7, MOST));
+  // As the last one under way ends, before `close` goes on.
+  const last = session.put(tensors(true)).catch(() => 0).then(() => session.put(tensors(true)));
+  const end = runtime.close();
+  await assert.rejects(session.put(tensors(true)), code('KVT_E_CLOSED'));
+  await assert.rejects(last, code('KVT_E_CLOSED'));
+  await end;
+  session.close();
+  space.close();
+  await store.close();
+});
+
 test('policies alone', () => {
   const policy = new Policy('lru', { capacity: 100 });
   for (const id of [1, 2, 3, 4, 5]) policy.insert([{ id }], id);
