@@ -441,7 +441,7 @@ def test_a_store_with_no_room_for_one_more_shape(store: Any,
         assert store.batch_put_from(["new"], [a], [20]) == [-200]
         assert store.put("new", bytes(20)) == -200
         told = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
-        assert len(told) == 2 and all("no more kinds of objects: 64 layouts" in one for one in told)
+        assert len(told) == 2 and all("no more kinds of objects: " in one for one in told)
         caplog.clear()
         assert store.batch_get_into(["new", "k"], [a, a + 20], [20, 20]) == [-704, 10]
         assert store.batch_get_into(["k", "new"], [a, a + 20], [10, 20]) == [10, -704]
