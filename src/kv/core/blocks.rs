@@ -179,7 +179,9 @@ impl Core {
             owner: NONE,
             holes,
         };
-        Ok(rows.chunks.add(&new)?.slot())
+        let added = rows.chunks.add(&new)?;
+        self.row_came(space, added);
+        Ok(added.slot())
     }
 
     /// Lets blocks go that nobody holds: they leave all tiers.

@@ -53,6 +53,8 @@ pub struct Board {
     pub fingerprint: Fingerprint,
     /// The chunks.
     pub chunks: Chunks,
+    /// Namespaces of this layout.
+    pub(super) spaces: u32,
     /// [`note`] of each chunk.
     pub notes: Zeroed<u16>,
     /// Uses of each chunk since it came, up to 255.
@@ -75,6 +77,7 @@ impl Board {
         Ok(Board {
             fingerprint: Fingerprint::of(&layout.encode()),
             layout,
+            spaces: 0,
             chunks: Chunks::new(Shape { layers, chunk_tokens, max_chunks })?,
             notes: Zeroed::new(max_chunks)?,
             uses: Zeroed::new(max_chunks)?,

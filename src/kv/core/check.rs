@@ -34,6 +34,7 @@ impl Core {
         self.check_lines()?;
         self.check_near()?;
         self.check_holds()?;
+        self.check_spaces()?;
         let (mut pieces, mut blocks) = (0, 0);
         for (number, board) in self.boards.iter().enumerate() {
             let (p, b) = self.check_board(number)?;

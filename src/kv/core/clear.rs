@@ -27,6 +27,8 @@ pub struct Cleared {
 /// What clears a namespace, some chunks at a time.
 pub struct Clearing {
     space: u32,
+    /// Which namespace that is: the number may be another's by then.
+    serial: u64,
     board: u32,
     /// The chunks, those behind others first, and which use of its slot each is.
     chunks: Vec<(Slot, u32)>,
@@ -77,12 +79,16 @@ impl Core {
         }
         rows.sort_unstable_by_key(|&(position, slot, _)| (std::cmp::Reverse(position), slot));
         let chunks = rows.into_iter().map(|(_, slot, generation)| (slot, generation)).collect();
-        Ok(Clearing { space, board: home.board, chunks, at: 0, cleared: Cleared::default() })
+        let (serial, board, cleared) = (home.serial, home.board, Cleared::default());
+        Ok(Clearing { space, serial, board, chunks, at: 0, cleared })
     }
 
     /// Clears up to `most` chunks more; whether some are left.
     pub fn clear_more(&mut self, clearing: &mut Clearing, most: usize) -> bool {
         let board = clearing.board;
+        if self.space(clearing.space).is_none_or(|space| space.serial != clearing.serial) {
+            return false; // nothing was left of it
+        }
         let end = clearing.chunks.len().min(clearing.at.saturating_add(most));
         let table = &self.boards[board as usize].chunks;
         let same = |&&(slot, generation): &&(Slot, u32)| table.chunk_of(slot, generation).is_some();
@@ -91,7 +97,7 @@ impl Core {
         clearing.cleared = self.take_away(board, &slots, clearing.cleared);
         clearing.at = end;
         let is_over = end == clearing.chunks.len();
-        if is_over && !self.has_chunks(clearing.space) {
+        if is_over && self.spaces[clearing.space as usize].rows == 0 {
             self.say_cleared(clearing.space);
         }
         self.settle();
@@ -111,10 +117,25 @@ impl Core {
 
     /// Takes chunks away, those that continue others before them.
     pub(super) fn take_away(&mut self, board: u32, slots: &[Slot], before: Cleared) -> Cleared {
+        self.take_all(board, slots, before, Core::drop_far)
+    }
+
+    /// The same where they leave for others: the remote keeps what it has.
+    pub(super) fn send_all_away(&mut self, board: u32, slots: &[Slot]) -> Cleared {
+        self.take_all(board, slots, Cleared::default(), Core::forget_far)
+    }
+
+    fn take_all(
+        &mut self,
+        board: u32,
+        slots: &[Slot],
+        before: Cleared,
+        far: fn(&mut Core, At),
+    ) -> Cleared {
         let mut cleared = before;
         let stopped = self.stop_on_the_way_down(board, slots);
         for &slot in slots {
-            match self.take_one_away(At { board, slot }) {
+            match self.take_one_away(At { board, slot }, far) {
                 Fate::Nothing => {}
                 Fate::Gone => cleared.gone += 1,
                 Fate::Held => cleared.held += 1,
@@ -171,7 +192,7 @@ impl Core {
         own
     }
 
-    fn take_one_away(&mut self, at: At) -> Fate {
+    fn take_one_away(&mut self, at: At, far: fn(&mut Core, At)) -> Fate {
         let rows = &self.boards[at.board as usize];
         // One without cells may have gone with those behind it.
         let Some(row) = rows.chunks.chunk(at.slot) else { return Fate::Nothing };
@@ -183,18 +204,11 @@ impl Core {
             return Fate::Held;
         }
         let fate = if row.cells_somewhere() == 0 { Fate::Nothing } else { Fate::Gone };
-        self.drop_far(at);
+        far(self, at);
         self.drop_where(at, Tier::Host as usize, |_, _| true);
         self.drop_where(at, Tier::Disk as usize, |_, _| true);
         self.tidy(at.board, at.slot);
         fate
-    }
-
-    fn has_chunks(&self, space: u32) -> bool {
-        self.board_of(space).is_some_and(|board| {
-            let of_it = |slot| board.chunks.chunk(slot).is_some_and(|row| row.namespace() == space);
-            board.chunks.slots().any(of_it)
-        })
     }
 
     fn say_cleared(&mut self, space: u32) {

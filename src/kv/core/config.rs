@@ -9,6 +9,7 @@ use crate::kv::core::far::FarConfig;
 use crate::kv::core::grain::Grain;
 use crate::kv::core::shelf::Shelf;
 use crate::kv::core::sight::LEAST_HOST_BYTES;
+use crate::kv::core::spaces::{MAX_BOARDS, MAX_SPACES};
 use crate::kv::core::told::PIECE_BYTES;
 use crate::policy::custom;
 use crate::policy::evictor::MAX_OBJECTS;
@@ -71,6 +72,10 @@ pub struct Config {
     pub low: f64,
     /// Most chunks.
     pub max_chunks: usize,
+    /// Most namespaces that are open or have chunks.
+    pub max_spaces: usize,
+    /// Most layouts of theirs.
+    pub max_layouts: usize,
     /// Most sessions.
     pub max_sessions: u32,
     /// Most moves at once.
@@ -101,6 +106,8 @@ impl Default for Config {
             high: 0.97,
             low: 0.92,
             max_chunks: 1 << 20,
+            max_spaces: MAX_SPACES,
+            max_layouts: MAX_BOARDS,
             max_sessions: 1 << 16,
             max_moves: 1 << 14,
             max_jobs: 1 << 16,
@@ -132,6 +139,10 @@ impl Config {
         }
         if self.batch_cells == 0 || self.max_sessions == 0 || self.max_jobs == 0 {
             fail!(Invalid, "batches, sessions and jobs cannot be limited to none");
+        }
+        let most = 1..=MAX_SPACES;
+        if !most.contains(&self.max_spaces) || !(1..=MAX_BOARDS).contains(&self.max_layouts) {
+            fail!(Invalid, "{} namespaces of {} layouts", self.max_spaces, self.max_layouts);
         }
         Ok(())
     }

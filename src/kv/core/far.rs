@@ -341,6 +341,21 @@ impl Core {
         Ok(())
     }
 
+    /// A namespace is forgotten: its number will be another's.
+    pub(super) fn forget_far_names(&mut self, space: u32) {
+        if let Some(far) = &mut self.far {
+            far.names.remove(&space);
+        }
+    }
+
+    /// A board will be another layout's.
+    pub(super) fn forget_far_shape(&mut self, board: u32) {
+        let shapes = self.far.as_mut().map(|far| &mut far.shapes);
+        if let Some(shape) = shapes.and_then(|all| all.get_mut(board as usize)) {
+            *shape = None;
+        }
+    }
+
     /// What a chunk is called in an object. What is before it is not said: its key commits to
     /// that, and where chunks leave in any order nobody may know it any more.
     pub(super) fn far_record(&self, at: At) -> record::Chunk {

@@ -88,6 +88,30 @@ impl Core {
         self.far.as_ref()?.asking.inquiries.get(&Asker::Blocks(number))
     }
 
+    /// Whether a move asks for blocks of a namespace, whose session may be closed.
+    pub(super) fn is_asked_for(&self, space: u32) -> bool {
+        let first = Asker::Blocks(0);
+        self.far.as_ref().is_some_and(|far| {
+            far.asking.inquiries.range(first..).any(|(_, one)| one.named.space == space)
+        })
+    }
+
+    /// A chunk leaves the table: what the remote has of it is asked for when it is wanted again.
+    pub(super) fn forget_far(&mut self, at: At) {
+        let before = self.far_cells(at);
+        if before > 0 {
+            self.unhint(at, 0..self.boards[at.board as usize].layout.layers() as u32);
+            self.told_far(at, before);
+        }
+    }
+
+    /// A board will be another layout's: what was located of this one is gone.
+    pub(super) fn forget_located_of(&mut self, board: u32) {
+        if let Some(far) = &mut self.far {
+            far.located.0.retain(|(at, _)| at.board != board);
+        }
+    }
+
     /// The next blocks of a move: which to ask for.
     pub(super) fn window_of_blocks(&mut self, number: u32) -> Option<Window> {
         let space = self.named_by(number)?.named.space;

@@ -290,7 +290,7 @@ impl Core {
                 segments: host.segments,
             },
             disk: self.disk.as_deref().map(DiskGauge::of).unwrap_or_default(),
-            layouts: self.boards.len() as u64,
+            layouts: self.boards.iter().filter(|board| board.spaces > 0).count() as u64,
             namespaces: self.spaces.len() as u64,
             sessions: self.sessions.len() as u64,
             pins: self.pins.len() as u64,

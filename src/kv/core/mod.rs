@@ -47,6 +47,7 @@ mod session;
 pub mod shelf;
 pub mod sight;
 pub mod slabs;
+mod spaces;
 mod speeds;
 mod syncs;
 pub mod table;
@@ -66,6 +67,7 @@ pub use jobs::Job;
 pub use moves::{Deed, Finished, Level, MoveSpec};
 pub use recover::Adopted;
 pub use session::{Rectangle, SessionOpts, Truncated, Wanted};
+pub use spaces::{MAX_BOARDS, MAX_SPACES, Space, SpaceOpts};
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -74,8 +76,6 @@ use crate::base::budget::Tier;
 use crate::base::memory::Wish;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
-use crate::fail;
-use crate::format::codec::Codec;
 use crate::format::keys::Key;
 use crate::format::record;
 use crate::kv::admission::Admission;
@@ -84,55 +84,21 @@ use crate::kv::core::line::Line;
 use crate::kv::core::moves::Move;
 use crate::kv::core::session::Session;
 use crate::kv::core::shelf::Shelf;
+use crate::kv::core::spaces::Spaces;
 use crate::kv::core::table::Table;
 use crate::kv::core::work::Hands;
 use crate::kv::events::{Event, Events, Kind};
 use crate::kv::queues::Queues;
 use crate::meta::chunks::{Cell, Place};
 use crate::meta::index::Slot;
-use crate::meta::layout::Layout;
 use crate::tier::disk::{DiskTier, Spot};
 use crate::tier::host::{HostOpts, HostTier, Piece};
-
-/// Most namespaces.
-pub const MAX_SPACES: usize = 1 << 16;
-/// Most layouts.
-pub const MAX_BOARDS: usize = 64;
 
 /// A chunk of a board.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct At {
     pub board: u32,
     pub slot: Slot,
-}
-
-/// How a namespace is opened.
-#[derive(Clone, Debug)]
-pub struct SpaceOpts {
-    /// Its key.
-    pub key: Key,
-    /// What its cells are.
-    pub layout: Layout,
-    /// Its engine can compute holes: chunks leave in any order.
-    pub holes: bool,
-}
-
-/// A namespace: who may share.
-#[derive(Clone, Copy, Debug)]
-pub struct Space {
-    /// Its key.
-    pub key: Key,
-    /// Its engine can compute holes.
-    pub holes: bool,
-    /// The board of its layout.
-    pub board: u32,
-    /// Whose its objects are at the remote; 0 = everybody's.
-    pub tenant: u64,
-    /// What its cells are coded with on disk, if its recipe says so.
-    pub codec: Option<Codec>,
-    /// Handles that are open.
-    pub handles: u32,
-    below: notes::Below,
 }
 
 /// What decides.
@@ -142,8 +108,7 @@ pub struct Core {
     pub(super) host: HostTier,
     pub(super) disk: Option<Arc<DiskTier>>,
     pub(super) boards: Vec<Board>,
-    pub(super) spaces: Vec<Space>,
-    by_key: BTreeMap<Key, u32>,
+    spaces: Spaces,
     pub(super) sessions: Table<Session>,
     pub(super) moves: Table<Move>,
     pub(super) jobs: Table<Job>,
@@ -229,8 +194,7 @@ impl Core {
             far: far::Far::open(&config)?,
             ledger: ledger::Ledger::new(account),
             boards: Vec::new(),
-            spaces: Vec::new(),
-            by_key: BTreeMap::new(),
+            spaces: Spaces::default(),
             sessions: Table::new(config.max_sessions as usize),
             moves: Table::new(config.max_moves as usize),
             jobs: Table::new(config.max_jobs as usize),
@@ -281,84 +245,6 @@ impl Core {
         self.now_ns = self.now_ns.max(now_ns);
         self.end_pins();
         self.settle();
-    }
-
-    /// Opens a namespace, or finds it; its number.
-    pub fn open_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
-        let at = match self.find_space(&opts.key) {
-            Some(at) => at,
-            None => self.add_space(opts)?,
-        };
-        let space = &mut self.spaces[at as usize];
-        if self.boards[space.board as usize].layout != opts.layout {
-            fail!(Invalid, "that namespace has another layout: layouts are part of identities");
-        }
-        if space.holes != opts.holes && space.handles > 0 {
-            let how = if space.holes { "with" } else { "without" };
-            fail!(Invalid, "that namespace is open {how} holes");
-        }
-        space.holes = opts.holes;
-        space.handles += 1;
-        Ok(at)
-    }
-
-    /// Adds a namespace that nobody has open.
-    pub(super) fn add_space(&mut self, opts: &SpaceOpts) -> Result<u32> {
-        if self.spaces.len() >= MAX_SPACES {
-            fail!(Limit, "{MAX_SPACES} namespaces are as many as can be");
-        }
-        let same = self.boards.iter().position(|board| board.layout == opts.layout);
-        let board = match same {
-            Some(at) => at,
-            None if self.boards.len() >= MAX_BOARDS => {
-                fail!(Limit, "{MAX_BOARDS} layouts are as many as can be")
-            }
-            None => {
-                let board = Board::new(&opts.layout, self.config.max_chunks)?;
-                self.boards.push(match self.near {
-                    Some(_) => board.with_pieces()?,
-                    None => board,
-                });
-                self.boards.len() - 1
-            }
-        };
-        let (key, holes, board) = (opts.key, opts.holes, board as u32);
-        self.by_key.insert(key, self.spaces.len() as u32);
-        let below = notes::Below::default();
-        self.spaces.push(Space { key, holes, board, tenant: 0, codec: None, handles: 0, below });
-        self.follow_breaker();
-        Ok(self.spaces.len() as u32 - 1)
-    }
-
-    /// Says what the recipe of a namespace says of how its cells are kept on disk. None:
-    /// as the store keeps them. A lossy codec changes KV: who has another recipe has
-    /// another namespace.
-    pub fn set_codec(&mut self, space: u32, codec: Option<Codec>) {
-        if let Some(space) = self.spaces.get_mut(space as usize) {
-            space.codec = codec;
-        }
-    }
-
-    /// The number of a namespace.
-    pub fn find_space(&self, key: &Key) -> Option<u32> {
-        self.by_key.get(key).copied()
-    }
-
-    /// A handle of a namespace was closed. Its chunks stay.
-    pub fn close_space(&mut self, at: u32) {
-        if let Some(space) = self.spaces.get_mut(at as usize) {
-            space.handles = space.handles.saturating_sub(1);
-        }
-    }
-
-    /// A namespace.
-    pub fn space(&self, at: u32) -> Option<&Space> {
-        self.spaces.get(at as usize)
-    }
-
-    /// The board of a namespace.
-    pub fn board_of(&self, space: u32) -> Option<&Board> {
-        self.boards.get(self.spaces.get(space as usize)?.board as usize)
     }
 
     /// The host tier, to be looked at.
@@ -444,14 +330,18 @@ impl Core {
         let mut next = Some(slot);
         while let Some(slot) = next.take() {
             let chunks = &self.boards[board as usize].chunks;
-            let is_bare = chunks.chunk(slot).is_some_and(|row| row.cells_somewhere() == 0);
+            let Some(row) = chunks.chunk(slot) else { return };
+            let (is_bare, space) = (row.cells_somewhere() == 0, row.namespace());
             let at = At { board, slot };
             if !is_bare || !chunks.may_leave(slot) || self.is_kept_by_hint(at) {
                 return;
             }
             self.forget_chunk(at);
             match self.boards[board as usize].chunks.remove(slot, |_, _| ()) {
-                Ok(above) => next = above,
+                Ok(above) => {
+                    self.row_left(space);
+                    next = above;
+                }
                 Err(error) => log::error!("a chunk without cells stays: {error}"),
             }
         }

@@ -21,6 +21,13 @@ pub(super) struct Below {
     pub(super) noted: Noted,
 }
 
+impl Below {
+    /// Whether nothing is there, or on its way.
+    pub(super) fn is_bare(&self) -> bool {
+        self.chunks + self.writing == 0
+    }
+}
+
 /// Whether what a namespace is can be found on disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Noted {
@@ -82,7 +89,7 @@ impl Core {
     /// What a namespace is need not be known of one that has nothing on disk.
     pub(super) fn drop_note(&mut self, number: u32) {
         let below = &mut self.spaces[number as usize].below;
-        if below.chunks + below.writing > 0 || below.noted == Noted::No {
+        if !below.is_bare() || below.noted == Noted::No {
             return;
         }
         below.noted = Noted::No;
@@ -128,7 +135,7 @@ impl Core {
 
     fn space_of(&self, at: At) -> Option<u32> {
         let row = self.boards[at.board as usize].chunks.chunk(at.slot)?;
-        Some(row.namespace()).filter(|&number| (number as usize) < self.spaces.len())
+        Some(row.namespace()).filter(|&number| self.spaces.get(number as usize).is_some())
     }
 }
 

@@ -4,7 +4,7 @@ use crate::base::budget::Tier;
 use crate::kv::core::grain::{Member, cell_id};
 use crate::kv::core::moves::Deed;
 use crate::kv::core::shelf::units_of;
-use crate::kv::core::{At, Board, Space};
+use crate::kv::core::{At, Board, Spaces};
 use crate::meta::chunks::Cell;
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Facts;
@@ -29,7 +29,7 @@ pub(super) fn member(rows: &Board, at: At) -> Member {
 
 /// A chunk as policies know it. Where holes can be computed it stands for itself: it may
 /// leave before those that continue it.
-pub(super) fn new_object(spaces: &[Space], rows: &Board, slot: Slot) -> New {
+pub(super) fn new_object(spaces: &Spaces, rows: &Board, slot: Slot) -> New {
     let row = rows.chunks.chunk(slot);
     let space = row.and_then(|row| spaces.get(row.namespace() as usize));
     let holes = space.is_some_and(|space| space.holes);
@@ -45,7 +45,7 @@ pub(super) fn new_object(spaces: &[Space], rows: &Board, slot: Slot) -> New {
 }
 
 /// The same of a cell: it continues that of its layer in the chunk before.
-pub(super) fn new_cell(spaces: &[Space], rows: &Board, cell: Cell) -> New {
+pub(super) fn new_cell(spaces: &Spaces, rows: &Board, cell: Cell) -> New {
     let chunk = new_object(spaces, rows, cell.chunk);
     let small = |n: usize| u16::try_from(n).unwrap_or(u16::MAX);
     New {

@@ -1,6 +1,7 @@
 //! What an opening finds on disk becomes rows again.
 
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
 use crate::base::budget::Tier;
 use crate::base::status::{Result, Status};
@@ -15,7 +16,7 @@ use crate::meta::chunks::{Begin, Cell, Coded, NewChunk, Place as Where};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
-use crate::tier::disk::{Mark, Recovered, Spot};
+use crate::tier::disk::{Mark, Recovered, RecoveredSession, Spot};
 
 /// What the name of a namespace's note starts with.
 pub(super) const NOTE: &[u8] = b"namespace ";
@@ -66,7 +67,7 @@ impl Core {
         }
         adopted.dropped = unwanted.len() as u64;
         // Those of which nothing was of use.
-        (0..self.spaces.len() as u32).for_each(|number| self.drop_note(number));
+        self.look_at_spaces();
         self.pay_for_rows(0);
         if let Some(disk) = &self.disk {
             disk.drop_cells(unwanted);
@@ -77,19 +78,22 @@ impl Core {
 
     /// Takes over the namespaces of what was found; how many. What is noted of others goes.
     fn adopt_spaces(&mut self, recovered: &Recovered) -> Result<u64> {
-        let wanted: BTreeSet<Key> = recovered.chunks().map(|(chunk, _)| chunk.namespace).collect();
         let (mut count, mut unknown, mut first) = (0, 0, None);
-        for session in &recovered.sessions {
-            let Some(key) = session.name.strip_prefix(NOTE) else { continue };
-            let is_wanted = <[u8; 32]>::try_from(key).is_ok_and(|key| wanted.contains(&Key(key)));
-            if let (false, Some(disk)) = (is_wanted, &self.disk) {
-                disk.drop_session(&session.name);
-                self.upkeep.sweep_soon();
+        for (newest, session, key) in newest_first(recovered) {
+            if newest == 0 {
+                self.drop_found_note(&session.name);
                 continue;
             }
             match read_note(key, &session.payload) {
                 Ok(opts) => {
-                    let number = self.add_space(&opts)?;
+                    let number = match self.add_space(&opts) {
+                        // What was given up for others may be there again.
+                        Err(error) if error.status() == Status::Limit => {
+                            self.drop_found_note(&session.name);
+                            continue;
+                        }
+                        added => added?,
+                    };
                     let disk = self.disk.as_ref();
                     let segment = disk.and_then(|disk| disk.segment_of_session(&session.name));
                     let mark = segment.map(Mark::found);
@@ -104,6 +108,13 @@ impl Core {
             log::warn!("{unknown} namespaces on disk are not understood: {error}");
         }
         Ok(count)
+    }
+
+    fn drop_found_note(&mut self, name: &[u8]) {
+        if let Some(disk) = &self.disk {
+            disk.drop_session(name);
+            self.upkeep.sweep_soon();
+        }
     }
 
     fn adopt_chunk(&mut self, chunk: &record::Chunk) -> Option<(u32, Slot)> {
@@ -129,8 +140,9 @@ impl Core {
             holes: space.holes,
         };
         // What was before it may have been in memory only, and come again.
-        let slot = rows.chunks.add_behind(&new, &chunk.parent).ok()?.slot();
-        Some((space.board, slot))
+        let added = rows.chunks.add_behind(&new, &chunk.parent).ok()?;
+        self.row_came(number, added);
+        Some((space.board, added.slot()))
     }
 
     fn adopt_cell(&mut self, board: u32, cell: Cell, place: Where) -> bool {
@@ -153,6 +165,26 @@ impl Core {
         let layout = self.boards[space.board as usize].layout.encode();
         (name, [&[VERSION, u8::from(space.holes)], layout.as_slice()].concat())
     }
+}
+
+/// The notes of namespaces that were found, and the keys in their names: those of which
+/// something was written last first, should there be too many; 0 = nothing is there of them.
+fn newest_first(recovered: &Recovered) -> Vec<(u64, &RecoveredSession, &[u8])> {
+    let mut newest: BTreeMap<Key, u64> = BTreeMap::new();
+    for (chunk, cells) in recovered.chunks() {
+        // Segments are numbered as they are made.
+        let spots = cells.iter().map(|place| Spot(place.spot).segment() + 1);
+        let last = newest.entry(chunk.namespace).or_default();
+        *last = spots.fold(*last, u64::max);
+    }
+    let of = |key| <[u8; 32]>::try_from(key).ok().and_then(|key| newest.get(&Key(key)).copied());
+    let notes = recovered.sessions.iter().filter_map(|session| {
+        let key = session.name.strip_prefix(NOTE)?;
+        Some((of(key).unwrap_or(0), session, key))
+    });
+    let mut notes: Vec<(u64, &RecoveredSession, &[u8])> = notes.collect();
+    notes.sort_by_key(|&(newest, ..)| Reverse(newest));
+    notes
 }
 
 /// How a cell of `raw_bytes` was stored, if that can be.

@@ -115,7 +115,10 @@ impl Core {
         let session = self.sessions.vacant();
         let (key, namespace, holes) = (home.key, space, home.holes);
         let path = Path::new(Home { key, namespace, chunk_tokens, holes, session }, &name)?;
-        self.sessions.add(Session { path, space, who, holds: Holds::default(), asked: 0 })
+        let added =
+            self.sessions.add(Session { path, space, who, holds: Holds::default(), asked: 0 })?;
+        self.session_came(space);
+        Ok(added)
     }
 
     pub(super) fn session_mut(&mut self, at: u32) -> Result<&mut Session> {
@@ -157,8 +160,10 @@ impl Core {
         let board = self.spaces[space as usize].board;
         let session = &mut self.sessions[at];
         let rows = &mut self.boards[board as usize];
-        let unknown = session.path.known();
+        let (unknown, before) = (session.path.known(), rows.chunks.len());
         let result = act(&mut session.path, rows);
+        let more = rows.chunks.len() - before;
+        self.spaces[space as usize].rows += more as u32;
         for i in unknown..self.sessions[at].path.slots().len() {
             let slot = self.sessions[at].path.slots()[i];
             if slot != NONE {
@@ -213,6 +218,7 @@ impl Core {
         self.were_held(board, &freed);
         self.were_held(board, &old);
         self.end_holds(board, session.holds);
+        self.session_left(session.space);
         self.settle();
         closed
     }

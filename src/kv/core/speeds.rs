@@ -62,6 +62,11 @@ impl Default for Speeds {
 }
 
 impl Speeds {
+    /// A namespace is forgotten: its number will be another's.
+    pub(super) fn forget_space(&mut self, space: u32) {
+        self.prefills.remove(&space);
+    }
+
     /// The way that work takes.
     fn flow(&mut self, work: &Work) -> &mut Flow {
         match work {
@@ -138,7 +143,7 @@ impl Core {
     }
 
     fn prefill_mut(&mut self, space: u32) -> Result<&mut Prefill> {
-        if space as usize >= self.spaces.len() {
+        if self.spaces.get(space as usize).is_none() {
             fail!(NotFound, "there is no namespace {space}");
         }
         Ok(self.speeds.prefills.entry(space).or_default())

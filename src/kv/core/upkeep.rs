@@ -72,6 +72,11 @@ impl Upkeep {
         false
     }
 
+    /// A board will be another layout's.
+    pub(super) fn forget_board(&mut self, board: u32) {
+        self.failures.retain(|at, _| at.board != board);
+    }
+
     /// Whether something has to be done, or is nearly full.
     pub(super) fn wants(&self) -> bool {
         self.sweeps || self.looks || !self.parked.is_empty()
