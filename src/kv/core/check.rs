@@ -1,5 +1,7 @@
 //! What must hold whenever nothing is under way; for tests and simulations.
 
+use std::collections::BTreeMap;
+
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
@@ -100,6 +102,41 @@ impl Core {
             }
         }
         Ok((pieces, blocks))
+    }
+
+    /// Whether what is counted of namespaces is so.
+    fn check_spaces(&self) -> Result<()> {
+        let (mut rows, mut boards) = (BTreeMap::new(), vec![0; self.boards.len()]);
+        for (number, board) in (0u32..).zip(&self.boards) {
+            for row in board.chunks.slots().filter_map(|slot| board.chunks.chunk(slot)) {
+                *rows.entry((row.namespace(), number)).or_insert(0u32) += 1;
+            }
+        }
+        let mut sessions: BTreeMap<u32, u32> = BTreeMap::new();
+        for (_, session) in self.sessions.iter() {
+            *sessions.entry(session.space).or_default() += 1;
+        }
+        let mut known = 0;
+        for (at, space) in self.spaces.known() {
+            known += 1;
+            boards[space.board as usize] += 1;
+            let has = rows.remove(&(at, space.board)).unwrap_or(0);
+            let open = sessions.remove(&at).unwrap_or(0);
+            if (has, open) != (space.rows, space.sessions) {
+                fail!(State, "namespace {at} has {has} chunks and {open} sessions: {space:?}");
+            }
+            if self.spaces.find(&space.key) != Some(at) || space.is_bare() && !space.is_listed {
+                fail!(State, "namespace {at} is lost: {space:?}");
+            }
+        }
+        if !rows.is_empty() || !sessions.is_empty() {
+            fail!(State, "chunks {rows:?}, sessions {sessions:?} of no namespace");
+        }
+        let counted = self.boards.iter().map(|board| board.spaces);
+        if known != self.spaces.len() || !counted.eq(boards) {
+            fail!(State, "{known} namespaces, and {} by their keys", self.spaces.len());
+        }
+        Ok(())
     }
 
     /// Whether a tier's policy knows what is there of a chunk, or it leaves.

@@ -56,6 +56,7 @@ pub mod times;
 mod told;
 pub mod trial;
 mod upkeep;
+mod vacancies;
 pub mod views;
 mod wait;
 pub mod work;

@@ -172,8 +172,8 @@ impl Core {
 fn newest_first(recovered: &Recovered) -> Vec<(u64, &RecoveredSession, &[u8])> {
     let mut newest: BTreeMap<Key, u64> = BTreeMap::new();
     for (chunk, cells) in recovered.chunks() {
-        // Segments are numbered as they are made.
-        let spots = cells.iter().map(|place| Spot(place.spot).segment() + 1);
+        // Places in the log grow, by segments and then by blocks.
+        let spots = cells.iter().map(|place| place.spot.saturating_add(1));
         let last = newest.entry(chunk.namespace).or_default();
         *last = spots.fold(*last, u64::max);
     }

@@ -3,31 +3,23 @@
 //! another's then. So nothing may remember a number longer than what is counted here: handles,
 //! sessions, rows of chunks, and blocks that are asked for.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::{Index, IndexMut};
 
 use crate::base::status::{Result, Status};
 use crate::fail;
 use crate::format::codec::Codec;
 use crate::format::keys::Key;
-use crate::kv::core::board::{Board, note};
+use crate::kv::core::Core;
+use crate::kv::core::board::Board;
 use crate::kv::core::notes::Below;
-use crate::kv::core::{At, Core};
 use crate::meta::chunks::Added;
-use crate::meta::index::Slot;
 use crate::meta::layout::Layout;
 
 /// Most namespaces.
 pub const MAX_SPACES: usize = 1 << 16;
 /// Most layouts.
 pub const MAX_BOARDS: usize = 64;
-/// Namespaces of which nothing is left are known so long, for what was learned of them.
-const MOST_IDLE: usize = 1024;
-/// Where all that there may be have chunks, this part of them is given up at once: looking for
-/// them takes time.
-const GIVEN_UP: usize = 16;
-
 /// How a namespace is opened.
 #[derive(Clone, Debug)]
 pub struct SpaceOpts {
@@ -62,20 +54,20 @@ pub struct Space {
     pub(super) serial: u64,
     pub(super) below: Below,
     /// When it was opened or left last, as serials count.
-    used: u64,
+    pub(super) used: u64,
     is_known: bool,
     /// It stands among those of which nothing may be left.
-    is_listed: bool,
+    pub(super) is_listed: bool,
 }
 
 impl Space {
     /// Whether somebody has it open.
-    fn is_open(&self) -> bool {
+    pub(super) fn is_open(&self) -> bool {
         self.handles > 0 || self.sessions > 0
     }
 
     /// Whether nothing is left of it.
-    fn is_bare(&self) -> bool {
+    pub(super) fn is_bare(&self) -> bool {
         !self.is_open() && self.rows == 0 && self.below.is_bare()
     }
 }
@@ -110,7 +102,7 @@ impl Spaces {
     }
 
     /// The number of a key.
-    fn find(&self, key: &Key) -> Option<u32> {
+    pub(super) fn find(&self, key: &Key) -> Option<u32> {
         self.by_key.get(key).copied()
     }
 
@@ -162,7 +154,7 @@ impl Spaces {
         Ok(at)
     }
 
-    fn remove(&mut self, at: u32) {
+    pub(super) fn remove(&mut self, at: u32) {
         let space = &mut self.rows[at as usize];
         space.is_known = false;
         self.by_key.remove(&space.key);
@@ -170,15 +162,20 @@ impl Spaces {
     }
 
     /// Something of a namespace has ended: nothing may be left of it.
-    fn look_at(&mut self, at: u32) {
+    pub(super) fn look_at(&mut self, at: u32) {
         let space = &mut self.rows[at as usize];
         if space.is_bare() && !std::mem::replace(&mut space.is_listed, true) {
             self.idle.push_back(at);
         }
     }
 
-    /// The first of those of which nothing may be left.
-    fn next_idle(&mut self) -> Option<u32> {
+    /// How many there are of which nothing may be left.
+    pub(super) fn idle(&self) -> usize {
+        self.idle.len()
+    }
+
+    /// The first of those.
+    pub(super) fn next_idle(&mut self) -> Option<u32> {
         let at = self.idle.pop_front()?;
         self.rows[at as usize].is_listed = false;
         Some(at)
@@ -308,200 +305,24 @@ impl Core {
         self.spaces.look_at(space);
     }
 
-    /// Namespaces that were found and have nothing after all need not be known.
+    /// Namespaces were found, those first that were written to last: these are given up last.
+    /// One that has nothing after all need not be known.
     pub(super) fn look_at_spaces(&mut self) {
         let all: Vec<u32> = self.spaces.known().map(|(at, _)| at).collect();
-        for at in all {
+        for at in all.into_iter().rev() {
+            self.spaces.touch(at);
             self.drop_note(at);
             self.spaces.look_at(at);
         }
     }
 
     /// The board of a layout.
-    fn board_for(&self, layout: &Layout) -> Option<usize> {
+    pub(super) fn board_for(&self, layout: &Layout) -> Option<usize> {
         self.boards.iter().position(|board| board.layout == *layout)
     }
 
-    fn new_board(&self, layout: &Layout) -> Result<Board> {
+    pub(super) fn new_board(&self, layout: &Layout) -> Result<Board> {
         let board = Board::new(layout, self.config.max_chunks)?;
         if self.near.is_some() { board.with_pieces() } else { Ok(board) }
-    }
-
-    /// A board that is nobody's. Moves may outlive their sessions, and have no chunks at all:
-    /// what they count in are the layers of theirs.
-    fn vacant_board(&self) -> Option<usize> {
-        let is_moved = |at: usize| self.moves.iter().any(|(_, one)| one.spec.board == at as u32);
-        let is_vacant = |board: &Board| board.spaces == 0 && board.chunks.is_empty();
-        (0..self.boards.len()).find(|&at| is_vacant(&self.boards[at]) && !is_moved(at))
-    }
-
-    /// Gives a board a number, which may have been that of another.
-    fn seat(&mut self, board: Board) -> Result<usize> {
-        if let Some(at) = self.vacant_board() {
-            let number = at as u32;
-            // Rows are what all else goes by; this is remembered without.
-            self.forget_far_shape(number);
-            self.forget_located_of(number);
-            self.upkeep.forget_board(number);
-            self.boards[at] = board;
-            return Ok(at);
-        }
-        let most = self.config.max_layouts;
-        if self.boards.len() >= most {
-            fail!(
-                Limit,
-                "{most} layouts are as many as can be, and namespaces of each are open or have \
-                 chunks that stay: close some, or end their pins"
-            );
-        }
-        self.boards.push(board);
-        Ok(self.boards.len() - 1)
-    }
-
-    /// Sees to it that there can be a namespace more. Where all that there may be have chunks,
-    /// those leave that nobody has used for longest.
-    fn make_room_for(&mut self, layout: &Layout) -> Result<()> {
-        let is_new = self.board_for(layout).is_none();
-        let is_full = self.spaces.len() >= self.config.max_spaces;
-        self.forget_idle(if is_new || is_full { 0 } else { MOST_IDLE });
-        let lacks_space = self.spaces.len() >= self.config.max_spaces;
-        if is_new && (lacks_space || self.lacks_board()) {
-            // One that can have no table sends nobody away.
-            drop(self.new_board(layout)?);
-        }
-        if lacks_space {
-            self.give_up_spaces();
-        }
-        if is_new && self.lacks_board() {
-            self.give_up_board();
-        }
-        Ok(())
-    }
-
-    fn lacks_board(&self) -> bool {
-        self.boards.len() >= self.config.max_layouts && self.vacant_board().is_none()
-    }
-
-    /// Forgets namespaces of which nothing is left, but for the last ones.
-    fn forget_idle(&mut self, most: usize) {
-        for _ in most..self.spaces.idle.len() {
-            let Some(at) = self.spaces.next_idle() else { break };
-            if !self.spaces[at as usize].is_bare() {
-                continue; // it is listed again when that is over
-            }
-            match self.is_asked_for(at) {
-                true => self.spaces.look_at(at),
-                false => self.forget_space(at),
-            }
-        }
-    }
-
-    /// Nothing is left of a namespace: its number may be another's from now on.
-    fn forget_space(&mut self, at: u32) {
-        self.drop_note(at);
-        self.speeds.forget_space(at);
-        self.forget_far_names(at);
-        let board = self.spaces[at as usize].board;
-        self.boards[board as usize].spaces -= 1;
-        self.spaces.remove(at);
-    }
-
-    /// All chunks of namespaces that nobody has open leave, of as many as are worth it.
-    fn give_up_spaces(&mut self) {
-        let most = self.config.max_spaces;
-        let closed = self.spaces.known().filter(|(_, space)| !space.is_open());
-        let mut closed: Vec<(u64, u32)> = closed.map(|(at, space)| (space.used, at)).collect();
-        closed.sort_unstable();
-        for part in closed.chunks((most / GIVEN_UP).max(1)) {
-            let goes: BTreeSet<u32> = part.iter().map(|&(_, at)| at).collect();
-            let boards = goes.iter().map(|&at| self.spaces[at as usize].board);
-            for board in boards.collect::<BTreeSet<u32>>() {
-                self.send_away(board, |space| goes.contains(&space));
-            }
-            self.forget_idle(0);
-            if self.spaces.len() < most {
-                break;
-            }
-        }
-    }
-
-    /// All chunks of a layout leave of which nobody has a namespace open, if all of them may.
-    fn give_up_board(&mut self) {
-        let mut last = vec![Some(0); self.boards.len()];
-        for (_, space) in self.spaces.known() {
-            let used = &mut last[space.board as usize];
-            *used = used.filter(|_| !space.is_open()).map(|used: u64| used.max(space.used));
-        }
-        let closed = (0u32..).zip(last).filter_map(|(at, used)| Some((used?, at)));
-        let mut closed: Vec<(u64, u32)> = closed.collect();
-        closed.sort_unstable();
-        for (_, board) in closed {
-            if self.boards[board as usize].chunks.slots().all(|slot| self.may_go(board, slot)) {
-                self.send_away(board, |_| true);
-                self.forget_idle(0);
-            }
-            if self.vacant_board().is_some() {
-                break;
-            }
-        }
-    }
-
-    /// Whether a chunk is held by the store alone, for its turn to be written, and at rest.
-    fn may_go(&self, board: u32, slot: Slot) -> bool {
-        let rows = &self.boards[board as usize];
-        let Some(row) = rows.chunks.chunk(slot) else { return true };
-        !row.is_moving()
-            && row.pin().is_none()
-            && row.refs() == u32::from(rows.has(slot, note::QUEUED))
-            && !self.chunk_waits.contains_key(&At { board, slot })
-    }
-
-    /// Chunks of some namespaces of a board leave all tiers, as far as they may. The remote
-    /// keeps what it has.
-    fn send_away(&mut self, board: u32, goes: impl Fn(u32) -> bool) {
-        let rows = &self.boards[board as usize].chunks;
-        let of = |slot: Slot| rows.chunk(slot).filter(|row| goes(row.namespace()));
-        let slots = rows.slots().filter_map(|slot| Some((Reverse(of(slot)?.position()), slot)));
-        // Those first that continue others.
-        let mut slots: Vec<(Reverse<u32>, Slot)> = slots.collect();
-        slots.sort_unstable();
-        let slots: Vec<Slot> = slots.into_iter().map(|(_, slot)| slot).collect();
-        let left = self.send_all_away(board, &slots);
-        log::info!("{} chunks of namespaces that nobody has open left for others", left.gone);
-    }
-
-    /// Whether what is counted of namespaces is so, for [`Core::check`].
-    pub(super) fn check_spaces(&self) -> Result<()> {
-        let (mut rows, mut boards) = (BTreeMap::new(), vec![0; self.boards.len()]);
-        for (number, board) in (0u32..).zip(&self.boards) {
-            for row in board.chunks.slots().filter_map(|slot| board.chunks.chunk(slot)) {
-                *rows.entry((row.namespace(), number)).or_insert(0u32) += 1;
-            }
-        }
-        let mut sessions: BTreeMap<u32, u32> = BTreeMap::new();
-        for (_, session) in self.sessions.iter() {
-            *sessions.entry(session.space).or_default() += 1;
-        }
-        let mut known = 0;
-        for (at, space) in self.spaces.known() {
-            known += 1;
-            boards[space.board as usize] += 1;
-            let has = rows.remove(&(at, space.board)).unwrap_or(0);
-            let open = sessions.remove(&at).unwrap_or(0);
-            if (has, open) != (space.rows, space.sessions) {
-                fail!(State, "namespace {at} has {has} chunks and {open} sessions: {space:?}");
-            }
-            if self.spaces.find(&space.key) != Some(at) || space.is_bare() && !space.is_listed {
-                fail!(State, "namespace {at} is lost: {space:?}");
-            }
-        }
-        if !rows.is_empty() || !sessions.is_empty() {
-            fail!(State, "chunks {rows:?}, sessions {sessions:?} of no namespace");
-        }
-        let counted = self.boards.iter().map(|board| board.spaces);
-        if known != self.spaces.len() || !counted.eq(boards) {
-            fail!(State, "{known} namespaces, and {} by their keys", self.spaces.len());
-        }
-        Ok(())
     }
 }

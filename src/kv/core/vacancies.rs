@@ -1,0 +1,163 @@
+//! Places of namespaces and boards that others have had: who is forgotten, and who is sent away,
+//! where as many are known as may be.
+
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+
+use crate::base::status::Result;
+use crate::fail;
+use crate::kv::core::board::{Board, note};
+use crate::kv::core::{At, Core};
+use crate::meta::index::Slot;
+use crate::meta::layout::Layout;
+
+/// Namespaces of which nothing is left are known so long, for what was learned of them.
+const MOST_IDLE: usize = 1024;
+/// Where all that there may be have chunks, this part of them is given up at once: looking for
+/// them takes time.
+const GIVEN_UP: usize = 16;
+
+impl Core {
+    /// A board that is nobody's. Moves may outlive their sessions, and have no chunks at all:
+    /// what they count in are the layers of theirs.
+    fn vacant_board(&self) -> Option<usize> {
+        let is_moved = |at: usize| self.moves.iter().any(|(_, one)| one.spec.board == at as u32);
+        let is_vacant = |board: &Board| board.spaces == 0 && board.chunks.is_empty();
+        (0..self.boards.len()).find(|&at| is_vacant(&self.boards[at]) && !is_moved(at))
+    }
+
+    /// Gives a board a number, which may have been that of another.
+    pub(super) fn seat(&mut self, board: Board) -> Result<usize> {
+        if let Some(at) = self.vacant_board() {
+            let number = at as u32;
+            // Rows are what all else goes by; this is remembered without.
+            self.forget_far_shape(number);
+            self.forget_located_of(number);
+            self.upkeep.forget_board(number);
+            self.boards[at] = board;
+            return Ok(at);
+        }
+        let most = self.config.max_layouts;
+        if self.boards.len() >= most {
+            fail!(
+                Limit,
+                "{most} layouts are as many as can be, and namespaces of each are open or have \
+                 chunks that stay: close some, or end their pins"
+            );
+        }
+        self.boards.push(board);
+        Ok(self.boards.len() - 1)
+    }
+
+    /// Sees to it that there can be a namespace more. Where all that there may be have chunks,
+    /// those leave that nobody has used for longest.
+    pub(super) fn make_room_for(&mut self, layout: &Layout) -> Result<()> {
+        let is_new = self.board_for(layout).is_none();
+        let is_full = self.spaces.len() >= self.config.max_spaces;
+        self.forget_idle(if is_new || is_full { 0 } else { MOST_IDLE });
+        let lacks_space = self.spaces.len() >= self.config.max_spaces;
+        if is_new && (lacks_space || self.lacks_board()) {
+            // One that can have no table sends nobody away.
+            drop(self.new_board(layout)?);
+        }
+        if lacks_space {
+            self.give_up_spaces();
+        }
+        if is_new && self.lacks_board() {
+            self.give_up_board();
+        }
+        Ok(())
+    }
+
+    fn lacks_board(&self) -> bool {
+        self.boards.len() >= self.config.max_layouts && self.vacant_board().is_none()
+    }
+
+    /// Forgets namespaces of which nothing is left, but for the last ones.
+    fn forget_idle(&mut self, most: usize) {
+        for _ in most..self.spaces.idle() {
+            let Some(at) = self.spaces.next_idle() else { break };
+            if !self.spaces[at as usize].is_bare() {
+                continue; // it is listed again when that is over
+            }
+            match self.is_asked_for(at) {
+                true => self.spaces.look_at(at),
+                false => self.forget_space(at),
+            }
+        }
+    }
+
+    /// Nothing is left of a namespace: its number may be another's from now on.
+    fn forget_space(&mut self, at: u32) {
+        self.drop_note(at);
+        self.speeds.forget_space(at);
+        self.forget_far_names(at);
+        let board = self.spaces[at as usize].board;
+        self.boards[board as usize].spaces -= 1;
+        self.spaces.remove(at);
+    }
+
+    /// All chunks of namespaces that nobody has open leave, of as many as are worth it.
+    fn give_up_spaces(&mut self) {
+        let most = self.config.max_spaces;
+        let closed = self.spaces.known().filter(|(_, space)| !space.is_open());
+        let mut closed: Vec<(u64, u32)> = closed.map(|(at, space)| (space.used, at)).collect();
+        closed.sort_unstable();
+        for part in closed.chunks((most / GIVEN_UP).max(1)) {
+            let goes: BTreeSet<u32> = part.iter().map(|&(_, at)| at).collect();
+            let boards = goes.iter().map(|&at| self.spaces[at as usize].board);
+            for board in boards.collect::<BTreeSet<u32>>() {
+                self.send_away(board, |space| goes.contains(&space));
+            }
+            self.forget_idle(0);
+            if self.spaces.len() < most {
+                break;
+            }
+        }
+    }
+
+    /// All chunks of a layout leave of which nobody has a namespace open, if all of them may.
+    fn give_up_board(&mut self) {
+        let mut last = vec![Some(0); self.boards.len()];
+        for (_, space) in self.spaces.known() {
+            let used = &mut last[space.board as usize];
+            *used = used.filter(|_| !space.is_open()).map(|used: u64| used.max(space.used));
+        }
+        let closed = (0u32..).zip(last).filter_map(|(at, used)| Some((used?, at)));
+        let mut closed: Vec<(u64, u32)> = closed.collect();
+        closed.sort_unstable();
+        for (_, board) in closed {
+            if self.boards[board as usize].chunks.slots().all(|slot| self.may_go(board, slot)) {
+                self.send_away(board, |_| true);
+                self.forget_idle(0);
+            }
+            if self.vacant_board().is_some() {
+                break;
+            }
+        }
+    }
+
+    /// Whether a chunk is held by the store alone, for its turn to be written, and at rest.
+    fn may_go(&self, board: u32, slot: Slot) -> bool {
+        let rows = &self.boards[board as usize];
+        let Some(row) = rows.chunks.chunk(slot) else { return true };
+        !row.is_moving()
+            && row.pin().is_none()
+            && row.refs() == u32::from(rows.has(slot, note::QUEUED))
+            && !self.chunk_waits.contains_key(&At { board, slot })
+    }
+
+    /// Chunks of some namespaces of a board leave all tiers, as far as they may. The remote
+    /// keeps what it has.
+    fn send_away(&mut self, board: u32, goes: impl Fn(u32) -> bool) {
+        let rows = &self.boards[board as usize].chunks;
+        let of = |slot: Slot| rows.chunk(slot).filter(|row| goes(row.namespace()));
+        let slots = rows.slots().filter_map(|slot| Some((Reverse(of(slot)?.position()), slot)));
+        // Those first that continue others.
+        let mut slots: Vec<(Reverse<u32>, Slot)> = slots.collect();
+        slots.sort_unstable();
+        let slots: Vec<Slot> = slots.into_iter().map(|(_, slot)| slot).collect();
+        let left = self.send_all_away(board, &slots);
+        log::info!("{} chunks of namespaces that nobody has open left for others", left.gone);
+    }
+}
