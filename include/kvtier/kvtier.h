@@ -9341,8 +9341,8 @@ kvt_status_t kvt_store_metrics(const struct kvt_store_t *store,
  * @return KVT_OK; KVT_E_INVALID (also when it is open with other flags),
  *         KVT_E_SPEC (the recipe names an unknown codec), KVT_E_LIMIT (65,536
  *         namespaces, or those of 64 layouts, are open or have chunks that are
- *         held or pinned; what nobody has open gives way), KVT_E_TOO_NEW, KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
- *         KVT_E_PANIC.
+ *         held or pinned; what nobody has open gives way), KVT_E_TOO_NEW,
+ *         KVT_E_NOMEM, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED, KVT_E_PANIC.
  *
  * Ownership: the caller owns the namespace; structs and arrays are copied.
  * Threading: any thread. Since 0.1.
