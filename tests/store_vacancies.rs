@@ -12,6 +12,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use by_hand::{MODEL, World};
+use kvtier::base::op::{OpOpts, OpRef};
 use kvtier::base::status::{Result, Status};
 use kvtier::io::simulated::{SimFiles, SimOpts};
 use kvtier::kv::core::work::Hands;
@@ -20,7 +21,9 @@ use kvtier::kv::core::{
 };
 use kvtier::meta::chunks::Pin;
 use kvtier::meta::key::Key;
-use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, with_disk};
+use support::{
+    Done, Engine, Home, Model, Scratch, Shape, document, marks_of, spec_of, wait, with_disk,
+};
 
 /// The key of a namespace.
 fn key(number: u32) -> Key {
@@ -116,7 +119,7 @@ impl Place for Home {
 
     fn moves(&self, session: u32, deed: Deed, level: Level, engine: &Engine) -> Status {
         let ops = self.submit(session, deed, level, engine.whole()).expect("submitted");
-        let Done { status, .. } = support::wait(&ops[0]);
+        let Done { status, .. } = wait(&ops[0]);
         status
     }
 }
@@ -427,4 +430,48 @@ fn blocks_that_are_asked_for_keep_their_namespace() {
         .expect("open");
     assert_eq!(world.open(2, &MODEL).expect("it has ended"), space);
     world.rest();
+}
+
+/// What has given way is at the remote still, and comes back right, whatever layouts had its
+/// board meanwhile; also where blocks were located by name.
+#[test]
+fn the_remote_keeps_what_gave_way() {
+    let scratch = Scratch::new("vacancies-far");
+    std::fs::create_dir_all(&scratch.0).expect("made");
+    let remote =
+        format!("remote=dir(path=\"{}\", object=4KiB, timeout=20000)", scratch.0.display());
+    let spec = spec_of(&format!("store(host=8MiB, chunks=4096, {remote})"));
+    let (one, other) = (Home::open(&spec), Home::open(&spec));
+    let last = MAX_BOARDS as u32 + 40;
+    let ends = |op: Result<OpRef>| assert_eq!(wait(&op.expect("begun")).status, Status::Ok);
+    for number in 0..last {
+        let (model, tokens) = (model(number), document(1, model(number).chunk));
+        let space = one.open(number, &model).expect("others give way");
+        one.keep(space, &model, number, Level::Remote);
+        one.shut(space);
+        let space = other.open(number, &model).expect("others give way");
+        let session = other.begin(space, &[]);
+        let keys = other.store.chunk_keys(space, &tokens, &[]).expect("open");
+        ends(other.store.locate_blocks(session, keys, &OpOpts::default()));
+        other.end(session);
+        other.shut(space);
+    }
+    one.rest();
+    other.rest();
+    for store in [&one, &other] {
+        for number in (0..last).rev() {
+            let model = model(number);
+            let space = store.open(number, &model).expect("others give way");
+            let session = store.begin(space, &document(1, model.chunk));
+            ends(store.store.locate(session, &OpOpts::default()));
+            assert!(store.has(space, &model, number), "layout {number}");
+            store.end(session);
+            store.shut(space);
+        }
+        store.rest();
+        let far = store.core(|core| Ok(core.far_counters())).expect("open").expect("a remote");
+        assert_eq!((far.removed, far.corrupt, far.absent), (0, 0, 0), "{far:?}");
+    }
+    one.close();
+    other.close();
 }
