@@ -1,4 +1,4 @@
-"""What the kvtier tier moves, beside `kvtier.Blocks` alone, vLLM's own file tier and LMCache's disk.
+"""What the kvtier tier moves, beside `kvtier.Blocks`, vLLM's own file tier and LMCache's disk.
 
     python bindings/vllm/bench.py [--quick] [--json] [--dir DIR]
 

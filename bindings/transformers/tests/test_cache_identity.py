@@ -396,7 +396,8 @@ def test_a_reset_that_is_broken_off_leaves_nothing(times: int, mode: Optional[in
                     raise KeyboardInterrupt
                 return real(op, *args)
 
-            patch.setattr(cache_offload.Ring, "put", lambda ring, layer: ring._putting.append(layer))
+            patch.setattr(cache_offload.Ring, "put",
+                          lambda ring, layer: ring._putting.append(layer))
             step(model, cache, other)
             patch.setattr(kvtier.Op, "wait", wait)
             if mode is None:
