@@ -63,8 +63,12 @@ impl Core {
         if lacks_space {
             self.give_up_spaces();
         }
-        if is_new && self.lacks_board() {
+        let lacks_board = is_new && self.lacks_board();
+        if lacks_board {
             self.give_up_board();
+        }
+        if lacks_space || lacks_board {
+            self.settle(); // what came free may be waited for
         }
         Ok(())
     }
