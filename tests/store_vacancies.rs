@@ -408,6 +408,22 @@ fn what_is_under_way_keeps_its_place() {
     world.rest();
 }
 
+/// A session keeps its namespace, also one that has nothing yet.
+#[test]
+fn a_session_keeps_its_namespace() {
+    let world = few(2, 2);
+    let space = world.open(1, &MODEL).expect("room");
+    let session = world.begin(space, &[]);
+    world.shut(space);
+    let other = world.open(2, &MODEL).map_err(|error| error.status());
+    assert_eq!(other, Err(Status::Limit));
+    let kept = world.core(|core| Ok(core.find_space(&key(1)))).expect("open");
+    assert_eq!(kept, Some(space));
+    world.end(session);
+    assert_eq!(world.open(2, &MODEL).expect("it has ended"), space);
+    world.rest();
+}
+
 /// Blocks that are asked for are asked for also when their session is closed.
 #[test]
 fn blocks_that_are_asked_for_keep_their_namespace() {
