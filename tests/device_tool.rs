@@ -133,7 +133,7 @@ fn bars_are_measured_or_say_why_not() {
         let text = String::from_utf8(output.stdout).expect("text");
         let lines: Vec<serde_json::Value> =
             text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-        assert_eq!(lines.len(), if has_driver { 24 } else { 18 }, "{text}");
+        assert_eq!(lines.len(), if has_driver { 42 } else { 18 }, "{text}");
         for line in &lines {
             if line["bar"] == "disk_to_device" && has_driver {
                 // Measured where the directory is one that is read directly.

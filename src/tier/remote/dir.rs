@@ -125,16 +125,16 @@ pub(super) fn hex(byte: u8) -> [u8; 2] {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Missing {
     Absent,
-    Made,
-    /// So that they are there after a power failure.
-    MadeToLast,
+    /// Perhaps so that they are there after a power failure.
+    Made {
+        lasts: bool,
+    },
 }
 
 fn open(above: &Folder, name: &[u8], missing: Missing) -> Result<Folder, Number> {
     match missing {
         Missing::Absent => above.folder(name),
-        Missing::Made => above.folder_or_new(name, false),
-        Missing::MadeToLast => above.folder_or_new(name, true),
+        Missing::Made { lasts } => above.folder_or_new(name, lasts),
     }
 }
 
@@ -243,16 +243,13 @@ impl DirLane {
         deadline_ns: u64,
     ) -> Result<bool, Failure> {
         self.check(deadline_ns)?;
-        let missing = if self.opts.fsync { Missing::MadeToLast } else { Missing::Made };
-        let (folder, file) = self.folder(name, missing)?;
+        let lasts = self.opts.fsync;
+        let (folder, file) = self.folder(name, Missing::Made { lasts })?;
         match folder.facts(&file) {
             Ok(facts) if facts.regular => {
-                if self.opts.fsync {
-                    // Whoever wrote it may not have cared.
-                    folder.open(&file)?.sync()?;
-                    folder.sync()?;
-                }
-                return Ok(true);
+                // Whoever wrote it may not have cared.
+                let synced = || folder.open(&file)?.sync().and_then(|()| folder.sync());
+                return Ok(if lasts { synced().map(|()| true)? } else { true });
             }
             Ok(_) => return Err(Trouble::Nonsense.into()),
             Err(libc::ENOENT) => {}
@@ -265,7 +262,7 @@ impl DirLane {
         // After a rename there is none; else it is not needed any more.
         let _ = folder.remove(&temporary);
         let was_there = done?;
-        if self.opts.fsync {
+        if lasts {
             folder.sync()?;
         }
         Ok(was_there)
@@ -347,7 +344,7 @@ impl DirLane {
     /// the clock of the server.
     fn try_out(&mut self, warnings: &mut Vec<String>) -> Result<i64, Failure> {
         self.base = None;
-        self.base(0, Missing::Made)?;
+        self.base(0, Missing::Made { lasts: false })?;
         let Some((_, base)) = self.base.take() else { return Err(Trouble::Gone.into()) };
         let (name, file) = self.create(&base)?;
         let mut word = *b"kvtier";
