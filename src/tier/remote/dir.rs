@@ -121,14 +121,11 @@ pub(super) fn hex(byte: u8) -> [u8; 2] {
     [DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]]
 }
 
-/// Whether folders that are missing are made.
+/// Whether folders that are missing are made, perhaps so that they are there after a power failure.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Missing {
     Absent,
-    /// Perhaps so that they are there after a power failure.
-    Made {
-        lasts: bool,
-    },
+    Made { lasts: bool },
 }
 
 fn open(above: &Folder, name: &[u8], missing: Missing) -> Result<Folder, Number> {
