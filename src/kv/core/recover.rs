@@ -1,7 +1,7 @@
 //! What an opening finds on disk becomes rows again.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::budget::Tier;
 use crate::base::status::{Result, Status};
@@ -16,7 +16,7 @@ use crate::meta::chunks::{Begin, Cell, Coded, NewChunk, Place as Where};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
-use crate::tier::disk::{Mark, Recovered, RecoveredSession, Spot};
+use crate::tier::disk::{Mark, Recovered, Spot};
 
 /// What the name of a namespace's note starts with.
 pub(super) const NOTE: &[u8] = b"namespace ";
@@ -78,36 +78,46 @@ impl Core {
 
     /// Takes over the namespaces of what was found; how many. What is noted of others goes.
     fn adopt_spaces(&mut self, recovered: &Recovered) -> Result<u64> {
-        let (mut count, mut unknown, mut first) = (0, 0, None);
-        for (newest, session, key) in newest_first(recovered) {
+        let (mut unknown, mut first) = (0, None);
+        let (mut fit, mut layouts) = (Vec::new(), BTreeSet::new());
+        for (newest, at, key) in newest_first(recovered) {
+            let session = &recovered.sessions[at];
             if newest == 0 {
                 self.drop_found_note(&session.name);
                 continue;
             }
-            match read_note(key, &session.payload) {
-                Ok(opts) => {
-                    let number = match self.add_space(&opts) {
-                        // What was given up for others may be there again.
-                        Err(error) if error.status() == Status::Limit => {
-                            self.drop_found_note(&session.name);
-                            continue;
-                        }
-                        added => added?,
-                    };
-                    let disk = self.disk.as_ref();
-                    let segment = disk.and_then(|disk| disk.segment_of_session(&session.name));
-                    let mark = segment.map(Mark::found);
-                    self.spaces[number as usize].below.noted =
-                        mark.map_or(Noted::No, Noted::Written);
-                    count += 1;
+            let opts = match read_note(key, &session.payload) {
+                Ok(opts) => opts,
+                Err(error) => {
+                    (unknown, first) = (unknown + 1, first.or(Some(error)));
+                    continue;
                 }
-                Err(error) => (unknown, first) = (unknown + 1, first.or(Some(error))),
+            };
+            // What was given up for others may be there again.
+            let layout = opts.layout.encode();
+            let is_new = !layouts.contains(&layout);
+            if fit.len() >= self.config.max_spaces
+                || is_new && layouts.len() >= self.config.max_layouts
+            {
+                self.drop_found_note(&session.name);
+                continue;
             }
+            layouts.insert(layout);
+            fit.push((at, opts));
+        }
+        // In the order of their names: what is there decides their numbers, not when it came.
+        fit.sort_unstable_by_key(|&(at, _)| at);
+        for (at, opts) in &fit {
+            let number = self.add_space(opts)?;
+            let disk = self.disk.as_ref();
+            let name = &recovered.sessions[*at].name;
+            let mark = disk.and_then(|disk| disk.segment_of_session(name)).map(Mark::found);
+            self.spaces[number as usize].below.noted = mark.map_or(Noted::No, Noted::Written);
         }
         if let Some(error) = first {
             log::warn!("{unknown} namespaces on disk are not understood: {error}");
         }
-        Ok(count)
+        Ok(fit.len() as u64)
     }
 
     fn drop_found_note(&mut self, name: &[u8]) {
@@ -167,9 +177,9 @@ impl Core {
     }
 }
 
-/// The notes of namespaces that were found, and the keys in their names: those of which
-/// something was written last first, should there be too many; 0 = nothing is there of them.
-fn newest_first(recovered: &Recovered) -> Vec<(u64, &RecoveredSession, &[u8])> {
+/// The notes of namespaces that were found, by their places, and the keys in their names: those of
+/// which something was written last first, should there be too many; 0 = nothing is there of them.
+fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
     let mut newest: BTreeMap<Key, u64> = BTreeMap::new();
     for (chunk, cells) in recovered.chunks() {
         // Places in the log grow, by segments and then by blocks.
@@ -178,11 +188,11 @@ fn newest_first(recovered: &Recovered) -> Vec<(u64, &RecoveredSession, &[u8])> {
         *last = spots.fold(*last, u64::max);
     }
     let of = |key| <[u8; 32]>::try_from(key).ok().and_then(|key| newest.get(&Key(key)).copied());
-    let notes = recovered.sessions.iter().filter_map(|session| {
+    let notes = recovered.sessions.iter().enumerate().filter_map(|(at, session)| {
         let key = session.name.strip_prefix(NOTE)?;
-        Some((of(key).unwrap_or(0), session, key))
+        Some((of(key).unwrap_or(0), at, key))
     });
-    let mut notes: Vec<(u64, &RecoveredSession, &[u8])> = notes.collect();
+    let mut notes: Vec<(u64, usize, &[u8])> = notes.collect();
     notes.sort_by_key(|&(newest, ..)| Reverse(newest));
     notes
 }
