@@ -89,13 +89,16 @@ pub struct AskBatch {
     pub asked: Vec<Asked>,
     /// How long that may take.
     pub timeout_ns: u64,
+    /// Since when it is under way.
+    since_ns: u64,
     /// It is to see if the remote is well again.
     probes: bool,
 }
 
 impl AskBatch {
     fn none(asker: Asker) -> AskBatch {
-        AskBatch { asker, serial: 0, asked: Vec::new(), timeout_ns: 0, probes: false }
+        let (asked, timeout_ns, since_ns) = (Vec::new(), 0, 0);
+        AskBatch { asker, serial: 0, asked, timeout_ns, since_ns, probes: false }
     }
 }
 
@@ -311,7 +314,8 @@ impl Core {
             let probes = leave == Leave::Probe;
             let (serial, timeout_ns) = (inquiry.serial, far.config.timeout_ns);
             far.counters.asked += window.asked.len() as u64;
-            return Some(AskBatch { asker, serial, asked: window.asked, timeout_ns, probes });
+            let (asked, since_ns) = (window.asked, self.now_ns);
+            return Some(AskBatch { asker, serial, asked, timeout_ns, since_ns, probes });
         }
         None
     }
@@ -373,6 +377,8 @@ impl Core {
         let mut failed = false;
         for one in &batch.asked {
             match one.result {
+                // It may have been put there since it was asked for.
+                Ok(false) if far.known.was_there_since(&one.name, batch.since_ns) => {}
                 Ok(is_there) => {
                     far.known.put(&one.name, is_there, now_ns);
                     far.counters.found += u64::from(is_there);

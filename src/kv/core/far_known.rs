@@ -50,6 +50,13 @@ impl Known {
         (age_ns <= if is_there { fresh_ns } else { absent_ns }).then_some(is_there)
     }
 
+    /// Whether a name was heard to be there at that time or later.
+    pub fn was_there_since(&self, name: &Name, since_ns: u64) -> bool {
+        let (first, tag) = self.place(name);
+        let entry = self.entries[first..first + WAYS].iter().find(|one| one.tag == tag);
+        entry.is_some_and(|one| one.is_there != 0 && u64::from(one.tick) > since_ns / TICK_NS)
+    }
+
     /// Notes what was heard; the oldest of its place is forgotten.
     pub fn put(&mut self, name: &Name, is_there: bool, now_ns: u64) {
         let (first, tag) = self.place(name);
@@ -96,6 +103,8 @@ mod tests {
         assert_eq!(get(&known, 3, second), None);
         assert_eq!((get(&known, 1, 10 * second), get(&known, 2, 10 * second)), (Some(true), None));
         assert_eq!(get(&known, 1, 70 * second), None);
+        let since = |n, at| known.was_there_since(&name(n), at);
+        assert!(since(1, second) && !since(1, 2 * second) && !since(2, 0) && !since(3, 0));
         known.put(&name(1), false, 70 * second);
         assert_eq!(get(&known, 1, 70 * second), Some(false));
         let of_another = Name { tenant: 5, ..name(1) };
