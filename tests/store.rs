@@ -123,7 +123,8 @@ fn many_talk(home: &Home, space: u32, turns: u32, may_miss: bool) -> u64 {
 
 #[test]
 fn sessions_beside_each_other_get_their_bytes_from_memory() {
-    let home = Home::open(&spec_of("store(host=4MiB,policy=lru,chunks=4096,copiers=3)"));
+    // Four that put, and read what they have put, hold up to 4.2 MiB, in pieces of several sizes.
+    let home = Home::open(&spec_of("store(host=6MiB,policy=lru,chunks=4096,copiers=3)"));
     let space = home.space(1, &WIDE);
     let found = many_talk(&home, space, 30, true);
     home.rest();
