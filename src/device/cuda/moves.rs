@@ -178,6 +178,8 @@ impl Cuda {
         };
         let issued = issue();
         moves.pieces.clear();
+        // A list that is not full is in use as well.
+        moves.room = moves.lists.iter().filter(|list| list.user.is_none()).count() * LIST_PIECES;
         inner.moves = moves;
         issued
     }
