@@ -14,7 +14,7 @@ use kvtier::base::status::{Result, Status};
 use kvtier::device::call::{Call, Kind};
 use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
-use kvtier::meta::view::View;
+use kvtier::meta::view::{Place, View};
 
 const NEW: i32 = 12_080;
 const OLD: i32 = 12_040;
@@ -133,6 +133,48 @@ fn every_means_copies_right_with_every_driver() {
         assert_eq!(fake.live(), before, "{choice:?}: something is left");
         fake.check();
     }
+}
+
+/// Copies of many pieces each fill more lists than their pieces would: what has no list goes another
+/// way, and nothing fails.
+#[test]
+fn lists_that_are_not_full_are_in_use_as_well() {
+    const COPIES: usize = 40;
+    const PIECES: usize = 600;
+    const RUN: usize = 64;
+    let (_turn, fake) = alone(3);
+    fake.set(NEW, 1, 1 << 30, false);
+    fake.emulate(emulated::launches());
+    let cuda = open(Choice::Fixed(Means::Kernel)).expect("a device");
+    let bytes = COPIES * PIECES * 2 * RUN;
+    let (there, back) = (pages(bytes / 4096), pages(bytes / 2 / 4096));
+    there.iter_mut().enumerate().for_each(|(n, byte)| *byte = (n / RUN * 7 % 251) as u8);
+    let memory = cuda.allocate(bytes as u64).expect("memory");
+    let addresses: Vec<u64> =
+        (0..COPIES * PIECES).map(|n| memory.address + (n * 2 * RUN) as u64).collect();
+    // SAFETY: memory that stays, and is the device's until its events.
+    unsafe {
+        cuda.know_host(back.as_mut_ptr(), back.len() as u64).expect("told");
+        let (from, to) = (there.as_mut_ptr(), memory.address);
+        let up = Copy::bytes(from, to, bytes as u64, Way::Scatter, Memory::Device);
+        let up = cuda.submit(Stream(0), None, &mut [up.expect("sound")]).expect("begun");
+        let mut down = Vec::new();
+        for (n, addresses) in addresses.chunks(PIECES).enumerate() {
+            let place = Place::Pages { addresses, page_tokens: 1, shift_bytes: 0 };
+            let view = View { place, ..View::canonical(0, PIECES as u32, RUN as u64) };
+            let plane = back.as_mut_ptr().wrapping_add(n * PIECES * RUN);
+            let copy = Copy::new(&view, 0, PIECES as u32, plane, Way::Gather).expect("sound");
+            down.push(Copy { memory: Memory::Device, ..copy });
+        }
+        let down = cuda.submit(Stream(1), Some(up), &mut down).expect("begun");
+        cuda.wait(down, 0).expect("it comes");
+        cuda.forget_host(back.as_mut_ptr()).expect("told");
+        cuda.free(&memory).expect("its own");
+    }
+    let right = |(n, run): (usize, &[u8])| run.iter().all(|&byte| byte == (n * 14 % 251) as u8);
+    assert!(back.chunks(RUN).enumerate().all(right));
+    drop(cuda);
+    fake.check();
 }
 
 #[test]
