@@ -1038,13 +1038,16 @@ proptest! {
                     }
                 }
                 ("pyramidkv", false) => {
-                    let (mut m, mut most) = (exact / 20.0, 2.0 * exact - exact / 20.0);
+                    // In the order of kvpress: halves of a token hang on the last bit.
                     let w = window as f64;
+                    let base = (w + exact) - w;
+                    let (mut m, mut most) = (base / 20.0, 2.0 * base - base / 20.0);
                     if most >= n - w {
-                        (most, m) = (n - w, 2.0 * exact - (n - w));
+                        (most, m) = (n - w, 2.0 * base - (n - w));
                     }
                     let is_pyramid = n >= most && most >= m && m >= w && exact < n;
-                    let stay = if is_pyramid { most - l * (most - m) / last } else { exact };
+                    let step = (most - m) / last;
+                    let stay = if is_pyramid { most - l * step } else { exact };
                     stay.round_ties_even().clamp(0.0, n) as usize
                 }
                 _ => whole,

@@ -67,11 +67,14 @@ impl Of {
     fn kvpress(&self, layer: u32, tokens: usize) -> usize {
         let (count, window) = (tokens as f64, self.window as f64);
         let base = self.cap.unrounded(tokens).min(count);
-        let mut least = base / f64::from(self.beta);
-        let mut most = 2.0 * base - least;
+        // kvpress adds the window and takes it off again, and divides before it multiplies: where
+        // half a token decides, the last bit of each step does.
+        let without = (window + base) - window;
+        let mut least = without / f64::from(self.beta);
+        let mut most = 2.0 * without - least;
         if most >= count - window {
             most = count - window;
-            least = 2.0 * base - most;
+            least = 2.0 * without - most;
         }
         let is_pyramid = count >= most && most >= least && least >= window && base < count;
         let step = (most - least) / (f64::from(self.layers.max(2)) - 1.0);
@@ -92,6 +95,15 @@ mod tests {
         // The least would be less than the window: as many in each.
         let of = Of { cap: Cap::Ratio(0.9), ..of };
         assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, 256)), [26, 26, 26, 26]);
+        // Halves of a token, which the last bit decides: what its formula gives in Python.
+        for (tokens, ratio, window, kept) in [
+            (100, 0.7, 1, [59, 40, 20, 1]),
+            (25, 0.41, 2, [23, 18, 12, 6]),
+            (115, 0.45, 1, [114, 80, 46, 12]),
+        ] {
+            let of = Of { cap: Cap::Ratio(ratio), window, ..of };
+            assert_eq!([0, 1, 2, 3].map(|layer| of.count(layer, tokens)), kept);
+        }
     }
 
     #[test]
