@@ -165,11 +165,15 @@ unsafe fn write_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
         unsafe {
             let from = from.add(at).cast::<__m128i>();
             let to = to.add(at).cast::<__m128i>();
-            let line = [0, 1, 2, 3].map(|i| _mm_loadu_si128(from.add(i)));
-            _mm_stream_si128(to, line[0]);
-            _mm_stream_si128(to.add(1), line[1]);
-            _mm_stream_si128(to.add(2), line[2]);
-            _mm_stream_si128(to.add(3), line[3]);
+            // Without a closure, which a build without whole-program optimisation calls.
+            let first = _mm_loadu_si128(from);
+            let second = _mm_loadu_si128(from.add(1));
+            let third = _mm_loadu_si128(from.add(2));
+            let fourth = _mm_loadu_si128(from.add(3));
+            _mm_stream_si128(to, first);
+            _mm_stream_si128(to.add(1), second);
+            _mm_stream_si128(to.add(2), third);
+            _mm_stream_si128(to.add(3), fourth);
         }
     }
 }

@@ -2,7 +2,7 @@
 //! memory keep it, so that a cell that is read is checked against its full
 //! identity without a look at its header.
 
-use xxhash_rust::xxh3::Xxh3;
+use crate::base::checksum::{Xxh3, xxh3};
 
 use crate::format::keys::{Fingerprint, Key};
 
@@ -84,10 +84,10 @@ pub fn seal(who: &Identity, planes: impl ExactSizeIterator<Item = Plane>) -> u64
         }
     }
     match long {
-        None => xxhash_rust::xxh3::xxh3_64(&bytes[..used]),
+        None => xxh3(&bytes[..used]),
         Some(mut long) => {
             long.update(&bytes[..used]);
-            long.digest()
+            long.finish()
         }
     }
 }

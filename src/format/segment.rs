@@ -1,7 +1,6 @@
 //! The first block of a segment and the file that names the store.
 
-use xxhash_rust::xxh3::xxh3_64;
-
+use crate::base::checksum::xxh3;
 use crate::format::fields::{array_at, put, put_u16, put_u32, put_u64, u16_at, u32_at, u64_at};
 
 /// Everything on disk starts at a multiple of this.
@@ -51,14 +50,14 @@ pub struct StoreHeader {
 /// Writes the sum of a block at its end.
 pub fn sign(block: &mut [u8]) {
     let Some(at) = block.len().checked_sub(8) else { return };
-    let sum = xxh3_64(&block[..at]);
+    let sum = xxh3(&block[..at]);
     put_u64(block, at, sum);
 }
 
 /// Whether a block's sum is right.
 pub fn is_signed(block: &[u8]) -> bool {
     match block.len().checked_sub(8) {
-        Some(at) => xxh3_64(&block[..at]) == u64_at(block, at),
+        Some(at) => xxh3(&block[..at]) == u64_at(block, at),
         None => false,
     }
 }

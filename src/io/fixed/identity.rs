@@ -1,7 +1,6 @@
 //! Which file it is, wherever it lies: what a note about its bytes is tied to.
 
-use xxhash_rust::xxh3::Xxh3;
-
+use crate::base::checksum::xxh3;
 use crate::base::memory::{Buffer, MemoryWish};
 use crate::base::status::Result;
 use crate::io::files::{FileId, Piece, Way};
@@ -44,7 +43,5 @@ fn identity(files: &dyn FixedFiles, file: u32, stock: &Buffer) -> Result<Identit
     }
     // SAFETY: what was read just now, with zeros behind the end; nobody writes it any more.
     let both = unsafe { std::slice::from_raw_parts(stock.address(), (head + tail) as usize) };
-    let mut sum = Xxh3::new();
-    sum.update(both);
-    Ok(Identity { bytes: stamp.bytes, modified_ns: stamp.modified_ns, ends: sum.digest() })
+    Ok(Identity { bytes: stamp.bytes, modified_ns: stamp.modified_ns, ends: xxh3(both) })
 }

@@ -6,8 +6,7 @@
 //! XXH3-64 of those of its bytes that are the extent's. A unit's sum is the XXH3-64 of its
 //! blocks' sums, little endian.
 
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
-
+use crate::base::checksum::{Xxh3, xxh3};
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Mutex;
 use crate::fail;
@@ -172,8 +171,8 @@ impl Sums {
         let mut sums = Vec::new();
         sums.try_reserve_exact(bytes.len() / BLOCK_BYTES as usize + 2)
             .map_err(|_| Status::NoMem)?;
-        sums.push(xxh3_64(head));
-        sums.extend(rest.chunks(BLOCK_BYTES as usize).map(xxh3_64));
+        sums.push(xxh3(head));
+        sums.extend(rest.chunks(BLOCK_BYTES as usize).map(xxh3));
         Ok((block, sums))
     }
 
@@ -228,10 +227,10 @@ impl Sums {
         let (first, end) = self.units.get(unit as usize)?.blocks;
         let known = self.known.lock();
         (known.missing.get(unit as usize) == Some(&0)).then(|| {
-            let mut sum = Xxh3::new();
+            let mut sum = Xxh3::default();
             let all = known.sums.get(first..end).unwrap_or_default();
             all.iter().for_each(|block| sum.update(&block.to_le_bytes()));
-            sum.digest()
+            sum.finish()
         })
     }
 }
