@@ -816,3 +816,53 @@ fn what_is_known_of_many_chunks_is_all_noted() {
     }
     assert!(other.far().remembered > 2 * CHUNKS as u64 - 100, "{:?}", other.far());
 }
+
+/// Batches from a remote end in any order, so policies learn of chunks after those that continue
+/// them: what cannot leave for that reason is not chosen for ever, and others make room.
+#[test]
+fn what_came_in_any_order_makes_room() {
+    const TOKENS: usize = 40 * 16;
+    for seed in 0..40 {
+        let (mut random, clock) = (Random::new(seed), Clock::manual(1));
+        let remote = Simulated::new(5, Plan::default(), clock.clone());
+        let one = Twin::open(&remote, &clock, &mut random);
+        let batch = 1 + random.below(16) as usize;
+        let other = Twin::open_with(&remote, &clock, &mut random, batch, 106);
+        let documents: Vec<Vec<u32>> = (1..8).map(|number| document(number, TOKENS)).collect();
+        for tokens in &documents {
+            assert_eq!(one.put(tokens, Level::Remote), OK);
+        }
+        for tokens in &documents {
+            let session = other.session(tokens);
+            other.with(|core| core.locate(session)).expect("begun");
+            assert_eq!(other.ended(), (OK, TOKENS));
+            let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
+            let what = engine.whole();
+            other
+                .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+                .expect("begun");
+            loop {
+                let take = || other.with(|core| core.take(Hands::Fetch));
+                let mut batches: Vec<Work> = std::iter::from_fn(take).collect();
+                if batches.is_empty() {
+                    break;
+                }
+                while !batches.is_empty() {
+                    let mut work = batches.swap_remove(random.below(batches.len() as u64) as usize);
+                    let mut keeper = other.core.clone();
+                    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+                    let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
+                    other.with(|core| core.done(work, outcome, 1000));
+                }
+            }
+            assert_eq!(other.ended(), (OK, TOKENS), "{seed}");
+            engine.check(&marks_of(9, tokens), 0..TOKENS, 0..MODEL.layers);
+            other.with(|core| core.close_session(session)).expect("open");
+        }
+        // Nor do rows, nor memory that others need, wait for such chunks.
+        assert_eq!(other.put(&document(99, 60 * 16), Level::Ram), OK, "{seed}");
+        other.with(|core| core.shrink(1 << 20));
+        other.rest();
+        assert_eq!(other.find(&documents[0]), (TOKENS, OK), "{seed}");
+    }
+}

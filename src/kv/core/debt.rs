@@ -74,6 +74,8 @@ impl Core {
                 if self.leave_host(at, part) {
                     left = left
                         .saturating_sub(self.boards[at.board as usize].part_bytes(at.slot, part));
+                } else {
+                    self.note_continued(at, Tier::Host);
                 }
             }
         }

@@ -4,6 +4,7 @@ use crate::base::budget::Tier;
 use crate::kv::core::board::note;
 use crate::kv::core::grain::{Grain, cell_id};
 use crate::kv::core::{At, Board, Core};
+use crate::meta::chunks::Chunk;
 use crate::meta::index::Slot;
 
 impl Core {
@@ -16,9 +17,26 @@ impl Core {
     /// anywhere from there.
     pub(super) fn note_held(&mut self, board: u32, slot: Slot) {
         self.note_pinned(board, slot);
-        let rows = &mut self.boards[board as usize];
-        let Some(row) = rows.chunks.chunk(slot) else { return };
+        let Some(row) = self.boards[board as usize].chunks.chunk(slot) else { return };
         let is_held = row.refs() > 0 || row.pin().is_some();
+        self.tell_held(board, slot, is_held);
+    }
+
+    /// Tells it that a chunk which it chose in a tier must stay there: others continue it that
+    /// came before it did, as they may from a remote, and policies know of those alone that came
+    /// later. It is not chosen again until they have left. Whether that holds now.
+    pub(super) fn note_continued(&mut self, at: At, tier: Tier) -> bool {
+        let is_continued = |row: &Chunk| row.is_blocked() && row.refs() == 0 && row.pin().is_none();
+        let row = self.boards[at.board as usize].chunks.chunk(at.slot);
+        if !row.is_some_and(is_continued) || !self.is_last(tier) {
+            return false;
+        }
+        self.tell_held(at.board, at.slot, true);
+        self.boards[at.board as usize].has(at.slot, note::HELD)
+    }
+
+    fn tell_held(&mut self, board: u32, slot: Slot, is_held: bool) {
+        let rows = &mut self.boards[board as usize];
         let (shelf, there) = match &mut self.disk_shelf {
             Some(shelf) => (shelf, note::IN_DISK),
             None => (&mut self.host_shelf, note::IN_HOST),

@@ -341,6 +341,8 @@ impl Core {
             match self.boards[board as usize].chunks.remove(slot, |_, _| ()) {
                 Ok(above) => {
                     self.row_left(space);
+                    // Nobody continues it any more: policies may choose it.
+                    above.into_iter().for_each(|above| self.note_held(board, above));
                     next = above;
                 }
                 Err(error) => log::error!("a chunk without cells stays: {error}"),

@@ -55,8 +55,11 @@ impl Core {
         let mut came = false;
         for victim in victims {
             if let Some((at, part)) = self.chosen(victim) {
-                // One whose cells are still to come has nothing to give: others have.
-                came |= self.leave_host(at, part) || !self.is_in_host(at, part);
+                // One whose cells are still to come has nothing to give, nor one that others
+                // continue: others have.
+                came |= self.leave_host(at, part)
+                    || !self.is_in_host(at, part)
+                    || self.note_continued(at, Tier::Host);
             }
         }
         // When all that was chosen had to stay, others are asked for, so many times.

@@ -194,14 +194,16 @@ impl Core {
             if victims.is_empty() {
                 break;
             }
-            let mut freed = 0;
+            let (mut freed, mut came) = (0, false);
             for victim in victims.drain(..) {
                 if let Some((at, part)) = self.chosen(victim) {
-                    freed += self.leave_disk(at, part);
+                    let bytes = self.leave_disk(at, part);
+                    freed += bytes;
+                    came |= bytes > 0 || self.note_continued(at, Tier::Disk);
                 }
             }
             over = over.saturating_sub(freed);
-            if freed == 0 {
+            if !came {
                 break; // what was chosen is in use: later
             }
         }
@@ -270,12 +272,14 @@ impl Core {
                     }
                     _ => self.host_shelf.choose(self.now_ns, u64::MAX >> 1, most, &mut victims),
                 }
+                let mut came = false;
                 for victim in victims.drain(..) {
                     if let Some((at, _)) = self.chosen(victim) {
                         self.leave_all(at, tier);
+                        came |= self.note_continued(at, tier);
                     }
                 }
-                if self.free_rows() == before {
+                if self.free_rows() == before && !came {
                     break;
                 }
             }
