@@ -24,6 +24,11 @@ impl Channel {
         self.link.made()
     }
 
+    /// How long the way to the other side and back takes, as far as the kernel knows.
+    pub fn round_trip_ns(&self) -> Option<u64> {
+        self.link.round_trip_ns()
+    }
+
     /// Goes on with what has to be said before anything else; whether all of that has been.
     pub fn secure(&mut self) -> Result<bool, Lost> {
         self.tls.as_mut().map_or(Ok(true), |tls| tls.shake_hands(&self.link))

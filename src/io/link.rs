@@ -124,6 +124,19 @@ impl Link {
         }
     }
 
+    /// How long the way to the other side and back takes, as far as the kernel knows.
+    pub fn round_trip_ns(&self) -> Option<u64> {
+        // SAFETY: plain numbers, for which zeros are a value.
+        let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+        let mut bytes = size_of_val(&info) as libc::socklen_t;
+        let (fd, at) = (self.0.as_raw_fd(), (&raw mut info).cast());
+        // SAFETY: an open descriptor; `info` has the length that is stated, and a kernel that
+        // knows less of it writes less.
+        let told =
+            unsafe { libc::getsockopt(fd, libc::IPPROTO_TCP, libc::TCP_INFO, at, &raw mut bytes) };
+        (told == 0 && info.tcpi_rtt > 0).then(|| u64::from(info.tcpi_rtt) * 1000)
+    }
+
     /// Sends what there is room for now; None = there is none.
     ///
     /// # Safety
@@ -295,6 +308,7 @@ mod tests {
         let mut got = [0; 7];
         other.read_exact(&mut got).unwrap();
         assert_eq!(&got, b"abcdefg");
+        assert!(link.round_trip_ns().is_some_and(|ns| (1..SOON_NS).contains(&ns)));
         // SAFETY: both live.
         assert_eq!(unsafe { link.receive(&mut pieces) }, Ok(None));
         other.write_all(b"1234567").unwrap();

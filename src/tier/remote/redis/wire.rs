@@ -14,7 +14,7 @@ use crate::tier::remote::redis::command::Out;
 use crate::tier::remote::redis::errors;
 use crate::tier::remote::redis::resp::{Nonsense, Reader, Reply, Value, Want};
 use crate::tier::remote::redis::slots;
-use crate::tier::remote::redis::work::{Came, Work};
+use crate::tier::remote::redis::work::{Came, Work, window_of};
 
 /// How often a connection is read from, at most, before others have their turn.
 const TURNS: usize = 16;
@@ -108,6 +108,8 @@ pub struct Wire {
     pub items: usize,
     /// Bytes that these items have.
     pub bytes: u64,
+    /// Bytes that they may have.
+    pub window: u64,
     /// Stored, but not known to be with replicas.
     pub unconfirmed: Vec<Task>,
     /// Something was stored since replicas were asked about last.
@@ -141,6 +143,7 @@ impl Wire {
             by_ns,
             items: 0,
             bytes: 0,
+            window: window_of(None),
             unconfirmed: Vec::new(),
             is_to_confirm: false,
             is_old: false,

@@ -11,16 +11,27 @@ use crate::tier::remote::{Asks, Gets, Part, Puts, Trouble};
 /// ones come with GET: servers that can send a value without copying it do so for GET alone, and
 /// what is longer than there is room for is rare, and costs the way only.
 const RANGE_BYTES: u64 = 64 << 10;
-/// Most objects on the way at once on a connection, and most bytes of theirs: servers keep what
-/// nobody has read yet in memory that they do not limit.
+/// Most objects on the way at once on a connection, and least and most bytes of theirs: servers
+/// keep what nobody has read yet in memory that they do not limit, and what they take for that
+/// anew costs them half as much again as what they have in their caches.
 const WINDOW_ITEMS: usize = 64;
-const WINDOW_BYTES: u64 = 8 << 20;
+const LEAST_WINDOW_BYTES: u64 = 1 << 20;
+const MOST_WINDOW_BYTES: u64 = 8 << 20;
+/// What a line carries in a microsecond: 100 Gbit/s.
+const LINE_BYTES_PER_US: u64 = 12_500;
 /// Most questions on the way at once: their answers are a few bytes.
 const WINDOW_ASKS: usize = 8192;
 /// Most bytes of what a server says of itself.
 const MAX_INFO_BYTES: usize = 256 << 10;
 /// Most bytes of what a server calls an entry of a stream.
 const MAX_ID_BYTES: usize = 256;
+
+/// Bytes of objects that may be on the way at once on a connection: what keeps a fast line busy
+/// for as long as the way there and back takes, and no more.
+pub fn window_of(round_trip_ns: Option<u64>) -> u64 {
+    let bytes = round_trip_ns.map(|ns| (ns / 1000).saturating_mul(LINE_BYTES_PER_US));
+    bytes.unwrap_or(MOST_WINDOW_BYTES).clamp(LEAST_WINDOW_BYTES, MOST_WINDOW_BYTES)
+}
 
 /// A batch.
 pub enum Work<'a> {
@@ -130,12 +141,12 @@ impl Work<'_> {
         }
     }
 
-    /// Whether an item may go beside others that are on the way.
-    pub fn fits(&self, item: usize, items: usize, bytes: u64) -> bool {
+    /// Whether an item may go beside others that are on the way, with so many bytes at most.
+    pub fn fits(&self, item: usize, (items, bytes): (usize, u64), window: u64) -> bool {
         match self {
             Work::Get(_) | Work::Put(_) => {
                 let sum = bytes.saturating_add(self.weight(item));
-                items == 0 || (items < WINDOW_ITEMS && sum <= WINDOW_BYTES)
+                items == 0 || (items < WINDOW_ITEMS && sum <= window)
             }
             Work::Ask(_) | Work::Remove(_) | Work::Greet(_) | Work::Tell(_) => items < WINDOW_ASKS,
         }
@@ -309,4 +320,33 @@ fn way(offset: u64, room: u64) -> Way {
 pub fn words(out: &mut Out, words: &[&[u8]]) {
     out.command(words.len());
     words.iter().for_each(|word| out.word(word));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tier::remote::name::{HASH_BYTES, Name};
+
+    #[test]
+    fn windows_are_as_long_as_the_way() {
+        let of = |us: u64| window_of(Some(us * 1000)) >> 10;
+        assert_eq!(
+            [0, 40, 83, 168, 335, 700, 90_000].map(of),
+            [1024, 1024, 1024, 2050, 4089, 8192, 8192]
+        );
+        assert_eq!((window_of(None), window_of(Some(u64::MAX))), (8 << 20, 8 << 20));
+    }
+
+    #[test]
+    fn one_object_always_fits() {
+        let mut gets = Gets::default();
+        for _ in 0..3 {
+            gets.object(Name { tenant: 0, hash: [0; HASH_BYTES] }, 0);
+            gets.part(std::ptr::null_mut(), 3 << 20);
+        }
+        let work = Work::Get(&mut gets);
+        assert!(work.fits(0, (0, 0), 1 << 20) && !work.fits(1, (1, 3 << 20), 1 << 20));
+        assert!(work.fits(1, (1, 3 << 20), 8 << 20) && !work.fits(2, (2, 6 << 20), 8 << 20));
+        assert!(!work.fits(1, (WINDOW_ITEMS, 0), 8 << 20));
+    }
 }

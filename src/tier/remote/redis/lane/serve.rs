@@ -102,8 +102,10 @@ impl RedisLane {
             wire.expects(Expect::Slots);
         }
         for _ in 0..FED {
-            let next =
-                node.queue.front().filter(|task| work.fits(task.item, wire.items, wire.bytes));
+            let next = node
+                .queue
+                .front()
+                .filter(|task| work.fits(task.item, (wire.items, wire.bytes), wire.window));
             let Some(task) = next.copied() else { break };
             node.queue.pop_front();
             work.key(task.item, &settings.prefix, &mut self.key);

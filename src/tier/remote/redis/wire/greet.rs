@@ -6,7 +6,7 @@ use crate::tier::remote::redis::errors::{self, Said};
 use crate::tier::remote::redis::resp::{Nonsense, Value};
 use crate::tier::remote::redis::url::Address;
 use crate::tier::remote::redis::wire::{Expect, Fault, State, Wire};
-use crate::tier::remote::redis::work::words;
+use crate::tier::remote::redis::work::{window_of, words};
 
 impl Wire {
     /// Says who we are.
@@ -74,6 +74,7 @@ impl Wire {
         }
         if self.expect.is_empty() {
             self.state = State::Ready;
+            self.window = window_of(self.link.round_trip_ns());
         }
         Ok(())
     }
