@@ -1,5 +1,7 @@
-//! Link arguments of the shared object. Nothing is generated here: the header
-//! is committed, and a test regenerates and compares it.
+//! Link arguments of the shared object, and its soname beside it. Nothing is generated here:
+//! the header is committed, and a test regenerates and compares it.
+
+use std::path::Path;
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -17,4 +19,18 @@ fn main() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,relro,-z,now");
     // The unwinder sits in libgcc_s; nothing else is dragged in by default flags.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--as-needed");
+    name_beside(&format!("libkvtier.so.{soname}"));
+}
+
+/// A program that was linked to `target/PROFILE/libkvtier.so` looks for the soname when it starts:
+/// a link of that name stands beside the library. Cargo has no other place to ask for one, and a
+/// link that cannot be made fails no build.
+fn name_beside(soname: &str) {
+    let out = std::env::var("OUT_DIR").unwrap_or_default();
+    // TARGET/PROFILE/build/PACKAGE-HASH/out
+    let Some(profile) = Path::new(&out).ancestors().nth(3) else { return };
+    let link = profile.join(soname);
+    if link.symlink_metadata().is_err() {
+        let _ = std::os::unix::fs::symlink("libkvtier.so", link);
+    }
 }

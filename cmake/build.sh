@@ -1,19 +1,19 @@
 #!/bin/sh
 # Builds the shared and the static library and lays them out under OUTDIR:
 #
-#   cmake/build.sh OUTDIR [PROFILE]      PROFILE: release (default), abi, dev
+#   cmake/build.sh OUTDIR [PROFILE]      PROFILE: dist (default), release, abi, dev
 #
 #   OUTDIR/lib/libkvtier.so.MAJOR.MINOR.PATCH   and the links to it
 #   OUTDIR/lib/libkvtier.a
 #
 # One cargo call for each crate type: a call that makes both silently drops LTO.
 # Honours CARGO, CARGO_TARGET_DIR, CARGO_BUILD_TARGET, CARGO_NET_OFFLINE, RUSTFLAGS,
-# LD, OBJCOPY and AR. KVTIER_CARGO_ARGS is handed to cargo (cmake/vendor.sh prints some).
+# LD, OBJCOPY and AR. KVTIER_CARGO_ARGS is passed to cargo (cmake/vendor.sh prints some).
 # KVTIER_PLAIN_ARCHIVE=1 leaves the archive as rustc makes it; KVTIER_CRATE_TYPES=cdylib
 # makes no archive at all.
 set -eu
 out=${1:?usage: cmake/build.sh OUTDIR [PROFILE]}
-profile=${2:-release}
+profile=${2:-dist}
 mkdir -p "$out/lib"
 out=$(cd "$out" && pwd)
 # The target directory is the caller's: relative to where it was called.
@@ -55,7 +55,7 @@ seal() {
 types=${KVTIER_CRATE_TYPES:-cdylib staticlib}
 for type in $types; do
     # shellcheck disable=SC2086
-    "$cargo" rustc --locked --lib --no-default-features --features redis,dir --profile "$profile" \
+    "$cargo" rustc --locked --package kvtier --lib --no-default-features --features redis,dir --profile "$profile" \
         --crate-type $type ${KVTIER_CARGO_ARGS:-}
     case $type in
         cdylib) built=libkvtier.so ;;

@@ -29,9 +29,9 @@ flags="-Zsanitizer=$name -Cforce-frame-pointers=yes -Cdebuginfo=1"
 [ "$kind" = tsan ] && flags="$flags -Cunsafe-allow-abi-mismatch=sanitizer"
 target=${CARGO_TARGET_DIR:-$root/target}/$kind
 (cd "$root" && RUSTC_BOOTSTRAP=1 RUSTFLAGS="$flags" CARGO_TARGET_DIR=$target \
-    CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
     CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_STRIP=none \
-    cargo rustc --locked --lib --no-default-features --features redis,dir --release --target "$host" \
+    CARGO_PROFILE_RELEASE_INCREMENTAL=false \
+    cargo rustc --locked --package kvtier --lib --no-default-features --features redis,dir --release --target "$host" \
     --crate-type staticlib) >"$work/build.log" 2>&1 || { tail -n 20 "$work/build.log"; exit 1; }
 cp "$target/$host/release/libkvtier.a" "$work/libkvtier.a"
 

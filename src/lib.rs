@@ -4,7 +4,7 @@
 //! The map, one floor a line; imports point down only (`tests/arrows.rs`):
 //!
 //! - [`ffi`]: the C boundary. Guards, handles, sized structs, one file a noun.
-//! - [`lab`]: traces, and policies replayed on them.
+//! - [`trace`]: request traces: readers, generators, and policies replayed on them.
 //! - [`kv`]: what an engine keeps its KV with: the store, its plans and its core.
 //! - [`offload`]: KV of one sequence layer by layer, with sparse policies.
 //! - [`stream`]: weights larger than memory: model files, plans, a pipeline.
@@ -33,10 +33,10 @@ pub mod ffi;
 pub mod format;
 pub mod io;
 pub mod kv;
-pub mod lab;
 pub mod meta;
 pub mod offload;
 pub mod policy;
 pub mod sparse;
 pub mod stream;
 pub mod tier;
+pub mod trace;

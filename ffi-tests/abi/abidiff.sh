@@ -73,8 +73,7 @@ echo "ok    the interface is the committed one"
 tree=$work/broken
 rm -rf "$tree"
 mkdir -p "$tree"
-(cd "$root" && tar -cf - Cargo.toml Cargo.lock build.rs cmake include src \
-    $( [ -d benches ] && echo benches )) | (cd "$tree" && tar -xf -)
+(cd "$root" && tar -cf - Cargo.toml Cargo.lock build.rs cmake include src crates) | (cd "$tree" && tar -xf -)
 # break NAME SED-SCRIPT FILE
 break_() {
     cp "$tree/$3" "$work/before"

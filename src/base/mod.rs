@@ -24,6 +24,7 @@ pub mod owner;
 pub mod panic;
 pub mod promise;
 pub mod queue;
+pub mod random;
 pub mod runtime;
 pub mod slab;
 pub mod spare;

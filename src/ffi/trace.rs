@@ -13,14 +13,14 @@ use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::slice::{require, text};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
-use crate::lab::generate::{self, GenOpts};
-use crate::lab::reader::{self, ReadOpts};
-use crate::lab::replay::{self, Hints, ReplayOpts};
-use crate::lab::report::Report;
-use crate::lab::study::Study;
-use crate::lab::trace::Trace;
 use crate::meta::cost::Cost;
 use crate::policy::custom;
+use crate::trace::generate::{self, GenOpts};
+use crate::trace::reader::{self, ReadOpts};
+use crate::trace::replay::{self, Hints, ReplayOpts};
+use crate::trace::report::Report;
+use crate::trace::requests::Trace;
+use crate::trace::study::Study;
 
 /// Requests to a KV cache over time. Never changes: any thread may use it.
 pub struct kvt_trace_t(());

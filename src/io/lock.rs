@@ -90,8 +90,8 @@ impl Drop for Lock {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::io::contract::Scratch;
     use crate::io::real::{RealFiles, RealOpts};
+    use crate::io::scratch::Scratch;
     use std::ffi::CString;
     use std::path::PathBuf;
 

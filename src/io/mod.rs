@@ -16,7 +16,6 @@ pub mod read_only;
 pub mod real;
 pub mod shared_dir;
 pub mod sidecar;
-pub mod simulated;
 pub mod socket;
 pub mod source;
 pub mod span;
@@ -29,4 +28,4 @@ pub mod tls_opts;
 pub mod uring;
 
 #[cfg(all(test, not(feature = "shuttle")))]
-pub(crate) mod contract;
+pub(crate) mod scratch;

@@ -147,8 +147,8 @@ impl Files for ReadOnlyFiles {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::io::contract::Scratch;
     use crate::io::real::{RealFiles, RealOpts};
+    use crate::io::scratch::Scratch;
 
     #[test]
     fn it_reads_what_somebody_else_has_open_and_writes_nothing() {

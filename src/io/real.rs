@@ -203,8 +203,8 @@ impl Files for RealFiles {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::io::contract::{Scratch, bytes_of, memory, read, write};
     use crate::io::files::{LOCK_NAME, Way};
+    use crate::io::scratch::{Scratch, bytes_of, memory, read, write};
     use crate::io::uring::Damage;
     use std::os::fd::AsRawFd;
     use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};

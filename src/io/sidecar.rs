@@ -95,7 +95,7 @@ pub fn beside(file: &Path, suffix: &str) -> PathBuf {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::io::contract::Scratch;
+    use crate::io::scratch::Scratch;
     use std::os::unix::fs::{MetadataExt, symlink};
 
     #[test]

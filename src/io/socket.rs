@@ -317,7 +317,7 @@ fn user() -> libc::uid_t {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::io::contract::Scratch;
+    use crate::io::scratch::Scratch;
     use std::io::{Read, Write};
     use std::os::unix::fs::{FileTypeExt, PermissionsExt};
     use std::os::unix::net::{UnixListener, UnixStream};

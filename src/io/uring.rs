@@ -376,7 +376,7 @@ impl Ring {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::io::contract::{Scratch, bytes_of, memory};
+    use crate::io::scratch::{Scratch, bytes_of, memory};
     use std::os::unix::fs::OpenOptionsExt;
 
     /// A ring, unless this machine has none.

@@ -18,7 +18,6 @@ pub mod queues;
 pub mod ready;
 mod remote_open;
 pub mod remote_spec;
-pub mod sim;
 pub mod spec;
 pub mod store;
 mod verify;

@@ -11,8 +11,8 @@ use kvtier::stream::plan::Home;
 use kvtier::stream::streamer::{How, Opts};
 use kvtier::stream::units::{NONE, Role};
 
-use crate::numbers::Random;
-use crate::rig::{
+use kvtier_lab::reference::numbers::Random;
+use kvtier_testkit::fixtures::stream_rig::{
     Files, MIB, Rig, dense, device, experts, patiently, runtime, soon, with_device, with_host,
 };
 
@@ -297,7 +297,10 @@ fn an_embedding_that_comes_back_to_host_memory_is_used_there() {
         for unit in rig.files.order() {
             let held = rig.streamer.acquire(unit, patiently()).expect("a unit");
             assert!(rig.is_right(&held).expect("no event"));
-            assert_eq!(crate::rig::on_device(&held), !plan.on_processor[unit as usize]);
+            assert_eq!(
+                kvtier_testkit::fixtures::stream_rig::on_device(&held),
+                !plan.on_processor[unit as usize]
+            );
             rig.streamer.release(&held, None).expect("given back");
         }
     }

@@ -4,17 +4,17 @@ use std::ops::Range as Span;
 use std::sync::Arc;
 
 use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::random::Random;
 use kvtier::base::runtime::Runtime;
 use kvtier::base::status::Status;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
-use kvtier::io::fixed::faults::Fault;
-use kvtier::io::fixed::simulated::{SimFixed, SimFixedOpts};
-use kvtier::io::simulated::random::Random;
 use kvtier::stream::plan::{Mode, Placement, Wishes};
 use kvtier::stream::streamer::{Opts, Streamer, Verify};
 use kvtier::stream::units::{Entry, NONE, Range, Role};
+use kvtier_testkit::fixed::faults::Fault;
+use kvtier_testkit::fixed::simulated::{SimFixed, SimFixedOpts};
 
-use crate::rig::{Files, MIB, Rig, device, runtime, wishes};
+use kvtier_testkit::fixtures::stream_rig::{Files, MIB, Rig, device, runtime, wishes};
 
 /// What goes wrong with files or the device.
 #[derive(Clone, Debug, PartialEq)]

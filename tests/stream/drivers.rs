@@ -5,15 +5,15 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier::base::budget::Tier;
+use kvtier::base::random::Random;
 use kvtier::base::status::{Error, Status};
 use kvtier::device::Memory;
-use kvtier::io::simulated::random::Random;
 use kvtier::stream::plan::Links;
 use kvtier::stream::streamer::{Held, How};
 use kvtier::stream::units::Role;
 
 use crate::cases::{Case, Ending, Payer, Trouble, one};
-use crate::rig::{MIB, soon};
+use kvtier_testkit::fixtures::stream_rig::{MIB, soon};
 
 const GRAIN: u64 = 4096;
 /// What each thread does.

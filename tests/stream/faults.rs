@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::io::fixed::faults::Fault;
-use kvtier::io::fixed::simulated::SimFixedOpts;
 use kvtier::stream::streamer::{How, Opts, Verify};
+use kvtier_testkit::fixed::faults::Fault;
+use kvtier_testkit::fixed::simulated::SimFixedOpts;
 
 use crate::gate::Gate;
-use crate::rig::{
+use kvtier_testkit::fixtures::stream_rig::{
     Files, MIB, Rig, dense, device, experts, large, patiently, runtime, soon, status, with_device,
     with_host,
 };

@@ -2,12 +2,12 @@
 
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
-use kvtier::io::fixed::simulated::SimFixedOpts;
 use kvtier::stream::plan::{Home, Mode, Wishes};
 use kvtier::stream::streamer::{How, Opts, Verify};
+use kvtier_testkit::fixed::simulated::SimFixedOpts;
 
-use crate::numbers;
-use crate::rig::{
+use kvtier_lab::reference::numbers;
+use kvtier_testkit::fixtures::stream_rig::{
     Files, MIB, Rig, dense, device, experts, large, on_device, patiently, runtime, soon, status,
     wishes, with_device, with_host,
 };

@@ -10,12 +10,12 @@ use kvtier::base::runtime::Runtime;
 use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Copy, Device, Stream, Way};
-use kvtier::io::fixed::simulated::SimFixedOpts;
 use kvtier::stream::plan::{Home, Plan, Seat, Wishes};
 use kvtier::stream::streamer::Opts;
+use kvtier_testkit::fixed::simulated::SimFixedOpts;
 
-use crate::numbers::Random;
-use crate::rig::{
+use kvtier_lab::reference::numbers::Random;
+use kvtier_testkit::fixtures::stream_rig::{
     Files, MIB, Rig, dense, device, experts, large, patiently, runtime, soon, with_device,
     with_host,
 };

@@ -7,7 +7,7 @@ use kvtier::base::status::Result;
 use kvtier::device::simulated::{Simulated, SimulatedOpts};
 use kvtier::device::{Copy, Device, DeviceMemory, Event, Facts, State, Stream};
 
-use crate::rig::{Files, Rig, dense, device, runtime, soon, with_device};
+use kvtier_testkit::fixtures::stream_rig::{Files, Rig, dense, device, runtime, soon, with_device};
 
 const PLENTY: u64 = 1 << 30;
 /// Longer than anything here takes that does not wait for the driver.

@@ -7,8 +7,8 @@ use kvtier::base::status::Status;
 use kvtier::device::simulated::SimulatedOpts;
 use kvtier::stream::streamer::{How, Opts};
 
-use crate::numbers::Random;
-use crate::rig::{
+use kvtier_lab::reference::numbers::Random;
+use kvtier_testkit::fixtures::stream_rig::{
     Files, Rig, dense, device, experts, on_device, patiently, soon, status, with_device, with_host,
 };
 

@@ -15,8 +15,8 @@ use kvtier::stream::plan::{Home, Wishes};
 use kvtier::stream::streamer::{Held, How, Opts, Streamer};
 use kvtier::stream::units::{NONE, Units};
 
-use crate::model_files::{Made, Meta, Scratch, gguf_head, safetensors_head};
-use crate::quants::{bytes_of, numbers_of};
+use kvtier_testkit::fixtures::model_files::{Made, Meta, Scratch, gguf_head, safetensors_head};
+use kvtier_testkit::fixtures::quants::{bytes_of, numbers_of};
 
 /// A tensor by the name that GGUF has for it, and its numbers. Experts are stacked.
 pub struct Tensor {

@@ -12,7 +12,7 @@ use kvtier::stream::plan::{Home, Mode, Wishes};
 use kvtier::stream::streamer::{How, Opts};
 
 use crate::budgets::{budget, used};
-use crate::rig::{
+use kvtier_testkit::fixtures::stream_rig::{
     Files, MIB, Rig, dense, device, experts, large, patiently, runtime, soon, status, with_device,
 };
 

@@ -6,16 +6,11 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::io::files::{FileId, MAX_PARTS, Part, Piece, Way};
 
-pub mod faults;
 pub mod identity;
 mod mapped;
 pub mod measure;
-mod opened;
+pub mod opened;
 pub mod real;
-pub mod simulated;
-
-#[cfg(all(test, not(feature = "shuttle")))]
-mod contract;
 
 /// Most files of a model.
 pub const MAX_FIXED_FILES: usize = 4096;
@@ -96,7 +91,7 @@ pub trait FixedFiles: Send + Sync {
 }
 
 /// Checks what all implementations refuse.
-fn check_piece(files: &dyn FixedFiles, piece: &Piece) -> Result<()> {
+pub fn check_piece(files: &dyn FixedFiles, piece: &Piece) -> Result<()> {
     piece.check(files.align_bytes())?;
     let FileId(file) = piece.file;
     if piece.way != Way::Read {
@@ -121,7 +116,7 @@ fn check_piece(files: &dyn FixedFiles, piece: &Piece) -> Result<()> {
 ///
 /// # Safety
 /// As for [`FixedFiles::transfer`].
-unsafe fn zero_past(piece: &Piece, file_bytes: u64) {
+pub unsafe fn zero_past(piece: &Piece, file_bytes: u64) {
     let mut at = piece.offset;
     for part in &piece.parts {
         let here = file_bytes.saturating_sub(at).min(part.bytes);
@@ -137,7 +132,7 @@ unsafe fn zero_past(piece: &Piece, file_bytes: u64) {
 
 /// The parts of a piece, each with where in the file its bytes are, as far as those are
 /// before the end.
-fn inside(piece: &Piece, file_bytes: u64) -> [(u64, Part); MAX_PARTS] {
+pub fn inside(piece: &Piece, file_bytes: u64) -> [(u64, Part); MAX_PARTS] {
     let mut at = piece.offset;
     piece.parts.map(|part| {
         let from = at;

@@ -16,8 +16,11 @@ use crate::io::probe;
 
 /// A file of a model.
 pub struct Opened {
+    /// Its descriptor.
     pub file: Arc<OpenFile>,
+    /// Its path.
     pub path: PathBuf,
+    /// What it was when it was opened.
     pub stamp: Stamp,
 }
 

@@ -263,6 +263,3 @@ fn wrong(unit: u32, block: usize, offset: u64) -> Error {
     );
     Error::new(Status::Corrupt, text)
 }
-
-#[cfg(all(test, not(feature = "shuttle")))]
-mod tests;

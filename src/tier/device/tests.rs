@@ -3,11 +3,11 @@
 use super::*;
 use crate::base::budget::{Budget, BudgetOpts, Tier};
 use crate::base::clock::Clock;
+use crate::base::random::Random;
 use crate::base::runtime::{Runtime, RuntimeOpts};
 use crate::device::Device;
 use crate::device::host::Host;
 use crate::device::simulated::{Simulated, SimulatedOpts};
-use crate::io::simulated::random::Random;
 
 fn device(memory_bytes: u64) -> Arc<Simulated> {
     let opts = SimulatedOpts { memory_bytes, ..SimulatedOpts::default() };

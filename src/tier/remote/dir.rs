@@ -506,7 +506,6 @@ mod tests {
     use std::time::{Duration, SystemTime};
 
     use super::*;
-    use crate::tier::remote::conformance::{Opts, conform};
 
     const FAR: u64 = u64::MAX;
 
@@ -608,17 +607,6 @@ mod tests {
         asks.name(name);
         lane.remove(&mut asks, FAR);
         asks.items[0].result
-    }
-
-    #[test]
-    fn it_conforms() {
-        for fsync in [false, true] {
-            let place = Place::new(&format!("conforms-{fsync}"));
-            let remote = Dir(DirOpts { fsync, ..place.remote().0 });
-            let opts = Opts { largest_bytes: 5 << 20, ..Opts::default() };
-            assert_eq!(conform(&remote, &opts).unwrap().len(), 12);
-            assert_eq!(place.files(), [] as [PathBuf; 0]);
-        }
     }
 
     #[test]

@@ -9,7 +9,6 @@
 
 pub mod batch;
 pub mod breaker;
-pub mod conformance;
 #[cfg(feature = "dir")]
 pub mod dir;
 pub mod name;
@@ -22,7 +21,6 @@ pub mod s3;
 pub mod seal;
 pub mod secret;
 pub mod shape;
-pub mod simulated;
 #[cfg(feature = "dir")]
 mod sweep;
 

@@ -1,9 +1,9 @@
 use super::*;
+use crate::base::random::Random;
 use crate::format::codec::Shape as PlaneShape;
 use crate::format::codec::int8::Scales;
 use crate::format::keys::{Fingerprint, Key};
 use crate::format::segment::sign;
-use crate::io::simulated::random::Random;
 use crate::meta::dtype::Dtype;
 use crate::meta::layout::{Group, Layout};
 use proptest::prelude::*;

@@ -210,7 +210,3 @@ impl Remote for Sealed {
         self.inner.tally()
     }
 }
-
-#[cfg(all(test, not(feature = "shuttle")))]
-#[path = "seal_tests.rs"]
-mod tests;

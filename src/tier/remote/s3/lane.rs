@@ -5,11 +5,11 @@ use std::collections::VecDeque;
 
 use crate::base::clock::wall_s;
 use crate::base::machine::random_bytes;
+use crate::base::random::Random;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::Ordering;
 use crate::io::link::{Pieces, Watch};
-use crate::io::simulated::random::Random;
 use crate::tier::remote::s3::conn::{Conn, Reply};
 use crate::tier::remote::s3::errors::Meaning;
 use crate::tier::remote::s3::fault::Fault;

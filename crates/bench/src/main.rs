@@ -1,0 +1,294 @@
+//! `kvtier-bench`: groups of bars, each a number beside a baseline of the same run.
+//!
+//! `cargo run --release -p kvtier-bench -- GROUP`; what is shipped is measured with
+//! `--profile dist` in the place of `--release`.
+
+mod abi;
+mod attention;
+mod device;
+mod device_files;
+mod device_kernels;
+mod device_offload;
+mod device_stream;
+mod disk;
+mod index;
+mod lab;
+mod model;
+mod model_child;
+mod offload;
+mod overlap;
+mod peers;
+mod policy;
+mod remote;
+mod remote_server;
+mod remote_store;
+mod scale;
+mod sparse;
+mod store;
+mod stream;
+mod stream_calls;
+mod stream_child;
+mod stream_group;
+mod stream_passes;
+mod stream_timed;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use clap::{Parser, Subcommand};
+
+/// Counts the allocations of the benchmark's own process.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: passes everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Allocations of this process so far.
+pub fn allocations() -> u64 {
+    ALLOCATIONS.load(Ordering::Relaxed)
+}
+
+/// Which way is good.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Better {
+    /// Less is better.
+    Lower,
+    /// More is better.
+    Higher,
+}
+
+/// One measured bar.
+pub struct Bar {
+    /// Its name.
+    pub bar: &'static str,
+    /// What was measured; `None` when something needed is absent.
+    pub value: Option<f64>,
+    /// Of what.
+    pub unit: &'static str,
+    /// What it is compared with.
+    pub baseline: &'static str,
+    /// What that measured, in the same unit.
+    pub baseline_value: Option<f64>,
+    /// What is wanted of `value`.
+    pub goal: Option<f64>,
+    /// Which way is good.
+    pub better: Better,
+    /// Anything to say.
+    pub note: String,
+}
+
+impl Bar {
+    /// Whether the goal is met; `None` without a goal or a value.
+    pub fn ok(&self) -> Option<bool> {
+        let (value, goal) = (self.value?, self.goal?);
+        Some(match self.better {
+            Better::Lower => value <= goal,
+            Better::Higher => value >= goal,
+        })
+    }
+
+    fn json(&self, group: &str) -> serde_json::Value {
+        let mut line = serde_json::json!({
+            "group": group,
+            "bar": self.bar,
+            "value": self.value,
+            "unit": self.unit,
+            "baseline": self.baseline,
+            "baseline_value": self.baseline_value,
+            "goal": self.goal,
+            "better": if self.better == Better::Lower { "lower" } else { "higher" },
+            "ok": self.ok(),
+            "profile": kvtier_cli::PROFILE,
+        });
+        if !self.note.is_empty() {
+            line["note"] = self.note.clone().into();
+        }
+        line
+    }
+
+    fn row(&self) -> String {
+        let number = |n: Option<f64>| n.map_or("-".to_string(), |n| format!("{n:.2}"));
+        let verdict = match self.ok() {
+            Some(true) => "ok",
+            Some(false) => "MISSED",
+            None => "-",
+        };
+        let goal = self.goal.map_or("-".to_string(), |goal| {
+            format!("{} {goal}", if self.better == Better::Lower { "<=" } else { ">=" })
+        });
+        format!(
+            "{:<24} {:>12} {:<10} {:>10}  {:<8} {:>12}  {} {}",
+            self.bar,
+            number(self.value),
+            self.unit,
+            goal,
+            verdict,
+            number(self.baseline_value),
+            self.baseline,
+            self.note
+        )
+    }
+}
+
+/// Measures kvtier, each number beside a baseline of the same run.
+#[derive(Parser)]
+#[command(name = "kvtier-bench", version = kvtier_cli::VERSION, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    /// The group; none lists them
+    group: Option<String>,
+    /// Finish within 50 seconds
+    #[arg(long)]
+    quick: bool,
+    /// The server of the group `remote`, redis://HOST[:PORT]; without it a server is started
+    #[arg(long)]
+    url: Option<String>,
+    /// One JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Measure passes over a model beside the bound, other placements and a memory map
+    Model(model::Args),
+    /// What the group `stream` and `model` run inside of memory cgroups
+    #[command(hide = true)]
+    Child(model_child::Args),
+}
+
+fn main() -> ExitCode {
+    env_logger::init();
+    let cli = Cli::parse();
+    let result = match (cli.command, cli.group) {
+        (Some(Command::Model(args)), _) => model::run(&args),
+        (Some(Command::Child(args)), _) => model_child::run(&args),
+        (None, None) => {
+            list();
+            Ok(())
+        }
+        (None, Some(group)) => {
+            run(&group, cli.quick, cli.url.as_deref(), cli.json).map_err(Into::into)
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("kvtier-bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+type Group = fn(quick: bool) -> Vec<Bar>;
+
+const GROUPS: [(&str, &str, Group); 13] = [
+    ("abi", "calls through the C boundary, ops and queues", abi::run),
+    ("attention", "kernels on one core, beside its multiply-adds and its reading", attention::run),
+    ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
+    ("device", "copies and kernels of a GPU, beside one large copy", device::run),
+    ("disk", "transfers, appends and reads of the disk tier, beside plain calls", disk::run),
+    ("lab", "replaying a trace on one thread", lab::run),
+    (
+        "offload",
+        "layers that come while others are computed, blocks that a policy spares",
+        offload::run,
+    ),
+    ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
+    (
+        "remote",
+        "objects of a Redis server, beside its own benchmark and a bare socket",
+        remote::run,
+    ),
+    ("scale", "ten million cells, an opening after a crash, memory in a storm", scale::run),
+    ("sparse", "decisions of sparse policies, beside reading what they are made from", sparse::run),
+    ("store", "puts, gets and restores, beside memcpy and plain reads", store::run),
+    ("stream", "weights larger than memory, beside the disk and a memory map", stream::run),
+];
+
+/// Prints the groups.
+pub fn list() {
+    for (name, what, _) in GROUPS {
+        println!("{name:<12} {what}");
+    }
+}
+
+/// Runs a group; its server, where one is named. Bars that are missed are printed as such and fail
+/// nothing: time is not a test.
+pub fn run(group: &str, quick: bool, url: Option<&str>, json: bool) -> Result<(), String> {
+    let Some((_, _, measure)) = GROUPS.iter().find(|(name, _, _)| *name == group) else {
+        return Err(format!("there is no group '{group}'; `kvtier-bench` lists them"));
+    };
+    let bars = match (group, url) {
+        ("remote", Some(_)) => remote::run_at(quick, url),
+        (_, Some(_)) => return Err("--url is for the group 'remote' alone".to_string()),
+        (_, None) => measure(quick),
+    };
+    print(group, &bars, json);
+    Ok(())
+}
+
+/// Prints the bars of a group.
+pub fn print(group: &str, bars: &[Bar], json: bool) {
+    if !json {
+        println!("kvtier-bench {}, group {group}", kvtier_cli::VERSION);
+        println!(
+            "{:<24} {:>12} {:<10} {:>10}  {:<8} {:>12}  baseline",
+            "bar", "value", "unit", "goal", "", "baseline"
+        );
+    }
+    for bar in bars {
+        match json {
+            true => println!("{}", bar.json(group)),
+            false => println!("{}", bar.row()),
+        }
+    }
+}
+
+/// The median; the slice is sorted by it.
+pub fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Nanoseconds per call of `body`, over `n` calls.
+pub fn per_call(n: u32, mut body: impl FnMut()) -> f64 {
+    let start = Instant::now();
+    (0..n).for_each(|_| body());
+    start.elapsed().as_nanos() as f64 / f64::from(n)
+}
+
+/// Medians of two things measured in turn, so that both see the same machine.
+pub fn pairs(rounds: u32, mut a: impl FnMut() -> f64, mut b: impl FnMut() -> f64) -> (f64, f64) {
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        left.push(a());
+        right.push(b());
+    }
+    (median(&mut left), median(&mut right))
+}

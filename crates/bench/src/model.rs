@@ -1,0 +1,59 @@
+//! `kvtier-bench model`: the passes of the group `stream`, over a model that is there.
+
+use kvtier_cli::human;
+use kvtier_cli::stream::sizes::bytes;
+use kvtier_cli::stream::{Files, Outcome};
+
+use crate::Bar;
+
+/// A smaller model is read before its pieces could be under way at once, and a cgroup that
+/// holds a part of it has no room for a process.
+const LEAST_BYTES: u64 = 64 << 20;
+
+/// What is measured.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    files: Files,
+    /// Memory of each way, such as 8G; else 59 % of the model
+    #[arg(long, value_parser = bytes)]
+    host: Option<u64>,
+    /// Rounds, in each of which every way has its turn
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    rounds: u32,
+    /// One JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+/// What keeps several bars from having a number is long, and is said with the first.
+fn say_once(bars: &mut [Bar]) {
+    let mut said: Vec<(String, &str)> = Vec::new();
+    for bar in bars.iter_mut().filter(|bar| bar.value.is_none()) {
+        match said.iter().find(|(note, _)| *note == bar.note) {
+            Some((_, first)) => bar.note = format!("(as {first})"),
+            None => said.push((bar.note.clone(), bar.bar)),
+        }
+    }
+}
+
+/// Measures, and prints bars.
+pub fn run(args: &Args) -> Outcome<()> {
+    let (model, _) = args.files.open()?;
+    let (has, limit) = (model.bytes(), args.host.unwrap_or(0));
+    if has < LEAST_BYTES {
+        let (has, least) = (human(has), human(LEAST_BYTES));
+        return Err(format!("a model of {has}: passes are measured from {least} on").into());
+    }
+    if limit >= has {
+        let (has, limit) = (human(has), human(limit));
+        return Err(format!("--host {limit} holds all {has} of the model: nothing moves").into());
+    }
+    drop(model);
+    let mut bars = crate::stream::of_files(&args.files.files, limit, args.rounds)?;
+    if !args.json {
+        say_once(&mut bars);
+    }
+    crate::print("stream", &bars, args.json);
+    Ok(())
+}

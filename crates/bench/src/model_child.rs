@@ -1,0 +1,200 @@
+//! One way to pass over a model, in a process of its own: so it can be put into a memory
+//! cgroup, and the page cache that it fills is charged there.
+//!
+//! It says one line of JSON when it is ready, and one for each line of its input: a number of
+//! passes, before which comes one that does not count. A line with an `error` is its last.
+
+use std::fs::File;
+use std::io::{BufRead, Write};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use clap::ValueEnum;
+use kvtier::base::checksum::checksum;
+use kvtier::base::machine::MemoryFacts;
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::stream::model::Model;
+use kvtier::stream::plan::{Home, Placement, Wishes};
+use kvtier::stream::streamer::{How as Ask, Opts, Streamer};
+use kvtier::stream::units::Units;
+use serde_json::json;
+
+use kvtier_cli::stream::{Files, Outcome, sum};
+
+/// Which way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum How {
+    /// A memory map
+    Map,
+    /// The streamer, with residents at equal distances
+    Interleaved,
+    /// The streamer, with the first units as residents
+    First,
+}
+
+/// What to do.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Which way
+    #[arg(long, value_enum)]
+    how: How,
+    /// The cgroup's directory, which it joins before anything else
+    #[arg(long)]
+    cgroup: Option<PathBuf>,
+    /// Bytes of host memory for the streamer; else what it finds
+    #[arg(long)]
+    host: Option<u64>,
+    #[command(flatten)]
+    files: Files,
+}
+
+/// A file in memory.
+struct Map {
+    address: *mut libc::c_void,
+    bytes: usize,
+}
+
+impl Map {
+    fn new(path: &Path) -> Outcome<Map> {
+        let file = File::open(path)?;
+        let bytes = usize::try_from(file.metadata()?.len())?;
+        let (protection, flags) = (libc::PROT_READ, libc::MAP_SHARED);
+        // SAFETY: a new map of a file that is open; nobody has its addresses.
+        let address = unsafe {
+            libc::mmap(std::ptr::null_mut(), bytes, protection, flags, file.as_raw_fd(), 0)
+        };
+        match address {
+            libc::MAP_FAILED => Err(std::io::Error::last_os_error().into()),
+            address => Ok(Map { address, bytes }),
+        }
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: a map that this has made, and that nothing refers to any more.
+        unsafe { libc::munmap(self.address, self.bytes) };
+    }
+}
+
+enum Subject {
+    Map(Vec<Map>, Units),
+    Stream { streamer: Streamer, _runtime: Runtime },
+}
+
+impl Subject {
+    fn open(args: &Args, (model, units): (Model, Units)) -> Outcome<Subject> {
+        let placement = match args.how {
+            How::Map => {
+                let maps = model.files.iter().map(|file| Map::new(&file.path));
+                return Ok(Subject::Map(maps.collect::<Outcome<_>>()?, units));
+            }
+            How::Interleaved => Placement::Interleaved,
+            How::First => Placement::First,
+        };
+        let wishes = Wishes {
+            placement,
+            host_ceiling_bytes: args.host,
+            host_reserve_bytes: args.host.map(|_| 0),
+            kv_bytes: args.host.map(|_| 0),
+            ..Wishes::default()
+        };
+        let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() })?;
+        let opts = Opts { wishes, ..Opts::default() };
+        let streamer = Streamer::open(runtime.core(), model, units, opts)?;
+        streamer.load(0)?;
+        Ok(Subject::Stream { streamer, _runtime: runtime })
+    }
+
+    /// Looks at every byte of every unit, in their order.
+    fn pass(&self) -> Outcome<u64> {
+        let mut all = 0u64;
+        let mut add = |sum: u64| all = all.rotate_left(7) ^ sum;
+        match self {
+            Subject::Map(maps, units) => {
+                for unit in &units.units {
+                    let of = |sum: u64, extent: &kvtier::stream::units::Extent| {
+                        let map = &maps[extent.file as usize];
+                        debug_assert!(extent.offset + extent.bytes <= map.bytes as u64);
+                        // SAFETY: extents lie in their files, as the model was checked to have
+                        // it, and the map is as long as the file.
+                        let bytes = unsafe {
+                            let start = map.address.cast::<u8>().add(extent.offset as usize);
+                            std::slice::from_raw_parts(start, extent.bytes as usize)
+                        };
+                        sum.rotate_left(1) ^ checksum(bytes)
+                    };
+                    add(unit.extents.iter().fold(0, of));
+                }
+            }
+            Subject::Stream { streamer, .. } => {
+                streamer.pass_begin()?;
+                for (number, unit) in (0u32..).zip(&streamer.units().units) {
+                    let held = streamer.acquire(number, Ask::default())?;
+                    let sum = sum(unit, &held);
+                    streamer.release(&held, None)?;
+                    add(sum);
+                }
+                streamer.pass_end()?;
+            }
+        }
+        Ok(all)
+    }
+
+    fn ready(&self) -> serde_json::Value {
+        let facts = MemoryFacts::probe();
+        let Subject::Stream { streamer, .. } = self else { return json!({}) };
+        let plan = streamer.plan();
+        let away = plan.homes.iter().zip(&streamer.units().units);
+        let away = away.filter(|(home, _)| **home == Home::File);
+        let (engine, fallback) = streamer.engine();
+        json!({
+            "moved_bytes": away.clone().map(|(_, unit)| unit.bytes).sum::<u64>(),
+            "moved_units": away.count(),
+            "units": plan.homes.len(),
+            "host_bytes": plan.host_bytes,
+            "available_bytes": facts.available_bytes,
+            "engine": engine,
+            "fallback": fallback,
+        })
+    }
+}
+
+fn join(group: &Path) -> Outcome<()> {
+    let procs = group.join("cgroup.procs");
+    std::fs::write(&procs, std::process::id().to_string())
+        .map_err(|error| format!("no memory cgroup to be in: {}: {error}", procs.display()).into())
+}
+
+/// Serves its input; who started it is told what went wrong, and tells it.
+pub fn run(args: &Args) -> Outcome<()> {
+    if let Err(error) = serve(args) {
+        println!("{}", json!({ "error": error.to_string() }));
+    }
+    Ok(())
+}
+
+fn serve(args: &Args) -> Outcome<()> {
+    if let Some(group) = &args.cgroup {
+        join(group)?;
+    }
+    let subject = Subject::open(args, args.files.open()?)?;
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}", subject.ready())?;
+    out.flush()?;
+    for line in std::io::stdin().lock().lines() {
+        let count: u32 = line?.trim().parse()?;
+        let sum = subject.pass()?;
+        let begun = Instant::now();
+        for _ in 0..count {
+            if subject.pass()? != sum {
+                return Err("a pass saw other bytes than the one before".into());
+            }
+        }
+        let ns = begun.elapsed().as_nanos() as f64 / f64::from(count.max(1));
+        writeln!(out, "{}", json!({ "pass_ns": ns, "sum": sum }))?;
+        out.flush()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,184 @@
+//! Passes of models that compute, over a disk and to a device that take exactly as long
+//! as they say: beside the least that arithmetic allows.
+
+use std::time::{Duration, Instant};
+
+use kvtier::base::clock::Clock;
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::status::Result;
+use kvtier::base::sync::Arc;
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::stream::model::{File, Model, Tensor};
+use kvtier::stream::plan::{Home, Links, Wishes};
+use kvtier::stream::streamer::{How, Opts, Streamer};
+use kvtier::stream::units::{Role, Unit, Units};
+use kvtier_testkit::fixed::simulated::{SimFile, SimFixed, SimFixedOpts};
+
+use super::store::say;
+use super::{Bar, Better, median};
+
+const LAYERS: u32 = 80;
+/// A tensor for each layer, and a chunk of it: the least there can be.
+const LAYER_BYTES: u64 = 4 << 20;
+const CHUNK_BYTES: u64 = 1 << 20;
+/// What a layer takes to the device and from the disk, of which the published cases are
+/// the tenfold.
+const DEVICE_NS: u64 = 10_300_000;
+const DISK_NS: u64 = 20_000_000;
+
+/// A model in a file that does not exist, of layers of one tensor.
+pub fn model(layers: u32, layer_bytes: u64) -> Result<(Model, Units)> {
+    let tensor = |i: u32| Tensor {
+        name: format!("blk.{i}.ffn_up.weight"),
+        dtype: "F16",
+        dims: vec![layer_bytes / 2],
+        file: 0,
+        offset: u64::from(i) * layer_bytes,
+        bytes: layer_bytes,
+    };
+    let file = File { path: "simulated".into(), bytes: u64::from(layers) * layer_bytes };
+    let model = Model::named(vec![file], (0..layers).map(tensor).collect())?;
+    let units = Units::of(&model)?;
+    Ok((model, units))
+}
+
+/// Its file.
+pub fn files(model: &Model, rate: u64) -> Result<Arc<SimFixed>> {
+    let files = model.files.iter().map(|file| SimFile { bytes: file.bytes, seed: 1 }).collect();
+    let opts = SimFixedOpts { files, bytes_per_second: rate, ..SimFixedOpts::default() };
+    Ok(Arc::new(SimFixed::new(Clock::real(), opts)?))
+}
+
+fn rate(ns: u64) -> u64 {
+    (LAYER_BYTES as f64 * 1e9 / ns as f64) as u64
+}
+
+/// So many layers on the device, so many in host memory, the others in the file.
+#[derive(Clone, Copy)]
+struct Case {
+    bar: &'static str,
+    device: u32,
+    host: u32,
+    compute_ns: u64,
+}
+
+impl Case {
+    fn open(&self, runtime: &Runtime) -> Result<Streamer> {
+        let (model, units) = model(LAYERS, LAYER_BYTES)?;
+        let (disk, link) = (rate(DISK_NS), rate(DEVICE_NS));
+        // Staging of two layers: the disk reads while layers of host memory are copied.
+        let staging = 2 * LAYER_BYTES;
+        let wishes = Wishes {
+            device_ceiling_bytes: Some(u64::from(self.device + 2) * LAYER_BYTES),
+            host_ceiling_bytes: Some(u64::from(self.host) * LAYER_BYTES + staging),
+            device_safety_bytes: Some(0),
+            host_reserve_bytes: Some(0),
+            kv_bytes: Some(0),
+            staging_bytes: staging,
+            chunk_bytes: CHUNK_BYTES,
+            layer_compute_ns: self.compute_ns,
+            ..Wishes::default()
+        };
+        let device = SimulatedOpts {
+            latency_ns: 0,
+            bytes_per_second: link,
+            jitter_percent: 0,
+            memory_bytes: 1 << 30,
+            ..SimulatedOpts::default()
+        };
+        let opts = Opts {
+            wishes,
+            links: Links { disk, device: link, processor: 0 },
+            device: Some(Arc::new(Simulated::new(Clock::real(), device)?)),
+            ..Opts::default()
+        };
+        let files = files(&model, disk)?;
+        Streamer::open_on(runtime.core(), files, model, units, opts)
+    }
+
+    /// A pass over the least that it can take, and what homes there were.
+    fn measure(&self, passes: u32) -> Result<(f64, String)> {
+        let runtime = Runtime::open(RuntimeOpts::default())?;
+        let streamer = self.open(&runtime)?;
+        streamer.load(0)?;
+        let plan = streamer.plan();
+        let count = |home: Home| plan.homes.iter().filter(|h| **h == home).count() as u64;
+        let (device, host, file) = (count(Home::Device), count(Home::Host), count(Home::File));
+        let link_ns = (host + file) * DEVICE_NS;
+        let all_compute_ns = u64::from(LAYERS) * self.compute_ns;
+        let least_ns = all_compute_ns.max(link_ns).max(file * DISK_NS);
+        let mut took = Vec::new();
+        let (mut begun, mut computed) = (Instant::now(), Instant::now());
+        for pass in 0..passes + 1 {
+            streamer.pass_begin()?;
+            for layer in 0..LAYERS {
+                let asked = Instant::now();
+                let held = streamer.acquire(layer, How::default())?;
+                // One that is there begins as soon as the one before it has ended, as on a
+                // stream of a device: that this thread wakes late is no part of it.
+                let waited = asked.elapsed() > Duration::from_micros(50);
+                computed = if waited { computed.max(Instant::now()) } else { computed };
+                computed += Duration::from_nanos(self.compute_ns);
+                std::thread::sleep(computed.saturating_duration_since(Instant::now()));
+                streamer.release(&held, None)?;
+            }
+            streamer.pass_end()?;
+            let now = computed.max(Instant::now());
+            if pass > 0 {
+                took.push(now.duration_since(begun).as_nanos() as f64 / least_ns as f64);
+            }
+            begun = now;
+        }
+        streamer.close(0)?;
+        let note = format!("({device}/{host}/{file}, least {:.0} ms)", least_ns as f64 / 1e6);
+        Ok((median(&mut took), note))
+    }
+}
+
+/// Measures the bars.
+pub fn bars(quick: bool) -> Vec<Bar> {
+    let case = |bar, device, host, compute_ns| Case { bar, device, host, compute_ns };
+    let all = [
+        case("pass_29_51_c0.07", 29, 51, 70_000),
+        case("pass_29_51_c2", 29, 51, 2_000_000),
+        case("pass_29_51_c4", 29, 51, 4_000_000),
+        case("pass_29_51_c6.5", 29, 51, 6_500_000),
+        case("pass_29_51_c9", 29, 51, 9_000_000),
+        case("pass_20_30_30_c0.07", 20, 30, 70_000),
+        case("pass_20_30_30_c2", 20, 30, 2_000_000),
+    ];
+    let bar = |case: &Case| {
+        let mut bar = Bar {
+            bar: case.bar,
+            value: None,
+            unit: "of least",
+            baseline: "the most of computing, the device link and the disk (simulated)",
+            baseline_value: Some(1.0),
+            goal: Some(1.05),
+            better: Better::Lower,
+            note: String::new(),
+        };
+        match case.measure(if quick { 3 } else { 7 }) {
+            Ok((value, note)) => (bar.value, bar.note) = (Some(value), note),
+            Err(error) => bar.note = say(error),
+        }
+        bar
+    };
+    // Those in between say little that their neighbours do not.
+    let step = if quick { 2 } else { 1 };
+    all.iter().step_by(step).map(bar).collect()
+}
+
+/// Units of one size that are in no file.
+pub fn units(count: u32, bytes: u64) -> Units {
+    let unit = |layer: u32| Unit {
+        name: format!("layer {layer}"),
+        role: Role::Layer,
+        layer,
+        expert: kvtier::stream::units::NONE,
+        extents: Vec::new(),
+        bytes,
+        image_bytes: bytes,
+    };
+    Units { units: (0..count).map(unit).collect(), parts: Vec::new() }
+}

@@ -1,0 +1,184 @@
+//! What came of a spec: as a table and as CSV.
+
+use super::plan::Point;
+use kvtier_lab::reference::quality::{Answers, Foreseen, Lost, Used, interval};
+
+/// A policy with a budget, for a model.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// The model.
+    pub model: &'static str,
+    /// What was measured.
+    pub point: Point,
+    /// Questions, and right answers.
+    asked: usize,
+    right: usize,
+    asking: Sum,
+    prompt: Lost,
+    behind: Lost,
+    foreseeing: Sum,
+    seconds: f64,
+}
+
+/// What it took: sums of shares, and of how many texts.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sum {
+    bytes: f64,
+    looked: f64,
+    prompt: f64,
+    texts: f64,
+}
+
+impl Sum {
+    fn add(&mut self, used: &Used) {
+        self.bytes += used.bytes;
+        self.looked += used.looked;
+        self.prompt += used.prompt;
+        self.texts += 1.0;
+    }
+}
+
+/// A number of a row: its name, and how it is computed.
+type Column = (&'static str, fn(&Row) -> f64);
+
+/// What CSV says of each row, beside its model, policy, budget and spec.
+const COLUMNS: [Column; 13] = [
+    ("recall", Row::recall),
+    ("recall_low", |row| row.interval().0),
+    ("recall_high", |row| row.interval().1),
+    ("questions", |row| row.asked as f64),
+    ("bytes", Row::bytes),
+    ("keys_seen", |row| row.asking.looked / row.asking.texts),
+    ("perplexity", Row::perplexity),
+    ("prompt_perplexity", Row::prompt_perplexity),
+    ("symbols", |row| row.behind.count as f64),
+    ("text_bytes", Row::text_bytes),
+    ("text_keys_seen", |row| row.foreseeing.looked / row.foreseeing.texts),
+    ("prompt_keys_seen", Row::prompt_seen),
+    ("seconds", |row| row.seconds),
+];
+
+impl Row {
+    /// Nothing was measured yet.
+    pub fn new(model: &'static str, point: &Point) -> Row {
+        Row {
+            model,
+            point: point.clone(),
+            asked: 0,
+            right: 0,
+            asking: Sum::default(),
+            prompt: Lost::default(),
+            behind: Lost::default(),
+            foreseeing: Sum::default(),
+            seconds: 0.0,
+        }
+    }
+
+    /// Questions about one more text.
+    pub fn ask(&mut self, answers: &Answers) {
+        self.asked += answers.right.len();
+        self.right += answers.right.iter().filter(|right| **right).count();
+        self.asking.add(&answers.used);
+        self.seconds += answers.seconds;
+    }
+
+    /// One more text was foreseen.
+    pub fn foresee(&mut self, foreseen: &Foreseen) {
+        self.prompt = self.prompt.and(foreseen.prompt);
+        self.behind = self.behind.and(foreseen.behind);
+        self.foreseeing.add(&foreseen.used);
+        self.seconds += foreseen.seconds;
+    }
+
+    /// The share of questions that were answered.
+    pub fn recall(&self) -> f64 {
+        self.right as f64 / self.asked as f64
+    }
+
+    /// In which that of all questions would be, in 95 of 100 cases.
+    pub fn interval(&self) -> (f64, f64) {
+        interval(self.right, self.asked)
+    }
+
+    /// Bytes of keys and values that were kept, or moved for a step, of all, with questions.
+    pub fn bytes(&self) -> f64 {
+        self.asking.bytes / self.asking.texts
+    }
+
+    /// The same with texts.
+    pub fn text_bytes(&self) -> f64 {
+        self.foreseeing.bytes / self.foreseeing.texts
+    }
+
+    /// Keys that prompts were computed with, of all.
+    pub fn prompt_seen(&self) -> f64 {
+        self.foreseeing.prompt / self.foreseeing.texts
+    }
+
+    /// Of the symbols behind a prompt.
+    pub fn perplexity(&self) -> f64 {
+        self.behind.perplexity()
+    }
+
+    /// Of the last symbols of a prompt.
+    pub fn prompt_perplexity(&self) -> f64 {
+        self.prompt.perplexity()
+    }
+
+    /// Its budget in words.
+    pub fn budget(&self) -> String {
+        self.point.budget.map_or("-".to_string(), |budget| budget.to_string())
+    }
+}
+
+/// Comma separated values.
+pub fn csv(rows: &[Row]) -> String {
+    let names: Vec<&str> = COLUMNS.iter().map(|(name, _)| *name).collect();
+    let mut out = format!("model,policy,budget,spec,{}\n", names.join(","));
+    for row in rows {
+        let text = |text: &str| format!("\"{}\"", text.replace('"', "\"\""));
+        let values: Vec<String> = COLUMNS.iter().map(|(_, of)| of(row).to_string()).collect();
+        let Point { policy, budget, spec } = &row.point;
+        let budget = budget.map_or(String::new(), |budget| budget.to_string());
+        let (policy, spec) = (text(policy), text(spec));
+        out += &format!("{},{policy},{budget},{spec},{}\n", row.model, values.join(","));
+    }
+    out
+}
+
+/// Prints a table.
+pub fn print(about: &str, rows: &[Row]) {
+    println!("{about}.");
+    let width = rows.iter().map(|row| row.point.policy.len()).max().unwrap_or(0).max(6);
+    for (at, row) in rows.iter().enumerate() {
+        if at == 0 || rows[at - 1].model != row.model {
+            println!(
+                "\n{:<width$} {:>6} {:>7}  {:>17} {:>7}  {:>10} {:>7}  {:>10} {:>7}",
+                row.model,
+                "budget",
+                "recall",
+                "95 % between",
+                "bytes",
+                "perplexity",
+                "bytes",
+                "in prompts",
+                "seen"
+            );
+        }
+        let (low, high) = row.interval();
+        println!(
+            "{:<width$} {:>6} {:>6.1}%  {:>7.1}% and {:>4.1}% {:>6.1}%  {:>10.3} {:>6.1}%  {:>10.3} \
+             {:>6.1}%",
+            row.point.policy,
+            row.budget(),
+            100.0 * row.recall(),
+            100.0 * low,
+            100.0 * high,
+            100.0 * row.bytes(),
+            row.perplexity(),
+            100.0 * row.text_bytes(),
+            row.prompt_perplexity(),
+            100.0 * row.prompt_seen(),
+        );
+    }
+}

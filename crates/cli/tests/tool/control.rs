@@ -1,0 +1,614 @@
+//! The control socket of a store at work: every request, hostile clients, and the tool.
+
+use kvtier_testkit::fixtures::store as support;
+
+use std::io::{Read, Write};
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kvtier::base::status::Status;
+use kvtier::kv::control::{MAX_CONNECTIONS, MAX_LINE_BYTES};
+use kvtier::kv::core::moves::Level;
+use kvtier::kv::store::Store;
+use serde_json::Value;
+use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, mix, spec_of};
+
+const SMALL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A directory for a socket, and its path.
+fn place(name: &str) -> (Scratch, PathBuf) {
+    let scratch = Scratch::new(name);
+    std::fs::create_dir_all(&scratch.0).expect("a directory");
+    let path = scratch.0.join("sock");
+    (scratch, path)
+}
+
+fn opened(path: &Path, rest: &str) -> Home {
+    Home::open(&spec_of(&format!("store(control=\"{}\",{rest})", path.display())))
+}
+
+/// A store with little memory and a disk beside the socket.
+fn with_disk(path: &Path, rest: &str) -> Home {
+    let dir = path.with_file_name("kv");
+    let disk = format!("disk=disk(path=\"{}\",bytes=64MiB,segment=1MiB)", dir.display());
+    opened(path, &format!("{disk},chunks=4096,{rest}"))
+}
+
+fn connect(path: &Path) -> UnixStream {
+    let stream = UnixStream::connect(path).expect("it listens");
+    stream.set_read_timeout(Some(PATIENCE)).expect("set");
+    stream.set_write_timeout(Some(PATIENCE)).expect("set");
+    stream
+}
+
+/// Reads one answer: its status, and what it says.
+fn take(stream: &mut UnixStream) -> Option<(String, String)> {
+    let mut head = Vec::new();
+    let mut byte = [0];
+    while stream.read(&mut byte).ok()? == 1 && byte[0] != b'\n' {
+        head.push(byte[0]);
+        assert!(head.len() < 100, "a first line that never ends");
+    }
+    let head = String::from_utf8(head).expect("text");
+    let words: Vec<&str> = head.split(' ').collect();
+    let (status, bytes) = match words[..] {
+        ["ok", bytes] => ("ok", bytes),
+        ["error", status, bytes] => (status, bytes),
+        _ => return None,
+    };
+    let mut body = vec![0; bytes.parse().expect("a length")];
+    stream.read_exact(&mut body).expect("as long as it said");
+    Some((status.to_string(), String::from_utf8(body).expect("text")))
+}
+
+fn ask(path: &Path, request: &str) -> (String, String) {
+    let mut stream = connect(path);
+    stream.write_all(format!("{request}\n").as_bytes()).expect("sent");
+    take(&mut stream).expect("an answer")
+}
+
+fn ask_ok(path: &Path, request: &str) -> Value {
+    let (status, body) = ask(path, request);
+    assert_eq!(status, "ok", "{request}: {body}");
+    serde_json::from_str(&body).unwrap_or_else(|error| panic!("{request}: {error}: {body}"))
+}
+
+fn number(value: &Value, path: &str) -> u64 {
+    let found = value.pointer(path).and_then(Value::as_u64);
+    found.unwrap_or_else(|| panic!("{path} is no number in {value}"))
+}
+
+/// Puts a document, and reads some of those before it; every byte that comes is
+/// compared.
+fn turn(home: &Home, space: u32, turn: u32, tokens: usize) {
+    let done = talk(home, space, turn, tokens);
+    assert_eq!(done, Done { status: Status::Ok, tokens }, "turn {turn}");
+}
+
+/// The same; how the put ended.
+fn talk(home: &Home, space: u32, turn: u32, tokens: usize) -> Done {
+    let own = document(turn, tokens);
+    let marks = marks_of(0, &own);
+    let session = home.session(space, &own);
+    let mut engine = Engine::new(SMALL, Shape::Tokens, tokens);
+    engine.compute(&marks);
+    let put = home.put(session, Level::Ram, &engine);
+    engine.check(&marks, 0..tokens, 0..SMALL.layers);
+    home.end(session);
+    let back = mix(u64::from(turn)) as u32 % (turn + 1);
+    let own = document(back, tokens);
+    let (session, marks) = (home.session(space, &own), marks_of(0, &own));
+    let done = home.get(session, &engine);
+    assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
+    engine.check(&marks, 0..done.tokens, 0..SMALL.layers);
+    engine.check_if_there(&marks);
+    home.end(session);
+    put
+}
+
+#[test]
+fn every_request_is_answered_and_the_path_is_the_owners() {
+    let (_scratch, path) = place("ask");
+    let home = with_disk(&path, "host=256KiB,policy=lru");
+    let facts = std::fs::symlink_metadata(&path).expect("there");
+    assert!(facts.file_type().is_socket());
+    assert_eq!(facts.permissions().mode() & 0o777, 0o600);
+    let space = home.space(1, &SMALL);
+    let (status, words) = ask(&path, "board");
+    assert_eq!((status.as_str(), words.as_str()), ("KVT_E_NOT_FOUND", "no session is open"));
+    (0..40).for_each(|n| turn(&home, space, n, 64));
+    home.rest();
+
+    let stats = ask_ok(&path, "stats");
+    let counters = home.counters();
+    assert_eq!(number(&stats, "/counters/puts"), 40);
+    assert_eq!(number(&stats, "/counters/stored_cells"), counters.stored);
+    assert_eq!(number(&stats, "/tiers/host/limit_bytes"), 256 << 10);
+    assert_eq!(number(&stats, "/tiers/disk/limit_bytes"), 64 << 20);
+    assert_eq!(number(&stats, "/pid"), u64::from(std::process::id()));
+    assert_eq!(number(&stats, "/tenants/0/tenant"), 0);
+    let timed = |name: &str| {
+        let [p50, p99, max] = ["p50", "p99", "max"]
+            .map(|what| number(&stats, &format!("/latencies/{name}/{what}_ns")));
+        assert!(p50 <= p99 && p99 <= max, "{name}: {stats}");
+        number(&stats, &format!("/latencies/{name}/count"))
+    };
+    assert_eq!((timed("put_ram"), timed("put_disk"), timed("put_durable")), (40, 0, 0));
+    assert!(timed("get_host") > 0 && timed("get_disk") > 0, "{stats}");
+    assert_eq!(timed("get_host") + timed("get_disk"), 40, "nothing was missing");
+    for batch in ["copy_batch", "read_batch", "write_batch"] {
+        assert!(timed(batch) > 0, "{batch}: {stats}");
+    }
+    assert!(number(&stats, "/admission/admitted_bytes") >= 64 << 10);
+    let refused = ["never", "hits", "priority", "size", "wear"]
+        .map(|why| number(&stats, &format!("/admission/refused_chunks/{why}")));
+    assert_eq!(refused, [0; 5], "all may go down");
+
+    let (status, text) = ask(&path, "metrics");
+    assert_eq!(status, "ok");
+    assert!(text.contains("kvtier_moves_total{deed=\"put\"} 40\n"), "{text}");
+    assert!(text.contains("kvtier_put_seconds_bucket{level=\"ram\",le=\"+Inf\"} 40\n"), "{text}");
+
+    // A board: what was read last is in memory, what was never stored is nowhere.
+    let mut tokens = document(39, 64);
+    tokens.extend(document(500, 20));
+    let session = home.session(space, &tokens);
+    let board = ask_ok(&path, "board");
+    assert_eq!(number(&board, "/session/session"), u64::from(session));
+    assert_eq!((number(&board, "/session/tokens"), number(&board, "/session/chunks")), (84, 6));
+    let rows = board["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), SMALL.layers);
+    for row in rows.iter().map(|row| row.as_str().expect("text")) {
+        assert!(row.len() == 6 && row.ends_with(".."), "{row}");
+        assert!(row[..4].chars().all(|cell| "MDB".contains(cell)), "{row}");
+    }
+    let part = ask_ok(&path, &format!("board(session={session},first=3,chunks=2)"));
+    let both = part["rows"][0].as_str().expect("text");
+    assert_eq!(both, &rows[0].as_str().expect("text")[3..5]);
+    let beyond = ask_ok(&path, &format!("board(session={session},first=1000)"));
+    assert_eq!(beyond["rows"][0], "");
+    let sessions = ask_ok(&path, "sessions(most=1)");
+    assert_eq!(number(&sessions, "/sessions/0/session"), u64::from(session));
+    home.end(session);
+
+    let all = ask_ok(&path, "evictions(tail=5)");
+    let host = all["host"].as_array().expect("a list");
+    assert_eq!(host.len(), 5);
+    assert!(all["disk"].is_array() && host.iter().all(|one| one["policy"] == "lru"), "{all}");
+    let numbers: Vec<u64> = host.iter().map(|one| number(one, "/number")).collect();
+    assert!(numbers.windows(2).all(|two| two[0] + 1 == two[1]), "{numbers:?}");
+    let last = ask_ok(&path, "evictions(tail=1,tier=host)");
+    assert_eq!(number(&last, "/host/0/number"), numbers[4]);
+    assert!(last.get("disk").is_none());
+    home.close();
+}
+
+#[test]
+fn another_policy_takes_over_with_what_is_there() {
+    let (_scratch, path) = place("switch");
+    let home = with_disk(&path, "host=256KiB,policy=lru");
+    let space = home.space(1, &SMALL);
+    let policies = ["arc", "s3fifo", "horizon", "qos(inner=lfu)", "tlru", "lru"];
+    for (round, policy) in policies.into_iter().enumerate() {
+        let first = round as u32 * 12;
+        (first..first + 12).for_each(|n| turn(&home, space, n, 64));
+        // What goes down on its own would be counted in one look and not in the other.
+        home.rest();
+        for tier in ["host", "disk"] {
+            let before = ask_ok(&path, "budget")[tier]["policy"].clone();
+            let known = number(&ask_ok(&path, "stats"), &format!("/policies/{tier}/objects"));
+            let done = ask_ok(&path, &format!("set-policy(policy={policy},tier={tier})"));
+            assert_eq!((&done["before"], &done["policy"]), (&before, &Value::from(policy)));
+            let kept = number(&ask_ok(&path, "stats"), &format!("/policies/{tier}/objects"));
+            assert!(known > 0 && kept == known, "{tier}, {policy}: {known} chunks, then {kept}");
+        }
+    }
+    (72..90).for_each(|n| turn(&home, space, n, 64));
+    home.rest();
+    assert_eq!(home.counters().corrupt, 0);
+    for (request, status, word) in [
+        ("set-policy(policy=lur)", "KVT_E_SPEC", "lfu"),
+        ("set-policy(policy=lru(k=1))", "KVT_E_SPEC", "lru"),
+        ("set-policy(policy=custom)", "KVT_E_INVALID", "a store has none"),
+        ("set-policy(policy=custom,tier=disk)", "KVT_E_INVALID", "a store has none"),
+        ("ab(policies=any(lru,custom))", "KVT_E_INVALID", "a store has none"),
+        ("set-policy(policy=arc,tier=dusk)", "KVT_E_SPEC", "disk"),
+    ] {
+        let (told, words) = ask(&path, request);
+        assert!(told == status && words.contains(word), "{request}: {told} {words}");
+    }
+    assert_eq!(ask_ok(&path, "budget")["host"]["policy"], "lru", "nothing has changed");
+    home.close();
+}
+
+fn budget(path: &Path, tier: &str, what: &str) -> u64 {
+    number(&ask_ok(path, "budget"), &format!("/{tier}/{what}_bytes"))
+}
+
+/// Waits until something holds.
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "never: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn memory_grows_and_shrinks_while_it_is_used() {
+    let (_scratch, path) = place("memory");
+    let home = with_disk(&path, "host=512KiB,policy=lru");
+    let space = home.space(1, &SMALL);
+    let mut next = 0;
+    let mut work = |turns: u32| {
+        (next..next + turns).for_each(|n| turn(&home, space, n, 64));
+        next += turns;
+    };
+    work(40);
+    assert!(budget(&path, "host", "live") <= 512 << 10);
+    let grown = ask_ok(&path, "budget(host=3MiB)");
+    assert_eq!(number(&grown, "/host/limit_bytes"), 3 << 20);
+    assert_eq!(number(&grown, "/host/high_bytes"), (3 << 20) * 97 / 100);
+    work(60);
+    let live = budget(&path, "host", "live");
+    assert!(live > 1 << 20 && live <= 3 << 20, "{live} bytes after it grew");
+    // What is more than fits leaves by itself, and so does its memory.
+    ask_ok(&path, "budget(host=256KiB)");
+    until("the cells leave", || budget(&path, "host", "live") <= 256 << 10);
+    until("the memory goes", || budget(&path, "host", "used") <= 320 << 10);
+    home.rest();
+    work(60);
+    home.rest();
+    assert!(budget(&path, "host", "live") <= 256 << 10);
+    assert!(budget(&path, "host", "used") <= 320 << 10);
+    for (request, status) in [
+        ("budget(host=1KiB)", "KVT_E_INVALID"),
+        ("budget(host=0)", "KVT_E_INVALID"),
+        ("budget(host=1024TiB)", "KVT_E_LIMIT"),
+        ("budget(host=2Gib)", "KVT_E_SPEC"),
+    ] {
+        assert_eq!(ask(&path, request).0, status, "{request}");
+    }
+    assert_eq!(budget(&path, "host", "limit"), 256 << 10);
+    assert_eq!(home.counters().corrupt, 0);
+    home.close();
+}
+
+#[test]
+fn the_disk_grows_and_shrinks_while_it_is_used() {
+    let (_scratch, path) = place("disk");
+    let home = with_disk(&path, "host=1MiB,policy=lru,write=through");
+    let space = home.space(1, &SMALL);
+    ask_ok(&path, "budget(disk=16MiB)");
+    (0..100).for_each(|n| turn(&home, space, n, 256));
+    home.rest();
+    assert!(budget(&path, "disk", "used") > 8 << 20, "enough to shrink");
+    let before = budget(&path, "disk", "used");
+    let told = ask_ok(&path, "budget(disk=6MiB)");
+    assert_eq!(number(&told, "/disk/limit_bytes"), 6 << 20);
+    until("the disk shrinks", || budget(&path, "disk", "used") <= 6 << 20);
+    assert!(budget(&path, "disk", "used") < before);
+    for n in 100..140 {
+        // One that is hardly larger than what is held may refuse.
+        let done = talk(&home, space, n, 256);
+        assert!(matches!(done.status, Status::Ok | Status::Budget), "turn {n}: {done:?}");
+    }
+    home.rest();
+    assert!(budget(&path, "disk", "used") <= 6 << 20);
+    let grown = ask_ok(&path, "budget(disk=20MiB,host=512KiB)");
+    assert_eq!(number(&grown, "/host/limit_bytes"), 512 << 10);
+    // Both or none.
+    let (status, words) = ask(&path, "budget(host=2MiB,disk=1MiB)");
+    assert!(status == "KVT_E_INVALID" && words.contains("too small"), "{words}");
+    assert_eq!(budget(&path, "host", "limit"), 512 << 10);
+    assert_eq!(budget(&path, "disk", "limit"), 20 << 20);
+    assert_eq!(home.counters().corrupt, 0);
+    home.close();
+}
+
+#[test]
+fn policies_are_compared_on_live_traffic() {
+    let (_scratch, path) = place("ab");
+    let home = opened(&path, "host=128KiB,policy=lru,chunks=4096");
+    let space = home.space(1, &SMALL);
+    (0..10).for_each(|n| turn(&home, space, n, 64));
+    let begun = ask_ok(&path, "ab(policies=any(lfu,lru,qos(inner=arc)),seconds=3600)");
+    assert_eq!(begun["running"], true);
+    let names: Vec<&str> = begun["policies"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .filter_map(|one| one["policy"].as_str())
+        .collect();
+    assert_eq!(names, ["lru", "lfu", "lru", "qos(inner=arc)"]);
+    let (status, words) = ask(&path, "ab(policies=any(lfu),seconds=1)");
+    assert!(status == "KVT_E_BUSY", "{words}");
+    assert_eq!(ask(&path, "ab-read(tier=disk)").0, "KVT_E_NOT_FOUND");
+    (10..60).for_each(|n| turn(&home, space, n, 64));
+    let seen = ask_ok(&path, "ab-read");
+    assert_eq!(number(&seen, "/policies/0/requests"), 50, "a get a turn");
+    let ended = ask_ok(&path, "ab-end");
+    assert_eq!((&ended["running"], &ended["left_ns"]), (&Value::from(false), &Value::from(0)));
+    let all = ended["policies"].as_array().expect("a list");
+    for one in all {
+        let part = |key: &str| one[key].as_f64().expect("a number");
+        assert!(part("hit_ratio") > 0.0 && part("hit_ratio") < 1.0, "{one}");
+        assert!(part("re_prefill_rate") > 0.0 && part("session_fairness") > 0.0, "{one}");
+        assert!(number(one, "/evictions") > 0 && number(one, "/timed_decisions") > 0, "{one}");
+        assert_eq!(number(one, "/references"), number(&all[0], "/references"));
+    }
+    assert_eq!(all[0]["live"], true);
+    assert_eq!(all[0]["hits"], all[2]["hits"], "two of one kind do alike");
+    assert_eq!(ask(&path, "ab-read").0, "KVT_E_NOT_FOUND");
+    // One whose time is over has ended by itself.
+    ask_ok(&path, "ab(policies=any(fifo),seconds=1)");
+    until("it ends", || ask_ok(&path, "ab-read")["running"] == false);
+    assert_eq!(ask_ok(&path, "ab-read")["elapsed_ns"], 1_000_000_000);
+    home.close();
+}
+
+#[test]
+fn clients_that_send_rubbish_are_told_so_and_hurt_nobody() {
+    let (_scratch, path) = place("rubbish");
+    let home = opened(&path, "host=1MiB,chunks=256");
+    let mut stream = connect(&path);
+    let mut reply = |bytes: &[u8]| {
+        stream.write_all(bytes).expect("sent");
+        take(&mut stream).expect("an answer")
+    };
+    for (bytes, status) in [
+        (&b"\n"[..], "KVT_E_SPEC"),
+        (b"GET / HTTP/1.1\r\n", "KVT_E_SPEC"),
+        (b"stat\n", "KVT_E_SPEC"),
+        (b"stats(a(b(c(d(e(f(g(h(i(j(k\n", "KVT_E_LIMIT"),
+        (b"set-policy(policy=\"\x01\x02\")\n", "KVT_E_SPEC"),
+        (b"\xff\xfe\x00stats\n", "KVT_E_INVALID"),
+    ] {
+        assert_eq!(reply(bytes).0, status, "{}", bytes.escape_ascii());
+    }
+    // Who sends what is no text is not listened to any more.
+    assert_eq!(stream.read(&mut [0]).expect("closed"), 0);
+    // A line that never ends; and one that is as long as one may be.
+    let mut stream = connect(&path);
+    let mut long = vec![b' '; MAX_LINE_BYTES];
+    stream.write_all(&long).expect("sent");
+    assert_eq!(take(&mut stream).expect("an answer").0, "KVT_E_LIMIT");
+    assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
+    long.truncate(MAX_LINE_BYTES - 6);
+    long.extend_from_slice(b"stats\n");
+    let mut stream = connect(&path);
+    stream.write_all(&long).expect("sent");
+    assert_eq!(take(&mut stream).expect("an answer").0, "ok");
+    // Several at once, and the last without an end.
+    stream.write_all(b"budget\nstats\nmetri").expect("sent");
+    stream.shutdown(std::net::Shutdown::Write).expect("shut");
+    assert_eq!(take(&mut stream).expect("an answer").0, "ok");
+    assert_eq!(take(&mut stream).expect("an answer").0, "ok");
+    assert_eq!(take(&mut stream), None);
+    // Bytes one by one, by chance, with good requests between.
+    let mut state = 7;
+    for round in 0..200u64 {
+        let mut stream = connect(&path);
+        let count = mix(round) as usize % 300;
+        let bytes: Vec<u8> = (0..count)
+            .map(|_| {
+                state = mix(state);
+                state as u8
+            })
+            .collect();
+        let _ = stream.write_all(&bytes);
+        if round % 3 == 0 {
+            drop(stream);
+        }
+        if round % 50 == 0 {
+            ask_ok(&path, "stats");
+        }
+    }
+    ask_ok(&path, "stats");
+    home.rest();
+    home.close();
+}
+
+#[test]
+fn as_many_clients_as_may_be_and_no_more() {
+    let (_scratch, path) = place("many");
+    let home = opened(&path, "host=1MiB,chunks=256");
+    let mut open: Vec<UnixStream> = (0..MAX_CONNECTIONS).map(|_| connect(&path)).collect();
+    for stream in &mut open {
+        stream.write_all(b"budget\n").expect("sent");
+        assert_eq!(take(stream).expect("an answer").0, "ok");
+    }
+    let mut more = connect(&path);
+    assert_eq!(take(&mut more).expect("told at once").0, "KVT_E_AGAIN");
+    assert_eq!(more.read(&mut [0]).unwrap_or(0), 0);
+    // Those that are there go on; when one leaves another may come.
+    open[0].write_all(b"stats\n").expect("sent");
+    assert_eq!(take(&mut open[0]).expect("an answer").0, "ok");
+    open.pop();
+    until("there is room again", || ask(&path, "stats").0 == "ok");
+    home.close();
+    // Whoever is connected hears that the store is gone.
+    assert_eq!(open[0].read(&mut [0]).unwrap_or(0), 0);
+}
+
+#[test]
+fn a_client_that_never_reads_holds_up_nobody() {
+    let (_scratch, path) = place("stuck");
+    let home = opened(&path, "host=1MiB,chunks=256");
+    let mut stuck = connect(&path);
+    stuck.set_nonblocking(true).expect("set");
+    // Until neither its answers nor its requests fit anywhere.
+    let requests = b"metrics\nmetrics\nmetrics\nmetrics\n";
+    let (mut full, mut at) = (0, 0);
+    while full < 20 {
+        match stuck.write(&requests[at..]) {
+            Ok(count) => (full, at) = (0, (at + count) % requests.len()),
+            Err(_) => {
+                full += 1;
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+    let start = Instant::now();
+    for _ in 0..20 {
+        ask_ok(&path, "stats");
+    }
+    let space = home.space(1, &SMALL);
+    turn(&home, space, 0, 64);
+    home.close();
+    assert!(start.elapsed() < Duration::from_secs(9), "nobody waited for it");
+    assert!(!path.exists());
+}
+
+#[test]
+fn one_store_a_path_and_it_goes_with_the_store() {
+    let (scratch, path) = place("path");
+    let home = opened(&path, "host=1MiB,chunks=256");
+    let second = |home: &Home, rest: &str| {
+        let spec = spec_of(&format!("store(control=\"{}\",{rest})", path.display()));
+        Store::open(home.runtime.core(), None, &spec)
+    };
+    let dir = scratch.0.join("other");
+    let disk = format!("disk=disk(path=\"{}\",bytes=64MiB)", dir.display());
+    let error = second(&home, &disk).err().expect("it is in use");
+    assert_eq!(error.status(), Status::Busy, "{error}");
+    assert!(!dir.exists(), "nothing else was done");
+    ask_ok(&path, "stats");
+    // Closed: the path is gone though the store is still there.
+    let Home { store, runtime } = home;
+    store.close(0).expect("closed");
+    assert!(!path.exists());
+    drop(store);
+    let home = Home {
+        store: Store::open(
+            runtime.core(),
+            None,
+            &spec_of(&format!("store(control=\"{}\",chunks=256)", path.display())),
+        )
+        .expect("free again"),
+        runtime,
+    };
+    ask_ok(&path, "stats");
+    // Given up without being closed.
+    drop(home.store);
+    assert!(!path.exists());
+    // Without one there is none.
+    let home = Home::open(&spec_of("store(host=1MiB,chunks=256)"));
+    assert!(!path.exists());
+    home.close();
+}
+
+#[test]
+fn people_look_while_engines_work() {
+    let (_scratch, path) = place("beside");
+    let home = with_disk(&path, "host=512KiB,policy=horizon,copiers=2");
+    let space = home.space(1, &SMALL);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..2u32)
+            .map(|thread| {
+                let home = &home;
+                scope.spawn(move || (0..60).for_each(|n| turn(home, space, thread * 100 + n, 64)))
+            })
+            .collect();
+        let (path, done) = (&path, &done);
+        let look = scope.spawn(move || {
+            let requests = [
+                "stats",
+                "board",
+                "sessions",
+                "evictions(tail=100)",
+                "set-policy(policy=arc)",
+                "budget(host=384KiB)",
+                "metrics",
+                "ab(policies=any(lru,lfu),seconds=1)",
+                "set-policy(policy=lru,tier=disk)",
+                "budget(host=768KiB,disk=32MiB)",
+                "ab-end",
+                "set-policy(policy=horizon)",
+            ];
+            let mut answered = 0u32;
+            while !done.load(Ordering::Relaxed) || answered < 24 {
+                for request in requests {
+                    let (status, words) = ask(path, request);
+                    let may = ["ok", "KVT_E_NOT_FOUND", "KVT_E_BUSY"];
+                    assert!(may.contains(&status.as_str()), "{request}: {status} {words}");
+                    answered += 1;
+                }
+            }
+        });
+        workers.into_iter().for_each(|worker| worker.join().expect("sound"));
+        done.store(true, Ordering::Relaxed);
+        look.join().expect("sound");
+    });
+    home.rest();
+    assert_eq!(home.counters().corrupt, 0);
+    home.close();
+}
+
+fn tool(args: &[&str], path: &Path) -> (bool, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvtier"));
+    let output = command.args(args).arg("--socket").arg(path).output().expect("started");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.success(), text(&output.stdout), text(&output.stderr))
+}
+
+#[test]
+fn the_tool_asks_and_shows() {
+    let (_scratch, path) = place("tool");
+    let home = with_disk(&path, "host=256KiB,policy=lru");
+    let space = home.space(1, &SMALL);
+    (0..30).for_each(|n| turn(&home, space, n, 64));
+    let session = home.session(space, &document(29, 64));
+    for (args, word) in [
+        (&["stats"][..], "stored cells"),
+        (&["top", "--once"], "4 layers down"),
+        (&["evictions", "--tail", "3"], "lru"),
+        (&["set-policy", "qos(inner=s3fifo)"], "qos(inner=s3fifo) decides"),
+        (&["set-policy", "arc", "--tier", "disk"], "disk: arc"),
+        (&["budget", "--host", "2MiB", "--disk", "32MiB"], "32.0 MiB"),
+        (&["budget"], "2.0 MiB"),
+        (&["metrics"], "# TYPE kvtier_moves_total counter"),
+        (&["ab", "--policies", "lfu,qos(inner=lru)", "--duration", "1"], "(live)"),
+    ] {
+        let (well, out, error) = tool(args, &path);
+        assert!(well && out.contains(word), "{args:?}: {out} {error}");
+        let (well, out, error) = tool(&[args, &["--json"]].concat(), &path);
+        let parsed: Result<Value, _> = serde_json::from_str(&out);
+        assert!(well && parsed.is_ok(), "{args:?}: {out} {error}");
+    }
+    let (well, _, error) = tool(&["set-policy", "lur"], &path);
+    assert!(!well && error.contains("did you mean 'lfu'"), "{error}");
+    let (well, _, error) = tool(&["top", "--once", "--json", "--session", "4000"], &path);
+    assert!(well, "{error}");
+    home.end(session);
+    home.close();
+    let (well, _, error) = tool(&["stats"], &path);
+    assert!(!well && error.contains("nobody answers"), "{error}");
+}
+
+#[test]
+fn a_file_describes_a_store() {
+    let (scratch, _path) = place("config");
+    let file = scratch.0.join("kv.toml");
+    let config = |text: &str| {
+        std::fs::write(&file, text).expect("written");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvtier"));
+        let output = command.arg("config").arg(&file).output().expect("started");
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (output.status.success(), text(&output.stdout), text(&output.stderr))
+    };
+    let (well, out, error) = config("host = \"3MiB\"\npolicy = \"qos(inner=lru)\"\nchunks = 256\n");
+    assert!(well, "{error}");
+    let home = Home::open(&spec_of(out.trim()));
+    let limit = home.store.look(|core| core.report().host.limit_bytes).expect("open");
+    assert_eq!(limit, 3 << 20);
+    home.close();
+    let (well, _, error) = config("host = \"3MiB\"\nchunk = 256\n");
+    assert!(!well && error.contains("kv.toml:2:1: ") && error.contains("'chunks'"), "{error}");
+}

@@ -1,0 +1,85 @@
+//! `kvtier lab`: traces that are made, converted, compared and explained.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// A committed trace.
+fn data(kind: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../tests/data/{kind}.kvtrace"))
+}
+
+fn lab(args: &[&str]) -> Output {
+    let tool = Command::new(env!("CARGO_BIN_EXE_kvtier")).arg("lab").args(args).output();
+    tool.expect("the tool starts")
+}
+
+fn told(args: &[&str]) -> String {
+    let output = lab(args);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+#[test]
+fn a_workload_is_made_converted_compared_and_explained() {
+    let dir = std::env::temp_dir().join(format!("kvtier-lab-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a directory");
+    let path = |name: &str| dir.join(name).to_string_lossy().into_owned();
+    let (a, b, page) = (path("a.kvtrace"), path("b.kvtrace"), path("page.html"));
+    told(&["gen", "--kind", "chat", "--duration", "15m", "--seed", "1", "--out", &a]);
+    told(&["convert", &a, &b]);
+    let read = |path: &str| std::fs::read(path).expect("written");
+    assert!(read(&a) == read(&b) && read(&a) == std::fs::read(data("chat")).expect("ours"));
+
+    let two = ["compare", "--trace", &a, "--policies", "lru,arc", "--sizes", "2%,200"];
+    let table = told(&[&two[..], &["--html", &page, "--threads", "2"]].concat());
+    assert!(table.contains("arc") && table.contains("unbounded cache misses"));
+    let html = String::from_utf8(read(&page)).expect("text");
+    assert!(html.contains("<svg") && html.contains("polyline"));
+    for outside in ["http", "src=", "href=", "@import", "url("] {
+        assert!(!html.contains(outside), "{outside}");
+    }
+    assert_eq!(told(&[&two[..], &["--csv"]].concat()).lines().count(), 5);
+    let lines = told(&[&two[..], &["--json"]].concat());
+    for line in lines.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        assert!(line["token_miss_ratio"].as_f64().is_some_and(|r| r > 0.3 && r < 1.0));
+    }
+    assert_eq!(lines.lines().count(), 4);
+    let tiers = ["--device", "10GiB", "--host", "50GiB@25GB", "--json"];
+    assert!(told(&[&two[..5], &tiers[..]].concat()).contains("\"host\""));
+    let dot = told(&["explain", "--trace", &a, "--policy", "arc", "--size", "2%", "--dot"]);
+    assert!(dot.starts_with("digraph") && dot.contains("leaves first"));
+    assert!(told(&["policies"]).contains("lru"));
+    let tool = Command::new(env!("CARGO_BIN_EXE_kvtier"))
+        .args(["lab", "convert", "-", &b])
+        .stdin(std::fs::File::open(data("burst")).expect("committed"))
+        .output();
+    assert!(tool.expect("the tool starts").status.success());
+    assert!(read(&b) == std::fs::read(data("burst")).expect("ours"));
+    std::fs::remove_dir_all(&dir).expect("ours");
+}
+
+#[test]
+fn what_is_wrong_is_said() {
+    let chat = data("chat").to_string_lossy().into_owned();
+    for (args, words) in [
+        (&["compare", "--trace", &chat, "--policies", "s3fif"][..], "did you mean 's3fifo'"),
+        (&["compare", "--trace", &chat, "--policies", "lru,custom"], "a replay has none"),
+        (&["compare", "--trace", &chat, "--policies", "qos(inner=custom)"], "at offset 10"),
+        (&["compare", "--trace", &chat, "--sizes", "0"], "'0'"),
+        (&["compare", "--trace", &chat, "--sizes", "5%,0%"], "'0%'"),
+        (&["compare", "--trace", "/dev/zero"], "/dev/zero: a device"),
+        (&["compare", "--trace", "/"], "/: a directory"),
+        (&["compare", "--trace", "/nonexistent"], "/nonexistent"),
+        (&["compare", "--trace", &chat, "--host", "1B"], "a block has"),
+        (&["compare", "--trace", &chat, "--hints", "all"], "none, stop or think"),
+        (&["gen", "--kind", "chad", "--out", "x"], "did you mean 'chat'"),
+        (&["gen", "--kind", "chat", "--duration", "soon", "--out", "x"], "soon"),
+        (&["gen", "--kind", "chat", "--duration", "100000d", "--out", "x"], "is 90 days"),
+        (&["convert", "--format", "azur", &chat, "x"], "did you mean 'azure'"),
+    ] {
+        let output = lab(args);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(words), "{args:?}: {error}");
+    }
+}

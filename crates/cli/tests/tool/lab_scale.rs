@@ -1,0 +1,78 @@
+//! `kvtier lab scale`: tables and JSON of the scale study.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// A committed trace.
+fn data(kind: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../tests/data/{kind}.kvtrace"))
+}
+
+fn scale(args: &[&str]) -> Output {
+    let trace = data("chat").to_string_lossy().into_owned();
+    let base = ["lab", "scale", "--trace", &trace, "--host", "20GiB@25GB"];
+    let tool = Command::new(env!("CARGO_BIN_EXE_kvtier")).args([&base[..], args].concat()).output();
+    tool.expect("the tool starts")
+}
+
+fn told(args: &[&str]) -> String {
+    let output = scale(args);
+    assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("text")
+}
+
+#[test]
+fn tables_and_json_say_the_same_in_every_run() {
+    let two = ["--engines", "1,6", "--routers", "session,prefix", "--write", "through"];
+    let table = told(&two);
+    assert!(table.contains("hottest chunk") && table.contains("session") && table == told(&two));
+    let lines = told(&[&two[..], &["--json"]].concat());
+    assert_eq!(lines.lines().count(), 4);
+    for line in lines.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        let tokens = |name: &str| line["tokens"][name].as_u64().expect("a number");
+        let parts = ["host", "disk", "remote_own", "remote_others", "computed"];
+        assert_eq!(parts.iter().map(|part| tokens(part)).sum::<u64>(), tokens("all"));
+        assert!(line["cost"]["per_million_tokens"].as_f64().is_some_and(|cost| cost > 0.0));
+    }
+    let dead = ["--engines", "6", "--write", "through", "--dead", "4@7m", "--place", "chunk"];
+    assert!(told(&dead).contains("hits were lost"));
+    let dead = told(&[&dead[..], &["--json"]].concat());
+    let dead: serde_json::Value = serde_json::from_str(&dead).expect("JSON");
+    let others = |of: &serde_json::Value| of["tokens"]["remote_others"].as_u64();
+    assert!(others(&dead) < others(&dead["whole"]));
+    assert!(!told(&["--remote", "none"]).contains("hottest chunk"));
+    let copies = told(&["--copies", "3", "--shared", "50%", "--engines", "3", "--json"]);
+    assert!(copies.contains("\"requests\""));
+}
+
+#[test]
+fn what_is_wrong_is_said() {
+    for (args, words) in [
+        (&["--routers", "prefx"][..], "did you mean 'prefix'"),
+        (&["--engines", "many"], "'many' engines"),
+        (&["--engines", "0"], "0 engines, allowed are 1 to"),
+        (&["--engines", ""], "0 runs"),
+        (&["--place", "chunks"], "did you mean 'chunk'"),
+        (&["--write", "bak"], "did you mean 'back'"),
+        (&["--remote", "0"], "bytes, unbounded or none"),
+        (&["--remote", "1MiB"], "holds no object of"),
+        (&["--dead", "1"], "such as 1@30m"),
+        (&["--dead", "1@30d"], "no request comes after that"),
+        (&["--dead", "17@1m"], "17 of 16 shards"),
+        (&["--shared", "0.3"], "such as 30%"),
+        (&["--shared", "101%"], "a part of"),
+        (&["--copies", "0"], "0 copies"),
+        (&["--latency", "soon"], "soon"),
+        (&["--layers", "7"], "in 7 layers"),
+        (&["--object", "1GiB"], "are possible"),
+        (&["--price-gib=-1"], "out of range"),
+        (&["--policy", "belady"], "the future of one cache"),
+        (&["--prefill-us=-1"], "for a token"),
+        (&["--warm-up", "100%"], "leaves nothing"),
+    ] {
+        let output = scale(args);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(words), "{args:?}: {error}");
+    }
+}

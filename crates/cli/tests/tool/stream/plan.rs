@@ -1,0 +1,187 @@
+//! `kvtier stream plan`: for this machine and for others, and of files that are no models.
+
+use super::*;
+
+fn plan(files: &[&Path], args: &[&str]) -> Said {
+    stream("plan", files, args)
+}
+
+#[test]
+fn a_plan_accounts_for_every_unit() {
+    let dir = Scratch::new("tool-plan");
+    let path = gguf(&dir, &dense());
+    let args = ["--host", "8M", "--context", "16", "--disk", "1G"];
+    let text = plan(&[&path], &args).fine();
+    for words in ["16 units", "host budget", "slots: 2 x", "bound by the disk"] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    let said = json(&plan(&[&path], &[&args[..], &["--json"]].concat()).fine());
+    let (here, away) = (number(&said, "/homes/host/units"), number(&said, "/homes/file/units"));
+    assert_eq!(here + away, 16);
+    assert!(here > 1 && away > 1, "{said}");
+    assert!(number(&said, "/host_bytes") <= 8 << 20);
+    // 12 layers x 2 heads x (64 + 64) numbers x 2 bytes x 16 tokens.
+    let figures = said["figures"].as_array().expect("figures");
+    let kv = figures.iter().find(|figure| figure["name"] == "host kv").expect("KV");
+    assert_eq!(number(kv, "/bytes"), 12 * 2 * 128 * 2 * 16);
+    // At 1 GB/s a byte takes a nanosecond.
+    let moved = number(&said, "/forecast/disk_bytes");
+    assert!(number(&said, "/forecast/disk_ns").abs_diff(moved) <= 100, "{said}");
+    assert_eq!(said["forecast"]["binding"], "disk");
+}
+
+#[test]
+fn a_plan_is_made_for_another_machine() {
+    let dir = Scratch::new("tool-device");
+    let path = gguf(&dir, &dense());
+    let args = ["--device", "264M", "--device-link", "2G", "--host", "64M", "--disk", "1G"];
+    let more = ["--context", "16", "--what-if", "h2d=1,disk=4", "--json"];
+    let said = json(&plan(&[&path], &[&args[..], &more[..]].concat()).fine());
+    assert_eq!(said["seat"], "device");
+    assert!(number(&said, "/homes/device/units") > 0 && number(&said, "/homes/host/units") > 0);
+    // Nothing comes from the disk, so it is the device link that counts: half as fast, twice
+    // as long.
+    assert_eq!(said["forecast"]["binding"], "device");
+    let (fast, slow) = (number(&said, "/forecast/device_ns"), number(&said, "/what_if/device_ns"));
+    assert!(slow.abs_diff(2 * fast) <= 100, "{fast} {slow}");
+    let text = plan(&[&path], &[&args[..], &more[..4]].concat()).fine();
+    assert!(text.contains("over h2d=1,disk=4:\nforecast: "), "{text}");
+    assert!(text.contains("for a device"), "{text}");
+    let args = ["--device", "280M", "--in-place", "--host", "64M", "--context", "16", "--json"];
+    let bytes = number(&json(&plan(&[&path], &args).fine()), "/device_bytes");
+    assert!(bytes > 0 && bytes % (2 << 20) == 0, "{bytes}");
+}
+
+#[test]
+fn the_disk_is_measured_where_that_is_asked_for() {
+    let dir = Scratch::new("tool-measure");
+    let path = gguf(&dir, &dense());
+    let args = ["--host", "8M", "--context", "16", "--json"];
+    assert!(json(&plan(&[&path], &args).fine())["forecast"].is_null());
+    let said = json(&plan(&[&path], &[&args[..], &["--measure"]].concat()).fine());
+    assert!(number(&said, "/forecast/disk_ns") > 0, "{said}");
+}
+
+#[test]
+fn placements_and_slots_are_as_they_are_asked_for() {
+    let dir = Scratch::new("tool-place");
+    let path = gguf(&dir, &dense());
+    let home_of_first = |placement: &str| {
+        let args = ["--host", "9M", "--context", "16", "--placement", placement, "--json"];
+        let said = json(&plan(&[&path], &args).fine());
+        let runs = said["runs"].as_array().expect("runs").clone();
+        // Layers come after the embedding and the frequencies.
+        let of = |unit: u64| {
+            let holds =
+                |run: &&Value| number(run, "/first") <= unit && unit <= number(run, "/last");
+            runs.iter().find(holds).expect("it")["home"].as_str().expect("text").to_string()
+        };
+        (of(2), of(13))
+    };
+    assert_eq!(home_of_first("first"), ("host".into(), "file".into()));
+    assert_eq!(home_of_first("last"), ("file".into(), "host".into()));
+    let args = ["--host", "9M", "--context", "16", "--slots", "3", "--json"];
+    assert_eq!(number(&json(&plan(&[&path], &args).fine()), "/slots/count"), 3);
+}
+
+#[test]
+fn all_forms_of_a_model_have_plans() {
+    let sizes = Sizes { layers: 4, ..Sizes::default() };
+    let dir = Scratch::new("tool-forms");
+    let all = write_gguf(&dir.0, "split", &sizes.gguf(), &sizes.metadata(), 3);
+    let all: Vec<&Path> = all.iter().map(PathBuf::as_path).collect();
+    let of_first = plan(&all[..1], &["--host", "1G", "--json"]).fine();
+    assert_eq!(plan(&all, &["--host", "1G", "--json"]).fine(), of_first);
+    // Four layers, the embedding, frequencies, the norm, the head.
+    assert_eq!(number(&json(&of_first), "/homes/host/units"), 8);
+
+    let dir = Scratch::new("tool-shards");
+    let index = write_safetensors(&dir.0, &sizes.safetensors(false), &sizes.config(), 3);
+    let of_index = plan(&[&index], &["--host", "1G", "--json"]).fine();
+    assert_eq!(plan(&[&dir.0], &["--host", "1G", "--json"]).fine(), of_index);
+    assert_eq!(number(&json(&of_index), "/homes/host/units"), 7);
+
+    let dir = Scratch::new("tool-experts");
+    let said = json(
+        &plan(&[&gguf(&dir, &experts())], &["--host", "4M", "--context", "16", "--json"]).fine(),
+    );
+    assert_eq!(number(&said, "/homes/file/experts"), 32);
+    assert!(number(&said, "/expert_slots/count") >= 2);
+}
+
+#[test]
+fn files_that_are_no_models_are_said_to_be_none() {
+    let dir = Scratch::new("tool-hostile");
+    let model = std::fs::read(gguf(&dir, &dense())).expect("ours");
+    let file = |name: &str, bytes: &[u8]| {
+        let path = dir.0.join(name);
+        std::fs::write(&path, bytes).expect("written");
+        path
+    };
+    let empty_dir = dir.0.join("nothing");
+    std::fs::create_dir(&empty_dir).expect("made");
+    let mut many = model.clone();
+    many[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+    for (path, words) in [
+        (file("empty.gguf", b""), "the file is empty"),
+        (file("note.txt", b"hello\n"), "too short"),
+        (file("cut.gguf", &model[..model.len() / 2]), "cut.gguf"),
+        (file("head.gguf", &model[..300]), "head.gguf"),
+        (file("many.gguf", &many), "many.gguf"),
+        (file("long.safetensors", &[0xff; 64]), "cut off, or no model file"),
+        (file("model.safetensors.index.json", b"{\"weight_map\": {\"a\": \"b\"}}"), "b"),
+        (dir.0.join("absent.gguf"), "No such file"),
+        (empty_dir, "no model files are there"),
+        ("/dev/zero".into(), "a device, pipe or socket"),
+    ] {
+        let name = path.file_name().expect("one").to_string_lossy().into_owned();
+        for command in ["plan", "run"] {
+            let said = stream(command, &[&path], &[]);
+            said.fails(1, words);
+            assert!(said.error.starts_with("kvtier: KVT_E_"), "{name}: {}", said.error);
+            assert_eq!(said.error.lines().count(), 1, "{name}: {}", said.error);
+        }
+    }
+}
+
+#[test]
+fn wrong_options_are_explained() {
+    let dir = Scratch::new("tool-wrong");
+    let path = gguf(&dir, &Sizes::default());
+    for (args, words) in [
+        (&["--host", "8Q"][..], "known are B, K, M, G, T"),
+        (&["--host", "G"], "does not begin with a number"),
+        (&["--host", "1e3"], "'e3' of '1e3'"),
+        (&["--host", "1.2.3G"], "does not begin with a number"),
+        (&["--host", "99999999T"], "more than there can be"),
+        (&["--host", "99999999999999999999999999999999999999999"], "more than there can be"),
+        (&["--disk", "0"], "'0' is no rate"),
+        (&["--disk", "3.3GB/h"], "'GB/h' of '3.3GB/h'"),
+        (&["--disk", "1G", "--measure"], "cannot be used with"),
+        (&["--device-link", "13G"], "--device <DEVICE>"),
+        (&["--in-place"], "--device <DEVICE>"),
+        (&["--context=-1"], "invalid value '-1' for '--context"),
+        (&["--slots", "many"], "invalid value 'many'"),
+        (&["--placement", "middle"], "interleaved, first, last"),
+        (&["--hots", "8G"], "'--host'"),
+    ] {
+        plan(&[&path], args).fails(2, words);
+    }
+    plan(&[], &[]).fails(2, "<FILES>...");
+    plan(&[&path], &["--what-if", "gpu=3"]).fails(1, "unknown link \"gpu\", known are h2d");
+    plan(&[&path], &["--what-if", ""]).fails(1, "such as h2d=13");
+    let unknown = ["--host", "200K", "--context", "1", "--what-if", "h2d=3"];
+    plan(&[&path], &unknown).fails(1, "say how fast it is");
+}
+
+#[test]
+fn who_reads_no_further_is_no_failure() {
+    let dir = Scratch::new("tool-pipe");
+    let path = gguf(&dir, &Sizes { layers: 3000, hidden: 8, ffn: 4, ..Sizes::default() });
+    let mut tool = tool();
+    let tool = tool.arg("plan").arg(&path).args(["--host", "1M", "--context", "1", "--json"]);
+    let (theirs, ours) = std::io::pipe().expect("a pipe");
+    drop(theirs);
+    let said = Said::of(tool.stdout(ours).output().expect("the tool starts"));
+    assert_eq!((said.code, said.error.as_str()), (Some(0), ""));
+}

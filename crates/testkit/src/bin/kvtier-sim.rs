@@ -1,0 +1,104 @@
+//! The store in simulations, many seeds at once:
+//! `cargo run --release -p kvtier-testkit --bin kvtier-sim -- --seeds 1000`.
+
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use clap::Parser;
+use kvtier_testkit::sim::{Report, SimOpts, run as simulate};
+
+/// Runs the store in simulations: seeds choose workloads, faults, crashes and orders.
+#[derive(Parser)]
+#[command(name = "kvtier-sim", version)]
+struct Args {
+    /// How many seeds
+    #[arg(long, default_value_t = 1000)]
+    seeds: u64,
+    /// The first seed
+    #[arg(long, default_value_t = 0)]
+    first: u64,
+    /// Steps of each seed
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    steps: u32,
+    /// Threads; 0 = as many as cores
+    #[arg(long, default_value_t = 0)]
+    threads: usize,
+}
+
+/// Runs seeds until one fails. The first line of a failure says how to run that seed again.
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let threads = match args.threads {
+        0 => std::thread::available_parallelism().map_or(1, |n| n.get()),
+        threads => threads,
+    };
+    let (next, failed) = (AtomicU64::new(0), AtomicBool::new(false));
+    let all = Mutex::new((Report::default(), Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while !failed.load(Ordering::Relaxed) {
+                    let at = next.fetch_add(1, Ordering::Relaxed);
+                    if at >= args.seeds {
+                        break;
+                    }
+                    let opts = SimOpts { seed: args.first.wrapping_add(at), steps: args.steps };
+                    let ended = simulate(&opts);
+                    let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+                    match ended {
+                        Ok(report) => add(&mut all.0, &report),
+                        Err(failure) => {
+                            failed.store(true, Ordering::Relaxed);
+                            all.1.push(failure);
+                        }
+                    }
+                }
+            });
+        }
+    });
+    let (report, failures) = all.into_inner().unwrap_or_else(PoisonError::into_inner);
+    for failure in &failures {
+        eprintln!("FAIL {failure}");
+        let (seed, steps) = (failure.seed, args.steps);
+        eprintln!("     again: kvtier-sim --first {seed} --seeds 1 --steps {steps}");
+    }
+    if !failures.is_empty() {
+        return ExitCode::FAILURE;
+    }
+    let counted = &report.counters;
+    println!("seeds            {}", args.seeds);
+    println!("moves            {}", report.moves);
+    println!("bytes compared   {}", report.checked_bytes);
+    println!("crashes          {}", report.crashes);
+    println!("durable, found   {}", report.kept);
+    println!("cells stored     {}", counted.stored);
+    println!("loaded from disk {}", counted.disk_hits);
+    println!("left memory      {}", counted.demoted + counted.dropped);
+    println!("left the disk    {}", counted.disk_evicted);
+    println!("damage found     {}", counted.corrupt);
+    let far = &report.far;
+    println!("sent             {} objects, {} not", far.sent, far.failed_sends);
+    println!("not to be sent   {} chunks", far.refused);
+    println!("fetched          {} objects, {} cells", far.fetched, far.cells);
+    println!("asked            {} names, {} there, {} late", far.asked, far.found, far.late);
+    println!("remembered       {} names", far.remembered);
+    println!("far, not there   {} objects", far.absent);
+    println!("far, damaged     {}", far.corrupt);
+    ExitCode::SUCCESS
+}
+
+fn add(all: &mut Report, one: &Report) {
+    all.moves += one.moves;
+    all.checked_bytes += one.checked_bytes;
+    all.crashes += one.crashes;
+    all.kept += one.kept;
+    all.far.add(&one.far);
+    let (all, one) = (&mut all.counters, &one.counters);
+    all.stored += one.stored;
+    all.disk_hits += one.disk_hits;
+    all.demoted += one.demoted;
+    all.dropped += one.dropped;
+    all.disk_evicted += one.disk_evicted;
+    all.corrupt += one.corrupt;
+}

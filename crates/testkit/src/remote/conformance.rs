@@ -1,0 +1,450 @@
+//! What every remote has to do, as checks that any one can be put to. Names are drawn by the seed,
+//! and what was stored is taken away at the end, so that a server in use can be tried too.
+
+use kvtier::base::clock::Clock;
+use kvtier::base::random::Random;
+use kvtier::base::status::{self, Error, Status};
+use kvtier::tier::remote::name::HASH_BYTES;
+use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Name, Puts, Remote, Trouble};
+
+/// How a remote is put to the test.
+#[derive(Clone)]
+pub struct Opts {
+    /// Chooses names and content.
+    pub seed: u64,
+    /// The clock that the remote goes by.
+    pub clock: Clock,
+    /// How long a batch may take.
+    pub patience_ns: u64,
+    /// The longest object that is tried.
+    pub largest_bytes: u64,
+}
+
+impl Default for Opts {
+    fn default() -> Opts {
+        Opts { seed: 1, clock: Clock::real(), patience_ns: 30_000_000_000, largest_bytes: 16 << 20 }
+    }
+}
+
+/// How long a batch may take whose deadline is past.
+const PROMPT_NS: u64 = 1_000_000_000;
+/// What is around the memory of parts, and must stay.
+const GUARD: u8 = 0xA5;
+const GUARD_BYTES: usize = 7;
+
+type Check = fn(&mut Bench<'_>) -> Result<(), String>;
+
+const CHECKS: [(&str, Check); 12] = [
+    ("greeting", greeting),
+    ("sizes", sizes),
+    ("room", room),
+    ("ranges", ranges),
+    ("first wins", first_wins),
+    ("absent", absent),
+    ("removed", removed),
+    ("empty", empty),
+    ("large", large),
+    ("past", past),
+    ("too long", too_long),
+    ("tenants", tenants),
+];
+
+/// Puts a remote to all checks. The names of those that it passed; else what it does wrong.
+pub fn conform(remote: &dyn Remote, opts: &Opts) -> status::Result<Vec<&'static str>> {
+    let mut bench = Bench {
+        opts,
+        caps: remote.caps(),
+        lanes: [remote.lane(), remote.lane()],
+        random: Random::new(opts.seed),
+        names: Vec::new(),
+    };
+    let mut passed = Vec::new();
+    let mut outcome = Ok(());
+    for (name, check) in CHECKS {
+        match check(&mut bench) {
+            Ok(()) => passed.push(name),
+            Err(why) => {
+                outcome = Err(Error::new(Status::State, format!("{name}: {why}")));
+                break;
+            }
+        }
+    }
+    let names = std::mem::take(&mut bench.names);
+    names.chunks(64).for_each(|names| drop(bench.remove(names)));
+    outcome.map(|()| passed)
+}
+
+/// An object: its name, and what is in it.
+type Object = (Name, Vec<u8>);
+
+struct Bench<'a> {
+    opts: &'a Opts,
+    caps: Caps,
+    lanes: [Box<dyn Lane>; 2],
+    random: Random,
+    names: Vec<Name>,
+}
+
+/// Memory for an object in parts, with guards between them.
+struct Rooms {
+    memory: Vec<u8>,
+    parts: Vec<(usize, usize)>,
+}
+
+impl Rooms {
+    fn new(lengths: &[usize]) -> Rooms {
+        let all: usize = lengths.iter().map(|length| length + GUARD_BYTES).sum();
+        let mut parts = Vec::new();
+        let mut at = GUARD_BYTES;
+        for &length in lengths {
+            parts.push((at, length));
+            at += length + GUARD_BYTES;
+        }
+        Rooms { memory: vec![GUARD; all + GUARD_BYTES], parts }
+    }
+
+    fn add_to(&mut self, gets: &mut Gets) {
+        let start = self.memory.as_mut_ptr();
+        self.parts.iter().for_each(|&(at, bytes)| gets.part(start.wrapping_add(at), bytes as u64));
+    }
+
+    /// What came; none if a guard was touched.
+    fn bytes(&self) -> Option<Vec<u8>> {
+        let (mut bytes, mut at) = (Vec::new(), 0);
+        for &(start, length) in &self.parts {
+            if self.memory[at..start].iter().any(|&byte| byte != GUARD) {
+                return None;
+            }
+            bytes.extend_from_slice(&self.memory[start..start + length]);
+            at = start + length;
+        }
+        self.memory[at..].iter().all(|&byte| byte == GUARD).then_some(bytes)
+    }
+}
+
+impl Bench<'_> {
+    fn deadline_ns(&self) -> u64 {
+        self.opts.clock.now_ns().saturating_add(self.opts.patience_ns)
+    }
+
+    fn name(&mut self) -> Name {
+        let mut hash = [0; HASH_BYTES];
+        hash.iter_mut().for_each(|byte| *byte = self.random.draw() as u8);
+        let name = Name { tenant: 0, hash };
+        self.names.push(name);
+        name
+    }
+
+    fn content(&mut self, bytes: usize) -> Vec<u8> {
+        let mut content = Vec::with_capacity(bytes + 8);
+        while content.len() < bytes {
+            content.extend(self.random.draw().to_le_bytes());
+        }
+        content.truncate(bytes);
+        content
+    }
+
+    fn object(&mut self, bytes: usize) -> Object {
+        (self.name(), self.content(bytes))
+    }
+
+    /// Cuts a length in pieces, some of them without bytes.
+    fn pieces(&mut self, bytes: usize) -> Vec<usize> {
+        let mut pieces = vec![0];
+        let mut left = bytes;
+        while left > 0 {
+            let most = if self.random.coin() { left } else { left.min(5000) };
+            let piece = 1 + self.random.below(most as u64) as usize;
+            pieces.push(piece);
+            if self.random.below(4) == 0 {
+                pieces.push(0);
+            }
+            left -= piece;
+        }
+        pieces
+    }
+
+    fn put(&mut self, lane: usize, objects: &[Object]) -> Vec<Result<bool, Trouble>> {
+        let deadline_ns = self.deadline_ns();
+        self.put_by(lane, objects, deadline_ns)
+    }
+
+    fn put_by(
+        &mut self,
+        lane: usize,
+        objects: &[Object],
+        deadline_ns: u64,
+    ) -> Vec<Result<bool, Trouble>> {
+        let mut puts = Puts::default();
+        for (name, content) in objects {
+            puts.object(*name);
+            let mut at = 0;
+            for piece in self.pieces(content.len()) {
+                puts.part(content[at..].as_ptr(), piece as u64);
+                at += piece;
+            }
+        }
+        // SAFETY: the parts are those of the objects, which are borrowed until it is done.
+        unsafe { self.lanes[lane].put(&mut puts, deadline_ns) };
+        puts.items.iter().map(|item| item.result).collect()
+    }
+
+    /// Fetches into so much room each, from an offset on.
+    fn get(
+        &mut self,
+        lane: usize,
+        wanted: &[(Name, u64, usize)],
+        deadline_ns: u64,
+    ) -> Result<Vec<Result<Vec<u8>, Trouble>>, String> {
+        let mut gets = Gets::default();
+        let mut rooms: Vec<Rooms> = Vec::new();
+        for &(_, _, bytes) in wanted {
+            let pieces = self.pieces(bytes);
+            rooms.push(Rooms::new(&pieces));
+        }
+        for (&(name, offset, _), rooms) in wanted.iter().zip(&mut rooms) {
+            gets.object(name, offset);
+            rooms.add_to(&mut gets);
+        }
+        // SAFETY: the parts are in the rooms, which nobody touches until it is done.
+        unsafe { self.lanes[lane].get(&mut gets, deadline_ns) };
+        let mut came = Vec::new();
+        for ((item, rooms), &(_, _, room)) in gets.items.iter().zip(&rooms).zip(wanted) {
+            let Some(mut bytes) = rooms.bytes() else {
+                return Err(format!("{room} bytes: memory beside the parts was written"));
+            };
+            came.push(match item.result {
+                Ok(length) if length as usize > room => {
+                    return Err(format!("{length} bytes came into room for {room}"));
+                }
+                Ok(length) => {
+                    bytes.truncate(length as usize);
+                    Ok(bytes)
+                }
+                Err(trouble) => Err(trouble),
+            });
+        }
+        Ok(came)
+    }
+
+    fn get_one(&mut self, lane: usize, name: Name, room: usize) -> Result<Vec<u8>, String> {
+        let deadline_ns = self.deadline_ns();
+        let mut came = self.get(lane, &[(name, 0, room)], deadline_ns)?;
+        let one = came.pop().unwrap_or(Err(Trouble::Absent));
+        one.map_err(|trouble| format!("an object of up to {room} bytes: {trouble:?}"))
+    }
+
+    fn ask(&mut self, names: &[Name]) -> Vec<Result<u64, Trouble>> {
+        let mut asks = asks_of(names);
+        let deadline_ns = self.deadline_ns();
+        self.lanes[1].ask(&mut asks, deadline_ns);
+        asks.items.iter().map(|item| item.result).collect()
+    }
+
+    fn remove(&mut self, names: &[Name]) -> Vec<Result<u64, Trouble>> {
+        let mut asks = asks_of(names);
+        let deadline_ns = self.deadline_ns();
+        self.lanes[0].remove(&mut asks, deadline_ns);
+        asks.items.iter().map(|item| item.result).collect()
+    }
+}
+
+fn asks_of(names: &[Name]) -> Asks {
+    let mut asks = Asks::default();
+    names.iter().for_each(|&name| asks.name(name));
+    asks
+}
+
+fn same<T: PartialEq + std::fmt::Debug>(what: &str, found: T, wanted: T) -> Result<(), String> {
+    if found == wanted {
+        return Ok(());
+    }
+    Err(format!("{what}: {found:.200?} instead of {wanted:.200?}"))
+}
+
+fn same_bytes(what: &str, found: &[u8], wanted: &[u8]) -> Result<(), String> {
+    same(&format!("{what}: length"), found.len(), wanted.len())?;
+    match found.iter().zip(wanted).position(|(a, b)| a != b) {
+        None => Ok(()),
+        Some(at) => Err(format!("{what}: byte {at} of {} is wrong", wanted.len())),
+    }
+}
+
+fn greeting(bench: &mut Bench<'_>) -> Result<(), String> {
+    let deadline_ns = bench.deadline_ns();
+    let server = bench.lanes[0].greet(deadline_ns).map_err(|error| error.to_string())?;
+    same("it says nothing of itself", server.words.is_empty(), false)
+}
+
+fn sizes(bench: &mut Bench<'_>) -> Result<(), String> {
+    let most = bench.opts.largest_bytes.min(bench.caps.max_bytes);
+    let preferred = bench.caps.preferred_bytes.min(most);
+    let few = [1, 2, 4095, 4096, 4097, 12_345, 65_536, 65_537, 262_144, preferred, most];
+    for bytes in few.into_iter().filter(|&bytes| bytes <= most) {
+        let object = bench.object(bytes as usize);
+        let put = bench.put(0, std::slice::from_ref(&object));
+        same(&format!("a put of {bytes} bytes"), put, vec![Ok(false)])?;
+        same("how long it is", bench.ask(&[object.0]), vec![Ok(bytes)])?;
+        let came = bench.get_one(1, object.0, bytes as usize)?;
+        same_bytes("an object that was put", &came, &object.1)?;
+    }
+    Ok(())
+}
+
+fn room(bench: &mut Bench<'_>) -> Result<(), String> {
+    let object = bench.object(10_000);
+    same("a put", bench.put(0, std::slice::from_ref(&object)), vec![Ok(false)])?;
+    for room in [10_001, 70_000, 9_999, 4096, 1] {
+        let came = bench.get_one(0, object.0, room)?;
+        same_bytes(&format!("room for {room}"), &came, &object.1[..room.min(10_000)])?;
+    }
+    // Two places in one batch for the same object.
+    let deadline_ns = bench.deadline_ns();
+    let twice = bench.get(0, &[(object.0, 0, 10_000), (object.0, 0, 10_000)], deadline_ns)?;
+    same("the same twice", twice, vec![Ok(object.1.clone()), Ok(object.1)])
+}
+
+fn ranges(bench: &mut Bench<'_>) -> Result<(), String> {
+    if !bench.caps.ranges {
+        return Ok(());
+    }
+    let object = bench.object(100_000);
+    same("a put", bench.put(0, std::slice::from_ref(&object)), vec![Ok(false)])?;
+    let ranges = [(0, 1), (1, 4096), (4096, 8192), (50_001, 49_999), (99_999, 1), (99_990, 500)];
+    let wanted = ranges.map(|(offset, bytes)| (object.0, offset as u64, bytes));
+    let deadline_ns = bench.deadline_ns();
+    let came = bench.get(1, &wanted, deadline_ns)?;
+    for ((offset, bytes), came) in ranges.into_iter().zip(came) {
+        let what = format!("{bytes} bytes from {offset} on");
+        let came = came.map_err(|trouble| format!("{what}: {trouble:?}"))?;
+        same_bytes(&what, &came, &object.1[offset..(offset + bytes).min(100_000)])?;
+    }
+    Ok(())
+}
+
+fn first_wins(bench: &mut Bench<'_>) -> Result<(), String> {
+    let (name, first) = bench.object(5000);
+    let second = bench.content(7000);
+    same("the first put", bench.put(0, &[(name, first.clone())]), vec![Ok(false)])?;
+    if bench.caps.first_wins {
+        for lane in [0, 1] {
+            same("a second put", bench.put(lane, &[(name, second.clone())]), vec![Ok(true)])?;
+        }
+        same_bytes("after a second put", &bench.get_one(1, name, 9000)?, &first)?;
+        let name = bench.name();
+        let both = [(name, second.clone()), (name, first)];
+        let mut said = bench.put(0, &both);
+        said.sort_unstable_by_key(|said| said.ok());
+        same("two of one name in a batch", said, vec![Ok(false), Ok(true)])?;
+        let came = bench.get_one(0, name, 9000)?;
+        return same("one of them is there", both.iter().any(|(_, bytes)| *bytes == came), true);
+    }
+    let puts = bench.put(1, &[(name, second.clone())]);
+    same("a second put", puts.iter().all(|result| result.is_ok()), true)?;
+    // Whoever looks first whether it is there leaves the first one, unless two look at once.
+    let came = bench.get_one(0, name, 9000)?;
+    same("one of them is there", came == first || came == second, true)
+}
+
+fn absent(bench: &mut Bench<'_>) -> Result<(), String> {
+    let object = bench.object(3000);
+    same("a put", bench.put(0, std::slice::from_ref(&object)), vec![Ok(false)])?;
+    let names = [bench.name(), object.0, bench.name()];
+    let lengths = vec![Err(Trouble::Absent), Ok(3000), Err(Trouble::Absent)];
+    same("what is there", bench.ask(&names), lengths)?;
+    let deadline_ns = bench.deadline_ns();
+    let came = bench.get(0, &names.map(|name| (name, 0, 4000)), deadline_ns)?;
+    same("what came", came, vec![Err(Trouble::Absent), Ok(object.1), Err(Trouble::Absent)])
+}
+
+fn removed(bench: &mut Bench<'_>) -> Result<(), String> {
+    let objects = [bench.object(100), bench.object(9000)];
+    let never = bench.name();
+    same("puts", bench.put(0, &objects), vec![Ok(false); 2])?;
+    let names = [objects[1].0, never];
+    same("a removal", bench.remove(&names).iter().all(Result::is_ok), true)?;
+    same("another one", bench.remove(&names).iter().all(Result::is_ok), true)?;
+    let gone = Err(Trouble::Absent);
+    same("what is left", bench.ask(&[objects[0].0, names[0], never]), vec![Ok(100), gone, gone])?;
+    same("a put of what was removed", bench.put(1, &objects[1..]), vec![Ok(false)])?;
+    same_bytes("it", &bench.get_one(0, objects[1].0, 9000)?, &objects[1].1)
+}
+
+fn empty(bench: &mut Bench<'_>) -> Result<(), String> {
+    let deadline_ns = bench.deadline_ns();
+    bench.get(0, &[], deadline_ns)?;
+    same("puts", bench.put(0, &[]).len(), 0)?;
+    same("asks", bench.ask(&[]).len(), 0)?;
+    same("removals", bench.remove(&[]).len(), 0)
+}
+
+fn large(bench: &mut Bench<'_>) -> Result<(), String> {
+    let count = bench.caps.batch.saturating_mul(3).clamp(10, 2000) + 1;
+    let objects: Vec<Object> = (0..count).map(|i| bench.object(1 + i * 37 % 9000)).collect();
+    same("puts", bench.put(0, &objects), vec![Ok(false); count])?;
+    let mut wanted: Vec<_> =
+        objects.iter().map(|(name, content)| (*name, 0, content.len())).collect();
+    for at in (0..count).step_by(7) {
+        wanted[at].0 = bench.name();
+    }
+    let names: Vec<Name> = wanted.iter().map(|wanted| wanted.0).collect();
+    let lengths = bench.ask(&names);
+    let deadline_ns = bench.deadline_ns();
+    let came = bench.get(1, &wanted, deadline_ns)?;
+    for (at, ((came, length), object)) in came.into_iter().zip(lengths).zip(&objects).enumerate() {
+        if at % 7 == 0 {
+            same("an absent one of many", (came, length), (Err(Trouble::Absent), length))?;
+            same("its length", length, Err(Trouble::Absent))?;
+            continue;
+        }
+        let came = came.map_err(|trouble| format!("object {at} of {count}: {trouble:?}"))?;
+        same_bytes(&format!("object {at} of {count}"), &came, &object.1)?;
+        same("how long one of many is", length, Ok(object.1.len() as u64))?;
+    }
+    let names: Vec<Name> = objects.iter().map(|object| object.0).collect();
+    same("removals", bench.remove(&names).iter().all(Result::is_ok), true)
+}
+
+fn past(bench: &mut Bench<'_>) -> Result<(), String> {
+    let objects = [bench.object(5000), bench.object(50)];
+    same("puts", bench.put(0, &objects), vec![Ok(false); 2])?;
+    let begun = bench.opts.clock.now_ns();
+    let late = vec![Err(Trouble::Late); 2];
+    let other = [bench.object(5000), bench.object(50)];
+    same("puts", bench.put_by(0, &other, begun), vec![Err(Trouble::Late); 2])?;
+    let names = [objects[0].0, objects[1].0];
+    let came = bench.get(0, &names.map(|name| (name, 0, 5000)), begun)?;
+    same("gets", came, vec![Err(Trouble::Late); 2])?;
+    let mut asks = asks_of(&names);
+    bench.lanes[0].ask(&mut asks, begun);
+    same("asks", asks.items.iter().map(|item| item.result).collect(), late.clone())?;
+    bench.lanes[0].remove(&mut asks, begun);
+    same("removals", asks.items.iter().map(|item| item.result).collect(), late)?;
+    let took = bench.opts.clock.now_ns() - begun;
+    same(&format!("five batches without time took {took} ns: prompt"), took < PROMPT_NS, true)?;
+    // The lane is as good as before.
+    same_bytes("afterwards", &bench.get_one(0, objects[0].0, 5000)?, &objects[0].1)
+}
+
+fn too_long(bench: &mut Bench<'_>) -> Result<(), String> {
+    if bench.caps.max_bytes >= bench.opts.largest_bytes {
+        return Ok(());
+    }
+    let objects =
+        [bench.object(10), bench.object(bench.caps.max_bytes as usize + 1), bench.object(20)];
+    let said = bench.put(0, &objects);
+    same("puts", said, vec![Ok(false), Err(Trouble::TooLong), Ok(false)])?;
+    same("it is there", bench.ask(&[objects[1].0]), vec![Err(Trouble::Absent)])
+}
+
+fn tenants(bench: &mut Bench<'_>) -> Result<(), String> {
+    let (name, everybodys) = bench.object(500);
+    let own = Name { tenant: 42, ..name };
+    bench.names.push(own);
+    let content = bench.content(600);
+    same("everybody's", bench.put(0, &[(name, everybodys.clone())]), vec![Ok(false)])?;
+    same("before a tenant's own", bench.ask(&[own]), vec![Err(Trouble::Absent)])?;
+    same("a tenant's own", bench.put(0, &[(own, content.clone())]), vec![Ok(false)])?;
+    same_bytes("everybody's", &bench.get_one(1, name, 1000)?, &everybodys)?;
+    same_bytes("a tenant's own", &bench.get_one(1, own, 1000)?, &content)
+}

@@ -1,0 +1,433 @@
+//! Some callers keep blocks under names of their own beside. What is in a block follows from
+//! its name; each says by itself how it went.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::sim::callers::views_of;
+use crate::sim::content::{Planes, is_right, prefixes};
+use crate::sim::world::{Outcome, POISON, SPACES, World, wrong};
+use kvtier::base::random::Random;
+use kvtier::base::status::Status;
+use kvtier::base::sync::Arc;
+use kvtier::device::Memory;
+use kvtier::format::keys::Key;
+use kvtier::format::keys::block::BlockKeys;
+use kvtier::kv::core::blocks::BlockMove;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::views::Views;
+use kvtier::kv::core::{Finished, SessionOpts};
+use kvtier::meta::chunks::WHOLE;
+use kvtier::policy::Hint;
+
+/// Few names: they come again and again.
+const NAMES: u64 = 40;
+const MOST: u64 = 12;
+
+/// A move of blocks under way.
+pub(super) struct AskedBlocks {
+    deed: Deed,
+    level: Level,
+    space: u32,
+    names: Vec<u32>,
+    planes: Vec<Planes>,
+    /// All of them were durable.
+    must: bool,
+    /// It is asked which of them are here or at the remote, and nothing moves.
+    locates: bool,
+}
+
+/// What is known of blocks.
+pub(super) struct Blocks {
+    random: Random,
+    asked: BTreeMap<u32, AskedBlocks>,
+    /// Namespace and name of those that last.
+    lasting: BTreeSet<(u32, u32)>,
+    /// And of those that somebody began to store, ever.
+    begun: BTreeSet<(u32, u32)>,
+    /// The session of each namespace that holds some, and how often it holds which.
+    holders: BTreeMap<u32, Holder>,
+}
+
+/// Who holds blocks by name.
+struct Holder {
+    session: u32,
+    held: BTreeMap<u32, u32>,
+}
+
+impl Blocks {
+    /// Those of a seed: one in four has some. All others do as they would without.
+    pub(super) fn of(seed: u64) -> Option<Blocks> {
+        let random = Random::new(seed ^ 0xB10C5);
+        let (asked, holders) = (BTreeMap::new(), BTreeMap::new());
+        let (lasting, begun) = (BTreeSet::new(), BTreeSet::new());
+        (seed % 4 == 1).then_some(Blocks { random, asked, lasting, begun, holders })
+    }
+
+    /// Whether none is under way.
+    pub(super) fn rest(&self) -> bool {
+        self.asked.is_empty()
+    }
+
+    /// Nobody waits for those that were under way, and holds have ended.
+    pub(super) fn forget(&mut self) {
+        self.asked.clear();
+        self.holders.clear();
+    }
+}
+
+/// How many of some names are held, each counted once.
+fn names_held(holder: &Holder, names: &[u32]) -> usize {
+    let names: BTreeSet<&u32> = names.iter().collect();
+    names.iter().filter(|name| holder.held.contains_key(name)).count()
+}
+
+fn marks_of(space: u32, name: u32, each: usize) -> Vec<u64> {
+    let tokens: Vec<u32> = (0..each as u32).map(|i| name * 1000 + i).collect();
+    prefixes(space + 100, &tokens)
+}
+
+impl World {
+    /// One of these things happens, or none.
+    pub(super) fn block_wish(&mut self) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let what = blocks.random.below(100);
+        let count = 1 + blocks.random.below(MOST);
+        let space = blocks.random.below(u64::from(SPACES)) as u32;
+        let names: Vec<u32> = (0..count).map(|_| blocks.random.below(NAMES) as u32).collect();
+        let level = [Level::Ram, Level::Ram, Level::Disk, Level::Durable];
+        let level = level[blocks.random.below(4) as usize];
+        match what {
+            0..=6 => self.move_blocks(Deed::Put, level, space, names, false),
+            7..=12 => self.move_blocks(Deed::Get, Level::Ram, space, names, false),
+            13..=14 => self.move_blocks(Deed::Prefetch, Level::Ram, space, names, false),
+            15 => self.drop_blocks(space, &names),
+            16 => {
+                if let Some(&number) = blocks.asked.keys().next() {
+                    self.core.0.lock().cancel(number, Status::Cancelled);
+                }
+                Ok(())
+            }
+            17..=18 => self.hold_blocks(space, &names),
+            19..=20 => self.release_blocks(space, &names),
+            21 => self.hint_blocks(space, &names),
+            22 => self.end_holder(space),
+            _ => Ok(()),
+        }?;
+        self.held_blocks_are_there()
+    }
+
+    fn keys_of(space: u32, names: &[u32]) -> Outcome<Vec<Key>> {
+        let keys = BlockKeys::new(&Key([space as u8 + 1; 32]));
+        let all: Vec<[u8; 4]> = names.iter().map(|name| name.to_le_bytes()).collect();
+        Ok(keys.all(all.iter().map(|name| &name[..]))?)
+    }
+
+    /// A session that asks, for one call; none when as many are open as may be.
+    fn asker(&mut self, space: u32) -> Outcome<Option<u32>> {
+        let opened =
+            self.core.0.lock().open_session(self.spaces[space as usize], &SessionOpts::default());
+        match opened {
+            Ok(number) => Ok(Some(number)),
+            Err(error) if error.status() == Status::Again => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn move_blocks(
+        &mut self,
+        deed: Deed,
+        level: Level,
+        space: u32,
+        names: Vec<u32>,
+        must: bool,
+    ) -> Outcome<()> {
+        // Numbers of moves that have ended are used again.
+        self.collect()?;
+        let layout = self.layouts[space as usize].clone();
+        let each = layout.chunk_tokens() as usize;
+        let marks: Vec<u64> = names.iter().flat_map(|&name| marks_of(space, name, each)).collect();
+        let (mut planes, mut views) = (Vec::new(), Vec::new());
+        for layer in 0..layout.layers() {
+            let Some(group) = layout.group(layer) else { continue };
+            planes.push(match deed {
+                Deed::Put => Planes::of(group, layer, &marks, each),
+                _ => {
+                    let (k, v) = Planes::lengths(group, marks.len(), each);
+                    Planes { k: vec![POISON; k], v: vec![POISON; v] }
+                }
+            });
+        }
+        if deed != Deed::Prefetch {
+            for (layer, planes) in planes.iter_mut().enumerate() {
+                let Some(group) = layout.group(layer) else { continue };
+                views.push(views_of(group, planes, marks.len(), each, Memory::Host));
+            }
+        }
+        let moved = BlockMove {
+            keys: World::keys_of(space, &names)?,
+            first_layer: 0,
+            layers: layout.layers(),
+            views: Arc::new(Views(views)),
+            after: None,
+        };
+        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let how = (deed, level, blocks.random.below(3) as usize);
+        let mut core = self.core.0.lock();
+        let begun = core.submit_blocks(asker, how, moved);
+        core.close_session(asker)?;
+        drop(core);
+        match begun {
+            Ok(number) => {
+                if deed == Deed::Put {
+                    blocks.begun.extend(names.iter().map(|&name| (space, name)));
+                }
+                let locates = false;
+                let asked = AskedBlocks { deed, level, space, names, planes, must, locates };
+                blocks.asked.insert(number, asked);
+                Ok(())
+            }
+            Err(error) if matches!(error.status(), Status::Again | Status::Limit) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Asks which of some are here or at the remote. Who asks is gone before that is known.
+    pub(super) fn locate_blocks(&mut self) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let (count, space) =
+            (1 + blocks.random.below(4 * MOST), blocks.random.below(SPACES.into()));
+        let names: Vec<u32> = (0..count).map(|_| blocks.random.below(NAMES) as u32).collect();
+        let (space, level) = (space as u32, Level::Ram);
+        let keys = World::keys_of(space, &names)?;
+        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let mut core = self.core.0.lock();
+        let begun = core.locate_blocks(asker, keys);
+        core.close_session(asker)?;
+        drop(core);
+        match (begun, &mut self.blocks) {
+            (Ok(number), Some(blocks)) => {
+                let (deed, planes, must, locates) = (Deed::Prefetch, Vec::new(), false, true);
+                let asked = AskedBlocks { deed, level, space, names, planes, must, locates };
+                blocks.asked.insert(number, asked);
+                Ok(())
+            }
+            (Err(error), _) if error.status() != Status::Again => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+
+    fn drop_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        let keys = World::keys_of(space, names)?;
+        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let mut core = self.core.0.lock();
+        let cleared = core.drop_blocks(asker, &keys)?;
+        core.close_session(asker)?;
+        drop(core);
+        let held = self.blocks.iter().flat_map(|all| all.holders.get(&space));
+        let held: usize = held.map(|one| names_held(one, names)).sum();
+        if cleared.held + cleared.moving < held as u64 {
+            return Err(wrong(format!("{held} of {names:?} are held: {cleared:?}")));
+        }
+        if let Some(blocks) = &mut self.blocks {
+            blocks.lasting.retain(|(of, name)| *of != space || !names.contains(name));
+        }
+        Ok(())
+    }
+
+    /// A few at a time: who holds all there is keeps the store from doing anything.
+    fn hold_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        let names = &names[..names.len().min(4)];
+        let known = self.blocks.iter().find_map(|all| Some(all.holders.get(&space)?.session));
+        let session = match known {
+            Some(session) => session,
+            None => match self.asker(space)? {
+                Some(session) => session,
+                None => return Ok(()),
+            },
+        };
+        let keys = World::keys_of(space, names)?;
+        let (mut found, mut there) = (vec![0; names.len()], vec![0; names.len()]);
+        let mut core = self.core.0.lock();
+        core.exists(self.spaces[space as usize], &keys, &mut there)?;
+        core.hold_names(session, &keys, &mut found)?;
+        drop(core);
+        let whole: Vec<u8> =
+            there.iter().map(|&one| if one & WHOLE != 0 { one } else { 0 }).collect();
+        if found != whole {
+            return Err(wrong(format!("held {found:?} of {names:?}, there were {there:?}")));
+        }
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let none = Holder { session, held: BTreeMap::new() };
+        let held = &mut blocks.holders.entry(space).or_insert(none).held;
+        for (&name, _) in names.iter().zip(&found).filter(|(_, found)| **found != 0) {
+            *held.entry(name).or_default() += 1;
+        }
+        Ok(())
+    }
+
+    /// Takes back what it holds of some; for others, and more than there is, it is refused.
+    fn release_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let Some(holder) = blocks.holders.get_mut(&space) else { return Ok(()) };
+        let mut rest = holder.held.clone();
+        let mut take = |name: &u32| match rest.get_mut(name).filter(|times| **times > 0) {
+            Some(times) => {
+                *times -= 1;
+                true
+            }
+            None => false,
+        };
+        let (held, others): (Vec<u32>, Vec<u32>) = names.iter().partition(|name| take(name));
+        let (session, mut core) = (holder.session, self.core.0.lock());
+        if !others.is_empty() {
+            let refused = core.release_names(session, &World::keys_of(space, names)?);
+            if refused.map_err(|error| error.status()) != Err(Status::Invalid) {
+                return Err(wrong(format!("{others:?} of {names:?} were not held, and let go")));
+            }
+        }
+        core.release_names(session, &World::keys_of(space, &held)?)?;
+        rest.retain(|_, times| *times > 0);
+        holder.held = rest;
+        Ok(())
+    }
+
+    fn hint_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        let keys = World::keys_of(space, names)?;
+        let now_ns = self.clock.now_ns() as i64;
+        let Some(asker) = self.asker(space)? else { return Ok(()) };
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        let later = blocks.random.below(2_000_000_000) as i64;
+        let done = blocks.random.below(4) == 0;
+        let hint = Hint { next_use: Some((now_ns + later, 1.0)), done, ..Hint::default() };
+        let mut core = self.core.0.lock();
+        core.hint_blocks(asker, &keys, &hint)?;
+        core.close_session(asker)?;
+        Ok(())
+    }
+
+    /// Its session is closed: nothing of what it held is held by it.
+    fn end_holder(&mut self, space: u32) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        if let Some(holder) = blocks.holders.remove(&space) {
+            self.core.0.lock().close_session(holder.session)?;
+        }
+        Ok(())
+    }
+
+    /// What is held is in some tier as a whole, unless the disk has damaged it.
+    fn held_blocks_are_there(&mut self) -> Outcome<()> {
+        let Some(blocks) = &self.blocks else { return Ok(()) };
+        let core = self.core.0.lock();
+        if self.is_rotten || self.may_damage() || core.counters.corrupt > 0 {
+            return Ok(());
+        }
+        for (&space, holder) in &blocks.holders {
+            let names: Vec<u32> = holder.held.keys().copied().collect();
+            let mut found = vec![0; names.len()];
+            let keys = World::keys_of(space, &names)?;
+            core.exists(self.spaces[space as usize], &keys, &mut found)?;
+            if let Some((name, _)) = names.iter().zip(&found).find(|(_, one)| **one & WHOLE == 0) {
+                return Err(wrong(format!("block {name} of namespace {space} is held, and gone")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares a move of blocks that has ended with what it must be; false where it is none.
+    pub(super) fn end_blocks(&mut self, one: &Finished) -> Outcome<bool> {
+        let Some(blocks) = &mut self.blocks else { return Ok(false) };
+        let Some(asked) = blocks.asked.remove(&one.number) else { return Ok(false) };
+        let layout = self.layouts[asked.space as usize].clone();
+        let each = layout.chunk_tokens() as usize;
+        let ended = |words: &str| Err(wrong(format!("blocks {:?}: {words}: {one:?}", asked.names)));
+        let well = one.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
+        if one.outcomes.len() != asked.names.len() || !one.last {
+            return ended("each says how it went");
+        }
+        if one.error.is_none() != (well == asked.names.len()) || one.tokens != (well * each) as u64
+        {
+            return ended("the whole is as its parts");
+        }
+        let tolerated =
+            [Status::Ok, Status::NotFound, Status::Cancelled, Status::Budget, Status::Io];
+        let hears_wrong = self.may_hear_wrong();
+        for (at, (&name, status)) in asked.names.iter().zip(&one.outcomes).enumerate() {
+            let was_begun = |all: &Blocks| all.begun.contains(&(asked.space, name));
+            if asked.locates
+                && *status == Status::Ok
+                && !hears_wrong
+                && !self.blocks.as_ref().is_some_and(was_begun)
+            {
+                return ended("nobody ever stored one that was found");
+            }
+            if asked.locates && !tolerated[..3].contains(status) {
+                return ended("a question that fails");
+            }
+            let is_known = tolerated.contains(status)
+                || *status == Status::Unavailable && self.may_lose_device()
+                || *status == Status::Corrupt && self.may_damage();
+            if !is_known {
+                return ended("a status that cannot be");
+            }
+            match (asked.deed, *status) {
+                (Deed::Put, Status::Ok) if asked.level == Level::Durable => {
+                    if let Some(blocks) = &mut self.blocks {
+                        blocks.lasting.insert((asked.space, name));
+                    }
+                }
+                (Deed::Get, Status::Ok) => {
+                    self.check_block(&asked, at, &marks_of(asked.space, name, each))?
+                }
+                (Deed::Get, _) if asked.must => {
+                    if self.core.0.lock().counters.disk_evicted == 0 {
+                        return ended("it was durable, and is gone");
+                    }
+                    self.forgets = true;
+                }
+                _ => {}
+            }
+        }
+        self.report.moves += 1;
+        Ok(true)
+    }
+
+    fn check_block(&mut self, asked: &AskedBlocks, at: usize, marks: &[u64]) -> Outcome<()> {
+        let layout = self.layouts[asked.space as usize].clone();
+        let each = layout.chunk_tokens() as usize;
+        for (layer, got) in asked.planes.iter().enumerate() {
+            let Some(group) = layout.group(layer) else { continue };
+            let right = Planes::of(group, layer, marks, each);
+            let (k, v) = (right.k.len(), right.v.len());
+            let ([k_shape, v_shape], codec) = self.coding_of(asked.space, layer);
+            self.report.checked_bytes += (k + v) as u64;
+            if !is_right(codec, &k_shape, k, &right.k, &got.k[at * k..][..k])
+                || !is_right(codec, &v_shape, v, &right.v, &got.v[at * v..][..v])
+            {
+                let name = asked.names[at];
+                return Err(wrong(format!("wrong bytes in block {name}, layer {layer}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what was promised to last; before the same is done for sessions.
+    pub(super) fn lasting_blocks_are_there(&mut self) -> Outcome<()> {
+        let Some(blocks) = &mut self.blocks else { return Ok(()) };
+        if self.forgets {
+            blocks.lasting.clear();
+            return Ok(());
+        }
+        for (space, name) in blocks.lasting.clone() {
+            self.move_blocks(Deed::Get, Level::Ram, space, vec![name], true)?;
+            self.rest()?;
+            if self.forgets {
+                // The disk is nearly full: whom it sent away is not missed.
+                self.blocks.iter_mut().for_each(|all| all.lasting.clear());
+                return Ok(());
+            }
+            self.report.kept_blocks += 1;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,378 @@
+//! What callers of a simulated store do: sessions, rectangles, and what they hold
+//! against what came.
+
+use crate::sim::content::{Planes, is_right, prefixes};
+use crate::sim::world::{Asked, MOST_SESSIONS, Outcome, POISON, SPACES, Session, World, wrong};
+use kvtier::base::random::Random;
+use kvtier::base::status::Status;
+use kvtier::base::sync::Arc;
+use kvtier::device::Memory;
+use kvtier::format::codec::int8::Scales;
+use kvtier::format::codec::{Codec, Shape};
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
+use kvtier::kv::core::{Finished, Rectangle, SessionOpts, Wanted};
+use kvtier::meta::chunks::Pin;
+use kvtier::meta::dtype::Dtype;
+use kvtier::meta::layout::{Group, Rule};
+
+impl World {
+    pub(super) fn any_session(&mut self) -> Option<usize> {
+        let count = self.sessions.len() as u64;
+        (count > 0).then(|| self.random.below(count) as usize)
+    }
+
+    pub(super) fn open_session(&mut self) -> Outcome<()> {
+        if self.sessions.len() as u64 >= MOST_SESSIONS {
+            return self.close_session();
+        }
+        let space = self.random.below(u64::from(SPACES)) as u32;
+        let opts = SessionOpts {
+            tenant: space,
+            priority: Some(self.random.below(3) as u8),
+            ..Default::default()
+        };
+        let number = self.core.0.lock().open_session(self.spaces[space as usize], &opts)?;
+        self.sessions.push(Session { number, space, tokens: Vec::new(), marks: Vec::new() });
+        self.append()
+    }
+
+    pub(super) fn append(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        let count = 1 + self.random.below(24);
+        // Few different documents: sessions share prefixes.
+        let document = self.random.below(4) as u32;
+        let session = &mut self.sessions[at];
+        let from = session.tokens.len() as u64;
+        let document = session.tokens.first().map_or(document, |&first| first / 1000);
+        let tokens: Vec<u32> = (from..from + count).map(|i| document * 1000 + i as u32).collect();
+        self.core.0.lock().append(session.number, &tokens)?;
+        session.tokens.extend(tokens);
+        session.marks = prefixes(session.space, &session.tokens);
+        Ok(())
+    }
+
+    /// A rectangle of a session, with the engine's memory for it.
+    pub(super) fn rectangle(&mut self, at: usize, deed: Deed) -> Option<(Rectangle, Asked)> {
+        let (memory, after) = (self.memory(), self.name_event(deed));
+        let session = &self.sessions[at];
+        let layout = &self.layouts[session.space as usize];
+        let each = layout.chunk_tokens() as usize;
+        let all = session.tokens.len();
+        let first = self.random.below((all / each + 1) as u64) as usize / 2 * each;
+        if first >= all {
+            return None;
+        }
+        let rest = all - first;
+        let tokens = match self.random.below(3) {
+            0 if rest >= each => rest / each * each,
+            1 if rest >= each => (1 + self.random.below((rest / each) as u64) as usize) * each,
+            _ => rest,
+        };
+        let (first_layer, layers) = match self.random.below(4) {
+            0 => {
+                let first = self.random.below(layout.layers() as u64) as usize;
+                (first, 1 + self.random.below((layout.layers() - first) as u64) as usize)
+            }
+            _ => (0, layout.layers()),
+        };
+        let (marks, wanted) = match deed {
+            Deed::Put => (session.marks[first..first + tokens].to_vec(), Wanted::All),
+            _ => picked(&mut self.picks, &session.marks[first..first + tokens], each),
+        };
+        let count = marks.len();
+        let mut planes: Vec<Planes> = Vec::new();
+        for layer in first_layer..first_layer + layers {
+            let group = layout.group(layer)?;
+            planes.push(match deed {
+                Deed::Put => Planes::of(group, layer, &marks, each),
+                _ => {
+                    let (k, v) = Planes::lengths(group, count, each);
+                    Planes { k: vec![POISON; k], v: vec![POISON; v] }
+                }
+            });
+        }
+        let views = planes.iter_mut().enumerate().map(|(i, planes)| {
+            let group = layout.group(first_layer + i)?;
+            Some(views_of(group, planes, count, each, memory))
+        });
+        let views = Arc::new(Views(views.collect::<Option<Vec<_>>>()?));
+        let by_layer = self.random.coin();
+        let rectangle = Rectangle {
+            first_token: first as u64,
+            tokens: tokens as u64,
+            first_layer,
+            layers,
+            by_layer,
+            wanted,
+            views,
+            after,
+        };
+        // What comes lies one after the other.
+        let (marks, first) = match deed {
+            Deed::Put => (session.marks.clone(), first),
+            _ => (marks, 0),
+        };
+        let mut asked = Asked {
+            deed,
+            level: Level::Ram,
+            space: session.space,
+            tokens: session.tokens.clone(),
+            marks,
+            first,
+            first_layer,
+            layers,
+            by_layer,
+            planes,
+            parts_left: if by_layer { layers } else { 1 },
+            after: rectangle.after,
+            hidden: Vec::new(),
+        };
+        self.hide(&mut asked);
+        Some((rectangle, asked))
+    }
+
+    pub(super) fn submit(&mut self, at: usize, deed: Deed, level: Level) -> Outcome<()> {
+        let Some((rectangle, asked)) = self.rectangle(at, deed) else { return Ok(()) };
+        let lane = self.random.below(3) as usize;
+        let number = self.sessions[at].number;
+        let waits = self.wants_to_wait();
+        let mut core = self.core.0.lock();
+        let begun = match waits {
+            true => core.submit_waiting(number, deed, level, lane, rectangle),
+            false => core.submit_rectangle(number, deed, level, lane, rectangle).map(|n| (n, 0)),
+        };
+        drop(core);
+        match begun {
+            Ok((number, ticket)) => {
+                if waits {
+                    self.waits(ticket);
+                }
+                if deed == Deed::Put {
+                    self.note_put(&asked);
+                }
+                self.asked.insert(number, Asked { level, ..asked });
+                Ok(())
+            }
+            // As many moves or chunks as may be: that is no defect.
+            Err(error) if matches!(error.status(), Status::Again | Status::Limit) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    pub(super) fn put(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        let level = [Level::Ram, Level::Ram, Level::Disk, Level::Durable];
+        let level = level[self.random.below(4) as usize];
+        self.submit(at, Deed::Put, level)
+    }
+
+    pub(super) fn get(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        let deed = if self.random.below(5) == 0 { Deed::Prefetch } else { Deed::Get };
+        self.submit(at, deed, Level::Ram)
+    }
+
+    pub(super) fn close_session(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        let session = self.sessions.swap_remove(at);
+        self.core.0.lock().close_session(session.number)?;
+        Ok(())
+    }
+
+    pub(super) fn truncate(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        let tokens = self.random.below(self.sessions[at].tokens.len() as u64 + 1);
+        let session = &mut self.sessions[at];
+        self.core.0.lock().truncate(session.number, tokens)?;
+        session.tokens.truncate(tokens as usize);
+        session.marks.truncate(tokens as usize);
+        Ok(())
+    }
+
+    pub(super) fn fork(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        if self.sessions.len() as u64 >= MOST_SESSIONS {
+            return Ok(());
+        }
+        let session = &self.sessions[at];
+        let number = self.core.0.lock().fork(session.number, &SessionOpts::default())?;
+        let (space, tokens, marks) = (session.space, session.tokens.clone(), session.marks.clone());
+        self.sessions.push(Session { number, space, tokens, marks });
+        Ok(())
+    }
+
+    pub(super) fn pin(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        let session = &self.sessions[at];
+        let tokens = session.tokens.len() as u64;
+        if tokens > 0 {
+            let until_ns = self.clock.now_ns() + self.random.below(5_000_000_000);
+            let pin = Pin { priority: self.random.below(3) as u8, until_ns };
+            match self.core.0.lock().pin(session.number, 0, tokens, pin) {
+                Ok(()) => {}
+                Err(error) if error.status() == Status::Limit => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn cancel(&mut self) {
+        let count = self.asked.len() as u64;
+        if count > 0 {
+            let at = self.random.below(count) as usize;
+            if let Some(&number) = self.asked.keys().nth(at) {
+                self.core.0.lock().cancel(number, Status::Cancelled);
+            }
+        }
+    }
+
+    /// Compares what has ended with what it must be.
+    pub(super) fn collect(&mut self) -> Outcome<()> {
+        let mut finished = Vec::new();
+        self.core.0.lock().finished(&mut finished);
+        for one in finished {
+            if self.end_blocks(&one)? {
+                continue;
+            }
+            let Some(mut asked) = self.asked.remove(&one.number) else {
+                return Err(wrong(format!("move {} ended twice", one.number)));
+            };
+            asked.parts_left -= 1;
+            self.check_event(&asked, one.bytes)?;
+            self.compare(&asked, &one)?;
+            if one.last != (asked.parts_left == 0) {
+                return Err(wrong(format!("{} parts are left: {one:?}", asked.parts_left)));
+            }
+            if !one.last {
+                self.asked.insert(one.number, asked);
+            } else {
+                self.report.moves += 1;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn compare(&mut self, asked: &Asked, one: &Finished) -> Outcome<()> {
+        let layout = &self.layouts[asked.space as usize];
+        let each = layout.chunk_tokens() as usize;
+        let tokens = one.tokens as usize;
+        let layers = match asked.by_layer {
+            true => one.part as usize..one.part as usize + 1,
+            false => 0..asked.layers,
+        };
+        let tolerated =
+            [Status::NotFound, Status::Cancelled, Status::Budget, Status::Io, Status::Closed];
+        // Who has tensors on a device that is lost has lost them, too.
+        let is_known = |status| {
+            tolerated.contains(&status)
+                || status == Status::Unavailable && self.may_lose_device()
+                || status == Status::Corrupt && self.may_damage()
+                || self.may_fail_far(asked)
+        };
+        if let Some(error) = one.error.as_ref().filter(|e| !is_known(e.status())) {
+            return Err(wrong(format!("{:?} ended with {error}", asked.deed)));
+        }
+        if asked.deed == Deed::Put {
+            if one.error.is_none() && asked.level == Level::Durable {
+                for layer in layers {
+                    self.now_lasts(asked, asked.first_layer + layer, each);
+                }
+            }
+            return Ok(());
+        }
+        if asked.deed == Deed::Prefetch {
+            return Ok(());
+        }
+        let marks = &asked.marks[asked.first..asked.first + tokens];
+        for layer in layers {
+            let at = asked.first_layer + layer;
+            let Some(group) = layout.group(at) else { continue };
+            let right = Planes::of(group, at, marks, each);
+            let got = &asked.planes[layer];
+            self.report.checked_bytes += (right.k.len() + right.v.len()) as u64;
+            let (k, v) = Planes::lengths(group, each, each);
+            let ([k_shape, v_shape], codec) = self.coding_of(asked.space, at);
+            if !is_right(codec, &k_shape, k, &right.k, &got.k[..right.k.len()])
+                || !is_right(codec, &v_shape, v, &right.v, &got.v[..right.v.len()])
+            {
+                let bad = got.k.iter().zip(&right.k).position(|(a, b)| a != b);
+                let poison = got.k.iter().filter(|&&b| b == POISON).count();
+                return Err(wrong(format!(
+                    "wrong bytes in layer {at} of {}: {one:?}, K from {bad:?} on, {poison} of {} untouched",
+                    asked.space,
+                    got.k.len()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// What the planes of a layer are, and what they are coded with.
+    pub(super) fn coding_of(&self, space: u32, layer: usize) -> ([Shape; 2], Codec) {
+        let core = self.core.0.lock();
+        let shapes = core.board_of(self.spaces[space as usize]).map(|board| board.shapes(layer));
+        let plain = Shape { dtype: Dtype::Bytes, row_bytes: 1, scales: Scales::Token };
+        let codec = self.codecs[space as usize].unwrap_or(self.config.codec);
+        (shapes.unwrap_or([plain; 2]), codec)
+    }
+
+    /// Full chunks of a put are durable.
+    pub(super) fn now_lasts(&mut self, asked: &Asked, layer: usize, each: usize) {
+        let tokens = asked.planes.first().map_or(0, |_| asked.marks.len());
+        let end = asked.first + self.tokens_of(asked, tokens);
+        let mut at = asked.first + each;
+        while at <= end {
+            let key = (asked.space, asked.marks[at - 1], layer);
+            self.lasting.insert(key, asked.tokens[..at].to_vec());
+            at += each;
+        }
+    }
+
+    /// Tokens of a move, from the length of its planes.
+    pub(super) fn tokens_of(&self, asked: &Asked, most: usize) -> usize {
+        let layout = &self.layouts[asked.space as usize];
+        let each = layout.chunk_tokens() as usize;
+        let Some(group) = layout.group(asked.first_layer) else { return 0 };
+        let k = asked.planes[0].k.len() as u64;
+        let tokens = match group.rule {
+            Rule::State => k / group.state_bytes * each as u64,
+            _ => k / group.k_bytes,
+        };
+        (tokens as usize).min(most - asked.first)
+    }
+}
+
+/// Some chunks of a rectangle, or all of them.
+fn picked(random: &mut Random, marks: &[u64], each: usize) -> (Vec<u64>, Wanted) {
+    let chunks = marks.len().div_ceil(each) as u32;
+    let picked: Vec<u32> = (0..chunks).filter(|_| random.coin()).collect();
+    if picked.is_empty() || random.coin() {
+        return (marks.to_vec(), Wanted::All);
+    }
+    let of = |&at: &u32| marks.chunks(each).nth(at as usize).unwrap_or_default();
+    (picked.iter().flat_map(of).copied().collect(), Wanted::Chunks(picked))
+}
+
+pub(super) fn views_of(
+    group: &Group,
+    planes: &mut Planes,
+    tokens: usize,
+    each: usize,
+    memory: Memory,
+) -> LayerViews {
+    let view = |bytes: &mut Vec<u8>, count: usize, token_bytes: u64| {
+        let address = bytes.as_mut_ptr() as u64;
+        PlaneView { memory, ..PlaneView::canonical(address, count as u32, token_bytes) }
+    };
+    if group.rule == Rule::State {
+        return LayerViews {
+            k: view(&mut planes.k, tokens.div_ceil(each), group.state_bytes),
+            v: None,
+        };
+    }
+    let k = view(&mut planes.k, tokens, group.k_bytes);
+    let v = (group.v_bytes > 0).then(|| view(&mut planes.v, tokens, group.v_bytes));
+    LayerViews { k, v }
+}

@@ -1,0 +1,145 @@
+//! Stores with a remote, which outlives them, and does what remotes do on bad days.
+
+use crate::remote::simulated::{Fault, Plan, Simulated};
+use crate::sim::world::{Asked, Outcome, World};
+use kvtier::base::clock::Clock;
+use kvtier::base::random::Random;
+use kvtier::base::sync::Arc;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::{FarConfig, SessionOpts, Write};
+use kvtier::kv::errands::Errands;
+
+/// What is drawn of that.
+pub(super) struct Far {
+    random: Random,
+    remote: Simulated,
+    config: FarConfig,
+}
+
+impl Far {
+    /// That of a seed: every third has a remote. All others do as they would without.
+    pub(super) fn of(seed: u64, clock: &Clock) -> Option<Far> {
+        let mut random = Random::new(seed ^ 0xFA27);
+        (seed % 3 == 1).then(|| {
+            let config = FarConfig {
+                object_bytes: 4096 << random.below(5),
+                max_bytes: 64 << 20,
+                batch: 1 + random.below(8) as usize,
+                write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
+                admission: ["all", "all", "select(hits=1)"][random.below(3) as usize].into(),
+                timeout_ns: 1_000_000 + random.below(100_000_000),
+                fresh_ns: random.below(10_000_000_000),
+                absent_ns: random.below(1_000_000_000),
+                known: 4 + random.below(200) as usize,
+                asks: random.below(4) > 0,
+                fetches: random.below(3) == 0,
+                seed,
+                ..FarConfig::default()
+            };
+            let remote = Simulated::new(seed, plan(&mut random), clock.clone());
+            Far { random, remote, config }
+        })
+    }
+
+    pub(super) fn config(&self) -> FarConfig {
+        self.config.clone()
+    }
+
+    /// What a life's hands reach it with.
+    pub(super) fn errands(&self, clock: &Clock) -> Errands {
+        Errands::new(Arc::new(self.remote.clone()), clock.clone())
+    }
+}
+
+/// What goes wrong for a while.
+fn plan(random: &mut Random) -> Plan {
+    let plan = Plan { down: 1 + random.below(40) as u32, ..Plan::default() };
+    match random.below(8) {
+        0 | 1 => plan,
+        2 => plan.often(Fault::Lost, 30_000).often(Fault::Late, 30_000),
+        3 => plan.often(Fault::Flip, 50_000).often(Fault::Truncate, 20_000),
+        4 => plan.often(Fault::Reorder, 50_000).often(Fault::Stale, 50_000),
+        5 => plan.often(Fault::Full, 100_000).often(Fault::ReadOnly, 20_000),
+        6 => plan.often(Fault::Down, 20_000).often(Fault::Failover, 10_000),
+        _ => plan.hostile(10_000),
+    }
+}
+
+impl World {
+    /// Something is wanted of the remote, or happens to it, or nothing.
+    pub(super) fn far_wish(&mut self) -> Outcome<()> {
+        // The numbers of moves that have ended are used again.
+        self.collect()?;
+        let Some(far) = &mut self.far else { return Ok(()) };
+        match far.random.below(40) {
+            0 => {
+                let plan = plan(&mut far.random);
+                far.remote.set_plan(plan);
+                Ok(())
+            }
+            1..=4 => self.locate(),
+            5..=7 => match self.any_session() {
+                Some(at) => self.submit(at, Deed::Put, Level::Remote),
+                None => Ok(()),
+            },
+            8..=10 => self.come_again(),
+            11..=13 => match self.any_session() {
+                Some(at) => self.submit(at, Deed::Get, Level::Ram),
+                None => Ok(()),
+            },
+            14..=17 => self.locate_blocks(),
+            _ => Ok(()),
+        }
+    }
+
+    /// All sessions of a namespace end, memory is needed for something else, and they come again.
+    fn come_again(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        let space = self.sessions[at].space;
+        let mut core = self.core.0.lock();
+        for session in self.sessions.iter().filter(|session| session.space == space) {
+            core.close_session(session.number)?;
+        }
+        core.shrink(self.config.host_bytes);
+        for session in self.sessions.iter_mut().filter(|session| session.space == space) {
+            let opts = SessionOpts::default();
+            session.number = core.open_session(self.spaces[space as usize], &opts)?;
+            core.append(session.number, &session.tokens)?;
+        }
+        Ok(())
+    }
+
+    fn locate(&mut self) -> Outcome<()> {
+        let Some(at) = self.any_session() else { return Ok(()) };
+        let (number, tokens) = (self.sessions[at].number, self.sessions[at].tokens.clone());
+        let begun = self.core.0.lock().locate(number);
+        let Ok(number) = begun else { return Ok(()) };
+        let asked = Asked {
+            deed: Deed::Prefetch,
+            level: Level::Ram,
+            space: self.sessions[at].space,
+            tokens,
+            marks: self.sessions[at].marks.clone(),
+            first: 0,
+            first_layer: 0,
+            layers: 1,
+            by_layer: false,
+            planes: Vec::new(),
+            parts_left: 1,
+            after: None,
+            hidden: Vec::new(),
+        };
+        self.asked.insert(number, asked);
+        Ok(())
+    }
+
+    /// Whether something may be said to be there that never was: an answer was another's.
+    pub(super) fn may_hear_wrong(&self) -> bool {
+        self.far.as_ref().is_none_or(|far| far.remote.struck(Fault::Reorder) > 0)
+    }
+
+    /// What the remote's troubles may do to a put that waits for it.
+    pub(super) fn may_fail_far(&self, asked: &Asked) -> bool {
+        asked.level == Level::Remote
+    }
+}

@@ -1,0 +1,244 @@
+//! The lives of a simulated store: how one ends, and what must be there in the next.
+
+use crate::disk::SimFiles;
+use crate::disk::plan::{Fault, Plan};
+use crate::sim::ahead::Behind;
+use crate::sim::blocks::Blocks;
+use crate::sim::callers::views_of;
+use crate::sim::content::{Planes, prefixes};
+use crate::sim::world::{Asked, Outcome, POISON, Shared, World, wrong};
+use kvtier::base::clock::Clock;
+use kvtier::base::random::Random;
+use kvtier::base::sync::{Arc, Mutex};
+use kvtier::device::host::Host;
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::device::{Device, Memory};
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::views::Views;
+use kvtier::kv::core::{Config, Core, Counters, Rectangle, SessionOpts, Wanted};
+use kvtier::kv::hands::Tools;
+use kvtier::tier::disk::{DiskTier, Options};
+
+impl World {
+    /// The power fails, or the process dies.
+    pub(super) fn crash(&mut self) -> Outcome<()> {
+        let power = self.random.coin();
+        self.restart(power)
+    }
+
+    pub(super) fn restart(&mut self, power: bool) -> Outcome<()> {
+        if power {
+            self.files.crash()?;
+        }
+        let failed_syncs = self.tools.disk.as_ref().map_or(0, |disk| disk.stats().failed_syncs);
+        self.forgets |= self.untold;
+        self.report.crashes += 1;
+        self.add_counters();
+        self.pending.clear();
+        self.end_behind()?;
+        self.asked.clear();
+        self.blocks.iter_mut().for_each(Blocks::forget);
+        self.sessions.clear();
+        let again = self.files.reopen();
+        let plan = plan(&mut self.random);
+        // What opens a store finds the disk in order; what it finds there is not.
+        again.set_plan(Plan::default());
+        let device = self.next_device()?;
+        let (core, mut tools, dropped) =
+            open_store(&again, &self.config, self.disk_bytes, &self.clock, device)?;
+        tools.far = self.far.as_ref().map(|far| far.errands(&self.clock));
+        (self.files, self.core, self.tools) = (again, core, tools);
+        self.behind = Behind::of(self.report.crashes.into(), &self.tools);
+        // More may be found than a small table has rows for.
+        self.forgets |= dropped > 0 && self.config.max_chunks == FEW_CHUNKS;
+        self.open_spaces()?;
+        self.core.0.lock().check()?;
+        self.what_is_gone_stays_away()?;
+        self.lasting_blocks_are_there()?;
+        self.all_that_lasts_is_there()?;
+        self.untold = !power && (self.untold || failed_syncs > 0);
+        for fault in [Fault::LostSync, Fault::BitRot, Fault::Misdirected] {
+            self.forgets |= plan.per_million[fault as usize] > 0;
+            self.is_rotten |= plan.per_million[fault as usize] > 0;
+        }
+        self.files.set_plan(plan);
+        Ok(())
+    }
+
+    fn add_counters(&mut self) {
+        let far = self.core.0.lock().far_counters();
+        self.report.far.add(&far.unwrap_or_default());
+        let now = self.core.0.lock().counters;
+        let all = &mut self.report.counters;
+        let sums = |a: &mut Counters, b: &Counters| {
+            a.stored += b.stored;
+            a.known += b.known;
+            a.host_hits += b.host_hits;
+            a.disk_hits += b.disk_hits;
+            a.misses += b.misses;
+            a.corrupt += b.corrupt;
+            a.damaged += b.damaged;
+            a.written += b.written;
+            a.coded += b.coded;
+            a.lost.join(&b.lost);
+            a.demoted += b.demoted;
+            a.dropped += b.dropped;
+            a.disk_evicted += b.disk_evicted;
+            a.refused += b.refused;
+            a.no_room += b.no_room;
+            a.failed_writes += b.failed_writes;
+            a.failed_reads += b.failed_reads;
+            a.device_hits += b.device_hits;
+            a.promoted += b.promoted;
+            a.device_evicted += b.device_evicted;
+            a.device_lost += b.device_lost;
+        };
+        sums(all, &now);
+        // Whom the policy has sent away, or nobody could read, is not missed.
+        self.forgets |= now.disk_evicted + now.corrupt > 0;
+    }
+
+    /// Reads what was promised to last.
+    fn all_that_lasts_is_there(&mut self) -> Outcome<()> {
+        if self.forgets {
+            self.lasting.clear();
+            self.forgets = false;
+            return Ok(());
+        }
+        let all: Vec<_> = self.lasting.iter().map(|(&key, tokens)| (key, tokens.clone())).collect();
+        for ((space, _, layer), tokens) in all {
+            let marks = prefixes(space, &tokens);
+            self.read_lasting(space, layer, &tokens, &marks)?;
+            if self.forgets {
+                self.lasting.clear();
+                self.forgets = false;
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn read_lasting(
+        &mut self,
+        space: u32,
+        layer: usize,
+        tokens: &[u32],
+        marks: &[u64],
+    ) -> Outcome<()> {
+        let layout = self.layouts[space as usize].clone();
+        let each = layout.chunk_tokens() as usize;
+        let first = tokens.len() - each;
+        let number = self
+            .core
+            .0
+            .lock()
+            .open_session(self.spaces[space as usize], &SessionOpts::default())?;
+        self.core.0.lock().append(number, tokens)?;
+        let Some(group) = layout.group(layer) else { return Ok(()) };
+        let (k, v) = Planes::lengths(group, each, each);
+        let mut planes = Planes { k: vec![POISON; k], v: vec![POISON; v] };
+        let views = Arc::new(Views(vec![views_of(group, &mut planes, each, each, Memory::Host)]));
+        let rectangle = Rectangle {
+            first_token: first as u64,
+            tokens: each as u64,
+            first_layer: layer,
+            layers: 1,
+            by_layer: false,
+            wanted: Wanted::All,
+            views,
+            after: None,
+        };
+        let ram = Level::Ram;
+        let number_of_move =
+            self.core.0.lock().submit_rectangle(number, Deed::Get, ram, 0, rectangle)?;
+        let asked = Asked {
+            deed: Deed::Get,
+            level: ram,
+            space,
+            tokens: tokens.to_vec(),
+            marks: marks.to_vec(),
+            first,
+            first_layer: layer,
+            layers: 1,
+            by_layer: false,
+            planes: vec![planes],
+            parts_left: 1,
+            after: None,
+            hidden: Vec::new(),
+        };
+        self.asked.insert(number_of_move, asked);
+        let before = self.core.0.lock().counters.misses;
+        self.rest()?;
+        let after = self.core.0.lock().counters.misses;
+        self.core.0.lock().close_session(number)?;
+        if self.core.0.lock().counters.disk_evicted > 0 {
+            self.forgets = true; // the disk is nearly full: whom it sent away is not missed
+            return Ok(());
+        }
+        if after > before {
+            let end = tokens.len();
+            return Err(wrong(format!(
+                "tokens {first}..{end} of namespace {space}, layer {layer}, were durable and are gone"
+            )));
+        }
+        self.report.kept += 1;
+        Ok(())
+    }
+}
+
+pub(super) const SEGMENT: u64 = 32 * 4096;
+/// A table that fills.
+pub(super) const FEW_CHUNKS: usize = 96;
+
+pub(super) fn open_store(
+    files: &SimFiles,
+    config: &Config,
+    disk_bytes: u64,
+    clock: &Clock,
+    device: Arc<dyn Device>,
+) -> Outcome<(Shared, Tools, u64)> {
+    let options = Options {
+        segment_bytes: SEGMENT,
+        clock: clock.clone(),
+        ..Options::new(disk_bytes, [7; 16])
+    };
+    let (disk, recovered, _) = DiskTier::open(Arc::new(files.clone()), options)?;
+    let disk = Arc::new(disk);
+    let mut core = Core::new(config.clone(), None, Some(disk.clone()))?;
+    core.tick(clock.now_ns());
+    let adopted = core.adopt(&recovered)?;
+    let tools = Tools { device, disk: Some(disk), far: None };
+    Ok((Shared(Arc::new(Mutex::new(core))), tools, adopted.dropped))
+}
+
+/// Who copies. Every second seed has a device that takes its time, leaves rubbish in its
+/// targets until that is over, and fails now and then.
+pub(super) fn device(seed: u64, clock: &Clock) -> Outcome<Arc<dyn Device>> {
+    if seed % 2 == 1 {
+        return Ok(Arc::new(Host::default()));
+    }
+    let mut random = Random::new(seed ^ 0xDE71CE);
+    let failures = random.below(2) * random.below(6);
+    let opts = SimulatedOpts {
+        seed,
+        fail_at: (0..failures).map(|_| 1 + random.below(300)).collect(),
+        ..SimulatedOpts::default()
+    };
+    Ok(Arc::new(Simulated::new(clock.clone(), opts)?))
+}
+
+/// What goes wrong in this life.
+pub(super) fn plan(random: &mut Random) -> Plan {
+    let plan = Plan::default();
+    match random.below(8) {
+        0 | 1 => plan,
+        2 => plan.often(Fault::ReadError, 20_000).often(Fault::ShortRead, 5_000),
+        3 => plan.often(Fault::WriteError, 20_000).often(Fault::ShortWrite, 5_000),
+        4 => plan.often(Fault::SyncError, 30_000).often(Fault::NameError, 3_000),
+        5 => plan.often(Fault::Full, 30_000).often(Fault::WriteError, 3_000),
+        6 => plan.often(Fault::BitRot, 10_000).often(Fault::Misdirected, 3_000),
+        _ => plan
+            .crash(1 + random.below(2_000))
+            .often(Fault::LostSync, 10_000 * random.below(2) as u32),
+    }
+}

@@ -1,0 +1,410 @@
+//! The world of a simulation: a store, its disk, its callers, and what they expect.
+
+use std::collections::BTreeMap;
+
+use crate::disk::plan::{Fault, Plan};
+use crate::disk::{SimFiles, SimOpts as DiskOpts};
+use crate::sim::ahead::Behind;
+use crate::sim::blocks::Blocks;
+use crate::sim::content::Planes;
+use crate::sim::far::Far;
+use crate::sim::lives::{FEW_CHUNKS, SEGMENT, device, open_store, plan};
+use crate::sim::near::Near;
+use crate::sim::wishes::Wishes;
+use crate::sim::{Failure, Report};
+use kvtier::base::budget::Tier;
+use kvtier::base::clock::Clock;
+use kvtier::base::random::Random;
+use kvtier::base::sync::{Arc, Mutex};
+use kvtier::device::{Event, Stream};
+use kvtier::format::codec::Codec;
+use kvtier::kv::core::books::{Books, Page};
+use kvtier::kv::core::grain::Grain;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::work::{Hands, Work};
+use kvtier::kv::core::{Config, Core, SpaceOpts, Write};
+use kvtier::kv::hands::Tools;
+use kvtier::meta::dtype::Dtype;
+use kvtier::meta::key::Key;
+use kvtier::meta::layout::{Group, Layout};
+use kvtier::tier::disk::{CellAt, Keeper, Spot};
+
+pub(super) type Outcome<T> = std::result::Result<T, Failure>;
+
+pub(super) const SPACES: u32 = 3;
+pub(super) const MOST_SESSIONS: u64 = 12;
+pub(super) const POISON: u8 = 0xA5;
+const POLICIES: [&str; 6] = ["lru", "sieve", "horizon", "s3fifo", "gdsf", "arc"];
+/// Turns of work after which a store that never rests is a defect.
+const MOST_TURNS: u32 = 200_000;
+
+pub(super) fn wrong(words: String) -> Failure {
+    Failure { seed: 0, step: 0, words }
+}
+
+pub(super) struct Session {
+    pub(super) number: u32,
+    pub(super) space: u32,
+    pub(super) tokens: Vec<u32>,
+    pub(super) marks: Vec<u64>,
+}
+
+/// A move, with the engine's memory.
+pub(super) struct Asked {
+    pub(super) deed: Deed,
+    pub(super) level: Level,
+    pub(super) space: u32,
+    pub(super) tokens: Vec<u32>,
+    pub(super) marks: Vec<u64>,
+    pub(super) first: usize,
+    pub(super) first_layer: usize,
+    pub(super) layers: usize,
+    pub(super) by_layer: bool,
+    pub(super) planes: Vec<Planes>,
+    pub(super) parts_left: usize,
+    /// The event that it is behind, and what its tensors have once that has come.
+    pub(super) after: Option<Event>,
+    pub(super) hidden: Vec<Planes>,
+}
+
+/// A store's core behind the lock that hands and keepers share.
+#[derive(Clone)]
+pub(super) struct Shared(pub(super) Arc<Mutex<Core>>);
+
+impl Books for Shared {
+    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
+        self.0.lock().page(from, page)
+    }
+}
+
+impl Keeper for Shared {
+    fn wants(&mut self, cell: &CellAt) -> bool {
+        self.0.lock().wants(cell)
+    }
+
+    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
+        self.0.lock().moved(cell, to)
+    }
+
+    fn lost(&mut self, cell: &CellAt) -> bool {
+        self.0.lock().lost(cell)
+    }
+}
+
+pub(super) struct World {
+    pub(super) random: Random,
+    /// Draws which chunks of a get are wanted.
+    pub(super) picks: Random,
+    pub(super) files: SimFiles,
+    pub(super) disk_bytes: u64,
+    pub(super) config: Config,
+    pub(super) core: Shared,
+    pub(super) tools: Tools,
+    pub(super) clock: Clock,
+    pub(super) layouts: Vec<Layout>,
+    /// What the recipe of each namespace says.
+    pub(super) codecs: [Option<Codec>; SPACES as usize],
+    pub(super) spaces: Vec<u32>,
+    pub(super) sessions: Vec<Session>,
+    pub(super) asked: BTreeMap<u32, Asked>,
+    /// Taken, and not yet carried out.
+    pub(super) pending: Vec<Work>,
+    /// Chunks and layers that last: the tokens up to the chunk's end, by its mark.
+    pub(super) lasting: BTreeMap<(u32, u64, usize), Vec<u32>>,
+    /// Faults that may cost what lasts, or the store's own choice of who leaves.
+    pub(super) forgets: bool,
+    /// The disk has lied, or may have: what was durable may be gone, and come back.
+    pub(super) is_rotten: bool,
+    /// A sync failed and only the process died: what was not durable is still to be seen,
+    /// no later sync makes it so, and the next life cannot know.
+    pub(super) untold: bool,
+    pub(super) wishes: Option<Wishes>,
+    pub(super) blocks: Option<Blocks>,
+    pub(super) near: Option<Near>,
+    pub(super) behind: Option<Behind>,
+    pub(super) far: Option<Far>,
+    pub(super) report: Report,
+}
+
+fn layouts() -> Outcome<Vec<Layout>> {
+    let gqa = Group::gqa(0..3, 2, 40, Dtype::F16)?;
+    let latent = Group::mla_latent([0, 2], 600, Dtype::Bf16)?;
+    let window = Group::gqa([1], 1, 64, Dtype::F32)?.window(8);
+    let state = Group::state([1], 5000, Dtype::F32);
+    let full = Group::gqa([0], 4, 128, Dtype::F16)?;
+    Ok(vec![
+        Layout::new(4, vec![gqa])?,
+        Layout::new(8, vec![latent, window])?,
+        Layout::new(4, vec![full, state])?,
+    ])
+}
+
+/// What policies choose among, and whether cells are dropped alone.
+fn grain(seed: u64) -> (Grain, bool) {
+    match Random::new(seed ^ 0x6AA1).below(6) {
+        0 => (Grain::Cell, false),
+        1 => (Grain::Cell, true),
+        2 => (Grain::Session, false),
+        _ => (Grain::Chunk, false),
+    }
+}
+
+/// What a store codes its cells with, and what its namespaces do.
+fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
+    let mut random = Random::new(seed ^ 0xC0DEC);
+    let mut one_of = |all: &[Option<Codec>]| all[random.below(all.len() as u64) as usize];
+    let (none, lz4, int8) = (Some(Codec::None), Some(Codec::Lz4), Some(Codec::Int8));
+    let store = one_of(&[none, lz4]).unwrap_or_default();
+    (store, [None, one_of(&[None, lz4, int8, int8]), one_of(&[None, none, lz4])])
+}
+
+/// What a store is to be like.
+fn config(
+    seed: u64,
+    random: &mut Random,
+    (near, far): (&Option<Near>, &Option<Far>),
+    codec: Codec,
+) -> Config {
+    let (grain, drop_cells) = grain(seed);
+    Config {
+        device: near.as_ref().map(Near::config).unwrap_or_default(),
+        far: far.as_ref().map(Far::config),
+        host_bytes: (4 + random.below(40)) << 16,
+        host_policy: POLICIES[random.below(6) as usize].into(),
+        disk_policy: POLICIES[random.below(6) as usize].into(),
+        write: match [Write::Through, Write::Back, Write::Never][random.below(3) as usize] {
+            // What leaves memory and is on no disk is what a remote is for.
+            _ if far.is_some() && seed % 2 == 0 => Write::Never,
+            write => write,
+        },
+        admission: "all".into(),
+        grain,
+        drop_cells,
+        codec,
+        max_chunks: [4096, FEW_CHUNKS][random.below(2) as usize],
+        max_sessions: 32,
+        max_moves: 64,
+        max_jobs: 16 + random.below(200) as u32,
+        events: 256,
+        batch_cells: 1 + random.below(16) as usize,
+        batch_bytes: 1 << 20,
+        ..Config::default()
+    }
+}
+
+impl World {
+    pub fn open(seed: u64) -> Outcome<World> {
+        let mut random = Random::new(seed);
+        let plan = plan(&mut random);
+        let opts =
+            DiskOpts { capacity_bytes: 64 << 20, plan: Plan::default(), ..Default::default() };
+        let files = SimFiles::new(random.draw(), opts);
+        let disk_bytes = (8 + random.below(40)) * SEGMENT + 400_000;
+        let (codec, codecs) = codecs(seed);
+        let near = Near::of(seed);
+        let clock = Clock::manual(1);
+        let far = Far::of(seed, &clock);
+        let config = config(seed, &mut random, (&near, &far), codec);
+        let device = match &near {
+            Some(near) => near.device(&clock)?,
+            None => device(seed, &clock)?,
+        };
+        let (core, mut tools, _) = open_store(&files, &config, disk_bytes, &clock, device)?;
+        tools.far = far.as_ref().map(|far| far.errands(&clock));
+        let forgets = plan.per_million[Fault::LostSync as usize] > 0
+            || plan.per_million[Fault::BitRot as usize] > 0
+            || plan.per_million[Fault::Misdirected as usize] > 0;
+        files.set_plan(plan);
+        let behind = Behind::of(seed, &tools);
+        let mut world = World {
+            random,
+            picks: Random::new(seed ^ 0x91C5),
+            files,
+            disk_bytes,
+            config,
+            core,
+            tools,
+            clock,
+            layouts: layouts()?,
+            codecs,
+            spaces: Vec::new(),
+            sessions: Vec::new(),
+            asked: BTreeMap::new(),
+            pending: Vec::new(),
+            lasting: BTreeMap::new(),
+            forgets,
+            is_rotten: forgets,
+            untold: false,
+            wishes: Wishes::of(seed),
+            blocks: Blocks::of(seed),
+            near,
+            behind,
+            far,
+            report: Report::default(),
+        };
+        world.open_spaces()?;
+        Ok(world)
+    }
+
+    pub(super) fn open_spaces(&mut self) -> Outcome<()> {
+        self.spaces.clear();
+        for (i, layout) in self.layouts.iter().enumerate() {
+            let key = Key([i as u8 + 1; 32]);
+            let opts = SpaceOpts { key, layout: layout.clone(), holes: i == 1 };
+            let mut core = self.core.0.lock();
+            let space = core.open_space(&opts)?;
+            core.set_codec(space, self.codecs[i]);
+            self.spaces.push(space);
+        }
+        Ok(())
+    }
+
+    /// One thing happens.
+    pub fn step(&mut self) -> Outcome<()> {
+        let what = self.random.below(100);
+        match what {
+            0..=9 => self.open_session()?,
+            10..=19 => self.append()?,
+            20..=34 => self.put()?,
+            35..=46 => self.get()?,
+            47..=48 => self.close_session()?,
+            49..=50 => self.truncate()?,
+            51 => self.fork()?,
+            52 => self.pin()?,
+            53 => self.cancel(),
+            54 => {
+                self.clock.advance(self.random.below(3_000_000_000));
+                self.core.0.lock().tick(self.clock.now_ns());
+            }
+            55 if self.random.coin() => self.core.0.lock().ask_for_checkpoint(),
+            55 if self.random.coin() => self.core.0.lock().write_all_down(),
+            55 => self.rule()?,
+            56 if self.random.below(4) == 0 => self.crash()?,
+            57 if self.random.below(4) == 0 => self.rest()?,
+            58..=75 => self.take(),
+            _ => self.work(),
+        }
+        self.wish()?;
+        self.near_wish()?;
+        self.block_wish()?;
+        self.far_wish()?;
+        self.look_behind()?;
+        self.collect()?;
+        self.report.mark = Random::new(self.report.mark ^ what ^ self.pending.len() as u64).draw();
+        if self.files.is_closed() {
+            self.restart(false)?; // the plan had the power fail
+        }
+        Ok(())
+    }
+
+    /// Others need memory, a tier gets another size, or another policy decides.
+    fn rule(&mut self) -> Outcome<()> {
+        let mut core = self.core.0.lock();
+        let host_bytes = (4 + self.random.below(40)) << 16;
+        let disk_bytes = (8 + self.random.below(40)) * SEGMENT + 400_000;
+        let policy = POLICIES[self.random.below(POLICIES.len() as u64) as usize];
+        match self.random.below(5) {
+            0 => core.set_host_bytes(host_bytes)?,
+            1 => core.set_disk_bytes(disk_bytes)?,
+            2 => core.set_policy(Tier::Host, policy)?,
+            3 => core.set_policy(Tier::Disk, policy)?,
+            _ => {
+                let bytes = self.random.below(self.config.host_bytes);
+                core.shrink(bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Some hands take work, and will carry it out later.
+    fn take(&mut self) {
+        // The last ones are for stores with a remote.
+        let kinds = if self.far.is_some() { Hands::ALL.len() } else { Hands::Fetch as usize };
+        let hands = Hands::ALL[self.random.below(kinds as u64) as usize];
+        let work = self.core.0.lock().take(hands);
+        self.pending.extend(work);
+    }
+
+    /// Some work that was taken is carried out.
+    fn work(&mut self) {
+        let count = self.pending.len() as u64;
+        if count == 0 {
+            return self.take();
+        }
+        let at = self.random.below(count) as usize;
+        let mut work = self.pending.swap_remove(at);
+        let mut keeper = self.core.clone();
+        let began_ns = self.clock.now_ns();
+        // SAFETY: the core waits for this work; views are of memory in `asked`, kept
+        // until the last part of its move was reported.
+        let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut keeper) };
+        self.clock.advance(self.files.take_cost_ns().min(1 << 30));
+        let elapsed_ns = self.clock.now_ns() - began_ns;
+        let mut core = self.core.0.lock();
+        core.tick(self.clock.now_ns());
+        core.done(work, outcome, elapsed_ns);
+    }
+
+    /// Carries everything out.
+    pub(super) fn rest(&mut self) -> Outcome<()> {
+        self.give_all_words();
+        self.keep_all()?;
+        for _ in 0..MOST_TURNS {
+            for hands in Hands::ALL {
+                let work = self.core.0.lock().take(hands);
+                self.pending.extend(work);
+            }
+            let is_behind = self.rest_behind();
+            if self.pending.is_empty()
+                && !is_behind
+                && Hands::ALL.iter().all(|&h| !self.core.0.lock().has_work(h))
+            {
+                self.collect()?;
+                let core = self.core.0.lock();
+                let none_left =
+                    self.asked.is_empty() && self.blocks.as_ref().is_none_or(Blocks::rest);
+                if !core.is_idle() || !none_left {
+                    return Err(wrong(format!(
+                        "{} moves wait for nothing: {}",
+                        self.asked.len(),
+                        core.what_waits()
+                    )));
+                }
+                core.check()?;
+                drop(core);
+                self.forget_events()?;
+                self.report.audited += self.audit()?;
+                let core = self.core.0.lock();
+                if self.all_went_well(&core) {
+                    core.check_prefixes()?;
+                }
+                return Ok(());
+            }
+            self.work();
+            self.collect()?;
+            if self.files.is_closed() {
+                return Ok(());
+            }
+        }
+        Err(wrong(format!("the store never rests: {}", self.core.0.lock().what_waits())))
+    }
+
+    /// Whether nothing has kept from the disk what was to go there, or sent it away.
+    fn all_went_well(&self, core: &Core) -> bool {
+        let counters = core.counters;
+        let failures = counters.failed_writes + counters.refused + counters.corrupt;
+        let stats = self.tools.disk.as_ref().map(|disk| disk.stats()).unwrap_or_default();
+        failures + counters.disk_evicted + stats.refused + stats.failed_syncs == 0
+            && self.config.write != Write::Never
+    }
+
+    /// The end: everything comes to rest.
+    pub fn end(mut self) -> Outcome<Report> {
+        self.rest()?;
+        if self.files.is_closed() {
+            self.restart(false)?;
+        }
+        self.restart(true)?;
+        Ok(self.report)
+    }
+}

@@ -1,0 +1,62 @@
+//! What unit tests of files have in common: a directory that goes away, memory, whole transfers.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::base::memory::{Buffer, MemoryWish};
+use crate::base::status::Result;
+use crate::io::files::{FileId, Files, Piece, Way};
+
+/// A directory that goes away with its test.
+pub struct Scratch(pub PathBuf);
+
+impl Scratch {
+    pub fn new() -> Scratch {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let n = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("kvtier-io-{}-{n}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        Scratch(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Memory that starts at a page.
+pub fn memory(bytes: u64) -> Buffer {
+    Buffer::map(&MemoryWish { bytes, ..MemoryWish::default() }, None).expect("memory")
+}
+
+#[allow(clippy::mut_from_ref)] // of memory that a buffer only names
+pub fn bytes_of(buffer: &Buffer) -> &mut [u8] {
+    // SAFETY: the buffer is one test's alone, and nothing is in flight.
+    unsafe { std::slice::from_raw_parts_mut(buffer.address(), buffer.bytes() as usize) }
+}
+
+fn transfer(files: &dyn Files, piece: Piece) -> Result<()> {
+    let mut pieces = [piece];
+    // SAFETY: the memory is a test's own.
+    unsafe { files.transfer(&mut pieces) };
+    let [piece] = pieces;
+    piece.result
+}
+
+pub fn whole(file: FileId, way: Way, offset: u64, buffer: &Buffer) -> Piece {
+    Piece::one(file, way, offset, buffer.address(), buffer.bytes())
+}
+
+pub fn write(files: &dyn Files, file: FileId, offset: u64, fill: u8, bytes: u64) -> Result<()> {
+    let buffer = memory(bytes);
+    bytes_of(&buffer).fill(fill);
+    transfer(files, whole(file, Way::Write, offset, &buffer))
+}
+
+pub fn read(files: &dyn Files, file: FileId, offset: u64, bytes: u64) -> Result<Vec<u8>> {
+    let buffer = memory(bytes);
+    transfer(files, whole(file, Way::Read, offset, &buffer))?;
+    Ok(bytes_of(&buffer).to_vec())
+}

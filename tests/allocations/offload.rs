@@ -1,0 +1,159 @@
+//! What a put costs does not grow with the sequence, also where tokens were evicted: counted by
+//! an allocator that sees every thread of this process.
+
+use std::sync::atomic::Ordering;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::op::OpOpts;
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::spec::Spec;
+use kvtier::base::sync::Arc;
+use kvtier::kv::core::views::{LayerViews, PlaneView};
+use kvtier::kv::core::{Level, SessionOpts, SpaceOpts};
+use kvtier::kv::spec::StoreSpec;
+use kvtier::kv::store::Store;
+use kvtier::meta::dtype::Dtype;
+use kvtier::meta::key::Key;
+use kvtier::meta::layout::{Group, Layout};
+use kvtier::offload::{Home, Offload, Opts, Policies};
+use kvtier::sparse::{Context, Kind, Shape, registry};
+
+use crate::{BYTES, alone};
+
+const SHAPE: Shape = Shape {
+    layers: 2,
+    query_heads: 8,
+    key_heads: 8,
+    key_dim: 2,
+    value_dim: 2,
+    scale: 0.0,
+    kind: Kind::Split,
+    block_tokens: 16,
+    max_tokens: 1 << 14,
+};
+const ROW: usize = 16;
+const PROMPT: u32 = 512;
+const TURNS: u32 = 4000;
+
+struct World {
+    offload: Offload,
+    session: u32,
+    store: Arc<Store>,
+    // The last to go.
+    _runtime: Runtime,
+}
+
+fn open(decode: &str) -> World {
+    let runtime = Runtime::open(RuntimeOpts { workers: 1, ..RuntimeOpts::default() });
+    let runtime = runtime.expect("opened");
+    let spec = StoreSpec::parse("store(host=16MiB)").expect("a sound spec");
+    let store = Arc::new(Store::open(runtime.core(), None, &spec).expect("opened"));
+    let group = Group::mla_expanded(0..2, 8, 2, 2, Dtype::F32).expect("a group");
+    let layout = Layout::new(16, vec![group]).expect("a layout");
+    let session = store.with(|core| {
+        let space = core.open_space(&SpaceOpts { key: Key([4; 32]), layout, holes: false })?;
+        core.open_session(space, &SessionOpts::default())
+    });
+    let session = session.expect("a session");
+    let policy = registry::make(&Spec::parse(decode).expect("sound"), &SHAPE).expect("sound");
+    let opts = Opts {
+        session,
+        shape: SHAPE,
+        dtype: Dtype::F32,
+        buffers: 1,
+        buffer_tokens: 256,
+        home: Home::Host,
+        level: Level::Ram,
+        policies: Policies { prefill: None, decode: Some(policy) },
+        recipe: String::new(),
+        clock: Clock::real(),
+    };
+    let offload = Offload::open(&store, opts).expect("it fits");
+    World { offload, session, store, _runtime: runtime }
+}
+
+impl World {
+    fn put(&mut self, first: u32, tokens: u32) {
+        let new: Vec<u32> = (first..first + tokens).collect();
+        self.store.with(|core| core.append(self.session, &new)).expect("room");
+        let rows: Vec<f32> = (0..tokens as usize * ROW)
+            .map(|at| (first as usize * 31 + at * 7 % 97) as f32)
+            .collect();
+        for layer in 0..2 {
+            let plane = || PlaneView {
+                heads: 8,
+                run_bytes: 8,
+                head_stride_bytes: 8,
+                ..PlaneView::canonical(rows.as_ptr() as u64, tokens, 64)
+            };
+            let views = LayerViews { k: plane(), v: Some(plane()) };
+            // SAFETY: `rows` stay until the op has ended.
+            let op = unsafe { self.offload.put(layer, first, tokens, &views, &OpOpts::default()) };
+            if let Some(op) = op.expect("room") {
+                op.wait(kvtier::base::op::RELEASED, 0).expect("it ends");
+                op.remove();
+            }
+        }
+    }
+}
+
+/// Bytes that were asked for in each quarter of many turns.
+fn quarters(mut turn: impl FnMut(u32)) -> [u64; 4] {
+    std::array::from_fn(|quarter| {
+        let before = BYTES.load(Ordering::SeqCst);
+        let from = quarter as u32 * TURNS / 4;
+        (from..from + TURNS / 4).for_each(&mut turn);
+        BYTES.load(Ordering::SeqCst) - before
+    })
+}
+
+// One test: what another does at the same time would count.
+#[test]
+fn a_put_costs_the_same_however_long_the_sequence_is() {
+    let _alone = alone();
+    // The lists grow with each token: 8 of them, of up to 4,500.
+    let mut world = open("knorm(ratio=0.5)");
+    world.put(0, PROMPT);
+    let context = Context { is_prefill: true, tokens: PROMPT, ..Context::default() };
+    for layer in 0..2 {
+        assert!(world.offload.evict(layer, &context).expect("sound"));
+    }
+    let bytes = quarters(|turn| world.put(PROMPT + turn, 1));
+    println!("a put: {:?} bytes", bytes.map(|bytes| bytes / u64::from(TURNS / 4)));
+    // Tables that double are a few bytes a token; a copy of the lists would be 48 KiB a put.
+    assert!(bytes.iter().all(|&bytes| bytes < u64::from(TURNS / 4) * 8192), "{bytes:?}");
+    assert!(bytes[3] < 3 * bytes[0], "{bytes:?}");
+    for layer in 0..2 {
+        let left = world.offload.kept(layer).expect("a layer").expect("some went");
+        assert_eq!(left.lists(), 8);
+        for at in 0..8 {
+            assert_eq!(left.count(at), (PROMPT / 2 + TURNS) as usize);
+            let new = left.positions(at).skip((PROMPT / 2) as usize);
+            assert!(new.eq(PROMPT..PROMPT + TURNS));
+        }
+    }
+    drop(world);
+
+    // Tokens go at each step.
+    let mut world = open("h2o(sink=4,recent=100,budget=100)");
+    world.put(0, PROMPT);
+    let (mut there, mut peak) = (PROMPT, 0);
+    let sums = vec![0.5; 8 * PROMPT as usize + 8];
+    let mut step = |world: &mut World, tokens: u32, is_prefill: bool| {
+        let context = Context { is_prefill, tokens, ..Context::default() };
+        for layer in 0..2 {
+            world.offload.observe(layer, 1, &sums[..8 * there as usize], there).expect("sound");
+            assert!(world.offload.evict(layer, &context).expect("sound"));
+            peak = peak.max(world.offload.kept(layer).expect("a layer").expect("some").count(7));
+        }
+        there = 205;
+    };
+    step(&mut world, PROMPT, true);
+    let bytes = quarters(|turn| {
+        world.put(PROMPT + turn, 1);
+        step(&mut world, PROMPT + turn + 1, false);
+    });
+    println!("a step: {:?} bytes", bytes.map(|bytes| bytes / u64::from(TURNS / 4)));
+    assert!(bytes[3] < 3 * bytes[0], "{bytes:?}");
+    assert_eq!(peak, 204);
+}

@@ -1,0 +1,650 @@
+//! Many small copies and host memory that the CUDA device is told of, over a driver without a
+//! device: every way copies right, what fails goes another way or says so, and all is given back.
+
+use kvtier_testkit::fixtures::emulated;
+use kvtier_testkit::fixtures::fake_cuda;
+
+use fake_cuda::{Fake, alone};
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Result, Status};
+use kvtier::device::call::{Call, Kind};
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
+use kvtier::device::{Copy, Device, DeviceMemory, Event, Memory, Stream, Way};
+use kvtier::meta::view::{Place, View};
+
+const NEW: i32 = 12_080;
+const OLD: i32 = 12_040;
+
+fn opts(choice: Choice) -> CudaOpts {
+    CudaOpts { library: Some(fake_cuda::library()), choice, ..CudaOpts::default() }
+}
+
+fn open(choice: Choice) -> Result<Cuda> {
+    Cuda::open(Clock::real(), &opts(choice))
+}
+
+/// Pages of bytes that stay where they are, for as long as the process does.
+fn pages(count: usize) -> &'static mut [u8] {
+    let layout = std::alloc::Layout::from_size_align(count * 4096, 4096).expect("sound");
+    // SAFETY: memory of its own, with something in all of it.
+    unsafe {
+        let at = std::alloc::alloc_zeroed(layout);
+        assert!(!at.is_null());
+        std::slice::from_raw_parts_mut(at, layout.size())
+    }
+}
+
+const CELLS: usize = 24;
+const CELL: usize = 6 << 10;
+const PAGES: usize = CELLS * CELL / 4096;
+
+/// Cells go to the device in another order, rows of them come back; whether all is right. Where a
+/// call fails work may be under way: host memory then stays for ever.
+fn shuffle(cuda: &Cuda, told: bool) -> Result<bool> {
+    let (there, back) = (pages(PAGES), pages(PAGES));
+    there.iter_mut().enumerate().for_each(|(n, byte)| *byte = (n * 7 % 253) as u8);
+    let memory = cuda.allocate((CELLS * CELL) as u64)?;
+    let place = |cell: usize| memory.address + ((cell * 7 + 3) % CELLS * CELL) as u64;
+    let (from, to) = (there.as_mut_ptr(), back.as_mut_ptr());
+    let moved = (|| {
+        if told {
+            // SAFETY: memory that stays.
+            unsafe {
+                cuda.know_host(from, (PAGES * 4096) as u64)?;
+                cuda.know_host(to, (PAGES * 4096) as u64)?;
+            }
+        }
+        let mut up = Vec::new();
+        for cell in 0..CELLS {
+            let host = from.wrapping_add(cell * CELL);
+            up.push(Copy::bytes(host, place(cell), CELL as u64, Way::Scatter, Memory::Device)?);
+        }
+        let mut down = Vec::new();
+        for cell in 0..CELLS {
+            let mut view = View::canonical(place(cell), 12, 256);
+            view.token_stride_bytes = 512;
+            let plane = to.wrapping_add(cell * CELL);
+            let copy = Copy::new(&view, 0, 12, plane, Way::Gather)?;
+            down.push(Copy { memory: Memory::Device, ..copy });
+        }
+        // SAFETY: memory that stays.
+        unsafe {
+            let first = cuda.submit(Stream(0), None, &mut up)?;
+            let second = cuda.submit(Stream(1), Some(first), &mut down);
+            let ended = second.and_then(|event| cuda.wait(event, 0));
+            cuda.wait(first, 0).and(ended)
+        }
+    })();
+    let mut gone = Ok(());
+    if told {
+        for address in [from, to] {
+            // SAFETY: nothing uses it any more, or the device is lost.
+            let one = unsafe { cuda.forget_host(address) };
+            let unknown = one.as_ref().is_err_and(|error| error.status() == Status::Handle);
+            gone = gone.and(if unknown { Ok(()) } else { one });
+        }
+    }
+    // SAFETY: as above.
+    let freed = unsafe { cuda.free(&memory) };
+    moved.and(gone).and(freed)?;
+    let rows = |cell: usize| {
+        (0..12).flat_map(move |row| (0..256).map(move |n| cell * CELL + row * 512 + n))
+    };
+    let right = (0..CELLS)
+        .all(|cell| rows(cell).enumerate().all(|(n, at)| back[cell * CELL + n] == there[at]));
+    // SAFETY: taken by `pages`, and all that used it has ended.
+    unsafe {
+        for memory in [there, back] {
+            let layout = std::alloc::Layout::from_size_align(PAGES * 4096, 4096).expect("sound");
+            std::alloc::dealloc(memory.as_mut_ptr(), layout);
+        }
+    }
+    Ok(right)
+}
+
+const ALL: [Choice; 4] = [
+    Choice::Fixed(Means::Plain),
+    Choice::Fixed(Means::Batch),
+    Choice::Fixed(Means::Kernel),
+    Choice::Measured,
+];
+
+#[test]
+fn every_means_copies_right_with_every_driver() {
+    for (seed, choice) in (0..12).flat_map(|seed| ALL.map(|choice| (seed, choice))) {
+        let (_turn, fake) = alone(seed);
+        let before = fake.live();
+        fake.set(if seed % 2 == 0 { NEW } else { OLD }, 1, 1 << 30, false);
+        fake.emulate(emulated::launches());
+        let cuda = open(choice).expect("a device");
+        let launches = fake.calls("cuLaunchKernel");
+        let told = seed % 3 != 0;
+        assert!(shuffle(&cuda, told).expect("it works"), "{choice:?}, seed {seed}");
+        if choice != Choice::Measured {
+            // Memory that the device was not told of is out of a kernel's reach.
+            let by_kernel = choice == Choice::Fixed(Means::Kernel) && told && kernels(&cuda);
+            assert_eq!(fake.calls("cuLaunchKernel") > launches, by_kernel, "{choice:?}");
+        }
+        drop(cuda);
+        assert_eq!(fake.live(), before, "{choice:?}: something is left");
+        fake.check();
+    }
+}
+
+/// Copies of many pieces each fill more lists than their pieces would: what has no list goes another
+/// way, and nothing fails.
+#[test]
+fn lists_that_are_not_full_are_in_use_as_well() {
+    const COPIES: usize = 40;
+    const PIECES: usize = 600;
+    const RUN: usize = 64;
+    let (_turn, fake) = alone(3);
+    fake.set(NEW, 1, 1 << 30, false);
+    fake.emulate(emulated::launches());
+    let cuda = open(Choice::Fixed(Means::Kernel)).expect("a device");
+    let bytes = COPIES * PIECES * 2 * RUN;
+    let (there, back) = (pages(bytes / 4096), pages(bytes / 2 / 4096));
+    there.iter_mut().enumerate().for_each(|(n, byte)| *byte = (n / RUN * 7 % 251) as u8);
+    let memory = cuda.allocate(bytes as u64).expect("memory");
+    let addresses: Vec<u64> =
+        (0..COPIES * PIECES).map(|n| memory.address + (n * 2 * RUN) as u64).collect();
+    // SAFETY: memory that stays, and is the device's until its events.
+    unsafe {
+        cuda.know_host(back.as_mut_ptr(), back.len() as u64).expect("told");
+        let (from, to) = (there.as_mut_ptr(), memory.address);
+        let up = Copy::bytes(from, to, bytes as u64, Way::Scatter, Memory::Device);
+        let up = cuda.submit(Stream(0), None, &mut [up.expect("sound")]).expect("begun");
+        let mut down = Vec::new();
+        for (n, addresses) in addresses.chunks(PIECES).enumerate() {
+            let place = Place::Pages { addresses, page_tokens: 1, shift_bytes: 0 };
+            let view = View { place, ..View::canonical(0, PIECES as u32, RUN as u64) };
+            let plane = back.as_mut_ptr().wrapping_add(n * PIECES * RUN);
+            let copy = Copy::new(&view, 0, PIECES as u32, plane, Way::Gather).expect("sound");
+            down.push(Copy { memory: Memory::Device, ..copy });
+        }
+        let down = cuda.submit(Stream(1), Some(up), &mut down).expect("begun");
+        cuda.wait(down, 0).expect("it comes");
+        cuda.forget_host(back.as_mut_ptr()).expect("told");
+        cuda.free(&memory).expect("its own");
+    }
+    let right = |(n, run): (usize, &[u8])| run.iter().all(|&byte| byte == (n * 14 % 251) as u8);
+    assert!(back.chunks(RUN).enumerate().all(right));
+    drop(cuda);
+    fake.check();
+}
+
+#[test]
+fn the_driver_takes_many_copies_in_one_call_where_it_can() {
+    let (_turn, fake) = alone(1);
+    fake.set(NEW, 1, 1 << 30, false);
+    let cuda = open(Choice::Fixed(Means::Batch)).expect("a device");
+    let (single, batches) = (fake.calls("cuMemcpyHtoDAsync"), fake.calls("cuMemcpyBatchAsync"));
+    assert!(shuffle(&cuda, true).expect("it works"));
+    assert_eq!(fake.calls("cuMemcpyHtoDAsync"), single, "none went alone");
+    assert_eq!(fake.calls("cuMemcpyBatchAsync"), batches + 1);
+    // A driver that has it and does not take it: one by one, and right all the same.
+    fake.fail("cuMemcpyBatchAsync", 1, 801);
+    assert!(shuffle(&cuda, true).expect("it works"));
+    assert_eq!(fake.calls("cuMemcpyHtoDAsync"), single + CELLS as i64);
+    assert!(shuffle(&cuda, true).expect("it works"));
+    assert_eq!(fake.calls("cuMemcpyBatchAsync"), batches + 2, "it is not asked again");
+    drop(cuda);
+    // Host memory that is not registered goes alone, and where the device has other addresses for
+    // it all does.
+    let strange = open(Choice::Fixed(Means::Batch)).expect("a device");
+    assert!(shuffle(&strange, false).expect("it works"));
+    drop(strange);
+    fake.same_addresses(false);
+    let strange = open(Choice::Fixed(Means::Batch)).expect("a device");
+    assert!(shuffle(&strange, true).expect("it works"));
+    drop(strange);
+    fake.same_addresses(true);
+    fake.set(OLD, 1, 1 << 30, false);
+    let old = open(Choice::Fixed(Means::Batch)).expect("a device");
+    assert!(shuffle(&old, true).expect("it works"));
+    assert_eq!(fake.calls("cuMemcpyBatchAsync"), batches + 2);
+    fake.check();
+}
+
+#[test]
+fn what_was_measured_is_said_and_what_could_not_be_too() {
+    let (_turn, fake) = alone(2);
+    fake.set(NEW, 1, 1 << 30, false);
+    let cuda = open(Choice::Measured).expect("a device");
+    let told = cuda.describe();
+    assert_eq!((told.name.as_str(), told.capability, told.version), ("fake 0", 80, 12_080));
+    if told.not_measured.is_none() {
+        let has_kernel = cuda.facts().kernels & Kind::Move.bit() != 0;
+        assert_eq!(told.rates.len(), if has_kernel { 12 } else { 8 });
+        assert!(told.rates.iter().all(|rate| rate.bytes_per_s > 0));
+        for (to_device, chosen) in [(true, told.chosen.to_device), (false, told.chosen.from_device)]
+        {
+            for (cell_bytes, means) in [16 << 10, 64 << 10].into_iter().zip(chosen) {
+                let of = told.rates.iter();
+                let of =
+                    of.filter(|rate| rate.to_device == to_device && rate.cell_bytes == cell_bytes);
+                let best = of.max_by_key(|rate| rate.bytes_per_s).expect("measured");
+                let rate = told.rates.iter().find(|rate| {
+                    rate.means == means
+                        && rate.to_device == to_device
+                        && rate.cell_bytes == cell_bytes
+                });
+                assert_eq!(rate.expect("measured").bytes_per_s, best.bytes_per_s);
+            }
+        }
+    }
+    assert!(told.to_string().starts_with("fake 0 (8.0, CUDA 12.8)"), "{told}");
+    drop(cuda);
+    // The device is lost while it is tried: it is there, and says so to whoever asks.
+    fake.fail("cuMemcpyHtoDAsync", 3, 700);
+    let lost = open(Choice::Measured).expect("opened");
+    let told = lost.describe();
+    assert!(told.to_string().contains("not measured"), "{told}");
+    // On a machine that is too busy nothing may have been tried.
+    if fake.has_failed() {
+        assert_eq!(lost.allocate(1).expect_err("lost").status(), Status::Unavailable);
+    }
+    drop(lost);
+    let _ = Fake::begin(0);
+}
+
+#[test]
+fn host_memory_is_told_of_once_and_taken_back() {
+    let (_turn, fake) = alone(3);
+    let before = fake.live();
+    let cuda = open(Choice::default()).expect("a device");
+    let memory = pages(8);
+    let at = memory.as_mut_ptr();
+    let know = |from: usize, bytes: u64| {
+        // SAFETY: memory that stays, or what is refused.
+        unsafe { cuda.know_host(at.wrapping_add(from * 4096), bytes) }
+    };
+    // SAFETY: nothing uses it.
+    let forget = |from: usize| unsafe { cuda.forget_host(at.wrapping_add(from * 4096)) };
+    know(2, 2 * 4096).expect("memory");
+    for (from, count) in [(2, 2), (1, 2), (3, 1), (3, 4), (0, 8), (2, 1)] {
+        let error = know(from, count * 4096).expect_err("it overlaps");
+        assert_eq!(error.status(), Status::Invalid, "{error}");
+    }
+    know(0, 2 * 4096).expect("beside it");
+    know(4, 4096).expect("beside it");
+    assert_eq!(know(6, 0).expect_err("none").status(), Status::Invalid);
+    assert_eq!(know(6, u64::MAX).expect_err("too much").status(), Status::Invalid);
+    // SAFETY: it is refused.
+    let null = unsafe { cuda.know_host(std::ptr::null_mut(), 4096) };
+    assert_eq!(null.expect_err("none").status(), Status::Invalid);
+    for unknown in [1, 3, 5] {
+        assert_eq!(forget(unknown).expect_err("not its start").status(), Status::Handle);
+    }
+    forget(2).expect("it was told");
+    assert_eq!(forget(2).expect_err("it was taken back").status(), Status::Handle);
+    // What the engine has registered stays registered when it is taken back here.
+    let context = fake.own_context(0);
+    fake.register(context, at.wrapping_add(5 * 4096), 2 * 4096);
+    know(5, 2 * 4096).expect("registered by another");
+    assert_eq!(cuda.describe().pageable_bytes, 0);
+    forget(5).expect("it was told");
+    fake.unregister(context, at.wrapping_add(5 * 4096));
+    // Part of it is the engine's: the rest cannot be had, and that is said.
+    fake.register(context, at.wrapping_add(6 * 4096), 4096);
+    know(6, 2 * 4096).expect("slow");
+    assert_eq!(cuda.describe().pageable_bytes, 2 * 4096);
+    forget(6).expect("it was told");
+    fake.unregister(context, at.wrapping_add(6 * 4096));
+    drop(cuda); // two ranges are told still
+    assert_eq!(fake.live(), before);
+    fake.check();
+}
+
+#[test]
+fn what_cannot_be_registered_is_slow_counted_and_right() {
+    for choice in ALL {
+        let (_turn, fake) = alone(4);
+        fake.set(NEW, 1, 1 << 30, false);
+        let before = fake.live();
+        let cuda = open(choice).expect("a device");
+        fake.lockable(0);
+        assert!(shuffle(&cuda, true).expect("it works"), "{choice:?}");
+        let memory = pages(3);
+        // SAFETY: memory that stays.
+        unsafe { cuda.know_host(memory.as_mut_ptr(), 3 * 4096) }.expect("it is no failure");
+        let told = cuda.describe();
+        assert_eq!(told.pageable_bytes, 3 * 4096);
+        assert!(
+            told.to_string().contains("12288 bytes of host memory are not registered"),
+            "{told}"
+        );
+        drop(cuda);
+        assert_eq!(fake.live(), before);
+        fake.check();
+    }
+}
+
+/// Large memory is made present by several threads before it is registered.
+#[test]
+fn large_pools_are_present_when_they_are_registered() {
+    let (_turn, fake) = alone(5);
+    let cuda = open(Choice::default()).expect("a device");
+    let bytes = 200 << 20;
+    // SAFETY: a mapping of its own, which is looked at and taken down again.
+    unsafe {
+        let at = libc::mmap(
+            std::ptr::null_mut(),
+            bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            -1,
+            0,
+        );
+        assert!(at != libc::MAP_FAILED);
+        cuda.know_host(at.cast(), bytes as u64).expect("memory");
+        let mut there = vec![0u8; bytes / 4096];
+        assert_eq!(libc::mincore(at, bytes, there.as_mut_ptr()), 0);
+        assert!(there.iter().all(|page| page & 1 == 1), "some pages are not there");
+        cuda.forget_host(at.cast()).expect("it was told");
+        libc::munmap(at, bytes);
+    }
+    fake.check();
+}
+
+/// Every call of these ways fails once, early and late: nothing hangs, nothing is lost, and what is
+/// said to have gone well has.
+#[test]
+fn any_call_may_fail() {
+    let calls = [
+        "cuMemHostRegister",
+        "cuMemHostUnregister",
+        "cuMemHostGetDevicePointer",
+        "cuMemHostAlloc",
+        "cuMemFreeHost",
+        "cuMemcpyBatchAsync",
+        "cuMemcpy2DAsync",
+        "cuGetProcAddress",
+        "cuModuleLoadDataEx",
+        "cuModuleGetFunction",
+        "cuLaunchKernel",
+        "cuEventRecord",
+        "cuEventQuery",
+        "cuMemAlloc",
+        "cuMemcpyHtoDAsync",
+        "cuCtxPushCurrent",
+    ];
+    for call in calls {
+        let (mut met, mut seen) = (0, 0);
+        let cases = ALL.into_iter().flat_map(|choice| {
+            // A measurement takes its time.
+            let all = choice != Choice::Measured;
+            let nths: &[i64] = if all { &[1, 2, 3, 20] } else { &[1, 7] };
+            let codes: &[i32] = if all { &[1, 2, 700] } else { &[2, 700] };
+            nths.iter().flat_map(move |nth| codes.iter().map(move |code| (choice, *nth, *code)))
+        });
+        for (choice, nth, code) in cases {
+            let (_turn, fake) = alone(nth as u64);
+            fake.set(NEW, 1, 1 << 30, false);
+            let before = fake.live();
+            fake.fail(call, nth, code);
+            let went = open(choice).and_then(|cuda| shuffle(&cuda, true));
+            met += u32::from(fake.has_failed());
+            seen += u32::from(fake.has_failed() && went.is_err());
+            assert!(
+                went.as_ref().map_or(true, |right| *right),
+                "{call}, {nth}, {code}: wrong bytes"
+            );
+            fake.check();
+            let gives_back = ["cuMemFreeHost", "cuMemHostUnregister", "cuCtxPushCurrent"];
+            assert!(
+                code == 700 || gives_back.contains(&call) || fake.live() == before,
+                "{call}, {nth}, {code}, {choice:?}: {} are left: {went:?}",
+                fake.live() - before
+            );
+            let _ = Fake::begin(0);
+        }
+        let is_kernel = call.starts_with("cuModule") || call == "cuLaunchKernel";
+        assert!(met > 0 || is_kernel, "{call} was never made");
+        assert!(
+            seen > 0 || is_kernel || call == "cuGetProcAddress" || call == "cuMemFreeHost",
+            "{call}: no failure was told"
+        );
+    }
+}
+
+fn kernels(cuda: &Cuda) -> bool {
+    cuda.facts().kernels & Kind::Move.bit() != 0
+}
+
+/// A call that moves one piece, and the piece as it is to lie in its table.
+fn piece(memory: &DeviceMemory) -> (Call, Vec<u8>) {
+    let from = memory.address;
+    let words: [u64; 5] = [from, from + 2048, 0, 0, 64 | 1 << 32];
+    let call = Call {
+        kind: Kind::Move as u32,
+        table: from + 8192,
+        count: 1,
+        scratch: from + 4096,
+        scratch_bytes: 16,
+        ..Call::default()
+    };
+    (call, words.iter().flat_map(|word| word.to_le_bytes()).collect())
+}
+
+/// A call that sums a page.
+fn sum(memory: &DeviceMemory) -> Call {
+    Call {
+        kind: Kind::Sum as u32,
+        table: memory.address,
+        count: 1,
+        out: memory.address + 64,
+        scratch: memory.address + 128,
+        scratch_bytes: 24,
+        ..Call::default()
+    }
+}
+
+/// Whoever wants to know what there is has all loaded; what each source is for goes with it.
+#[test]
+fn kernels_that_are_all_tried_are_told_of_one_by_one() {
+    let all = Kind::ALL.iter().fold(0, |set, kind| set | kind.bit());
+    // Each source in turn, and all of them.
+    for nth in [1, 4, 7, 10, -1] {
+        let (_turn, fake) = alone(9);
+        let cuda = open(Choice::default()).expect("a device");
+        if !kernels(&cuda) {
+            continue;
+        }
+        cuda.load_kernels().expect("a context");
+        assert!(cuda.describe().no_kernels.is_empty() && cuda.facts().kernels == all);
+        let loads = fake.calls("cuModuleLoadDataEx");
+        cuda.load_kernels().expect("a context");
+        assert_eq!(fake.calls("cuModuleLoadDataEx"), loads, "once each");
+        drop(cuda);
+        let cuda = open(Choice::default()).expect("a device");
+        // What one of them needs was loaded when it was opened, perhaps.
+        fake.fail("cuModuleLoadDataEx", nth, 218);
+        cuda.load_kernels().expect("a context");
+        let (said, has) = (cuda.describe().no_kernels, cuda.facts().kernels);
+        match nth {
+            -1 => assert!(said.len() > 8 && has & !Kind::Move.bit() == 0, "{said:?}"),
+            _ => {
+                assert_eq!(said.len(), 1, "{said:?}");
+                for kind in Kind::ALL {
+                    let is_named = said[0].contains(&format!("{kind:?}"));
+                    assert_eq!(is_named, has & kind.bit() == 0, "{kind:?}: {said:?}");
+                }
+            }
+        }
+        drop(cuda);
+        fake.check();
+        let _ = Fake::begin(0);
+    }
+}
+
+/// Latent rows take what a device has: 161 KB of shared memory, or 83.
+#[test]
+fn kernels_take_no_more_shared_memory_than_there_is() {
+    for (kilobytes, sees) in [(227, true), (163, true), (99, true), (48, false)] {
+        let (_turn, fake) = alone(10);
+        fake.block_shared(kilobytes << 10);
+        let cuda = open(Choice::default()).expect("a device");
+        if !kernels(&cuda) {
+            continue;
+        }
+        let memory = cuda.allocate(1 << 20).expect("memory");
+        let at = memory.address;
+        let call = Call {
+            kind: Kind::Prefill as u32,
+            dtype: 3,
+            other_dtype: 3,
+            queries: at,
+            query_stride: 1152,
+            query_head_stride: 1152,
+            keys: at,
+            values: at,
+            key_stride: 1152,
+            value_stride: 1152,
+            out: at + (1 << 19),
+            out_stride: 1024,
+            out_head_stride: 1024,
+            query_count: 40,
+            query_heads: 1,
+            key_heads: 1,
+            key_dim: 576,
+            value_dim: 512,
+            tokens: 40,
+            ..Call::default()
+        };
+        // The driver looks at what is asked for: more than there is, it refuses.
+        match launch(&cuda, None, &[call]) {
+            Ok(event) => {
+                assert!(sees, "{kilobytes}");
+                cuda.wait(event, 0).expect("it comes");
+            }
+            Err(error) => {
+                assert!(!sees && error.status() == Status::Unsupported, "{kilobytes}: {error}");
+                assert!(error.to_string().contains("bytes of shared memory, 49152 are"), "{error}");
+            }
+        }
+        drop(cuda);
+        fake.check();
+        let _ = Fake::begin(0);
+    }
+}
+
+fn launch(cuda: &Cuda, after: Option<Event>, calls: &[Call]) -> Result<Event> {
+    // SAFETY: memory of the device's that is there until the test ends, or what is refused.
+    unsafe { cuda.launch(Stream(0), after, calls) }
+}
+
+#[test]
+fn kernels_are_launched_in_turn_and_what_cannot_be_is_refused() {
+    let (_turn, fake) = alone(6);
+    fake.emulate(emulated::launches());
+    fake.set(NEW, 2, 1 << 30, false);
+    let before = fake.live();
+    let cuda = open(Choice::default()).expect("a device");
+    let strange = Call { kind: 999, ..Call::default() };
+    assert_eq!(launch(&cuda, None, &[strange]).expect_err("none").status(), Status::Unsupported);
+    // SAFETY: it is refused.
+    let far = unsafe { cuda.launch(Stream(64), None, &[]) };
+    assert_eq!(far.expect_err("no stream").status(), Status::Invalid);
+    let memory = cuda.allocate(1 << 16).expect("memory");
+    let other = fake.memory(fake.own_context(1), 4096);
+    if kernels(&cuda) {
+        let host = pages(1);
+        let address = host.as_mut_ptr().expose_provenance() as u64;
+        let refuse = |call: Call, word: &str| {
+            let error = launch(&cuda, None, &[call]).expect_err("refused");
+            assert!(
+                error.status() == Status::Invalid && error.to_string().contains(word),
+                "{error}"
+            );
+        };
+        let (good, list) = piece(&memory);
+        refuse(Call { table: other, ..good }, "device 1's");
+        refuse(Call { scratch: address, ..good }, "knows no memory");
+        // A piece, written by the processor, read by the kernel when the copy has come.
+        host[..40].copy_from_slice(&list);
+        let mut seen = [0u8; 64];
+        let content = pages(1);
+        content.iter_mut().enumerate().for_each(|(n, byte)| *byte = n as u8);
+        let bytes = |host: *mut u8, at: u64, count: u64, way| {
+            Copy::bytes(host, at, count, way, Memory::Device).expect("sound")
+        };
+        let mut up = [
+            bytes(host.as_mut_ptr(), good.table, 40, Way::Scatter),
+            bytes(content.as_mut_ptr(), memory.address, 64, Way::Scatter),
+        ];
+        // SAFETY: memory that is there until all has ended.
+        unsafe {
+            let up = cuda.submit(Stream(1), None, &mut up).expect("taken");
+            let moved = launch(&cuda, Some(up), &[good]).expect("taken");
+            let mut down = [bytes(seen.as_mut_ptr(), memory.address + 2048, 64, Way::Gather)];
+            let down = cuda.submit(Stream(2), Some(moved), &mut down).expect("taken");
+            cuda.wait(down, 0).expect("it comes");
+        }
+        assert_eq!(&seen[..], &content[..64]);
+    }
+    fake.end_memory(fake.own_context(1), other);
+    drop(cuda);
+    assert_eq!(fake.live(), before);
+    fake.check();
+}
+
+#[test]
+fn machine_code_is_for_one_device_and_others_compile() {
+    for (capability, fails, images) in [(9, false, 1), (9, true, 2), (8, false, 1), (10, false, 1)]
+    {
+        let (_turn, fake) = alone(8);
+        fake.capability(capability);
+        let cuda = open(Choice::default()).expect("a device");
+        if !kernels(&cuda) {
+            continue;
+        }
+        let memory = cuda.allocate(1 << 16).expect("memory");
+        let (list, loads) = (pages(1), fake.calls("cuModuleLoadDataEx"));
+        if fails {
+            fake.fail("cuModuleLoadDataEx", 1, 209);
+        }
+        let (call, words) = piece(&memory);
+        list[..40].copy_from_slice(&words);
+        let mut up = [Copy::bytes(list.as_mut_ptr(), call.table, 40, Way::Scatter, Memory::Device)
+            .expect("sound")];
+        // SAFETY: memory that is there until all has ended.
+        let mut last = Some(unsafe { cuda.submit(Stream(1), None, &mut up) }.expect("taken"));
+        for _ in 0..2 {
+            last = Some(launch(&cuda, last, &[call]).expect("taken"));
+        }
+        cuda.wait(last.expect("some"), 0).expect("it comes");
+        assert_eq!(fake.calls("cuModuleLoadDataEx") - loads, images, "once each");
+        drop(cuda);
+        fake.check();
+        let _ = Fake::begin(0);
+    }
+}
+
+#[test]
+fn kernels_that_do_not_load_say_why_and_copies_go_on() {
+    let (_turn, fake) = alone(7);
+    fake.set(NEW, 1, 1 << 30, false);
+    let cuda = open(Choice::default()).expect("a device");
+    if kernels(&cuda) {
+        let memory = cuda.allocate(1 << 16).expect("memory");
+        let (call, _) = piece(&memory);
+        fake.fail("cuModuleLoadDataEx", 1, 218);
+        for _ in 0..2 {
+            let error = launch(&cuda, None, &[call]).expect_err("it does not load");
+            assert_eq!(error.status(), Status::Unavailable);
+            assert!(error.to_string().contains("the fake compiler does not like it"), "{error}");
+        }
+        let words = cuda.describe().to_string();
+        assert!(words.contains("; no kernels of move ([Move]): cuModuleLoadDataEx"), "{words}");
+        // The others of the device are as they were.
+        let all = Kind::ALL.iter().fold(0, |set, kind| set | kind.bit());
+        assert_eq!(cuda.facts().kernels, all & !Kind::Move.bit());
+        let event = launch(&cuda, None, &[sum(&memory)]).expect("it loads");
+        cuda.wait(event, 0).expect("it comes");
+    }
+    assert!(shuffle(&cuda, true).expect("copies go on"));
+    drop(cuda);
+    fake.check();
+    let _ = Fake::begin(0);
+}

@@ -1,0 +1,189 @@
+//! Weights in place on CUDA, over a driver without a device: every call that maps memory is made
+//! to fail, early and late. A failure costs who asked for that unit, addresses never change, and
+//! nothing is left in the end.
+
+use kvtier_testkit::fixtures::fake_cuda;
+use kvtier_testkit::fixtures::stream_rig as rig;
+
+use std::sync::Arc;
+
+use fake_cuda::{Fake, alone};
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Result, Status};
+use kvtier::device::Device;
+use kvtier::device::cuda::{Cuda, CudaOpts};
+use kvtier::stream::plan::Wishes;
+use kvtier::stream::streamer::{How, Opts};
+use rig::{Files, MIB, Rig, patiently, status};
+
+/// What the fake maps memory by.
+const GRAIN: u64 = 64 << 10;
+/// The driver's words for "no memory" and for an argument that it does not like.
+const CODES: [i32; 2] = [2, 1];
+const LAYERS: u32 = 6;
+
+fn open() -> Result<Arc<Cuda>> {
+    let opts = CudaOpts { library: Some(fake_cuda::library()), ..CudaOpts::default() };
+    Cuda::open(Clock::real(), &opts).map(Arc::new)
+}
+
+/// Six layers of two pieces each, of which `homes` have a home beside two slots.
+fn stream(name: &str, device: &Arc<Cuda>, homes: u64) -> Result<Rig> {
+    let files = Files::even(name, LAYERS, 2 * GRAIN - 4096);
+    let wishes = Wishes {
+        host_ceiling_bytes: Some(2 * MIB),
+        device_ceiling_bytes: Some((2 + homes) * 2 * GRAIN),
+        staging_bytes: 2 * MIB,
+        shrinks: true,
+        ..rig::wishes()
+    };
+    let shared: Arc<dyn Device> = device.clone();
+    Rig::open(files, Opts { wishes, in_place: true, device: Some(shared), ..Opts::default() })
+}
+
+fn addresses(rig: &Rig) -> Vec<u64> {
+    (0..LAYERS).map(|unit| rig.streamer.fixed(unit).expect("in place").0).collect()
+}
+
+/// Two passes, between them all homes leave and come back. What went wrong.
+fn passes(rig: &Rig) -> Vec<Status> {
+    let mut told = Vec::new();
+    let full = rig.streamer.plan().device_bytes;
+    for bytes in [full, 4 * GRAIN, full] {
+        let moved = status(rig.streamer.rebalance(None, Some(bytes), None));
+        assert_eq!(moved, Status::Ok);
+        for unit in 0..LAYERS {
+            let at = rig.streamer.fixed(unit).expect("in place").0;
+            let how = How { early: unit % 2 == 0, ..patiently() };
+            let computed = rig.compute(unit, how).and_then(|computing| computing.end());
+            told.push(status(computed));
+            assert_eq!(rig.streamer.fixed(unit).expect("in place").0, at);
+        }
+    }
+    told
+}
+
+#[test]
+fn weights_are_where_they_always_were() {
+    for homes in [0, 2, 4] {
+        let (_turn, fake) = alone(homes + 5);
+        let before = fake.live();
+        let device = open().expect("a device");
+        let rig = stream(&format!("place-{homes}"), &device, homes).expect("opened");
+        let at = addresses(&rig);
+        assert!(at.windows(2).all(|pair| pair[0] + 2 * GRAIN == pair[1]), "{at:?}");
+        for _ in 0..3 {
+            assert!(passes(&rig).iter().all(|told| *told == Status::Ok));
+        }
+        assert_eq!(addresses(&rig), at);
+        rig.closed();
+        drop(rig);
+        assert_eq!(device.close(0), Ok(()));
+        drop(device);
+        assert_eq!(fake.live(), before, "{homes} homes");
+        fake.check();
+    }
+}
+
+#[test]
+fn any_call_that_maps_may_fail() {
+    for call in [
+        "cuMemGetAllocationGranularity",
+        "cuMemAddressReserve",
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemUnmap",
+        "cuMemRelease",
+        "cuMemAddressFree",
+    ] {
+        let (mut met, mut told) = (0, 0);
+        for (nth, code) in [1, 2, 3, 5, 8, 13, 21].into_iter().flat_map(|n| CODES.map(|c| (n, c))) {
+            let (_turn, fake) = alone(nth as u64);
+            let before = fake.live();
+            let device = open().expect("a device");
+            fake.fail(call, nth, code);
+            let opened = stream("place-fails", &device, 3);
+            if let Ok(rig) = &opened {
+                let at = addresses(rig);
+                let went = passes(rig);
+                let fine = [Status::Ok, Status::NoMem, Status::Invalid, Status::Io];
+                assert!(went.iter().all(|told| fine.contains(told)), "{call}, {nth}: {went:?}");
+                told += went.iter().filter(|told| **told != Status::Ok).count();
+                // Nothing fails any more: all that was told of is tried again, and comes.
+                if call != "cuMemAddressFree" {
+                    fake.no_more_failures();
+                }
+                for unit in 0..LAYERS {
+                    rig.insist(unit, patiently(), &fine);
+                }
+                assert_eq!(addresses(rig), at, "{call}, {nth}");
+                rig.closed();
+            } else {
+                told += 1;
+            }
+            met += u32::from(fake.has_failed());
+            fake.no_more_failures();
+            drop(opened);
+            assert_eq!(device.close(0), Ok(()));
+            drop(device);
+            // What the driver does not take back stays; it is the only thing that does.
+            if !["cuMemAddressFree", "cuMemRelease", "cuMemUnmap"].contains(&call) {
+                fake.check();
+                assert_eq!(fake.live(), before, "{call}, {nth}, {code}: something is left");
+            }
+            let _ = Fake::begin(0);
+        }
+        assert!(met > 0, "{call} was never called so often");
+        let is_quiet = ["cuMemAddressFree", "cuMemRelease"].contains(&call);
+        assert!(told > 0 || is_quiet, "{call}: no failure was told");
+    }
+}
+
+/// After a bad address CUDA does nothing more in the process: all is told so, and ends.
+#[test]
+fn a_device_that_is_lost_is_told_and_all_ends() {
+    for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyHtoDAsync"] {
+        let mut told = 0;
+        for nth in [2, 6, 9] {
+            let (_turn, fake) = alone(nth as u64);
+            let device = open().expect("a device");
+            fake.fail(call, nth, 700);
+            match stream("place-lost", &device, 3) {
+                Ok(rig) => {
+                    let at = addresses(&rig);
+                    let mut went = Vec::new();
+                    for unit in (0..LAYERS).chain(0..LAYERS) {
+                        let computed = rig.compute(unit, patiently());
+                        went.push(status(computed.and_then(|computing| computing.end())));
+                    }
+                    // Who hears second that a unit has not come whole is not told why.
+                    let fine = [Status::Ok, Status::Unavailable, Status::Io];
+                    assert!(went.iter().all(|one| fine.contains(one)), "{call}, {nth}: {went:?}");
+                    told += u32::from(went.contains(&Status::Unavailable));
+                    assert_eq!(addresses(&rig), at);
+                    rig.closed();
+                }
+                Err(error) => {
+                    assert_eq!(error.status(), Status::Unavailable, "{call}, {nth}: {error}");
+                    told += 1;
+                }
+            }
+            drop(device.close(0));
+        }
+        assert!(told > 0, "{call}: nobody was told");
+    }
+}
+
+/// A driver that is too old maps no memory.
+#[test]
+fn a_driver_without_windows_is_told() {
+    let (_turn, fake) = alone(3);
+    let device = open().expect("a device");
+    // It fails whenever it is asked.
+    fake.fail("cuMemGetAllocationGranularity", -1, 801);
+    let error = stream("place-old", &device, 0).err().expect("refused");
+    assert!(error.message().contains("units in place"), "{error}");
+    fake.no_more_failures();
+    assert_eq!(device.close(0), Ok(()));
+}

@@ -1,0 +1,454 @@
+//! Events of the CUDA device that come when the host says so, over a driver without a device:
+//! streams and batches wait for them, numbers are used again only as they may be, and no stream
+//! stands still when the device has gone.
+
+use kvtier_testkit::fixtures::fake_cuda;
+use kvtier_testkit::fixtures::store as support;
+
+use std::sync::Arc;
+
+use fake_cuda::{Fake, alone};
+use kvtier::base::clock::Clock;
+use kvtier::base::op::RELEASED;
+use kvtier::base::status::{Result, Status};
+use kvtier::device::cuda::{Cuda, CudaOpts};
+use kvtier::device::until::hold_until_released;
+use kvtier::device::{Copy, Device, Event, MAX_LENT, Memory, State, Stream, Way};
+use kvtier::kv::core::Rectangle;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::store::Store;
+use support::{Engine, Shape};
+
+/// Longer than anything takes.
+const LONG_NS: u64 = 60_000_000_000;
+
+fn opts() -> CudaOpts {
+    CudaOpts { library: Some(fake_cuda::library()), ..CudaOpts::default() }
+}
+
+fn open() -> Cuda {
+    Cuda::open(Clock::real(), &opts()).expect("a device")
+}
+
+fn soon() -> u64 {
+    Clock::real().now_ns() + LONG_NS
+}
+
+fn refused<T>(result: Result<T>, status: Status) {
+    assert_eq!(result.err().expect("it is refused").status(), status);
+}
+
+/// Bytes that stay where they are, for as long as the process does.
+fn bytes(seed: u8) -> &'static mut [u8] {
+    Box::leak((0..3000).map(|n| (n % 251) as u8 ^ seed).collect::<Box<[u8]>>())
+}
+
+/// Puts a copy between them on a stream, behind an event: by way of the device's memory, since a
+/// copy within the host's keeps its caller.
+fn copy(cuda: &Cuda, stream: u32, after: Event, from: &mut [u8], to: &mut [u8]) -> Result<Event> {
+    let bytes = from.len() as u64;
+    let there = cuda.allocate(bytes)?;
+    let piece = |host: *mut u8, way| Copy::bytes(host, there.address, bytes, way, Memory::Device);
+    // SAFETY: memory that stays.
+    unsafe {
+        cuda.know_host(to.as_mut_ptr(), bytes)?;
+        let up =
+            cuda.submit(Stream(stream), None, &mut [piece(from.as_mut_ptr(), Way::Scatter)?])?;
+        cuda.wait(up, soon())?;
+        cuda.release(up)?;
+        cuda.submit(Stream(stream), Some(after), &mut [piece(to.as_mut_ptr(), Way::Gather)?])
+    }
+}
+
+#[test]
+fn batches_and_streams_wait_until_it_is_kept() {
+    let (_turn, fake) = alone(1);
+    let cuda = open();
+    let context = fake.context();
+    let (stream, after) = (fake.stream_in(context), fake.event(context));
+    // Numbers are used again and again: more promises than there are of them.
+    for turn in 0..1500u32 {
+        let promise = cuda.promise().expect("one");
+        refused(cuda.release(promise), Status::Busy);
+        if turn % 250 == 7 {
+            let (from, to) = (bytes(1), bytes(2));
+            let copied = copy(&cuda, turn % 4, promise, from, to).expect("taken");
+            // SAFETY: a stream of the device's context.
+            unsafe { cuda.hold(stream, promise) }.expect("it waits");
+            fake.record(context, after, stream);
+            fake.run();
+            assert_eq!(cuda.state(copied).expect("known"), State::Pending);
+            assert_eq!(cuda.state(promise).expect("known"), State::Pending);
+            let late = cuda.wait(promise, Clock::real().now_ns() + 1_000_000);
+            refused(late, Status::Timeout);
+            assert!(!fake.has_come(context, after) && from != to);
+            cuda.keep(promise).expect("a promise");
+            cuda.wait(copied, soon()).expect("it comes");
+            fake.run();
+            assert!(fake.has_come(context, after) && from == to);
+            refused(cuda.keep(copied), Status::Handle);
+            cuda.release(copied).expect("it has ended");
+        }
+        cuda.keep(promise).expect("once more does no harm");
+        cuda.wait(promise, 0).expect("it has come");
+        // SAFETY: as above.
+        unsafe { cuda.hold(stream, promise) }.expect("there is nothing to wait for");
+        cuda.release(promise).expect("kept");
+        refused(cuda.keep(promise), Status::Handle);
+    }
+    drop(cuda);
+    fake.end_event(context, after);
+    fake.end_stream_in(context, stream);
+    fake.give_context_back();
+    assert_eq!(fake.live(), 0);
+    fake.check();
+}
+
+/// A stream that comes to its wait late, when the number is another promise's: it goes on.
+#[test]
+fn whoever_waits_for_a_number_that_is_used_again_goes_on() {
+    let (_turn, fake) = alone(2);
+    let cuda = open();
+    let context = fake.context();
+    let (stream, gate, after) = (fake.stream_in(context), fake.event(context), fake.event(context));
+    fake.hold_back(gate, true);
+    fake.stand(context, stream, gate);
+    let first = cuda.promise().expect("one");
+    // SAFETY: a stream of the device's context.
+    unsafe { cuda.hold(stream, first) }.expect("it waits");
+    fake.record(context, after, stream);
+    cuda.keep(first).expect("a promise");
+    cuda.release(first).expect("kept");
+    let second = cuda.promise().expect("the same number");
+    fake.run();
+    assert!(!fake.has_come(context, after), "the gate is shut");
+    fake.hold_back(gate, false);
+    fake.run();
+    assert!(fake.has_come(context, after), "it does not wait for the second");
+    assert_eq!(cuda.state(second).expect("known"), State::Pending);
+    drop(cuda);
+    fake.end_event(context, after);
+    fake.end_event(context, gate);
+    fake.end_stream_in(context, stream);
+    fake.give_context_back();
+    assert_eq!(fake.live(), 0);
+    fake.check();
+}
+
+#[test]
+fn a_device_that_goes_leaves_no_stream_standing() {
+    for is_slow in [false, true] {
+        let (_turn, fake) = alone(3);
+        let cuda = open();
+        let context = fake.context();
+        let (stream, gate, after) =
+            (fake.stream_in(context), fake.event(context), fake.event(context));
+        fake.hold_back(gate, true);
+        fake.stand(context, stream, gate);
+        let promise = cuda.promise().expect("one");
+        let copied = copy(&cuda, 0, promise, bytes(1), bytes(2)).expect("taken");
+        // SAFETY: a stream of the device's context.
+        unsafe { cuda.hold(stream, promise) }.expect("it waits");
+        fake.record(context, after, stream);
+        if !is_slow {
+            cuda.close(soon()).expect("all ends");
+            assert_eq!(cuda.state(copied).expect("known"), State::Done);
+            refused(cuda.promise(), Status::Closed);
+            fake.hold_back(gate, false);
+            fake.run();
+            assert!(fake.has_come(context, after));
+        }
+        drop(cuda);
+        // A stream that did not come to its wait yet reads the number later: it stays.
+        fake.hold_back(gate, false);
+        fake.run();
+        assert!(fake.has_come(context, after));
+        fake.end_event(context, after);
+        fake.end_event(context, gate);
+        fake.end_stream_in(context, stream);
+        fake.give_context_back();
+        assert_eq!(fake.live(), i64::from(is_slow));
+        fake.check();
+        let _ = Fake::begin(0);
+    }
+}
+
+#[test]
+fn what_cannot_wait_for_it_is_refused() {
+    let (_turn, fake) = alone(4);
+    let cuda = open();
+    let context = fake.context();
+    let stream = fake.stream_in(context);
+    let promise = cuda.promise().expect("one");
+    fake.capture(stream, true);
+    // SAFETY: a stream of the device's context, or what is refused.
+    unsafe {
+        refused(cuda.hold(stream, promise), Status::State);
+        fake.capture(stream, false);
+        refused(cuda.hold(0, promise), Status::Invalid);
+        fake.fail("cuStreamWaitValue32", 1, 801);
+        refused(cuda.hold(stream, promise), Status::Unsupported);
+    }
+    let others: Vec<Event> = (1..1024).map(|_| cuda.promise().expect("a number")).collect();
+    refused(cuda.promise(), Status::Again);
+    for event in others.iter().chain([&promise]) {
+        cuda.keep(*event).expect("a promise");
+        cuda.release(*event).expect("kept");
+    }
+    cuda.release(
+        cuda.promise().map(|one| cuda.keep(one).map(|()| one)).expect("one").expect("kept"),
+    )
+    .expect("there is room again");
+    drop(cuda);
+    fake.end_stream_in(context, stream);
+    fake.give_context_back();
+    assert_eq!(fake.live(), 0);
+    fake.check();
+}
+
+/// The device is lost: what was promised has failed, and streams go on.
+#[test]
+fn a_lost_device_keeps_its_promises_badly() {
+    let (_turn, fake) = alone(5);
+    let cuda = open();
+    let promise = cuda.promise().expect("one");
+    let copied = copy(&cuda, 0, promise, bytes(1), bytes(2)).expect("taken");
+    fake.fail("cuEventQuery", 1, 700);
+    refused(cuda.state(copied), Status::Unavailable);
+    refused(cuda.wait(promise, soon()), Status::Unavailable);
+    cuda.keep(promise).expect("known still");
+    refused(cuda.promise(), Status::Unavailable);
+    drop(cuda);
+    let _ = Fake::begin(0);
+}
+
+const MODEL: support::Model = support::Model { layers: 3, heads: 2, run: 64, chunk: 16 };
+const TOKENS: usize = 4 * MODEL.chunk;
+
+/// A store between kernels of an engine's: its moves begin behind an event of the engine's, and
+/// a stream of the engine's goes on behind the moves, which had not begun when it was told.
+#[test]
+fn a_store_stands_between_the_engines_kernels() {
+    for by_layer in [false, true] {
+        let (_turn, fake) = alone(6);
+        let context = fake.context();
+        let cuda = Arc::new(open());
+        let store = {
+            let (runtime, spec) = (support::runtime(), support::spec_of("store(host=8MiB)"));
+            let device: Arc<dyn Device> = cuda.clone();
+            let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
+            support::Home { store, runtime }
+        };
+        let space = store.space(1, &MODEL);
+        let (before, behind) = (fake.stream_in(context), fake.stream_in(context));
+        let events = [(); 3].map(|()| fake.event(context));
+        let [gate, ready, after] = events;
+        for number in 0..6 {
+            let tokens = support::document(number, TOKENS);
+            let marks = support::marks_of(0, &tokens);
+            let session = store.session(space, &tokens);
+            let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
+            for deed in [Deed::Put, Deed::Get] {
+                // The engine's kernels before: they end when the gate opens.
+                fake.hold_back(gate, true);
+                fake.stand(context, before, gate);
+                fake.record(context, ready, before);
+                // SAFETY: an event that was recorded.
+                let event = unsafe { cuda.adopt(ready) }.expect("an event");
+                let what = engine.rectangle(0, TOKENS, 0..MODEL.layers, by_layer);
+                let what = Rectangle { after: Some(event), ..what };
+                let ops = store.submit(session, deed, Level::Ram, what).expect("taken");
+                let device: Arc<dyn Device> = cuda.clone();
+                for op in &ops {
+                    // SAFETY: a stream of the device's context.
+                    unsafe { hold_until_released(&device, behind, op) }.expect("it waits");
+                }
+                fake.record(context, after, behind);
+                fake.run();
+                assert!(!fake.has_come(context, after) && !fake.has_come(context, ready));
+                assert!(ops.iter().all(|op| op.state() & RELEASED == 0));
+                if deed == Deed::Put {
+                    engine.compute(&marks);
+                } else {
+                    assert!(engine.is_untouched());
+                }
+                fake.hold_back(gate, false);
+                let end_ns = soon();
+                while !fake.has_come(context, after) {
+                    assert!(Clock::real().now_ns() < end_ns, "the engine's stream stands still");
+                }
+                // What the engine's stream has seen: every op was released.
+                assert!(ops.iter().all(|op| op.state() & RELEASED != 0));
+                for op in &ops {
+                    let done = support::wait(op);
+                    assert_eq!((done.status, done.tokens), (Status::Ok, TOKENS));
+                    // SAFETY: as above.
+                    unsafe { hold_until_released(&device, behind, op) }.expect("nothing to do");
+                }
+                engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
+                cuda.release(event).expect("it has come");
+            }
+            store.end(session);
+        }
+        store.close();
+        cuda.close(soon()).expect("all ends");
+        drop(cuda);
+        events.into_iter().for_each(|event| fake.end_event(context, event));
+        for stream in [before, behind] {
+            fake.end_stream_in(context, stream);
+        }
+        fake.give_context_back();
+        assert_eq!(fake.live(), 0);
+        fake.check();
+    }
+}
+
+/// Streams that are lent are nobody else's, and what is behind a late event on one holds up no
+/// other.
+#[test]
+fn streams_are_lent_to_one_at_a_time() {
+    let (_turn, fake) = alone(7);
+    let cuda = open();
+    let own = cuda.facts().streams;
+    refused(copy_on(&cuda, own, None), Status::Invalid);
+    let lent: Vec<Stream> = (0..MAX_LENT).map(|_| cuda.lend().expect("a stream")).collect();
+    refused(cuda.lend(), Status::Again);
+    let mut numbers: Vec<u32> = lent.iter().map(|stream| stream.0).collect();
+    numbers.sort_unstable();
+    numbers.dedup();
+    assert!(numbers.len() == MAX_LENT && numbers[0] >= own);
+    let promises: Vec<Event> = lent.iter().map(|_| cuda.promise().expect("one")).collect();
+    let behind: Vec<Event> = lent
+        .iter()
+        .zip(&promises)
+        .map(|(stream, promise)| copy_on(&cuda, stream.0, Some(*promise)).expect("taken"))
+        .collect();
+    for at in (0..lent.len()).rev() {
+        fake.run();
+        assert!(behind[..=at].iter().all(|event| cuda.state(*event) == Ok(State::Pending)));
+        cuda.keep(promises[at]).expect("a promise");
+        cuda.wait(behind[at], soon()).expect("it is behind no other");
+        cuda.take_back(lent[at]);
+        refused(copy_on(&cuda, lent[at].0, None), Status::Invalid);
+    }
+    assert!(cuda.lend().is_ok());
+    for event in promises.into_iter().chain(behind) {
+        cuda.release(event).expect("it has come");
+    }
+    drop(cuda);
+    assert_eq!(fake.live(), 0);
+    fake.check();
+}
+
+fn copy_on(cuda: &Cuda, stream: u32, after: Option<Event>) -> Result<Event> {
+    let (from, to) = (cuda.allocate(3000)?, cuda.allocate(3000)?);
+    let plane = std::ptr::with_exposed_provenance_mut(to.address as usize);
+    let copy = Copy::bytes(plane, from.address, 3000, Way::Gather, Memory::Device)?;
+    let copy = Copy { plane_memory: Memory::Device, ..copy };
+    // SAFETY: memory that stays for as long as the device does.
+    unsafe { cuda.submit(Stream(stream), after, &mut [copy]) }
+}
+
+/// A batch and an engine's stream behind a promise; whether both came in time, and not before.
+fn beside(fake: &Fake, cuda: &Cuda, context: u64, stream: u64, after: u64) -> Result<bool> {
+    let (from, to) = (bytes(1), bytes(2));
+    let promise = cuda.promise()?;
+    // SAFETY: the engine's stream.
+    let held = unsafe { cuda.hold(stream, promise) };
+    let copied = copy(cuda, 1, promise, from, to);
+    fake.run();
+    let is_early = from == to;
+    cuda.keep(promise)?;
+    let ended = copied.and_then(|event| cuda.wait(event, soon()));
+    cuda.wait(promise, soon())?;
+    cuda.release(promise)?;
+    held.and(ended)?;
+    fake.no_more_failures();
+    fake.record(context, after, stream);
+    fake.run();
+    Ok(!is_early && fake.has_come(context, after) && from == to)
+}
+
+/// Every call that is made for promises fails once, early and late.
+#[test]
+fn any_call_for_promises_may_fail() {
+    let calls = [
+        "cuMemHostAlloc",
+        "cuMemHostGetDevicePointer",
+        "cuStreamWaitValue32",
+        "cuStreamIsCapturing",
+        "cuStreamGetCtx",
+        "cuEventRecord",
+        "cuEventCreate",
+        "cuEventQuery",
+        "cuCtxPushCurrent",
+        "cuMemFreeHost",
+    ];
+    for call in calls {
+        let mut failed = 0;
+        for (nth, code) in (1..7).flat_map(|nth| [1, 2, 400].map(|code| (nth, code))) {
+            let (_turn, fake) = alone(nth as u64);
+            let context = fake.context();
+            let (stream, after) = (fake.stream_in(context), fake.event(context));
+            let taken = fake.live();
+            let cuda = open();
+            fake.fail(call, nth, code);
+            let went = beside(&fake, &cuda, context, stream, after);
+            failed += u32::from(went.is_err());
+            assert!(went.unwrap_or(true), "{call}, {nth}, {code}: not in time");
+            let is_planted = fake.has_failed();
+            if call != "cuMemFreeHost" {
+                fake.no_more_failures();
+            }
+            cuda.close(soon()).expect("all ends");
+            fake.run();
+            drop(cuda);
+            fake.no_more_failures();
+            // The page of numbers stays where it is not known who waits, or is not taken back.
+            let may_stay = ["cuEventRecord", "cuMemFreeHost", "cuEventQuery"].contains(&call);
+            let left = fake.live() - taken;
+            assert!(left == 0 || may_stay && left == 1, "{call}, {nth}, {code}: {left} left");
+            assert!(left == 0 || is_planted || call == "cuMemFreeHost");
+            fake.run();
+            fake.check();
+            let _ = Fake::begin(0);
+        }
+        let hides = ["cuEventQuery", "cuEventRecord", "cuCtxPushCurrent", "cuMemFreeHost"];
+        assert!(failed > 0 || hides.contains(&call), "{call}: no failure was told");
+    }
+}
+
+/// The device is told of memory as it is taken, and forgets it before it goes.
+#[test]
+fn memory_of_cells_is_registered_and_given_back() {
+    let (_turn, fake) = alone(9);
+    let (told, forgotten) = ("cuMemHostRegister", "cuMemHostUnregister");
+    let before = (fake.calls(told), fake.calls(forgotten));
+    for refuses in [false, true] {
+        let (runtime, spec) = (support::runtime(), support::spec_of("store(host=4MiB)"));
+        let device = Arc::new(open());
+        let store = Store::open_with(runtime.core(), None, &spec, device.clone()).expect("opened");
+        let home = support::Home { store, runtime };
+        if refuses {
+            fake.lockable(0);
+        }
+        let space = home.space(1, &MODEL);
+        let tokens = support::document(1, TOKENS);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Heads, TOKENS);
+        engine.compute(&support::marks_of(0, &tokens));
+        for deed in [Deed::Put, Deed::Get] {
+            let ops = home.submit(session, deed, Level::Ram, engine.whole()).expect("taken");
+            assert_eq!(support::wait(&ops[0]).status, Status::Ok);
+        }
+        home.rest();
+        let pageable = device.describe().pageable_bytes;
+        assert_eq!(pageable > 0, refuses, "{pageable} bytes are not registered");
+        home.end(session);
+        home.close();
+        assert_eq!(device.describe().pageable_bytes, 0, "it knows memory that has gone");
+    }
+    let after = (fake.calls(told), fake.calls(forgotten));
+    assert!(after.0 > before.0 + 1 && after.1 - before.1 == after.0 - before.0 - 1, "{after:?}");
+    fake.check();
+}

@@ -1,0 +1,191 @@
+//! Bytes that wander between host memory and a device's, on several streams, given to the driver in
+//! every way, by several threads: who waits as documented finds the right ones.
+
+use kvtier_testkit::fixtures::emulated;
+use kvtier_testkit::fixtures::fake_cuda;
+
+use fake_cuda::alone;
+use kvtier::base::clock::Clock;
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
+use kvtier::device::{Copy, Device, Event, Memory, Stream, Way};
+use kvtier::meta::view::View;
+
+const ROOM: usize = 16 << 10;
+const CELL: usize = 512;
+const CELLS: usize = ROOM / CELL;
+
+struct Room {
+    address: u64,
+    memory: Memory,
+    /// What it has once all is done.
+    content: Vec<u8>,
+    writer: Option<Event>,
+    readers: Vec<Event>,
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) as usize % n
+    }
+}
+
+fn pages() -> u64 {
+    let layout = std::alloc::Layout::from_size_align(ROOM, 4096).expect("sound");
+    // SAFETY: memory of its own, which stays for as long as the process does.
+    let at = unsafe { std::alloc::alloc_zeroed(layout) };
+    assert!(!at.is_null());
+    at.expose_provenance() as u64
+}
+
+fn host(address: u64) -> *mut u8 {
+    std::ptr::with_exposed_provenance_mut(address as usize)
+}
+
+/// A copy of some cells: every second one, some in a row, or all of them.
+fn copies(random: &mut Random, from: &Room, to: &mut Room, content: &[u8]) -> Vec<Copy<'static>> {
+    let (step, first) = (1 + random.below(3), random.below(4));
+    let mut made = Vec::new();
+    let mut add = |at: usize, count: usize, stride: usize| {
+        let (tensor, plane) = (from.address + at as u64, to.address + at as u64);
+        let mut view = View::canonical(tensor, count as u32, CELL as u64);
+        view.token_stride_bytes = stride as u64;
+        let copy = Copy::new(&view, 0, count as u32, host(plane), Way::Gather).expect("sound");
+        made.push(Copy { memory: from.memory, plane_memory: to.memory, ..copy });
+        for n in 0..count {
+            let source = at + n * stride;
+            let kept: Vec<u8> = content[source..source + CELL].to_vec();
+            to.content[at + n * CELL..at + (n + 1) * CELL].copy_from_slice(&kept);
+        }
+    };
+    match random.below(3) {
+        // Rows that come closer together.
+        0 => add(first * CELL, 5, 2 * CELL),
+        1 => (first..CELLS).step_by(step).for_each(|cell| add(cell * CELL, 1, CELL)),
+        _ => add(0, CELLS, CELL),
+    }
+    made
+}
+
+fn wander(cuda: &Cuda, seed: u64, told: bool) {
+    let mut random = Random(seed);
+    let mut rooms: Vec<Room> = (0..6)
+        .map(|n| {
+            let on_device = n % 2 == 0;
+            let address = if on_device {
+                cuda.allocate(ROOM as u64).expect("memory").address
+            } else {
+                pages()
+            };
+            let memory = if on_device { Memory::Device } else { Memory::Host };
+            if told && !on_device && n != 5 {
+                // SAFETY: memory that stays.
+                unsafe { cuda.know_host(host(address), ROOM as u64) }.expect("memory");
+            }
+            Room { address, memory, content: Vec::new(), writer: None, readers: Vec::new() }
+        })
+        .collect();
+    for room in &mut rooms {
+        room.content = (0..ROOM).map(|_| random.below(256) as u8).collect();
+        let first = Box::leak(room.content.clone().into_boxed_slice());
+        let at = first.as_mut_ptr().expose_provenance() as u64;
+        let view = View::canonical(at, 1, ROOM as u64);
+        let copy = Copy::new(&view, 0, 1, host(room.address), Way::Gather).expect("sound");
+        // SAFETY: memory that stays.
+        let filled = unsafe {
+            cuda.submit(Stream(0), None, &mut [Copy { plane_memory: room.memory, ..copy }])
+        };
+        room.writer = Some(filled.expect("taken"));
+    }
+    for _ in 0..60 {
+        let from = random.below(6);
+        let to = (from + 1 + random.below(5)) % 6;
+        let mut before: Vec<Event> = rooms[from].writer.into_iter().collect();
+        before.extend(rooms[to].writer);
+        before.append(&mut rooms[to].readers);
+        let after = before.pop();
+        before.into_iter().for_each(|event| cuda.wait(event, 0).expect("it comes"));
+        let content = rooms[from].content.clone();
+        let mut target = std::mem::replace(
+            &mut rooms[to],
+            Room {
+                address: 0,
+                memory: Memory::Host,
+                content: Vec::new(),
+                writer: None,
+                readers: Vec::new(),
+            },
+        );
+        let mut all = copies(&mut random, &rooms[from], &mut target, &content);
+        rooms[to] = target;
+        let stream = Stream(random.below(4) as u32);
+        // SAFETY: memory that stays; all that has to be waited for is.
+        let event = unsafe { cuda.submit(stream, after, &mut all) }.expect("taken");
+        rooms[from].readers.push(event);
+        rooms[to].writer = Some(event);
+    }
+    for (n, room) in rooms.iter().enumerate() {
+        let found = Box::leak(vec![0u8; ROOM].into_boxed_slice());
+        let copy = View::canonical(room.address, 1, ROOM as u64);
+        let copy = Copy::new(&copy, 0, 1, found.as_mut_ptr(), Way::Gather).expect("sound");
+        let mut copies = [Copy { memory: room.memory, ..copy }];
+        // SAFETY: as above.
+        let event = unsafe { cuda.submit(Stream(1), room.writer, &mut copies) }.expect("taken");
+        cuda.wait(event, 0).expect("it comes");
+        assert!(found == room.content, "seed {seed}, room {n}");
+    }
+}
+
+#[test]
+fn who_waits_as_documented_finds_the_right_bytes() {
+    for means in [Means::Plain, Means::Batch, Means::Kernel] {
+        for seed in 0..30 {
+            let (_turn, fake) = alone(seed);
+            fake.set(12_080, 1, 1 << 30, false);
+            fake.emulate(emulated::launches());
+            let before = fake.live();
+            let library = Some(fake_cuda::library());
+            let choice = Choice::Fixed(means);
+            let cuda =
+                Cuda::open(Clock::real(), &CudaOpts { library, choice, ..CudaOpts::default() })
+                    .expect("a device");
+            wander(&cuda, seed, seed % 2 == 0);
+            cuda.close(0).expect("all ends");
+            drop(cuda);
+            assert_eq!(fake.live(), before, "{means:?}, seed {seed}");
+            fake.check();
+        }
+    }
+}
+
+#[test]
+fn threads_do_not_disturb_each_other() {
+    for means in [Means::Plain, Means::Batch, Means::Kernel] {
+        let (_turn, fake) = alone(7);
+        fake.set(12_080, 1, 1 << 30, false);
+        let library = Some(fake_cuda::library());
+        let choice = Choice::Fixed(means);
+        let cuda = Cuda::open(Clock::real(), &CudaOpts { library, choice, ..CudaOpts::default() })
+            .expect("a device");
+        std::thread::scope(|scope| {
+            let busy: Vec<_> = (0..4u64)
+                .map(|seed| {
+                    let cuda = &cuda;
+                    scope.spawn(move || wander(cuda, seed + 100, seed % 2 == 0))
+                })
+                .collect();
+            let mut ended = [Event(0); 16];
+            let mut told = std::collections::BTreeSet::new();
+            while !busy.iter().all(|thread| thread.is_finished()) {
+                let count = cuda.poll(&mut ended);
+                ended[..count].iter().for_each(|event| assert!(told.insert(event.0), "twice"));
+                std::thread::yield_now();
+            }
+            busy.into_iter().for_each(|thread| thread.join().expect("right bytes"));
+        });
+        drop(cuda);
+        fake.check();
+    }
+}

@@ -1,0 +1,160 @@
+//! Addresses of a CUDA device that get memory and lose it again, over a driver without a device.
+
+use kvtier_testkit::fixtures::fake_cuda;
+
+use std::sync::Arc;
+
+use fake_cuda::{Fake, alone};
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Result, Status};
+use kvtier::device::cuda::{Cuda, CudaOpts, CudaWindow};
+use kvtier::device::window::{Piece, Window};
+use kvtier::device::{Copy, Device, Memory, Stream, Way};
+
+fn open() -> Result<Arc<Cuda>> {
+    let opts = CudaOpts { library: Some(fake_cuda::library()), ..CudaOpts::default() };
+    Cuda::open(Clock::real(), &opts).map(Arc::new)
+}
+
+/// Copies bytes of this process to or from an address. They stay where they are for ever.
+fn copy(cuda: &Cuda, address: u64, bytes: &mut [u8], way: Way) -> Result<()> {
+    let count = bytes.len() as u64;
+    let mut copies = [Copy::bytes(bytes.as_mut_ptr(), address, count, way, Memory::Device)?];
+    // SAFETY: memory that stays; the address is one of a window, or it is refused.
+    let event = unsafe { cuda.submit(Stream(0), None, &mut copies)? };
+    cuda.wait(event, 0)
+}
+
+fn noise(len: usize) -> &'static mut [u8] {
+    Box::leak((0..len).map(|n| (n % 249) as u8).collect::<Box<[u8]>>())
+}
+
+/// A window of so many grains, and how long one is.
+fn window(cuda: &Arc<Cuda>, grains: u64) -> Result<(CudaWindow, u64)> {
+    let grain = cuda.window_grain()?;
+    Ok((CudaWindow::new(cuda.clone(), grains * grain)?, grain))
+}
+
+/// Memory that is put somewhere at once.
+fn map(window: &CudaWindow, at: u64, bytes: u64) -> Result<Piece> {
+    let piece = window.create(bytes)?;
+    // SAFETY: nobody has it yet.
+    unsafe { window.put(piece, at)? };
+    Ok(piece)
+}
+
+/// Memory goes through a window of four pieces; whether what was written is found again.
+fn pass(cuda: &Arc<Cuda>) -> Result<bool> {
+    let (window, grain) = window(cuda, 4)?;
+    let there = noise(200);
+    let (first, second) = (map(&window, 0, grain)?, map(&window, grain, grain)?);
+    // A copy that goes over both pieces.
+    copy(cuda, window.address() + grain - 100, there, Way::Scatter)?;
+    // SAFETY: the copy has ended.
+    unsafe {
+        window.put(first, 2 * grain)?;
+        window.put(first, 2 * grain)?; // it is there
+        window.put(second, 3 * grain)?;
+    }
+    let found = Box::leak(vec![0u8; 200].into_boxed_slice());
+    copy(cuda, window.address() + 3 * grain - 100, found, Way::Gather)?;
+    let right = found == there;
+    // SAFETY: as above.
+    unsafe {
+        window.take(first)?;
+        window.take(first)?; // it is nowhere
+        window.put(first, grain)?;
+        window.destroy(first)?;
+    }
+    Ok(right && window.mapped_bytes() == grain)
+}
+
+#[test]
+fn memory_moves_along_and_all_is_given_back() {
+    let (_turn, fake) = alone(1);
+    let before = fake.live();
+    let cuda = open().expect("a device");
+    assert!(pass(&cuda).expect("it works"));
+    drop(cuda);
+    assert_eq!(fake.live(), before);
+    fake.check();
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let (_turn, fake) = alone(2);
+    let cuda = open().expect("a device");
+    let status = |bytes| CudaWindow::new(cuda.clone(), bytes).err().map(|error| error.status());
+    assert_eq!(status(0), Some(Status::Invalid));
+    assert_eq!(status(u64::MAX), Some(Status::Limit));
+    let (window, grain) = window(&cuda, 4).expect("addresses");
+    assert_eq!((window.bytes(), window.grain_bytes()), (4 * grain, grain));
+    let small = CudaWindow::new(cuda.clone(), 1).expect("addresses");
+    assert_eq!(small.bytes(), grain);
+    drop(small);
+    for bytes in [0, grain - 1, grain + 1] {
+        assert_eq!(window.create(bytes).expect_err("refused").status(), Status::Invalid);
+    }
+    let two = map(&window, grain, 2 * grain).expect("memory");
+    let one = window.create(grain).expect("memory");
+    // SAFETY: nothing is under way.
+    unsafe {
+        for at in [1, grain, 2 * grain, 4 * grain, u64::MAX - grain + 1] {
+            assert_eq!(window.put(one, at).expect_err("refused").status(), Status::Invalid);
+        }
+        assert_eq!(window.put(two, 3 * grain).expect_err("too far").status(), Status::Invalid);
+        window.put(two, 0).expect("a part of what it leaves");
+        assert_eq!(window.put(one, grain).expect_err("refused").status(), Status::Invalid);
+        window.put(one, 2 * grain).expect("free");
+        window.destroy(one).expect("its own");
+        for gone in [one, Piece(77)] {
+            assert_eq!(window.put(gone, 2 * grain).expect_err("gone").status(), Status::Handle);
+            assert_eq!(window.take(gone).expect_err("gone").status(), Status::Handle);
+            assert_eq!(window.destroy(gone).expect_err("gone").status(), Status::Handle);
+        }
+    }
+    // Addresses without memory are no memory.
+    let some = noise(64);
+    let none = copy(&cuda, window.address() + 2 * grain, some, Way::Scatter);
+    assert_eq!(none.expect_err("refused").status(), Status::Invalid);
+    let over = copy(&cuda, window.address() + 2 * grain - 32, some, Way::Scatter);
+    assert_eq!(over.expect_err("refused").status(), Status::Invalid);
+    fake.set(12_040, 1, 0, false);
+    assert_eq!(window.create(grain).expect_err("no memory").status(), Status::NoMem);
+    fake.check();
+}
+
+#[test]
+fn any_call_may_fail() {
+    let calls = [
+        "cuMemGetAllocationGranularity",
+        "cuMemAddressReserve",
+        "cuMemAddressFree",
+        "cuMemCreate",
+        "cuMemRelease",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemUnmap",
+        "cuCtxPushCurrent",
+    ];
+    for call in calls {
+        let (mut met, mut told) = (0, 0);
+        for (nth, code) in (1..8).flat_map(|nth| [1, 2].map(|code| (nth, code))) {
+            let (_turn, fake) = alone(nth as u64);
+            let before = fake.live();
+            fake.fail(call, nth, code);
+            let went = open().and_then(|cuda| pass(&cuda));
+            met += u32::from(fake.has_failed());
+            told += u32::from(went.is_err());
+            assert!(went.unwrap_or(true), "{call}, {nth}, {code}: wrong bytes");
+            let leaves = ["cuMemAddressFree", "cuMemRelease", "cuMemUnmap", "cuCtxPushCurrent"];
+            if !leaves.contains(&call) {
+                fake.check();
+                assert_eq!(fake.live(), before, "{call}, {nth}, {code}: something is left");
+            }
+            let _ = Fake::begin(0);
+        }
+        let is_end = ["cuMemAddressFree", "cuMemRelease"].contains(&call);
+        assert!(met > 0 && (told > 0 || is_end), "{call}: no failure was told");
+    }
+}

@@ -1,0 +1,605 @@
+//! Files that are read straight into device memory: over the driver without a device and a cuFile
+//! without storage, which count what is called wrongly.
+
+use kvtier_testkit::fixtures::fake_cuda;
+use kvtier_testkit::fixtures::fake_cufile;
+use kvtier_testkit::fixtures::stream_rig as rig;
+
+use std::path::PathBuf;
+use std::ptr::{null, null_mut};
+use std::sync::Arc;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Error, Status};
+use kvtier::device::cuda::{Cuda, CudaOpts};
+use kvtier::device::simulated::SimulatedOpts;
+use kvtier::device::{Device, Memory};
+use kvtier::ffi::device::*;
+use kvtier::ffi::error::{kvt_error_free, kvt_error_message};
+use kvtier::ffi::model::*;
+use kvtier::ffi::runtime::*;
+use kvtier::ffi::status::*;
+use kvtier::ffi::stream::*;
+use kvtier::ffi::stream_look::*;
+use kvtier::ffi::stream_opts::*;
+use kvtier::stream::plan::Wishes;
+use kvtier::stream::streamer::{How, Opts, Verify};
+
+use fake_cuda::{Fake, alone};
+use fake_cufile::{FakeFile, library, library_without};
+use rig::{Files, MIB, Rig};
+
+const SHORT: i32 = -7;
+const ALLOW: i32 = 1;
+const FORCE: i32 = 2;
+/// What the fake is as if new.
+const MODULE: (u32, u32) = (2, 24);
+const FEATURES: u32 = 15;
+
+/// The kernel's number of the file system that tests have their files on, if they can be read past
+/// the page cache there.
+fn file_system(files: &Files) -> Option<u64> {
+    let found = files.real().descriptor(0);
+    if let Err(error) = &found {
+        eprintln!("SKIP: {error}");
+    }
+    found.ok().map(|of| of.file_system)
+}
+
+fn device(cufile: PathBuf, file_systems: Vec<u64>) -> Arc<Cuda> {
+    let (library, cufile) = (Some(fake_cuda::library()), Some(cufile));
+    let opts = CudaOpts { library, cufile, file_systems, ..CudaOpts::default() };
+    Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
+}
+
+/// A streamer that brings most units anew in each pass.
+fn opts(files: &Files, device: Arc<dyn Device>) -> Opts {
+    let bytes = files.all_bytes();
+    let wishes = Wishes {
+        host_ceiling_bytes: Some(2 * MIB),
+        device_ceiling_bytes: Some(bytes * 3 / 5),
+        staging_bytes: 2 * MIB,
+        ..rig::wishes()
+    };
+    Opts { wishes, device: Some(device), direct: true, ..Opts::default() }
+}
+
+fn pass(rig: &Rig, early: bool) {
+    rig.streamer.pass_begin().expect("open");
+    let mut under_way = Vec::new();
+    for unit in rig.files.order() {
+        let held = rig.streamer.acquire(unit, How { early, ..rig::patiently() }).expect("it comes");
+        if held.memory == Memory::Host {
+            assert!(rig.is_right(&held).expect("no event"), "unit {unit}");
+            rig.streamer.release(&held, None).expect("had");
+            continue;
+        }
+        under_way.push(rig.compute_with(&held).expect("begun"));
+        if under_way.len() > 1 {
+            under_way.remove(0).end().expect("right bytes");
+        }
+    }
+    under_way.iter().for_each(|computing| computing.end().expect("right bytes"));
+    drop(under_way);
+    rig.streamer.pass_end().expect("open");
+}
+
+/// The same without anything that the device does meanwhile: what can be is read directly.
+fn quiet_pass(rig: &Rig) {
+    rig.pass(rig::patiently()).expect("right bytes");
+    for layer in 0..8 {
+        for expert in rig.files.experts_of(layer) {
+            rig.use_unit(expert, rig::patiently()).expect("right bytes");
+        }
+    }
+}
+
+fn all_is_well(fake: &Fake, file: &FakeFile) {
+    file.check();
+    assert_eq!(file.live(), 0, "cuFile knows of something still");
+    fake.check();
+    assert_eq!(fake.live(), 0, "the driver knows of something still");
+}
+
+/// Two fifths of a model pass through slots, read by the device itself, to the bit, while the
+/// device computes with what came before.
+#[test]
+fn weights_are_read_straight_into_slots() {
+    for (seed, name, sizes) in [
+        (1, "whole", rig::dense(6)),
+        (2, "large", rig::large(6)),
+        (3, "experts", rig::experts(4, 6)),
+    ] {
+        let (_turn, fake) = alone(seed);
+        let file = FakeFile::begin(&fake, &library());
+        let files = Files::new(&format!("direct-{name}"), &sizes);
+        let Some(system) = file_system(&files) else { return };
+        let device = device(library(), vec![system]);
+        let how = opts(&files, device.clone());
+        let rig = Rig::open(files, how).expect("opened");
+        for early in [true, false, true] {
+            pass(&rig, early);
+            // Nothing holds these up: all but the end of the file and what comes home.
+            let before = rig.streamer.stats();
+            quiet_pass(&rig);
+            let stats = rig.streamer.stats();
+            assert!(stats.direct_bytes > before.direct_bytes, "{name}: {stats:?}");
+            assert_eq!(stats.direct_failed, 0, "{name}");
+            assert!(stats.direct_bytes <= stats.read_bytes, "{name}: {stats:?}");
+        }
+        assert!(file.reads() > 0);
+        rig.closed();
+        drop((rig, device));
+        all_is_well(&fake, &file);
+    }
+}
+
+/// What reaches beyond the end of its file is not asked of the device, which could not bring it.
+#[test]
+fn the_end_of_a_file_goes_by_way_of_host_memory() {
+    let (_turn, fake) = alone(10);
+    let file = FakeFile::begin(&fake, &library());
+    let files = Files::even("direct-end", 4, 300_001);
+    let Some(system) = file_system(&files) else { return };
+    let device = device(library(), vec![system]);
+    let mut how = opts(&files, device.clone());
+    let most = files.units.units.iter().map(|unit| unit.image_bytes).max().expect("some");
+    how.wishes.device_ceiling_bytes = Some(2 * most); // two slots, and no homes
+    let rig = Rig::open(files, how).expect("opened");
+    (0..3).for_each(|_| quiet_pass(&rig));
+    let stats = rig.streamer.stats();
+    assert!(stats.direct_bytes > 0 && stats.copied_bytes > 0, "{stats:?}");
+    assert_eq!(stats.direct_failed, 0, "{stats:?}");
+    rig.closed();
+    drop((rig, device));
+    all_is_well(&fake, &file);
+}
+
+/// One that is dropped without having been closed leaves nothing behind.
+#[test]
+fn a_streamer_that_is_dropped_leaves_nothing() {
+    let (_turn, fake) = alone(4);
+    let file = FakeFile::begin(&fake, &library());
+    let files = Files::new("direct-dropped", &rig::large(5));
+    let Some(system) = file_system(&files) else { return };
+    let device = device(library(), vec![system]);
+    let how = opts(&files, device.clone());
+    let rig = Rig::open(files, how).expect("opened");
+    pass(&rig, false);
+    drop((rig, device));
+    all_is_well(&fake, &file);
+}
+
+/// Opens a streamer and says why it could not; what it leaves is nothing.
+fn refused(cufile: PathBuf, prepare: impl FnOnce(&Fake, &FakeFile)) -> Error {
+    let (_turn, fake) = alone(5);
+    let file = FakeFile::begin(&fake, &library());
+    prepare(&fake, &file);
+    let files = Files::new("direct-refused", &rig::large(5));
+    let device = device(cufile, file_system(&files).into_iter().collect());
+    let how = opts(&files, device.clone());
+    let error = Rig::open(files, how).err().expect("refused");
+    drop(device);
+    all_is_well(&fake, &file);
+    assert_eq!(error.status(), Status::Unavailable, "{error}");
+    error
+}
+
+#[test]
+fn what_is_absent_or_too_old_says_so() {
+    let error = refused(PathBuf::from("/nowhere/libcufile.so"), |_, _| {});
+    assert!(error.to_string().contains("no cuFile"), "{error}");
+    let error = refused(library_without("LESS"), |_, _| {});
+    assert!(error.to_string().contains("has no cuFileRead"), "{error}");
+}
+
+/// Whatever lets it read by way of host memory, it is not used, and is left as it was.
+#[test]
+fn the_silent_compatibility_mode_is_refused() {
+    type Case = (&'static str, fn(&FakeFile));
+    let cases: [Case; 10] = [
+        ("nvidia-fs is not loaded", |file| file.set((0, 0), FEATURES, 0, 0)),
+        ("in silence", |file| file.switches(14, true)),
+        ("in silence", |file| file.switch(FORCE, true)),
+        ("plain reads", |file| file.switch(12, true)),
+        ("plain reads", |file| file.switch(13, true)),
+        ("not known here: 0x4", |file| file.set(MODULE, FEATURES, 4, 0)),
+        ("not known here: 0x10", |file| file.set(MODULE, FEATURES, 16, 0)),
+        ("cuFileGetParameterBool", |file| file.fail("cuFileGetParameterBool", -1, 5022)),
+        ("cuFileDriverGetProperties", |file| file.fail("cuFileDriverGetProperties", 1, 5002)),
+        ("no leave", |file| file.fail("cuFileDriverOpen", 1, 5025)),
+    ];
+    for (words, prepare) in cases {
+        let error = refused(library(), |_, file| prepare(file));
+        assert!(error.to_string().contains(words), "{words}: {error}");
+    }
+}
+
+/// What was set is taken back where nothing came of it: another may want it as it was.
+#[test]
+fn the_switch_is_put_back_where_it_does_not_open() {
+    let (_turn, fake) = alone(6);
+    let file = FakeFile::begin(&fake, &library());
+    file.set((0, 0), FEATURES, 0, 0);
+    let device = device(library(), Vec::new());
+    assert_eq!(rig::status(device.direct().map(drop)), Status::Unavailable);
+    assert!(file.staged(ALLOW));
+    // Without the module an engine has it its own way, and then it is not for reading directly.
+    let context = fake.context();
+    assert_eq!(file.open_as_engine(&fake, context), 0);
+    let error = device.direct().err().expect("the engine allowed it");
+    assert!(error.to_string().contains("in silence"), "{error}");
+    drop(device);
+    file.close_as_engine();
+    fake.give_context_back();
+    all_is_well(&fake, &file);
+}
+
+/// One without switches is used if its settings forbid it, and not if they allow it.
+#[test]
+fn an_older_one_is_believed_where_its_modes_say_it() {
+    let old = library_without("OLD");
+    for is_allowed in [true, false] {
+        let (_turn, fake) = alone(7);
+        let file = FakeFile::begin(&fake, &old);
+        file.switch(ALLOW, is_allowed);
+        let device = device(old.clone(), Vec::new());
+        let said = device.direct().map(|direct| direct.describe());
+        match is_allowed {
+            true => assert!(said.is_err_and(|error| error.to_string().contains("in silence"))),
+            false => assert_eq!(
+                said.expect("used"),
+                "cuFile with nvidia-fs 2.24, compatibility mode off"
+            ),
+        }
+        drop(device);
+        all_is_well(&fake, &file);
+    }
+}
+
+/// A kernel that has the way itself, and a library that fills more than is known here.
+#[test]
+fn newer_ones_are_used() {
+    let (_turn, fake) = alone(8);
+    let file = FakeFile::begin(&fake, &library());
+    file.set((0, 0), FEATURES | 16, 1, 600);
+    let device = device(library(), Vec::new());
+    let words = device.direct().expect("a way").describe();
+    assert_eq!(words, "cuFile 1.13 by PCI P2PDMA, compatibility mode off");
+    drop(device);
+    all_is_well(&fake, &file);
+}
+
+#[test]
+fn files_and_memory_that_it_does_not_take_are_refused() {
+    let error = refused(library(), |_, file| file.fail("cuFileHandleRegister", 1, 5008));
+    assert!(error.to_string().contains("not for this file"), "{error}");
+    let error = refused(library(), |_, file| file.fail("cuFileBufRegister", 1, 5016));
+    assert!(error.to_string().contains("pinned"), "{error}");
+}
+
+#[test]
+fn what_cannot_be_together_says_so() {
+    let files = || Files::new("direct-words", &rig::dense(5));
+    let (_turn, fake) = alone(9);
+    let file = FakeFile::begin(&fake, &library());
+    let Some(system) = file_system(&files()) else { return };
+    let device = device(library(), vec![system]);
+    let shared: Arc<dyn Device> = device.clone();
+    let usual = opts(&files(), shared);
+    let buffered = kvtier::io::fixed::real::FixedOpts { buffered: true, ..Default::default() };
+    let through_cache = {
+        let files = files();
+        let real =
+            kvtier::io::fixed::real::RealFixed::open(&files.paths, &buffered).expect("files");
+        Rig::open_on(rig::runtime(""), Arc::new(real), files, usual.clone())
+    };
+    let simulated: Arc<dyn Device> = rig::device(SimulatedOpts::default());
+    let cases = [
+        (Rig::open(files(), Opts { verify: Verify::Always, ..usual.clone() }), "host memory"),
+        (Rig::open(files(), Opts { direct: true, ..rig::with_host(64 * MIB) }), "to a device"),
+        (
+            Rig::open(files(), Opts { device: Some(simulated), ..usual.clone() }),
+            "reads no files by itself",
+        ),
+        (through_cache, "page cache"),
+    ];
+    for (opened, words) in cases {
+        let error = opened.err().expect("refused");
+        assert!(error.to_string().contains(words), "{words}: {error}");
+    }
+    drop((device, usual));
+    all_is_well(&fake, &file);
+}
+
+/// Each read that fails, and however it does, is made up for.
+#[test]
+fn reads_that_fail_go_by_way_of_host_memory() {
+    for (seed, (nth, code)) in
+        [(1, SHORT), (2, 5), (3, 5011), (5, 5044), (7, SHORT)].into_iter().enumerate()
+    {
+        let (_turn, fake) = alone(20 + seed as u64);
+        let file = FakeFile::begin(&fake, &library());
+        let files = Files::new("direct-failing", &rig::large(6));
+        let Some(system) = file_system(&files) else { return };
+        let device = device(library(), vec![system]);
+        file.fail("cuFileRead", nth, code);
+        let how = opts(&files, device.clone());
+        let rig = Rig::open(files, how).expect("opened");
+        (0..3).for_each(|number| pass(&rig, number != 1));
+        let stats = rig.streamer.stats();
+        assert_eq!(stats.direct_failed, 1, "{nth}, {code}: {stats:?}");
+        assert!(stats.direct_bytes > 0, "{nth}, {code}: {stats:?}");
+        assert_eq!(stats.failed, 0, "{nth}, {code}: nobody was told of it");
+        rig.closed();
+        drop((rig, device));
+        all_is_well(&fake, &file);
+    }
+}
+
+/// After three in a row no more are tried, and units are read ahead as without it.
+#[test]
+fn three_failures_in_a_row_end_it() {
+    let (_turn, fake) = alone(30);
+    let file = FakeFile::begin(&fake, &library());
+    let files = Files::new("direct-off", &rig::large(6));
+    let Some(system) = file_system(&files) else { return };
+    let device = device(library(), vec![system]);
+    file.fail("cuFileRead", -1, 5044);
+    let how = Opts { readers: 1, ..opts(&files, device.clone()) };
+    let rig = Rig::open(files, how).expect("opened");
+    (0..3).for_each(|_| pass(&rig, false));
+    let stats = rig.streamer.stats();
+    assert_eq!((stats.direct_failed, stats.direct_bytes, stats.failed), (3, 0, 0));
+    assert_eq!(file.reads(), 0);
+    rig.closed();
+    drop((rig, device));
+    all_is_well(&fake, &file);
+}
+
+/// Sums are made the first time, in host memory; what is read for the first time and is not what it
+/// was is found, and what is known is read directly.
+#[test]
+fn sums_are_looked_at_before_units_are_read_directly() {
+    let (_turn, fake) = alone(31);
+    let file = FakeFile::begin(&fake, &library());
+    let files = Files::new("direct-sums", &rig::large(6));
+    let Some(system) = file_system(&files) else { return };
+    let paths = files.paths.clone();
+    let sidecar = Some(files.scratch.0.join("sums"));
+    let device = device(library(), vec![system]);
+    let how = Opts { verify: Verify::First, sidecar, ..opts(&files, device.clone()) };
+    let rig = Rig::open(files, how.clone()).expect("opened");
+    (0..2).for_each(|_| quiet_pass(&rig));
+    assert!(rig.streamer.stats().direct_bytes > 0);
+    rig.closed();
+    let Rig { streamer, device: again, files, runtime } = rig;
+    drop((streamer, again, runtime));
+    // One byte of each unit is another, as a disk does it: without a new time, and not at the ends
+    // of the file, by which it is known.
+    let before = std::fs::metadata(&paths[0]).and_then(|facts| facts.modified()).expect("a time");
+    let mut bytes = std::fs::read(&paths[0]).expect("bytes");
+    let middle = MIB / 2..bytes.len() as u64 - MIB / 2;
+    let spot = |unit: u32| {
+        let extent = files.units.units[unit as usize].extents[0];
+        Some(extent.offset + extent.bytes / 2).filter(|spot| middle.contains(spot))
+    };
+    let is_other: Vec<bool> = files.order().into_iter().map(|unit| spot(unit).is_some()).collect();
+    files.order().into_iter().filter_map(spot).for_each(|spot| bytes[spot as usize] ^= 1);
+    assert!(is_other.iter().filter(|other| **other).count() >= 4, "{is_other:?}");
+    std::fs::write(&paths[0], &bytes).expect("written");
+    let opened = std::fs::File::options().write(true).open(&paths[0]).expect("a file");
+    opened.set_modified(before).expect("its time");
+    let rig = Rig::open(files, how).expect("opened");
+    rig.streamer.pass_begin().expect("open");
+    for (unit, is_other) in rig.files.order().into_iter().zip(is_other) {
+        match rig.streamer.acquire(unit, rig::patiently()) {
+            Ok(held) if !is_other => rig.streamer.release(&held, None).expect("had"),
+            Err(error) if is_other => assert_eq!(error.status(), Status::Corrupt, "{error}"),
+            said => panic!("unit {unit}, {is_other}: {said:?}"),
+        }
+    }
+    assert_eq!(rig.streamer.stats().direct_bytes, 0);
+    rig.closed();
+    drop((rig, device));
+    all_is_well(&fake, &file);
+}
+
+/// Each call of cuFile's fails once, early and late: weights come right, or it is refused and
+/// says why; nothing is left.
+#[test]
+fn any_call_may_fail() {
+    let calls = [
+        "cuFileDriverOpen",
+        "cuFileDriverGetProperties",
+        "cuFileGetParameterBool",
+        "cuFileSetParameterBool",
+        "cuFileGetVersion",
+        "cuFileHandleRegister",
+        "cuFileBufRegister",
+        "cuFileBufDeregister",
+        "cuFileDriverClose",
+    ];
+    let (mut went, mut was_refused) = (0, 0);
+    for (seed, call) in (40..).zip(calls) {
+        for nth in 1..=5 {
+            let (_turn, fake) = alone(seed);
+            let file = FakeFile::begin(&fake, &library());
+            let files = Files::split("direct-any", &rig::large(5), 2);
+            let Some(system) = file_system(&files) else { return };
+            let device = device(library(), vec![system]);
+            file.fail(call, nth, 5030);
+            let how = opts(&files, device.clone());
+            match Rig::open(files, how) {
+                Ok(rig) => {
+                    pass(&rig, false);
+                    rig.closed();
+                    went += 1;
+                }
+                Err(error) => {
+                    assert_eq!(error.status(), Status::Unavailable, "{call} {nth}: {error}");
+                    was_refused += 1;
+                }
+            }
+            drop(device);
+            all_is_well(&fake, &file);
+        }
+    }
+    assert!(went > 10 && was_refused >= 5, "{went} went, {was_refused} were refused");
+}
+
+/// A device is lost: that is the device's error, not the reading's.
+#[test]
+fn a_device_that_is_lost_is_told_of() {
+    let (_turn, fake) = alone(60);
+    let _file = FakeFile::begin(&fake, &library());
+    let files = Files::new("direct-lost", &rig::large(4));
+    let Some(system) = file_system(&files) else { return };
+    let device = device(library(), vec![system]);
+    let how = opts(&files, device.clone());
+    let rig = Rig::open(files, how).expect("opened");
+    pass(&rig, false);
+    fake.fail("cuEventQuery", -1, 719);
+    fake.fail("cuMemcpyHtoDAsync", -1, 719);
+    rig.streamer.pass_begin().expect("open");
+    let order = rig.files.order();
+    let failed = order.iter().find_map(|&unit| {
+        let held = match rig.streamer.acquire(unit, rig::patiently()) {
+            Ok(held) => held,
+            Err(error) => return Some(error),
+        };
+        let begun = rig.compute_with(&held);
+        begun.and_then(|computing| computing.end()).err()
+    });
+    assert_eq!(failed.expect("it is lost").status(), Status::Unavailable);
+    fake.no_more_failures();
+}
+
+/// What is asked of a device by itself.
+#[test]
+fn wrong_reads_cost_one_call() {
+    let (_turn, fake) = alone(70);
+    let file = FakeFile::begin(&fake, &library());
+    let files = Files::new("direct-alone", &rig::large(5));
+    let Some(system) = file_system(&files) else { return };
+    let real = files.real();
+    let descriptor = real.descriptor(0).expect("direct").number;
+    let device = device(library(), vec![system]);
+    let direct = device.direct().expect("a way");
+    // SAFETY: refused. Of tmpfs, and of all others, nobody can tell how it would be read.
+    let error = unsafe { direct.add_file(descriptor, 0x0102_1994) }.expect_err("not to be told");
+    assert!(error.to_string().contains("neither ext4 nor XFS"), "{error}");
+    let memory = device.allocate(2 * MIB).expect("room");
+    let from = memory.address;
+    let invalid = |said: kvtier::base::status::Result<()>| {
+        assert_eq!(rig::status(said), Status::Invalid);
+    };
+    // SAFETY: a file that stays open, memory of the device's, and nobody else uses it.
+    unsafe {
+        let of = direct.add_file(descriptor, system).expect("known");
+        assert_eq!(rig::status(direct.add_file(descriptor, system)), Status::Unavailable);
+        invalid(direct.add_memory(from + 256, MIB));
+        invalid(direct.add_memory(from, 0));
+        invalid(direct.read(of, 0, from, 4096));
+        direct.add_memory(from, MIB).expect("known");
+        invalid(direct.add_memory(from, MIB));
+        for (offset, address, bytes) in [
+            (1, from, 4096),
+            (0, from + 512, 4096),
+            (0, from, 100),
+            (0, from + MIB, 4096),
+            (0, from + MIB - 4096, 8192),
+            (0, from - 4096, 4096),
+            (0, from, u64::MAX - 4095),
+        ] {
+            invalid(direct.read(of, offset, address, bytes));
+        }
+        direct.read(of, 4096, from + 8192, 8192).expect("right");
+        let there = std::slice::from_raw_parts((from + 8192) as *const u8, 8192);
+        assert_eq!(there, &files.bytes[0][4096..12288]);
+        let end = files.bytes[0].len() as u64 / 4096 * 4096;
+        let error = direct.read(of, end, from, 4096).expect_err("the file ends before");
+        assert_eq!(error.status(), Status::Io, "{error}");
+        direct.remove_memory(from).expect("known");
+        assert_eq!(rig::status(direct.remove_memory(from)), Status::Handle);
+        invalid(direct.read(of, 0, from, 4096));
+        direct.remove_file(of).expect("known");
+        assert_eq!(rig::status(direct.remove_file(of)), Status::Handle);
+        assert_eq!(rig::status(direct.read(of, 0, from, 4096)), Status::Handle);
+        // What is left is taken back with the device.
+        direct.add_file(descriptor, system).expect("known");
+        direct.add_memory(from, MIB).expect("known");
+        device.close(0).expect("idle");
+        assert_eq!(rig::status(direct.read(of, 0, from, 4096)), Status::Closed);
+    }
+    drop(device);
+    all_is_well(&fake, &file);
+}
+
+/// The same as C has it: refused with words, then counted.
+#[test]
+fn c_programs_have_it_too() {
+    let (_turn, fake) = alone(80);
+    let file = FakeFile::begin(&fake, &library());
+    let files = Files::new("direct-c", &rig::large(5));
+    let Some(system) = file_system(&files) else { return };
+    let path = files.paths[0].to_str().expect("a name").as_bytes();
+    let (driver, cufile) = (fake_cuda::library(), library());
+    let name = |path: &PathBuf| {
+        let name = path.as_os_str().as_encoded_bytes();
+        (name.as_ptr().cast::<std::ffi::c_char>(), name.len() as u64)
+    };
+    // SAFETY: zero is a value of all that is made so; sizes are said; pointers are to what lives.
+    unsafe {
+        let (mut runtime, mut model) = (null_mut(), null_mut());
+        assert_eq!(kvt_runtime_open(null(), &mut runtime, null_mut()), KVT_OK);
+        let text = kvt_text_t { text: path.as_ptr().cast(), bytes: path.len() as u64 };
+        let each = size_of::<kvt_text_t>() as u64;
+        assert_eq!(kvt_model_open(&text, 1, each, &mut model, null_mut()), KVT_OK);
+        let mut how: kvt_device_opts_t = std::mem::zeroed();
+        (how.struct_size, how.kind) = (size_of_val(&how) as u64, KVT_DEVICE_CUDA);
+        (how.library, how.library_bytes) = name(&driver);
+        (how.cufile, how.cufile_bytes) = name(&cufile);
+        let (mut device, mut stream, mut error) = (null_mut(), null_mut(), null_mut());
+        assert_eq!(kvt_device_open(runtime, &how, &mut device, null_mut()), KVT_OK);
+        let mut terms: kvt_stream_terms_t = std::mem::zeroed();
+        terms.struct_size = size_of_val(&terms) as u64;
+        terms.flags = KVT_TERMS_KV | KVT_TERMS_DEVICE_SAFETY | KVT_TERMS_HOST_RESERVE;
+        terms.device_ceiling_bytes = files.all_bytes() * 3 / 5;
+        (terms.host_ceiling_bytes, terms.staging_bytes) = (2 * MIB, 2 * MIB);
+        terms.chunk_bytes = MIB;
+        let mut opts: kvt_stream_opts_t = std::mem::zeroed();
+        (opts.struct_size, opts.flags) = (size_of_val(&opts) as u64, KVT_STREAM_DIRECT);
+        (opts.model, opts.terms, opts.device) = (model, &terms, device);
+        file.set((0, 0), FEATURES, 0, 0);
+        let said = kvt_stream_open(runtime, &opts, &mut stream, &mut error);
+        assert_eq!(said, KVT_E_UNAVAILABLE);
+        let words = std::ffi::CStr::from_ptr(kvt_error_message(error)).to_string_lossy();
+        assert!(words.contains("nvidia-fs is not loaded"), "{words}");
+        assert_eq!(kvt_error_free(&mut error), KVT_OK);
+        file.set(MODULE, FEATURES, 0, 0);
+        let said = kvt_stream_open(runtime, &opts, &mut stream, null_mut());
+        if [0xef53, 0x5846_5342].contains(&system) {
+            assert_eq!(said, KVT_OK);
+            for unit in files.order().into_iter().chain(files.order()) {
+                let mut held: kvt_held_t = std::mem::zeroed();
+                held.struct_size = size_of_val(&held) as u64;
+                let soon = rig::soon();
+                let had = kvt_stream_acquire(stream, unit, 0, soon, &mut held, null_mut());
+                assert_eq!(had, KVT_OK);
+                assert_eq!(kvt_stream_release(stream, &mut held, 0, null_mut()), KVT_OK);
+            }
+            let mut stats: kvt_stream_stats_t = std::mem::zeroed();
+            stats.struct_size = size_of_val(&stats) as u64;
+            assert_eq!(kvt_stream_stats(stream, &mut stats), KVT_OK);
+            assert!(stats.direct_bytes > 0 && stats.direct_failed == 0);
+            assert_eq!(kvt_stream_close(&mut stream, rig::soon(), null_mut()), KVT_OK);
+        } else {
+            assert_eq!(said, KVT_E_UNAVAILABLE); // nobody can tell
+        }
+        assert_eq!(kvt_device_close(&mut device, rig::soon(), null_mut()), KVT_OK);
+        assert_eq!(kvt_model_close(&mut model), KVT_OK);
+        assert_eq!(kvt_runtime_close(&mut runtime, rig::soon(), null_mut(), null_mut()), KVT_OK);
+    }
+    all_is_well(&fake, &file);
+}

@@ -1,0 +1,247 @@
+//! The CUDA device over a driver without a device.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Result, Status};
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
+use kvtier::device::{Copy, Device, Event, Memory, State, Stream, Way};
+
+use kvtier_testkit::fixtures::fake_cuda::{Fake, alone, library};
+
+const PAGE: usize = 4096;
+/// How long anything may take.
+const LONG_NS: u64 = 60_000_000_000;
+
+fn opts() -> CudaOpts {
+    CudaOpts { library: Some(library()), ..CudaOpts::default() }
+}
+
+fn open(clock: Clock, choice: Choice) -> Cuda {
+    Cuda::open(clock, &CudaOpts { choice, ..opts() }).expect("a device")
+}
+
+/// Whole pages that stay for ever: work under way may use them.
+fn pages(count: usize, content: u8) -> *mut u8 {
+    let all = Box::leak(vec![content; (count + 1) * PAGE].into_boxed_slice());
+    let skip = all.as_ptr().align_offset(PAGE);
+    all[skip..].as_mut_ptr()
+}
+
+fn host(at: *mut u8) -> u64 {
+    at.expose_provenance() as u64
+}
+
+fn pointer(at: u64) -> *mut u8 {
+    std::ptr::with_exposed_provenance_mut(at as usize)
+}
+
+fn content(at: *mut u8, bytes: usize) -> Vec<u8> {
+    // SAFETY: memory of `pages`, which nothing uses any more.
+    unsafe { std::slice::from_raw_parts(at, bytes) }.to_vec()
+}
+
+fn submit(cuda: &Cuda, after: Option<Event>, copies: &mut [Copy<'_>]) -> Result<Event> {
+    // SAFETY: memory that stays.
+    unsafe { cuda.submit(Stream(0), after, copies) }
+}
+
+/// An engine has registered parts of what the device is told of. With a hole nothing of it counts
+/// as registered; without one all does, but not for kernels, which may not reach each part.
+#[test]
+fn memory_that_others_registered_in_parts() {
+    let call = |means| match means {
+        Means::Kernel => "cuLaunchKernel",
+        _ => "cuMemcpyBatchAsync",
+    };
+    for (means, has_hole) in
+        [Means::Kernel, Means::Batch].into_iter().flat_map(|means| [(means, true), (means, false)])
+    {
+        let (_turn, fake) = alone(1);
+        fake.set(12_080, 1, 1 << 30, false);
+        let context = fake.own_context(0);
+        let cuda = open(Clock::real(), Choice::Fixed(means));
+        let at = pages(4, 5);
+        let page = |n: usize| at.wrapping_add(n * PAGE);
+        let parts: &[usize] = if has_hole { &[0, 3] } else { &[0, 1, 2, 3] };
+        parts.iter().for_each(|n| fake.register(context, page(*n), PAGE));
+        // SAFETY: memory that stays.
+        unsafe { cuda.know_host(at, 4 * PAGE as u64) }.expect("it is no failure");
+        let slow = if has_hole { 4 * PAGE as u64 } else { 0 };
+        assert_eq!(cuda.describe().pageable_bytes, slow, "{means}");
+        let memory = cuda.allocate(PAGE as u64).expect("memory");
+        let to = |n: usize| {
+            let from = page(2).wrapping_add(n * 1024);
+            let there = memory.address + ((n + 2) % 4 * 1024) as u64;
+            Copy::bytes(from, there, 1024, Way::Scatter, Memory::Device).expect("sound")
+        };
+        let mut copies: Vec<_> = (0..4).map(to).collect();
+        let before = fake.calls(call(means));
+        let event = submit(&cuda, None, &mut copies).expect("taken");
+        cuda.wait(event, 0).expect("it comes");
+        let goes = i64::from(means == Means::Batch && !has_hole);
+        assert_eq!(fake.calls(call(means)) - before, goes, "{means}, a hole: {has_hole}");
+        drop(cuda);
+        parts.iter().for_each(|n| fake.unregister(context, page(*n)));
+        fake.check();
+    }
+}
+
+/// The driver stands still in some copies until what they are behind has come. They are given to
+/// it only then, and until then others may ask.
+#[test]
+fn who_asks_does_not_wait_for_a_copy_that_stands_still() {
+    let kinds = ["cuMemcpyAsync", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync"];
+    for (kind, pinned) in kinds.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+        let (_turn, fake) = alone(2);
+        let cuda = open(Clock::real(), Choice::default());
+        let context = fake.own_context(0);
+        let (gate, barrier, ready) =
+            (fake.stream_in(context), fake.event(context), fake.event(context));
+        fake.hold_back(barrier, true);
+        fake.stand(context, gate, barrier);
+        fake.record(context, ready, gate);
+        // SAFETY: an event that was recorded.
+        let before = unsafe { cuda.adopt(ready) }.expect("an event");
+        let memory = cuda.allocate(PAGE as u64).expect("memory");
+        let (from, to) = (pages(1, 7), pages(1, 9));
+        if pinned {
+            for at in [from, to] {
+                // SAFETY: memory that stays.
+                unsafe { cuda.know_host(at, PAGE as u64) }.expect("registered");
+            }
+        }
+        let (bytes, from, to) = (PAGE as u64, host(from), host(to));
+        let copy = || match kind {
+            "cuMemcpyAsync" => Copy::bytes(pointer(from), to, bytes, Way::Scatter, Memory::Host),
+            "cuMemcpyHtoDAsync" => {
+                Copy::bytes(pointer(from), memory.address, bytes, Way::Scatter, Memory::Device)
+            }
+            _ => Copy::bytes(pointer(to), memory.address, bytes, Way::Gather, Memory::Device),
+        };
+        let stands = !pinned || kind == "cuMemcpyAsync";
+        let (waits, copies) = (fake.calls("cuStreamWaitEvent"), fake.calls(kind));
+        let has_begun = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let begun = submit(&cuda, Some(before), &mut [copy().expect("sound")]);
+                has_begun.store(true, Ordering::SeqCst);
+                begun
+            });
+            let end_ns = Clock::real().now_ns() + LONG_NS;
+            while fake.calls("cuStreamWaitEvent") == waits {
+                assert!(Clock::real().now_ns() < end_ns, "{kind}: it is not put behind the event");
+            }
+            // Whoever was putting something on a stream has done so when this is answered.
+            let state = cuda.state(before).expect("known");
+            assert_eq!((state, cuda.poll(&mut [Event(0); 4])), (State::Pending, 0));
+            assert_eq!(fake.calls(kind) - copies, i64::from(!stands), "{kind}, {pinned}");
+            assert!(!stands || !has_begun.load(Ordering::SeqCst), "{kind}, {pinned}");
+            fake.hold_back(barrier, false);
+            let event = other.join().expect("no panic").expect("taken");
+            cuda.wait(event, 0).expect("it comes");
+        });
+        assert_eq!(fake.calls(kind) - copies, 1, "{kind}, {pinned}");
+        if kind == "cuMemcpyAsync" {
+            assert_eq!(content(pointer(to), PAGE), [7; PAGE]);
+        }
+        drop(cuda);
+        fake.check();
+        let _ = Fake::begin(0);
+    }
+}
+
+/// What the engine itself has put on its streams is waited for, too.
+#[test]
+fn a_copy_that_stands_still_is_behind_the_engines_own_work() {
+    let (_turn, fake) = alone(3);
+    let context = fake.context();
+    let (stream, barrier) = (fake.stream(), fake.event(context));
+    let cuda = Cuda::open(Clock::real(), &CudaOpts { context, streams: vec![stream], ..opts() })
+        .expect("a device");
+    fake.hold_back(barrier, true);
+    fake.stand(context, stream, barrier);
+    let (from, to) = (pages(1, 7), pages(1, 9));
+    let (here, there) = (host(from), host(to));
+    let (marks, copies) = (fake.calls("cuEventRecord"), fake.calls("cuMemcpyAsync"));
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let copy = Copy::bytes(pointer(here), there, PAGE as u64, Way::Scatter, Memory::Host);
+            submit(&cuda, None, &mut [copy.expect("sound")])
+        });
+        let end_ns = Clock::real().now_ns() + LONG_NS;
+        while fake.calls("cuEventRecord") == marks {
+            assert!(Clock::real().now_ns() < end_ns, "nothing is put on the stream");
+        }
+        assert_eq!(cuda.poll(&mut [Event(0); 4]), 0);
+        assert_eq!(fake.calls("cuMemcpyAsync"), copies, "the engine's work is not done");
+        fake.hold_back(barrier, false);
+        let event = other.join().expect("no panic").expect("taken");
+        cuda.wait(event, 0).expect("it comes");
+    });
+    assert_eq!(content(to, PAGE), [7; PAGE]);
+    drop(cuda);
+    fake.check();
+    let _ = Fake::begin(0);
+}
+
+#[test]
+fn no_bytes_are_no_memory() {
+    let (_turn, fake) = alone(4);
+    let engine = open(Clock::real(), Choice::default());
+    let mine = engine.allocate(1 << 20).expect("memory");
+    let arena = (mine.address, mine.bytes);
+    let within = Cuda::open(Clock::real(), &CudaOpts { arena, ..opts() }).expect("a device");
+    for cuda in [&engine, &within] {
+        let asked = (fake.calls("cuMemAlloc"), cuda.allocate(0));
+        assert_eq!(asked.1.expect_err("nothing").status(), Status::Invalid);
+        assert_eq!(fake.calls("cuMemAlloc"), asked.0);
+    }
+    drop((within, engine));
+    fake.check();
+}
+
+/// What is given back to a device that is lost, or to a driver that does not take it, is not the
+/// device's any more, and nobody has to try again.
+#[test]
+fn memory_is_given_back_once_whatever_the_driver_says() {
+    for is_lost in [true, false] {
+        let (_turn, fake) = alone(5);
+        let cuda = open(Clock::real(), Choice::default());
+        let memory = cuda.allocate(PAGE as u64).expect("memory");
+        let event = submit(&cuda, None, &mut []).expect("an event");
+        if is_lost {
+            fake.fail("cuEventQuery", 1, 700);
+            assert_eq!(cuda.state(event).expect_err("lost").status(), Status::Unavailable);
+        } else {
+            fake.fail("cuMemFree", 1, 1);
+        }
+        // SAFETY: nothing uses it; the second time it is refused.
+        unsafe {
+            cuda.free(&memory).expect("it is not the caller's to keep");
+            assert_eq!(cuda.free(&memory).expect_err("it was freed").status(), Status::Handle);
+        }
+        drop(cuda);
+        let _ = Fake::begin(0);
+    }
+}
+
+/// However often it is asked: a driver that does not answer for a moment has not lost its device.
+#[test]
+fn a_moment_without_answers_is_no_loss() {
+    let (_turn, fake) = alone(6);
+    let clock = Clock::manual(1);
+    let cuda = open(clock.clone(), Choice::default());
+    let event = submit(&cuda, None, &mut []).expect("an event");
+    fake.fail("cuEventQuery", -1, 1);
+    for _ in 0..1000 {
+        assert_eq!(cuda.state(event).expect("not known"), State::Pending);
+    }
+    clock.advance(99_000_000);
+    assert_eq!(cuda.state(event).expect("not known"), State::Pending);
+    clock.advance(1_000_000);
+    assert_eq!(cuda.state(event).expect_err("for so long").status(), Status::Unavailable);
+    fake.no_more_failures();
+    drop(cuda);
+    let _ = Fake::begin(0);
+}

@@ -1,0 +1,449 @@
+//! A device that sums what it copies, where it lies: sums that are right in every layout, and
+//! stores that notice each bit that changes on the bus.
+
+use kvtier_testkit::fixtures::emulated;
+use kvtier_testkit::fixtures::fake_cuda;
+use kvtier_testkit::fixtures::mirror;
+use kvtier_testkit::fixtures::store as support;
+
+use std::sync::Arc;
+
+use fake_cuda::Fake;
+use kvtier::base::checksum::checksum;
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Result, Status};
+use kvtier::device::conformance::{self, ConformanceOpts, Verdict};
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts, Means};
+use kvtier::device::simulated::{Simulated, SimulatedOpts};
+use kvtier::device::{Copy, Device, Memory, Stream, Way};
+use kvtier::kv::core::Rectangle;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::store::Store;
+use kvtier::meta::view::{Place, View};
+use mirror::Mirror;
+use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
+
+const MODEL: Model = Model { layers: 2, heads: 4, run: 64, chunk: 16 };
+const TOKENS: usize = 3 * MODEL.chunk + 7;
+const MEANS: [Means; 3] = [Means::Plain, Means::Batch, Means::Kernel];
+
+fn opts(means: Means, verify: bool) -> CudaOpts {
+    let (library, choice) = (Some(fake_cuda::library()), Choice::Fixed(means));
+    CudaOpts { library, choice, verify, ..CudaOpts::default() }
+}
+
+fn cuda(means: Means, verify: bool) -> Arc<dyn Device> {
+    Arc::new(Cuda::open(Clock::real(), &opts(means, verify)).expect("a device"))
+}
+
+fn simulated(opts: SimulatedOpts) -> Arc<dyn Device> {
+    let quick = SimulatedOpts { latency_ns: 1000, ..opts };
+    Arc::new(Simulated::new(Clock::real(), quick).expect("sound"))
+}
+
+/// The driver without a device, alone, with kernels and a call for batches.
+fn alone(seed: u64) -> (impl Drop, Fake) {
+    let (turn, fake) = fake_cuda::alone(seed);
+    fake.emulate(emulated::launches());
+    fake.set(12080, 1, 1 << 30, false);
+    (turn, fake)
+}
+
+/// Puts copies on a stream and waits; their sums.
+fn sums_of(device: &dyn Device, copies: &mut [Copy<'_>]) -> Result<Vec<u64>> {
+    // SAFETY: memory of the test's, which nobody touches before the event.
+    let event = unsafe { device.submit(Stream(0), None, copies)? };
+    device.wait(event, 0)?;
+    let mut sums = vec![0; copies.len()];
+    let told = device.sums(event, &mut sums)?;
+    device.release(event)?;
+    assert!(device.sums(event, &mut sums).is_err(), "sums of an event that was released");
+    sums.truncate(told);
+    Ok(sums)
+}
+
+fn content(bytes: usize, seed: usize) -> Vec<u8> {
+    (0..bytes).map(|at| ((at * 131 + seed * 29) >> 3) as u8 ^ at as u8).collect()
+}
+
+/// Planes of odd lengths, in pieces and in one, more than fits where they are put together.
+#[test]
+fn sums_are_those_of_planes_whatever_their_layout() {
+    let (_turn, _fake) = alone(3);
+    for means in MEANS {
+        let device = cuda(means, true);
+        assert!(device.facts().sums);
+        // (heads, run, tokens): up to 9 MB in one plane, which is more than a stage has.
+        let long = if means == Means::Plain { 9_000 } else { 100 };
+        for (heads, run, tokens) in [(1, 1, 1), (3, 20, 300), (4, 64, 500), (8, 128, long)] {
+            let bytes = (heads * run * tokens) as usize;
+            let there = device.allocate(2 * bytes as u64).expect("room");
+            // Heads first, each token twice as far from the next as it is long: nothing is in one
+            // piece.
+            let spread = View {
+                place: Place::At(there.address),
+                tokens: tokens as u32,
+                heads: heads as u32,
+                run_bytes: run,
+                token_stride_bytes: 2 * run,
+                head_stride_bytes: 2 * run * tokens,
+            };
+            let one = View::canonical(there.address, 1, bytes as u64);
+            for (view, count) in [(spread, tokens as u32), (one, 1)] {
+                let mut plane = content(bytes, run as usize);
+                let right = checksum(&plane);
+                for way in [Way::Scatter, Way::Gather] {
+                    if way == Way::Gather {
+                        plane.fill(0);
+                    }
+                    let copy = Copy::new(&view, 0, count, plane.as_mut_ptr(), way).expect("sound");
+                    let copy = Copy { memory: Memory::Device, wants_sum: true, ..copy };
+                    let sums = sums_of(&*device, &mut [copy]).expect("they come");
+                    assert_eq!(sums, [right], "{means}, {heads} {run} {tokens}, {way:?}");
+                    assert_eq!(checksum(&plane), right);
+                }
+            }
+            // SAFETY: nothing uses it any more.
+            unsafe { device.free(&there) }.expect("its own");
+        }
+        device.close(0).expect("at rest");
+    }
+}
+
+/// Many batches at once, of many planes each: stages and lists are used again in order.
+#[test]
+fn batches_under_way_have_sums_of_their_own() {
+    let (_turn, fake) = alone(5);
+    let device = cuda(Means::Kernel, true);
+    let (planes, bytes) = (40usize, 50_000usize);
+    let there = device.allocate((2 * 3 * planes * bytes) as u64).expect("room");
+    let mut batches = Vec::new();
+    for batch in 0..3 {
+        let mut hosts: Vec<Vec<u8>> =
+            (0..planes).map(|plane| content(bytes, batch * 100 + plane)).collect();
+        let view = |plane: usize| View {
+            place: Place::At(there.address + (2 * (batch * planes + plane) * bytes) as u64),
+            tokens: 500,
+            heads: 1,
+            run_bytes: 100,
+            token_stride_bytes: 200,
+            head_stride_bytes: 200,
+        };
+        let views: Vec<View<'_>> = (0..planes).map(view).collect();
+        let mut copies: Vec<Copy<'_>> = views
+            .iter()
+            .zip(&mut hosts)
+            .map(|(view, host)| {
+                let copy = Copy::new(view, 0, 500, host.as_mut_ptr(), Way::Scatter);
+                let copy = copy.expect("sound");
+                Copy { memory: Memory::Device, wants_sum: true, ..copy }
+            })
+            .collect();
+        // Two of a stream, one beside them.
+        let stream = Stream(batch as u32 / 2);
+        // SAFETY: memory of the test's, which nobody touches before the event.
+        let event = unsafe { device.submit(stream, None, &mut copies) }.expect("taken");
+        drop(copies);
+        batches.push((event, hosts));
+    }
+    for (event, hosts) in batches {
+        device.wait(event, 0).expect("it ends");
+        let mut sums = vec![0; planes + 1];
+        assert_eq!(device.sums(event, &mut sums), Ok(planes));
+        let right: Vec<u64> = hosts.iter().map(|host| checksum(host)).collect();
+        assert_eq!(&sums[..planes], right);
+        device.release(event).expect("it has ended");
+    }
+    // SAFETY: nothing uses it any more.
+    unsafe { device.free(&there) }.expect("its own");
+    drop(device);
+    assert_eq!(fake.live(), 0);
+    fake.check();
+}
+
+/// What cannot be summed is refused, and so are sums of a device that makes none.
+#[test]
+fn sums_that_cannot_be_made_are_refused() {
+    let (_turn, fake) = alone(7);
+    let (mut a, mut b) = (vec![1u8; 64], vec![2u8; 64]);
+    let device = cuda(Means::Plain, true);
+    let (from, to) = (a.as_mut_ptr(), b.as_mut_ptr());
+    let here = Copy::bytes(from, to.expose_provenance() as u64, 64, Way::Gather, Memory::Host);
+    let here = Copy { wants_sum: true, ..here.expect("sound") };
+    let status = |said: Result<Vec<u64>>| said.expect_err("refused").status();
+    assert_eq!(status(sums_of(&*device, &mut [here])), Status::Unsupported);
+    let without = cuda(Means::Plain, false);
+    assert!(!without.facts().sums);
+    let there = without.allocate(64).expect("room");
+    let copy = Copy::bytes(from, there.address, 64, Way::Gather, Memory::Device);
+    let copy = Copy { wants_sum: true, ..copy.expect("sound") };
+    assert_eq!(status(sums_of(&*without, &mut [copy])), Status::Unsupported);
+    // SAFETY: nothing uses it any more.
+    unsafe { without.free(&there) }.expect("its own");
+    fake.fail("cuModuleLoadDataEx", -1, 218);
+    let error = Cuda::open(Clock::real(), &opts(Means::Plain, true)).err().expect("no kernel");
+    assert_eq!(error.status(), Status::Unavailable);
+    assert!(error.message().contains("cannot be verified"), "{error}");
+    drop((device, without));
+    assert_eq!(fake.live(), 0);
+    fake.check();
+}
+
+/// Each call that sums need fails once: the batch is refused or fails, and the next is right.
+#[test]
+fn calls_that_fail_cost_one_batch() {
+    let calls = ["cuMemHostAlloc", "cuMemAlloc", "cuLaunchKernel", "cuMemcpyHtoDAsync"];
+    for (call, nth) in calls.into_iter().chain(["cuMemcpyDtoHAsync"]).flat_map(|c| [(c, 1), (c, 2)])
+    {
+        let (_turn, fake) = alone(nth as u64);
+        let device = cuda(Means::Plain, true);
+        let there = device.allocate(20_000).expect("room");
+        let view = View {
+            place: Place::At(there.address),
+            tokens: 100,
+            heads: 1,
+            run_bytes: 100,
+            token_stride_bytes: 200,
+            head_stride_bytes: 200,
+        };
+        let mut plane = content(10_000, 1);
+        let right = checksum(&plane);
+        let mut go = || {
+            let copy = Copy::new(&view, 0, 100, plane.as_mut_ptr(), Way::Scatter).expect("sound");
+            sums_of(&*device, &mut [Copy { memory: Memory::Device, wants_sum: true, ..copy }])
+        };
+        fake.fail(call, nth, 2);
+        let first = go();
+        assert_eq!(fake.has_failed(), first.is_err(), "{call} {nth}: {first:?}");
+        fake.no_more_failures();
+        assert_eq!(go().expect("it is as before"), [right], "{call} {nth}");
+        // SAFETY: nothing uses it any more.
+        unsafe { device.free(&there) }.expect("its own");
+        drop(device);
+        assert_eq!(fake.live(), 0, "{call} {nth}");
+        fake.check();
+    }
+}
+
+#[test]
+fn devices_that_sum_keep_the_contract() {
+    let (_turn, fake) = alone(11);
+    // Who waits asks often here, and would wait long for many small copies.
+    fake.pace(1024);
+    let sums = SimulatedOpts { sums: true, ..SimulatedOpts::default() };
+    for device in [cuda(Means::Plain, true), cuda(Means::Kernel, true), simulated(sums)] {
+        let name = device.facts().name;
+        let opts = ConformanceOpts {
+            seed: 5,
+            rounds: 4,
+            clock: Clock::real(),
+            patience_ns: 0,
+            closes: true,
+        };
+        let mut passed = Vec::new();
+        conformance::run(&device, &opts, &mut |check, verdict| match verdict {
+            Verdict::Failed(why) => panic!("{name}, {check}: {why}"),
+            Verdict::Passed => passed.push(check),
+            Verdict::Skipped(_) => {}
+        });
+        assert!(passed.contains(&"sums"), "{name}: {passed:?}");
+    }
+}
+
+/// A store over a device, and a document that it is given from that device's memory.
+struct Rig {
+    device: Arc<dyn Device>,
+    home: Home,
+    session: u32,
+    tokens: Vec<u32>,
+}
+
+impl Rig {
+    fn open(device: Arc<dyn Device>, spec: &str) -> Rig {
+        let runtime = support::runtime();
+        let store = Store::open_with(runtime.core(), None, &spec_of(spec), device.clone());
+        let home = Home { store: store.expect("opened"), runtime };
+        let space = home.space(1, &MODEL);
+        let tokens = document(3, TOKENS);
+        let session = home.session(space, &tokens);
+        Rig { device, home, session, tokens }
+    }
+
+    fn move_all(&self, deed: Deed, mirror: &Mirror<'_>) -> Done {
+        let ops = self.home.submit(self.session, deed, Level::Ram, mirror.whole()).expect("taken");
+        let done = wait(&ops[0]);
+        self.home.rest();
+        done
+    }
+
+    /// The same behind an event that comes once all of it was submitted.
+    fn move_behind(&self, deed: Deed, mirror: &Mirror<'_>) -> Done {
+        let event = self.device.promise().expect("one");
+        let rectangle = Rectangle { after: Some(event), ..mirror.whole() };
+        let ops = self.home.submit(self.session, deed, Level::Ram, rectangle).expect("taken");
+        while self.home.store.look(|core| core.cells_behind() > 0).expect("open") {
+            std::thread::yield_now();
+        }
+        self.device.keep(event).expect("a promise");
+        let done = wait(&ops[0]);
+        self.home.rest();
+        self.device.release(event).expect("it has come");
+        done
+    }
+
+    fn full(&self) -> Mirror<'_> {
+        let mut engine = Engine::new(MODEL, SHAPES[1], TOKENS);
+        engine.compute(&marks_of(0, &self.tokens));
+        Mirror::new(&*self.device, engine)
+    }
+
+    fn empty(&self) -> Mirror<'_> {
+        Mirror::new(&*self.device, Engine::new(MODEL, SHAPES[0], TOKENS))
+    }
+
+    /// What came; whether it is right.
+    fn is_right(&self, to: &mut Mirror<'_>) -> bool {
+        to.copy(Way::Gather);
+        to.engine.is_right(&marks_of(0, &self.tokens))
+    }
+
+    fn damaged(&self) -> u64 {
+        self.home.counters().damaged
+    }
+}
+
+const RIGHT: Done = Done { status: Status::Ok, tokens: TOKENS };
+const SPECS: [&str; 2] =
+    ["store(host=8MiB)", "store(host=8MiB,copiers=1,device=device(capacity=2MiB))"];
+
+/// One bit, of each copy in turn, to the device and from it: it is noticed, the copy is made
+/// again, and what is stored and loaded is right.
+#[test]
+fn a_bit_that_changes_on_the_bus_is_noticed() {
+    let (_turn, fake) = alone(13);
+    for (spec, means) in SPECS.into_iter().flat_map(|spec| MEANS.map(|means| (spec, means))) {
+        for nth in [1, 2, 3, 7] {
+            let rig = Rig::open(cuda(means, true), spec);
+            let (from, mut to) = (rig.full(), rig.empty());
+            fake.flip(true, nth);
+            assert_eq!(rig.move_all(Deed::Put, &from), RIGHT, "{spec}, {means}, {nth}");
+            fake.flip(true, 0);
+            assert_eq!(rig.damaged(), 1, "{spec}, {means}, {nth}: on its way here");
+            if spec.contains("device=") {
+                // Else nothing comes over the bus.
+                let forgotten = rig.home.store.with(|core| core.set_device_bytes(0));
+                forgotten.expect("open");
+                rig.home.rest();
+                let again = rig.home.store.with(|core| core.set_device_bytes(2 << 20));
+                again.expect("open");
+                rig.home.rest();
+            }
+            fake.flip(false, nth);
+            assert_eq!(rig.move_all(Deed::Get, &to), RIGHT, "{spec}, {means}, {nth}");
+            fake.flip(false, 0);
+            assert_eq!(rig.damaged(), 2, "{spec}, {means}, {nth}: on its way there");
+            assert!(rig.is_right(&mut to), "{spec}, {means}, {nth}");
+            drop((from, to));
+            rig.home.close();
+        }
+    }
+    fake.check();
+}
+
+/// Memory of the device tier that changes while nobody looks: cells there are compared with what
+/// came, and come from host memory.
+#[test]
+fn a_tier_that_changes_is_noticed_when_it_is_read() {
+    let (_turn, fake) = alone(23);
+    for verify in [true, false] {
+        let rig = Rig::open(cuda(Means::Plain, verify), SPECS[1]);
+        let from = rig.full();
+        assert_eq!(rig.move_all(Deed::Put, &from), RIGHT);
+        let cells = rig.home.store.with(|core| Ok(core.device_cells())).expect("open");
+        assert!(cells > 0);
+        fake.rot();
+        let mut to = rig.empty();
+        assert_eq!(rig.move_all(Deed::Get, &to), RIGHT);
+        assert_eq!(rig.is_right(&mut to), verify, "wrong bytes come where nobody looks");
+        // All planes that have as much as a KiB, twice each.
+        assert_eq!(rig.damaged() > 0, verify);
+        // What was wrong is gone from there, or was filled again.
+        let wrong = rig.home.store.audit_device().expect("open").wrong;
+        assert_eq!(wrong == 0, verify, "{wrong} cells");
+        drop((from, to));
+        rig.home.close();
+    }
+    fake.check();
+}
+
+/// A bus that changes a bit of every copy: nothing is stored, nothing is said to have come.
+#[test]
+fn a_bus_that_always_changes_bits_stores_nothing() {
+    let (_turn, fake) = alone(17);
+    for (spec, means) in SPECS.into_iter().flat_map(|spec| MEANS.map(|means| (spec, means))) {
+        let rig = Rig::open(cuda(means, true), spec);
+        let (from, mut to) = (rig.full(), rig.empty());
+        fake.flip(true, -1);
+        assert_eq!(rig.move_all(Deed::Put, &from).status, Status::Corrupt, "{spec}, {means}");
+        fake.flip(true, 0);
+        let got = rig.move_all(Deed::Get, &to);
+        assert_eq!((got.status, got.tokens), (Status::NotFound, 0), "{spec}, {means}");
+        assert_eq!(rig.move_all(Deed::Put, &from), RIGHT);
+        if !spec.contains("device=") {
+            fake.flip(false, -1);
+            assert_eq!(rig.move_all(Deed::Get, &to).status, Status::Corrupt, "{spec}, {means}");
+            fake.flip(false, 0);
+        }
+        assert_eq!(rig.move_all(Deed::Get, &to), RIGHT);
+        assert!(rig.is_right(&mut to), "{spec}, {means}");
+        drop((from, to));
+        rig.home.close();
+    }
+    fake.check();
+}
+
+/// The same bits, and nobody who looks: wrong bytes come back, and nothing is counted.
+#[test]
+fn without_sums_nobody_notices() {
+    let (_turn, fake) = alone(19);
+    for from_device in [true, false] {
+        let rig = Rig::open(cuda(Means::Plain, false), SPECS[0]);
+        let (from, mut to) = (rig.full(), rig.empty());
+        if from_device {
+            fake.flip(true, 1);
+        }
+        assert_eq!(rig.move_all(Deed::Put, &from), RIGHT);
+        if !from_device {
+            fake.flip(false, 1);
+        }
+        assert_eq!(rig.move_all(Deed::Get, &to), RIGHT);
+        assert_eq!(rig.damaged(), 0);
+        assert!(!rig.is_right(&mut to), "a bit has changed on its way");
+        drop((from, to));
+        rig.home.close();
+    }
+}
+
+/// A device that exists only in time, and changes a bit of one copy: of each of a put's planes, and
+/// of a get's, where these come over the bus.
+#[test]
+fn damage_of_a_simulated_bus_is_noticed() {
+    let planes = 2 * (MODEL.layers * TOKENS.div_ceil(MODEL.chunk)) as u64;
+    for (spec, crossings) in SPECS.into_iter().zip([2 * planes, planes]) {
+        for nth in (1..=crossings).step_by(3) {
+            let moved = if nth % 2 == 0 { Rig::move_behind } else { Rig::move_all };
+            // Two are the mirrors' own.
+            let damage_at = vec![2 + nth];
+            let device = SimulatedOpts { sums: true, damage_at, ..SimulatedOpts::default() };
+            let rig = Rig::open(simulated(device), spec);
+            let (from, mut to) = (rig.full(), rig.empty());
+            assert_eq!(moved(&rig, Deed::Put, &from), RIGHT, "{spec}, {nth}");
+            assert_eq!(rig.damaged(), u64::from(nth <= planes), "{spec}, {nth}");
+            assert_eq!(moved(&rig, Deed::Get, &to), RIGHT, "{spec}, {nth}");
+            assert_eq!(rig.damaged(), 1, "{spec}, {nth}");
+            assert!(rig.is_right(&mut to), "{spec}, {nth}");
+            drop((from, to));
+            rig.home.close();
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! The library as a whole on CUDA: stores with tensors and a tier in device memory, weights that
+//! pass through it, to the bit; on a GPU where `KVTIER_GPU` says that there is one, else over the
+//! driver without a device.
+
+use kvtier_testkit::fixtures::fake_cuda;
+use kvtier_testkit::fixtures::mirror;
+use kvtier_testkit::fixtures::model_files;
+use kvtier_testkit::fixtures::store as support;
+use kvtier_testkit::fixtures::stream_rig as rig;
+
+use std::sync::Arc;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::op::RELEASED;
+use kvtier::base::status::Status;
+use kvtier::device::cuda::{Choice, Cuda, CudaOpts};
+use kvtier::device::{Copy, Device, Memory, State, Stream, Way};
+use kvtier::kv::core::Rectangle;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::store::Store;
+use kvtier::stream::plan::Wishes;
+use kvtier::stream::streamer::How;
+use mirror::Mirror;
+use support::{Done, Engine, Home, Model, SHAPES, document, marks_of, spec_of, wait};
+
+const MODEL: Model = Model { layers: 4, heads: 4, run: 64, chunk: 16 };
+const TOKENS: usize = 5 * MODEL.chunk + 7;
+
+fn cuda() -> Arc<Cuda> {
+    let library = std::env::var_os("KVTIER_GPU").is_none().then(fake_cuda::library);
+    let opts = CudaOpts { library, choice: Choice::Measured, ..CudaOpts::default() };
+    Arc::new(Cuda::open(Clock::real(), &opts).expect("a device"))
+}
+
+/// What is put from device memory comes back to it, in every layout, from the tier, from host
+/// memory, and after the tier has given its memory back.
+#[test]
+fn kv_goes_from_device_memory_to_device_memory() {
+    for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
+        let device = cuda();
+        let runtime = support::runtime();
+        let store = Store::open_with(runtime.core(), None, &spec_of(spec), device.clone());
+        let home = Home { store: store.expect("opened"), runtime };
+        let space = home.space(1, &MODEL);
+        let right = Done { status: Status::Ok, tokens: TOKENS };
+        for (number, shape) in SHAPES.into_iter().enumerate() {
+            let tokens = document(number as u32, TOKENS);
+            let marks = marks_of(0, &tokens);
+            let session = home.session(space, &tokens);
+            let mut engine = Engine::new(MODEL, shape, tokens.len());
+            engine.compute(&marks);
+            let from = Mirror::new(&*device, engine);
+            let put = home.submit(session, Deed::Put, Level::Ram, from.whole());
+            assert_eq!(wait(&put.expect("taken")[0]), right, "{spec}, {shape:?}");
+            for other in SHAPES {
+                let mut to = Mirror::new(&*device, Engine::new(MODEL, other, tokens.len()));
+                let get = home.submit(session, Deed::Get, Level::Ram, to.whole());
+                assert_eq!(wait(&get.expect("taken")[0]), right, "{spec}, {shape:?}, {other:?}");
+                to.copy(Way::Gather);
+                to.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
+            }
+            home.end(session);
+        }
+        let hits = home.counters().device_hits;
+        assert_eq!(hits > 0, spec.contains("device="), "{spec}: {hits} hits on the device");
+        home.close();
+        assert_eq!(device.close(0), Ok(()));
+    }
+}
+
+/// Moves are put down before what they are behind has happened: tensors are stored as the copy
+/// leaves them that comes before, and come back behind a copy that has read what was there.
+#[test]
+fn kv_is_behind_what_comes_before_on_the_device() {
+    for spec in ["store(host=8MiB,device=device(capacity=2MiB))", "store(host=8MiB)"] {
+        let device = cuda();
+        let runtime = support::runtime();
+        let store = Store::open_with(runtime.core(), None, &spec_of(spec), device.clone());
+        let home = Home { store: store.expect("opened"), runtime };
+        let space = home.space(1, &MODEL);
+        let right = Done { status: Status::Ok, tokens: TOKENS };
+        for (number, shape) in (0u32..).zip(SHAPES) {
+            let tokens = document(number, TOKENS);
+            let marks = marks_of(0, &tokens);
+            let session = home.session(space, &tokens);
+            // Nothing is there yet but poison.
+            let mut tensors = Mirror::new(&*device, Engine::new(MODEL, shape, tokens.len()));
+            for deed in [Deed::Put, Deed::Get, Deed::Get] {
+                let promise = device.promise().expect("one");
+                if deed == Deed::Put {
+                    tensors.engine.compute(&marks);
+                }
+                let way = if deed == Deed::Put { Way::Scatter } else { Way::Gather };
+                let before = tensors.begin(Stream(1), Some(promise), way);
+                let what = Rectangle { after: Some(before), ..tensors.whole() };
+                let ops = home.submit(session, deed, Level::Ram, what).expect("taken");
+                assert_eq!(device.state(before).expect("known"), State::Pending);
+                assert_eq!(ops[0].state() & RELEASED, 0);
+                device.keep(promise).expect("a promise");
+                assert_eq!(wait(&ops[0]), right, "{spec}, {shape:?}, {deed:?}");
+                for event in [promise, before] {
+                    device.release(event).expect("it has come");
+                }
+                if deed == Deed::Get {
+                    // The copy had read what was there before the get.
+                    assert!(tensors.engine.is_untouched(), "{spec}, {shape:?}");
+                    tensors.copy(Way::Gather);
+                    tensors.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
+                } else {
+                    tensors.engine.check(&marks, 0..TOKENS, 0..MODEL.layers);
+                }
+                tensors.copy(Way::Scatter);
+            }
+            home.end(session);
+        }
+        home.close();
+        assert_eq!(device.close(0), Ok(()));
+    }
+}
+
+/// Tensors in host memory, which the device pins, are the same to a store.
+#[test]
+fn kv_goes_from_host_memory_by_way_of_the_device() {
+    let device = cuda();
+    let runtime = support::runtime();
+    let spec = spec_of("store(host=8MiB)");
+    let store = Store::open_with(runtime.core(), None, &spec, device).expect("opened");
+    let home = Home { store, runtime };
+    let space = home.space(1, &MODEL);
+    for (number, shape) in SHAPES.into_iter().enumerate() {
+        let tokens = document(number as u32, TOKENS);
+        let marks = marks_of(0, &tokens);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, shape, tokens.len());
+        engine.compute(&marks);
+        assert_eq!(home.put(session, Level::Ram, &engine).tokens, TOKENS);
+        let mut back = Engine::new(MODEL, shape, tokens.len());
+        assert_eq!(home.get(session, &back).tokens, TOKENS);
+        back.check(&marks, 0..TOKENS, 0..MODEL.layers);
+        home.end(session);
+    }
+    home.close();
+}
+
+/// Weights pass through device memory while the device computes behind the streamer's back; in
+/// place, too, where each has addresses that never change.
+#[test]
+fn weights_pass_through_device_memory() {
+    for (name, sizes) in
+        [("whole", rig::dense(6)), ("large", rig::large(5)), ("experts", rig::experts(4, 6))]
+    {
+        for in_place in [false, true] {
+            weights_pass(&format!("cuda-{name}-{in_place}"), &sizes, in_place);
+        }
+    }
+}
+
+fn weights_pass(name: &str, sizes: &model_files::Sizes, in_place: bool) {
+    let device = cuda();
+    let files = rig::Files::new(name, sizes);
+    let bytes = files.all_bytes();
+    // In place all takes whole pieces: of a few, some pass through slots.
+    let grain = if in_place { device.window_grain().expect("windows") } else { 0 };
+    let rounded = |unit: &kvtier::stream::units::Unit| unit.image_bytes + grain;
+    let taken: u64 = files.units.units.iter().map(rounded).sum();
+    let wishes = Wishes {
+        host_ceiling_bytes: Some(2 * rig::MIB + bytes / 4),
+        device_ceiling_bytes: Some(taken * 3 / 5),
+        staging_bytes: 2 * rig::MIB,
+        ..rig::wishes()
+    };
+    let shared: Arc<dyn Device> = device.clone();
+    let opts = kvtier::stream::streamer::Opts {
+        wishes,
+        in_place,
+        device: Some(shared),
+        ..kvtier::stream::streamer::Opts::default()
+    };
+    let rig = rig::Rig::open(files, opts).expect("opened");
+    let fixed = |unit| rig.streamer.fixed(unit).map(|(address, _)| address).ok();
+    let at: Vec<_> = (0..rig.files.units.units.len() as u32).map(fixed).collect();
+    let experts: Vec<u32> = (0..8).flat_map(|layer| rig.files.experts_of(layer)).collect();
+    for pass in 0..3 {
+        rig.streamer.pass_begin().expect("open");
+        let mut under_way = Vec::new();
+        for unit in rig.files.order().into_iter().chain(experts.iter().copied()) {
+            let how = How { early: pass != 1, ..rig::patiently() };
+            let held = rig.streamer.acquire(unit, how).expect("it comes");
+            assert_eq!(at[unit as usize], in_place.then_some(held.address), "unit {unit}");
+            if held.memory == Memory::Host {
+                // The embedding, of which rows are looked up.
+                assert!(rig.is_right(&held).expect("no event"), "unit {unit}");
+                rig.streamer.release(&held, None).expect("had");
+                continue;
+            }
+            under_way.push(rig.compute_with(&held).expect("begun"));
+            if under_way.len() > 1 {
+                under_way.remove(0).end().expect("right bytes");
+            }
+        }
+        under_way.iter().for_each(|computing| computing.end().expect("right bytes"));
+        drop(under_way);
+        rig.streamer.pass_end().expect("open");
+    }
+    rig.closed();
+}
+
+/// The same, read by the device itself where the machine has all that it takes; where not, that is
+/// said when it is opened, and not when it is read.
+#[test]
+fn weights_go_straight_to_device_memory_or_it_is_said_why_not() {
+    let device = cuda();
+    let files = rig::Files::new("cuda-direct", &rig::large(5));
+    let bytes = files.all_bytes();
+    let wishes = Wishes {
+        host_ceiling_bytes: Some(2 * rig::MIB),
+        device_ceiling_bytes: Some(bytes * 3 / 5),
+        staging_bytes: 2 * rig::MIB,
+        ..rig::wishes()
+    };
+    let shared: Arc<dyn Device> = device;
+    let opts = kvtier::stream::streamer::Opts {
+        wishes,
+        device: Some(shared),
+        direct: true,
+        ..kvtier::stream::streamer::Opts::default()
+    };
+    let rig = match rig::Rig::open(files, opts) {
+        Ok(rig) => rig,
+        Err(error) => {
+            assert_eq!(error.status(), Status::Unavailable, "{error}");
+            eprintln!("SKIP: {error}");
+            return;
+        }
+    };
+    for _ in 0..3 {
+        rig.streamer.pass_begin().expect("open");
+        for unit in rig.files.order() {
+            let held = rig.streamer.acquire(unit, rig::patiently()).expect("it comes");
+            if held.memory == Memory::Host {
+                rig.streamer.release(&held, None).expect("had");
+                continue;
+            }
+            rig.compute_with(&held).expect("begun").end().expect("right bytes");
+        }
+        rig.streamer.pass_end().expect("open");
+    }
+    let stats = rig.streamer.stats();
+    assert!(stats.direct_bytes > 0 && stats.direct_failed == 0, "{stats:?}");
+    rig.closed();
+}
+
+/// What cannot be is refused, and costs nothing but itself.
+#[test]
+fn wrong_addresses_and_too_much_memory_cost_one_call() {
+    let device = cuda();
+    let free = device.free_bytes().expect("known");
+    let error = device.allocate(free.saturating_mul(4)).expect_err("too much");
+    assert_eq!(error.status(), Status::NoMem, "{error}");
+    let mut host = [7u8; 4096];
+    let memory = device.allocate(4096).expect("room");
+    let wrong = [
+        memory.address + 4096 * 1024 * 1024 * 1024,
+        host.as_ptr().expose_provenance() as u64,
+        memory.address + 4000,
+    ];
+    for address in wrong {
+        let copy = Copy::bytes(host.as_mut_ptr(), address, 4096, Way::Scatter, Memory::Device);
+        // SAFETY: refused, as this test wants to see.
+        let said = unsafe { device.submit(Stream(0), None, &mut [copy.expect("arithmetic")]) };
+        assert_eq!(said.expect_err("no memory of the device").status(), Status::Invalid);
+    }
+    let mut back = [0u8; 4096];
+    for (there, way) in [(&mut host, Way::Scatter), (&mut back, Way::Gather)] {
+        let copy = Copy::bytes(there.as_mut_ptr(), memory.address, 4096, way, Memory::Device);
+        // SAFETY: both stay until the event.
+        let event = unsafe { device.submit(Stream(0), None, &mut [copy.expect("sound")]) };
+        device.wait(event.expect("taken"), 0).expect("it goes on");
+    }
+    assert_eq!(back, [7; 4096]);
+}

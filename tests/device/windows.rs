@@ -1,0 +1,159 @@
+//! Addresses that stay while memory moves behind them: one contract for all devices that have such,
+//! and that the simulated device catches who moves what is in use.
+
+use kvtier_testkit::fixtures::fake_cuda;
+
+use std::sync::Arc;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::status::{Result, Status};
+use kvtier::device::cuda::{Cuda, CudaOpts};
+use kvtier::device::host::Host;
+use kvtier::device::simulated::{POISON, Simulated, SimulatedOpts};
+use kvtier::device::window::{Piece, Window};
+use kvtier::device::{Copy, Device, Event, Memory, Stream, Way};
+
+fn simulated(opts: SimulatedOpts) -> Arc<Simulated> {
+    Arc::new(Simulated::new(Clock::real(), opts).expect("sound"))
+}
+
+/// CUDA over a driver without a device; where there is a GPU, on that.
+fn cuda() -> Arc<Cuda> {
+    let has_gpu = std::env::var_os("KVTIER_GPU").is_some();
+    let library = (!has_gpu).then(fake_cuda::library);
+    let opts = CudaOpts { library, ..CudaOpts::default() };
+    Arc::new(Cuda::open(Clock::real(), &opts).expect("a driver"))
+}
+
+/// Begins a copy of bytes of this process, which stay for ever.
+fn begin(device: &dyn Device, address: u64, bytes: &mut [u8], way: Way) -> Result<Event> {
+    let length = bytes.len() as u64;
+    let copy = Copy::bytes(bytes.as_mut_ptr(), address, length, way, Memory::Device)?;
+    // SAFETY: memory that stays; the address is one of a window, or it is refused.
+    unsafe { device.submit(Stream(0), None, &mut [copy]) }
+}
+
+fn copy(device: &dyn Device, address: u64, bytes: &mut [u8], way: Way) -> Result<()> {
+    let event = begin(device, address, bytes, way)?;
+    device.wait(event, 0)?;
+    device.release(event)
+}
+
+fn room(len: usize) -> &'static mut [u8] {
+    Box::leak((0..len).map(|n| (n % 251) as u8).collect::<Box<[u8]>>())
+}
+
+fn status<T>(said: Result<T>) -> Status {
+    said.err().map_or(Status::Ok, |error| error.status())
+}
+
+/// # Safety
+/// Nothing is under way in the window.
+unsafe fn put(window: &dyn Window, piece: Piece, at: u64) -> Status {
+    // SAFETY: the caller's promise.
+    status(unsafe { window.put(piece, at) })
+}
+
+fn keeps_the_contract(device: Arc<dyn Device>) {
+    let grain = device.window_grain().expect("windows");
+    let device_ref = &*device;
+    assert_eq!(status(device.clone().window(0)), Status::Invalid);
+    assert_eq!(status(device.clone().window(u64::MAX)), Status::Limit);
+    let window = device.clone().window(3 * grain + 1).expect("addresses");
+    assert_eq!((window.bytes(), window.grain_bytes()), (4 * grain, grain));
+    let start = window.address();
+    assert_eq!(start % 4096, 0);
+    for bytes in [0, 1, grain + 1] {
+        assert_eq!(status(window.create(bytes)), Status::Invalid);
+    }
+    let (one, two) = (window.create(grain).expect("room"), window.create(2 * grain).expect("room"));
+    let (bytes, back) = (room(300), room(300));
+    // SAFETY: each copy has ended before anything is moved.
+    unsafe {
+        assert_eq!(put(&*window, one, 0), Status::Ok);
+        assert_eq!(put(&*window, two, grain), Status::Ok);
+        // Over both, and there again.
+        copy(device_ref, start + grain - 150, bytes, Way::Scatter).expect("there is memory");
+        copy(device_ref, start + grain - 150, back, Way::Gather).expect("there is memory");
+        assert_eq!(bytes, back);
+        let last = start + 3 * grain;
+        for at in [last, last - 150] {
+            assert_eq!(status(copy(device_ref, at, back, Way::Gather)), Status::Invalid, "{at:#x}");
+        }
+        for (piece, at) in
+            [(one, grain), (one, 2 * grain), (one, 5), (one, 4 * grain), (two, 3 * grain)]
+        {
+            assert_eq!(put(&*window, piece, at), Status::Invalid, "{piece:?} at {at}");
+        }
+        // Along, over a part of where it was; then another where that began.
+        assert_eq!(put(&*window, two, 2 * grain), Status::Ok);
+        assert_eq!(put(&*window, one, grain), Status::Ok);
+        assert_eq!(status(copy(device_ref, start, back, Way::Gather)), Status::Invalid);
+        copy(device_ref, start + grain, bytes, Way::Scatter).expect("there is memory");
+        assert_eq!(window.take(one), Ok(()));
+        assert_eq!(window.take(one), Ok(()), "it is nowhere");
+        assert_eq!(status(copy(device_ref, start + grain, back, Way::Gather)), Status::Invalid);
+        assert_eq!(window.destroy(one), Ok(()));
+        for said in [window.put(one, 0), window.take(one), window.destroy(one)] {
+            assert_eq!(status(said), Status::Handle);
+        }
+    }
+    // What was not given back goes with the window.
+}
+
+#[test]
+fn all_devices_with_windows_keep_one_contract() {
+    for grain_bytes in [4096, 65_536, 2 << 20] {
+        let device = simulated(SimulatedOpts { grain_bytes, ..SimulatedOpts::default() });
+        keeps_the_contract(device.clone());
+        assert_eq!((device.allocated_bytes(), device.windows()), (0, 0));
+    }
+    let device = cuda();
+    keeps_the_contract(device.clone());
+    assert_eq!(device.close(0), Ok(()));
+}
+
+#[test]
+fn others_have_none_and_say_so() {
+    let host: Arc<dyn Device> = Arc::new(Host::default());
+    let without: Arc<dyn Device> =
+        simulated(SimulatedOpts { grain_bytes: 0, ..SimulatedOpts::default() });
+    for device in [host, without] {
+        assert_eq!(status(device.window_grain()), Status::Unsupported);
+        assert_eq!(status(device.window(4096)), Status::Unsupported);
+    }
+}
+
+#[test]
+fn the_simulated_device_catches_who_moves_what_is_in_use() {
+    let clock = Clock::manual(1_000);
+    let opts = SimulatedOpts { memory_bytes: 10_000, grain_bytes: 4096, ..Default::default() };
+    let device = Arc::new(Simulated::new(clock, opts).expect("sound"));
+    let window = device.clone().window(4 * 4096).expect("addresses");
+    let piece = window.create(8192).expect("room");
+    assert_eq!((device.allocated_bytes(), device.free_bytes()), (8192, Some(1808)));
+    assert_eq!(status(window.create(4096)), Status::NoMem);
+    let (bytes, back) = (room(64), room(64));
+    // SAFETY: what is in use is not moved, as this test wants to see.
+    unsafe {
+        assert_eq!(put(&*window, piece, 0), Status::Ok);
+        // What nobody wrote is poison, also where it was written elsewhere.
+        copy(&*device, window.address() + 8000, back, Way::Gather).expect("there is memory");
+        assert_eq!(back, [POISON; 64]);
+        let event = begin(&*device, window.address() + 8000, bytes, Way::Scatter).expect("taken");
+        assert_eq!(put(&*window, piece, 8192), Status::Busy);
+        assert_eq!(status(window.take(piece)), Status::Busy);
+        assert_eq!(status(window.destroy(piece)), Status::Busy);
+        device.wait(event, 0).expect("it ends");
+        assert_eq!(put(&*window, piece, 8192), Status::Ok);
+        copy(&*device, window.address() + 8192 + 8000, back, Way::Gather).expect("memory");
+        assert_eq!(back, [POISON; 64]);
+        device.lose();
+        assert_eq!(put(&*window, piece, 0), Status::Unavailable);
+        assert_eq!(status(window.create(4096)), Status::Unavailable);
+        assert_eq!(status(device.clone().window(4096)), Status::Unavailable);
+        assert_eq!(window.destroy(piece), Ok(()), "it can be given back all the same");
+    }
+    drop(window);
+    assert_eq!((device.allocated_bytes(), device.windows()), (0, 0));
+}

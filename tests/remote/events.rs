@@ -1,0 +1,268 @@
+//! What changed in a store: whoever waits for it is woken, and a stream at the remote has it as the
+//! store's own ring has it.
+
+use kvtier_testkit::fixtures::redis;
+use kvtier_testkit::fixtures::store as support;
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use kvtier::base::op::{OpOpts, RELEASED};
+use kvtier::base::status::Status;
+use kvtier::kv::core::Level;
+use kvtier::kv::events::Event;
+use kvtier::kv::spec::StoreSpec;
+use kvtier::kv::store::Store;
+use kvtier::tier::remote::redis::resp::{Reader, Reply, Value, Want};
+use redis::{Server, cluster, is_there, wait_until};
+use support::{Engine, Home, Model, Shape, document, marks_of, wait};
+
+const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
+
+fn put(home: &Home, number: u32, tokens: usize) {
+    let tokens = document(number, tokens);
+    let space = home.space(1, &MODEL);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(1, &tokens));
+    assert_eq!(home.put(session, Level::Ram, &engine).status, Status::Ok);
+    home.end(session);
+}
+
+/// All events of a store.
+fn events_of(home: &Home) -> Vec<Event> {
+    let mut all = vec![Event::default(); 4096];
+    let (count, lost) = home.store.look(|core| core.events.read(0, &mut all)).expect("open");
+    assert_eq!(lost, 0);
+    all.truncate(count);
+    all
+}
+
+fn is_open(op: &kvtier::base::op::OpRef) -> bool {
+    op.state() & RELEASED == 0
+}
+
+#[test]
+fn who_watches_is_woken_once_by_what_he_waits_for() {
+    let home = Home::open(&StoreSpec::parse("store(host=8MiB)").expect("sound"));
+    let watch = |from| home.store.watch(from, &OpOpts::default()).expect("begun");
+    let (first, third, next) = (watch(0), watch(2), watch(u64::MAX));
+    assert!([&first, &third, &next].into_iter().all(is_open));
+    put(&home, 1, 16);
+    let done = [wait(&first), wait(&next)];
+    assert!(done.iter().all(|done| (done.status, done.tokens) == (Status::Ok, 1)), "one event");
+    assert!(is_open(&third), "there is no event of that number yet");
+    put(&home, 2, 64);
+    let done = wait(&third);
+    assert_eq!(done.status, Status::Ok);
+    assert!((1..=3).contains(&done.tokens) && events_of(&home).len() == 5);
+    // What is there already is told at once.
+    assert_eq!(wait(&watch(1)).tokens, 4);
+    home.close();
+}
+
+#[test]
+fn a_watch_ends_when_it_is_given_up() {
+    let home = Home::open(&StoreSpec::parse("store(host=8MiB)").expect("sound"));
+    let opts = OpOpts { deadline_ns: home.now_ns() + 20_000_000, ..OpOpts::default() };
+    let late = home.store.watch(0, &opts).expect("begun");
+    assert_eq!(wait(&late).status, Status::Timeout);
+    let dropped = home.store.watch(0, &OpOpts::default()).expect("begun");
+    dropped.cancel();
+    assert_eq!(wait(&dropped).status, Status::Cancelled);
+    // Their places are free again; so many may wait, and no more.
+    let many: Vec<_> =
+        (0..1024).map(|_| home.store.watch(0, &OpOpts::default()).expect("begun")).collect();
+    let refused = home.store.watch(0, &OpOpts::default()).err().expect("too many");
+    assert_eq!(refused.status(), Status::Again);
+    many[7].cancel();
+    assert_eq!(wait(&many[7]).status, Status::Cancelled);
+    let again = home.store.watch(0, &OpOpts::default()).expect("a place is free");
+    home.close();
+    for op in many.iter().enumerate().filter(|(at, _)| *at != 7).map(|(_, op)| op).chain([&again]) {
+        assert_eq!(wait(op).status, Status::Cancelled);
+    }
+}
+
+/// An entry of the stream.
+#[derive(Clone, Debug, PartialEq)]
+struct Entry {
+    node: String,
+    run: String,
+    stage: String,
+    first: u64,
+    missed: u64,
+    /// Kind, tier, tokens, position; key, parent, namespace.
+    events: Vec<([u32; 4], [[u8; 32]; 3])>,
+}
+
+fn text(value: &Value) -> Vec<u8> {
+    match value {
+        Value::Text(text) => text.clone(),
+        other => panic!("no text: {other:?}"),
+    }
+}
+
+/// All entries that a server has.
+fn entries(server: &Server, stream: &str) -> Vec<Entry> {
+    let mut socket = TcpStream::connect(("127.0.0.1", server.port)).expect("a server");
+    let command =
+        format!("*4\r\n$6\r\nXRANGE\r\n${}\r\n{stream}\r\n$1\r\n-\r\n$1\r\n+\r\n", stream.len());
+    socket.write_all(command.as_bytes()).expect("sent");
+    let mut reader = Reader::default();
+    let value = loop {
+        if let Some(Reply::Value(value)) = reader.next(Want::Value(64 << 20)).expect("RESP") {
+            break value;
+        }
+        let bytes = socket.read(reader.spare()).expect("read");
+        assert!(bytes > 0, "an answer");
+        reader.filled(bytes);
+    };
+    let Value::List(all) = value else { panic!("{value:?}") };
+    all.iter().map(entry).collect()
+}
+
+fn entry(value: &Value) -> Entry {
+    let fields = value.list().and_then(|both| both[1].list()).expect("an id and fields");
+    let fields: BTreeMap<Vec<u8>, Vec<u8>> =
+        fields.chunks(2).map(|two| (text(&two[0]), text(&two[1]))).collect();
+    let word = |name: &str| String::from_utf8(fields[name.as_bytes()].clone()).expect("text");
+    assert_eq!(word("v"), "1");
+    let packed = &fields[&b"events"[..]];
+    assert_eq!(packed.len() % 112, 0);
+    let events = packed.chunks(112).map(|one| {
+        let number = |at: usize| u32::from_le_bytes(one[at * 4..][..4].try_into().expect("four"));
+        let key = |at: usize| one[16 + at * 32..][..32].try_into().expect("32");
+        (std::array::from_fn(number), std::array::from_fn(key))
+    });
+    Entry {
+        node: word("node"),
+        run: word("run"),
+        stage: word("stage"),
+        first: word("first").parse().expect("a number"),
+        missed: word("missed").parse().expect("a number"),
+        events: events.collect(),
+    }
+}
+
+/// What is told of events from a number on must be what the store has, in its order; what was told
+/// twice counts once. How many were told.
+fn check(told: &[Entry], events: &[Event], from: u64) -> u64 {
+    let mut next = from;
+    for entry in told {
+        assert!(entry.first <= next && entry.missed == 0, "{next}: {entry:?}");
+        for (number, (words, keys)) in (entry.first..).zip(&entry.events) {
+            let event = &events[number as usize];
+            assert_eq!(*words, [event.kind, event.tier, event.tokens, event.position]);
+            assert_eq!(*keys, [event.key, event.parent, event.namespace]);
+        }
+        next = next.max(entry.first + entry.events.len() as u64);
+    }
+    next
+}
+
+fn told_spec(url: &str, more: &str) -> StoreSpec {
+    let remote = format!(
+        "redis(url=\"{url}\", timeout=500, write=never, events=\"http://a:1\", prefix=\"p\"{more})"
+    );
+    StoreSpec::parse(&format!("store(host=8MiB, remote={remote})")).expect("a sound spec")
+}
+
+#[test]
+fn a_stream_has_what_the_store_has_also_when_its_server_was_away() {
+    if !is_there() {
+        return;
+    }
+    let mut server = Server::start(&[]);
+    let home = Home::open(&told_spec(&server.url(), ""));
+    put(&home, 1, 64);
+    wait_until("the first events are told", || check_len(&server) == 4);
+    let told = entries(&server, "p/events");
+    assert_eq!((&*told[0].stage, &*told[0].node, told[0].first), ("opened", "http://a:1", 0));
+    assert!(told[1..].iter().all(|entry| entry.stage == "open" && entry.run == told[0].run));
+    assert_eq!(check(&told, &events_of(&home), 0), 4);
+    // A server that is away costs nobody anything, and hears of it later.
+    server.kill();
+    let began = Instant::now();
+    put(&home, 2, 320);
+    assert!(began.elapsed() < Duration::from_secs(20));
+    server.restart();
+    let count = events_of(&home).len() as u64;
+    wait_until("the rest is told", || {
+        let told = entries(&server, "p/events");
+        told.iter().any(|entry| entry.first + entry.events.len() as u64 == count)
+    });
+    let events = events_of(&home);
+    home.close();
+    let told = entries(&server, "p/events");
+    assert_eq!(check(&told, &events, 4), count);
+    assert_eq!(told.last().map(|entry| &*entry.stage), Some("closed"));
+}
+
+/// How many events a server was told of.
+fn check_len(server: &Server) -> u64 {
+    entries(server, "p/events").iter().map(|entry| entry.events.len() as u64).sum()
+}
+
+#[test]
+fn a_stream_of_a_cluster_is_where_its_key_belongs() {
+    if !is_there() {
+        return;
+    }
+    let servers = cluster();
+    let home = Home::open(&told_spec(&servers[0].url(), ", cluster=true"));
+    put(&home, 1, 64);
+    let slot = servers[0].cli(&["cluster", "keyslot", "p/events"]);
+    let has_it = |server: &&Server| server.cli(&["cluster", "countkeysinslot", &slot]) == "1";
+    wait_until("some node has the stream", || servers.iter().any(|server| has_it(&server)));
+    let master =
+        servers.iter().find(|server| has_it(server) && server.cli(&["role"]).starts_with("master"));
+    let master = master.expect("a master has it");
+    wait_until("all is told", || check_len(master) == 4);
+    assert_eq!(check(&entries(master, "p/events"), &events_of(&home), 0), 4);
+    home.close();
+}
+
+#[test]
+fn what_is_too_much_is_said_to_be_missed() {
+    if !is_there() {
+        return;
+    }
+    let server = Server::start(&[]);
+    let mut spec = told_spec(&server.url(), ", events_kept=1000");
+    spec.config.events = 16;
+    let home = Home::open(&spec);
+    put(&home, 1, 16);
+    wait_until("it is told", || check_len(&server) == 1);
+    server.pause();
+    (2..8).for_each(|number| put(&home, number, 160));
+    server.go_on();
+    let all = home.store.look(|core| core.events.next_number()).expect("open");
+    let ends = |entry: &Entry| entry.first + entry.events.len() as u64;
+    wait_until("the last one is told", || {
+        entries(&server, "p/events").last().is_some_and(|entry| ends(entry) == all)
+    });
+    let told = entries(&server, "p/events");
+    let missed = told.iter().map(|entry| entry.missed).max().expect("some");
+    assert!(missed > 0, "{told:?}");
+    // Between what was told there are gaps, and they are as long as was said.
+    let mut next = 0;
+    for entry in &told {
+        assert!(entry.first <= next + entry.missed, "{next}: {entry:?}");
+        next = next.max(ends(entry));
+    }
+    assert_eq!(next, all);
+    home.close();
+}
+
+#[test]
+fn who_seals_tells_nothing() {
+    let mut spec = told_spec("redis://127.0.0.1:1", ", connect=50");
+    spec.secrets.add("seal", &[7; 32]).expect("taken");
+    let runtime = support::runtime();
+    let error = Store::open(runtime.core(), None, &spec).err().expect("refused");
+    let want = if cfg!(feature = "seal") { Status::Spec } else { Status::Unsupported };
+    assert_eq!(error.status(), want, "{error}");
+}

@@ -1,0 +1,12 @@
+//! The remote tier: its backends over real servers, and stores that share one.
+#![cfg(not(feature = "shuttle"))]
+#![allow(missing_docs)]
+
+mod events;
+#[cfg(feature = "redis")]
+mod redis;
+#[cfg(feature = "s3")]
+mod s3;
+mod stores;
+mod stores_redis;
+mod twins;

@@ -1,0 +1,72 @@
+//! What every remote has to do, done by servers.
+
+use kvtier_testkit::remote::conformance::{self, conform};
+
+use super::*;
+use kvtier_testkit::fixtures::redis::{Server, cluster, is_there};
+
+/// Puts a remote to all checks, and says how many there were.
+pub fn passes(remote: &dyn Remote) {
+    let opts = conformance::Opts { patience_ns: LONG * 3, ..conformance::Opts::default() };
+    let passed = conform(remote, &opts).unwrap();
+    assert_eq!(passed.len(), 12, "{passed:?}");
+}
+
+#[test]
+fn a_server_conforms() {
+    if !is_there() {
+        return;
+    }
+    let server = Server::start(&[]);
+    passes(&open(&opts(&server.url())));
+    assert_eq!(server.cli(&["dbsize"]), "0");
+    // Replicas that are waited for, where there are none: nothing counts as stored.
+    let waiting = open(&RedisOpts { wait: 1, ..opts(&server.url()) });
+    let opts = conformance::Opts { patience_ns: 500 * MS, ..conformance::Opts::default() };
+    assert!(conform(&waiting, &opts).is_err());
+}
+
+#[test]
+fn a_cluster_conforms() {
+    if !is_there() {
+        return;
+    }
+    let nodes = cluster();
+    let url = nodes[4].url();
+    passes(&open(&RedisOpts { cluster: true, ..opts(&url) }));
+    // With replicas that are read there is no moment at which something is missing or too much.
+    let replicas = open(&RedisOpts { cluster: true, replicas: true, wait: 1, ..opts(&url) });
+    passes(&replicas);
+    assert!(nodes.iter().all(|node| node.cli(&["dbsize"]) == "0"));
+}
+
+#[cfg(feature = "seal")]
+#[test]
+fn sealed_objects_conform() {
+    use kvtier::tier::remote::seal::{Sealed, sealed_bytes};
+
+    if !is_there() {
+        return;
+    }
+    let server = Server::start(&[]);
+    let secret = Secret::new(&[7; 32]).unwrap();
+    let sealed = |url: &str| Sealed::new(Box::new(open(&opts(url))), &secret).unwrap();
+    passes(&sealed(&server.url()));
+    // What the server has is not what was put, and what it changes does not come back.
+    let mut lane = sealed(&server.url()).lane();
+    assert_eq!(put_one(&mut *lane, 1, 300_000), Ok(false));
+    assert_eq!(server.cli(&["strlen", &key(1)]), sealed_bytes(300_000).to_string());
+    assert_eq!(server.cli(&["getrange", &key(1), "0", "3"]), "KVTO");
+    assert_eq!(get_one(&mut *lane, 1, 300_000).unwrap(), bytes_of(1, 300_000));
+    assert_eq!(
+        get_at(&mut *lane, &[(1, 270_000, 100)], LONG)[0],
+        Ok(bytes_of(1, 300_000)[270_000..270_100].to_vec())
+    );
+    server.cli(&["setrange", &key(1), "290000", "x"]);
+    assert_eq!(get_one(&mut *lane, 1, 300_000), Err(Trouble::Damaged));
+    assert_eq!(get_at(&mut *lane, &[(1, 0, 10)], LONG), [Err(Trouble::Damaged)]);
+    // Another one's object under a name of ours.
+    assert_eq!(put_one(&mut *lane, 2, 5000), Ok(false));
+    server.cli(&["rename", &key(2), &key(3)]);
+    assert_eq!(get_one(&mut *lane, 3, 5000), Err(Trouble::Damaged));
+}

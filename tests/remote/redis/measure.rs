@@ -1,0 +1,122 @@
+//! How fast it is, against the server's own benchmark and a bare socket. Prints, and judges not.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::Command;
+use std::time::Instant;
+
+use super::*;
+use kvtier_testkit::fixtures::redis::{Server, is_there};
+
+const BYTES: usize = 256 << 10;
+const COUNT: u64 = 512;
+const DEPTH: u64 = 64;
+
+/// Requests a second of redis-benchmark.
+fn benchmark(port: u16, what: &str, count: u64, keys: &str) -> f64 {
+    let (port, bytes, count) = (port.to_string(), BYTES.to_string(), count.to_string());
+    let args = ["-p", &port, "-t", what, "-d", &bytes, "-n", &count, "-c", "1", "-P", "16", "-r"];
+    let out = Command::new("redis-benchmark").args(args).args([keys, "--csv"]).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    let last = text.lines().last().unwrap_or_default();
+    last.split(',').nth(1).and_then(|n| n.trim_matches('"').parse().ok()).expect(&text)
+}
+
+fn median(mut of: Vec<f64>) -> f64 {
+    of.sort_by(f64::total_cmp);
+    of[of.len() / 2]
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn how_fast() {
+    if !is_there() {
+        return;
+    }
+    let server = Server::start(&[]);
+    let mut lane = lane(&server.url());
+    let value = bytes_of(1, BYTES);
+    let mut rooms = vec![vec![0u8; BYTES]; DEPTH as usize];
+    let mut ratios = [Vec::new(), Vec::new()];
+    let mut rates = [Vec::new(), Vec::new()];
+    for turn in 0..7 {
+        server.cli(&["flushall"]);
+        // Names that nobody has had, as ours are: memory is new to both.
+        let theirs = benchmark(server.port, "set", COUNT, "1000000000");
+        server.cli(&["flushall"]);
+        let mut took = 0.0;
+        for batch in 0..COUNT / DEPTH {
+            let mut puts = Puts::default();
+            for n in 0..DEPTH {
+                puts.object(name(batch * DEPTH + n));
+                puts.part(value.as_ptr(), BYTES as u64);
+            }
+            let since = Instant::now();
+            // SAFETY: the value lives.
+            unsafe { lane.put(&mut puts, at(LONG)) };
+            took += since.elapsed().as_secs_f64();
+            assert!(puts.items.iter().all(|put| put.result == Ok(false)));
+        }
+        let ours = COUNT as f64 / took;
+        rates[0].push(ours);
+        ratios[0].push(ours / theirs);
+        let mut took = 0.0;
+        for batch in 0..COUNT / DEPTH {
+            let mut gets = Gets::default();
+            for (n, room) in rooms.iter_mut().enumerate() {
+                gets.object(name(batch * DEPTH + n as u64), 0);
+                gets.part(room.as_mut_ptr(), BYTES as u64);
+            }
+            let since = Instant::now();
+            // SAFETY: the rooms live.
+            unsafe { lane.get(&mut gets, at(LONG)) };
+            took += since.elapsed().as_secs_f64();
+            assert!(gets.items.iter().all(|get| get.result == Ok(BYTES as u64)));
+        }
+        assert!(rooms.iter().all(|room| *room == value));
+        let ours = COUNT as f64 / took;
+        // Its keys are there for a fair GET.
+        benchmark(server.port, "set", COUNT * 4, "512");
+        let theirs = benchmark(server.port, "get", COUNT, "512");
+        rates[1].push(ours);
+        ratios[1].push(ours / theirs);
+        println!("turn {turn}: SET {:.2} GET {:.2}", ratios[0][turn], ratios[1][turn]);
+    }
+    for (what, (ratio, rate)) in ["SET", "GET"].iter().zip(ratios.into_iter().zip(rates)) {
+        let rate = median(rate) * BYTES as f64 / f64::from(1 << 30);
+        println!("{what} of 256 KiB: {:.2} of redis-benchmark ({rate:.2} GiB/s)", median(ratio));
+    }
+    existence(&server, &mut *lane);
+}
+
+/// A thousand questions in one batch, and in one write and read of a bare socket.
+fn existence(server: &Server, lane: &mut dyn Lane) {
+    let mut request = String::new();
+    for n in 0..1000 {
+        let key = key(n);
+        request += &format!("*2\r\n$6\r\nSTRLEN\r\n${}\r\n{key}\r\n", key.len());
+    }
+    let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+    stream.set_nodelay(true).unwrap();
+    let mut ratios = Vec::new();
+    let mut micros = Vec::new();
+    for _ in 0..51 {
+        let since = Instant::now();
+        stream.write_all(request.as_bytes()).unwrap();
+        let (mut lines, mut bytes) = (0, [0; 16384]);
+        while lines < 1000 {
+            let count = stream.read(&mut bytes).unwrap();
+            lines += bytes[..count].iter().filter(|&&byte| byte == b'\n').count();
+        }
+        let bare = since.elapsed().as_secs_f64();
+        let mut asks = Asks::default();
+        (0..1000).for_each(|n| asks.name(name(n)));
+        let since = Instant::now();
+        lane.ask(&mut asks, at(LONG));
+        let ours = since.elapsed().as_secs_f64();
+        assert_eq!(asks.items.iter().filter(|ask| ask.result.is_ok()).count(), 512);
+        ratios.push(ours / bare);
+        micros.push(ours * 1e6);
+    }
+    println!("ask of 1,000: {:.2} of a bare round trip ({:.0} us)", median(ratios), median(micros));
+}

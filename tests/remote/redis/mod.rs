@@ -1,0 +1,145 @@
+//! The Redis backend of the remote tier over servers that are started here: what goes comes back,
+//! deadlines hold whatever a server does, and nothing is wrong that is not said to be.
+
+mod cluster;
+mod conform;
+mod failures;
+mod measure;
+mod replicas;
+mod single;
+#[cfg(feature = "tls")]
+mod tls;
+
+use kvtier::base::clock::Clock;
+use kvtier::tier::remote::name::{HASH_BYTES, Prefix};
+use kvtier::tier::remote::redis::{Redis, RedisOpts};
+use kvtier::tier::remote::secret::Secret;
+use kvtier::tier::remote::{Asks, Gets, Lane, Name, Puts, Remote, Trouble};
+
+const MS: u64 = 1_000_000;
+/// How much later than its deadline a batch may end: what a machine with other work needs to wake
+/// a thread.
+const LATE: u64 = 250 * MS;
+/// For requests that are to be answered, on a machine that may have much to do.
+const LONG: u64 = 20_000 * MS;
+
+fn opts(url: &str) -> RedisOpts {
+    RedisOpts::new(url, Prefix::new("test").unwrap())
+}
+
+fn secret(text: &str) -> Option<Secret> {
+    Some(Secret::new(text.as_bytes()).unwrap())
+}
+
+fn open(opts: &RedisOpts) -> Redis {
+    Redis::open(opts, Clock::real()).expect("opened")
+}
+
+fn lane(url: &str) -> Box<dyn Lane> {
+    open(&opts(url)).lane()
+}
+
+fn at(ns: u64) -> u64 {
+    Clock::real().now_ns() + ns
+}
+
+fn name(number: u64) -> Name {
+    let mut hash = [0x5a; HASH_BYTES];
+    hash[..8].copy_from_slice(&number.to_le_bytes());
+    Name { tenant: 0, hash }
+}
+
+fn key(number: u64) -> String {
+    let mut out = Vec::new();
+    Prefix::new("test").unwrap().write(&name(number), &mut out);
+    String::from_utf8(out).unwrap()
+}
+
+/// Bytes that follow from a number.
+fn bytes_of(number: u64, bytes: usize) -> Vec<u8> {
+    let mut x = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut out = Vec::with_capacity(bytes + 8);
+    while out.len() < bytes {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        out.extend_from_slice(&x.to_le_bytes());
+    }
+    out.truncate(bytes);
+    out
+}
+
+/// Cuts of so many bytes into pieces, some of them empty.
+fn cuts(number: u64, bytes: usize, pieces: usize) -> Vec<(usize, usize)> {
+    let mut ends: Vec<usize> = bytes_of(number ^ 77, pieces * 8)
+        .chunks(8)
+        .map(|x| u64::from_le_bytes(x.try_into().unwrap()) as usize % (bytes + 1))
+        .collect();
+    ends.push(bytes);
+    ends.sort_unstable();
+    let mut from = 0;
+    let cut = |end| (std::mem::replace(&mut from, end), end);
+    ends.into_iter().map(cut).collect()
+}
+
+fn put_in(lane: &mut dyn Lane, items: &[(u64, Vec<u8>)], ns: u64) -> Vec<Result<bool, Trouble>> {
+    let mut puts = Puts::default();
+    for (number, bytes) in items {
+        puts.object(name(*number));
+        for (from, to) in cuts(*number, bytes.len(), (*number % 5) as usize) {
+            puts.part(bytes[from..].as_ptr(), (to - from) as u64);
+        }
+    }
+    // SAFETY: the bytes live, and nobody writes to them.
+    unsafe { lane.put(&mut puts, at(ns)) };
+    puts.items.iter().map(|put| put.result).collect()
+}
+
+/// Parts of objects: a number, the first byte, the room.
+fn get_at(
+    lane: &mut dyn Lane,
+    items: &[(u64, u64, usize)],
+    ns: u64,
+) -> Vec<Result<Vec<u8>, Trouble>> {
+    let mut rooms: Vec<Vec<u8>> = items.iter().map(|&(_, _, room)| vec![0xee; room]).collect();
+    let mut gets = Gets::default();
+    for (&(number, offset, room), memory) in items.iter().zip(&mut rooms) {
+        gets.object(name(number), offset);
+        let base = memory.as_mut_ptr();
+        for (from, to) in cuts(number ^ offset, room, (number % 7) as usize * 20) {
+            gets.part(base.wrapping_add(from), (to - from) as u64);
+        }
+    }
+    // SAFETY: the rooms live, and nobody else has them.
+    unsafe { lane.get(&mut gets, at(ns)) };
+    let done = gets.items.iter().zip(rooms);
+    done.map(|(get, room)| {
+        let bytes = get.result? as usize;
+        assert!(room[bytes..].iter().all(|&byte| byte == 0xee), "written past the end");
+        Ok(room[..bytes].to_vec())
+    })
+    .collect()
+}
+
+fn ask(lane: &mut dyn Lane, numbers: &[u64], ns: u64) -> Vec<Result<u64, Trouble>> {
+    let mut asks = Asks::default();
+    numbers.iter().for_each(|&number| asks.name(name(number)));
+    lane.ask(&mut asks, at(ns));
+    asks.items.iter().map(|ask| ask.result).collect()
+}
+
+fn put_one(lane: &mut dyn Lane, number: u64, bytes: usize) -> Result<bool, Trouble> {
+    put_in(lane, &[(number, bytes_of(number, bytes))], LONG)[0]
+}
+
+fn get_one(lane: &mut dyn Lane, number: u64, bytes: usize) -> Result<Vec<u8>, Trouble> {
+    get_at(lane, &[(number, 0, bytes)], LONG).remove(0)
+}
+
+/// Time of this thread's clock: without what it could have run, but others did. A deadline cannot
+/// be held against a machine that has no time for the thread.
+fn own_ns() -> u64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let waited = text.split(' ').nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
+    Clock::real().now_ns().saturating_sub(waited)
+}

@@ -1,0 +1,141 @@
+//! Nodes that follow others, and are read from.
+
+use kvtier::tier::remote::Tally;
+
+use super::*;
+use kvtier_testkit::fixtures::redis::{Server, cluster, is_there, wait_until};
+
+fn is_master(node: &Server) -> bool {
+    node.cli(&["role"]).starts_with("master")
+}
+
+/// Writes something to all masters, and waits until nodes say who follows: they name nobody who has
+/// heard nothing.
+fn begin(nodes: &[Server]) {
+    let items: Vec<_> = (100_000..100_040).map(|n| (n, bytes_of(n, 10))).collect();
+    let mut lane = open(&RedisOpts { cluster: true, ..opts(&nodes[0].url()) }).lane();
+    assert!(put_in(&mut *lane, &items, LONG).iter().all(Result::is_ok));
+    let names_all = |node: &Server| {
+        let said = node.cli(&["cluster", "slots"]);
+        nodes.iter().all(|node| said.lines().any(|line| line == node.port.to_string()))
+    };
+    wait_until("all nodes are named", || nodes.iter().all(names_all));
+}
+
+/// How often a node was asked for objects.
+fn reads(node: &Server) -> u64 {
+    let said = node.cli(&["info", "commandstats"]);
+    let calls = |what: &str| {
+        let of = said.lines().find_map(|line| line.strip_prefix(what)?.strip_prefix(":calls="));
+        of.and_then(|rest| rest.split(',').next()?.parse::<u64>().ok()).unwrap_or(0)
+    };
+    ["cmdstat_get", "cmdstat_getrange", "cmdstat_strlen"].into_iter().map(calls).sum()
+}
+
+#[test]
+fn replicas_are_read_and_not_believed_to_lack() {
+    if !is_there() {
+        return;
+    }
+    let nodes = cluster();
+    begin(&nodes);
+    let (masters, followers): (Vec<&Server>, Vec<&Server>) =
+        nodes.iter().partition(|node| is_master(node));
+    let with = |replicas: bool| {
+        open(&RedisOpts { cluster: true, replicas, wait: 1, ..opts(&nodes[0].url()) })
+    };
+    let remote = with(true);
+    assert_eq!(remote.tally(), Tally::default());
+    let mut lane = remote.lane();
+    let items: Vec<_> = (0..120).map(|n| (n, bytes_of(n, 1 + n as usize * 700))).collect();
+    let wanted: Vec<_> = items.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
+    let numbers: Vec<u64> = (0..120).collect();
+    assert!(put_in(&mut *lane, &items, LONG).iter().all(|put| *put == Ok(false)));
+    let check = |lane: &mut dyn Lane| {
+        let got = get_at(lane, &wanted, LONG);
+        let is_right = got.iter().zip(&items).all(|(got, item)| got.as_ref() == Ok(&item.1));
+        assert!(is_right);
+        assert!(ask(lane, &numbers, LONG).iter().all(Result::is_ok));
+    };
+    let sum = |of: &[&Server]| of.iter().map(|node| reads(node)).sum::<u64>();
+    let before = (sum(&masters), sum(&followers));
+    check(&mut *lane);
+    // All of them had everything: nobody else was asked.
+    assert_eq!((sum(&masters) - before.0, sum(&followers) - before.1), (0, 240));
+    assert_eq!(remote.tally().retries, 0);
+    // What a follower has not got is no answer: they hear nothing more of their masters.
+    for follower in &followers {
+        assert_eq!(follower.cli(&["config", "set", "masterauth", "wrong"]), "OK");
+        assert_eq!(follower.cli(&["config", "set", "masteruser", "nobody"]), "OK");
+    }
+    for master in &masters {
+        master.cli(&["client", "kill", "type", "replica"]);
+    }
+    let is_cut =
+        |node: &&Server| node.cli(&["info", "replication"]).contains("master_link_status:down");
+    wait_until("nobody is followed", || followers.iter().all(is_cut));
+    let more: Vec<_> = (500..540).map(|n| (n, bytes_of(n, 3000))).collect();
+    let others = open(&RedisOpts { cluster: true, ..opts(&nodes[0].url()) });
+    assert!(put_in(&mut *others.lane(), &more, LONG).iter().all(|put| *put == Ok(false)));
+    let late: Vec<_> = more.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
+    let got = get_at(&mut *lane, &late, LONG);
+    assert!(got.iter().zip(&more).all(|(got, item)| got.as_ref() == Ok(&item.1)), "{got:.60?}");
+    let late: Vec<u64> = more.iter().map(|item| item.0).collect();
+    assert!(ask(&mut *lane, &late, LONG).iter().all(|ask| *ask == Ok(3000)));
+    assert!(remote.tally().retries >= 40, "{:?}", remote.tally());
+    // What nobody has is absent, by the word of a master.
+    let none: Vec<u64> = (900..930).collect();
+    assert!(ask(&mut *lane, &none, LONG).iter().all(|ask| *ask == Err(Trouble::Absent)));
+    let tally = remote.tally();
+    assert!((4..=12).contains(&tally.connections) && tally.refreshes > 0, "{tally:?}");
+    // Without them, masters alone are asked.
+    let before = (sum(&masters), sum(&followers));
+    check(&mut *with(false).lane());
+    assert_eq!((sum(&masters) - before.0, sum(&followers) - before.1), (240, 0));
+}
+
+#[test]
+fn followers_that_go_cost_nothing_but_a_detour() {
+    if !is_there() {
+        return;
+    }
+    let mut nodes = cluster();
+    for node in &nodes {
+        node.cli(&["config", "set", "cluster-node-timeout", "60000"]);
+    }
+    begin(&nodes);
+    let seed = nodes.iter().position(is_master).unwrap();
+    let all = RedisOpts { cluster: true, replicas: true, wait: 1, ..opts(&nodes[seed].url()) };
+    let remote = open(&all);
+    let mut lane = remote.lane();
+    let items: Vec<_> = (0..60).map(|n| (n, bytes_of(n, 20_000))).collect();
+    let wanted: Vec<_> = (0..60).map(|n| (n, 0, 20_000)).collect();
+    assert!(put_in(&mut *lane, &items, LONG).iter().all(Result::is_ok));
+    let is_right = |lane: &mut dyn Lane| {
+        let got = get_at(lane, &wanted, LONG);
+        got.iter().zip(&items).all(|(got, item)| got.as_ref() == Ok(&item.1))
+    };
+    assert!(is_right(&mut *lane));
+    // They die: connections end, and new ones are refused.
+    let followers: Vec<usize> = (0..6).filter(|&n| !is_master(&nodes[n])).collect();
+    followers.iter().for_each(|&n| nodes[n].kill());
+    for _ in 0..3 {
+        assert!(is_right(&mut *lane) && is_right(&mut *remote.lane()));
+    }
+    assert!(remote.tally().retries >= 60, "{:?}", remote.tally());
+    let before = remote.tally().reconnects;
+    followers.iter().for_each(|&n| nodes[n].restart());
+    wait_until("they follow again", || {
+        let follows =
+            |n: &usize| nodes[*n].cli(&["info", "replication"]).contains("link_status:up");
+        followers.iter().all(follows)
+    });
+    // After a while they are tried again.
+    let since = Clock::real().now_ns();
+    while remote.tally().reconnects == before {
+        assert!(is_right(&mut *lane));
+        assert!(Clock::real().now_ns() - since < LONG, "they are left alone for ever");
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    assert!(is_right(&mut *lane));
+}

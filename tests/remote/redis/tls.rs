@@ -1,0 +1,570 @@
+//! Connections that nobody else reads: certificates are made here, by the program `openssl`.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvtier::base::status::Status;
+use kvtier::tier::remote::redis::TlsOpts;
+
+use super::*;
+use kvtier_testkit::fixtures::redis::{Server, cluster_with, port};
+
+/// An authority, and what it signs.
+struct Authority(PathBuf);
+
+/// What certificates are for: names, and from when to when.
+const HERE: &str = "DNS:localhost,IP:127.0.0.1";
+const ALWAYS: (&str, &str) = ("20200101000000Z", "20990101000000Z");
+
+fn is_there() -> bool {
+    let there = Command::new("openssl").arg("version").output().is_ok();
+    if !there {
+        println!("SKIP: openssl is not installed");
+    }
+    there && kvtier_testkit::fixtures::redis::is_there()
+}
+
+impl Authority {
+    fn new(name: &str) -> Authority {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let dir = std::env::temp_dir().join(format!("kvt-tls-{}-{number}", std::process::id()));
+        drop(std::fs::remove_dir_all(&dir));
+        std::fs::create_dir_all(&dir).unwrap();
+        let here = Authority(dir);
+        let config = "[ca]\ndefault_ca=own\n[own]\ndatabase=index\nserial=serial\nnew_certs_dir=.\n\
+                      default_md=sha256\npolicy=any\nunique_subject=no\n[any]\ncommonName=supplied\n\
+                      [req]\ndistinguished_name=dn\n[dn]\n[root]\nbasicConstraints=critical,CA:TRUE\n";
+        std::fs::write(here.path("conf"), config).unwrap();
+        std::fs::write(here.path("index"), "").unwrap();
+        std::fs::write(here.path("serial"), "01\n").unwrap();
+        here.key("ca");
+        let subject = format!("/CN={name}");
+        here.openssl(&[
+            "req",
+            "-x509",
+            "-new",
+            "-config",
+            "conf",
+            "-extensions",
+            "root",
+            "-key",
+            "ca.key",
+            "-days",
+            "3650",
+            "-subj",
+            &subject,
+            "-out",
+            "ca.crt",
+        ]);
+        here
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn openssl(&self, args: &[&str]) {
+        let out = Command::new("openssl").args(args).current_dir(&self.0).output().unwrap();
+        assert!(out.status.success(), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+    }
+
+    fn key(&self, name: &str) {
+        let file = format!("{name}.key");
+        self.openssl(&[
+            "genpkey",
+            "-algorithm",
+            "EC",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-out",
+            &file,
+        ]);
+    }
+
+    /// Signs a certificate for names.
+    fn sign(&self, file: &str, names: &str, (from, to): (&str, &str)) {
+        self.key(file);
+        let of = |kind: &str| format!("{file}.{kind}");
+        self.openssl(&[
+            "req",
+            "-new",
+            "-config",
+            "conf",
+            "-key",
+            &of("key"),
+            "-subj",
+            "/CN=server",
+            "-out",
+            &of("csr"),
+        ]);
+        std::fs::write(self.path(&of("ext")), format!("subjectAltName={names}\n")).unwrap();
+        self.openssl(&[
+            "ca",
+            "-batch",
+            "-notext",
+            "-config",
+            "conf",
+            "-cert",
+            "ca.crt",
+            "-keyfile",
+            "ca.key",
+            "-startdate",
+            from,
+            "-enddate",
+            to,
+            "-extfile",
+            &of("ext"),
+            "-in",
+            &of("csr"),
+            "-out",
+            &of("crt"),
+        ]);
+    }
+
+    /// What a server is told so that it shows a certificate, and its port for that.
+    fn args(&self, file: &str) -> (u16, Vec<String>) {
+        let port = port();
+        let path = |name: String| self.path(&name).display().to_string();
+        let args = [
+            ("--tls-port", port.to_string()),
+            ("--tls-cert-file", path(format!("{file}.crt"))),
+            ("--tls-key-file", path(format!("{file}.key"))),
+            ("--tls-ca-cert-file", path("ca.crt".to_string())),
+            ("--tls-auth-clients", "no".to_string()),
+        ];
+        (port, args.into_iter().flat_map(|(name, value)| [name.to_string(), value]).collect())
+    }
+
+    /// A server that shows a certificate, and its port for that.
+    fn server(&self, file: &str, more: &[&str]) -> (Server, u16) {
+        let (port, args) = self.args(file);
+        let args: Vec<&str> = args.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        (Server::start(&args), port)
+    }
+
+    fn trust(&self) -> TlsOpts {
+        TlsOpts { ca: Some(self.path("ca.crt")), ..TlsOpts::default() }
+    }
+}
+
+impl Drop for Authority {
+    fn drop(&mut self) {
+        drop(std::fs::remove_dir_all(&self.0));
+    }
+}
+
+fn safe(port: u16, tls: TlsOpts) -> RedisOpts {
+    RedisOpts { tls, ..opts(&format!("rediss://127.0.0.1:{port}")) }
+}
+
+#[test]
+fn what_goes_comes_back() {
+    if !is_there() {
+        return;
+    }
+    let authority = Authority::new("one");
+    authority.sign("good", HERE, ALWAYS);
+    for protocol in ["TLSv1.2", "TLSv1.3"] {
+        let more = ["--tls-protocols", protocol, "--requirepass", "hunter2"];
+        let (server, port) = authority.server("good", &more);
+        let password = secret("hunter2");
+        let remote = open(&RedisOpts { password, ..safe(port, authority.trust()) });
+        let mut lane = remote.lane();
+        let said = lane.greet(at(LONG)).unwrap();
+        assert!(!said.warnings.iter().any(|words| words.contains("insecure")), "{said:?}");
+        let sizes = [1, 100, 16_383, 16_384, 16_385, 65_537, 300_001, 8 << 20];
+        let items: Vec<_> =
+            sizes.iter().zip(0..).map(|(&size, n)| (n, bytes_of(n, size))).collect();
+        assert!(put_in(&mut *lane, &items, LONG).iter().all(|put| *put == Ok(false)));
+        let wanted: Vec<_> = items.iter().map(|(n, bytes)| (*n, 0, bytes.len())).collect();
+        for (got, (n, bytes)) in get_at(&mut *lane, &wanted, LONG).into_iter().zip(&items) {
+            assert!(got.as_ref() == Ok(bytes), "{protocol}, {n}: {} bytes", bytes.len());
+        }
+        let many: Vec<_> = (100..400).map(|n| (n, bytes_of(n, n as usize * 150))).collect();
+        assert!(put_in(&mut *lane, &many, LONG).iter().all(|put| *put == Ok(false)));
+        let wanted: Vec<_> = many.iter().map(|(n, bytes)| (*n, 9, bytes.len())).collect();
+        let got = get_at(&mut *lane, &wanted, LONG);
+        assert!(got.iter().zip(&many).all(|(got, item)| got.as_deref() == Ok(&item.1[9..])));
+        // Another one goes on where this one was, without a new certificate.
+        assert_eq!(get_one(&mut *remote.lane(), 1, 100).unwrap(), items[1].1);
+        // A connection that ended while nobody used it costs nothing.
+        let kill = ["-a", "hunter2", "--no-auth-warning", "client", "kill", "type", "normal"];
+        server.cli(&kill);
+        assert_eq!(get_one(&mut *lane, 1, 100).unwrap(), items[1].1);
+        assert!(remote.tally().reconnects > 0, "{:?}", remote.tally());
+        let mut wrong =
+            open(&RedisOpts { password: secret("wrong"), ..safe(port, authority.trust()) }).lane();
+        assert_eq!(wrong.greet(at(LONG)).unwrap_err().status(), Status::Invalid);
+        conform::passes(&remote);
+    }
+}
+
+/// What is said of a server that is not trusted.
+fn refusal(opts: &RedisOpts) -> String {
+    let mut lane = open(opts).lane();
+    let error = lane.greet(at(LONG)).unwrap_err();
+    assert_eq!(error.status(), Status::Invalid, "{error}");
+    assert!(error.message().contains("no safe connection"), "{error}");
+    assert!(!error.message().contains("cannot be reached"), "{error}");
+    assert_eq!(put_one(&mut *lane, 1, 10), Err(Trouble::Untrusted));
+    assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Untrusted));
+    // However often it is tried.
+    for _ in 0..12 {
+        assert_eq!(lane.greet(at(LONG)).unwrap_err().message(), error.message());
+    }
+    error.message().to_string()
+}
+
+#[test]
+fn certificates_that_are_wrong_are_told() {
+    if !is_there() {
+        return;
+    }
+    let authority = Authority::new("one");
+    authority.sign("old", HERE, ("20200101000000Z", "20200201000000Z"));
+    authority.sign("early", HERE, ("20980101000000Z", "20990101000000Z"));
+    authority.sign("other", "DNS:cache.example,IP:10.9.8.7", ALWAYS);
+    authority.sign("good", HERE, ALWAYS);
+    for (file, words) in [
+        ("old", "has expired: renew it"),
+        ("early", "not valid yet"),
+        ("other", "not for \"127.0.0.1\""),
+    ] {
+        let (server, port) = authority.server(file, &[]);
+        let said = refusal(&safe(port, authority.trust()));
+        assert!(said.contains(words) && said.contains(&port.to_string()), "{said}");
+        assert_eq!(server.cli(&["dbsize"]), "0");
+        // Only who asks for it goes on without looking, and is told what that means.
+        let anybody = TlsOpts { insecure: true, ..TlsOpts::default() };
+        let mut lane = open(&safe(port, anybody)).lane();
+        let warnings = lane.greet(at(LONG)).unwrap().warnings;
+        assert!(warnings.iter().any(|words| words.contains("insecure=true")), "{warnings:?}");
+        assert_eq!(put_one(&mut *lane, 1, 10_000), Ok(false));
+        assert_eq!(get_one(&mut *lane, 1, 10_000).unwrap(), bytes_of(1, 10_000));
+    }
+    // The authority's own, as many first tries have it.
+    let (_server, port) = authority.server("ca", &[]);
+    let said = refusal(&safe(port, authority.trust()));
+    assert!(said.contains("that of an authority (CA:TRUE)"), "{said}");
+    let (_server, port) = authority.server("good", &[]);
+    // Of another authority, one of the same name with another key, and of none of the system's.
+    let said = refusal(&safe(port, Authority::new("two").trust()));
+    assert!(said.contains("(ca)"), "{said}");
+    let said = refusal(&safe(port, Authority::new("one").trust()));
+    assert!(said.contains("(ca)"), "{said}");
+    if Path::new("/etc/ssl/certs/ca-certificates.crt").exists() {
+        let said = refusal(&safe(port, TlsOpts::default()));
+        assert!(said.contains("no authority that is trusted"), "{said}");
+    }
+    // A name that it has.
+    let named = RedisOpts { tls: authority.trust(), ..opts(&format!("rediss://localhost:{port}")) };
+    assert!(open(&named).lane().greet(at(LONG)).is_ok());
+}
+
+/// A certificate to show, and its key.
+fn shown(authority: &Authority, cert: &str, key: &str) -> TlsOpts {
+    let (cert, cert_key) = (Some(authority.path(cert)), Some(authority.path(key)));
+    TlsOpts { cert, cert_key, ..authority.trust() }
+}
+
+#[test]
+fn servers_that_want_to_know_who_we_are_are_shown_it() {
+    if !is_there() {
+        return;
+    }
+    let (authority, other) = (Authority::new("one"), Authority::new("two"));
+    authority.sign("good", HERE, ALWAYS);
+    authority.sign("client", HERE, ALWAYS);
+    authority.sign("old", HERE, ("20200101000000Z", "20200201000000Z"));
+    other.sign("client", HERE, ALWAYS);
+    let both = [authority.path("client.crt"), authority.path("client.key")];
+    let both: Vec<u8> = both.iter().flat_map(|path| std::fs::read(path).unwrap()).collect();
+    std::fs::write(authority.path("both.pem"), both).unwrap();
+    for protocol in ["TLSv1.2", "TLSv1.3"] {
+        let more = ["--tls-auth-clients", "yes", "--tls-protocols", protocol];
+        let (_server, port) = authority.server("good", &more);
+        let one_file = TlsOpts { cert: Some(authority.path("both.pem")), ..authority.trust() };
+        for tls in [shown(&authority, "client.crt", "client.key"), one_file] {
+            let mut lane = open(&safe(port, tls)).lane();
+            lane.greet(at(LONG)).unwrap();
+            assert_eq!(put_one(&mut *lane, 1, 100_000).map(drop), Ok(()));
+            assert_eq!(get_one(&mut *lane, 1, 100_000).unwrap(), bytes_of(1, 100_000));
+        }
+        let said = refusal(&safe(port, authority.trust()));
+        assert!(said.contains("certificate of its clients"), "{protocol}: {said}");
+        let strange =
+            TlsOpts { ca: authority.trust().ca, ..shown(&other, "client.crt", "client.key") };
+        for tls in [strange, shown(&authority, "old.crt", "old.key")] {
+            let said = refusal(&safe(port, tls));
+            assert!(said.contains("the certificate that it is shown"), "{protocol}: {said}");
+        }
+    }
+}
+
+#[test]
+fn certificates_are_renewed_under_who_shows_them() {
+    if !is_there() {
+        return;
+    }
+    let authority = Authority::new("one");
+    authority.sign("good", HERE, ALWAYS);
+    authority.sign("mine", HERE, ("20200101000000Z", "20200201000000Z"));
+    let (server, port) = authority.server("good", &["--tls-auth-clients", "yes"]);
+    let mine = safe(port, shown(&authority, "mine.crt", "mine.key"));
+    let remote = open(&mine);
+    let mut lane = remote.lane();
+    assert!(lane.greet(at(LONG)).unwrap_err().message().contains("it is shown"));
+    authority.sign("mine", HERE, ALWAYS);
+    lane.greet(at(LONG)).unwrap();
+    assert_eq!(put_one(&mut *lane, 1, 100_000), Ok(false));
+    // Halfway: a key that is not that of the certificate. The old ones go on.
+    authority.key("mine");
+    server.cli(&["client", "kill", "type", "normal"]);
+    assert_eq!(get_one(&mut *remote.lane(), 1, 100_000).unwrap(), bytes_of(1, 100_000));
+    assert!(open_error(&mine).message().contains("it is not that of the certificate"));
+    std::fs::remove_file(authority.path("mine.crt")).unwrap();
+    server.cli(&["client", "kill", "type", "normal"]);
+    assert_eq!(get_one(&mut *lane, 1, 100_000).unwrap(), bytes_of(1, 100_000));
+    assert!(open_error(&mine).message().contains("No such file"));
+    // What can be none is found out before anybody is asked.
+    for (cert, key, words) in [
+        ("conf", "good.key", "no certificate"),
+        ("good.key", "good.key", "no certificate"),
+        ("good.crt", "conf", "no key"),
+        ("good.crt", "ca.crt", "no key"),
+    ] {
+        let error = open_error(&safe(port, shown(&authority, cert, key)));
+        assert!(error.message().contains(words), "{cert}, {key}: {error}");
+        assert_eq!(error.status(), Status::Spec);
+    }
+    let alone = TlsOpts { cert_key: Some(authority.path("good.key")), ..authority.trust() };
+    assert!(open_error(&safe(port, alone)).message().contains("cert_key"));
+}
+
+fn open_error(opts: &RedisOpts) -> kvtier::base::status::Error {
+    Redis::open(opts, Clock::real()).map(drop).unwrap_err()
+}
+
+#[test]
+fn what_is_no_tls_is_told() {
+    if !is_there() {
+        return;
+    }
+    let authority = Authority::new("one");
+    authority.sign("good", HERE, ALWAYS);
+    let (server, port) = authority.server("good", &[]);
+    // With TLS where there is none, and without where there is some.
+    let mut lane = open(&safe(server.port, authority.trust())).lane();
+    let error = lane.greet(at(3000 * MS)).unwrap_err();
+    assert!(error.message().contains("TLS"), "{error}");
+    let mut lane = crate::redis::lane(&format!("redis://127.0.0.1:{port}"));
+    let error = lane.greet(at(3000 * MS)).unwrap_err();
+    assert!(error.message().contains("greeting"), "{error}");
+    let http = speaks(b"HTTP/1.1 400 Bad Request\r\n\r\n");
+    let said = refusal(&safe(http, authority.trust()));
+    assert!(said.contains("does not speak TLS"), "{said}");
+    let mut lane = crate::redis::lane(&format!("redis://127.0.0.1:{http}"));
+    let error = lane.greet(at(LONG)).unwrap_err();
+    assert_eq!(error.status(), Status::Corrupt);
+    assert!(error.message().contains("is no Redis"), "{error}");
+    // Files that are none.
+    let with = |ca: &Path| {
+        let tls = TlsOpts { ca: Some(ca.to_path_buf()), ..TlsOpts::default() };
+        Redis::open(&safe(port, tls), Clock::real()).map(drop).unwrap_err()
+    };
+    for (ca, words) in
+        [("nowhere", "No such file"), ("good.key", "no certificate"), ("conf", "no certificate")]
+    {
+        let error = with(&authority.path(ca));
+        assert_eq!(error.status(), Status::Spec);
+        assert!(error.message().contains(words), "{error}");
+    }
+    let both = TlsOpts { insecure: true, ..authority.trust() };
+    assert!(Redis::open(&safe(port, both), Clock::real()).is_err());
+}
+
+/// Somebody who says something to whoever connects, once he was told something.
+fn speaks(words: &'static [u8]) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(words);
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
+    port
+}
+
+/// What is done to bytes on their way: how many have gone in that direction before, and the bytes.
+/// False = the connection is cut.
+type Fate = Arc<dyn Fn(bool, u64, &mut Vec<u8>) -> bool + Send + Sync>;
+
+/// Stands between: the port to connect to.
+fn between(to: u16, fate: Fate) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let pass = |mut from: TcpStream, mut into: TcpStream, back: bool, fate: Fate| {
+        std::thread::spawn(move || {
+            let (mut gone, mut bytes) = (0, vec![0; 4096]);
+            while let Ok(count @ 1..) = from.read(&mut bytes) {
+                let mut some = bytes[..count].to_vec();
+                if !fate(back, gone, &mut some) || into.write_all(&some).is_err() {
+                    break;
+                }
+                gone += count as u64;
+            }
+            let _ = from.shutdown(Shutdown::Both);
+            let _ = into.shutdown(Shutdown::Both);
+        });
+    };
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (near, far) = (stream.unwrap(), TcpStream::connect(("127.0.0.1", to)).unwrap());
+            let (near2, far2) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+            pass(near, far, false, fate.clone());
+            pass(far2, near2, true, fate.clone());
+        }
+    });
+    port
+}
+
+#[test]
+fn who_stands_between_changes_nothing_unseen() {
+    if !is_there() {
+        return;
+    }
+    let authority = Authority::new("one");
+    authority.sign("good", HERE, ALWAYS);
+    let (_server, port) = authority.server("good", &[]);
+    let whole = bytes_of(1, 200_000);
+    assert_eq!(put_one(&mut *open(&safe(port, authority.trust())).lane(), 1, 200_000), Ok(false));
+    let seen = Arc::new(AtomicU64::new(0));
+    let spy: Fate = Arc::new({
+        let (seen, text) = (seen.clone(), whole[50_000..50_016].to_vec());
+        move |_, _, bytes: &mut Vec<u8>| {
+            let is_plain = bytes
+                .windows(16)
+                .any(|window| window == text || window == b"$5\r\nHELLO\r\n$1\r\n3");
+            seen.fetch_add(if is_plain { 1 << 32 } else { 1 }, Ordering::Relaxed);
+            true
+        }
+    });
+    let mut lane = open(&safe(between(port, spy), authority.trust())).lane();
+    assert!(get_one(&mut *lane, 1, 200_000).as_ref() == Ok(&whole));
+    assert!((10..1 << 32).contains(&seen.load(Ordering::Relaxed)));
+    // A byte changed, at many places of the way there and back.
+    let mut refused = 0;
+    for at in [0, 5, 60, 300, 700, 900, 1100, 1500, 2000, 5000, 20_000, 100_000, 190_000] {
+        for side in [false, true] {
+            let flip: Fate = Arc::new(move |back, gone, bytes: &mut Vec<u8>| {
+                let count = bytes.len() as u64;
+                if back == side && (gone..gone + count).contains(&at) {
+                    bytes[(at - gone) as usize] ^= 0x20;
+                }
+                true
+            });
+            let mut lane = open(&safe(between(port, flip), authority.trust())).lane();
+            let got = get_at(&mut *lane, &[(1, 0, 200_000)], 2000 * MS).remove(0);
+            assert!(got.is_err() || got.as_ref() == Ok(&whole), "byte {at}");
+            refused += u32::from(got.is_err());
+        }
+    }
+    // What goes there is not that long.
+    assert!(refused >= 15, "{refused}");
+    // Cut anywhere.
+    for at in [1, 400, 1200, 3000, 50_000] {
+        let cut: Fate = Arc::new(move |back, gone, bytes: &mut Vec<u8>| {
+            !back || gone + (bytes.len() as u64) < at
+        });
+        let mut lane = open(&safe(between(port, cut), authority.trust())).lane();
+        let got = get_at(&mut *lane, &[(1, 0, 200_000)], 5000 * MS).remove(0);
+        assert!(matches!(got, Err(Trouble::Gone | Trouble::Untrusted)), "cut at {at}: {got:.60?}");
+    }
+}
+
+#[test]
+fn deadlines_hold() {
+    if !is_there() {
+        return;
+    }
+    let authority = Authority::new("one");
+    authority.sign("good", HERE, ALWAYS);
+    let (server, port) = authority.server("good", &[]);
+    let in_time = |ns: u64, body: &mut dyn FnMut()| {
+        let before = own_ns();
+        body();
+        let took = own_ns().saturating_sub(before);
+        assert!(took <= ns + LATE, "{} ms of {}", took / MS, ns / MS);
+    };
+    let mut used = open(&safe(port, authority.trust())).lane();
+    assert_eq!(put_one(&mut *used, 1, 300_000), Ok(false));
+    // Bytes one by one, both ways: a handshake takes some thousands.
+    let drip: Fate = Arc::new(|back, _, bytes: &mut Vec<u8>| {
+        if back {
+            std::thread::sleep(Duration::from_millis(bytes.len() as u64));
+        }
+        true
+    });
+    let slow = between(port, drip);
+    in_time(300 * MS, &mut || {
+        let mut lane = open(&safe(slow, authority.trust())).lane();
+        let got = get_at(&mut *lane, &[(1, 0, 300_000)], 300 * MS);
+        assert!(matches!(got[0], Err(Trouble::Late)), "{:.60?}", got[0]);
+    });
+    let mute = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = safe(mute.local_addr().unwrap().port(), authority.trust());
+    in_time(200 * MS, &mut || {
+        let error = open(&silent).lane().greet(at(200 * MS)).unwrap_err();
+        assert_eq!(error.status(), Status::Timeout);
+    });
+    in_time(3000 * MS, &mut || {
+        let hasty = RedisOpts { connect_ns: 100 * MS, ..silent.clone() };
+        let error = open(&hasty).lane().greet(at(3000 * MS)).unwrap_err();
+        assert!(error.message().contains("TLS was not agreed on in time"), "{error}");
+    });
+    // One that stops in the middle of things, and goes on.
+    server.pause();
+    let many: Vec<_> = (10..40).map(|n| (n, bytes_of(n, 1 << 20))).collect();
+    in_time(300 * MS, &mut || {
+        let put = put_in(&mut *used, &many, 300 * MS);
+        assert!(put.iter().all(|put| matches!(put, Err(Trouble::Late | Trouble::Gone))), "{put:?}");
+    });
+    server.go_on();
+    let since = Clock::real().now_ns();
+    while get_at(&mut *used, &[(1, 0, 300_000)], 1000 * MS)[0] != Ok(bytes_of(1, 300_000)) {
+        assert!(Clock::real().now_ns() - since < LONG, "it did not recover");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_cluster_with_tls() {
+    if !is_there() {
+        return;
+    }
+    let authority = Authority::new("one");
+    authority.sign("good", HERE, ALWAYS);
+    let ports = std::cell::RefCell::new(Vec::new());
+    let nodes = cluster_with(|| {
+        let (port, mut args) = authority.args("good");
+        ports.borrow_mut().push(port);
+        args.extend(["--tls-cluster", "yes", "--tls-replication", "yes"].map(String::from));
+        args
+    });
+    let seed = ports.borrow()[2];
+    let remote = open(&RedisOpts { cluster: true, wait: 1, ..safe(seed, authority.trust()) });
+    conform::passes(&remote);
+    // All of them were reached by their ports for TLS.
+    assert!(remote.tally().connections >= 6, "{:?}", remote.tally());
+    let plain = |node: &Server| node.cli(&["client", "list"]).lines().count();
+    assert!(nodes.iter().all(|node| plain(node) >= 1));
+}

@@ -1,0 +1,394 @@
+//! Servers that stop, die, refuse, and lie.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use kvtier::base::status::Status;
+
+use super::*;
+use kvtier_testkit::fixtures::s3::{Bucket, Quirks, Req, Server, error, reply};
+
+/// A bucket whose first requests are answered otherwise; and how many there were.
+fn faulty(
+    times: usize,
+    fault: impl Fn(&Req, &mut TcpStream) -> bool + Send + Sync + 'static,
+) -> (Server, Arc<AtomicUsize>) {
+    let (bucket, count) = (Bucket::new(Quirks::default()), Arc::new(AtomicUsize::new(0)));
+    let counted = count.clone();
+    let server = Server::start(move |req, stream| match counted.fetch_add(1, Ordering::SeqCst) {
+        n if n < times => fault(req, stream),
+        _ => bucket.answer(req, stream),
+    });
+    (server, count)
+}
+
+/// A server that says the same to whatever it is asked.
+fn always(say: impl Fn(&Req, &mut TcpStream) -> bool + Send + Sync + 'static) -> Server {
+    Server::start(say)
+}
+
+fn says(bytes: &'static [u8]) -> Server {
+    always(move |_, stream| stream.write_all(bytes).is_ok())
+}
+
+/// It waits before it tries again; not for ever, and not past the deadline.
+fn passes(status: &'static str, code: &'static str) {
+    let (server, count) = faulty(2, move |_, stream| error(stream, status, code, ""));
+    let mut lane = narrow(&server.url());
+    let since = Instant::now();
+    assert_eq!(put_one(&mut *lane, 1, 100), Ok(false), "{status} {code}");
+    assert_eq!(count.load(Ordering::SeqCst), 3, "{status} {code}");
+    assert!(since.elapsed() >= Duration::from_millis(100), "it waits before it tries again");
+    assert_eq!(get_one(&mut *lane, 1, 100).unwrap(), bytes_of(1, 100));
+    let (server, count) = faulty(99, move |_, stream| error(stream, status, code, ""));
+    let mut lane = narrow(&server.url());
+    assert_eq!(put_one(&mut *lane, 1, 100), Err(Trouble::Later), "{status} {code}");
+    assert_eq!(count.load(Ordering::SeqCst), 3);
+}
+
+#[test]
+fn what_passes_is_tried_again() {
+    std::thread::scope(|scope| {
+        for (status, code) in [
+            ("500 No", "InternalError"),
+            ("503 No", "SlowDown"),
+            ("503 No", "ServiceUnavailable"),
+            ("429 No", "TooManyRequests"),
+            ("408 No", "RequestTimeout"),
+            ("400 No", "RequestTimeout"),
+            ("409 No", "ConditionalRequestConflict"),
+            ("502 No", ""),
+            // Some say that it went well before they know.
+            ("200 OK", "InternalError"),
+            ("200 OK", "SlowDown"),
+        ] {
+            scope.spawn(move || passes(status, code));
+        }
+    });
+    let (server, count) = faulty(99, |_, stream| error(stream, "500 No", "", ""));
+    let mut lane = lane(&server.url());
+    for _ in 0..2 {
+        count.store(0, Ordering::SeqCst);
+        let got = in_time(45 * MS, || get_at(&mut *lane, &[(1, 0, 9), (2, 0, 9)], 45 * MS));
+        assert!(got.iter().all(|got| got.is_err()), "{got:?}");
+        assert!(count.load(Ordering::SeqCst) <= 2, "no pause fits into the deadline");
+    }
+}
+
+#[test]
+fn a_server_that_has_too_much_to_do_is_left_alone() {
+    let times = Arc::new(Mutex::new(Vec::new()));
+    let (noted, bucket) = (times.clone(), Bucket::new(Quirks::default()));
+    let server = Server::start(move |req, stream| {
+        let mut noted = noted.lock().unwrap();
+        noted.push(Instant::now());
+        if noted.len() == 1 {
+            error(stream, "503 No", "SlowDown", "")
+        } else {
+            bucket.answer(req, stream)
+        }
+    });
+    let mut lane = narrow(&server.url());
+    let many: Vec<_> = (0..10).map(|n| (n, bytes_of(n, 10))).collect();
+    let put = put_in(&mut *lane, &many, LONG);
+    assert!(put.iter().all(|put| *put == Ok(false)), "{put:?}");
+    let times = times.lock().unwrap();
+    let pause = times[1] - times[0];
+    assert!(pause >= Duration::from_millis(50), "{pause:?} for all others, too");
+    assert_eq!(times.len(), 11);
+}
+
+#[test]
+fn what_does_not_pass_is_told_at_once() {
+    for (status, code, put, get) in [
+        ("403 No", "AccessDenied", Trouble::Denied, Trouble::Denied),
+        ("400 No", "ExpiredToken", Trouble::Denied, Trouble::Denied),
+        ("400 No", "BadDigest", Trouble::Nonsense, Trouble::Nonsense),
+        ("404 No", "NoSuchBucket", Trouble::Gone, Trouble::Gone),
+        ("404 No", "", Trouble::Gone, Trouble::Absent),
+        ("405 No", "MethodNotAllowed", Trouble::Denied, Trouble::Denied),
+        ("413 No", "EntityTooLarge", Trouble::TooLong, Trouble::TooLong),
+        ("507 No", "XMinioStorageFull", Trouble::Full, Trouble::Full),
+        ("418 No", "Teapot", Trouble::Nonsense, Trouble::Nonsense),
+    ] {
+        let (server, count) = faulty(99, move |_, stream| error(stream, status, code, ""));
+        let remote = open(&S3Opts { connections: 1, ..opts(&server.url()) });
+        let mut lane = remote.lane();
+        assert_eq!(put_one(&mut *lane, 1, 100), Err(put), "{status} {code}");
+        assert_eq!(get_one(&mut *lane, 1, 100), Err(get), "{status} {code}");
+        assert_eq!(count.load(Ordering::SeqCst), 2);
+        assert!(remote.caps().first_wins, "nothing was said of conditions");
+        assert_eq!(server.connections(), 1);
+    }
+}
+
+#[test]
+fn redirections_are_not_followed() {
+    let (other, others) = faulty(0, |_, _| true);
+    let location =
+        format!("Location: {}/kv-test\r\nx-amz-bucket-region: eu-west-1\r\n", other.url());
+    for (status, trouble) in [
+        ("301 Moved Permanently", Trouble::Denied),
+        ("302 Found", Trouble::Denied),
+        ("307 Temporary Redirect", Trouble::Later),
+        ("308 Permanent Redirect", Trouble::Denied),
+    ] {
+        let location = location.clone();
+        let server = always(move |req, stream| match req.method.as_str() {
+            "HEAD" => {
+                let head = format!("HTTP/1.1 {status}\r\n{location}\r\n");
+                stream.write_all(head.as_bytes()).is_ok()
+            }
+            _ => {
+                let body = b"<Error><Code>PermanentRedirect</Code><Message>other</Message>\
+                             <Endpoint>kv.example</Endpoint></Error>";
+                reply(stream, status, &location, body)
+            }
+        });
+        let mut lane = lane(&server.url());
+        assert_eq!(get_one(&mut *lane, 1, 10), Err(trouble));
+        assert_eq!(put_one(&mut *lane, 1, 10), Err(trouble));
+        assert_eq!(ask(&mut *lane, &[1], LONG), [Err(trouble)]);
+        let error = lane.greet(at(LONG)).unwrap_err().to_string();
+        assert!(error.contains("region eu-west-1") && error.contains("kv.example"), "{error}");
+    }
+    assert_eq!(others.load(Ordering::SeqCst) as u64 + other.connections(), 0);
+}
+
+#[test]
+fn a_clock_that_is_off_is_told() {
+    let skewed = |req: &Req, stream: &mut TcpStream| {
+        let date = "Date: Fri, 24 May 2013 00:00:00 GMT\r\n";
+        if req.method == "HEAD" {
+            let head = format!("HTTP/1.1 403 Forbidden\r\n{date}\r\n");
+            return stream.write_all(head.as_bytes()).is_ok();
+        }
+        let body = b"<Error><Code>RequestTimeTooSkewed</Code><Message>too large</Message></Error>";
+        reply(stream, "403 Forbidden", date, body)
+    };
+    let server = always(skewed);
+    let error = lane(&server.url()).greet(at(LONG)).unwrap_err().to_string();
+    assert!(error.contains("RequestTimeTooSkewed") && error.contains("s ahead"), "{error}");
+    let server =
+        says(b"HTTP/1.1 200 OK\r\nDate: Sun, 24 May 2099 00:00:00 GMT\r\nServer: x\r\n\r\n");
+    let said = lane(&server.url()).greet(at(LONG)).unwrap();
+    assert!(said.words.starts_with("x at 127.0.0.1"), "{said:?}");
+    assert!(said.warnings.iter().any(|warning| warning.contains("s behind")), "{said:?}");
+    assert!(said.warnings.iter().any(|warning| warning.contains("not encrypted")), "{said:?}");
+    // One that lets us see what is under the prefix only.
+    let server = always(|req, stream| match req.target.contains("list-type=2") {
+        true => {
+            assert!(req.target.ends_with("max-keys=1&prefix=test%2F"), "{}", req.target);
+            reply(stream, "200 OK", "", b"<ListBucketResult></ListBucketResult>")
+        }
+        false => stream.write_all(b"HTTP/1.1 403 Forbidden\r\n\r\n").is_ok(),
+    });
+    assert!(lane(&server.url()).greet(at(LONG)).is_ok());
+}
+
+#[test]
+fn bodies_that_end_before_their_time() {
+    let cut = |_: &Req, stream: &mut TcpStream| {
+        let head =
+            "HTTP/1.1 206 P\r\nContent-Length: 1000\r\nContent-Range: bytes 0-999/1000\r\n\r\n";
+        let _ = stream.write_all(&[head.as_bytes(), &[7; 500]].concat());
+        false
+    };
+    let (server, count) = faulty(99, cut);
+    assert_eq!(get_one(&mut *narrow(&server.url()), 1, 2000), Err(Trouble::Nonsense));
+    assert_eq!(count.load(Ordering::SeqCst), 3);
+    // A connection that was cut once.
+    let bucket = Bucket::new(Quirks::default());
+    let (served, turn) = (bucket.clone(), AtomicU64::new(0));
+    let server = Server::start(move |req, stream| {
+        if req.method == "GET" && turn.fetch_add(1, Ordering::SeqCst) == 0 {
+            return cut(req, stream);
+        }
+        served.answer(req, stream)
+    });
+    let mut lane = narrow(&server.url());
+    put_one(&mut *lane, 1, 1000).unwrap();
+    assert_eq!(get_one(&mut *lane, 1, 2000).unwrap(), bytes_of(1, 1000));
+    // One that ends every connection before it says anything.
+    let server = always(|_, _| false);
+    let mut lane = crate::s3::lane(&server.url());
+    let got = in_time(LONG, || get_at(&mut *lane, &[(1, 0, 9); 3], LONG));
+    assert!(got.iter().all(|got| *got == Err(Trouble::Gone)), "{got:?}");
+}
+
+#[test]
+fn replies_that_were_not_asked_for() {
+    for bytes in [
+        &b"hello\r\n\r\n"[..],
+        b"+OK\r\n\r\n",
+        b"HTTP/2 200 OK\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
+        b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n",
+        // More than there is room for, another part, two lengths, none, a code that nobody knows.
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2000000000\r\n\r\nxxx",
+        b"HTTP/1.1 206 P\r\nContent-Length: 101\r\nContent-Range: bytes 0-100/101\r\n\r\nxxx",
+        b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 1-3/100\r\n\r\nxxx",
+        b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/100\r\n\r\nxxx",
+        b"HTTP/1.1 206 P\r\nContent-Length: 4\r\nContent-Range: bytes 0-2/3\r\n\r\nxxxx",
+        b"HTTP/1.1 206 P\r\nContent-Length: 3\r\n\r\nxxx",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nxxxx",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nxxx\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\nxxx",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Encoding: gzip\r\n\r\nxxx",
+        b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-2/3\r\n\r\n\
+          4\r\nxxxx\r\n0\r\n\r\n",
+        b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-2/3\r\n\r\nffffffffffffffff\r\n",
+    ] {
+        let server = says(bytes);
+        let mut lane = narrow(&server.url());
+        let got = in_time(2000 * MS, || get_at(&mut *lane, &[(1, 0, 100)], 2000 * MS));
+        assert_eq!(got, [Err(Trouble::Nonsense)], "{:?}", String::from_utf8_lossy(bytes));
+        assert!(in_time(2000 * MS, || lane.greet(at(2000 * MS))).is_err() || bytes[9] == b'2');
+    }
+    // A reply that nobody asked for is nobody's: the connection is given up with it.
+    let server = says(
+        b"HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\nabc\
+          HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\ndef",
+    );
+    let mut lane = narrow(&server.url());
+    for turn in 0..3 {
+        assert_eq!(get_one(&mut *lane, 1, 100).unwrap(), b"abc", "{turn}");
+    }
+    assert_eq!(server.connections(), 3);
+    // Words before the reply.
+    let server = says(
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n\
+          HTTP/1.1 206 P\r\nContent-Length: 3\r\nContent-Range: bytes 0-2/3\r\n\r\nabc",
+    );
+    assert_eq!(get_one(&mut *narrow(&server.url()), 1, 100).unwrap(), b"abc");
+    // An error that does not end is not read to its end.
+    let written = Arc::new(AtomicU64::new(0));
+    let counted = written.clone();
+    let server = always(move |_, stream| {
+        let head =
+            b"HTTP/1.1 404 No\r\nContent-Length: 4000000000\r\n\r\n<Error><Code>NoSuchKey</Code>";
+        let mut is_well = stream.write_all(head).is_ok();
+        while is_well {
+            is_well = stream.write_all(&[b'x'; 65536]).is_ok();
+            counted.fetch_add(u64::from(is_well) << 16, Ordering::SeqCst);
+        }
+        false
+    });
+    let got = in_time(2000 * MS, || get_at(&mut *narrow(&server.url()), &[(1, 0, 9)], 2000 * MS));
+    assert_eq!(got, [Err(Trouble::Absent)]);
+    assert!(written.load(Ordering::SeqCst) < 64 << 20);
+}
+
+#[test]
+fn servers_that_are_slow_on_purpose() {
+    let drip = |bytes: &'static [u8], each: u64| {
+        always(move |_, stream| {
+            stream.write_all(bytes).unwrap();
+            while stream.write_all(b"x").is_ok() {
+                std::thread::sleep(Duration::from_millis(each));
+            }
+            false
+        })
+    };
+    let servers = [
+        drip(b"HTTP/1.1 206 P\r\nContent-Length: 90\r\nContent-Range: bytes 0-89/90\r\n\r\n", 20),
+        drip(b"HTTP/1.1 200 OK\r\nA: ", 1),
+        drip(b"HTTP/1.1 500 No\r\n\r\n", 20),
+        always(|_, _| {
+            loop {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }),
+        // Words that say nothing, as fast as it can.
+        always(|_, stream| {
+            let head = b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-89/90\r\n\r\n";
+            stream.write_all(head).unwrap();
+            while stream.write_all(b"1\r\nx\r\n").is_ok() {
+                std::thread::sleep(Duration::from_millis(30));
+            }
+            false
+        }),
+    ];
+    for (number, server) in servers.iter().enumerate() {
+        let mut lane = lane(&server.url());
+        for _ in 0..2 {
+            let got =
+                in_time(300 * MS, || get_at(&mut *lane, &[(1, 0, 100), (2, 0, 100)], 300 * MS));
+            // A head that does not end is none once it is too long.
+            assert!(
+                got.iter().all(|got| matches!(got, Err(Trouble::Late | Trouble::Nonsense))),
+                "{number}: {got:?}"
+            );
+        }
+        let many: Vec<_> = (0..9).map(|n| (n, bytes_of(n, 1 << 20))).collect();
+        in_time(300 * MS, || put_in(&mut *lane, &many, 300 * MS));
+    }
+    let error = in_time(200 * MS, || lane(&servers[3].url()).greet(at(200 * MS))).unwrap_err();
+    assert_eq!(error.status(), Status::Timeout);
+    // It does not take what is sent to it.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let put = in_time(300 * MS, || put_in(&mut *lane(&url), &[(1, vec![1; 32 << 20])], 300 * MS));
+    assert_eq!(put, [Err(Trouble::Late)]);
+    drop(listener);
+    // Nobody is there; nobody has that name.
+    let mut lane = crate::s3::lane(&url);
+    let since = Instant::now();
+    let error = in_time(3000 * MS, || lane.greet(at(3000 * MS))).unwrap_err();
+    assert!(error.message().contains("refused"), "{error}");
+    assert!(since.elapsed() < Duration::from_millis(2900), "it does not wait for its deadline");
+    let mut lane = crate::s3::lane("http://no-such-host.invalid");
+    let error = lane.greet(at(20_000 * MS)).unwrap_err();
+    assert!(error.message().contains("no-such-host.invalid"), "{error}");
+    assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Gone));
+}
+
+/// It says why before it has heard all, and hears no more.
+#[test]
+fn an_object_that_is_refused_while_it_is_sent() {
+    for (status, trouble) in [
+        ("403 Forbidden", Err(Trouble::Denied)),
+        ("412 Precondition Failed", Ok(true)),
+        ("507 Insufficient Storage", Err(Trouble::Full)),
+    ] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut bytes = [0; 2000];
+            stream.read_exact(&mut bytes).unwrap();
+            let head = format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n");
+            stream.write_all(head.as_bytes()).unwrap();
+            // What is not read makes the end a hard one.
+            std::thread::sleep(Duration::from_millis(100));
+        });
+        let mut lane = narrow(&url);
+        let put = in_time(2000 * MS, || put_in(&mut *lane, &[(1, vec![1; 16 << 20])], 2000 * MS));
+        assert_eq!(put, [trouble], "{status}");
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn a_server_that_dies_and_comes_again() {
+    let bucket = Bucket::new(Quirks::default());
+    let server = bucket.serve();
+    let mut lane = lane(&server.url());
+    put_one(&mut *lane, 1, 1000).unwrap();
+    let (port, url) = (server.port, server.url());
+    drop(server);
+    for _ in 0..3 {
+        let got = in_time(3000 * MS, || get_at(&mut *lane, &[(1, 0, 1000); 20], 3000 * MS));
+        assert!(got.iter().all(|got| *got == Err(Trouble::Gone)), "{url}: {got:?}");
+    }
+    let again = bucket.clone();
+    let _server = Server::start_at(port, move |req, stream| again.answer(req, stream));
+    let since = Instant::now();
+    while get_at(&mut *lane, &[(1, 0, 1000)], 1000 * MS)[0] != Ok(bytes_of(1, 1000)) {
+        assert!(since.elapsed() < Duration::from_secs(15), "it did not recover");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,70 @@
+//! Stores on hosts of their own, and a bad line between them and the server: no byte is wrong, no
+//! op outlives its deadline.
+
+use std::thread::sleep;
+use std::time::Duration;
+
+use crate::stores_redis::crew::Crew;
+use crate::stores_redis::line::{Line, Relay};
+use kvtier_testkit::fixtures::apart::apart;
+use kvtier_testkit::fixtures::redis::{Server, is_there};
+
+const HOSTS: usize = 2;
+const DOCUMENTS: u32 = 24;
+
+/// In a process of its own: a thread of it leaves the network that others are in.
+#[test]
+fn hosts_with_a_bad_line_between() {
+    if is_there() {
+        apart(kvtier_testkit::test_name!("hosts_with_a_bad_line_between"), |_| {
+            std::thread::spawn(on_a_bad_line).join().expect("it went well");
+            Ok(())
+        });
+    }
+}
+
+fn pause() {
+    sleep(Duration::from_millis(600));
+}
+
+/// What is not held up by the kernel is held up by a relay.
+fn remote(host: &str, port: u16) -> String {
+    format!("redis(url=\"redis://{host}:{port}\", timeout=400, connect=400, absent=50)")
+}
+
+fn on_a_bad_line() {
+    let hosts = Line::begin();
+    if let Err(why) = &hosts {
+        println!("no hosts as namespaces here, a relay alone: {why}");
+    }
+    let server = match &hosts {
+        Ok(_) => Server::start(&["--bind", "0.0.0.0", "--protected-mode", "no"]),
+        Err(_) => Server::start(&[]),
+    };
+    let mut crew = Crew::start(HOSTS, hosts.is_ok());
+    let ids = crew.ids().into_iter().enumerate().filter(|_| hosts.is_ok());
+    let lines: Vec<Line> =
+        ids.map(|(number, id)| Line::join(number, id).expect("as it was tried")).collect();
+    let relay = (hosts != Ok(true)).then(|| Relay::start(server.port));
+    let host = |at: usize| lines.get(at).map_or("127.0.0.1".to_string(), Line::host);
+    let port = relay.as_ref().map_or(server.port, |relay| relay.port);
+    crew.open(DOCUMENTS, |at| remote(&host(at), port));
+    pause();
+    if let Some(relay) = &relay {
+        assert!(relay.cut() > 0, "nobody was connected");
+        pause();
+    }
+    // One of them is cut off, and comes again.
+    if let Some(line) = lines.first() {
+        line.set(false);
+        pause();
+        line.set(true);
+        pause();
+    }
+    let lost: Vec<u64> = lines.iter().map(Line::lost).collect();
+    crew.end();
+    let passed = relay.as_ref().map(Relay::passed);
+    println!("packets lost: {lost:?}; bytes that a relay held up: {passed:?}");
+    assert!(lost.iter().all(|lost| *lost > 0), "the line was not bad");
+    assert!(passed.is_none_or(|passed| passed > 1 << 20), "the relay was passed by");
+}

@@ -1,0 +1,69 @@
+//! Slots that move from one master to another while others read and write what is in them.
+
+use std::collections::BTreeSet;
+
+use kvtier_testkit::fixtures::redis::{Server, Wire, wait_until};
+
+/// Slots that are on their way at a time.
+const BATCH: usize = 60;
+
+/// How often nodes have sent somebody elsewhere: for good, and for now.
+fn sent_away(wires: &mut [Wire]) -> (u64, u64) {
+    let count = |said: &str, what: &str| {
+        let of = said.lines().find_map(|line| line.strip_prefix(what));
+        of.and_then(|count| count.trim().parse::<u64>().ok()).unwrap_or(0)
+    };
+    let of = |wire: &mut Wire| {
+        let said = wire.ask(&["INFO errorstats".to_string()]).concat().concat();
+        (count(&said, "errorstat_MOVED:count="), count(&said, "errorstat_ASK:count="))
+    };
+    wires.iter_mut().map(of).fold((0, 0), |all, of| (all.0 + of.0, all.1 + of.1))
+}
+
+fn keys(node: &Server) -> u64 {
+    node.cli(&["dbsize"]).parse().expect("a number")
+}
+
+/// One and the same line about each.
+fn lines(of: &[String], say: impl Fn(&str) -> String) -> Vec<String> {
+    of.iter().map(|it| say(it)).collect()
+}
+
+/// Moves all slots that hold anything from one of the masters to another, as an administrator
+/// does. In each batch somebody is sent after what has gone ahead, and somebody is told that it
+/// has moved.
+pub fn reshard(nodes: &[Server], masters: &[usize], from: usize, to: usize) {
+    let all = || masters.iter().map(|&at| keys(&nodes[at])).sum::<u64>();
+    let before = all();
+    let id = |at: usize| nodes[at].cli(&["cluster", "myid"]);
+    let (old, new) = (id(from), id(to));
+    let mut wires: Vec<Wire> = nodes.iter().map(|node| Wire::open(node.port)).collect();
+    let names = wires[from].ask(&["KEYS *".to_string()]).concat();
+    let slots = wires[from].ask(&lines(&names, |name| format!("CLUSTER KEYSLOT {name}"))).concat();
+    let slots: Vec<String> = slots.into_iter().collect::<BTreeSet<_>>().into_iter().collect();
+    let mut last = sent_away(&mut wires);
+    for batch in slots.chunks(BATCH) {
+        let set = |what: &str| lines(batch, |slot| format!("CLUSTER SETSLOT {slot} {what}"));
+        wires[to].done(&set(&format!("IMPORTING {old}")));
+        wires[from].done(&set(&format!("MIGRATING {new}")));
+        let list = lines(batch, |slot| format!("CLUSTER GETKEYSINSLOT {slot} 1000"));
+        let names = wires[from].ask(&list);
+        let port = nodes[to].port;
+        let go = |names: &Vec<String>| {
+            format!("MIGRATE 127.0.0.1 {port} \"\" 0 5000 KEYS {}", names.join(" "))
+        };
+        wires[from].done(&names.iter().map(go).collect::<Vec<_>>());
+        wait_until("somebody is sent after what has gone", || sent_away(&mut wires).1 > last.1);
+        // Whoever gets a slot hears it first: it must never be nobody's.
+        let others = masters.iter().filter(|at| ![from, to].contains(at)).copied();
+        for at in [to, from].into_iter().chain(others) {
+            wires[at].done(&set(&format!("NODE {new}")));
+        }
+        wait_until("somebody is told that it has moved", || sent_away(&mut wires).0 > last.0);
+        last = sent_away(&mut wires);
+    }
+    println!("{} slots moved, {} keys; sent away: {last:?}", slots.len(), names.len());
+    assert!(slots.len() > 100, "{}: too few to say anything", slots.len());
+    assert_eq!(keys(&nodes[from]), 0, "all that it had has moved");
+    assert_eq!(all(), before, "nothing was lost, nor is anything there twice");
+}

@@ -1,0 +1,257 @@
+//! A process with a store of its own: it does what it is told by lines, compares every byte that
+//! comes back with what it must be, and counts.
+
+use std::io::{BufRead, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::time::Duration;
+
+use kvtier::base::op::OpOpts;
+use kvtier::base::status::Status;
+use kvtier::kv::core::{Deed, Level};
+use kvtier::kv::spec::StoreSpec;
+
+use kvtier_testkit::fixtures::store::{Engine, Home, Model, Shape, document, marks_of, wait};
+
+/// Cells of 16 KiB.
+const MODEL: Model = Model { layers: 4, heads: 2, run: 256, chunk: 16 };
+const DEADLINE: Duration = Duration::from_secs(1);
+/// How much later an op may end where the machine has other work.
+const SLACK: Duration = Duration::from_secs(2);
+const BEAT: Duration = Duration::from_millis(10);
+/// What a process is that works, and which of how many.
+pub const PLACE: &str = "KVTIER_CREW_PLACE";
+/// What its lines begin with.
+pub const MARK: &str = "crew:";
+
+/// What it did.
+#[derive(Default)]
+struct Done {
+    put: u64,
+    located: u64,
+    got: u64,
+    compared: u64,
+    wrong: u64,
+    over: u64,
+    slowest_ms: u64,
+}
+
+/// A clock that stands still where the machine has no time for this process at all: no deadline
+/// can be held against that.
+struct Pulse(Arc<AtomicU64>);
+
+impl Pulse {
+    fn start() -> Pulse {
+        let beats = Arc::new(AtomicU64::new(0));
+        std::thread::spawn({
+            let beats = beats.clone();
+            move || loop {
+                std::thread::sleep(BEAT);
+                beats.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        Pulse(beats)
+    }
+
+    fn now(&self) -> Duration {
+        BEAT * self.0.load(Ordering::Relaxed) as u32
+    }
+}
+
+struct Worker {
+    home: Home,
+    space: u32,
+    pulse: Pulse,
+    done: Done,
+    /// Where chance is.
+    step: u32,
+}
+
+/// The process of [`crate::stores_redis::crew`]. Does nothing in a usual run.
+#[test]
+fn child() {
+    let Ok(place) = std::env::var(PLACE) else { return };
+    let (number, of) = place.split_once('/').expect("which of how many");
+    let place: (u32, u32) = (number.parse().expect("a number"), of.parse().expect("a number"));
+    let orders = orders();
+    let mut worker = None;
+    let mut documents = 0;
+    let mut is_working = false;
+    loop {
+        let order = match is_working {
+            true => match orders.try_recv() {
+                Err(TryRecvError::Empty) => None,
+                order => Some(order.expect("orders until the end")),
+            },
+            false => Some(orders.recv().expect("orders until the end")),
+        };
+        let Some(order) = order else {
+            let worker: &mut Worker = worker.as_mut().expect("it was opened");
+            worker.chance(documents);
+            continue;
+        };
+        let (word, rest) = order.split_once(' ').unwrap_or((&order, ""));
+        is_working = word == "work";
+        if word == "open" {
+            let (count, spec) = rest.split_once(' ').expect("documents and a spec");
+            documents = count.parse().expect("a number");
+            worker = Some(Worker::open(spec, place.0));
+        } else if word == "end" {
+            let ended = worker.take().expect("it was opened");
+            return say(&ended.end());
+        } else {
+            worker.as_mut().expect("it was opened").obey(word, rest, documents, place);
+        }
+        say(&worker.as_ref().expect("it was opened").told());
+    }
+}
+
+/// What it is told. Nobody is left to tell it anything where the other end is gone.
+fn orders() -> Receiver<String> {
+    let (tell, orders) = channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+            if tell.send(line).is_err() {
+                return;
+            }
+        }
+        std::process::exit(1);
+    });
+    orders
+}
+
+fn say(words: &str) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\n{MARK} {words}").and_then(|()| out.flush()).expect("a reader");
+}
+
+impl Worker {
+    fn open(spec: &str, number: u32) -> Worker {
+        let home = Home::open(&StoreSpec::parse(spec).expect("a sound spec"));
+        let space = home.space(3, &MODEL);
+        Worker { home, space, pulse: Pulse::start(), done: Done::default(), step: number * 7 }
+    }
+
+    fn obey(&mut self, word: &str, rest: &str, documents: u32, (number, of): (u32, u32)) {
+        let mut whole = |document| while !self.is_whole(document) {};
+        match word {
+            "work" | "rest" => {}
+            // Its own part of the documents, each until it is acknowledged.
+            "fill" => (number..documents).step_by(of as usize).for_each(|it| self.put(it)),
+            "all" => (0..documents).for_each(whole),
+            "put" => self.put(rest.parse().expect("a document")),
+            "find" => whole(rest.parse().expect("a document")),
+            _ => panic!("{word}: nobody knows that"),
+        }
+    }
+
+    fn put(&mut self, document: u32) {
+        while self.turn(document, true).0 != Status::Ok {
+            self.turn(document, false);
+            breathe();
+        }
+    }
+
+    /// All of a document came; else a moment has passed.
+    fn is_whole(&mut self, document: u32) -> bool {
+        let is_whole = self.turn(document, false) == (Status::Ok, tokens_of(document).len());
+        if !is_whole {
+            breathe();
+        }
+        is_whole
+    }
+
+    /// Any document, put or asked for.
+    fn chance(&mut self, documents: u32) {
+        self.step = self.step.wrapping_mul(1_103_515_245).wrapping_add(12345);
+        self.turn((self.step >> 16) % documents, (self.step >> 8) % 3 == 0);
+    }
+
+    /// One document: put, or found and got. How that went, and how many tokens came.
+    fn turn(&mut self, number: u32, is_put: bool) -> (Status, usize) {
+        let tokens = tokens_of(number);
+        let session = self.home.session(self.space, &tokens);
+        let went = match is_put {
+            true => self.put_in(session, &tokens),
+            false => self.get_from(session, &tokens),
+        };
+        self.home.end(session);
+        went
+    }
+
+    fn put_in(&mut self, session: u32, tokens: &[u32]) -> (Status, usize) {
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(3, tokens));
+        let began = self.pulse.now();
+        let (store, opts) = (&self.home.store, self.opts());
+        let ops = store.submit(session, Deed::Put, Level::Remote, engine.whole(), &opts);
+        let status = wait(&ops.expect("begun")[0]).status;
+        self.took(began);
+        self.done.put += u64::from(status == Status::Ok);
+        (status, 0)
+    }
+
+    fn get_from(&mut self, session: u32, tokens: &[u32]) -> (Status, usize) {
+        let began = self.pulse.now();
+        let located = self.home.store.locate(session, &self.opts()).expect("begun");
+        let located = wait(&located);
+        self.took(began);
+        if located.status != Status::Ok || located.tokens == 0 {
+            return (located.status, 0);
+        }
+        self.done.located += 1;
+        let mut engine = Engine::new(MODEL, Shape::Heads, located.tokens);
+        let began = self.pulse.now();
+        let (store, opts) = (&self.home.store, self.opts());
+        let ops = store.submit(session, Deed::Get, Level::Ram, engine.whole(), &opts);
+        let came = wait(&ops.expect("begun")[0]);
+        self.took(began);
+        self.done.wrong += engine.wrong_bytes(&marks_of(3, tokens), came.tokens);
+        self.done.compared += came.tokens as u64;
+        self.done.got += u64::from(came.status == Status::Ok);
+        (came.status, came.tokens)
+    }
+
+    fn opts(&self) -> OpOpts {
+        let deadline_ns = self.home.now_ns() + DEADLINE.as_nanos() as u64;
+        OpOpts { deadline_ns, ..OpOpts::default() }
+    }
+
+    fn took(&mut self, since: Duration) {
+        let took = self.pulse.now() - since;
+        self.done.over += u64::from(took > DEADLINE + SLACK);
+        self.done.slowest_ms = self.done.slowest_ms.max(took.as_millis() as u64);
+    }
+
+    /// Everything that is counted.
+    fn told(&self) -> String {
+        let Done { put, located, got, compared, wrong, over, slowest_ms } = self.done;
+        let far = self.home.store.with(|core| Ok(core.far_counters())).expect("open");
+        let far = far.expect("a remote");
+        let (fetched, corrupt, late) = (far.fetched, far.corrupt, far.late);
+        let (sent, failed, avoided) = (far.sent, far.failed_sends, far.avoided);
+        format!(
+            "put={put} located={located} got={got} compared={compared} wrong={wrong} over={over} \
+             slowest_ms={slowest_ms} fetched={fetched} corrupt={corrupt} late={late} sent={sent} \
+             failed={failed} avoided={avoided}"
+        )
+    }
+
+    fn end(self) -> String {
+        self.home.rest();
+        let told = self.told();
+        self.home.close();
+        told
+    }
+}
+
+/// What follows from a document's number.
+fn tokens_of(number: u32) -> Vec<u32> {
+    document(number, 16 * (2 + number as usize % 5))
+}
+
+/// Somebody who was refused tries again, but not at once.
+fn breathe() {
+    std::thread::sleep(Duration::from_millis(20));
+}

@@ -1,0 +1,864 @@
+//! Stores that come and go, and share a remote that does what remotes do on bad days: whatever
+//! happens there, no byte is wrong and every move ends; once it is well again all is found.
+
+use kvtier_testkit::fixtures::shared_core;
+use kvtier_testkit::fixtures::store as support;
+
+use std::collections::BTreeSet;
+
+use kvtier::base::clock::Clock;
+use kvtier::base::random::Random;
+use kvtier::base::status::Status;
+use kvtier::base::sync::{Arc, Mutex};
+use kvtier::device::Stream;
+use kvtier::device::host::Host;
+use kvtier::format::keys::block::BlockKeys;
+use kvtier::kv::core::blocks::BlockMove;
+use kvtier::kv::core::work::{Hands, Work};
+use kvtier::kv::core::{
+    Config, Core, Deed, FarConfig, FarCounters, Finished, Level, SessionOpts, SpaceOpts, Write,
+};
+use kvtier::kv::errands::Errands;
+use kvtier::kv::hands::Tools;
+use kvtier::meta::key::Key;
+use kvtier::tier::remote::breaker::Way;
+use kvtier::tier::remote::{Asks, Remote, Trouble};
+use kvtier_testkit::remote::simulated::{Fault, Plan, Simulated};
+use shared_core::Shared;
+use support::{Engine, Model, Shape, document, marks_of};
+
+/// Cells of 4 KiB.
+const MODEL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
+const SEEDS: u64 = 120;
+const STEPS: u32 = 60;
+const MINUTE_NS: u64 = 60_000_000_000;
+
+struct Twin {
+    core: Shared,
+    tools: Tools,
+    space: u32,
+    clock: Clock,
+}
+
+impl Twin {
+    fn open(remote: &Simulated, clock: &Clock, random: &mut Random) -> Twin {
+        let batch = 1 + random.below(8) as usize;
+        Twin::open_with(remote, clock, random, batch, 256)
+    }
+
+    fn open_with(
+        remote: &Simulated,
+        clock: &Clock,
+        random: &mut Random,
+        batch: usize,
+        rows: usize,
+    ) -> Twin {
+        Twin::open_as(remote, clock, random, (batch, rows), |_| ())
+    }
+
+    fn open_as(
+        remote: &Simulated,
+        clock: &Clock,
+        random: &mut Random,
+        (batch, rows): (usize, usize),
+        tune: impl FnOnce(&mut FarConfig),
+    ) -> Twin {
+        let mut far = FarConfig {
+            object_bytes: 8 << 10,
+            batch,
+            write: [Write::Through, Write::Back, Write::Never][random.below(3) as usize],
+            timeout_ns: 20_000_000,
+            known: 64,
+            absent_ns: 1_000_000,
+            seed: random.draw(),
+            ..FarConfig::default()
+        };
+        tune(&mut far);
+        let config = Config {
+            host_bytes: if rows > 1024 { 64 << 20 } else { 1 << 20 },
+            max_chunks: rows,
+            max_jobs: 16 + random.below(100) as u32,
+            batch_cells: 1 + random.below(8) as usize,
+            far: Some(far),
+            ..Config::default()
+        };
+        let mut core = Core::new(config, None, None).expect("opened");
+        core.tick(clock.now_ns());
+        let opts = SpaceOpts { key: Key([9; 32]), layout: MODEL.layout(), holes: false };
+        let space = core.open_space(&opts).expect("opened");
+        let far = Some(Errands::new(Arc::new(remote.clone()), clock.clone()));
+        let tools = Tools { device: Arc::new(Host::default()), disk: None, far };
+        let core = Shared(Arc::new(Mutex::new(core)));
+        Twin { core, tools, space, clock: clock.clone() }
+    }
+
+    fn with<R>(&self, act: impl FnOnce(&mut Core) -> R) -> R {
+        let mut core = self.core.0.lock();
+        core.tick(self.clock.now_ns());
+        act(&mut core)
+    }
+
+    fn rest(&self) {
+        for _ in 0..10_000 {
+            let mut idle = true;
+            for hands in Hands::ALL {
+                while let Some(mut work) = self.with(|core| core.take(hands)) {
+                    idle = false;
+                    let mut keeper = self.core.clone();
+                    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+                    let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut keeper) };
+                    self.with(|core| core.done(work, outcome, 1000));
+                }
+            }
+            if idle {
+                let waits = self.with(|core| core.what_waits());
+                assert!(self.with(|core| core.is_idle()), "it waits for nothing: {waits}");
+                return self.with(|core| core.check()).expect("the tables agree");
+            }
+        }
+        panic!("it never rests: {}", self.with(|core| core.what_waits()));
+    }
+
+    fn session(&self, tokens: &[u32]) -> u32 {
+        self.with(|core| {
+            let number = core.open_session(self.space, &SessionOpts::default()).expect("room");
+            core.append(number, tokens).expect("room");
+            number
+        })
+    }
+
+    /// The one move that has ended.
+    fn finished(&self) -> Finished {
+        self.rest();
+        let mut finished = Vec::new();
+        self.with(|core| core.finished(&mut finished));
+        let one = finished.pop().expect("it has ended");
+        assert!(finished.is_empty());
+        one
+    }
+
+    /// The end of a move: how, and its tokens.
+    fn ended(&self) -> (Status, usize) {
+        let one = self.finished();
+        (one.error.map_or(Status::Ok, |error| error.status()), one.tokens as usize)
+    }
+
+    /// That of blocks: how each went. The whole is as its parts.
+    fn ended_each(&self, names: &[u32]) -> Vec<Status> {
+        let one = self.finished();
+        let well = one.outcomes.iter().take_while(|&&status| status == Status::Ok).count();
+        assert_eq!((one.outcomes.len(), one.tokens as usize), (names.len(), 16 * well), "{one:?}");
+        assert_eq!(one.error.is_none(), well == names.len(), "{one:?}");
+        one.outcomes
+    }
+
+    fn begin_blocks(&self, deed: Deed, level: Level, names: &[u32], engine: &Engine) {
+        let (keys, views) = (keys_of(names), engine.whole().views);
+        let (first_layer, layers, after) = (0, MODEL.layers, None);
+        let blocks = BlockMove { keys, first_layer, layers, views, after };
+        let session = self.session(&[]);
+        self.with(|core| core.submit_blocks(session, (deed, level, 0), blocks)).expect("begun");
+        self.with(|core| core.close_session(session)).expect("open");
+    }
+
+    fn put_blocks(&self, names: &[u32], level: Level) -> Vec<Status> {
+        let mut engine = Engine::new(MODEL, Shape::Tokens, 16 * names.len());
+        engine.compute(&marks_in(names));
+        self.begin_blocks(Deed::Put, level, names, &engine);
+        self.ended_each(names)
+    }
+
+    /// Which blocks come; each byte of those is right.
+    fn get_blocks(&self, names: &[u32]) -> Vec<Status> {
+        let mut engine = Engine::new(MODEL, Shape::Tokens, 16 * names.len());
+        self.begin_blocks(Deed::Get, Level::Ram, names, &engine);
+        let each = self.ended_each(names);
+        for (at, _) in each.iter().enumerate().filter(|(_, status)| **status == Status::Ok) {
+            engine.check(&marks_in(names), 16 * at..16 * (at + 1), 0..MODEL.layers);
+        }
+        each
+    }
+
+    fn begin_locating(&self, names: &[u32]) -> (u32, u32) {
+        let session = self.session(&[]);
+        let begun = self.with(|core| core.locate_blocks(session, keys_of(names)));
+        (session, begun.expect("begun"))
+    }
+
+    fn locate_blocks(&self, names: &[u32]) -> Vec<Status> {
+        let (session, _) = self.begin_locating(names);
+        let each = self.ended_each(names);
+        self.with(|core| core.close_session(session)).expect("open");
+        each
+    }
+
+    /// What is said of blocks without asking anybody.
+    fn exists(&self, names: &[u32]) -> Vec<u8> {
+        let mut found = vec![0; names.len()];
+        let keys = keys_of(names);
+        self.with(|core| core.exists(self.space, &keys, &mut found)).expect("open");
+        found
+    }
+
+    fn put(&self, tokens: &[u32], level: Level) -> Status {
+        let session = self.session(tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(9, tokens));
+        let what = engine.whole();
+        self.with(|core| core.submit_rectangle(session, Deed::Put, level, 0, what)).expect("begun");
+        let (status, _) = self.ended();
+        self.with(|core| core.close_session(session)).expect("open");
+        status
+    }
+
+    /// How many tokens are found, and whether those then come; whatever comes is right.
+    fn find(&self, tokens: &[u32]) -> (usize, Status) {
+        let session = self.session(tokens);
+        self.with(|core| core.locate(session)).expect("begun");
+        let (status, found) = self.ended();
+        assert!(status == Status::Ok && found <= tokens.len(), "{status:?}, {found}");
+        let mut got = Status::Ok;
+        if found > 0 {
+            let mut engine = Engine::new(MODEL, Shape::Heads, found);
+            let what = engine.whole();
+            self.with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+                .expect("begun");
+            let came;
+            (got, came) = self.ended();
+            engine.check(&marks_of(9, tokens), 0..came, 0..MODEL.layers);
+        }
+        self.with(|core| core.close_session(session)).expect("open");
+        (found, got)
+    }
+
+    fn far(&self) -> FarCounters {
+        self.with(|core| core.far_counters()).expect("a remote")
+    }
+}
+
+fn keys_of(names: &[u32]) -> Vec<Key> {
+    let keys = BlockKeys::new(&Key([9; 32]));
+    names.iter().map(|name| keys.key(&name.to_le_bytes()).expect("a name")).collect()
+}
+
+/// What is in blocks of these names.
+fn marks_in(names: &[u32]) -> Vec<u64> {
+    names.iter().flat_map(|&name| marks_of(10, &document(name, 16))).collect()
+}
+
+fn plan(random: &mut Random) -> Plan {
+    let plan = Plan { down: 1 + random.below(30) as u32, ..Plan::default() };
+    match random.below(7) {
+        0 => plan,
+        1 => plan.often(Fault::Lost, 100_000).often(Fault::Late, 50_000),
+        2 => plan.often(Fault::Flip, 200_000).often(Fault::Truncate, 50_000),
+        3 => plan.often(Fault::Reorder, 200_000).often(Fault::Extend, 50_000),
+        4 => plan.often(Fault::Stale, 200_000).often(Fault::Forget, 100_000),
+        5 => plan.often(Fault::Full, 200_000).often(Fault::Failover, 50_000),
+        _ => plan.hostile(30_000),
+    }
+}
+
+#[test]
+fn whatever_the_remote_does_no_byte_is_wrong() {
+    let mut all = FarCounters::default();
+    let (mut located, mut missed) = (0, 0);
+    for seed in 0..SEEDS {
+        let (mut random, clock) = (Random::new(seed), Clock::manual(1));
+        let remote = Simulated::new(seed, plan(&mut random), clock.clone());
+        let mut twins = [0, 1].map(|_| Twin::open(&remote, &clock, &mut random));
+        let mut begun = BTreeSet::new();
+        for _ in 0..STEPS {
+            let at = random.below(2) as usize;
+            let tokens = document(random.below(6) as u32, 16 * (1 + random.below(8) as usize));
+            let level = [Level::Ram, Level::Remote][random.below(2) as usize];
+            let names: Vec<u32> =
+                (0..1 + random.below(10)).map(|_| random.below(30) as u32).collect();
+            match random.below(18) {
+                12..=13 => {
+                    begun.extend(names.clone());
+                    drop(twins[at].put_blocks(&names, level));
+                }
+                14..=17 => {
+                    let each = twins[at].locate_blocks(&names);
+                    let found = names.iter().zip(&each).filter(|(_, one)| **one == Status::Ok);
+                    let invented = found.filter(|(name, _)| !begun.contains(name)).count();
+                    assert!(invented == 0 || remote.struck(Fault::Reorder) > 0, "seed {seed}");
+                    let came = twins[at].get_blocks(&names);
+                    located += each.iter().filter(|&&one| one == Status::Ok).count();
+                    missed += came.iter().filter(|&&one| one != Status::Ok).count();
+                }
+                0..=4 => drop(twins[at].put(&tokens, level)),
+                5..=9 => drop(twins[at].find(&tokens)),
+                10 => {
+                    clock.advance(random.below(3_000_000_000));
+                    remote.set_plan(plan(&mut random));
+                }
+                _ => {
+                    all.add(&twins[at].far());
+                    twins[at] = Twin::open(&remote, &clock, &mut random);
+                }
+            }
+        }
+        twins.iter().for_each(|twin| all.add(&twin.far()));
+        // It is well again: what one puts another one gets.
+        remote.set_plan(Plan::default());
+        clock.advance(2 * MINUTE_NS);
+        let tokens = document(100 + seed as u32, 128);
+        // The first questions and puts see whether it is well; it may stay away for some.
+        let is_well = (0..100).any(|_| {
+            twins[0].find(&document(500, 16));
+            clock.advance(MINUTE_NS);
+            twins[0].put(&tokens, Level::Remote) == Status::Ok
+        });
+        assert!(is_well, "seed {seed}: {:?}", twins[0].far());
+        let fresh = Twin::open(&remote, &clock, &mut random);
+        assert_eq!(fresh.find(&tokens), (128, Status::Ok), "seed {seed}: {:?}", fresh.far());
+        assert_eq!((fresh.far().cells, fresh.far().corrupt), (32, 0), "seed {seed}");
+        let names: Vec<u32> = (1000..1001 + random.below(20) as u32).collect();
+        assert_eq!(twins[0].put_blocks(&names, Level::Remote), vec![Status::Ok; names.len()]);
+        let before = fresh.far().asked;
+        assert_eq!(fresh.locate_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
+        assert_eq!(fresh.far().asked - before, names.len() as u64);
+        assert_eq!(fresh.get_blocks(&names), vec![Status::Ok; names.len()], "seed {seed}");
+    }
+    assert!(located > SEEDS as usize && missed > SEEDS as usize, "{located}, {missed}");
+    // All of it happened.
+    let FarCounters { fetched, sent, corrupt, absent, late, failed_sends, removed, .. } = all;
+    for (count, what) in [
+        (fetched, "fetched"),
+        (sent, "sent"),
+        (corrupt, "corrupt"),
+        (absent, "absent"),
+        (late, "late"),
+        (failed_sends, "not sent"),
+        (removed, "removed"),
+    ] {
+        assert!(count > SEEDS, "{count} {what}: {all:?}");
+    }
+}
+
+#[test]
+fn who_is_in_a_hurry_does_not_wait_where_a_prefetch_waits() {
+    let clock = Clock::manual(1);
+    let remote = Simulated::new(1, Plan::default(), clock.clone());
+    let mut random = Random::new(5);
+    let one = Twin::open(&remote, &clock, &mut random);
+    let other = Twin::open_with(&remote, &clock, &mut random, 1, 256);
+    let documents: Vec<Vec<u32>> = (0..6).map(|number| document(number, 16)).collect();
+    for tokens in &documents {
+        assert_eq!(one.put(tokens, Level::Remote), Status::Ok);
+    }
+    // Six prefetches wait, each for the objects of its chunk; then one is wanted at once.
+    let sessions: Vec<u32> = documents.iter().map(|tokens| other.session(tokens)).collect();
+    for &session in &sessions {
+        other.with(|core| core.locate(session)).expect("begun");
+        assert_eq!(other.ended(), (Status::Ok, 16));
+    }
+    let mut engines: Vec<Engine> = (0..6).map(|_| Engine::new(MODEL, Shape::Heads, 16)).collect();
+    for (engine, &session) in engines.iter_mut().zip(&sessions) {
+        let mut what = engine.whole();
+        what.views = Default::default();
+        other
+            .with(|core| core.submit_rectangle(session, Deed::Prefetch, Level::Ram, 1, what))
+            .expect("begun");
+    }
+    let what = engines[5].whole();
+    let get = other
+        .with(|core| core.submit_rectangle(sessions[5], Deed::Get, Level::Ram, 0, what))
+        .expect("begun");
+    // Its two objects are the first that are fetched, though five others were wanted before.
+    for hands in [Hands::Fetch, Hands::Fetch, Hands::Copy, Hands::Copy, Hands::Copy, Hands::Copy] {
+        let Some(mut work) = other.with(|core| core.take(hands)) else { continue };
+        let mut keeper = other.core.clone();
+        // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+        let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
+        other.with(|core| core.done(work, outcome, 1000));
+    }
+    let mut ended = Vec::new();
+    other.with(|core| core.finished(&mut ended));
+    assert!(ended.iter().any(|one| one.number == get), "{ended:?}");
+    engines[5].check(&marks_of(9, &documents[5]), 0..16, 0..MODEL.layers);
+    other.rest();
+}
+
+/// Two stores with a remote that is well.
+fn well(max_chunks: usize) -> (Twin, Twin, Simulated, Clock) {
+    let (mut random, clock) = (Random::new(5), Clock::manual(1));
+    let remote = Simulated::new(5, Plan::default(), clock.clone());
+    let one = Twin::open(&remote, &clock, &mut random);
+    let other = Twin::open_with(&remote, &clock, &mut random, 4, max_chunks);
+    (one, other, remote, clock)
+}
+
+const OK: Status = Status::Ok;
+const NOT_FOUND: Status = Status::NotFound;
+
+#[test]
+fn blocks_of_one_are_located_and_got_by_another() {
+    let (one, other, _, _) = well(256);
+    assert_eq!(one.put_blocks(&[1, 2, 3], Level::Remote), [OK; 3]);
+    assert_eq!(other.get_blocks(&[1, 2]), [NOT_FOUND; 2]);
+    let names = [1, 9, 1, 3, 9];
+    assert_eq!(other.locate_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
+    // One that is named twice is asked for once.
+    assert_eq!((other.far().asked, other.far().found), (3, 2));
+    // The remote has it; it is not here.
+    assert_eq!(other.exists(&names), [8, 0, 8, 8, 0]);
+    assert_eq!(other.get_blocks(&names), [OK, NOT_FOUND, OK, OK, NOT_FOUND]);
+    assert_eq!((other.far().fetched, other.far().cells), (4, 8));
+    // Here now: nobody is asked.
+    assert_eq!(other.exists(&[1, 3]), [8 | 2 | 16; 2]);
+    assert_eq!(other.locate_blocks(&[1, 3]), [OK; 2]);
+    assert_eq!(other.far().asked, 3);
+    // What is not there is known for a moment, and asked for again then.
+    assert_eq!(other.locate_blocks(&[9]), [NOT_FOUND]);
+    assert_eq!(other.far().asked, 3);
+    other.clock.advance(MINUTE_NS);
+    assert_eq!(one.put_blocks(&[9], Level::Remote), [OK]);
+    assert_eq!(other.locate_blocks(&[9, 2]), [OK; 2]);
+    assert_eq!(other.far().asked, 5);
+    // One store's own are found without the remote.
+    assert_eq!(one.locate_blocks(&[1, 2, 3, 9]), [OK; 4]);
+    assert_eq!(one.far().asked, 0);
+    // What is dropped is forgotten there, too, and its row with it.
+    let session = other.session(&[]);
+    other.with(|core| core.drop_blocks(session, &keys_of(&[2]))).expect("open");
+    other.rest();
+    assert_eq!((other.exists(&[2]), other.locate_blocks(&[2])), (vec![0], vec![NOT_FOUND]));
+}
+
+#[test]
+fn located_blocks_keep_nobody_else_from_a_row() {
+    let (one, other, _, _) = well(40);
+    let names: Vec<u32> = (0..100).collect();
+    for some in names.chunks(20) {
+        assert_eq!(one.put_blocks(some, Level::Remote), [OK; 20]);
+    }
+    // More than there are rows: the last ones are those that have some.
+    let each = other.locate_blocks(&names);
+    assert_eq!(each, [[NOT_FOUND; 60].as_slice(), [OK; 40].as_slice()].concat());
+    assert_eq!(other.get_blocks(&[99]), [OK]);
+    // Others need the rows, all of them.
+    let own: Vec<u32> = (500..539).collect();
+    assert_eq!(other.put_blocks(&own, Level::Ram), [OK; 39]);
+    assert_eq!(other.exists(&names).iter().filter(|&&one| one != 0).count(), 1);
+    assert_eq!(other.get_blocks(&own), [OK; 39]);
+    // Nobody with something here leaves for a hint.
+    assert_eq!(other.locate_blocks(&[0, 99]), [NOT_FOUND, OK]);
+    assert_eq!(other.get_blocks(&own), [OK; 39]);
+}
+
+#[test]
+fn hints_of_blocks_are_as_many_as_names_are_known() {
+    let (one, other, _, _) = well(256);
+    let names: Vec<u32> = (0..100).collect();
+    for some in names.chunks(20) {
+        assert_eq!(one.put_blocks(some, Level::Remote), [OK; 20]);
+    }
+    let each = other.locate_blocks(&names);
+    assert_eq!(each.iter().filter(|&&one| one == OK).count(), 64);
+    assert_eq!(other.exists(&names).iter().filter(|&&one| one == 8).count(), 64);
+}
+
+#[test]
+fn questions_for_blocks_end_whatever_happens() {
+    let (one, other, remote, clock) = well(256);
+    let names: Vec<u32> = (0..100).collect();
+    assert_eq!(one.put_blocks(&names[..60], Level::Remote), [OK; 60]);
+    // Given up before anybody was asked; and while somebody was.
+    let (session, number) = other.begin_locating(&names);
+    other.with(|core| core.cancel(number, Status::Timeout));
+    assert_eq!(other.ended_each(&names), [Status::Timeout; 100]);
+    let (again, number) = other.begin_locating(&names);
+    let work = other.with(|core| core.take(Hands::Ask)).expect("a question");
+    other.with(|core| core.cancel(number, Status::Cancelled));
+    // Another has its number: the answer is none of its business.
+    let (_, next) = other.begin_locating(&names[50..]);
+    assert_eq!(number, next);
+    let mut finished = Vec::new();
+    other.with(|core| core.finished(&mut finished));
+    assert_eq!((finished.len(), finished[0].outcomes.clone()), (1, vec![Status::Cancelled; 100]));
+    other.with(|core| core.done(work, Ok(()), 1000));
+    // Its session is gone, and it goes on.
+    other.with(|core| core.close_session(session)).expect("open");
+    other.with(|core| core.close_session(again)).expect("open");
+    assert_eq!(other.ended_each(&names[50..]), [[OK; 10].as_slice(), &[NOT_FOUND; 40]].concat());
+    // Lost in the middle: what was heard counts.
+    clock.advance(2 * MINUTE_NS);
+    other.begin_locating(&names[..60]);
+    remote.set_plan(Plan::default().often(Fault::Lost, 1_000_000));
+    let each = other.ended_each(&names[..60]);
+    assert_eq!(each, [[NOT_FOUND; 50].as_slice(), &[OK; 10]].concat());
+    // Left alone: what is there counts for nothing meanwhile, and nobody is asked.
+    (0..5).for_each(|_| drop(other.locate_blocks(&names[..50])));
+    let asked = other.far().asked;
+    assert_eq!(other.locate_blocks(&names[50..60]), [NOT_FOUND; 10]);
+    assert_eq!((other.exists(&names[50..60]), other.far().asked), (vec![0; 10], asked));
+    assert_eq!(other.put_blocks(&[50], Level::Ram), [OK]);
+    assert_eq!(other.locate_blocks(&[50, 51]), [OK, NOT_FOUND]);
+    // Well again.
+    remote.set_plan(Plan::default());
+    clock.advance(2 * MINUTE_NS);
+    other.find(&document(500, 16));
+    assert_eq!(other.locate_blocks(&names[..60]), [OK; 60]);
+    assert_eq!(other.get_blocks(&names[..60]), [OK; 60]);
+}
+
+#[test]
+fn what_cannot_be_asked_for_is_refused() {
+    let (_, other, _, _) = well(256);
+    let session = other.session(&[]);
+    let ask = |blocks: usize| {
+        let keys = keys_of(&vec![7; blocks]);
+        other.with(|core| core.locate_blocks(session, keys)).map_err(|error| error.status())
+    };
+    assert_eq!((ask(0), ask(65_537)), (Err(Status::Limit), Err(Status::Limit)));
+    assert!((0..16).all(|_| ask(65_536).is_ok()));
+    assert_eq!(ask(1), Err(Status::Again));
+    other.rest();
+    let mut finished = Vec::new();
+    other.with(|core| core.finished(&mut finished));
+    assert_eq!((finished.len(), other.far().asked), (16, 1));
+    assert!(ask(1).is_ok());
+    other.rest();
+}
+
+/// Carries out one batch by hand.
+fn carry_out(twin: &Twin, hands: Hands, change: impl FnOnce(&mut Work)) {
+    let mut work = twin.with(|core| core.take(hands)).expect("there is work");
+    let mut keeper = twin.core.clone();
+    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+    let outcome = unsafe { twin.tools.work(&mut work, Stream(0), &mut keeper) };
+    change(&mut work);
+    twin.with(|core| core.done(work, outcome, 1000));
+}
+
+#[test]
+fn what_was_cut_on_its_way_stays_at_the_remote() {
+    let (one, other, remote, _) = well(256);
+    let tokens = document(1, 64);
+    assert_eq!(one.put(&tokens, Level::Remote), OK);
+    let names = remote.names();
+    assert_eq!(names.len(), 8);
+    // A reply that means nothing says nothing of the object.
+    let session = other.session(&tokens);
+    other.with(|core| core.locate(session)).expect("begun");
+    assert_eq!(other.ended(), (OK, 64));
+    let engine = Engine::new(MODEL, Shape::Tokens, 64);
+    let what = engine.whole();
+    other
+        .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+        .expect("begun");
+    carry_out(&other, Hands::Fetch, |work| {
+        let Work::Fetches(batch) = work else { panic!("no fetches") };
+        batch.fetches.iter_mut().for_each(|one| one.result = Err(Trouble::Nonsense));
+    });
+    assert_eq!(other.ended().1, 0);
+    other.with(|core| core.close_session(session)).expect("open");
+    assert_eq!((remote.names(), other.far().removed), (names.clone(), 0));
+    assert!(other.far().corrupt > 0);
+    assert_eq!(other.find(&tokens), (64, OK));
+
+    // What came whole and is wrong goes, and the remote is not believed any more.
+    for name in &names {
+        let mut bytes = remote.object(name).expect("there");
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        remote.plant(*name, bytes);
+    }
+    let (_, third, _, _) = well(256);
+    let tools = Tools {
+        far: Some(Errands::new(Arc::new(remote.clone()), third.clock.clone())),
+        ..third.tools.clone()
+    };
+    let third = Twin { tools, ..third };
+    assert_eq!(third.find(&tokens).0, 64);
+    assert!(third.far().corrupt >= 8, "{:?}", third.far());
+    let opened = third.with(|core| core.far_breaker().map(|breaker| breaker.opened()));
+    assert_eq!(opened, Some(1));
+    assert_eq!((remote.names(), third.far().removed), (vec![], 8));
+    // Who has it puts it there again.
+    assert_eq!(one.put(&tokens, Level::Remote), OK);
+    assert_eq!(remote.names(), names);
+}
+
+/// All that is wanted is known to be there: to see whether it is well again somebody has to ask.
+#[test]
+fn a_remote_that_is_well_again_is_found_out_by_whoever_knows_all() {
+    let (one, other, remote, clock) = well(256);
+    let (tokens, names) = (document(1, 64), [1, 2, 3]);
+    assert_eq!(one.put(&tokens, Level::Remote), OK);
+    assert_eq!(one.put_blocks(&names, Level::Remote), [OK; 3]);
+    let locate = || {
+        let session = other.session(&tokens);
+        other.with(|core| core.locate(session)).expect("begun");
+        let (status, found) = other.ended();
+        other.with(|core| core.close_session(session)).expect("open");
+        assert_eq!(status, OK);
+        found
+    };
+    for of_blocks in [false, true] {
+        assert_eq!((other.locate_blocks(&names), locate()), (vec![OK; 3], 64));
+        remote.set_plan(Plan::default().often(Fault::Lost, 1_000_000));
+        (0..5).for_each(|n| drop(other.locate_blocks(&[100 + n])));
+        assert!(other.with(|core| !core.far_breaker().expect("one").is_closed(Way::Read)));
+        assert_eq!((other.locate_blocks(&names), locate()), (vec![NOT_FOUND; 3], 0));
+        remote.set_plan(Plan::default());
+        clock.advance(5_000_000_000);
+        match of_blocks {
+            true => assert_eq!(other.locate_blocks(&names), [OK; 3]),
+            false => assert_eq!(locate(), 64),
+        }
+        assert!(other.with(|core| core.far_breaker().expect("one").is_closed(Way::Read)));
+    }
+}
+
+#[test]
+fn names_that_go_have_batches_of_their_own() {
+    let (one, _, remote, _) = well(256);
+    let names: Vec<u32> = (0..60).collect();
+    for some in names.chunks(20) {
+        assert_eq!(one.put_blocks(some, Level::Remote), [OK; 20]);
+    }
+    assert_eq!(remote.names().len(), 120);
+    let session = one.session(&[]);
+    one.with(|core| core.drop_blocks(session, &keys_of(&names))).expect("open");
+    one.begin_blocks(Deed::Put, Level::Remote, &[500], &Engine::new(MODEL, Shape::Tokens, 16));
+    let (mut gone, mut batches) = (0, 0);
+    while gone < 120 {
+        carry_out(&one, Hands::Send, |work| {
+            let Work::Sends(batch) = work else { panic!("no sends") };
+            assert!(batch.sends.is_empty() && (1..=32).contains(&batch.removals.len()));
+            // Of one batch a part came too late.
+            if batches == 0 && batch.removals.len() > 1 {
+                let late = batch.removals[1];
+                remote.plant(late, vec![0; 4096]);
+                batch.late.push(late);
+                (batch.removed, batch.trouble) = (batch.removed - 1, Some(Trouble::Late));
+            }
+            gone += batch.removed as usize;
+            batches += 1;
+        });
+    }
+    assert_eq!((remote.names(), one.far().removed), (vec![], 120));
+    assert!(one.with(|core| core.far_breaker().expect("one").is_closed(Way::Write)));
+    one.rest();
+    assert_eq!(remote.names().len(), 2);
+}
+
+/// A chunk that comes by layers is sent by the put after which none is missing, and not before.
+#[test]
+fn layers_that_come_one_after_the_other_are_sent_together() {
+    let (one, other, remote, _) = well(256);
+    let tokens = document(1, 64);
+    let mut engine = Engine::new(MODEL, Shape::Tokens, 64);
+    engine.compute(&marks_of(9, &tokens));
+    let put = |session: u32, layers: std::ops::Range<usize>| {
+        let what = engine.rectangle(0, 64, layers, false);
+        one.with(|core| core.submit_rectangle(session, Deed::Put, Level::Remote, 0, what))
+            .expect("begun");
+        one.ended().0
+    };
+    let session = one.session(&tokens);
+    assert_eq!(put(session, 0..2), OK);
+    assert_eq!(remote.names().len(), 0);
+    assert_eq!(put(session, 2..4), OK);
+    assert_eq!(remote.names().len(), 8);
+    assert_eq!(other.find(&tokens), (64, OK));
+    one.with(|core| core.close_session(session)).expect("open");
+    // In any order.
+    let session = one.session(&document(2, 64));
+    assert_eq!(put(session, 2..4), OK);
+    assert_eq!(remote.names().len(), 8);
+    assert_eq!(put(session, 0..2), OK);
+    assert_eq!(remote.names().len(), 16);
+    one.with(|core| core.close_session(session)).expect("open");
+}
+
+/// The object that a chunk is asked for by is there, and another one has gone: that is a miss, which
+/// is remembered for a while, and mended by the first who computes the chunk again.
+#[test]
+fn a_chunk_that_lacks_an_object_is_sent_again() {
+    let mut lacked = 0;
+    for lost in 0..2 {
+        let (one, _, remote, clock) = well(256);
+        let other = Twin::open_as(&remote, &clock, &mut Random::new(1), (4, 256), |far| {
+            far.write = Write::Through;
+        });
+        let tokens = document(1, 16);
+        assert_eq!(one.put(&tokens, Level::Remote), OK);
+        let names = remote.names();
+        assert_eq!(names.len(), 2);
+        let mut gone = Asks::default();
+        gone.name(names[lost]);
+        remote.lane().remove(&mut gone, u64::MAX);
+        assert_eq!(remote.names().len(), 1);
+        let locate = || {
+            let session = other.session(&tokens);
+            other.with(|core| core.locate(session)).expect("begun");
+            let (status, found) = other.ended();
+            other.with(|core| core.close_session(session)).expect("open");
+            assert_eq!(status, OK);
+            found
+        };
+        if locate() == 0 {
+            continue; // it is the one that is asked for
+        }
+        lacked += 1;
+        let session = other.session(&tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, 16);
+        let what = engine.whole();
+        other
+            .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+            .expect("begun");
+        assert_eq!(other.ended().1, 0, "{:?}", other.far());
+        assert_eq!((locate(), other.far().absent), (0, 1));
+        clock.advance(1_000_000_000);
+        // Somebody is told again that all of it is there, before who missed it has computed it.
+        assert_eq!(locate(), 16);
+        engine.compute(&marks_of(9, &tokens));
+        let what = engine.whole();
+        other
+            .with(|core| core.submit_rectangle(session, Deed::Put, Level::Ram, 0, what))
+            .expect("begun");
+        assert_eq!(other.ended().0, OK);
+        assert_eq!(remote.names(), names);
+        assert_eq!((other.far().sent, other.far().known_there), (1, 1), "{:?}", other.far());
+        // It is whole, and not sent again.
+        assert_eq!(other.put(&tokens, Level::Ram), OK);
+        assert_eq!((other.far().sent, other.far().known_there), (1, 1));
+        other.with(|core| core.close_session(session)).expect("open");
+    }
+    assert_eq!(lacked, 1);
+}
+
+/// A remote that does not answer keeps nobody who gives up: what comes all the same is for others.
+#[test]
+fn who_gives_up_does_not_wait_for_a_remote() {
+    let (one, other, _, _) = well(256);
+    let tokens = document(1, 16);
+    assert_eq!(one.put(&tokens, Level::Remote), OK);
+    let session = other.session(&tokens);
+    other.with(|core| core.locate(session)).expect("begun");
+    assert_eq!(other.ended(), (OK, 16));
+    let mut engines = [0, 1].map(|_| Engine::new(MODEL, Shape::Tokens, 16));
+    let get = |at: usize| {
+        let what = engines[at].whole();
+        other
+            .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+            .expect("begun")
+    };
+    let (first, second) = (get(0), get(1));
+    let mut work = other.with(|core| core.take(Hands::Fetch)).expect("there is work");
+    other.with(|core| core.cancel(first, Status::Cancelled));
+    let mut ended = Vec::new();
+    other.with(|core| core.finished(&mut ended));
+    let status = |one: &Finished| one.error.as_ref().map(|error| error.status());
+    assert_eq!(ended.iter().map(status).collect::<Vec<_>>(), [Some(Status::Cancelled)]);
+    assert_eq!((ended[0].number, ended[0].last), (first, true));
+    let mut keeper = other.core.clone();
+    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+    let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
+    other.with(|core| core.done(work, outcome, 1000));
+    let one = other.finished();
+    assert_eq!((one.number, one.tokens, status(&one)), (second, 16, None));
+    engines[1].check(&marks_of(9, &tokens), 0..16, 0..MODEL.layers);
+    assert_eq!(other.far().cells, 4);
+    other.with(|core| core.close_session(session)).expect("open");
+    other.rest();
+}
+
+/// What is known of very long sessions is noted bit by bit, and all of it in the end.
+#[test]
+fn what_is_known_of_many_chunks_is_all_noted() {
+    const CHUNKS: usize = 2200;
+    let (mut random, clock) = (Random::new(5), Clock::manual(1));
+    let remote = Simulated::new(5, Plan::default(), clock.clone());
+    let mut open =
+        || Twin::open_as(&remote, &clock, &mut random, (32, 2 * CHUNKS), |far| far.known = 16_384);
+    let (one, other) = (open(), open());
+    let tokens = document(1, 16 * CHUNKS);
+    let session = one.session(&tokens);
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(9, &tokens));
+    for first in (0..tokens.len()).step_by(320) {
+        let count = 320.min(tokens.len() - first);
+        let what = engine.rectangle(first, count, 0..MODEL.layers, false);
+        one.with(|core| core.submit_rectangle(session, Deed::Put, Level::Remote, 0, what))
+            .expect("begun");
+        assert_eq!(one.ended().0, OK);
+    }
+    one.with(|core| core.close_session(session)).expect("open");
+    let locate = |begins: bool| {
+        let session = other.session(&tokens);
+        let asked = other.far().asked;
+        if begins {
+            other.rest(); // whoever was told of the session asks
+        } else {
+            other.with(|core| core.locate(session)).expect("begun");
+            assert_eq!(other.ended(), (OK, tokens.len()));
+        }
+        let found = other.with(|core| core.lookup(other.space, &tokens).expect("sound").tokens);
+        other.with(|core| core.close_session(session)).expect("open");
+        (found as usize, other.far().asked - asked)
+    };
+    assert_eq!(locate(false), (tokens.len(), CHUNKS as u64));
+    // All is remembered, and nothing is asked for: more than fits in one go.
+    for begins in [false, true] {
+        let (found, asked) = locate(begins);
+        // A few names have lost their place to others.
+        assert!(found == tokens.len() && asked < 50, "{found}, {asked}");
+    }
+    assert!(other.far().remembered > 2 * CHUNKS as u64 - 100, "{:?}", other.far());
+}
+
+/// Batches from a remote end in any order, so policies learn of chunks after those that continue
+/// them: what cannot leave for that reason is not chosen for ever, and others make room.
+#[test]
+fn what_came_in_any_order_makes_room() {
+    const TOKENS: usize = 40 * 16;
+    for seed in 0..40 {
+        let (mut random, clock) = (Random::new(seed), Clock::manual(1));
+        let remote = Simulated::new(5, Plan::default(), clock.clone());
+        let one = Twin::open(&remote, &clock, &mut random);
+        let batch = 1 + random.below(16) as usize;
+        let other = Twin::open_with(&remote, &clock, &mut random, batch, 106);
+        let documents: Vec<Vec<u32>> = (1..8).map(|number| document(number, TOKENS)).collect();
+        for tokens in &documents {
+            assert_eq!(one.put(tokens, Level::Remote), OK);
+        }
+        for tokens in &documents {
+            let session = other.session(tokens);
+            other.with(|core| core.locate(session)).expect("begun");
+            assert_eq!(other.ended(), (OK, TOKENS));
+            let mut engine = Engine::new(MODEL, Shape::Tokens, TOKENS);
+            let what = engine.whole();
+            other
+                .with(|core| core.submit_rectangle(session, Deed::Get, Level::Ram, 0, what))
+                .expect("begun");
+            loop {
+                let take = || other.with(|core| core.take(Hands::Fetch));
+                let mut batches: Vec<Work> = std::iter::from_fn(take).collect();
+                if batches.is_empty() {
+                    break;
+                }
+                while !batches.is_empty() {
+                    let mut work = batches.swap_remove(random.below(batches.len() as u64) as usize);
+                    let mut keeper = other.core.clone();
+                    // SAFETY: engines outlive this call, and nobody else has the stores' memory.
+                    let outcome = unsafe { other.tools.work(&mut work, Stream(0), &mut keeper) };
+                    other.with(|core| core.done(work, outcome, 1000));
+                }
+            }
+            assert_eq!(other.ended(), (OK, TOKENS), "{seed}");
+            engine.check(&marks_of(9, tokens), 0..TOKENS, 0..MODEL.layers);
+            other.with(|core| core.close_session(session)).expect("open");
+        }
+        // Nor do rows, nor memory that others need, wait for such chunks.
+        assert_eq!(other.put(&document(99, 60 * 16), Level::Ram), OK, "{seed}");
+        other.with(|core| core.shrink(1 << 20));
+        other.rest();
+        assert_eq!(other.find(&documents[0]), (TOKENS, OK), "{seed}");
+    }
+}

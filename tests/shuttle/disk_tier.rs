@@ -1,0 +1,156 @@
+//! The disk tier under a model checker that picks the interleavings of append,
+//! commit, read, forget, clean and checkpoint:
+//! `cargo test --features shuttle --test shuttle_disk`.
+
+use std::sync::Arc;
+
+use kvtier::tier::disk::DiskTier;
+use kvtier_testkit::disk::{SimFiles, SimOpts};
+use shuttle::thread;
+
+use kvtier_testkit::fixtures::disk;
+use kvtier_testkit::fixtures::disk_shared;
+
+use disk_shared::Shared;
+
+const ROUNDS: usize = 2000;
+
+fn start(
+    body: impl FnOnce(&DiskTier, &Shared) + Send + 'static,
+    at: &At,
+) -> thread::JoinHandle<()> {
+    let (tier, shared) = at.clone();
+    thread::spawn(move || body(&tier, &shared))
+}
+
+type At = (Arc<DiskTier>, Arc<Shared>);
+
+/// Whatever the order: what was durable and wanted is there after the power fails,
+/// once, and what was forgotten is not.
+#[test]
+fn append_read_clean_and_checkpoint_agree() {
+    let body = || {
+        let sim = SimFiles::new(7, SimOpts::default());
+        let (tier, ..) = disk::open(&sim).expect("a new store");
+        let at: At = (Arc::new(tier), Arc::new(Shared::new()));
+        let (tier, shared) = &at;
+        shared.append(tier, 1, &[0, 1]).expect("room");
+        shared.append(tier, 2, &[0]).expect("room");
+        tier.put_session(b"old", b"what it was").expect("room");
+        let threads = [
+            start(
+                |tier, shared| {
+                    let mark = shared.append(tier, 3, &[0]).expect("room");
+                    tier.commit(mark).expect("a sync");
+                },
+                &at,
+            ),
+            start(
+                |tier, shared| {
+                    shared.clean(tier, 1);
+                },
+                &at,
+            ),
+            start(
+                |tier, shared| {
+                    shared.read(tier, 1);
+                    tier.put_session(b"new", b"what it is").expect("room");
+                },
+                &at,
+            ),
+            start(
+                |tier, shared| {
+                    let mark = shared.drop_chunk(tier, 2, true).expect("room");
+                    tier.commit(mark.expect("written")).expect("a sync");
+                },
+                &at,
+            ),
+            start(|tier, shared| shared.checkpoint(tier).expect("room"), &at),
+        ];
+        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        tier.commit_all().expect("a sync");
+        tier.sweep();
+        let live: u32 = tier.segments().iter().map(|segment| segment.live_blocks).sum();
+        assert_eq!(live, 4, "blocks of two cells of chunk 1 and of one of chunk 3");
+        sim.crash().expect("memory");
+        let (tier, found, _) = disk::open(&sim.reopen()).expect("it opens");
+        shared.check(&tier, &found, &[2]);
+        let names: Vec<&[u8]> = found.sessions.iter().map(|session| &*session.name).collect();
+        assert_eq!(names, [&b"new"[..], &b"old"[..]]);
+    };
+    shuttle::check_random(body, ROUNDS);
+}
+
+/// A segment that has nothing but a record without cells is not taken for an empty one
+/// before that is counted.
+#[test]
+fn what_was_just_noted_is_not_swept_away() {
+    let body = || {
+        let sim = SimFiles::new(7, SimOpts::default());
+        let (tier, ..) = disk::open(&sim).expect("a new store");
+        let at: At = (Arc::new(tier), Arc::new(Shared::new()));
+        let (tier, shared) = &at;
+        shared.append(tier, 1, &[0]).expect("room");
+        shared.append(tier, 2, &[0]).expect("room");
+        tier.close().expect("a sync");
+        let threads = [
+            start(
+                |tier, shared| {
+                    let mark = shared.drop_chunk(tier, 2, true).expect("room");
+                    tier.commit(mark.expect("written")).expect("a sync");
+                },
+                &at,
+            ),
+            start(
+                |tier, _| {
+                    let mark = tier.put_session(b"new", b"what it is").expect("room");
+                    tier.commit(mark).expect("a sync");
+                },
+                &at,
+            ),
+            start(
+                |tier, _| {
+                    for _ in 0..2 {
+                        tier.close().expect("a sync");
+                        tier.sweep();
+                    }
+                },
+                &at,
+            ),
+        ];
+        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        sim.crash().expect("memory");
+        let (tier, found, _) = disk::open(&sim.reopen()).expect("it opens");
+        shared.check(&tier, &found, &[2]);
+        assert_eq!(found.sessions.len(), 1);
+    };
+    shuttle::check_random(body, ROUNDS);
+}
+
+/// What is written while a checkpoint begins, and that the checkpoint takes for its own,
+/// is in it: a session, and a cell that cleaning moves.
+#[test]
+fn a_checkpoint_has_what_is_written_while_it_begins() {
+    let body = || {
+        let sim = SimFiles::new(7, SimOpts::default());
+        let (tier, ..) = disk::open(&sim).expect("a new store");
+        let at: At = (Arc::new(tier), Arc::new(Shared::new()));
+        let (tier, shared) = &at;
+        shared.append(tier, 1, &[0]).expect("room");
+        tier.close().expect("a sync");
+        let threads = [
+            start(|tier, _| _ = tier.put_session(b"new", b"what it is").expect("room"), &at),
+            start(|tier, shared| _ = shared.clean(tier, 1), &at),
+            start(|tier, shared| shared.checkpoint(tier).expect("room"), &at),
+        ];
+        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        tier.commit_all().expect("a sync");
+        tier.sweep();
+        sim.crash().expect("memory");
+        let (tier, found, _) = disk::open(&sim.reopen()).expect("it opens");
+        shared.check(&tier, &found, &[]);
+        assert_eq!(found.sessions.len(), 1, "the session");
+    };
+    // Few switches, anywhere: by chance alone the cover is always first.
+    shuttle::check_pct(body, ROUNDS, 3);
+}

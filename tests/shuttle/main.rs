@@ -1,0 +1,8 @@
+//! What threads share, under a model checker that picks the interleavings:
+//! `cargo test --no-default-features --features shuttle --test shuttle`.
+#![cfg(feature = "shuttle")]
+#![allow(missing_docs)]
+
+mod disk_tier;
+mod runtime;
+mod store_core;

@@ -1,0 +1,484 @@
+//! What decides in a store, under a model checker that picks the interleavings of its
+//! hands and a caller: residency and references of chunks, jobs, what leaves and what
+//! comes back: `cargo test --features shuttle --test shuttle_core`.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier::base::clock::Clock;
+use kvtier::base::status::Status;
+use kvtier::base::sync::{Condvar, Mutex};
+use kvtier::device::Stream;
+use kvtier::device::host::Host;
+use kvtier::kv::core::books::{Books, Page};
+use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
+use kvtier::kv::core::work::Hands;
+use kvtier::kv::core::{
+    Config, Core, Deed, Finished, Level, Rectangle, SessionOpts, SpaceOpts, Wanted, Write,
+};
+use kvtier::kv::hands::Tools;
+use kvtier::meta::chunks::Pin;
+use kvtier::meta::dtype::Dtype;
+use kvtier::meta::key::Key;
+use kvtier::meta::layout::{Group, Layout};
+use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
+use kvtier_testkit::disk::{SimFiles, SimOpts};
+use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
+use shuttle::thread;
+
+const ROUNDS: usize = 1500;
+const CHUNK: usize = 4;
+const LAYERS: usize = 2;
+/// Bytes of K, and of V, a token.
+const TOKEN: usize = 16;
+const SEGMENT: u64 = 16 * 4096;
+
+/// In all schedules: cells that came from disk, and puts that were given up in time. No
+/// part of the model.
+static FROM_DISK: AtomicU64 = AtomicU64::new(0);
+static GIVEN_UP: AtomicU64 = AtomicU64::new(0);
+
+/// The core as hands, keepers and callers share it.
+struct State {
+    core: Core,
+    /// What moves that have ended came to, by ticket: numbers are used again.
+    finished: BTreeMap<usize, Finished>,
+    /// The ticket of the last move of each number.
+    tickets: BTreeMap<u32, usize>,
+    stop: bool,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    tools: Tools,
+}
+
+#[derive(Clone)]
+struct Asker(Arc<Shared>);
+
+impl Books for Asker {
+    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
+        self.0.state.lock().core.page(from, page)
+    }
+}
+
+impl Keeper for Asker {
+    fn wants(&mut self, cell: &CellAt) -> bool {
+        self.0.state.lock().core.wants(cell)
+    }
+
+    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
+        self.0.state.lock().core.moved(cell, to)
+    }
+
+    fn lost(&mut self, cell: &CellAt) -> bool {
+        panic!("nothing was damaged, and {cell:?} is")
+    }
+}
+
+impl Shared {
+    /// A store whose memory has room for 16 cells.
+    fn open() -> Arc<Shared> {
+        Shared::on(&SimFiles::new(3, SimOpts::default()), 40, Config::default())
+    }
+
+    /// The same on a disk of so many segments.
+    fn on(files: &SimFiles, segments: u64, config: Config) -> Arc<Shared> {
+        let host_bytes = if config.host_bytes < 1 << 20 { config.host_bytes } else { 64 << 10 };
+        let config = Config {
+            host_bytes,
+            host_policy: "lru".into(),
+            write: Write::Back,
+            max_chunks: 64,
+            max_sessions: 8,
+            max_moves: 16,
+            max_jobs: 12,
+            events: 16,
+            batch_cells: 3,
+            ..config
+        };
+        let clock = Clock::manual(1);
+        let options =
+            Options { segment_bytes: SEGMENT, clock, ..Options::new(segments * SEGMENT, [7; 16]) };
+        let opened = DiskTier::open(Arc::new(files.clone()), options);
+        let (disk, found, _) = opened.expect("a sound store");
+        let disk = Arc::new(disk);
+        let mut core = Core::new(config, None, Some(disk.clone())).expect("memory");
+        core.tick(1);
+        core.adopt(&found).expect("memory");
+        let group =
+            Group::gqa(0..LAYERS as u16, 1, (TOKEN / 2) as u32, Dtype::F16).expect("a group");
+        let layout = Layout::new(CHUNK as u32, vec![group]).expect("a layout");
+        core.open_space(&SpaceOpts { key: Key([1; 32]), layout, holes: false }).expect("room");
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
+        let (finished, tickets) = (BTreeMap::new(), BTreeMap::new());
+        let state = Mutex::new(State { core, finished, tickets, stop: false });
+        Arc::new(Shared { state, changed: Condvar::new(), tools })
+    }
+
+    /// Does something to the core; whoever waits looks again.
+    fn with<R>(&self, act: impl FnOnce(&mut Core) -> R) -> R {
+        let mut state = self.state.lock();
+        let result = act(&mut state.core);
+        state.collect();
+        drop(state);
+        self.changed.notify_all();
+        result
+    }
+
+    /// Begins a move of the whole of a session; its ticket.
+    fn submit(&self, session: u32, deed: Deed, level: Level, engine: &mut Engine) -> usize {
+        self.submit_from(session, deed, level, engine, 0)
+    }
+
+    /// The same from a token on.
+    fn submit_from(
+        &self,
+        session: u32,
+        deed: Deed,
+        level: Level,
+        engine: &mut Engine,
+        first: usize,
+    ) -> usize {
+        let rectangle = engine.rectangle_from(first);
+        let mut state = self.state.lock();
+        let number = state.core.submit_rectangle(session, deed, level, 0, rectangle);
+        let ticket = state.tickets.len() + state.finished.len();
+        let before = state.tickets.insert(number.expect("room for a move"), ticket);
+        assert!(before.is_none(), "a number that is in use");
+        state.collect();
+        drop(state);
+        self.changed.notify_all();
+        ticket
+    }
+
+    /// The life of hands.
+    fn serve(self: &Arc<Shared>, kinds: &[Hands]) {
+        let mut keeper = Asker(self.clone());
+        loop {
+            let take = |core: &mut Core| kinds.iter().find_map(|&hands| core.take(hands));
+            let Some(mut work) = self.with(take) else {
+                let mut state = self.state.lock();
+                if state.stop {
+                    return;
+                }
+                if !kinds.iter().any(|&hands| state.core.has_work(hands)) {
+                    self.changed.wait(&mut state);
+                }
+                continue;
+            };
+            // SAFETY: the core waits for this work, and callers keep their memory until
+            // their moves have ended.
+            let outcome = unsafe { self.tools.work(&mut work, Stream(0), &mut keeper) };
+            self.with(|core| core.done(work, outcome, 0));
+        }
+    }
+
+    /// Gives a move up, unless it has ended.
+    fn cancel(&self, ticket: usize) {
+        let mut state = self.state.lock();
+        let number = state.tickets.iter().find(|(_, of)| **of == ticket).map(|(&number, _)| number);
+        if let Some(number) = number {
+            state.core.cancel(number, Status::Cancelled);
+        }
+        state.collect();
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Waits until something holds.
+    fn wait(&self, holds: impl Fn(&State) -> bool) {
+        let mut state = self.state.lock();
+        while !holds(&state) {
+            self.changed.wait(&mut state);
+        }
+    }
+
+    /// Waits for the end of a move, and says how it went.
+    fn end_of(&self, ticket: usize) -> Finished {
+        self.wait(|state| state.finished.contains_key(&ticket));
+        let state = self.state.lock();
+        let one = &state.finished[&ticket];
+        one.clone()
+    }
+}
+
+impl State {
+    fn collect(&mut self) {
+        let mut ended = Vec::new();
+        self.core.finished(&mut ended);
+        for one in ended {
+            let ticket = self.tickets.remove(&one.number).expect("it was begun");
+            assert!(self.finished.insert(ticket, one).is_none(), "one end a move");
+        }
+    }
+}
+
+/// What a token has in a plane: it follows from all tokens before it.
+fn content(tokens: &[u32], plane: usize) -> Vec<u8> {
+    let mut mark = plane as u32 + 1;
+    let bytes = tokens.iter().flat_map(|&token| {
+        mark = mark.wrapping_mul(0x9E37_79B1).wrapping_add(token);
+        [(mark >> 13) as u8 & 0x3B; TOKEN]
+    });
+    bytes.collect()
+}
+
+/// The tensors of a caller: K and V of each layer.
+struct Engine {
+    planes: Vec<Vec<u8>>,
+}
+
+impl Engine {
+    fn new(tokens: &[u32], is_full: bool) -> Engine {
+        let plane = |n| match is_full {
+            true => content(tokens, n),
+            false => vec![0xA5; tokens.len() * TOKEN],
+        };
+        Engine { planes: (0..2 * LAYERS).map(plane).collect() }
+    }
+
+    /// All of a session from a token on.
+    fn rectangle_from(&mut self, first: usize) -> Rectangle {
+        let count = self.planes[0].len() / TOKEN - first;
+        let mut views = Vec::new();
+        for layer in self.planes.chunks_mut(2) {
+            let view = |plane: &mut Vec<u8>| {
+                let address = plane.as_mut_ptr() as u64 + (first * TOKEN) as u64;
+                PlaneView::canonical(address, count as u32, TOKEN as u64)
+            };
+            let [k, v] = layer else { unreachable!("two planes") };
+            views.push(LayerViews { k: view(k), v: Some(view(v)) });
+        }
+        Rectangle {
+            first_token: first as u64,
+            tokens: count as u64,
+            first_layer: 0,
+            layers: LAYERS,
+            by_layer: false,
+            wanted: Wanted::All,
+            views: kvtier::base::sync::Arc::new(Views(views)),
+            after: None,
+        }
+    }
+
+    fn check(&self, tokens: &[u32], count: usize) {
+        for (n, plane) in self.planes.iter().enumerate() {
+            let right = content(tokens, n);
+            assert!(plane[..count * TOKEN] == right[..count * TOKEN], "plane {n} is wrong");
+        }
+    }
+}
+
+/// A session with these tokens.
+fn session(shared: &Shared, tokens: &[u32]) -> u32 {
+    shared.with(|core| {
+        let number = core.open_session(0, &SessionOpts::default()).expect("room");
+        core.append(number, tokens).expect("room");
+        number
+    })
+}
+
+/// What a caller does: sessions that share a prefix, a put that is given up while another
+/// waits for its cells, a get beside the put it waits for, and then more than memory has
+/// room for. Whether the put was given up in time.
+fn call(shared: &Shared) -> bool {
+    let a: Vec<u32> = (0..14).collect();
+    let b: Vec<u32> = (0..8).chain(50..56).collect();
+    let c: Vec<u32> = (100..120).collect();
+    let (first, second) = (session(shared, &a), session(shared, &b));
+    let mut puts = [Engine::new(&a, true), Engine::new(&b, true)];
+    let mut back = Engine::new(&a, false);
+    let beside = shared.submit(second, Deed::Put, Level::Ram, &mut puts[1]);
+    let put = shared.submit(first, Deed::Put, Level::Disk, &mut puts[0]);
+    let get = shared.submit(first, Deed::Get, Level::Ram, &mut back);
+    shared.cancel(beside);
+    shared.with(|core| {
+        core.pin(first, 0, 4, Pin { priority: 1, until_ns: u64::MAX }).expect("it is there");
+    });
+    let (put, beside, get) = (shared.end_of(put), shared.end_of(beside), shared.end_of(get));
+    assert!(put.error.is_none(), "{put:?}");
+    let status = beside.error.as_ref().map(|error| error.status());
+    assert!(matches!(status, None | Some(Status::Cancelled)), "{beside:?}");
+    // It may have come before the put had begun some cells: then those are misses.
+    back.check(&a, get.tokens as usize);
+    shared.with(|core| {
+        core.close_session(first).expect("it is open");
+        core.truncate(second, 8).expect("it is open");
+        core.ask_for_checkpoint();
+    });
+    let third = session(shared, &c);
+    let mut last = Engine::new(&c, true);
+    let put = shared.submit(third, Deed::Put, Level::Durable, &mut last);
+    let again = session(shared, &a);
+    let mut back = Engine::new(&a, false);
+    let get = shared.submit(again, Deed::Get, Level::Ram, &mut back);
+    let put = shared.end_of(put);
+    assert!(put.error.is_none(), "{put:?}");
+    let get = shared.end_of(get);
+    // Full chunks were on disk: they are there, wherever they are now.
+    assert!(get.tokens >= 12, "{get:?}");
+    back.check(&a, get.tokens as usize);
+    for session in [second, third, again] {
+        shared.with(|core| core.close_session(session)).expect("it is open");
+    }
+    status.is_some()
+}
+
+fn run() {
+    let shared = Shared::open();
+    let hands: Vec<_> =
+        [&[Hands::Copy, Hands::Read][..], &[Hands::Write, Hands::Sync, Hands::Upkeep]]
+            .into_iter()
+            .map(|kinds| {
+                let shared = shared.clone();
+                thread::spawn(move || shared.serve(kinds))
+            })
+            .collect();
+    let was_given_up = call(&shared);
+    shared.with(Core::write_all_down);
+    shared.wait(|state| state.core.is_quiet());
+    shared.state.lock().stop = true;
+    shared.changed.notify_all();
+    hands.into_iter().for_each(|hand| hand.join().expect("no panic"));
+    let state = shared.state.lock();
+    assert_eq!((state.finished.len(), state.tickets.len()), (5, 0));
+    state.core.check().expect("tables agree with each other and with the tiers");
+    state.core.check_prefixes().expect("no chunk without those before it");
+    let report = state.core.report();
+    assert_eq!((report.sessions, report.moves, report.jobs, report.hungry), (0, 0, 0, 0));
+    let counters = report.counters;
+    FROM_DISK.fetch_add(counters.disk_hits, Ordering::Relaxed);
+    GIVEN_UP.fetch_add(u64::from(was_given_up), Ordering::Relaxed);
+    assert_eq!((counters.corrupt, counters.failed_reads, counters.failed_writes), (0, 0, 0));
+}
+
+fn check(scheduler: impl Scheduler + 'static) {
+    let mut config = shuttle::Config::new();
+    // A core is some 50 KiB, and is moved when it is made.
+    config.stack_size = 1 << 20;
+    shuttle::Runner::new(scheduler, config).run(run);
+    let seen = [&FROM_DISK, &GIVEN_UP].map(|count| count.load(Ordering::Relaxed));
+    assert!(seen.iter().all(|&count| count > 0), "what was meant to happen: {seen:?}");
+}
+
+/// Whatever the order: what was on disk is there, bytes are right, nobody waits for
+/// ever, and in the end all tables agree.
+#[test]
+fn hands_and_a_caller_agree() {
+    check(RandomScheduler::new(ROUNDS));
+}
+
+/// The same, in orders in which few changes of threads do the harm.
+#[test]
+fn hands_and_a_caller_agree_where_one_is_slow() {
+    check(PctScheduler::new(3, ROUNDS));
+}
+
+/// In all schedules: cells that cleaning has moved, and checkpoints that were written.
+static MOVED: AtomicU64 = AtomicU64::new(0);
+static CHECKED: AtomicU64 = AtomicU64::new(0);
+static CHECKPOINTS: AtomicU64 = AtomicU64::new(0);
+
+/// Puts all of a session with some tokens; it is closed then.
+fn store(shared: &Shared, tokens: &[u32], level: Level) -> Finished {
+    store_from(shared, tokens, level, 0)
+}
+
+fn store_from(shared: &Shared, tokens: &[u32], level: Level, first: usize) -> Finished {
+    let number = session(shared, tokens);
+    let mut engine = Engine::new(tokens, true);
+    let put = shared.submit_from(number, Deed::Put, level, &mut engine, first);
+    let put = shared.end_of(put);
+    shared.with(|core| core.close_session(number)).expect("it is open");
+    put
+}
+
+/// Somebody stores what does not have to last, drops it, and has the disk put in order.
+fn disturb(shared: &Shared) {
+    for turn in 0..3u32 {
+        let tokens: Vec<u32> = (1000 + 100 * turn..1012 + 100 * turn).collect();
+        store(shared, &tokens, Level::Disk);
+        let number = session(shared, &tokens);
+        shared.with(|core| {
+            let _ = core.drop_range(number, 0, 12);
+            core.close_session(number).expect("it is open");
+            core.ask_for_checkpoint();
+        });
+    }
+}
+
+fn power_fails() {
+    let files = SimFiles::new(5, SimOpts::default());
+    // Nobody has to leave memory: what is before a chunk is there until a put asks for it.
+    let config = Config { host_bytes: 256 << 10, high: 0.3, low: 0.3, ..Config::default() };
+    let shared = Shared::on(&files, 14, config.clone());
+    let kinds =
+        [&[Hands::Copy, Hands::Read][..], &[Hands::Write], &[Hands::Sync], &[Hands::Upkeep]];
+    let hands = kinds.into_iter().map(|kinds| {
+        let shared = shared.clone();
+        thread::spawn(move || shared.serve(kinds))
+    });
+    let hands: Vec<_> = hands.collect();
+    let other = shared.clone();
+    let other = thread::spawn(move || disturb(&other));
+    let a: Vec<u32> = (0..12).collect();
+    let b: Vec<u32> = (0..8).chain(50..58).collect();
+    assert!(store(&shared, &b[..12], Level::Ram).error.is_none());
+    let durable = [(&a, 0), (&b, 12)]
+        .map(|(tokens, first)| store_from(&shared, tokens, Level::Durable, first).error.is_none());
+    shared.with(|core| core.ask_for_checkpoint());
+    let last: Vec<u32> = (0..8).chain(80..84).collect();
+    let durable = [durable[0], durable[1], store(&shared, &last, Level::Durable).error.is_none()];
+    let stats = shared.tools.disk.as_ref().expect("a disk").stats();
+    let image = files.durable().is_ok();
+    // In one step: what leaves the disk after it was counted, and before the power fails, lasts
+    // no more.
+    let (evicted, stopped) = shared.with(|core| (core.counters.disk_evicted, files.crash()));
+    assert!(image && stopped.is_ok());
+    MOVED.fetch_add(stats.cleaned_bytes, Ordering::Relaxed);
+    CHECKPOINTS.fetch_add(stats.checkpoints, Ordering::Relaxed);
+    // Whoever is at work finds the files closed.
+    other.join().expect("no panic");
+    shared.state.lock().stop = true;
+    shared.changed.notify_all();
+    hands.into_iter().for_each(|hand| hand.join().expect("no panic"));
+    let again = files.reopen();
+    let shared = Shared::on(&again, 14, config);
+    let mut keeper = Asker(shared.clone());
+    for (tokens, lasts) in [&a, &b, &last].into_iter().zip(durable) {
+        if !lasts || evicted > 0 {
+            continue;
+        }
+        let number = session(&shared, tokens);
+        let mut back = Engine::new(tokens, false);
+        let get = shared.submit(number, Deed::Get, Level::Ram, &mut back);
+        while let Some(mut work) =
+            shared.with(|core| Hands::ALL.into_iter().find_map(|hands| core.take(hands)))
+        {
+            // SAFETY: as in `serve`.
+            let outcome = unsafe { shared.tools.work(&mut work, Stream(0), &mut keeper) };
+            shared.with(|core| core.done(work, outcome, 0));
+        }
+        let get = shared.end_of(get);
+        CHECKED.fetch_add(1, Ordering::Relaxed);
+        assert!(get.error.is_none(), "{tokens:?} lasts: {get:?}");
+        back.check(tokens, get.tokens as usize);
+        shared.with(|core| core.close_session(number)).expect("it is open");
+    }
+}
+
+/// Whenever the power fails: what a put was told lasts is there, whatever was dropped, moved
+/// and listed meanwhile.
+#[test]
+fn what_lasts_is_there_when_the_power_fails() {
+    let mut config = shuttle::Config::new();
+    config.stack_size = 1 << 20;
+    shuttle::Runner::new(PctScheduler::new(3, ROUNDS / 4), config.clone()).run(power_fails);
+    shuttle::Runner::new(RandomScheduler::new(ROUNDS / 4), config).run(power_fails);
+    let seen = [&MOVED, &CHECKPOINTS, &CHECKED].map(|count| count.load(Ordering::Relaxed));
+    assert!(seen.iter().all(|&count| count > 0), "what was meant to happen: {seen:?}");
+    println!("{seen:?}");
+}

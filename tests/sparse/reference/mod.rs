@@ -1,0 +1,16 @@
+//! A small engine over the attention kernels and sparse policies, with small trained models:
+//! what they are, docs/reference.md says. `kvtier lab sparse` runs the same engine, which is kept
+//! with the tool.
+
+use kvtier_lab::reference;
+
+mod every;
+mod long;
+mod offloaded;
+mod own;
+mod perplexity;
+mod recall;
+mod same;
+mod torch;
+
+use reference::{attend, cache, engine, model, policies, rows, text};

@@ -1,0 +1,295 @@
+//! What a store has said to keep is there, every key of it; and a bit that flips
+//! anywhere in its files is never a wrong byte, always a miss that is counted.
+
+use kvtier_testkit::fixtures::store as support;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use kvtier::base::status::{Result, Status};
+use kvtier::kv::core::Counters;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::store::Store;
+use support::{
+    Done, Engine, Home, Model, POISON, SHAPES, Scratch, Shape, document, marks_of, mix, runtime,
+    wait, with_disk,
+};
+
+/// Cells of 8 KiB, chunks of 48.
+const WIDE: Model = Model { layers: 6, heads: 4, run: 64, chunk: 16 };
+/// Cells of half a block.
+const SMALL: Model = Model { layers: 3, heads: 1, run: 64, chunk: 16 };
+
+/// Reads a document of one chunk; whether it is there. What is there is right.
+fn is_there(home: &Home, space: u32, number: u32) -> bool {
+    let tokens = document(number, WIDE.chunk);
+    let marks = marks_of(0, &tokens);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(WIDE, SHAPES[number as usize % SHAPES.len()], tokens.len());
+    let done = home.get(session, &engine);
+    assert!(matches!(done.status, Status::Ok | Status::NotFound), "{number}: {done:?}");
+    engine.check(&marks, 0..done.tokens, 0..WIDE.layers);
+    engine.check_if_there(&marks);
+    assert!(engine.bytes().iter().all(|&b| b == POISON));
+    home.end(session);
+    done.tokens > 0
+}
+
+/// 1,000 keys, by so many callers at once; half of them fit in memory, and the disk
+/// has room for all. Each was acknowledged in memory and nothing more was promised.
+fn spill(callers: u32, rest: &str) {
+    const KEYS: u32 = 1000;
+    let scratch = Scratch::new("spill");
+    let host = WIDE.chunk_bytes() * u64::from(KEYS) / 2;
+    let rest = format!("host={host}B,chunks=4096,{rest}");
+    let home = Home::open(&with_disk(&scratch.0, "bytes=256MiB,segment=4MiB", &rest));
+    let space = home.space(1, &WIDE);
+    std::thread::scope(|scope| {
+        for caller in 0..callers {
+            let home = &home;
+            scope.spawn(move || {
+                for number in (caller..KEYS).step_by(callers as usize) {
+                    let tokens = document(number, WIDE.chunk);
+                    let session = home.session(space, &tokens);
+                    let mut engine = Engine::new(WIDE, Shape::Tokens, tokens.len());
+                    engine.compute(&marks_of(0, &tokens));
+                    let right = Done { status: Status::Ok, tokens: tokens.len() };
+                    assert_eq!(home.put(session, Level::Ram, &engine), right, "{number}");
+                    home.end(session);
+                }
+            });
+        }
+    });
+    // The newest first, and once more the other way round: what is read sends others
+    // away, too.
+    let numbers: Vec<u32> = (0..KEYS).rev().chain(0..KEYS).collect();
+    let gone: Vec<u32> = numbers.into_iter().filter(|&n| !is_there(&home, space, n)).collect();
+    let counters = home.counters();
+    assert!(gone.is_empty(), "{} of {KEYS} keys are gone: {gone:?}, {counters:?}", gone.len());
+    let Counters { dropped, corrupt, disk_evicted, refused, misses, .. } = counters;
+    assert_eq!((dropped, corrupt, disk_evicted, refused, misses), (0, 0, 0, 0, 0), "{counters:?}");
+    assert!(counters.demoted > 400 && counters.disk_hits > 0, "{counters:?}");
+    home.rest();
+    home.close();
+}
+
+#[test]
+fn half_fits_and_every_acknowledged_key_is_there() {
+    spill(1, "write=back");
+}
+
+#[test]
+fn half_fits_and_every_acknowledged_key_of_many_callers_is_there() {
+    spill(4, "write=back,policy=lru,copiers=3");
+    spill(4, "write=through,policy=s3fifo");
+}
+
+/// The files of a store, by name.
+type Image = BTreeMap<String, Vec<u8>>;
+
+fn load(dir: &Path) -> Image {
+    let entries = std::fs::read_dir(dir).expect("there");
+    let file = |entry: std::fs::DirEntry| {
+        let name = entry.file_name().into_string().expect("text");
+        let bytes = std::fs::read(entry.path()).expect("readable");
+        (name != "LOCK").then_some((name, bytes))
+    };
+    entries.filter_map(|entry| file(entry.expect("readable"))).collect()
+}
+
+fn save(dir: &Path, image: &Image) {
+    for entry in std::fs::read_dir(dir).expect("there") {
+        let entry = entry.expect("readable");
+        let name = entry.file_name().into_string().expect("text");
+        if name != "LOCK" && !image.contains_key(&name) {
+            std::fs::remove_file(entry.path()).expect("removed");
+        }
+    }
+    for (name, bytes) in image {
+        std::fs::write(dir.join(name), bytes).expect("written");
+    }
+}
+
+/// A directory in memory where there is one: these tests sync a lot.
+fn quick(name: &str) -> Scratch {
+    let shared = PathBuf::from("/dev/shm");
+    if !shared.is_dir() {
+        return Scratch::new(name);
+    }
+    let dir = shared.join(format!("kvt-{name}-{}", std::process::id()));
+    drop(std::fs::remove_dir_all(&dir));
+    Scratch(dir)
+}
+
+const DOCUMENTS: u32 = 14;
+
+/// Documents that start alike in threes.
+fn tokens_of(number: u32) -> Vec<u32> {
+    let mut tokens = document(100 + number / 3, 16);
+    tokens.extend(document(number, 16 * (1 + number as usize % 2)));
+    tokens
+}
+
+fn open(dir: &Path) -> Result<(Home, u32)> {
+    let disk = "bytes=16MiB,segment=128KiB,uring=false";
+    let rest = "host=1MiB,chunks=512,sessions=64,moves=64,cells=256,events=16,copiers=1,readers=1";
+    let runtime = runtime();
+    let store = Store::open(runtime.core(), None, &with_disk(dir, disk, rest))?;
+    let home = Home { store, runtime };
+    let space = home.space(1, &SMALL);
+    Ok((home, space))
+}
+
+fn put(home: &Home, space: u32, number: u32) {
+    let tokens = tokens_of(number);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(SMALL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(0, &tokens));
+    let right = Done { status: Status::Ok, tokens: tokens.len() };
+    assert_eq!(home.put(session, Level::Durable, &engine), right, "{number}");
+    home.end(session);
+}
+
+/// Layers of chunks of a document that are missing; the others are right.
+fn missing(home: &Home, space: u32, number: u32) -> usize {
+    let tokens = tokens_of(number);
+    let marks = marks_of(0, &tokens);
+    let session = home.session(space, &tokens);
+    let mut gone = 0;
+    for first in (0..tokens.len()).step_by(16) {
+        let mut engine = Engine::new(SMALL, Shape::Tokens, tokens.len());
+        let what = engine.rectangle(first, 16, 0..SMALL.layers, true);
+        let ops = home.submit(session, Deed::Get, Level::Ram, what).expect("submitted");
+        for (layer, op) in ops.iter().enumerate() {
+            let done = wait(op);
+            match done.status {
+                Status::Ok => engine.check(&marks, first..first + 16, layer..layer + 1),
+                Status::NotFound => gone += 1,
+                _ => panic!("document {number}, layer {layer}: {done:?}"),
+            }
+        }
+        engine.check_if_there(&marks);
+        assert!(engine.is_untouched());
+    }
+    home.end(session);
+    gone
+}
+
+/// A store of two lives: of the first there is a checkpoint, of the second there are
+/// the records alone.
+fn sample(dir: &Path) -> Image {
+    let (home, space) = open(dir).expect("a new store");
+    (0..DOCUMENTS / 2).for_each(|number| put(&home, space, number));
+    home.close();
+    let (home, space) = open(dir).expect("opened");
+    (DOCUMENTS / 2..DOCUMENTS).for_each(|number| put(&home, space, number));
+    drop(home); // as a crash leaves it
+    load(dir)
+}
+
+/// Opens and reads what was damaged; whether it opened, and how much was missing.
+fn survive(dir: &Path, what: &str) -> Result<usize> {
+    let (home, space) = open(dir)?;
+    let gone: usize = (0..DOCUMENTS).map(|number| missing(&home, space, number)).sum();
+    let (counters, opened) = (home.counters(), home.store.opened);
+    let disk = opened.disk.expect("a disk");
+    let said = counters.corrupt
+        + opened.adopted.dropped
+        + u64::from(disk.unsound_checkpoints + disk.damaged_segments + disk.foreign_segments)
+        + u64::from(disk.damaged_headers + disk.torn_tails + disk.failed_reads);
+    assert!(gone == 0 || said > 0, "{what}: {gone} cells are gone: {counters:?} {opened:?}");
+    // It goes on: what is stored now is there.
+    put(&home, space, DOCUMENTS);
+    assert_eq!(missing(&home, space, DOCUMENTS), 0, "{what}");
+    home.rest();
+    home.close();
+    Ok(gone)
+}
+
+#[test]
+fn a_flipped_bit_anywhere_is_a_counted_miss() {
+    let scratch = quick("flips");
+    let image = sample(&scratch.0);
+    let kinds = ["store", "seg-", "index-"];
+    let kind = |name: &str| kinds.iter().position(|kind| name.starts_with(kind));
+    assert!(
+        kinds.iter().all(|k| image.keys().any(|name| name.starts_with(k))),
+        "{:?}",
+        image.keys()
+    );
+    let mut most = [0; 3];
+    for (name, bytes) in &image {
+        let blocks = bytes.chunks(4096).enumerate();
+        for (block, _) in blocks.filter(|(_, block)| block.iter().any(|&b| b != 0)) {
+            for step in 0..7usize {
+                let at = block * 4096 + (step * 587 + block * 97) % 4096;
+                let mut damaged = image.clone();
+                damaged.get_mut(name).expect("there")[at] ^= 1 << (at % 8);
+                save(&scratch.0, &damaged);
+                let what = format!("{name} byte {at}");
+                // One bit keeps no store from being opened.
+                let gone = survive(&scratch.0, &what).unwrap_or_else(|e| panic!("{what}: {e}"));
+                let most = &mut most[kind(name).expect("one of the three")];
+                *most = gone.max(*most);
+            }
+        }
+    }
+    // At worst the record of a chunk that three documents begin with: each misses it. What
+    // comes after it is there still, for when it was computed again.
+    assert_eq!((most[0], most[1]), (0, 3 * SMALL.layers), "{most:?}");
+    assert_eq!(most[2], 0, "what a checkpoint says is in the records, too: {most:?}");
+}
+
+/// Many bits, blocks that change places, and ends that are cut off.
+#[test]
+fn any_damage_is_a_counted_miss_or_a_refusal_that_says_why() {
+    let scratch = quick("damage");
+    let image = sample(&scratch.0);
+    let names: Vec<&String> = image.keys().collect();
+    let (mut refused, mut lost) = (0, 0);
+    for seed in 0..250u64 {
+        let mut draws = 0;
+        let mut below = |most: usize| {
+            draws += 1;
+            (mix(seed << 16 | draws) % most.max(1) as u64) as usize
+        };
+        let mut damaged = image.clone();
+        for _ in 0..1 + below(12) {
+            let name = names[below(names.len())];
+            let other = image[names[below(names.len())]].clone();
+            let bytes = damaged.get_mut(name).expect("there");
+            let blocks = bytes.len() / 4096;
+            match below(8) {
+                0 => bytes.truncate(below(bytes.len())),
+                1 | 2 if blocks > 0 && other.len() >= 4096 => {
+                    let (to, from) = (below(blocks) * 4096, below(other.len() / 4096) * 4096);
+                    bytes[to..to + 4096].copy_from_slice(&other[from..from + 4096]);
+                }
+                3 if blocks > 0 => {
+                    let at = below(blocks) * 4096;
+                    bytes[at..at + 4096].fill(0);
+                }
+                _ => {
+                    for _ in 0..below(40) {
+                        let at = below(bytes.len());
+                        if let Some(byte) = bytes.get_mut(at) {
+                            *byte ^= 1 << below(8);
+                        }
+                    }
+                }
+            }
+        }
+        save(&scratch.0, &damaged);
+        match survive(&scratch.0, &format!("seed {seed}")) {
+            Ok(gone) => lost += usize::from(gone > 0),
+            Err(error) => {
+                let status = error.status();
+                let known = [Status::Corrupt, Status::Unsupported, Status::NotFound];
+                assert!(known.contains(&status), "{seed}: {error}");
+                assert!(error.message().contains("store.kvt"), "{seed}: {error}");
+                refused += 1;
+            }
+        }
+    }
+    assert!(lost > 50 && refused > 0 && refused < 125, "{lost} lost something, {refused} refused");
+}

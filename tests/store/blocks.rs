@@ -1,0 +1,988 @@
+//! Blocks that an engine names itself: what comes back is what was stored under the name, or it
+//! is said to be missing, block by block.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use kvtier::base::op::{OpOpts, OpRef, RELEASED};
+use kvtier::base::status::{Result, Status};
+use kvtier::device::Memory;
+use kvtier::format::keys::Key;
+use kvtier::format::keys::block::BlockKeys;
+use kvtier::kv::core::blocks::{BlockMove, MAX_BLOCKS};
+use kvtier::kv::core::holds::MAX_HOLDS;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::views::{LayerViews, PlaneView, Tokens, Views};
+use kvtier::kv::core::{SessionOpts, SpaceOpts};
+use kvtier::meta::chunks::WHOLE;
+use kvtier::policy::Hint;
+use kvtier_testkit::fixtures::store::{
+    Engine, Home, LONG_NS, Model, POISON, Scratch, Shape, document, marks_of, mix, spec_of,
+    with_disk,
+};
+use proptest::prelude::*;
+
+const MODEL: Model = Model { layers: 3, heads: 2, run: 24, chunk: 4 };
+
+/// Room for blocks at an engine's: a block lies together, K before V, layer after layer.
+struct Pool {
+    memory: Vec<u8>,
+}
+
+/// What is to be in a block of a name.
+fn content(name: u32) -> Vec<u8> {
+    let mut state = mix(u64::from(name) + 77);
+    let byte = |_| {
+        state = mix(state);
+        state as u8
+    };
+    (0..MODEL.chunk_bytes()).map(byte).collect()
+}
+
+impl Pool {
+    fn new(blocks: usize) -> Pool {
+        Pool { memory: vec![POISON; blocks * MODEL.chunk_bytes() as usize] }
+    }
+
+    fn of(names: &[u32]) -> Pool {
+        Pool { memory: names.iter().flat_map(|&name| content(name)).collect() }
+    }
+
+    fn block(&self, at: usize) -> &[u8] {
+        let each = MODEL.chunk_bytes() as usize;
+        &self.memory[at * each..][..each]
+    }
+
+    /// Views of some of its blocks, in that order.
+    fn views(&self, order: &[usize]) -> Views {
+        let base = self.memory.as_ptr().expose_provenance() as u64;
+        let addresses = order.iter().map(|&at| base + at as u64 * MODEL.chunk_bytes());
+        let addresses: Arc<Vec<u64>> = Arc::new(addresses.collect());
+        let plane_bytes = MODEL.token_bytes() * MODEL.chunk;
+        let plane = |number: usize| PlaneView {
+            place: Tokens::Pages {
+                addresses: addresses.clone(),
+                page_tokens: MODEL.chunk as u32,
+                shift_bytes: (number * plane_bytes) as i64,
+            },
+            tokens: (order.len() * MODEL.chunk) as u32,
+            heads: 1,
+            run_bytes: MODEL.token_bytes() as u64,
+            token_stride_bytes: MODEL.token_bytes() as u64,
+            head_stride_bytes: MODEL.token_bytes() as u64,
+            memory: Memory::Host,
+        };
+        let layer = |at| LayerViews { k: plane(2 * at), v: Some(plane(2 * at + 1)) };
+        Views((0..MODEL.layers).map(layer).collect())
+    }
+}
+
+struct Engineer {
+    home: Home,
+    space: u32,
+    session: u32,
+    keys: BlockKeys,
+}
+
+impl Engineer {
+    fn new(spec: &str) -> Engineer {
+        Engineer::on(Home::open(&spec_of(spec)), 1)
+    }
+
+    fn on(home: Home, number: u8) -> Engineer {
+        let opts = SpaceOpts { key: Key([number; 32]), layout: MODEL.layout(), holes: true };
+        let space = home.store.with(|core| core.open_space(&opts)).expect("opened");
+        let session = home.store.with(|core| core.open_session(space, &SessionOpts::default()));
+        let session = session.expect("a session");
+        Engineer { home, space, session, keys: BlockKeys::new(&Key([number; 32])) }
+    }
+
+    fn keys(&self, names: &[u32]) -> Vec<Key> {
+        names.iter().map(|name| self.keys.key(&name.to_le_bytes()).expect("a name")).collect()
+    }
+
+    fn begin(&self, deed: Deed, level: Level, names: &[u32], views: Views) -> Result<OpRef> {
+        let blocks = BlockMove {
+            keys: self.keys(names),
+            first_layer: 0,
+            layers: MODEL.layers,
+            views: Arc::new(views),
+            after: None,
+        };
+        let opts = OpOpts::default();
+        let ops = self.home.store.submit_blocks(self.session, (deed, level), blocks, &opts, None);
+        Ok(ops?.remove(0))
+    }
+
+    /// The op's own end, and that of each block.
+    fn end(&self, op: &OpRef) -> (Status, Vec<Status>) {
+        op.wait(RELEASED, self.home.now_ns() + LONG_NS).expect("every op ends");
+        let status = |code: Option<i32>| Status::from_code(code.expect("ended")).expect("known");
+        let each: Vec<Status> = op.items().iter().map(|item| status(item.outcome().0)).collect();
+        let info = op.info();
+        let failed = each.iter().filter(|&&one| one != Status::Ok).count() as u32;
+        assert_eq!((info.items, info.items_done), (each.len() as u32, each.len() as u32));
+        assert_eq!(info.items_failed, failed);
+        let own = status(info.status);
+        assert_eq!(own == Status::Ok, failed == 0, "{own:?} of {each:?}");
+        op.remove();
+        (own, each)
+    }
+
+    fn put(&self, level: Level, names: &[u32]) -> (Status, Vec<Status>) {
+        let (pool, order): (Pool, Vec<usize>) = (Pool::of(names), (0..names.len()).collect());
+        let op = self.begin(Deed::Put, level, names, pool.views(&order)).expect("submitted");
+        self.end(&op)
+    }
+
+    /// Which came, every byte of them compared; what did not come is not wrong either.
+    fn get(&self, names: &[u32]) -> Vec<bool> {
+        // The last name first in memory: blocks lie in no order.
+        let (pool, order): (Pool, Vec<usize>) =
+            (Pool::new(names.len()), (0..names.len()).rev().collect());
+        let op = self.begin(Deed::Get, Level::Ram, names, pool.views(&order)).expect("submitted");
+        let (_, each) = self.end(&op);
+        for ((&name, &at), &status) in names.iter().zip(&order).zip(&each) {
+            let (got, right) = (pool.block(at), content(name));
+            match status {
+                Status::Ok => assert!(got == right, "wrong bytes in block {name}"),
+                Status::NotFound => {
+                    let plane_bytes = MODEL.token_bytes() * MODEL.chunk;
+                    for (got, right) in got.chunks(plane_bytes).zip(right.chunks(plane_bytes)) {
+                        assert!(got == right || got.iter().all(|&byte| byte == POISON), "{name}");
+                    }
+                }
+                other => panic!("a get of block {name} ended with {other:?}"),
+            }
+        }
+        each.iter().map(|&status| status == Status::Ok).collect()
+    }
+
+    fn exists(&self, names: &[u32]) -> Vec<bool> {
+        let (keys, mut found) = (self.keys(names), vec![0; names.len()]);
+        let asked = self.home.store.look(|core| core.exists(self.space, &keys, &mut found));
+        asked.and_then(|asked| asked).expect("open");
+        found.iter().map(|&one| one & WHOLE != 0).collect()
+    }
+
+    /// Which of them were held.
+    fn hold(&self, names: &[u32]) -> Vec<bool> {
+        let (keys, mut found) = (self.keys(names), vec![9; names.len()]);
+        self.home.store.with(|core| core.hold_names(self.session, &keys, &mut found)).expect("few");
+        assert!(found.iter().all(|&one| (one == 0) == (one & WHOLE == 0)));
+        found.iter().map(|&one| one != 0).collect()
+    }
+
+    fn release(&self, names: &[u32]) -> Status {
+        let keys = self.keys(names);
+        let released = self.home.store.with(|core| core.release_names(self.session, &keys));
+        released.map_or_else(|error| error.status(), |()| Status::Ok)
+    }
+
+    fn drop_blocks(&self, names: &[u32]) -> (u64, u64) {
+        self.home.rest();
+        let keys = self.keys(names);
+        let cleared = self.home.store.with(|core| core.drop_blocks(self.session, &keys));
+        let cleared = cleared.expect("open");
+        assert_eq!(cleared.moving, 0);
+        (cleared.gone, cleared.held)
+    }
+
+    fn close(self) {
+        self.home.end(self.session);
+        self.home.rest();
+        self.home.close();
+    }
+}
+
+#[test]
+fn blocks_come_back_in_any_order_and_by_themselves() {
+    let all = Engineer::new("store(host=16MiB)");
+    let names: Vec<u32> = (0..300).collect();
+    assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+    let mixed: Vec<u32> = (0..400).map(|i| i * 37 % 400).collect();
+    let there: Vec<bool> = mixed.iter().map(|&name| name < 300).collect();
+    assert_eq!(all.get(&mixed), there);
+    assert_eq!(all.exists(&mixed), there);
+    // What is there is not stored again.
+    assert_eq!(all.put(Level::Ram, &mixed[..50]).0, Status::Ok);
+    let more = mixed[..50].iter().filter(|&&name| name >= 300).count() as u64;
+    assert_eq!(all.home.counters().stored, (300 + more) * MODEL.layers as u64);
+    all.close();
+}
+
+#[test]
+fn names_that_come_twice_are_moved_twice() {
+    let all = Engineer::new("store(host=16MiB)");
+    let names = [5, 6, 5, 5, 7, 6];
+    assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+    assert_eq!(all.get(&names), [true; 6]);
+    assert_eq!(all.get(&[8, 8, 5, 8]), [false, false, true, false]);
+    assert_eq!(all.home.counters().stored, 3 * MODEL.layers as u64);
+    all.close();
+}
+
+#[test]
+fn namespaces_do_not_share_and_tokens_are_none_of_their_business() {
+    let first = Engineer::new("store(host=16MiB)");
+    let opts = SpaceOpts { key: Key([2; 32]), layout: MODEL.layout(), holes: false };
+    let (other, tokens) = (first.home.store.with(|core| core.open_space(&opts)), document(1, 20));
+    let other = other.expect("opened");
+    assert_eq!(first.put(Level::Ram, &[1, 2, 3]).0, Status::Ok);
+    let keys = first.keys(&[1, 2, 3]);
+    let mut found = [9; 3];
+    first.home.store.look(|core| core.exists(other, &keys, &mut found)).expect("open").expect("ok");
+    assert_eq!(found, [0; 3]);
+    // A sequence beside them, in the same namespace, and the other one.
+    for space in [first.space, other] {
+        let marks = marks_of(space, &tokens);
+        let session = first.home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks);
+        assert_eq!(first.home.put(session, Level::Ram, &engine).status, Status::Ok);
+        let mut back = Engine::new(MODEL, Shape::Paged, tokens.len());
+        assert_eq!(first.home.get(session, &back).status, Status::Ok);
+        back.check(&marks, 0..tokens.len(), 0..MODEL.layers);
+        first.home.end(session);
+    }
+    assert_eq!(first.get(&[1, 2, 3]), [true; 3]);
+    first.close();
+}
+
+#[test]
+fn memory_that_is_full_keeps_some_and_says_which() {
+    // Room for some forty.
+    let all = Engineer::new(&format!("store(host={},policy=lru)", 512 << 10));
+    let mut lost = 0;
+    for round in 0..20u32 {
+        let names: Vec<u32> = (round * 50..round * 50 + 100).collect();
+        let (_, each) = all.put(Level::Ram, &names);
+        let stored: Vec<u32> =
+            names.iter().zip(&each).filter(|(_, s)| **s == Status::Ok).map(|(n, _)| *n).collect();
+        let there = all.exists(&names);
+        let came = all.get(&names);
+        assert_eq!(there, came, "nothing happens in between");
+        lost += came.iter().filter(|&&came| !came).count();
+        assert!(names.iter().zip(&came).all(|(name, came)| !came || stored.contains(name)));
+    }
+    let counters = all.home.counters();
+    assert!(lost > 0 && counters.dropped > 0, "{lost} of {counters:?}");
+    all.close();
+}
+
+#[test]
+fn what_was_acknowledged_on_disk_is_there_after_a_restart() {
+    let scratch = Scratch::new("blocks");
+    let spec = with_disk(&scratch.0, "bytes=64MiB,segment=1MiB,buffered=true", "host=8MiB");
+    let names: Vec<u32> = (0..200).collect();
+    for life in 0..3u32 {
+        let all = Engineer::on(Home::open(&spec), 1);
+        let before: Vec<bool> = names.iter().map(|name| *name < life * 50).collect();
+        assert_eq!(all.get(&names), before);
+        let own: Vec<u32> = (life * 50..life * 50 + 50).collect();
+        let (_, each) = all.put(Level::Durable, &own);
+        assert_eq!(each, [Status::Ok; 50]);
+        // Prefetched ones are in memory, and those that are not there are named.
+        let op = all.begin(Deed::Prefetch, Level::Ram, &names, Views::default()).expect("begun");
+        let (_, each) = all.end(&op);
+        assert!(each.iter().zip(&names).all(|(s, n)| (*s == Status::Ok) == (*n < life * 50 + 50)));
+        all.close();
+    }
+}
+
+#[test]
+fn dropped_blocks_are_gone_and_can_come_again() {
+    let all = Engineer::new("store(host=16MiB)");
+    assert_eq!(all.put(Level::Ram, &[1, 2, 3, 4]).0, Status::Ok);
+    let keys = all.keys(&[2, 4, 4, 9]);
+    let cleared = all.home.store.with(|core| core.drop_blocks(all.session, &keys)).expect("open");
+    assert_eq!((cleared.gone, cleared.held, cleared.moving), (2, 0, 0));
+    assert_eq!(all.get(&[1, 2, 3, 4]), [true, false, true, false]);
+    assert_eq!(all.put(Level::Ram, &[4]).0, Status::Ok);
+    assert_eq!(all.exists(&[2, 4]), [false, true]);
+    all.close();
+}
+
+#[test]
+fn what_cannot_be_is_refused_and_leaves_nothing() {
+    let all = Engineer::new("store(host=16MiB)");
+    let refused = |deed, level, names: &[u32], views| {
+        all.begin(deed, level, names, views).map(|_| ()).unwrap_err().status()
+    };
+    let (pool, many) = (Pool::new(2), vec![1; MAX_BLOCKS + 1]);
+    assert_eq!(refused(Deed::Prefetch, Level::Ram, &[], Views::default()), Status::Limit);
+    assert_eq!(refused(Deed::Prefetch, Level::Ram, &many, Views::default()), Status::Limit);
+    // A view of too few blocks, views of too few layers, a level that needs a disk.
+    assert_eq!(refused(Deed::Put, Level::Ram, &[1, 2, 3], pool.views(&[0, 1])), Status::Invalid);
+    let mut one = pool.views(&[0, 1]);
+    one.0.pop();
+    assert_eq!(refused(Deed::Get, Level::Ram, &[1, 2], one), Status::Invalid);
+    let both = pool.views(&[0, 1]);
+    assert_eq!(refused(Deed::Put, Level::Durable, &[1, 2], both), Status::Unavailable);
+    assert_eq!((all.home.counters().stored, all.exists(&[1, 2, 3])), (0, vec![false; 3]));
+    all.close();
+}
+
+#[test]
+fn a_table_that_is_full_makes_room_for_others_only() {
+    // Fewer rows than a batch has, and more than that are there already.
+    let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
+    let first: Vec<u32> = (0..60).collect();
+    assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
+    // Thirty that are there, the oldest, and thirty new ones: the old thirty stay.
+    let both: Vec<u32> = (0..30).chain(100..130).collect();
+    assert_eq!(all.put(Level::Ram, &both).0, Status::Ok);
+    assert_eq!(all.get(&both), [true; 60]);
+    let too_many: Vec<u32> = (200..300).collect();
+    let (pool, order): (Pool, Vec<usize>) = (Pool::of(&too_many), (0..100).collect());
+    let refused = all.begin(Deed::Put, Level::Ram, &too_many, pool.views(&order));
+    assert_eq!(refused.map(|_| ()).unwrap_err().status(), Status::Limit);
+    all.close();
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Put(Vec<u32>, bool),
+    Get(Vec<u32>),
+    Drop(Vec<u32>),
+    Cancel(Vec<u32>),
+    Hold(Vec<u32>),
+    Release(Vec<u32>),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let names = || proptest::collection::vec(0u32..60, 1..30);
+    let step = prop_oneof![
+        4 => (names(), any::<bool>()).prop_map(|(names, disk)| Step::Put(names, disk)),
+        4 => names().prop_map(Step::Get),
+        1 => names().prop_map(Step::Drop),
+        1 => names().prop_map(Step::Cancel),
+        1 => names().prop_map(Step::Hold),
+        1 => names().prop_map(Step::Release),
+    ];
+    proptest::collection::vec(step, 1..25)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    /// Whatever is asked for, in whatever order: no wrong byte, nothing that was never put,
+    /// nothing on disk is lost, and each block's status is its own.
+    #[test]
+    fn every_answer_is_right(steps in steps(), host_kib in 300u32..1200) {
+        let scratch = Scratch::new("blocks-any");
+        let disk = "bytes=32MiB,segment=1MiB,buffered=true";
+        let spec = with_disk(&scratch.0, disk, &format!("host={host_kib}KiB,write=back"));
+        let all = Engineer::on(Home::open(&spec), 1);
+        // What was acknowledged on disk and not dropped since, and what was ever put.
+        let (mut known, mut ever) = (BTreeSet::new(), BTreeSet::new());
+        let mut held: BTreeMap<u32, u32> = BTreeMap::new();
+        for step in &steps {
+            match step {
+                Step::Hold(names) => {
+                    for (&name, came) in names.iter().zip(all.hold(names)) {
+                        prop_assert!(!came || ever.contains(&name));
+                        *held.entry(name).or_default() += u32::from(came);
+                    }
+                }
+                Step::Release(names) => {
+                    let mut rest = held.clone();
+                    let mut take = |name: &u32| match rest.get_mut(name) {
+                        Some(times) if *times > 0 => {
+                            *times -= 1;
+                            true
+                        }
+                        _ => false,
+                    };
+                    let own: Vec<u32> = names.iter().copied().filter(|name| take(name)).collect();
+                    let status = if own.len() < names.len() { Status::Invalid } else { Status::Ok };
+                    prop_assert_eq!(all.release(names), status);
+                    if status != Status::Ok {
+                        prop_assert_eq!(all.release(&own), Status::Ok);
+                    }
+                    held = rest;
+                }
+                Step::Put(names, disk) => {
+                    let level = if *disk { Level::Disk } else { Level::Ram };
+                    let (_, each) = all.put(level, names);
+                    for (&name, status) in names.iter().zip(each) {
+                        ever.insert(name);
+                        if *disk && status == Status::Ok {
+                            known.insert(name);
+                        }
+                    }
+                }
+                Step::Get(names) => {
+                    for (name, came) in names.iter().zip(all.get(names)) {
+                        prop_assert!(!came || ever.contains(name));
+                        prop_assert!(came || !known.contains(name), "block {} was on disk", name);
+                    }
+                }
+                Step::Drop(names) => {
+                    let keys = all.keys(names);
+                    all.home.rest();
+                    let cleared = all.home.store.with(|core| core.drop_blocks(all.session, &keys));
+                    let of_them: BTreeSet<u32> = names.iter().copied().collect();
+                    let times = |name: &&u32| held.get(*name).is_some_and(|times| *times > 0);
+                    let stay = of_them.iter().filter(times).count() as u64;
+                    prop_assert_eq!(cleared.expect("open").held, stay);
+                    known.retain(|name| !names.contains(name));
+                }
+                Step::Cancel(names) => {
+                    let (pool, order): (Pool, Vec<usize>) =
+                        (Pool::of(names), (0..names.len()).collect());
+                    let op = all.begin(Deed::Put, Level::Ram, names, pool.views(&order));
+                    let op = op.expect("begun");
+                    op.cancel();
+                    let (_, each) = all.end(&op);
+                    let fair = |s: &Status| matches!(s, Status::Ok | Status::Cancelled | Status::Budget);
+                    prop_assert!(each.iter().all(fair), "{:?}", each);
+                    ever.extend(names.iter().copied());
+                }
+            }
+            let kept: Vec<u32> = held.iter().filter(|(_, n)| **n > 0).map(|(name, _)| *name).collect();
+            prop_assert!(all.exists(&kept).iter().all(|&there| there), "{:?} are held", kept);
+        }
+        all.close();
+    }
+}
+
+fn lru_case(first_missing: bool) -> usize {
+    // Room for some forty.
+    let all = Engineer::new(&format!("store(host={},policy=lru)", 512 << 10));
+    assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
+    // Those that came last in the batch are the first to leave.
+    let hot: Vec<u32> = (15..30).collect();
+    let mut asked = hot.clone();
+    if first_missing {
+        asked.insert(0, 999);
+    }
+    assert_eq!(all.get(&asked).iter().filter(|came| **came).count(), 15);
+    all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
+    let left = all.exists(&hot).iter().filter(|one| **one).count();
+    all.close();
+    left
+}
+
+#[test]
+fn blocks_behind_a_missing_one_are_used_all_the_same() {
+    assert_eq!(lru_case(false), 15, "without a missing one");
+    assert_eq!(lru_case(true), 15, "behind a missing one");
+}
+
+#[test]
+fn a_name_that_comes_often_needs_one_row() {
+    let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
+    let first: Vec<u32> = (0..60).collect();
+    assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
+    assert_eq!(all.put(Level::Ram, &[200; 50]).0, Status::Ok);
+    let there = all.exists(&first).iter().filter(|one| **one).count();
+    assert_eq!(there, 60, "61 of 64 rows are needed");
+    let often = [300; 100];
+    let (pool, order): (Pool, Vec<usize>) = (Pool::of(&often), (0..100).collect());
+    let op = all.begin(Deed::Put, Level::Ram, &often, pool.views(&order)).expect("one row");
+    assert_eq!(all.end(&op).0, Status::Ok);
+    all.close();
+}
+
+#[test]
+fn blocks_that_found_room_on_disk_are_not_blamed_for_others() {
+    let scratch = Scratch::new("blocks-full");
+    let spec = with_disk(&scratch.0, "bytes=4MiB,segment=1MiB,buffered=true", "host=64MiB");
+    let all = Engineer::on(Home::open(&spec), 1);
+    let names: Vec<u32> = (0..600).collect();
+    let (_, each) = all.put(Level::Disk, &names);
+    let well = each.iter().filter(|&&one| one == Status::Ok).count();
+    let written = all.home.counters().written / MODEL.layers as u64;
+    all.close();
+    assert!(written < 600 && well as u64 >= written / 2, "{well} well of {written} written");
+}
+
+fn first_layers(dup: bool) -> usize {
+    let all = Engineer::new(&format!("store(host={},policy=lru,grain=cell,drop=cell)", 512 << 10));
+    let mut names: Vec<u32> = (0..30).collect();
+    if dup {
+        names.push(0);
+    }
+    assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+    all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
+    let (pool, order): (Pool, Vec<usize>) = (Pool::new(30), (0..30).collect());
+    let mut views = pool.views(&order);
+    views.0.truncate(1);
+    let blocks = BlockMove {
+        keys: all.keys(&names[..30]),
+        first_layer: 0,
+        layers: 1,
+        views: Arc::new(views),
+        after: None,
+    };
+    let opts = OpOpts::default();
+    let how = (Deed::Get, Level::Ram);
+    let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, None);
+    let (_, each) = all.end(&op.expect("begun").remove(0));
+    all.close();
+    each.iter().filter(|&&one| one == Status::Ok).count()
+}
+
+#[test]
+fn cells_of_a_batch_with_a_name_twice_are_told_like_any() {
+    let (once, twice) = (first_layers(false), first_layers(true));
+    assert_eq!(once, twice, "first layers that are left");
+}
+
+#[test]
+fn with_sessions_as_objects_blocks_do_not_all_leave_at_once() {
+    let all = Engineer::new(&format!("store(host={},policy=lru,grain=session)", 512 << 10));
+    assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
+    all.put(Level::Ram, &(100..112).collect::<Vec<u32>>());
+    let left = all.exists(&(0..30).collect::<Vec<u32>>()).iter().filter(|one| **one).count();
+    all.close();
+    assert!(left >= 15, "{left} of 30 left: 12 more came");
+}
+
+#[test]
+fn what_is_refused_sends_nobody_away() {
+    let all = Engineer::new("store(host=16MiB,chunks=64,policy=lru)");
+    let first: Vec<u32> = (0..60).collect();
+    assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
+    let (more, order): (Vec<u32>, Vec<usize>) = ((200..250).collect(), (0..50).collect());
+    let refused = all.begin(Deed::Put, Level::Disk, &more, Pool::of(&more).views(&order));
+    assert_eq!(refused.map(|_| ()).unwrap_err().status(), Status::Unavailable);
+    assert_eq!(all.exists(&first).iter().filter(|one| **one).count(), 60);
+    all.close();
+}
+
+#[test]
+fn what_is_held_stays_while_others_come_and_go() {
+    for rest in ["", ",grain=cell", ",grain=cell,drop=cell", ",grain=session"] {
+        // Room for some forty.
+        let all = Engineer::new(&format!("store(host={},policy=lru{rest})", 512 << 10));
+        assert_eq!(all.put(Level::Ram, &(0..30).collect::<Vec<u32>>()).0, Status::Ok);
+        let (own, others): (Vec<u32>, Vec<u32>) = ((0..10).collect(), (10..30).collect());
+        // Those that are not there are not held, nor in the way.
+        assert_eq!(all.hold(&[&own[..], &[999]].concat()), [vec![true; 10], vec![false]].concat());
+        for round in 0..10u32 {
+            all.put(Level::Ram, &(100 + round * 30..130 + round * 30).collect::<Vec<u32>>());
+        }
+        assert_eq!(all.get(&own), [true; 10], "{rest}");
+        assert!(all.exists(&others).iter().any(|there| !there), "{rest}: nobody had to leave");
+        assert_eq!(all.drop_blocks(&[&own[..], &[5, 999]].concat()), (0, 10));
+        assert_eq!(all.release(&own), Status::Ok);
+        assert_eq!(all.drop_blocks(&own[5..]), (5, 0));
+        for round in 0..10u32 {
+            all.put(Level::Ram, &(500 + round * 30..530 + round * 30).collect::<Vec<u32>>());
+        }
+        assert_eq!(all.exists(&own), [false; 10], "{rest}: they may leave now");
+        all.close();
+    }
+}
+
+#[test]
+fn holds_count_and_letting_go_what_is_not_held_changes_nothing() {
+    let all = Engineer::new("store(host=16MiB)");
+    assert_eq!(all.put(Level::Ram, &[1, 2, 3]).0, Status::Ok);
+    assert_eq!(all.hold(&[1, 1, 2]), [true; 3]);
+    assert_eq!(all.hold(&[2]), [true]);
+    // 1 and 2 twice each now, 3 not at all; one that is not there cannot be held.
+    for wrong in [&[3][..], &[1, 3], &[1, 1, 1], &[2, 1, 2, 2], &[9], &[1, 9]] {
+        assert_eq!(all.release(wrong), Status::Invalid, "{wrong:?}");
+    }
+    assert_eq!(all.release(&[1, 2, 2]), Status::Ok);
+    assert_eq!(all.drop_blocks(&[1, 2]), (1, 1));
+    assert_eq!(all.release(&[2]), Status::Invalid);
+    assert_eq!(all.exists(&[1, 2]), [true, false]);
+    // Another session holds by itself; one that is closed holds nothing.
+    let other = all.home.store.with(|core| core.open_session(all.space, &SessionOpts::default()));
+    let (other, keys) = (other.expect("a session"), all.keys(&[1, 3]));
+    let held = all.home.store.with(|core| core.hold_names(other, &keys, &mut [0; 2]));
+    held.expect("there");
+    assert_eq!(all.release(&[1]), Status::Ok);
+    assert_eq!(all.release(&[3]), Status::Invalid);
+    let fork = all.home.store.with(|core| core.fork(other, &SessionOpts::default()));
+    let fork = fork.expect("a fork");
+    assert_eq!(all.drop_blocks(&[1, 3]), (0, 2));
+    all.home.end(other);
+    assert_eq!(all.drop_blocks(&[1, 3]), (2, 0));
+    all.home.end(fork);
+    all.close();
+}
+
+#[test]
+fn what_is_still_being_put_is_not_held() {
+    let all = Engineer::new("store(host=16MiB)");
+    let pool = Pool::of(&[7]);
+    let blocks = BlockMove {
+        keys: all.keys(&[7]),
+        first_layer: 0,
+        layers: MODEL.layers,
+        views: Arc::new(pool.views(&[0])),
+        after: None,
+    };
+    let (ready, how) = (Arc::new(kvtier::kv::ready::Ready::default()), (Deed::Put, Level::Ram));
+    let opts = OpOpts::default();
+    let op = all.home.store.submit_blocks(all.session, how, blocks, &opts, Some(&*ready));
+    let op = op.expect("begun").remove(0);
+    assert_eq!(all.hold(&[7]), [false]);
+    ready.give();
+    assert_eq!(all.end(&op).0, Status::Ok);
+    assert_eq!(all.release(&[7]), Status::Invalid);
+    assert_eq!(all.hold(&[7]), [true]);
+    all.close();
+}
+
+#[test]
+fn a_session_has_so_many_holds_and_no_more() {
+    let all = Engineer::new("store(host=16MiB)");
+    assert_eq!(all.put(Level::Ram, &[1, 2]).0, Status::Ok);
+    let (mut keys, mut found) = (all.keys(&[1]), vec![0; MAX_BLOCKS]);
+    keys.resize(MAX_BLOCKS, keys[0]);
+    all.home
+        .store
+        .with(|core| {
+            for _ in 0..MAX_HOLDS / MAX_BLOCKS {
+                core.hold_names(all.session, &keys, &mut found)?;
+            }
+            Ok(())
+        })
+        .expect("as many as may be");
+    let hold = |names: &[u32]| {
+        let keys = all.keys(names);
+        let held = all.home.store.with(|core| core.hold_names(all.session, &keys, &mut [0; 2]));
+        held.map_err(|error| error.status())
+    };
+    assert_eq!(hold(&[9, 2]), Err(Status::Limit));
+    assert_eq!(hold(&[9, 8]), Ok(()), "these are not there");
+    assert_eq!(all.drop_blocks(&[2]), (1, 0), "a call that was refused holds nothing");
+    keys.push(keys[0]);
+    let too_many = all.home.store.with(|core| core.release_names(all.session, &keys));
+    assert_eq!(too_many.unwrap_err().status(), Status::Limit);
+    all.close();
+}
+
+#[test]
+fn where_all_is_held_puts_end_and_holds_do_not() {
+    // Room for some forty in memory; then for fifty in the table.
+    for (host, rows) in [("512KiB", ""), ("16MiB", ",chunks=50")] {
+        let all = Engineer::new(&format!("store(host={host},policy=lru{rows})"));
+        let mut own = Vec::new();
+        for name in 0..60 {
+            let (pool, order) = (Pool::of(&[name]), [0]);
+            let ended = match all.begin(Deed::Put, Level::Ram, &[name], pool.views(&order)) {
+                Ok(op) => all.end(&op).0,
+                Err(error) => error.status(),
+            };
+            let full = if rows.is_empty() { Status::Budget } else { Status::Limit };
+            assert!([Status::Ok, full].contains(&ended), "{host}{rows}: {ended:?}");
+            // One that nobody holds yet may be the only one that can leave.
+            if all.hold(&[name]) == [true] {
+                own.push(name);
+            }
+        }
+        assert!((20..=50).contains(&own.len()), "{host}{rows}: {} are held", own.len());
+        assert_eq!(all.get(&own), vec![true; own.len()]);
+        assert_eq!(all.release(&own[..5]), Status::Ok);
+        assert_eq!(all.put(Level::Ram, &[99]).0, Status::Ok);
+        assert!(all.exists(&own[5..]).iter().all(|&there| there));
+        assert_eq!(all.release(&own[5..]), Status::Ok);
+        assert_eq!(all.put(Level::Ram, &(100..120).collect::<Vec<u32>>()).0, Status::Ok);
+        all.close();
+    }
+}
+
+/// A refused put leaves those alone that may leave, where they are too few.
+#[test]
+fn where_the_held_leave_too_little_room_nobody_leaves() {
+    let all = Engineer::new("store(host=16MiB,policy=lru,chunks=50)");
+    let names: Vec<u32> = (0..50).collect();
+    assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+    assert_eq!(all.hold(&names[..30]), [true; 30]);
+    let put = |names: &[u32]| {
+        let (pool, order): (Pool, Vec<usize>) = (Pool::of(names), (0..names.len()).collect());
+        let op = all.begin(Deed::Put, Level::Ram, names, pool.views(&order));
+        op.map(|op| all.end(&op).0).map_err(|error| error.status())
+    };
+    assert_eq!(put(&(100..121).collect::<Vec<u32>>()), Err(Status::Limit));
+    assert!(all.exists(&names).iter().all(|&there| there), "somebody had to leave");
+    // Of those that are there, three can not leave for the others.
+    assert_eq!(put(&(47..68).collect::<Vec<u32>>()), Err(Status::Limit));
+    assert!(all.exists(&names).iter().all(|&there| there), "somebody had to leave");
+    assert_eq!(put(&(100..120).collect::<Vec<u32>>()), Ok(Status::Ok));
+    assert!(all.exists(&names[..30]).iter().all(|&there| there));
+    assert_eq!(all.release(&names[..30]), Status::Ok);
+    all.close();
+}
+
+#[test]
+fn as_many_as_may_be_are_held_and_hinted_at_once() {
+    for rest in ["", ",grain=cell", ",grain=session"] {
+        let all = Engineer::new(&format!("store(host=64MiB,policy=predictive{rest})"));
+        let names: Vec<u32> = (0..1000).collect();
+        assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+        let again: Vec<u32> = (0..MAX_BLOCKS as u32).map(|i| i % 1000).collect();
+        assert!(all.hold(&again).iter().all(|&held| held));
+        let keys = all.keys(&again);
+        // A time that has passed is as good as any.
+        let hint = Hint { next_use: Some((1, 0.5)), ..Hint::default() };
+        all.home.store.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("told");
+        assert_eq!(all.drop_blocks(&names), (0, 1000));
+        assert_eq!(all.release(&again), Status::Ok);
+        assert_eq!(all.drop_blocks(&names), (1000, 0));
+        all.close();
+    }
+}
+
+/// Cells may be more than a policy takes at once.
+#[test]
+fn models_of_many_layers_are_hinted_cell_by_cell() {
+    let model = Model { layers: 300, heads: 1, run: 8, chunk: 4 };
+    let home = Home::open(&spec_of("store(host=64MiB,policy=predictive,grain=cell)"));
+    let space = home.space(1, &model);
+    let tokens = document(1, 4);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(model, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(0, &tokens));
+    assert_eq!(home.put(session, Level::Ram, &engine).status, Status::Ok);
+    let hint = Hint { done: true, ..Hint::default() };
+    let told = home.store.with(|core| {
+        let board = core.board_of(space).expect("it is open");
+        let slot = board.chunks.slots().next().expect("a chunk");
+        let keys = vec![*board.chunks.key(slot).expect("it is there"); MAX_BLOCKS];
+        core.hint_blocks(session, &keys, &hint)
+    });
+    assert_eq!(told.map_err(|error| error.status()), Ok(()));
+    home.end(session);
+    home.rest();
+    home.close();
+}
+
+#[test]
+fn what_is_held_may_go_down_and_is_found_there() {
+    let scratch = Scratch::new("blocks-held");
+    let disk = "bytes=32MiB,segment=1MiB,buffered=true";
+    // Nothing would go to disk by itself.
+    let spec = with_disk(&scratch.0, disk, "host=512KiB,write=never,policy=lru");
+    let all = Engineer::on(Home::open(&spec), 1);
+    let names: Vec<u32> = (0..30).collect();
+    assert_eq!(all.put(Level::Ram, &names).0, Status::Ok);
+    assert_eq!(all.hold(&names[..20]), [true; 20]);
+    for round in 0..10u32 {
+        let others: Vec<u32> = (100 + round * 30..130 + round * 30).collect();
+        assert_eq!(all.put(Level::Ram, &others).0, Status::Ok, "all that is held can go down");
+    }
+    let left = all.get(&names);
+    assert_eq!(left[..20], [true; 20]);
+    assert!(left[20..].iter().any(|there| !there), "nobody had to leave");
+    assert_eq!(all.release(&names[..20]), Status::Ok);
+    all.close();
+}
+
+/// How many of the first fifteen of thirty are left when others come, once something was said
+/// of some.
+fn left_after(rest: &str, said: Option<(std::ops::Range<u32>, Hint)>) -> usize {
+    // Room for some forty.
+    let all = Engineer::new(&format!("store(host={},policy=predictive{rest})", 512 << 10));
+    let first: Vec<u32> = (0..15).collect();
+    assert_eq!(all.put(Level::Ram, &first).0, Status::Ok);
+    assert_eq!(all.put(Level::Ram, &(15..30).collect::<Vec<u32>>()).0, Status::Ok);
+    if let Some((names, hint)) = said {
+        let again = names.start;
+        let keys = all.keys(&names.chain([999, again]).collect::<Vec<u32>>());
+        all.home.store.with(|core| core.hint_blocks(all.session, &keys, &hint)).expect("passed on");
+    }
+    all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
+    let left = all.exists(&first).iter().filter(|one| **one).count();
+    all.close();
+    left
+}
+
+#[test]
+fn policies_go_by_what_is_said_of_blocks() {
+    let now_ns = kvtier::base::clock::Clock::real().now_ns() as i64;
+    let late = Hint { next_use: Some((now_ns + 1_000_000_000_000, 1.0)), ..Hint::default() };
+    let never = Hint { done: true, ..Hint::default() };
+    for rest in ["", ",grain=cell,drop=cell", ",grain=session"] {
+        let silent = left_after(rest, None);
+        assert!(silent < 15, "{rest}: without a word {silent} stay");
+        for hint in [late, never] {
+            let others = left_after(rest, Some((15..30, hint)));
+            assert_eq!(others, 15, "{rest}: the others are not needed soon");
+        }
+    }
+}
+
+/// Threads that put, get, prefetch, drop, hold, cancel and are late, with names twice, at all levels,
+/// with words that are given or taken back. What is said to have come is right; items add up; the
+/// tables agree at the end.
+fn storm(
+    spec: &kvtier::kv::spec::StoreSpec,
+    seed: u64,
+    seconds: u64,
+    drops: bool,
+) -> BTreeSet<u32> {
+    let acknowledged = Arc::new(std::sync::Mutex::new(BTreeSet::new()));
+    let all = Arc::new(Engineer::on(Home::open(spec), 1));
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(seconds);
+    let threads: Vec<_> = (0..4u64)
+        .map(|thread| {
+            let (all, acknowledged) = (all.clone(), acknowledged.clone());
+            std::thread::spawn(move || {
+                let mut state = mix(seed * 31 + thread);
+                let mut next = move |below: u64| {
+                    state = mix(state);
+                    state % below
+                };
+                let mut rounds = 0u64;
+                while std::time::Instant::now() < until {
+                    rounds += 1;
+                    let names: Vec<u32> = (0..1 + next(40)).map(|_| next(120) as u32).collect();
+                    let what = next(11);
+                    if what == 9 && !drops {
+                        continue;
+                    }
+                    if what == 10 {
+                        let held = all.hold(&names);
+                        let own = names.iter().zip(held).filter(|(_, held)| *held);
+                        let own: Vec<u32> = own.map(|(name, _)| *name).collect();
+                        std::thread::sleep(std::time::Duration::from_micros(next(2000)));
+                        assert!(all.exists(&own).iter().all(|&there| there), "{own:?} are held");
+                        assert_eq!(all.release(&own), Status::Ok);
+                        continue;
+                    }
+                    if what == 9 {
+                        let keys = all.keys(&names);
+                        all.home
+                            .store
+                            .with(|core| core.drop_blocks(all.session, &keys))
+                            .expect("ok");
+                        continue;
+                    }
+                    let deed = match what {
+                        0..4 => Deed::Put,
+                        4..8 => Deed::Get,
+                        _ => Deed::Prefetch,
+                    };
+                    let level = match (deed, next(4)) {
+                        (Deed::Put, 1) => Level::Disk,
+                        (Deed::Put, 2) => Level::Durable,
+                        _ => Level::Ram,
+                    };
+                    let order: Vec<usize> = (0..names.len()).collect();
+                    let pool =
+                        if deed == Deed::Put { Pool::of(&names) } else { Pool::new(names.len()) };
+                    let views =
+                        if deed == Deed::Prefetch { Views::default() } else { pool.views(&order) };
+                    let blocks = BlockMove {
+                        keys: all.keys(&names),
+                        first_layer: 0,
+                        layers: MODEL.layers,
+                        views: Arc::new(views),
+                        after: None,
+                    };
+                    let deadline_ns =
+                        if next(3) == 0 { all.home.now_ns() + next(400_000) } else { 0 };
+                    let opts = OpOpts { deadline_ns, ..OpOpts::default() };
+                    let ready =
+                        (next(3) == 0).then(|| Arc::new(kvtier::kv::ready::Ready::default()));
+                    let ops = all.home.store.submit_blocks(
+                        all.session,
+                        (deed, level),
+                        blocks,
+                        &opts,
+                        ready.as_deref(),
+                    );
+                    let op = match ops {
+                        Ok(mut ops) => ops.remove(0),
+                        Err(error) => {
+                            assert!(
+                                matches!(
+                                    error.status(),
+                                    Status::Limit | Status::Again | Status::Unavailable
+                                ),
+                                "{error}"
+                            );
+                            continue;
+                        }
+                    };
+                    if next(4) == 0 {
+                        op.cancel();
+                    }
+                    if let Some(ready) = &ready {
+                        if next(5) == 0 {
+                            ready.take_back();
+                        } else {
+                            ready.give();
+                        }
+                    }
+                    if next(4) == 0 {
+                        op.cancel();
+                    }
+                    op.wait(RELEASED, all.home.now_ns() + LONG_NS).expect("every op ends");
+                    let info = op.info();
+                    let each: Vec<i32> =
+                        op.items().iter().map(|i| i.outcome().0.expect("ended")).collect();
+                    let failed = each.iter().filter(|&&one| one != 0).count() as u32;
+                    assert_eq!(
+                        (info.items, info.items_done, info.items_failed),
+                        (each.len() as u32, each.len() as u32, failed)
+                    );
+                    let own = info.status.expect("ended");
+                    assert!(own != 0 || failed == 0, "{own} of {each:?}");
+                    if deed == Deed::Get {
+                        for (at, (&name, &status)) in names.iter().zip(&each).enumerate() {
+                            assert!(
+                                status != 0 || pool.block(at) == content(name),
+                                "wrong bytes in {name}"
+                            );
+                        }
+                    }
+                    if level > Level::Ram {
+                        let well = names.iter().zip(&each).filter(|(_, s)| **s == 0);
+                        acknowledged.lock().unwrap().extend(well.map(|(n, _)| *n));
+                    }
+                    op.remove();
+                }
+                rounds
+            })
+        })
+        .collect();
+    let rounds: u64 = threads.into_iter().map(|thread| thread.join().expect("sound")).sum();
+    assert!(rounds > 0);
+    all.home.rest();
+    Arc::into_inner(all).expect("alone").close();
+    Arc::into_inner(acknowledged).unwrap().into_inner().unwrap()
+}
+
+#[test]
+fn a_storm() {
+    for (seed, rest) in [
+        (1, "host=600KiB"),
+        (2, "host=600KiB,write=back"),
+        (3, "host=2MiB,chunks=90,policy=lru"),
+        (4, "host=600KiB,grain=cell"),
+        (5, "host=600KiB,grain=session,write=through"),
+        (6, "host=600KiB,grain=cell,drop=cell"),
+    ] {
+        let scratch = Scratch::new("blocks-storm");
+        let disk = if seed % 2 == 0 {
+            "bytes=32MiB,segment=1MiB,buffered=true"
+        } else {
+            "bytes=4MiB,segment=1MiB,buffered=true"
+        };
+        storm(&with_disk(&scratch.0, disk, rest), seed, 1, true);
+    }
+    storm(&spec_of("store(host=600KiB,chunks=100)"), 7, 1, true);
+    storm(&spec_of("store(host=600KiB,chunks=100,grain=cell,drop=cell)"), 8, 1, true);
+}
+
+#[test]
+fn what_a_storm_was_told_is_there_after_it() {
+    for seed in 20..22u64 {
+        let scratch = Scratch::new("blocks-told");
+        let disk = "bytes=64MiB,segment=1MiB,buffered=true";
+        let rest = if seed % 2 == 0 { "host=600KiB" } else { "host=600KiB,write=never" };
+        let spec = with_disk(&scratch.0, disk, rest);
+        let told: Vec<u32> = storm(&spec, seed, 1, false).into_iter().collect();
+        let all = Engineer::on(Home::open(&spec), 1);
+        assert!(all.get(&told).iter().all(|&came| came));
+        all.close();
+    }
+}

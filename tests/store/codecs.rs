@@ -1,0 +1,618 @@
+//! Codecs on the way down: what was coded comes back, as it was or as near as its codec
+//! says; through the disk, restarts, cleaning and damage; namespaces beside each other.
+
+use kvtier_testkit::fixtures::store as support;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use kvtier::base::account::Account;
+use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::half::{from_f16, to_f16};
+use kvtier::base::op::OpOpts;
+use kvtier::base::runtime::Runtime;
+use kvtier::base::status::Status;
+use kvtier::base::sync::Mutex;
+use kvtier::device::Stream;
+use kvtier::device::host::Host;
+use kvtier::format::codec::int8::Scales;
+use kvtier::format::codec::{self, Codec, cell};
+use kvtier::io::read_only::ReadOnlyFiles;
+use kvtier::kv::core::books::{Books, Page};
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::core::views::{LayerViews, PlaneView, Views};
+use kvtier::kv::core::work::Hands;
+use kvtier::kv::core::{Config, Core, Finished, Rectangle, SessionOpts, SpaceOpts, Wanted, Write};
+use kvtier::kv::hands::Tools;
+use kvtier::meta::dtype::Dtype;
+use kvtier::meta::key::Key;
+use kvtier::meta::layout::{Group, Layout};
+use kvtier::tier::disk::{
+    CellAt, DiskTier, FsckOptions, Keeper, Options, RESERVE_BYTES, Report, Spot, fsck,
+};
+use kvtier_testkit::disk::{SimFiles, SimOpts as DiskOpts};
+use kvtier_testkit::sim::{SimOpts, run};
+use support::{Done, Home, Scratch, document, marks_of, mix, wait, with_disk};
+
+const LAYERS: usize = 3;
+const CHUNK: usize = 32;
+/// Bytes of K, and of V, of a token: 128 numbers.
+const ROW: usize = 256;
+/// K and V of a cell: four blocks.
+const CELL: usize = 2 * CHUNK * ROW;
+
+/// What a namespace's numbers are like.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Like {
+    /// Few different ones.
+    Dull,
+    /// No two alike.
+    Noise,
+    /// Of like sizes, but for a few channels.
+    Real,
+}
+
+/// K and V of all layers, for some tokens, as an engine keeps them.
+struct Tensors(Vec<[Vec<u8>; 2]>);
+
+impl Tensors {
+    fn new(tokens: usize) -> Tensors {
+        Tensors((0..LAYERS).map(|_| [vec![0xA5; tokens * ROW], vec![0xA5; tokens * ROW]]).collect())
+    }
+
+    fn of(like: Like, marks: &[u64]) -> Tensors {
+        let mut all = Tensors::new(marks.len());
+        for (layer, planes) in all.0.iter_mut().enumerate() {
+            for (plane, bytes) in planes.iter_mut().enumerate() {
+                for (row, &mark) in bytes.chunks_mut(ROW).zip(marks) {
+                    fill(like, mix(mark ^ (layer * 2 + plane) as u64), row);
+                }
+            }
+        }
+        all
+    }
+
+    fn whole(&mut self) -> Rectangle {
+        let tokens = self.0[0][0].len() / ROW;
+        let view = |bytes: &mut Vec<u8>| {
+            let address = bytes.as_mut_ptr().expose_provenance() as u64;
+            PlaneView::canonical(address, tokens as u32, ROW as u64)
+        };
+        let layer = |[k, v]: &mut [Vec<u8>; 2]| LayerViews { k: view(k), v: Some(view(v)) };
+        Rectangle {
+            first_token: 0,
+            tokens: tokens as u64,
+            first_layer: 0,
+            layers: LAYERS,
+            by_layer: false,
+            wanted: Wanted::All,
+            views: Arc::new(Views(self.0.iter_mut().map(layer).collect())),
+            after: None,
+        }
+    }
+
+    /// Whether the first tokens are alike to within half a step of the scale that they
+    /// may share, here or on the way; 0 = they are the same.
+    fn assert_near(&self, right: &Tensors, tokens: usize, steps: f32) {
+        for (got, right) in self.0.iter().flatten().zip(right.0.iter().flatten()) {
+            let (got, right) = (&got[..tokens * ROW], &right[..tokens * ROW]);
+            if steps == 0.0 {
+                assert!(got == right, "not what it was");
+                continue;
+            }
+            let numbers = |bytes: &[u8]| -> Vec<f32> {
+                let pairs = bytes.chunks_exact(2);
+                pairs.map(|b| from_f16(u16::from_le_bytes([b[0], b[1]]))).collect()
+            };
+            let (got, right) = (numbers(got), numbers(right));
+            let most = right.iter().fold(0f32, |m, x| m.max(x.abs()));
+            for (x, y) in got.iter().zip(&right) {
+                assert!((x - y).abs() <= most / 254.0 * steps, "{x} for {y} of {most}");
+            }
+        }
+    }
+}
+
+fn fill(like: Like, mut state: u64, row: &mut [u8]) {
+    for (channel, bytes) in row.chunks_exact_mut(2).enumerate() {
+        let chance = mix(state.wrapping_add(channel as u64));
+        let unit = (chance >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+        let number = match like {
+            Like::Dull => (state % 5) as f32,
+            Like::Real if channel % 61 == 7 => unit * 40.0,
+            Like::Noise | Like::Real => unit,
+        };
+        bytes.copy_from_slice(&to_f16(number).to_le_bytes());
+        if like == Like::Noise {
+            // Its size as well: nothing is left to be found.
+            bytes.copy_from_slice(&((chance >> 13) as u16 & 0xBFFF).to_le_bytes());
+        }
+        state = state.rotate_left(if like == Like::Dull { 0 } else { 1 });
+    }
+}
+
+fn space(home: &Home, number: u8, codec: Option<Codec>) -> u32 {
+    let group = Group::gqa(0..LAYERS as u16, 4, 32, Dtype::F16).expect("sound");
+    let layout = Layout::new(CHUNK as u32, vec![group]).expect("sound");
+    let opts = SpaceOpts { key: Key([number; 32]), layout, holes: false };
+    let open = home.store.with(|core| {
+        let space = core.open_space(&opts)?;
+        core.set_codec(space, codec);
+        Ok(space)
+    });
+    open.expect("opened")
+}
+
+fn moved(home: &Home, session: u32, deed: Deed, level: Level, tensors: &mut Tensors) -> Done {
+    let all = tensors.whole();
+    let ops = home.store.submit(session, deed, level, all, &OpOpts::default()).expect("submitted");
+    wait(&ops[0])
+}
+
+/// Stores a document.
+fn put(home: &Home, space: u32, like: Like, tokens: &[u32]) {
+    let session = home.session(space, tokens);
+    let mut tensors = Tensors::of(like, &marks_of(space, tokens));
+    let done = moved(home, session, Deed::Put, Level::Disk, &mut tensors);
+    assert_eq!(done, Done { status: Status::Ok, tokens: tokens.len() });
+    home.end(session);
+}
+
+/// Loads one, and compares what came; how many tokens.
+fn check(home: &Home, space: u32, like: Like, tokens: &[u32], steps: f32) -> usize {
+    let session = home.session(space, tokens);
+    let mut got = Tensors::new(tokens.len());
+    let done = moved(home, session, Deed::Get, Level::Ram, &mut got);
+    assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
+    got.assert_near(&Tensors::of(like, &marks_of(space, tokens)), done.tokens, steps);
+    home.end(session);
+    done.tokens
+}
+
+fn checked(dir: &Path) -> Report {
+    let files = ReadOnlyFiles::open(dir).expect("a directory");
+    fsck(&files, &FsckOptions::default()).expect("a store")
+}
+
+fn files_of(dir: &Path, start: &str) -> Vec<PathBuf> {
+    let all = std::fs::read_dir(dir).expect("a directory").map(|entry| entry.expect("one").path());
+    let named = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(start))
+    };
+    let mut all: Vec<PathBuf> = all.filter(named).collect();
+    all.sort();
+    all
+}
+
+const ROOMY: &str = "bytes=64MiB,segment=4MiB";
+
+#[test]
+fn what_can_be_shorter_is_and_comes_back_after_restarts() {
+    let scratch = Scratch::new("codecs");
+    let spec = with_disk(&scratch.0, ROOMY, "host=8MiB,chunks=1024,codec=lz4");
+    let (tokens, cells) = (document(1, 10 * CHUNK), 10 * LAYERS as u64);
+    let home = Home::open(&spec);
+    let (dull, noise) = (space(&home, 1, None), space(&home, 2, None));
+    put(&home, dull, Like::Dull, &tokens);
+    let counters = home.counters();
+    assert_eq!((counters.written, counters.coded), (cells, cells));
+    assert_eq!(counters.coded_raw_bytes, cells * CELL as u64);
+    assert!(counters.coded_bytes < counters.coded_raw_bytes / 4, "{counters:?}");
+    assert_eq!((counters.lost.count, counters.lost.most), (0, 0.0));
+    put(&home, noise, Like::Noise, &tokens);
+    assert_eq!((home.counters().written, home.counters().coded), (2 * cells, cells));
+    home.rest();
+    let stored = counters.coded_bytes + cells * CELL as u64;
+    home.close();
+    // By the checkpoint, then by the headers alone.
+    for life in 0..3 {
+        let report = checked(&scratch.0);
+        assert!(report.is_clean(), "{:?}", report.damage);
+        assert_eq!((report.live.cells, report.live.bytes), (2 * cells, stored), "life {life}");
+        let home = Home::open(&spec);
+        assert_eq!(home.store.opened.adopted.cells, 2 * cells);
+        assert_eq!(home.store.opened.adopted.dropped, 0);
+        let (dull, noise) = (space(&home, 1, None), space(&home, 2, None));
+        assert_eq!(check(&home, dull, Like::Dull, &tokens, 0.0), tokens.len());
+        assert_eq!(check(&home, noise, Like::Noise, &tokens, 0.0), tokens.len());
+        assert_eq!(home.counters().disk_hits, 2 * cells);
+        home.rest();
+        home.close();
+        files_of(&scratch.0, "index-").iter().for_each(|path| {
+            std::fs::remove_file(path).expect("removed");
+        });
+    }
+}
+
+#[test]
+fn namespaces_keep_their_recipes_and_what_is_lost_is_measured() {
+    let scratch = Scratch::new("recipes");
+    let spec = with_disk(&scratch.0, ROOMY, "host=8MiB,chunks=1024,codec=lz4");
+    let tokens: Vec<Vec<u32>> = (0..4).map(|n| document(n, (2 + n as usize) * CHUNK)).collect();
+    let recipes =
+        [(Some(Codec::None), Like::Dull), (None, Like::Dull), (Some(Codec::Int8), Like::Real)];
+    for life in 0..3 {
+        let home = Home::open(&spec);
+        let spaces: Vec<u32> = (0..).zip(recipes).map(|(n, (c, _))| space(&home, n, c)).collect();
+        for (tokens, (&space, (codec, like))) in
+            tokens.iter().flat_map(|t| spaces.iter().zip(recipes).map(move |s| (t, s)))
+        {
+            if life == 0 {
+                put(&home, space, like, tokens);
+            }
+            // Half a step, and what rounding to half precision adds.
+            let steps = if codec == Some(Codec::Int8) { 1.1 } else { 0.0 };
+            assert_eq!(check(&home, space, like, tokens, steps), tokens.len());
+        }
+        let counters = home.counters();
+        let each = (2 + 3 + 4 + 5) * LAYERS as u64;
+        if life == 0 {
+            assert_eq!((counters.written, counters.coded), (3 * each, 2 * each));
+            // Both planes of the one that is lossy.
+            assert_eq!(counters.lost.count, each * CELL as u64 / 2);
+            let (most, mean) = (counters.lost.most, counters.lost.mean());
+            assert!(most > 0.001 && most <= 40.0 / 254.0 * 1.1, "{most}");
+            assert!(mean > 0.0 && mean < most / 3.0, "{mean} of {most}");
+            let text = home.store.with(|core| Ok(core.metrics_text())).expect("open");
+            for name in ["coded_cells_total", "coded_bytes_total", "lossy_error_max"] {
+                let start = format!("kvtier_{name} ");
+                let line = text.lines().find(|line| line.starts_with(&start));
+                let value: f64 = line.expect(name)[start.len()..].parse().expect("a number");
+                assert!(value > 0.0, "{name}");
+            }
+        } else {
+            assert_eq!(counters.disk_hits, 3 * each, "read from disk in life {life}");
+        }
+        home.rest();
+        home.close();
+    }
+}
+
+#[test]
+fn what_memory_has_no_room_for_goes_down_coded_and_partial_chunks_too() {
+    let scratch = Scratch::new("small");
+    let spec = with_disk(&scratch.0, ROOMY, "host=1MiB,chunks=1024");
+    let home = Home::open(&spec);
+    let spaces = [
+        (space(&home, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
+        (space(&home, 2, Some(Codec::Int8)), Like::Real, 1.1),
+    ];
+    let mut open = Vec::new();
+    for n in 0..12u32 {
+        for (space, like, _) in spaces {
+            let tokens = document(n, 3 * CHUNK + 1 + n as usize % (CHUNK - 1));
+            let session = home.session(space, &tokens);
+            let mut tensors = Tensors::of(like, &marks_of(space, &tokens));
+            let done = moved(&home, session, Deed::Put, Level::Ram, &mut tensors);
+            assert_eq!(done.tokens, tokens.len(), "{done:?}");
+            open.push((session, space, tokens));
+        }
+    }
+    home.rest();
+    for (session, space, tokens) in &open {
+        let (_, like, steps) = spaces.into_iter().find(|s| s.0 == *space).expect("one of them");
+        let mut got = Tensors::new(tokens.len());
+        let done = moved(&home, *session, Deed::Get, Level::Ram, &mut got);
+        assert_eq!(done.tokens, tokens.len(), "{done:?}");
+        got.assert_near(&Tensors::of(like, &marks_of(*space, tokens)), tokens.len(), steps);
+    }
+    let counters = home.counters();
+    assert!(counters.coded > 100 && counters.disk_hits > 100, "{counters:?}");
+    open.into_iter().for_each(|(session, ..)| home.end(session));
+    home.rest();
+    home.close();
+}
+
+#[test]
+fn cleaning_moves_coded_cells() {
+    let scratch = Scratch::new("cleaned");
+    let spec = with_disk(&scratch.0, "bytes=6MiB,segment=512KiB", "host=1MiB,chunks=4096");
+    let home = Home::open(&spec);
+    let spaces = [
+        (space(&home, 1, Some(Codec::Lz4)), Like::Dull, 0.0),
+        (space(&home, 2, Some(Codec::Int8)), Like::Real, 1.1),
+        (space(&home, 3, None), Like::Noise, 0.0),
+    ];
+    let disk = home.store.disk().expect("a disk");
+    let (mut round, mut found) = (0, 0);
+    while disk.stats().cleaned_bytes < 1 << 20 {
+        assert!(round < 400, "nothing is cleaned: {:?}", disk.stats());
+        for (space, like, steps) in spaces {
+            put(&home, space, like, &document(round, (1 + round as usize % 3) * CHUNK));
+            // Some stay because they are asked for.
+            let old = document(round / 2, (1 + round as usize / 2 % 3) * CHUNK);
+            found += check(&home, space, like, &old, steps);
+        }
+        round += 1;
+    }
+    assert!(found > 0 && home.counters().coded > 0);
+    home.rest();
+    drop(disk);
+    home.close();
+    assert!(checked(&scratch.0).is_clean());
+    let home = Home::open(&spec);
+    let mut found = 0;
+    for (n, (codec, like, steps)) in [
+        (1, (Some(Codec::Lz4), Like::Dull, 0.0)),
+        (2, (Some(Codec::Int8), Like::Real, 1.1)),
+        (3, (None, Like::Noise, 0.0)),
+    ] {
+        let space = space(&home, n, codec);
+        for round in 0..round {
+            let tokens = document(round, (1 + round as usize % 3) * CHUNK);
+            found += check(&home, space, like, &tokens, steps);
+        }
+    }
+    assert!(found > 0);
+    assert_eq!(home.counters().corrupt, 0);
+    home.rest();
+    home.close();
+}
+
+#[test]
+fn a_flipped_bit_of_a_coded_cell_is_a_miss() {
+    let scratch = Scratch::new("flipped");
+    let spec = with_disk(&scratch.0, "bytes=16MiB,segment=512KiB", "host=8MiB,chunks=1024");
+    let tokens = document(1, 2 * CHUNK);
+    let kinds = [(1, Codec::Lz4, Like::Dull, 0.0), (2, Codec::Int8, Like::Real, 1.1)];
+    let home = Home::open(&spec);
+    for (n, codec, like, _) in kinds {
+        put(&home, space(&home, n, Some(codec)), like, &tokens);
+    }
+    home.close();
+    let segment = files_of(&scratch.0, "seg-").remove(0);
+    let all: Vec<(PathBuf, Vec<u8>)> = files_of(&scratch.0, "")
+        .into_iter()
+        .map(|path| (path.clone(), std::fs::read(path).expect("read")))
+        .collect();
+    let mut hurt = 0;
+    // Every block but the first, at its start, where coded planes say how long they
+    // are, and within.
+    for block in 1..40 {
+        for at in [0, 2, 777] {
+            for path in files_of(&scratch.0, "") {
+                std::fs::remove_file(path).expect("removed");
+            }
+            for (path, bytes) in &all {
+                std::fs::write(path, bytes).expect("written");
+            }
+            let mut bytes = std::fs::read(&segment).expect("read");
+            bytes[block * 4096 + at] ^= 0x04;
+            std::fs::write(&segment, &bytes).expect("written");
+            let home = Home::open(&spec);
+            let mut found = 0;
+            for (n, codec, like, steps) in kinds {
+                let space = space(&home, n, Some(codec));
+                found += check(&home, space, like, &tokens, steps);
+            }
+            hurt += u64::from(found < 2 * tokens.len());
+            assert!(found >= tokens.len(), "one bit hurts one chunk: {found}");
+            home.rest();
+            home.close();
+        }
+    }
+    assert!(hurt > 20, "{hurt}");
+}
+
+#[test]
+fn seeds_code_cells_and_find_them_again() {
+    let (mut coded, mut lost) = (0, 0);
+    for seed in 5000..5040 {
+        match run(&SimOpts { seed, steps: 500 }) {
+            Ok(report) => {
+                coded += report.counters.coded;
+                lost += report.counters.lost.count;
+            }
+            Err(failure) => panic!("{failure}"),
+        }
+    }
+    assert!(coded > 100 && lost > 1000, "{coded} {lost}");
+}
+
+/// A core and its hands on one thread, with a disk whose staging memory is paid for.
+struct ByHand {
+    core: Shared,
+    tools: Tools,
+    space: u32,
+    /// Keeps the budget.
+    _runtime: Runtime,
+    account: Arc<Account>,
+}
+
+impl ByHand {
+    fn open(limit_bytes: u64) -> ByHand {
+        let runtime = support::runtime();
+        let mut limits = [None; 5];
+        limits[Tier::Host as usize] = Some(limit_bytes);
+        let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
+        let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+        let account = budget.account("disk", 0, None).expect("an account");
+        let files = SimFiles::new(7, DiskOpts { capacity_bytes: 64 << 20, ..DiskOpts::default() });
+        let options = Options {
+            segment_bytes: 4 << 20,
+            account: Some(account.clone()),
+            ..Options::new(48 << 20, [5; 16])
+        };
+        let (disk, _, _) = DiskTier::open(Arc::new(files), options).expect("a disk");
+        let disk = Arc::new(disk);
+        let config = Config { host_bytes: 8 << 20, max_chunks: 256, ..Config::default() };
+        let config = Config { codec: Codec::Lz4, write: Write::Through, ..config };
+        let mut core = Core::new(config, None, Some(disk.clone())).expect("a core");
+        let group = Group::gqa(0..LAYERS as u16, 4, 32, Dtype::F16).expect("sound");
+        let layout = Layout::new(CHUNK as u32, vec![group]).expect("sound");
+        let opts = SpaceOpts { key: Key([1; 32]), layout, holes: false };
+        let space = core.open_space(&opts).expect("opened");
+        let tools = Tools { device: Arc::new(Host::default()), disk: Some(disk), far: None };
+        ByHand {
+            core: Shared(Arc::new(Mutex::new(core))),
+            tools,
+            space,
+            _runtime: runtime,
+            account,
+        }
+    }
+
+    fn rest(&mut self) {
+        loop {
+            let mut is_idle = true;
+            for hands in Hands::ALL {
+                let Some(mut work) = self.core.0.lock().take(hands) else { continue };
+                is_idle = false;
+                let mut books = self.core.clone();
+                // SAFETY: the core waits for this; tensors outlive the moves.
+                let how = unsafe { self.tools.work(&mut work, Stream(0), &mut books) };
+                self.core.0.lock().done(work, how, 0);
+            }
+            if is_idle {
+                return;
+            }
+        }
+    }
+
+    fn turn(&mut self, deed: Deed, tokens: &[u32], tensors: &mut Tensors) -> Finished {
+        let session = {
+            let mut core = self.core.0.lock();
+            let session = core.open_session(self.space, &SessionOpts::default()).expect("opened");
+            core.append(session, tokens).expect("appended");
+            let (level, all) = (Level::Ram, tensors.whole());
+            core.submit_rectangle(session, deed, level, 0, all).expect("submitted");
+            session
+        };
+        self.rest();
+        let mut finished = Vec::new();
+        self.core.0.lock().finished(&mut finished);
+        self.core.0.lock().close_session(session).expect("closed");
+        finished.remove(0)
+    }
+}
+
+#[test]
+fn memory_for_coding_is_counted_and_there_is_always_some() {
+    let tokens = document(1, 8 * CHUNK);
+    let cells = 8 * LAYERS as u64;
+    // In the end there is no more than the tier keeps for itself.
+    for limit_bytes in [64 << 20, RESERVE_BYTES + 65_536] {
+        let mut home = ByHand::open(limit_bytes);
+        let mut tensors = Tensors::of(Like::Dull, &marks_of(1, &tokens));
+        assert!(home.turn(Deed::Put, &tokens, &mut tensors).error.is_none());
+        let counters = home.core.0.lock().counters;
+        assert_eq!((counters.written, counters.coded), (cells, cells));
+        let held = home.account.held(Tier::Host).committed_bytes;
+        let stats = home.tools.disk.as_ref().expect("a disk").stats();
+        assert_eq!(held, stats.staging_bytes);
+        assert!(stats.scratch_bytes > 0 && held >= RESERVE_BYTES && held <= limit_bytes, "{held}");
+        // Out of memory, and back from disk.
+        home.core.0.lock().shrink(8 << 20);
+        home.rest();
+        let mut got = Tensors::new(tokens.len());
+        let done = home.turn(Deed::Get, &tokens, &mut got);
+        assert_eq!((done.tokens as usize, done.error.is_none()), (tokens.len(), true));
+        got.assert_near(&tensors, tokens.len(), 0.0);
+        assert_eq!(home.core.0.lock().counters.disk_hits, cells);
+        home.core.0.lock().check().expect("the tables agree");
+    }
+}
+
+/// The core as hands and keepers share it.
+#[derive(Clone)]
+struct Shared(Arc<Mutex<Core>>);
+
+impl Books for Shared {
+    fn page(&mut self, from: (u32, u32), page: &mut Page) -> Option<(u32, u32)> {
+        self.0.lock().page(from, page)
+    }
+}
+
+impl Keeper for Shared {
+    fn wants(&mut self, cell: &CellAt) -> bool {
+        self.0.lock().wants(cell)
+    }
+
+    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
+        self.0.lock().moved(cell, to)
+    }
+
+    fn lost(&mut self, cell: &CellAt) -> bool {
+        self.0.lock().lost(cell)
+    }
+}
+
+/// Run by hand: `cargo test --release --test codecs -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn measure_what_codecs_save_and_cost() {
+    // 64 tokens of 8 heads of 128 numbers: cells of 256 KiB.
+    const WIDE: usize = 2048;
+    const TOKENS: usize = 64;
+    let number = |kind: &str, token: u64, at: u64| -> u16 {
+        let (a, b) = (mix(token << 20 | at), mix(token << 20 | at | 1 << 50));
+        let unit = |n: u64| ((n >> 40) as f32 + 0.5) / (1u64 << 24) as f32;
+        let gauss = (-2.0 * unit(a).ln()).sqrt() * (std::f32::consts::TAU * unit(b)).cos();
+        match kind {
+            "four rows again and again" => to_f16(unit(mix((token % 4) << 20 | at))),
+            "sixteen different numbers" => to_f16((a % 16) as f32 / 8.0 - 1.0),
+            "half of it zero" if (at / 64) % 2 == 0 => 0,
+            "half of it zero" | "normal numbers" => to_f16(gauss),
+            _ => a as u16,
+        }
+    };
+    let kinds = [
+        "four rows again and again",
+        "half of it zero",
+        "sixteen different numbers",
+        "normal numbers",
+        "random bytes",
+    ];
+    println!("kind | codec | bytes on disk, % | coding, MB/s | decoding, MB/s | relative error");
+    for kind in kinds {
+        let plane = |v: u64| -> Vec<u8> {
+            let row = |token: u64| (0..WIDE as u64 / 2).map(move |at| number(kind, token, at));
+            (0..TOKENS as u64).flat_map(|t| row(t + v * 1000)).flat_map(u16::to_le_bytes).collect()
+        };
+        let raw = [plane(0), plane(1)];
+        let bytes = 2 * TOKENS * WIDE;
+        for codec in [Codec::Lz4, Codec::Int8] {
+            let shapes = [Scales::Channel, Scales::Token].map(|scales| codec::Shape {
+                dtype: Dtype::F16,
+                row_bytes: WIDE,
+                scales,
+            });
+            let planes: Vec<cell::Plane<'_>> =
+                raw.iter().zip(shapes).map(|(bytes, shape)| cell::Plane { shape, bytes }).collect();
+            let room = shapes.iter().map(|shape| cell::room(codec, shape, bytes / 2)).sum();
+            let (mut out, mut lengths) = (vec![0; room], [0; 2]);
+            let best = |mut body: Box<dyn FnMut() + '_>| {
+                let times = (0..15).map(|_| {
+                    let start = std::time::Instant::now();
+                    body();
+                    start.elapsed().as_secs_f64()
+                });
+                bytes as f64 / 1e6 / times.fold(f64::MAX, f64::min)
+            };
+            let mut lost = None;
+            let coding = best(Box::new(|| {
+                lost = cell::encode(codec, &planes, &mut out, &mut lengths);
+            }));
+            let Some(lost) = lost else {
+                println!("{kind} | {} | 100 (plain) | {coding:.0} | - | 0", codec.name());
+                continue;
+            };
+            let mut back = vec![0; bytes / 2];
+            let decoding = best(Box::new(|| {
+                let mut from = 0;
+                for (length, shape) in lengths.iter().zip(&shapes) {
+                    let stored = &out[from..from + length];
+                    cell::decode(codec, shape, stored, &mut back).expect("it was coded");
+                    from += length;
+                }
+            }));
+            let stored = lengths.iter().sum::<usize>().next_multiple_of(4096);
+            println!(
+                "{kind} | {} | {:.1} | {coding:.0} | {decoding:.0} | {:.4}",
+                codec.name(),
+                stored as f64 / bytes as f64 * 100.0,
+                lost.relative(),
+            );
+        }
+    }
+}

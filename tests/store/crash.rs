@@ -1,0 +1,262 @@
+//! A process that stores is killed, again and again: what it was told to be on disk is
+//! there afterwards, and every byte is right.
+//!
+//! `KVTIER_CRASH_ROUNDS` kills more often than usual.
+
+use kvtier_testkit::fixtures::store as support;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use kvtier::base::status::Status;
+use kvtier::kv::core::moves::{Deed, Level};
+use support::{
+    Done, Engine, Home, Model, Scratch, Shape, document, marks_of, mix, wait, with_disk,
+};
+
+const MODEL: Model = Model { layers: 3, heads: 2, run: 64, chunk: 16 };
+/// Documents that a process stores before it waits for its end.
+const MOST: u32 = 40;
+/// Puts that are under way at once.
+const BESIDE: usize = 3;
+const DIR: &str = "KVTIER_CRASH_DIR";
+const FIRST: &str = "KVTIER_CRASH_FIRST";
+const PREFIX: &str = "KVTIER_CRASH_PREFIX";
+/// Documents that go on from one prefix.
+const FAMILY: u32 = 59;
+
+fn open(dir: &Path) -> Home {
+    let rest = "host=2MiB,chunks=262144,events=16";
+    Home::open(&with_disk(dir, "bytes=6GiB,segment=2MiB", rest))
+}
+
+/// Every third document goes on where an earlier one ends.
+fn tokens_of(number: u32) -> Vec<u32> {
+    let chunks = 1 + (mix(u64::from(number)) % 5) as usize;
+    let mut tokens = match number % 3 {
+        2 => document(number - 1, 16 * (1 + (mix(u64::from(number - 1)) % 5) as usize)),
+        _ => Vec::new(),
+    };
+    tokens.extend(document(number, 16 * chunks));
+    tokens
+}
+
+/// The process that dies. Does nothing in a usual run.
+#[test]
+fn child() {
+    let (Some(dir), Ok(first)) = (std::env::var_os(DIR), std::env::var(FIRST)) else { return };
+    let first: u32 = first.parse().expect("a number");
+    let home = open(Path::new(&dir));
+    let space = home.space(1, &MODEL);
+    let mut under_way = Vec::new();
+    let mut tell = |(number, session, op, engine): (u32, u32, _, Engine)| {
+        let done = wait(&op);
+        assert_eq!(done, Done { status: Status::Ok, tokens: engine.tokens });
+        home.end(session);
+        let mut out = std::io::stdout().lock();
+        writeln!(out, "\nstored {number}").and_then(|()| out.flush()).expect("a reader");
+    };
+    for number in first..first + MOST {
+        let tokens = tokens_of(number);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(0, &tokens));
+        let level = if number % 2 == 0 { Level::Durable } else { Level::Disk };
+        let mut ops = home.submit(session, Deed::Put, level, engine.whole()).expect("submitted");
+        under_way.push((number, session, ops.remove(0), engine));
+        if under_way.len() > BESIDE {
+            tell(under_way.remove(0));
+        }
+    }
+    under_way.drain(..).for_each(&mut tell);
+    // From here on only the end is waited for.
+    drop(std::io::stdin().read(&mut [0]));
+}
+
+fn start(dir: &Path, first: u32) -> Child {
+    let program = std::env::current_exe().expect("this program");
+    Command::new(program)
+        .args(["--exact", kvtier_testkit::test_name!("child"), "--nocapture", "--test-threads=1"])
+        .env(DIR, dir)
+        .env(FIRST, first.to_string())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("started")
+}
+
+/// Kills a child when it has stored some, or before; which ones it had stored.
+fn kill(mut child: Child, chance: u64) -> Vec<u32> {
+    let out = child.stdout.take().expect("piped");
+    let enough = chance % u64::from(MOST + 6);
+    // Some die while they open the store.
+    let early = enough >= u64::from(MOST);
+    if early {
+        (0..chance % 200_000 * 20).for_each(|_| std::hint::spin_loop());
+        child.kill().expect("killed");
+    }
+    let mut stored: Vec<u32> = Vec::new();
+    for line in BufReader::new(out).lines() {
+        let Ok(line) = line else { break };
+        stored.extend(line.strip_prefix("stored ").and_then(|n| n.parse::<u32>().ok()));
+        if !early && stored.len() as u64 > enough {
+            (0..chance % 100_000).for_each(|_| std::hint::spin_loop());
+            // It may be dead already: what came through the pipe counts all the same.
+            child.kill().expect("killed");
+        }
+    }
+    let status = child.wait().expect("it ended");
+    assert_eq!(status.signal(), Some(9), "it ended by itself: {status}");
+    stored
+}
+
+fn check(home: &Home, space: u32, number: u32) {
+    let tokens = tokens_of(number);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
+    let done = home.get(session, &engine);
+    let right = Done { status: Status::Ok, tokens: tokens.len() };
+    assert_eq!(done, right, "document {number} was stored");
+    engine.check(&marks_of(0, &tokens), 0..tokens.len(), 0..MODEL.layers);
+    home.end(session);
+}
+
+#[test]
+fn what_was_stored_outlives_the_process() {
+    let rounds = std::env::var("KVTIER_CRASH_ROUNDS").ok().and_then(|n| n.parse().ok());
+    let rounds: u32 = rounds.unwrap_or(40);
+    let seed = u64::from(std::process::id());
+    let scratch = Scratch::new("crash");
+    let mut all: Vec<u32> = Vec::new();
+    for round in 0..rounds {
+        let chance = mix(seed << 20 | u64::from(round));
+        let stored = kill(start(&scratch.0, round * MOST), chance);
+        let home = open(&scratch.0);
+        let space = home.space(1, &MODEL);
+        stored.iter().for_each(|&number| check(&home, space, number));
+        // Of those before some each time, and all at the end.
+        let step = if round + 1 == rounds { 1 } else { 17 };
+        all.iter().skip(round as usize % step).step_by(step).for_each(|&n| check(&home, space, n));
+        all.extend(stored);
+        home.rest();
+        let counters = home.counters();
+        let lost = (counters.corrupt, counters.disk_evicted, counters.misses);
+        assert_eq!(lost, (0, 0, 0), "seed {seed}, round {round}: {counters:?}");
+        // Half of the stores are left as they are, as if this process had died as well.
+        match round % 2 {
+            0 => home.close(),
+            _ => drop(home),
+        }
+    }
+    assert!(all.len() as u32 >= rounds * 5, "{} documents in {rounds} rounds", all.len());
+}
+
+/// Puts all tokens from one on.
+fn put_from(home: &Home, session: u32, tokens: &[u32], first: usize, level: Level) {
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(0, tokens));
+    let what = engine.rectangle(first, tokens.len() - first, 0..MODEL.layers, false);
+    let ops = home.submit(session, Deed::Put, level, what).expect("submitted");
+    assert_eq!(wait(&ops[0]), Done { status: Status::Ok, tokens: tokens.len() - first });
+}
+
+/// One of the documents that begin as all do.
+fn relative(number: u32) -> Vec<u32> {
+    [document(0, 64), document(1 + number, 96)].concat()
+}
+
+/// The process whose prefix was never asked to be on disk. Does nothing in a usual run.
+#[test]
+fn prefix_child() {
+    let (Some(dir), Ok(way)) = (std::env::var_os(DIR), std::env::var(PREFIX)) else { return };
+    let home = open_small(Path::new(&dir));
+    let space = home.space(1, &MODEL);
+    let prefix = home.session(space, &relative(0)[..64]);
+    put_from(&home, prefix, &relative(0)[..64], 0, Level::Ram);
+    let count = if way == "durable" { 1 } else { FAMILY };
+    let level = if way == "durable" { Level::Durable } else { Level::Ram };
+    for number in 0..count {
+        let tokens = relative(number);
+        let session = home.session(space, &tokens);
+        put_from(&home, session, &tokens, 64, level);
+        home.end(session);
+    }
+    if way != "durable" {
+        home.rest(); // what has left memory is on disk
+    }
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "\nstored 0").and_then(|()| out.flush()).expect("a reader");
+    drop(std::io::stdin().read(&mut [0]));
+}
+
+fn open_small(dir: &Path) -> Home {
+    Home::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", "host=2MiB,policy=lru,chunks=8192"))
+}
+
+/// Starts that process and kills it when it is done.
+fn kill_relatives(dir: &Path, way: &str) {
+    let program = std::env::current_exe().expect("this program");
+    let mut child = Command::new(program)
+        .args(["--exact", kvtier_testkit::test_name!("prefix_child"), "--nocapture"])
+        .arg("--test-threads=1")
+        .env(DIR, dir)
+        .env(PREFIX, way)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("started");
+    let out = BufReader::new(child.stdout.take().expect("piped"));
+    let is_done = out.lines().map_while(Result::ok).any(|line| line.starts_with("stored"));
+    child.kill().expect("killed");
+    child.wait().expect("it ended");
+    assert!(is_done, "the child did not store anything");
+}
+
+/// How far each document can be gone on with, byte for byte.
+fn reach(home: &Home, space: u32, count: u32) -> Vec<usize> {
+    let read = |number| {
+        let tokens = relative(number);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
+        let done = home.get(session, &engine);
+        assert!(matches!(done.status, Status::Ok | Status::NotFound), "{done:?}");
+        engine.check(&marks_of(0, &tokens), 0..done.tokens, 0..MODEL.layers);
+        home.end(session);
+        done.tokens
+    };
+    (0..count).map(read).collect()
+}
+
+#[test]
+fn what_is_durable_takes_the_prefix_along_that_was_in_memory_only() {
+    let scratch = Scratch::new("prefix");
+    kill_relatives(&scratch.0, "durable");
+    let home = open_small(&scratch.0);
+    let adopted = home.store.opened.adopted;
+    assert_eq!((adopted.chunks, adopted.dropped), (10, 0), "{adopted:?}");
+    let space = home.space(1, &MODEL);
+    assert_eq!(reach(&home, space, 1), [160]);
+    home.rest();
+    home.close();
+}
+
+#[test]
+fn what_left_memory_is_of_use_though_its_prefix_never_did() {
+    let scratch = Scratch::new("family");
+    kill_relatives(&scratch.0, "everyday");
+    let home = open_small(&scratch.0);
+    let adopted = home.store.opened.adopted;
+    // 358 chunks, of which 170 fit in memory.
+    assert!(adopted.chunks > 150 && adopted.dropped == 0, "{adopted:?}");
+    let space = home.space(1, &MODEL);
+    let all = reach(&home, space, FAMILY);
+    assert!(all.iter().all(|&tokens| tokens >= 64), "the prefix is gone: {all:?}");
+    // Everything that was found is of use to somebody.
+    let chunks: usize = all.iter().map(|tokens| tokens / 16 - 4).sum();
+    assert_eq!(chunks as u64 + 4, adopted.chunks, "{all:?}");
+    assert!(all.iter().filter(|&&tokens| tokens == 160).count() > 20, "{all:?}");
+    home.rest();
+    home.close();
+}

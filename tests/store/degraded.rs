@@ -1,0 +1,501 @@
+//! A store whose surroundings fail: a disk that is really full, a device with errors,
+//! a directory that is gone or closed, memory that others need. It says so, goes on
+//! with what is left, never gives a wrong byte, and is well again when they are.
+
+use kvtier_testkit::fixtures::apart;
+use kvtier_testkit::fixtures::store as support;
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use apart::{Group, Loop, apart, become_nobody, fill, longest_file, tmpfs};
+use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::op::RELEASED;
+use kvtier::base::status::{Error, Status};
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::kv::store::Store;
+use support::{
+    Done, Engine, Home, LONG_NS, Model, POISON, Shape, document, marks_of, mix, runtime, spec_of,
+    wait, with_disk,
+};
+
+/// Chunks of 96 KiB.
+const MODEL: Model = Model { layers: 6, heads: 4, run: 64, chunk: 16 };
+const MIB: u64 = 1 << 20;
+/// Refusals in a row after which a disk counts as full.
+const ENOUGH: u32 = 6;
+
+/// A store, and the documents that it has said to keep on disk.
+struct Keep {
+    home: Home,
+    space: u32,
+    kept: Vec<u32>,
+    next: u32,
+}
+
+impl Keep {
+    fn open(dir: &Path, more: &str, rest: &str) -> Keep {
+        let disk = format!("bytes=1GiB,segment=1MiB{more}");
+        let home = Home::open(&with_disk(dir, &disk, rest));
+        let space = home.space(1, &MODEL);
+        Keep { home, space, kept: Vec::new(), next: 0 }
+    }
+
+    /// Opened once more, with what was kept.
+    fn again(self, dir: &Path, more: &str, rest: &str) -> Keep {
+        let Keep { home, kept, next, .. } = self;
+        home.close();
+        Keep { kept, next, ..Keep::open(dir, more, rest) }
+    }
+
+    /// Stores the next document; why not, if not.
+    fn put(&mut self, level: Level) -> Result<(), Error> {
+        let (number, tokens) = (self.next, document(self.next, MODEL.chunk));
+        self.next += 1;
+        let session = self.home.session(self.space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(0, &tokens));
+        let what = engine.whole();
+        let op = match self.home.submit(session, Deed::Put, level, what) {
+            Ok(mut ops) => ops.remove(0),
+            Err(error) => {
+                self.home.end(session);
+                return Err(error);
+            }
+        };
+        op.wait(RELEASED, self.home.now_ns() + LONG_NS).expect("every op ends");
+        let error = op.error();
+        let done = wait(&op);
+        self.home.end(session);
+        match done.status {
+            Status::Ok => {
+                assert_eq!(done.tokens, MODEL.chunk);
+                if level > Level::Ram {
+                    self.kept.push(number);
+                }
+                Ok(())
+            }
+            status => Err(error.unwrap_or(Error::new(status, "no words"))),
+        }
+    }
+
+    /// Stores until that fails so many times in a row, or enough are there: the last
+    /// reason.
+    fn put_until_refused(&mut self, most: u32) -> Option<Error> {
+        let (mut last, mut in_a_row) = (None, 0);
+        for _ in 0..most {
+            match self.put(Level::Disk) {
+                Ok(()) => in_a_row = 0,
+                Err(error) => {
+                    in_a_row += 1;
+                    last = Some(error);
+                }
+            }
+            if in_a_row >= ENOUGH {
+                return last;
+            }
+        }
+        None
+    }
+
+    /// Stores all of so many.
+    fn put_all(&mut self, count: u32) {
+        for _ in 0..count {
+            let level = if self.next % 2 == 0 { Level::Durable } else { Level::Disk };
+            self.put(level).expect("there is room again");
+        }
+    }
+
+    /// Reads one: whether it is there. What is there is right.
+    fn get(&self, number: u32) -> Done {
+        let tokens = document(number, MODEL.chunk);
+        let marks = marks_of(0, &tokens);
+        let session = self.home.session(self.space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
+        let done = self.home.get(session, &engine);
+        engine.check(&marks, 0..done.tokens, 0..MODEL.layers);
+        engine.check_if_there(&marks);
+        assert!(engine.bytes().iter().all(|&b| b == POISON));
+        self.home.end(session);
+        done
+    }
+
+    /// What goes through memory alone works, whatever became of the disk.
+    fn is_alive(&mut self) {
+        for _ in 0..10 {
+            self.put(Level::Ram).expect("memory is not the disk");
+            assert_eq!(self.get(self.next - 1).status, Status::Ok);
+        }
+    }
+
+    /// All that was kept is there, but for what was sent away.
+    fn audit(&self) {
+        let is_gone = |&&number: &&u32| self.get(number).status != Status::Ok;
+        let gone = self.kept.iter().filter(is_gone).count() as u64;
+        let counters = self.home.counters();
+        assert!(gone <= counters.disk_evicted, "{gone} of {} gone: {counters:?}", self.kept.len());
+        assert_eq!(counters.corrupt, 0, "{counters:?}");
+    }
+
+    /// Whom an earlier life sent away is not missed in this one.
+    fn forget_gone(&mut self) {
+        let kept = std::mem::take(&mut self.kept);
+        self.kept = kept.into_iter().filter(|&n| self.get(n).status == Status::Ok).collect();
+        assert_eq!(self.home.counters().corrupt, 0);
+    }
+
+    fn rest(&self) {
+        self.home.rest();
+    }
+}
+
+fn is_said(error: &Error, status: Status, words: &str) {
+    assert_eq!(error.status(), status, "{error}");
+    assert!(error.message().contains(words), "{error}");
+}
+
+const REST: &str = "host=4MiB,chunks=4096,readers=2";
+
+/// Others fill the file system that a store is on, and leave it again.
+fn full(disk: &Path, name: &str, more: &str) {
+    let (dir, others) = (disk.join(name), disk.join("others"));
+    fill(&others, 16 * MIB).expect("room");
+    let mut keep = Keep::open(&dir, more, REST);
+    // It makes do with what others leave it: what is older goes, as in a full budget.
+    assert_eq!(keep.put_until_refused(1500), None);
+    assert!(keep.kept.len() > 1400, "{} were kept", keep.kept.len());
+    assert!(keep.home.counters().disk_evicted > 500, "{:?}", keep.home.counters());
+    keep.is_alive();
+    keep.audit();
+    // Whoever opens it now finds it as it is. How much that is depends on how far cleaning came:
+    // half of what there is room for it is in any case.
+    let mut keep = keep.again(&dir, more, REST);
+    keep.forget_gone();
+    assert!(keep.kept.len() > 180, "{} were kept", keep.kept.len());
+    keep.is_alive();
+    keep.audit();
+    assert_eq!(keep.put_until_refused(200), None);
+    std::fs::remove_file(&others).expect("removed");
+    keep.put_all(60);
+    keep.audit();
+    keep.rest();
+    let mut keep = keep.again(&dir, more, REST);
+    keep.forget_gone();
+    assert!(keep.kept.len() > 180, "{} were kept", keep.kept.len());
+    let damaged = keep.home.store.opened.disk.expect("a disk");
+    assert_eq!((damaged.damaged_segments, damaged.damaged_headers), (0, 0), "{damaged:?}");
+    keep.rest();
+    keep.home.close();
+}
+
+#[test]
+fn a_file_system_in_memory_is_full() {
+    apart(kvtier_testkit::test_name!("a_file_system_in_memory_is_full"), |dir| {
+        let disk = dir.join("disk");
+        tmpfs(&disk, 40 * MIB)?;
+        full(&disk, "kv", "");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_file_system_on_a_device_is_full() {
+    apart(kvtier_testkit::test_name!("a_file_system_on_a_device_is_full"), |dir| {
+        let disk = dir.join("disk");
+        let _device = Loop::mounted(dir, &disk, 44 * MIB)?;
+        full(&disk, "kv", "");
+        std::fs::remove_dir_all(disk.join("kv")).expect("removed");
+        full(&disk, "plain", ",uring=false,buffered=true");
+        Ok(())
+    });
+}
+
+#[test]
+fn files_may_not_grow() {
+    apart(kvtier_testkit::test_name!("files_may_not_grow"), |dir| {
+        let dir = dir.join("kv");
+        let mut keep = Keep::open(&dir, "", REST);
+        keep.put_all(40);
+        longest_file(Some(MIB / 2));
+        let error = keep.put_until_refused(200).expect("a limit");
+        is_said(&error, Status::Io, "File too large");
+        keep.is_alive();
+        keep.audit();
+        longest_file(None);
+        keep.put_all(40);
+        keep.audit();
+        let keep = keep.again(&dir, "", REST);
+        keep.audit();
+        keep.rest();
+        keep.home.close();
+        Ok(())
+    });
+}
+
+/// A device that cannot be read or written behind its first MiB, and can be again.
+#[test]
+fn a_device_has_errors_for_a_while() {
+    apart(kvtier_testkit::test_name!("a_device_has_errors_for_a_while"), |dir| {
+        let disk = dir.join("disk");
+        let mut device = Loop::mounted(dir, &disk, 64 * MIB)?;
+        let dir = disk.join("kv");
+        // What is read is not in memory.
+        let mut keep = Keep::open(&dir, "", REST);
+        keep.put_all(120);
+        keep.audit();
+        keep.rest();
+        device.ends_at(MIB)?;
+        let error = keep.put_until_refused(200).expect("nothing can be written");
+        assert_eq!(error.status(), Status::Io, "{error}");
+        keep.is_alive();
+        let mut failed = 0;
+        for &number in &keep.kept {
+            let done = keep.get(number);
+            assert!(matches!(done.status, Status::Ok | Status::Io), "{number}: {done:?}");
+            failed += u32::from(done.status == Status::Io);
+        }
+        let counters = keep.home.counters();
+        assert!(failed > 30 && counters.failed_reads > 0, "{failed} failed: {counters:?}");
+        assert_eq!(counters.corrupt, 0, "nobody knows that it is wrong: {counters:?}");
+        // A disk that cannot be synced is not asked again: what is durable by now was so
+        // before.
+        let durable = keep.put(Level::Durable).expect_err("nothing lasts");
+        assert_eq!(durable.status(), Status::Io);
+        device.ends_at(0)?;
+        keep.audit();
+        keep.put_all(60);
+        keep.audit();
+        keep.rest();
+        let keep = keep.again(&dir, "", REST);
+        keep.audit();
+        keep.rest();
+        keep.home.close();
+        Ok(())
+    });
+}
+
+#[test]
+fn the_directory_is_removed() {
+    apart(kvtier_testkit::test_name!("the_directory_is_removed"), |dir| {
+        let dir = dir.join("kv");
+        let mut keep = Keep::open(&dir, "", REST);
+        keep.put_all(60);
+        std::fs::remove_dir_all(&dir).expect("removed");
+        let error = keep.put_until_refused(400).expect("no segment can be made");
+        is_said(&error, Status::NotFound, "No such file or directory");
+        keep.is_alive();
+        // What was open stays so.
+        keep.audit();
+        keep.rest();
+        // It cannot put anything away, and says so; nothing hangs.
+        let Keep { home, .. } = keep;
+        drop(home.store.close(home.now_ns() + LONG_NS));
+        drop(home);
+        let mut keep = Keep::open(&dir, "", REST);
+        assert!(keep.home.store.opened.disk.expect("a disk").is_new);
+        keep.put_all(60);
+        keep.audit();
+        keep.home.close();
+        Ok(())
+    });
+}
+
+#[test]
+fn nothing_is_durable_in_a_directory_that_is_gone() {
+    apart(kvtier_testkit::test_name!("nothing_is_durable_in_a_directory_that_is_gone"), |dir| {
+        let dir = dir.join("kv");
+        let mut keep = Keep::open(&dir, "", REST);
+        keep.put_all(2);
+        std::fs::remove_dir_all(&dir).expect("removed");
+        let error = keep.put(Level::Durable).expect_err("no restart will find it");
+        assert_eq!(error.status(), Status::Io, "{error}");
+        keep.is_alive();
+        Ok(())
+    });
+}
+
+#[test]
+fn the_right_to_the_directory_is_lost() {
+    apart(kvtier_testkit::test_name!("the_right_to_the_directory_is_lost"), |dir| {
+        become_nobody(dir)?;
+        let dir = dir.join("kv");
+        let mode = |mode| {
+            let wanted = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(&dir, wanted).expect("ours");
+        };
+        let mut keep = Keep::open(&dir, "", REST);
+        keep.put_all(60);
+        mode(0o000);
+        let error = keep.put_until_refused(400).expect("no segment can be made");
+        is_said(&error, Status::Io, "Permission denied");
+        keep.is_alive();
+        keep.audit();
+        mode(0o700);
+        keep.put_all(60);
+        keep.audit();
+        keep.rest();
+        keep.home.close();
+        mode(0o000);
+        let runtime = runtime();
+        let spec = with_disk(&dir, "bytes=1GiB,segment=1MiB", REST);
+        let error = Store::open(runtime.core(), None, &spec).err().expect("it cannot be read");
+        is_said(&error, Status::Io, "Permission denied");
+        is_said(&error, Status::Io, &dir.display().to_string());
+        mode(0o700);
+        Ok(())
+    });
+}
+
+/// A store of which the budget says how much it may have, and its memory.
+fn on_budget(dir: &Path, limit: Option<u64>, reserve: u64) -> (Keep, std::sync::Arc<Budget>) {
+    let runtime = runtime();
+    let mut limits = [None; 5];
+    limits[Tier::Host as usize] = limit;
+    let opts = BudgetOpts { limits, reserve_bytes: Some(reserve), strict: false };
+    let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+    let spec = with_disk(dir, "bytes=1GiB,segment=4MiB", "host=96MiB,chunks=16384");
+    let store = Store::open(runtime.core(), Some(&budget), &spec).expect("opened");
+    let home = Home { store, runtime };
+    let space = home.space(1, &MODEL);
+    (Keep { home, space, kept: Vec::new(), next: 0 }, budget)
+}
+
+/// Bytes of this process that are in memory and of no file.
+fn resident() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let word = line.and_then(|line| line.split_whitespace().next());
+    word.and_then(|n| n.parse::<u64>().ok()).unwrap_or(0) << 10
+}
+
+/// Puts and gets until so many bytes have gone through; what was sent down is there.
+fn storm(keep: &mut Keep, bytes: u64) {
+    let first = keep.next;
+    for turn in 0..(bytes / MODEL.chunk_bytes()) as u32 {
+        keep.put(Level::Ram).expect("others leave");
+        let back = first + (mix(u64::from(turn)) % u64::from(turn + 1)) as u32;
+        assert_eq!(keep.get(back).status, Status::Ok, "{back} of {turn}");
+    }
+}
+
+#[test]
+fn the_budget_shrinks_while_it_is_used() {
+    apart(kvtier_testkit::test_name!("the_budget_shrinks_while_it_is_used"), |dir| {
+        let (mut keep, budget) = on_budget(&dir.join("kv"), Some(96 * MIB), 0);
+        storm(&mut keep, 120 * MIB);
+        let stop = AtomicBool::new(false);
+        let before = resident();
+        std::thread::scope(|scope| {
+            let (stop, budget) = (&stop, &budget);
+            scope.spawn(move || {
+                let used = || {
+                    let lane = budget.lane(Tier::Host);
+                    lane.reserved_bytes + lane.committed_bytes
+                };
+                // At least a segment of 6 MiB, staging memory and tables.
+                for (turn, mib) in [24, 64, 15, 80, 18].into_iter().enumerate() {
+                    budget.resize(Tier::Host, mib * MIB).expect("a budget");
+                    // Before that, more could be granted.
+                    let had = used();
+                    while used() > mib * MIB && !stop.load(Ordering::Relaxed) {
+                        assert!(used() <= had.max(mib * MIB), "turn {turn}: more was granted");
+                        std::thread::yield_now();
+                    }
+                }
+                stop.store(true, Ordering::Relaxed);
+            });
+            for _ in 0..40 {
+                storm(&mut keep, 8 * MIB);
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+            panic!("what was asked for was not given back: {:?}", budget.lane(Tier::Host));
+        });
+        storm(&mut keep, 40 * MIB);
+        keep.rest();
+        let lane = budget.lane(Tier::Host);
+        let used = lane.reserved_bytes + lane.committed_bytes;
+        assert!(used <= 18 * MIB && lane.limit_bytes == 18 * MIB, "{lane:?}");
+        let given = before.saturating_sub(resident());
+        assert!(given > 40 * MIB, "{} MiB less are resident", given / MIB);
+        let counters = keep.home.counters();
+        assert_eq!((counters.dropped, counters.corrupt, counters.no_room), (0, 0, 0));
+        budget.resize(Tier::Host, 96 * MIB).expect("a budget");
+        storm(&mut keep, 120 * MIB);
+        assert!(budget.lane(Tier::Host).committed_bytes > 64 * MIB);
+        keep.rest();
+        keep.home.close();
+        Ok(())
+    });
+}
+
+#[test]
+fn a_group_with_a_limit_holds_the_store() {
+    apart(kvtier_testkit::test_name!("a_group_with_a_limit_holds_the_store"), |dir| {
+        const LIMIT: u64 = 160 * MIB;
+        let group = Group::joined(LIMIT)?;
+        // More is asked for than the group may have, and the machine has.
+        let (mut keep, budget) = on_budget(&dir.join("kv"), Some(64 << 30), 48 * MIB);
+        let lane = budget.lane(Tier::Host);
+        assert!(lane.limit_bytes <= LIMIT - 48 * MIB, "{lane:?}");
+        storm(&mut keep, 3 * LIMIT / 2);
+        assert!(resident() < LIMIT, "{} MiB", resident() / MIB);
+        assert!(budget.lane(Tier::Host).peak_bytes > LIMIT / 4, "it uses what it may");
+        keep.rest();
+        let counters = keep.home.counters();
+        assert_eq!((counters.dropped, counters.corrupt, counters.no_room), (0, 0, 0));
+        let peak = group.peak_bytes();
+        assert!(peak.is_none_or(|peak| peak <= LIMIT), "{peak:?}");
+        assert_eq!(group.hits(), 0, "the limit was met");
+        keep.home.close();
+        Ok(())
+    });
+}
+
+#[test]
+fn a_group_in_which_others_need_more_holds_the_store() {
+    apart(kvtier_testkit::test_name!("a_group_in_which_others_need_more_holds_the_store"), |dir| {
+        const LIMIT: u64 = 160 * MIB;
+        let group = Group::joined(LIMIT)?;
+        let (mut keep, budget) = on_budget(&dir.join("kv"), Some(64 << 30), 48 * MIB);
+        storm(&mut keep, LIMIT / 2);
+        budget.resize(Tier::Host, 40 * MIB).expect("a budget");
+        for _ in 0..6 {
+            storm(&mut keep, 8 * MIB);
+        }
+        assert!(budget.lane(Tier::Host).committed_bytes <= 40 * MIB);
+        let others = vec![1u8; 48 << 20];
+        storm(&mut keep, LIMIT / 2);
+        assert!(others.iter().all(|&byte| byte == 1));
+        // What is there for the store follows from what is left in the group.
+        budget.resize(Tier::Host, 64 << 30).expect("a budget");
+        assert!(budget.lane(Tier::Host).limit_bytes <= LIMIT - 96 * MIB);
+        storm(&mut keep, LIMIT / 2);
+        keep.rest();
+        let peak = group.peak_bytes();
+        assert!(peak.is_none_or(|peak| peak <= LIMIT), "{peak:?}");
+        keep.home.close();
+        Ok(())
+    });
+}
+
+/// A store that nobody limits has what it was told, and no more.
+#[test]
+fn without_a_disk_what_does_not_fit_is_dropped_and_counted() {
+    let home = Home::open(&spec_of("store(host=8MiB,policy=lru,chunks=4096)"));
+    let space = home.space(1, &MODEL);
+    let mut keep = Keep { home, space, kept: Vec::new(), next: 0 };
+    for _ in 0..400 {
+        keep.put(Level::Ram).expect("others leave");
+    }
+    let there = (0..400).filter(|&number| keep.get(number).status == Status::Ok).count() as u64;
+    let counters = keep.home.counters();
+    assert!(there > 60 && there + counters.dropped == 400, "{there}: {counters:?}");
+    let error = keep.put(Level::Disk).expect_err("there is no disk");
+    assert_eq!(error.status(), Status::Unavailable, "{error}");
+    keep.rest();
+    keep.home.close();
+}

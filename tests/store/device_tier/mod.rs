@@ -1,0 +1,10 @@
+//! Stores with a device tier: simulations, and real threads over a simulated device.
+
+mod batches;
+mod behind;
+mod faults;
+mod moves;
+mod refusals;
+mod rig;
+mod sim;
+mod tight;

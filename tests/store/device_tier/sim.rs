@@ -1,0 +1,35 @@
+//! Simulations: seeds that have a device tier.
+
+use kvtier_testkit::sim::{SimOpts, run};
+
+/// KVTIER_SIM_SEEDS more seeds than usual; KVTIER_SIM_SEED one alone.
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+#[test]
+fn seeds_keep_every_promise() {
+    let first = number("KVTIER_SIM_SEED");
+    let count = if first.is_some() { 1 } else { number("KVTIER_SIM_SEEDS").unwrap_or(60) };
+    // Far from those of other tests; every second one has a device, of those every second one
+    // a tier.
+    let first = first.unwrap_or(50_000);
+    let mut sums = [0; 7];
+    for seed in (first..).step_by(2).take(count as usize) {
+        let report = run(&SimOpts { seed, steps: 600 }).unwrap_or_else(|f| panic!("{f}"));
+        let counters = report.counters;
+        let more = [
+            counters.device_hits,
+            counters.promoted,
+            counters.device_evicted,
+            counters.device_lost,
+            counters.damaged,
+            report.audited,
+            report.kept,
+            report.behind,
+        ];
+        sums.iter_mut().zip(more).for_each(|(sum, n)| *sum += n);
+    }
+    assert!(count < 50 || sums.iter().all(|&n| n > 0), "too little was seen: {sums:?}");
+    println!("{sums:?}");
+}

@@ -1,0 +1,1105 @@
+//! The disk tier against a model: random appends, reads, drops, cleanings,
+//! checkpoints, faults and crashes on a simulated disk; damage of every bit and
+//! every length; a store of this version of the format that is in the repository.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kvtier::base::status::{Result, Status};
+use kvtier::format::checkpoint::Place;
+use kvtier::io::files::Files;
+use kvtier::tier::disk::{
+    CellAt, DiskTier, FsckOptions, GetPlane, Keeper, Mark, OpenReport, Options, Recovered, Report,
+    Spot, fsck,
+};
+use kvtier_testkit::disk::plan::{Fault, Plan};
+use kvtier_testkit::disk::{SimFiles, SimOpts};
+use proptest::prelude::*;
+
+use kvtier_testkit::fixtures::disk;
+use kvtier_testkit::fixtures::disk_shared;
+
+use disk::*;
+use disk_shared::Shared;
+
+/// A cell in the model's index.
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    spot: Spot,
+    seal: u64,
+    mark: Option<Mark>,
+    durable: bool,
+    /// A sync of its segment failed: its bytes may be gone.
+    doubtful: bool,
+}
+
+type Index = BTreeMap<(u16, u32), Known>;
+
+/// The index as cleaning asks for it.
+struct Owner<'a> {
+    index: &'a mut Index,
+    lost: Vec<(u16, u32)>,
+}
+
+impl Owner<'_> {
+    fn known(&mut self, cell: &CellAt) -> Option<&mut Known> {
+        let id = (number_of(&cell.chunk.key), cell.layer);
+        self.index.get_mut(&id).filter(|known| known.spot == cell.spot)
+    }
+}
+
+impl Keeper for Owner<'_> {
+    fn wants(&mut self, cell: &CellAt) -> bool {
+        self.known(cell).is_some_and(|known| known.seal == cell.seal)
+    }
+
+    fn moved(&mut self, cell: &CellAt, to: Spot) -> bool {
+        let known = self.known(cell).expect("it was wanted");
+        known.spot = to;
+        true
+    }
+
+    fn lost(&mut self, cell: &CellAt) -> bool {
+        let id = (number_of(&cell.chunk.key), cell.layer);
+        let known = self.index.remove(&id).expect("it was wanted");
+        assert!(!known.durable, "a durable cell was lost: {id:?}");
+        self.lost.push(id);
+        true
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Append { n: u16, first: u32, layers: u32, in_place: bool },
+    Read { from: u16, in_place: bool },
+    Drop { n: u16, forget: bool },
+    Commit { n: u16 },
+    CommitAll,
+    Clean { pick: usize },
+    Checkpoint,
+    Session { name: u8, bytes: u16 },
+    Crash,
+    Kill,
+    Close,
+    Faults { kind: usize, at: u64 },
+    CrashAt { calls: u64 },
+}
+
+fn steps(faults: bool) -> impl Strategy<Value = Vec<Step>> {
+    let append = (0u16..12, 0u32..6, 1u32..5, any::<bool>())
+        .prop_map(|(n, first, layers, in_place)| Step::Append { n, first, layers, in_place });
+    let step = prop_oneof![
+        12 => append,
+        4 => (0u16..12, any::<bool>()).prop_map(|(from, in_place)| Step::Read { from, in_place }),
+        6 => (0u16..12, any::<bool>()).prop_map(|(n, forget)| Step::Drop { n, forget }),
+        2 => (0u16..12).prop_map(|n| Step::Commit { n }),
+        3 => Just(Step::CommitAll),
+        6 => (0usize..10).prop_map(|pick| Step::Clean { pick }),
+        2 => Just(Step::Checkpoint),
+        2 => (0u8..3, 0u16..5000).prop_map(|(name, bytes)| Step::Session { name, bytes }),
+        1 => Just(Step::Crash),
+        1 => Just(Step::Kill),
+        1 => Just(Step::Close),
+        2 => (0usize..5, 1u64..12).prop_map(|(kind, at)| Step::Faults { kind, at }),
+        2 => (1u64..60).prop_map(|calls| Step::CrashAt { calls }),
+    ];
+    let step = step.prop_filter("faults", move |step| {
+        faults || !matches!(step, Step::Faults { .. } | Step::CrashAt { .. })
+    });
+    proptest::collection::vec(step, 1..90)
+}
+
+/// What must not come back: chunk, layer, and whether that is durable.
+#[derive(Default)]
+struct Gone {
+    pending: BTreeMap<(u16, u32), Mark>,
+    durable: BTreeSet<(u16, u32)>,
+}
+
+/// The content of a session that is durable, and those noted since.
+type Contents = (Vec<u8>, Vec<Vec<u8>>);
+
+struct World {
+    sim: SimFiles,
+    tier: Option<DiskTier>,
+    index: Index,
+    gone: Gone,
+    /// The last content of each session that is durable, and those noted since.
+    sessions: BTreeMap<Vec<u8>, Contents>,
+    session_marks: Vec<(Vec<u8>, Vec<u8>, Mark)>,
+    /// A sync failed since the power last did: what is read may not be on the disk,
+    /// and no later sync can tell.
+    sync_failed: bool,
+}
+
+impl World {
+    fn new(seed: u64) -> World {
+        let sim = SimFiles::new(seed, SimOpts::default());
+        let (tier, found, report) = open(&sim).expect("a new store");
+        assert!(report.is_new && found.cells() == 0);
+        World {
+            sim,
+            tier: Some(tier),
+            index: Index::new(),
+            gone: Gone::default(),
+            sessions: BTreeMap::new(),
+            session_marks: Vec::new(),
+            sync_failed: false,
+        }
+    }
+
+    /// What a check of the directory says, without the tier.
+    fn fsck(&self) -> Report {
+        let sim = if self.sim.is_closed() { self.sim.reopen() } else { self.sim.clone() };
+        fsck(&sim, &FsckOptions::default()).expect("a store")
+    }
+
+    /// The files are never more than the budget, whatever happened.
+    fn check_budget(&self) {
+        if let Ok(all) = self.sim.list() {
+            let bytes: u64 = all.iter().map(|entry| entry.bytes).sum();
+            assert!(bytes <= BUDGET, "{bytes} of {BUDGET}: {all:?}");
+        }
+        if let Some(tier) = &self.tier {
+            assert!(tier.stats().most_used_bytes <= BUDGET);
+        }
+    }
+
+    fn append(&mut self, n: u16, first: u32, layers: u32, in_place: bool) {
+        let Some(tier) = &self.tier else { return };
+        let new: Vec<u32> =
+            (first..first + layers).filter(|&l| !self.index.contains_key(&(n, l))).collect();
+        if new.is_empty() {
+            return;
+        }
+        // Also where it fails: nobody can tell what of it is on the disk.
+        for &layer in &new {
+            self.gone.pending.remove(&(n, layer));
+            self.gone.durable.remove(&(n, layer));
+        }
+        match put(tier, n, &new, in_place) {
+            Ok((mark, cells)) => {
+                for (&layer, (spot, seal)) in new.iter().zip(cells) {
+                    let mark = Some(mark);
+                    let known = Known { spot, seal, mark, durable: false, doubtful: false };
+                    self.index.insert((n, layer), known);
+                }
+            }
+            Err(error) => assert!(
+                matches!(error.status(), Status::Budget | Status::Io | Status::Closed),
+                "{error}"
+            ),
+        }
+    }
+
+    fn read(&self, from: u16, in_place: bool) {
+        let Some(tier) = &self.tier else { return };
+        let cells: Vec<_> = self
+            .index
+            .range((from, 0)..)
+            .take(20)
+            .map(|(&(n, layer), known)| (n, layer, known.spot, known.seal))
+            .collect();
+        for (cell, result) in cells.iter().zip(read(tier, &cells, in_place)) {
+            let known = self.index[&(cell.0, cell.1)];
+            match result {
+                Ok(()) => {}
+                Err(e) if matches!(e.status(), Status::Io | Status::Closed) => {}
+                Err(e) => assert!(known.doubtful, "{e} for {cell:?} {known:?}"),
+            }
+        }
+    }
+
+    fn drop_chunk(&mut self, n: u16, forget: bool) {
+        let Some(tier) = &self.tier else { return };
+        let gone: Vec<(u16, u32)> =
+            self.index.range((n, 0)..=(n, u32::MAX)).map(|(&id, _)| id).collect();
+        let cells = gone.iter().filter_map(|id| self.index.remove(id).map(|k| (id, k)));
+        tier.drop_cells(cells.map(|(id, known)| (known.spot, stored(id.0, id.1))));
+        if forget {
+            let layers: Vec<u32> =
+                if n % 2 == 0 { gone.iter().map(|id| id.1).collect() } else { vec![] };
+            if gone.is_empty() {
+                return;
+            }
+            if let Ok(mark) = tier.forget(key_of(n), &layers) {
+                self.gone.pending.extend(gone.into_iter().map(|id| (id, mark)));
+            }
+        }
+    }
+
+    fn commit(&mut self, which: impl Fn(u16) -> bool) {
+        let Some(tier) = &self.tier else { return };
+        for (&(n, _), known) in self.index.iter_mut() {
+            let (true, Some(mark), false) = (which(n), known.mark, known.durable) else { continue };
+            match tier.commit(mark) {
+                Ok(()) => known.durable = true,
+                Err(_) => known.doubtful = true,
+            }
+        }
+        let Gone { pending, durable } = &mut self.gone;
+        pending.retain(|&id, mark| {
+            let done = which(id.0) && tier.commit(*mark).is_ok();
+            if done {
+                durable.insert(id);
+            }
+            !done
+        });
+        if which(0) && which(1) {
+            self.session_marks.retain(|(name, payload, mark)| {
+                if tier.commit(*mark).is_err() {
+                    return true;
+                }
+                let entry = self.sessions.entry(name.clone()).or_default();
+                if let Some(at) = entry.1.iter().rposition(|p| p == payload) {
+                    entry.0 = payload.clone();
+                    entry.1.drain(..=at);
+                }
+                false
+            });
+        }
+    }
+
+    fn clean(&mut self, pick: usize) {
+        let Some(tier) = &self.tier else { return };
+        let segments = tier.segments();
+        let Some(segment) = segments.get(pick % segments.len().max(1)) else { return };
+        let mut owner = Owner { index: &mut self.index, lost: Vec::new() };
+        match tier.clean(segment.number, &mut owner) {
+            Ok(cleaned) => assert_eq!(cleaned.lost, owner.lost.len() as u64),
+            Err(error) => assert!(
+                matches!(error.status(), Status::Budget | Status::Io | Status::Closed),
+                "{error}"
+            ),
+        }
+    }
+
+    fn checkpoint(&mut self) {
+        let Some(tier) = &self.tier else { return };
+        let cover = tier.cover();
+        let index = &self.index;
+        let result = tier.checkpoint(&cover, 12, index.len(), &mut |sink| {
+            for n in 0..12 {
+                let places: Vec<Place> = index
+                    .range((n, 0)..=(n, u32::MAX))
+                    .map(|(&(_, layer), known)| Place {
+                        spot: known.spot.0,
+                        seal: known.seal,
+                        stored_bytes: stored(n, layer) as u32,
+                        layer,
+                        codec: 0,
+                        planes: 2,
+                    })
+                    .collect();
+                if !places.is_empty() {
+                    sink.chunk(&chunk_of(n), &places)?;
+                }
+            }
+            Ok(())
+        });
+        if let Err(error) = result {
+            assert!(
+                matches!(error.status(), Status::Budget | Status::Io | Status::Closed),
+                "{error}"
+            );
+        }
+    }
+
+    fn session(&mut self, name: u8, bytes: u16) {
+        let Some(tier) = &self.tier else { return };
+        let (name, payload) = (vec![name + 1], vec![bytes as u8; bytes as usize]);
+        self.sessions.entry(name.clone()).or_default().1.push(payload.clone());
+        if let Ok(mark) = tier.put_session(&name, &payload) {
+            self.session_marks.push((name, payload, mark));
+        }
+    }
+
+    /// Opens the store again; `all` says that nothing written may be missing.
+    fn reopen(&mut self, all: bool) {
+        let failed = self.tier.as_ref().is_some_and(|tier| tier.stats().failed_syncs > 0);
+        self.sync_failed = all && (self.sync_failed || failed);
+        self.tier = None;
+        self.sim = self.sim.reopen();
+        self.sim.set_plan(Plan::default());
+        self.check_budget();
+        let (tier, found, _) = open(&self.sim).expect("it opens again");
+        let before = std::mem::take(&mut self.index);
+        self.adopt(&found);
+        for (id, known) in &before {
+            let must = known.durable || (all && !known.doubtful);
+            assert!(!must || self.index.contains_key(id), "{id:?} is missing: {known:?}");
+        }
+        for id in &self.gone.durable {
+            assert!(!self.index.contains_key(id), "{id:?} was forgotten and is back");
+        }
+        self.audit(&tier, &before, all);
+        // What was on disk only is durable from here on.
+        tier.commit_all().expect("no fault is planned");
+        for known in self.index.values_mut() {
+            known.doubtful = self.sync_failed && !known.durable;
+            known.durable = !known.doubtful;
+        }
+        self.check_sessions(&found);
+        self.gone.pending.clear();
+        self.session_marks.clear();
+        self.tier = Some(tier);
+        self.check_budget();
+    }
+
+    /// Takes what was found into the index: every cell once.
+    fn adopt(&mut self, found: &Recovered) {
+        for (chunk, places) in found.chunks() {
+            let n = number_of(&chunk.key);
+            assert_eq!(*chunk, chunk_of(n), "a chunk that nobody stored");
+            for place in places {
+                let id = (n, place.layer);
+                assert_eq!(u64::from(place.stored_bytes), stored(id.0, id.1));
+                let (spot, seal) = (Spot(place.spot), place.seal);
+                let known = Known { spot, seal, mark: None, durable: false, doubtful: true };
+                let twice = self.index.insert(id, known);
+                assert!(twice.is_none(), "{id:?} was found twice");
+            }
+        }
+    }
+
+    /// Reads everything that was found: what is good is durable enough from now on,
+    /// what is not must not have been promised.
+    fn audit(&mut self, tier: &DiskTier, before: &Index, all: bool) {
+        let cells: Vec<_> =
+            self.index.iter().map(|(&(n, l), known)| (n, l, known.spot, known.seal)).collect();
+        for (cell, result) in cells.iter().zip(read(tier, &cells, true)) {
+            let id = (cell.0, cell.1);
+            let promised = before.get(&id).is_some_and(|k| k.durable || (all && !k.doubtful));
+            if let Err(error) = result {
+                assert!(!promised, "{error} for {id:?}: {:?}", before.get(&id));
+                self.index.remove(&id);
+                tier.drop_cells([(cell.2, stored(id.0, id.1))]);
+            } else if let Some(known) = self.index.get_mut(&id) {
+                known.doubtful = false;
+                known.durable = before.get(&id).is_some_and(|k| k.durable);
+            }
+        }
+    }
+
+    fn check_sessions(&mut self, found: &Recovered) {
+        for (name, (durable, later)) in &mut self.sessions {
+            let now = found.sessions.iter().find(|s| *s.name == **name).map(|s| s.payload.to_vec());
+            let now = now.unwrap_or_default();
+            assert!(now == *durable || later.contains(&now), "session {name:?} is another");
+            match self.sync_failed {
+                true => later.push(now),
+                false => (*durable, *later) = (now, Vec::new()),
+            }
+        }
+    }
+
+    fn step(&mut self, step: &Step) {
+        if self.sim.is_closed() {
+            self.reopen(false);
+        }
+        match *step {
+            Step::Append { n, first, layers, in_place } => self.append(n, first, layers, in_place),
+            Step::Read { from, in_place } => self.read(from, in_place),
+            Step::Drop { n, forget } => self.drop_chunk(n, forget),
+            Step::Commit { n } => self.commit(|other| other == n),
+            Step::CommitAll => self.commit(|_| true),
+            Step::Clean { pick } => self.clean(pick),
+            Step::Checkpoint => self.checkpoint(),
+            Step::Session { name, bytes } => self.session(name, bytes),
+            Step::Crash => {
+                self.sim.crash().expect("memory");
+                self.reopen(false);
+            }
+            Step::Kill => self.reopen(true),
+            Step::Close => {
+                let closed = self.tier.as_ref().is_some_and(|tier| tier.close().is_ok());
+                self.sim.crash().expect("memory");
+                if closed {
+                    self.index.values_mut().filter(|k| !k.doubtful).for_each(|k| k.durable = true);
+                }
+                self.reopen(false);
+            }
+            Step::Faults { kind, at } => {
+                let kinds = [
+                    Fault::ReadError,
+                    Fault::WriteError,
+                    Fault::SyncError,
+                    Fault::NameError,
+                    Fault::Full,
+                ];
+                self.sim.set_plan(Plan::default().once(kinds[kind], at));
+            }
+            Step::CrashAt { calls } => self.sim.set_plan(Plan::default().crash(calls)),
+        }
+        self.doubt();
+        self.check_budget();
+    }
+
+    /// A failed sync may have lost whatever was not durable, of whoever asked for it.
+    fn doubt(&mut self) {
+        if self.tier.as_ref().is_some_and(|tier| tier.stats().failed_syncs > 0) {
+            let open = self.index.values_mut().filter(|known| !known.durable);
+            open.for_each(|known| known.doubtful = true);
+        }
+    }
+}
+
+fn run(seed: u64, steps: &[Step]) {
+    let mut world = World::new(seed);
+    steps.iter().for_each(|step| world.step(step));
+    if world.sim.is_closed() {
+        world.reopen(false);
+    }
+    world.reopen(true);
+}
+
+/// Fewer cases than usual unless somebody says how many: each is long.
+fn config() -> ProptestConfig {
+    let asked = std::env::var_os("PROPTEST_CASES").is_some();
+    let usual = ProptestConfig { failure_persistence: None, ..ProptestConfig::default() };
+    if asked { usual } else { ProptestConfig { cases: 120, ..usual } }
+}
+
+proptest! {
+    #![proptest_config(config())]
+
+    #[test]
+    fn agrees_with_a_map(seed in any::<u64>(), steps in steps(false)) {
+        run(seed, &steps);
+    }
+
+    #[test]
+    fn agrees_with_a_map_when_things_fail(seed in any::<u64>(), steps in steps(true)) {
+        run(seed, &steps);
+    }
+}
+
+const SAMPLE: [(u16, u32); 7] = [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 1), (3, 2)];
+
+const SESSIONS: [(&[u8], &[u8]); 2] = [(b"first", b"what the store notes"), (b"third", &[3; 5000])];
+
+/// Cells that were good, how many were bad, what opening said and found.
+type Survey = (Vec<(u16, u32)>, usize, OpenReport, Recovered);
+
+/// Opens an image and reads everything in it.
+fn survey(image: &Image) -> Result<Survey> {
+    let sim = restore(image);
+    let (tier, found, report) = open(&sim)?;
+    for session in &found.sessions {
+        let right = SESSIONS
+            .iter()
+            .any(|(name, content)| *name == &*session.name && *content == &*session.payload);
+        assert!(right, "a session that nobody noted: {session:?}");
+    }
+    let cells: Vec<_> = found
+        .chunks()
+        .flat_map(|(chunk, places)| {
+            let n = number_of(&chunk.key);
+            places.iter().map(move |place| (n, place.layer, Spot(place.spot), place.seal))
+        })
+        .collect();
+    let results = read(&tier, &cells, true);
+    let good: Vec<_> = cells
+        .iter()
+        .zip(&results)
+        .filter(|(_, result)| result.is_ok())
+        .map(|(cell, _)| (cell.0, cell.1))
+        .collect();
+    let bad = results.len() - good.len();
+    assert_eq!(tier.stats().corrupt as usize, bad);
+    Ok((good, bad, report, found))
+}
+
+#[test]
+fn a_checkpoint_and_a_scan_give_the_same_index() {
+    let with = sample(true);
+    let mut without = with.clone();
+    without.retain(|name, _| !name.starts_with("index-"));
+    assert_eq!(without.len() + 1, with.len());
+    let (good, bad, report, found) = survey(&with).expect("it opens");
+    let (scanned_good, scanned_bad, scan, scanned) = survey(&without).expect("it opens");
+    assert_eq!((good.as_slice(), bad), (&SAMPLE[..], 0));
+    assert_eq!((scanned_good.as_slice(), scanned_bad), (&SAMPLE[..], 0));
+    let all = |found: &Recovered| -> Vec<_> {
+        found.chunks().map(|(chunk, places)| (*chunk, places.to_vec())).collect()
+    };
+    assert_eq!(all(&found), all(&scanned));
+    assert_eq!(found.sessions, scanned.sessions);
+    let names: Vec<&[u8]> = found.sessions.iter().map(|session| &*session.name).collect();
+    assert_eq!(names, [&b"first"[..], &b"third"[..]]);
+    assert!((report.checkpoint, scan.checkpoint) == (1, 0));
+    assert!(report.scanned_records < scan.scanned_records);
+    assert_eq!((report.torn_tails, report.damaged_headers), (0, 0));
+}
+
+/// One flipped bit anywhere: never wrong bytes, all else is still there, and the
+/// damage is counted.
+#[test]
+fn a_flipped_bit_costs_at_most_what_it_hits() {
+    // Every byte that means something takes minutes in a debug build.
+    let stride = if std::env::var_os("KVTIER_EXHAUSTIVE").is_some() { 1 } else { 19 };
+    let (mut hit, mut lost_sessions) = (0, 0);
+    for checkpoint in [false, true] {
+        let image = sample(checkpoint);
+        for (name, bytes) in &image {
+            // The heads of all headers and frames, densely what a checkpoint lists, and
+            // some of everything else.
+            let listed = if name.starts_with("index-") { 4096 + 1200 } else { 0 };
+            let interesting = |at: usize| {
+                let place = at % 4096;
+                let meant = !(420..4088).contains(&place) && at < 16 * 4096;
+                ((meant || at < listed) && at % stride == 0) || at % (67 * stride) == 0
+            };
+            let whole = |at: usize| bytes[at / 4096 * 4096..][..4096].iter().any(|&b| b != 0);
+            for at in (0..bytes.len()).filter(|&at| interesting(at) && whole(at)) {
+                let mut damaged = image.clone();
+                let bit = 1u8 << (at % 8);
+                if let Some(bytes) = damaged.get_mut(name) {
+                    bytes[at] ^= bit;
+                }
+                let (good, bad, report, found) = survey(&damaged).expect("it opens");
+                let cells = SAMPLE.iter().filter(|cell| !good.contains(cell)).count();
+                let sessions = SESSIONS.len() - found.sessions.len();
+                let missing = cells + sessions;
+                let place = format!("{name} byte {at}: {report:?}, {bad} bad, {missing} missing");
+                assert!(cells <= 3 && sessions <= 1, "{place}");
+                hit += u32::from(missing > 0);
+                lost_sessions += sessions;
+                let counted = report.damaged_headers > 0
+                    || report.unsound_checkpoints > 0
+                    || report.torn_tails > 0
+                    || bad > 0;
+                assert!(missing == 0 || counted, "{place}");
+            }
+        }
+    }
+    assert!(hit > 0 && lost_sessions > 0, "{hit} hits, {lost_sessions} sessions");
+}
+
+/// A segment that ends too early keeps what is before.
+#[test]
+fn a_segment_cut_anywhere_keeps_what_is_whole() {
+    let image = sample(false);
+    let name = image.keys().find(|name| name.starts_with("seg-")).expect("one").clone();
+    let mut last = 0;
+    for blocks in 0..=16 {
+        let mut cut = image.clone();
+        if let Some(bytes) = cut.get_mut(&name) {
+            bytes.truncate(blocks * 4096);
+        }
+        let (good, bad, ..) = survey(&cut).expect("it opens");
+        assert_eq!(bad, 0);
+        assert!(good.len() >= last, "{blocks} blocks: {good:?}");
+        last = good.len();
+    }
+}
+
+#[test]
+fn a_foreign_segment_and_a_lost_name_are_not_mixed_up() {
+    let mut image = sample(false);
+    let other = SimFiles::new(2, SimOpts::default());
+    let options = Options { segment_bytes: SEGMENT, ..Options::new(BUDGET, [8; 16]) };
+    let (tier, ..) = DiskTier::open(Arc::new(other.clone()), options).expect("a new store");
+    put(&tier, 9, &[0], false).expect("room");
+    tier.close().expect("a sync");
+    let theirs = other.durable().expect("memory");
+    let segment = theirs.get("seg-0000000000000001.kvt").expect("one").clone();
+    image.insert("seg-00000000000000aa.kvt".into(), segment);
+    let (good, bad, report, _) = survey(&image).expect("it opens");
+    assert_eq!((good.as_slice(), bad, report.foreign_segments), (&SAMPLE[..], 0, 1));
+
+    let store = image.get_mut("store.kvt").expect("one");
+    store[40] ^= 1;
+    assert_eq!(survey(&image).expect("the second copy").0.len(), SAMPLE.len());
+    image.get_mut("store.kvt").expect("one")[4096 + 40] ^= 1;
+    assert_eq!(survey(&image).err().expect("damaged").status(), Status::Corrupt);
+}
+
+/// Every version of the format stays readable, and what is written does not change
+/// unless the version does. `KVTIER_BLESS=1` writes the file anew.
+#[test]
+fn the_store_of_version_1_is_read_and_written_as_ever() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/disk-v1.bin");
+    let now = sample(true);
+    if std::env::var_os("KVTIER_BLESS").is_some() {
+        std::fs::write(path, pack(&now)).expect("written");
+    }
+    let then = unpack(&std::fs::read(path).expect("the file is in the repository"));
+    let (good, bad, report, found) = survey(&then).expect("it opens");
+    assert_eq!((good.as_slice(), bad, report.checkpoint), (&SAMPLE[..], 0, 1));
+    assert_eq!(found.sessions.len(), 2);
+    for (name, bytes) in &then {
+        let same = now.get(name).expect("the same files");
+        let at = bytes.iter().zip(same).position(|(a, b)| a != b);
+        assert_eq!((at, bytes.len()), (None, same.len()), "{name}");
+    }
+    assert_eq!(then.len(), now.len());
+}
+
+/// Files without their blocks of zeros.
+fn pack(image: &Image) -> Vec<u8> {
+    let mut out = Vec::new();
+    for (name, bytes) in image {
+        let blocks: Vec<_> =
+            bytes.chunks(4096).enumerate().filter(|(_, b)| b.iter().any(|&x| x != 0)).collect();
+        out.push(name.len() as u8);
+        out.extend(name.as_bytes());
+        out.extend((bytes.len() as u32).to_le_bytes());
+        out.extend((blocks.len() as u32).to_le_bytes());
+        for (at, block) in blocks {
+            out.extend((at as u32).to_le_bytes());
+            out.extend(block);
+        }
+    }
+    out
+}
+
+fn unpack(mut bytes: &[u8]) -> Image {
+    let mut image = Image::new();
+    let number = |bytes: &mut &[u8]| {
+        let (n, rest) = bytes.split_at(4);
+        *bytes = rest;
+        u32::from_le_bytes(n.try_into().expect("4 bytes")) as usize
+    };
+    while let Some((&length, rest)) = bytes.split_first() {
+        let (name, rest) = rest.split_at(length as usize);
+        bytes = rest;
+        let mut file = vec![0; number(&mut bytes)];
+        for _ in 0..number(&mut bytes) {
+            let at = number(&mut bytes) * 4096;
+            let (block, rest) = bytes.split_at(4096);
+            bytes = rest;
+            file[at..at + 4096].copy_from_slice(block);
+        }
+        image.insert(String::from_utf8(name.to_vec()).expect("a name"), file);
+    }
+    image
+}
+
+#[test]
+fn single_planes_are_read_and_checked() {
+    let sim = SimFiles::new(1, SimOpts::default());
+    let (tier, ..) = open(&sim).expect("a new store");
+    let (_, cells) = put(&tier, 0, &[2, 3], false).expect("room");
+    for (layer, &(spot, seal)) in [2, 3].into_iter().zip(&cells) {
+        let who = identity(0, layer);
+        let planes = tier.planes(spot, &who, seal).expect("there");
+        let [k, v] = lengths(0, layer);
+        assert_eq!(planes.iter().map(|p| p.bytes).collect::<Vec<_>>(), [k, v]);
+        let mut bytes = vec![0; v as usize];
+        let mut plane =
+            GetPlane { kind: 2, id: 0, version: 1, bytes: v, address: bytes.as_mut_ptr() };
+        // SAFETY: the vector's own memory, here and below.
+        unsafe { tier.read_plane(spot, &who, seal, &plane) }.expect("good");
+        assert!(bytes == content(0, layer)[k as usize..]);
+        // SAFETY: as above.
+        assert!(unsafe { tier.read_plane(spot, &who, seal ^ 1, &plane) }.is_err());
+        plane.kind = 9;
+        // SAFETY: as above.
+        let missing = unsafe { tier.read_plane(spot, &who, seal, &plane) };
+        assert_eq!(missing.expect_err("none").status(), Status::NotFound);
+        plane.kind = 2;
+        let name = format!("seg-{:016x}.kvt", spot.segment());
+        sim.rot(&name, (u64::from(spot.block()) * 4096 + k + 1) * 8).expect("a bit");
+        // SAFETY: as above.
+        let rotten = unsafe { tier.read_plane(spot, &who, seal, &plane) };
+        assert_eq!(rotten.expect_err("damaged").status(), Status::Corrupt);
+    }
+    assert_eq!(tier.stats().corrupt, 4);
+}
+
+#[test]
+fn who_asks_for_another_cell_gets_none() {
+    let sim = SimFiles::new(1, SimOpts::default());
+    let (tier, ..) = open(&sim).expect("a new store");
+    let (_, cells) = put(&tier, 0, &[0, 4], false).expect("room");
+    let [(first, seal), (_, other_seal)] = cells[..] else { panic!("two cells") };
+    let nowhere = Spot(first.0 + (100 << 36));
+    let asked = [
+        (0, 0, first, seal),
+        (0, 0, first, other_seal),
+        (0, 4, first, seal),
+        (1, 3, first, seal),
+        (0, 0, nowhere, seal),
+        (0, 0, Spot(first.0 + (60_000 << 16)), seal),
+        (0, 0, Spot::NONE, seal),
+    ];
+    let found: Vec<_> =
+        read(&tier, &asked, false).into_iter().map(|r| r.err().map(|e| e.status())).collect();
+    let (corrupt, gone) = (Some(Status::Corrupt), Some(Status::NotFound));
+    assert_eq!(found, [None, corrupt, corrupt, corrupt, gone, gone, gone]);
+}
+
+#[test]
+fn a_full_disk_is_refused_and_survived() {
+    let sim = SimFiles::new(1, SimOpts::default());
+    let (tier, ..) = open(&sim).expect("a new store");
+    put(&tier, 0, &[0], true).expect("room");
+    sim.set_capacity(3 * SEGMENT / 2);
+    let mut refused = 0;
+    for n in 1..40 {
+        if let Err(error) = put(&tier, n, &[0, 1], true) {
+            assert_eq!(error.status(), Status::Budget, "{error}");
+            refused += 1;
+        }
+    }
+    assert!(refused > 20 && tier.stats().refused > 0);
+    sim.set_capacity(1 << 30);
+    let (mark, cells) = put(&tier, 50, &[1], true).expect("room again");
+    tier.commit(mark).expect("a sync");
+    assert!(read(&tier, &[(50, 1, cells[0].0, cells[0].1)], true)[0].is_ok());
+}
+
+#[test]
+fn the_budget_refuses_and_dropping_makes_room() {
+    let sim = SimFiles::new(1, SimOpts::default());
+    let (tier, ..) = open(&sim).expect("a new store");
+    let mut all = Vec::new();
+    let refused = loop {
+        let n = all.len() as u16;
+        match put(&tier, n, &[0, 1, 2], true) {
+            Ok((_, cells)) => all.push((n, cells)),
+            Err(error) => break error,
+        }
+        assert!(all.len() < 1000, "never full");
+    };
+    assert_eq!(refused.status(), Status::Budget);
+    for (n, cells) in &all {
+        tier.drop_cells((0..).zip(cells).map(|(layer, &(spot, _))| (spot, stored(*n, layer))));
+    }
+    assert!(tier.sweep() > 0);
+    put(&tier, 0, &[0, 1, 2], true).expect("room again");
+    assert!(tier.stats().most_used_bytes <= BUDGET);
+}
+
+/// Several threads append, commit, read, drop, forget, clean and write checkpoints on
+/// real files; what was durable is there afterwards, what was forgotten is not.
+#[test]
+fn threads_share_a_tier() {
+    let dir = std::env::temp_dir().join(format!("kvtier-disk-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&dir);
+    let real = || -> Arc<dyn Files> {
+        let opts = kvtier::io::real::RealOpts::default();
+        Arc::new(kvtier::io::real::RealFiles::open(&dir, &opts).expect("a directory"))
+    };
+    let budget = 64 * SEGMENT + 1_000_000;
+    let options = Options { segment_bytes: SEGMENT, max_open: 4, ..Options::new(budget, [9; 16]) };
+    let (tier, ..) = DiskTier::open(real(), options.clone()).expect("a new store");
+    let shared = Shared::new();
+    let writers = 4;
+    let left = AtomicUsize::new(writers);
+    let forgotten: Vec<u16> = std::thread::scope(|scope| {
+        let write = |thread: u16| {
+            let (tier, shared, left) = (&tier, &shared, &left);
+            move || {
+                let mut forgotten = Vec::new();
+                for i in 0..80u16 {
+                    let n = thread * 100 + i;
+                    let mark = shared.append(tier, n, &[0, 1]).expect("room");
+                    tier.commit(mark).expect("a sync");
+                    shared.read(tier, n);
+                    if i % 4 != 0 {
+                        let mark = shared.drop_chunk(tier, n, i % 2 == 0).expect("room");
+                        forgotten.extend(mark.map(|_| n));
+                        tier.put_session(&[thread as u8 + 1], &i.to_le_bytes()).expect("room");
+                    }
+                    shared.read(tier, n / 2);
+                }
+                left.fetch_sub(1, Ordering::SeqCst);
+                forgotten
+            }
+        };
+        let threads: Vec<_> = (0..writers as u16).map(|t| scope.spawn(write(t))).collect();
+        // Two that clean, so that they meet at one segment too.
+        for turn in 0..2 {
+            let (tier, shared, left) = (&tier, &shared, &left);
+            scope.spawn(move || {
+                while left.load(Ordering::SeqCst) > 0 {
+                    let mut segments = tier.segments();
+                    segments.sort_by_key(|s| (std::cmp::Reverse(s.dead_blocks), s.number));
+                    segments.iter().skip(turn).take(2).for_each(|s| {
+                        shared.clean(tier, s.number);
+                    });
+                    std::thread::yield_now();
+                }
+            });
+        }
+        let (tier, shared, left) = (&tier, &shared, &left);
+        scope.spawn(move || {
+            while left.load(Ordering::SeqCst) > 0 {
+                if let Err(error) = shared.checkpoint(tier) {
+                    assert_eq!(error.status(), Status::Budget, "{error}");
+                }
+                std::thread::yield_now();
+            }
+        });
+        threads.into_iter().flat_map(|t| t.join().expect("no panic")).collect()
+    });
+    let stats = tier.stats();
+    assert!(stats.most_used_bytes <= budget);
+    assert!(stats.cleaned_bytes > 0 && stats.checkpoints > 0, "{stats:?}");
+    assert_eq!((stats.corrupt, stats.failed_records), (0, 0), "{stats:?}");
+    tier.commit_all().expect("a sync");
+    drop(tier);
+    let (tier, found, report) = DiskTier::open(real(), options).expect("it opens again");
+    assert_eq!((report.damaged_headers, report.torn_tails), (0, 0), "{report:?}");
+    shared.check(&tier, &found, &forgotten);
+    let last = 79u16.to_le_bytes();
+    assert_eq!(found.sessions.len(), writers);
+    assert!(found.sessions.iter().all(|session| *session.payload == last));
+    drop(tier);
+    let real = real();
+    let report = fsck(&*real, &FsckOptions::default()).expect("a store");
+    assert!(report.is_clean(), "{:?}", report.damage);
+    drop(real);
+    std::fs::remove_dir_all(&dir).expect("it was made here");
+}
+
+/// Cleaning fails at a write or a sync, a second try does not, the source goes; then
+/// the process dies, or the power fails, or both. The copy that failed may be found,
+/// and does not stand for the one that did not.
+#[test]
+fn a_copy_that_failed_does_not_count() {
+    let mut found_twice = 0;
+    for seed in 0..600 {
+        let mut world = World::new(seed);
+        // Something lives where cleaning writes: what it leaves there stays.
+        world.append(0, 0, 2, seed % 2 == 0);
+        world.commit(|_| true);
+        world.clean(0);
+        world.append(3, 0, 2, seed % 2 == 0);
+        world.session(0, 5);
+        world.commit(|_| true);
+        let fault = [Fault::WriteError, Fault::SyncError, Fault::ShortWrite][seed as usize % 3];
+        world.sim.set_plan(Plan::default().once(fault, 1 + seed / 3 % 2));
+        world.clean(1);
+        world.sim.set_plan(Plan::default());
+        world.clean(1);
+        found_twice += u64::from(world.fsck().duplicates > 0);
+        if seed % 5 < 3 {
+            world.reopen(true);
+        }
+        if seed % 7 < 5 {
+            world.sim.crash().expect("memory");
+            found_twice += u64::from(world.fsck().duplicates > 0);
+            world.reopen(false);
+        }
+        world.clean(0);
+        world.reopen(true);
+    }
+    assert!(found_twice > 50, "{found_twice}: the test does not do what it says");
+}
+
+/// Sequences that once lost a durable cell or session.
+#[test]
+fn what_was_found_once_stays_mended() {
+    use Step::*;
+    let put = |n, first, layers| Append { n, first, layers, in_place: false };
+    let session = |bytes| Session { name: 0, bytes };
+    // A sync fails while cleaning; another cleaning goes through; the process dies.
+    run(
+        8253716897381649235,
+        &[
+            put(10, 0, 2),
+            put(7, 0, 2),
+            Clean { pick: 0 },
+            Clean { pick: 0 },
+            put(6, 0, 1),
+            put(0, 0, 4),
+            Clean { pick: 0 },
+            Close,
+            Drop { n: 10, forget: true },
+            Read { from: 0, in_place: false },
+            put(0, 2, 3),
+            Kill,
+            put(1, 5, 2),
+            put(7, 4, 1),
+            session(3864),
+            Checkpoint,
+            Drop { n: 6, forget: false },
+            Checkpoint,
+            Faults { kind: 0, at: 2 },
+            put(2, 0, 2),
+            put(2, 2, 4),
+            Clean { pick: 8 },
+            Faults { kind: 2, at: 3 },
+            put(3, 0, 3),
+            Drop { n: 4, forget: false },
+            Clean { pick: 2 },
+            Clean { pick: 0 },
+            put(4, 3, 1),
+            Clean { pick: 6 },
+        ],
+    );
+    // What says that a chunk is forgotten is lost with its segment's sync; the segment
+    // is cleaned, and nobody is told that it lasts.
+    run(
+        228122372733310263,
+        &[
+            put(10, 0, 1),
+            put(9, 1, 3),
+            Clean { pick: 0 },
+            put(4, 2, 2),
+            Clean { pick: 1 },
+            put(3, 0, 2),
+            put(4, 5, 3),
+            Read { from: 0, in_place: false },
+            Clean { pick: 0 },
+            Read { from: 0, in_place: false },
+            put(4, 0, 1),
+            Read { from: 0, in_place: false },
+            Kill,
+            Session { name: 1, bytes: 0 },
+            Clean { pick: 3 },
+            put(3, 4, 2),
+            Drop { n: 4, forget: true },
+            session(0),
+            put(0, 0, 3),
+            put(3, 1, 3),
+            put(0, 3, 1),
+            put(11, 0, 1),
+            Faults { kind: 2, at: 3 },
+            Clean { pick: 3 },
+            Read { from: 0, in_place: false },
+            CommitAll,
+            Clean { pick: 1 },
+            CommitAll,
+            session(0),
+        ],
+    );
+    // The newest record of a session is read after its sync failed and the process died,
+    // and is not on the disk when the power fails.
+    run(
+        7320073348223712821,
+        &[
+            put(2, 0, 1),
+            Close,
+            Session { name: 2, bytes: 1 },
+            Close,
+            Crash,
+            put(9, 0, 3),
+            Faults { kind: 2, at: 3 },
+            Read { from: 0, in_place: false },
+            put(0, 2, 1),
+            put(2, 1, 2),
+            Clean { pick: 1 },
+            put(3, 1, 3),
+            Session { name: 2, bytes: 3864 },
+            put(5, 0, 1),
+            Commit { n: 9 },
+            put(0, 0, 1),
+            Read { from: 0, in_place: false },
+            Commit { n: 5 },
+            put(0, 0, 1),
+            Kill,
+            put(0, 0, 1),
+            put(3, 0, 1),
+            put(0, 1, 3),
+            put(0, 4, 3),
+            Drop { n: 9, forget: true },
+            session(0),
+            put(1, 0, 1),
+            put(0, 0, 1),
+            Close,
+        ],
+    );
+    // The newest record of a session is lost with its segment's sync, and a checkpoint
+    // covers the one before.
+    run(
+        1112109436295218617,
+        &[
+            put(2, 0, 1),
+            Clean { pick: 0 },
+            CrashAt { calls: 22 },
+            put(0, 0, 1),
+            put(3, 0, 1),
+            Append { n: 0, first: 1, layers: 4, in_place: true },
+            put(0, 0, 1),
+            Clean { pick: 0 },
+            Drop { n: 1, forget: false },
+            Read { from: 3, in_place: false },
+            Read { from: 0, in_place: false },
+            Session { name: 1, bytes: 0 },
+            Kill,
+            Clean { pick: 0 },
+            Faults { kind: 0, at: 2 },
+            put(0, 0, 2),
+            Append { n: 0, first: 2, layers: 4, in_place: true },
+            put(10, 1, 1),
+            Read { from: 11, in_place: false },
+            Crash,
+            Crash,
+            session(1),
+            Kill,
+            Faults { kind: 2, at: 2 },
+            Clean { pick: 2 },
+            session(1),
+            put(0, 1, 4),
+            put(0, 0, 1),
+            Append { n: 1, first: 0, layers: 4, in_place: true },
+            Checkpoint,
+        ],
+    );
+}
+
+/// A budget without room for a checkpoint: it is refused before anything is touched,
+/// and what is freed then is left for it.
+#[test]
+fn a_checkpoint_that_does_not_fit_is_refused_and_gets_the_next_room() {
+    let (budget, seed) = (24 * SEGMENT, 3);
+    let sim = SimFiles::new(seed, SimOpts::default());
+    let open = || {
+        let options = Options { segment_bytes: SEGMENT, ..Options::new(budget, [9; 16]) };
+        DiskTier::open(Arc::new(sim.reopen()), options).expect("it opens")
+    };
+    let checkpoint = |tier: &DiskTier, shared: &Shared| shared.checkpoint(tier);
+    let shared = Shared::new();
+    let (tier, ..) = open();
+    let mut n = 0;
+    let mut fill = |tier: &DiskTier, shared: &Shared| {
+        let first = n;
+        let refused = loop {
+            match shared.append(tier, n, &[0, 1, 2]) {
+                Ok(_) => n += 1,
+                Err(error) => break error,
+            }
+        };
+        assert_eq!(refused.status(), Status::Budget, "{refused}");
+        first..n
+    };
+    let all = fill(&tier, &shared);
+    let names = |sim: &SimFiles| -> Vec<_> { sim.reopen().list().expect("names") };
+    let refused = checkpoint(&tier, &shared).expect_err("no room");
+    assert_eq!(refused.status(), Status::Budget, "{refused}");
+    let (before, used) = (tier.segments(), tier.stats().used_bytes);
+    for _ in 0..3 {
+        assert_eq!(checkpoint(&tier, &shared).map_err(|e| e.status()), Err(Status::Budget));
+    }
+    assert_eq!((tier.segments(), tier.stats().used_bytes), (before, used));
+    assert!(all.len() > 8, "{all:?}");
+    // Room for it, and nobody else gets in between.
+    for n in all.clone().take(all.len() / 2 + 2) {
+        shared.drop_chunk(&tier, n, false).expect("nothing is written");
+    }
+    tier.sweep();
+    fill(&tier, &shared);
+    checkpoint(&tier, &shared).expect("room was left");
+    fill(&tier, &shared);
+    // Again and again: there is always room for the next one beside the last.
+    for _ in 0..3 {
+        checkpoint(&tier, &shared).expect("room is left");
+        fill(&tier, &shared);
+    }
+    tier.commit_all().expect("a sync");
+    assert!(tier.stats().most_used_bytes <= budget);
+    drop(tier);
+    let bytes: u64 = names(&sim).iter().map(|entry| entry.bytes).sum();
+    assert!(bytes <= budget);
+    // After it was opened again, too.
+    let (tier, found, report) = open();
+    assert!(report.checkpoint > 0);
+    shared.check(&tier, &found, &[]);
+    fill(&tier, &shared);
+    checkpoint(&tier, &shared).expect("room is left");
+}

@@ -1,0 +1,91 @@
+//! Pins: what is given up first when nothing else may leave.
+
+use kvtier::kv::core::Deed;
+use kvtier::meta::chunks::Pin;
+
+use crate::look::world::World;
+
+const CHUNKS: usize = 6;
+const TOKENS: usize = CHUNKS * 4;
+const SECOND: u64 = 1_000_000_000;
+
+/// A document that is stored and pinned, and that nobody has open.
+fn pinned(world: &mut World, document: u32, pin: Pin) {
+    let at = world.open(0, 0);
+    world.grow(at, document, TOKENS);
+    assert!(world.submit_part(at, Deed::Put, 0, 0, TOKENS, 0..3));
+    world.rest(0);
+    let session = world.sessions.swap_remove(at);
+    let mut core = world.core.0.lock();
+    core.pin(session.number, 0, TOKENS as u64, pin).expect("there is room");
+    core.close_session(session.number).expect("it is open");
+}
+
+/// How many of the first chunks of a document are there; those behind a gap are not.
+fn left(world: &mut World, document: u32) -> usize {
+    let at = world.open(0, 0);
+    world.grow(at, document, TOKENS);
+    let session = world.sessions.swap_remove(at);
+    let mut core = world.core.0.lock();
+    let board = core.board_seen(Some(session.number), 0, CHUNKS).expect("it is open");
+    core.close_session(session.number).expect("it is open");
+    let row = &board.rows[0];
+    let count = row.chars().take_while(|&cell| cell == 'M').count();
+    assert_eq!(row.matches('M').count(), count, "a path is given up from its end: {row}");
+    count
+}
+
+#[test]
+fn the_pin_that_ends_soonest_is_given_up_first_and_one_without_an_end_last() {
+    let mut world = World::new(3, 600 << 10, 0);
+    let now_ns = world.core.0.lock().now_ns();
+    let pin = |priority, seconds: u64| {
+        let until_ns = if seconds == 0 { u64::MAX } else { now_ns + seconds * SECOND };
+        Pin { priority, until_ns }
+    };
+    // In the order in which they are set nothing is right.
+    let pins = [pin(1, 0), pin(0, 0), pin(0, 500), pin(1, 100), pin(0, 900), pin(0, 100)];
+    for (document, &pin) in pins.iter().enumerate() {
+        pinned(&mut world, document as u32, pin);
+    }
+    // Its end is put off: it holds as the longer one of both.
+    pinned(&mut world, 5, pin(0, 700));
+    // One that is open, and has ever more, takes their place.
+    let held = world.open(0, 0);
+    let mut order: Vec<usize> = Vec::new();
+    for chunk in 0..100 {
+        world.grow(held, 100, 4);
+        assert!(world.submit_part(held, Deed::Put, 0, chunk * 4, 4, 0..3));
+        world.rest(0);
+        let all: Vec<usize> = (0..pins.len() as u32).map(|n| left(&mut world, n)).collect();
+        let now: Vec<usize> = (0..pins.len()).filter(|&n| all[n] < CHUNKS).collect();
+        let begun: Vec<usize> = now.into_iter().filter(|n| !order.contains(n)).collect();
+        for next in begun {
+            let is_over = order.last().is_none_or(|&before| all[before] == 0);
+            assert!(is_over, "{next} before {order:?} is gone: {all:?}");
+            order.push(next);
+        }
+        let count: usize = all.iter().sum();
+        assert_eq!(world.core.0.lock().report().pins, count as u64, "{all:?}");
+        if count == 0 {
+            break;
+        }
+        assert_eq!(world.core.0.lock().counters.no_room, 0, "while pins are left");
+    }
+    assert_eq!(order, [2, 5, 4, 1, 3, 0]);
+}
+
+#[test]
+fn a_pin_that_was_put_off_ends_when_it_says() {
+    let mut world = World::new(4, 600 << 10, 0);
+    for seconds in [10, 20, 20, 5] {
+        pinned(&mut world, 1, Pin { priority: 0, until_ns: seconds * SECOND });
+    }
+    let pins = |world: &World, now_ns| {
+        let mut core = world.core.0.lock();
+        core.tick(now_ns);
+        core.report().pins
+    };
+    assert_eq!(pins(&world, 20 * SECOND - 1), CHUNKS as u64);
+    assert_eq!(pins(&world, 20 * SECOND), 0);
+}

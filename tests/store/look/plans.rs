@@ -1,0 +1,256 @@
+//! Plans against `kv/plan` where that is exact, and against what they promise
+//! elsewhere.
+
+use kvtier::base::budget::Tier;
+use kvtier::base::status::Status;
+use kvtier::kv::core::plans::{PlanTerms, SessionPlan};
+use kvtier::kv::core::{Core, Wanted};
+use kvtier::kv::plan::{Deed, Need, Part, Plan, SOURCES, Terms};
+use kvtier::meta::cost::Cost;
+use kvtier::meta::layout::Rule;
+use kvtier::meta::reuse::State;
+
+use crate::look::naive::{Chosen, Rows};
+
+use crate::look::world::{Space, World};
+
+const HOST: usize = Tier::Host as usize;
+const DISK: usize = Tier::Disk as usize;
+
+fn part_of(rows: &Rows, chunk: usize, one: &Chosen) -> Part {
+    let copied = one.bytes[HOST] + one.bytes[DISK] + one.pending_bytes;
+    let need = match one.state {
+        State::Miss => Need::Compute,
+        _ if copied == 0 => Need::Nothing,
+        _ => Need::Load([copied, one.bytes[DISK], 0, 0]),
+    };
+    Part { tokens: rows.tokens[chunk] as u32, need }
+}
+
+fn terms_of(core: &Core, space: &Space, terms: &PlanTerms) -> Terms {
+    Terms {
+        cost: terms.cost.unwrap_or(core.prefill(space.number).cost()),
+        routes: core.routes(space.number, terms.lane).unwrap(),
+        holes: space.holes,
+        overlap: terms.overlap,
+        layers: space.layout.layers() as u32,
+    }
+}
+
+/// What a choice takes when all is loaded that can be.
+fn honest(rows: &Rows, chosen: &[Chosen], terms: &Terms) -> f64 {
+    let (mut compute, mut loads) = (0.0, [0.0; SOURCES]);
+    for (chunk, one) in chosen.iter().enumerate() {
+        match part_of(rows, chunk, one).need {
+            Need::Compute => compute += terms.cost.of(rows.start(chunk), rows.tokens[chunk]),
+            Need::Nothing => {}
+            Need::Load(bytes) => {
+                for ((sum, bytes), route) in loads.iter_mut().zip(bytes).zip(&terms.routes) {
+                    *sum += if bytes > 0 { route.speed.ns(bytes, 1) } else { 0.0 };
+                }
+            }
+        }
+    }
+    let waits = loads.iter().zip(&terms.routes);
+    let load = waits.map(|(&ns, r)| if ns > 0.0 { ns + r.queued_ns } else { 0.0 });
+    let load = load.fold(0.0, f64::max);
+    match terms.overlap {
+        true => f64::max(load, compute + load / f64::from(terms.layers)),
+        false => load + compute,
+    }
+}
+
+fn close(a: f64, b: f64) -> bool {
+    (a - b).abs() <= 1e-6 * b.abs() + 2.0
+}
+
+/// The deed of each chunk; legs cover them exactly.
+fn deeds_of(rows: &Rows, plan: &SessionPlan) -> Vec<Deed> {
+    let (mut deeds, mut at) = (Vec::new(), 0);
+    for (i, leg) in plan.legs.iter().enumerate() {
+        assert_eq!(leg.first_token, at);
+        assert!(i == 0 || plan.legs[i - 1].deed != leg.deed, "two legs of a kind");
+        at += leg.tokens;
+        while deeds.len() < rows.tokens.len() && rows.start(deeds.len() + 1) <= at {
+            deeds.push(leg.deed);
+        }
+        assert_eq!(rows.start(deeds.len()), at, "a leg ends inside of a chunk");
+    }
+    assert_eq!(at, rows.tokens.iter().sum::<u64>());
+    deeds
+}
+
+/// What is done suffices, is what is said, and is no more than that.
+fn check_sound(rows: &Rows, plan: &SessionPlan, wait: bool, terms: &Terms) {
+    let deeds = deeds_of(rows, plan);
+    let is_computed = |chunk: usize| deeds[chunk] == Deed::Recompute;
+    let starts = (0..deeds.len()).filter(|&chunk| is_computed(chunk)).map(|c| rows.start(c));
+    let points: Vec<u64> = starts.chain([rows.start(deeds.len())]).collect();
+    if !terms.holes {
+        assert!(deeds.windows(2).all(|pair| pair[0] != Deed::Recompute || pair[1] == pair[0]));
+    }
+    let (mut legs, mut sums) = (plan.legs.iter(), [0; SOURCES]);
+    let mut leg = legs.next();
+    for (chunk, deed) in deeds.iter().enumerate() {
+        let layers = 0..rows.layout.layers();
+        let needed = layers.filter(|&l| points.iter().any(|&p| rows.needs(l, p, chunk)));
+        let needed: Vec<usize> = needed.collect();
+        match deed {
+            Deed::Recompute => {}
+            Deed::Resident => assert!(needed.is_empty(), "chunk {chunk} is needed"),
+            Deed::Load => {
+                assert!(needed.iter().all(|&layer| rows.has(chunk, layer, wait)));
+                let (bytes, pending) = rows.load(chunk, &points);
+                sums[0] += bytes[HOST] + pending;
+                sums[1] += bytes[DISK];
+            }
+        }
+        if let Some(one) = leg.filter(|one| rows.start(chunk + 1) == one.first_token + one.tokens) {
+            assert_eq!(one.bytes, sums);
+            if one.deed == Deed::Recompute {
+                assert!(close(one.ns, terms.cost.of(one.first_token, one.tokens)));
+            }
+            (leg, sums) = (legs.next(), [0; SOURCES]);
+        }
+    }
+    let computed = plan.legs.iter().filter(|leg| leg.deed == Deed::Recompute);
+    let compute_ns: f64 = computed.map(|leg| leg.ns).sum();
+    assert!(close(plan.compute_ns, compute_ns));
+    assert!(close(plan.without_ns, terms.cost.of(0, points[points.len() - 1])));
+    assert!(plan.total_ns <= plan.without_ns * 1.000001 + 1.0);
+}
+
+fn check(core: &mut Core, space: &Space, session: u32, rows: &Rows, asked: &PlanTerms) -> bool {
+    let terms = terms_of(core, space, asked);
+    let plan = core.plan(session, asked).unwrap();
+    check_sound(rows, plan, asked.wait, &terms);
+    let reached = rows.reach(asked.wait);
+    let until = if space.holes { rows.tokens.len() } else { reached };
+    let chosen = rows.choose(until, asked.wait, |_| false);
+    let all = honest(rows, &chosen, &terms);
+    assert!(plan.total_ns <= all * 1.000001 + 1.0, "{} for {all}", plan.total_ns);
+    if space.layout.groups().iter().all(|group| group.rule == Rule::Full) {
+        let parts = chosen.iter().enumerate().map(|(chunk, one)| part_of(rows, chunk, one));
+        let parts: Vec<Part> = parts.collect();
+        let mut same = Plan::default();
+        same.make(&parts, &terms).unwrap();
+        let want: Vec<_> = same.segments.iter().map(|s| (s.deed, s.tokens)).collect();
+        assert_eq!(plan.legs.iter().map(|leg| (leg.deed, leg.tokens)).collect::<Vec<_>>(), want);
+        assert!(close(plan.total_ns, same.total_ns) && close(plan.load_ns, same.load_ns));
+    } else if !space.holes {
+        // No point that can be gone on from is much better.
+        let rows_of = |n: usize| honest(rows, &rows.choose(n, asked.wait, |_| false), &terms);
+        let sound = |&n: &usize| {
+            let chosen = rows.choose(n, asked.wait, |_| false);
+            chosen[..n].iter().all(|one| one.state != State::Miss)
+        };
+        let best = (0..=reached).filter(sound).map(rows_of).fold(f64::INFINITY, f64::min);
+        assert!(plan.total_ns <= best * 1.25 + 1.0, "{} for {best}", plan.total_ns);
+    }
+    plan.legs.len() > 1
+}
+
+#[test]
+fn plans_cover_the_path_and_are_the_cheapest() {
+    let (mut mixed, mut deeds) = (0, [0; 3]);
+    for seed in 0..12 {
+        let mut world = World::new(seed, (4 + seed) << 16, (10 + seed) * 131_072 + 400_000);
+        for step in 0..400 {
+            world.step();
+            if step % 6 != 0 {
+                continue;
+            }
+            let asked = PlanTerms {
+                overlap: world.random.coin(),
+                wait: world.random.coin(),
+                lane: world.random.below(3) as usize,
+                // From what is loaded anyway to what is computed anyway.
+                cost: Some(Cost { alpha: 0.5, beta: 10f64.powi(world.random.below(5) as i32 + 1) }),
+            };
+            let mut core = world.core.0.lock();
+            let before = core.report();
+            for session in &world.sessions {
+                let space = &world.spaces[session.space];
+                let tail = core.session(session.number).unwrap().path().tail();
+                let rows = Rows::of(&core, space, &session.tokens, tail);
+                mixed += u32::from(check(&mut core, space, session.number, &rows, &asked));
+                let plan = core.plan(session.number, &asked).unwrap();
+                plan.legs.iter().for_each(|leg| deeds[leg.deed as usize] += 1);
+            }
+            assert_eq!(core.report(), before, "a plan is no use");
+        }
+    }
+    assert!(mixed > 100 && deeds.iter().all(|&n| n > 50), "{mixed} {deeds:?}");
+}
+
+/// The segments that a plan loads can be got as they are planned, though of windows and
+/// states only the end is there: where only what is needed is asked for.
+#[test]
+fn what_is_planned_can_be_got() {
+    let mut world = World::new(5, 8 << 20, 0);
+    let cost = Some(Cost { alpha: 0.0, beta: 1e9 });
+    let terms = PlanTerms { cost, ..PlanTerms::default() };
+    for space in 0..world.spaces.len() {
+        let layout = world.spaces[space].layout.clone();
+        let each = layout.chunk_tokens() as usize;
+        let all = 10 * each;
+        let at = world.open(space, 0);
+        world.grow(at, space as u32, all);
+        let mut partial = false;
+        for layer in 0..layout.layers() {
+            let reach = layout.group(layer).unwrap().rule.reach_tokens().min(all as u64);
+            let first = (all - reach as usize) / each * each;
+            partial |= first > 0;
+            let put = kvtier::kv::core::Deed::Put;
+            assert!(world.submit_part(at, put, 0, first, all - first, layer..layer + 1));
+            world.rest(0);
+        }
+        let plan = world.core.0.lock().plan(world.sessions[at].number, &terms).unwrap().clone();
+        let loads = plan.legs.iter().filter(|leg| leg.deed == Deed::Load);
+        let loads: Vec<_> = loads.map(|leg| (leg.first_token, leg.tokens)).collect();
+        assert!(plan.legs.iter().all(|leg| leg.deed != Deed::Recompute));
+        let (mut missed, get) = ([0; 2], kvtier::kv::core::Deed::Get);
+        for (first, tokens) in loads {
+            for (i, wanted) in [Wanted::All, Wanted::Needed].into_iter().enumerate() {
+                (world.wanted, world.missed) = (wanted, 0);
+                let (first, tokens) = (first as usize, tokens as usize);
+                assert!(world.submit_part(at, get, 0, first, tokens, 0..layout.layers()));
+                world.rest(0);
+                missed[i] += world.missed;
+            }
+            world.wanted = Wanted::All;
+        }
+        let has_full = layout.groups().iter().any(|group| group.rule == Rule::Full);
+        assert_eq!(missed, [u32::from(partial && has_full), 0], "{layout:?}");
+    }
+}
+
+#[test]
+fn a_prefill_that_was_observed_decides() {
+    let mut world = World::new(3, 4 << 20, 0);
+    let at = world.open(0, 0);
+    world.grow(at, 1, 64);
+    assert!(world.submit_part(at, kvtier::kv::core::Deed::Put, 0, 0, 64, 0..3));
+    world.rest(0);
+    let (number, space) = (world.sessions[at].number, world.spaces[0].number);
+    let mut core = world.core.0.lock();
+    let terms = PlanTerms { overlap: false, ..PlanTerms::default() };
+    let deeds = |core: &mut Core| {
+        core.plan(number, &terms).unwrap().legs.iter().map(|leg| leg.deed).collect::<Vec<_>>()
+    };
+    for _ in 0..50 {
+        core.observe_prefill(space, 0, 1000, 1_000_000_000).unwrap();
+    }
+    assert_eq!(deeds(&mut core), [Deed::Load], "a millisecond a token");
+    for _ in 0..400 {
+        core.observe_prefill(space, 0, 1000, 1000).unwrap();
+    }
+    assert_eq!(deeds(&mut core), [Deed::Recompute], "a nanosecond a token");
+    core.fix_prefill(space, Some(Cost { alpha: 0.0, beta: 1e6 })).unwrap();
+    assert_eq!(deeds(&mut core), [Deed::Load]);
+    assert_eq!(core.prefill(world.spaces[1].number).observed(), 0, "each has its own");
+    let none = core.observe_prefill(99, 0, 1, 1).unwrap_err();
+    assert_eq!(none.status(), Status::NotFound);
+    assert!(core.observe_prefill(space, 0, 0, 1).is_err());
+    assert_eq!(core.plan(77, &terms).unwrap_err().status(), Status::NotFound);
+}

@@ -1,0 +1,135 @@
+//! What a store learns of its ways.
+
+use kvtier::base::sync::Arc;
+use kvtier::kv::core::Deed;
+use kvtier::kv::core::look::Look;
+use kvtier::kv::core::work::{Hands, Work};
+
+use crate::look::world::World;
+
+/// Puts and gets of a session, each batch as if it had taken so long.
+fn rounds(world: &mut World, at: usize, count: usize, elapsed_ns: u64) {
+    for _ in 0..count {
+        assert!(world.submit_part(at, Deed::Get, 0, 0, 96, 0..3));
+        world.rest(elapsed_ns);
+    }
+}
+
+fn whole(world: &mut World) -> usize {
+    let at = world.open(0, 0);
+    world.grow(at, 1, 96);
+    assert!(world.submit_part(at, Deed::Put, 0, 0, 96, 0..3));
+    world.rest(0);
+    at
+}
+
+#[test]
+fn speeds_become_what_was_seen() {
+    let mut world = World::new(5, 4 << 20, 0);
+    let at = whole(&mut world);
+    let first = world.core.0.lock().report().copies;
+    rounds(&mut world, at, 30, 0);
+    assert_eq!(world.core.0.lock().report().copies, first, "a time that is not known says nothing");
+    for elapsed_ns in [1_000_000, 50_000, 9_000_000] {
+        rounds(&mut world, at, 60, elapsed_ns);
+        let core = world.core.0.lock();
+        let space = &world.spaces[0];
+        let route = core.routes(space.number, 0).unwrap()[0];
+        assert_eq!(route.queued_ns, 0.0);
+        // Batches are alike: so many cells each, taken one at a time.
+        let cells = 24.0 * 3.0;
+        let batches = (cells / world.batch_cells as f64).ceil();
+        let bytes = space.layout.chunk_bytes(4);
+        let want = batches * elapsed_ns as f64;
+        let got = route.speed.ns(24 * bytes, 24);
+        assert!((got - want).abs() < 0.25 * want, "{got} for {want}");
+        assert_eq!(core.report().reads, first_reads(), "nothing was read");
+    }
+}
+
+fn first_reads() -> kvtier::kv::core::gauge::QueueGauge {
+    World::new(1, 1 << 20, 0).core.0.lock().report().reads
+}
+
+#[test]
+fn what_waits_and_what_is_under_way_is_waited_for() {
+    let mut world = World::new(6, 4 << 20, 0);
+    let at = whole(&mut world);
+    let number = world.sessions[at].number;
+    let look =
+        |world: &World| -> Look { world.core.0.lock().look_session(number).unwrap().clone() };
+    let alone = look(&world).load_ns;
+    assert!(alone > 0);
+    for (lane, counts) in [(0, true), (2, false)] {
+        assert!(world.submit_part(at, Deed::Get, lane, 0, 96, 0..3));
+        let report = world.core.0.lock().report();
+        let bytes = 24 * world.spaces[0].layout.chunk_bytes(4);
+        assert_eq!((report.copies.bytes[lane], report.copies.cells[lane]), (bytes, 72));
+        assert_eq!(look(&world).load_ns > alone, counts, "lane {lane}");
+        let taken = world.core.0.lock().take(Hands::Copy).unwrap();
+        let under_way = world.core.0.lock().report().copies;
+        assert_eq!(under_way.batches, 1);
+        assert_eq!(under_way.batch_bytes + under_way.bytes[lane], bytes);
+        assert!(look(&world).load_ns > alone, "what is under way has no lane");
+        assert!(matches!(taken, Work::Copies(_)));
+        world.core.0.lock().done(taken, Ok(()), 0);
+        world.rest(0);
+        assert_eq!(world.core.0.lock().report().copies.batch_bytes, 0);
+        assert_eq!(look(&world).load_ns, alone);
+    }
+}
+
+/// Two batches at once that take a time each are as fast as one in half of it.
+#[test]
+fn batches_beside_each_other_share_the_way() {
+    let learned = |together: usize, elapsed_ns: u64| {
+        let mut world = World::new(7, 4 << 20, 0);
+        let at = whole(&mut world);
+        for _ in 0..80 {
+            assert!(world.submit_part(at, Deed::Get, 0, 0, 96, 0..3));
+            let core = Arc::clone(&world.core.0);
+            loop {
+                let taken: Vec<Work> =
+                    (0..together).map_while(|_| core.lock().take(Hands::Copy)).collect();
+                if taken.is_empty() {
+                    break;
+                }
+                let shared = if taken.len() == together { elapsed_ns } else { 0 };
+                taken.into_iter().for_each(|work| core.lock().done(work, Ok(()), shared));
+            }
+            world.rest(0);
+        }
+        let bytes = world.spaces[0].layout.chunk_bytes(4);
+        let space = world.spaces[0].number;
+        world.core.0.lock().routes(space, 0).unwrap()[0].speed.ns(bytes, 1)
+    };
+    let (one, four) = (learned(1, 1_000_000), learned(4, 4_000_000));
+    // The first to be taken and the last to end had fewer beside them.
+    assert!((0.9..1.7).contains(&(four / one)), "{four} for {one}");
+}
+
+#[test]
+fn reads_are_timed_too() {
+    // Memory for few: what is asked for is read from disk again and again.
+    let mut world = World::new(8, 256 << 10, 60 * 131_072);
+    let sessions: Vec<usize> = (0..6).map(|_| world.open(0, 0)).collect();
+    for (i, &at) in sessions.iter().enumerate() {
+        world.grow(at, 1 + i as u32, 96);
+        assert!(world.submit_part(at, Deed::Put, 0, 0, 96, 0..3));
+        world.rest(0);
+    }
+    let before = world.core.0.lock().report();
+    let mut batches = 0;
+    for _ in 0..20 {
+        for &at in &sessions {
+            assert!(world.submit_part(at, Deed::Get, 0, 0, 96, 0..3));
+            batches += world.rest_reading(700_000);
+        }
+    }
+    let report = world.core.0.lock().report();
+    assert!(report.counters.disk_hits > 1000, "{:?}", report.counters);
+    assert_eq!(report.copies, before.copies);
+    let bytes = (report.counters.loaded_bytes - before.counters.loaded_bytes) / batches;
+    let ns = report.reads.delay_ns + bytes as f64 * 1e9 / report.reads.bytes_per_second;
+    assert!((600_000.0..800_000.0).contains(&ns), "{ns}");
+}

@@ -1,0 +1,28 @@
+//! The store: its tables, its tiers, restarts, crashes, faults and offload.
+#![cfg(not(feature = "shuttle"))]
+#![allow(missing_docs)]
+
+mod account;
+mod audit;
+mod blocks;
+mod cancel;
+mod chunks;
+mod codecs;
+mod crash;
+mod degraded;
+mod device_tier;
+mod disk_tier;
+mod end_to_end;
+mod fsck;
+mod keys;
+mod look;
+mod name;
+mod namespaces;
+mod offload;
+mod regressions;
+mod review;
+mod scenarios;
+mod sim;
+mod syncs;
+mod table;
+mod vacancies;

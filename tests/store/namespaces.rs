@@ -1,0 +1,145 @@
+//! Namespaces on disk: what one is is noted with the first chunk that goes there, and goes
+//! with the last. Who opens many and stores nothing takes no room.
+
+use kvtier_testkit::fixtures::store as support;
+
+use std::path::Path;
+
+use kvtier::base::status::Status;
+use kvtier::kv::core::SpaceOpts;
+use kvtier::kv::core::moves::Level;
+use kvtier::meta::key::Key;
+use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, with_disk};
+
+const MODEL: Model = Model { layers: 2, heads: 2, run: 64, chunk: 16 };
+
+fn open(dir: &Path) -> Home {
+    Home::open(&with_disk(dir, "bytes=8MiB,segment=256KiB", "host=2MiB,chunks=4096,write=never"))
+}
+
+/// The namespace of a salt.
+fn salted(home: &Home, salt: u32) -> u32 {
+    let mut key = [7; 32];
+    key[..4].copy_from_slice(&salt.to_le_bytes());
+    let opts = SpaceOpts { key: Key(key), layout: MODEL.layout(), holes: false };
+    home.store.with(|core| core.open_space(&opts)).expect("opened")
+}
+
+fn put(home: &Home, space: u32, salt: u32, level: Level) -> Status {
+    let tokens = document(salt, 16);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(salt, &tokens));
+    let done = home.put(session, level, &engine);
+    home.end(session);
+    done.status
+}
+
+fn is_there(home: &Home, space: u32, salt: u32) -> bool {
+    let tokens = document(salt, 16);
+    let session = home.session(space, &tokens);
+    let mut engine = Engine::new(MODEL, Shape::Heads, tokens.len());
+    let done = home.get(session, &engine);
+    home.end(session);
+    if done == (Done { status: Status::Ok, tokens: 16 }) {
+        engine.check(&marks_of(salt, &tokens), 0..16, 0..MODEL.layers);
+        return true;
+    }
+    false
+}
+
+fn used_bytes(home: &Home) -> u64 {
+    home.store.disk().expect("a disk").stats().used_bytes
+}
+
+#[test]
+fn namespaces_that_are_only_opened_take_no_room() {
+    let scratch = Scratch::new("salts");
+    let home = open(&scratch.0);
+    let before = used_bytes(&home);
+    // As notes these would be more than the disk has.
+    let spaces: Vec<u32> = (0..3000).map(|salt| salted(&home, salt)).collect();
+    home.rest();
+    assert_eq!(used_bytes(&home), before);
+    assert_eq!(put(&home, spaces[2999], 2999, Level::Durable), Status::Ok);
+    home.close();
+    let home = open(&scratch.0);
+    assert_eq!((home.store.opened.adopted.spaces, home.store.opened.adopted.chunks), (1, 1));
+    let space = salted(&home, 2999);
+    assert!(is_there(&home, space, 2999));
+    home.rest();
+    home.close();
+}
+
+#[test]
+fn what_a_namespace_was_goes_with_its_last_chunk() {
+    let scratch = Scratch::new("salts-go");
+    let home = open(&scratch.0);
+    // Each has a chunk: far more than fit, and the first ones leave.
+    let salts = 1200;
+    for salt in 0..salts {
+        let space = salted(&home, salt);
+        assert_eq!(
+            put(&home, space, salt, Level::Disk),
+            Status::Ok,
+            "salt {salt}: {:?}",
+            used_bytes(&home)
+        );
+        home.store
+            .with(|core| {
+                core.close_space(space);
+                Ok(())
+            })
+            .expect("open");
+    }
+    home.rest();
+    assert!(home.counters().disk_evicted > 400);
+    let there: Vec<u32> =
+        (0..salts).filter(|&salt| is_there(&home, salted(&home, salt), salt)).collect();
+    assert!(there.len() > 50 && there.contains(&(salts - 1)), "{}", there.len());
+    // Some of them have left the disk and are in memory still, which goes with the store.
+    home.rest();
+    let cells = home.store.with(|core| Ok(core.report().disk_cells)).expect("open");
+    let below = cells as usize / MODEL.layers;
+    home.close();
+    // Each that has a chunk is known again, and no other.
+    let home = open(&scratch.0);
+    let adopted = home.store.opened.adopted;
+    assert_eq!((adopted.spaces, adopted.dropped), (adopted.chunks, 0), "{adopted:?}");
+    let again = (0..salts).filter(|&salt| is_there(&home, salted(&home, salt), salt)).count();
+    assert_eq!(again as u64, adopted.chunks);
+    assert!(again + 60 > below, "{again} of {below}");
+    home.rest();
+    home.close();
+}
+
+/// What earlier versions have noted of namespaces without chunks goes when the store is
+/// opened.
+#[test]
+fn notes_that_nobody_needs_are_gone_after_an_opening() {
+    let scratch = Scratch::new("salts-old");
+    let home = open(&scratch.0);
+    let space = salted(&home, 1);
+    assert_eq!(put(&home, space, 1, Level::Durable), Status::Ok);
+    let layout = MODEL.layout().encode();
+    let disk = home.store.disk().expect("a disk");
+    for salt in 10..800u32 {
+        let mut key = [7; 32];
+        key[..4].copy_from_slice(&salt.to_le_bytes());
+        let content = [&[1, 0], layout.as_slice()].concat();
+        disk.put_session(&[b"namespace ".as_slice(), &key].concat(), &content).expect("room");
+    }
+    drop(disk);
+    let full = used_bytes(&home);
+    home.close();
+    let home = open(&scratch.0);
+    assert_eq!(home.store.opened.adopted.spaces, 1);
+    // All that there is to do is done before it is closed.
+    home.close();
+    let home = open(&scratch.0);
+    assert!(used_bytes(&home) + (2 << 20) < full, "{} of {full}", used_bytes(&home));
+    let space = salted(&home, 1);
+    assert!(is_there(&home, space, 1));
+    home.rest();
+    home.close();
+}

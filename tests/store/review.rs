@@ -1,0 +1,210 @@
+//! Hands in an order that a test chooses: who waits, who pays, what is noted.
+
+use kvtier_testkit::fixtures::by_hand;
+use kvtier_testkit::fixtures::store as support;
+
+use std::time::Instant;
+
+use by_hand::{MODEL, World};
+use kvtier::base::budget::{Budget, BudgetOpts, Tier};
+use kvtier::base::op::OpOpts;
+use kvtier::base::status::Status;
+use kvtier::kv::core::work::Hands;
+use kvtier::kv::core::{Config, Core, Deed, Level, SessionOpts, SpaceOpts};
+use kvtier::kv::ready::Ready;
+use kvtier::meta::key::Key;
+use kvtier_testkit::disk::plan::{Fault, Plan};
+use kvtier_testkit::disk::{SimFiles, SimOpts};
+use support::{Engine, Home, Shape, document, marks_of, runtime, spec_of, wait};
+
+/// A put waits for what is before its chunks to be on disk. That a namespace is opened again,
+/// with holes, and cleared meanwhile does not keep it waiting for ever.
+#[test]
+fn a_put_that_waits_for_its_prefix_ends_whatever_is_cleared() {
+    let world = World::open();
+    let tokens = document(1, 32);
+    assert_eq!(world.put(&tokens[..16], 0..2, Level::Ram), Status::Ok);
+    let session = world.session(&tokens);
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(0, &tokens));
+    let what = engine.rectangle(16, 16, 0..2, false);
+    world
+        .with(|core| core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what))
+        .expect("submitted");
+    // It is in memory, and nothing was written yet.
+    while world.work(Hands::Copy) {}
+    world.with(|core| {
+        core.close_session(session).expect("open");
+        core.close_space(world.space);
+        let opts = SpaceOpts { key: Key([1; 32]), layout: MODEL.layout(), holes: true };
+        core.open_space(&opts).expect("nobody has it open");
+        let mut clearing = core.begin_clear(world.space).expect("open");
+        while core.clear_more(&mut clearing, 8) {}
+    });
+    while Hands::ALL.into_iter().any(|hands| world.work(hands)) {}
+    let mut finished = Vec::new();
+    world.with(|core| core.finished(&mut finished));
+    assert_eq!(finished.len(), 1, "{}", world.with(|core| core.what_waits()));
+    world.rest();
+}
+
+/// Tables that grow while memory for them is being made are paid for in the end.
+#[test]
+fn tables_that_grow_while_others_give_way_are_paid_for() {
+    const MIB: u64 = 1 << 20;
+    let runtime = runtime();
+    let mut limits = [None; 5];
+    limits[Tier::Host as usize] = Some(6 * MIB);
+    let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
+    let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+    let account = budget.account("store", 0, None).expect("an account");
+    let config = Config {
+        host_bytes: 8 * MIB,
+        max_chunks: 1 << 16,
+        batch_bytes: 64 << 10,
+        high: 1.0,
+        low: 1.0,
+        ..Config::default()
+    };
+    let files = SimFiles::new(1, SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() });
+    let world = World::on(files, config, Some(account.clone()));
+    // Cells have all that there is.
+    let mut number = 0;
+    let free = || {
+        let lane = budget.lane(Tier::Host);
+        lane.limit_bytes - lane.committed_bytes - lane.reserved_bytes
+    };
+    while free() > MIB / 2 {
+        number += 1;
+        assert_eq!(world.put(&document(number, 64 * 16), 0..2, Level::Ram), Status::Ok);
+    }
+    // Puts whose tensors are not ready need rows, and no memory for cells.
+    let rows = |number: u32, chunks: usize| {
+        let tokens = document(number, chunks * 16);
+        let session = world.session(&tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        let what = engine.whole();
+        let waits = world.with(|core| core.submit_waiting(session, Deed::Put, Level::Ram, 0, what));
+        engine.compute(&[]);
+        (waits.expect("submitted").1, session, engine)
+    };
+    let first = rows(1000, 1600);
+    let back = || world.with(|core| core.host().given_back_bytes());
+    let before = back();
+    while back() == before && world.work(Hands::Write) {}
+    let second = rows(1001, 3200);
+    while Hands::ALL.into_iter().any(|hands| world.work(hands)) {}
+    let (paid, tables) = world.with(|core| (core.paid_table_bytes(), core.table_bytes()));
+    assert!(paid >= tables, "{paid} paid for {tables}, and {} are free", free());
+    for (ticket, session, _engine) in [first, second] {
+        world.with(|core| {
+            core.give_up_waiting(ticket, Status::Cancelled);
+            core.close_session(session).expect("open");
+        });
+    }
+    world.rest();
+}
+
+/// A note that was written beside one that could not be goes when nothing of its namespace
+/// comes to the disk.
+#[test]
+fn a_note_of_a_batch_that_failed_goes_too() {
+    let world = World::open();
+    // There is a segment to write to.
+    assert_eq!(world.put(&document(9, 16), 0..2, Level::Disk), Status::Ok);
+    let mut sessions = Vec::new();
+    let mut engines = Vec::new();
+    for salt in [2, 3] {
+        let tokens = document(u32::from(salt), 16);
+        let session = world.with(|core| {
+            let opts = SpaceOpts { key: Key([salt; 32]), layout: MODEL.layout(), holes: false };
+            let space = core.open_space(&opts).expect("opened");
+            let number = core.open_session(space, &SessionOpts::default()).expect("room");
+            core.append(number, &tokens).expect("room");
+            number
+        });
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(0, &tokens));
+        let what = engine.whole();
+        world
+            .with(|core| core.submit_rectangle(session, Deed::Put, Level::Disk, 0, what))
+            .expect("submitted");
+        sessions.push(session);
+        engines.push(engine);
+    }
+    while world.work(Hands::Copy) {}
+    // The second note, each time: where a write has failed a new segment begins.
+    for nth in [2, 3, 3] {
+        world.files.set_plan(Plan::default().once(Fault::WriteError, nth));
+        assert!(world.work(Hands::Write));
+    }
+    world.files.set_plan(Plan::default());
+    world.rest();
+    let mut finished = Vec::new();
+    world.with(|core| core.finished(&mut finished));
+    assert_eq!(finished.len(), 2);
+    assert!(finished.iter().all(|one| one.error.is_some()), "{finished:?}");
+    let disk = world.tools.disk.clone().expect("a disk");
+    for salt in [2u8, 3] {
+        let name = [b"namespace ".as_slice(), &[salt; 32]].concat();
+        assert_eq!(disk.segment_of_session(&name), None, "namespace {salt} has nothing on disk");
+    }
+}
+
+/// How long the store's lock is held when a put of many chunks was synced.
+#[test]
+#[ignore = "a measurement"]
+fn how_long_the_end_of_a_sync_takes() {
+    for chunks in [4_000usize, 8_000, 16_000] {
+        let config = Config {
+            host_bytes: 1 << 30,
+            max_chunks: 1 << 16,
+            batch_cells: 4096,
+            batch_bytes: 64 << 20,
+            ..Config::default()
+        };
+        let files = SimFiles::new(1, SimOpts { capacity_bytes: 2 << 30, ..SimOpts::default() });
+        let world = World::sized(files, config, None, 16 << 20, 1 << 30);
+        let tokens = document(1, chunks * 16);
+        let session = world.session(&tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(0, &tokens));
+        let what = engine.whole();
+        world
+            .with(|core| core.submit_rectangle(session, Deed::Put, Level::Durable, 0, what))
+            .expect("submitted");
+        while [Hands::Copy, Hands::Write].into_iter().any(|hands| world.work(hands)) {}
+        let work = world.with(|core| core.take(Hands::Sync)).expect("a sync");
+        let began = Instant::now();
+        world.with(|core: &mut Core| core.done(work, Ok(()), 0));
+        println!("{chunks} chunks: {:?} under the lock", began.elapsed());
+    }
+}
+
+/// How long it takes to give up all of many moves, one op after the other.
+#[test]
+#[ignore = "a measurement"]
+fn how_long_giving_up_takes() {
+    for moves in [1000u32, 2000, 4000] {
+        let home = Home::open(&spec_of("store(host=64MiB,chunks=65536,sessions=8192)"));
+        let space = home.space(1, &MODEL);
+        let ready = Ready::default();
+        let (mut ops, mut engines) = (Vec::new(), Vec::new());
+        for number in 0..moves {
+            let tokens = document(number, 16);
+            let session = home.session(space, &tokens);
+            let engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+            let what = engine.rectangle(0, 16, 0..2, true);
+            let opts = OpOpts::default();
+            let begun =
+                home.store.submit_after(session, Deed::Put, Level::Ram, what, &opts, Some(&ready));
+            ops.extend(begun.expect("submitted"));
+            engines.push(engine);
+        }
+        let began = Instant::now();
+        ops.iter().for_each(|op| op.cancel());
+        println!("{moves} moves of two ops: {:?}", began.elapsed());
+        ops.iter().for_each(|op| _ = wait(op));
+        home.close();
+    }
+}

@@ -1,0 +1,37 @@
+//! The store in simulations: thousands of seeds, and the same again for the same.
+
+use kvtier_testkit::sim::{SimOpts, run};
+
+/// KVTIER_SIM_SEEDS more seeds than usual; KVTIER_SIM_SEED one alone.
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+#[test]
+fn seeds_keep_every_promise() {
+    let first = number("KVTIER_SIM_SEED");
+    let count = if first.is_some() { 1 } else { number("KVTIER_SIM_SEEDS").unwrap_or(300) };
+    let first = first.unwrap_or(0);
+    let (mut kept, mut cleared, mut blocks) = (0, 0, 0);
+    for seed in first..first + count {
+        match run(&SimOpts { seed, steps: 600 }) {
+            Ok(report) => {
+                kept += report.kept;
+                cleared += report.cleared;
+                blocks += report.kept_blocks;
+            }
+            Err(failure) => panic!("{failure}"),
+        }
+    }
+    assert!(count < 100 || kept > 0, "nothing was ever promised to last");
+    assert!(count < 100 || blocks > 0, "no block was ever promised to last");
+    assert!(count < 100 || cleared > 0, "nothing was ever cleared");
+}
+
+#[test]
+fn a_seed_does_the_same_again() {
+    for seed in 1000..1010 {
+        let opts = SimOpts { seed, steps: 400 };
+        assert_eq!(run(&opts).unwrap(), run(&opts).unwrap());
+    }
+}

@@ -1,0 +1,90 @@
+//! Units in place on a device take whole grains of it: what plans say of that is counted again.
+
+use kvtier::stream::plan::{Home, Seat};
+use kvtier::stream::units::{NONE, Role, Unit};
+use proptest::prelude::*;
+
+use crate::plan::setup::{MIB, Setup, check, layer, unit};
+
+const GRAIN: u64 = 2 * MIB;
+
+/// Layers, an embedding and a head, and experts of each layer.
+fn model(sizes: &[u64], experts: usize, expert_bytes: u64) -> Vec<Unit> {
+    let mut all = vec![unit("embedding".into(), Role::Embedding, NONE, NONE, 3 * MIB + 4096)];
+    for (i, &bytes) in sizes.iter().enumerate() {
+        all.push(layer(i, bytes));
+        let of = |e: usize| {
+            unit(format!("expert {e} of {i}"), Role::Expert, i as u32, e as u32, expert_bytes)
+        };
+        all.extend((0..experts).map(of));
+    }
+    all.push(unit("head".into(), Role::Head, NONE, NONE, 5 * MIB));
+    all
+}
+
+#[test]
+fn what_is_lost_is_named() {
+    let mut setup = Setup::layers(&[GRAIN + 4096; 5], 100 * GRAIN, 64 * MIB);
+    setup.wishes.seat = Some(Seat::Device);
+    let loose = setup.plan();
+    assert!(!setup.text(&loose).contains("device grains"));
+    setup.wishes.device_grain_bytes = GRAIN;
+    let plan = setup.plan();
+    assert_eq!((loose.device_bytes, plan.device_bytes), (5 * (GRAIN + 4096), 10 * GRAIN));
+    let figure = plan.figures.iter().find(|figure| figure.name == "device grains");
+    assert_eq!(figure.expect("named").bytes, 5 * (GRAIN - 4096));
+    assert!(setup.text(&plan).contains("whole pieces of 2.00 MiB"));
+    // Two slots and a home, of two grains each.
+    setup.room(6 * GRAIN + 1, 64 * MIB);
+    let plan = setup.plan();
+    assert_eq!((plan.slots, plan.slot_bytes, plan.device_bytes), (2, 2 * GRAIN, 6 * GRAIN));
+    setup.room(4 * GRAIN - 1, 64 * MIB);
+    assert!(setup.error().message().contains(&(4 * GRAIN).to_string()));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 200, failure_persistence: None, ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn sums_are_of_whole_grains(
+        sizes in prop::collection::vec(1u64..900, 1..12),
+        (experts, expert_size) in (0usize..5, 1u64..300),
+        (share, next) in (10u64..400, 10u64..400),
+        grain in prop_oneof![Just(4096u64), Just(65_536), Just(GRAIN)],
+        (shrinks, on_host) in any::<(bool, bool)>(),
+    ) {
+        let sizes: Vec<u64> = sizes.iter().map(|size| size * 8192).collect();
+        let units = model(&sizes, experts, expert_size * 4096);
+        let total: u64 = units.iter().map(|unit| unit.image_bytes.next_multiple_of(grain)).sum();
+        let mut setup = Setup::of(units);
+        setup.facts.experts_used = 1;
+        let seat = if on_host { Seat::Host } else { Seat::Device };
+        (setup.wishes.seat, setup.wishes.shrinks) = (Some(seat), shrinks);
+        setup.wishes.chunk_bytes = MIB;
+        let room = |share| match total * share / 100 {
+            bytes if on_host => (0, bytes),
+            bytes => (bytes, 30 * MIB),
+        };
+        setup.room(room(share).0, room(share).1);
+        let loose = setup.make();
+        setup.wishes.device_grain_bytes = grain;
+        let Ok(plan) = setup.make() else { return Ok(()) };
+        check(&setup, &plan, room(share).0, room(share).1);
+        if on_host {
+            // It is of no account there.
+            let loose = loose.unwrap();
+            prop_assert_eq!((loose.homes, loose.host_bytes), (plan.homes, plan.host_bytes));
+            return Ok(());
+        }
+        for bytes in [plan.device_bytes, plan.slot_bytes, plan.expert_slot_bytes] {
+            prop_assert_eq!(bytes % grain, 0);
+        }
+        prop_assert_eq!(plan.taken_by(1, Home::Device), grain);
+        setup.room(room(next).0, room(next).1);
+        if let Ok(moved) = plan.rebalance(&setup.inputs()) {
+            check(&setup, &moved, room(next).0, room(next).1);
+        }
+    }
+}

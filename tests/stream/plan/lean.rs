@@ -1,0 +1,293 @@
+//! Plans that can shrink: from everything in memory to as little as can be, and back.
+
+use proptest::prelude::*;
+
+use crate::plan::setup::{GIB, MIB, Setup, check, homes, layer, unit};
+use kvtier::stream::plan::{Home, Mode, Plan, Seat};
+use kvtier::stream::units::{NONE, Role};
+
+const PLENTY: u64 = 1 << 40;
+
+/// The fewest bytes that have to be in memory at once, by trying who stays: the others pass
+/// through slots as large as the largest of them.
+fn least(sizes: &[u64], slots: u64) -> u64 {
+    let of_mask = |mask: u32| {
+        let (mut stay, mut largest) = (0, 0);
+        for (i, &bytes) in sizes.iter().enumerate() {
+            if mask >> i & 1 == 1 { stay += bytes } else { largest = largest.max(bytes) }
+        }
+        stay + slots * largest
+    };
+    (0u32..1 << sizes.len()).map(of_mask).min().unwrap_or(0)
+}
+
+/// Memory for weights where the engine computes, and plenty beside a device.
+fn room(setup: &mut Setup, seat: Seat, bytes: u64) {
+    setup.wishes.seat = Some(seat);
+    match seat {
+        Seat::Host => setup.room(0, bytes),
+        Seat::Device => setup.room(bytes, GIB),
+    }
+}
+
+fn lean(sizes: &[u64], seat: Seat) -> Setup {
+    let mut setup = Setup::layers(sizes, 0, 0);
+    setup.wishes.shrinks = true;
+    room(&mut setup, seat, PLENTY);
+    setup
+}
+
+/// Experts behind each layer, of the sizes given, two of which a token uses.
+fn with_experts(setup: &mut Setup, sizes: &[u64]) {
+    setup.facts.experts_used = 2;
+    let layers = std::mem::take(&mut setup.units.units);
+    for one in layers {
+        let number = one.layer;
+        setup.units.units.push(one);
+        for (expert, &bytes) in (0..).zip(sizes) {
+            let name = format!("layer {number} expert {expert}");
+            setup.units.units.push(unit(name, Role::Expert, number, expert, bytes));
+        }
+    }
+}
+
+fn here(seat: Seat) -> Home {
+    if seat == Seat::Device { Home::Device } else { Home::Host }
+}
+
+fn takes(plan: &Plan) -> u64 {
+    if plan.seat == Seat::Device { plan.device_bytes } else { plan.host_bytes }
+}
+
+fn floor(setup: &Setup, plan: &Plan) -> u64 {
+    let floor = plan.floor(&setup.units);
+    if plan.seat == Seat::Device { floor.device_bytes } else { floor.host_bytes }
+}
+
+fn slots(plan: &Plan) -> [u64; 4] {
+    [plan.slots.into(), plan.slot_bytes, plan.expert_slots.into(), plan.expert_slot_bytes]
+}
+
+fn why<'a>(plan: &'a Plan, name: &str) -> Option<(u64, &'a str)> {
+    let found = plan.figures.iter().find(|figure| figure.name == name)?;
+    Some((found.bytes, &found.why))
+}
+
+#[test]
+fn what_fits_keeps_slots_and_shrinks_to_its_floor() {
+    for seat in [Seat::Host, Seat::Device] {
+        // Slots for the head would take 20, for layers with the head at home 2 x 2 + 10.
+        let mut sizes = [2 * MIB; 12];
+        sizes[11] = 10 * MIB;
+        let mut setup = lean(&sizes, seat);
+        let plan = setup.plan();
+        assert!(plan.homes.iter().all(|home| *home == here(seat)));
+        assert_eq!((plan.slots, plan.slot_bytes), (2, 2 * MIB));
+        assert_eq!((takes(&plan), floor(&setup, &plan)), (36 * MIB, 14 * MIB));
+        let kept = why(&plan, "slots").expect("slots");
+        assert!(kept.0 == 4 * MIB && kept.1.contains("though all have room"), "{kept:?}");
+        let name = if seat == Seat::Device { "device floor" } else { "host floor" };
+        let least = why(&plan, name).expect("a floor");
+        assert!(least.0 == 14 * MIB && least.1.contains("shrink"), "{least:?}");
+        assert!(plan.text(&setup.inputs()).contains(name));
+
+        room(&mut setup, seat, 14 * MIB);
+        let small = plan.rebalance(&setup.inputs()).expect("the floor");
+        let stay = small.homes.iter().filter(|home| **home == here(seat)).count();
+        assert_eq!((takes(&small), stay, slots(&small)), (14 * MIB, 1, slots(&plan)));
+        assert!(why(&small, "slots").expect("slots").1.contains("the size that"));
+        room(&mut setup, seat, 14 * MIB - 1);
+        assert!(plan.rebalance(&setup.inputs()).is_err() && setup.make().is_err());
+        room(&mut setup, seat, 36 * MIB);
+        let back = small.rebalance(&setup.inputs()).expect("all");
+        assert_eq!(back.homes, plan.homes);
+    }
+}
+
+#[test]
+fn without_the_wish_nothing_is_kept() {
+    let mut setup = lean(&[MIB; 8], Seat::Host);
+    setup.wishes.shrinks = false;
+    let plan = setup.plan();
+    assert_eq!((plan.slots, takes(&plan), why(&plan, "host floor")), (0, 8 * MIB, None));
+    // Nor where slots would take as much as all there is.
+    for sizes in [&[MIB; 2][..], &[MIB], &[4 * MIB, 5 * MIB]] {
+        let setup = lean(sizes, Seat::Host);
+        let plan = setup.plan();
+        let all = sizes.iter().sum::<u64>();
+        assert_eq!((plan.slots, takes(&plan), floor(&setup, &plan)), (0, all, all), "{sizes:?}");
+        assert!(why(&plan, "host floor").expect("a floor").1.contains("all of it"));
+    }
+    let mut ring = lean(&[MIB, 2 * MIB, MIB], Seat::Host);
+    ring.wishes.mode = Mode::Ring;
+    let wished = ring.plan();
+    ring.wishes.shrinks = false;
+    assert_eq!(ring.plan(), wished);
+}
+
+#[test]
+fn of_sizes_as_good_the_smaller_leaves_more_room() {
+    // 2 x 4, or 4 + 2 x 2: as little, and 4 MiB more for units that stay.
+    let mut setup = lean(&[4 * MIB, 2 * MIB, 2 * MIB, 2 * MIB, 2 * MIB], Seat::Host);
+    assert_eq!(setup.plan().slot_bytes, 2 * MIB);
+    room(&mut setup, Seat::Host, 16 * MIB);
+    assert_eq!(homes(&setup.plan()), (0, 5, 0));
+}
+
+#[test]
+fn an_embedding_leaves_last() {
+    let mut setup = lean(&[4 * MIB; 6], Seat::Host);
+    let whole = |name: &str, role| unit(name.into(), role, NONE, NONE, 3 * MIB);
+    setup.units.units.insert(0, whole("embedding", Role::Embedding));
+    setup.units.units.push(whole("head", Role::Head));
+    let plan = setup.plan();
+    assert_eq!((takes(&plan), floor(&setup, &plan)), (38 * MIB, 8 * MIB));
+    room(&mut setup, Seat::Host, 11 * MIB);
+    let less = plan.rebalance(&setup.inputs()).expect("less");
+    let stay: Vec<usize> = (0..8).filter(|&i| less.homes[i] == Home::Host).collect();
+    assert_eq!((stay, slots(&less)), (vec![0], slots(&plan)));
+    room(&mut setup, Seat::Host, 8 * MIB);
+    let least = less.rebalance(&setup.inputs()).expect("least");
+    assert_eq!((homes(&least), slots(&least)), ((0, 0, 8), slots(&plan)));
+    // Beside a device it is no matter of the device.
+    room(&mut setup, Seat::Device, 36 * MIB);
+    let plan = setup.plan();
+    assert_eq!((homes(&plan), floor(&setup, &plan)), ((7, 1, 0), 8 * MIB));
+    let beside = plan.floor(&setup.units).host_bytes;
+    assert_eq!(beside, 3 * MIB + plan.staging_bytes);
+    setup.room(8 * MIB, beside);
+    let least = plan.rebalance(&setup.inputs()).expect("least");
+    assert_eq!((homes(&least), slots(&least)), ((0, 1, 7), slots(&plan)));
+}
+
+#[test]
+fn experts_leave_one_by_one() {
+    for seat in [Seat::Host, Seat::Device] {
+        let mut setup = lean(&[2 * MIB; 6], seat);
+        with_experts(&mut setup, &[MIB; 4]);
+        let plan = setup.plan();
+        assert!(plan.homes.iter().all(|home| *home == here(seat)));
+        assert_eq!(slots(&plan), [2, 2 * MIB, 3, MIB]);
+        assert_eq!((takes(&plan), floor(&setup, &plan)), (43 * MIB, 7 * MIB));
+        assert!(why(&plan, "expert slots").expect("slots").1.contains("though all have room"));
+        let mut last = plan.clone();
+        for less in 0..=36 {
+            room(&mut setup, seat, (43 - less) * MIB);
+            let next = last.rebalance(&setup.inputs()).expect("less");
+            let stay = |role: Role| {
+                let units = setup.units.units.iter().zip(&next.homes);
+                units.filter(|(u, home)| u.role == role && **home == here(seat)).count() as u64
+            };
+            // Experts leave before layers do, which each pass needs.
+            assert_eq!(stay(Role::Layer), ((36 - less) / 2).min(6), "{less}");
+            let experts = (36 - less).saturating_sub(stay(Role::Layer) * 2);
+            assert_eq!((stay(Role::Expert), slots(&next)), (experts, slots(&plan)), "{less}");
+            last = next;
+        }
+        room(&mut setup, seat, 43 * MIB);
+        assert_eq!(last.rebalance(&setup.inputs()).expect("all").homes, plan.homes);
+    }
+    // As many slots as are said, as before; and none where they would take as much.
+    let mut setup = lean(&[2 * MIB; 6], Seat::Host);
+    with_experts(&mut setup, &[MIB; 4]);
+    setup.wishes.expert_slots = Some(9);
+    assert_eq!(slots(&setup.plan()), [2, 2 * MIB, 9, MIB]);
+    let mut setup = lean(&[2 * MIB; 1], Seat::Host);
+    with_experts(&mut setup, &[MIB; 3]);
+    assert_eq!((slots(&setup.plan())[2], homes(&setup.plan())), (0, (0, 4, 0)));
+}
+
+#[test]
+fn misses_of_experts_are_those_of_them_that_have_no_home() {
+    let mut setup = lean(&[2 * MIB; 6], Seat::Host);
+    with_experts(&mut setup, &[MIB; 4]);
+    setup.links.disk = 1_000_000_000;
+    // All layers, 3 slots, 18 of 24 experts: two of four are used, half of those that are not
+    // at home are in a slot.
+    room(&mut setup, Seat::Host, (16 + 3 + 18) * MIB);
+    let forecast = setup.plan().forecast.expect("a forecast");
+    assert_eq!(forecast.disk_bytes, 6 * MIB / 2 / 2);
+}
+
+fn seats() -> impl Strategy<Value = Seat> {
+    prop_oneof![Just(Seat::Host), Just(Seat::Device)]
+}
+
+fn some_sizes() -> impl Strategy<Value = Vec<u64>> {
+    let grains = prop_oneof![Just(0u64), 1u64..40, Just(20u64), 100u64..130];
+    prop::collection::vec(grains.prop_map(|n| n * 4096), 1..11)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn no_choice_of_who_stays_has_a_lower_floor(
+        sizes in some_sizes(), slots in 1u32..5, seat in seats(), embedding in any::<bool>(),
+    ) {
+        let mut setup = lean(&sizes, seat);
+        setup.wishes.slots = slots;
+        let mut counted = sizes.clone();
+        if embedding {
+            let whole = |name: &str, role| unit(name.into(), role, NONE, NONE, 25 * 4096);
+            setup.units.units.insert(0, whole("embedding", Role::Embedding));
+            setup.units.units.push(whole("head", Role::Head));
+            // Beside a device it is in host memory.
+            counted.extend(vec![25 * 4096; if seat == Seat::Device { 1 } else { 2 }]);
+        }
+        let plan = setup.plan();
+        let best = least(&counted, slots.into());
+        prop_assert_eq!(floor(&setup, &plan), best);
+        room(&mut setup, seat, best);
+        for made in [setup.make(), plan.rebalance(&setup.inputs())] {
+            let made = made.expect("the floor");
+            prop_assert_eq!(takes(&made), best);
+            prop_assert_eq!((made.slots, made.slot_bytes), (plan.slots, plan.slot_bytes));
+        }
+        if best > 0 {
+            room(&mut setup, seat, best - 1);
+            prop_assert_eq!(setup.error().status().name(), "KVT_E_BUDGET");
+            prop_assert!(plan.rebalance(&setup.inputs()).is_err());
+        }
+    }
+
+    #[test]
+    fn from_all_to_the_floor_and_back(
+        sizes in some_sizes(), experts in prop::collection::vec(1u64..20, 0..6),
+        seat in seats(), shares in prop::collection::vec(0u64..=100, 1..8),
+    ) {
+        let mut setup = lean(&sizes, seat);
+        let experts: Vec<u64> = experts.iter().map(|n| n * 4096).collect();
+        with_experts(&mut setup, &experts);
+        let plan = setup.plan();
+        let all: u64 = setup.units.units.iter().map(|unit| unit.image_bytes).sum();
+        prop_assert!(plan.homes.iter().all(|home| *home == here(seat)));
+        let (most, least) = (takes(&plan), floor(&setup, &plan));
+        prop_assert!(least <= all, "slots that take more than they give: {least} of {all}");
+        let mut last = plan.clone();
+        for share in shares.into_iter().chain([0, 100]) {
+            let bytes = least + (most - least) * share / 100;
+            room(&mut setup, seat, bytes);
+            let next = last.rebalance(&setup.inputs()).expect("between floor and all");
+            let device = if seat == Seat::Device { bytes } else { 0 };
+            check(&setup, &next, device, if seat == Seat::Device { GIB } else { bytes });
+            prop_assert_eq!(slots(&next), slots(&plan));
+            prop_assert_eq!(floor(&setup, &next), least);
+            // The same budget moves nothing.
+            prop_assert_eq!(&next.rebalance(&setup.inputs()).expect("the same").homes, &next.homes);
+            last = next;
+        }
+        prop_assert_eq!(last.homes, plan.homes);
+    }
+}
+
+#[test]
+fn a_plan_without_slots_gets_them_with_the_wish() {
+    let mut setup = Setup::layers(&[MIB; 6], 0, 20 * MIB);
+    let before = setup.plan();
+    setup.wishes.shrinks = true;
+    let after = before.rebalance(&setup.inputs()).expect("a plan");
+    assert_eq!((before.slots, after.slots, homes(&after)), (0, 2, (0, 6, 0)));
+    setup.units.units.push(layer(6, 0));
+    assert!(after.rebalance(&setup.inputs()).is_err());
+}
