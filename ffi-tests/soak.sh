@@ -1,0 +1,68 @@
+#!/bin/bash
+# What is long by nature, for a given time:  ffi-tests/soak.sh MINUTES PREBUILT WORKDIR
+#
+# (`ffi-tests/run --soak MINUTES` builds what this needs and calls it.) The time is split: a third
+# for seeds of the store's simulation, a third for processes that are killed while they store, a
+# sixth for the C and C++ programs with threads that are late at random, a sixth for random
+# programs over the ABI and random tests with many cases. Each part repeats short rounds until its
+# time is over, goes on after a failure, and prints how to run a failing round again.
+# Seeds continue from KVTIER_SOAK_FIRST (a number from the clock by default), so that two soaks
+# do not repeat each other.
+set -uo pipefail
+minutes=${1:?usage: soak.sh MINUTES PREBUILT WORKDIR}
+prebuilt=$(cd "${2:?usage: soak.sh MINUTES PREBUILT WORKDIR}" && pwd) || exit 1
+mkdir -p "${3:?usage: soak.sh MINUTES PREBUILT WORKDIR}" && work=$(cd "$3" && pwd) || exit 1
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+root=$(dirname "$here")
+cd "$root" || exit 1
+target=${CARGO_TARGET_DIR:-$root/target}
+first=${KVTIER_SOAK_FIRST:-$(($(date +%s) * 1000))}
+features="--features tls,seal,s3"
+passed=0 failed=0
+
+# part NAME SECONDS COMMAND...: rounds of a command until the time is over. The command finds the
+# number of its round in $round.
+part() {
+    local name=$1 until=$((SECONDS + $2)) log=$work/$1.log
+    shift 2
+    round=0
+    export round
+    while [ $SECONDS -lt $until ]; do
+        if "$@" >"$log" 2>&1; then
+            passed=$((passed + 1))
+        else
+            failed=$((failed + 1))
+            cp "$log" "$work/$name.failed.$round.log"
+            echo "FAIL  $name, round $round (first seed $first): $work/$name.failed.$round.log"
+            tail -n 12 "$log" | sed 's/^/    /'
+        fi
+        round=$((round + 1))
+    done
+    echo "ok    $name: $round rounds"
+}
+
+seeds() { "$target/release/kvtier-sim" --first $((first + round * 500)) --seeds 500; }
+# shellcheck disable=SC2086
+kills() { KVTIER_CRASH_ROUNDS=50 cargo nextest run --locked $features --test store -E 'test(=crash::what_was_stored_outlives_the_process)'; }
+late() { "$here/late/run.sh" "$work/late" 1 "${programs[@]}"; }
+# shellcheck disable=SC2086
+cases() {
+    PROPTEST_CASES=2000 KVTIER_SIM_SEED=$((first + round)) cargo nextest run --locked --workspace $features \
+        -E 'test(random::) | test(a_storm) | test(models::) | test(seeds_keep_every_promise)'
+}
+
+# shellcheck disable=SC2086
+cargo nextest run --locked --workspace $features --no-run || exit 1
+cmake -S "$root" -B "$work/cmake" -G Ninja -DKVTIER_PREBUILT_DIR="$prebuilt" -DKVTIER_TESTS=ON \
+    -DKVTIER_INSTALL=OFF -DCMAKE_BUILD_TYPE=Debug >"$work/cmake.log" &&
+    cmake --build "$work/cmake" >>"$work/cmake.log" || { tail -n 20 "$work/cmake.log"; exit 1; }
+mapfile -t programs < <(find "$work/cmake" -maxdepth 1 -type f -name 'kvtier_test_*' -perm -u+x | sort)
+[ "${#programs[@]}" -gt 0 ] || { echo "no test programs below $work/cmake"; exit 1; }
+
+seconds=$((minutes * 60))
+part seeds $((seconds / 3)) seeds
+part kills $((seconds / 3)) kills
+part late $((seconds / 6)) late
+part cases $((seconds - 2 * (seconds / 3) - seconds / 6)) cases
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
