@@ -11,7 +11,7 @@ import tempfile
 HERE = pathlib.Path(__file__).resolve().parent
 
 TOOL = """#!/bin/sh
-[ "$1 $2 $3" = "bench device --json" ] || exit 3
+[ "$1 $2" = "device --json" ] || exit 3
 printf '%s\\n' '{"bar": "d2d_copy", "value": 1.0, "note": "20.0 GB/s"}' \\
  '{"bar": "prefill_sparse_30", "value": 2.5, "note": "65536 tokens, all keys at 400.0 TFLOP/s"}' \\
  '{"bar": "prefill_sparse_30_f16", "value": 1.5, "note": "65536 tokens, all keys at 440.0 TFLOP/s"}' \\

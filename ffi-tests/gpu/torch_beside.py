@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Attention of torch beside the kernels of this library:  torch_beside.py KVTIER
 
-Runs `KVTIER bench device --json`, then the same shapes by torch's flash attention, and prints rows
+Runs `KVTIER_BENCH device --json`, then the same shapes by torch's flash attention, and prints rows
 of a table: what this library takes, what torch takes, and how much faster it is than torch. Where
 torch is not there, or has no GPU, it says so in a row. It never fails: what does not work is told.
 """
@@ -27,7 +27,7 @@ def row(what, *columns):
 
 def ours(kvtier):
     """Bars by name: how much faster than over all keys, how many tokens, and how fast those."""
-    command = [kvtier, "bench", "device", "--json"]
+    command = [kvtier, "device", "--json"]
     said = subprocess.run(command, stdout=subprocess.PIPE, timeout=400, check=True).stdout.decode()
     found, rates = {}, {}
     for line in said.splitlines():

@@ -8,7 +8,7 @@
 
 It needs torch, one core, and about a quarter of an hour a model. A seed decides everything: the same torch on
 the same kind of processor gives the same weights. Nothing is downloaded; texts are made up here. What
-they are like, docs/reference.md says; `src/bin/kvtier/reference/text.rs` makes the same ones.
+they are like, docs/reference.md says; `crates/lab/src/reference/text.rs` makes the same ones.
 
 Weights: 16 little-endian u32 (magic, version, kind, then sizes, see `HEADER`), then all tensors in
 the order of `tensors`, rows of outputs, as f16. Logits: four u32 (tokens, rows, and what `fixture` hides),

@@ -4,9 +4,9 @@
     cache.py TOOL          TOOL is the kvtier program, a release build
     cache.py TOOL --quick --policies lru,s3fifo
 
-The loads of `kvtier bench cache`: 1,000,000 entries, Zipf 1.0. `get` asks for
+The loads of `kvtier-bench cache`: 1,000,000 entries, Zipf 1.0. `get` asks for
 900,000 keys that are all there; `mix` for 4,000,000, of which what is not there
-is inserted and mostly evicts. Prints one JSON object a line, as `kvtier bench`
+is inserted and mostly evicts. Prints one JSON object a line, as `kvtier-bench`
 does: our time in parts of libCacheSim's, at most 1 is wanted. Both read the same
 records, one thread each, timed by the processor time of that thread and in turn.
 libCacheSim's table is tried with 2^24 buckets (as it comes) and with 2^21; the

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Keys as docs/keys.md defines them: the oracle of tests/keys.rs.
+"""Keys as docs/keys.md defines them: the oracle of tests/store/keys.rs.
 
     keys.py --write FILE    writes the vectors
     keys.py --check FILE    computes every result in FILE again from its inputs

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What libCacheSim misses: the oracle of tests/oracle_libcachesim.rs.
+"""What libCacheSim misses: the oracle of tests/policy/oracle.rs.
 
     libcachesim_misses.py             writes libcachesim_misses.txt beside this file
     libcachesim_misses.py --check     compares with that file instead

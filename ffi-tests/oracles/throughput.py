@@ -4,7 +4,7 @@
     throughput.py TOOL          TOOL is the kvtier program, a release build
     throughput.py TOOL --quick
 
-Prints one JSON object a line, as `kvtier bench` does. Both read the same file of
+Prints one JSON object a line, as `kvtier-bench` does. Both read the same file of
 oracleGeneral records, one thread each, and are timed by the processor time of
 that thread; ids are as they stand in the trace, hashing them is timed. The misses
 must be equal. Needs the package libcachesim, and zstandard for the mooncake traces

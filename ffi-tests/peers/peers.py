@@ -4,7 +4,7 @@
     peers.py DIR [--quick]     DIR is on the disk to be measured
 
 Same sizes, same directory, the same bytes, turns that alternate. Prints one JSON
-object a line, as `kvtier bench` does: our rate in parts of the peer's, the median of
+object a line, as `kvtier-bench` does: our rate in parts of the peer's, the median of
 the rounds. A peer that is not installed, or does not start, has no value and says why.
 KVTIER_LIBRARY names the library; `run.sh` installs the peers and does all of it.
 """

@@ -6,7 +6,7 @@
 Starts a redis-server. Both sides begin with rows of an engine and end with them: ours are put
 at the level of the remote and got by another store, which copies and checks them twice; theirs
 lie in the connector's own memory objects, so that nothing is copied that is not its own, and
-nothing is checked. Turns alternate. Prints a JSON object a line, as `kvtier bench` does: our rate
+nothing is checked. Turns alternate. Prints a JSON object a line, as `kvtier-bench` does: our rate
 in parts of the peer's, the median of the rounds. Needs kvtier (KVTIER_LIBRARY, PYTHONPATH), numpy,
 and an interpreter with lmcache, torch and redis, as `ffi-tests/run --engines vllm` makes one.
 """

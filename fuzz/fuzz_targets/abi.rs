@@ -1,7 +1,4 @@
 //! The whole C ABI under libFuzzer; see docs/testing.md for how to run it.
 #![no_main]
 
-#[path = "../../tests/support/abi_machine.rs"]
-mod machine;
-
-libfuzzer_sys::fuzz_target!(|program: &[u8]| machine::run(program));
+libfuzzer_sys::fuzz_target!(|program: &[u8]| kvtier_testkit::fixtures::abi::run(program));

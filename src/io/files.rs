@@ -1,5 +1,5 @@
 //! The files of one directory, as the disk tier sees them. Two kinds: real ones
-//! (`io/real`) and simulated ones (`io/simulated`)
+//! (`io/real`) and simulated ones (`crates/testkit`)
 //! with torn writes, lost syncs and crashes.
 //!
 //! Calls block, and may come from any thread. A batch of pieces is carried out as

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """What published implementations of sparse policies choose: tests/data/sparse/*.json, which
-tests/oracle_sparse.rs compares the library with.
+tests/sparse/oracle.rs compares the library with.
 
     golden.py --write DIR [FAMILY...]   runs the packages, writes DIR/FAMILY.json
     golden.py --check DIR [FAMILY...]   runs them again and compares with what is there

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Files of models by the packages gguf and safetensors, and what these packages say is in them:
-tests/data/stream/*, which tests/oracle_models.rs compares the library with.
+tests/data/stream/*, which tests/stream/oracle.rs compares the library with.
 
     models.py --write DIR    makes the files and models.json
     models.py --check DIR    reads the files that are there and compares with models.json

@@ -97,7 +97,7 @@ pub fn run(args: &Args) -> Outcome<()> {
     let prompts = args.questions.unwrap_or(if args.quick { 24 } else { 288 });
     let prompts = u64::from(prompts).div_ceil(ASKED as u64);
     let texts = u64::from(args.texts.unwrap_or(if args.quick { 1 } else { 6 }));
-    // With seed 0 the texts of `tests/reference`.
+    // With seed 0 the texts of `tests/sparse/reference`.
     let first = u64::from(args.seed) * 1_000_000;
     let asks = |at| (0..prompts).map(move |n| Job::Ask(at, first + 1000 + n));
     let foresees = |at| (0..texts).map(move |n| Job::Foresee(at, first + 70 + n));
