@@ -3,7 +3,7 @@
 
     bench.py [--quick] [--rounds N]
 
-Prints an object a line, with the keys of `kvtier bench --json`. A call of Python's is timed
+Prints an object a line, with the keys of `kvtier-bench --json`. A call of Python's is timed
 beside the same call in a loop of C's, on the same handles in the same process, turn about: the
 value is the median of the differences. Without a C compiler, or the header, the call alone is
 timed, and there is no verdict. A batch is timed beside the same native call with structs that

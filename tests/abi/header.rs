@@ -1,5 +1,5 @@
 //! The committed header is what the sources say. To bring it up to date:
-//! `KVTIER_BLESS=1 cargo test --test header`.
+//! `KVTIER_BLESS=1 cargo test --test abi header`.
 
 use std::path::Path;
 
@@ -153,7 +153,7 @@ fn the_committed_header_is_current() {
     let differs = fresh.lines().zip(committed.lines()).position(|(a, b)| a != b);
     assert!(
         fresh == committed,
-        "include/kvtier/kvtier.h is stale from line {}; run KVTIER_BLESS=1 cargo test --test header",
+        "include/kvtier/kvtier.h is stale from line {}; run KVTIER_BLESS=1 cargo test --test abi header",
         differs.map_or(committed.lines().count(), |i| i) + 1
     );
 }

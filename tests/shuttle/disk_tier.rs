@@ -1,6 +1,6 @@
 //! The disk tier under a model checker that picks the interleavings of append,
 //! commit, read, forget, clean and checkpoint:
-//! `cargo test --features shuttle --test shuttle_disk`.
+//! `cargo test --features shuttle --test shuttle disk_tier`.
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! What decides in a store, under a model checker that picks the interleavings of its
 //! hands and a caller: residency and references of chunks, jobs, what leaves and what
-//! comes back: `cargo test --features shuttle --test shuttle_core`.
+//! comes back: `cargo test --features shuttle --test shuttle store_core`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

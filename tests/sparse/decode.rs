@@ -1309,7 +1309,7 @@ fn best(mut work: impl FnMut()) -> f64 {
     least
 }
 
-/// Prints what decisions cost; `cargo test --release --test sparse_decode -- --ignored
+/// Prints what decisions cost; `cargo test --release --test sparse decode:: -- --ignored
 /// --nocapture`. Goals: 100 us for choosing pages, 200 us for a step of H2O, 1 us for nothing.
 #[test]
 #[ignore = "a measurement"]

@@ -537,7 +537,7 @@ impl Keeper for Shared {
     }
 }
 
-/// Run by hand: `cargo test --release --test codecs -- --ignored --nocapture`.
+/// Run by hand: `cargo test --release --test store codecs:: -- --ignored --nocapture`.
 #[test]
 #[ignore = "a measurement"]
 fn measure_what_codecs_save_and_cost() {

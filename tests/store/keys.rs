@@ -310,7 +310,7 @@ fn the_oracle_agrees_with_the_vectors() {
     assert_eq!(agrees, Some(false));
 }
 
-/// `cargo test --release --test keys -- --ignored --nocapture`
+/// `cargo test --release --test store keys:: -- --ignored --nocapture`
 #[test]
 #[ignore = "measures"]
 fn time_of_a_long_prompt() {

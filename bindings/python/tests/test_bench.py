@@ -1,4 +1,4 @@
-"""The bench script prints what `kvtier bench --json` does. Time itself is no test."""
+"""The bench script prints what `kvtier-bench --json` does. Time itself is no test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-//! Measurements, run by hand: `cargo test --release --test chunks -- --ignored
+//! Measurements, run by hand: `cargo test --release --test store chunks:: -- --ignored
 //! --nocapture`.
 
 use crate::chunks::{root, table};

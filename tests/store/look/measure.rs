@@ -1,4 +1,4 @@
-//! Measurements, run by hand: `cargo test --release --test look -- --ignored
+//! Measurements, run by hand: `cargo test --release --test store look:: -- --ignored
 //! --nocapture`.
 
 use std::hint::black_box;
