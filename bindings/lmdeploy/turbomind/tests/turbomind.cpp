@@ -27,6 +27,8 @@ using kvtier_turbomind::adapter;
 using kvtier_turbomind::options;
 
 constexpr int OBJECTS = 48;
+/// What takes longer is a hang. Nothing is asserted to be faster than that.
+constexpr int HANG_SECONDS = 900;
 
 options small(const std::string &order = "lru", const std::string &store = "store(host=8MiB)") {
     options o;
@@ -37,6 +39,7 @@ options small(const std::string &order = "lru", const std::string &store = "stor
     o.device_objects = OBJECTS;
     o.slots = 16;
     o.model = "mini";
+    o.wait_ns = HANG_SECONDS * UINT64_C(1000000000);  // blocks that are found come
     return o;
 }
 
@@ -164,8 +167,9 @@ template <class F> bool throws(F call) {
 
 /// Nothing is on its way: no slot may be missing.
 void all_slots_back(adapter &tier) {
-    CHECK(tier.drain(in_seconds(60)));
-    for (int i = 0; i < 20000 && tier.count().slots_in_use != 0; i++) {
+    CHECK(tier.drain(in_seconds(HANG_SECONDS)));
+    const std::uint64_t end = in_seconds(HANG_SECONDS);
+    while (tier.count().slots_in_use != 0 && in_seconds(0) < end) {
         tier.begin_pass();
         usleep(200);
     }
@@ -417,7 +421,7 @@ void images_and_parts() {
     tier.evicted(&blocks[0], true, parts(device), saves);
     CHECK(run(saves) == 2);
     tier.completed(tier.submitted());
-    CHECK(tier.drain(in_seconds(60)) && tier.count().stored == 1);
+    CHECK(tier.drain(in_seconds(HANG_SECONDS)) && tier.count().stored == 1);
     tier.recycled(&blocks[0]);
     tier.indexed(&blocks[1], nullptr, tokens, mini::BLOCK, &image[1], 1);
     tier.indexed(&blocks[2], nullptr, tokens, mini::BLOCK, &image[0], 1);
@@ -441,7 +445,7 @@ void images_and_parts() {
 int main(int argc, char **argv) {
     const int requests = argc > 1 ? std::atoi(argv[1]) : 120;
     if (argc > 2) first_seed = static_cast<unsigned>(std::atoi(argv[2]));
-    alarm(300);
+    alarm(HANG_SECONDS);
     char folder[] = "/tmp/kvt-turbomind-XXXXXX";
     CHECK(mkdtemp(folder) != nullptr);
     under_each_policy(requests);
