@@ -69,6 +69,12 @@ std::vector<std::vector<int>> prompts_of(unsigned seed, int count) {
     return prompts;
 }
 
+std::uint64_t in_seconds(int s) {
+    timespec t{};
+    CHECK(clock_gettime(CLOCK_MONOTONIC, &t) == 0);
+    return static_cast<std::uint64_t>(t.tv_sec + s) * UINT64_C(1000000000);
+}
+
 struct engine {
     adapter *tier;
     mini::Scheduler scheduler;
@@ -78,6 +84,9 @@ struct engine {
     std::vector<mini::Sequence *> live;
     std::size_t next = 0;
     int in_flight = 0, passes = 0;
+    /// After so many passes all saves are waited for, so that later requests find them however
+    /// slow the workers are; 0: never.
+    int drain_every = 0;
     std::string journal;
     std::function<void(engine &)> each_pass;
 
@@ -123,6 +132,10 @@ struct engine {
         if (live.empty()) return false;
         if (each_pass) each_pass(*this);
         passes++;
+        if (drain_every > 0 && passes % drain_every == 0) {
+            while (in_flight > 0) finish_batch();
+            CHECK(tier->drain(in_seconds(HANG_SECONDS)));
+        }
         auto batch = std::make_unique<mini::BatchData>();
         const bool runs = scheduler.Schedule(live, 24, *batch);
         if (runs) {
@@ -149,12 +162,6 @@ struct engine {
         CHECK(executor.wrong() == 0);
     }
 };
-
-std::uint64_t in_seconds(int s) {
-    timespec t{};
-    CHECK(clock_gettime(CLOCK_MONOTONIC, &t) == 0);
-    return static_cast<std::uint64_t>(t.tv_sec + s) * UINT64_C(1000000000);
-}
 
 template <class F> bool throws(F call) {
     try {
@@ -189,6 +196,7 @@ void under_each_policy(int requests) {
         for (const int phases : {1, 2}) {
             adapter tier(small(order));
             engine e(&tier, prompts, phases);
+            e.drain_every = 16;
             e.run();
             all_slots_back(tier);
             const auto c = tier.count();
@@ -209,6 +217,7 @@ void under_each_policy(int requests) {
 void policies_change_while_it_runs(int requests) {
     adapter tier(small("lru", "store(host=1MiB, policy=lru)"));
     engine e(&tier, prompts_of(2, requests), 2);
+    e.drain_every = 16;
     const std::vector<std::string> specs = {"arc", "horizon", "sieve", "lru-k", "qos_aware", "lru"};
     std::size_t switches = 0;
     e.each_pass = [&](engine &now) {
@@ -235,6 +244,7 @@ void without_the_other(int requests) {
     CHECK(!victims.set_store_policy(KVT_TIER_HOST, "lru"));
     adapter store(small(""));
     engine b(&store, prompts_of(3, requests), 2);
+    b.drain_every = 16;
     b.run();
     CHECK(store.count().restored > 0 && store.evictions().empty());
     CHECK(!store.set_order("lru"));
@@ -387,6 +397,7 @@ void ranks(int requests) {
             o.agree = [&](std::uint64_t mine) { return both.agree(mine); };
             adapter tier(o);
             engine e(&tier, prompts, 1);
+            e.drain_every = 16;
             e.each_pass = [](engine &now) { now.scheduler.now_ns += 1000000; };
             e.run();
             journals[rank] = e.journal;
