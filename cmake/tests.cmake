@@ -24,7 +24,7 @@ function(_kvtier_test language source)
       CXX_STANDARD ${standard} CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF)
   endif()
   add_test(NAME ${name} COMMAND ${target} WORKING_DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}")
-  set_tests_properties(${name} PROPERTIES TIMEOUT 120 SKIP_RETURN_CODE 77)
+  set_tests_properties(${name} PROPERTIES TIMEOUT 600 SKIP_RETURN_CODE 77)
 endfunction()
 
 file(GLOB _kvtier_c CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/ffi-tests/c/*.c")

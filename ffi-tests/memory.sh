@@ -15,7 +15,7 @@ command -v valgrind >/dev/null || { echo "SKIP: valgrind is not here"; exit 77; 
 cc=${CC:-cc}
 passed=0
 failed=0
-KVT_TEST_SECONDS=200
+KVT_TEST_SECONDS=900
 export KVT_TEST_SECONDS
 
 # one NAME [ARGUMENT]: counts are lowered, memcheck is some thirty times slower. Its

@@ -42,7 +42,7 @@ way() {
 
 # runs PROGRAM LINKAGE: it works, and is linked as it should be.
 runs() {
-    timeout 60 "$1"
+    timeout 600 "$1"
     local needed
     needed=$(readelf -d "$1" | grep -c 'NEEDED.*libkvtier' || true)
     case $2 in

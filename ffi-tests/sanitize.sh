@@ -47,7 +47,7 @@ failed=0
 # Without this a run that reports might still exit with 0.
 ASAN_OPTIONS=exitcode=9:detect_leaks=1:detect_stack_use_after_return=1
 TSAN_OPTIONS=exitcode=9:halt_on_error=0:second_deadlock_stack=1:suppressions=$here/sanitize/tsan.supp
-KVT_TEST_SECONDS=100
+KVT_TEST_SECONDS=900
 export ASAN_OPTIONS TSAN_OPTIONS KVT_TEST_SECONDS
 
 # build NAME SOURCE: the C side, the library, one runtime for both (Rust's own, which

@@ -49,8 +49,8 @@ func openAll(t *testing.T, spec string) (*Runtime, *Store, *Namespace) {
 func closeAll(t *testing.T, r *Runtime, s *Store, n *Namespace) {
 	t.Helper()
 	must(t, n.Close())
-	must(t, s.Close(time.Minute))
-	left, err := r.CloseWithin(time.Minute)
+	must(t, s.Close(10*time.Minute))
+	left, err := r.CloseWithin(10 * time.Minute)
 	must(t, err)
 	if left != 0 {
 		t.Fatalf("%d things were left open", left)

@@ -122,13 +122,13 @@ static kvt_session_t *open_session(const kvt_namespace_t *space) {
 static void close_all(kvt_session_t **session, kvt_namespace_t **space, kvt_store_t **store) {
     CHECK_OK(kvt_session_close(session));
     CHECK_OK(kvt_namespace_close(space));
-    CHECK_OK(kvt_store_close(store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(store, hang_guard(), NULL));
 }
 
 /* Waits for an op of blocks; how each of them went. */
 static kvt_status_t end_of(kvt_op_t **op, uint32_t count, kvt_status_t *each) {
     static kvt_op_item_t items[POOL];
-    CHECK_OK(kvt_op_wait(*op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(*op, KVT_OP_RELEASED, hang_guard()));
     const kvt_op_info_t info = info_of(*op);
     CHECK_EQ(info.items, count);
     CHECK_EQ(info.items_done, count);
@@ -235,7 +235,7 @@ static void with_a_queue(void) {
     CHECK_OK(kvt_session_put_blocks(session, &blocks, &opts, NULL, NULL));
     kvt_completion_t done;
     uint64_t got = 0;
-    CHECK_OK(kvt_queue_wait(queue, in_ms(60000), &done, 1, sizeof done, &got));
+    CHECK_OK(kvt_queue_wait(queue, hang_guard(), &done, 1, sizeof done, &got));
     CHECK_EQ(done.tag, 7);
     CHECK_OK(done.status);
     CHECK_EQ(done.value, 3);
@@ -255,7 +255,7 @@ static void with_a_queue(void) {
     blocks.names = &names;
     opts.tag = 8;
     CHECK_OK(kvt_session_get_blocks(session, &blocks, &opts, NULL, NULL));
-    CHECK_OK(kvt_queue_wait(queue, in_ms(60000), &done, 1, sizeof done, &got));
+    CHECK_OK(kvt_queue_wait(queue, hang_guard(), &done, 1, sizeof done, &got));
     CHECK_EQ(done.tag, 8);
     CHECK_IS(done.status, KVT_E_NOT_FOUND);
     CHECK_EQ(done.items_failed, 1);
@@ -308,7 +308,7 @@ static void going(void) {
     CHECK_EQ(report.held_chunks + report.moving_chunks, 0);
     get(session, 0, 60, 30);
     /* What is cleared is cleared of blocks, too. */
-    CHECK_OK(kvt_namespace_clear(space, in_ms(60000), &report, NULL));
+    CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
     CHECK_EQ(report.gone_chunks, 30);
     get(session, 0, 60, 0);
     close_all(&session, &space, &store);
@@ -332,7 +332,7 @@ static void holding(void) {
     CHECK_OK(kvt_session_drop_blocks(session, &names, &report, NULL));
     CHECK_EQ(report.gone_chunks, 0);
     CHECK_EQ(report.held_chunks, 20);
-    CHECK_OK(kvt_namespace_clear(space, in_ms(60000), &report, NULL));
+    CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
     CHECK_EQ(report.gone_chunks, 30);
     CHECK_EQ(report.held_chunks, 20);
     /* Some of these were never held: nothing is let go. */
@@ -439,7 +439,7 @@ static void refusing(void) {
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     CHECK_OK(kvt_store_stats(store, &stats));
     CHECK_EQ(stats.chunks + stats.stored_cells, 0);
-    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
     CHECK_IS(kvt_session_put_blocks(session, &good, NULL, &op, NULL), KVT_E_CLOSED);
     CHECK_IS(kvt_session_hold_blocks(session, &names, held, NULL), KVT_E_CLOSED);
     CHECK_IS(kvt_session_release_blocks(session, &names, NULL), KVT_E_CLOSED);
@@ -490,7 +490,7 @@ static void known_answer(void) {
         CHECK(memcmp(digits, want + 2 * i, 2) == 0);
     }
     CHECK_OK(kvt_namespace_close(&space));
-    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
 }
 
 static void forking(void) {

@@ -190,19 +190,26 @@ static void first_come(kvt_runtime_t *runtime) {
     held(account, KVT_TIER_DISK, 95, 0);
     held(other, KVT_TIER_DISK, 5, 0);
 
-    /* A cancel, and a deadline, of the one in front. */
-    for (int how = 0; how < 2; how++) {
+    /* A cancel, and a deadline, of the one in front. The second waits as long as the first:
+     * a turn in which the deadline passed before that was seen is repeated with a later one. */
+    uint64_t ms = 30;
+    for (int how = 0; how < 2;) {
         kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
         unreserve(account, 10);
-        if (how == 1) opts.deadline_ns = in_ms(30);
+        if (how == 1) opts.deadline_ns = in_ms(ms);
         first = reserve_later(account, 50, &opts);
         second = reserve_later(other, 10, NULL);
-        CHECK(!is_done(second));
+        const int waited = !is_done(second);
+        const int is_first_in_line = !is_done(first);
+        if (is_first_in_line) CHECK(waited);
         if (how == 0) CHECK_OK(kvt_op_cancel(first));
         CHECK_EQ(finish_op(&first), how == 0 ? KVT_E_CANCELLED : KVT_E_TIMEOUT);
         CHECK_OK(finish_op(&second));
         unreserve(other, 10);
         CHECK_OK(kvt_account_reserve(account, KVT_TIER_DISK, 10, NULL));
+        if (how == 0) CHECK(is_first_in_line);
+        if (is_first_in_line) how++;
+        else ms *= 2;
     }
     /* Tiers do not stand in each other's way. */
     first = reserve_later(account, 1, NULL);
@@ -335,7 +342,7 @@ static void reclaimers(kvt_runtime_t *runtime) {
 
     /* A limit below what is in use asks, too. */
     CHECK_OK(kvt_budget_resize(budget, KVT_TIER_DISK, 200, NULL));
-    const uint64_t until = in_ms(60000);
+    const uint64_t until = hang_guard();
     while (tier_of(budget, KVT_TIER_DISK).committed_bytes + 150 > 200) {
         CHECK(now_ns() < until);
         breathe();
@@ -470,7 +477,7 @@ static void wrapping(kvt_runtime_t *runtime) {
     CHECK_OK(finish_op(&op));
     CHECK(own[500] == 9 && own[501] == 7);
     free_buffer(&buffer);
-    const uint64_t until = in_ms(60000);
+    const uint64_t until = hang_guard();
     while (atomic_load(&gone) == 0) {
         CHECK(now_ns() < until);
         breathe();

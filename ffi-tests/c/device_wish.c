@@ -87,10 +87,10 @@ static void check_tables(void) {
     CHECK_IS(kvt_device_promise(device, &event, NULL), KVT_E_UNSUPPORTED);
     CHECK_OK(kvt_device_copy(device, 0, 0, NULL, 0, sizeof(kvt_copy_t), &event, NULL));
     CHECK_IS(kvt_device_hold(device, 1, event, NULL), KVT_E_UNSUPPORTED);
-    CHECK_OK(kvt_device_wait(device, event, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_wait(device, event, hang_guard(), NULL));
     CHECK_OK(kvt_device_release(device, &event, 1, NULL));
     conforms(device, 3);
-    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
     stop(&home);
 }
 
@@ -131,7 +131,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     copy.plane = back;
     copy.way = KVT_COPY_GATHER;
     CHECK_OK(kvt_device_copy(device, 2, up, &copy, 1, sizeof copy, &down, NULL));
-    CHECK_OK(kvt_device_wait(device, down, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_wait(device, down, hang_guard(), NULL));
     CHECK_OK(kvt_device_query(device, down));
     CHECK(memcmp(there, back, BYTES) == 0);
     const uint8_t *raw = near(memory.address, KVT_MEMORY_DEVICE);
@@ -155,7 +155,7 @@ static void check_copies(kvt_device_t *device, accelerator_t *home) {
     uint64_t behind = 0;
     CHECK_OK(kvt_device_copy(device, 1, adopted, &copy, 1, sizeof copy, &behind, NULL));
     CHECK_OK(kvt_device_hold(device, 0, behind, NULL));
-    CHECK_OK(kvt_device_wait(device, behind, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_wait(device, behind, hang_guard(), NULL));
     CHECK(memcmp(back, raw, BYTES) == 0);
 
     uint64_t ended[8], count = 0;
@@ -355,7 +355,7 @@ static void check_order(kvt_device_t *device, accelerator_t *home, kvt_namespace
     CHECK(raw[0] == 0x3C && raw[BYTES - 1] == 0x3C);
     CHECK_IS(query(home, last), KVT_E_AGAIN);
     CHECK_OK(kvt_device_keep(device, second_gate, NULL));
-    CHECK_OK(wait_for(home, last, in_ms(60000)));
+    CHECK_OK(wait_for(home, last, hang_guard()));
     CHECK_OK(query(home, last));
     for (int i = 0; i < BYTES; i++) CHECK(before[i] == 0x3C);
     CHECK(memcmp(back, fresh, BYTES) == 0);
@@ -439,7 +439,7 @@ static void check_store(kvt_device_t *device, accelerator_t *home) {
 
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
-    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
     CHECK_OK(kvt_device_free(device, &from.memory, NULL));
     CHECK_OK(kvt_device_free(device, &to.memory, NULL));
 
@@ -460,7 +460,7 @@ static void check_store(kvt_device_t *device, accelerator_t *home) {
     CHECK_OK(kvt_error_free(&error));
     CHECK_OK(kvt_session_close(&session));
     CHECK_OK(kvt_namespace_close(&space));
-    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
 }
 
 /* Weights that pass through memory of the accelerator. */
@@ -520,7 +520,7 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
             CHECK_OK(kvt_model_unit_parts(model, unit, &part, 1, sizeof part, &parts));
             CHECK_EQ(part.bytes, WEIGHTS);
             kvt_held_t held = KVT_HELD_INIT;
-            CHECK_OK(kvt_stream_acquire(stream, unit, KVT_ACQUIRE_EARLY, in_ms(60000), &held,
+            CHECK_OK(kvt_stream_acquire(stream, unit, KVT_ACQUIRE_EARLY, hang_guard(), &held,
                                         NULL));
             CHECK_EQ(held.memory, KVT_MEMORY_DEVICE);
             /* The engine's own stream computes: here it copies what it sees. */
@@ -537,13 +537,13 @@ static void check_stream(kvt_device_t *device, accelerator_t *home) {
             CHECK_OK(put_work(home, 2, 0, &rows, 1, sizeof rows, &computed));
             CHECK_OK(kvt_device_adopt(device, computed, &after, NULL));
             CHECK_OK(kvt_stream_release(stream, &held, after, NULL));
-            CHECK_OK(wait_for(home, computed, in_ms(60000)));
+            CHECK_OK(wait_for(home, computed, hang_guard()));
             CHECK(memcmp(seen, weights + (size_t)layer * WEIGHTS, WEIGHTS) == 0);
             release(home, computed);
         }
         CHECK_OK(kvt_stream_pass_end(stream, NULL));
     }
-    CHECK_OK(kvt_stream_close(&stream, in_ms(60000), NULL));
+    CHECK_OK(kvt_stream_close(&stream, hang_guard(), NULL));
     CHECK_OK(kvt_model_close(&model));
     CHECK_OK(kvt_error_free(&error));
     CHECK(unlink(final_path) == 0);
@@ -555,7 +555,7 @@ static void check_loss(kvt_device_t *device, accelerator_t *home) {
     CHECK_OK(kvt_device_copy(device, 0, 0, NULL, 0, sizeof(kvt_copy_t), &event, NULL));
     home->lost = 1;
     kvt_error_t *error = NULL;
-    CHECK_IS(kvt_device_wait(device, event, in_ms(60000), &error), KVT_E_UNAVAILABLE);
+    CHECK_IS(kvt_device_wait(device, event, hang_guard(), &error), KVT_E_UNAVAILABLE);
     CHECK_IS(kvt_device_copy(device, 0, 0, NULL, 0, sizeof(kvt_copy_t), &late, &error),
              KVT_E_UNAVAILABLE);
     CHECK(strstr(kvt_error_message(error), "lost") != NULL);
@@ -576,7 +576,6 @@ static void check_sums(void) {
     opts.peer_count = 1;
     CHECK_IS(kvt_device_open(runtime, &opts, &device, NULL), KVT_E_INVALID);
     opts.peer_count = 0;
-    opts.latency_ns = 20000000;
     CHECK_OK(kvt_device_open(runtime, &opts, &device, NULL));
     kvt_device_info_t info = KVT_DEVICE_INFO_INIT;
     CHECK_OK(kvt_device_info(device, &info));
@@ -596,19 +595,22 @@ static void check_sums(void) {
         copies[i].way = KVT_COPY_SCATTER;
     }
     copies[1].flags = KVT_COPY_SUM;
-    uint64_t event = 0, sums[2] = {1, 1}, count = 7, right = 0;
-    CHECK_OK(kvt_device_copy(device, 0, 0, copies, 2, sizeof copies[0], &event, NULL));
+    uint64_t event = 0, before = 0, sums[2] = {1, 1}, count = 7, right = 0;
+    CHECK_OK(kvt_device_promise(device, &before, NULL)); /* the copy waits for it */
+    CHECK_OK(kvt_device_copy(device, 0, before, copies, 2, sizeof copies[0], &event, NULL));
     CHECK_IS(kvt_device_sums(device, event, sums, 2, &count, NULL), KVT_E_BUSY);
-    CHECK_OK(kvt_device_wait(device, event, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_keep(device, before, NULL));
+    CHECK_OK(kvt_device_wait(device, event, hang_guard(), NULL));
     CHECK_IS(kvt_device_sums(device, event, NULL, 2, &count, NULL), KVT_E_LIMIT);
     CHECK_IS(kvt_device_sums(device, event, sums, 2, NULL, NULL), KVT_E_INVALID);
     CHECK_EQ(count, 7);
     CHECK_OK(kvt_device_sums(device, event, sums, 2, &count, NULL));
     CHECK_OK(kvt_checksum(from + 2500, 2500, &right));
     CHECK(count == 1 && sums[0] == right && sums[1] == 1);
+    CHECK_OK(kvt_device_release(device, &before, 1, NULL));
     CHECK_OK(kvt_device_release(device, &event, 1, NULL));
     CHECK_IS(kvt_device_sums(device, event, sums, 2, &count, NULL), KVT_E_HANDLE);
-    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
 }
 
 /* A runtime that ends keeps the promises of its devices: nothing stands still for ever. */
@@ -624,13 +626,13 @@ static void check_runtime_end(void) {
     CHECK_OK(kvt_device_copy(device, 1, events[0], NULL, 0, sizeof(kvt_copy_t), &events[1], NULL));
     CHECK_IS(kvt_device_wait(device, events[1], in_ms(5), NULL), KVT_E_TIMEOUT);
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
-    CHECK_OK(kvt_runtime_close(&runtime, in_ms(60000), &report, NULL));
+    CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), &report, NULL));
     CHECK_EQ(report.devices, 1);
     runtime = first;
-    CHECK_OK(kvt_device_wait(device, events[1], in_ms(60000), NULL));
+    CHECK_OK(kvt_device_wait(device, events[1], hang_guard(), NULL));
     CHECK_IS(kvt_device_promise(device, &events[0], NULL), KVT_E_CLOSED);
     CHECK_OK(kvt_device_release(device, events, 2, NULL));
-    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
     stop(&home);
 }
 
@@ -649,7 +651,7 @@ int main(void) {
     check_stream(device, &home);
     conforms(device, 1);
     kvt_device_t *const stale = device;
-    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
     kvt_device_info_t info = KVT_DEVICE_INFO_INIT;
     CHECK_IS(kvt_device_info(stale, &info), KVT_E_HANDLE);
     stop(&home);
@@ -658,7 +660,7 @@ int main(void) {
     table = table_of(&home);
     device = open_custom(&table);
     check_loss(device, &home);
-    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
     stop(&home);
 
     check_runtime_end();
@@ -668,7 +670,7 @@ int main(void) {
         opts.kind = others[i];
         CHECK_OK(kvt_device_open(runtime, &opts, &device, NULL));
         conforms(device, 2);
-        CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+        CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
     }
     check_sums();
     close_runtime(&runtime);

@@ -97,7 +97,7 @@ static void in_child(void (*body)(void)) {
     const pid_t pid = fork();
     CHECK(pid >= 0);
     if (pid == 0) {
-        alarm(10);
+        alarm(HANG_SECONDS);
         body();
         _exit(0);
     }
@@ -113,7 +113,7 @@ static void work(void) {
     CHECK_OK(kvt_buffer_submit(runtime, &opts, &item, 1, sizeof item, NULL, NULL));
     kvt_completion_t entry;
     uint64_t count = 0;
-    CHECK_OK(kvt_queue_wait(queue, in_ms(60000), &entry, 1, sizeof entry, &count));
+    CHECK_OK(kvt_queue_wait(queue, hang_guard(), &entry, 1, sizeof entry, &count));
     CHECK_OK(entry.status);
 }
 

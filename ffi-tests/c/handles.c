@@ -297,7 +297,7 @@ int main(void) {
     kvt_queue_t *queue = open_queue(runtime, 0);
     const kvt_buffer_item_t item = sum_item(buffer, 1);
     kvt_op_t *op = submit(runtime, NULL, &item, 1);
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_abi_check(0, &err), KVT_E_ABI);
     void *const live[NOUNS] = {err, runtime, op, queue, budget, account, buffer};

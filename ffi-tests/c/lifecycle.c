@@ -1,7 +1,7 @@
 /* Opening and closing runtimes: options, threads' hook, reports, deadlines,
  * stale copies, and closing against everything that may be going on. */
 
-#include "check.h"
+#include "gate.h"
 
 #include <stdatomic.h>
 
@@ -159,9 +159,9 @@ static void report(void) {
     kvt_op_t *waiting = reserve_later(account, 1, NULL);
     const kvt_buffer_item_t item = sum_item(buffers[0], 4096);
     kvt_op_t *done = submit(runtime, NULL, &item, 1);
-    CHECK_OK(kvt_op_wait(done, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(done, KVT_OP_RELEASED, hang_guard()));
     kvt_close_report_t left = KVT_CLOSE_REPORT_INIT;
-    CHECK_OK(kvt_runtime_close(&runtime, in_ms(60000), &left, NULL));
+    CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), &left, NULL));
     CHECK_EQ(left.queues, 1);
     CHECK_EQ(left.buffers, 2);
     CHECK_EQ(left.budgets, 1);
@@ -189,12 +189,12 @@ static void report(void) {
 }
 
 static void busy_until_the_work_is_done(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(stall=1500ms))");
-    kvt_buffer_t *buffer = open_buffer(runtime, 4096, NULL);
-    const kvt_buffer_item_t item = sum_item(buffer, 4096);
+    kvt_runtime_t *runtime = open_runtime(1, NULL);
+    gate_t *gate = make_gate(runtime);
+    const kvt_buffer_item_t item = gate_item(gate);
     kvt_op_t *running = submit(runtime, NULL, &item, 1);
     kvt_op_t *queued = submit(runtime, NULL, &item, 1);
-    wait_state(running, KVT_OP_ISSUED);
+    until_entered(gate);
     kvt_error_t *err = NULL;
     kvt_close_report_t left = KVT_CLOSE_REPORT_INIT;
     CHECK_IS(kvt_runtime_close(&runtime, in_ms(5), &left, &err), KVT_E_BUSY);
@@ -222,16 +222,17 @@ static void busy_until_the_work_is_done(void) {
     CHECK_EQ(stats.ops_live, 2);
     CHECK_EQ(info_of(queued).status, KVT_E_CANCELLED);
 
+    open_gate(gate);
     CHECK_OK(kvt_runtime_close(&runtime, 0, &left, NULL));
     CHECK_EQ(left.ops, 2);
     CHECK_OK(finish_op(&running)); /* its only item had begun: it was carried out */
     CHECK_EQ(finish_op(&queued), KVT_E_CANCELLED);
-    free_buffer(&buffer);
+    free_gate(gate);
 }
 
 static void *close_it(void *data) {
     kvt_runtime_t *copy = data;
-    const kvt_status_t status = kvt_runtime_close(&copy, in_ms(60000), NULL, NULL);
+    const kvt_status_t status = kvt_runtime_close(&copy, hang_guard(), NULL, NULL);
     return (void *)(uintptr_t)(uint32_t)status;
 }
 
@@ -300,10 +301,10 @@ static void submit_against_close(uint64_t rounds, int reserve) {
         pthread_t thread = start_thread(submitter, &race);
         while (!atomic_load(&race.started)) breathe();
         kvt_runtime_t *runtime = race.runtime;
-        CHECK_OK(kvt_runtime_close(&runtime, in_ms(20000), NULL, NULL));
+        CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), NULL, NULL));
         join_thread(thread);
         for (uint64_t k = 0; k < race.made; k++) {
-            CHECK_OK(kvt_op_wait(race.ops[k], KVT_OP_RELEASED, in_ms(20000)));
+            CHECK_OK(kvt_op_wait(race.ops[k], KVT_OP_RELEASED, hang_guard()));
             CHECK_OK(kvt_op_free(&race.ops[k]));
         }
         unreserve(race.account, 10);
@@ -336,8 +337,8 @@ static void callbacks_against_close(uint64_t rounds) {
         const unsigned n = 1 + (unsigned)(i % 7);
         for (unsigned k = 0; k < n; k++)
             CHECK_OK(kvt_buffer_submit(runtime, &opts, &item, 1, sizeof item, NULL, NULL));
-        CHECK_OK(kvt_runtime_close(&runtime, in_ms(20000), NULL, NULL));
-        CHECK_OK(kvt_queue_close(&queue, in_ms(20000), NULL));
+        CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), NULL, NULL));
+        CHECK_OK(kvt_queue_close(&queue, hang_guard(), NULL));
         CHECK_EQ(atomic_load(&seen), n);
         free_buffer(&buffer);
     }

@@ -53,7 +53,7 @@ static void run_rows(uint64_t from, uint32_t from_memory, uint64_t to, uint32_t 
 static void settle(void) {
     CHECK_OK(kvt_offload_after(engine.offload, 0, NULL));
     for (uint32_t i = 0; i < engine.events; i++) {
-        CHECK_OK(kvt_device_wait(engine.device, engine.adopted[i], in_ms(60000), NULL));
+        CHECK_OK(kvt_device_wait(engine.device, engine.adopted[i], hang_guard(), NULL));
         CHECK_OK(kvt_device_release(engine.device, &engine.adopted[i], 1, NULL));
         release(&engine.home, engine.own[i]);
     }
@@ -138,10 +138,10 @@ static void close_engine(void) {
     CHECK_OK(kvt_offload_close(&engine.offload));
     CHECK_OK(kvt_session_close(&engine.session));
     CHECK_OK(kvt_namespace_close(&engine.space));
-    CHECK_OK(kvt_store_close(&engine.store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
     CHECK_OK(kvt_device_free(engine.device, &engine.scratch, NULL));
     if (engine.lent.address != 0) CHECK_OK(kvt_device_free(engine.device, &engine.lent, NULL));
-    CHECK_OK(kvt_device_close(&engine.device, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_close(&engine.device, hang_guard(), NULL));
     stop(&engine.home);
 }
 
@@ -371,7 +371,7 @@ static void check_wrong(void) {
     CHECK_OK(kvt_offload_close(&other));
     CHECK_OK(kvt_session_close(&engine.session));
     CHECK_OK(kvt_namespace_close(&engine.space));
-    CHECK_OK(kvt_store_close(&engine.store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
 }
 
 int main(void) {

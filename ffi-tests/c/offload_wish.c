@@ -155,7 +155,7 @@ static void open_engine(const char *spec, int latent, const char *prefill, const
 static void close_store(void) {
     CHECK_OK(kvt_session_close(&engine.session));
     CHECK_OK(kvt_namespace_close(&engine.space));
-    CHECK_OK(kvt_store_close(&engine.store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
 }
 
 static void close_engine(void) {
@@ -416,7 +416,7 @@ static void putting(void) {
     CHECK_OK(finish_op(&op));
     kvt_completion_t done[4];
     uint64_t count = 0;
-    CHECK_OK(kvt_queue_wait(queue, in_ms(60000), done, 4, sizeof *done, &count));
+    CHECK_OK(kvt_queue_wait(queue, hang_guard(), done, 4, sizeof *done, &count));
     CHECK_EQ(count, 1);
     CHECK_EQ(done[0].tag, 4711);
     CHECK_OK(done[0].status);
@@ -1238,11 +1238,11 @@ static void waiting_for_room(void) {
     check_tokens();
     kvt_completion_t done;
     uint64_t count = 0;
-    CHECK_OK(kvt_queue_wait(queue, in_ms(60000), &done, 1, sizeof done, &count));
+    CHECK_OK(kvt_queue_wait(queue, hang_guard(), &done, 1, sizeof done, &count));
     CHECK(done.op == NULL);
     CHECK_OK(kvt_offload_put(engine.offload, 1, 32, 32, &k.view, &v.view, &opts, NULL, NULL));
     engine.tokens[1] = 64;
-    CHECK_OK(kvt_queue_wait(queue, in_ms(60000), &done, 1, sizeof done, &count));
+    CHECK_OK(kvt_queue_wait(queue, hang_guard(), &done, 1, sizeof done, &count));
     check_tokens();
     load_all(1);
     close_queue(&queue);
@@ -1270,13 +1270,13 @@ static void closing(void) {
     CHECK_IS(kvt_session_truncate(stale, 0, NULL), KVT_E_HANDLE);
     CHECK_OK(kvt_offload_close(&engine.offload));
     CHECK_OK(kvt_namespace_close(&engine.space));
-    CHECK_OK(kvt_store_close(&engine.store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
 
     /* The store goes first. */
     open_engine("store(host=4MiB)", 0, NULL, "quest(budget=48,page=16,dense=1)");
     put_all(90);
     CHECK_OK(kvt_offload_load(engine.offload, 0, 0, NULL, 0, 0, NULL, &where, NULL, NULL));
-    CHECK_OK(kvt_store_close(&engine.store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
     kvt_offload_kv_t kv = KVT_OFFLOAD_KV_INIT;
     kvt_error_t *err = NULL;
     const kvt_status_t came = kvt_offload_wait(engine.offload, 0, &kv, &err);
@@ -1361,7 +1361,7 @@ static void closing_runtime(void) {
     put_all(90);
     CHECK_OK(kvt_offload_begin(engine.offload, &where, NULL));
     kvt_close_report_t left = KVT_CLOSE_REPORT_INIT;
-    CHECK_OK(kvt_runtime_close(&runtime, in_ms(60000), &left, NULL));
+    CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), &left, NULL));
     CHECK_EQ(left.offloads, 1);
     CHECK_EQ(left.sessions, 1);
     runtime = before;
@@ -1372,7 +1372,7 @@ static void closing_runtime(void) {
     CHECK_OK(kvt_offload_close(&engine.offload));
     CHECK_OK(kvt_session_close(&engine.session));
     CHECK_OK(kvt_namespace_close(&engine.space));
-    CHECK_OK(kvt_store_close(&engine.store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&engine.store, hang_guard(), NULL));
 }
 
 /* Calls from two threads at once come one at a time. */

@@ -2,7 +2,7 @@
  * which still counts, drains and closes; failures of the system are statuses. The
  * library prints nothing: standard error is a file here, and looked at. */
 
-#include "check.h"
+#include "gate.h"
 
 #include <fcntl.h>
 #include <stdatomic.h>
@@ -62,21 +62,23 @@ static void poisoned(kvt_runtime_t *runtime) {
 }
 
 static void worker_panics(void) {
-    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(panic=3,stall=300ms))");
+    kvt_runtime_t *runtime = open_runtime(1, "faults(worker=at(panic=3))");
+    gate_t *gate = make_gate(runtime); /* no panic before both ops are submitted */
     kvt_queue_t *queue = open_queue(runtime, 16);
     kvt_budget_t *budget = open_budget(runtime, 10);
     kvt_account_t *account = open_account(budget);
     CHECK_OK(kvt_account_reserve(account, KVT_TIER_DISK, 10, NULL));
     kvt_op_t *waiting = reserve_later(account, 5, NULL);
     kvt_buffer_t *buffer = open_buffer(runtime, 64, NULL);
-    const kvt_buffer_item_t items[5] = {sum_item(buffer, 8), sum_item(buffer, 8),
+    const kvt_buffer_item_t items[5] = {gate_item(gate), sum_item(buffer, 8),
                                         sum_item(buffer, 8), sum_item(buffer, 8),
                                         sum_item(buffer, 8)};
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
     kvt_op_t *op = submit(runtime, &opts, items, 5);
     kvt_op_t *behind = submit(runtime, &opts, items, 5);
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    open_gate(gate);
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     kvt_op_item_t results[5];
     uint64_t count = 0;
     CHECK_OK(kvt_op_items(op, 0, results, 5, sizeof *results, &count));
@@ -85,7 +87,7 @@ static void worker_panics(void) {
     for (int i = 2; i < 5; i++) CHECK_EQ(results[i].status, KVT_E_PANIC);
     CHECK_EQ(info_of(op).status, KVT_E_PANIC);
     CHECK_EQ(info_of(op).items_failed, 3);
-    CHECK_OK(kvt_op_wait(behind, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(behind, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(info_of(behind).status, KVT_E_PANIC);
     poisoned(runtime);
     kvt_op_t *refused = NULL;
@@ -95,18 +97,19 @@ static void worker_panics(void) {
              KVT_E_PANIC);
 
     /* Nothing stays open: also what merely waited ends. */
-    CHECK_OK(kvt_op_wait(waiting, KVT_OP_RELEASED, in_ms(5000)));
+    CHECK_OK(kvt_op_wait(waiting, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(finish_op(&waiting), KVT_E_PANIC);
 
     /* Draining, giving back, freeing and closing work. */
     for (int got = 0; got < 2;) {
         kvt_completion_t entries[4];
-        CHECK_OK(kvt_queue_wait(queue, in_ms(60000), entries, 4, sizeof *entries, &count));
+        CHECK_OK(kvt_queue_wait(queue, hang_guard(), entries, 4, sizeof *entries, &count));
         for (uint64_t i = 0; i < count; i++, got++) CHECK_EQ(entries[i].status, KVT_E_PANIC);
     }
     CHECK_EQ(finish_op(&op), KVT_E_PANIC);
     CHECK_EQ(finish_op(&behind), KVT_E_PANIC);
     unreserve(account, 10);
+    free_gate(gate);
     free_buffer(&buffer); /* its memory is leaked on purpose: who knows who writes there */
     close_queue(&queue);
     CHECK_OK(kvt_account_close(&account, NULL));
@@ -132,7 +135,7 @@ static void notifier_panics(void) {
     kvt_submit_opts_t submit_opts = KVT_SUBMIT_OPTS_INIT;
     submit_opts.queue = queue;
     kvt_op_t *op = submit(runtime, &submit_opts, &item, 1);
-    const uint64_t until = in_ms(60000);
+    const uint64_t until = hang_guard();
     while (atomic_load(&seen) == 0) { /* the entry is told all the same */
         CHECK(now_ns() < until);
         breathe();
@@ -203,7 +206,7 @@ static void system_failures(void) {
     const kvt_buffer_item_t items[3] = {sum_item(buffer, 8), sum_item(buffer, 8),
                                         sum_item(buffer, 8)};
     kvt_op_t *op = submit(runtime, NULL, items, 3);
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(info_of(op).items_failed, 1);
     CHECK_OK(kvt_op_error(op, &err));
     CHECK(strstr(kvt_error_message(err), "planted") != NULL);

@@ -1,7 +1,7 @@
 /* Completion queues: polling, waiting, the descriptor, callbacks and what they may
  * do, closing. */
 
-#include "check.h"
+#include "gate.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -25,7 +25,7 @@ static uint64_t pending(kvt_queue_t *queue) {
 }
 
 static void until_pending(kvt_queue_t *queue, uint64_t n) {
-    const uint64_t until = in_ms(60000);
+    const uint64_t until = hang_guard();
     while (pending(queue) != n) {
         CHECK(now_ns() < until);
         breathe();
@@ -269,7 +269,7 @@ static void callbacks(int reentrant) {
         CHECK_OK(kvt_buffer_submit(runtime, &submit_opts, &item, 1, sizeof item, &op, NULL));
     }
     const unsigned all = reentrant ? n + 3 : n;
-    const uint64_t until = in_ms(60000);
+    const uint64_t until = hang_guard();
     while (atomic_load(&calls.completions) < all) {
         CHECK(now_ns() < until);
         breathe();
@@ -284,17 +284,17 @@ static void callbacks(int reentrant) {
 /* A close cancels what reports to the queue, waits for it, and drops what nobody
  * polled; the ops stay. */
 static void closing(void) {
-    kvt_runtime_t *slow = open_runtime(1, "faults(worker=at(stall=500ms))");
-    kvt_buffer_t *own = open_buffer(slow, 64, NULL);
+    kvt_runtime_t *slow = open_runtime(1, NULL);
+    gate_t *gate = make_gate(slow);
     kvt_queue_t *queue = open_queue(slow, 16), *other = open_queue(slow, 16);
-    const kvt_buffer_item_t item = sum_item(own, 8);
+    const kvt_buffer_item_t item = gate_item(gate);
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
     opts.queue = queue;
     kvt_op_t *running = submit(slow, &opts, &item, 1);
     kvt_op_t *queued = submit(slow, &opts, &item, 1);
     opts.queue = other;
     kvt_op_t *elsewhere = submit(slow, &opts, &item, 1);
-    wait_state(running, KVT_OP_ISSUED);
+    until_entered(gate);
     kvt_error_t *err = NULL;
     CHECK_IS(kvt_queue_close(&queue, in_ms(2), &err), KVT_E_BUSY);
     CHECK(queue != NULL && strlen(kvt_error_message(err)) > 0);
@@ -304,22 +304,23 @@ static void closing(void) {
     CHECK_IS(kvt_buffer_submit(slow, &opts, &item, 1, sizeof item, &refused, NULL), KVT_E_CLOSED);
     CHECK_EQ(info_of(queued).status, KVT_E_CANCELLED);
     CHECK_EQ(info_of(elsewhere).state & KVT_OP_CANCEL, 0);
+    open_gate(gate);
     /* What is still to come can be waited for; only then is it over. */
     for (int got = 0; got < 2;) {
         kvt_completion_t entries[2];
         uint64_t count = 0;
-        CHECK_OK(kvt_queue_wait(queue, in_ms(60000), entries, 2, sizeof *entries, &count));
+        CHECK_OK(kvt_queue_wait(queue, hang_guard(), entries, 2, sizeof *entries, &count));
         got += (int)count;
     }
     kvt_completion_t entry;
     uint64_t count = 0;
-    CHECK_IS(kvt_queue_wait(queue, in_ms(60000), &entry, 1, sizeof entry, &count), KVT_E_CLOSED);
+    CHECK_IS(kvt_queue_wait(queue, hang_guard(), &entry, 1, sizeof entry, &count), KVT_E_CLOSED);
     close_queue(&queue);
     CHECK_OK(finish_op(&running));
     CHECK_EQ(finish_op(&queued), KVT_E_CANCELLED);
     CHECK_OK(finish_op(&elsewhere)); /* its completion is dropped with its queue */
     close_queue(&other);
-    free_buffer(&own);
+    free_gate(gate);
     close_runtime(&slow);
 }
 

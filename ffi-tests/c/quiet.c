@@ -19,7 +19,7 @@ static unsigned entries(const char *path) {
 
 /* The kernel takes a joined thread out of /proc a moment after the join. */
 static void until_threads(unsigned want) {
-    const uint64_t until = in_ms(10000);
+    const uint64_t until = hang_guard();
     while (entries("/proc/self/task") != want) {
         CHECK(now_ns() < until);
         breathe();

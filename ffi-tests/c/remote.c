@@ -41,7 +41,7 @@ static kvt_store_t *open_store(const char *remote) {
 
 static void open_engine(engine_t *engine, uint64_t tenant) {
     char remote[300];
-    snprintf(remote, sizeof remote, "dir(path=\"%s\", object=8KiB, timeout=20000)", folder);
+    snprintf(remote, sizeof remote, "dir(path=\"%s\", object=8KiB, timeout=600000)", folder);
     memset(engine, 0, sizeof *engine);
     engine->store = open_store(remote);
     const uint16_t layers[LAYERS] = {0, 1};
@@ -76,7 +76,7 @@ static void open_engine(engine_t *engine, uint64_t tenant) {
 static void close_engine(engine_t *engine) {
     CHECK_OK(kvt_session_close(&engine->session));
     CHECK_OK(kvt_namespace_close(&engine->space));
-    CHECK_OK(kvt_store_close(&engine->store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&engine->store, hang_guard(), NULL));
 }
 
 static void compute(engine_t *engine) {
@@ -97,14 +97,14 @@ static kvt_move_t all_of(engine_t *engine, uint32_t level, uint64_t tokens) {
 
 /* What is not waited for by name is waited for here: puts, gets, questions. */
 static kvt_status_t end(kvt_op_t *op, uint64_t *value) {
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     *value = info_of(op).value;
     return finish_op(&op);
 }
 
 static uint64_t locate(engine_t *engine) {
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
-    opts.deadline_ns = in_ms(30000);
+    opts.deadline_ns = hang_guard();
     kvt_op_t *op = NULL;
     uint64_t tokens = 0;
     CHECK_OK(kvt_session_locate(engine->session, &opts, &op, NULL));
@@ -213,7 +213,7 @@ static kvt_blocks_t blocks_of(engine_t *engine, const kvt_names_t *names, uint32
 }
 
 static kvt_status_t end_each(kvt_op_t *op, uint64_t *value, kvt_status_t *each, uint64_t count) {
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     kvt_op_item_t items[4];
     memset(items, 0, sizeof items);
     uint64_t written = 0;
@@ -245,7 +245,7 @@ static void naming(void) {
     names.bytes = (const uint8_t *)"caxc";
     names.count = 4;
     kvt_submit_opts_t opts = KVT_SUBMIT_OPTS_INIT;
-    opts.deadline_ns = in_ms(30000);
+    opts.deadline_ns = hang_guard();
     CHECK_OK(kvt_session_locate_blocks(other.session, &names, &opts, &op, NULL));
     CHECK_IS(end_each(op, &tokens, each, 4), KVT_E_NOT_FOUND);
     CHECK_EQ(tokens, 2 * CHUNK);
@@ -309,7 +309,7 @@ static void refusing(void) {
     }
     /* One that nobody needs may be away. */
     store = open_store("redis(url=\"redis://127.0.0.1:1\", connect=200)");
-    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
 
     kvt_secret_t secrets[2];
     memset(secrets, 0, sizeof secrets);
@@ -332,7 +332,7 @@ static void refusing(void) {
     CHECK_OK(kvt_store_remote(store, &s));
     CHECK_EQ(s.reads + s.writes + s.asked_names, 0);
     CHECK_IS(kvt_store_remote(store, NULL), KVT_E_INVALID);
-    CHECK_OK(kvt_store_close(&store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&store, hang_guard(), NULL));
 }
 
 int main(void) {

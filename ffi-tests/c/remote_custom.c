@@ -153,7 +153,7 @@ static kvt_remote_custom_t custom_of(void) {
 }
 
 static void open_engine(engine_t *engine) {
-    const char *spec = "store(host=4MiB, remote=custom(prefix=\"mine\", timeout=20000))";
+    const char *spec = "store(host=4MiB, remote=custom(prefix=\"mine\", timeout=600000))";
     const kvt_remote_custom_t custom = custom_of();
     memset(engine, 0, sizeof *engine);
     kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
@@ -189,7 +189,7 @@ static void open_engine(engine_t *engine) {
 static void close_engine(engine_t *engine) {
     CHECK_OK(kvt_session_close(&engine->session));
     CHECK_OK(kvt_namespace_close(&engine->space));
-    CHECK_OK(kvt_store_close(&engine->store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(&engine->store, hang_guard(), NULL));
 }
 
 static kvt_status_t moved(engine_t *engine, int is_put, uint64_t *tokens) {
@@ -200,7 +200,7 @@ static kvt_status_t moved(engine_t *engine, int is_put, uint64_t *tokens) {
     move.stride_bytes = sizeof engine->views[0];
     kvt_op_t *op = NULL;
     CHECK_OK((is_put ? kvt_session_put : kvt_session_get)(engine->session, &move, NULL, &op, NULL));
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     *tokens = info_of(op).value;
     return finish_op(&op);
 }
@@ -208,7 +208,7 @@ static kvt_status_t moved(engine_t *engine, int is_put, uint64_t *tokens) {
 static uint64_t locate(engine_t *engine) {
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_locate(engine->session, NULL, &op, NULL));
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     const uint64_t tokens = info_of(op).value;
     CHECK_OK(finish_op(&op));
     return tokens;

@@ -187,7 +187,7 @@ static kvt_store_t *open_disk(const char *name, const char *more) {
 }
 
 static void close_store(kvt_store_t **store) {
-    CHECK_OK(kvt_store_close(store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(store, hang_guard(), NULL));
     CHECK(*store == NULL);
     CHECK_OK(kvt_store_close(store, 0, NULL));
 }
@@ -288,7 +288,7 @@ static kvt_move_t move_of(const engine_t *engine, uint32_t first, uint32_t token
 
 /* Waits, and gives the status and the value. */
 static kvt_status_t finish(kvt_op_t **op, uint64_t *value) {
-    CHECK_OK(kvt_op_wait(*op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(*op, KVT_OP_RELEASED, hang_guard()));
     *value = info_of(*op).value;
     return finish_op(op);
 }
@@ -406,7 +406,7 @@ static void moving(void) {
     while (seen != (1u << LAYERS) - 1) {
         kvt_completion_t entries[LAYERS];
         uint64_t count = 0;
-        CHECK_OK(kvt_queue_wait(queue, in_ms(60000), entries, LAYERS, sizeof *entries, &count));
+        CHECK_OK(kvt_queue_wait(queue, hang_guard(), entries, LAYERS, sizeof *entries, &count));
         for (uint64_t i = 0; i < count; i++) {
             CHECK_OK(entries[i].status);
             CHECK(entries[i].op == NULL && entries[i].tag >= 100 && entries[i].tag < 100 + LAYERS);
@@ -494,7 +494,7 @@ static void giving_up(void) {
     opts.deadline_ns = 1;
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_get(session, &move, &opts, &op, NULL));
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     const kvt_status_t late = finish_op(&op);
     CHECK(late == KVT_E_TIMEOUT || late == KVT_OK);
 
@@ -710,7 +710,7 @@ static void mistakes(void) {
     CHECK_IS(kvt_session_append(session, text.tokens, UINT64_MAX, &err), KVT_E_LIMIT);
     CHECK_OK(kvt_session_append(session, NULL, 0, &err));
     CHECK_IS(kvt_session_truncate(session, 22, &err), KVT_E_INVALID);
-    CHECK_OK(kvt_session_pin(session, 8, 8, 7, in_ms(1000), &err));
+    CHECK_OK(kvt_session_pin(session, 8, 8, 7, hang_guard(), &err));
     CHECK_EQ(stats_of(store).pins, 1);
     CHECK_OK(kvt_session_pin(session, 0, 0, 255, 0, &err));
     CHECK_IS(kvt_session_pin(session, 1, 8, 0, 0, &err), KVT_E_INVALID);
@@ -820,7 +820,7 @@ static void closing(void) {
     move.level = KVT_LEVEL_DURABLE;
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_put(session, &move, &opts, &op, NULL));
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     close_queue(&queue);
 
     static char metrics[1 << 18];

@@ -73,7 +73,7 @@ static kvt_store_t *open_disk(const char *name, const char *more) {
 }
 
 static void close_store(kvt_store_t **store) {
-    CHECK_OK(kvt_store_close(store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(store, hang_guard(), NULL));
     CHECK(*store == NULL);
 }
 
@@ -379,7 +379,7 @@ static void watching(void) {
     CHECK_EQ(count, 1);
     CHECK(memcmp(events[0].parent, name, sizeof name) == 0);
     for (int i = 0; i < 2; i++) {
-        CHECK_OK(kvt_op_wait(ops[i], KVT_OP_RELEASED, in_ms(60000)));
+        CHECK_OK(kvt_op_wait(ops[i], KVT_OP_RELEASED, hang_guard()));
         kvt_op_info_t info = KVT_OP_INFO_INIT;
         CHECK_OK(kvt_op_info(ops[i], &info));
         CHECK(info.status == KVT_OK && info.value >= 1 && info.value <= 4);
@@ -413,7 +413,7 @@ static void watching(void) {
         put(session, &engine, 16, KVT_LEVEL_RAM);
         CHECK_OK(kvt_session_close(&session));
         kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
-        CHECK_OK(kvt_namespace_clear(space, in_ms(60000), &report, NULL));
+        CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
         CHECK_EQ(report.struct_size, sizeof report);
         CHECK_EQ(report.gone_chunks, 4);
         CHECK_EQ(report.held_chunks + report.moving_chunks, 0);
@@ -439,7 +439,7 @@ static void watching(void) {
              KVT_E_HANDLE);
     CHECK_OK(kvt_namespace_close(&space));
     close_store(&store);
-    CHECK_OK(kvt_op_wait(ops[2], KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(ops[2], KVT_OP_RELEASED, hang_guard()));
     kvt_op_info_t ended = KVT_OP_INFO_INIT;
     CHECK_OK(kvt_op_info(ops[2], &ended));
     CHECK_EQ(ended.status, KVT_E_CANCELLED);
@@ -460,10 +460,10 @@ static void die(void) {
     kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
     CHECK_OK(kvt_session_truncate(session, 8, NULL));
     CHECK_OK(kvt_session_pin(session, 0, 4, 1, 0, NULL));
-    CHECK_OK(kvt_namespace_clear(space, in_ms(60000), &report, NULL));
+    CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
     CHECK_EQ(report.held_chunks, 2);
     CHECK_OK(kvt_session_close(&session));
-    CHECK_OK(kvt_namespace_clear(space, in_ms(60000), &report, NULL));
+    CHECK_OK(kvt_namespace_clear(space, hang_guard(), &report, NULL));
     CHECK_EQ(report.held_chunks, 1); /* the pin */
     session = open_session(space, 4);
     CHECK_OK(kvt_session_unpin(session, 0, 0, NULL));
@@ -511,7 +511,7 @@ static void clearing(void) {
     kvt_move_t move = move_of(&back, 30);
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(info_of(op).value, 12);
     CHECK_IS(finish_op(&op), KVT_E_NOT_FOUND);
     CHECK(is_same(&engine, &back, 12));
@@ -685,7 +685,7 @@ static void outliving(void) {
     move.ready = NULL;
     CHECK_OK(kvt_session_get(session, &move, NULL, &runs, NULL));
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
-    CHECK_OK(kvt_runtime_close(&own, in_ms(60000), &report, NULL));
+    CHECK_OK(kvt_runtime_close(&own, hang_guard(), &report, NULL));
     CHECK_EQ(report.stores, 1);
     CHECK_EQ(report.namespaces, 1);
     CHECK_EQ(report.sessions, 1);

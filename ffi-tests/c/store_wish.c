@@ -86,7 +86,7 @@ static kvt_store_t *open_disk(const char *name, const char *more) {
 }
 
 static void close_store(kvt_store_t **store) {
-    CHECK_OK(kvt_store_close(store, in_ms(60000), NULL));
+    CHECK_OK(kvt_store_close(store, hang_guard(), NULL));
     CHECK(*store == NULL);
 }
 
@@ -162,7 +162,7 @@ static kvt_status_t get(const kvt_session_t *session, engine_t *engine, uint32_t
     move.flags = flags;
     kvt_op_t *op = NULL;
     CHECK_OK(kvt_session_get(session, &move, NULL, &op, NULL));
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     *value = info_of(op).value;
     return finish_op(&op);
 }
@@ -182,7 +182,7 @@ static kvt_demote_report_t demote(const kvt_session_t *session, uint64_t first, 
 }
 
 static void wait_for_host_cells(const kvt_store_t *store, uint64_t cells) {
-    const uint64_t until = in_ms(60000);
+    const uint64_t until = hang_guard();
     while (stats_of(store).host_cells != cells) {
         CHECK(now_ns() < until);
         breathe();
@@ -392,7 +392,7 @@ static void pick(const kvt_session_t *session, uint32_t tokens, const engine_t *
     kvt_op_t *ops[LAYERS] = {NULL};
     CHECK_OK(kvt_session_get(session, &move, NULL, ops, NULL));
     for (uint32_t i = 0; i < (each ? move.layers : 1); i++) {
-        CHECK_OK(kvt_op_wait(ops[i], KVT_OP_RELEASED, in_ms(60000)));
+        CHECK_OK(kvt_op_wait(ops[i], KVT_OP_RELEASED, hang_guard()));
         CHECK_EQ(info_of(ops[i]).value, due[i].value);
         CHECK_EQ(info_of(ops[i]).bytes_done, due[i].bytes);
         CHECK_IS(finish_op(&ops[i]), due[i].status);
@@ -567,7 +567,7 @@ static void picking(void) {
     wait_for_host_cells(store, 0);
     move = some(late, 3);
     CHECK_OK(kvt_session_prefetch(session, &move, NULL, &op, NULL));
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(info_of(op).value, 20);
     CHECK_OK(finish_op(&op));
     CHECK_EQ(stats_of(store).host_cells, 3 * LAYERS);
@@ -599,7 +599,7 @@ static void picking_with_gaps(void) {
     kvt_op_t *op = NULL;
     kvt_move_t move = some(known, 3);
     CHECK_OK(kvt_session_prefetch(session, &move, NULL, &op, NULL));
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     CHECK_EQ(info_of(op).value, 16);
     CHECK_IS(finish_op(&op), KVT_E_NOT_FOUND);
     CHECK_OK(kvt_session_close(&session));

@@ -313,7 +313,7 @@ static kvt_stream_t *open_stream(const kvt_stream_opts_t *opts) {
 }
 
 static void close_stream(kvt_stream_t **stream) {
-    CHECK_OK(kvt_stream_close(stream, in_ms(60000), NULL));
+    CHECK_OK(kvt_stream_close(stream, hang_guard(), NULL));
     CHECK(*stream == NULL);
 }
 
@@ -332,7 +332,7 @@ static void check_unit(const kvt_held_t *held) {
 
 static kvt_held_t acquire(const kvt_stream_t *stream, uint32_t unit) {
     kvt_held_t held = KVT_HELD_INIT;
-    CHECK_OK(kvt_stream_acquire(stream, unit, 0, in_ms(60000), &held, NULL));
+    CHECK_OK(kvt_stream_acquire(stream, unit, 0, hang_guard(), &held, NULL));
     CHECK_EQ(held.unit, unit);
     check_unit(&held);
     return held;
@@ -381,7 +381,7 @@ static void check_passes(uint64_t host_bytes, uint64_t flags, uint32_t marks) {
     opts.flags = flags;
     opts.marks = marks;
     kvt_stream_t *stream = open_stream(&opts);
-    CHECK_OK(kvt_stream_load(stream, in_ms(60000), NULL));
+    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
     kvt_stream_progress_t progress = KVT_STREAM_PROGRESS_INIT;
     CHECK_OK(kvt_stream_progress(stream, &progress));
     CHECK_EQ(progress.missing, 0);
@@ -452,7 +452,7 @@ static void check_mistakes(void) {
     CHECK_IS(kvt_stream_release(stream, &first, 0, &error), KVT_E_STATE);
     CHECK(strstr(kvt_error_message(error), "given back") != NULL);
     CHECK_IS(kvt_stream_release(stream, &again, 9, NULL), KVT_E_UNSUPPORTED);
-    CHECK_IS(kvt_stream_close(&stream, in_ms(60000), &error), KVT_E_BUSY);
+    CHECK_IS(kvt_stream_close(&stream, hang_guard(), &error), KVT_E_BUSY);
     CHECK(stream != NULL);
     use_unit(stream, layer_unit[1]);
     release(stream, &again);
@@ -483,7 +483,7 @@ static void check_mistakes(void) {
     /* Without waiting, and not for long. */
     for (uint32_t i = 0; i < info.units; i++) {
         kvt_status_t status;
-        const uint64_t until = in_ms(60000);
+        const uint64_t until = hang_guard();
         do {
             status = kvt_stream_acquire(stream, i, KVT_ACQUIRE_POLL, 0, &held, NULL);
             CHECK(status == KVT_OK || status == KVT_E_AGAIN);
@@ -613,7 +613,7 @@ static void check_on_device(kvt_device_t *device, const kvt_held_t *held) {
     copy.way = KVT_COPY_GATHER;
     uint64_t event = 0;
     CHECK_OK(kvt_device_copy(device, 1, held->event, &copy, 1, sizeof copy, &event, NULL));
-    CHECK_OK(kvt_device_wait(device, event, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_wait(device, event, hang_guard(), NULL));
     CHECK_OK(kvt_device_release(device, &event, 1, NULL));
     for (uint64_t p = 0; p < part_count[held->unit]; p++) {
         const kvt_part_t *part = &parts[held->unit][p];
@@ -649,7 +649,7 @@ static void check_in_place_on_device(void) {
         for (uint32_t i = 0; i < info.units; i++) {
             kvt_held_t held = KVT_HELD_INIT;
             const uint64_t how = pass == 1 ? KVT_ACQUIRE_EARLY : 0;
-            CHECK_OK(kvt_stream_acquire(stream, i, how, in_ms(60000), &held, NULL));
+            CHECK_OK(kvt_stream_acquire(stream, i, how, hang_guard(), &held, NULL));
             CHECK(held.address == fixed[i]);
             if (held.memory == KVT_MEMORY_DEVICE) {
                 check_on_device(device, &held);
@@ -663,7 +663,7 @@ static void check_in_place_on_device(void) {
     }
     CHECK(on_device >= 3 * LAYERS);
     close_stream(&stream);
-    CHECK_OK(kvt_device_close(&device, in_ms(60000), NULL));
+    CHECK_OK(kvt_device_close(&device, hang_guard(), NULL));
 }
 
 /* ---- memory that becomes less, and more ----------------------------------- */
@@ -695,7 +695,7 @@ static void check_rebalance(void) {
     one_pass(stream);
     room.host_bytes = model_image_bytes * 7 / 10;
     CHECK_OK(kvt_stream_rebalance(stream, &room, NULL, NULL));
-    CHECK_OK(kvt_stream_load(stream, in_ms(60000), NULL));
+    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
     CHECK(homes_of(stream) >= plan.host_units);
     one_pass(stream);
     close_stream(&stream);
@@ -727,7 +727,7 @@ static void check_shrinks(void) {
     room.host_bytes = 2 * model_image_bytes;
     CHECK_OK(kvt_stream_rebalance(stream, &room, &plan, NULL));
     CHECK_EQ(plan.host_units, info.units);
-    CHECK_OK(kvt_stream_load(stream, in_ms(60000), NULL));
+    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
     one_pass(stream);
     close_stream(&stream);
 
@@ -760,7 +760,7 @@ static void check_budget(void) {
     kvt_stream_opts_t opts = opts_of(&terms);
     opts.budget = budget;
     kvt_stream_t *stream = open_stream(&opts);
-    CHECK_OK(kvt_stream_load(stream, in_ms(60000), NULL));
+    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
     one_pass(stream);
     const uint32_t before = homes_of(stream);
     kvt_tier_report_t report = KVT_TIER_REPORT_INIT;
@@ -768,7 +768,7 @@ static void check_budget(void) {
     CHECK(report.committed_bytes + report.reserved_bytes > 0);
     const uint64_t less = (report.committed_bytes + report.reserved_bytes) * 9 / 10;
     CHECK_OK(kvt_budget_resize(budget, KVT_TIER_HOST, less, NULL));
-    const uint64_t until = in_ms(60000);
+    const uint64_t until = hang_guard();
     do {
         one_pass(stream);
         CHECK_OK(kvt_budget_tier(budget, KVT_TIER_HOST, &report));
@@ -816,7 +816,7 @@ static void check_table(void) {
     kvt_stream_t *stream = open_stream(&opts);
     for (uint32_t i = 0; i < 2; i++) {
         kvt_held_t held = KVT_HELD_INIT;
-        CHECK_OK(kvt_stream_acquire(stream, i, 0, in_ms(60000), &held, NULL));
+        CHECK_OK(kvt_stream_acquire(stream, i, 0, hang_guard(), &held, NULL));
         kvt_part_t rows[4];
         uint64_t count = 0;
         CHECK_OK(kvt_model_unit_parts(own, i, rows, 4, sizeof *rows, &count));
@@ -884,7 +884,7 @@ static void check_sums(void) {
     use_unit(stream, layer_unit[1]);
     kvt_held_t held = KVT_HELD_INIT;
     kvt_error_t *error = NULL;
-    CHECK_IS(kvt_stream_acquire(stream, layer_unit[3], 0, in_ms(60000), &held, &error),
+    CHECK_IS(kvt_stream_acquire(stream, layer_unit[3], 0, hang_guard(), &held, &error),
              KVT_E_CORRUPT);
     CHECK(strstr(kvt_error_message(error), file_path) != NULL);
     use_unit(stream, layer_unit[1]);
@@ -922,7 +922,7 @@ static void *use_some(void *data) {
         const uint32_t unit = (uint32_t)(next_random(&own) % info.units);
         kvt_held_t held = KVT_HELD_INIT;
         const kvt_status_t status =
-            kvt_stream_acquire(shared, unit, 0, in_ms(60000), &held, NULL);
+            kvt_stream_acquire(shared, unit, 0, hang_guard(), &held, NULL);
         if (status == KVT_E_BUSY) continue;
         CHECK_OK(status);
         check_unit(&held);
@@ -960,16 +960,16 @@ static void check_end_of_runtime(void) {
     const kvt_stream_terms_t terms = terms_of(2 * model_image_bytes);
     kvt_stream_opts_t opts = opts_of(&terms);
     kvt_stream_t *stream = open_stream(&opts);
-    CHECK_OK(kvt_stream_load(stream, in_ms(60000), NULL));
+    CHECK_OK(kvt_stream_load(stream, hang_guard(), NULL));
     kvt_held_t held = acquire(stream, layer_unit[2]);
     kvt_close_report_t report = KVT_CLOSE_REPORT_INIT;
-    CHECK_OK(kvt_runtime_close(&runtime, in_ms(60000), &report, NULL));
+    CHECK_OK(kvt_runtime_close(&runtime, hang_guard(), &report, NULL));
     CHECK_EQ(report.streamers, 1);
     kvt_held_t other = KVT_HELD_INIT;
     CHECK_IS(kvt_stream_acquire(stream, layer_unit[1], 0, 0, &other, NULL), KVT_E_CLOSED);
     CHECK_IS(kvt_stream_load(stream, 0, NULL), KVT_E_CLOSED);
     check_unit(&held);
-    CHECK_IS(kvt_stream_close(&stream, in_ms(60000), NULL), KVT_E_BUSY);
+    CHECK_IS(kvt_stream_close(&stream, hang_guard(), NULL), KVT_E_BUSY);
     release(stream, &held);
     close_stream(&stream);
     runtime = kept;

@@ -272,7 +272,7 @@ static void completion_strides(void) {
         memset(at, 0xa5, 2 * stride);
         one_completion();
         uint64_t count = 0;
-        CHECK_OK(kvt_queue_wait(queue, in_ms(60000), (void *)at, 1, stride, &count));
+        CHECK_OK(kvt_queue_wait(queue, hang_guard(), (void *)at, 1, stride, &count));
         CHECK_EQ(count, 1);
         for (uint64_t k = bytes; k < 2 * stride; k++) CHECK_EQ(at[k], 0xa5);
         for (uint64_t k = stride; k < 2 * stride; k++) CHECK_EQ(at[k], 0xa5);
@@ -330,7 +330,7 @@ int main(void) {
     buffer = open_buffer(runtime, 64, NULL);
     const kvt_buffer_item_t item = sum_item(buffer, 64);
     op = submit(runtime, NULL, &item, 1);
-    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, in_ms(60000)));
+    CHECK_OK(kvt_op_wait(op, KVT_OP_RELEASED, hang_guard()));
     CHECK_IS(kvt_abi_check(0, &err), KVT_E_ABI);
 
     kvt_runtime_opts_t r = KVT_RUNTIME_OPTS_INIT;

@@ -532,7 +532,7 @@ static void forking(void) {
     const pid_t pid = fork();
     CHECK(pid >= 0);
     if (pid == 0) {
-        alarm(30);
+        alarm(HANG_SECONDS);
         kvt_trace_t *other = NULL;
         kvt_trace_opts_t chat = asked("chat"), file = asked("");
         kvt_trace_info_t info = KVT_TRACE_INFO_INIT;

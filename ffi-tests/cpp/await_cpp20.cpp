@@ -66,7 +66,7 @@ static void driven() {
     kvt::reactor moved = std::move(reactor);  // what is in flight does not notice
     reactor = std::move(moved);
     while (finished < 8)
-        CHECK(reactor.run_once(kvt::deadline::in(std::chrono::seconds(20))) > 0);
+        CHECK(reactor.run_once(kvt::deadline::in(HANG_GUARD)) > 0);
     reactor.run();
     CHECK(reactor.in_flight() == 0 && reactor.poll() == 0 && reactor.run_once() == 0);
 }
@@ -78,9 +78,7 @@ static void spontaneous() {
     {
         kvt::reactor reactor = kvt::reactor::open(rt, kvt::reactor::mode::spontaneous);
         for (int i = 0; i < 8; ++i) tasks.push_back(copies(reactor, rt, finished));
-        for (int i = 0; i < 2000 && finished < 8; ++i)
-            std::this_thread::sleep_for(std::chrono::milliseconds(10));
-        CHECK(finished == 8);
+        CHECK(comes_true([&] { return finished == 8; }));
     }
     // The coroutine is suspended for good a moment after it says so; the reactor's
     // destructor has waited for that.
@@ -115,12 +113,10 @@ static void abandoned_and_shut() {
         CHECK(first == 1);
         task granted = reserves(reactor, a, second);
         a.commit(kvt::tier::host, 4096, 0);
-        for (int i = 0; i < 1000 && second == 1; ++i) {
-            if (mode == kvt::reactor::mode::driven)
-                (void)reactor.run_once(kvt::deadline::in(std::chrono::seconds(5)));
-            else
-                std::this_thread::sleep_for(std::chrono::milliseconds(10));
-        }
+        CHECK(comes_true([&] {
+            if (mode == kvt::reactor::mode::driven) (void)reactor.poll();
+            return second != 1;
+        }));
         CHECK(second == KVT_OK);
         task stays = reserves(reactor, a, third);
         reactor = kvt::reactor();  // resumes everybody: what is in flight is cancelled

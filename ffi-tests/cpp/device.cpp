@@ -22,7 +22,7 @@
 
 namespace {
 
-kvt::deadline soon() { return kvt::deadline::in(std::chrono::seconds(60)); }
+kvt::deadline soon() { return kvt::deadline::in(HANG_GUARD); }
 
 /// What KVT_LAUNCH_MOVE has in its table.
 struct piece {

@@ -334,7 +334,7 @@ void on_a_device(const kvt::runtime &runtime) {
         now.first_query = 69;
         now.tokens = 70;
         for (std::uint32_t layer = 0; layer < LAYERS; layer++) {
-            const auto soon = kvt::deadline::in(std::chrono::seconds(60));
+            const auto soon = kvt::deadline::in(HANG_GUARD);
             offload.load(0, layer, now);
             kvt_offload_kv_t kv = offload.wait(0);
             CHECK(kv.memory == KVT_MEMORY_DEVICE && kv.tokens == 70);

@@ -363,7 +363,7 @@ void wishes(const kvt::runtime &runtime, const std::string &folder) {
 /* Two stores that share a directory. */
 void remote(const kvt::runtime &runtime, const std::string &path) {
     std::filesystem::create_directory(path);
-    const std::string spec = "store(host=8MiB, remote=dir(path=\"" + path + "\", timeout=20000))";
+    const std::string spec = "store(host=8MiB, remote=dir(path=\"" + path + "\", timeout=600000))";
     kvt::store_opts opts;
     opts.spec = spec;
     const kvt_secret_t secrets[] = {kvt::secret("password", "of nobody")};

@@ -131,7 +131,7 @@ void in_place(const kvt::runtime &runtime, const kvt::model &model,
     opts.order = std::vector<std::uint32_t>{5, 4, 3, 2, 1, 0};
     const kvt::streamer streamer = kvt::streamer::open(runtime, model, opts);
     for (std::uint32_t unit = LAYERS; unit-- > 0;) {
-        const kvt::held held = streamer.acquire(unit, kvt::deadline::in(std::chrono::seconds(60)));
+        const kvt::held held = streamer.acquire(unit, kvt::deadline::in(HANG_GUARD));
         CHECK(held.data() == streamer.fixed(unit) && same(model, held, image));
     }
 }

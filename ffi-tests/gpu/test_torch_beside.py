@@ -82,7 +82,7 @@ def run(work, torch, tool):
     path.chmod(0o755)
     command = [sys.executable, str(HERE / "torch_beside.py"), str(path)]
     environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and not done.stderr, (done.returncode, done.stderr)
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     assert all(line.startswith("| ") and line.endswith(" |") and line.count("|") == 5

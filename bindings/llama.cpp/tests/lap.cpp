@@ -44,7 +44,7 @@ void tier(llama_model *model, const std::string &path, const std::string &folder
         CHECK(round == 0 || now == first);
         first = now;
         CHECK_OK(kvt_llama_commit(tier, 0, tokens.data(), tokens.size(), &why));
-        CHECK_OK(kvt_llama_flush(tier, in_seconds(300), &why));
+        CHECK_OK(kvt_llama_flush(tier, in_seconds(600), &why));
         CHECK_OK(kvt_llama_tier_close(&tier, &why));
         llama_free(ctx);
     }

@@ -30,7 +30,7 @@ def all_ours():
 def run(text: str, **env: str) -> str:
     path = os.pathsep.join([str(HERE / "stubs"), *sys.path])
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True,
-                          text=True, timeout=60, env={**os.environ, "PYTHONPATH": path, **env})
+                          text=True, timeout=600, env={**os.environ, "PYTHONPATH": path, **env})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -84,10 +84,10 @@ def test_python_m(tmp_path: Path) -> None:
     for program in ([str(script)], ["-m", "serve"]):
         done = subprocess.run(
             [sys.executable, "-m", "kvtier_lmdeploy", *program, "--model", "x"], text=True,
-            capture_output=True, timeout=60,
+            capture_output=True, timeout=600,
             env={**os.environ, "PYTHONPATH": path, "KVTIER_LMDEPLOY_ANY": "1"})
         assert done.stdout.strip() == "['--model', 'x'] True __main__", done.stderr
-    done = subprocess.run([sys.executable, "-m", "kvtier_lmdeploy"], text=True, timeout=60,
+    done = subprocess.run([sys.executable, "-m", "kvtier_lmdeploy"], text=True, timeout=600,
                           capture_output=True, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 1 and "usage" in done.stderr
 
@@ -112,7 +112,7 @@ def test_processes_that_a_program_starts(tmp_path: Path) -> None:
     path = os.pathsep.join([str(other), str(HERE / "stubs"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "kvtier_lmdeploy", str(script)], text=True, capture_output=True,
-        timeout=60, env={**os.environ, "PYTHONPATH": path, "KVTIER_LMDEPLOY_ANY": "1"})
+        timeout=600, env={**os.environ, "PYTHONPATH": path, "KVTIER_LMDEPLOY_ANY": "1"})
     assert done.stdout.strip() == "False kvtier_lmdeploy._activate True", done.stderr
 
 

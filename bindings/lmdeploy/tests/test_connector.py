@@ -41,7 +41,7 @@ def names_of(count: int, first: int = 0) -> Any:
     return tuple(found)
 
 
-def work(worker: Any, meta: StepMeta, seconds: float = 10.0) -> KVConnectorOutput:
+def work(worker: Any, meta: StepMeta, seconds: float = 600.0) -> KVConnectorOutput:
     """A step, and what ends of it."""
     together, end = KVConnectorOutput(), time.monotonic() + seconds
     worker.bind_connector_metadata(pickle.loads(pickle.dumps(meta)))
@@ -87,14 +87,14 @@ def test_a_load_says_which_blocks_did_not_come(closing: Callable[[Any], Any]) ->
 
 def test_blocks_of_one_host_are_found_by_another(closing: Callable[[Any], Any],
                                                  tmp_path: Any) -> None:
-    where = {"spec": f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=20000))',
+    where = {"spec": f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=600000))',
              "level": "remote"}
     cache, rows = stubs.cache_config(where), arrays()
     names = names_of(3)
     one = closing(stubs.worker(cache, tensors(rows)))
     work(one, StepMeta(saves=(Save(0, 1, (0, 3, 5), (0, 1, 2), names),)))
     want = {name: array.copy() for name, array in rows.items()}
-    other = closing(stubs.worker(stubs.cache_config({**where, "ask_s": 20.0}), tensors(rows)))
+    other = closing(stubs.worker(stubs.cache_config({**where, "ask_s": 600.0}), tensors(rows)))
     deaf = closing(stubs.worker(cache, tensors(rows)))
     asked = [worker._worker._answer({"ask": "prefix"}, names) for worker in (deaf, other)]
     assert asked == [0, 3]
@@ -285,7 +285,7 @@ def test_lifetimes_that_are_none(said: Any) -> None:
 
 def advised(connector: Any, batch: int) -> Any:
     """Advice, once the workers have said how much they hold."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 600
     while (found := connector.advice(batch)) is None:
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -483,7 +483,7 @@ worker.shutdown()
 
 def test_a_worker_in_another_process(closing: Callable[[Any], Any]) -> None:
     """Its configuration activates it, and it answers over a socket."""
-    cache = stubs.cache_config({**HOST, "lookup_async": True, "lookup_timeout_s": 5.0})
+    cache = stubs.cache_config({**HOST, "lookup_async": True, "lookup_timeout_s": 600.0})
     here = closing(stubs.worker(cache, tensors(arrays()), tp_size=2))
     work(here, StepMeta(saves=(Save(0, 1, (0, 1, 2, 3), (0,), names_of(4)),)))
     connector = closing(stubs.scheduler(cache, tp_size=2))
@@ -497,7 +497,7 @@ def test_a_worker_in_another_process(closing: Callable[[Any], Any]) -> None:
         child.stdin.write(pickle.dumps((cache, 3)))
         child.stdin.flush()
         assert child.stdout.readline() == b"ready\n"
-        request, end = Request(1, range(65)), time.monotonic() + 10
+        request, end = Request(1, range(65)), time.monotonic() + 600
         while (found := connector.get_num_new_matched_tokens(request, 0))[0] is None:
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -513,7 +513,7 @@ def test_a_worker_in_another_process(closing: Callable[[Any], Any]) -> None:
             Client(str(folder / "rank-1"), "AF_UNIX", authkey=b"guess")
         assert connector.stats()[1] is not None
         child.stdin.close()
-        assert child.wait(30) == 0
+        assert child.wait(600) == 0
         # It is gone: what all workers have is nothing.
         assert connector._scheduler_side().asker._prefix(list(names_of(4))) == 0
     finally:
@@ -526,7 +526,7 @@ def test_lookups_pending_cancelled_and_closed() -> None:
     engine = {"folder": "here", "pid": os.getpid(), "secret": "s"}
 
     def answer(question: Any, names: Any) -> int:
-        gate.wait(10)
+        gate.wait(600)
         return len(names)
 
     service = _lookup.Service(engine, 0, answer)
@@ -537,7 +537,7 @@ def test_lookups_pending_cancelled_and_closed() -> None:
     asker.cancel(2)
     assert not asker.pending(2)
     gate.set()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 600
     while asker.pending(1):
         assert time.monotonic() < end
         time.sleep(0.001)

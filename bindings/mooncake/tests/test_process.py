@@ -34,7 +34,7 @@ keys, at, sizes = [f"k{i}" for i in range(8)], [[one.ctypes.data] for one in a],
 def run(text: str, *, shim: bool = True, **env: str) -> "subprocess.CompletedProcess[str]":
     paths = os.pathsep.join([str(HERE.parent / "kvtier_mooncake" / "shim"), PATHS])
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=600,
         env={**os.environ, "PYTHONPATH": paths if shim else PATHS, **env})
 
 
@@ -76,12 +76,12 @@ def test_python_m(tmp_path: Path) -> None:
     for program in ([str(script)], ["-m", "engine"]):
         done = subprocess.run(
             [sys.executable, "-m", "kvtier_mooncake", "--spec", "store(host=33MiB)", *program,
-             "--spec", "theirs"], capture_output=True, text=True, timeout=60,
+             "--spec", "theirs"], capture_output=True, text=True, timeout=600,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([PATHS, str(tmp_path)])})
         assert sorted(done.stdout.splitlines()) == [
             f"['--spec', 'theirs'] 0 {33 << 20}", f"['child'] 0 {33 << 20}"], done.stderr
     done = subprocess.run([sys.executable, "-m", "kvtier_mooncake"], capture_output=True, text=True,
-                          timeout=60, env={**os.environ, "PYTHONPATH": PATHS})
+                          timeout=600, env={**os.environ, "PYTHONPATH": PATHS})
     assert done.returncode == 2 and "nothing to run" in done.stderr
 
 
@@ -154,7 +154,7 @@ def test_exit_in_the_middle_of_moves() -> None:
         for of in range(4):
             threading.Thread(target=work, args=(of,), daemon=True).start()
         for _ in range(40):  # until they are all at it
-            assert turns.acquire(timeout=30)
+            assert turns.acquire(timeout=600)
         print("end")
     """.replace("\n        ", "\n"))
     assert (done.returncode, done.stdout.strip()) == (0, "end"), done.stderr[-2000:]

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any, Iterator, List
 
+import gate as gates
 import kvtier
 import pytest
+from gate import HANG_S, Gate, until
 from kvtier import _callbacks, _reaper
 
 HERE = Path(__file__).resolve().parent
@@ -23,18 +25,22 @@ def runtime() -> Iterator[kvtier.Runtime]:
 
 
 @pytest.fixture
-def slow() -> Iterator[kvtier.Runtime]:
-    """One worker that takes 80 ms for each item."""
-    with kvtier.Runtime(workers=1, faults="faults(worker=at(stall=80ms))") as runtime:
+def single() -> Iterator[kvtier.Runtime]:
+    """One worker: what stands at a gate is in front of all other work."""
+    with kvtier.Runtime(workers=1) as runtime:
         yield runtime
+
+
+@pytest.fixture
+def gate(single: kvtier.Runtime) -> Iterator[Gate]:
+    """A closed gate; its work is for the runtime `single`."""
+    with gates.handled(), Gate(single) as made:
+        yield made
 
 
 def no_ops_left(runtime: kvtier.Runtime) -> None:
     """Whoever ended an op counts it for a moment after it was told."""
-    end = time.monotonic() + 10.0
-    while runtime.stats().ops_open or runtime.stats().ops_live:
-        assert time.monotonic() < end, runtime.stats()
-        time.sleep(0.001)
+    until(lambda: not (runtime.stats().ops_open or runtime.stats().ops_live))
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +48,10 @@ def nothing_left() -> Iterator[None]:
     """Every handle and every callback number is given up after a test. Soon, not
     at once: a callback's thread holds its batch until it has returned."""
     yield
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + HANG_S
     while True:
         gc.collect()
-        assert _reaper.flush(5.0)
+        assert _reaper.flush(HANG_S)
         left = [job for job in list(_reaper._live.values()) if job.handle.value]
         if not left and _callbacks.live() == 0:
             return

@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
-from typing import Any, List
+from typing import Any, Callable, List
 
 import kvtier
 import pytest
 from conftest import no_ops_left
+from gate import HANG_S, Gate, released
 from kvtier import TIER_HOST, Work
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    """Looks until something is true, and lets the loop go on meanwhile."""
+    async def look() -> None:
+        while not holds():
+            await asyncio.sleep(0.0005)
+
+    await asyncio.wait_for(look(), HANG_S)
 
 
 def test_hundreds_at_once(runtime: kvtier.Runtime) -> None:
@@ -24,7 +33,7 @@ def test_hundreds_at_once(runtime: kvtier.Runtime) -> None:
             async def move(i: int) -> int:
                 at = i * 1024
                 work = Work.copy(target, source, 1024, dst_offset=at, src_offset=at, checksum=True)
-                result = await runtime.submit(work, queue=queue, timeout=30)
+                result = await runtime.submit(work, queue=queue, timeout=HANG_S)
                 assert bytes(target.view()[at : at + 1024]) == bytes(source.view()[at : at + 1024])
                 return result.value
 
@@ -34,11 +43,7 @@ def test_hundreds_at_once(runtime: kvtier.Runtime) -> None:
             assert values == expected
             # An op that is seen to be done is not waited for: its completion may
             # still lie in the queue, and the loop takes it from there.
-            async def drained() -> None:
-                while queue._state.known:
-                    await asyncio.sleep(0)
-
-            await asyncio.wait_for(drained(), 10)
+            await until(lambda: not queue._state.known)
 
     asyncio.run(main())
     no_ops_left(runtime)
@@ -59,17 +64,19 @@ def test_many_awaiters_and_an_op_already_done(runtime: kvtier.Runtime) -> None:
     asyncio.run(main())
 
 
-def test_errors_come_out_of_await(slow: kvtier.Runtime) -> None:
+def test_errors_come_out_of_await(single: kvtier.Runtime, gate: Gate) -> None:
     async def main() -> None:
-        async with slow.queue() as queue:
-            buffer = slow.buffer(4096)
+        async with single.queue() as queue:
+            buffer = single.buffer(4096)
             with pytest.raises(kvtier.CorruptError):
-                await slow.submit(Work.verify(buffer, 1), queue=queue)
+                await single.submit(Work.verify(buffer, 1), queue=queue)
+            op = single.submit([gate.work] * 25, queue=queue, timeout=0.001)
+            await until(lambda: op.info().resolved)
+            gate.open()
             with pytest.raises(TimeoutError):
-                op = slow.submit([Work.prefault(buffer)] * 25, queue=queue, timeout=0.001)
                 await op
             assert op.info().released
-            op = slow.submit(Work.prefault(buffer), queue=queue)
+            op = single.submit(Work.prefault(buffer), queue=queue)
             op.cancel()
             try:
                 await op
@@ -79,41 +86,51 @@ def test_errors_come_out_of_await(slow: kvtier.Runtime) -> None:
     asyncio.run(main())
 
 
-def test_cancelling_a_task_waits_for_the_release(slow: kvtier.Runtime) -> None:
+def test_cancelling_a_task_waits_for_the_release(single: kvtier.Runtime, gate: Gate) -> None:
     async def main() -> None:
-        async with slow.queue() as queue:
-            buffer = slow.buffer(4096)
-            op = slow.submit([Work.prefault(buffer)] * 50, queue=queue)
+        async with single.queue() as queue:
+            op = single.submit([gate.work] * 50, queue=queue)
 
             async def wait() -> Any:
                 return await op
 
             task = asyncio.ensure_future(wait())
             await asyncio.sleep(0)  # it must have begun to await
-            while not op.info().state & kvtier.ISSUED:
-                await asyncio.sleep(0.001)
+            await until(gate.entered.is_set)
             task.cancel()
             await asyncio.sleep(0)
             assert not task.done(), "the worker still holds the memory"
             task.cancel()  # a second one changes nothing
+            await asyncio.sleep(0)
+            assert not task.done() and not released(op)
+            gate.open()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert op.info().released and buffer.info().in_flight == 0
-            assert op.info().items_failed > 40
+            assert op.info().released and gate.buffer.info().in_flight == 0
+            # The item that had begun was carried out, and none of the others.
+            assert op.info().items_failed == 49
 
-    start = time.monotonic()
     asyncio.run(main())
-    assert time.monotonic() - start < 3.5, "fifty items were not worth waiting for"
 
 
-def test_wait_for(slow: kvtier.Runtime) -> None:
+def test_wait_for(single: kvtier.Runtime, gate: Gate) -> None:
     async def main() -> None:
-        async with slow.queue() as queue:
-            buffer = slow.buffer(4096)
-            op = slow.submit([Work.prefault(buffer)] * 50, queue=queue)
+        async with single.queue() as queue:
+            op = single.submit([gate.work] * 50, queue=queue)
+            seen: List[bool] = []
+
+            async def open_once_it_is_cancelled() -> None:
+                await until(lambda: op.info().state & kvtier.abi.KVT_OP_CANCEL)
+                seen.append(released(op))
+                gate.open()
+
+            await until(gate.entered.is_set)
+            opener = asyncio.ensure_future(open_once_it_is_cancelled())
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(op, 0.02)
             assert op.info().released
+            await opener
+            assert seen == [False]
 
     asyncio.run(main())
 
@@ -155,20 +172,25 @@ def test_await_needs_an_attached_queue(runtime: kvtier.Runtime) -> None:
     asyncio.run(main())
 
 
-def test_closing_the_queue_wakes_who_awaits(slow: kvtier.Runtime) -> None:
+def test_closing_the_queue_wakes_who_awaits(single: kvtier.Runtime, gate: Gate) -> None:
     async def main() -> None:
-        queue = slow.queue().attach()
-        buffer = slow.buffer(4096)
-        ops = slow.submit_each([Work.prefault(buffer)] * 10, queue=queue)
+        queue = single.queue().attach()
+        buffer = single.buffer(4096)
+        ops = single.submit_each([gate.work] + [Work.prefault(buffer)] * 9, queue=queue)
 
         async def wait(op: kvtier.Op) -> Any:
             return await op
 
         tasks = [asyncio.ensure_future(wait(op)) for op in ops]
-        await asyncio.sleep(0.01)
-        await queue.aclose()
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
-        assert sum(isinstance(r, kvtier.CancelledError) for r in results) >= 8
+        await asyncio.sleep(0)  # all of them have begun to await
+        await until(gate.entered.is_set)
+        closing = asyncio.ensure_future(queue.aclose())
+        await until(lambda: all(released(op) for op in ops[1:]))
+        assert not closing.done()
+        gate.open()
+        await closing
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), HANG_S)
+        assert sum(isinstance(r, kvtier.CancelledError) for r in results) == 9
 
     asyncio.run(main())
 
@@ -212,4 +234,4 @@ def test_a_loop_may_end_before_its_queue(runtime: kvtier.Runtime) -> None:
         await runtime.submit(Work.checksum(runtime.buffer(4096)), queue=queue)
 
     asyncio.run(main())
-    queue.close(5)
+    queue.close(HANG_S)

@@ -12,6 +12,7 @@ import kvtier
 import numpy as np
 import pytest
 import xxhash
+from gate import HANG_S
 
 
 def oracle(data: bytes) -> int:
@@ -151,4 +152,4 @@ def provoke() -> None:
     with kvtier.Runtime(workers=1, faults="faults(worker=at(panic=1))") as runtime:
         with runtime.buffer(4096) as buffer, runtime.submit(kvtier.Work.prefault(buffer)) as op:
             with pytest.raises(kvtier.PanicError):
-                op.result(10)
+                op.result(HANG_S)

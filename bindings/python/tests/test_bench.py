@@ -14,7 +14,7 @@ KEYS = {"group", "bar", "value", "unit", "baseline", "baseline_value", "goal", "
 def test_every_line_is_a_bar() -> None:
     script = build_wheel.HERE / "bench.py"
     done = subprocess.run([sys.executable, str(script), "--rounds", "1"], capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=600)
     assert done.returncode == 0, done
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(set(line) >= KEYS and line["group"] == "python" for line in lines)

@@ -9,6 +9,7 @@ import weakref
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S
 from kvtier import _reaper
 
 PARTS = [96, 32, 96, 32]
@@ -247,7 +248,7 @@ def test_a_pool_on_memory_that_was_closed(runtime):
                 memory = device.alloc(4096)
                 pool = kvtier.Pool(memory, 256)
                 place = pool.at([1])
-                assert blocks.put([b"a"], place).result(5).value == 1
+                assert blocks.put([b"a"], place).result(HANG_S).value == 1
                 memory.close()
                 for one in (place, pool.at([0])):
                     with pytest.raises(kvtier.ClosedError):
@@ -453,9 +454,9 @@ def test_a_place_on_a_device(runtime):
                     place = kvtier.Place(memory.address, memory.nbytes,
                                          on_device=memory.on_device, kept=memory)
                     device.upload(bytes(range(256)) * 16, memory).wait()
-                    blocks.put([b"a"], kvtier.Pool(place, 256).at([15])).result(5)
+                    blocks.put([b"a"], kvtier.Pool(place, 256).at([15])).result(HANG_S)
                     back = bytearray(256)
-                    blocks.get([b"a"], kvtier.Pool(back, 256).at([0])).result(5)
+                    blocks.get([b"a"], kvtier.Pool(back, 256).at([0])).result(HANG_S)
                     assert bytes(back) == bytes(range(256))
                     row = bytearray(512)
                     device.download(place, row, offset=256).wait()

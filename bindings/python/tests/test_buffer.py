@@ -10,6 +10,7 @@ import weakref
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S, Gate
 from kvtier import _callbacks, _reaper
 
 
@@ -46,7 +47,7 @@ def test_torch_shares_the_memory(runtime: kvtier.Runtime) -> None:
 def test_the_library_writes_what_numpy_reads(runtime: kvtier.Runtime) -> None:
     source, target = runtime.buffer(1 << 20), runtime.buffer(1 << 20)
     np.asarray(source)[:] = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)
-    runtime.copy(target, source).result(10)
+    runtime.copy(target, source).result(HANG_S)
     assert np.array_equal(np.asarray(source), np.asarray(target))
 
 
@@ -88,24 +89,27 @@ def test_use_after_close_is_a_clean_error(runtime: kvtier.Runtime) -> None:
     assert "closed" in repr(buffer)
 
 
-def test_a_buffer_in_flight_is_not_closed(slow: kvtier.Runtime) -> None:
-    buffer = slow.buffer(4096)
-    op = slow.submit([kvtier.Work.prefault(buffer)] * 25)
+def test_a_buffer_in_flight_is_not_closed(single: kvtier.Runtime, gate: Gate) -> None:
+    buffer = single.buffer(4096)
+    op = single.submit([gate.work, kvtier.Work.prefault(buffer)])
     with pytest.raises(kvtier.BusyError):
         buffer.close()
-    op.result(10)
+    gate.open()
+    op.result(HANG_S)
     buffer.close()
 
 
-def test_a_dropped_buffer_in_flight_is_freed_after_the_op(slow: kvtier.Runtime) -> None:
+def test_a_dropped_buffer_in_flight_is_freed_after_the_op(single: kvtier.Runtime,
+                                                          gate: Gate) -> None:
     memory = bytearray(4096)
-    with slow.wrap(memory) as buffer:
-        op = slow.submit([kvtier.Work.checksum(buffer)] * 25)
+    with single.wrap(memory) as buffer:
+        op = single.submit([gate.work, kvtier.Work.checksum(buffer)])
     del buffer
     with pytest.raises(BufferError):
         memory.append(1)  # the library still reads there
-    op.result(10)
-    assert _reaper.flush(5)
+    gate.open()
+    op.result(HANG_S)
+    assert _reaper.flush(HANG_S)
     memory.append(1)
 
 
@@ -119,7 +123,7 @@ def test_wrap_holds_its_object_until_it_is_freed(runtime: kvtier.Runtime) -> Non
     assert buffer.address == array.ctypes.data and buffer.info().pages == "foreign"
     source = runtime.buffer(8192)
     source.view()[:] = b"\5" * 8192
-    runtime.copy(buffer, source).result(10)
+    runtime.copy(buffer, source).result(HANG_S)
     assert (array == 5).all()
     del array
     gc.collect()

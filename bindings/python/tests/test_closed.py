@@ -14,6 +14,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S, Gate, until
 from kvtier import Attention, Context, Group, Identity, Sparse, View
 from kvtier._resource import Closing, Resource
 from test_process import run
@@ -61,7 +62,7 @@ class World:
         self.budget = self.runtime.budget(host_bytes=1 << 24)
         self.account = self.budget.account("a")
         self.op = self.runtime.submit(kvtier.Work.checksum(self.buffer))
-        self.op.wait(10)
+        self.op.wait(HANG_S)
         self.event = kvtier.Event()
         self.policy = kvtier.Policy("lru", max_objects=16)
         self.sparse = Sparse(SHAPE, SPARSE)
@@ -178,7 +179,7 @@ def test_each_that_waits_closes_in_a_loop(tmp_path: Path) -> None:
             async with kvtier.Store(runtime, "store(host=1MiB)") as store:
                 async with kvtier.Device(runtime, "host") as device:
                     async with device.copy() as event:
-                        event.wait(5)
+                        event.wait(HANG_S)
                     assert event.closed
                 assert device.closed and not store.closed
             assert store.closed
@@ -194,17 +195,21 @@ def test_each_that_waits_closes_in_a_loop(tmp_path: Path) -> None:
                      "Streamer"}
 
 
-def test_a_close_is_waited_for_by_a_task_that_is_cancelled(slow: kvtier.Runtime) -> None:
+def test_a_close_is_waited_for_by_a_task_that_is_cancelled(single: kvtier.Runtime,
+                                                           gate: Gate) -> None:
     async def main() -> None:
-        queue, buffer = slow.queue(), slow.buffer(4096)
-        slow.post(kvtier.Work.checksum(buffer), queue)
+        queue = single.queue()
+        single.post(gate.work, queue)
+        gate.until_entered()
         closing = asyncio.ensure_future(queue.aclose())
         await asyncio.sleep(0)
         closing.cancel()
+        await asyncio.sleep(0)
+        assert not closing.done() and not queue.closed
+        gate.open()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert queue.closed and buffer.info().in_flight == 0
-        buffer.close()
+        assert queue.closed and gate.buffer.info().in_flight == 0
 
     asyncio.run(main())
 
@@ -270,13 +275,12 @@ def test_a_queue_leaves_a_loop_that_stops(tmp_path: Path) -> None:
 
         def stop() -> None:
             closing.start()
-            while queue._loop is not None:  # what it asks the loop for is not heard any more
-                time.sleep(0.001)
+            until(lambda: queue._loop is None)  # what it asks the loop for is not heard any more
             loop.stop()
 
         loop.call_soon(stop)
         loop.run_forever()
-        closing.join(10)
+        closing.join(HANG_S)
         assert not closing.is_alive() and queue.closed
         loop.run_until_complete(asyncio.sleep(0))  # and its word for the loop does no harm
         loop.close()

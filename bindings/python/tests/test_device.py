@@ -14,9 +14,10 @@ from typing import Any, Callable, Dict, List, Tuple
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S
 from kvtier import DeviceCopy, Group, Identity, View, abi
 
-SOON = 60.0
+SOON = HANG_S
 
 
 def _runs(table: int, count: int) -> List[Tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "router"))
 
@@ -31,7 +32,7 @@ def put(store, tokens):
     with space_of(store) as space, space.session() as session:
         session.append(tokens)
         rows = [np.zeros(len(tokens) * ROW, np.uint8) for _ in range(LAYERS)]
-        session.put([kvtier.View(row, ROW) for row in rows]).result(timeout=30)
+        session.put([kvtier.View(row, ROW) for row in rows]).result(timeout=HANG_S)
 
 
 def prompt(first, chunks):
@@ -39,7 +40,7 @@ def prompt(first, chunks):
 
 
 def until(what, holds):
-    end = time.monotonic() + 60
+    end = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < end, what
         time.sleep(0.01)
@@ -51,14 +52,14 @@ def test_a_watch_ends_when_something_changes(runtime):
         assert not watch.info().resolved
         tokens = prompt(1, 3)
         put(store, tokens)
-        assert [done.tag for done in queue.wait(timeout=30)] == ["news"]
+        assert [done.tag for done in queue.wait(timeout=HANG_S)] == ["news"]
         told = store.events()
         with space_of(store) as space:
             assert [event.key for event in told.events] == space.chunk_keys(tokens + [1, 2])
-        assert store.watch(1).result(timeout=30).value == 2
+        assert store.watch(1).result(timeout=HANG_S).value == 2
         dropped = store.watch(timeout=0.01)
         with pytest.raises(kvtier.TimeoutError):
-            dropped.result(timeout=30)
+            dropped.result(timeout=HANG_S)
 
 
 class Toy(BaseHTTPRequestHandler):
@@ -82,7 +83,7 @@ def serve(server):
 
 
 def ask(router, tokens):
-    client = http.client.HTTPConnection(*router.server_address[:2], timeout=30)
+    client = http.client.HTTPConnection(*router.server_address[:2], timeout=HANG_S)
     client.request("POST", "/v1/completions", json.dumps({"prompt": tokens}))
     answer = client.getresponse()
     data = answer.read()
@@ -94,16 +95,20 @@ def ask(router, tokens):
 def redis():
     if not shutil.which("redis-server"):
         pytest.skip("redis-server is not here")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
-        def answers():
-            with socket.socket() as client:
-                return client.connect_ex(("127.0.0.1", port)) == 0
+    def answers():
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
 
-        until("the server answers", answers)
+    for _ in range(10):  # again where another program took the port meanwhile
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        until("the server answers", lambda: answers() or server.poll() is not None)
+        if server.poll() is None:
+            break
+    with server:
         yield port
         server.kill()
 
@@ -114,7 +119,7 @@ def test_a_router_asks_the_engine_that_has_the_prefix(runtime, redis):
     engines = [ThreadingHTTPServer(("127.0.0.1", 0), Toy) for _ in range(2)]
     names = [serve(engine) for engine in engines]
     spec = ('store(host=4MiB, remote=redis(url="redis://127.0.0.1:%d", write=never, '
-            'events="%s"))')
+            'events="%s", connect=600000, timeout=600000))')
     stores = [kvtier.Store(runtime, spec % (redis, name)) for name in names]
     router = Router(("127.0.0.1", 0), ("127.0.0.1", redis), "kvt/events", SPACE)
     try:

@@ -44,7 +44,7 @@ def said(statement: str, *missing: str, path: str = "") -> str:
     program = PROGRAM.format(missing=missing, statement=statement)
     program = f"import sys; sys.path.insert(0, {path!r})\n{program}" if path else program
     return subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE,
-                          timeout=60).stdout.decode()
+                          timeout=600).stdout.decode()
 
 
 @pytest.mark.parametrize("statement, module, what, install", MISSING)

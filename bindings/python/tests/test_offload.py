@@ -9,6 +9,7 @@ from typing import Any, Iterator, Tuple
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S
 from kvtier import Attention, Context, Group, Identity, Offload, View
 
 LAYERS, BLOCK, HEADS, QUERY_HEADS, DIM = 3, 16, 2, 4, 8
@@ -37,7 +38,7 @@ class Model:
         k, v = (View(self.kv[i, layer], RUN, HEADS, offset=at) for i in range(2))
         op = self.offload.put(layer, self.tokens, count, k, v)
         if op is not None:
-            op.result(10)
+            op.result(HANG_S)
 
     def put_all(self, count: int) -> None:
         self.append(count)
@@ -300,7 +301,7 @@ def test_a_latent_and_halves(store: kvtier.Store) -> None:
                 session.append(list(range(20)))
                 op = offload.put(0, 0, 20, View(rows, DIM * 2))
                 if op is not None:
-                    op.result(10)
+                    op.result(HANG_S)
                 offload.load(0, 0, Context(20))
                 kv = offload.wait(0)
                 assert kv.v is None and (kv.blocks, kv.tail_tokens) == (1, 4)
@@ -402,7 +403,7 @@ def test_a_ring_in_memory_of_a_device(runtime: kvtier.Runtime, lends: bool) -> N
                 k, v = (View(there, RUN, HEADS, offset=i * plane) for i in range(2))
                 op = offload.put(layer, 0, 70, k, v)
                 assert op is not None
-                op.result(10)
+                op.result(HANG_S)
                 op.close()
                 offload.after(None)
                 event.close()
@@ -416,7 +417,7 @@ def test_a_ring_in_memory_of_a_device(runtime: kvtier.Runtime, lends: bool) -> N
                     assert there_now.shape == (70, HEADS, DIM)
                     back = np.zeros_like(kv[i, layer])
                     with device.copy([kvtier.DeviceCopy(View(there_now, plane), back)]) as event:
-                        event.wait(10)
+                        event.wait(HANG_S)
                     assert np.array_equal(back, kv[i, layer])
                 with pytest.raises(kvtier.Error):
                     device.copy([kvtier.DeviceCopy(View(there_now, plane), back, scatter=True)])

@@ -11,18 +11,14 @@ from typing import Any, List
 import kvtier
 import pytest
 from conftest import no_ops_left
+from gate import HANG_S, Gate, handled, released, until
 from kvtier import Work, _reaper
-
-
-def until_issued(op: kvtier.Op) -> None:
-    while not op.info().state & kvtier.ISSUED:
-        time.sleep(0.0005)
 
 
 def test_result_and_info(runtime: kvtier.Runtime) -> None:
     source, target = runtime.buffer(8192), runtime.buffer(8192)
     op = runtime.submit(Work.copy(target, source, checksum=True), tag={"any": "object"})
-    result = op.result(10)
+    result = op.result(HANG_S)
     assert result.bytes_done == 8192 and result.value == kvtier.checksum(bytes(8192))
     info = op.info()
     assert info.released and info.resolved and (info.items, info.items_done) == (1, 1)
@@ -37,15 +33,15 @@ def test_corrupt_bytes_are_found(runtime: kvtier.Runtime) -> None:
     data = bytearray(random.Random(3).randbytes(100_000))
     expect = kvtier.checksum(data)
     buffer = runtime.wrap(data)
-    runtime.submit(Work.verify(buffer, expect)).result(10)
+    runtime.submit(Work.verify(buffer, expect)).result(HANG_S)
     data[77_777] ^= 1
     op = runtime.submit(Work.verify(buffer, expect))
     with pytest.raises(kvtier.CorruptError) as caught:
-        op.result(10)
+        op.result(HANG_S)
     assert caught.value.status == kvtier.abi.KVT_E_CORRUPT
     assert op.items()[0].value == kvtier.checksum(data) != expect
     with pytest.raises(kvtier.CorruptError):
-        runtime.submit(Work.copy(runtime.buffer(100_000), buffer, expect=expect)).result(10)
+        runtime.submit(Work.copy(runtime.buffer(100_000), buffer, expect=expect)).result(HANG_S)
     buffer.close()
 
 
@@ -55,7 +51,7 @@ def test_one_bad_item_among_many(runtime: kvtier.Runtime) -> None:
     work = [Work.verify(buffer, good + (i == 3), 4096, src_offset=i * 4096) for i in range(10)]
     op = runtime.submit(work)
     with pytest.raises(kvtier.CorruptError):
-        op.result(10)
+        op.result(HANG_S)
     items = op.items()
     assert [i for i, item in enumerate(items) if item.status] == [3]
     assert op.info().items_failed == 1 and op.info().bytes_done == 9 * 4096
@@ -64,48 +60,63 @@ def test_one_bad_item_among_many(runtime: kvtier.Runtime) -> None:
         op.items(11, 1)
 
 
-def test_wait_times_out_and_goes_on(slow: kvtier.Runtime) -> None:
-    buffer = slow.buffer(4096)
-    op = slow.submit([Work.prefault(buffer)] * 25)
+def test_wait_times_out_and_goes_on(single: kvtier.Runtime, gate: Gate) -> None:
+    op = single.submit([gate.work] * 25)
     assert op.wait(0) is False and op.wait(-5) is False
     with pytest.raises(TimeoutError):
         op.result(0.001)
     with pytest.raises(kvtier.BusyError):
         op.close()
+    gate.open()
     assert op.wait(float("inf")) is True
     with pytest.raises(ValueError):
         op.wait(float("nan"))
 
 
-def test_a_deadline_resolves_before_the_release(slow: kvtier.Runtime) -> None:
-    buffer = slow.buffer(4096)
-    start = time.monotonic()
-    op = slow.submit([Work.prefault(buffer)] * 25, timeout=0.005)
-    assert op.wait(10, kvtier.RESOLVED)
-    resolved = time.monotonic() - start
+def test_a_deadline_resolves_before_the_release(single: kvtier.Runtime, gate: Gate) -> None:
+    timeout, shown = 0.005, False
+    while not shown:  # again with a later deadline where it came before the worker did
+        start = time.monotonic()
+        op = single.submit([gate.work] * 25, timeout=timeout)
+        assert op.wait(HANG_S, kvtier.RESOLVED)
+        resolved = time.monotonic() - start
+        assert resolved >= timeout
+        shown = gate.entered.is_set()
+        assert not (shown and released(op)), "the worker still reads its memory"
+        if not shown:
+            timeout *= 2
+    gate.open()
     with pytest.raises(kvtier.TimeoutError) as caught:
-        op.result(10)
+        op.result(HANG_S)
     assert op.info().released and caught.value.name == "KVT_E_TIMEOUT"
-    assert resolved >= 0.005
 
 
-def test_cancel(slow: kvtier.Runtime) -> None:
-    buffer = slow.buffer(4096)
-    first = slow.submit([Work.prefault(buffer)] * 25)
-    ops = slow.submit_each([Work.prefault(buffer)] * 20)
+def test_cancel(single: kvtier.Runtime, gate: Gate) -> None:
+    buffer = single.buffer(4096)
+    first = single.submit([gate.work] * 25)
+    ops = single.submit_each([Work.prefault(buffer)] * 20)
     for op in ops:
         op.cancel()
     for op in ops:
         with pytest.raises(kvtier.CancelledError):
-            op.result(10)
-    first.result(10)
+            op.result(HANG_S)
+    gate.open()
+    first.result(HANG_S)
 
 
-def test_with_cancels_and_waits(slow: kvtier.Runtime) -> None:
-    buffer = slow.buffer(4096)
-    with slow.submit([Work.prefault(buffer)] * 100) as op:
+def test_with_cancels_and_waits(single: kvtier.Runtime, gate: Gate) -> None:
+    # The gate opens once the op is cancelled: without a cancel this would hang.
+    op = single.submit([gate.work] * 100)
+    gate.until_entered()
+    opener = threading.Thread(target=lambda: (
+        until(lambda: op.info().state & kvtier.abi.KVT_OP_CANCEL), seen.append(released(op)), gate.open()))
+    seen: List[bool] = []
+    opener.start()
+    with op:
         pass
-    assert op.closed and buffer.info().in_flight == 0
+    opener.join()
+    assert op.closed and gate.buffer.info().in_flight == 0
+    assert seen == [False]
 
 
 def test_submit_each_is_all_or_none(runtime: kvtier.Runtime) -> None:
@@ -118,7 +129,7 @@ def test_submit_each_is_all_or_none(runtime: kvtier.Runtime) -> None:
         ops = runtime.submit_each(work[:8], queue=queue, tags=list("abcdefgh"))
         got: List[kvtier.Completion] = []
         while len(got) < 8:
-            got += queue.wait(10)
+            got += queue.wait(HANG_S)
         assert sorted(str(c.tag) for c in got) == list("abcdefgh")
         assert {c.op for c in got} == set(ops) and all(c.ok for c in got)
         assert queue.poll() == [] and queue.wait(0.01) == []
@@ -131,22 +142,22 @@ def test_post_needs_no_handle(runtime: kvtier.Runtime) -> None:
     with runtime.queue() as queue:
         tag = object()
         runtime.post(Work.checksum(buffer), queue, tag=tag)
-        done, = queue.wait(10)
+        done, = queue.wait(HANG_S)
         assert done.op is None and done.tag is tag
         assert done.value == kvtier.checksum(bytes(4096))
         runtime.post(Work.verify(buffer, 1), queue)
-        bad, = queue.wait(10)
+        bad, = queue.wait(HANG_S)
         assert not bad.ok and isinstance(bad.error, kvtier.CorruptError)
     no_ops_left(runtime)
 
 
-def test_moments_are_told(slow: kvtier.Runtime) -> None:
-    buffer = slow.buffer(4096)
-    with slow.queue() as queue:
-        op = slow.submit(Work.prefault(buffer), queue=queue, notify=kvtier.ISSUED, tag=1)
+def test_moments_are_told(single: kvtier.Runtime) -> None:
+    buffer = single.buffer(4096)
+    with single.queue() as queue:
+        op = single.submit(Work.prefault(buffer), queue=queue, notify=kvtier.ISSUED, tag=1)
         events = 0
         while not events & kvtier.RELEASED:
-            for done in queue.wait(10):
+            for done in queue.wait(HANG_S):
                 assert done.op is op and done.tag == 1
                 events |= done.events
         assert events & kvtier.ISSUED
@@ -167,8 +178,7 @@ def test_callback_queue(runtime: kvtier.Runtime) -> None:
     with runtime.queue(callback=called) as queue:
         for i in range(500):
             runtime.submit(Work.checksum(buffer), queue=queue, tag=i)
-        while len(seen) < 500:  # a close cancels what has not begun
-            time.sleep(0.001)
+        until(lambda: len(seen) == 500)  # a close cancels what has not begun
         with pytest.raises(kvtier.StateError):
             queue.poll()
         with pytest.raises(kvtier.StateError):
@@ -188,7 +198,7 @@ def test_what_a_callback_raises_stays_in_python(
         raise KeyError(batch[0].tag)
 
     with runtime.queue(callback=called) as queue:
-        runtime.submit(Work.checksum(buffer), queue=queue, tag="mine").wait(10)
+        runtime.submit(Work.checksum(buffer), queue=queue, tag="mine").wait(HANG_S)
     assert len(unraisable) == 1 and unraisable[0].args == ("mine",)
     assert not runtime.stats().poisoned
 
@@ -205,14 +215,13 @@ def test_waiting_in_a_callback_is_refused(runtime: kvtier.Runtime) -> None:
 
     queue = runtime.queue(callback=called)
     runtime.submit(Work.checksum(buffer), queue=queue)
-    while len(caught) < 3:
-        time.sleep(0.001)
+    until(lambda: len(caught) == 3)
     queue.close()
     assert caught == ["KVT_E_REENTRANT"] * 3
 
 
 def test_a_callback_may_drop_the_last_reference() -> None:
-    dropped = threading.Event()
+    dropped, collected = threading.Event(), threading.Event()
     holder: List[Any] = [kvtier.Runtime(workers=1)]
     buffer = holder[0].buffer(4096)
 
@@ -220,58 +229,66 @@ def test_a_callback_may_drop_the_last_reference() -> None:
         holder.clear()
         gc.collect()
         dropped.set()
-        time.sleep(0.05)  # the batch, and so the runtime, is still held here
+        assert collected.wait(HANG_S)  # the batch, and so the runtime, is still held here
 
     holder.append(holder[0].queue(callback=called))
     holder[0].submit(Work.checksum(buffer), queue=holder[1])
-    assert dropped.wait(10)
+    assert dropped.wait(HANG_S)
     del buffer
     gc.collect()
+    collected.set()
 
 
-def test_closing_a_queue_cancels_its_ops(slow: kvtier.Runtime) -> None:
-    buffer = slow.buffer(4096)
-    queue = slow.queue()
-    ops = slow.submit_each([Work.prefault(buffer)] * 10, queue=queue)
-    until_issued(ops[0])
+def test_closing_a_queue_cancels_its_ops(single: kvtier.Runtime, gate: Gate) -> None:
+    buffer = single.buffer(4096)
+    queue = single.queue()
+    ops = single.submit_each([gate.work] + [Work.prefault(buffer)] * 9, queue=queue)
+    gate.until_entered()
     with pytest.raises(kvtier.BusyError):
         queue.close(timeout=0)
-    queue.close(timeout=10)
+    gate.open()
+    queue.close(timeout=HANG_S)
     assert queue.closed
     states = [op.info() for op in ops]
     assert all(s.released for s in states)
-    assert sum(s.status == kvtier.abi.KVT_E_CANCELLED for s in states) >= 8
+    assert sum(s.status == kvtier.abi.KVT_E_CANCELLED for s in states) == 9
     with pytest.raises(kvtier.ClosedError, match="this queue is closed"):
-        slow.submit(Work.prefault(buffer), queue=queue)
+        single.submit(Work.prefault(buffer), queue=queue)
 
 
-def test_a_dropped_op_runs_to_its_end(slow: kvtier.Runtime) -> None:
-    source, target = slow.buffer(4096), slow.buffer(4096)
+def test_a_dropped_op_runs_to_its_end(single: kvtier.Runtime, gate: Gate) -> None:
+    source, target = single.buffer(4096), single.buffer(4096)
     source.view()[:] = b"\7" * 4096
-    slow.copy(target, source)
-    assert _reaper.flush(5)
+    first = single.submit(gate.work)
+    single.copy(target, source)  # dropped while it waits behind the gate
+    gc.collect()
+    assert bytes(target.view()) == bytes(4096)
+    gate.open()
+    first.result(HANG_S)
+    assert _reaper.flush(HANG_S)
     assert bytes(target.view()) == b"\7" * 4096
-    no_ops_left(slow)
+    first.close()
+    no_ops_left(single)
 
 
 def test_planted_panic(runtime: kvtier.Runtime) -> None:
     with kvtier.Runtime(workers=1, faults="faults(worker=at(panic=1))") as poisoned:
         with poisoned.queue() as queue, poisoned.buffer(4096) as buffer:
             op = poisoned.submit(Work.checksum(buffer), queue=queue, tag="t")
-            done, = queue.wait(10)
+            done, = queue.wait(HANG_S)
             assert done.tag == "t" and isinstance(done.error, kvtier.PanicError)
             with pytest.raises(kvtier.PanicError, match="planted panic at worker"):
-                op.result(10)
+                op.result(HANG_S)
             stats = poisoned.stats()
             assert stats.poisoned and stats.ops_submitted == 1
             with pytest.raises(kvtier.PanicError):
                 poisoned.submit(Work.checksum(buffer))
             op.close()
             no_ops_left(poisoned)
-        report = poisoned.close(timeout=10)
+        report = poisoned.close(timeout=HANG_S)
         assert report.ops == 0 and poisoned.closed
     other = runtime.buffer(4096)
-    runtime.submit(Work.checksum(other)).result(10)  # another one is not touched
+    runtime.submit(Work.checksum(other)).result(HANG_S)  # another one is not touched
 
 
 def test_close_reports_what_was_open() -> None:
@@ -280,7 +297,7 @@ def test_close_reports_what_was_open() -> None:
     account = budget.account("a")
     op = runtime.submit(Work.checksum(buffer))
     op.wait()
-    assert runtime.close(10) == kvtier.CloseReport(1, 1, 1, 1, 1)
+    assert runtime.close(HANG_S) == kvtier.CloseReport(1, 1, 1, 1, 1)
     assert runtime.close() == kvtier.CloseReport(0, 0, 0, 0, 0)
     assert op.result().bytes_done == 4096  # results outlive it
     with pytest.raises(kvtier.ClosedError):
@@ -292,15 +309,16 @@ def test_close_reports_what_was_open() -> None:
 
 
 def test_runtime_close_that_times_out_can_be_repeated() -> None:
-    other = kvtier.Runtime(workers=1, faults="faults(worker=at(stall=500ms))")
-    buffer = other.buffer(4096)
-    op = other.submit(Work.prefault(buffer))
-    until_issued(op)
-    with pytest.raises(kvtier.BusyError):
-        other.close(timeout=0)
-    assert not other.closed
-    other.close(timeout=10)
-    op.close()
+    other = kvtier.Runtime(workers=1)
+    with handled(), Gate(other) as gate:
+        op = other.submit(gate.work)
+        gate.until_entered()
+        with pytest.raises(kvtier.BusyError):
+            other.close(timeout=0)
+        assert not other.closed
+        gate.open()
+        other.close(timeout=HANG_S)
+        op.close()
 
 
 def test_thread_hook_sees_every_thread(unraisable: List[Any]) -> None:
@@ -313,7 +331,7 @@ def test_thread_hook_sees_every_thread(unraisable: List[Any]) -> None:
 
     with kvtier.Runtime(workers=3, on_thread=hook) as runtime:
         with runtime.buffer(4096) as buffer:
-            runtime.submit(Work.checksum(buffer)).result(10)
+            runtime.submit(Work.checksum(buffer)).result(HANG_S)
     assert sorted(seen) == [("notifier", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
     assert [str(e) for e in unraisable] == ["no such core"]
 
@@ -339,8 +357,8 @@ def test_threads_hammer_one_runtime(runtime: kvtier.Runtime) -> None:
                 if choice < 0.3:
                     op.cancel()
                 elif choice < 0.6:
-                    op.result(20)
-                assert op.wait(20)
+                    op.result(HANG_S)
+                assert op.wait(HANG_S)
                 if choice >= 0.3:
                     assert bytes(target.view()) == data
         except BaseException as error:  # noqa: BLE001: reported by the main thread
@@ -355,11 +373,11 @@ def test_threads_hammer_one_runtime(runtime: kvtier.Runtime) -> None:
     for thread in producers + consumers:
         thread.start()
     for thread in producers:
-        thread.join(60)
+        thread.join(HANG_S)
     stop.set()
     for thread in consumers:
-        thread.join(60)
-    queue.close(10)
+        thread.join(HANG_S)
+    queue.close(HANG_S)
     assert not failures
     assert sorted(got) == [(s, i) for s in range(n_threads) for i in range(per_thread)]
 
@@ -376,4 +394,4 @@ def test_everything_dropped_at_once_in_cycles() -> None:
         cycle.append(cycle)
         del runtime, queue, buffer, budget, account, paid, ops, cycle
         gc.collect()
-        assert _reaper.flush(10)
+        assert _reaper.flush(HANG_S)

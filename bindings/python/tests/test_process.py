@@ -22,7 +22,7 @@ LIBRARY = build_wheel.PACKAGE.parent
 def run(code: str, env: Optional[Dict[str, str]] = None) -> "subprocess.CompletedProcess[str]":
     """Runs a program; what the library lets slip at exit shows in its code and output."""
     command = [sys.executable, "-X", "dev", "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60,
+    return subprocess.run(command, capture_output=True, text=True, timeout=600,
                           env={**os.environ, **(env or {})}, cwd="/")
 
 
@@ -56,9 +56,9 @@ def test_a_forked_child_is_refused_and_can_exit() -> None:
             gc.collect()
             sys.exit(7)  # the atexit handlers run
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        op.result(10)
+        op.result(600)
         queue.close()
-        runtime.submit(kvtier.Work.checksum(buffer)).result(10)
+        runtime.submit(kvtier.Work.checksum(buffer)).result(600)
         buffer.close()
         print("parent goes on")
     """)
@@ -70,7 +70,7 @@ def test_a_child_of_a_process_without_runtimes_may_use_the_library() -> None:
         import os, kvtier
         pid = os.fork()
         with kvtier.Runtime(workers=1) as runtime, runtime.buffer(4096) as buffer:
-            runtime.submit(kvtier.Work.checksum(buffer)).result(10)
+            runtime.submit(kvtier.Work.checksum(buffer)).result(600)
         if pid:
             assert os.waitpid(pid, 0)[1] == 0
     """)
@@ -241,8 +241,8 @@ def test_pip_builds_and_installs_from_the_directory(tmp_path: Path) -> None:
                     with space.session() as session:
                         session.append([1, 2, 3, 4])
                         data, back = bytearray(range(64)), bytearray(64)
-                        session.put([kvtier.View(data, 16)]).result(10)
-                        session.get([kvtier.View(back, 16)]).result(10)
+                        session.put([kvtier.View(data, 16)]).result(600)
+                        session.get([kvtier.View(back, 16)]).result(600)
         print(data == back, kvtier.abi.__file__)
     """)
     said = subprocess.run([python, "-c", smoke], capture_output=True, text=True, env=env,

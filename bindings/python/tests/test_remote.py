@@ -3,6 +3,7 @@
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S
 
 CHUNK, ROW, LAYERS = 16, 128, 3
 GROUP = kvtier.Group(layers=range(LAYERS), k_bytes=ROW)
@@ -27,7 +28,7 @@ def views(rows):
 
 @pytest.fixture
 def shared(runtime, tmp_path):
-    spec = f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=20000, object=16KiB))'
+    spec = f'store(host=8MiB, remote=dir(path="{tmp_path}", timeout=600000, object=16KiB))'
     with kvtier.Store(runtime, spec, secrets={"password": b"of nobody"}) as one:
         with kvtier.Store(runtime, spec) as other:
             yield one, other
@@ -37,13 +38,13 @@ def test_one_puts_and_the_other_finds(shared):
     one, other = shared
     rows = planes()
     with session_of(one) as session:
-        done = session.put(views(rows), level=kvtier.LEVEL_REMOTE).result(timeout=30)
+        done = session.put(views(rows), level=kvtier.LEVEL_REMOTE).result(timeout=HANG_S)
         assert done.value == len(TOKENS)
         assert one.remote_stats()["sent_objects"] == 4
     with session_of(other) as session:
-        assert session.locate(timeout=30).result().value == 4 * CHUNK
+        assert session.locate(timeout=HANG_S).result().value == 4 * CHUNK
         back = [np.zeros(4 * CHUNK * ROW, np.uint8) for _ in range(LAYERS)]
-        session.get(views(back), tokens=4 * CHUNK).result(timeout=30)
+        session.get(views(back), tokens=4 * CHUNK).result(timeout=HANG_S)
         for ours, theirs in zip(back, rows):
             assert (ours == theirs[:4 * CHUNK * ROW]).all()
         stats = other.remote_stats()
@@ -53,14 +54,14 @@ def test_one_puts_and_the_other_finds(shared):
 def test_a_tenant_has_names_of_its_own(shared):
     one, other = shared
     with session_of(one, remote_tenant=7) as session:
-        session.put(views(planes()), level=kvtier.LEVEL_REMOTE).result(timeout=30)
+        session.put(views(planes()), level=kvtier.LEVEL_REMOTE).result(timeout=HANG_S)
     with session_of(other, remote_tenant=8) as session:
-        assert session.locate(timeout=30).result().value == 0
+        assert session.locate(timeout=HANG_S).result().value == 0
 
 
 def test_without_a_remote(runtime):
     with kvtier.Store(runtime, "store(host=8MiB)") as store, session_of(store) as session:
-        assert session.locate().result(timeout=30).value == 0
+        assert session.locate().result(timeout=HANG_S).value == 0
         with pytest.raises(kvtier.UnavailableError):
             session.put(views(planes()), level=kvtier.LEVEL_REMOTE)
         assert set(store.remote_stats().values()) == {0}
@@ -87,11 +88,11 @@ def test_blocks_of_one_are_located_by_the_other(shared):
     one, other = shared
     with blocks_of(one) as blocks:
         op = blocks.put([b"1", b"2"], pool_of([1, 2]).at([0, 1]), level=kvtier.LEVEL_REMOTE)
-        assert op.result(timeout=30).value == 2
+        assert op.result(timeout=HANG_S).value == 2
     with blocks_of(other) as blocks:
         names = kvtier.Names([b"1", b"9", b"2", b"1"])
         assert blocks.exists(names) == bytes(4)
-        op = blocks.locate(names, timeout=30)
+        op = blocks.locate(names, timeout=HANG_S)
         with pytest.raises(kvtier.NotFoundError):
             op.result()
         assert (op.failed(), op.info().value) == ([1], 1)
@@ -100,20 +101,20 @@ def test_blocks_of_one_are_located_by_the_other(shared):
         assert (blocks.prefix(names), blocks.prefix([b"2", b"1", b"9"])) == (1, 2)
         back = bytearray(4 * BLOCK)
         op = blocks.get(names, kvtier.Pool(back, BLOCK).at(range(4)))
-        op.wait(30)
+        op.wait(HANG_S)
         assert op.failed() == [1]
         assert [back[at * BLOCK:(at + 1) * BLOCK] == bytes([n]) * BLOCK
                 for at, n in ((0, 1), (2, 2), (3, 1))] == [True] * 3
         assert blocks.exists([b"1"])[0] & kvtier.EXISTS_WHOLE
-        assert blocks.locate([b"1", b"2"]).result(timeout=30).value == 2
+        assert blocks.locate([b"1", b"2"]).result(timeout=HANG_S).value == 2
         assert other.remote_stats()["asked_names"] == 3
 
 
 def test_blocks_without_a_remote(runtime):
     with kvtier.Store(runtime, "store(host=8MiB)") as store, blocks_of(store) as blocks:
-        blocks.put([b"1"], pool_of([1]).at([0])).result(timeout=30)
+        blocks.put([b"1"], pool_of([1]).at([0])).result(timeout=HANG_S)
         op = blocks.locate([b"1", b"2"])
-        op.wait(30)
+        op.wait(HANG_S)
         assert (op.failed(), op.info().value) == ([1], 1)
         with pytest.raises(kvtier.LimitError):
             blocks.locate([])

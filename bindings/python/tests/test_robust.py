@@ -14,6 +14,7 @@ from typing import Any, List
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S, until
 from kvtier import Group, Identity, View
 from test_process import run
 
@@ -56,7 +57,7 @@ HEAD = """
         session.append(range(number * 1000, number * 1000 + 128))
         memory = bytearray(128 * 64)
         view = [View(memory, 64), View(bytearray(128 * 64), 64)]
-        session.get(view, view[::-1]).result(20)
+        session.get(view, view[::-1]).result(600)
         return bytes(memory) == full(number)
 """
 
@@ -73,9 +74,9 @@ def test_eight_threads_share_a_store_and_its_objects(tmp_path: Path) -> None:
                             session.append(range(number * 10_000 + turn * 1000,
                                                  number * 10_000 + turn * 1000 + TOKENS))
                             memory, back = planes(number * 10 + turn), np.zeros_like(planes(0))
-                            session.put(*views(memory), level=kvtier.LEVEL_DISK).result(30)
+                            session.put(*views(memory), level=kvtier.LEVEL_DISK).result(HANG_S)
                             ops = session.get_each(*views(back))
-                            assert [op.result(30).value for op in ops] == [TOKENS] * 2
+                            assert [op.result(HANG_S).value for op in ops] == [TOKENS] * 2
                             assert np.array_equal(memory, back)
                             assert session.plan().tokens == TOKENS and store.stats()
                 except BaseException as error:  # noqa: BLE001: told by the test
@@ -110,12 +111,12 @@ def test_shutdown_in_the_middle_of_transfers(what: str, tmp_path: Path) -> None:
                  wrong: List[Any] = wrong) -> None:
             name = number
             memory = planes(number)
-            begun.wait(30)
+            begun.wait(HANG_S)
             try:
                 while True:
                     with space.session() as session:
                         session.append(range(name * 1000, name * 1000 + TOKENS))
-                        session.put(*views(memory), level=kvtier.LEVEL_DISK).result(30)
+                        session.put(*views(memory), level=kvtier.LEVEL_DISK).result(HANG_S)
                         stored.append(name)
                         name += 100
             except ENDINGS:
@@ -127,12 +128,12 @@ def test_shutdown_in_the_middle_of_transfers(what: str, tmp_path: Path) -> None:
         threads = [threading.Thread(target=work, args=(first + i,)) for i in range(4)]
         for thread in threads:
             thread.start()
-        begun.wait(30)
-        while not stored and any(thread.is_alive() for thread in threads):
-            time.sleep(0.001)  # until there is something that must not be lost
-        (store if what == "store" else runtime).close(30)
+        begun.wait(HANG_S)
+        # Until there is something that must not be lost.
+        until(lambda: stored or not any(thread.is_alive() for thread in threads))
+        (store if what == "store" else runtime).close(HANG_S)
         for thread in threads:
-            thread.join(30)
+            thread.join(HANG_S)
             assert not thread.is_alive()
         for noun in (space, store, runtime):
             noun.close()
@@ -144,7 +145,7 @@ def test_shutdown_in_the_middle_of_transfers(what: str, tmp_path: Path) -> None:
                     with space.session() as session:
                         session.append(range(name * 1000, name * 1000 + TOKENS))
                         back = np.zeros_like(planes(0))
-                        session.get(*views(back)).result(30)
+                        session.get(*views(back)).result(HANG_S)
                         seed = first + (name - first) % 100
                         assert np.array_equal(back, planes(seed)), name
 
@@ -172,7 +173,7 @@ def test_a_cancelled_task_leaves_its_memory_alone(runtime: kvtier.Runtime) -> No
                     ready.signal()
                 assert (back == 0xA5).all()
                 op.close()
-                await asyncio.wait_for(come(session, back, queue), 30)
+                await asyncio.wait_for(come(session, back, queue), HANG_S)
                 assert np.array_equal(memory, back)
 
     async def come(session: kvtier.Session, back: np.ndarray, queue: kvtier.Queue) -> None:
@@ -216,7 +217,7 @@ def test_the_interpreter_ends_with_writes_that_were_acknowledged(tmp_path: Path)
     kept = []
     for number in range(8):
         session, op = put(space, number, level=kvtier.LEVEL_DISK)
-        op.result(30)
+        op.result(600)
         kept += [session, op]
     for number in range(100, 160):
         kept += put(space, number, level=kvtier.LEVEL_DISK, queue=queue if number % 2 else polled)
@@ -289,8 +290,8 @@ def child(path, number, told):
                 with space.session() as session:
                     session.append([1, 2, 3, 4])
                     data, back = bytearray(range(64)), bytearray(64)
-                    session.put([kvtier.View(data, 16)], level=kvtier.LEVEL_DISK).result(20)
-                    session.get([kvtier.View(back, 16)]).result(20)
+                    session.put([kvtier.View(data, 16)], level=kvtier.LEVEL_DISK).result(600)
+                    session.get([kvtier.View(back, 16)]).result(600)
                     told.put((number, data == back))
 
 if __name__ == "__main__":
@@ -302,13 +303,13 @@ if __name__ == "__main__":
             children = [spawn.Process(target=child, args=(path, i, told)) for i in range(3)]
             for one in children:
                 one.start()
-            heard = sorted(told.get(timeout=50) for _ in children)
+            heard = sorted(told.get(timeout=600) for _ in children)
             for one in children:
-                one.join(50)
+                one.join(600)
     print(heard, [one.exitcode for one in children])
 ''')
     done = subprocess.run([sys.executable, "-X", "dev", str(program), str(tmp_path / "kv")],
-                          capture_output=True, text=True, timeout=60, cwd="/")
+                          capture_output=True, text=True, timeout=600, cwd="/")
     assert done.returncode == 0, done
     assert done.stdout.strip() == "[(0, True), (1, True), (2, True)] [0, 0, 0]", done
 

@@ -10,6 +10,7 @@ from typing import List, Tuple
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S, until
 from kvtier import Group, Identity, View
 
 LAYERS, CHUNK, HEADS, RUN = 3, 4, 2, 16
@@ -72,15 +73,15 @@ def test_what_was_put_comes_back_after_a_restart(runtime: kvtier.Runtime, tmp_pa
         with space.session("one", tenant=2, priority=0) as session:
             session.append(np.array(TOKENS, dtype=np.uint32))
             op = session.put(*plain(memory), level=kvtier.LEVEL_DURABLE)
-            assert op.result(10).value == 16
+            assert op.result(HANG_S).value == 16
             assert session.info() == (16, 4, CHUNK, LAYERS)
             pages = bytearray(LAYERS * 6 * 3 * 2 * HEADS * RUN)
-            assert session.get(*paged(pages)).result(10).value == 16
+            assert session.get(*paged(pages)).result(HANG_S).value == 16
             with session.fork() as fork:
                 fork.truncate(10)
                 fork.append([7, 8])
                 assert fork.info().tokens == 12
-                fork.pin(priority=3, timeout=10)
+                fork.pin(priority=3, timeout=HANG_S)
                 fork.hint(stop=kvtier.STOP_TOOL_USE)
             assert store.stats()["stored_cells"] == 4 * LAYERS
         key = space.key
@@ -88,19 +89,19 @@ def test_what_was_put_comes_back_after_a_restart(runtime: kvtier.Runtime, tmp_pa
         assert space.key == key and store.stats()["found_cells"] == 4 * LAYERS
         with space.session() as session:
             session.append(TOKENS)
-            assert session.prefetch().result(10).value == 16
+            assert session.prefetch().result(HANG_S).value == 16
             back = np.zeros_like(memory)
             ops = session.get_each(*plain(back))
-            assert [op.result(10).value for op in ops] == [16] * LAYERS
+            assert [op.result(HANG_S).value for op in ops] == [16] * LAYERS
             assert same(memory, back)
             assert "# TYPE kvtier_" in store.metrics()
             # The paged bytes are the same KV.
             other = open_space(store, Identity(model=b"m"))
             with other, other.session() as second:
                 second.append(TOKENS)
-                assert second.put(*paged(pages)).result(10).value == 16
+                assert second.put(*paged(pages)).result(HANG_S).value == 16
                 again = np.zeros_like(memory)
-                assert second.get(*plain(again)).result(10).value == 16
+                assert second.get(*plain(again)).result(HANG_S).value == 16
                 assert same(memory, again)
 
 
@@ -109,12 +110,12 @@ def test_what_is_missing_is_an_error_with_a_count(runtime: kvtier.Runtime) -> No
         with space.session() as session:
             session.append(TOKENS[:8])
             memory = full(2)
-            session.put(*plain(memory)).result(10)
+            session.put(*plain(memory)).result(HANG_S)
             session.append(TOKENS[8:])
             back = np.full_like(memory, 0xA5)
             op = session.get(*plain(back))
             with pytest.raises(kvtier.NotFoundError):
-                op.result(10)
+                op.result(HANG_S)
             assert op.info().value == 8
             assert (back[0, 0, 8:] == 0xA5).all() and (back[0, 0, :8] == memory[0, 0, :8]).all()
             with pytest.raises(kvtier.UnavailableError):
@@ -129,7 +130,7 @@ def test_memory_is_held_while_the_library_has_it(runtime: kvtier.Runtime) -> Non
             op = session.put(*paged(memory))
             with pytest.raises(BufferError):
                 memory.extend(b"x")
-            op.result(10)
+            op.result(HANG_S)
             op.close()
             memory.extend(b"x")
             for _ in range(20):
@@ -167,7 +168,7 @@ def test_lookups_plans_and_what_changed(runtime: kvtier.Runtime) -> None:
         later = store.events(2**64 - 1).cursor
         with space.session() as session:
             session.append(TOKENS[:8])
-            session.put(*plain(full(6))).result(10)
+            session.put(*plain(full(6))).result(HANG_S)
             session.append(TOKENS[8:])
             found = space.lookup(np.array(TOKENS, dtype=np.uint32))
             assert (found.tokens, found.reusable_tokens, found.soon_tokens) == (16, 8, 8)
@@ -225,20 +226,20 @@ def test_moves_wait_for_their_event(runtime: kvtier.Runtime) -> None:
             memory[:] = full(7)
             assert not ready.is_signalled and op.info().items_done == 0
             ready.signal()
-            assert ready.is_signalled and op.result(10).value == 16
-            assert session.get(*plain(back), ready=ready).result(10).value == 16
+            assert ready.is_signalled and op.result(HANG_S).value == 16
+            assert session.get(*plain(back), ready=ready).result(HANG_S).value == 16
             assert same(memory, back)
             back[:] = 0xA5
             never = kvtier.Event()
             ops = [session.get(*plain(back), ready=never), session.prefetch(ready=never),
                    *session.get_each(*plain(back), ready=never)]
             with pytest.raises(kvtier.TimeoutError):
-                session.get(*plain(back), ready=never, timeout=0.01).result(10)
+                session.get(*plain(back), ready=never, timeout=0.01).result(HANG_S)
             del never
             gc.collect()
             for op in ops:
                 with pytest.raises(kvtier.CancelledError):
-                    op.result(10)
+                    op.result(HANG_S)
             assert (back == 0xA5).all()
         with pytest.raises(kvtier.ClosedError):
             ready.signal()
@@ -303,12 +304,12 @@ def test_images_keep_sequences_apart(runtime: kvtier.Runtime) -> None:
             session.append(TOKENS[:5])
             session.append(TOKENS[5:], [(0, cat[1])])
             other.append(TOKENS, [dog])
-            session.put(*plain(full(1))).result(10)
+            session.put(*plain(full(1))).result(HANG_S)
             assert space.lookup(TOKENS, [cat]).reusable_tokens == 16
             assert space.lookup(TOKENS, [dog]).reusable_tokens == 4
             assert space.lookup(TOKENS).reusable_tokens == 4
             with pytest.raises(kvtier.NotFoundError):
-                other.get(*plain(full(2))).result(10)
+                other.get(*plain(full(2))).result(HANG_S)
             for media in [[(16, cat[1])], [dog, cat], [(5, b"short")]]:
                 with pytest.raises(kvtier.InvalidError):
                     other.append(TOKENS, media)
@@ -326,16 +327,16 @@ def test_what_is_sent_down_and_what_is_needed_again(runtime: kvtier.Runtime,
         assert stats["disk_engine"] in (kvtier.IO_THREADS, kvtier.IO_URING)
         session.append(TOKENS)
         memory, back = full(3), np.zeros_like(full(3))
-        session.put(*plain(memory)).result(10)
+        session.put(*plain(memory)).result(HANG_S)
         assert session.demote() == (0, 4, 0)
-        assert session.prefetch(reuse=True).result(10).value == 16
+        assert session.prefetch(reuse=True).result(HANG_S).value == 16
         # The latent has a window of eight tokens: the others of its layer stay as they were.
-        assert session.get(*plain(back), reuse=True).result(10).value == 16
+        assert session.get(*plain(back), reuse=True).result(HANG_S).value == 16
         latent = [m[1, 0].reshape(-1)[: 16 * 24] for m in (memory, back)]
         assert (latent[0][8 * 24:] == latent[1][8 * 24:]).all() and not latent[1][: 8 * 24].any()
         assert (memory[[0, 2]] == back[[0, 2]]).all()
         for op in session.get_each(*plain(back), reuse=True):
-            op.result(10)
+            op.result(HANG_S)
         times = store.latencies()
         assert len(times) == 15 and times["put_ram"].timed == 1
         assert times["get_disk"].timed + times["get_host"].timed > 0
@@ -367,7 +368,7 @@ def test_some_chunks_come_one_after_the_other(runtime: kvtier.Runtime, tmp_path:
             space.session() as session:
         session.append(TOKENS[:14])
         memory = full(9)
-        session.put(*plain(memory)).result(10)
+        session.put(*plain(memory)).result(HANG_S)
         numbers = np.array([1, 9, 3], dtype=np.uint32)
         make = {"list": list, "tuple": tuple, "numpy": lambda n: n, "memoryview": memoryview}
         picked = make[kind](numbers[::2].copy())
@@ -381,30 +382,27 @@ def test_some_chunks_come_one_after_the_other(runtime: kvtier.Runtime, tmp_path:
             assert (latent[1][:6] == latent[0][tokens]).all() and (latent[1][6:] == 0xA5).all()
 
         back = np.full_like(memory, 0xA5)
-        assert session.get(*plain(back), chunks=picked).result(10).value == 6
+        assert session.get(*plain(back), chunks=picked).result(HANG_S).value == 6
         came(back)
         back = np.full_like(memory, 0xA5)
         ops = session.get_each(*plain(back), chunks=picked)
-        assert [op.result(10).value for op in ops] == [6] * LAYERS
+        assert [op.result(HANG_S).value for op in ops] == [6] * LAYERS
         came(back)
         # Room for what is picked is enough.
         small = np.full((LAYERS, 2, 6, HEADS, RUN), 0xA5, dtype=np.uint8)
-        assert session.get(*plain(small), chunks=picked).result(10).value == 6
+        assert session.get(*plain(small), chunks=picked).result(HANG_S).value == 6
         assert (small[0, 1] == memory[0, 1, tokens]).all()
         with pytest.raises(kvtier.InvalidError):
             session.get(*plain(small))
         # By the chunks of the rectangle.
         back = np.full_like(memory, 0xA5)
         op = session.get(*plain(back), first_token=4, tokens=8, chunks=[1])
-        assert op.result(10).value == 4
+        assert op.result(HANG_S).value == 4
         assert (back[2, 0, :4] == memory[2, 0, 8:12]).all() and (back[2, 0, 4:] == 0xA5).all()
 
         session.demote()
-        end = time.monotonic() + 10.0
-        while store.stats()["host_cells"] > 0:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        assert session.prefetch(chunks=picked).result(10).value == 6
+        until(lambda: store.stats()["host_cells"] == 0)
+        assert session.prefetch(chunks=picked).result(HANG_S).value == 6
         assert store.stats()["host_cells"] == 2 * LAYERS
 
 
@@ -413,7 +411,7 @@ def test_which_chunks_may_not_be_asked_for(runtime: kvtier.Runtime) -> None:
             space.session() as session:
         session.append(TOKENS)
         memory, back = full(8), np.full_like(full(8), 0xA5)
-        session.put(*plain(memory)).result(10)
+        session.put(*plain(memory)).result(HANG_S)
         wrong: List[object] = [
             [], (), np.zeros(0, dtype=np.uint32), [1, 0], [1, 1], [4], [0, 2**32 - 1], [2**32],
             [-1], ["1"], 1, np.array([1], dtype=np.int64), np.zeros((1, 1), dtype=np.uint32)]
@@ -430,7 +428,7 @@ def test_which_chunks_may_not_be_asked_for(runtime: kvtier.Runtime) -> None:
         assert session.drop(8).gone_chunks == 2
         op = session.get(*plain(back), chunks=[0, 2, 3])
         with pytest.raises(kvtier.NotFoundError):
-            op.result(10)
+            op.result(HANG_S)
         assert op.info().value == 4 and (back[0, 0, :4] == memory[0, 0, :4]).all()
         assert (back[0, 0, 4:8] == 0xA5).all()
 
@@ -441,7 +439,7 @@ def test_who_left_for_want_of_room(runtime: kvtier.Runtime) -> None:
             for i in range(100):
                 with space.session() as session:
                     session.append([i * 100 + t for t in TOKENS])
-                    session.put(*plain(full(i))).result(10)
+                    session.put(*plain(full(i))).result(HANG_S)
         entries = store.evictions(kvtier.TIER_HOST, 8)
         assert len(entries) == 8 and {entry.policy for entry in entries} == {"lru"}
         numbers = [entry.number for entry in entries]

@@ -108,7 +108,7 @@ def test_units_have_the_bytes_of_the_file(runtime: kvtier.Runtime, path: Path, i
             streamer.pass_begin()
             streamer.hint([unit.number for unit in units if unit.expert == 2])
             for unit in units:
-                with streamer.acquire(unit.number, timeout=60) as held:
+                with streamer.acquire(unit.number, timeout=600) as held:
                     for name in tensors:
                         try:
                             got = held.view(name)

@@ -10,6 +10,7 @@ from typing import Any, Callable, List, Tuple
 import kvtier
 import numpy as np
 import pytest
+from gate import HANG_S
 from kvtier import Group, Identity, View, _tensor, kernels
 from kvtier._pybuffer import described
 from kvtier._view import lend
@@ -76,8 +77,8 @@ def space_of(store: kvtier.Store, dtype: str = "bf16", run: int = RUN) -> kvtier
 def there_and_back(store: kvtier.Store, put: Any, get: Any, run: int, dtype: str) -> None:
     with space_of(store, dtype, run) as space, space.session() as session:
         session.append(list(range(TOKENS)))
-        session.put([View(put[0], run, HEADS)], [View(put[1], run, HEADS)]).result(10)
-        session.get([View(get[0], run, HEADS)], [View(get[1], run, HEADS)]).result(10)
+        session.put([View(put[0], run, HEADS)], [View(put[1], run, HEADS)]).result(HANG_S)
+        session.get([View(get[0], run, HEADS)], [View(get[1], run, HEADS)]).result(HANG_S)
 
 
 @pytest.mark.parametrize("name, size", [("bfloat16", 2), ("float8_e4m3fn", 1), ("float32", 4)])
@@ -123,7 +124,7 @@ def test_torch(runtime: kvtier.Runtime) -> None:
     with pytest.raises(TypeError):
         kvtier.checksum(torch.eye(3).to_sparse())
     wrapped = runtime.wrap(k)
-    assert runtime.submit(kvtier.Work.checksum(wrapped)).result(10).value == kvtier.checksum(k)
+    assert runtime.submit(kvtier.Work.checksum(wrapped)).result(HANG_S).value == kvtier.checksum(k)
 
 
 def test_a_wrapped_tensor_is_held_until_its_buffer_goes(runtime: kvtier.Runtime) -> None:
@@ -146,12 +147,12 @@ def test_tensors_of_a_device_are_the_stores_to_move(runtime: kvtier.Runtime) -> 
                 at = [memory.address + i * plane for i in range(4)]
                 shape, bits = (TOKENS, HEADS, DIM), np.arange(2 * plane, dtype=np.uint8)
                 with device.upload(bits, memory) as event:
-                    event.wait(10)
+                    event.wait(HANG_S)
                 there_and_back(store, [Tensor(one, shape, device="cuda:0") for one in at[:2]],
                                [OnCuda(one, shape, "<f2") for one in at[2:]], RUN, "bf16")
                 back = np.zeros_like(bits)
                 with device.download(memory, back, offset=2 * plane) as event:
-                    event.wait(10)
+                    event.wait(HANG_S)
                 assert np.array_equal(bits, back)
     far = Tensor(1 << 40, (TOKENS, HEADS, DIM), device="cuda:0")
     with kvtier.Store(runtime, "store(host=1MiB)") as store, space_of(store) as space:

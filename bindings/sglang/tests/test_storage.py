@@ -496,7 +496,7 @@ def test_threads_and_a_close_among_them(tmp_path: Path) -> None:
         time.sleep(0.0005)
     backend.close()
     for thread in threads:
-        thread.join(30)
+        thread.join(600)
         assert not thread.is_alive()
     assert not wrong
     again = opened(pool, extra)
@@ -525,7 +525,7 @@ threading.Thread(target=on, daemon=True).start()
 print("stored")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=120)
+                          timeout=600)
     assert done.returncode == 0 and done.stdout == "stored\n", done.stderr
     again = opened(MiniPool(pages=64), {"disk_path": str(tmp_path), "disk_bytes": 1 << 30})
     assert again.batch_exists(names(64)) == 64
@@ -546,7 +546,7 @@ KvtierStorage(config({{"disk_path": {str(tmp_path)!r}, "disk_bytes": 1 << 30}},
     codes = {}
     for rank in ("0", "1"):
         done = subprocess.run([sys.executable, "-c", program, rank], capture_output=True,
-                              text=True, timeout=120)
+                              text=True, timeout=600)
         codes[rank] = done.returncode
         if rank == "0":
             assert "BusyError" in done.stderr and "disk_path of its own" in done.stderr
@@ -563,8 +563,8 @@ def test_a_dropped_backend_closes_itself() -> None:
 
 
 def test_pages_of_one_host_are_found_by_another(tmp_path: Path) -> None:
-    extra = {"spec": f'store(remote=dir(path="{tmp_path}", timeout=20000))', "level": "remote",
-             "ask_s": 20.0}
+    extra = {"spec": f'store(remote=dir(path="{tmp_path}", timeout=600000))', "level": "remote",
+             "ask_s": 600.0}
     one, other = MiniPool(), MiniPool()
     backend, second = opened(one, extra), opened(other, extra)
     one.fill(1)

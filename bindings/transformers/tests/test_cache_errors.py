@@ -105,7 +105,7 @@ print("acknowledged", flush=True)
 def test_exit_with_a_live_cache(end: str, tmp_path: Path) -> None:
     script = EXIT.format(here=str(HERE), store=disk(tmp_path), end=end)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
-                           timeout=120)
+                           timeout=600)
     assert ended.returncode == 0 and "acknowledged" in ended.stdout, ended.stderr
     model, tokens = make("llama"), ids(64, seed=2)
     with Tiers(model, disk(tmp_path)) as tiers:

@@ -19,7 +19,7 @@ def lose(worker: Any, tokens: List[int], first: int) -> None:
     """Takes tokens away from a store, once they are not on their way to disk any more."""
     with next(iter(worker._spaces.values())).session() as session:
         session.append(tokens)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 600
         while session.drop(first, len(tokens) - first).moving_chunks:
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -93,8 +93,8 @@ def test_what_others_saved_is_found_at_the_remote(make: Any, roles: Any, layerwi
                                                   elsewhere: bool, ranks: int,
                                                   tmp_path: Path) -> None:
     # However slow the machine is.
-    shared = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=20000))',
-              "level": "remote", "layerwise": layerwise, "ask_s": 20}
+    shared = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
+              "level": "remote", "layerwise": layerwise, "ask_s": 60}
     prompt = list(range(100))
     first = mini.Engine(make, roles, extra=shared, ranks=ranks)
     assert first.run(mini.Request("a", prompt)) == 0
@@ -126,7 +126,7 @@ def test_what_is_here_counts_however_the_question_ends(make: Any, roles: Any, el
                                                        monkeypatch: pytest.MonkeyPatch,
                                                        tmp_path: Path) -> None:
     # Questions that are over before anybody can have answered.
-    options = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=20000))',
+    options = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
                "ask_s": 1e-6}
     prompt = list(range(64))
     late = mini.Engine(make, roles, extra=options)
@@ -314,7 +314,8 @@ def test_when_it_is_used_next_counts_from_now(engine: mini.Engine,
     before = time.monotonic_ns()
     engine.run(mini.Request("a", range(64), params={"kvtier": {"next_use_s": 3}}))
     engine.step()
-    assert all(3e9 <= one["next_use_ns"] - before < 63e9 for one in told) and told
+    after = time.monotonic_ns()
+    assert all(before + 3e9 <= one["next_use_ns"] <= after + 3e9 for one in told) and told
 
 
 def test_a_scheduler_switches_policies_and_is_advised(engine: mini.Engine,

@@ -46,7 +46,7 @@ class Harness:
         return self.jobs
 
     def result(self, job: int) -> Any:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 600
         while True:
             for one in self.tier.get_finished_jobs():
                 assert one.job_id == job
@@ -109,7 +109,7 @@ def test_partial_loads(tier: Harness) -> None:
 
 def look(tier: Harness, n: int) -> str:
     """As the scheduler does: again in later steps, until the remote has answered."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 600
     while (found := tier.name(n)) == "RETRY":
         tier.tier.on_schedule_end(None)
         assert time.monotonic() < end
@@ -118,14 +118,14 @@ def look(tier: Harness, n: int) -> str:
 
 
 def test_what_others_stored_is_found_at_the_remote(make_config: Any, tmp_path: Path) -> None:
-    shared = f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=20000))'
+    shared = f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))'
     one = Harness(make_config, spec=shared, level="remote")
     one.fill([1, 2, 3])
     before = one.rows[:3].copy()
     assert one.result(one.submit([1, 2, 3], [0, 1, 2], False)).success
     assert [one.name(n) for n in (1, 3)] == ["HIT", "HIT"]  # here: nobody else is asked
     one.close()
-    other = Harness(make_config, spec=shared, level="remote", ask_s=20)
+    other = Harness(make_config, spec=shared, level="remote", ask_s=60)
     # All of a prompt are asked for together, at the end of the step.
     assert [other.name(n) for n in (1, 2, 9)] == ["RETRY"] * 3
     asks = other.tier._asks
@@ -140,7 +140,7 @@ def test_what_others_stored_is_found_at_the_remote(make_config: Any, tmp_path: P
     assert other.name(3) == "RETRY"
     other.tier.on_schedule_end(None)
     other.tier.on_request_finished(other.context)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 600
     while asks.is_open:
         other.tier.on_schedule_end(None)
         assert time.monotonic() < end
@@ -153,7 +153,7 @@ def test_what_others_stored_is_found_at_the_remote(make_config: Any, tmp_path: P
 
 
 def test_a_tier_goes_in_the_middle_of_a_question(make_config: Any, tmp_path: Path) -> None:
-    one = Harness(make_config, spec=f'store(remote=dir(path="{tmp_path}", timeout=20000))')
+    one = Harness(make_config, spec=f'store(remote=dir(path="{tmp_path}", timeout=600000))')
     assert one.name(1) == "RETRY"
     one.tier.on_schedule_end(None)
     assert one.name(2) == "RETRY"
@@ -375,5 +375,5 @@ def test_exit_with_live_handles(tmp_path: Path) -> None:
     disk = {"disk_path": str(tmp_path / "kv"), "disk_bytes": "256MiB"}
     paths = [str(here / "stubs"), str(here), str(here.parent)]
     done = subprocess.run([sys.executable, "-c", SCRIPT.format(paths=paths, options=disk)],
-                          timeout=60, capture_output=True, text=True)
+                          timeout=600, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

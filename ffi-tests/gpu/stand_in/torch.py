@@ -84,7 +84,7 @@ class Event(_Handle):
               Stream()._made if _EARLY else (stream or current_stream())._made)
 
     def synchronize(self):
-        end = time.monotonic() + 30
+        end = time.monotonic() + 600
         while _told("cuEventQuery", self._made):
             assert time.monotonic() < end, "an event does not come"
             time.sleep(0)

@@ -145,6 +145,9 @@ class Case(FrontCase):
         status, content = self.request("POST", "/completion", json.dumps({"prompt": "second " * 50}))
         self.assertEqual((status, json.loads(content)["slot"]), (200, 1))
         self.fake.started.clear()
+        with self.front.slots.free:  # the answer of the second is saved; then its slot is free
+            self.assertTrue(self.front.slots.free.wait_for(
+                lambda: not self.front.slots.all[1].is_busy, WAIT_S))
         other = threading.Thread(target=lambda: answers.append(self.request("POST", "/completion", held)))
         other.start()
         self.assertTrue(self.fake.started.wait(WAIT_S))

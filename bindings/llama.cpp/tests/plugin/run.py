@@ -16,7 +16,7 @@ import sys
 import tempfile
 
 SKIP = 77
-RUN_SECONDS = 300
+RUN_SECONDS = 600
 # Quantised, f16, sliding window, experts, latent attention, recurrent, hybrid.
 MODELS = ["smollm2", "gemma3", "tiny-llama-f16", "tiny-swa", "tiny-moe", "tiny-mla", "tiny-mamba",
           "tiny-hybrid"]

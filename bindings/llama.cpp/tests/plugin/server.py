@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.request
 
-START_S, ANSWER_S = 300, 600
+START_S, ANSWER_S = 600, 600
 FRONT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "front")
 
 

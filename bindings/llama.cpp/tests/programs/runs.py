@@ -12,7 +12,7 @@ import time
 
 PROGRAM = sys.argv[1] if len(sys.argv) > 1 else ""
 MODELS = pathlib.Path(os.environ.get("KVTIER_LLAMA_MODELS", ""))
-PATIENCE_S = 240
+PATIENCE_S = 600
 
 
 class Skip(Exception):

@@ -183,19 +183,19 @@ void in_flight(const subject &of) {
     CHECK(kvtier_llama::take_buffer(*tier, 4096, in_seconds(1)).get() != buffer);
     CHECK(buffer->taken && buffer->ops.size() == 1);
     CHECK_OK(kvt_op_cancel(ops[0]));
-    CHECK_OK(kvt_op_wait(ops[0], KVT_OP_RELEASED, in_seconds(60)));
+    CHECK_OK(kvt_op_wait(ops[0], KVT_OP_RELEASED, in_seconds(600)));
     kvtier_llama::take_buffer(*tier, 4096, in_seconds(1));
     CHECK(!buffer->taken && !buffer->stuck && buffer->ops.empty());
 
     buffer->taken = true;
     buffer->ops.push_back(ops[1]);
     uint8_t *data = buffer->data;
-    const uint64_t until = in_seconds(60);
+    const uint64_t until = in_seconds(600);
     CHECK(kvt_llama_tier_close(&tier, &why) == KVT_E_TIMEOUT && tier == nullptr && why.text[0] != 0);
     CHECK(now_ns() < until);
     std::memset(data, 1, 4096); /* it is the op's still */
     CHECK_OK(kvt_op_cancel(ops[1]));
-    CHECK_OK(kvt_op_wait(ops[1], KVT_OP_RELEASED, in_seconds(60)));
+    CHECK_OK(kvt_op_wait(ops[1], KVT_OP_RELEASED, in_seconds(600)));
     CHECK_OK(kvt_op_free(&ops[1]));
     std::free(data);
     llama_free(ctx);

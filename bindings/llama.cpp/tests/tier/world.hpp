@@ -213,7 +213,7 @@ inline void commit(kvt_llama_tier_t *tier, llama_seq_id seq, const tokens_t &tok
     CHECK_OK(kvt_llama_commit(tier, seq, tokens.data(), tokens.size(), &why));
 }
 
-inline void flush(kvt_llama_tier_t *tier) { CHECK_OK(kvt_llama_flush(tier, in_seconds(60), &why)); }
+inline void flush(kvt_llama_tier_t *tier) { CHECK_OK(kvt_llama_flush(tier, in_seconds(600), &why)); }
 
 /// A request with us: attach, prefill of the rest, logits.
 inline logits_t with_us(kvt_llama_tier_t *tier, llama_context *ctx, llama_seq_id seq, const tokens_t &tokens,

@@ -79,7 +79,7 @@ class Engine:
         self.scheduler.update_connector_output(self.together.aggregate(outputs))
         return meta
 
-    def admit(self, session: int, tokens: Sequence[int], seconds: float = 10.0) -> Any:
+    def admit(self, session: int, tokens: Sequence[int], seconds: float = 600.0) -> Any:
         """A request, until it is to run."""
         sequence = self.scheduler.add_session(session).add_sequence(torch.tensor(list(tokens)))
         end = time.monotonic() + seconds
@@ -94,7 +94,7 @@ class Engine:
         """Its blocks."""
         return [int(one) for one in self.scheduler.block_manager.get_block_table(sequence)]
 
-    def settle(self, seconds: float = 10.0) -> None:
+    def settle(self, seconds: float = 600.0) -> None:
         """Until nothing is under way."""
         end = time.monotonic() + seconds
         while self.step() is not None:

@@ -120,7 +120,7 @@ def test_lookup_pending_and_cancelled() -> None:
 
     def slow(names: Any) -> int:
         asked.set()
-        assert gate.wait(10)
+        assert gate.wait(600)
         return real(names)
 
     asker._prefix = slow
@@ -128,7 +128,7 @@ def test_lookup_pending_and_cancelled() -> None:
     assert engine.scheduler.schedule(is_prefill=True).running == []
     assert engine.connector.is_lookup_pending(sequence.seq_id)
     assert engine.scheduler.last_schedule_had_pending_lookup
-    assert asked.wait(10)
+    assert asked.wait(600)
     engine.scheduler.schedule(is_prefill=True)
     assert len(asker._pending) == 1  # asked again it is one question
     engine.end(0)  # cancels
@@ -149,7 +149,7 @@ def test_load_that_fails_is_computed() -> None:
     engine.scheduler.schedule(is_prefill=True)
     assert sequence.status.name == "WAITING_FOR_REMOTE_KVS"
     worker._blocks.clear()  # found, and gone before it is loaded
-    end = time.monotonic() + 10
+    end = time.monotonic() + 600
     while sequence not in engine.scheduler.schedule(is_prefill=True).running:
         assert time.monotonic() < end
         engine.step()
@@ -196,7 +196,7 @@ def test_weights_that_change_while_a_request_runs() -> None:
     engine.connector.set_weights("2")
     meta = engine.step([running], (2 * BLOCK,))
     assert meta.saves == ()  # partly of the weights before
-    end = time.monotonic() + 10
+    end = time.monotonic() + 600
     while loading.status.name == "WAITING_FOR_REMOTE_KVS":
         assert time.monotonic() < end
         engine.step()
@@ -241,10 +241,10 @@ def test_disk_outlives_the_process(how: str, tmp_path: Path) -> None:
     script = HERE / "durable.py"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     first = subprocess.run([sys.executable, str(script), str(tmp_path), how], env=env,
-                           capture_output=True, text=True, timeout=120)
+                           capture_output=True, text=True, timeout=600)
     assert first.returncode == (-signal.SIGKILL if how == "kill" else 0), first.stderr[-2000:]
     second = subprocess.run([sys.executable, str(script), str(tmp_path), "resume"], env=env,
-                            capture_output=True, text=True, timeout=120)
+                            capture_output=True, text=True, timeout=600)
     assert second.returncode == 0, second.stderr[-2000:]
     assert second.stdout.split() == ["64", "True"], second.stdout
 
@@ -281,7 +281,7 @@ def test_policy_advice_metrics_and_evictions() -> None:
     engine = Engine({**HOST, "lookup_async": False, "policy": "lru", "log_evictions": True})
     connector = engine.connector
     saved(engine, 0, prompt(4), 4, 1)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 600
     while (advice := connector.advice(4)) is None:
         assert time.monotonic() < end
         time.sleep(0.001)

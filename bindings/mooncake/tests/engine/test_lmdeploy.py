@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
+import threading
 import types
 from pathlib import Path
 from typing import Any, Iterator
@@ -89,7 +89,8 @@ def test_shutdown_in_the_middle(engine: Any) -> None:
     worker.bind_connector_metadata(meta)
     worker.start_load_kv()
     worker.start_save_kv()
-    start = time.monotonic()
-    worker.shutdown()  # drains, and closes the store
-    assert time.monotonic() - start < 10
+    closing = threading.Thread(target=worker.shutdown)  # drains, and closes the store
+    closing.start()
+    closing.join(600)
+    assert not closing.is_alive()
     worker.shutdown()

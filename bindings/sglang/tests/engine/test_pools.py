@@ -185,7 +185,7 @@ def test_the_controllers_own_threads(kind: str, layout: str, interface: int, con
     hashes = cache_controller.get_storage_hash_str(tokens, None, page_size=pools.PAGE)
     assert len(hashes) == PAGES
     engine.write_storage(pools.slots(range(PAGES)), tokens, hashes)
-    done = engine.ack_backup_queue.get(timeout=60)
+    done = engine.ack_backup_queue.get(timeout=600)
     assert done.completed_tokens == len(tokens)
     engine.detach_storage_backend()
     engine.attach_storage_backend(
@@ -193,12 +193,12 @@ def test_the_controllers_own_threads(kind: str, layout: str, interface: int, con
     pools.fill(pool, 6)
     asked = cache_controller.PrefetchOperation("r", tokens)
     engine.prefetch_queue.put(asked)
-    found = engine.prefetch_hit_queue.get(timeout=60)
+    found = engine.prefetch_hit_queue.get(timeout=600)
     assert found.storage_hit_count == len(tokens) and found.hash_value == hashes
     turned = list(reversed(range(PAGES)))
     asked.host_indices = pools.slots(turned)
     engine.prefetch_buffer.put(asked)
-    while not (ack := engine.ack_prefetch_queue.get(timeout=60)).completed_req:
+    while not (ack := engine.ack_prefetch_queue.get(timeout=600)).completed_req:
         read = ack.completed_tokens
     assert read == len(tokens)
     assert [pools.page_bytes(pool, page) for page in turned] == before

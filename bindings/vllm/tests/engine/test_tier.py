@@ -65,7 +65,7 @@ class Engine:
         self.manager.on_request_finished(context)
         self.step()
 
-    def load(self, numbers: List[int], patience: float = 20.0) -> Dict[int, bool]:
+    def load(self, numbers: List[int], patience: float = 600.0) -> Dict[int, bool]:
         """Which came, their bytes checked."""
         context, came, end = self.request(), {}, time.monotonic() + patience
         open_ = list(numbers)
@@ -90,7 +90,7 @@ class Engine:
         time.sleep(0)
 
     def settle(self) -> None:
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 600.0
         while self.manager.has_pending_work():
             self.step()
             time.sleep(0.001)
