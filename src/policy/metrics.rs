@@ -11,7 +11,9 @@ pub const MAX_TENANTS: usize = 1024;
 /// Times in buckets that grow by a fourth of a doubling.
 #[derive(Clone)]
 pub struct Histogram {
-    counts: [u64; BUCKETS],
+    /// On the heap: a store has many histograms, and is moved by value when it opens and closes,
+    /// on stacks that an engine may have made small.
+    counts: Box<[u64; BUCKETS]>,
     total: u64,
     sum_ns: u64,
     max_ns: u64,
@@ -19,7 +21,7 @@ pub struct Histogram {
 
 impl Default for Histogram {
     fn default() -> Histogram {
-        Histogram { counts: [0; BUCKETS], total: 0, sum_ns: 0, max_ns: 0 }
+        Histogram { counts: Box::new([0; BUCKETS]), total: 0, sum_ns: 0, max_ns: 0 }
     }
 }
 
