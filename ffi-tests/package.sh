@@ -221,7 +221,7 @@ offline() {
     mkdir -p "$work/home"
     CARGO_HOME=$work/home CARGO_NET_OFFLINE=true KVTIER_VENDOR_DIR=$work/vendor \
         KVTIER_CARGO_ARGS=$args CARGO_TARGET_DIR=$work/target-offline \
-        RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} \
+        RUSTUP_HOME=${RUSTUP_HOME:-$HOME/.rustup} CARGO_PROFILE_DEV_OPT_LEVEL=0 CARGO_PROFILE_DEV_DEBUG=0 \
         "$root/cmake/build.sh" "$work/vendor-out" dev
     # Nothing was fetched. (Some cargos make an empty registry folder all the same.)
     [ -z "$(find "$work/home" -name '*.crate' -print -quit)" ]
