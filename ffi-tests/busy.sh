@@ -22,15 +22,8 @@ mkdir -p "$work"
 work=$(cd "$work" && pwd)
 rm -rf "$work/busy" && mkdir -p "$work/busy"
 
-# These take the library that the stage `build` makes.
-case " $stages " in
-    *" build "*) ;;
-    *" ctest "* | *" abi "* | *" memory "* | *" faults "* | *" python "* | *" languages "* | *" llama "*)
-        if [ ! -e "$work/prebuilt/lib/libkvtier.so" ]; then
-            "$here/run" build || exit 1
-        fi
-        ;;
-esac
+# What stages take is built before the loops start.
+"$here/run" plain || exit 1
 
 busy=""
 running=""
