@@ -95,7 +95,11 @@ impl Rig {
         let is_fake = opts.library.is_some();
         let bytes = if is_fake { 4 * MIB } else { 256 * MIB };
         // The driver without a device has no speed: one round shows that each bar is measured.
-        let rounds = if is_fake { 1 } else if quick { 3 } else { 9 };
+        let rounds = match (is_fake, quick) {
+            (true, _) => 1,
+            (false, true) => 3,
+            (false, false) => 9,
+        };
         let has_peer = probe(opts.library.as_deref())?.len() > 1;
         let peers = if has_peer { vec![1] } else { Vec::new() };
         let plain = CudaOpts { library: opts.library.clone(), ..CudaOpts::default() };
