@@ -23,8 +23,10 @@ export KVT_TEST_SECONDS
 one() {
     name=$1
     shift
+    source=$here/c/$name.c
+    [ -e "$source" ] || source=$root/examples/c/$name.c
     "$cc" -std=c11 -g -O1 -Wall -Wextra -pedantic -Werror -pthread -I"$root/include" \
-        "$here/c/$name.c" -o "$work/$name" -L"$libdir" -lkvtier -lm "-Wl,-rpath,$libdir"
+        "$source" -o "$work/$name" -L"$libdir" -lkvtier -lm "-Wl,-rpath,$libdir"
     status=0
     valgrind --tool=memcheck "--leak-check=$leaks" --show-leak-kinds=definite,possible \
         --errors-for-leak-kinds=definite,possible --error-exitcode=9 --fair-sched=yes \
@@ -43,7 +45,7 @@ one() {
 
 leaks=full
 one version
-one readme
+one hello_kv "$work/hello-kv-store"
 one handles
 one structs
 one spec 3000
@@ -58,6 +60,7 @@ one store 1
 one store_plan 1
 one store_wish 1
 one blocks 1
+one small_stack
 one remote
 one remote_custom
 one offload_wish
