@@ -25,7 +25,7 @@ pub struct Feature {
 }
 
 /// Names and notes of all features.
-pub const FEATURES: [(&str, &str); 11] = [
+pub const FEATURES: [(&str, &str); 12] = [
     ("cuda", "copies to and from NVIDIA devices; the driver is loaded at run time\0"),
     ("dir", "a remote tier in a directory that machines share\0"),
     ("faults", "faults can be planted in a runtime, for tests of error paths\0"),
@@ -33,6 +33,7 @@ pub const FEATURES: [(&str, &str); 11] = [
     ("io_uring", "asynchronous file I/O without a thread per request\0"),
     ("mlock", "memory can be locked in RAM\0"),
     ("redis", "a remote tier on servers that speak its protocol\0"),
+    ("s3", "a remote tier in buckets of S3 and of what speaks its protocol\0"),
     ("seal", "objects of a remote tier are encrypted and authenticated\0"),
     ("thp", "transparent huge pages\0"),
     ("tls", "connections of a remote tier that nobody else reads\0"),
@@ -48,6 +49,7 @@ pub fn feature(index: usize) -> Option<Feature> {
         // These need nothing of the machine.
         "dir" => (cfg!(feature = "dir"), cfg!(feature = "dir")),
         "redis" => (cfg!(feature = "redis"), cfg!(feature = "redis")),
+        "s3" => (cfg!(feature = "s3"), cfg!(feature = "s3")),
         "seal" => (cfg!(feature = "seal"), cfg!(feature = "seal")),
         "tls" => (cfg!(feature = "tls"), cfg!(feature = "tls")),
         "faults" => (true, true),
@@ -150,6 +152,7 @@ mod tests {
         assert_eq!(built("redis"), cfg!(feature = "redis"));
         assert_eq!(built("tls"), cfg!(feature = "tls"));
         assert_eq!(built("seal"), cfg!(feature = "seal"));
+        assert_eq!(built("s3"), cfg!(feature = "s3"));
         assert_eq!(built("dir"), cfg!(feature = "dir"));
     }
 
