@@ -30,7 +30,6 @@ flags="-Zsanitizer=$name -Cforce-frame-pointers=yes -Cdebuginfo=1"
 target=${CARGO_TARGET_DIR:-$root/target}/$kind
 (cd "$root" && RUSTC_BOOTSTRAP=1 RUSTFLAGS="$flags" CARGO_TARGET_DIR=$target \
     CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_STRIP=none \
-    CARGO_PROFILE_RELEASE_INCREMENTAL=false \
     cargo rustc --locked --package kvtier --lib --no-default-features --features redis,dir --release --target "$host" \
     --crate-type staticlib) >"$work/build.log" 2>&1 || { tail -n 20 "$work/build.log"; exit 1; }
 cp "$target/$host/release/libkvtier.a" "$work/libkvtier.a"
