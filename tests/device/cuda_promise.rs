@@ -20,7 +20,7 @@ use kvtier::kv::store::Store;
 use support::{Engine, Shape};
 
 /// Longer than anything takes.
-const LONG_NS: u64 = 60_000_000_000;
+const LONG_NS: u64 = 300_000_000_000;
 
 fn opts() -> CudaOpts {
     CudaOpts { library: Some(fake_cuda::library()), ..CudaOpts::default() }

@@ -237,7 +237,7 @@ fn devices_that_sum_keep_the_contract() {
             seed: 5,
             rounds: 4,
             clock: Clock::real(),
-            patience_ns: 0,
+            patience_ns: 300_000_000_000,
             closes: true,
         };
         let mut passed = Vec::new();

@@ -65,7 +65,7 @@ pub unsafe fn run_within(call: &Call, shared_bytes: u32) -> Result<()> {
     let device = device();
     // SAFETY: the caller's promise.
     let event = unsafe { device.launch(Stream(0), None, std::slice::from_ref(call))? };
-    device.wait(event, Clock::real().now_ns() + 60_000_000_000)?;
+    device.wait(event, Clock::real().now_ns() + 300_000_000_000)?;
     device.release(event)
 }
 

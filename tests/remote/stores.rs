@@ -1,6 +1,7 @@
 //! Stores that share a remote: what one has put is a hit for the other, and what goes wrong there
 //! costs misses.
 
+use kvtier_testkit::fixtures::redis::wait_until;
 use kvtier_testkit::fixtures::store as support;
 
 use std::fs;
@@ -20,8 +21,10 @@ const MODEL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
 
 fn spec(folder: &Path, rest: &str) -> StoreSpec {
     fs::create_dir_all(folder).expect("made");
-    let remote =
-        format!("remote=dir(path=\"{}\", object=16KiB, timeout=20000{rest})", folder.display());
+    let remote = format!(
+        "remote=dir(path=\"{}\", object=16KiB, timeout=300000, fresh=3600000{rest})",
+        folder.display()
+    );
     StoreSpec::parse(&format!("store(host=8MiB, {remote})")).expect("a sound spec")
 }
 
@@ -136,11 +139,7 @@ fn what_comes_sooner_than_it_is_computed_comes_by_itself() {
     assert_eq!((found, far(&other).fetched), (96, 0), "{:?}", far(&other));
     fix(1e9);
     let session = other.session(space, &tokens);
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
-    while far(&other).fetched < 6 {
-        assert!(std::time::Instant::now() < deadline, "{:?}", far(&other));
-        std::thread::yield_now();
-    }
+    wait_until("it comes by itself", || far(&other).fetched >= 6);
     other.rest();
     // It is here: the remote is not asked again.
     fs::remove_dir_all(&scratch.0).expect("removed");
@@ -204,22 +203,13 @@ fn what_is_damaged_or_gone_is_a_miss() {
     [one, other].into_iter().for_each(Home::close);
 }
 
-#[test]
-fn what_leaves_memory_is_sent_and_comes_back() {
-    let scratch = Scratch::new("remote-leaves");
-    let home = Home::open(&spec(&scratch.0, ", write=back"));
-    // Four times as much as memory holds. Where sending is slow, some of it is dropped.
-    let documents: Vec<Vec<u32>> = (0..256).map(|n| document(n, 128)).collect();
-    for tokens in &documents {
-        assert_eq!(put(&home, tokens, Level::Ram), None);
-        home.rest();
-    }
-    assert!(far(&home).sent > 100, "{:?}", far(&home));
+/// Gets documents of 128 tokens, checks them, and says how many came whole.
+fn get_all(home: &Home, documents: &[Vec<u32>]) -> u64 {
     let mut whole = 0;
-    for tokens in &documents {
+    for tokens in documents {
         // What is being sent is neither here nor there.
         home.rest();
-        let (session, found) = located(&home, tokens);
+        let (session, found) = located(home, tokens);
         let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
         let done = home.get(session, &engine);
         assert_eq!(done.status == Status::Ok, found == 128, "{found} found, {:?}", done.status);
@@ -229,8 +219,28 @@ fn what_leaves_memory_is_sent_and_comes_back() {
         }
         home.end(session);
     }
-    // A quarter of them can be in memory.
-    assert!(whole > 80, "{whole} of 256 came, {:?}", far(&home));
+    whole
+}
+
+/// How much is dropped depends on how fast it is sent. That enough comes back is shown where a test
+/// carries out the sends: see `twins::what_leaves_memory_comes_back`.
+#[test]
+fn what_leaves_memory_is_sent_or_counted_as_refused() {
+    let scratch = Scratch::new("remote-evicts");
+    let home = Home::open(&spec(&scratch.0, ", write=back"));
+    // Four times as much as memory holds. Where sending is slow, some of it is dropped.
+    let documents: Vec<Vec<u32>> = (0..256).map(|n| document(n, 128)).collect();
+    for tokens in &documents {
+        assert_eq!(put(&home, tokens, Level::Ram), None);
+        home.rest();
+    }
+    // Three quarters of the 8 chunks of each were evicted, however fast that was.
+    let counted = far(&home);
+    assert!(counted.sent > 0 && counted.sent + counted.refused >= 192 * 8, "{counted:?}");
+    let whole = get_all(&home, &documents);
+    // A chunk that was not sent costs its document at most.
+    let counted = far(&home);
+    assert!(whole + counted.refused + counted.failed_sends >= 256, "{whole}, {counted:?}");
     home.close();
 }
 
@@ -239,7 +249,7 @@ fn what_leaves_memory_is_sent_and_comes_back() {
 fn what_has_left_memory_is_no_promise() {
     let (scratch, disk) = (Scratch::new("remote-layers"), Scratch::new("remote-layers-disk"));
     let text = format!(
-        "disk=disk(path=\"{}\", bytes=64MiB, segment=1MiB), remote=dir(path=\"{}\", timeout=20000)",
+        "disk=disk(path=\"{}\", bytes=64MiB, segment=1MiB), remote=dir(path=\"{}\", timeout=300000)",
         disk.0.display(),
         scratch.0.display()
     );

@@ -22,7 +22,8 @@ pub struct Gate {
     changed: Condvar,
 }
 
-const LONG: Duration = Duration::from_secs(60);
+/// What waits longer hangs, however slow the machine is.
+const LONG: Duration = Duration::from_secs(240);
 
 impl Gate {
     pub fn new(files: Arc<dyn FixedFiles>) -> Arc<Gate> {

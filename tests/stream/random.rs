@@ -21,7 +21,7 @@ use drivers::Run;
 use rig::{patiently, soon, status};
 
 /// No case takes so long that nothing waits for ever.
-const LONG: Duration = Duration::from_secs(120);
+const LONG: Duration = Duration::from_secs(480);
 
 impl Case {
     pub fn lane(&self, tier: Tier) -> Option<Lane> {

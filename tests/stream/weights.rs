@@ -306,7 +306,7 @@ pub fn open(stored: &Arc<Stored>, mix: Mix) -> Arc<Streamed> {
 }
 
 pub fn lease(of: &Arc<Streamed>, unit: Option<u32>) -> Result<Lease> {
-    let deadline_ns = Clock::real().now_ns() + 60_000_000_000;
+    let deadline_ns = Clock::real().now_ns() + 300_000_000_000;
     let how = How { deadline_ns, ..How::default() };
     Ok(Lease(of.clone(), of.streamer.acquire(unit.expect("a unit"), how)?))
 }

@@ -11,7 +11,7 @@ use kvtier_testkit::fixtures::fake_cuda::{Fake, alone, library};
 
 const PAGE: usize = 4096;
 /// How long anything may take.
-const LONG_NS: u64 = 60_000_000_000;
+const LONG_NS: u64 = 300_000_000_000;
 
 fn opts() -> CudaOpts {
     CudaOpts { library: Some(library()), ..CudaOpts::default() }

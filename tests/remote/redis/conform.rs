@@ -7,7 +7,7 @@ use kvtier_testkit::fixtures::redis::{Server, cluster, is_there};
 
 /// Puts a remote to all checks, and says how many there were.
 pub fn passes(remote: &dyn Remote) {
-    let opts = conformance::Opts { patience_ns: LONG * 3, ..conformance::Opts::default() };
+    let opts = conformance::Opts { patience_ns: LONG, ..conformance::Opts::default() };
     let passed = conform(remote, &opts).unwrap();
     assert_eq!(passed.len(), 12, "{passed:?}");
 }

@@ -2,20 +2,14 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::*;
-use kvtier_testkit::fixtures::redis::{Server, is_there};
-
-/// Does something that must end by its deadline.
-fn in_time<T>(ns: u64, body: impl FnOnce() -> T) -> T {
-    let before = own_ns();
-    let result = body();
-    let took = own_ns().saturating_sub(before);
-    assert!(took <= ns + LATE, "{} ms of {}", took / MS, ns / MS);
-    result
-}
+use kvtier_testkit::fixtures::ports::Refusing;
+use kvtier_testkit::fixtures::redis::{Server, is_there, wait_until};
 
 #[test]
 fn a_server_that_stops_and_goes_on() {
@@ -27,39 +21,29 @@ fn a_server_that_stops_and_goes_on() {
     assert_eq!(put_one(&mut *lane, 1, 300_000), Ok(false));
     server.pause();
     for _ in 0..3 {
-        let got = in_time(200 * MS, || get_at(&mut *lane, &[(1, 0, 300_000)], 200 * MS));
+        let got = ends(|| get_at(&mut *lane, &[(1, 0, 300_000)], 200 * MS));
         assert!(matches!(got[0], Err(Trouble::Late | Trouble::Gone)), "{got:?}");
     }
     let many: Vec<_> = (10..40).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-    let put = in_time(300 * MS, || put_in(&mut *lane, &many, 300 * MS));
+    let put = ends(|| put_in(&mut *lane, &many, 300 * MS));
     assert!(put.iter().all(|put| matches!(put, Err(Trouble::Late | Trouble::Gone))), "{put:?}");
     let mut fresh = open(&opts(&server.url())).lane();
-    let error = in_time(200 * MS, || fresh.greet(at(200 * MS))).unwrap_err();
+    let error = ends_at_deadline(200 * MS, || fresh.greet(at(200 * MS))).unwrap_err();
     assert_eq!(error.status(), kvtier::base::status::Status::Timeout);
     server.go_on();
-    let since = Clock::real().now_ns();
-    while get_at(&mut *lane, &[(1, 0, 300_000)], 1000 * MS)[0] != Ok(bytes_of(1, 300_000)) {
-        assert!(Clock::real().now_ns() - since < 15_000 * MS, "it did not recover");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    assert_eq!(get_one(&mut *fresh, 1, 300_000).unwrap(), bytes_of(1, 300_000));
-    // One that sleeps while it has half of what is sent.
-    let sleeper = std::thread::spawn({
-        let port = server.port;
-        move || {
-            Command::new("redis-cli")
-                .args(["-p", &port.to_string(), "debug", "sleep", "2"])
-                .output()
-        }
+    wait_until("it has recovered", || {
+        get_at(&mut *lane, &[(1, 0, 300_000)], LONG)[0] == Ok(bytes_of(1, 300_000))
     });
-    let since = Clock::real().now_ns();
-    while get_at(&mut *fresh, &[(1, 0, 300_000)], 100 * MS)[0].is_ok() {
-        assert!(Clock::real().now_ns() - since < 15_000 * MS, "it did not fall asleep");
-    }
-    let put = in_time(150 * MS, || put_in(&mut *lane, &many, 150 * MS));
-    assert!(put.contains(&Err(Trouble::Late)), "{put:?}");
-    sleeper.join().unwrap().unwrap();
-    std::thread::sleep(Duration::from_millis(600));
+    assert_eq!(get_one(&mut *fresh, 1, 300_000).unwrap(), bytes_of(1, 300_000));
+    // It stops on a connection that works, and has a part of what is sent.
+    server.pause();
+    let put = ends_at_deadline(150 * MS, || put_in(&mut *lane, &many, 150 * MS));
+    assert_eq!(put, vec![Err(Trouble::Late); many.len()]);
+    server.go_on();
+    // It has read that part when it has ended the connection: `fresh` and redis-cli have theirs.
+    wait_until("the server has read what came", || {
+        server.cli(&["client", "list"]).lines().count() == 2
+    });
     // What did not come in time is there or is not, and whole in either case.
     for (n, bytes) in &many {
         let got = get_one(&mut *lane, *n, 1 << 20);
@@ -75,50 +59,88 @@ fn a_server_that_goes_on_after_an_attempt_has_run_out() {
         return;
     }
     let server = Server::start(&[]);
-    let remote = open(&RedisOpts { connect_ns: 100 * MS, ..opts(&server.url()) });
-    assert_eq!(put_one(&mut *remote.lane(), 1, 1000), Ok(false));
+    // It stands still but for what the test moves: nothing runs out that is to be answered.
+    let clock = Clock::manual(1);
+    let is_stopped = Arc::new(AtomicBool::new(false));
+    // The deadline passes when a request has been sent to a server that has stopped.
+    let fate: Fate = Arc::new({
+        let (clock, is_stopped) = (clock.clone(), is_stopped.clone());
+        move |back, _, _| {
+            if !back && is_stopped.load(Ordering::SeqCst) {
+                clock.advance(30 * MS);
+            }
+            true
+        }
+    });
+    let url = format!("redis://127.0.0.1:{}", between(server.port, fate));
+    let opts = RedisOpts { connect_ns: 100 * MS, ..opts(&url) };
+    let remote = || Redis::open(&opts, clock.clone()).expect("opened");
+    let by = |ns: u64| clock.now_ns() + ns;
+    assert_eq!(put_by(&mut *remote().lane(), &[(1, bytes_of(1, 1000))], || by(LONG)), [Ok(false)]);
     for _ in 0..3 {
         server.pause();
-        let mut lane = open(&RedisOpts { connect_ns: 100 * MS, ..opts(&server.url()) }).lane();
-        assert_eq!(get_at(&mut *lane, &[(1, 0, 1000)], 30 * MS), [Err(Trouble::Late)]);
-        std::thread::sleep(Duration::from_millis(150));
+        is_stopped.store(true, Ordering::SeqCst);
+        let mut lane = remote().lane();
+        let got = ends(|| get_by(&mut *lane, &[(1, 0, 1000)], || by(30 * MS)));
+        assert_eq!(got, [Err(Trouble::Late)]);
+        is_stopped.store(false, Ordering::SeqCst);
+        clock.advance(150 * MS);
         server.go_on();
-        let got = get_at(&mut *lane, &[(1, 0, 1000)], LONG);
+        let got = ends(|| get_by(&mut *lane, &[(1, 0, 1000)], || by(LONG)));
         assert!(got == [Ok(bytes_of(1, 1000))], "{:?}", got[0].as_ref().err());
     }
 }
 
 #[test]
 fn a_server_that_dies_and_comes_again() {
+    const HALF: u64 = 10 << 20;
     if !is_there() {
         return;
     }
     let mut server = Server::start(&[]);
-    let mut lane = lane(&server.url());
+    // It is killed while it works: the rest of what is sent waits until it is dead.
+    let ((tell, has_half), (killed, is_dead)) = (channel(), channel());
+    let (tell, is_dead) = (Mutex::new(Some(tell)), Mutex::new(is_dead));
+    let fate: Fate = Arc::new(move |back, gone, _| {
+        let is_half = !back && gone > HALF;
+        let tell = tell.lock().unwrap().take_if(|_| is_half);
+        if let Some(tell) = tell {
+            tell.send(()).unwrap();
+            is_dead.lock().unwrap().recv().unwrap();
+        }
+        true
+    });
+    let mut lane = lane(&format!("redis://127.0.0.1:{}", between(server.port, fate)));
+    let mut direct = crate::redis::lane(&server.url());
     assert_eq!(put_one(&mut *lane, 1, 10), Ok(false));
+    assert_eq!(get_one(&mut *direct, 1, 10).unwrap(), bytes_of(1, 10));
     // A connection that ended while nobody used it costs nothing.
     server.cli(&["client", "kill", "type", "normal"]);
     assert_eq!(get_one(&mut *lane, 1, 10).unwrap(), bytes_of(1, 10));
+    assert_eq!(get_one(&mut *direct, 1, 10).unwrap(), bytes_of(1, 10));
     server.restart();
     assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Absent));
-    // Killed while it works.
+    assert_eq!(get_one(&mut *direct, 1, 10), Err(Trouble::Absent));
     let many: Vec<_> = (0..400).map(|n| (n, bytes_of(n, 1 << 20))).collect();
     let put = std::thread::scope(|scope| {
-        let putting = scope.spawn(|| in_time(3000 * MS, || put_in(&mut *lane, &many, 3000 * MS)));
-        std::thread::sleep(Duration::from_millis(100));
+        let putting = scope.spawn(|| ends(|| put_in(&mut *lane, &many, LONG)));
+        has_half.recv_timeout(Duration::from_nanos(PATIENCE)).expect("half of it goes");
         server.kill();
+        killed.send(()).unwrap();
         putting.join().unwrap()
     });
     assert!(put.contains(&Err(Trouble::Gone)), "{put:?}");
-    let got = in_time(3000 * MS, || get_at(&mut *lane, &[(1, 0, 10)], 3000 * MS));
-    assert_eq!(got, [Err(Trouble::Gone)]);
-    server.restart();
-    let since = Clock::real().now_ns();
-    while put_in(&mut *lane, &[(1, bytes_of(1, 10))], 1000 * MS)[0].is_err() {
-        assert!(Clock::real().now_ns() - since < 15_000 * MS, "it did not recover");
-        std::thread::sleep(Duration::from_millis(20));
+    for lane in [&mut lane, &mut direct] {
+        let got = ends(|| get_at(&mut **lane, &[(1, 0, 10)], LONG));
+        assert_eq!(got, [Err(Trouble::Gone)]);
     }
-    assert_eq!(get_one(&mut *lane, 1, 10).unwrap(), bytes_of(1, 10));
+    server.restart();
+    for lane in [&mut lane, &mut direct] {
+        wait_until("it has recovered", || {
+            put_in(&mut **lane, &[(1, bytes_of(1, 10))], LONG)[0].is_ok()
+        });
+        assert_eq!(get_one(&mut **lane, 1, 10).unwrap(), bytes_of(1, 10));
+    }
 }
 
 /// A server that greets well, and then says something of its own on every request.
@@ -170,36 +192,37 @@ fn servers_that_speak_nonsense() {
         b"-WHATEVER it means\r\n",
     ] {
         let mut lane = lane(&lies(bytes));
-        let got = in_time(1000 * MS, || get_at(&mut *lane, &[(1, 0, 100)], 1000 * MS));
+        let got = ends(|| get_at(&mut *lane, &[(1, 0, 100)], LONG));
         assert_eq!(got, [Err(Trouble::Nonsense)], "{:?}", String::from_utf8_lossy(bytes));
-        assert!(in_time(1000 * MS, || lane.greet(at(1000 * MS))).is_err());
+        assert!(ends(|| lane.greet(at(1000 * MS))).is_err());
     }
     // One that answers before it was asked enough: what it says counts for nobody else.
     let mut lane = lane(&lies(b"$3\r\nabc\r\n$3\r\ndef\r\n"));
     for turn in 0..3 {
-        let got = in_time(1000 * MS, || get_at(&mut *lane, &[(1, 0, 100)], 1000 * MS));
+        let got = ends(|| get_at(&mut *lane, &[(1, 0, 100)], LONG));
         assert!(got == [Ok(b"abc".to_vec())] || got == [Err(Trouble::Nonsense)], "{turn}: {got:?}");
     }
     // Yes to a put that it has not read.
     let mut lane = crate::redis::lane(&lies(b"+OK\r\n+OK\r\n+OK\r\n+OK\r\n"));
     let many: Vec<_> = (0..8).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-    in_time(1000 * MS, || put_in(&mut *lane, &many, 1000 * MS));
-    in_time(1000 * MS, || put_in(&mut *lane, &many, 1000 * MS));
+    ends(|| put_in(&mut *lane, &many, 1000 * MS));
+    ends(|| put_in(&mut *lane, &many, 1000 * MS));
     // It repeats a password.
     let mut lane = open(&RedisOpts {
         password: secret("hunter2"),
         ..opts(&lies(b"-ERR who is hunter2?\r\n"))
     })
     .lane();
-    let error = lane.greet(at(1000 * MS)).unwrap_err();
+    let error = lane.greet(at(LONG)).unwrap_err();
     assert!(!error.to_string().contains("hunter2"), "{error}");
 }
 
 #[test]
 fn servers_that_are_slow_on_purpose() {
-    let drip = |bytes: &'static [u8], each: u64| {
+    // So many bytes, one by one; then nothing more comes.
+    let drip = |bytes: &'static [u8], each: u64, count: usize| {
         liar(move |stream, _| {
-            for byte in bytes.iter().cycle() {
+            for byte in bytes.iter().cycle().take(count) {
                 if stream.write_all(&[*byte]).is_err() {
                     return;
                 }
@@ -208,31 +231,33 @@ fn servers_that_are_slow_on_purpose() {
         })
     };
     for url in [
-        drip(b"$90\r\n0123456789", 20),
-        drip(b">1\r\n+x\r\n", 1),
-        drip(b"+xxxxxxxx", 3),
+        // A value that never comes whole.
+        drip(b"$90\r\n0123456789", 20, 60),
+        drip(b">1\r\n+x\r\n", 1, usize::MAX),
+        // A line that never ends.
+        drip(b"+xxxxxxxx", 3, 1000),
         liar(|_, _| {}),
         // It sends messages that nobody asked for as fast as it can.
         liar(|stream, _| while stream.write_all(&b">1\r\n+x\r\n".repeat(1000)).is_ok() {}),
     ] {
         let mut lane = lane(&url);
         for _ in 0..2 {
-            let got = in_time(300 * MS, || get_at(&mut *lane, &[(1, 0, 100)], 300 * MS));
+            let got = ends(|| get_at(&mut *lane, &[(1, 0, 100)], 300 * MS));
             assert!(matches!(got[0], Err(Trouble::Late | Trouble::Gone)), "{url}: {got:?}");
         }
         let many: Vec<_> = (0..20).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-        in_time(300 * MS, || put_in(&mut *lane, &many, 300 * MS));
+        ends(|| put_in(&mut *lane, &many, 300 * MS));
     }
     // One that ends every connection.
     let mut lane = lane(&liar(|stream, _| drop(stream.shutdown(std::net::Shutdown::Both))));
     for _ in 0..3 {
-        let got = in_time(500 * MS, || get_at(&mut *lane, &[(1, 0, 9); 100], 500 * MS));
+        let got = ends(|| get_at(&mut *lane, &[(1, 0, 9); 100], 500 * MS));
         assert!(got.iter().all(|got| matches!(got, Err(Trouble::Gone | Trouble::Late))), "{got:?}");
     }
     // Nobody is there; nobody has that name.
-    let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let mut lane = crate::redis::lane(&format!("redis://{gone}"));
-    let error = in_time(3000 * MS, || lane.greet(at(3000 * MS))).unwrap_err();
+    let gone = Refusing::new();
+    let mut lane = crate::redis::lane(&format!("redis://{}", gone.address()));
+    let error = ends(|| lane.greet(at(LONG))).unwrap_err();
     assert!(error.message().contains("refused"), "{error}");
     let mut lane = crate::redis::lane("redis://no-such-host.invalid");
     assert!(lane.greet(at(10_000 * MS)).is_err());

@@ -1,7 +1,7 @@
 //! One server that does what it should.
 
 use super::*;
-use kvtier_testkit::fixtures::redis::{Server, is_there};
+use kvtier_testkit::fixtures::redis::{Server, is_there, wait_until};
 
 #[test]
 fn what_goes_comes_back() {
@@ -179,12 +179,15 @@ fn full_read_only_and_short_lived() {
         return;
     }
     let server = Server::start(&["--maxmemory", "6mb", "--maxmemory-policy", "noeviction"]);
-    let living = RedisOpts { ttl_s: 3, ..opts(&server.url()) };
-    let mut short = open(&living).lane();
-    assert_eq!(put_one(&mut *short, 1, 10), Ok(false));
-    assert!(ask(&mut *short, &[1], LONG)[0].is_ok());
-    std::thread::sleep(std::time::Duration::from_millis(3300));
-    assert_eq!(ask(&mut *short, &[1], LONG), [Err(Trouble::Absent)]);
+    let living = |ttl_s: u64| open(&RedisOpts { ttl_s, ..opts(&server.url()) }).lane();
+    let mut long = living(3600);
+    assert_eq!(put_one(&mut *long, 1, 10), Ok(false));
+    assert_eq!(ask(&mut *long, &[1], LONG), [Ok(10)]);
+    let left_s: u64 = server.cli(&["ttl", &key(1)]).parse().expect("a time");
+    assert!((1..=3600).contains(&left_s), "{left_s}");
+    let mut short = living(1);
+    assert_eq!(put_one(&mut *short, 2, 10), Ok(false));
+    wait_until("it is gone", || ask(&mut *short, &[2], LONG) == [Err(Trouble::Absent)]);
     let mut lane = lane(&server.url());
     assert!(lane.greet(at(LONG)).unwrap().warnings[0].contains("evicts nothing"));
     let items: Vec<_> = (10..30).map(|n| (n, bytes_of(n, 1 << 20))).collect();
@@ -201,10 +204,15 @@ fn full_read_only_and_short_lived() {
     server.cli(&["replicaof", "no", "one"]);
     // Nobody follows it: nothing counts as stored.
     let waiting = RedisOpts { wait: 1, ..opts(&server.url()) };
-    let mut waiting = open(&waiting).lane();
-    let put = put_in(&mut *waiting, &[(3, bytes_of(3, 10)), (4, bytes_of(4, 10))], 4000 * MS);
+    // The clock stands still: the deadline that the server is told of comes, the lane's does not.
+    let clock = Clock::manual(1);
+    let mut waiting = Redis::open(&waiting, clock.clone()).expect("opened").lane();
+    let items = [(3, bytes_of(3, 10)), (4, bytes_of(4, 10))];
+    let put = put_by(&mut *waiting, &items, || clock.now_ns() + 4000 * MS);
     assert_eq!(put, [Err(Trouble::Later); 2]);
-    assert_eq!(get_one(&mut *waiting, 3, 10).unwrap(), bytes_of(3, 10));
+    assert_eq!(get_one(&mut *lane, 3, 10).unwrap(), bytes_of(3, 10));
+    let got = get_by(&mut *waiting, &[(3, 0, 10)], || clock.now_ns() + LONG);
+    assert_eq!(got, [Ok(bytes_of(3, 10))]);
 }
 
 #[test]

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use kvtier::base::status::Status;
 
 use super::*;
+use kvtier_testkit::fixtures::ports::{Refusing, port};
+use kvtier_testkit::fixtures::redis::wait_until;
 use kvtier_testkit::fixtures::s3::{Bucket, Quirks, Req, Server, error, reply};
 
 /// A bucket whose first requests are answered otherwise; and how many there were.
@@ -68,13 +70,15 @@ fn what_passes_is_tried_again() {
             scope.spawn(move || passes(status, code));
         }
     });
+    // The clock stands still: no request is late, and no pause fits into the deadline.
+    let clock = Clock::manual(1);
     let (server, count) = faulty(99, |_, stream| error(stream, "500 No", "", ""));
-    let mut lane = lane(&server.url());
-    for _ in 0..2 {
-        count.store(0, Ordering::SeqCst);
-        let got = in_time(45 * MS, || get_at(&mut *lane, &[(1, 0, 9), (2, 0, 9)], 45 * MS));
+    let mut lane = S3::open(&opts(&server.url()), clock.clone()).expect("opened").lane();
+    for turn in 1..=2 {
+        let by = || clock.now_ns() + 45 * MS;
+        let got = ends(|| get_by(&mut *lane, &[(1, 0, 9), (2, 0, 9)], by));
         assert!(got.iter().all(|got| got.is_err()), "{got:?}");
-        assert!(count.load(Ordering::SeqCst) <= 2, "no pause fits into the deadline");
+        assert_eq!(count.load(Ordering::SeqCst), 2 * turn, "each was sent once");
     }
 }
 
@@ -215,7 +219,7 @@ fn bodies_that_end_before_their_time() {
     // One that ends every connection before it says anything.
     let server = always(|_, _| false);
     let mut lane = crate::s3::lane(&server.url());
-    let got = in_time(LONG, || get_at(&mut *lane, &[(1, 0, 9); 3], LONG));
+    let got = ends(|| get_at(&mut *lane, &[(1, 0, 9); 3], LONG));
     assert!(got.iter().all(|got| *got == Err(Trouble::Gone)), "{got:?}");
 }
 
@@ -244,9 +248,9 @@ fn replies_that_were_not_asked_for() {
     ] {
         let server = says(bytes);
         let mut lane = narrow(&server.url());
-        let got = in_time(2000 * MS, || get_at(&mut *lane, &[(1, 0, 100)], 2000 * MS));
+        let got = ends(|| get_at(&mut *lane, &[(1, 0, 100)], LONG));
         assert_eq!(got, [Err(Trouble::Nonsense)], "{:?}", String::from_utf8_lossy(bytes));
-        assert!(in_time(2000 * MS, || lane.greet(at(2000 * MS))).is_err() || bytes[9] == b'2');
+        assert!(ends(|| lane.greet(at(2000 * MS))).is_err() || bytes[9] == b'2');
     }
     // A reply that nobody asked for is nobody's: the connection is given up with it.
     let server = says(
@@ -277,46 +281,51 @@ fn replies_that_were_not_asked_for() {
         }
         false
     });
-    let got = in_time(2000 * MS, || get_at(&mut *narrow(&server.url()), &[(1, 0, 9)], 2000 * MS));
+    let got = ends(|| get_at(&mut *narrow(&server.url()), &[(1, 0, 9)], LONG));
     assert_eq!(got, [Err(Trouble::Absent)]);
     assert!(written.load(Ordering::SeqCst) < 64 << 20);
 }
 
 #[test]
 fn servers_that_are_slow_on_purpose() {
-    let drip = |bytes: &'static [u8], each: u64| {
+    // Says something, and then something else so many times; then nothing, until the client ends
+    // the connection.
+    let drip = |bytes: &'static [u8], again: &'static [u8], each: u64, count: usize| {
         always(move |_, stream| {
             stream.write_all(bytes).unwrap();
-            while stream.write_all(b"x").is_ok() {
+            for _ in 0..count {
+                if stream.write_all(again).is_err() {
+                    return false;
+                }
                 std::thread::sleep(Duration::from_millis(each));
             }
+            while stream.read(&mut [0; 4096]).is_ok_and(|count| count > 0) {}
             false
         })
     };
     let servers = [
-        drip(b"HTTP/1.1 206 P\r\nContent-Length: 90\r\nContent-Range: bytes 0-89/90\r\n\r\n", 20),
-        drip(b"HTTP/1.1 200 OK\r\nA: ", 1),
-        drip(b"HTTP/1.1 500 No\r\n\r\n", 20),
-        always(|_, _| {
-            loop {
-                std::thread::sleep(Duration::from_millis(50));
-            }
-        }),
-        // Words that say nothing, as fast as it can.
-        always(|_, stream| {
-            let head = b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-89/90\r\n\r\n";
-            stream.write_all(head).unwrap();
-            while stream.write_all(b"1\r\nx\r\n").is_ok() {
-                std::thread::sleep(Duration::from_millis(30));
-            }
-            false
-        }),
+        // A body that never comes whole.
+        drip(
+            b"HTTP/1.1 206 P\r\nContent-Length: 90\r\nContent-Range: bytes 0-89/90\r\n\r\n",
+            b"x",
+            20,
+            60,
+        ),
+        drip(b"HTTP/1.1 200 OK\r\nA: ", b"x", 1, usize::MAX),
+        drip(b"HTTP/1.1 500 No\r\n\r\n", b"x", 20, usize::MAX),
+        drip(b"", b"", 0, 0),
+        // Chunks of a body that never comes whole.
+        drip(
+            b"HTTP/1.1 206 P\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-89/90\r\n\r\n",
+            b"1\r\nx\r\n",
+            30,
+            60,
+        ),
     ];
     for (number, server) in servers.iter().enumerate() {
         let mut lane = lane(&server.url());
         for _ in 0..2 {
-            let got =
-                in_time(300 * MS, || get_at(&mut *lane, &[(1, 0, 100), (2, 0, 100)], 300 * MS));
+            let got = ends(|| get_at(&mut *lane, &[(1, 0, 100), (2, 0, 100)], 300 * MS));
             // A head that does not end is none once it is too long.
             assert!(
                 got.iter().all(|got| matches!(got, Err(Trouble::Late | Trouble::Nonsense))),
@@ -324,24 +333,26 @@ fn servers_that_are_slow_on_purpose() {
             );
         }
         let many: Vec<_> = (0..9).map(|n| (n, bytes_of(n, 1 << 20))).collect();
-        in_time(300 * MS, || put_in(&mut *lane, &many, 300 * MS));
+        ends(|| put_in(&mut *lane, &many, 300 * MS));
     }
-    let error = in_time(200 * MS, || lane(&servers[3].url()).greet(at(200 * MS))).unwrap_err();
+    let silent = servers[3].url();
+    let error = ends_at_deadline(200 * MS, || lane(&silent).greet(at(200 * MS))).unwrap_err();
     assert_eq!(error.status(), Status::Timeout);
     // It does not take what is sent to it.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let put = in_time(300 * MS, || put_in(&mut *lane(&url), &[(1, vec![1; 32 << 20])], 300 * MS));
+    let big = [(1, vec![1; 32 << 20])];
+    let put = ends_at_deadline(300 * MS, || put_in(&mut *lane(&url), &big, 300 * MS));
     assert_eq!(put, [Err(Trouble::Late)]);
     drop(listener);
-    // Nobody is there; nobody has that name.
-    let mut lane = crate::s3::lane(&url);
-    let since = Instant::now();
-    let error = in_time(3000 * MS, || lane.greet(at(3000 * MS))).unwrap_err();
+    // Nobody is there; nobody has that name. It does not wait for its deadline, which says nothing
+    // of that.
+    let refusing = Refusing::new();
+    let mut lane = crate::s3::lane(&format!("http://{}", refusing.address()));
+    let error = ends(|| lane.greet(at(LONG))).unwrap_err();
     assert!(error.message().contains("refused"), "{error}");
-    assert!(since.elapsed() < Duration::from_millis(2900), "it does not wait for its deadline");
     let mut lane = crate::s3::lane("http://no-such-host.invalid");
-    let error = lane.greet(at(20_000 * MS)).unwrap_err();
+    let error = lane.greet(at(LONG)).unwrap_err();
     assert!(error.message().contains("no-such-host.invalid"), "{error}");
     assert_eq!(get_one(&mut *lane, 1, 10), Err(Trouble::Gone));
 }
@@ -356,17 +367,19 @@ fn an_object_that_is_refused_while_it_is_sent() {
     ] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
+        let (has_ended, ended) = std::sync::mpsc::channel();
         let server = std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let mut bytes = [0; 2000];
             stream.read_exact(&mut bytes).unwrap();
             let head = format!("HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n");
             stream.write_all(head.as_bytes()).unwrap();
-            // What is not read makes the end a hard one.
-            std::thread::sleep(Duration::from_millis(100));
+            // What is not read would make the end a hard one: the reply would be lost with it.
+            ended.recv().unwrap();
         });
         let mut lane = narrow(&url);
-        let put = in_time(2000 * MS, || put_in(&mut *lane, &[(1, vec![1; 16 << 20])], 2000 * MS));
+        let put = ends(|| put_in(&mut *lane, &[(1, vec![1; 16 << 20])], LONG));
+        has_ended.send(()).unwrap();
         assert_eq!(put, [trouble], "{status}");
         server.join().unwrap();
     }
@@ -375,20 +388,20 @@ fn an_object_that_is_refused_while_it_is_sent() {
 #[test]
 fn a_server_that_dies_and_comes_again() {
     let bucket = Bucket::new(Quirks::default());
-    let server = bucket.serve();
+    // A port that nobody else takes while the server is away.
+    let served = bucket.clone();
+    let server = Server::start_at(port(), move |req, stream| served.answer(req, stream));
     let mut lane = lane(&server.url());
     put_one(&mut *lane, 1, 1000).unwrap();
     let (port, url) = (server.port, server.url());
     drop(server);
     for _ in 0..3 {
-        let got = in_time(3000 * MS, || get_at(&mut *lane, &[(1, 0, 1000); 20], 3000 * MS));
+        let got = ends(|| get_at(&mut *lane, &[(1, 0, 1000); 20], LONG));
         assert!(got.iter().all(|got| *got == Err(Trouble::Gone)), "{url}: {got:?}");
     }
     let again = bucket.clone();
     let _server = Server::start_at(port, move |req, stream| again.answer(req, stream));
-    let since = Instant::now();
-    while get_at(&mut *lane, &[(1, 0, 1000)], 1000 * MS)[0] != Ok(bytes_of(1, 1000)) {
-        assert!(since.elapsed() < Duration::from_secs(15), "it did not recover");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("it has recovered", || {
+        get_at(&mut *lane, &[(1, 0, 1000)], LONG)[0] == Ok(bytes_of(1, 1000))
+    });
 }

@@ -25,7 +25,7 @@ fn moto_conforms() {
     moto.client("s3.create_bucket(Bucket='kv-test')");
     let said = lane.greet(at(LONG)).unwrap();
     assert!(said.words.contains("bucket kv-test") && said.warnings.len() == 1, "{said:?}");
-    let wanted = conformance::Opts { patience_ns: 120_000 * MS, ..conformance::Opts::default() };
+    let wanted = conformance::Opts { patience_ns: LONG, ..conformance::Opts::default() };
     assert_eq!(conform(&remote, &wanted).expect("it conforms").len(), 12);
     assert!(remote.caps().first_wins);
     // What botocore stored is read, and the other way round.
@@ -42,7 +42,7 @@ fn moto_conforms() {
     // It dies, and comes again with nothing.
     let port = moto.port();
     moto.kill();
-    let got = in_time(1000 * MS, || get_at(&mut *lane, &[(5, 0, 100)], 1000 * MS));
+    let got = ends(|| get_at(&mut *lane, &[(5, 0, 100)], LONG));
     assert_eq!(got, [Err(Trouble::Gone)]);
     drop(moto);
     let moto = Moto::start(port, &[]);

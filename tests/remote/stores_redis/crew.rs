@@ -1,17 +1,14 @@
 //! Processes with a store each, and what they are told. None outlives the test, whatever becomes
 //! of that.
 
+use kvtier_testkit::fixtures::redis::{PATIENCE, wait_until};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
 
 use crate::stores_redis::worker::{MARK, PLACE};
-
-/// Longer than anything may take.
-const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What a process has counted, by name.
 pub type Told = BTreeMap<String, u64>;
@@ -65,6 +62,15 @@ impl Crew {
         self.all("work")
     }
 
+    /// Everybody works on until each has done so many turns more, well or not.
+    pub fn turns(&mut self, count: u64) {
+        let before = self.counts();
+        wait_until("everybody goes on", || {
+            let now = self.counts();
+            now.iter().zip(&before).all(|(now, before)| now["turns"] >= before["turns"] + count)
+        });
+    }
+
     /// It is well again: what one puts the others find. What each of them did is judged.
     pub fn end(mut self) {
         self.all("rest");
@@ -73,6 +79,11 @@ impl Crew {
         first.hear("put 900");
         others.iter_mut().for_each(|member| member.say("find 900"));
         others.iter_mut().for_each(|member| drop(member.hear("find 900")));
+        let other = &mut others[0];
+        other.say("put 901");
+        other.hear("put 901");
+        first.say("find 901");
+        first.hear("find 901");
         let all = self.all("end");
         for (number, told) in all.iter().enumerate() {
             println!("{number}: {told:?}");

@@ -31,8 +31,15 @@ fn lines(of: &[String], say: impl Fn(&str) -> String) -> Vec<String> {
 
 /// Moves all slots that hold anything from one of the masters to another, as an administrator
 /// does. In each batch somebody is sent after what has gone ahead, and somebody is told that it
-/// has moved.
-pub fn reshard(nodes: &[Server], masters: &[usize], from: usize, to: usize) {
+/// has moved. Something else is done once, while the first slots are on their way.
+pub fn reshard(
+    nodes: &[Server],
+    masters: &[usize],
+    from: usize,
+    to: usize,
+    meanwhile: impl FnOnce(),
+) {
+    let mut meanwhile = Some(meanwhile);
     let all = || masters.iter().map(|&at| keys(&nodes[at])).sum::<u64>();
     let before = all();
     let id = |at: usize| nodes[at].cli(&["cluster", "myid"]);
@@ -54,6 +61,9 @@ pub fn reshard(nodes: &[Server], masters: &[usize], from: usize, to: usize) {
         };
         wires[from].done(&names.iter().map(go).collect::<Vec<_>>());
         wait_until("somebody is sent after what has gone", || sent_away(&mut wires).1 > last.1);
+        if let Some(meanwhile) = meanwhile.take() {
+            meanwhile();
+        }
         // Whoever gets a slot hears it first: it must never be nobody's.
         let others = masters.iter().filter(|at| ![from, to].contains(at)).copied();
         for at in [to, from].into_iter().chain(others) {

