@@ -262,21 +262,21 @@ fn plan(random: &mut Random) -> Plan {
 /// In one thread: what of it is sent, and when, is the same on every machine.
 #[test]
 fn what_leaves_memory_comes_back() {
-    const DOCUMENTS: usize = 32;
+    const DOCUMENTS: usize = 256;
     let (mut random, clock) = (Random::new(1), Clock::manual(1));
     let remote = Simulated::new(1, Plan::default(), clock.clone());
     let twin = Twin::open_as(&remote, &clock, &mut random, (4, 512), |far| {
         (far.write, far.object_bytes, far.known) = (Write::Back, 16 << 10, 1024);
     });
-    // Four times as much as memory holds.
-    let documents: Vec<Vec<u32>> = (0..DOCUMENTS).map(|n| document(n as u32, 128)).collect();
+    // Four times as much as memory holds, a chunk each.
+    let documents: Vec<Vec<u32>> = (0..DOCUMENTS).map(|n| document(n as u32, 16)).collect();
     for tokens in &documents {
         assert_eq!(twin.put(tokens, Level::Ram), Status::Ok);
     }
     let counted = twin.far();
     assert_eq!(counted.failed_sends, 0, "{counted:?}");
     // A chunk that is evicted is sent, or refused because too much waits to be sent.
-    assert!((counted.sent + counted.refused) as usize >= DOCUMENTS * 8 * 3 / 4, "{counted:?}");
+    assert!((counted.sent + counted.refused) as usize >= DOCUMENTS * 3 / 4, "{counted:?}");
     let mut whole = 0;
     for tokens in &documents {
         let (found, got) = twin.find(tokens);
@@ -286,7 +286,7 @@ fn what_leaves_memory_comes_back() {
     // A quarter of them can be in memory.
     let counted = twin.far();
     println!("{whole} of {DOCUMENTS} came, {counted:?}");
-    assert!(whole > DOCUMENTS / 4, "{whole} of {DOCUMENTS} came, {counted:?}");
+    assert!(whole > DOCUMENTS / 2, "{whole} of {DOCUMENTS} came, {counted:?}");
     assert!(whole + counted.refused as usize >= DOCUMENTS, "{counted:?}");
 }
 

@@ -9,7 +9,7 @@ use kvtier_testkit::fixtures::redis::{Server, is_there, wait_until};
 const HOSTS: usize = 2;
 const DOCUMENTS: u32 = 24;
 /// How many turns each does in every state of the line.
-const TURNS: u64 = 20;
+const TURNS: u64 = 8;
 
 /// In a process of its own: a thread of it leaves the network that others are in.
 #[test]

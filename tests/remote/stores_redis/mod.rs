@@ -16,11 +16,11 @@ use reshard::reshard;
 const PROCESSES: usize = 4;
 
 fn remote(url: &str, more: &str) -> String {
-    format!("redis(url=\"{url}\", timeout=1000, connect=1000, absent=50{more})")
+    format!("redis(url=\"{url}\", timeout=500, connect=500, absent=50{more})")
 }
 
 /// How many turns each does in every state that the servers are brought to.
-const TURNS: u64 = 20;
+const TURNS: u64 = 8;
 
 /// From now on a server has no more memory than that.
 fn limit(server: &Server, bytes: &str, policy: &str) {
