@@ -6,11 +6,12 @@
 #   OUTDIR/lib/libkvtier.so.MAJOR.MINOR.PATCH   and the links to it
 #   OUTDIR/lib/libkvtier.a
 #
-# One cargo call for each crate type: a call that makes both silently drops LTO.
-# Honours CARGO, CARGO_TARGET_DIR, CARGO_BUILD_TARGET, CARGO_NET_OFFLINE, RUSTFLAGS,
-# LD, OBJCOPY and AR. KVTIER_CARGO_ARGS is passed to cargo (cmake/vendor.sh prints some).
+# Cargo makes the archive, and the shared object is linked from it: a call that makes both
+# silently drops LTO, and two calls would optimise the whole program twice.
+# Honours CARGO, CARGO_TARGET_DIR, CARGO_BUILD_TARGET, CARGO_NET_OFFLINE, RUSTFLAGS, CC, LD,
+# OBJCOPY and AR. KVTIER_CARGO_ARGS is passed to cargo (cmake/vendor.sh prints some).
 # KVTIER_PLAIN_ARCHIVE=1 leaves the archive as rustc makes it; KVTIER_CRATE_TYPES=cdylib
-# makes no archive at all.
+# makes no archive: cargo links the shared object.
 set -eu
 out=${1:?usage: cmake/build.sh OUTDIR [PROFILE]}
 profile=${2:-dist}
@@ -52,24 +53,34 @@ seal() {
     rm -f "$one"
 }
 
-types=${KVTIER_CRATE_TYPES:-cdylib staticlib}
-for type in $types; do
-    # shellcheck disable=SC2086
-    "$cargo" rustc --locked --package kvtier --lib --no-default-features --features redis,dir --profile "$profile" \
-        --crate-type $type ${KVTIER_CARGO_ARGS:-}
-    case $type in
-        cdylib) built=libkvtier.so ;;
-        staticlib) built=libkvtier.a ;;
-    esac
-    cp "$artifacts/$built" "$out/lib/$built.new"
-done
-case $types in
-    *staticlib*) [ -n "${KVTIER_PLAIN_ARCHIVE:-}" ] || seal "$out/lib/libkvtier.a.new" ;;
-esac
-
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -n 1)
 minor=${version%.*}
 case $version in 0.*) soversion=$minor ;; *) soversion=${version%%.*} ;; esac
+
+# Links the shared object SO from ARCHIVE, with the arguments that build.rs gives to cargo's.
+share() {
+    printf '{ global: kvt_*; local: *; };\n' >"$2.map"
+    # shellcheck disable=SC2046
+    "${CC:-cc}" -shared -o "$2" -Wl,--whole-archive "$1" -Wl,--no-whole-archive \
+        -Wl,--version-script="$2.map" -Wl,--gc-sections -Wl,-O1 -Wl,--strip-debug \
+        -Wl,-soname,"libkvtier.so.$soversion" -Wl,-z,nodelete -Wl,-z,relro,-z,now -Wl,-z,noexecstack \
+        -Wl,--as-needed $(cat cmake/static-libs.txt)
+    rm -f "$2.map"
+}
+
+types=${KVTIER_CRATE_TYPES:-staticlib}
+# shellcheck disable=SC2086
+"$cargo" rustc --locked --package kvtier --lib --no-default-features --features redis,dir --profile "$profile" \
+    --crate-type "$types" ${KVTIER_CARGO_ARGS:-}
+case $types in
+    cdylib) cp "$artifacts/libkvtier.so" "$out/lib/libkvtier.so.new" ;;
+    *)
+        cp "$artifacts/libkvtier.a" "$out/lib/libkvtier.a.new"
+        share "$out/lib/libkvtier.a.new" "$out/lib/libkvtier.so.new"
+        [ -n "${KVTIER_PLAIN_ARCHIVE:-}" ] || seal "$out/lib/libkvtier.a.new"
+        ;;
+esac
+
 cd "$out/lib"
 # An unchanged file keeps its time, so that nothing is linked again for it.
 place() {

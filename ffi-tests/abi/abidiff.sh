@@ -36,12 +36,23 @@ proven() {
     done
 }
 
-"$root/cmake/build.sh" "$work/now" abi >"$work/build.log" 2>&1 ||
-    { tail -n 20 "$work/build.log"; exit 1; }
-dump "$root" "$work/now" "$work/now.abi"
+# Both builds are of a copy in one place, so that the second only compiles what the breaks change.
+tree=$work/tree
+rm -rf "$tree"
+mkdir -p "$tree"
+(cd "$root" && tar -cf - Cargo.toml Cargo.lock build.rs cmake include src crates) | (cd "$tree" && tar -xf -)
+# An earlier run broke these: cargo sees a change by its time.
+touch "$tree/src/ffi/budget.rs" "$tree/src/ffi/version.rs"
+
+# built OUTDIR: the tree as it is, laid out there.
+built() {
+    "$tree/cmake/build.sh" "$1" abi >"$work/build.log" 2>&1 || { tail -n 20 "$work/build.log"; exit 1; }
+}
+built "$work/now"
+dump "$tree" "$work/now" "$work/now.abi"
 proven "$work/now.abi"
 echo "ok    the dump has functions, structs and members"
-for path in "$root" "${HOME:-/nowhere}"; do
+for path in "$root" "$work" "${HOME:-/nowhere}"; do
     [ "$path" = / ] && continue
     if grep -qF "$path/" "$work/now.abi"; then echo "FAIL  the dump names $path"; exit 1; fi
 done
@@ -69,11 +80,7 @@ if ! compare "$work/committed.abi" "$work/now.abi"; then
 fi
 echo "ok    the interface is the committed one"
 
-# A copy of the tree with breaks in it: each must be told. One build for both, which says apart.
-tree=$work/broken
-rm -rf "$tree"
-mkdir -p "$tree"
-(cd "$root" && tar -cf - Cargo.toml Cargo.lock build.rs cmake include src crates) | (cd "$tree" && tar -xf -)
+# Breaks in the tree: each must be reported. One build for both, which are told apart.
 # break NAME SED-SCRIPT FILE
 break_() {
     cp "$tree/$3" "$work/before"
@@ -86,9 +93,8 @@ break_ "a field in the middle of a struct" \
     src/ffi/budget.rs
 break_ "a removed function" 's/^pub extern "C" fn kvt_version_str/pub extern "C" fn kvt_version_text/' \
     src/ffi/version.rs
-"$tree/cmake/build.sh" "$work/broken-out" abi >"$work/build.log" 2>&1 ||
-    { tail -n 20 "$work/build.log"; exit 1; }
-dump "$tree" "$work/broken-out" "$work/broken.abi"
+built "$work/broken"
+dump "$tree" "$work/broken" "$work/broken.abi"
 if compare "$work/committed.abi" "$work/broken.abi"; then
     echo "FAIL  breaks were not seen"
     exit 1
