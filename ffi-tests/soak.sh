@@ -43,7 +43,7 @@ part() {
 
 seeds() { "$target/release/kvtier-sim" --first $((first + round * 500)) --seeds 500; }
 # shellcheck disable=SC2086
-kills() { KVTIER_CRASH_ROUNDS=50 cargo nextest run --locked $features --test store -E 'test(=crash::what_was_stored_outlives_the_process)'; }
+kills() { KVTIER_CRASH_ROUNDS=50 cargo nextest run --locked --workspace $features --test store -E 'test(=crash::what_was_stored_outlives_the_process)'; }
 late() { "$here/late/run.sh" "$work/late" 1 "${programs[@]}"; }
 # shellcheck disable=SC2086
 cases() {
