@@ -4,7 +4,8 @@
 # (`ffi-tests/run --soak MINUTES` builds what this needs and calls it.) The time is split: a third
 # for seeds of the store's simulation, a third for processes that are killed while they store, a
 # sixth for the C and C++ programs with threads that are late at random, a sixth for random
-# programs over the ABI and random tests with many cases. Each part repeats short rounds until its
+# programs over the ABI and random tests with many cases. Where the stage `llama` has run before, its
+# tests with large models that take long run first, once, beside that time. Each part repeats short rounds until its
 # time is over, goes on after a failure, and prints how to run a failing round again.
 # Seeds continue from KVTIER_SOAK_FIRST (a number from the clock by default), so that two soaks
 # do not repeat each other.
@@ -47,8 +48,9 @@ kills() { KVTIER_CRASH_ROUNDS=50 cargo nextest run --locked --workspace $feature
 late() { "$here/late/run.sh" "$work/late" 1 "${programs[@]}"; }
 # shellcheck disable=SC2086
 cases() {
-    PROPTEST_CASES=2000 KVTIER_SIM_SEED=$((first + round)) cargo nextest run --locked --workspace $features \
-        -E 'test(random::) | test(a_storm) | test(models::) | test(seeds_keep_every_promise)'
+    PROPTEST_CASES=2000 KVTIER_WANDER_SEEDS=60 KVTIER_SIM_SEED=$((first + round)) \
+        cargo nextest run --locked --workspace $features \
+        -E 'test(random::) | test(a_storm) | test(models::) | test(cuda_wander::) | test(seeds_keep_every_promise)'
 }
 
 # shellcheck disable=SC2086
@@ -58,6 +60,19 @@ cmake -S "$root" -B "$work/cmake" -G Ninja -DKVTIER_PREBUILT_DIR="$prebuilt" -DK
     cmake --build "$work/cmake" >>"$work/cmake.log" || { tail -n 20 "$work/cmake.log"; exit 1; }
 mapfile -t programs < <(find "$work/cmake" -maxdepth 1 -type f -name 'kvtier_test_*' -perm -u+x | sort)
 [ "${#programs[@]}" -gt 0 ] || { echo "no test programs below $work/cmake"; exit 1; }
+
+if [ -e "$work/../llama/build/CTestTestfile.cmake" ]; then
+    if ctest --test-dir "$work/../llama/build" -L long --output-on-failure >"$work/llama.log" 2>&1; then
+        passed=$((passed + 1))
+        echo "ok    llama"
+    else
+        failed=$((failed + 1))
+        echo "FAIL  llama: $work/llama.log"
+        tail -n 20 "$work/llama.log" | sed 's/^/    /'
+    fi
+else
+    echo "SKIP  llama: the stage llama has not run in this directory"
+fi
 
 seconds=$((minutes * 60))
 part seeds $((seconds / 3)) seeds
