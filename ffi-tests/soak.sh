@@ -4,9 +4,9 @@
 # (`ffi-tests/run --soak MINUTES` builds what this needs and calls it.) The time is split: a third
 # for seeds of the store's simulation, a third for processes that are killed while they store, a
 # sixth for the C and C++ programs with threads that are late at random, a sixth for random
-# programs over the ABI and random tests with many cases. Where the stage `llama` has run before, its
-# tests with large models that take long run first, once, beside that time. Each part repeats short rounds until its
-# time is over, goes on after a failure, and prints how to run a failing round again.
+# programs over the ABI and random tests with many cases. Each part repeats short rounds until its
+# time is over, goes on after a failure, and prints how to run a failing round again. Where the stage
+# `llama` has run before, its long tests with large models run once before the parts, in time of their own.
 # Seeds continue from KVTIER_SOAK_FIRST (a number from the clock by default), so that two soaks
 # do not repeat each other.
 set -uo pipefail

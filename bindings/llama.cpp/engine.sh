@@ -37,8 +37,8 @@ for package in json.load(sys.stdin)["packages"]:
     if package["name"] == "llama-cpp-sys-2":
         print(os.path.dirname(package["manifest_path"]))')
 cp -r "$source/llama.cpp" "$work/engine-src"
-# libllama builds graphs, ggml computes them: tests need no more of the former than this, which compiles
-# in three quarters of the time.
+# libllama builds graphs, ggml computes them: a lower level of optimisation takes less to compile.
+# ggml keeps its own. Benchmarks take the engine as it is.
 [ "$native" = ON ] || echo 'target_compile_options(llama PRIVATE -O1)' >>"$work/engine-src/src/CMakeLists.txt"
 
 launcher=""
