@@ -13,9 +13,11 @@ use kvtier::stream::streamer::{Held, How};
 use kvtier::stream::units::Role;
 
 use crate::cases::{Case, Ending, Payer, Trouble, one};
-use kvtier_testkit::fixtures::stream_rig::{MIB, soon};
+use kvtier_testkit::fixtures::stream_rig::{MIB, soon, within};
 
 const GRAIN: u64 = 4096;
+/// Deadlines before this may pass.
+const HASTY_NS: u64 = 1_000_000_000;
 /// What each thread does.
 const STEPS: u64 = 60;
 
@@ -188,7 +190,7 @@ impl Hands<'_> {
     fn how(&mut self) -> How {
         let deadline_ns = match self.random.below(4) {
             0 => 0,
-            1 => soon() - 20_000_000_000 + self.random.below(300_000),
+            1 => within(self.random.below(300_000)),
             _ => soon(),
         };
         How { poll: self.random.below(5) == 0, early: self.random.coin(), deadline_ns }
@@ -205,12 +207,13 @@ impl Hands<'_> {
     fn ask(&mut self, unit: u32, how: How) -> Step {
         let rig = &self.run.case.rig;
         self.says(format!("acquire {unit}, {how:?}, with {} held", self.held.len()));
+        let is_hasty = how.deadline_ns > 0 && how.deadline_ns < within(HASTY_NS);
         let told = rig.streamer.acquire(unit, how);
         let mut fine = vec![Status::Busy];
         if how.poll {
             fine.push(Status::Again);
         }
-        if how.deadline_ns > 0 && how.deadline_ns < soon() - 19_000_000_000 {
+        if is_hasty {
             fine.push(Status::Timeout);
         }
         if let Err(error) = &told
@@ -340,8 +343,7 @@ impl Hands<'_> {
         self.let_go_all();
         let wait_ns = self.random.below(3_000_000);
         self.says("load");
-        let until = soon() - 20_000_000_000 + wait_ns;
-        let told = self.run.case.rig.streamer.load(until);
+        let told = self.run.case.rig.streamer.load(within(wait_ns));
         self.judge(None, told, &[Status::Timeout]).map(drop)
     }
 
@@ -415,7 +417,7 @@ impl Hands<'_> {
         if case.ending == Ending::Quiet || step < STEPS / 3 {
             return Ok(());
         }
-        let until = soon() - 20_000_000_000 + self.random.below(1_000_000);
+        let until = within(self.random.below(1_000_000));
         self.says("close");
         let told = match case.ending {
             Ending::Shut => case.rig.runtime.close(until),
