@@ -22,7 +22,11 @@ fn any_program_ends_well() {
         start.extend([1, opcode]);
         start.extend([0u8; 6]);
     }
-    let config = ProptestConfig { cases: 2500, failure_persistence: None, ..Default::default() };
+    // Each opens and ends threads, and waits for them: on a busy machine a program takes longer than
+    // on a quiet one by far. The soak runs more of them.
+    let most = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok());
+    let cases = most.unwrap_or(800);
+    let config = ProptestConfig { cases, failure_persistence: None, ..Default::default() };
     let programs = proptest::collection::vec(any::<u8>(), 0..4000);
     TestRunner::new(config)
         .run(&programs, |program| {
@@ -30,13 +34,13 @@ fn any_program_ends_well() {
             Ok(())
         })
         .unwrap();
-    // By what programs are rolled these vary by a third: the bounds are far below the least seen.
+    // By what programs are rolled these vary: the bounds are far below the least seen.
     let [submitted, called, replayed, moved, loaded, computed, answered, streamed, copied] =
         machine::reached();
-    assert!(submitted > 1000 && called > 200, "{submitted} submissions, {called} callbacks");
-    assert!(replayed > 60 && moved > 200, "{replayed} replays, {moved} moves");
-    assert!(loaded > 60, "{loaded} layers loaded");
-    assert!(streamed > 60, "{streamed} units had");
-    assert!(copied > 60, "{copied} copies of devices compared");
-    assert!(computed > 60 && answered > 60, "{computed} computed, {answered} answers");
+    assert!(submitted > 300 && called > 60, "{submitted} submissions, {called} callbacks");
+    assert!(replayed > 10 && moved > 60, "{replayed} replays, {moved} moves");
+    assert!(loaded > 10, "{loaded} layers loaded");
+    assert!(streamed > 10, "{streamed} units had");
+    assert!(copied > 10, "{copied} copies of devices compared");
+    assert!(computed > 10 && answered > 10, "{computed} computed, {answered} answers");
 }

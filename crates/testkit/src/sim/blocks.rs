@@ -218,6 +218,8 @@ impl World {
     }
 
     fn drop_blocks(&mut self, space: u32, names: &[u32]) -> Outcome<()> {
+        // What a put has made durable by now is known before it is dropped.
+        self.collect()?;
         let keys = World::keys_of(space, names)?;
         let Some(asker) = self.asker(space)? else { return Ok(()) };
         let mut core = self.core.0.lock();
