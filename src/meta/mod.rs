@@ -10,6 +10,7 @@ pub mod key;
 pub mod layout;
 pub mod list;
 pub mod objects;
+pub mod orphans;
 pub mod pile;
 pub mod reuse;
 pub mod sessions;

@@ -6,6 +6,7 @@ use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed, prefetch};
 use crate::fail;
 use crate::meta::index::{Index, NONE, Slot, UNSURE};
+use crate::meta::orphans::Orphans;
 use crate::meta::sessions::{MAX_SESSIONS, Sessions};
 
 /// Largest size of one object.
@@ -134,6 +135,8 @@ pub struct Objects {
     fresh: Slot,
     units: u64,
     leaf_first: bool,
+    /// Those that came before what they continue, which they name by its id.
+    orphans: Orphans<u64>,
     /// Who uses them.
     pub sessions: Sessions,
 }
@@ -151,6 +154,7 @@ impl Objects {
             fresh: 0,
             units: 0,
             leaf_first,
+            orphans: Orphans::default(),
             sessions: Sessions::new(limit.min(MAX_SESSIONS))?,
         })
     }
@@ -191,7 +195,8 @@ impl Objects {
     pub fn used_bytes(&self) -> u64 {
         let facts = if self.facts.is_empty() { 0 } else { size_of::<Facts>() };
         let row = (size_of::<Node>() + facts) as u64;
-        u64::from(self.fresh) * row + self.index.used_bytes(u64::from(self.fresh))
+        let rows = u64::from(self.fresh) * row + self.index.used_bytes(u64::from(self.fresh));
+        rows + self.orphans.used_bytes()
     }
 
     /// An object's node.
@@ -345,9 +350,48 @@ impl Objects {
         Ok(slot)
     }
 
+    /// The same of one that continues another by its id: that may come later.
+    pub fn insert_behind(
+        &mut self,
+        id: u64,
+        parent: Option<u64>,
+        units: u64,
+        facts: &Facts,
+    ) -> Result<Slot> {
+        let found = parent.and_then(|parent| self.find(parent)).unwrap_or(NONE);
+        let slot = self.insert(id, found, units, facts)?;
+        if let Some(parent) = parent.filter(|_| self.leaf_first && found == NONE) {
+            self.orphans.add(slot, parent);
+        }
+        Ok(slot)
+    }
+
+    /// Those that came before an object and continue it are counted from now on.
+    pub fn adopt(&mut self, slot: Slot) {
+        if self.orphans.is_empty() {
+            return;
+        }
+        let id = self.node(slot).id;
+        let mut from = 0;
+        while let Some(child) = self.orphans.next(&id, from) {
+            from = child + 1;
+            if !self.is_behind(slot, child) {
+                self.orphans.remove(child);
+                self.attach(child, slot);
+            }
+        }
+    }
+
+    /// Whether an object is another or continues it, over however many.
+    fn is_behind(&self, slot: Slot, above: Slot) -> bool {
+        let up = |&at: &Slot| Some(self.node(at).parent).filter(|&at| at != NONE);
+        std::iter::successors(Some(slot), up).any(|at| at == above)
+    }
+
     /// Frees the slot of an object that nothing continues.
     pub fn remove(&mut self, slot: Slot) {
         self.detach(slot);
+        self.orphans.remove(slot);
         let Node { id, units, children, session, .. } = self.nodes[slot as usize];
         assert_eq!(children, 0, "object {id} is continued by others");
         let gone = self.index.remove(id, |s| s == slot);
@@ -480,6 +524,33 @@ mod tests {
         let c = objects.insert(12, a, 1, &Facts::default()).expect("room again");
         assert_eq!((c, objects.units()), (b, 4));
         assert!(objects.insert(13, NONE, MAX_UNITS + 1, &Facts::default()).is_err());
+    }
+
+    #[test]
+    fn children_that_come_before_their_parent_are_its_children() {
+        let mut objects = table(4);
+        let child = objects.insert_behind(2, Some(1), 1, &Facts::default()).expect("room");
+        let gone = objects.insert_behind(3, Some(1), 1, &Facts::default()).expect("room");
+        objects.remove(gone);
+        let parent = objects.insert_behind(1, None, 1, &Facts::default()).expect("room");
+        objects.adopt(parent);
+        assert!(objects.is_blocked(parent) && !objects.is_blocked(child));
+        assert_eq!(objects.detach(child), Some(parent));
+        objects.remove(child);
+        assert!(!objects.is_blocked(parent) && objects.orphans.is_empty());
+    }
+
+    #[test]
+    fn those_that_say_to_continue_each_other_do_not() {
+        let mut objects = table(4);
+        let all = [(1, 2), (2, 3), (3, 1), (4, 4)].map(|(id, parent)| {
+            let facts = Facts::default();
+            let slot = objects.insert_behind(id, Some(parent), 1, &facts).expect("room");
+            objects.adopt(slot);
+            slot
+        });
+        let blocked = all.map(|slot| objects.is_blocked(slot));
+        assert_eq!(blocked, [true, true, false, false], "c has the end of the path");
     }
 
     #[test]

@@ -79,7 +79,7 @@ pub struct Who {
 pub struct New {
     /// Its id.
     pub id: u64,
-    /// The id of the object that it continues.
+    /// The id of the object that it continues; it may come later.
     pub parent: Option<u64>,
     /// Its size.
     pub units: u64,
@@ -281,6 +281,10 @@ impl Evictor {
                 }
             }
         }
+        // Not before all are in: what is adopted cannot be taken back.
+        for &slot in &self.slots {
+            self.objects.adopt(slot);
+        }
         let session = self.see_session_quietly(who);
         for (i, slot) in self.slots.iter().rev().enumerate() {
             self.objects.set_session(*slot, session);
@@ -320,14 +324,14 @@ impl Evictor {
 
     /// Adds an object to the table; the policy is not told yet.
     fn enter(&mut self, new: &New, session: Slot) -> Result<Slot> {
-        let parent = new.parent.and_then(|id| self.objects.find(id)).unwrap_or(NONE);
-        let slot = self.objects.insert(new.id, parent, new.units, &new.facts)?;
+        let slot = self.objects.insert_behind(new.id, new.parent, new.units, &new.facts)?;
         self.objects.set_session(slot, session);
         Ok(slot)
     }
 
     pub(super) fn insert_one(&mut self, new: &New, session: Slot, stamp: i64) -> Result<()> {
         let slot = self.enter(new, session)?;
+        self.objects.adopt(slot);
         self.policy.insert(&mut self.objects, slot, stamp);
         Ok(())
     }
@@ -409,6 +413,34 @@ mod tests {
             e.insert(1, &Who::default(), &[new]).expect("room");
         }
         e
+    }
+
+    #[test]
+    fn what_continues_an_object_leaves_first_whichever_came_first() {
+        for entry in registry::ENTRIES {
+            let options = Options { max_objects: 64, remember: 64, ..Options::default() };
+            let mut e = Evictor::open(entry.name, &options).expect("a known policy");
+            // The end of a path first, then its beginning, then what joins them.
+            for (id, parent) in [(3, Some(2)), (4, Some(3)), (1, None), (2, Some(1))] {
+                let new = New { id, parent, units: 1, ..New::default() };
+                e.insert(1, &Who::default(), &[new]).expect("room");
+                e.check().expect("sound");
+            }
+            assert_eq!(evicted(&mut e, 9, 3), [4, 3, 2], "{}", entry.name);
+            assert_eq!(evicted(&mut e, 9, 3), [1], "{}", entry.name);
+        }
+    }
+
+    #[test]
+    fn a_batch_that_is_refused_leaves_who_waits_for_it_as_it_was() {
+        let options = Options { max_objects: 8, remember: 8, ..Options::default() };
+        let mut e = Evictor::open("lru", &options).expect("a known policy");
+        let new = |id, parent| New { id, parent, units: 1, ..New::default() };
+        e.insert(1, &Who::default(), &[new(2, Some(1))]).expect("room");
+        e.insert(1, &Who::default(), &[new(1, None), new(2, None)]).expect_err("2 is there");
+        assert!(e.objects().find(1).is_none());
+        e.insert(1, &Who::default(), &[new(1, None)]).expect("room");
+        assert_eq!(evicted(&mut e, 9, 1), [2]);
     }
 
     fn evicted(e: &mut Evictor, now: i64, required: u64) -> Vec<u64> {

@@ -21,10 +21,10 @@ use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
 use crate::meta::chunks::cells::Cells;
-use crate::meta::chunks::orphans::Orphans;
 use crate::meta::index::{Index, MAX_ENTRIES, NONE, Slot};
 use crate::meta::key::Key;
 use crate::meta::layout::{MAX_CHUNK_TOKENS, MAX_LAYERS};
+use crate::meta::orphans::Orphans;
 
 /// Bytes kept for each chunk, beside its cells and the index.
 pub const CHUNK_BYTES: usize = size_of::<Chunk>() + size_of::<KeyRow>();
@@ -109,7 +109,7 @@ pub struct Chunks {
     free: Slot,
     fresh: Slot,
     counts: Counts,
-    orphans: Orphans,
+    orphans: Orphans<Key>,
     /// What the remote is said to have counts as there for who looks.
     counts_far: bool,
 }

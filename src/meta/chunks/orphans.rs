@@ -1,38 +1,10 @@
 //! Chunks without the one before them: an earlier life wrote them down, and not that
 //! one. They wait for it by its key, and continue it as soon as it is added.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use crate::base::status::Result;
 use crate::meta::chunks::{Added, Chunks, NewChunk};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::key::Key;
-
-/// Who waits for whom.
-#[derive(Default)]
-pub(super) struct Orphans {
-    above: BTreeMap<Slot, Key>,
-    behind: BTreeSet<(Key, Slot)>,
-}
-
-impl Orphans {
-    fn add(&mut self, slot: Slot, above: Key) {
-        self.above.insert(slot, above);
-        self.behind.insert((above, slot));
-    }
-
-    /// A chunk waits no more.
-    pub(super) fn remove(&mut self, slot: Slot) {
-        if let Some(above) = self.above.remove(&slot) {
-            self.behind.remove(&(above, slot));
-        }
-    }
-
-    /// The next one that waits for a key, from a slot on.
-    fn next(&self, above: &Key, from: Slot) -> Option<Slot> {
-        self.behind.range((*above, from)..=(*above, NONE)).next().map(|&(_, slot)| slot)
-    }
-}
 
 impl Chunks {
     /// Adds a chunk that continues the one with a key, or finds it, as [`Chunks::add`]. That
@@ -79,7 +51,7 @@ impl Chunks {
 
     /// Those that wait for a chunk that was added continue it.
     pub(super) fn join_orphans(&mut self, parent: Slot) {
-        let Some(&key) = self.key(parent).filter(|_| !self.orphans.above.is_empty()) else {
+        let Some(&key) = self.key(parent).filter(|_| !self.orphans.is_empty()) else {
             return;
         };
         let mut from = 0;
@@ -94,7 +66,7 @@ impl Chunks {
     pub fn parent_key(&self, slot: Slot) -> Option<&Key> {
         match self.parent(slot) {
             Some(above) => self.key(above),
-            None => self.orphans.above.get(&slot),
+            None => self.orphans.above(slot),
         }
     }
 }

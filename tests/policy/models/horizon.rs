@@ -9,12 +9,13 @@ use kvtier::policy::evictor::{Evictor, New, Options, Who};
 
 /// A cohort's score is that of its oldest, up to a fiftieth of its age ago, and
 /// spans a twentieth of it: where a score is steep in age that shows. Weights
-/// come in steps of a tenth.
+/// come in steps of a tenth. Who was held for long comes back to cohorts that have
+/// merged meanwhile.
 const USUAL: f64 = 1.10;
 const BEYOND_USUAL: f64 = 0.10;
 const RARE: f64 = 1.20;
 const BEYOND_RARE: f64 = 0.03;
-const WORST: f64 = 2.0;
+const WORST: f64 = 3.0;
 
 struct Random(u64);
 
