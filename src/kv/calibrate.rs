@@ -1,9 +1,4 @@
-//! How long things take on this machine, learned while they happen: computing
-//! tokens, and bringing bytes from a tier.
-
-use crate::base::status::Result;
-use crate::fail;
-use crate::meta::cost::Cost;
+//! How long it takes on this machine to bring bytes from a tier, learned while it happens.
 
 /// What is kept of earlier observations at each new one.
 const KEEP: f64 = 0.95;
@@ -82,63 +77,6 @@ impl Fit {
     }
 }
 
-/// The engine's prefill: `alpha * context + beta` nanoseconds a token.
-#[derive(Clone, Copy, Debug)]
-pub struct Prefill {
-    fit: Fit,
-    fixed: Option<Cost>,
-}
-
-/// Nanoseconds a token before anything was observed: 10,000 tokens a second.
-pub const GUESSED_TOKEN_NS: f64 = 100_000.0;
-
-impl Default for Prefill {
-    fn default() -> Prefill {
-        let shape = Cost::default();
-        let beta = shape.beta * GUESSED_TOKEN_NS;
-        Prefill { fit: Fit::new(shape.alpha * GUESSED_TOKEN_NS, beta), fixed: None }
-    }
-}
-
-impl Prefill {
-    /// Goes by this cost, in ns, whatever is observed; `None`: by what is observed.
-    pub fn fix(&mut self, cost: Option<Cost>) -> Result<()> {
-        if let Some(Cost { alpha, beta }) = cost {
-            let sound = |x: f64| x.is_finite() && (0.0..=1e15).contains(&x);
-            if !sound(alpha) || !sound(beta) {
-                fail!(Invalid, "a prefill cost of {alpha} and {beta} ns is not 0 to 1e15");
-            }
-        }
-        self.fixed = cost;
-        Ok(())
-    }
-
-    /// The engine computed `tokens` after `context` in `ns`.
-    pub fn observe(&mut self, context: u64, tokens: u64, ns: u64) -> Result<()> {
-        if tokens == 0 || ns == 0 || ns > MAX_NS {
-            fail!(Invalid, "{tokens} tokens in {ns} ns say nothing of the prefill");
-        }
-        let (l, n) = (context as f64, tokens as f64);
-        self.fit.observe(n * l + n * n / 2.0, n, ns as f64);
-        Ok(())
-    }
-
-    /// What a token costs, in ns.
-    pub fn cost(&self) -> Cost {
-        self.fixed.unwrap_or(Cost { alpha: self.fit.a, beta: self.fit.b })
-    }
-
-    /// Whether it goes by a cost that was fixed.
-    pub fn is_fixed(&self) -> bool {
-        self.fixed.is_some()
-    }
-
-    /// How much was observed.
-    pub fn observed(&self) -> u64 {
-        self.fit.seen
-    }
-}
-
 /// A way bytes take: a delay for each transfer, then a rate.
 #[derive(Clone, Copy, Debug)]
 pub struct Speed {
@@ -180,25 +118,6 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_prefill_is_found_out(
-            alpha in 0.0f64..50.0, beta in 1e3f64..1e6, seed in 1u64..1 << 40,
-        ) {
-            let (mut prefill, truth, mut state) = (Prefill::default(), Cost { alpha, beta }, seed);
-            for _ in 0..200 {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(99);
-                let (l, n) = ((state >> 40) % 100_000, 1 + (state >> 20) % 4096);
-                let l = if state >> 63 == 0 { 0 } else { l };
-                // A tenth off, up and down.
-                let off = 0.9 + 0.2 * ((state >> 33) % 1000) as f64 / 1000.0;
-                prefill.observe(l, n, (truth.of(l, n) * off).max(1.0) as u64).unwrap();
-            }
-            for (l, n) in [(0, 512), (5_000, 512), (50_000, 2048), (90_000, 16)] {
-                let (got, want) = (prefill.cost().of(l, n), truth.of(l, n));
-                prop_assert!(close(got, want, 0.2), "{l} {n}: {got} for {want}");
-            }
-        }
-
-        #[test]
         fn a_speed_is_found_out(delay in 1e3f64..1e6, rate in 1e7f64..1e11) {
             let mut speed = Speed::guess(50_000.0, 1e9);
             let truth = |bytes: u64| delay + bytes as f64 * 1e9 / rate;
@@ -222,18 +141,5 @@ mod tests {
         (0..200).for_each(|_| speed.observe(1 << 20, 1, 10 << 20));
         assert!(close(speed.ns(1 << 20, 1), 10.0 * (1 << 20) as f64, 0.05));
         assert!(speed.bytes_per_second() > 0.0);
-    }
-
-    #[test]
-    fn nonsense_is_refused_and_a_fixed_cost_holds() {
-        let mut prefill = Prefill::default();
-        assert!(prefill.observe(0, 0, 5).is_err() && prefill.observe(0, 5, 0).is_err());
-        assert!(prefill.observe(0, 5, u64::MAX).is_err());
-        assert!(prefill.fix(Some(Cost { alpha: f64::NAN, beta: 1.0 })).is_err());
-        prefill.fix(Some(Cost { alpha: 0.5, beta: 7.0 })).unwrap();
-        prefill.observe(0, 512, 1_000_000).unwrap();
-        assert_eq!((prefill.cost().beta, prefill.observed()), (7.0, 1));
-        prefill.fix(None).unwrap();
-        assert!(close(prefill.cost().of(0, 512), 1e6, 0.5));
     }
 }

@@ -14,6 +14,7 @@ pub mod fields;
 pub mod hands;
 pub mod path;
 pub mod plan;
+pub mod prefill;
 pub mod queues;
 pub mod ready;
 mod remote_open;

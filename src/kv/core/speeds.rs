@@ -5,10 +5,11 @@ use std::collections::BTreeMap;
 
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::kv::calibrate::{Prefill, Speed};
+use crate::kv::calibrate::Speed;
 use crate::kv::core::work::{Hands, Outcome, Work};
 use crate::kv::core::{Board, Core};
 use crate::kv::plan::{Route, SOURCES};
+use crate::kv::prefill::Prefill;
 use crate::kv::queues::{LANES, Queues};
 use crate::meta::cost::Cost;
 

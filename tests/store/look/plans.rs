@@ -243,9 +243,9 @@ fn a_prefill_that_was_observed_decides() {
     }
     assert_eq!(deeds(&mut core), [Deed::Load], "a millisecond a token");
     for _ in 0..400 {
-        core.observe_prefill(space, 0, 1000, 1000).unwrap();
+        core.observe_prefill(space, 0, 1000, 10_000).unwrap();
     }
-    assert_eq!(deeds(&mut core), [Deed::Recompute], "a nanosecond a token");
+    assert_eq!(deeds(&mut core), [Deed::Recompute], "ten nanoseconds a token");
     core.fix_prefill(space, Some(Cost { alpha: 0.0, beta: 1e6 })).unwrap();
     assert_eq!(deeds(&mut core), [Deed::Load]);
     assert_eq!(core.prefill(world.spaces[1].number).observed(), 0, "each has its own");
