@@ -228,8 +228,12 @@ impl<'a> Parser<'a> {
         self.expect(b'[')?;
         let name = self.word()?;
         let Some(&(_, kind)) = NAMES.iter().find(|(known, _)| *known == name) else {
-            let near = nearest(name, &NAMES.map(|(known, _)| known)).unwrap_or_default();
-            return Err(self.wrong(&format!("unknown pattern '{name}', the nearest is '{near}'")));
+            let all = NAMES.map(|(known, _)| known);
+            let near = match nearest(name, &all) {
+                Some(near) => format!("the nearest is '{near}'"),
+                None => format!("accepted are '{}'", all.join("', '")),
+            };
+            return Err(self.wrong(&format!("unknown pattern '{name}', {near}")));
         };
         self.expect(b',')?;
         let vertical = self.size()?;

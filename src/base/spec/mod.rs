@@ -364,18 +364,24 @@ fn scale(unit: &str) -> Option<(Dimension, f64)> {
     })
 }
 
-/// The error for a word that is none of `known`, naming the nearest one.
+/// The error for a word that is none of `known`. It names the one that is near, or else all.
 pub fn unknown(what: &str, word: &str, offset: usize, known: &[&str]) -> Error {
     let text = match nearest(word, known) {
         Some(near) => format!("unknown {what} '{word}' at offset {offset}; did you mean '{near}'?"),
-        None => format!("unknown {what} '{word}' at offset {offset}"),
+        None if known.is_empty() => format!("unknown {what} '{word}' at offset {offset}"),
+        None => {
+            let all = known.join("', '");
+            format!("unknown {what} '{word}' at offset {offset}; accepted are '{all}'")
+        }
     };
     Error::at(Status::Spec, offset, text)
 }
 
-/// The entry of `known` with the least edit distance to `word`.
+/// The entry of `known` with the least edit distance to `word`, if a third of it is the same.
 pub fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {
-    known.iter().copied().min_by_key(|k| edit_distance(word, k))
+    let near = known.iter().copied().min_by_key(|k| edit_distance(word, k))?;
+    let longer = word.chars().count().max(near.chars().count());
+    (edit_distance(word, near) * 3 <= longer * 2).then_some(near)
 }
 
 fn edit_distance(a: &str, b: &str) -> usize {

@@ -6,9 +6,13 @@ use crate::format::codec::Codec;
 
 /// The codec that a recipe names for cells on their way down: the parameter `codec` of
 /// its spec, as in `recipe(codec=int8)`. None where it does not say, or is no spec at
-/// all: an engine may write anything there.
+/// all: an engine may write anything there. What begins as a spec has to be one.
 pub fn codec_of(recipe: &[u8]) -> Result<Option<Codec>> {
-    let spec = std::str::from_utf8(recipe).ok().and_then(|text| Spec::parse(text).ok());
+    let spec = match std::str::from_utf8(recipe).map(|text| (text, Spec::parse(text))) {
+        Ok((_, Ok(spec))) => Some(spec),
+        Ok((text, Err(error))) if begins_as_spec(text) => return Err(error),
+        _ => None,
+    };
     let arg = spec.iter().flat_map(|spec| &spec.args).find(|arg| arg.key == "codec");
     let Some(arg) = arg else { return Ok(None) };
     let names = Codec::ALL.map(Codec::name);
@@ -24,6 +28,14 @@ pub fn codec_of(recipe: &[u8]) -> Result<Option<Codec>> {
         Some(codec) => Ok(Some(codec)),
         None => Err(unknown("codec", name, offset, &names)),
     }
+}
+
+/// A name and an opening bracket.
+fn begins_as_spec(text: &str) -> bool {
+    let rest = text
+        .trim_start()
+        .trim_start_matches(|c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_');
+    rest.len() < text.trim_start().len() && rest.trim_start().starts_with('(')
 }
 
 #[cfg(test)]
@@ -54,6 +66,9 @@ mod tests {
         for (recipe, word) in [
             ("recipe(codec=int7)", "int8"),
             ("recipe(codec=lz)", "lz4"),
+            ("recipe(codec=zstd)", "accepted are 'none', 'lz4', 'int8'"),
+            ("kv(codec=int8", "')'"),
+            (" kv (codec=int8))", "offset"),
             ("recipe(codec=INT8)", "int8"),
             ("recipe(codec=8)", "none, lz4, int8"),
             ("recipe(codec=int8(bits=4))", "none, lz4, int8"),
