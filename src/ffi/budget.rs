@@ -52,7 +52,8 @@ pub struct kvt_budget_opts_t {
     /// Limit of the host tier; 0 = half of what this process may still use:
     /// min(cgroup headroom, available memory) less the reserve.
     pub host_bytes: u64,
-    /// Limit of the disk tier; 0 = none.
+    /// Limit of what stores keep on disk, all together: the bytes of their disk tiers; 0 = no
+    /// limit.
     pub disk_bytes: u64,
     /// Limit of the remote tier; 0 = none.
     pub remote_bytes: u64,

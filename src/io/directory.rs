@@ -19,6 +19,8 @@ const FLAGS: i32 = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW | libc:
 pub struct Directory {
     fd: OwnedFd,
     path: PathBuf,
+    /// It was absent.
+    is_made: bool,
 }
 
 /// What is known of a file.
@@ -82,7 +84,7 @@ impl Directory {
             }
             Err(number) => return Err(errno::error(number, &format!("opening {place}"))),
         };
-        let directory = Directory { fd, path };
+        let directory = Directory { fd, path, is_made: made };
         if made {
             // Else all of it could be gone after a power failure.
             if let Err(error) = directory.sync_above() {
@@ -91,8 +93,30 @@ impl Directory {
                 return Err(error);
             }
         }
-        directory.keep_others_out(&place)?;
+        if let Err(error) = directory.keep_others_out(&place) {
+            directory.unmake();
+            return Err(error);
+        }
         Ok(directory)
+    }
+
+    /// Takes it away again, if opening made it and it is empty.
+    pub fn unmake(&self) {
+        let Ok(name) = text(self.path.as_os_str().as_bytes()) else { return };
+        // SAFETY: a NUL-terminated path. A directory that has anything in it stays.
+        if self.is_made && unsafe { libc::rmdir(name.as_ptr()) } != 0 {
+            log::debug!("{} stays", self.path.display());
+        }
+    }
+
+    /// Whether it has nothing but, maybe, one name.
+    pub fn is_bare_but(&self, name: &str) -> Result<bool> {
+        let mut is_bare = true;
+        self.each_name(&mut |other| {
+            is_bare &= other.to_bytes() == name.as_bytes();
+            Ok(())
+        })?;
+        Ok(is_bare)
     }
 
     /// Makes its own name durable.

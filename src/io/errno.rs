@@ -22,7 +22,13 @@ pub fn error(number: i32, what: &str) -> Error {
         libc::EMFILE | libc::ENFILE => Status::Limit,
         _ => Status::Io,
     };
-    Error::new(status, format!("{what}: {}", std::io::Error::from_raw_os_error(number)))
+    let os = std::io::Error::from_raw_os_error(number);
+    if number == libc::EMFILE {
+        let text =
+            format!("{what}: {os}: the process may have no more (ulimit -n): raise that limit");
+        return Error::new(status, text);
+    }
+    Error::new(status, format!("{what}: {os}"))
 }
 
 /// Whether a device said so, and not a kernel that cannot do a call: another way

@@ -24,6 +24,8 @@ pub struct Lock {
     /// Empty only while it is dropped.
     file: Option<OwnedFd>,
     identity: Identity,
+    /// The file was absent.
+    is_made: bool,
 }
 
 impl Lock {
@@ -40,8 +42,14 @@ impl Lock {
         held.push(identity);
         drop(held);
         // From here on dropping it undoes what was done.
-        let mut lock = Lock { file: None, identity };
-        let file = directory.open_file(LOCK_NAME, libc::O_CREAT)?;
+        let mut lock = Lock { file: None, identity, is_made: true };
+        let file = match directory.open_file(LOCK_NAME, libc::O_CREAT | libc::O_EXCL) {
+            Ok(file) => file,
+            Err(_) => {
+                lock.is_made = false;
+                directory.open_file(LOCK_NAME, libc::O_CREAT)?
+            }
+        };
         let mut wish = whole_file();
         // SAFETY: a valid flock.
         let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &wish) };
@@ -59,6 +67,11 @@ impl Lock {
             fail!(Busy, "{place} is open already, in process {}", wish.l_pid);
         }
         fail!(Busy, "{place} is open already, in another process")
+    }
+
+    /// Whether its file was made by who has the lock.
+    pub fn is_made(&self) -> bool {
+        self.is_made
     }
 
     /// The file that is locked: an ordinary one of its directory.
@@ -99,6 +112,13 @@ mod tests {
 
     fn open(scratch: &Scratch) -> Result<RealFiles> {
         RealFiles::open(&scratch.0, &RealOpts::default())
+    }
+
+    /// Opens a directory and leaves a file there, so that it stays.
+    fn kept(scratch: &Scratch) {
+        let files = open(scratch).expect("free");
+        std::fs::write(scratch.0.join("kept"), b"").expect("written");
+        drop(files);
     }
 
     /// Run by the tests below, in a process of its own.
@@ -182,9 +202,22 @@ mod tests {
     }
 
     #[test]
+    fn who_leaves_nothing_takes_away_what_opening_made() {
+        let scratch = Scratch::new();
+        drop(open(&scratch).expect("made"));
+        assert!(!scratch.0.exists());
+        kept(&scratch);
+        assert!(scratch.0.join(LOCK_NAME).exists() && scratch.0.join("kept").exists());
+        // What was there before stays, whoever made it.
+        std::fs::remove_file(scratch.0.join("kept")).expect("removed");
+        drop(open(&scratch).expect("free"));
+        assert!(scratch.0.join(LOCK_NAME).exists());
+    }
+
+    #[test]
     fn a_process_that_dies_gives_the_lock_up() {
         let scratch = Scratch::new();
-        drop(open(&scratch).expect("free"));
+        kept(&scratch);
         let (pid, told) = holder(&scratch);
         let error = open(&scratch).err().expect("held");
         assert_eq!(error.status(), Status::Busy);

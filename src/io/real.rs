@@ -9,7 +9,7 @@ use crate::base::sync::{Arc, Mutex};
 use crate::fail;
 use crate::io::directory::{Directory, facts_of};
 use crate::io::engine::Engine;
-use crate::io::files::{Entry, FileId, Files, Piece, check_name};
+use crate::io::files::{Entry, FileId, Files, LOCK_NAME, Piece, check_name};
 use crate::io::lock::Lock;
 use crate::io::open_file::{OpenFile, Poison};
 use crate::io::open_files::OpenFiles;
@@ -41,7 +41,7 @@ pub struct RealFiles {
     align: u64,
     names_poison: Poison,
     /// Given up last: fields are dropped in this order.
-    _lock: Lock,
+    lock: Lock,
 }
 
 impl RealFiles {
@@ -67,7 +67,7 @@ impl RealFiles {
             engine,
             align,
             names_poison: Poison::default(),
-            _lock: lock,
+            lock,
         })
     }
 
@@ -77,6 +77,21 @@ impl RealFiles {
 
     fn flags(&self) -> i32 {
         if self.align > 1 { libc::O_DIRECT } else { 0 }
+    }
+}
+
+impl Drop for RealFiles {
+    /// Who found nothing and leaves nothing takes away what opening made.
+    fn drop(&mut self) {
+        if !self.lock.is_made() || fork::check().is_err() {
+            return;
+        }
+        // While the lock is held: nobody else has opened the file that goes.
+        if matches!(self.directory.is_bare_but(LOCK_NAME), Ok(true))
+            && self.directory.remove(LOCK_NAME).is_ok()
+        {
+            self.directory.unmake();
+        }
     }
 }
 
@@ -203,7 +218,7 @@ impl Files for RealFiles {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
-    use crate::io::files::{LOCK_NAME, Way};
+    use crate::io::files::Way;
     use crate::io::scratch::{Scratch, bytes_of, memory, read, write};
     use crate::io::uring::Damage;
     use std::os::fd::AsRawFd;

@@ -49,6 +49,9 @@ struct State {
     crew_sleeps: bool,
     /// It closes: nothing new is begun.
     closing: bool,
+    /// How many steps of putting all away on disk have begun: a close that is asked for again
+    /// goes on from there.
+    away: usize,
     stop: bool,
     /// A hand has panicked: nothing more is begun.
     broken: bool,
@@ -140,14 +143,32 @@ impl Store {
         // Before the disk: a path that is in use must not cost an opening.
         let listener = spec.control.as_deref().map(Listener::bind).transpose()?;
         let bell = listener.as_ref().map(|_| Bell::new()).transpose()?;
-        let opened = match &spec.disk {
+        let found = match &spec.disk {
             Some(disk) => Some(open_disk(runtime, account.clone(), disk)?),
             None => None,
         };
-        let (disk, recovered, report) = match opened {
-            Some((disk, recovered, report)) => {
-                (Some(Arc::new(disk)), Some(recovered), Some(report))
-            }
+        let is_new = |(_, _, report): &&Found| report.is_new;
+        let made = found.as_ref().filter(is_new).map(|(disk, ..)| disk.clone());
+        let opened =
+            Store::open_over(runtime, account, slot, spec, device, (listener, bell), found);
+        if let (Err(_), Some(disk)) = (&opened, made) {
+            disk.undo_open();
+        }
+        opened
+    }
+
+    /// The same, over what is on disk.
+    fn open_over(
+        runtime: &Arc<RuntimeCore>,
+        account: Option<Arc<Account>>,
+        slot: &Mutex<Weak<Inner>>,
+        spec: &StoreSpec,
+        device: Arc<dyn Device>,
+        (listener, bell): (Option<Listener>, Option<Bell>),
+        found: Option<Found>,
+    ) -> Result<Store> {
+        let (disk, recovered, report) = match found {
+            Some((disk, recovered, report)) => (Some(disk), Some(recovered), Some(report)),
             None => (None, None, None),
         };
         let (config, far, server) = open_remote(runtime, spec)?;
@@ -166,6 +187,7 @@ impl Store {
             sleeping: [0; KINDS],
             crew_sleeps: false,
             closing: false,
+            away: 0,
             stop: false,
             broken: false,
         };
@@ -390,11 +412,14 @@ fn open_remote(
     Ok((config, Some(Errands::new(remote, runtime.clock().clone())), server))
 }
 
+/// A disk tier, and what was found on it.
+type Found = (Arc<DiskTier>, Recovered, OpenReport);
+
 fn open_disk(
     runtime: &Arc<RuntimeCore>,
     account: Option<Arc<Account>>,
     spec: &DiskSpec,
-) -> Result<(DiskTier, Recovered, OpenReport)> {
+) -> Result<Found> {
     let files = RealFiles::open(&spec.path, &spec.files)
         .map_err(|e| e.within(&format!("disk tier {}", spec.path.display())))?;
     let options = Options {
@@ -404,5 +429,6 @@ fn open_disk(
         ..Options::new(spec.bytes, crate::base::machine::random_bytes()?)
     };
     DiskTier::open(Arc::new(files), options)
+        .map(|(disk, recovered, report)| (Arc::new(disk), recovered, report))
         .map_err(|e| e.within(&format!("disk tier {}", spec.path.display())))
 }

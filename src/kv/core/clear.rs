@@ -8,6 +8,7 @@ use crate::base::status::{Error, Result};
 use crate::fail;
 use crate::kv::core::board::note;
 use crate::kv::core::grain::Part;
+use crate::kv::core::spaces::Unsure;
 use crate::kv::core::work::Work;
 use crate::kv::core::{At, Core};
 use crate::kv::events::{Event, Kind};
@@ -233,6 +234,35 @@ impl Core {
         self.upkeep.sweep_soon();
         self.ask_for_checkpoint();
         self.turns.asked
+    }
+
+    /// The same for a namespace that was cleared. Where nothing left that an earlier call did
+    /// not wait for to the end, its turn is waited for.
+    pub fn ask_to_last_cleared(&mut self, clearing: &mut Clearing) -> u64 {
+        let gone = clearing.cleared.gone;
+        let space = self.spaces.get_mut(clearing.space as usize);
+        let Some(space) = space.filter(|space| space.serial == clearing.serial) else {
+            return self.ask_to_last();
+        };
+        let before = std::mem::take(&mut space.unsure);
+        clearing.cleared.gone += before.gone;
+        let failed = matches!(self.lasts(before.turn), Some(Err(_)));
+        let turn = match gone == 0 && before.turn > 0 && !failed {
+            true => before.turn,
+            false => self.ask_to_last(),
+        };
+        if let Some(space) = self.spaces.get_mut(clearing.space as usize) {
+            space.unsure = Unsure { turn, gone: clearing.cleared.gone };
+        }
+        turn
+    }
+
+    /// Its caller knows that what was cleared stays away, or that this cannot be had.
+    pub fn end_clear(&mut self, clearing: &Clearing) {
+        let space = self.spaces.get_mut(clearing.space as usize);
+        if let Some(space) = space.filter(|space| space.serial == clearing.serial) {
+            space.unsure = Unsure::default();
+        }
     }
 
     /// Whether what had left when a turn was given stays away; `None` = that is not

@@ -58,6 +58,17 @@ pub struct Space {
     is_known: bool,
     /// It stands among those of which nothing may be left.
     pub(super) is_listed: bool,
+    /// What was cleared, and is not sure to stay away yet.
+    pub(super) unsure: Unsure,
+}
+
+/// What was cleared by a call whose deadline passed before it was sure to stay away. The next
+/// call waits on, and tells of it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Unsure {
+    /// The turn that is waited for; 0 = nothing is.
+    pub(super) turn: u64,
+    pub(super) gone: u64,
 }
 
 impl Space {
@@ -133,6 +144,7 @@ impl Spaces {
             used: serial,
             is_known: true,
             is_listed: false,
+            unsure: Unsure::default(),
         };
         let at = match self.free.pop() {
             Some(at) => {

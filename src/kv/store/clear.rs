@@ -10,13 +10,20 @@ const AT_ONCE: usize = 512;
 
 impl Store {
     /// Takes everything of a namespace away that nobody holds, and waits until it is
-    /// sure to stay away, or for a deadline (0 = none).
+    /// sure to stay away, or for a deadline (0 = none). After that it can be asked for again,
+    /// with any deadline: it goes on from there, and tells of all that has left.
     pub fn clear(&self, space: u32, deadline_ns: u64) -> Result<Cleared> {
         let mut clearing = self.with(|core| core.begin_clear(space))?;
         while self.with(|core| Ok(core.clear_more(&mut clearing, AT_ONCE)))? {}
-        let turn = self.with(|core| Ok(core.ask_to_last()))?;
-        self.wait_to_last(turn, deadline_ns)?;
-        Ok(clearing.cleared)
+        let turn = self.with(|core| Ok(core.ask_to_last_cleared(&mut clearing)))?;
+        let waited = self.wait_to_last(turn, deadline_ns);
+        if !matches!(&waited, Err(error) if error.status() == Status::Timeout) {
+            self.let_go(|core| {
+                core.end_clear(&clearing);
+                Ok(())
+            })?;
+        }
+        waited.map(|()| clearing.cleared)
     }
 
     fn wait_to_last(&self, turn: u64, deadline_ns: u64) -> Result<()> {

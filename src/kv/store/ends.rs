@@ -85,11 +85,17 @@ impl Store {
     /// What is in memory only goes to disk, as far as it may, and a checkpoint makes the
     /// next opening fast.
     fn put_away(&self, deadline_ns: u64) -> Result<()> {
-        for begin in [Core::write_all_down, Core::ask_for_checkpoint] {
-            self.let_go(|core| {
-                begin(core);
-                Ok(())
-            })?;
+        for (step, begin) in [Core::write_all_down, Core::ask_for_checkpoint].iter().enumerate() {
+            let mut state = self.inner.state.lock();
+            let is_next = state.away == step;
+            state.away += usize::from(is_next);
+            drop(state);
+            if is_next {
+                self.let_go(|core| {
+                    begin(core);
+                    Ok(())
+                })?;
+            }
             self.wait_until(deadline_ns, Core::is_quiet)?;
         }
         Ok(())

@@ -1,6 +1,9 @@
 //! The budget of a tier, which may change while the tier is in use.
 
+use crate::base::account::Account;
+use crate::base::budget::Tier;
 use crate::base::status::Result;
+use crate::base::sync::{Arc, Mutex};
 use crate::fail;
 use crate::tier::disk::state::{Front, State};
 use crate::tier::disk::{DiskTier, least_bytes};
@@ -18,6 +21,7 @@ impl DiskTier {
                 "a budget of {bytes} bytes is too small for segments of {segment}: {least} are needed"
             );
         }
+        self.paid.set(bytes)?;
         let mut state = self.state.lock();
         state.set_budget(bytes, self.options.segment_bytes);
         // No room is kept for two checkpoints that would not fit any more.
@@ -26,6 +30,48 @@ impl DiskTier {
             _ => state.checkpoint_bytes,
         };
         Ok(())
+    }
+}
+
+/// What an account pays for disk, where its budget limits that.
+pub(super) struct Paid {
+    account: Option<Arc<Account>>,
+    bytes: Mutex<u64>,
+}
+
+impl Paid {
+    pub fn new(account: Option<Arc<Account>>) -> Paid {
+        Paid { account, bytes: Mutex::new(0) }
+    }
+
+    /// So many bytes from now on.
+    pub fn set(&self, bytes: u64) -> Result<()> {
+        let Some(account) = &self.account else { return Ok(()) };
+        let mut paid = self.bytes.lock();
+        let limit = account.budget().lane(Tier::Disk).limit_bytes;
+        if limit == 0 && *paid == 0 {
+            return Ok(()); // no limit
+        }
+        if bytes > *paid {
+            account.take(Tier::Disk, bytes - *paid).map_err(|error| {
+                error.within(&format!(
+                    "{bytes} bytes of disk, of {limit} in the budget's disk_bytes"
+                ))
+            })?;
+        } else {
+            account.give_back(Tier::Disk, *paid - bytes);
+        }
+        *paid = bytes;
+        Ok(())
+    }
+}
+
+impl Drop for Paid {
+    fn drop(&mut self) {
+        let paid = std::mem::take(&mut *self.bytes.lock());
+        if let Some(account) = self.account.as_ref().filter(|_| paid > 0) {
+            account.give_back(Tier::Disk, paid);
+        }
     }
 }
 

@@ -4,6 +4,8 @@ use crate::base::status::{Error, Result, Status};
 use crate::fail;
 use crate::io::files::{FileId, Files, Piece, Way};
 use crate::tier::disk::DiskTier;
+use crate::tier::disk::batch::Mark;
+use crate::tier::disk::state::Segment;
 
 /// The file that names the store.
 pub(super) const STORE: &str = "store.kvt";
@@ -99,7 +101,7 @@ impl DiskTier {
         let file = match (opened, segment.file) {
             (Ok(ours), None) => {
                 segment.file = Some(ours);
-                state.open_files += 1;
+                state.open.push(number);
                 ours
             }
             (Ok(ours), Some(theirs)) => {
@@ -122,16 +124,38 @@ impl DiskTier {
     /// theirs to whoever had the file open.
     fn close_surplus(&self) {
         let mut state = self.state.lock();
-        while state.open_files > self.options.max_open {
-            let idle = state.segments.values_mut().filter(|s| {
-                let settled = s.writing == 0 && (s.old || s.dirty == s.clean);
-                s.file.is_some() && s.users == 0 && settled
-            });
-            let Some(oldest) = idle.min_by_key(|s| s.touched) else { return };
-            if let Some(file) = oldest.file.take() {
+        while state.open.len() > self.options.max_open {
+            let Some(number) = state.longest_unused(|s| s.old || s.dirty == s.clean) else {
+                return;
+            };
+            state.open.retain(|&other| other != number);
+            let file = state.segments.get_mut(&number).and_then(|segment| segment.file.take());
+            if let Some(file) = file {
                 self.files.close(file);
             }
-            state.open_files -= 1;
+        }
+    }
+
+    /// The same for who made one more, and may wait: what keeps others open is synced.
+    pub(super) fn sync_surplus(&self) {
+        self.close_surplus();
+        for _ in 0..self.options.max_open {
+            let mark = {
+                let state = self.state.lock();
+                if state.open.len() <= self.options.max_open {
+                    return;
+                }
+                let fronts = state.fronts;
+                let ended = |s: &Segment| !s.poisoned && !s.syncing;
+                let unsynced = state.longest_unused(ended).filter(|&n| !fronts.contains(&Some(n)));
+                let Some(segment) = unsynced else { return };
+                let write = state.segments.get(&segment).map_or(0, |s| s.dirty);
+                Mark { segment, write }
+            };
+            if self.commit(mark).is_err() {
+                return; // it takes no more records, and who waits for it is told
+            }
+            self.close_surplus();
         }
     }
 

@@ -83,12 +83,15 @@ impl DiskTier {
                     ..Segment::default()
                 };
                 state.segments.insert(number, segment);
-                state.open_files += 1;
+                state.open.push(number);
                 state.stats.segments_made += 1;
                 state.stats.overhead_bytes += BLOCK_BYTES as u64;
                 // In the same breath: else it would be swept, empty as it is, or filled.
                 state.fronts[front as usize] = Some(number);
-                Ok(state.grant(front, blocks, born))
+                let grant = state.grant(front, blocks, born);
+                drop(state);
+                self.sync_surplus();
+                Ok(grant)
             }
             Err(error) => {
                 let error = refusal(error);
@@ -151,8 +154,7 @@ impl DiskTier {
                     gone.push((number, segment.file.take(), segment.file_bytes()));
                 }
             }
-            let open = gone.iter().filter(|(_, file, _)| file.is_some()).count();
-            state.open_files -= open;
+            state.open.retain(|open| !gone.iter().any(|(number, ..)| number == open));
         }
         if gone.is_empty() {
             return 0;

@@ -39,6 +39,7 @@ use crate::base::status::Result;
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreId};
 use crate::io::files::Files;
+use crate::tier::disk::budget::Paid;
 use crate::tier::disk::staging::Staging;
 use crate::tier::disk::state::State;
 
@@ -68,7 +69,7 @@ pub struct Options {
     pub segment_bytes: u64,
     /// Random bytes: the name of the store if it must be made.
     pub random: StoreId,
-    /// Most segments that are open at once; 0 = 512.
+    /// Segments that stay open, beside those that are in use at the moment; 0 = 32.
     pub max_open: usize,
     /// Who pays for staging memory: [`RESERVE_BYTES`] as long as the tier is open, and
     /// more while there is room.
@@ -135,6 +136,7 @@ pub struct DiskTier {
     /// Held while a segment is made: one at a time.
     growth: Mutex<()>,
     staging: Staging,
+    paid: Paid,
 }
 
 impl DiskTier {

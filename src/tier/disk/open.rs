@@ -8,7 +8,8 @@ use crate::fail;
 use crate::format::checkpoint::Covered;
 use crate::format::record::{Kind, Record, blocks_of};
 use crate::format::segment::BLOCK_BYTES;
-use crate::io::files::{Entry, Files};
+use crate::io::files::{Entry, Files, LOCK_NAME};
+use crate::tier::disk::budget::Paid;
 use crate::tier::disk::files::{Name, STORE, parse};
 use crate::tier::disk::name::{self, STORE_BYTES};
 use crate::tier::disk::recovered::{Finder, Recovered};
@@ -19,7 +20,7 @@ use crate::tier::disk::state::{Front, Segment, State};
 use crate::tier::disk::stats::OpenReport;
 use crate::tier::disk::{DEFAULT_SEGMENT_BYTES, DiskTier, Options, Spot, least_bytes};
 
-const DEFAULT_MAX_OPEN: usize = 512;
+const DEFAULT_MAX_OPEN: usize = 32;
 
 impl DiskTier {
     /// Opens the store of a directory, or makes one: the tier, the cells that it
@@ -40,6 +41,9 @@ impl DiskTier {
         }
         let begun_ns = options.clock.now_ns();
         let mut report = OpenReport::default();
+        // Before there is a file: what cannot be paid leaves none.
+        let paid = Paid::new(options.account.clone());
+        paid.set(options.budget_bytes)?;
         let staging = Staging::open(options.account.clone())?;
         let mut names = clear_unfinished(&*files)?;
         let named = names.iter_mut().find(|entry| entry.name == STORE);
@@ -72,6 +76,7 @@ impl DiskTier {
             changed: Condvar::new(),
             growth: Mutex::new(()),
             staging,
+            paid,
         };
         tier.note_files(&names, is_new, &mut report);
         let recovered = tier.recover(&mut report)?;
@@ -79,6 +84,16 @@ impl DiskTier {
         report.cells = recovered.cells();
         report.elapsed_ns = clock.now_ns().saturating_sub(begun_ns);
         Ok((tier, recovered, report))
+    }
+
+    /// Takes away what opening made, where there was nothing before.
+    pub fn undo_open(&self) {
+        let names = self.files.list().unwrap_or_default();
+        for entry in names.into_iter().filter(|entry| entry.name != LOCK_NAME) {
+            if let Err(error) = self.files.remove(&entry.name) {
+                log::debug!("{} stays: {error}", entry.name);
+            }
+        }
     }
 
     /// Ends the segments that are written to and makes all durable. Not needed: it

@@ -138,12 +138,21 @@ pub(super) struct State {
     pub checkpointing: bool,
     /// What the next one may take; 0 = nobody knows.
     pub checkpoint_bytes: u64,
-    pub open_files: usize,
+    /// Segments whose files are open: few, however many there are.
+    pub open: Vec<u64>,
     pub uses: u64,
     pub stats: Stats,
 }
 
 impl State {
+    /// The open segment that was not used for longest, of those that nobody uses or writes to.
+    pub fn longest_unused(&self, which: impl Fn(&Segment) -> bool) -> Option<u64> {
+        let open =
+            self.open.iter().filter_map(|number| Some((*number, self.segments.get(number)?)));
+        let idle = open.filter(|(_, s)| s.users == 0 && s.writing == 0 && which(s));
+        idle.min_by_key(|(_, s)| s.touched).map(|(number, _)| number)
+    }
+
     /// Room for a record, if the segment of `front` has it.
     pub fn grant(&mut self, front: Front, blocks: u32, born: u64) -> Option<Grant> {
         let segment = self.fronts[front as usize]?;
