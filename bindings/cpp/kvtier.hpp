@@ -344,6 +344,12 @@ template <class T> ret<T> give(kvt_status_t status, T value) {
 
 inline const void *address_of(const std::byte *p) noexcept { return p; }
 
+/// A text for the library; an empty one is none.
+inline void text(std::string_view from, const char *&data, std::uint64_t &bytes) noexcept {
+    data = from.empty() ? nullptr : from.data();
+    bytes = from.size();
+}
+
 /// Text of which the library says how long it is.
 template <class Call> kvt_status_t words(std::string &text, Call call) {
     std::uint64_t bytes = 0;
@@ -741,8 +747,7 @@ public:
         };
         detail::failure f;
         kvt_account_opts_t c = KVT_ACCOUNT_OPTS_INIT;
-        c.name = opts.name.data();
-        c.name_bytes = opts.name.size();
+        detail::text(opts.name, c.name, c.name_bytes);
         c.priority = opts.priority;
         std::unique_ptr<box> boxed;
         if (opts.reclaim) {
@@ -876,10 +881,8 @@ public:
         kvt_runtime_opts_t c = KVT_RUNTIME_OPTS_INIT;
         c.workers = opts.workers;
         c.max_ops = opts.max_ops;
-        c.name = opts.name.data();
-        c.name_bytes = opts.name.size();
-        c.faults = opts.faults.data();
-        c.faults_bytes = opts.faults.size();
+        detail::text(opts.name, c.name, c.name_bytes);
+        detail::text(opts.faults, c.faults, c.faults_bytes);
         std::unique_ptr<box> boxed;
         if (opts.on_thread) {
             boxed.reset(new box{std::move(opts.on_thread)});

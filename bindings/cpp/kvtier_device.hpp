@@ -459,12 +459,10 @@ public:
         c.context = opts.context;
         c.streams = opts.streams.data();
         c.stream_count = opts.streams.size();
-        c.library = opts.library.data();
-        c.library_bytes = opts.library.size();
+        detail::text(opts.library, c.library, c.library_bytes);
         c.arena = opts.arena;
         c.arena_bytes = opts.arena_bytes;
-        c.cufile = opts.cufile.data();
-        c.cufile_bytes = opts.cufile.size();
+        detail::text(opts.cufile, c.cufile, c.cufile_bytes);
         c.peers = opts.peers.data();
         c.peer_count = opts.peers.size();
         c.flags = opts.verify ? KVT_DEVICE_VERIFY : 0;

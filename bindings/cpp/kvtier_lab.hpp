@@ -41,10 +41,8 @@ namespace detail {
 inline kvt_trace_opts_t lower(const trace_opts &opts, std::string_view path) noexcept {
     kvt_trace_opts_t c = KVT_TRACE_OPTS_INIT;
     c.flags = opts.flags;
-    c.path = path.data();
-    c.path_bytes = path.size();
-    c.kind = opts.kind.data();
-    c.kind_bytes = opts.kind.size();
+    detail::text(path, c.path, c.path_bytes);
+    detail::text(opts.kind, c.kind, c.kind_bytes);
     c.block_tokens = opts.block_tokens;
     c.seed = opts.seed;
     // What is below zero becomes too large, which the library refuses.
@@ -101,8 +99,7 @@ public:
         detail::failure f;
         kvt_replay_opts_t c = KVT_REPLAY_OPTS_INIT;
         c.flags = opts.flags;
-        c.spec = spec.data();
-        c.spec_bytes = spec.size();
+        detail::text(spec, c.spec, c.spec_bytes);
         c.capacity_blocks = capacity_blocks;
         c.warm_up = opts.warm_up;
         c.layers = opts.layers;

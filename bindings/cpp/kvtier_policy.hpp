@@ -163,8 +163,7 @@ public:
     static ret<policy> open(policy_opts opts = {}) {
         detail::failure f;
         kvt_policy_opts_t c = KVT_POLICY_OPTS_INIT;
-        c.spec = opts.spec.data();
-        c.spec_bytes = opts.spec.size();
+        detail::text(opts.spec, c.spec, c.spec_bytes);
         c.flags = opts.flags;
         c.max_objects = opts.max_objects;
         c.capacity_units = opts.capacity_units;

@@ -183,8 +183,7 @@ struct store_opts {
 /// A secret of a store's options; both texts must stay until the store is open.
 inline kvt_secret_t secret(std::string_view name, std::string_view bytes) noexcept {
     kvt_secret_t c;
-    c.name = name.data();
-    c.name_bytes = name.size();
+    detail::text(name, c.name, c.name_bytes);
     c.secret = bytes.data();
     c.secret_bytes = bytes.size();
     return c;
@@ -202,11 +201,13 @@ struct store_events {
 };
 
 /// Tokens one after the other, heads without gaps. Set what differs.
-inline kvt_view_t view(void *address, std::uint64_t run_bytes, std::uint32_t heads = 1) noexcept {
+inline kvt_view_t view(void *address, std::uint64_t run_bytes, std::uint32_t heads = 1,
+                       std::uint32_t tokens = 0) noexcept {
     kvt_view_t v{};
     v.address = address;
     v.run_bytes = run_bytes;
     v.heads = heads;
+    v.tokens = tokens;
     return v;
 }
 /// Tokens in pages.
@@ -222,8 +223,7 @@ inline kvt_view_t view(span<void *const> pages, std::uint32_t page_tokens, std::
 namespace detail {
 inline kvt_session_opts_t lower(const session_opts &o) noexcept {
     kvt_session_opts_t c = KVT_SESSION_OPTS_INIT;
-    c.name = o.name.data();
-    c.name_bytes = o.name.size();
+    detail::text(o.name, c.name, c.name_bytes);
     c.tenant = o.tenant;
     if (o.priority) c.flags |= KVT_SESSION_PRIORITY;
     c.priority = o.priority.value_or(0);
@@ -794,16 +794,12 @@ public:
                            const budget *pays = nullptr) {
         detail::failure f;
         kvt_store_opts_t c = KVT_STORE_OPTS_INIT;
-        c.spec = opts.spec.data();
-        c.spec_bytes = opts.spec.size();
+        detail::text(opts.spec, c.spec, c.spec_bytes);
         c.host_bytes = opts.host_bytes;
         c.disk_bytes = opts.disk_bytes;
-        c.disk_path = opts.disk_path.data();
-        c.disk_path_bytes = opts.disk_path.size();
-        c.policy = opts.policy.data();
-        c.policy_bytes = opts.policy.size();
-        c.disk_policy = opts.disk_policy.data();
-        c.disk_policy_bytes = opts.disk_policy.size();
+        detail::text(opts.disk_path, c.disk_path, c.disk_path_bytes);
+        detail::text(opts.policy, c.policy, c.policy_bytes);
+        detail::text(opts.disk_policy, c.disk_policy, c.disk_policy_bytes);
         c.write = opts.write;
         c.device = opts.device != nullptr ? opts.device->get() : nullptr;
         c.secrets = opts.secrets.data();

@@ -104,8 +104,7 @@ public:
         entries.reserve(units.size());
         for (const unit_entry &unit : units) {
             kvt_unit_entry_t e{};
-            e.name = unit.name.data();
-            e.name_bytes = unit.name.size();
+            detail::text(unit.name, e.name, e.name_bytes);
             e.role = unit.role;
             e.layer = unit.layer;
             e.expert = unit.expert;
@@ -302,12 +301,9 @@ public:
             c.order = opts.order->empty() ? &none : opts.order->data();
             c.order_count = opts.order->size();
         }
-        c.policy = opts.policy.data();
-        c.policy_bytes = opts.policy.size();
-        c.expert_policy = opts.expert_policy.data();
-        c.expert_policy_bytes = opts.expert_policy.size();
-        c.sidecar = opts.sidecar.data();
-        c.sidecar_bytes = opts.sidecar.size();
+        detail::text(opts.policy, c.policy, c.policy_bytes);
+        detail::text(opts.expert_policy, c.expert_policy, c.expert_policy_bytes);
+        detail::text(opts.sidecar, c.sidecar, c.sidecar_bytes);
         c.verify = opts.verify;
         c.readers = opts.readers;
         c.depth = opts.depth;

@@ -161,7 +161,7 @@ static inline outcome session_open(handle space, const char *name, uint64_t name
     outcome o = {KVT_OK, NULL};
     kvt_session_opts_t c = KVT_SESSION_OPTS_INIT;
     kvt_session_t *raw = NULL;
-    c.name = name;
+    c.name = name_bytes ? name : NULL; /* no name, not an empty one */
     c.name_bytes = name_bytes;
     c.tenant = tenant;
     o.status = kvt_session_open(RAW(kvt_namespace_t, space), &c, &raw, &o.error);

@@ -105,6 +105,9 @@ def define(line: str, words: List[str], out: Header) -> None:
     if sized:
         out.sized.append(sized.group(1))
         return
+    if value == "UINT64_MAX":
+        out.constants[name] = 2**64 - 1
+        return
     number = re.fullmatch(r"\(?(-?(?:0[xX][0-9a-fA-F]+|[0-9]+))(?:[uUlL]*)\)?", value)
     if not re.fullmatch(r"KVT_\w+", name) or not number:
         raise Unknown(f"define: {line.strip()}")

@@ -44,6 +44,7 @@ static void options(void) {
     CHECK_OK(kvt_error_free(&err)); /* a null handle */
     CHECK_OK(kvt_error_free(NULL));
 
+    opts.faults = NULL;
     opts.faults_bytes = 0;
     opts.workers = 3;
     opts.name = "tenbytes..";

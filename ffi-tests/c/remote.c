@@ -70,6 +70,7 @@ static void open_engine(engine_t *engine, uint64_t tenant) {
         engine->views[layer].address = engine->rows[layer];
         engine->views[layer].heads = 1;
         engine->views[layer].run_bytes = ROW;
+        engine->views[layer].tokens = TOKENS;
     }
 }
 

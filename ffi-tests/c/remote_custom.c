@@ -183,6 +183,7 @@ static void open_engine(engine_t *engine) {
         engine->views[layer].address = engine->rows[layer];
         engine->views[layer].heads = 1;
         engine->views[layer].run_bytes = ROW;
+        engine->views[layer].tokens = TOKENS;
     }
 }
 

@@ -77,7 +77,7 @@ int main(int argc, char **argv) {
     canonical("2q(1,2.50,\"a b\",lru-k)", "2q(1,2.5,\"a b\",lru-k)");
     canonical("x(\"q\\\"uote\")", "x(\"q\\\"uote\")");
     canonical("x(\"\xc3\xa9\")", "x(\"\xc3\xa9\")");
-    wrong("", 0, KVT_E_SPEC, 0);
+    wrong("", KVT_NUL_TERMINATED, KVT_E_SPEC, 0);
     wrong("lru)", 4, KVT_E_SPEC, 3);
     wrong("lru(", 4, KVT_E_SPEC, 4);
     wrong("lru(a=1,a=2)", 12, KVT_E_SPEC, 8);
@@ -86,7 +86,7 @@ int main(int argc, char **argv) {
     wrong("ab\xff", 3, KVT_E_INVALID, 2);
     CHECK_IS(kvt_spec_check(NULL, 3, NULL, 0, NULL, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_spec_check(NULL, 0, NULL, 0, NULL, NULL), KVT_E_SPEC);
-    CHECK_IS(kvt_spec_check("lru", UINT64_MAX, NULL, 0, NULL, NULL), KVT_E_LIMIT);
+    CHECK_IS(kvt_spec_check("lru", UINT64_MAX - 1, NULL, 0, NULL, NULL), KVT_E_LIMIT);
     /* Room that is none: a failure, so nothing is written. */
     uint64_t bytes = 77;
     CHECK_IS(kvt_spec_check("lru", 3, NULL, 10, &bytes, NULL), KVT_E_INVALID);

@@ -85,11 +85,13 @@ static void open_engine(engine_t *engine, enum shape shape) {
             view->heads = heads;
             if (layer == 4) { /* states: always one after the other */
                 view->address = start;
+                view->tokens = (MAX_TOKENS + CHUNK - 1) / CHUNK;
                 continue;
             }
             switch (shape) {
             case PLAIN: /* the rest is as usual */
                 view->address = start + plane * MAX_TOKENS * token_bytes;
+                view->tokens = MAX_TOKENS;
                 break;
             case BY_HEAD:
                 view->address = start + plane * MAX_TOKENS * token_bytes;
@@ -101,6 +103,7 @@ static void open_engine(engine_t *engine, enum shape shape) {
                 view->address = start + plane * token_bytes;
                 view->token_stride_bytes = planes_of(layer) * token_bytes;
                 view->head_stride_bytes = run;
+                view->tokens = MAX_TOKENS;
                 break;
             default:
                 for (uint32_t page = 0; page < PAGES; page++) {

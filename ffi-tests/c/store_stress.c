@@ -36,6 +36,7 @@ static void open_engine(engine_t *engine) {
         engine->k[layer].run_bytes = K;
         engine->v[layer].address = engine->memory + layer * PLANE + MAX_TOKENS * K;
         engine->v[layer].run_bytes = V;
+        engine->k[layer].tokens = engine->v[layer].tokens = MAX_TOKENS;
     }
 }
 

@@ -34,9 +34,11 @@ static void open_engine(engine_t *engine, uint64_t seed) {
     for (int layer = 0; layer < LAYERS; layer++) {
         engine->k[layer].address = engine->memory + layer * PLANE;
         engine->k[layer].run_bytes = layer == 4 ? STATE : K;
+        engine->k[layer].tokens = layer == 4 ? (MAX_TOKENS + CHUNK - 1) / CHUNK : MAX_TOKENS;
         if (layer == 4) continue;
         engine->v[layer].address = engine->memory + layer * PLANE + MAX_TOKENS * K;
         engine->v[layer].run_bytes = V;
+        engine->v[layer].tokens = MAX_TOKENS;
     }
 }
 
@@ -329,6 +331,7 @@ static void lay_pages(engine_t *engine, void *pages[2 * LAYERS][PAGES]) {
         view->pages = pages[i];
         view->page_count = PAGES;
         view->page_tokens = PAGE;
+        view->tokens = 0; /* as the pages hold */
     }
 }
 
@@ -894,7 +897,8 @@ static void describing(void) {
     WRONG(opts.policy_bytes--, KVT_E_SPEC, "policy");
     WRONG(opts.policy = "lrv"; opts.policy_bytes = 3, KVT_E_SPEC, "'lru'");
     WRONG(opts.disk_policy = NULL, KVT_E_INVALID, "null");
-    WRONG(opts.disk_path_bytes = 0, KVT_E_SPEC, "path=");
+    WRONG(opts.disk_path_bytes = 0, KVT_E_INVALID, "disk_path");
+    WRONG(opts.disk_path = NULL; opts.disk_path_bytes = 0, KVT_E_SPEC, "path=");
     WRONG(opts.disk_bytes = 0, KVT_E_SPEC, "bytes=");
     WRONG(opts.host_bytes = UINT64_MAX, KVT_E_SPEC, "'host'");
     WRONG(opts.spec = "store(hots=1)"; opts.spec_bytes = 13, KVT_E_SPEC, "'host'");

@@ -515,6 +515,7 @@ static void check_bad_openings(void) {
     opts.expert_policy = "slru(";
     opts.expert_policy_bytes = 5;
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, NULL), KVT_E_SPEC);
+    opts.expert_policy = NULL;
     opts.expert_policy_bytes = 0;
     opts.readers = 1000;
     CHECK_IS(kvt_stream_open(runtime, &opts, &none, NULL), KVT_E_LIMIT);

@@ -11,7 +11,7 @@ static const char *const formats[] = {"kvtier", "mooncake", "weka", "sharegpt",
 
 static kvt_trace_opts_t asked(const char *kind) {
     kvt_trace_opts_t opts = KVT_TRACE_OPTS_INIT;
-    opts.kind = kind;
+    opts.kind = kind[0] != 0 ? kind : NULL;
     opts.kind_bytes = strlen(kind);
     return opts;
 }
@@ -107,7 +107,7 @@ static void wrong_making(void) {
     opts.kind = "\xff\xfe\xff\xfe";
     CHECK_IS(kvt_trace_generate(&opts, &trace, &err), KVT_E_INVALID);
     opts.kind = "chat";
-    opts.kind_bytes = UINT64_MAX;
+    opts.kind_bytes = UINT64_MAX - 1;
     CHECK_IS(kvt_trace_generate(&opts, &trace, &err), KVT_E_LIMIT);
     opts = asked("chat");
     opts.flags = 2;
@@ -202,6 +202,7 @@ static void wrong_reading(void) {
     opts.path_bytes = 18;
     CHECK_IS(kvt_trace_open(&opts, &trace, &err), KVT_E_SPEC);
     CHECK(strstr(kvt_error_message(err), "'mooncake'") != NULL);
+    opts.kind = NULL;
     opts.kind_bytes = 0;
     CHECK_IS(kvt_trace_open(&opts, &trace, &err), KVT_E_NOT_FOUND);
     opts.flags = UINT64_MAX;
@@ -406,6 +407,8 @@ static void wrong_replaying(const kvt_trace_t *trace) {
     opts = how("custom", 100); /* nobody to ask for scores */
     CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_INVALID);
     opts = how("", 100);
+    CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_INVALID);
+    opts.spec_bytes = KVT_NUL_TERMINATED;
     CHECK_IS(kvt_trace_replay(trace, &opts, &out, &err), KVT_E_SPEC);
     opts.spec = NULL;
     opts.spec_bytes = 3;

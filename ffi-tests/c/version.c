@@ -73,7 +73,7 @@ static void features(void) {
     CHECK(strstr(kvt_error_message(err), "cuda") != NULL);
     CHECK_IS(kvt_feature_find(NULL, 5, &feature, &err), KVT_E_INVALID);
     CHECK_IS(kvt_feature_find("\xff", 1, &feature, &err), KVT_E_INVALID);
-    CHECK_IS(kvt_feature_find("", 0, &feature, &err), KVT_E_NOT_FOUND);
+    CHECK_IS(kvt_feature_find("", 0, &feature, &err), KVT_E_INVALID);
     CHECK_IS(kvt_feature_find(NULL, 0, &feature, &err), KVT_E_NOT_FOUND);
     CHECK(feature.name == NULL); /* no failure wrote an output */
     CHECK_OK(kvt_error_free(&err));

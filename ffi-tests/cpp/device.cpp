@@ -434,6 +434,7 @@ void stores(const kvt::runtime &runtime, rig &on) {
     std::vector<kvt_view_t> k, v;
     for (std::size_t i = 0; i < 4; i++) {
         kvt_view_t plane = kvt::view(static_cast<std::uint8_t *>(cache.data()) + i * PLANE, RUN);
+        plane.tokens = static_cast<std::uint32_t>(PLANE / RUN);
         plane.memory = cache.memory();
         (i % 2 == 0 ? k : v).push_back(plane);
     }

@@ -222,7 +222,7 @@ void wrong(const kvt::store &store) {
     opts.decode = "questt";
     CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_SPEC);
     opts.decode = "";
-    CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_SPEC);
+    CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_INVALID);
     opts = model();
     opts.shape.layers = 4;
     CHECK_THROWS(kvt::offload::open(session, opts), KVT_E_INVALID);

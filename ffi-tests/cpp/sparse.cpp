@@ -580,7 +580,7 @@ void nothing_stays_behind() {
 
 void wrong() {
     CHECK_THROWS(kvt::sparse::open(model(), "qest"), KVT_E_SPEC);
-    CHECK_THROWS(kvt::sparse::open(model(), ""), KVT_E_SPEC);
+    CHECK_THROWS(kvt::sparse::open(model(), ""), KVT_E_INVALID);
     const kvt::sparse none;
     CHECK_THROWS(none.stats(), KVT_E_HANDLE);
     CHECK_THROWS(none.restart(), KVT_E_HANDLE);

@@ -21,8 +21,8 @@ struct tensors {
         : bytes(std::size_t{LAYERS} * 2 * tokens * HEADS * RUN, 0xA5) {
         const std::size_t plane = std::size_t{tokens} * HEADS * RUN;
         for (std::uint32_t i = 0; i < LAYERS; i++) {
-            k.push_back(kvt::view(&bytes[2 * i * plane], RUN, HEADS));
-            v.push_back(kvt::view(&bytes[(2 * i + 1) * plane], RUN, HEADS));
+            k.push_back(kvt::view(&bytes[2 * i * plane], RUN, HEADS, tokens));
+            v.push_back(kvt::view(&bytes[(2 * i + 1) * plane], RUN, HEADS, tokens));
         }
     }
     kvt::rectangle all() const {

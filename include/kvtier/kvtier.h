@@ -1385,6 +1385,11 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_REMOTE_FIRST_WINS 1
 
 /**
+ * As the length of a text: it ends with a NUL.
+ */
+#define KVT_NUL_TERMINATED UINT64_MAX
+
+/**
  * The processor reaches it.
  */
 #define KVT_MEMORY_HOST 0
@@ -1963,7 +1968,8 @@ typedef struct kvt_budget_opts_t {
      */
     uint64_t host_bytes;
     /**
-     * Limit of the disk tier; 0 = none.
+     * Limit of what stores keep on disk, all together: the bytes of their disk tiers; 0 = no
+     * limit.
      */
     uint64_t disk_bytes;
     /**
@@ -2831,8 +2837,8 @@ typedef struct kvt_view_t {
      */
     uint32_t page_tokens;
     /**
-     * Tokens of the view (of a layer with a state: chunks); 0 = as many as are
-     * moved, or as the pages hold.
+     * Tokens of the view (of a layer with a state: chunks); 0 = as many as the move
+     * says, or as the pages hold. A move to the end of a session says none.
      */
     uint32_t tokens;
     /**
@@ -5042,7 +5048,8 @@ typedef struct kvt_move_t {
      */
     uint64_t first_token;
     /**
-     * How many; up to a multiple, or to the end of the session. 0 = to the end.
+     * How many; up to a multiple, or to the end of the session. 0 = to the end that it has
+     * when this is submitted: views say then how many tokens they have.
      */
     uint64_t tokens;
     /**

@@ -105,7 +105,7 @@ pub unsafe extern "C" fn kvt_account_open(
             crate::fail!(Invalid, "priority {} does not fit in 32 bits", given.priority);
         };
         // SAFETY: the caller's promise.
-        let name = unsafe { text(given.name, given.name_bytes)? };
+        let name = unsafe { text("name", given.name, given.name_bytes)? };
         let foreign = foreign(given.reclaim, given.user_data, given.destroy)?;
         let account = with::<BudgetNoun, _>(budget, Access::Use, |noun| {
             noun.0.account(name, priority, foreign.clone().map(reclaim))

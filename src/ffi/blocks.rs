@@ -250,7 +250,7 @@ unsafe fn move_blocks(
             first_layer: given.first_layer as usize,
             layers,
             // SAFETY: the caller's promise.
-            views: unsafe { common.views(noun, deed, (layers, tokens))? },
+            views: unsafe { common.views(noun, deed, (layers, Some(tokens)))? },
             after: common.after(),
         };
         let (store, How { level, opts, ready, .. }) = (&noun.space.store, how);

@@ -21,7 +21,7 @@ use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, pin, with};
 use crate::ffi::policy_use::numbers;
 use crate::ffi::runtime::{kvt_runtime_t, on_runtime};
-use crate::ffi::slice::{bytes, give_text, require};
+use crate::ffi::slice::{give_text, require, text_bytes};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, check_out, known_flags, read, write};
 
@@ -201,8 +201,8 @@ pub(crate) fn device_of(
 unsafe fn cuda_opts(given: &kvt_device_opts_t) -> Result<CudaOpts> {
     // SAFETY: the caller's promise.
     let (library, cufile, streams, peers) = unsafe {
-        let library = bytes(given.library.cast(), given.library_bytes)?;
-        let cufile = bytes(given.cufile.cast(), given.cufile_bytes)?;
+        let library = text_bytes("library", given.library, given.library_bytes)?;
+        let cufile = text_bytes("cufile", given.cufile, given.cufile_bytes)?;
         let most = MAX_STREAMS as usize;
         let peers = numbers(given.peers, given.peer_count, MAX_PEERS)?;
         (library, cufile, numbers(given.streams, given.stream_count, most)?, peers)

@@ -120,12 +120,15 @@ pub unsafe extern "C" fn kvt_feature_find(
         // SAFETY: the caller's promise.
         let name = unsafe {
             check_out(out)?;
-            text(name, name_bytes)?
+            text("name", name, name_bytes)?
         };
         let Some(index) = FEATURES.iter().position(|(known, _)| *known == name) else {
             let known: Vec<&str> = FEATURES.iter().map(|(known, _)| *known).collect();
-            let near = nearest(name, &known).unwrap_or_default();
-            let text = format!("no feature is called '{name}'; did you mean '{near}'?");
+            let near = match nearest(name, &known) {
+                Some(near) => format!("did you mean '{near}'?"),
+                None => format!("there are '{}'", known.join("', '")),
+            };
+            let text = format!("no feature is called '{name}'; {near}");
             return Err(Error::new(Status::NotFound, text));
         };
         // SAFETY: checked above.

@@ -11,7 +11,7 @@ use crate::fail;
 use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, with};
-use crate::ffi::slice::{bytes, require};
+use crate::ffi::slice::{require, text_bytes};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
 use crate::stream::model::{Format, MAX_FILES, Model};
@@ -158,12 +158,12 @@ pub(crate) fn with_model<R>(
 /// # Safety
 /// `text` is null with a length of 0, or valid for reads of its length.
 pub(crate) unsafe fn path(text: *const c_char, length: u64) -> Result<PathBuf> {
-    const MAX_PATH_BYTES: u64 = 4096;
-    if length == 0 || length > MAX_PATH_BYTES {
-        fail!(Invalid, "a path of {length} bytes: 1 to {MAX_PATH_BYTES} can be");
-    }
+    const MAX_PATH_BYTES: usize = 4096;
     // SAFETY: the caller's promise.
-    let text = unsafe { bytes(text.cast(), length)? };
+    let text = unsafe { text_bytes("path", text, length)? };
+    if text.is_empty() || text.len() > MAX_PATH_BYTES {
+        fail!(Invalid, "a path of {} bytes: 1 to {MAX_PATH_BYTES} can be", text.len());
+    }
     if text.contains(&0) {
         fail!(Invalid, "a path with a NUL in it");
     }

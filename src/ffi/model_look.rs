@@ -347,7 +347,7 @@ pub unsafe extern "C" fn kvt_model_find(
         // SAFETY: the caller's promise.
         let name = unsafe {
             require(out)?;
-            text(name, name_bytes)?
+            text("name", name, name_bytes)?
         };
         let found = with_model(model, |parts| {
             let called = |&tensor: &u32| parts.model.tensors.get(tensor as usize).map(|t| &*t.name);

@@ -94,7 +94,7 @@ unsafe fn entry_of(given: &kvt_unit_entry_t, stride_bytes: u64) -> Result<Entry>
         fail!(Invalid, "a unit's name has 1 to {most} bytes, not {}", given.name_bytes);
     }
     // SAFETY: the caller's promise.
-    let name = unsafe { text(given.name, given.name_bytes)? };
+    let name = unsafe { text("name", given.name, given.name_bytes)? };
     if given.reserved != 0 {
         fail!(Invalid, "{name:?}: reserved is {}", given.reserved);
     }

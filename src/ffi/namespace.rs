@@ -10,7 +10,7 @@ use crate::ffi::error::kvt_error_t;
 use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, Noun, free, insert, with};
 use crate::ffi::policy_use::numbers;
-use crate::ffi::slice::{bytes, require};
+use crate::ffi::slice::{bytes, length_of, require};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Sized_, Strided, known_flags, read};
@@ -215,11 +215,13 @@ impl Noun for NamespaceNoun {
     }
 }
 
-/// A field of an identity; null = absent.
+/// A field of an identity; null = absent, which is not the same as empty.
 ///
 /// # Safety
-/// `data` is null or valid for reads of `len` bytes.
+/// `data` is null or valid for reads of `len` bytes, or up to a NUL.
 unsafe fn field<'a>(data: *const c_void, len: u64, name: &str) -> Result<Option<&'a [u8]>> {
+    // SAFETY: the caller's promise.
+    let len = unsafe { length_of(name, data.cast(), len)? };
     match data.is_null() {
         true if len > 0 => fail!(Invalid, "{name} is null and has {len} bytes"),
         true => Ok(None),

@@ -176,7 +176,7 @@ unsafe fn policy_of(
         return Ok(None);
     }
     // SAFETY: the caller's promise.
-    let made = unsafe { text(spec, bytes) }
+    let made = unsafe { text("spec", spec, bytes) }
         .and_then(Spec::parse)
         .and_then(|spec| registry::make(&spec, shape));
     made.map(Some).map_err(|error| error.within(when))
@@ -233,10 +233,11 @@ pub(crate) unsafe fn options(
     };
     // SAFETY: as above; null is none.
     let recipe = unsafe {
-        let of =
-            |spec: *const c_char, bytes| if spec.is_null() { Ok("") } else { text(spec, bytes) };
-        let (prefill, decode) =
-            (of(given.prefill, given.prefill_bytes)?, of(given.decode, given.decode_bytes)?);
+        let of = |what, spec: *const c_char, bytes| {
+            if spec.is_null() { Ok("") } else { text(what, spec, bytes) }
+        };
+        let prefill = of("prefill", given.prefill, given.prefill_bytes)?;
+        let decode = of("decode", given.decode, given.decode_bytes)?;
         // Neither has a line break: they are sound specs. Of a policy of the engine's own nobody
         // knows whether it is the same another time.
         if taken.is_empty() && prefill.len() + decode.len() > 0 {

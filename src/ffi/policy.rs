@@ -275,7 +275,7 @@ pub unsafe extern "C" fn kvt_policy_open(
         crate::base::fork::arm()?;
         let options = options(&given)?;
         // SAFETY: the caller's promise.
-        let spec = match unsafe { text(given.spec, given.spec_bytes)? } {
+        let spec = match unsafe { text("spec", given.spec, given.spec_bytes)? } {
             "" if given.spec.is_null() => "lru",
             spec => spec,
         };
@@ -342,7 +342,7 @@ pub unsafe extern "C" fn kvt_policy_switch(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let spec = unsafe { text(spec, spec_bytes)? };
+        let spec = unsafe { text("spec", spec, spec_bytes)? };
         with::<PolicyNoun, ()>(policy, Access::Use, |noun| {
             noun.must_score(spec)?;
             noun.state.lock().evictor.switch(spec)

@@ -286,7 +286,7 @@ pub unsafe extern "C" fn kvt_policy_gauge(
         // SAFETY: the caller's promise.
         let name = unsafe {
             require(out_value)?;
-            text(name, name_bytes)?
+            text("name", name, name_bytes)?
         };
         let value = with::<PolicyNoun, _>(policy, Access::Use, |noun| {
             gauge(&noun.state.lock().evictor, name)

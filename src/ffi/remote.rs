@@ -10,7 +10,7 @@ use crate::ffi::guard::{guard, guard_err};
 use crate::ffi::handle::{Access, with};
 use crate::ffi::op::{begin_one, kvt_op_t, kvt_submit_opts_t};
 use crate::ffi::session::{SessionNoun, kvt_session_t};
-use crate::ffi::slice::{bytes, text};
+use crate::ffi::slice::{text, text_bytes};
 use crate::ffi::status::kvt_status_t;
 use crate::ffi::store::{StoreNoun, kvt_store_t};
 use crate::ffi::structs::{Plain, Sized_, Strided, check_out, write};
@@ -63,8 +63,9 @@ pub(crate) unsafe fn secrets_of(
         let one = rows.get(at)?;
         // SAFETY: the caller's promise.
         unsafe {
-            all.add(text(one.name, one.name_bytes)?, bytes(one.secret.cast(), one.secret_bytes)?)?
-        };
+            let name = text("name", one.name, one.name_bytes)?;
+            all.add(name, text_bytes("secret", one.secret.cast(), one.secret_bytes)?)?;
+        }
     }
     Ok(all)
 }

@@ -188,8 +188,8 @@ pub unsafe extern "C" fn kvt_runtime_open(
         let (given, name, faults) = unsafe {
             require(out)?;
             let given = read(opts)?;
-            let name = text(given.name, given.name_bytes)?;
-            (given, name, text(given.faults, given.faults_bytes)?)
+            let name = text("name", given.name, given.name_bytes)?;
+            (given, name, text("faults", given.faults, given.faults_bytes)?)
         };
         known_flags(given.flags, 0)?;
         let foreign = foreign(given.on_thread, given.user_data, given.destroy)?;

@@ -123,7 +123,7 @@ unsafe fn options<'a>(given: &kvt_session_opts_t) -> Result<SessionOpts<'a>> {
         fail!(Invalid, "reserved is {}", given.reserved);
     }
     // SAFETY: the caller's promise.
-    let name = unsafe { text(given.name, given.name_bytes)? }.as_bytes();
+    let name = unsafe { text("name", given.name, given.name_bytes)? }.as_bytes();
     Ok(SessionOpts { name, tenant: given.tenant, priority, max_tokens: given.max_tokens })
 }
 

@@ -56,7 +56,7 @@ impl Common {
         (self.after != 0).then_some(Event(self.after))
     }
 
-    /// Where the engine has so many layers and tokens.
+    /// Where the engine has so many layers and tokens; none = to the end of the session.
     ///
     /// # Safety
     /// What views lead to is valid, as the exported functions say.
@@ -64,7 +64,7 @@ impl Common {
         &self,
         noun: &SessionNoun,
         deed: Deed,
-        (layers, tokens): (usize, u64),
+        (layers, tokens): (usize, Option<u64>),
     ) -> Result<Arc<Views>> {
         let views = match deed {
             Deed::Prefetch if self.k.is_null() && self.v.is_null() => Views::default(),

@@ -12,7 +12,7 @@ use crate::ffi::status::kvt_status_t;
 use crate::ffi::structs::{Plain, Sized_};
 use crate::ffi::view::kvt_view_t;
 use crate::kv::core::moves::MAX_MOVE_CHUNKS;
-use crate::kv::core::{Deed, Level, Rectangle, Wanted};
+use crate::kv::core::{Deed, Level, Rectangle, TO_THE_END, Wanted};
 
 /// An op for each layer: ops_out then receives one per layer of the move, and the
 /// tag of layer i of the move is the given one plus i. The move is given up once all
@@ -45,7 +45,8 @@ pub struct kvt_move_t {
     pub flags: u64,
     /// The first token, a multiple of a chunk's tokens.
     pub first_token: u64,
-    /// How many; up to a multiple, or to the end of the session. 0 = to the end.
+    /// How many; up to a multiple, or to the end of the session. 0 = to the end that it has
+    /// when this is submitted: views say then how many tokens they have.
     pub tokens: u64,
     /// The first layer.
     pub first_layer: u32,
@@ -145,16 +146,6 @@ pub(crate) fn layers_of(all: usize, first: u32, given: u32) -> Result<usize> {
     Ok(layers)
 }
 
-/// The tokens and the layers of a move, with what 0 stands for.
-fn extent_of(noun: &SessionNoun, given: &kvt_move_t) -> Result<(u64, usize)> {
-    let layers = layers_of(noun.space.layers, given.first_layer, given.layers)?;
-    let tokens = match given.tokens {
-        0 => noun.tokens()?.saturating_sub(given.first_token),
-        tokens => tokens,
-    };
-    Ok((tokens, layers))
-}
-
 /// # Safety
 /// As the exported functions that call it.
 unsafe fn move_rectangle(
@@ -168,11 +159,15 @@ unsafe fn move_rectangle(
     let begin = |noun: &SessionNoun, given: &kvt_move_t, how: &How<'_>| {
         // SAFETY: the caller's promise.
         let wanted = unsafe { wanted_of(given, deed)? };
-        let (tokens, layers) = extent_of(noun, given)?;
+        let layers = layers_of(noun.space.layers, given.first_layer, given.layers)?;
+        if given.tokens == TO_THE_END {
+            fail!(Invalid, "{} tokens: no session has so many", given.tokens);
+        }
+        let tokens = (given.tokens != 0).then_some(given.tokens);
         let common = given.common();
         let rectangle = Rectangle {
             first_token: given.first_token,
-            tokens,
+            tokens: tokens.unwrap_or(TO_THE_END),
             first_layer: given.first_layer as usize,
             layers,
             by_layer: given.flags & KVT_MOVE_EACH_LAYER != 0,

@@ -1,7 +1,12 @@
 //! Pointers with a length: null with 0 is an empty one.
 
+use std::ffi::c_char;
+
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
+
+/// As the length of a text: it ends with a NUL.
+pub const KVT_NUL_TERMINATED: u64 = u64::MAX;
 
 /// Longest text that is looked at.
 const MAX_TEXT_BYTES: u64 = 1 << 20;
@@ -23,16 +28,55 @@ pub(crate) unsafe fn bytes<'a>(data: *const u8, len: u64) -> Result<&'a [u8]> {
     Ok(unsafe { std::slice::from_raw_parts(data, len as usize) })
 }
 
+/// How long a text is that may end with a NUL.
+///
 /// # Safety
-/// As [`bytes`].
-pub(crate) unsafe fn text<'a>(data: *const std::ffi::c_char, len: u64) -> Result<&'a str> {
-    if len > MAX_TEXT_BYTES {
-        fail!(Limit, "a text of {len} bytes, at most {MAX_TEXT_BYTES} are allowed");
+/// With a length of [`KVT_NUL_TERMINATED`] `data` is null, or valid for reads up to a NUL.
+pub(crate) unsafe fn length_of(what: &str, data: *const c_char, len: u64) -> Result<u64> {
+    if len != KVT_NUL_TERMINATED {
+        return Ok(len);
+    }
+    if data.is_null() {
+        return Ok(0);
+    }
+    // SAFETY: the caller's promise; nothing is read behind the first NUL.
+    let end = (0..=MAX_TEXT_BYTES).find(|&at| unsafe { data.add(at as usize).read() } == 0);
+    match end {
+        Some(end) => Ok(end),
+        None => fail!(Limit, "{what} has no NUL in its first {MAX_TEXT_BYTES} bytes"),
+    }
+}
+
+/// The bytes of a text. A pointer without a length is refused: it was forgotten.
+///
+/// # Safety
+/// As [`bytes`] and [`length_of`].
+pub(crate) unsafe fn text_bytes<'a>(what: &str, data: *const c_char, len: u64) -> Result<&'a [u8]> {
+    if len == 0 && !data.is_null() {
+        fail!(
+            Invalid,
+            "{what} is given and its length is 0: say how many bytes it has, or KVT_NUL_TERMINATED; \
+             null is none"
+        );
     }
     // SAFETY: the caller's promise.
-    let bytes = unsafe { bytes(data.cast(), len)? };
+    let len = unsafe { length_of(what, data, len)? };
+    if len > MAX_TEXT_BYTES {
+        fail!(Limit, "{what} has {len} bytes, at most {MAX_TEXT_BYTES} are allowed");
+    }
+    // SAFETY: the caller's promise.
+    unsafe { bytes(data.cast(), len) }.map_err(|error| error.within(what))
+}
+
+/// The same of one that is UTF-8.
+///
+/// # Safety
+/// As [`text_bytes`].
+pub(crate) unsafe fn text<'a>(what: &str, data: *const c_char, len: u64) -> Result<&'a str> {
+    // SAFETY: the caller's promise.
+    let bytes = unsafe { text_bytes(what, data, len)? };
     std::str::from_utf8(bytes).map_err(|e| {
-        Error::at(Status::Invalid, e.valid_up_to(), format!("the text is not UTF-8: {e}"))
+        Error::at(Status::Invalid, e.valid_up_to(), format!("{what} is not UTF-8: {e}"))
     })
 }
 
@@ -53,7 +97,7 @@ pub(crate) unsafe fn require<T>(out: *mut T) -> Result<()> {
 /// `out` is null or has room for `capacity` bytes; `out_bytes` is null or valid for a write.
 pub(crate) unsafe fn give_text(
     text: &str,
-    out: *mut std::ffi::c_char,
+    out: *mut c_char,
     capacity: u64,
     out_bytes: *mut u64,
 ) -> Result<()> {

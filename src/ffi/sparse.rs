@@ -248,7 +248,7 @@ pub unsafe extern "C" fn kvt_sparse_open(
         };
         let (served, taken) = if given.custom.is_null() {
             // SAFETY: the caller's promise.
-            (Served::open(unsafe { text(given.spec, given.spec_bytes)? }, &shape)?, None)
+            (Served::open(unsafe { text("spec", given.spec, given.spec_bytes)? }, &shape)?, None)
         } else {
             // SAFETY: the caller's promise.
             let (policy, taken) = unsafe { made(given.custom, &shape)? };

@@ -43,7 +43,7 @@ pub unsafe extern "C" fn kvt_spec_check(
             fail!(Invalid, "the output pointer is null and its capacity {out_capacity}");
         }
         // SAFETY: the caller's promise.
-        let canonical = Spec::parse(unsafe { text(spec, spec_bytes)? })?.to_string();
+        let canonical = Spec::parse(unsafe { text("spec", spec, spec_bytes)? })?.to_string();
         let needed = canonical.len() as u64;
         if !out_bytes.is_null() {
             // SAFETY: not null, and the caller's promise.

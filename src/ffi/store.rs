@@ -132,11 +132,11 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
     let (host_bytes, disk_bytes) = (given.host_bytes, given.disk_bytes);
     // SAFETY: the caller's promise.
     unsafe {
-        let disk_path = text(given.disk_path, given.disk_path_bytes)?;
-        let policy = text(given.policy, given.policy_bytes)?;
-        let disk_policy = text(given.disk_policy, given.disk_policy_bytes)?;
+        let disk_path = text("disk_path", given.disk_path, given.disk_path_bytes)?;
+        let policy = text("policy", given.policy, given.policy_bytes)?;
+        let disk_policy = text("disk_policy", given.disk_policy, given.disk_policy_bytes)?;
         let fields = Fields { host_bytes, disk_bytes, disk_path, policy, disk_policy, write };
-        let mut spec = fields.over(text(given.spec, given.spec_bytes)?)?;
+        let mut spec = fields.over(text("spec", given.spec, given.spec_bytes)?)?;
         let (count, stride_bytes) = (given.secret_count, given.secret_stride_bytes);
         spec.secrets = secrets_of(given.secrets, count, stride_bytes)?;
         Ok(spec)

@@ -40,7 +40,7 @@ pub unsafe extern "C" fn kvt_store_set_policy(
 ) -> kvt_status_t {
     let body = || {
         // SAFETY: the caller's promise.
-        let spec = unsafe { text(spec, spec_bytes)? };
+        let spec = unsafe { text("spec", spec, spec_bytes)? };
         let tier = Tier::from_code(tier)?;
         with::<StoreNoun, ()>(store, Access::Use, |noun| {
             noun.store.with(|core| core.set_policy(tier, spec))

@@ -206,7 +206,7 @@ pub unsafe extern "C" fn kvt_stream_what_if(
         // SAFETY: the caller's promise; the output is written after it passed the check.
         unsafe {
             check_out(out)?;
-            let links = Links::parse(text(links, links_bytes)?)?;
+            let links = Links::parse(text("links", links, links_bytes)?)?;
             let forecast = with_stream(stream, Access::Salvage, |stream| stream.what_if(links))?;
             write(out, &forecast_of(Some(&forecast)));
         }

@@ -338,8 +338,9 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
             order,
             once: has(KVT_STREAM_ONCE),
             in_place: has(KVT_STREAM_IN_PLACE),
-            policy: text(given.policy, given.policy_bytes)?.to_string(),
-            expert_policy: text(given.expert_policy, given.expert_policy_bytes)?.to_string(),
+            policy: text("policy", given.policy, given.policy_bytes)?.to_string(),
+            expert_policy: text("expert_policy", given.expert_policy, given.expert_policy_bytes)?
+                .to_string(),
             readers: given.readers,
             files: FixedOpts {
                 buffered: has(KVT_STREAM_BUFFERED),

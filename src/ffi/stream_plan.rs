@@ -380,7 +380,7 @@ pub unsafe extern "C" fn kvt_model_what_if(
         // SAFETY: the caller's promise; the output is written after it passed the check.
         unsafe {
             check_out(out)?;
-            let links = Links::parse(text(links, links_bytes)?)?;
+            let links = Links::parse(text("links", links, links_bytes)?)?;
             let forecast =
                 planned(model, terms, memory, |plan, inputs| plan.what_if(inputs, links))?;
             write(out, &forecast_of(Some(&forecast)));

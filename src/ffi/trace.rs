@@ -225,7 +225,8 @@ unsafe fn given(opts: *const kvt_trace_opts_t) -> Result<Given> {
     let o = unsafe { read(opts)? };
     known_flags(o.flags, KVT_TRACE_FLAT)?;
     // SAFETY: the caller's promise.
-    let (path, kind) = unsafe { (text(o.path, o.path_bytes)?, text(o.kind, o.kind_bytes)?) };
+    let (path, kind) =
+        unsafe { (text("path", o.path, o.path_bytes)?, text("kind", o.kind, o.kind_bytes)?) };
     let whole = |name: &str, value: u64| match i64::try_from(value) {
         Ok(value) => Ok(value),
         Err(_) => fail!(Invalid, "{name} is {value}"),
@@ -471,7 +472,7 @@ pub unsafe extern "C" fn kvt_trace_replay(
         let (given, spec) = unsafe {
             check_out(out)?;
             let given = read(opts)?;
-            (given, text(given.spec, given.spec_bytes)?)
+            (given, text("spec", given.spec, given.spec_bytes)?)
         };
         refuse_reentry()?;
         let opts = replay_opts(&given)?;

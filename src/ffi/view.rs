@@ -38,8 +38,8 @@ pub struct kvt_view_t {
     pub shift_bytes: i64,
     /// Tokens of a page.
     pub page_tokens: u32,
-    /// Tokens of the view (of a layer with a state: chunks); 0 = as many as are
-    /// moved, or as the pages hold.
+    /// Tokens of the view (of a layer with a state: chunks); 0 = as many as the move
+    /// says, or as the pages hold. A move to the end of a session says none.
     pub tokens: u32,
     /// Heads of a token; 0 = 1.
     pub heads: u32,
@@ -94,7 +94,7 @@ unsafe fn place_of(view: &kvt_view_t, tables: &mut Tables) -> Result<Tokens> {
 /// As [`place_of`].
 unsafe fn plane_of(
     view: &kvt_view_t,
-    moved: u64,
+    moved: Option<u64>,
     tables: &mut Tables,
 ) -> Result<Option<PlaneView>> {
     if view.address.is_null() && view.pages.is_null() {
@@ -105,9 +105,15 @@ unsafe fn plane_of(
     }
     let heads = view.heads.max(1);
     let or = |given: u64, usual: u64| if given == 0 { usual } else { given };
-    let has = match view.pages.is_null() {
-        true => moved,
-        false => view.page_count.saturating_mul(u64::from(view.page_tokens)),
+    let has = match (view.pages.is_null(), moved) {
+        (false, _) => view.page_count.saturating_mul(u64::from(view.page_tokens)),
+        (true, Some(moved)) => moved,
+        (true, None) if view.tokens == 0 => fail!(
+            Invalid,
+            "the move goes to the end of a session that may grow until then, and the view does \
+             not say how much fits: say tokens in the move or in the view"
+        ),
+        (true, None) => 0,
     };
     // More than a move can have is as good as all.
     let all = u32::try_from(has).unwrap_or(u32::MAX);
@@ -157,19 +163,21 @@ pub(crate) unsafe fn plane_anywhere(view: &kvt_view_t) -> Result<PlaneView> {
         fail!(Invalid, "a view without pages says here how many tokens it has");
     }
     // SAFETY: the caller's promise.
-    match unsafe { plane_of(view, view.tokens.into(), &mut Tables::new())? } {
+    match unsafe { plane_of(view, Some(view.tokens.into()), &mut Tables::new())? } {
         Some(plane) => Ok(plane),
         None => fail!(Invalid, "the view is empty"),
     }
 }
 
+/// The views of a move of so many tokens; none = to the end of a session.
+///
 /// # Safety
 /// The arrays of K and V are null or valid for reads of `layers` views.
 pub(crate) unsafe fn views_of(
     (k, v, stride_bytes): (*const kvt_view_t, *const kvt_view_t, u64),
     first_layer: u32,
     layers: usize,
-    tokens: u64,
+    tokens: Option<u64>,
 ) -> Result<Views> {
     // SAFETY: the caller's promise; none without a pointer.
     let rows = |data: *const kvt_view_t| unsafe {

@@ -2,6 +2,8 @@
 //! are in the table. A path holds a reference to each chunk that it has found or
 //! made, so that none leaves while the session lives.
 
+use std::ops::Range;
+
 use crate::base::status::Result;
 use crate::fail;
 use crate::format::keys::chain::Chain;
@@ -51,6 +53,9 @@ pub struct Path {
     /// No slot before this one is NONE: long paths are not gone through each time.
     known: usize,
     tail: Option<Tail>,
+    /// Keys that were looked up.
+    #[cfg(test)]
+    looked_up: usize,
 }
 
 impl Path {
@@ -63,8 +68,18 @@ impl Path {
             fail!(NoMem, "no memory for a name of {} bytes", name.len());
         }
         own.extend_from_slice(name);
-        let (tokens, media, keys, slots) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Ok(Path { home, name: own, tokens, media, keys, slots, known: 0, tail: None })
+        Ok(Path {
+            home,
+            name: own,
+            tokens: Vec::new(),
+            media: Vec::new(),
+            keys: Vec::new(),
+            slots: Vec::new(),
+            known: 0,
+            tail: None,
+            #[cfg(test)]
+            looked_up: 0,
+        })
     }
 
     /// Its tokens.
@@ -134,7 +149,7 @@ impl Path {
             return Err(error);
         }
         self.slots.resize(self.keys.len(), NONE);
-        self.find(chunks, known)
+        self.find(chunks, known..self.keys.len())
     }
 
     /// The media that start in a chunk, or behind it.
@@ -143,10 +158,12 @@ impl Path {
         &self.media[self.media.partition_point(|one| one.token < first)..]
     }
 
-    /// Looks again for chunks that were not in the table: others may have stored them.
-    pub fn refresh(&mut self, chunks: &mut Chunks) -> Result<()> {
-        let first = self.known();
-        if first < self.slots.len() { self.find(chunks, first) } else { Ok(()) }
+    /// Looks again for those of some chunks that were not in the table: others may have stored
+    /// them.
+    pub fn refresh(&mut self, chunks: &mut Chunks, range: Range<usize>) -> Result<()> {
+        let first = self.known().max(range.start);
+        let end = range.end.min(self.slots.len());
+        if first < end { self.find(chunks, first..end) } else { Ok(()) }
     }
 
     /// How many chunks from the start on are in the table, or more of them.
@@ -156,11 +173,14 @@ impl Path {
         self.known
     }
 
-    /// Finds and holds the chunks from one on.
-    fn find(&mut self, chunks: &mut Chunks, first: usize) -> Result<()> {
+    /// Finds and holds some of its chunks.
+    fn find(&mut self, chunks: &mut Chunks, range: Range<usize>) -> Result<()> {
         const GROUP: usize = 64;
         let mut found = [NONE; GROUP];
-        let parts = self.keys[first..].chunks(GROUP).zip(self.slots[first..].chunks_mut(GROUP));
+        let (keys, slots) = (&self.keys[range.clone()], &mut self.slots[range]);
+        #[cfg(test)]
+        (self.looked_up += keys.len());
+        let parts = keys.chunks(GROUP).zip(slots.chunks_mut(GROUP));
         for (keys, slots) in parts {
             let found = &mut found[..keys.len()];
             chunks.find_many(keys, found);
@@ -245,12 +265,7 @@ impl Path {
 
     /// Lets some of its chunks go, with what does not fill one if `tail` says so: as if
     /// they were not in the table.
-    pub fn let_go(
-        &mut self,
-        chunks: &mut Chunks,
-        range: std::ops::Range<usize>,
-        tail: bool,
-    ) -> Result<()> {
+    pub fn let_go(&mut self, chunks: &mut Chunks, range: Range<usize>, tail: bool) -> Result<()> {
         if tail && self.tail().is_some() {
             self.drop_tail(chunks, &mut |_| ())?;
         }
@@ -261,6 +276,13 @@ impl Path {
             }
         }
         Ok(())
+    }
+
+    /// The chunks that it would let go if it were cut to so many tokens.
+    pub fn held_behind(&self, tokens: usize) -> Vec<Slot> {
+        let full = (tokens / self.home.chunk_tokens as usize).min(self.slots.len());
+        let tail = self.tail().filter(|_| tokens < self.tokens.len());
+        self.slots[full..].iter().copied().filter(|&slot| slot != NONE).chain(tail).collect()
     }
 
     /// Cuts the path to so many tokens. `freed` hears of chunks that may leave.
@@ -382,9 +404,28 @@ mod tests {
         b.append(&mut chunks, &tokens).expect("few");
         b.make(&mut chunks, 7).expect("room");
         assert_eq!(a.slots().iter().filter(|&&slot| slot != NONE).count(), 0);
-        a.refresh(&mut chunks).expect("sound");
+        a.refresh(&mut chunks, 2..4).expect("sound");
+        assert_eq!(a.slots()[..4], [NONE, NONE, b.slots()[2], b.slots()[3]]);
+        a.refresh(&mut chunks, 0..10).expect("sound");
         assert_eq!(a.slots()[..7], b.slots()[..7]);
         assert_eq!(a.slots()[7..], [NONE; 3]);
+    }
+
+    #[test]
+    fn chunks_that_are_stored_one_by_one_are_looked_up_as_often_in_a_long_path() {
+        let each_of = |count: usize| {
+            let (mut chunks, mut path) = (table(), path(1));
+            let tokens: Vec<u32> = (0..count as u32 * EACH).collect();
+            path.append(&mut chunks, &tokens).expect("few");
+            path.looked_up = 0;
+            for at in 0..count {
+                path.refresh(&mut chunks, at..at + 1).expect("sound");
+                path.make(&mut chunks, at + 1).expect("room");
+            }
+            assert_eq!(path.known(), count);
+            path.looked_up / count
+        };
+        assert_eq!((each_of(8), each_of(4096)), (1, 1));
     }
 
     proptest! {

@@ -22,8 +22,8 @@ kvt_sparse_traits_t traits_of(const std::string &spec) {
     attention.max_tokens = 1 << 20;
     kvt_sparse_opts_t opts = KVT_SPARSE_OPTS_INIT;
     opts.attention = &attention;
-    opts.spec = spec.data();
-    opts.spec_bytes = spec.size();
+    opts.spec = spec.c_str();
+    opts.spec_bytes = KVT_NUL_TERMINATED;
     kvt_sparse_t *policy = nullptr;
     kvt_error_t *error = nullptr;
     kvt_status_t status = KVT_E_SPEC;

@@ -53,8 +53,8 @@ kvt_status_t backing::open_policy(const settings &set, kvt_llama_why_t *why) {
     attention.scale = model_.scale;
     kvt_sparse_opts_t opts = KVT_SPARSE_OPTS_INIT;
     opts.attention = &attention;
-    opts.spec = set.spec.data();
-    opts.spec_bytes = set.spec.size();
+    opts.spec = set.spec.c_str();
+    opts.spec_bytes = KVT_NUL_TERMINATED;
     opts.account = account_;
     kvt_error_t *err = nullptr;
     const kvt_status_t status = kvt_sparse_open(&opts, &policy_, &err);

@@ -48,8 +48,8 @@ kvt_status_t policy::open(const attention_shape &shape, std::string &words) {
     opts.attention = &attention;
     custom_.traits = &traits_;
     opts.custom = is_custom_ ? &custom_ : nullptr;
-    opts.spec = is_custom_ ? nullptr : spec_.data();
-    opts.spec_bytes = is_custom_ ? 0 : spec_.size();
+    opts.spec = is_custom_ ? nullptr : spec_.c_str();
+    opts.spec_bytes = is_custom_ ? 0 : KVT_NUL_TERMINATED;
     if (is_custom_ && handle_) {
         words = "a policy of its own serves one shape of a model";
         return KVT_E_STATE;

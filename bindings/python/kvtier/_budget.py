@@ -188,7 +188,7 @@ class Account(Resource):
         self._budget = budget
         text = name.encode()
         opts = _abi.kvt_account_opts_t(priority=priority, name_bytes=len(text))
-        opts.name = text_pointer(text)
+        opts.name = text_pointer(text, empty_is_none=True)
         number = 0
         if reclaim is not None:
             number = _callbacks.register(reclaim)

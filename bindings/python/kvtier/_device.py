@@ -347,9 +347,9 @@ class Device(Closing):
         opts.peers = (ctypes.c_uint32 * len(peers))(*(u32(peer) for peer in peers))
         opts.peer_count, opts.flags = len(peers), _abi.KVT_DEVICE_VERIFY if verify else 0
         path, number = os.fsencode(library), 0
-        opts.library, opts.library_bytes = text_pointer(path), len(path)
+        opts.library, opts.library_bytes = text_pointer(path, empty_is_none=True), len(path)
         reader = os.fsencode(cufile)
-        opts.cufile, opts.cufile_bytes = text_pointer(reader), len(reader)
+        opts.cufile, opts.cufile_bytes = text_pointer(reader, empty_is_none=True), len(reader)
         if not isinstance(what, str):
             table, number = table_for_c(what)
             opts.kind, opts.custom = _abi.KVT_DEVICE_CUSTOM, ctypes.pointer(table)

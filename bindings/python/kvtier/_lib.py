@@ -118,8 +118,11 @@ def u32(value: int) -> int:
     return u64(value, 32)
 
 
-def text_pointer(data: bytes) -> "ctypes._Pointer[ctypes.c_char]":
-    """Bytes for a struct field; the field keeps them alive."""
+def text_pointer(data: bytes, empty_is_none: bool = False) -> Any:
+    """Bytes for a struct field; the field keeps them alive. A text that is there and empty is
+    refused by the library."""
+    if empty_is_none and not data:
+        return None
     return ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_char))
 
 

@@ -171,8 +171,10 @@ class Runtime(Closing):
         _reaper.arm()
         name_text, faults_text = name.encode(), faults.encode()
         opts = _abi.kvt_runtime_opts_t(workers=u32(workers), max_ops=u32(max_ops))
-        opts.name, opts.name_bytes = text_pointer(name_text), len(name_text)
-        opts.faults, opts.faults_bytes = text_pointer(faults_text), len(faults_text)
+        opts.name = text_pointer(name_text, empty_is_none=True)
+        opts.name_bytes = len(name_text)
+        opts.faults = text_pointer(faults_text, empty_is_none=True)
+        opts.faults_bytes = len(faults_text)
         number = 0
         if on_thread is not None:
             number = _callbacks.register(on_thread)

@@ -466,7 +466,7 @@ def _session_opts(name: str, tenant: int, priority: Optional[int],
                   max_tokens: int) -> Tuple[Any, bytes]:
     text = name.encode()
     opts = _abi.kvt_session_opts_t(tenant=u32(tenant), max_tokens=u32(max_tokens))
-    opts.name, opts.name_bytes = text_pointer(text), len(text)
+    opts.name, opts.name_bytes = text_pointer(text, empty_is_none=True), len(text)
     if priority is not None:
         opts.flags, opts.priority = _abi.KVT_SESSION_PRIORITY, u32(priority)
     return opts, text
@@ -644,7 +644,7 @@ class Store(Closing):
                  "disk_policy": disk_policy}
         kept = {name: text.encode() for name, text in texts.items()}
         for name, text in kept.items():
-            setattr(opts, name, text_pointer(text))
+            setattr(opts, name, text_pointer(text, empty_is_none=name != "spec"))
             setattr(opts, f"{name}_bytes", len(text))
         hidden = [(name.encode(), bytes(secret)) for name, secret in (secrets or {}).items()]
         rows = (_abi.kvt_secret_t * len(hidden))(*(

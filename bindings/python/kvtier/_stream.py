@@ -591,7 +591,7 @@ class Streamer(Closing):
         texts = {"policy": policy.encode(), "expert_policy": expert_policy.encode(),
                  "sidecar": os.fsencode(sidecar or "")}
         for name, text in texts.items():
-            setattr(opts, name, text_pointer(text))
+            setattr(opts, name, text_pointer(text, empty_is_none=True))
             setattr(opts, f"{name}_bytes", len(text))
         if order is not None:
             numbers = (ctypes.c_uint32 * max(1, len(order)))(*(u32(unit) for unit in order))

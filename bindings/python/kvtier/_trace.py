@@ -145,7 +145,8 @@ class Trace(Resource):
             flags=_abi.KVT_TRACE_FLAT if flat else 0, path_bytes=len(path),
             kind_bytes=len(text), block_tokens=u64(block_tokens), seed=u64(seed),
             gap_ns=u64(gap_ns), duration_ns=u64(duration_ns), rate=rate)
-        opts.path, opts.kind = text_pointer(path), text_pointer(text)
+        opts.path = text_pointer(path, empty_is_none=True)
+        opts.kind = text_pointer(text, empty_is_none=True)
         _reaper.arm()
         handle, err = _abi.kvt_trace_p(), new_error()
         check_err(call(byref(opts), byref(handle), byref(err)), err)

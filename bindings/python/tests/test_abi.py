@@ -50,7 +50,8 @@ def test_sizes_offsets_and_constants_are_what_the_compiler_says(tmp_path: Path) 
                          f"sizeof((({name} *)0)->{field}));")
             expected.append(f"{name}.{field} {place.offset} {place.size}")
     for name in HEADER.constants:
-        lines.append(f'printf("{name} %lld\\n", (long long)({name}));')
+        as_c = ("%llu", "unsigned long long") if HEADER.constants[name] >= 2**63 else ("%lld", "long long")
+        lines.append(f'printf("{name} {as_c[0]}\\n", ({as_c[1]})({name}));')
         expected.append(f"{name} {getattr(_abi, name)}")
     for name in HEADER.sized:
         lines.append("{ %s v = %s; printf(\"%s init %%d\\n\", (int)v.struct_size); }"

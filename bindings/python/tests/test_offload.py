@@ -334,7 +334,7 @@ def test_a_put_tells_a_queue(runtime: kvtier.Runtime, store: kvtier.Store) -> No
 
 BAD: Tuple[Tuple[type, dict], ...] = (
     (kvtier.SpecError, {"decode": "questt"}),
-    (kvtier.SpecError, {"prefill": ""}),
+    (kvtier.InvalidError, {"prefill": ""}),
     (kvtier.UnsupportedError, {"prefill": "quest"}),
     (kvtier.InvalidError, {"buffers": 0}),
     (kvtier.InvalidError, {"buffer_tokens": 1 << 40}),

@@ -524,7 +524,7 @@ def test_a_job_on_a_pool_that_is_busy_with_it() -> None:
 
 BAD: List[Tuple[type, Callable[[], Any]]] = [
     (kvtier.SpecError, lambda: Sparse(SHAPE, "qest")),
-    (kvtier.SpecError, lambda: Sparse(SHAPE, "")),
+    (kvtier.InvalidError, lambda: Sparse(SHAPE, "")),
     (kvtier.InvalidError, lambda: Sparse(Attention(0, 4, 2, 16, 8, 16, 64), "full")),
     (kvtier.InvalidError, lambda: kernels.prefill(Q, K, V[1:])),
     (kvtier.InvalidError, lambda: kernels.prefill(Q[:, 0], K, V)),

@@ -119,6 +119,7 @@ fn counters(json: &mut Json, all: &Counters) {
         ("demoted_chunks", all.demoted),
         ("dropped_chunks", all.dropped),
         ("evicted_chunks", all.disk_evicted),
+        ("parted_chunks", all.disk_parted),
         ("refused_chunks", all.refused),
         ("no_room_cells", all.no_room),
         ("failed_writes", all.failed_writes),

@@ -322,10 +322,9 @@ impl Core {
 
     /// The next chunks of a session: which to ask for, at most so many.
     fn window(&mut self, at: u32, most: usize) -> Option<Window> {
-        self.with_path(at, |path, rows| path.refresh(&mut rows.chunks)).ok()?;
-        let inquiry = self.far.as_ref()?.asking.inquiries.get(&Asker::Session(at))?;
-        let session = self.session(at).ok()?;
-        let (space, first) = (session.space, inquiry.next);
+        let first = self.far.as_ref()?.asking.inquiries.get(&Asker::Session(at))?.next;
+        self.refresh(at, first..usize::MAX).ok()?;
+        let space = self.session(at).ok()?.space;
         let (board, holes) = (self.spaces[space as usize].board, self.spaces[space as usize].holes);
         let shape = self.far_shape(board)?;
         let names = self.far_names(space)?;
@@ -459,13 +458,8 @@ impl Core {
         let Some(&last) = chunks.last() else { return };
         let Ok(session) = self.session(at) else { return };
         let board = self.spaces[session.space as usize].board;
-        let slots = &session.path.slots()[..last + 1];
-        let missing = slots.iter().filter(|&&slot| slot == NONE).count();
-        if !self.rows_for_hints(missing) {
-            return;
-        }
-        let made = self.with_path(at, |path, rows| path.make(&mut rows.chunks, last + 1));
-        if made.is_err() {
+        let Ok(missing) = self.missing_before(at, last + 1) else { return };
+        if !self.rows_for_hints(missing) || self.make_chunks(at, last + 1).is_err() {
             return;
         }
         for &chunk in chunks {

@@ -226,8 +226,10 @@ pub struct Counters {
     pub demoted: u64,
     /// Chunks that left memory and are gone.
     pub dropped: u64,
-    /// Chunks that left the disk; cells, where these are dropped alone.
+    /// Chunks of which nothing is left on disk, since others needed the room.
     pub disk_evicted: u64,
+    /// Times that a part of a chunk left the disk for that, where cells are dropped alone.
+    pub disk_parted: u64,
     /// Chunks that were to leave memory, and the disk had no room for.
     pub refused: u64,
     /// Jobs that failed for want of room.

@@ -8,7 +8,7 @@ use crate::base::sync::Arc;
 use crate::kv::core::Core;
 use crate::kv::core::moves::{Deed, Level};
 use crate::kv::core::plans::PlanTerms;
-use crate::kv::core::session::{Rectangle, Wanted};
+use crate::kv::core::rectangle::{Rectangle, Wanted};
 use crate::kv::core::views::Views;
 use crate::kv::plan;
 

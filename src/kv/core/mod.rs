@@ -40,6 +40,7 @@ mod pins;
 pub mod plans;
 mod reads;
 mod recover;
+mod rectangle;
 pub mod replicas;
 mod room;
 pub mod sends;
@@ -67,7 +68,8 @@ pub use far::{FarConfig, FarCounters};
 pub use jobs::Job;
 pub use moves::{Deed, Finished, Level, MoveSpec};
 pub use recover::Adopted;
-pub use session::{Rectangle, SessionOpts, Truncated, Wanted};
+pub use rectangle::{Rectangle, TO_THE_END, Wanted};
+pub use session::{SessionOpts, Truncated};
 pub use spaces::{MAX_BOARDS, MAX_SPACES, Space, SpaceOpts};
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

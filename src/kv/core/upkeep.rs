@@ -222,10 +222,15 @@ impl Core {
         let goes = |layer, _| !is_held && part.has(layer);
         let freed = self.drop_where(at, Tier::Disk as usize, goes);
         let rows = &self.boards[at.board as usize];
-        if rows.chunks.chunk(at.slot).is_some_and(|row| row.cells()[Tier::Disk as usize] > 0) {
+        let row = rows.chunks.chunk(at.slot);
+        let is_left = row.is_some_and(|row| row.cells()[Tier::Disk as usize] > 0);
+        if is_left {
             self.enter_shelf(at, Tier::Disk, part);
         }
-        self.counters.disk_evicted += u64::from(freed > 0);
+        match is_left {
+            true => self.counters.disk_parted += u64::from(freed > 0),
+            false => self.counters.disk_evicted += u64::from(freed > 0),
+        }
         self.tidy(at.board, at.slot);
         freed
     }

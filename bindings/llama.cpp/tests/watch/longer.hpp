@@ -221,7 +221,7 @@ struct shared_store {
         kvt_runtime_opts_t r = KVT_RUNTIME_OPTS_INIT;
         r.workers = 2;
         r.max_ops = ops;
-        r.faults = faults;
+        r.faults = *faults != 0 ? faults : nullptr;
         r.faults_bytes = std::strlen(faults);
         CHECK(kvt_runtime_open(&r, &runtime, nullptr) == KVT_OK);
         kvt_budget_opts_t b = KVT_BUDGET_OPTS_INIT;

@@ -382,7 +382,8 @@ impl World {
                     self.check_block(&asked, at, &marks_of(asked.space, name, each))?
                 }
                 (Deed::Get, _) if asked.must => {
-                    if self.core.0.lock().counters.disk_evicted == 0 {
+                    let counters = self.core.0.lock().counters;
+                    if counters.disk_evicted + counters.disk_parted == 0 {
                         return ended("it was durable, and is gone");
                     }
                     self.forgets = true;

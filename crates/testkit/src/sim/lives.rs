@@ -84,6 +84,7 @@ impl World {
             a.demoted += b.demoted;
             a.dropped += b.dropped;
             a.disk_evicted += b.disk_evicted;
+            a.disk_parted += b.disk_parted;
             a.refused += b.refused;
             a.no_room += b.no_room;
             a.failed_writes += b.failed_writes;
@@ -95,7 +96,7 @@ impl World {
         };
         sums(all, &now);
         // Whom the policy has sent away, or nobody could read, is not missed.
-        self.forgets |= now.disk_evicted + now.corrupt > 0;
+        self.forgets |= now.disk_evicted + now.disk_parted + now.corrupt > 0;
     }
 
     /// Reads what was promised to last.
@@ -171,7 +172,8 @@ impl World {
         self.rest()?;
         let after = self.core.0.lock().counters.misses;
         self.core.0.lock().close_session(number)?;
-        if self.core.0.lock().counters.disk_evicted > 0 {
+        let counters = self.core.0.lock().counters;
+        if counters.disk_evicted + counters.disk_parted > 0 {
             self.forgets = true; // the disk is nearly full: whom it sent away is not missed
             return Ok(());
         }

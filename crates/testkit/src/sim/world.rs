@@ -394,7 +394,8 @@ impl World {
         let counters = core.counters;
         let failures = counters.failed_writes + counters.refused + counters.corrupt;
         let stats = self.tools.disk.as_ref().map(|disk| disk.stats()).unwrap_or_default();
-        failures + counters.disk_evicted + stats.refused + stats.failed_syncs == 0
+        failures + counters.disk_evicted + counters.disk_parted + stats.refused + stats.failed_syncs
+            == 0
             && self.config.write != Write::Never
     }
 

@@ -1,0 +1,348 @@
+/* What a stranger meets: a client written from the header alone, which tries what users of the
+ * library have stumbled over. It shares nothing with the other programs here.
+ *
+ *   outsider [TOPIC...]     all topics without one */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <ftw.h>
+#include <kvtier/kvtier.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { LAYERS = 2, CHUNK = 16, TOKEN_BYTES = 512, MOST_TOKENS = 1024 };
+
+static kvt_error_t *err;
+
+static void fail_at(int line, const char *text) {
+    fprintf(stderr, "outsider.c:%d: %s: %s\n", line, text, err ? kvt_error_message(err) : "");
+    exit(1);
+}
+#define EXPECT(what)                                                                           \
+    do {                                                                                       \
+        if (!(what)) fail_at(__LINE__, #what);                                                 \
+    } while (0)
+#define MUST(call) EXPECT((call) == KVT_OK)
+
+/* The call is refused with a status, and the message has a word that helps. */
+static void refused_at(int line, kvt_status_t got, kvt_status_t want, const char *word) {
+    if (got != want || err == NULL || strstr(kvt_error_message(err), word) == NULL) {
+        fprintf(stderr, "outsider.c:%d: %s, not %s with '%s': %s\n", line, kvt_status_name(got),
+                kvt_status_name(want), word, err ? kvt_error_message(err) : "no message");
+        exit(1);
+    }
+    kvt_error_free(&err);
+}
+#define REFUSED(call, want, word) refused_at(__LINE__, (call), (want), (word))
+
+static uint64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* An engine's side: a runtime, a store, a namespace. */
+typedef struct {
+    char path[64];
+    kvt_runtime_t *runtime;
+    kvt_store_t *store;
+    kvt_namespace_t *space;
+} rig_t;
+
+static kvt_status_t open_store(rig_t *rig, const char *spec) {
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    opts.spec = spec;
+    opts.spec_bytes = KVT_NUL_TERMINATED;
+    if (rig->path[0] != 0) {
+        opts.disk_path = rig->path;
+        opts.disk_path_bytes = KVT_NUL_TERMINATED;
+    }
+    return kvt_store_open(rig->runtime, NULL, &opts, &rig->store, &err);
+}
+
+static void open_space(rig_t *rig) {
+    static const uint16_t layers[LAYERS] = {0, 1};
+    kvt_group_t group = {0};
+    group.rule = KVT_RULE_FULL;
+    group.dtype = KVT_DTYPE_F16;
+    group.kv_heads = 2;
+    group.k_bytes = group.v_bytes = TOKEN_BYTES;
+    group.layers = layers;
+    group.layer_count = LAYERS;
+    kvt_layout_t layout = KVT_LAYOUT_INIT;
+    layout.chunk_tokens = CHUNK;
+    layout.groups = &group;
+    layout.group_count = 1;
+    layout.stride_bytes = sizeof group;
+    kvt_identity_t identity = KVT_IDENTITY_INIT;
+    identity.model = "outsider";
+    identity.model_bytes = KVT_NUL_TERMINATED;
+    MUST(kvt_namespace_open(rig->store, &identity, &layout, 0, &rig->space, &err));
+}
+
+static void begin(rig_t *rig, const char *spec, int has_disk) {
+    memset(rig, 0, sizeof *rig);
+    if (has_disk) {
+        snprintf(rig->path, sizeof rig->path, "outsider-XXXXXX");
+        EXPECT(mkdtemp(rig->path) != NULL);
+    }
+    MUST(kvt_runtime_open(NULL, &rig->runtime, &err));
+    MUST(open_store(rig, spec));
+    open_space(rig);
+}
+
+static int remove_entry(const char *path, const struct stat *facts, int type, struct FTW *walk) {
+    return (void)facts, (void)type, (void)walk, remove(path);
+}
+
+static void end(rig_t *rig) {
+    MUST(kvt_namespace_close(&rig->space));
+    MUST(kvt_store_close(&rig->store, 0, &err));
+    MUST(kvt_runtime_close(&rig->runtime, 0, NULL, &err));
+    if (rig->path[0] != 0) nftw(rig->path, remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+}
+
+/* A session of its own tokens. */
+static kvt_session_t *session_of(const rig_t *rig, uint32_t number, uint32_t tokens) {
+    uint32_t ids[MOST_TOKENS];
+    for (uint32_t i = 0; i < tokens; i++) ids[i] = number * 131071u + i;
+    kvt_session_t *session = NULL;
+    MUST(kvt_session_open(rig->space, NULL, &session, &err));
+    MUST(kvt_session_append(session, ids, tokens, &err));
+    return session;
+}
+
+/* Moves from or to one tensor that stands for all layers; `room` = what its views say. */
+static kvt_status_t move_all(const kvt_session_t *session, int is_put, void *tensor, uint64_t tokens,
+                             uint32_t room) {
+    kvt_view_t k[LAYERS] = {0}, v[LAYERS];
+    for (int i = 0; i < LAYERS; i++) {
+        k[i].address = tensor;
+        k[i].tokens = room;
+        k[i].run_bytes = TOKEN_BYTES;
+        v[i] = k[i];
+    }
+    kvt_move_t move = KVT_MOVE_INIT;
+    move.tokens = tokens;
+    move.k = k;
+    move.v = v;
+    move.stride_bytes = sizeof k[0];
+    kvt_op_t *op = NULL;
+    const kvt_status_t begun =
+        (is_put ? kvt_session_put : kvt_session_get)(session, &move, NULL, &op, &err);
+    if (begun != KVT_OK) return begun;
+    MUST(kvt_op_wait(op, KVT_OP_RELEASED, 0));
+    kvt_op_info_t info = KVT_OP_INFO_INIT;
+    MUST(kvt_op_info(op, &info));
+    MUST(kvt_op_free(&op));
+    return info.status;
+}
+
+static uint8_t tensor[MOST_TOKENS * TOKEN_BYTES];
+
+static void store_sessions(const rig_t *rig, uint32_t first, uint32_t count, uint32_t tokens) {
+    for (uint32_t i = first; i < first + count; i++) {
+        kvt_session_t *session = session_of(rig, i, tokens);
+        EXPECT(move_all(session, 1, tensor, tokens, tokens) == KVT_OK);
+        MUST(kvt_session_close(&session));
+    }
+}
+
+/* Texts: a pointer without a length was forgotten. */
+static void texts(void) {
+    rig_t rig;
+    begin(&rig, "store(host=16MiB)", 0);
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    kvt_store_t *store = NULL;
+    opts.spec = "store(host=16MiB)";
+    REFUSED(kvt_store_open(rig.runtime, NULL, &opts, &store, &err), KVT_E_INVALID, "spec");
+    opts.spec_bytes = KVT_NUL_TERMINATED;
+    opts.policy = "lru";
+    REFUSED(kvt_store_open(rig.runtime, NULL, &opts, &store, &err), KVT_E_INVALID, "policy");
+    opts.policy_bytes = KVT_NUL_TERMINATED;
+    MUST(kvt_store_open(rig.runtime, NULL, &opts, &store, &err));
+    REFUSED(kvt_store_set_policy(store, KVT_TIER_HOST, "lru", 0, &err), KVT_E_INVALID, "spec");
+    MUST(kvt_store_set_policy(store, KVT_TIER_HOST, "arc", KVT_NUL_TERMINATED, &err));
+    MUST(kvt_store_close(&store, 0, &err));
+    kvt_session_opts_t named = KVT_SESSION_OPTS_INIT;
+    kvt_session_t *session = NULL;
+    named.name = "x";
+    REFUSED(kvt_session_open(rig.space, &named, &session, &err), KVT_E_INVALID, "name");
+    named.name_bytes = KVT_NUL_TERMINATED;
+    MUST(kvt_session_open(rig.space, &named, &session, &err));
+    MUST(kvt_session_close(&session));
+    const char half[] = {(char)0xff, 0};
+    named.name = half;
+    REFUSED(kvt_session_open(rig.space, &named, &session, &err), KVT_E_INVALID, "UTF-8");
+    end(&rig);
+}
+
+/* Close and clear go on from where an earlier call left them, whatever its deadline: a store that
+ * is polled ends, and does not begin anew each time. */
+static void polls(void) {
+    rig_t rig;
+    const uint64_t periods_ns[] = {1, 100000, 10000000};
+    for (int i = 0; i < 3; i++) {
+        begin(&rig, "store(host=16MiB, disk=disk(bytes=256MiB, segment=4MiB))", 1);
+        store_sessions(&rig, 0, 100, 2 * CHUNK);
+        kvt_clear_report_t report = KVT_CLEAR_REPORT_INIT;
+        kvt_status_t status = KVT_E_TIMEOUT;
+        while (status == KVT_E_TIMEOUT) {
+            status = kvt_namespace_clear(rig.space, now() + periods_ns[i], &report, &err);
+            if (status == KVT_E_TIMEOUT) kvt_error_free(&err);
+        }
+        MUST(status);
+        EXPECT(report.gone_chunks == 200);
+        store_sessions(&rig, 100, 100, 2 * CHUNK);
+        MUST(kvt_namespace_close(&rig.space));
+        status = KVT_E_BUSY;
+        while (status == KVT_E_BUSY) {
+            status = kvt_store_close(&rig.store, now() + periods_ns[i], &err);
+            if (status == KVT_E_BUSY) kvt_error_free(&err);
+        }
+        MUST(status);
+        /* What was in memory alone was written down on the way. */
+        MUST(open_store(&rig, "store(host=16MiB, disk=disk(bytes=256MiB, segment=4MiB))"));
+        open_space(&rig);
+        kvt_session_t *session = session_of(&rig, 150, 2 * CHUNK);
+        EXPECT(move_all(session, 0, tensor, 2 * CHUNK, 2 * CHUNK) == KVT_OK);
+        MUST(kvt_session_close(&session));
+        end(&rig);
+    }
+}
+
+/* A move "to the end" of a session that others append to: the end is that of the moment when it is
+ * submitted, and no byte is touched behind what the views have. */
+enum { APPENDS = 4000, PIECE = 3 };
+static int has_ended;
+
+static void *append_all(void *arg) {
+    uint32_t ids[PIECE];
+    for (uint32_t i = 0; i < APPENDS; i++) {
+        for (uint32_t k = 0; k < PIECE; k++) ids[k] = i * PIECE + k;
+        kvt_error_t *own = NULL;
+        if (kvt_session_append(arg, ids, PIECE, &own) != KVT_OK) abort();
+    }
+    __atomic_store_n(&has_ended, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+static void appends(void) {
+    rig_t rig;
+    begin(&rig, "store(host=64MiB)", 0);
+    kvt_session_t *session = NULL;
+    MUST(kvt_session_open(rig.space, NULL, &session, &err));
+    REFUSED(move_all(session, 1, tensor, 0, MOST_TOKENS), KVT_E_INVALID, "append");
+    /* Behind the tensor nothing may be touched: the page there is nobody's. */
+    const size_t bytes = MOST_TOKENS * TOKEN_BYTES, page = (size_t)sysconf(_SC_PAGESIZE);
+    uint8_t *own = mmap(NULL, bytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT(own != MAP_FAILED && mprotect(own + bytes, page, PROT_NONE) == 0);
+    pthread_t thread;
+    EXPECT(pthread_create(&thread, NULL, append_all, session) == 0);
+    uint64_t fits = 0, too_long = 0;
+    do {
+        /* One that says nowhere how much there is may be overrun. */
+        const kvt_status_t blind = move_all(session, 1, own, 0, 0);
+        EXPECT(blind == KVT_E_INVALID);
+        kvt_error_free(&err);
+        const kvt_status_t status = move_all(session, 1, own, 0, MOST_TOKENS);
+        EXPECT(status == KVT_OK || status == KVT_E_INVALID);
+        kvt_error_free(&err);
+        *(status == KVT_OK ? &fits : &too_long) += 1;
+    } while (!__atomic_load_n(&has_ended, __ATOMIC_ACQUIRE));
+    EXPECT(pthread_join(thread, NULL) == 0);
+    REFUSED(move_all(session, 1, own, 0, MOST_TOKENS), KVT_E_INVALID, "1024");
+    MUST(kvt_session_truncate(session, MOST_TOKENS, &err));
+    MUST(move_all(session, 1, own, 0, MOST_TOKENS));
+    MUST(kvt_session_close(&session));
+    EXPECT(munmap(own, bytes + page) == 0);
+    end(&rig);
+    printf("appends: %d moves fit, %d were too long\n", (int)fits, (int)too_long);
+}
+
+/* A disk needs few descriptors, however many segments it has, and an opening that fails leaves
+ * nothing behind. */
+static unsigned open_descriptors(void) {
+    unsigned count = 0;
+    DIR *all = opendir("/proc/self/fd");
+    EXPECT(all != NULL);
+    while (readdir(all) != NULL) count++;
+    closedir(all);
+    return count;
+}
+
+static void descriptors(void) {
+    rig_t rig;
+    const unsigned before = open_descriptors();
+    /* 256 segments of 1 MiB. */
+    begin(&rig, "store(host=8MiB, write=through, disk=disk(bytes=256MiB, segment=1MiB))", 1);
+    kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
+    for (uint32_t i = 0; i < 300; i++) {
+        store_sessions(&rig, i * 8, 8, 16 * CHUNK);
+        const unsigned more = open_descriptors() - before;
+        if (more > 64) fprintf(stderr, "%u descriptors\n", more);
+        EXPECT(more <= 64);
+    }
+    MUST(kvt_store_stats(rig.store, &stats));
+    EXPECT(stats.disk_used_bytes > (UINT64_C(128) << 20));
+    end(&rig);
+}
+
+static void budgets(void) {
+    rig_t rig;
+    nftw("outsider-budgets", remove_entry, 8, FTW_DEPTH | FTW_PHYS); /* of a run that was killed */
+    nftw("outsider-more", remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+    begin(&rig, "store(host=1MiB)", 0);
+    kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
+    limits.host_bytes = UINT64_C(256) << 20;
+    limits.disk_bytes = UINT64_C(64) << 20;
+    kvt_budget_t *budget = NULL;
+    MUST(kvt_budget_open(rig.runtime, &limits, &budget, &err));
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    kvt_store_t *store = NULL;
+    opts.spec = "store(host=8MiB, chunks=4096, disk=disk(path=\"outsider-budgets\", bytes=65MiB, segment=4MiB))";
+    opts.spec_bytes = KVT_NUL_TERMINATED;
+    REFUSED(kvt_store_open(rig.runtime, budget, &opts, &store, &err), KVT_E_BUDGET, "disk_bytes");
+    EXPECT(access("outsider-budgets", F_OK) != 0);
+    /* What is found out when the disk is open already. */
+    opts.spec = "store(host=8MiB, disk=disk(path=\"outsider-budgets\", bytes=64MiB, segment=4MiB),"
+                "remote=dir(path=\"outsider-none/none\"))";
+    EXPECT(kvt_store_open(rig.runtime, budget, &opts, &store, &err) != KVT_OK);
+    kvt_error_free(&err);
+    EXPECT(access("outsider-budgets", F_OK) != 0);
+    opts.spec = "store(host=8MiB, chunks=4096, disk=disk(path=\"outsider-budgets\", bytes=64MiB, segment=4MiB))";
+    MUST(kvt_store_open(rig.runtime, budget, &opts, &store, &err));
+    kvt_store_t *other = NULL;
+    opts.spec = "store(host=8MiB, chunks=4096, disk=disk(path=\"outsider-more\", bytes=16MiB, segment=4MiB))";
+    REFUSED(kvt_store_open(rig.runtime, budget, &opts, &other, &err), KVT_E_BUDGET, "disk_bytes");
+    EXPECT(access("outsider-more", F_OK) != 0);
+    MUST(kvt_store_close(&store, 0, &err));
+    MUST(kvt_store_open(rig.runtime, budget, &opts, &other, &err));
+    MUST(kvt_store_close(&other, 0, &err));
+    MUST(kvt_budget_close(&budget, &err));
+    nftw("outsider-budgets", remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+    nftw("outsider-more", remove_entry, 8, FTW_DEPTH | FTW_PHYS);
+    end(&rig);
+}
+
+static const struct {
+    const char *name;
+    void (*run)(void);
+} topics[] = {{"texts", texts}, {"polls", polls}, {"appends", appends},
+              {"descriptors", descriptors}, {"budgets", budgets}};
+
+int main(int argc, char **argv) {
+    alarm(600);
+    for (size_t i = 0; i < sizeof topics / sizeof *topics; i++) {
+        int is_wanted = argc < 2;
+        for (int k = 1; k < argc; k++) is_wanted |= strcmp(argv[k], topics[i].name) == 0;
+        if (!is_wanted) continue;
+        topics[i].run();
+        printf("%s: passed\n", topics[i].name);
+    }
+    return 0;
+}
