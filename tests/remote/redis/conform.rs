@@ -62,7 +62,8 @@ fn sealed_objects_conform() {
         get_at(&mut *lane, &[(1, 270_000, 100)], LONG)[0],
         Ok(bytes_of(1, 300_000)[270_000..270_100].to_vec())
     );
-    server.cli(&["setrange", &key(1), "290000", "x"]);
+    // So many bytes that what was there is another for certain.
+    server.cli(&["setrange", &key(1), "290000", "xxxxxxxxxxxxxxxx"]);
     assert_eq!(get_one(&mut *lane, 1, 300_000), Err(Trouble::Damaged));
     assert_eq!(get_at(&mut *lane, &[(1, 0, 10)], LONG), [Err(Trouble::Damaged)]);
     // Another one's object under a name of ours.
