@@ -97,6 +97,7 @@ one trace 300
 one store 1
 one store_plan 1
 one store_wish 1
+one outsider texts appends budgets
 one blocks 1
 one remote
 one remote_custom
