@@ -23,7 +23,7 @@ work=$(cd "$work" && pwd)
 rm -rf "$work/busy" && mkdir -p "$work/busy"
 
 # What stages take is built before the loops start.
-"$here/run" plain || exit 1
+"$here/run" plain dist || exit 1
 
 busy=""
 running=""

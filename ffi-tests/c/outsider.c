@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -313,6 +314,17 @@ static void budgets(void) {
                 "remote=dir(path=\"outsider-none/none\"))";
     EXPECT(kvt_store_open(rig.runtime, budget, &opts, &store, &err) != KVT_OK);
     kvt_error_free(&err);
+    EXPECT(access("outsider-budgets", F_OK) != 0);
+    /* What others have there stays. */
+    EXPECT(mkdir("outsider-budgets", 0700) == 0);
+    FILE *note = fopen("outsider-budgets/note.txt", "w");
+    EXPECT(note != NULL && fclose(note) == 0);
+    EXPECT(kvt_store_open(rig.runtime, budget, &opts, &store, &err) != KVT_OK);
+    kvt_error_free(&err);
+    EXPECT(access("outsider-budgets/note.txt", F_OK) == 0);
+    EXPECT(access("outsider-budgets/store.kvt", F_OK) != 0);
+    EXPECT(unlink("outsider-budgets/note.txt") == 0);
+    nftw("outsider-budgets", remove_entry, 8, FTW_DEPTH | FTW_PHYS);
     EXPECT(access("outsider-budgets", F_OK) != 0);
     opts.spec = "store(host=8MiB, chunks=4096, disk=disk(path=\"outsider-budgets\", bytes=64MiB, segment=4MiB))";
     MUST(kvt_store_open(rig.runtime, budget, &opts, &store, &err));

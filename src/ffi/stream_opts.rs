@@ -327,9 +327,9 @@ pub(crate) unsafe fn options(given: &kvt_stream_opts_t) -> Result<Opts> {
             true => None,
             false => Some(numbers(given.order, given.order_count, MAX_UNITS)?.to_vec()),
         };
-        let sidecar = match given.sidecar_bytes {
-            0 => has(KVT_STREAM_SIDECAR).then(std::path::PathBuf::new),
-            bytes => Some(path(given.sidecar, bytes)?),
+        let sidecar = match given.sidecar.is_null() && given.sidecar_bytes == 0 {
+            true => has(KVT_STREAM_SIDECAR).then(std::path::PathBuf::new),
+            false => Some(path(given.sidecar, given.sidecar_bytes)?),
         };
         Ok(Opts {
             wishes,

@@ -203,13 +203,27 @@ impl Directory {
         Ok(fd)
     }
 
-    fn facts(&self, path: &CStr) -> Result<Facts> {
+    fn stat(&self, path: &CStr) -> Result<libc::stat> {
         let mut stat = blank();
         let (at, flags) = (self.fd.as_raw_fd(), libc::AT_SYMLINK_NOFOLLOW);
         // SAFETY: a NUL-terminated path and a writable stat.
         match unsafe { libc::fstatat(at, path.as_ptr(), &mut stat, flags) } {
-            0 => Ok(stat.into()),
+            0 => Ok(stat),
             _ => Err(errno::last(&path.to_string_lossy())),
+        }
+    }
+
+    fn facts(&self, path: &CStr) -> Result<Facts> {
+        Ok(self.stat(path)?.into())
+    }
+
+    /// Whether a name still leads to a file that was opened by it.
+    pub fn leads_to(&self, name: &str, file: &OwnedFd) -> Result<bool> {
+        let opened = stat_of(file.as_raw_fd())?;
+        match self.stat(&text(name.as_bytes())?) {
+            Ok(named) => Ok((named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)),
+            Err(error) if error.status() == Status::NotFound => Ok(false),
+            Err(error) => Err(error),
         }
     }
 

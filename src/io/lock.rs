@@ -16,6 +16,9 @@ use crate::io::files::LOCK_NAME;
 
 type Identity = (u64, u64);
 
+/// So often the file that was locked may have been removed meanwhile.
+const TRIES: usize = 100;
+
 /// The directories this process has open.
 static HELD: Lazy<Mutex<Vec<Identity>>> = Lazy::new(|| Mutex::new(Vec::new()));
 
@@ -43,30 +46,23 @@ impl Lock {
         drop(held);
         // From here on dropping it undoes what was done.
         let mut lock = Lock { file: None, identity, is_made: true };
-        let file = match directory.open_file(LOCK_NAME, libc::O_CREAT | libc::O_EXCL) {
-            Ok(file) => file,
-            Err(_) => {
-                lock.is_made = false;
-                directory.open_file(LOCK_NAME, libc::O_CREAT)?
+        for _ in 0..TRIES {
+            let file = match directory.open_file(LOCK_NAME, libc::O_CREAT | libc::O_EXCL) {
+                Ok(file) => file,
+                Err(_) => {
+                    lock.is_made = false;
+                    directory.open_file(LOCK_NAME, libc::O_CREAT)?
+                }
+            };
+            lock_file(&file, &place.to_string())?;
+            // Its last holder may have removed it since it was opened: such a lock keeps nobody out.
+            if directory.leads_to(LOCK_NAME, &file)? {
+                lock.file = Some(file);
+                return Ok(lock);
             }
-        };
-        let mut wish = whole_file();
-        // SAFETY: a valid flock.
-        let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &wish) };
-        if rc == 0 {
-            lock.file = Some(file);
-            return Ok(lock);
+            lock.is_made = true;
         }
-        let number = errno::last_number();
-        if !matches!(number, libc::EAGAIN | libc::EACCES) {
-            return Err(errno::error(number, &format!("locking {place}")));
-        }
-        // SAFETY: a valid, writable flock.
-        let told = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLK, &mut wish) };
-        if told == 0 && wish.l_type != libc::F_UNLCK as libc::c_short && wish.l_pid > 0 {
-            fail!(Busy, "{place} is open already, in process {}", wish.l_pid);
-        }
-        fail!(Busy, "{place} is open already, in another process")
+        fail!(Busy, "{place} is opened and left by others again and again")
     }
 
     /// Whether its file was made by who has the lock.
@@ -78,6 +74,26 @@ impl Lock {
     pub fn file(&self) -> Option<&OwnedFd> {
         self.file.as_ref()
     }
+}
+
+/// Locks the file of a directory, or says who has it.
+fn lock_file(file: &OwnedFd, place: &str) -> Result<()> {
+    let mut wish = whole_file();
+    // SAFETY: a valid flock.
+    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLK, &wish) };
+    if rc == 0 {
+        return Ok(());
+    }
+    let number = errno::last_number();
+    if !matches!(number, libc::EAGAIN | libc::EACCES) {
+        return Err(errno::error(number, &format!("locking {place}")));
+    }
+    // SAFETY: a valid, writable flock.
+    let told = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETLK, &mut wish) };
+    if told == 0 && wish.l_type != libc::F_UNLCK as libc::c_short && wish.l_pid > 0 {
+        fail!(Busy, "{place} is open already, in process {}", wish.l_pid);
+    }
+    fail!(Busy, "{place} is open already, in another process")
 }
 
 fn whole_file() -> libc::flock {

@@ -169,16 +169,18 @@ fn least_squares<'a>(seen: impl Iterator<Item = &'a Seen>, guess: Cost) -> Cost 
         y_sum += y;
     }
     let det = xx * yy - xy * xy;
+    // The guess keeps it above zero; observations that are equal for ever do not.
+    if det <= 1e-9 * xx * yy {
+        let times = x_sum / (guess.alpha * xx + guess.beta * xy);
+        return Cost { alpha: guess.alpha * times, beta: guess.beta * times };
+    }
     let (alpha, beta) = ((x_sum * yy - y_sum * xy) / det, (y_sum * xx - x_sum * xy) / det);
-    match () {
-        // The guess keeps it above zero; observations that are equal for ever do not.
-        () if det <= 1e-9 * xx * yy => {
-            let times = x_sum / (guess.alpha * xx + guess.beta * xy);
-            Cost { alpha: guess.alpha * times, beta: guess.beta * times }
-        }
-        () if alpha < 0.0 => Cost { alpha: 0.0, beta: y_sum / yy },
-        () if beta < 0.0 => Cost { alpha: x_sum / xx, beta: 0.0 },
-        () => Cost { alpha, beta },
+    if alpha < 0.0 {
+        Cost { alpha: 0.0, beta: y_sum / yy }
+    } else if beta < 0.0 {
+        Cost { alpha: x_sum / xx, beta: 0.0 }
+    } else {
+        Cost { alpha, beta }
     }
 }
 

@@ -8,7 +8,7 @@ use crate::fail;
 use crate::format::checkpoint::Covered;
 use crate::format::record::{Kind, Record, blocks_of};
 use crate::format::segment::BLOCK_BYTES;
-use crate::io::files::{Entry, Files, LOCK_NAME};
+use crate::io::files::{Entry, Files};
 use crate::tier::disk::budget::Paid;
 use crate::tier::disk::files::{Name, STORE, parse};
 use crate::tier::disk::name::{self, STORE_BYTES};
@@ -86,10 +86,11 @@ impl DiskTier {
         Ok((tier, recovered, report))
     }
 
-    /// Takes away what opening made, where there was nothing before.
+    /// Takes away what opening made, where there was no store before. Files of others stay.
     pub fn undo_open(&self) {
         let names = self.files.list().unwrap_or_default();
-        for entry in names.into_iter().filter(|entry| entry.name != LOCK_NAME) {
+        let is_ours = |entry: &Entry| entry.name == STORE || parse(&entry.name) != Name::Other;
+        for entry in names.into_iter().filter(is_ours) {
             if let Err(error) = self.files.remove(&entry.name) {
                 log::debug!("{} stays: {error}", entry.name);
             }
