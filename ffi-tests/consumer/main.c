@@ -26,7 +26,7 @@ static int run(const char *faults, kvt_status_t expected) {
     kvt_buffer_item_t item;
 
     opts.faults = faults;
-    opts.faults_bytes = strlen(faults);
+    opts.faults_bytes = faults != NULL ? KVT_NUL_TERMINATED : 0;
     TRY(kvt_abi_check(KVT_HEADER_VERSION, &err));
     TRY(kvt_runtime_open(&opts, &runtime, &err));
     memset(memory[0], 7, sizeof memory[0]);
@@ -54,7 +54,7 @@ static int run(const char *faults, kvt_status_t expected) {
 }
 
 int main(void) {
-    if (run("", KVT_OK) != 0) return 1;
+    if (run(NULL, KVT_OK) != 0) return 1;
     if (run("faults(worker=at(panic=1))", KVT_E_PANIC) != 0) return 1;
     printf("kvtier %s\n", kvt_version_str());
     return 0;
