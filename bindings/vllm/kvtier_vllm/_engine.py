@@ -9,10 +9,11 @@ from kvtier import abi
 from kvtier._errors import make
 from kvtier._needs import Needs
 
-#: The release line whose interfaces these classes implement.
-SUPPORTED = "0.33"
+#: The release lines whose interfaces these classes implement; the last is the newest.
+SUPPORTED = ("0.32", "0.33")
 
-_NEEDS = Needs("kvtier_vllm", f"vLLM {SUPPORTED}", f"'vllm=={SUPPORTED}.*'", ("vllm",))
+_NEWEST = SUPPORTED[-1]
+_NEEDS = Needs("kvtier_vllm", f"vLLM {_NEWEST}", f"'vllm=={_NEWEST}.*'", ("vllm",))
 
 
 def version() -> str:
@@ -32,8 +33,9 @@ def require() -> None:
     where there is none."""
     _NEEDS.check()
     found = version()
-    if found == SUPPORTED or found.startswith(SUPPORTED + "."):
+    if any(found == line or found.startswith(line + ".") for line in SUPPORTED):
         return
     raise make(abi.KVT_E_UNSUPPORTED,
-               f"kvtier_vllm is for vLLM {SUPPORTED}, and this is {found or 'unknown'}: install "
-               f"'vllm=={SUPPORTED}.*', or the kvtier that was made for yours")
+               f"kvtier_vllm is for vLLM {' and '.join(SUPPORTED)}, and this is "
+               f"{found or 'unknown'}: install 'vllm=={_NEWEST}.*', or the kvtier that was made "
+               "for yours")

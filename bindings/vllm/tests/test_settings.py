@@ -72,7 +72,7 @@ def test_texts_are_no_flags() -> None:
         KvtierConnector.requires_piecewise_for_cudagraph({"layerwise": "false"})
 
 
-@pytest.mark.parametrize("version", ["0.32.9", "0.34.0", "0.330.0", ""])
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.330.0", "0.3", ""])
 @pytest.mark.parametrize("name", ["tier", "policy", "spec", "connector"])
 def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch, version: str,
                                    name: str) -> None:
