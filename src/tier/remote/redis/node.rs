@@ -17,6 +17,11 @@ const MAX_PAUSE_NS: u64 = 500_000_000;
 /// A pause up to here is waited for; in a longer one all is lost at once.
 const PATIENCE_NS: u64 = 50_000_000;
 
+/// One of several that did not answer in time is left alone for so long, then for twice as long
+/// each time: every batch that waits for it costs its whole timeout, and others take over for it
+/// meanwhile.
+const LATE_NS: u64 = 1_000_000_000;
+const MAX_LATE_NS: u64 = 8_000_000_000;
 /// For so long nobody goes to one that failed who can go elsewhere.
 const SHUN_NS: u64 = 5_000_000_000;
 
@@ -38,6 +43,8 @@ pub struct Node {
     pub faults: u32,
     /// Attempts that failed since something went well.
     failures: u32,
+    /// How often in a row it was late.
+    lates: u32,
     not_before_ns: u64,
     shunned_ns: u64,
     /// Why it does not let us in: that it cannot be reached for a while is not why then.
@@ -60,6 +67,7 @@ impl Node {
             was_connected: false,
             faults: 0,
             failures: 0,
+            lates: 0,
             not_before_ns: 0,
             shunned_ns: 0,
             refusal: None,
@@ -86,7 +94,7 @@ impl Node {
 
     /// It did well.
     pub fn did_well(&mut self) {
-        self.failures = 0;
+        (self.failures, self.lates) = (0, 0);
         self.not_before_ns = 0;
         self.refusal = None;
     }
@@ -111,6 +119,15 @@ impl Node {
         self.not_before_ns = now_ns.saturating_add(pause);
         self.shunned_ns = now_ns.saturating_add(SHUN_NS);
         self.tried = 0;
+    }
+
+    /// One of several did not answer in time: it is left alone for a while.
+    pub fn late(&mut self, now_ns: u64) {
+        self.failed(now_ns);
+        let pause = LATE_NS.saturating_mul(1 << self.lates.min(16)).min(MAX_LATE_NS);
+        self.lates = self.lates.saturating_add(1);
+        self.not_before_ns = now_ns.saturating_add(pause);
+        self.begin_anew();
     }
 
     /// When it may be connected to; None = later than anybody waits.
@@ -175,6 +192,12 @@ mod tests {
         node.did_well();
         assert_eq!(node.open_from(0, u64::MAX), Some(0));
         assert!(node.is_inviting(0));
+        node.late(0);
+        assert_eq!(node.open_from(0, u64::MAX), None, "nobody waits for that");
+        assert_eq!(node.open_from(LATE_NS, u64::MAX), Some(LATE_NS));
+        (0..9).for_each(|_| node.late(0));
+        assert_eq!(node.open_from(MAX_LATE_NS, u64::MAX), Some(MAX_LATE_NS));
+        node.did_well();
         // Only what lasts is said again.
         node.keep(&Fault { trouble: Trouble::Late, words: String::new() });
         assert_eq!(node.why_closed().trouble, Trouble::Gone);

@@ -18,6 +18,8 @@ use crate::tier::remote::redis::wire::{Answer, Task};
 use crate::tier::remote::redis::work::{Entry, Wording, Work};
 use crate::tier::remote::{Asks, Gets, Lane, Puts, Server, Trouble};
 
+/// Who waited less than this does not know whether a node is late.
+const LEAST_WAIT_NS: u64 = 20_000_000;
 /// Nodes that are asked about slots at once.
 const ASKED: usize = 2;
 /// Who follows whom is asked that often, where it is of interest: nobody says when it changes.
@@ -54,6 +56,7 @@ pub struct RedisLane {
 /// A batch that is under way.
 #[derive(Default)]
 struct Batch {
+    began_ns: u64,
     deadline_ns: u64,
     /// Items that have no result.
     left: usize,
@@ -151,7 +154,7 @@ impl RedisLane {
         if !self.shared.settings.is_cluster {
             self.home = self.number(&self.shared.settings.seeds[0].clone());
         }
-        self.batch = Batch { deadline_ns, left: work.len(), ..Batch::default() };
+        self.batch = Batch { began_ns: now, deadline_ns, left: work.len(), ..Batch::default() };
         let known = self.shared.map.get();
         if let Some(known) = known
             && !self.slots.as_ref().is_some_and(|slots| Arc::ptr_eq(slots, &known))
@@ -351,6 +354,10 @@ impl RedisLane {
             if !late.is_empty() {
                 self.words = format!("{}: no answer in time", self.nodes[number].address);
                 self.shared.map.doubt();
+                let waited_ns = now.saturating_sub(self.batch.began_ns);
+                if self.shared.settings.is_cluster && waited_ns >= LEAST_WAIT_NS {
+                    self.nodes[number].late(now);
+                }
             }
             late.iter().for_each(|task| self.fail(work, task.item, Trouble::Late));
         }

@@ -53,6 +53,8 @@ impl RedisLane {
                 }
             }
             None => {
+                // Others may have taken over.
+                self.shared.map.doubt();
                 let fault = node.why_closed();
                 self.abandon(number, work, &fault, now);
             }
@@ -323,7 +325,10 @@ impl RedisLane {
         let unanswered = wire.map(|mut wire| wire.drain()).unwrap_or_default();
         if !is_stale {
             self.words = format!("{}: {}", node.address, fault.words);
-            node.failed(now);
+            match self.shared.settings.is_cluster && fault.trouble == Trouble::Late {
+                true => node.late(now),
+                false => node.failed(now),
+            }
             node.keep(&fault);
             self.shared.map.doubt();
         }
