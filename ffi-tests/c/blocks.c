@@ -185,7 +185,8 @@ static void there_and_back(void) {
     static kvt_status_t each[POOL];
     char rest[160];
     snprintf(rest, sizeof rest,
-             ", disk=disk(path=\"%s/all\", bytes=16MiB, segment=1MiB, buffered=true)", folder);
+             ", write=back, disk=disk(path=\"%s/all\", bytes=16MiB, segment=1MiB, buffered=true)",
+             folder);
     for (uint32_t life = 0; life < 2; life++) {
         kvt_store_t *store = open_store(rest);
         kvt_namespace_t *space = open_space(store, "one");

@@ -99,6 +99,12 @@ static inline uint64_t next_random(uint64_t *state) {
     return *state;
 }
 
+/* What a spec says of writes beside `more`: nothing is written before its memory is needed, unless
+ * that says so, and what is where does not depend on how long a test takes. */
+static inline const char *write_of(const char *more) {
+    return strstr(more, "write=") != NULL ? "" : ", write=back";
+}
+
 static inline kvt_runtime_t *open_runtime(uint32_t workers, const char *faults) {
     kvt_runtime_opts_t opts = KVT_RUNTIME_OPTS_INIT;
     opts.workers = workers;

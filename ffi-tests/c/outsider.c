@@ -7,11 +7,13 @@
 #include <ftw.h>
 #include <kvtier/kvtier.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -341,14 +343,94 @@ static void budgets(void) {
     end(&rig);
 }
 
+enum { KEPT = 6 };
+
+/* A process that stores with the defaults, and dies. */
+static void keeps_child(const char *path) {
+    rig_t rig;
+    memset(&rig, 0, sizeof rig);
+    snprintf(rig.path, sizeof rig.path, "%s", path);
+    MUST(kvt_runtime_open(NULL, &rig.runtime, &err));
+    MUST(open_store(&rig, "store(host=16MiB, disk=disk(bytes=256MiB))"));
+    open_space(&rig);
+    memset(tensor, 0x5a, sizeof tensor);
+    store_sessions(&rig, 0, KEPT, 4 * CHUNK);
+    kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
+    do { /* the alarm ends it */
+        usleep(1000);
+        MUST(kvt_store_stats(rig.store, &stats));
+    } while (stats.written_cells < KEPT * 4 * LAYERS);
+    EXPECT(stats.unwritten_bytes == 0);
+    raise(SIGKILL);
+}
+
+/* Who names a disk finds what was put there some time before the process was killed. */
+static void keeps(void) {
+    char path[] = "outsider-XXXXXX", program[4096];
+    const ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
+    EXPECT(length > 0 && mkdtemp(path) != NULL);
+    program[length] = 0;
+    const pid_t child = fork();
+    if (child == 0) {
+        execl(program, program, "keeps-child", path, (char *)NULL);
+        _exit(127);
+    }
+    int how = 0;
+    EXPECT(child > 0 && waitpid(child, &how, 0) == child);
+    EXPECT(WIFSIGNALED(how) && WTERMSIG(how) == SIGKILL);
+    rig_t rig;
+    memset(&rig, 0, sizeof rig);
+    memcpy(rig.path, path, sizeof path);
+    MUST(kvt_runtime_open(NULL, &rig.runtime, &err));
+    MUST(open_store(&rig, "store(host=16MiB, disk=disk(bytes=256MiB))"));
+    open_space(&rig);
+    for (uint32_t i = 0; i < KEPT; i++) {
+        kvt_session_t *session = session_of(&rig, i, 4 * CHUNK);
+        memset(tensor, 0, sizeof tensor);
+        EXPECT(move_all(session, 0, tensor, 4 * CHUNK, 4 * CHUNK) == KVT_OK);
+        for (size_t at = 0; at < 4 * CHUNK * TOKEN_BYTES; at++) EXPECT(tensor[at] == 0x5a);
+        MUST(kvt_session_close(&session));
+    }
+    end(&rig);
+}
+
+/* Limits that became smaller. */
+static void limits(void) {
+    rig_t rig;
+    begin(&rig, "store(host=16MiB, write=through, disk=disk(bytes=128MiB))", 1);
+    store_sessions(&rig, 0, 40, 16 * CHUNK);
+    MUST(kvt_namespace_close(&rig.space));
+    MUST(kvt_store_close(&rig.store, 0, &err));
+    const char *fewer = "store(host=16MiB, chunks=100, disk=disk(bytes=128MiB))";
+    REFUSED(open_store(&rig, fewer), KVT_E_LIMIT, "forget=true");
+    MUST(open_store(&rig, "store(host=16MiB, chunks=100, forget=true, disk=disk(bytes=128MiB))"));
+    open_space(&rig);
+    kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
+    MUST(kvt_store_stats(rig.store, &stats));
+    EXPECT(stats.found_chunks == 100);
+    /* A smaller disk: files go until it holds, though nothing is written. */
+    store_sessions(&rig, 100, 40, 16 * CHUNK);
+    MUST(kvt_namespace_close(&rig.space));
+    MUST(kvt_store_close(&rig.store, 0, &err));
+    MUST(open_store(&rig, "store(host=16MiB, chunks=100, forget=true, disk=disk(bytes=32MiB))"));
+    open_space(&rig);
+    do { /* the alarm ends it */
+        usleep(1000);
+        MUST(kvt_store_stats(rig.store, &stats));
+    } while (stats.disk_used_bytes > stats.disk_limit_bytes);
+    end(&rig);
+}
+
 static const struct {
     const char *name;
     void (*run)(void);
 } topics[] = {{"texts", texts}, {"polls", polls}, {"appends", appends},
-              {"descriptors", descriptors}, {"budgets", budgets}};
+              {"descriptors", descriptors}, {"budgets", budgets}, {"keeps", keeps},
+              {"limits", limits}};
 
 int main(int argc, char **argv) {
     alarm(600);
+    if (argc == 3 && strcmp(argv[1], "keeps-child") == 0) keeps_child(argv[2]);
     for (size_t i = 0; i < sizeof topics / sizeof *topics; i++) {
         int is_wanted = argc < 2;
         for (int k = 1; k < argc; k++) is_wanted |= strcmp(argv[k], topics[i].name) == 0;

@@ -184,8 +184,8 @@ static kvt_store_t *open_store(const char *spec) {
 static kvt_store_t *open_disk(const char *name, const char *more) {
     char spec[256];
     snprintf(spec, sizeof spec,
-             "store(disk=disk(path=\"%s/%s\", bytes=16MiB, segment=1MiB, buffered=true)%s)", folder,
-             name, more);
+             "store(disk=disk(path=\"%s/%s\", bytes=16MiB, segment=1MiB, buffered=true)%s%s)",
+             folder, name, more, write_of(more));
     return open_store(spec);
 }
 

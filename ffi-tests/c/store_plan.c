@@ -64,8 +64,8 @@ static kvt_store_t *open_disk_on(const kvt_runtime_t *on, const char *name, cons
     char spec[256];
     snprintf(spec, sizeof spec,
              "store(host=4MiB, disk=disk(path=\"%s/%s\", bytes=16MiB, segment=1MiB, "
-             "buffered=true)%s)",
-             folder, name, more);
+             "buffered=true)%s%s)",
+             folder, name, more, write_of(more));
     return open_store_on(on, spec);
 }
 

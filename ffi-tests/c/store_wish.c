@@ -82,8 +82,8 @@ static kvt_store_t *open_store(const char *spec) {
 static kvt_store_t *open_disk(const char *name, const char *more) {
     char spec[256];
     snprintf(spec, sizeof spec,
-             "store(disk=disk(path=\"%s/%s\", bytes=16MiB, segment=1MiB, buffered=true)%s)",
-             folder, name, more);
+             "store(disk=disk(path=\"%s/%s\", bytes=16MiB, segment=1MiB, buffered=true)%s%s)",
+             folder, name, more, write_of(more));
     return open_store(spec);
 }
 
@@ -892,7 +892,7 @@ static void describing(void) {
         CHECK_IS(open_with(&opts, word), status);                                             \
         opts = good;                                                                          \
     } while (0)
-    WRONG(opts.write = 4, KVT_E_INVALID, "write is 4");
+    WRONG(opts.write = 5, KVT_E_INVALID, "write is 5");
     WRONG(opts.reserved = 1, KVT_E_INVALID, "reserved");
     WRONG(opts.policy_bytes--, KVT_E_SPEC, "policy");
     WRONG(opts.policy = "lrv"; opts.policy_bytes = 3, KVT_E_SPEC, "'lru'");

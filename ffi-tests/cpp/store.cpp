@@ -55,7 +55,8 @@ kvt::identity who(std::string_view salt) {
 
 void there_and_back(const kvt::runtime &runtime, const std::string &folder) {
     const std::string spec =
-        "store(host=1MiB, disk=disk(path=\"" + folder + "\", bytes=16MiB, segment=1MiB))";
+        "store(host=1MiB, write=back, disk=disk(path=\"" + folder +
+        "\", bytes=16MiB, segment=1MiB))";
     std::vector<std::uint32_t> tokens;
     for (std::uint32_t i = 0; i < 16; i++) tokens.push_back(i * i);
     tensors from(16);
@@ -182,7 +183,8 @@ void blocks(const kvt::runtime &runtime) {
 
 void lookups_and_plans(const kvt::runtime &runtime, const std::string &folder) {
     const std::string spec =
-        "store(host=1MiB, disk=disk(path=\"" + folder + "\", bytes=16MiB, segment=1MiB))";
+        "store(host=1MiB, write=back, disk=disk(path=\"" + folder +
+        "\", bytes=16MiB, segment=1MiB))";
     kvt::store store = kvt::store::open(runtime, spec);
     kvt::name_space space = store.open_name_space(who("a"), model());
     kvt::session session = space.open_session();

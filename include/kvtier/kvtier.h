@@ -610,6 +610,12 @@ template <typename T> inline T kvt_sized_() {
 #define KVT_WRITE_NEVER 3
 
 /**
+ * To disk in the background, at most about a second after the put has ended (`write=behind`,
+ * with its parameters in the spec). This is the default.
+ */
+#define KVT_WRITE_BEHIND 4
+
+/**
  * There is no disk.
  */
 #define KVT_IO_NONE 0
@@ -1981,7 +1987,7 @@ typedef struct kvt_budget_opts_t {
      */
     uint64_t pinned_bytes;
     /**
-     * Kept free of the memory this process may use; 0 = 512 MiB.
+     * Kept free of the memory this process may use; 0 = an eighth of it, at most 512 MiB.
      */
     uint64_t reserve_bytes;
 } kvt_budget_opts_t;
@@ -4553,6 +4559,14 @@ typedef struct kvt_store_stats_t {
      * Cells in device memory.
      */
     uint64_t device_cells;
+    /**
+     * Bytes of chunks that write-behind has not begun to write (`write=behind`).
+     */
+    uint64_t unwritten_bytes;
+    /**
+     * For how long the oldest of those chunks has waited, in nanoseconds.
+     */
+    uint64_t unwritten_age_ns;
 } kvt_store_stats_t;
 
 /**
@@ -9263,7 +9277,8 @@ kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
  * does not answer is tried again later, unless the spec requires it.
  *
  * @param runtime  Where it belongs.
- * @param budget   Who pays for its memory, a budget of that runtime; null = nobody.
+ * @param budget   Who pays for its memory, a budget of that runtime; null = one of its own,
+ *                 of what the machine or the cgroup can give now, less a reserve.
  * @param opts     What it is to be like; null for defaults.
  * @param out      The store; close it with kvt_store_close.
  * @param err      Explains a failure, with the offset in the spec and the nearest
@@ -9271,7 +9286,8 @@ kvt_status_t kvt_trace_replay(const struct kvt_trace_t *trace,
  * @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
  *         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
  *         path, is in use), KVT_E_STATE (what is at that path is no socket of this
- *         user's), KVT_E_IO, KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+ *         user's), KVT_E_NOT_FOUND (a folder above that of the disk is missing), KVT_E_IO,
+ *         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
  *         KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
  *         KVT_E_UNSUPPORTED (a remote that is not built in), KVT_E_PANIC.
  *

@@ -108,7 +108,8 @@ impl Account {
         let (free, limit) = (lane.free(), lane.limit_bytes);
         drop(guard); // the words are made outside the lock
         let name = tier.name();
-        fail!(Budget, "{bytes} bytes of tier {name} do not fit: {free} of {limit} are free");
+        let kept = self.budget.words_of_reserve(tier);
+        fail!(Budget, "{bytes} bytes of tier {name} do not fit: {free} of {limit} are free{kept}");
     }
 
     /// Reserves bytes when they can be had: an op that ends with OK then.
@@ -121,7 +122,8 @@ impl Account {
         let budget = &self.budget;
         let limit = budget.lane(tier).limit_bytes;
         if bytes > limit {
-            fail!(Budget, "{bytes} bytes can never fit in tier {} of {limit}", tier.name());
+            let (name, kept) = (tier.name(), budget.words_of_reserve(tier));
+            fail!(Budget, "{bytes} bytes can never fit in tier {name} of {limit}{kept}");
         }
         let inner = budget.inner.lock();
         if inner.closed {

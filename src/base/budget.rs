@@ -44,8 +44,14 @@ pub const MAX_ACCOUNTS: usize = 1024;
 pub const MAX_WAITERS: usize = 4096;
 /// Share of the effective memory that is used when no number is given.
 pub const DEFAULT_HOST_PERCENT: u64 = 50;
-/// Kept free for the rest of the process when no number is given.
+/// Most that is kept free for the rest of the process when no number is given.
 pub const DEFAULT_RESERVE_BYTES: u64 = 512 << 20;
+
+/// What is kept free for the rest of the process when no number is given: an eighth of what it may
+/// still use, at most [`DEFAULT_RESERVE_BYTES`].
+pub fn usual_reserve_bytes(facts: &MemoryFacts) -> u64 {
+    (facts.effective_bytes() / 8).min(DEFAULT_RESERVE_BYTES)
+}
 
 impl Tier {
     /// The tier of a number from outside.
@@ -70,7 +76,7 @@ pub struct BudgetOpts {
     /// Limits per tier; `None` = the default (host and pinned from the machine,
     /// the others nothing).
     pub limits: [Option<u64>; TIERS],
-    /// Kept free of the effective host memory; `None` = [`DEFAULT_RESERVE_BYTES`].
+    /// Kept free of the effective host memory; `None` = [`usual_reserve_bytes`].
     pub reserve_bytes: Option<u64>,
     /// Refuse a host limit above what the machine has, instead of cutting it.
     pub strict: bool,
@@ -163,6 +169,26 @@ impl Budget {
         Budget::open_on(core, opts, &MemoryFacts::probe())
     }
 
+    /// Opens one for a caller that names none: it never takes more than the machine, or the
+    /// cgroup, can give now, less the usual reserve. Other tiers have no limit.
+    pub fn of_machine(core: &Arc<Core>, host_bytes: u64) -> Result<Arc<Budget>> {
+        let facts = MemoryFacts::probe();
+        let usable = facts.effective_bytes().saturating_sub(usual_reserve_bytes(&facts));
+        if usable < host_bytes {
+            let (reserve, cgroup) = (usual_reserve_bytes(&facts), facts.cgroup.is_some());
+            let limit = if cgroup { "the cgroup" } else { "the machine" };
+            log::warn!(
+                "host={host_bytes} bytes were asked for; {limit} can give {usable} now, {reserve} \
+                 bytes left aside for the rest of the process"
+            );
+        }
+        let mut limits = [Some(u64::MAX); TIERS];
+        limits[Tier::Host as usize] = Some(usable);
+        limits[Tier::Pinned as usize] = Some(facts.lockable_bytes());
+        limits[Tier::Disk as usize] = None;
+        Budget::open_on(core, &BudgetOpts { limits, ..BudgetOpts::default() }, &facts)
+    }
+
     /// Opens a budget on given facts.
     pub fn open_on(
         core: &Arc<Core>,
@@ -170,7 +196,7 @@ impl Budget {
         facts: &MemoryFacts,
     ) -> Result<Arc<Budget>> {
         core.check_open()?;
-        let reserve_bytes = opts.reserve_bytes.unwrap_or(DEFAULT_RESERVE_BYTES);
+        let reserve_bytes = opts.reserve_bytes.unwrap_or_else(|| usual_reserve_bytes(facts));
         let mut lanes = [Lane::default(); TIERS];
         for tier in ALL_TIERS {
             let asked = opts.limits[tier as usize];
@@ -210,6 +236,16 @@ impl Budget {
     /// Kept free of the machine's memory.
     pub fn reserve_bytes(&self) -> u64 {
         self.reserve_bytes
+    }
+
+    /// What is kept free beside a tier's limit, for messages.
+    pub(crate) fn words_of_reserve(&self, tier: Tier) -> String {
+        match (tier, self.reserve_bytes) {
+            (Tier::Host, 1..) => {
+                format!("; the budget keeps {} bytes aside (reserve_bytes)", self.reserve_bytes)
+            }
+            _ => String::new(),
+        }
     }
 
     /// Counters of a tier.

@@ -41,6 +41,16 @@ fn defaults_come_from_the_machine_and_asks_are_cut_to_it() {
 }
 
 #[test]
+fn the_usual_reserve_leaves_most_of_a_small_machine() {
+    let runtime = runtime();
+    let budget = Budget::open_on(runtime.core(), &BudgetOpts::default(), &facts(512 << 20));
+    let budget = budget.expect("a budget");
+    assert_eq!(budget.reserve_bytes(), 64 << 20);
+    let limit = budget.lane(Tier::Host).limit_bytes;
+    assert!(limit > 200 << 20, "{limit} bytes of 512 MiB");
+}
+
+#[test]
 fn a_reservation_waits_in_line_and_cancel_makes_room() {
     let runtime = runtime();
     let budget = open(&runtime, 100);

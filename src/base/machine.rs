@@ -96,6 +96,16 @@ impl MemoryFacts {
     }
 }
 
+/// Descriptors that this process may have open at once.
+pub fn descriptor_limit() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: `limit` is valid and writable.
+    match unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } {
+        0 => limit.rlim_cur,
+        _ => 0,
+    }
+}
+
 fn lock_limit_bytes() -> Option<u64> {
     if has_ipc_lock() {
         return None;

@@ -25,8 +25,11 @@ unsafe impl Zeroable for u32 {}
 // SAFETY: as above.
 unsafe impl Zeroable for u64 {}
 
-/// Largest sparse table in huge pages.
-const SPARSE_HUGE_BYTES: usize = 32 << 20;
+/// Shorter tables have no huge pages.
+const LEAST_HUGE_BYTES: usize = 8 << 20;
+/// Of a table that fills from the front so much is in ordinary pages: most stores use no more.
+const PLAIN_BYTES: usize = 4 << 20;
+const PAGE_BYTES: u64 = 4096;
 
 /// A slice of fixed length that starts as zeros and costs memory only where it
 /// was written.
@@ -41,20 +44,19 @@ unsafe impl<T: Zeroable + Send> Send for Zeroed<T> {}
 unsafe impl<T: Zeroable + Sync> Sync for Zeroed<T> {}
 
 impl<T: Zeroable> Zeroed<T> {
-    /// `len` zeros, in huge pages if the table is large: for those that fill from
-    /// the front.
+    /// `len` zeros of a table that fills from the front. A large one has huge pages where it is
+    /// dense by the time they are touched.
     pub fn new(len: usize) -> Result<Zeroed<T>> {
-        Zeroed::map(len, usize::MAX)
+        Zeroed::map(len, PLAIN_BYTES)
     }
 
-    /// `len` zeros of a table that is touched here and there from the start. Huge
-    /// pages would then make a large one present at once, so only a small one has
-    /// them.
-    pub fn sparse(len: usize) -> Result<Zeroed<T>> {
-        Zeroed::map(len, SPARSE_HUGE_BYTES)
+    /// `len` zeros of a table that is used everywhere soon: a large one is in huge pages.
+    pub fn dense(len: usize) -> Result<Zeroed<T>> {
+        Zeroed::map(len, 0)
     }
 
-    fn map(len: usize, most_huge_bytes: usize) -> Result<Zeroed<T>> {
+    /// The first so many bytes are in ordinary pages.
+    fn map(len: usize, plain_bytes: usize) -> Result<Zeroed<T>> {
         let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|b| isize::try_from(*b).is_ok())
         else {
             fail!(NoMem, "a table of {len} entries is larger than memory can be");
@@ -69,15 +71,36 @@ impl<T: Zeroable> Zeroed<T> {
         if start == libc::MAP_FAILED {
             fail!(NoMem, "no memory for a table of {bytes} bytes");
         }
-        if bytes as u64 >= 4 * HUGE_PAGE_BYTES && bytes <= most_huge_bytes {
-            // Random probes of a large table cost mostly TLB misses. A wish only.
-            // SAFETY: the mapping just made.
-            unsafe { libc::madvise(start, bytes, libc::MADV_HUGEPAGE) };
+        if bytes >= LEAST_HUGE_BYTES {
+            // Random probes of a large table cost mostly TLB misses. A wish only; where the
+            // kernel gives huge pages unasked it is told where it may not.
+            let (plain, huge) = (plain_bytes, bytes - plain_bytes);
+            // SAFETY: the mapping just made, cut in two at a page.
+            unsafe {
+                libc::madvise(start, plain, libc::MADV_NOHUGEPAGE);
+                libc::madvise(start.byte_add(plain), huge, libc::MADV_HUGEPAGE);
+            }
+        } else {
+            // SAFETY: as above.
+            unsafe { libc::madvise(start, bytes, libc::MADV_NOHUGEPAGE) };
         }
         match NonNull::new(start.cast::<T>()) {
             Some(start) => Ok(Zeroed { start, len }),
             None => fail!(NoMem, "the kernel mapped a table at address 0"),
         }
+    }
+}
+
+impl<T: Zeroable> Zeroed<T> {
+    /// Bytes of memory that its first so many elements take, in whole pages: what a table that
+    /// fills from the front has used.
+    pub fn front_bytes(&self, elements: usize) -> u64 {
+        let all = self.len * size_of::<T>();
+        let bytes = self.len.min(elements) * size_of::<T>();
+        let is_huge = all >= LEAST_HUGE_BYTES && bytes > PLAIN_BYTES;
+        let page_bytes = if is_huge { HUGE_PAGE_BYTES } else { PAGE_BYTES };
+        let all = (all as u64).next_multiple_of(PAGE_BYTES);
+        (bytes as u64).next_multiple_of(page_bytes).min(all)
     }
 }
 

@@ -59,7 +59,7 @@ pub struct kvt_budget_opts_t {
     pub remote_bytes: u64,
     /// Limit of locked memory; 0 = the quota of this process, at most host_bytes.
     pub pinned_bytes: u64,
-    /// Kept free of the memory this process may use; 0 = 512 MiB.
+    /// Kept free of the memory this process may use; 0 = an eighth of it, at most 512 MiB.
     pub reserve_bytes: u64,
 }
 

@@ -126,7 +126,7 @@ pub unsafe extern "C" fn kvt_offload_put(
 ) -> kvt_status_t {
     let body = || {
         if k.is_null() {
-            fail!(Invalid, "k is null: where is the engine's tensor?");
+            fail!(Invalid, "k is null: give the view of the layer's K tensor");
         }
         let plane = |name: &str, view: *const kvt_view_t| {
             // SAFETY: not null, and the caller's promise.

@@ -35,6 +35,9 @@ pub const KVT_WRITE_THROUGH: u32 = 1;
 pub const KVT_WRITE_BACK: u32 = 2;
 /// To disk only when a put asks for it.
 pub const KVT_WRITE_NEVER: u32 = 3;
+/// To disk in the background, at most about a second after the put has ended (`write=behind`,
+/// with its parameters in the spec). This is the default.
+pub const KVT_WRITE_BEHIND: u32 = 4;
 
 /// There is no disk.
 pub const KVT_IO_NONE: u32 = 0;
@@ -127,6 +130,7 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
         KVT_WRITE_THROUGH => Some(Write::Through),
         KVT_WRITE_BACK => Some(Write::Back),
         KVT_WRITE_NEVER => Some(Write::Never),
+        KVT_WRITE_BEHIND => Some(Write::Behind),
         other => fail!(Invalid, "write is {other}, none of KVT_WRITE_*"),
     };
     let (host_bytes, disk_bytes) = (given.host_bytes, given.disk_bytes);
@@ -148,7 +152,8 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
 /// does not answer is tried again later, unless the spec requires it.
 ///
 /// @param runtime  Where it belongs.
-/// @param budget   Who pays for its memory, a budget of that runtime; null = nobody.
+/// @param budget   Who pays for its memory, a budget of that runtime; null = one of its own,
+///                 of what the machine or the cgroup can give now, less a reserve.
 /// @param opts     What it is to be like; null for defaults.
 /// @param out      The store; close it with kvt_store_close.
 /// @param err      Explains a failure, with the offset in the spec and the nearest
@@ -156,7 +161,8 @@ unsafe fn spec_of(given: &kvt_store_opts_t) -> Result<StoreSpec> {
 /// @return KVT_OK; KVT_E_SPEC, KVT_E_INVALID, KVT_E_LIMIT, KVT_E_TOO_NEW,
 ///         KVT_E_NOMEM, KVT_E_BUDGET, KVT_E_BUSY (the directory, or the control socket's
 ///         path, is in use), KVT_E_STATE (what is at that path is no socket of this
-///         user's), KVT_E_IO, KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
+///         user's), KVT_E_NOT_FOUND (a folder above that of the disk is missing), KVT_E_IO,
+///         KVT_E_CORRUPT, KVT_E_CLOSED, KVT_E_HANDLE, KVT_E_FORKED,
 ///         KVT_E_UNAVAILABLE (a remote that is required, or that refuses us),
 ///         KVT_E_UNSUPPORTED (a remote that is not built in), KVT_E_PANIC.
 ///

@@ -139,6 +139,10 @@ pub struct kvt_store_stats_t {
     pub device_used_bytes: u64,
     /// Cells in device memory.
     pub device_cells: u64,
+    /// Bytes of chunks that write-behind has not begun to write (`write=behind`).
+    pub unwritten_bytes: u64,
+    /// For how long the oldest of those chunks has waited, in nanoseconds.
+    pub unwritten_age_ns: u64,
 }
 
 // SAFETY: integers alone; the first field is the size.
@@ -241,6 +245,8 @@ fn filled(report: &Report, adopted: &Adopted) -> kvt_store_stats_t {
         device_limit_bytes: report.device.limit_bytes,
         device_used_bytes: report.device.used_bytes,
         device_cells: report.device_cells,
+        unwritten_bytes: report.unwritten_bytes,
+        unwritten_age_ns: report.unwritten_age_ns,
     }
 }
 

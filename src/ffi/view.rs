@@ -186,7 +186,7 @@ pub(crate) unsafe fn views_of(
     };
     let (k_rows, v_rows) = (rows(k)?, rows(v)?);
     if k_rows.len() == 0 {
-        fail!(Invalid, "k is null: where is the engine's tensor?");
+        fail!(Invalid, "k is null: give the views of the engine's K tensors, one for each layer");
     }
     let mut tables = Tables::new();
     let mut views = Vec::new();

@@ -39,10 +39,15 @@ impl Fields<'_> {
         if let Some(write) = self.write {
             let word = match write {
                 Write::Through => "through",
+                Write::Behind => "behind",
                 Write::Back => "back",
                 Write::Never => "never",
             };
-            set(&mut spec, "write", Value::Spec(word_of(word)));
+            let is_said = |arg: &Arg| matches!(&arg.value, Value::Spec(said) if said.name == word);
+            // What the spec says of the same mode stays.
+            if !spec.args.iter().any(|arg| arg.key == "write" && is_said(arg)) {
+                set(&mut spec, "write", Value::Spec(word_of(word)));
+            }
         }
         if self.disk_bytes > 0 || !self.disk_path.is_empty() {
             self.set_disk(&mut spec);
@@ -115,6 +120,11 @@ mod tests {
             );
             assert_eq!(disk.segment_bytes == 1 << 20, text.contains("segment"));
         }
+        let behind = Fields { write: Some(Write::Behind), ..none };
+        let config = behind.over("store(write=behind(age=3s))").expect("sound").config;
+        assert_eq!((config.write, config.write_age_ns), (Write::Behind, 3_000_000_000));
+        let config = behind.over("store(write=never)").expect("sound").config;
+        assert_eq!((config.write, config.write_age_ns), (Write::Behind, 1_000_000_000));
         let half = Fields { disk_bytes: 9, ..none }.over(text).expect("sound").disk.expect("one");
         assert_eq!((half.bytes, half.path.as_path()), (9, Path::new("a")));
     }

@@ -10,22 +10,28 @@
 //! | `disk_policy` | `lru` | who leaves the disk |
 //! | `grain` | `chunk` | what policies choose among: `chunk`; `cell`: late layers leave memory before early ones; `session`: what a session was the last to use leaves together |
 //! | `drop` | `chunk` | what is gone from the last tier goes with all its layers; `cell` (with `grain=cell`): cell by cell |
-//! | `write` | `back` | `through`: to disk as soon as a put has ended; `back`: when its memory is needed; `never`: only when a put asks for it |
+//! | `write` | `behind` | `behind`: to disk in the background, a bounded time after a put has ended; `through`: as soon as it has ended; `back`: when its memory is needed; `never`: only when a put asks for it |
 //! | `codec` | `none` | `lz4`: cells are smaller on disk, and lose nothing; a namespace's recipe may say otherwise, also `int8` (see `docs/keys.md`) |
 //! | `admission` | `all` | what may go to disk: `all`, `none`, `select(...)` |
 //! | `high`, `low` | 0.97, 0.92 | share of a tier at which room is made ahead of need, and at which that ends |
 //! | `chunks` | 1048576 | most chunks, of all namespaces |
+//! | `forget` | false | chunks on disk may be forgotten that are more than `chunks`, where that was larger before |
 //! | `sessions` | 65536 | most sessions at once |
 //! | `moves`, `cells` | 16384, 65536 | most moves, and cells on their way, at once |
 //! | `events` | 16384 | events that are kept for readers |
 //! | `copiers`, `readers` | 0, 2 | threads that copy (0: as many as cores, at most 4), and that read the disk |
 //! | `control` | none | `"path"` of a local socket at which the tool can look at the store and change it |
 //!
+//! | parameter of `behind` | default | meaning |
+//! |---|---|---|
+//! | `age` | 1s | how old a chunk may become that is in memory only, as far as the disk keeps up |
+//! | `bytes` | an eighth of `host` | when more bytes than this wait to be written, the oldest are written at once |
+//!
 //! | parameter of `disk` | default | meaning |
 //! |---|---|---|
 //! | `path` | | the directory; it is made if it is not there |
 //! | `bytes` | | most bytes of all its files |
-//! | `segment` | 64MiB | bytes of a segment |
+//! | `segment` | one part in 64 of `bytes`, 8 to 64 MiB | bytes of a segment |
 //! | `buffered` | false | through the page cache |
 //! | `uring` | true | io_uring where it works |
 //!
@@ -117,7 +123,10 @@ impl StoreSpec {
         let usual = Config::default();
         let grain = reader.choice("grain", &["chunk", "cell", "session"])?;
         let drops = reader.choice("drop", &["chunk", "cell"])?;
-        let write = reader.choice("write", &["through", "back", "never"])?;
+        let (write, write_age_ns, unwritten_bytes) = match reader.spec("write")? {
+            Some(write) => read_write(write, &usual)?,
+            None => (usual.write, usual.write_age_ns, usual.unwritten_bytes),
+        };
         let config = Config {
             host_bytes: reader.bytes("host", usual.host_bytes)?,
             device: match reader.spec("device")? {
@@ -132,11 +141,9 @@ impl StoreSpec {
                 _ => usual.grain,
             },
             drop_cells: drops == Some(1),
-            write: match write {
-                Some(0) => Write::Through,
-                Some(2) => Write::Never,
-                _ => usual.write,
-            },
+            write,
+            write_age_ns,
+            unwritten_bytes,
             admission: written(&mut reader, "admission", &usual.admission)?,
             // One that loses something is a matter of recipes, not of stores.
             codec: match reader.choice("codec", &["none", "lz4"])? {
@@ -146,6 +153,7 @@ impl StoreSpec {
             high: reader.f64("high", usual.high, 0.0..=1.0)?,
             low: reader.f64("low", usual.low, 0.0..=1.0)?,
             max_chunks: reader.u64("chunks", usual.max_chunks as u64, 1..=1 << 28)? as usize,
+            forgets: reader.bool("forget", false)?,
             max_sessions: reader.u64("sessions", u64::from(usual.max_sessions), 1..=1 << 24)?
                 as u32,
             max_moves: reader.u64("moves", u64::from(usual.max_moves), 1..=1 << 20)? as u32,
@@ -181,6 +189,25 @@ fn policy(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String>
 /// A spec as it was written.
 fn written(reader: &mut Reader, key: &'static str, usual: &str) -> Result<String> {
     Ok(reader.spec(key)?.map_or_else(|| usual.to_string(), |spec| spec.to_string()))
+}
+
+/// When what is put goes to the disk, and what bounds that.
+fn read_write(spec: &Spec, usual: &Config) -> Result<(Write, u64, u64)> {
+    let write = match spec.name.as_str() {
+        "behind" => Write::Behind,
+        "through" => Write::Through,
+        "back" => Write::Back,
+        "never" => Write::Never,
+        _ => return Err(spec.unknown_name(&["behind", "through", "back", "never"])),
+    };
+    let mut reader = Reader::new(spec);
+    let (mut age_ns, mut bytes) = (usual.write_age_ns, usual.unwritten_bytes);
+    if write == Write::Behind {
+        age_ns = reader.duration_ns("age", age_ns)?;
+        bytes = reader.bytes("bytes", bytes)?;
+    }
+    reader.finish()?;
+    Ok((write, age_ns, bytes))
 }
 
 fn read_device(spec: &Spec) -> Result<DeviceConfig> {
@@ -242,6 +269,11 @@ mod tests {
         assert!(StoreSpec::parse("store(control=\"\")").unwrap().control.is_none());
         assert!(StoreSpec::parse("").unwrap().disk.is_none());
         assert_eq!(StoreSpec::parse("store(device=none)").unwrap().config.device.bytes, 0);
+        let usual = StoreSpec::parse("").unwrap().config;
+        assert_eq!((usual.write, usual.write_age_ns), (Write::Behind, 1_000_000_000));
+        let config = StoreSpec::parse("store(write=behind(age=20ms, bytes=3MiB))").unwrap().config;
+        assert_eq!((config.write, config.write_age_ns), (Write::Behind, 20_000_000));
+        assert_eq!(config.unwritten_bytes, 3 << 20);
         let text = "store(device=device(capacity=2GiB, policy=lru, admission=select(hits=2)))";
         let device = StoreSpec::parse(text).unwrap().config.device;
         assert_eq!((device.bytes, &device.policy[..]), (2 << 30, "lru"));
@@ -256,6 +288,8 @@ mod tests {
             ("store(device=devise(capacity=1GiB))", "device"),
             ("store(device=device(capacity=1GiB, policy=custom))", "score function"),
             ("store(write=thru)", "through"),
+            ("store(write=back(age=1s))", "no arguments"),
+            ("store(write=behind(age=1MiB))", "age"),
             ("store(codec=lz)", "lz4"),
             ("store(codec=int8)", "none"),
             ("store(policy=custom)", "at offset 13 needs a score function, and a store has none"),

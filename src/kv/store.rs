@@ -45,6 +45,8 @@ struct State {
     told_until: u64,
     /// Hands that sleep.
     sleeping: [u32; KINDS],
+    /// The hand that writes sleeps until a chunk is due.
+    writer_has_alarm: bool,
     /// Whoever looks after copies behind events sleeps.
     crew_sleeps: bool,
     /// It closes: nothing new is begun.
@@ -119,10 +121,12 @@ impl Store {
         device: Arc<dyn Device>,
     ) -> Result<Store> {
         let slot: Arc<Mutex<Weak<Inner>>> = Arc::new(Mutex::new(Weak::new()));
-        let account = match budget {
-            Some(budget) => Some(budget.account("store", 0, Some(reclaim::reclaimer(&slot)))?),
-            None => None,
+        // Without one it still takes no more than can be had.
+        let budget = match budget {
+            Some(budget) => budget.clone(),
+            None => Budget::of_machine(runtime, spec.config.host_bytes)?,
         };
+        let account = Some(budget.account("store", 0, Some(reclaim::reclaimer(&slot)))?);
         let store = Store::open_on(runtime, account.clone(), &slot, spec, device);
         if let (Err(_), Some(account)) = (&store, account)
             && let Err(error) = account.close()
@@ -185,6 +189,7 @@ impl Store {
             watches: Watches::default(),
             told_until: u64::MAX,
             sleeping: [0; KINDS],
+            writer_has_alarm: false,
             crew_sleeps: false,
             closing: false,
             away: 0,
@@ -288,7 +293,11 @@ impl Inner {
         for hands in Hands::ALL {
             let at = hands as usize;
             let is_called = hands == Hands::Ask && state.core.is_answer_awaited();
-            if is_called || state.sleeping[at] > 0 && state.core.has_work(hands) {
+            // Hands that sleep without an end have to learn that there is one now.
+            let is_timed =
+                hands == Hands::Write && !state.writer_has_alarm && state.core.due_ns().is_some();
+            let is_wanted = || is_timed || state.core.has_work(hands);
+            if is_called || state.sleeping[at] > 0 && is_wanted() {
                 self.work[at].notify_one();
             }
         }

@@ -64,11 +64,23 @@ impl Bucket {
     }
 }
 
-/// Maps ids to slots. Fixed size; no randomness, so runs repeat.
+/// Entries for which an index has room at first.
+const FIRST_ENTRIES: usize = 1 << 12;
+
+/// Maps ids to slots. It grows with what is in it, twofold at a time: probes lie anywhere in it,
+/// so all of it is present soon. No randomness, so runs repeat.
 pub struct Index {
     buckets: Zeroed<Bucket>,
     live: usize,
     limit: usize,
+    /// With so many entries it grows before it takes another.
+    grows_at: usize,
+}
+
+/// Buckets for so many entries. Every other cell is in use then: hardly an id is outside its own
+/// bucket, and at least one cell is always empty.
+fn buckets_for(entries: usize) -> usize {
+    (entries / (WIDTH / 2)).max(1)
 }
 
 /// Spreads an id over 64 bits.
@@ -91,10 +103,9 @@ impl Index {
         if limit > MAX_ENTRIES {
             fail!(Limit, "{limit} objects are more than the limit of {MAX_ENTRIES}");
         }
-        // Every other cell in use: hardly an id is then outside its own bucket. At
-        // least one cell is always empty.
-        let buckets = (limit / (WIDTH / 2)).max(1);
-        Ok(Index { buckets: Zeroed::sparse(buckets)?, live: 0, limit })
+        let buckets = Zeroed::dense(buckets_for(limit.min(FIRST_ENTRIES)))?;
+        let grows_at = if limit > FIRST_ENTRIES { FIRST_ENTRIES } else { usize::MAX };
+        Ok(Index { buckets, live: 0, limit, grows_at })
     }
 
     /// How many ids are in it.
@@ -109,15 +120,45 @@ impl Index {
         self.live == 0
     }
 
-    /// Bytes that so many entries can have touched, each on a page of its own.
-    pub fn used_bytes(&self, entries: u64) -> u64 {
-        const PAGE_BYTES: u64 = 4096;
-        entries.saturating_mul(PAGE_BYTES).min(self.bytes() as u64)
+    /// Bytes that it has now.
+    pub fn bytes(&self) -> u64 {
+        (self.buckets.len() * size_of::<Bucket>()) as u64
     }
 
-    /// Bytes of a full index.
-    pub fn bytes(&self) -> usize {
-        self.buckets.len() * size_of::<Bucket>()
+    /// Bytes of one that is full.
+    pub fn full_bytes(limit: usize) -> u64 {
+        (buckets_for(limit) * size_of::<Bucket>()) as u64
+    }
+
+    /// Makes it twice as large. Where there is no memory for that it gets slower, and is full
+    /// when its cells are.
+    #[cold]
+    fn grow(&mut self) {
+        let most = buckets_for(self.limit);
+        let count = (self.buckets.len() * 2).min(most);
+        let Ok(wider) = Zeroed::dense(count) else {
+            self.grows_at += self.buckets.len();
+            return;
+        };
+        let narrow = std::mem::replace(&mut self.buckets, wider);
+        for bucket in narrow.iter() {
+            for (&tag, &slot) in bucket.tags.iter().zip(&bucket.slots).filter(|(tag, _)| **tag != 0)
+            {
+                self.enter(tag, slot);
+            }
+        }
+        self.grows_at = if count < most { count * (WIDTH / 2) } else { usize::MAX };
+    }
+
+    /// Puts an entry into the first empty cell from its home on.
+    fn enter(&mut self, tag: u32, slot: Slot) {
+        let mut at = self.home(tag);
+        while !self.buckets[at].has_room() {
+            at = self.after(at);
+        }
+        let bucket = &mut self.buckets[at];
+        let lane = bucket.with(0).trailing_zeros() as usize % WIDTH;
+        (bucket.tags[lane], bucket.slots[lane]) = (tag, slot);
     }
 
     #[inline]
@@ -198,6 +239,9 @@ impl Index {
         is: impl Fn(Slot) -> bool,
     ) -> std::result::Result<(), Slot> {
         debug_assert!(slot != NONE);
+        if self.live >= self.grows_at {
+            self.grow();
+        }
         let tag = tag_of(id);
         let mut at = self.home(tag);
         let lane = loop {
@@ -216,7 +260,8 @@ impl Index {
             }
             at = self.after(at);
         };
-        if self.live == self.limit {
+        // One cell stays empty: searches end there.
+        if self.live == self.limit || self.live + 1 == self.buckets.len() * WIDTH {
             return Err(NONE);
         }
         self.buckets[at].tags[lane] = tag;
@@ -279,12 +324,12 @@ mod tests {
 
     #[test]
     fn agrees_with_a_map_over_random_calls() {
-        for (limit, ids) in [(1, 3), (7, 20), (500, 700), (4000, 4200)] {
+        for (limit, ids) in [(1, 3), (7, 20), (500, 700), (4000, 4200), (20_001, 30_000)] {
             let mut index = Index::new(limit).expect("small");
             let mut slots: Vec<u64> = vec![0; 1 << 20];
             let mut model: HashMap<u64, Slot> = HashMap::new();
             let mut state = 1u64;
-            for step in 0..60_000u32 {
+            for step in 0..(60_000 + 8 * limit as u32) {
                 state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                 let id = (state >> 33) % ids;
                 let is = |s: Slot| slots[s as usize] == id;
@@ -303,6 +348,25 @@ mod tests {
                 assert_eq!(index.len(), model.len());
             }
         }
+    }
+
+    #[test]
+    fn it_grows_with_what_is_in_it() {
+        let mut index = Index::new(1 << 20).expect("small at first");
+        let first = index.bytes();
+        assert!(first <= 1 << 17, "{first}");
+        let mut before = first;
+        for id in 0..1u64 << 20 {
+            assert!(index.insert(id, id as Slot));
+            let bytes = index.bytes();
+            assert!(bytes == before || bytes == 2 * before, "{before} to {bytes}");
+            assert!(bytes <= first.max(32 * (id + 1)), "{bytes} for {id}");
+            before = bytes;
+        }
+        assert_eq!(before, Index::full_bytes(1 << 20));
+        assert!(!index.insert(1 << 20, 7), "it is full");
+        let found = |id: u64| index.find(id, |slot| u64::from(slot) == id) == Some(id as Slot);
+        assert!((0..1 << 20).all(found));
     }
 
     #[test]

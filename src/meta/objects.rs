@@ -145,11 +145,10 @@ impl Objects {
     /// A table for up to `limit` objects. With `leaf_first` an object may not
     /// leave before those that continue it.
     pub fn new(limit: usize, leaf_first: bool, facts: bool) -> Result<Objects> {
-        let index = Index::new(limit)?;
         Ok(Objects {
             nodes: Zeroed::new(limit)?,
             facts: Zeroed::new(if facts { limit } else { 0 })?,
-            index,
+            index: Index::new(limit)?,
             free: NONE,
             fresh: 0,
             units: 0,
@@ -186,17 +185,20 @@ impl Objects {
 
     /// Bytes of metadata for each object of a full table.
     pub fn bytes_per_object(&self) -> f64 {
+        let limit = self.limit().max(1);
         let facts = if self.facts.is_empty() { 0 } else { size_of::<Facts>() };
-        let nodes = (size_of::<Node>() + facts) * self.limit().max(1);
-        (nodes + self.index.bytes()) as f64 / self.limit().max(1) as f64
+        (size_of::<Node>() + facts) as f64 + Index::full_bytes(limit) as f64 / limit as f64
     }
 
-    /// Bytes that the table has used so far, its index as far as that can be.
+    /// The most objects that there were at once.
+    pub fn most(&self) -> usize {
+        self.fresh as usize
+    }
+
+    /// Bytes that the table has used so far.
     pub fn used_bytes(&self) -> u64 {
-        let facts = if self.facts.is_empty() { 0 } else { size_of::<Facts>() };
-        let row = (size_of::<Node>() + facts) as u64;
-        let rows = u64::from(self.fresh) * row + self.index.used_bytes(u64::from(self.fresh));
-        rows + self.orphans.used_bytes()
+        let rows = self.nodes.front_bytes(self.most()) + self.facts.front_bytes(self.most());
+        rows + self.index.bytes() + self.orphans.used_bytes() + self.sessions.used_bytes()
     }
 
     /// An object's node.
@@ -217,13 +219,11 @@ impl Objects {
     }
 
     /// An object's facts; defaults where none are kept.
-    #[inline]
     pub fn facts(&self, slot: Slot) -> Facts {
         self.facts.get(slot as usize).copied().unwrap_or_default()
     }
 
     /// An object's facts, to be changed, if they are kept.
-    #[inline]
     pub fn facts_mut(&mut self, slot: Slot) -> Option<&mut Facts> {
         self.facts.get_mut(slot as usize)
     }
@@ -246,7 +246,6 @@ impl Objects {
     /// several is fetched at a time.
     pub fn find_many(&self, ids: &[u64], slots: &mut [Slot]) {
         const GROUP: usize = 64;
-        // A single one has nothing to overlap with.
         if let ([id], [slot]) = (ids, &mut *slots) {
             *slot = self.find(*id).unwrap_or(NONE);
             return;

@@ -105,6 +105,16 @@ impl Sessions {
         })
     }
 
+    /// Bytes that the table has used so far.
+    pub fn used_bytes(&self) -> u64 {
+        self.rows.front_bytes(self.fresh) + self.index.bytes()
+    }
+
+    /// The most sessions that were known at once.
+    pub fn most(&self) -> usize {
+        self.fresh
+    }
+
     /// The slot of a session.
     #[inline]
     pub fn find(&self, id: u64) -> Option<Slot> {

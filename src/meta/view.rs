@@ -147,7 +147,12 @@ impl<'a> View<'a> {
     fn check_sizes(&self, first: u32, tokens: u32) -> Result<()> {
         let end = first.checked_add(tokens);
         if tokens == 0 || end.is_none_or(|end| end > self.tokens) {
-            fail!(Invalid, "tokens {first} + {tokens} of a view of {}", self.tokens);
+            let has = self.tokens;
+            fail!(
+                Invalid,
+                "{tokens} tokens from row {first} on are asked of a view of {has} tokens: its \
+                 `tokens` says how many rows the engine's tensor has"
+            );
         }
         if self.heads == 0 || self.heads > MAX_HEADS || self.run_bytes == 0 {
             fail!(Invalid, "{} heads of {} bytes in a view", self.heads, self.run_bytes);

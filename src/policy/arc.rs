@@ -99,6 +99,10 @@ impl Policy for Arc {
         "arc"
     }
 
+    fn used_bytes(&self, _: &Objects) -> u64 {
+        self.ghosts.iter().map(Ghosts::used_bytes).sum()
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let node = objects.node(slot);
         let (id, units, fits) = (node.id, node.units, self.fits(objects));

@@ -47,6 +47,10 @@ impl Policy for Belady {
         "belady"
     }
 
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        self.heap.used_bytes(objects.most())
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         objects.node_mut(slot).stamp = now;
         let rank = Self::rank_of(&objects.facts(slot));

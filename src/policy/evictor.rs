@@ -150,6 +150,17 @@ impl Evictor {
         self.policy.name()
     }
 
+    /// Remembers so many evicted ids for each object that there ever was at once, and no more.
+    pub fn bound_history(&mut self, each: usize) {
+        self.history.bound(each.saturating_mul(self.objects.most().max(1)));
+    }
+
+    /// Bytes of all its tables that were used so far.
+    pub fn used_bytes(&self) -> u64 {
+        let beside = self.history.used_bytes() + self.policy.used_bytes(&self.objects);
+        self.objects.used_bytes() + beside
+    }
+
     /// The table.
     pub fn objects(&self) -> &Objects {
         &self.objects

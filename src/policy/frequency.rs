@@ -54,7 +54,12 @@ impl Frequency {
     /// A sketch for tables of `max_objects`: 8 bytes for each.
     pub fn new(max_objects: usize) -> Result<Frequency> {
         let blocks = (max_objects / OBJECTS_PER_BLOCK).max(MIN_BLOCKS);
-        Ok(Frequency { blocks: Zeroed::sparse(blocks)?, halvings: 0, seen: 0 })
+        Ok(Frequency { blocks: Zeroed::dense(blocks)?, halvings: 0, seen: 0 })
+    }
+
+    /// Bytes that it takes: ids lie anywhere in it.
+    pub fn bytes(&self) -> u64 {
+        self.blocks.front_bytes(usize::MAX)
     }
 
     /// The block of an id, and its counter in each row.

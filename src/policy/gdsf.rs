@@ -84,6 +84,12 @@ impl Policy for Gdsf {
         "gdsf"
     }
 
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        let most = objects.most();
+        let tables = self.uses.front_bytes(most) + self.clocks.front_bytes(most);
+        self.heap.used_bytes(most) + tables
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.used(objects, slot, 1, now);
     }

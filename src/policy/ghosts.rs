@@ -19,6 +19,9 @@ struct Ghost {
 // SAFETY: integers only.
 unsafe impl Zeroable for Ghost {}
 
+/// Ids that one call of [`Ghosts::bound`] forgets at most.
+const PRUNED: usize = 16;
+
 /// Ids in the order in which they were added, up to a limit.
 pub struct Ghosts {
     ghosts: Zeroed<Ghost>,
@@ -28,6 +31,8 @@ pub struct Ghosts {
     newest: Slot,
     oldest: Slot,
     units: u64,
+    /// So many are remembered now.
+    most: usize,
 }
 
 impl Ghosts {
@@ -41,7 +46,23 @@ impl Ghosts {
             newest: NONE,
             oldest: NONE,
             units: 0,
+            most: limit,
         })
+    }
+
+    /// Remembers no more than `most` ids from now on, and at least one; the oldest beyond that
+    /// are forgotten one by one. Where few objects fit what left long ago says little, and takes
+    /// more memory than they do.
+    pub fn bound(&mut self, most: usize) {
+        self.most = most.clamp(1, self.ghosts.len().max(1));
+        for _ in 0..PRUNED.min(self.len().saturating_sub(self.most)) {
+            self.pop_oldest();
+        }
+    }
+
+    /// Bytes that it has used so far.
+    pub fn used_bytes(&self) -> u64 {
+        self.ghosts.front_bytes(self.fresh as usize) + self.index.bytes()
     }
 
     /// How many ids are remembered.
@@ -94,7 +115,7 @@ impl Ghosts {
             return;
         }
         self.remove(id);
-        if self.len() == self.ghosts.len() {
+        if self.len() >= self.most {
             self.pop_oldest();
         }
         let slot = if self.free == NONE {
@@ -163,6 +184,20 @@ impl Ghosts {
 mod tests {
     use super::*;
     use std::collections::VecDeque;
+
+    #[test]
+    fn a_bound_keeps_the_newest() {
+        let mut ghosts = Ghosts::new(1000).expect("small");
+        ghosts.bound(10);
+        (0..500).for_each(|id| ghosts.add(id, 1, 0));
+        assert_eq!((ghosts.len(), ghosts.get(489), ghosts.get(490)), (10, None, Some(0)));
+        assert!(ghosts.used_bytes() < Ghosts::new(0).expect("none").index.bytes() + (1 << 17));
+        ghosts.bound(5000);
+        (500..2000).for_each(|id| ghosts.add(id, 1, 0));
+        assert_eq!(ghosts.len(), 1000, "there is room for no more");
+        (0..100).for_each(|_| ghosts.bound(0));
+        assert_eq!((ghosts.len(), ghosts.get(1999)), (1, Some(0)));
+    }
 
     #[test]
     fn agrees_with_a_queue_over_random_calls() {

@@ -37,6 +37,11 @@ impl<const NEXT: bool> Heap<NEXT> {
         Ok(Heap { entries: Zeroed::new(max_objects)?, len: 0 })
     }
 
+    /// Bytes that it has used, where there were so many objects at most.
+    pub fn used_bytes(&self, objects: usize) -> u64 {
+        self.entries.front_bytes(objects)
+    }
+
     /// How many are in it.
     pub fn len(&self) -> usize {
         self.len

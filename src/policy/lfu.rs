@@ -52,6 +52,12 @@ impl Policy for Lfu {
         "lfu"
     }
 
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        let most = objects.most();
+        let tables = self.uses.front_bytes(most) + self.keys.front_bytes(most);
+        self.heap.used_bytes(most) + tables
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.used(objects, slot, 1, now);
     }

@@ -50,6 +50,11 @@ impl History {
         Ok(History { ids: Ghosts::new(limit)?, rows, next: 0, limit })
     }
 
+    fn used_bytes(&self, k: usize) -> u64 {
+        let rows = self.ids.len().max(self.next);
+        self.rows.front_bytes(rows * (k + 1)) + self.ids.used_bytes()
+    }
+
     fn add(&mut self, id: u64, last: u64, earlier: &[u64]) {
         if self.limit == 0 {
             return;
@@ -111,6 +116,12 @@ impl LruK {
 impl Policy for LruK {
     fn name(&self) -> &'static str {
         "lru-k"
+    }
+
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        let most = objects.most();
+        let earlier = self.earlier.front_bytes(most * (self.k - 1));
+        self.heap.used_bytes(most) + earlier + self.history.used_bytes(self.k)
     }
 
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {

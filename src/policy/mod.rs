@@ -232,6 +232,11 @@ pub trait Policy: Send {
         self.name()
     }
 
+    /// Bytes of tables that it has used so far, beside the table of objects.
+    fn used_bytes(&self, _objects: &Objects) -> u64 {
+        0
+    }
+
     /// Whether `Node::prev` of an object names one that probably leaves soon after
     /// it: its data is then fetched ahead.
     fn leaves_by_links(&self) -> bool {

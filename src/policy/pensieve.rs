@@ -327,6 +327,10 @@ impl Policy for Pensieve {
         "pensieve"
     }
 
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        self.bins.bins.front_bytes(objects.most())
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         objects.node_mut(slot).stamp = now;
         let bin = bin_of(self.cost(objects, slot));

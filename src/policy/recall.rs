@@ -21,6 +21,11 @@ impl Recall {
         Ok(Recall { left: Ghosts::new(limit)?, wanted: Ghosts::new(limit.min(MAX_WANTED))? })
     }
 
+    /// Bytes that it has used so far.
+    pub fn used_bytes(&self) -> u64 {
+        self.left.used_bytes() + self.wanted.used_bytes()
+    }
+
     /// The size of what left and was not asked for.
     pub fn units(&self) -> u64 {
         self.left.units()

@@ -112,6 +112,10 @@ impl Policy for S3Fifo {
         "s3fifo"
     }
 
+    fn used_bytes(&self, _: &Objects) -> u64 {
+        self.recall.used_bytes()
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let id = objects.node(slot).id;
         let small_most = Self::share(self.small, self.fits(objects));

@@ -73,6 +73,10 @@ impl Policy for TwoQ {
         "2q"
     }
 
+    fn used_bytes(&self, _: &Objects) -> u64 {
+        self.recall.used_bytes()
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let list = if self.recall.take(objects.node(slot).id) { MAIN } else { IN };
         self.queues.push(objects, list, slot, now);

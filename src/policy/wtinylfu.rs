@@ -104,6 +104,10 @@ impl Policy for WTinyLfu {
         "wtinylfu"
     }
 
+    fn used_bytes(&self, _: &Objects) -> u64 {
+        self.seen.bytes()
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let id = objects.node(slot).id;
         if self.seen.of(id) == 0 {

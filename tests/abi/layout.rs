@@ -241,7 +241,7 @@ fn rust_table() -> BTreeMap<String, String> {
             device_lost_cells,
             device_limit_bytes,
             device_used_bytes,
-            device_cells,
+            device_cells, unwritten_bytes, unwritten_age_ns,
         }
         kvt_latency_t { kind, reserved, count, mean_ns, p50_ns, p99_ns, max_ns }
         kvt_tenant_t { tenant, is_rest, put_bytes, got_bytes, hit_cells, missed_cells }

@@ -254,7 +254,7 @@ fn what_has_left_memory_is_no_promise() {
         scratch.0.display()
     );
     fs::create_dir_all(&scratch.0).expect("made");
-    let home = Home::open(&spec_of(&format!("store(host=8MiB, {text})")));
+    let home = Home::open(&spec_of(&format!("store(host=8MiB, write=back, {text})")));
     let space = home.space(1, &MODEL);
     let tokens = document(1, 64);
     let session = home.session(space, &tokens);

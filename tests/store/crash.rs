@@ -24,6 +24,7 @@ const BESIDE: usize = 3;
 const DIR: &str = "KVTIER_CRASH_DIR";
 const FIRST: &str = "KVTIER_CRASH_FIRST";
 const PREFIX: &str = "KVTIER_CRASH_PREFIX";
+const BEHIND: &str = "KVTIER_CRASH_BEHIND";
 /// Documents that go on from one prefix.
 const FAMILY: u32 = 59;
 
@@ -151,6 +152,68 @@ fn what_was_stored_outlives_the_process() {
         }
     }
     assert!(all.len() as u32 >= rounds * 5, "{} documents in {rounds} rounds", all.len());
+}
+
+/// Documents that a process stores between two looks at what waits to be written.
+const WAVE: u32 = 4;
+
+fn open_behind(dir: &Path) -> Home {
+    let rest = "host=8MiB,chunks=8192,write=behind(age=40ms)";
+    Home::open(&with_disk(dir, "bytes=1GiB,segment=2MiB", rest))
+}
+
+/// The process that asks for nothing on disk. Does nothing in a usual run.
+#[test]
+fn behind_child() {
+    let (Some(dir), Some(_)) = (std::env::var_os(DIR), std::env::var_os(BEHIND)) else { return };
+    let home = open_behind(Path::new(&dir));
+    let space = home.space(1, &MODEL);
+    for number in 0..MOST {
+        let tokens = tokens_of(number);
+        let session = home.session(space, &tokens);
+        put_from(&home, session, &tokens, 0, Level::Ram);
+        home.end(session);
+        if (number + 1) % WAVE != 0 {
+            continue;
+        }
+        let is_written = || home.store.look(|core| core.unwritten().0 == 0 && core.is_idle());
+        while !is_written().expect("open") {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let mut out = std::io::stdout().lock();
+        writeln!(out, "\nstored {number}").and_then(|()| out.flush()).expect("a reader");
+    }
+    drop(std::io::stdin().read(&mut [0]));
+}
+
+#[test]
+fn what_write_behind_has_written_outlives_the_process() {
+    let seed = u64::from(std::process::id());
+    for round in 0..4 {
+        let scratch = Scratch::new("behind");
+        let enough = (mix(seed << 20 | round) % u64::from(MOST / WAVE)) as usize;
+        let program = std::env::current_exe().expect("this program");
+        let mut child = Command::new(program)
+            .args(["--exact", kvtier_testkit::test_name!("behind_child"), "--nocapture"])
+            .arg("--test-threads=1")
+            .env(DIR, &scratch.0)
+            .env(BEHIND, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("started");
+        let out = BufReader::new(child.stdout.take().expect("piped"));
+        let lines = out.lines().map_while(Result::ok);
+        let said = lines.filter_map(|line| line.strip_prefix("stored ")?.parse::<u32>().ok());
+        let last = said.take(enough + 1).last().expect("it has stored some");
+        child.kill().expect("killed");
+        child.wait().expect("it ended");
+        let home = open_behind(&scratch.0);
+        let space = home.space(1, &MODEL);
+        (0..=last).for_each(|number| check(&home, space, number));
+        home.rest();
+        home.close();
+    }
 }
 
 /// Puts all tokens from one on.

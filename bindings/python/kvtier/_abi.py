@@ -293,6 +293,7 @@ KVT_VERSION_PATCH = 0
 KVT_WHO_PRIORITY = 2
 KVT_WHO_SESSION = 1
 KVT_WRITE_BACK = 2
+KVT_WRITE_BEHIND = 4
 KVT_WRITE_NEVER = 3
 KVT_WRITE_THROUGH = 1
 
@@ -1350,6 +1351,8 @@ class kvt_store_stats_t(Sized):
         ("device_limit_bytes", ctypes.c_uint64),
         ("device_used_bytes", ctypes.c_uint64),
         ("device_cells", ctypes.c_uint64),
+        ("unwritten_bytes", ctypes.c_uint64),
+        ("unwritten_age_ns", ctypes.c_uint64),
     ]
 
 

@@ -105,7 +105,8 @@ def _limit(value: Optional[int]) -> Optional[int]:
 class Budget(Resource):
     """Limits, hard at every instant. None is the default of the library: for
     the host half of what this process may still use, for locked memory its
-    quota, for the reserve 512 MiB.
+    quota, for the reserve an eighth
+    of it, at most 512 MiB.
 
     >>> import kvtier
     >>> with kvtier.Runtime() as runtime, runtime.budget(host_bytes=1 << 20) as budget:

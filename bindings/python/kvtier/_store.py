@@ -58,6 +58,7 @@ LEVEL_REMOTE = _abi.KVT_LEVEL_REMOTE
 #: When cells go to disk.
 WRITES: Dict[str, int] = {
     "through": _abi.KVT_WRITE_THROUGH, "back": _abi.KVT_WRITE_BACK, "never": _abi.KVT_WRITE_NEVER,
+    "behind": _abi.KVT_WRITE_BEHIND,
 }
 #: How files are read and written (`Store.stats()["disk_engine"]`).
 IO_NONE = _abi.KVT_IO_NONE
@@ -604,7 +605,7 @@ class Namespace(Resource):
 class Store(Closing):
     """Keeps KV in memory and on disk, as its spec says:
     `store(host=8GiB, disk=disk(path="kv", bytes=200GiB))`. What is given beside the spec counts
-    instead of what it says; `write` is `through`, `back` or `never`. `device` copies between
+    instead of what it says; `write` is `behind`, `through`, `back` or `never`. `device` copies between
     your memory and the store's: with one that has memory, views may lead into that. `secrets`
     are for the server of its remote alone: `{"password": b"..."}`.
 

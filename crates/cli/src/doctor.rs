@@ -4,10 +4,10 @@ pub mod remote;
 
 use std::path::Path;
 
-use kvtier::base::budget::{DEFAULT_HOST_PERCENT, DEFAULT_RESERVE_BYTES};
+use kvtier::base::budget::{DEFAULT_HOST_PERCENT, usual_reserve_bytes};
 use kvtier::base::clock::Clock;
 use kvtier::base::fork;
-use kvtier::base::machine::MemoryFacts;
+use kvtier::base::machine::{MemoryFacts, descriptor_limit};
 use kvtier::base::status::Result;
 use kvtier::base::sync::cores;
 use kvtier::device::{Device, cuda};
@@ -65,6 +65,7 @@ pub fn run(path: &Path, json: bool) {
         cgroup(&facts),
         default_budget(&facts),
         pin_quota(&facts),
+        descriptors(),
         transparent(&facts),
         reserved(&facts),
         fork_detection(),
@@ -121,7 +122,7 @@ fn cgroup(facts: &MemoryFacts) -> Finding {
 }
 
 fn default_budget(facts: &MemoryFacts) -> Finding {
-    let usable = facts.effective_bytes().saturating_sub(DEFAULT_RESERVE_BYTES);
+    let usable = facts.effective_bytes().saturating_sub(usual_reserve_bytes(facts));
     Finding::new(
         "default budget",
         if usable > 0 { Mark::Good } else { Mark::Absent },
@@ -145,6 +146,20 @@ fn pin_quota(facts: &MemoryFacts) -> Finding {
             "pinning more fails with KVT_E_PIN_QUOTA: raise RLIMIT_MEMLOCK (ulimit -l)",
         ),
     }
+}
+
+fn descriptors() -> Finding {
+    let limit = descriptor_limit();
+    Finding::new(
+        "descriptors",
+        if limit >= 128 { Mark::Good } else { Mark::Limited },
+        match limit {
+            libc::RLIM_INFINITY => "unlimited".to_string(),
+            limit => limit.to_string(),
+        },
+        "a disk tier of any size keeps 32 segments open, and some more for a moment; without a free \
+         descriptor its calls end with KVT_E_LIMIT: raise RLIMIT_NOFILE (ulimit -n)",
+    )
 }
 
 fn transparent(facts: &MemoryFacts) -> Finding {

@@ -63,6 +63,8 @@ pub(super) fn stats(
             ("hungry_bytes", all.hungry_bytes),
             ("leaving_bytes", all.leaving_bytes),
             ("downs", all.downs),
+            ("unwritten_bytes", all.unwritten_bytes),
+            ("unwritten_age_ns", all.unwritten_age_ns),
             ("sync_waits", all.syncs),
             ("events", all.events),
         ] {

@@ -161,7 +161,7 @@ impl Core {
     }
 
     /// The event that copies of a move still have to be put behind.
-    fn event_of(&self, number: u32) -> Option<u64> {
+    pub(super) fn event_of(&self, number: u32) -> Option<u64> {
         let event = self.moves[number].spec.after?.0;
         self.behind.is_open(event).then_some(event)
     }

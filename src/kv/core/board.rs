@@ -43,6 +43,8 @@ pub mod note {
     /// An object of it is not at the remote although the last one is, which is what the remote is
     /// asked for: what is heard of that does not keep a put from sending all of it.
     pub const GAPPED: u16 = 2048;
+    /// It waits for its time to be written to the disk.
+    pub const UNWRITTEN: u16 = 4096;
 }
 
 /// Chunks of one layout.
@@ -65,8 +67,6 @@ pub struct Board {
     pub users: Zeroed<u64>,
     /// The piece of device memory of each cell that is there; empty without such a tier.
     pieces: Zeroed<u32>,
-    /// Slots below this one have used that table.
-    pieces_used: usize,
 }
 
 impl Board {
@@ -82,16 +82,15 @@ impl Board {
             notes: Zeroed::new(max_chunks)?,
             uses: Zeroed::new(max_chunks)?,
             classes: Zeroed::new(max_chunks)?,
-            users: Zeroed::sparse(max_chunks)?,
-            pieces: Zeroed::sparse(0)?,
-            pieces_used: 0,
+            users: Zeroed::new(max_chunks)?,
+            pieces: Zeroed::new(0)?,
         })
     }
 
     /// Cells can be in device memory, too.
     pub(super) fn with_pieces(mut self) -> Result<Board> {
         let shape = self.chunks.shape();
-        self.pieces = Zeroed::sparse(shape.layers * shape.max_chunks)?;
+        self.pieces = Zeroed::new(shape.layers * shape.max_chunks)?;
         Ok(self)
     }
 
@@ -105,13 +104,15 @@ impl Board {
         let at = cell.chunk as usize * self.chunks.shape().layers + cell.layer;
         if let Some(one) = self.pieces.get_mut(at) {
             *one = piece.0;
-            self.pieces_used = self.pieces_used.max(cell.chunk as usize + 1);
         }
     }
 
-    /// Bytes that the table of these pieces has used so far.
-    pub(super) fn piece_table_bytes(&self) -> u64 {
-        (self.pieces_used * self.chunks.shape().layers * size_of::<u32>()) as u64
+    /// Bytes of its tables that were used so far.
+    pub(super) fn used_bytes(&self) -> u64 {
+        let (most, layers) = (self.chunks.most(), self.chunks.shape().layers);
+        let notes = self.notes.front_bytes(most) + self.uses.front_bytes(most);
+        let users = self.classes.front_bytes(most) + self.users.front_bytes(most);
+        self.chunks.used_bytes() + notes + users + self.pieces.front_bytes(most * layers)
     }
 
     /// What policies call a chunk.

@@ -9,7 +9,7 @@ use crate::fail;
 use crate::kv::core::board::note;
 use crate::kv::core::grain::Part;
 use crate::kv::core::spaces::Unsure;
-use crate::kv::core::work::Work;
+use crate::kv::core::work::{Hands, Work};
 use crate::kv::core::{At, Core};
 use crate::kv::events::{Event, Kind};
 use crate::meta::index::Slot;
@@ -36,6 +36,14 @@ pub struct Clearing {
     at: usize,
     /// What became of them so far.
     pub cleared: Cleared,
+}
+
+impl Clearing {
+    /// Begins anew with those that stayed; what has gone counts.
+    pub fn again(&mut self) {
+        self.at = 0;
+        self.cleared = Cleared { gone: self.cleared.gone, ..Cleared::default() };
+    }
 }
 
 /// What became of one chunk.
@@ -82,6 +90,12 @@ impl Core {
         let chunks = rows.into_iter().map(|(_, slot, generation)| (slot, generation)).collect();
         let (serial, board, cleared) = (home.serial, home.board, Cleared::default());
         Ok(Clearing { space, serial, board, chunks, at: 0, cleared })
+    }
+
+    /// How many cells were written so far, or could not be; None = none is on its way down.
+    pub fn writes_so_far(&self) -> Option<u64> {
+        let is_writing = self.under_way[Hands::Write as usize] > 0 || !self.downs.is_empty();
+        is_writing.then_some(self.counters.written + self.counters.failed_writes)
     }
 
     /// Clears up to `most` chunks more; whether some are left.

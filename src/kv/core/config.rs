@@ -1,5 +1,6 @@
 //! What a store is to be like, and what it counts.
 
+use crate::base::memory::Wish;
 use crate::base::spec::Spec;
 use crate::base::status::Result;
 use crate::fail;
@@ -13,12 +14,15 @@ use crate::kv::core::spaces::{MAX_BOARDS, MAX_SPACES};
 use crate::kv::core::told::PIECE_BYTES;
 use crate::policy::custom;
 use crate::policy::evictor::MAX_OBJECTS;
+use crate::tier::host::HostOpts;
 
 /// When what is in memory is written to disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
     /// As soon as a put has ended.
     Through,
+    /// In the background, a bounded time after a put has ended.
+    Behind,
     /// When its memory is needed.
     Back,
     /// Never, unless a put asks for it.
@@ -61,6 +65,10 @@ pub struct Config {
     pub drop_cells: bool,
     /// What goes to disk when.
     pub write: Write,
+    /// With [`Write::Behind`], how old a chunk may become that is in memory only.
+    pub write_age_ns: u64,
+    /// With [`Write::Behind`], most bytes that wait for their time; 0 = an eighth of host memory.
+    pub unwritten_bytes: u64,
     /// What may go to disk.
     pub admission: String,
     /// What cells are coded with on disk where the namespace's recipe does not say; it
@@ -72,6 +80,8 @@ pub struct Config {
     pub low: f64,
     /// Most chunks.
     pub max_chunks: usize,
+    /// Chunks on disk that are more than that may be forgotten.
+    pub forgets: bool,
     /// Most namespaces that are open or have chunks.
     pub max_spaces: usize,
     /// Most layouts of theirs.
@@ -88,6 +98,8 @@ pub struct Config {
     pub batch_cells: usize,
     /// Bytes of a batch.
     pub batch_bytes: u64,
+    /// Bytes of a batch of copies by the processor: what is urgent waits for one of them.
+    pub copy_bytes: u64,
 }
 
 impl Default for Config {
@@ -100,12 +112,15 @@ impl Default for Config {
             disk_policy: "lru".into(),
             grain: Grain::Chunk,
             drop_cells: false,
-            write: Write::Back,
+            write: Write::Behind,
+            write_age_ns: 1_000_000_000,
+            unwritten_bytes: 0,
             admission: "all".into(),
             codec: Codec::None,
             high: 0.97,
             low: 0.92,
             max_chunks: 1 << 20,
+            forgets: false,
             max_spaces: MAX_SPACES,
             max_layouts: MAX_BOARDS,
             max_sessions: 1 << 16,
@@ -114,6 +129,7 @@ impl Default for Config {
             events: 1 << 14,
             batch_cells: 64,
             batch_bytes: 8 << 20,
+            copy_bytes: 1 << 20,
         }
     }
 }
@@ -145,6 +161,12 @@ impl Config {
             fail!(Invalid, "{} namespaces of {} layouts", self.max_spaces, self.max_layouts);
         }
         Ok(())
+    }
+
+    /// How the host tier is cut: of short segments, where it is small.
+    pub fn host_opts(&self) -> HostOpts {
+        let segment_bytes = (self.host_bytes / 16).clamp(64 << 10, 32 << 20);
+        HostOpts { segment_bytes, max_bytes: self.host_bytes, huge: Wish::Try }
     }
 
     /// Objects of a policy that chooses chunks: what is gone, and others continue, is known

@@ -42,7 +42,7 @@ impl Core {
         let is_near = self.is_nears_turn();
         let rescued = self.near.as_ref().map(|_| Vec::new());
         let (mut batch, mut bytes) = (CopyBatch { is_near, rescued, ..CopyBatch::default() }, 0);
-        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.batch_bytes {
+        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.copy_bytes {
             let Some((_, id)) = self.copies_of(is_near).pop() else { break };
             if self.turn_away(id) {
                 continue;
@@ -189,6 +189,7 @@ impl Core {
                 Ok(None) => {}
                 Err(error) => log::error!("a read could not be ended: {error}"),
             }
+            self.end_reserved(self.jobs[id].piece.filter(|_| !job.is_near), board, cell);
             if is_news {
                 self.wake(board, cell);
             }

@@ -48,6 +48,9 @@ impl Core {
                 self.boards[board as usize].clear(at.slot, note::UNREAD);
             }
             let must = on_disk || self.is_wanted_below(at);
+            if !must && self.config.write == Write::Behind {
+                self.write_later(at);
+            }
             if !must && self.config.write != Write::Through {
                 continue;
             }
@@ -127,11 +130,14 @@ impl Core {
         }
         let (mut batch, mut bytes) = (WriteBatch::default(), 0);
         while bytes < self.config.batch_bytes && batch.chunks.len() < self.config.batch_cells {
+            if self.downs.is_empty() {
+                self.queue_due();
+            }
             let Some(at) = self.downs.pop_front() else { break };
             let rows = &mut self.boards[at.board as usize];
             rows.clear(at.slot, note::QUEUED);
-            let wanted = rows.has(at.slot, note::FORCED | note::LEAVES)
-                || self.config.write == Write::Through;
+            let wanted =
+                rows.has(at.slot, note::FORCED | note::LEAVES) || self.config.write.is_eager();
             let added = if wanted { self.add_records(at, &mut batch) } else { 0 };
             if added == 0 {
                 // All of it is on disk, or on its way there with another batch.
@@ -140,7 +146,11 @@ impl Core {
             }
             bytes += added;
         }
-        (!batch.chunks.is_empty()).then_some(batch)
+        if batch.chunks.is_empty() {
+            return None;
+        }
+        self.note_limits(&mut batch);
+        Some(batch)
     }
 
     /// Adds what a chunk has in memory only to a batch; how much that is. The chunk

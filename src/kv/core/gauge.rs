@@ -224,6 +224,10 @@ pub struct Report {
     pub leaving_bytes: u64,
     /// Chunks that wait to be written.
     pub downs: u64,
+    /// Bytes of chunks that wait for their time to be written.
+    pub unwritten_bytes: u64,
+    /// For how long the oldest of them has waited.
+    pub unwritten_age_ns: u64,
     /// Puts that wait for a sync.
     pub syncs: u64,
     /// Copies.
@@ -278,6 +282,7 @@ impl Core {
     /// What the store counts and has.
     pub fn report(&self) -> Report {
         let host = self.host.stats();
+        let (unwritten_bytes, unwritten_age_ns) = self.unwritten();
         let batches = |hands: Hands| self.under_way[hands as usize];
         let (admission_admitted, admission_admitted_bytes) = self.admission.admitted();
         let mut report = Report {
@@ -300,6 +305,8 @@ impl Core {
             hungry_bytes: self.hungry_bytes,
             leaving_bytes: self.leaving_bytes,
             downs: self.downs.len() as u64,
+            unwritten_bytes,
+            unwritten_age_ns,
             syncs: self.commits.len() as u64,
             copies: QueueGauge::of(&self.copies, &self.speeds.copies, batches(Hands::Copy)),
             near: match &self.near {

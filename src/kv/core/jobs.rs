@@ -247,6 +247,11 @@ impl Core {
             self.refusals = 0;
             return Some(piece);
         }
+        if self.reserved == Some(id)
+            && let Some(piece) = self.host.take_reserve(bytes, owner_of(board, cell))
+        {
+            return Some(piece);
+        }
         self.jobs[id].step = Step::Hungry;
         self.hungry_bytes += bytes;
         match is_first {
@@ -276,7 +281,7 @@ impl Core {
         self.end_job(id, 0, Some(Error::new(Status::Budget, message)));
     }
 
-    fn unqueue_hungry(&mut self, id: u32) {
+    pub(super) fn unqueue_hungry(&mut self, id: u32) {
         let (board, cell) = self.cell_of(&self.jobs[id]);
         self.hungry_bytes -= self.boards[board as usize].planes(cell).bytes();
         self.jobs[id].step = Step::Fresh;

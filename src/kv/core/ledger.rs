@@ -5,12 +5,13 @@
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::sync::Arc;
+use crate::kv::core::shelf::Shelf;
 use crate::kv::core::{Board, Core};
 use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
 
 const STEP_BYTES: u64 = 1 << 20;
 /// Of a chunk, beside its row and cells: indexes, notes, and what policies keep.
-const BESIDE_BYTES: u64 = 512;
+pub const BESIDE_BYTES: u64 = 512;
 
 /// What is paid.
 pub(super) struct Ledger {
@@ -19,11 +20,13 @@ pub(super) struct Ledger {
     /// What is missing, and cells were asked to make room for; how much had been given back
     /// when that was last looked at.
     missing: Option<(u64, u64)>,
+    /// Rows that may come before it is looked again.
+    ahead: usize,
 }
 
 impl Ledger {
     pub(super) fn new(account: Option<Arc<Account>>) -> Ledger {
-        Ledger { account, paid_bytes: 0, missing: None }
+        Ledger { account, paid_bytes: 0, missing: None, ahead: 0 }
     }
 }
 
@@ -38,11 +41,10 @@ impl Drop for Ledger {
 impl Core {
     /// Bytes of tables so far: chunks, cells, what policies know, and of a remote's.
     pub fn table_bytes(&self) -> u64 {
-        let used = |board: &Board| board.chunks.used_bytes() + board.piece_table_bytes();
-        let boards = self.boards.iter().map(used);
+        let boards = self.boards.iter().map(Board::used_bytes);
         let near = self.near.as_ref().map(|near| &near.shelf);
         let shelves = [Some(&self.host_shelf), self.disk_shelf.as_ref(), near];
-        let shelves = shelves.into_iter().flatten().map(|s| s.evictor.objects().used_bytes());
+        let shelves = shelves.into_iter().flatten().map(Shelf::used_bytes);
         let far = self.far.as_ref().map(|far| far.known.bytes() + far.config.beside_bytes);
         boards.sum::<u64>() + shelves.sum::<u64>() + far.unwrap_or(0)
     }
@@ -52,19 +54,24 @@ impl Core {
         if self.ledger.account.is_none() {
             return;
         }
+        if chunks <= self.ledger.ahead {
+            self.ledger.ahead -= chunks;
+            return;
+        }
+        self.ledger.ahead = 0;
         let layers = self.boards.iter().map(|board| board.layout.layers()).max().unwrap_or(0);
         let piece = if self.near.is_some() { size_of::<u32>() } else { 0 };
         let each = (CHUNK_BYTES + layers * (CELL_BYTES + piece)) as u64 + BESIDE_BYTES;
         let needed = self.table_bytes() + chunks as u64 * each;
         let asked = self.ledger.missing.map_or(0, |(bytes, _)| bytes);
         let missing = needed.saturating_sub(self.ledger.paid_bytes);
-        if missing <= asked {
-            return;
+        if missing > asked {
+            let bytes = missing.next_multiple_of(STEP_BYTES);
+            if !self.pay_tables(bytes) {
+                return self.owe(bytes - asked);
+            }
         }
-        let bytes = missing.next_multiple_of(STEP_BYTES);
-        if !self.pay_tables(bytes) {
-            self.owe(bytes - asked);
-        }
+        self.ledger.ahead = (self.ledger.paid_bytes.saturating_sub(needed) / each) as usize;
     }
 
     /// What has come free pays for what is missing. This is before anyone who waits for

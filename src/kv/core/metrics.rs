@@ -236,6 +236,16 @@ fn numbers(out: &mut Exposition, all: &Report) {
         ("hungry_bytes", all.hungry_bytes, "Memory that is waited for."),
         ("leaving_bytes", all.leaving_bytes, "Bytes that leave memory once they are on disk."),
         ("downs", all.downs, "Chunks that wait to be written."),
+        (
+            "unwritten_bytes",
+            all.unwritten_bytes,
+            "Bytes of chunks that write-behind has not begun to write.",
+        ),
+        (
+            "unwritten_age_ns",
+            all.unwritten_age_ns,
+            "For how long the oldest of those chunks has waited, in nanoseconds.",
+        ),
         ("sync_waits", all.syncs, "Puts that wait for a sync."),
     ];
     for (name, value, help) in plain {

@@ -30,6 +30,7 @@ mod held;
 pub mod holds;
 mod jobs;
 mod ledger;
+mod limits;
 mod line;
 pub mod look;
 mod metrics;
@@ -42,6 +43,7 @@ mod reads;
 mod recover;
 mod rectangle;
 pub mod replicas;
+mod reserve;
 mod room;
 pub mod sends;
 mod session;
@@ -61,22 +63,24 @@ mod vacancies;
 pub mod views;
 mod wait;
 pub mod work;
+mod write_behind;
 
 pub use board::Board;
 pub use config::{Config, Counters, DeviceConfig, Write};
 pub use far::{FarConfig, FarCounters};
 pub use jobs::Job;
+pub use ledger::BESIDE_BYTES as ROW_BESIDE_BYTES;
 pub use moves::{Deed, Finished, Level, MoveSpec};
 pub use recover::Adopted;
 pub use rectangle::{Rectangle, TO_THE_END, Wanted};
 pub use session::{SessionOpts, Truncated};
 pub use spaces::{MAX_BOARDS, MAX_SPACES, Space, SpaceOpts};
+pub use upkeep::disk_room;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::base::account::Account;
 use crate::base::budget::Tier;
-use crate::base::memory::Wish;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::format::keys::Key;
@@ -95,7 +99,7 @@ use crate::kv::queues::Queues;
 use crate::meta::chunks::{Cell, Place};
 use crate::meta::index::Slot;
 use crate::tier::disk::{DiskTier, Spot};
-use crate::tier::host::{HostOpts, HostTier, Piece};
+use crate::tier::host::{HostTier, Piece};
 
 /// A chunk of a board.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -132,6 +136,8 @@ pub struct Core {
     hungry_bytes: u64,
     /// The one of them that tries again now.
     served: Option<u32>,
+    /// The one that may take the reserve.
+    reserved: Option<u32>,
     /// Jobs that wait for what others do with a cell.
     waiting: BTreeMap<(At, usize), Line>,
     /// Chunks to be written down.
@@ -158,9 +164,11 @@ pub struct Core {
     ends: BTreeSet<(u64, u8, At)>,
     /// Sessions opened so far.
     names: u64,
+    write_behind: write_behind::WriteBehind,
     upkeep: upkeep::Upkeep,
     debt: debt::Debt,
     ledger: ledger::Ledger,
+    limits: limits::Limits,
     /// Batches under way, by kind.
     pub(super) under_way: [u32; work::KINDS],
     speeds: speeds::Speeds,
@@ -187,8 +195,7 @@ impl Core {
     ) -> Result<Core> {
         config.check()?;
         let disk_bytes = disk.as_deref().map(|disk| disk.stats().budget_bytes);
-        let segment_bytes = (config.host_bytes / 16).clamp(64 << 10, 32 << 20);
-        let opts = HostOpts { segment_bytes, max_bytes: config.host_bytes, huge: Wish::Try };
+        let opts = config.host_opts();
         let (host_shelf, disk_shelf) = config.open_shelves(disk_bytes)?;
         Ok(Core {
             now_ns: 0,
@@ -196,6 +203,7 @@ impl Core {
             near: replicas::Replicas::open(&config, account.clone())?,
             far: far::Far::open(&config)?,
             ledger: ledger::Ledger::new(account),
+            limits: limits::Limits::default(),
             boards: Vec::new(),
             spaces: Spaces::default(),
             sessions: Table::new(config.max_sessions as usize),
@@ -211,6 +219,7 @@ impl Core {
             hungry: Line::default(),
             hungry_bytes: 0,
             served: None,
+            reserved: None,
             waiting: BTreeMap::new(),
             downs: VecDeque::new(),
             leaving: BTreeMap::new(),
@@ -224,6 +233,7 @@ impl Core {
             pins: BTreeSet::new(),
             ends: BTreeSet::new(),
             names: 0,
+            write_behind: write_behind::WriteBehind::default(),
             upkeep: upkeep::Upkeep::default(),
             debt: debt::Debt::default(),
             under_way: [0; work::KINDS],

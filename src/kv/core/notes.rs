@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 
 use crate::base::status::Result;
+use crate::kv::core::limits::NO_SPACE;
 use crate::kv::core::recover::NOTE;
 use crate::kv::core::work::{SpaceNote, SyncBatch, WriteBatch};
 use crate::kv::core::{At, Core};
@@ -58,7 +59,10 @@ impl Core {
     pub(super) fn noted_with(&mut self, batch: &WriteBatch) {
         for note in &batch.notes {
             // Also where another of the batch was not, and so no chunk.
-            if let Some(mark) = note.mark {
+            let Some(mark) = note.mark else { continue };
+            if note.space == NO_SPACE {
+                self.limits_noted();
+            } else {
                 self.spaces[note.space as usize].below.noted = Noted::Written(mark);
             }
         }

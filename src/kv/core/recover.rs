@@ -39,10 +39,11 @@ pub struct Adopted {
 impl Core {
     /// Takes over what the disk tier has found. Before anything else is done.
     pub fn adopt(&mut self, recovered: &Recovered) -> Result<Adopted> {
+        self.check_limits(recovered)?;
         let spaces = self.adopt_spaces(recovered)?;
-        let mut adopted = Adopted { spaces, ..Adopted::default() };
+        let mut adopted = Adopted { spaces: spaces.len() as u64, ..Adopted::default() };
         let mut unwanted: Vec<(Spot, u64)> = Vec::new();
-        for (chunk, cells) in recovered.chunks() {
+        for (chunk, cells) in oldest_first(recovered, self.free_rows()) {
             let added = self.adopt_chunk(chunk);
             for place in cells {
                 let layer = place.layer as usize;
@@ -67,17 +68,20 @@ impl Core {
         }
         adopted.dropped = unwanted.len() as u64;
         // Those of which nothing was of use.
-        self.look_at_spaces();
+        self.look_at_spaces(&spaces);
         self.pay_for_rows(0);
         if let Some(disk) = &self.disk {
             disk.drop_cells(unwanted);
             self.upkeep.recovered(&disk.segments());
         }
+        // The disk may be smaller than it was.
+        self.look_at_disk();
         Ok(adopted)
     }
 
-    /// Takes over the namespaces of what was found; how many. What is noted of others goes.
-    fn adopt_spaces(&mut self, recovered: &Recovered) -> Result<u64> {
+    /// Takes over the namespaces of what was found; their numbers, those first that were written
+    /// to last. What is noted of others goes.
+    fn adopt_spaces(&mut self, recovered: &Recovered) -> Result<Vec<u32>> {
         let (mut unknown, mut first) = (0, None);
         let (mut fit, mut layouts) = (Vec::new(), BTreeSet::new());
         for (newest, at, key) in newest_first(recovered) {
@@ -103,12 +107,14 @@ impl Core {
                 continue;
             }
             layouts.insert(layout);
-            fit.push((at, opts));
+            fit.push((at, fit.len(), opts));
         }
         // In the order of their names: what is there decides their numbers, not when it came.
-        fit.sort_unstable_by_key(|&(at, _)| at);
-        for (at, opts) in &fit {
+        fit.sort_unstable_by_key(|&(at, ..)| at);
+        let mut numbers = vec![0; fit.len()];
+        for (at, age, opts) in &fit {
             let number = self.add_space(opts)?;
+            numbers[*age] = number;
             let disk = self.disk.as_ref();
             let name = &recovered.sessions[*at].name;
             let mark = disk.and_then(|disk| disk.segment_of_session(name)).map(Mark::found);
@@ -117,7 +123,7 @@ impl Core {
         if let Some(error) = first {
             log::warn!("{unknown} namespaces on disk are not understood: {error}");
         }
-        Ok(fit.len() as u64)
+        Ok(numbers)
     }
 
     fn drop_found_note(&mut self, name: &[u8]) {
@@ -195,6 +201,16 @@ fn newest_first(recovered: &Recovered) -> Vec<(u64, usize, &[u8])> {
     let mut notes: Vec<(u64, usize, &[u8])> = notes.collect();
     notes.sort_by_key(|&(newest, ..)| Reverse(newest));
     notes
+}
+
+/// The chunks that were found, each after those before it: as they were written, so that policies
+/// know who came last. Where there are too many the newest come before the others.
+fn oldest_first(recovered: &Recovered, rows: usize) -> Vec<(&record::Chunk, &[Place])> {
+    let mut all: Vec<(&record::Chunk, &[Place])> = recovered.chunks().collect();
+    // They come by position, of one the newest first.
+    let fit = all.len().min(rows);
+    all[..fit].chunk_by_mut(|a, b| a.0.position == b.0.position).for_each(<[_]>::reverse);
+    all
 }
 
 /// How a cell of `raw_bytes` was stored, if that can be.

@@ -45,12 +45,12 @@ impl Core {
         // What has to stay and cannot be written down would be chosen again for ever.
         if self.refusals >= MOST_REFUSALS && !self.hungry.is_empty() {
             self.refusals = 0;
-            return self.starve_one();
+            return self.serve_from_reserve().unwrap_or_else(|| self.starve_one());
         }
         let mut victims = Vec::new();
         self.host_shelf.choose(self.now_ns, wanted, MOST_VICTIMS, &mut victims);
         if victims.is_empty() {
-            return self.is_stuck() && (self.drop_weakest_pin() || self.starve_one());
+            return self.is_stuck() && self.help_one();
         }
         let mut came = false;
         for victim in victims {
@@ -78,6 +78,12 @@ impl Core {
             && !self.near.as_ref().is_some_and(|near| near.waiting())
             && self.far.as_ref().is_none_or(|far| far.is_quiet_to_fetch() && far.outs.is_empty())
             && !self.is_ending_behind()
+    }
+
+    /// The first job that waits for memory gets the reserve, or a pin's memory, or none at all.
+    fn help_one(&mut self) -> bool {
+        let served = self.serve_from_reserve();
+        served.unwrap_or_else(|| self.drop_weakest_pin() || self.starve_one())
     }
 
     fn starve_one(&mut self) -> bool {

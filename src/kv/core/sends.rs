@@ -164,7 +164,7 @@ impl Core {
         up == rows.layout.layers()
     }
 
-    fn is_full(&self, at: At) -> bool {
+    pub(super) fn is_full(&self, at: At) -> bool {
         let rows = &self.boards[at.board as usize];
         let each = rows.layout.chunk_tokens();
         rows.chunks.chunk(at.slot).is_some_and(|row| row.valid_tokens() == each)

@@ -238,7 +238,11 @@ impl Core {
             if all == 0 {
                 fail!(Invalid, "the session has no tokens yet: append those of the KV first");
             }
-            fail!(Invalid, "tokens {first} + {tokens} of a session that has {all}");
+            fail!(
+                Invalid,
+                "{tokens} tokens from {first} on are asked of a session that has {all}: at least 1, \
+                 and no more than it has; append the others first"
+            );
         };
         if first % each != 0 || (end % each != 0 && end != all) {
             fail!(

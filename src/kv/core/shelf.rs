@@ -67,11 +67,17 @@ impl Shelf {
         Ok(Shelf {
             evictor: Evictor::open(spec, &options)?,
             grain,
-            homes: Zeroed::sparse(if grain == Grain::Cell { max_objects } else { 0 })?,
+            homes: Zeroed::new(if grain == Grain::Cell { max_objects } else { 0 })?,
             groups: Groups::default(),
             trial: None,
             victims: Vec::new(),
         })
+    }
+
+    /// Bytes of its tables that were used so far.
+    pub fn used_bytes(&self) -> u64 {
+        let most = self.evictor.objects().most();
+        self.evictor.used_bytes() + self.homes.front_bytes(most)
     }
 
     /// The time that the policy can be told: it does not go back.
@@ -204,6 +210,7 @@ impl Shelf {
         if let Err(error) = self.evictor.evict_most(now, units, most, &mut self.victims) {
             log::debug!("a policy chose nobody: {error}");
         }
+        self.evictor.bound_history(REMEMBERED);
         let ids = self.victims.iter().map(|victim| victim.id);
         match self.grain {
             Grain::Chunk => out.extend(ids.map(Chosen::Chunk)),
@@ -265,3 +272,5 @@ fn watching(trial: &mut Option<Trial>, now_ns: u64) -> Option<&mut Trial> {
 
 /// Evictions that can be read afterwards.
 const LOG_ENTRIES: usize = 4096;
+/// Evicted ids that are remembered for each object that there is room for.
+const REMEMBERED: usize = 4;

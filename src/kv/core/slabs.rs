@@ -46,6 +46,10 @@ impl Core {
     /// Begins with a device: takes the memory of the device tier, where there is to be one, and
     /// tells the device of all memory of cells, if it wants that; before anything else is done. As much as can be had: an error only where that is none.
     pub fn begin_device(&mut self, device: &Arc<dyn Device>) -> Result<()> {
+        if device.facts().asynchronous {
+            // It is told of many copies at once, and each time costs.
+            self.config.copy_bytes = self.config.batch_bytes;
+        }
         if device.facts().wants_pinned {
             self.host.make_known_to(device.clone());
         }

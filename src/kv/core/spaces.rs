@@ -252,7 +252,9 @@ impl Core {
             Some(at) => at,
             None => {
                 let board = self.new_board(&opts.layout)?;
-                self.seat(board)?
+                let at = self.seat(board)?;
+                self.keep_reserve(at);
+                at
             }
         };
         let at = self.spaces.add(opts.key, opts.holes, board as u32)?;
@@ -319,9 +321,8 @@ impl Core {
 
     /// Namespaces were found, those first that were written to last: these are given up last.
     /// One that has nothing after all need not be known.
-    pub(super) fn look_at_spaces(&mut self) {
-        let all: Vec<u32> = self.spaces.known().map(|(at, _)| at).collect();
-        for at in all.into_iter().rev() {
+    pub(super) fn look_at_spaces(&mut self, found: &[u32]) {
+        for &at in found.iter().rev() {
             self.spaces.touch(at);
             self.drop_note(at);
             self.spaces.look_at(at);

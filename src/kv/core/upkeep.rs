@@ -173,23 +173,35 @@ impl Core {
         let stats = disk.stats();
         let segments = disk.segments();
         let longest = segments.iter().map(|s| bytes_of(s.blocks)).max().unwrap_or(0);
+        // Kept back, and written to by callers and by cleaning; one that is cleaned may be
+        // longer than those that are made now.
+        let segment = disk.segment_bytes();
+        let beside = 2 * segment + longest.max(segment);
         // Refused again and again within the budget: others have filled the disk.
         let is_short =
-            self.upkeep.is_refused_again() && stats.used_bytes + 3 * longest < stats.budget_bytes;
+            self.upkeep.is_refused_again() && stats.used_bytes + beside < stats.budget_bytes;
         let all_bytes = if is_short { stats.used_bytes } else { stats.budget_bytes };
         let share = |part: f64| (all_bytes as f64 * part) as u64;
         if stats.used_bytes <= share(self.config.high) && self.upkeep.parked.is_empty() {
             return;
         }
         let kept = self.upkeep.kept_bytes(&segments);
-        // What is kept back, what is written to, and what is parked need room as well.
-        let aim = share(self.config.low).saturating_sub(3 * longest);
+        // That and what is parked need room as well. Beyond the budget no room is made ahead.
+        let is_over = stats.used_bytes > all_bytes;
+        let part = if is_over { self.config.high } else { self.config.low };
+        let aim = disk_room(all_bytes, part, beside);
         let parked: u64 =
             self.upkeep.parked.iter().map(|(at, _)| self.only_in_host(*at, Part::All)).sum();
-        let mut over = (kept + parked).saturating_sub(aim);
+        self.evict_from_disk((kept + parked).saturating_sub(aim));
+        self.upkeep.sweeps = true;
+    }
+
+    /// Has chunks leave the disk until so many bytes are free, or nobody can; how many are.
+    fn evict_from_disk(&mut self, wanted: u64) -> u64 {
+        let (mut over, mut all) = (wanted, 0);
         let mut victims = Vec::new();
         while over > 0 {
-            let Some(shelf) = &mut self.disk_shelf else { return };
+            let Some(shelf) = &mut self.disk_shelf else { break };
             shelf.choose(self.now_ns, over, MOST_VICTIMS, &mut victims);
             if victims.is_empty() {
                 break;
@@ -203,11 +215,12 @@ impl Core {
                 }
             }
             over = over.saturating_sub(freed);
+            all += freed;
             if !came {
                 break; // what was chosen is in use: later
             }
         }
-        self.upkeep.sweeps = true;
+        all
     }
 
     /// A part of a chunk leaves the disk; what was freed there.
@@ -265,8 +278,13 @@ impl Core {
         self.forget_located(aim);
         for tier in [Tier::Disk, Tier::Host] {
             let mut victims = Vec::new();
-            // As long as someone goes, and for a batch more: where cells are chosen the first
-            // takes all of its chunk along.
+            let shelf = match tier {
+                Tier::Disk => self.disk_shelf.as_ref(),
+                _ => Some(&self.host_shelf),
+            };
+            // Who cannot go is the last to be chosen again: each is asked for once. Parts of a
+            // chunk that is in both tiers are continued by others that are in one of them.
+            let mut left = shelf.map_or(0, |shelf| shelf.evictor.objects().len());
             while self.free_rows() < aim {
                 let before = self.free_rows();
                 let most = (aim - before).min(MOST_VICTIMS);
@@ -277,26 +295,30 @@ impl Core {
                     }
                     _ => self.host_shelf.choose(self.now_ns, u64::MAX >> 1, most, &mut victims),
                 }
-                let mut came = false;
+                let (mut came, is_none) = (false, victims.is_empty());
                 for victim in victims.drain(..) {
                     if let Some((at, _)) = self.chosen(victim) {
-                        self.leave_all(at, tier);
-                        came |= self.note_continued(at, tier);
+                        // One that others continue may have left the disk alone.
+                        came |= self.leave_all(at, tier) || self.note_continued(at, tier);
                     }
                 }
                 if self.free_rows() == before && !came {
-                    break;
+                    left = left.saturating_sub(most);
+                    if is_none || left == 0 {
+                        break;
+                    }
                 }
             }
         }
     }
 
-    /// A chunk is gone from all tiers, if it may.
-    fn leave_all(&mut self, at: At, from: Tier) {
+    /// A chunk is gone from all tiers, if it may; whether something of it went.
+    fn leave_all(&mut self, at: At, from: Tier) -> bool {
         if from == Tier::Disk {
-            self.leave_disk(at, Part::All);
-            self.drop_where(at, Tier::Host as usize, |_, _| true);
-            return self.tidy(at.board, at.slot);
+            let below = self.leave_disk(at, Part::All);
+            let above = self.drop_where(at, Tier::Host as usize, |_, _| true);
+            self.tidy(at.board, at.slot);
+            return below + above > 0;
         }
         let is_last = self.disk_shelf.is_none();
         let gone = if is_last { note::IN_HOST | note::HELD } else { note::IN_HOST };
@@ -309,6 +331,7 @@ impl Core {
         }
         self.counters.dropped += u64::from(all > 0);
         self.tidy(at.board, at.slot);
+        all > 0
     }
 
     /// The next thing to be done for the disk; one at a time.
@@ -336,6 +359,12 @@ impl Core {
         }
         match self.upkeep.next_to_clean(&disk.segments()) {
             Some(number) => Some(work::Upkeep::Clean(number)),
+            // Of earlier lives less is known: more was there than it seemed.
+            None if stats.used_bytes > stats.budget_bytes
+                && self.evict_from_disk(disk.segment_bytes()) > 0 =>
+            {
+                Some(work::Upkeep::Sweep)
+            }
             None => {
                 self.give_up_parked();
                 None
@@ -417,6 +446,12 @@ impl Core {
         let slot = self.boards[board as usize].chunks.find(&cell.chunk.key)?;
         Some((board, Cell { chunk: slot, layer: cell.layer as usize }))
     }
+}
+
+/// What cells and their headers may have of a disk once room was made: a share of it, without what
+/// is kept back and written to.
+pub fn disk_room(bytes: u64, share: f64, beside: u64) -> u64 {
+    ((bytes as f64 * share) as u64).saturating_sub(beside)
 }
 
 fn bytes_of(blocks: u32) -> u64 {

@@ -340,7 +340,7 @@ impl Core {
                     || self.host.has_untold()
             }
             Hands::Read => (0..LANES).any(|lane| self.reads.waiting(lane).0 > 0),
-            Hands::Write => !self.downs.is_empty() && !self.upkeep.holds_writes,
+            Hands::Write => (!self.downs.is_empty() || self.has_due()) && !self.upkeep.holds_writes,
             Hands::Sync => !self.commits.is_empty() || self.fresh.len() >= self.flush_at,
             Hands::Upkeep => {
                 let is_held = self.upkeep.holds_writes && self.under_way[Hands::Write as usize] > 0;

@@ -2,11 +2,15 @@
 
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::kv::core::clear::Cleared;
+use crate::kv::core::clear::{Cleared, Clearing};
 use crate::kv::store::Store;
 
 /// Chunks that leave while the lock is held: others wait for no more.
 const AT_ONCE: usize = 512;
+/// Nobody is told when a batch of writes ends: it is looked so often.
+const LOOK_NS: u64 = 1_000_000;
+/// Batches of writes that end, and none of those that stayed can leave: the engine has them.
+const MOST_IN_VAIN: u32 = 3;
 
 impl Store {
     /// Takes everything of a namespace away that nobody holds, and waits until it is
@@ -14,9 +18,9 @@ impl Store {
     /// with any deadline: it goes on from there, and tells of all that has left.
     pub fn clear(&self, space: u32, deadline_ns: u64) -> Result<Cleared> {
         let mut clearing = self.with(|core| core.begin_clear(space))?;
-        while self.with(|core| Ok(core.clear_more(&mut clearing, AT_ONCE)))? {}
+        let came = self.clear_all(&mut clearing, deadline_ns);
         let turn = self.with(|core| Ok(core.ask_to_last_cleared(&mut clearing)))?;
-        let waited = self.wait_to_last(turn, deadline_ns);
+        let waited = came.and_then(|()| self.wait_to_last(turn, deadline_ns));
         if !matches!(&waited, Err(error) if error.status() == Status::Timeout) {
             self.let_go(|core| {
                 core.end_clear(&clearing);
@@ -24,6 +28,32 @@ impl Store {
             })?;
         }
         waited.map(|()| clearing.cleared)
+    }
+
+    /// Clears what may leave. Chunks that the store is writing leave when that has ended; those
+    /// that the engine moves stay.
+    fn clear_all(&self, clearing: &mut Clearing, deadline_ns: u64) -> Result<()> {
+        let (mut before, mut in_vain) = (u64::MAX, 0);
+        loop {
+            while self.with(|core| Ok(core.clear_more(clearing, AT_ONCE)))? {}
+            let written = self.with(|core| Ok(core.writes_so_far()))?;
+            let moving = clearing.cleared.moving;
+            in_vain = if moving < before { 0 } else { in_vain + 1 };
+            if moving == 0 || written.is_none() || in_vain >= MOST_IN_VAIN {
+                return Ok(());
+            }
+            before = moving;
+            let mut state = self.inner.state.lock();
+            while state.core.writes_so_far() == written && !state.stop && !state.broken {
+                let now_ns = self.inner.runtime.clock().now_ns();
+                if deadline_ns != 0 && now_ns >= deadline_ns {
+                    fail!(Timeout, "chunks that are to go are being written: ask again");
+                }
+                self.inner.ended.wait_for(&mut state, LOOK_NS);
+            }
+            drop(state);
+            clearing.again();
+        }
     }
 
     fn wait_to_last(&self, turn: u64, deadline_ns: u64) -> Result<()> {

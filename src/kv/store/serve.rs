@@ -5,7 +5,7 @@ use crate::base::op::OpRef;
 use crate::base::panic;
 use crate::base::runtime::Role;
 use crate::base::status::{Error, Result, Status};
-use crate::base::sync::{Arc, JoinHandle, cores, spawn};
+use crate::base::sync::{Arc, Guard, JoinHandle, cores, spawn};
 use crate::device::Stream;
 use crate::io::socket::Listener;
 use crate::kv::control::{self, Subject};
@@ -14,13 +14,15 @@ use crate::kv::core::work::{Hands, Work};
 use crate::kv::hands::Tools;
 use crate::kv::spec::StoreSpec;
 use crate::kv::store::feed::Feed;
-use crate::kv::store::{Inner, finish};
+use crate::kv::store::{Inner, State, finish};
 
 /// Whoever asked the remote looks so often for more to ask before it sleeps, and so long after
 /// each other. To wake it costs an engine's thread more than all else that it does to have something
 /// asked, and sessions come in bursts. Nobody who waits for an answer waits for that.
 const LOOKS: u32 = 20;
 const LOOK_NS: u64 = 50_000;
+/// Hands that wait for a time sleep at least so long: a clock may stand still.
+const LEAST_SLEEP_NS: u64 = 1_000_000;
 
 impl Inner {
     /// The life of a thread.
@@ -41,9 +43,7 @@ impl Inner {
                     self.work[hands as usize].wait_for(&mut state, LOOK_NS);
                     continue;
                 }
-                state.sleeping[hands as usize] += 1;
-                self.work[hands as usize].wait(&mut state);
-                state.sleeping[hands as usize] -= 1;
+                self.sleep(hands, &mut state);
                 continue;
             };
             let news = self.news(&mut state);
@@ -72,6 +72,23 @@ impl Inner {
         if broken {
             self.give_up();
         }
+    }
+
+    /// Sleeps until there may be work: hands that write also until the oldest chunk is due.
+    fn sleep(&self, hands: Hands, state: &mut Guard<'_, State>) {
+        let due_ns = if hands == Hands::Write { state.core.due_ns() } else { None };
+        state.sleeping[hands as usize] += 1;
+        match due_ns {
+            None => self.work[hands as usize].wait(state),
+            Some(due_ns) => {
+                let wait_ns = due_ns.saturating_sub(self.runtime.clock().now_ns());
+                state.writer_has_alarm = true;
+                self.work[hands as usize].wait_for(state, wait_ns.max(LEAST_SLEEP_NS));
+                state.writer_has_alarm = false;
+                state.core.tick(self.runtime.clock().now_ns());
+            }
+        }
+        state.sleeping[hands as usize] -= 1;
     }
 
     /// Err = a defect was caught, and the runtime is poisoned.

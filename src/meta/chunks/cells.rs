@@ -210,6 +210,14 @@ impl Cells {
         })
     }
 
+    /// Bytes that the columns have used for the first so many cells.
+    pub(super) fn used_bytes(&self, cells: usize) -> u64 {
+        let narrow = self.marks.front_bytes(cells) + self.sources.front_bytes(cells);
+        let wide = self.readers.front_bytes(cells) + self.pieces.front_bytes(cells);
+        let disk = self.spots.front_bytes(cells) + self.seals.front_bytes(cells);
+        narrow + wide + disk + self.codeds.front_bytes(cells)
+    }
+
     #[inline]
     pub(super) fn marks(&self) -> &[Marks] {
         &self.marks

@@ -176,11 +176,16 @@ impl Chunks {
         (shape.max_chunks as u64).saturating_mul(chunk.saturating_add(16)).saturating_add(64)
     }
 
-    /// Bytes that the table has used so far, its index as far as that can be. Rows are
-    /// used from the front, and again; the last page of a column may be a huge one.
+    /// Bytes that the table has used so far. Rows are used from the front, and again.
     pub fn used_bytes(&self) -> u64 {
-        let row = (CHUNK_BYTES + self.shape.layers * CELL_BYTES) as u64;
-        u64::from(self.fresh) * row + self.index.used_bytes(u64::from(self.fresh))
+        let most = self.most();
+        let rows = self.keys.front_bytes(most) + self.rows.front_bytes(most);
+        rows + self.cells.used_bytes(most * self.shape.layers) + self.index.bytes()
+    }
+
+    /// The most chunks that there were at once.
+    pub fn most(&self) -> usize {
+        self.fresh as usize
     }
 
     /// A chunk's row, if there is one in the slot.

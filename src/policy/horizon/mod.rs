@@ -66,6 +66,8 @@ pub struct Horizon {
     /// Evicted ids: their uses, and when they were used last.
     past: Ghosts,
     history: usize,
+    /// Of those, so many for each object that there ever was at once.
+    history_each: usize,
     epoch_ns: Option<i64>,
     /// Tokens of a full object: the most seen.
     full_tokens: u32,
@@ -93,6 +95,8 @@ struct Own {
     traits: Zeroed<Traits>,
 }
 
+/// The history is bounded as if there had been so many objects at least.
+const LEAST_BOUND: usize = 1024;
 /// Time in the history counts in these.
 const TICK_NS: i64 = 10_000_000;
 
@@ -106,8 +110,8 @@ impl Horizon {
             _ => Objective::Tokens,
         };
         let cost = Cost::default().read(reader)?;
-        let history = reader.u64("history", 4, 0..=64)? as usize;
-        let history = (setting.max_objects * history).min(1 << 28);
+        let history_each = reader.u64("history", 4, 0..=64)? as usize;
+        let history = (setting.max_objects * history_each).min(1 << 28);
         let watch = reader.u64("watch", 65_536, 64..=1 << 22)? as usize;
         Ok(Horizon {
             objective,
@@ -119,6 +123,7 @@ impl Horizon {
             weights: Zeroed::new(setting.max_objects)?,
             past: Ghosts::new(history)?,
             history,
+            history_each,
             epoch_ns: None,
             full_tokens: 0,
             usual_weight: 0.0,
@@ -142,6 +147,7 @@ impl Horizon {
                 self.cohorts.class_changed(objects, &self.hazards, class, now);
             }
             self.watch.sample_for(objects.len());
+            self.past.bound(self.history_each * objects.most().max(LEAST_BOUND));
         }
     }
 
@@ -218,6 +224,12 @@ impl Horizon {
 impl Policy for Horizon {
     fn name(&self) -> &'static str {
         "horizon"
+    }
+
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        let most = objects.most();
+        let tables = self.traits.front_bytes(most) + self.weights.front_bytes(most);
+        tables + self.watch.used_bytes() + self.past.used_bytes()
     }
 
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {

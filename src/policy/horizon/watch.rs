@@ -58,6 +58,11 @@ impl Watch {
         })
     }
 
+    /// Bytes that it has used so far.
+    pub fn used_bytes(&self) -> u64 {
+        self.waits.front_bytes(self.fresh as usize) + self.index.bytes()
+    }
+
     /// How many it holds at most.
     pub fn limit(&self) -> usize {
         self.waits.len()

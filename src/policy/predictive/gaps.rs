@@ -90,6 +90,11 @@ impl Gaps {
         Ok(Gaps { users, all: Pace::default(), rate: Pace::default(), lone_ns: i64::MIN })
     }
 
+    /// Bytes that it has used, where there were so many sessions at most.
+    pub fn used_bytes(&self, sessions: usize) -> u64 {
+        self.users.front_bytes(sessions)
+    }
+
     /// Goes on from what another saw; of each session only if it has as many rows.
     pub fn learn(&mut self, from: Gaps) {
         (self.all, self.rate) = (from.all, from.rate);

@@ -273,6 +273,13 @@ impl Policy for Predictive {
         "predictive"
     }
 
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        let most = objects.most();
+        let heaps = [self.ahead.used_bytes(most), self.due.used_bytes(most)];
+        let lapsed = self.lapsed.used_bytes(most) + self.next.front_bytes(most);
+        heaps.iter().sum::<u64>() + lapsed + self.gaps.used_bytes(objects.sessions.most())
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.gaps.see(objects, objects.node(slot).session);
         self.used(objects, slot, now);

@@ -291,6 +291,14 @@ impl Policy for Qos {
         "qos"
     }
 
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        let most = objects.most();
+        let own = [self.home.front_bytes(most), self.row.front_bytes(most)];
+        let own = own.iter().sum::<u64>() + self.used.front_bytes(most);
+        let inner = self.inner.iter().map(|inner| inner.used_bytes(objects));
+        own + self.parked.used_bytes(most) + inner.sum::<u64>()
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         let (class, tenant) = Self::standing(objects, slot);
         self.count_in(objects, slot, class, tenant);

@@ -42,6 +42,11 @@ impl Parked {
         })
     }
 
+    /// Bytes that it has used, where there were so many objects at most.
+    pub fn used_bytes(&self, objects: usize) -> u64 {
+        self.before.front_bytes(objects) + self.after.front_bytes(objects)
+    }
+
     /// How many are parked.
     pub fn len(&self) -> usize {
         self.len

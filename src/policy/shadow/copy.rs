@@ -66,6 +66,11 @@ impl Copy {
         &mut *self.policy
     }
 
+    /// Bytes that it has used so far.
+    pub fn used_bytes(&self) -> u64 {
+        self.objects.used_bytes() + self.policy.used_bytes(&self.objects)
+    }
+
     /// What fits.
     pub fn set_capacity(&mut self, units: u64) {
         self.capacity = units;

@@ -286,6 +286,11 @@ impl Policy for Auto {
         "auto"
     }
 
+    fn used_bytes(&self, objects: &Objects) -> u64 {
+        let copies = self.candidates.iter().map(|candidate| candidate.copy.used_bytes());
+        self.policy.used_bytes(objects) + copies.sum::<u64>() + self.missed.used_bytes()
+    }
+
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
         self.policy.insert(objects, slot, now);
         if self.setting.capacity_units == 0 && objects.units() > self.fitted {

@@ -18,7 +18,8 @@ impl DiskTier {
             let segment = self.options.segment_bytes;
             fail!(
                 Invalid,
-                "a budget of {bytes} bytes is too small for segments of {segment}: {least} are needed"
+                "a disk of {bytes} bytes is too small for segments of {segment} bytes: {least} \
+                 bytes are needed"
             );
         }
         self.paid.set(bytes)?;
@@ -83,6 +84,14 @@ impl State {
         self.end_shrinking();
     }
 
+    /// The tier is open; cleaning makes segments of `room` bytes. Where an opening found more
+    /// than the budget, cleaning goes on in that, as where a budget shrank.
+    pub fn begin_over(&mut self, room: u64) {
+        if self.used_bytes > self.budget_bytes {
+            (self.shrinks_from, self.shrink_room) = (self.used_bytes.saturating_add(room), room);
+        }
+    }
+
     /// What may be used by who appends. Cleaning frees more than it writes, so that it
     /// goes on where a budget shrank.
     pub fn limit(&self, front: Front) -> u64 {
@@ -106,6 +115,18 @@ mod tests {
 
     fn limits(state: &State) -> [u64; 2] {
         [state.limit(Front::Callers), state.limit(Front::Cleaning)]
+    }
+
+    #[test]
+    fn an_opening_under_a_smaller_budget_lets_cleaning_go_on() {
+        let mut state = State { used_bytes: 80, budget_bytes: 100, ..State::default() };
+        state.begin_over(10);
+        assert_eq!(limits(&state), [100, 100], "it fits");
+        let mut state = State { used_bytes: 120, budget_bytes: 100, ..State::default() };
+        state.begin_over(10);
+        assert_eq!(limits(&state), [100, 130]);
+        state.give_back(30);
+        assert_eq!(limits(&state), [100, 100]);
     }
 
     #[test]

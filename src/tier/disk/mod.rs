@@ -54,8 +54,11 @@ pub use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS, Spot};
 pub use crate::tier::disk::staging::{Lent, RESERVE_BYTES};
 pub use crate::tier::disk::stats::{OpenReport, SegmentInfo, Stats};
 
-/// Bytes of a segment unless something else is asked for.
-pub const DEFAULT_SEGMENT_BYTES: u64 = 64 << 20;
+/// Longest segments that are made where nothing is said of them.
+pub const MOST_USUAL_SEGMENT_BYTES: u64 = 64 << 20;
+/// The shortest, where a quarter of the budget is not shorter.
+const LEAST_USUAL_SEGMENT_BYTES: u64 = 8 << 20;
+const SEGMENT_STEP_BYTES: u64 = 64 << 10;
 /// Fewest segments that a budget must have room for: one that callers write, one
 /// that cleaning writes, one that is kept back.
 pub const MIN_SEGMENTS: u64 = 3;
@@ -65,7 +68,8 @@ pub const MIN_SEGMENTS: u64 = 3;
 pub struct Options {
     /// Most bytes of all files together, until [`DiskTier::set_budget`] says otherwise.
     pub budget_bytes: u64,
-    /// Bytes of new segments, a multiple of the block; 0 = [`DEFAULT_SEGMENT_BYTES`].
+    /// Bytes of new segments, a multiple of the block; 0 = as the budget says: one part in 64 of
+    /// it, from 8 MiB to [`MOST_USUAL_SEGMENT_BYTES`], and a quarter of a very small one.
     pub segment_bytes: u64,
     /// Random bytes: the name of the store if it must be made.
     pub random: StoreId,
@@ -196,16 +200,34 @@ impl DiskTier {
         self.staging.trim()
     }
 
+    /// Bytes of segments that are made from now on.
+    pub fn segment_bytes(&self) -> u64 {
+        self.options.segment_bytes
+    }
+
     /// Blocks of segments that are made from now on.
     fn segment_blocks(&self) -> u32 {
         (self.options.segment_bytes / BLOCK_BYTES as u64) as u32
     }
 }
 
+/// Bytes of segments where nothing is said of them. About three are kept free or half full, so
+/// smaller ones leave more of a small disk to cells; a record has to fit into one.
+pub fn usual_segment_bytes(budget_bytes: u64) -> u64 {
+    let part = (budget_bytes / 64).clamp(LEAST_USUAL_SEGMENT_BYTES, MOST_USUAL_SEGMENT_BYTES);
+    let bytes = part.min(budget_bytes / 4);
+    (bytes - bytes % SEGMENT_STEP_BYTES).max(SEGMENT_STEP_BYTES)
+}
+
 /// The least that a budget can be.
 fn least_bytes(options: &Options) -> u64 {
+    least_bytes_for(options.segment_bytes)
+}
+
+/// The same with segments of so many bytes.
+pub fn least_bytes_for(segment_bytes: u64) -> u64 {
     let store = (STORE_BLOCKS * BLOCK_BYTES) as u64;
-    options.segment_bytes.saturating_mul(MIN_SEGMENTS).saturating_add(store)
+    segment_bytes.saturating_mul(MIN_SEGMENTS).saturating_add(store)
 }
 
 /// Blocks that some bytes take, in a segment.

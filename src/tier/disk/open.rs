@@ -18,7 +18,7 @@ use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS};
 use crate::tier::disk::staging::Staging;
 use crate::tier::disk::state::{Front, Segment, State};
 use crate::tier::disk::stats::OpenReport;
-use crate::tier::disk::{DEFAULT_SEGMENT_BYTES, DiskTier, Options, Spot, least_bytes};
+use crate::tier::disk::{DiskTier, Options, Spot, least_bytes, usual_segment_bytes};
 
 const DEFAULT_MAX_OPEN: usize = 32;
 
@@ -81,6 +81,7 @@ impl DiskTier {
         tier.note_files(&names, is_new, &mut report);
         let recovered = tier.recover(&mut report)?;
         tier.sweep();
+        tier.state.lock().begin_over(tier.options.segment_bytes);
         report.cells = recovered.cells();
         report.elapsed_ns = clock.now_ns().saturating_sub(begun_ns);
         Ok((tier, recovered, report))
@@ -288,7 +289,7 @@ impl DiskTier {
 fn checked(mut options: Options) -> Result<Options> {
     let block = BLOCK_BYTES as u64;
     if options.segment_bytes == 0 {
-        options.segment_bytes = DEFAULT_SEGMENT_BYTES;
+        options.segment_bytes = usual_segment_bytes(options.budget_bytes);
     }
     if options.max_open == 0 {
         options.max_open = DEFAULT_MAX_OPEN;
@@ -302,7 +303,8 @@ fn checked(mut options: Options) -> Result<Options> {
     if options.budget_bytes < least {
         fail!(
             Invalid,
-            "a budget of {} bytes is too small for segments of {bytes}: {least} are needed",
+            "a disk of {} bytes is too small for segments of {bytes} bytes: {least} bytes are \
+             needed, or a smaller segment=",
             options.budget_bytes
         );
     }

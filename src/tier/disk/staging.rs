@@ -339,9 +339,10 @@ fn too_little(error: Error, account: &Account) -> Error {
     let lane = account.budget().lane(Tier::Host);
     let text = format!(
         "{RESERVE_BYTES} bytes of memory are kept for what goes to disk and comes back, and of the \
-         budget's {} bytes of tier host too few are free: raise its limit, have others give back, \
-         or open the store without a disk",
-        lane.limit_bytes
+         budget's {} bytes of tier host too few are free{}: raise its limit, have others give \
+         back, or open the store without a disk",
+        lane.limit_bytes,
+        account.budget().words_of_reserve(Tier::Host)
     );
     Error::new(Status::Budget, text)
 }

@@ -220,7 +220,8 @@ impl State {
             self.stats.refused += 1;
             fail!(
                 Budget,
-                "{bytes} bytes more do not fit: {} of {budget} are used, {spare} kept back",
+                "the disk is full: {} of {budget} bytes are used, {spare} more are kept back for \
+                 cleaning and checkpoints, and {bytes} are needed",
                 self.used_bytes
             );
         }

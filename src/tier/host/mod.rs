@@ -2,6 +2,8 @@
 //! Nothing is moved, so addresses stay as they are, and workers may use them without
 //! asking. A segment that is empty goes back to the budget or to another size.
 
+mod cut;
+mod reserve;
 mod resize;
 mod segment;
 mod table;
@@ -30,9 +32,6 @@ pub const MAX_SEGMENTS: u32 = (1 << (32 - INDEX_BITS)) - 1;
 pub const MAX_CLASSES: usize = 64;
 
 const INDEX_BITS: u32 = MAX_PIECES.trailing_zeros();
-/// Of a segment of the usual length, at most this part may be lost behind its last
-/// piece; sizes that lose more have segments of their own length.
-const TAIL_PART: u64 = 16;
 
 /// Number of a piece of memory: its segment, and its place there. Never [`NONE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -157,6 +156,8 @@ pub struct HostTier {
     live_bytes: u64,
     live_pieces: u64,
     given_back_bytes: u64,
+    /// The segment of the reserve: in no class, and beyond the limit.
+    reserve: Option<u32>,
     /// Who is to know of all memory.
     device: Option<Arc<dyn Device>>,
     /// Segments that it was not told of.
@@ -182,6 +183,7 @@ impl HostTier {
             live_bytes: 0,
             live_pieces: 0,
             given_back_bytes: 0,
+            reserve: None,
             device: None,
             untold: Vec::new(),
         })
@@ -228,6 +230,9 @@ impl HostTier {
         let Some(segment) = self.table.get_mut(number) else { return Err(stale(piece)) };
         let was_full = segment.live() == segment.pieces();
         segment.give_back(piece.index());
+        if self.reserve == Some(number) {
+            return Ok(());
+        }
         let is_empty = segment.live() == 0;
         if is_empty && (drains || self.classes[class].spare != NONE) {
             self.drop_segment(number);
@@ -289,9 +294,10 @@ impl HostTier {
         Ok(())
     }
 
-    /// The segments, by number.
+    /// The segments, by number, without the reserve's.
     pub fn segments(&self) -> impl Iterator<Item = SegmentFacts> + '_ {
-        (0..self.table.len()).filter_map(|number| {
+        let all = (0..self.table.len()).filter(|&number| self.reserve != Some(number));
+        all.filter_map(|number| {
             let (entry, segment) = self.table.get(number)?;
             Some(SegmentFacts {
                 number,
@@ -333,9 +339,11 @@ impl HostTier {
 
     /// What it has.
     pub fn stats(&self) -> HostStats {
+        let reserve = self.reserve.and_then(|number| self.table.get(number));
         let mut stats = HostStats {
             live_pieces: self.live_pieces,
             live_bytes: self.live_bytes,
+            cost_bytes: reserve.map_or(0, |(_, segment)| segment.cost_bytes()),
             ..HostStats::default()
         };
         for segment in self.segments() {
@@ -402,16 +410,6 @@ impl HostTier {
             Some((class, _)) => Ok(class),
             None => fail!(Limit, "pieces of more than {MAX_CLASSES} sizes"),
         }
-    }
-
-    /// How segments for pieces of a size are cut.
-    fn cut_of(&self, piece_bytes: u64) -> Class {
-        let fit = self.segment_bytes / piece_bytes;
-        let pieces = fit.clamp(1, u64::from(MAX_PIECES)) as u32;
-        let used_bytes = u64::from(pieces) * piece_bytes;
-        let is_usual = fit > 0 && self.segment_bytes - used_bytes <= self.segment_bytes / TAIL_PART;
-        let segment_bytes = if is_usual { self.segment_bytes } else { used_bytes };
-        Class { piece_bytes, segment_bytes, pieces, ..UNUSED }
     }
 
     fn forget_if_unused(&mut self, class: usize) {

@@ -483,8 +483,10 @@ fn what_is_loaded_is_what_was_put() {
 fn what_is_on_disk_comes_too() {
     let dir = folder("disk");
     let shape = Shape { key_dim: 512, value_dim: 512, ..shape(Kind::Split) };
-    let spec =
-        format!("store(host=2MiB,disk=disk(path=\"{}\",bytes=64MiB,segment=4MiB))", dir.display());
+    let spec = format!(
+        "store(host=2MiB,write=back,disk=disk(path=\"{}\",bytes=64MiB,segment=4MiB))",
+        dir.display()
+    );
     let mut world = World::with(5, shape, &spec, ["", ""], (2, 512));
     for _ in 0..16 {
         world.put(31);

@@ -35,6 +35,8 @@ pub(super) const SPACES: u32 = 3;
 pub(super) const MOST_SESSIONS: u64 = 12;
 pub(super) const POISON: u8 = 0xA5;
 const POLICIES: [&str; 6] = ["lru", "sieve", "horizon", "s3fifo", "gdsf", "arc"];
+
+const WRITES: [Write; 4] = [Write::Through, Write::Back, Write::Never, Write::Behind];
 /// Turns of work after which a store that never rests is a defect.
 const MOST_TURNS: u32 = 200_000;
 
@@ -172,11 +174,13 @@ fn config(
         host_bytes: (4 + random.below(40)) << 16,
         host_policy: POLICIES[random.below(6) as usize].into(),
         disk_policy: POLICIES[random.below(6) as usize].into(),
-        write: match [Write::Through, Write::Back, Write::Never][random.below(3) as usize] {
+        write: match WRITES[random.below(WRITES.len() as u64) as usize] {
             // What leaves memory and is on no disk is what a remote is for.
             _ if far.is_some() && seed % 2 == 0 => Write::Never,
             write => write,
         },
+        write_age_ns: [0, 1_000_000, 1_000_000_000][seed as usize % 3],
+        unwritten_bytes: [0, 64 << 10, u64::MAX][seed as usize / 3 % 3],
         admission: "all".into(),
         grain,
         drop_cells,

@@ -1,0 +1,82 @@
+//! The limit of the disk: a smaller one at opening comes to hold although nothing is written, and
+//! costs no more than it has to.
+
+use kvtier_testkit::fixtures::by_hand;
+use kvtier_testkit::fixtures::store as support;
+
+use by_hand::{MODEL, World};
+use kvtier::base::status::Status;
+use kvtier::kv::core::{Config, Level};
+use kvtier::kv::store::Store;
+use kvtier_testkit::disk::{SimFiles, SimOpts};
+use support::{Done, Engine, Home, Scratch, Shape, document, marks_of, runtime, with_disk};
+
+const ALL: std::ops::Range<usize> = 0..MODEL.layers;
+const SEGMENT: u64 = 16 * 4096;
+const LARGE: u64 = 64 * SEGMENT + 8192;
+const SMALL: u64 = 24 * SEGMENT + 8192;
+
+fn open(files: SimFiles, disk_bytes: u64) -> World {
+    let config = Config { host_bytes: 4 << 20, max_chunks: 4096, ..Config::default() };
+    World::sized(files, config, None, SEGMENT, disk_bytes)
+}
+
+#[test]
+fn a_smaller_limit_holds_after_opening() {
+    let opts = SimOpts { capacity_bytes: 64 << 20, ..SimOpts::default() };
+    let world = open(SimFiles::new(1, opts), LARGE);
+    let documents = 60;
+    for number in 0..documents {
+        assert_eq!(world.put(&document(number, 64), ALL, Level::Disk), Status::Ok);
+    }
+    world.rest();
+    let files = world.files.clone();
+    let used = world.tools.disk.as_ref().expect("a disk").stats().used_bytes;
+    assert!(used > SMALL * 9 / 8, "{used} bytes are used");
+    drop(world);
+    let world = open(files.reopen(), SMALL);
+    world.rest();
+    let disk = world.tools.disk.clone().expect("a disk");
+    let (used, live) = (disk.stats().used_bytes, disk.segments());
+    let live: u64 = live.iter().map(|s| u64::from(s.live_blocks) * 4096).sum();
+    assert!(used <= SMALL, "{used} bytes of {SMALL} are used, and nothing was written");
+    // A record of a chunk is a header and two cells here. Three segments are kept back or written
+    // to, and one more may go beyond need.
+    let least = (SMALL - 5 * SEGMENT) * 2 / 3;
+    assert!(live >= least, "{live} bytes live, {least} had room");
+    assert!(world.is_there(&document(documents - 1, 64)), "the newest is there");
+    assert!(!world.is_there(&document(0, 64)), "the oldest is gone");
+}
+
+#[test]
+fn fewer_chunks_than_are_on_disk_are_refused() {
+    let scratch = Scratch::new("fewer");
+    let spec = |rest: &str| with_disk(&scratch.0, "bytes=64MiB,segment=1MiB", rest);
+    let count = |home: &Home| home.store.opened.adopted.chunks;
+    let home = Home::open(&spec("host=4MiB,chunks=1024"));
+    let space = home.space(1, &MODEL);
+    for number in 0..50 {
+        let tokens = document(number, 64);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(0, &tokens));
+        let done = home.put(session, Level::Disk, &engine);
+        assert_eq!(done, Done { status: Status::Ok, tokens: 64 });
+        home.end(session);
+    }
+    home.close();
+    let runtime = runtime();
+    let refused = Store::open(runtime.core(), None, &spec("host=4MiB,chunks=100"));
+    let error = refused.err().expect("200 chunks are there");
+    assert_eq!(error.status(), Status::Limit);
+    for words in ["200 chunks", "chunks=1024", "forget 100", "chunks=200", "forget=true"] {
+        assert!(error.message().contains(words), "{words}: {error}");
+    }
+    // Nothing is lost by that, and as many as there are is enough.
+    let home = Home::open(&spec("host=4MiB,chunks=200"));
+    assert_eq!(count(&home), 200);
+    home.close();
+    let home = Home::open(&spec("host=4MiB,chunks=100,forget=true"));
+    assert_eq!(count(&home), 100);
+    home.close();
+}
