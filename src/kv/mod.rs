@@ -4,6 +4,7 @@
 pub mod admission;
 pub mod behind;
 pub mod calibrate;
+pub mod capacity;
 mod coder;
 pub mod control;
 pub mod core;

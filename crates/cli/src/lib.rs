@@ -8,6 +8,7 @@ pub mod direct;
 mod doctor;
 mod fsck;
 mod lab;
+mod plan;
 mod remote;
 pub mod stream;
 
@@ -85,6 +86,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// How much memory, disk and remote hold of a model's KV, and the least sizes
+    Plan(plan::Args),
     #[command(flatten)]
     Control(control::Command),
     /// Check a disk tier's directory that nobody has open; 0 = clean, 1 = damaged, 2 = not usable
@@ -154,6 +157,7 @@ pub fn main() -> ExitCode {
             return conformance::run(&opts);
         }
         Command::Config { file, json } => config::run(&file, json),
+        Command::Plan(args) => plan::run(&args),
         Command::Control(command) => control::run(command),
         Command::Fsck { dir, json, read_only, most } => {
             return fsck::run(&dir, json, read_only, most);

@@ -6,6 +6,7 @@ mod device;
 mod fsck;
 mod lab;
 mod lab_scale;
+mod plan;
 mod remote;
 mod s3;
 mod sparse;
