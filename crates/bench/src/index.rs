@@ -19,8 +19,8 @@ use kvtier::meta::index::hash;
 use kvtier::meta::key::Key;
 use kvtier::tier::disk::{CellAt, DiskTier, Keeper, Options, Spot};
 
+use super::home::layout;
 use super::peers::thread_ns;
-use super::store::layout;
 use super::{Bar, Better, median};
 
 /// Bytes of K, and of V, of a cell: together a block.

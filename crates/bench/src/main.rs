@@ -11,6 +11,7 @@ mod device_kernels;
 mod device_offload;
 mod device_stream;
 mod disk;
+mod home;
 mod index;
 mod lab;
 mod model;
@@ -19,6 +20,7 @@ mod offload;
 mod overlap;
 mod peers;
 mod policy;
+mod promises;
 mod remote;
 mod remote_server;
 mod remote_store;
@@ -207,7 +209,7 @@ fn main() -> ExitCode {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 13] = [
+const GROUPS: [(&str, &str, Group); 14] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
     ("attention", "kernels on one core, beside its multiply-adds and its reading", attention::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
@@ -220,6 +222,11 @@ const GROUPS: [(&str, &str, Group); 13] = [
         offload::run,
     ),
     ("policy", "choosing victims, in the caller's tables and among a million", policy::run),
+    (
+        "promises",
+        "the disk's share, write-behind, closes by polls, long sessions, gets beside puts",
+        promises::run,
+    ),
     (
         "remote",
         "objects of a Redis server, beside its own benchmark and a bare socket",

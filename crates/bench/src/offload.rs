@@ -21,7 +21,7 @@ use kvtier::meta::view::{Place, View};
 use kvtier::offload::{Home, Offload, Opts, Policies, Which};
 use kvtier::sparse::{Context, Kind, Shape, registry};
 
-use super::store::say;
+use super::home::say;
 use super::{Bar, Better, median};
 
 const BLOCK: u32 = 256;

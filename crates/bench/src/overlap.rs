@@ -7,7 +7,7 @@ use kvtier::base::status::Result;
 use kvtier::kv::core::moves::{Deed, Level};
 
 use super::disk::{Outcome, Scratch};
-use super::store::{Home, TOKEN_BYTES, Tensors, layout, say};
+use super::home::{Home, TOKEN_BYTES, Tensors, layout, say};
 use super::{Bar, Better, median};
 
 const LAYERS: usize = 32;

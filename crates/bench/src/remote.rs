@@ -14,9 +14,9 @@ use kvtier::tier::remote::secret::Secret;
 use kvtier::tier::remote::{Asks, Gets, Lane, Name, Puts, Remote};
 
 use super::disk::{self, Outcome, in_turn, memory, part_of_raw};
+use super::home::say;
 use super::remote_server::{BYTES, KEYS, Raw, Server};
 use super::remote_store;
-use super::store::say;
 use super::{Bar, Better, median};
 
 /// How long a batch may take.

@@ -17,9 +17,9 @@ use kvtier::tier::remote::name::Prefix;
 use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Puts, Remote, Server as Said};
 
 use super::disk::{Outcome, Scratch};
+use super::home::{Home, Tensors, layout, say};
 use super::peers::thread_ns;
 use super::remote_server::Server;
-use super::store::{Home, Tensors, layout, say};
 use super::{Bar, Better, median};
 
 /// Layers, tokens of a chunk and bytes of K, or of V, of a token in a layer.

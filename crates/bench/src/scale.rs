@@ -13,8 +13,8 @@ use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::meta::index::hash;
 
 use super::disk::{self, Outcome, Scratch};
+use super::home::{Home, Tensors, layout, say};
 use super::index::{self, resident};
-use super::store::{Home, Tensors, layout, say};
 use super::{Bar, Better, median};
 
 /// Says to a process of the benchmark that it is to store, and die: where.
@@ -145,7 +145,7 @@ fn storm(bar: &mut Bar, seconds: u64) -> Outcome<()> {
     );
     let callers = [Tensors::new(STORM_BYTES, LAYERS)?, Tensors::new(STORM_BYTES, LAYERS)?];
     let run = || -> Result<(u64, u64, u64)> {
-        let home = Home::open(&spec, layout(LAYERS, 16, super::store::TOKEN_BYTES)?, Some(BUDGET))?;
+        let home = Home::open(&spec, layout(LAYERS, 16, super::home::TOKEN_BYTES)?, Some(BUDGET))?;
         let before = resident();
         let (most, moved, stop) = (AtomicU64::new(0), AtomicU64::new(0), AtomicBool::new(false));
         let end = Instant::now() + Duration::from_secs(seconds);

@@ -13,7 +13,7 @@ use kvtier::sparse::ranks::Ranks;
 use kvtier::sparse::{Context, Index, Keep, Kind, Shape, Sparse, needs, registry};
 
 use super::attention::{numbers, pairs, reading, rows, seconds};
-use super::store::say;
+use super::home::say;
 use super::{Bar, Better, allocations, median};
 
 const DIM: usize = 128;

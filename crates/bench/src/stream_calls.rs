@@ -9,7 +9,7 @@ use kvtier::stream::model::Facts;
 use kvtier::stream::plan::{Inputs, Links, Memory, Plan, Seat, Wishes};
 use kvtier::stream::streamer::{Held, How, Opts, Streamer};
 
-use super::store::say;
+use super::home::say;
 use super::stream_timed::{files, model, units};
 use super::{Bar, Better, median, per_call};
 

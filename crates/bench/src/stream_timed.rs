@@ -14,7 +14,7 @@ use kvtier::stream::streamer::{How, Opts, Streamer};
 use kvtier::stream::units::{Role, Unit, Units};
 use kvtier_testkit::fixed::simulated::{SimFile, SimFixed, SimFixedOpts};
 
-use super::store::say;
+use super::home::say;
 use super::{Bar, Better, median};
 
 const LAYERS: u32 = 80;

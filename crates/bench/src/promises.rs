@@ -1,0 +1,306 @@
+//! What a store promises beside speed: how much of its disk cells have and what that costs in
+//! writes, what write-behind costs those who read, how long a close by polls takes, what a long
+//! session costs a put, and how long a small get waits beside large puts.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use kvtier::base::status::{Result, Status};
+use kvtier::kv::core::SpaceOpts;
+use kvtier::kv::core::moves::{Deed, Level};
+use kvtier::meta::key::Key;
+use kvtier::trace::generate::{GenOpts, kind_of, make};
+
+use super::disk::Scratch;
+use super::home::{Home, TOKEN_BYTES, Tensors, layout, say};
+use super::{Bar, Better, median};
+
+const MIB: u64 = 1 << 20;
+const HOUR_NS: i64 = 3_600_000_000_000;
+/// Tokens of a chunk whose cells have 64 KiB.
+const CHUNK: u32 = 16;
+
+fn bar(name: &'static str, unit: &'static str, goal: Option<f64>, better: Better) -> Bar {
+    let (value, baseline, baseline_value, note) = (None, "", None, String::new());
+    Bar { bar: name, value, unit, baseline, baseline_value, goal, better, note }
+}
+
+/// Stores the conversations of a trace on a disk of so many bytes, several times what it holds; the
+/// share of it that cells have then, and the bytes written for each byte of cells.
+fn churn(disk_bytes: u64, times: u64) -> Result<(f64, f64)> {
+    const LAYERS: usize = 2;
+    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
+    let scratch = Scratch::new("churn");
+    let chunk_bytes = u64::from(CHUNK) * 2 * TOKEN_BYTES * LAYERS as u64;
+    let wanted = times * disk_bytes / chunk_bytes;
+    let kind = kind_of("chat")?;
+    let opts = GenOpts { kind, duration_ns: HOUR_NS, seed: 1, rate: 0.0, block_tokens: CHUNK };
+    let spec = format!(
+        "store(host=128MiB,write=through,disk_policy=lru,disk=disk(path=\"{}\",bytes={disk_bytes}B))",
+        scratch.0.display()
+    );
+    let home = Home::open(&spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)?;
+    let (mut stored, mut round) = (0, 0u64);
+    while stored < wanted {
+        let trace = make(&GenOpts { seed: 1 + round, ..opts })?;
+        for request in trace.requests() {
+            let blocks = trace.blocks(request);
+            let most = blocks.len().min(1024) as u64;
+            let tokens = blocks.iter().take(1024).flat_map(|&block| {
+                (0..CHUNK).map(move |i| {
+                    (block as u32).wrapping_mul(2_654_435_761) ^ (round as u32) << 20 ^ i
+                })
+            });
+            let tokens: Vec<u32> = tokens.collect();
+            if tokens.is_empty() {
+                continue;
+            }
+            let tensors = Tensors::new(most * chunk_bytes, LAYERS).map_err(failed)?;
+            let session = home.session_of(&tokens)?;
+            home.carry(session, Deed::Put, Level::Disk, tensors.whole(false))?;
+            home.end(session)?;
+            let report = home.store.look(|core| core.report())?;
+            stored = report.counters.written / LAYERS as u64;
+            if stored >= wanted {
+                break;
+            }
+        }
+        round += 1;
+    }
+    home.store.settle(0)?;
+    let report = home.store.look(|core| core.report())?;
+    let (disk, stats) = (report.disk, report.disk.stats);
+    let all = stats.appended_bytes + stats.cleaned_bytes + stats.overhead_bytes;
+    home.close()?;
+    let share = disk.live_bytes as f64 / disk.budget_bytes as f64;
+    Ok((share, all as f64 / stats.appended_bytes.max(1) as f64))
+}
+
+fn churn_bars(quick: bool) -> Vec<Bar> {
+    let sizes: &[(u64, &str, &str, f64)] = &[
+        (1024 * MIB, "disk_share_1GiB", "disk_writes_1GiB", 0.85),
+        (10 * 1024 * MIB, "disk_share_10GiB", "disk_writes_10GiB", 0.90),
+    ];
+    let mut bars = Vec::new();
+    for &(bytes, share, writes, goal) in sizes.iter().take(if quick { 1 } else { 2 }) {
+        let mut two = [
+            bar(share, "of disk", Some(goal), Better::Higher),
+            bar(writes, "of cells", Some(1.5), Better::Lower),
+        ];
+        match churn(bytes, 3) {
+            Ok((has, wrote)) => (two[0].value, two[1].value) = (Some(has), Some(wrote)),
+            Err(error) => two.iter_mut().for_each(|bar| bar.note = say(error.clone())),
+        }
+        bars.extend(two);
+    }
+    bars
+}
+
+/// Seconds of gets of what is in memory, while what was put last is written or not.
+fn behind_pairs(rounds: u32) -> Result<Vec<(f64, f64)>> {
+    const LAYERS: usize = 8;
+    const MOVE: u64 = 64 * MIB;
+    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
+    let tensors = Tensors::new(MOVE, LAYERS).map_err(failed)?;
+    let open = |write: &str, scratch: &Scratch| {
+        let spec = format!(
+            "store(host=512MiB,policy=lru,write={write},disk=disk(path=\"{}\",bytes=4GiB))",
+            scratch.0.display()
+        );
+        Home::open(&spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)
+    };
+    let (one, two) = (Scratch::new("behind"), Scratch::new("back"));
+    let homes = [open("behind(age=1ms)", &one)?, open("back", &two)?];
+    let mut pairs = Vec::new();
+    for round in 0..rounds + 2 {
+        let mut took = [0.0; 2];
+        for at in [round as usize % 2, (round as usize + 1) % 2] {
+            let home = &homes[at];
+            let session = home.session(round, tensors.tokens)?;
+            home.carry(session, Deed::Put, Level::Ram, tensors.whole(false))?;
+            home.end(session)?;
+            for _ in 0..3 {
+                let session = home.session(round.saturating_sub(1), tensors.tokens)?;
+                took[at] += home.carry(session, Deed::Get, Level::Ram, tensors.whole(false))?[0];
+                home.end(session)?;
+            }
+            // Until nothing is written any more: the other one is alone.
+            while home.store.look(|core| core.unwritten().0 > 0 || !core.is_idle())? {
+                std::thread::sleep(std::time::Duration::from_millis(2));
+            }
+        }
+        if round >= 2 {
+            pairs.push((took[0], took[1]));
+        }
+    }
+    homes.into_iter().try_for_each(Home::close)?;
+    Ok(pairs)
+}
+
+fn behind_bar(quick: bool) -> Bar {
+    let mut bar = bar("get_beside_writes", "of rate", Some(0.97), Better::Higher);
+    bar.baseline = "the same gets, nothing is written";
+    match behind_pairs(if quick { 9 } else { 25 }) {
+        Ok(pairs) => {
+            let mut parts: Vec<f64> = pairs.iter().map(|(with, without)| without / with).collect();
+            (bar.value, bar.baseline_value) = (Some(median(&mut parts)), Some(1.0));
+        }
+        Err(error) => bar.note = say(error),
+    }
+    bar
+}
+
+/// Seconds of closing a store of so many short sessions: by polls, and by waiting.
+fn close(sessions: u32, by_polls: bool) -> Result<f64> {
+    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
+    let scratch = Scratch::new("close");
+    let spec = format!(
+        "store(host=256MiB,write=back,sessions={},disk=disk(path=\"{}\",bytes=1GiB))",
+        sessions + 1,
+        scratch.0.display()
+    );
+    let home = Home::open(&spec, layout(1, 4, 512)?, None)?;
+    let tensors = Tensors::of(4096, 1, 512).map_err(failed)?;
+    for number in 0..sessions {
+        let session = home.session(number, 4)?;
+        home.carry(session, Deed::Put, Level::Ram, tensors.whole(false))?;
+    }
+    let start = Instant::now();
+    match by_polls {
+        false => home.store.close(0)?,
+        true => loop {
+            match home.store.close(home.now_ns() + 100_000) {
+                Err(error) if error.status() == Status::Busy => {}
+                ended => break ended?,
+            }
+        },
+    }
+    Ok(start.elapsed().as_secs_f64())
+}
+
+fn close_bar(quick: bool) -> Bar {
+    let mut bar = bar("close_by_polls", "of waiting", Some(2.0), Better::Lower);
+    bar.baseline = "one call that waits";
+    let sessions = if quick { 2000 } else { 10_000 };
+    let pair = |round: u32| -> Result<f64> {
+        let first = close(sessions, round % 2 == 0)?;
+        let second = close(sessions, round % 2 == 1)?;
+        Ok(if round % 2 == 0 { first / second } else { second / first })
+    };
+    match (0..5).map(pair).collect::<Result<Vec<f64>>>() {
+        Ok(mut parts) => (bar.value, bar.baseline_value) = (Some(median(&mut parts)), Some(1.0)),
+        Err(error) => bar.note = say(error),
+    }
+    bar
+}
+
+/// Nanoseconds of a put of one chunk at the end of sessions of so many.
+fn put_at(lengths: &[u32], rounds: u32) -> Result<Vec<f64>> {
+    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
+    let home = Home::open("store(host=1GiB,policy=lru)", layout(1, CHUNK, 128)?, None)?;
+    let tensors = Tensors::of(u64::from(CHUNK) * 256, 1, 128).map_err(failed)?;
+    let mut all = Vec::new();
+    for (at, &length) in lengths.iter().enumerate() {
+        let mut took = Vec::new();
+        for round in 0..rounds {
+            let document = (at as u32 + 1) << 9 | round;
+            let tokens = u64::from(length * CHUNK);
+            let session = home.session(document, tokens)?;
+            let whole = Tensors::of(tokens * 256, 1, 128).map_err(failed)?;
+            home.carry(session, Deed::Put, Level::Ram, whole.whole(false))?;
+            let one: Vec<u32> = (0..CHUNK).map(|i| 1 << 31 | document << 8 | i).collect();
+            home.store.with(|core| core.append(session, &one))?;
+            let mut what = tensors.whole(false);
+            what.first_token = tokens;
+            took.push(home.carry(session, Deed::Put, Level::Ram, what)?[0] * 1e9);
+            home.end(session)?;
+        }
+        all.push(median(&mut took));
+    }
+    home.close()?;
+    Ok(all)
+}
+
+fn length_bar(quick: bool) -> Bar {
+    let mut bar = bar("put_at_4096_chunks", "of at 8", Some(1.2), Better::Lower);
+    bar.baseline = "a put of one chunk in a session of 8";
+    match put_at(&[8, 64, 512, 4096], if quick { 30 } else { 200 }) {
+        Ok(all) => {
+            (bar.value, bar.baseline_value) = (Some(all[3] / all[0]), Some(1.0));
+            let words: Vec<String> = all.iter().map(|ns| format!("{:.1}", ns / 1e3)).collect();
+            bar.note = format!("(8, 64, 512, 4096 chunks: {} µs)", words.join(", "));
+        }
+        Err(error) => bar.note = say(error),
+    }
+    bar
+}
+
+/// The slowest of a thousand gets of a cell of 64 KiB, one copy thread, in microseconds: alone and
+/// beside somebody who puts cells of 4 MiB.
+fn slowest(gets: u32) -> Result<(f64, f64)> {
+    let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
+    let home = Home::open(
+        "store(host=512MiB,policy=lru,copiers=1)",
+        layout(1, CHUNK, TOKEN_BYTES)?,
+        None,
+    )?;
+    let long = layout(1, 1024, TOKEN_BYTES)?;
+    let opts = SpaceOpts { key: Key([7; 32]), layout: long, holes: false };
+    let space = home.store.with(|core| core.open_space(&opts))?;
+    let small = Tensors::new(64 << 10, 1).map_err(failed)?;
+    let large = Tensors::new(16 * MIB, 1).map_err(failed)?;
+    let session = home.session(1, small.tokens)?;
+    home.carry(session, Deed::Put, Level::Ram, small.whole(false))?;
+    let time = || -> Result<f64> {
+        let mut all = Vec::new();
+        for _ in 0..gets {
+            all.push(home.carry(session, Deed::Get, Level::Ram, small.whole(false))?[0] * 1e6);
+        }
+        all.sort_by(f64::total_cmp);
+        Ok(all[all.len() * 999 / 1000])
+    };
+    let alone = time()?;
+    let is_over = AtomicBool::new(false);
+    let beside = std::thread::scope(|scope| {
+        let writer = scope.spawn(|| -> Result<()> {
+            let mut document = 2;
+            while !is_over.load(Ordering::Relaxed) {
+                let session = home.session_in(space, document, large.tokens)?;
+                home.carry(session, Deed::Put, Level::Ram, large.whole(false))?;
+                home.end(session)?;
+                document += 1;
+            }
+            Ok(())
+        });
+        let beside = time();
+        is_over.store(true, Ordering::Relaxed);
+        writer.join().map_err(|_| Status::Panic)??;
+        beside
+    })?;
+    home.end(session)?;
+    home.close()?;
+    Ok((alone, beside))
+}
+
+fn slowest_bar(quick: bool) -> Bar {
+    let mut bar = bar("p999_get_beside_puts", "of alone", Some(5.0), Better::Lower);
+    bar.baseline = "the same gets alone";
+    let rounds = if quick { 3 } else { 7 };
+    match (0..rounds).map(|_| slowest(5000)).collect::<Result<Vec<(f64, f64)>>>() {
+        Ok(all) => {
+            let mut parts: Vec<f64> = all.iter().map(|(alone, beside)| beside / alone).collect();
+            (bar.value, bar.baseline_value) = (Some(median(&mut parts)), Some(1.0));
+            let (mut alone, mut beside): (Vec<f64>, Vec<f64>) = all.into_iter().unzip();
+            bar.note = format!("({:.0} against {:.0} µs)", median(&mut beside), median(&mut alone));
+        }
+        Err(error) => bar.note = say(error),
+    }
+    bar
+}
+
+/// Measures every bar of the group.
+pub fn run(quick: bool) -> Vec<Bar> {
+    let mut bars = churn_bars(quick);
+    bars.extend([behind_bar(quick), close_bar(quick), length_bar(quick), slowest_bar(quick)]);
+    bars
+}
