@@ -173,10 +173,10 @@ impl Budget {
     /// cgroup, can give now, less the usual reserve. Other tiers have no limit.
     pub fn of_machine(core: &Arc<Core>, host_bytes: u64) -> Result<Arc<Budget>> {
         let facts = MemoryFacts::probe();
-        let usable = facts.effective_bytes().saturating_sub(usual_reserve_bytes(&facts));
+        let reserve = usual_reserve_bytes(&facts);
+        let usable = facts.effective_bytes().saturating_sub(reserve);
         if usable < host_bytes {
-            let (reserve, cgroup) = (usual_reserve_bytes(&facts), facts.cgroup.is_some());
-            let limit = if cgroup { "the cgroup" } else { "the machine" };
+            let limit = if facts.cgroup.is_some() { "the cgroup" } else { "the machine" };
             log::warn!(
                 "host={host_bytes} bytes were asked for; {limit} can give {usable} now, {reserve} \
                  bytes left aside for the rest of the process"

@@ -4,15 +4,11 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::format::record::{self, blocks_of};
 use crate::format::segment::BLOCK_BYTES;
-use crate::kv::core::{Config, ROW_BESIDE_BYTES, disk_room};
+use crate::kv::core::{Config, RECORD_BYTES, RECORD_CELLS, ROW_BESIDE_BYTES, disk_room};
 use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
 use crate::meta::layout::Layout;
 use crate::tier::disk::{least_bytes_for, usual_segment_bytes};
 use crate::tier::host::{HostOpts, HostTier};
-
-/// Cells of a record, and its bytes.
-const RECORD_CELLS: u64 = 512;
-const RECORD_BYTES: u64 = 8 << 20;
 
 /// The sizes of a store.
 #[derive(Clone, Copy, Debug)]
@@ -44,9 +40,9 @@ pub struct Capacity {
     pub disk_chunks: u64,
     /// Bytes of tables for each chunk that is in memory or on disk; from the same budget.
     pub table_bytes: u64,
-    /// The least memory that a chunk can be put in, and the least disk.
+    /// The least memory that a chunk can be put in.
     pub least_host_bytes: u64,
-    /// The same of the disk.
+    /// The least disk whose segments hold its cells.
     pub least_disk_bytes: u64,
 }
 
@@ -93,7 +89,7 @@ pub fn of(layout: &Layout, sizes: &Sizes) -> Result<Capacity> {
 fn on_disk(cells: &[u64]) -> u64 {
     let (mut blocks, mut first) = (0, 0);
     while first < cells.len() {
-        let (mut count, mut bytes) = (0, 0);
+        let (mut count, mut bytes) = (0_usize, 0);
         for &cell in &cells[first..] {
             if count > 0 && (count == RECORD_CELLS || bytes + cell > RECORD_BYTES) {
                 break;
@@ -101,9 +97,9 @@ fn on_disk(cells: &[u64]) -> u64 {
             blocks += blocks_of(cell);
             (count, bytes) = (count + 1, bytes + cell);
         }
-        let header = record::header_blocks(count as usize, 2 * count as usize);
+        let header = record::header_blocks(count, 2 * count);
         blocks += u64::from(header.unwrap_or(1));
-        first += count as usize;
+        first += count;
     }
     blocks * BLOCK_BYTES as u64
 }

@@ -19,9 +19,9 @@ use crate::tier::host::Piece;
 const HOST: u8 = 1 << Tier::Host as u8;
 const DISK: u8 = 1 << Tier::Disk as u8;
 /// Bytes of a record, unless one cell is longer.
-const RECORD_BYTES: u64 = 8 << 20;
+pub const RECORD_BYTES: u64 = 8 << 20;
 /// Cells of a record.
-const RECORD_CELLS: usize = 512;
+pub const RECORD_CELLS: usize = 512;
 
 /// What a batch did for one chunk.
 struct Written {
