@@ -4,10 +4,10 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::format::record::{self, blocks_of};
 use crate::format::segment::BLOCK_BYTES;
-use crate::kv::core::{Config, RECORD_BYTES, RECORD_CELLS, ROW_BESIDE_BYTES, disk_room};
+use crate::kv::core::{Config, RECORD_CELLS, ROW_BESIDE_BYTES, disk_room};
 use crate::meta::chunks::{CELL_BYTES, CHUNK_BYTES};
 use crate::meta::layout::Layout;
-use crate::tier::disk::{least_bytes_for, usual_segment_bytes};
+use crate::tier::disk::{least_bytes_for, usual_record_bytes, usual_segment_bytes};
 use crate::tier::host::{HostOpts, HostTier};
 
 /// The sizes of a store.
@@ -62,7 +62,6 @@ pub fn of(layout: &Layout, sizes: &Sizes) -> Result<Capacity> {
         0 => usual_segment_bytes(sizes.disk_bytes),
         bytes => bytes,
     };
-    let disk_chunk_bytes = on_disk(&cells);
     if sizes.disk_bytes > 0 && cell_bytes + 2 * BLOCK_BYTES as u64 > segment_bytes {
         fail!(
             Limit,
@@ -70,7 +69,8 @@ pub fn of(layout: &Layout, sizes: &Sizes) -> Result<Capacity> {
              segment= at least twice a cell"
         );
     }
-    let disk_room = disk_room(sizes.disk_bytes, config.low, 3 * segment_bytes);
+    let disk_chunk_bytes = on_disk(&cells, segment_bytes);
+    let disk_room = disk_room(sizes.disk_bytes, config.disk_share(), 3 * segment_bytes);
     Ok(Capacity {
         chunk_bytes: layout.chunk_bytes(tokens),
         cell_bytes,
@@ -85,23 +85,29 @@ pub fn of(layout: &Layout, sizes: &Sizes) -> Result<Capacity> {
     })
 }
 
-/// Bytes that cells of a chunk take on disk: whole blocks, and headers of their records.
-fn on_disk(cells: &[u64]) -> u64 {
-    let (mut blocks, mut first) = (0, 0);
+/// Bytes that cells of a chunk take on disk: whole blocks, headers of their records, and what is
+/// left empty at the end of a segment where no record fits.
+fn on_disk(cells: &[u64], segment_bytes: u64) -> u64 {
+    let most_bytes = usual_record_bytes(segment_bytes);
+    let (mut blocks, mut longest, mut first) = (0, 0, 0);
     while first < cells.len() {
-        let (mut count, mut bytes) = (0_usize, 0);
+        let (mut count, mut bytes, mut record) = (0_usize, 0, 0);
         for &cell in &cells[first..] {
-            if count > 0 && (count == RECORD_CELLS || bytes + cell > RECORD_BYTES) {
+            if count > 0 && (count == RECORD_CELLS || bytes + cell > most_bytes) {
                 break;
             }
-            blocks += blocks_of(cell);
+            record += blocks_of(cell);
             (count, bytes) = (count + 1, bytes + cell);
         }
         let header = record::header_blocks(count, 2 * count);
-        blocks += u64::from(header.unwrap_or(1));
+        record += u64::from(header.unwrap_or(1));
+        longest = longest.max(record);
+        blocks += record;
         first += count;
     }
-    blocks * BLOCK_BYTES as u64
+    let all = segment_bytes / BLOCK_BYTES as u64;
+    let filled = (all.saturating_sub(1) / longest.max(1) * longest).max(1);
+    (blocks as f64 * all as f64 / filled as f64) as u64 * BLOCK_BYTES as u64
 }
 
 /// The least memory in which each of a chunk's cells finds a segment of its length.
@@ -150,9 +156,11 @@ mod tests {
         assert_eq!((all.chunk_bytes, all.cell_bytes), (8 << 20, 256 << 10));
         assert_eq!((all.host_chunk_bytes, all.host_chunks), (8 << 20, 1024));
         assert_eq!(all.segment_bytes, 64 << 20);
-        // 2048 blocks of cells, and 1 of the header.
-        assert_eq!(all.disk_chunk_bytes, 2049 * 4096);
-        let room = (200u64 << 30) as f64 * 0.92 - (3u64 * 64 * 1024 * 1024) as f64;
+        // Records of 4 cells, 256 blocks and a header; 63 of them fill a segment but for its own
+        // header and the rest.
+        let blocks = 8.0 * 257.0 * 16384.0 / (63.0 * 257.0);
+        assert_eq!(all.disk_chunk_bytes, blocks as u64 * 4096);
+        let room = (200u64 << 30) as f64 * 0.9575 - (3u64 * 64 * 1024 * 1024) as f64;
         assert_eq!(all.disk_chunks, room as u64 / all.disk_chunk_bytes);
         let none = of(&layout(2), &Sizes { disk_bytes: 0, ..sizes }).expect("sound");
         assert_eq!((none.disk_chunks, none.segment_bytes), (0, 0));

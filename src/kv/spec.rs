@@ -31,7 +31,7 @@
 //! |---|---|---|
 //! | `path` | | the directory; it is made if it is not there |
 //! | `bytes` | | most bytes of all its files |
-//! | `segment` | one part in 64 of `bytes`, 8 to 64 MiB | bytes of a segment |
+//! | `segment` | one part in 1,024 of `bytes`, 8 to 64 MiB | bytes of a segment |
 //! | `buffered` | false | through the page cache |
 //! | `uring` | true | io_uring where it works |
 //!

@@ -9,7 +9,7 @@ use kvtier::base::status::Status;
 use kvtier::kv::core::{Config, Level};
 use kvtier::kv::store::Store;
 use kvtier_testkit::disk::{SimFiles, SimOpts};
-use support::{Done, Engine, Home, Scratch, Shape, document, marks_of, runtime, with_disk};
+use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, runtime, with_disk};
 
 const ALL: std::ops::Range<usize> = 0..MODEL.layers;
 const SEGMENT: u64 = 16 * 4096;
@@ -78,5 +78,28 @@ fn fewer_chunks_than_are_on_disk_are_refused() {
     home.close();
     let home = Home::open(&spec("host=4MiB,chunks=100,forget=true"));
     assert_eq!(count(&home), 100);
+    home.close();
+}
+
+/// A chunk of two segments' length.
+#[test]
+fn a_chunk_that_is_longer_than_a_segment_goes_down() {
+    const LONG: Model = Model { layers: 8, heads: 2, run: 64, chunk: 1024 };
+    let scratch = Scratch::new("long");
+    let home = Home::open(&with_disk(&scratch.0, "bytes=16MiB,segment=1MiB", "host=8MiB"));
+    let tokens = document(1, 1024);
+    let session = home.session(home.space(1, &LONG), &tokens);
+    let mut engine = Engine::new(LONG, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(1, &tokens));
+    let done = home.put(session, Level::Durable, &engine);
+    assert_eq!(done, Done { status: Status::Ok, tokens: 1024 });
+    home.end(session);
+    home.close();
+    let home = Home::open(&with_disk(&scratch.0, "bytes=16MiB,segment=1MiB", "host=8MiB"));
+    let session = home.session(home.space(1, &LONG), &tokens);
+    let mut engine = Engine::new(LONG, Shape::Heads, tokens.len());
+    assert_eq!(home.get(session, &engine).status, Status::Ok);
+    engine.check(&marks_of(1, &tokens), 0..1024, 0..LONG.layers);
+    home.end(session);
     home.close();
 }

@@ -105,7 +105,9 @@ fn what_a_namespace_was_goes_with_its_last_chunk() {
     // Each that has a chunk is known again, and no other.
     let home = open(&scratch.0);
     let adopted = home.store.opened.adopted;
-    assert_eq!((adopted.spaces, adopted.dropped), (adopted.chunks, 0), "{adopted:?}");
+    assert_eq!(adopted.spaces, adopted.chunks, "{adopted:?}");
+    // One may have left for the room of the checkpoint that it stands in.
+    assert!(adopted.dropped <= MODEL.layers as u64, "{adopted:?}");
     let again = (0..salts).filter(|&salt| is_there(&home, salted(&home, salt), salt)).count();
     assert_eq!(again as u64, adopted.chunks);
     assert!(again + 60 > below, "{again} of {below}");

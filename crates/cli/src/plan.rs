@@ -43,7 +43,7 @@ pub struct Args {
     /// A disk, such as 200GiB
     #[arg(long, default_value = "0", value_parser = bytes)]
     disk: u64,
-    /// Bytes of a segment of the disk; by default one part in 64 of it, from 8 to 64 MiB
+    /// Bytes of a segment of the disk; by default one part in 1024 of it, from 8 to 64 MiB
     #[arg(long, default_value = "0", value_parser = bytes)]
     segment: u64,
     /// What a remote has, such as 1TiB
@@ -193,7 +193,7 @@ fn show(args: &Args, all: &Capacity, rows: &[Row]) {
     );
     if all.segment_bytes > 0 {
         println!(
-            "disk      segments of {}; about three of them and 8 % are kept free to write and clean",
+            "disk      segments of {}; about three of them and 4 % are kept free to write and clean",
             human(all.segment_bytes)
         );
     }

@@ -135,6 +135,13 @@ impl Default for Config {
 }
 
 impl Config {
+    /// The share of a disk that cells and their headers have when room was made, but for the
+    /// segments beside them: three quarters of the way up from the lower mark. Each cell that is
+    /// kept is one that cleaning may have to move.
+    pub fn disk_share(&self) -> f64 {
+        self.low + (self.high - self.low) * 0.75
+    }
+
     /// Whether it can be.
     pub(super) fn check(&self) -> Result<()> {
         for policy in [&self.host_policy, &self.disk_policy, &self.device.policy] {

@@ -13,13 +13,11 @@ use crate::kv::core::work::{Coding, WriteBatch};
 use crate::kv::core::{At, Core, Write};
 use crate::meta::chunks::{Arrival, Begin, Cell, Coded, Place};
 use crate::meta::index::NONE;
-use crate::tier::disk::PutPlane;
+use crate::tier::disk::{PutPlane, usual_record_bytes};
 use crate::tier::host::Piece;
 
 const HOST: u8 = 1 << Tier::Host as u8;
 const DISK: u8 = 1 << Tier::Disk as u8;
-/// Bytes of a record, unless one cell is longer.
-pub const RECORD_BYTES: u64 = 8 << 20;
 /// Cells of a record.
 pub const RECORD_CELLS: usize = 512;
 
@@ -157,6 +155,7 @@ impl Core {
     /// is held until the batch is done.
     fn add_records(&mut self, at: At, batch: &mut WriteBatch) -> u64 {
         let (record, codec, lost) = (self.record_of(at), self.codec_of(at), Quality::default());
+        let most_bytes = self.disk.as_ref().map_or(0, |d| usual_record_bytes(d.segment_bytes()));
         let rows = &mut self.boards[at.board as usize];
         let (mut all, mut bytes, mut cells, mut records) = (0, u64::MAX, usize::MAX, 0);
         for layer in 0..rows.layout.layers() {
@@ -172,7 +171,7 @@ impl Core {
                 continue;
             }
             let cell_bytes = rows.planes(cell).bytes();
-            if cells >= RECORD_CELLS || bytes.saturating_add(cell_bytes) > RECORD_BYTES {
+            if cells >= RECORD_CELLS || bytes.saturating_add(cell_bytes) > most_bytes {
                 batch.puts.record(record);
                 batch.chunks.push(at);
                 records += 1;

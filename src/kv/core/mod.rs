@@ -67,7 +67,7 @@ mod write_behind;
 
 pub use board::Board;
 pub use config::{Config, Counters, DeviceConfig, Write};
-pub use down::{RECORD_BYTES, RECORD_CELLS};
+pub use down::RECORD_CELLS;
 pub use far::{FarConfig, FarCounters};
 pub use jobs::Job;
 pub use ledger::BESIDE_BYTES as ROW_BESIDE_BYTES;

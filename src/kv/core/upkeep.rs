@@ -188,7 +188,7 @@ impl Core {
         let kept = self.upkeep.kept_bytes(&segments);
         // That and what is parked need room as well. Beyond the budget no room is made ahead.
         let is_over = stats.used_bytes > all_bytes;
-        let part = if is_over { self.config.high } else { self.config.low };
+        let part = if is_over { self.config.high } else { self.config.disk_share() };
         let aim = disk_room(all_bytes, part, beside);
         let parked: u64 =
             self.upkeep.parked.iter().map(|(at, _)| self.only_in_host(*at, Part::All)).sum();

@@ -68,7 +68,7 @@ pub const MIN_SEGMENTS: u64 = 3;
 pub struct Options {
     /// Most bytes of all files together, until [`DiskTier::set_budget`] says otherwise.
     pub budget_bytes: u64,
-    /// Bytes of new segments, a multiple of the block; 0 = as the budget says: one part in 64 of
+    /// Bytes of new segments, a multiple of the block; 0 = as the budget says: one part in 1,024 of
     /// it, from 8 MiB to [`MOST_USUAL_SEGMENT_BYTES`], and a quarter of a very small one.
     pub segment_bytes: u64,
     /// Random bytes: the name of the store if it must be made.
@@ -211,12 +211,20 @@ impl DiskTier {
     }
 }
 
-/// Bytes of segments where nothing is said of them. About three are kept free or half full, so
-/// smaller ones leave more of a small disk to cells; a record has to fit into one.
+/// Bytes of segments where nothing is said of them. About three are kept free or half full, and
+/// what is dropped together lies together rather in a small one: cleaning moves less. But many
+/// segments are many files; a record has to fit into one.
 pub fn usual_segment_bytes(budget_bytes: u64) -> u64 {
-    let part = (budget_bytes / 64).clamp(LEAST_USUAL_SEGMENT_BYTES, MOST_USUAL_SEGMENT_BYTES);
+    let part = (budget_bytes / 1024).clamp(LEAST_USUAL_SEGMENT_BYTES, MOST_USUAL_SEGMENT_BYTES);
     let bytes = part.min(budget_bytes / 4);
     (bytes - bytes % SEGMENT_STEP_BYTES).max(SEGMENT_STEP_BYTES)
+}
+
+/// Bytes that a record of several cells has at most in segments of so many. Where a segment ends
+/// half a record is left empty, as a rule, and each has a header: as many as make both together
+/// least.
+pub fn usual_record_bytes(segment_bytes: u64) -> u64 {
+    (segment_bytes / 64).clamp(256 << 10, 1 << 20).min(segment_bytes / 4)
 }
 
 /// The least that a budget can be.
