@@ -3,7 +3,8 @@
 //! starved by what is.
 //!
 //! Within a lane, sessions take turns by bytes (deficit round robin): each turn
-//! allows so many, and what a session did not use it keeps as long as it waits.
+//! allows so many, and what a session did not use it keeps as long as it waits. Who comes new
+//! is served when its turn comes, not only a round later.
 
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
@@ -14,9 +15,9 @@ pub type Job = u32;
 
 /// Lanes, the urgent one first: demand, prefetch, demotion.
 pub const LANES: usize = 3;
-/// What a turn allows.
+/// What a turn allows, if nothing else is said.
 const TURN_BYTES: u64 = 1 << 20;
-/// Longest job that counts as it is: turns are not counted for ever.
+/// Longest job that counts as it is, if nothing else is said: turns are not counted for ever.
 const MOST_BYTES: u64 = 64 << 20;
 /// After so many jobs of an urgent lane, one of a less urgent lane goes first.
 const PATIENCE: u32 = 16;
@@ -65,6 +66,9 @@ pub struct Queues {
     jobs: Zeroed<Waiting>,
     lanes: [Lane; LANES],
     passed_over: u32,
+    turn_bytes: u64,
+    /// Most bytes that a job takes of its session's turns.
+    most_bytes: u64,
 }
 
 impl Queues {
@@ -81,7 +85,15 @@ impl Queues {
             jobs: Zeroed::new(max_jobs as usize)?,
             lanes: [lane()?, lane()?, lane()?],
             passed_over: 0,
+            turn_bytes: TURN_BYTES,
+            most_bytes: MOST_BYTES,
         })
+    }
+
+    /// Long jobs are done in parts of so many bytes, and a turn allows one: what is left of a job
+    /// is put back by [`Queues::put_back`].
+    pub fn in_parts_of(&mut self, bytes: u64) {
+        (self.turn_bytes, self.most_bytes) = (bytes.max(1), bytes.max(1));
     }
 
     /// How many jobs wait in a lane, and their bytes.
@@ -102,7 +114,7 @@ impl Queues {
         let (tail, number) = (flow.tail, job + 1);
         flow.tail = number;
         if tail == 0 {
-            flow.head = number;
+            (flow.head, flow.allowed_bytes) = (number, self.turn_bytes);
             row.join(session);
         } else {
             self.jobs[tail as usize - 1].next = number;
@@ -111,6 +123,25 @@ impl Queues {
         row.bytes += bytes;
         let lane = lane as u32 + 1;
         self.jobs[job as usize] = Waiting { next: 0, prev: tail, session, lane, bytes };
+    }
+
+    /// Puts back what is left of a job that was taken: it is the next one of its session.
+    pub fn put_back(&mut self, lane: usize, session: u32, job: Job, bytes: u64) {
+        assert!(!self.waits(job), "job {job} waits already");
+        let row = &mut self.lanes[lane];
+        let flow = &mut row.flows[session as usize];
+        let (next, number) = (flow.head, job + 1);
+        flow.head = number;
+        if next == 0 {
+            (flow.tail, flow.allowed_bytes) = (number, self.turn_bytes);
+            row.join(session);
+        } else {
+            self.jobs[next as usize - 1].prev = number;
+        }
+        row.jobs += 1;
+        row.bytes += bytes;
+        let lane = lane as u32 + 1;
+        self.jobs[job as usize] = Waiting { next, prev: 0, session, lane, bytes };
     }
 
     /// Takes a job out; false when it does not wait.
@@ -161,13 +192,13 @@ impl Queues {
             let session = row.turn.checked_sub(1)?;
             let flow = &mut row.flows[session as usize];
             let job = flow.head - 1;
-            let bytes = self.jobs[job as usize].bytes.min(MOST_BYTES);
+            let bytes = self.jobs[job as usize].bytes.min(self.most_bytes);
             if bytes <= flow.allowed_bytes || row.turn == row.last {
                 flow.allowed_bytes = flow.allowed_bytes.saturating_sub(bytes);
                 self.remove(job);
                 return Some(job);
             }
-            flow.allowed_bytes += TURN_BYTES;
+            flow.allowed_bytes += self.turn_bytes;
             row.rotate(session);
         }
     }
@@ -221,7 +252,7 @@ mod tests {
         /// Each job comes out once, those of a session in a lane in their order.
         #[test]
         fn agrees_with_plain_queues(
-            calls in proptest::collection::vec((0u8..4, 0usize..LANES, 0u32..5, 0u32..40, 0u64..4 << 20), 1..400),
+            calls in proptest::collection::vec((0u8..5, 0usize..LANES, 0u32..5, 0u32..40, 0u64..4 << 20), 1..400),
         ) {
             let mut queues = Queues::new(40, 5).unwrap();
             let mut model = vec![VecDeque::new(); LANES * 5];
@@ -230,6 +261,10 @@ mod tests {
                     0 | 1 if !queues.waits(job) => {
                         queues.push(lane, session, job, bytes);
                         model[lane * 5 + session as usize].push_back(job);
+                    }
+                    3 if !queues.waits(job) => {
+                        queues.put_back(lane, session, job, bytes);
+                        model[lane * 5 + session as usize].push_front(job);
                     }
                     2 => {
                         let known = model.iter_mut().find(|q| q.contains(&job));

@@ -251,6 +251,7 @@ impl RemoteSpec {
             object_bytes,
             max_bytes: caps.max_bytes,
             batch: caps.batch.max(1),
+            fetchers: self.fetchers,
             secret: secrets.get("seal"),
             seed: u64::from_le_bytes(seed),
             // And one who asks.

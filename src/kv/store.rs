@@ -45,8 +45,8 @@ struct State {
     told_until: u64,
     /// Hands that sleep.
     sleeping: [u32; KINDS],
-    /// The hand that writes sleeps until a chunk is due.
-    writer_has_alarm: bool,
+    /// One of these hands sleeps until something is due.
+    has_alarm: [bool; KINDS],
     /// Whoever looks after copies behind events sleeps.
     crew_sleeps: bool,
     /// It closes: nothing new is begun.
@@ -189,7 +189,7 @@ impl Store {
             watches: Watches::default(),
             told_until: u64::MAX,
             sleeping: [0; KINDS],
-            writer_has_alarm: false,
+            has_alarm: [false; KINDS],
             crew_sleeps: false,
             closing: false,
             away: 0,
@@ -294,8 +294,7 @@ impl Inner {
             let at = hands as usize;
             let is_called = hands == Hands::Ask && state.core.is_answer_awaited();
             // Hands that sleep without an end have to learn that there is one now.
-            let is_timed =
-                hands == Hands::Write && !state.writer_has_alarm && state.core.due_ns().is_some();
+            let is_timed = !state.has_alarm[at] && serve::due_ns(&state.core, hands).is_some();
             let is_wanted = || is_timed || state.core.has_work(hands);
             if is_called || state.sleeping[at] > 0 && is_wanted() {
                 self.work[at].notify_one();

@@ -3,6 +3,7 @@
 #![allow(missing_docs)]
 
 mod events;
+mod hung;
 #[cfg(feature = "redis")]
 mod redis;
 #[cfg(feature = "s3")]

@@ -28,5 +28,6 @@ mod scenarios;
 mod sim;
 mod syncs;
 mod table;
+mod turns;
 mod vacancies;
 mod write_behind;

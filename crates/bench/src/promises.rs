@@ -25,13 +25,15 @@ fn bar(name: &'static str, unit: &'static str, goal: Option<f64>, better: Better
     Bar { bar: name, value, unit, baseline, baseline_value, goal, better, note }
 }
 
-/// Stores the conversations of a trace on a disk of so many bytes, several times what it holds; the
-/// share of it that cells have then, and the bytes written for each byte of cells.
-fn churn(disk_bytes: u64, times: u64) -> Result<(f64, f64)> {
-    const LAYERS: usize = 2;
+/// Stores the conversations of a trace on a disk of so many bytes, several times what it holds, in
+/// chunks of so many layers; the share of it that cells have then, and the bytes written for each
+/// byte of cells.
+fn churn(disk_bytes: u64, times: u64, layers: usize) -> Result<(f64, f64)> {
+    /// Tokens of the longest request, in bytes of their cells.
+    const LONGEST_BYTES: u64 = 128 * MIB;
     let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
     let scratch = Scratch::new("churn");
-    let chunk_bytes = u64::from(CHUNK) * 2 * TOKEN_BYTES * LAYERS as u64;
+    let chunk_bytes = u64::from(CHUNK) * 2 * TOKEN_BYTES * layers as u64;
     let wanted = times * disk_bytes / chunk_bytes;
     let kind = kind_of("chat")?;
     let opts = GenOpts { kind, duration_ns: HOUR_NS, seed: 1, rate: 0.0, block_tokens: CHUNK };
@@ -39,14 +41,15 @@ fn churn(disk_bytes: u64, times: u64) -> Result<(f64, f64)> {
         "store(host=128MiB,write=through,disk_policy=lru,disk=disk(path=\"{}\",bytes={disk_bytes}B))",
         scratch.0.display()
     );
-    let home = Home::open(&spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)?;
+    let home = Home::open(&spec, layout(layers, CHUNK, TOKEN_BYTES)?, None)?;
+    let tensors = Tensors::new(LONGEST_BYTES, layers).map_err(failed)?;
     let (mut stored, mut round) = (0, 0u64);
     while stored < wanted {
         let trace = make(&GenOpts { seed: 1 + round, ..opts })?;
         for request in trace.requests() {
             let blocks = trace.blocks(request);
-            let most = blocks.len().min(1024) as u64;
-            let tokens = blocks.iter().take(1024).flat_map(|&block| {
+            let most = (blocks.len() as u64).min(LONGEST_BYTES / chunk_bytes);
+            let tokens = blocks.iter().take(most as usize).flat_map(|&block| {
                 (0..CHUNK).map(move |i| {
                     (block as u32).wrapping_mul(2_654_435_761) ^ (round as u32) << 20 ^ i
                 })
@@ -55,12 +58,13 @@ fn churn(disk_bytes: u64, times: u64) -> Result<(f64, f64)> {
             if tokens.is_empty() {
                 continue;
             }
-            let tensors = Tensors::new(most * chunk_bytes, LAYERS).map_err(failed)?;
             let session = home.session_of(&tokens)?;
-            home.carry(session, Deed::Put, Level::Disk, tensors.whole(false))?;
+            let mut what = tensors.whole(false);
+            what.tokens = tokens.len() as u64;
+            home.carry(session, Deed::Put, Level::Disk, what)?;
             home.end(session)?;
             let report = home.store.look(|core| core.report())?;
-            stored = report.counters.written / LAYERS as u64;
+            stored = report.counters.written / layers as u64;
             if stored >= wanted {
                 break;
             }
@@ -77,17 +81,20 @@ fn churn(disk_bytes: u64, times: u64) -> Result<(f64, f64)> {
 }
 
 fn churn_bars(quick: bool) -> Vec<Bar> {
-    let sizes: &[(u64, &str, &str, f64)] = &[
-        (1024 * MIB, "disk_share_1GiB", "disk_writes_1GiB", 0.85),
-        (10 * 1024 * MIB, "disk_share_10GiB", "disk_writes_10GiB", 0.90),
+    let sizes: &[(u64, usize, &str, &str, f64)] = &[
+        (1024 * MIB, 2, "disk_share_1GiB", "disk_writes_1GiB", 0.85),
+        (10 * 1024 * MIB, 2, "disk_share_10GiB", "disk_writes_10GiB", 0.90),
+        (10 * 1024 * MIB, 32, "disk_share_10GiB_32_layers", "disk_writes_10GiB_32_layers", 0.90),
     ];
     let mut bars = Vec::new();
-    for &(bytes, share, writes, goal) in sizes.iter().take(if quick { 1 } else { 2 }) {
+    for &(bytes, layers, share, writes, goal) in
+        sizes.iter().take(if quick { 1 } else { sizes.len() })
+    {
         let mut two = [
             bar(share, "of disk", Some(goal), Better::Higher),
             bar(writes, "of cells", Some(1.5), Better::Lower),
         ];
-        match churn(bytes, 3) {
+        match churn(bytes, 3, layers) {
             Ok((has, wrote)) => (two[0].value, two[1].value) = (Some(has), Some(wrote)),
             Err(error) => two.iter_mut().for_each(|bar| bar.note = say(error.clone())),
         }
@@ -194,37 +201,42 @@ fn close_bar(quick: bool) -> Bar {
     bar
 }
 
-/// Nanoseconds of a put of one chunk at the end of sessions of so many.
-fn put_at(lengths: &[u32], rounds: u32) -> Result<Vec<f64>> {
+/// Nanoseconds of a put of one chunk at the end of sessions of so many, one after the other as
+/// an engine makes them that decodes. The first ones find caches that the prompt has filled with
+/// its bytes: they do not count.
+fn put_at<const N: usize>(lengths: [u32; N], rounds: u32) -> Result<[f64; N]> {
+    const PUTS: u32 = 12;
+    const WARM: u32 = 4;
     let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
     let home = Home::open("store(host=1GiB,policy=lru)", layout(1, CHUNK, 128)?, None)?;
     let tensors = Tensors::of(u64::from(CHUNK) * 256, 1, 128).map_err(failed)?;
-    let mut all = Vec::new();
-    for (at, &length) in lengths.iter().enumerate() {
-        let mut took = Vec::new();
-        for round in 0..rounds {
+    let mut took = [const { Vec::new() }; N];
+    for round in 0..rounds {
+        for (at, &length) in lengths.iter().enumerate() {
             let document = (at as u32 + 1) << 9 | round;
             let tokens = u64::from(length * CHUNK);
             let session = home.session(document, tokens)?;
             let whole = Tensors::of(tokens * 256, 1, 128).map_err(failed)?;
             home.carry(session, Deed::Put, Level::Ram, whole.whole(false))?;
-            let one: Vec<u32> = (0..CHUNK).map(|i| 1 << 31 | document << 8 | i).collect();
-            home.store.with(|core| core.append(session, &one))?;
-            let mut what = tensors.whole(false);
-            what.first_token = tokens;
-            took.push(home.carry(session, Deed::Put, Level::Ram, what)?[0] * 1e9);
+            for put in 0..PUTS {
+                let one: Vec<u32> = (0..CHUNK).map(|i| 1 << 31 | document << 8 | i).collect();
+                home.store.with(|core| core.append(session, &one))?;
+                let mut what = tensors.whole(false);
+                what.first_token = tokens + u64::from(put * CHUNK);
+                let ns = home.carry(session, Deed::Put, Level::Ram, what)?[0] * 1e9;
+                took[at].extend((put >= WARM).then_some(ns));
+            }
             home.end(session)?;
         }
-        all.push(median(&mut took));
     }
     home.close()?;
-    Ok(all)
+    Ok(took.map(|mut ns| median(&mut ns)))
 }
 
 fn length_bar(quick: bool) -> Bar {
     let mut bar = bar("put_at_4096_chunks", "of at 8", Some(1.2), Better::Lower);
     bar.baseline = "a put of one chunk in a session of 8";
-    match put_at(&[8, 64, 512, 4096], if quick { 30 } else { 200 }) {
+    match put_at([8, 64, 512, 4096], if quick { 30 } else { 200 }) {
         Ok(all) => {
             (bar.value, bar.baseline_value) = (Some(all[3] / all[0]), Some(1.0));
             let words: Vec<String> = all.iter().map(|ns| format!("{:.1}", ns / 1e3)).collect();

@@ -8,6 +8,7 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
 use crate::kv::core::far_blocks::Named;
+use crate::kv::core::hung::{Ticket, What};
 use crate::kv::core::moves::{Deed, Level, Move, MoveSpec};
 use crate::kv::core::views::Views;
 use crate::kv::core::{At, Core};
@@ -93,12 +94,13 @@ pub struct AskBatch {
     since_ns: u64,
     /// It is to see if the remote is well again.
     probes: bool,
+    ticket: Ticket,
 }
 
 impl AskBatch {
     fn none(asker: Asker) -> AskBatch {
         let (asked, timeout_ns, since_ns) = (Vec::new(), 0, 0);
-        AskBatch { asker, serial: 0, asked, timeout_ns, since_ns, probes: false }
+        AskBatch { asker, serial: 0, asked, timeout_ns, since_ns, probes: false, ticket: (0, 0) }
     }
 }
 
@@ -315,7 +317,9 @@ impl Core {
             let (serial, timeout_ns) = (inquiry.serial, far.config.timeout_ns);
             far.counters.asked += window.asked.len() as u64;
             let (asked, since_ns) = (window.asked, self.now_ns);
-            return Some(AskBatch { asker, serial, asked, timeout_ns, since_ns, probes });
+            let what = What::Ask(asker, serial);
+            let ticket = far.watch.begin(self.now_ns, timeout_ns, what, probes);
+            return Some(AskBatch { asker, serial, asked, timeout_ns, since_ns, probes, ticket });
         }
         None
     }
@@ -373,6 +377,7 @@ impl Core {
             }
             return;
         }
+        let in_time = far.watch.end(batch.ticket);
         let mut failed = false;
         for one in &batch.asked {
             match one.result {
@@ -387,7 +392,7 @@ impl Core {
         }
         // One request was made of all of them.
         let worst = batch.asked.iter().find(|one| one.result.is_err()).or(batch.asked.first());
-        if let Some(one) = worst {
+        if let Some(one) = worst.filter(|_| in_time) {
             far.heard(Way::Read, &one.result, batch.probes, now_ns);
         }
         self.follow_breaker();
@@ -434,7 +439,7 @@ impl Core {
     }
 
     /// Nothing more is asked for somebody: who waits for that goes on.
-    fn end_inquiry(&mut self, asker: Asker) {
+    pub(super) fn end_inquiry(&mut self, asker: Asker) {
         let at = match asker {
             Asker::Session(at) => at,
             Asker::Blocks(number) => return self.located_blocks(number, Status::NotFound),

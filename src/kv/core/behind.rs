@@ -105,7 +105,7 @@ impl Core {
             let Some(id) = self.first_behind(event.0) else { break };
             self.unqueue_behind(event.0, id);
             if !self.turn_away(id) {
-                bytes += self.take_copy(id, &mut batch);
+                bytes += self.take_copy(id, u64::MAX, &mut batch);
             }
         }
         if let Some(ahead) = self.behind.events.get_mut(&event.0) {

@@ -144,6 +144,11 @@ impl Board {
         }
     }
 
+    /// Whether a layer's cells are states: one row, whatever the chunk's tokens.
+    pub fn is_state(&self, layer: usize) -> bool {
+        self.layout.group(layer).is_some_and(|group| group.rule == Rule::State)
+    }
+
     /// Bytes of a layer's cell of a full chunk.
     pub fn full_bytes(&self, layer: usize) -> u64 {
         let group = self.layout.group(layer);
@@ -178,9 +183,8 @@ impl Board {
 
     /// The kinds and lengths of a cell's planes, in their order.
     pub fn stored_planes(&self, cell: Cell) -> impl Iterator<Item = (u16, u64)> {
-        let is_state = self.layout.group(cell.layer).is_some_and(|g| g.rule == Rule::State);
         let planes = self.planes(cell);
-        let first = if is_state { PLANE_STATE } else { PLANE_K };
+        let first = if self.is_state(cell.layer) { PLANE_STATE } else { PLANE_K };
         [(first, planes.k_bytes), (PLANE_V, planes.v_bytes)]
             .into_iter()
             .filter(|&(_, bytes)| bytes > 0)

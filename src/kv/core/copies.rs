@@ -1,5 +1,5 @@
 //! Copies between the engine's tensors and the store: what goes into a batch, and what
-//! becomes of it.
+//! becomes of it. A large cell is copied in parts, so that whoever came meanwhile goes between them.
 
 use crate::base::budget::Tier;
 use crate::base::status::{Result, Status};
@@ -8,10 +8,12 @@ use crate::device::Memory;
 use crate::kv::core::jobs::Step;
 use crate::kv::core::moves::Deed;
 use crate::kv::core::work::{CopyBatch, CopyItem, Fill};
-use crate::kv::core::{At, Core};
+use crate::kv::core::{At, Core, Job};
 use crate::kv::queues::Queues;
 use crate::meta::chunks::{Cell, Place};
-use crate::meta::layout::Rule;
+
+/// A cell that is longer than a batch is copied in parts, each one so manyth of a batch.
+pub(super) const PARTS: u64 = 4;
 
 /// Where the store has a cell.
 struct Side {
@@ -47,22 +49,74 @@ impl Core {
             if self.turn_away(id) {
                 continue;
             }
-            bytes += self.take_copy(id, &mut batch);
+            bytes += self.take_copy(id, self.config.copy_bytes, &mut batch);
         }
         (!batch.jobs.is_empty()).then_some(batch)
     }
 
-    /// A job is copied from now on; its bytes.
-    pub(super) fn take_copy(&mut self, id: u32, batch: &mut CopyBatch) -> u64 {
+    /// A job is copied from now on, or a part of it; how much of a batch that is: a part is all.
+    pub(super) fn take_copy(&mut self, id: u32, batch_bytes: u64, batch: &mut CopyBatch) -> u64 {
         self.jobs[id].step = Step::Copying;
-        self.jobs[id].replica = self.replica_for(id);
-        let bytes = self.add_copies(id, batch);
+        if self.jobs[id].copied == 0 {
+            self.jobs[id].replica = self.replica_for(id);
+        }
+        let is_cut = self.cut(id, batch_bytes);
+        self.add_copies(id, batch);
         batch.jobs.push(id);
-        bytes
+        if is_cut { batch_bytes } else { self.part_bytes(&self.jobs[id]) }
     }
 
-    /// Adds the copies of a job to a batch; their bytes.
-    fn add_copies(&self, id: u32, batch: &mut CopyBatch) -> u64 {
+    /// Chooses which of its tokens a job copies now: of a large cell between places in host memory
+    /// so many that others do not wait for long, else all. Whether some are left.
+    fn cut(&mut self, id: u32, batch_bytes: u64) -> bool {
+        let job = self.jobs[id];
+        let (tokens, bytes) = self.extent(&job);
+        let left = tokens - job.copied;
+        let is_plain = !job.is_near && job.replica.is_none();
+        let part = match is_plain && bytes > batch_bytes {
+            true => (u64::from(tokens) * (batch_bytes / PARTS) / bytes).max(1) as u32,
+            false => left,
+        };
+        self.jobs[id].part = part.min(left);
+        part < left
+    }
+
+    /// Rows of a job's cell, and its bytes: of a state it is one.
+    fn extent(&self, job: &Job) -> (u32, u64) {
+        let (board, cell) = self.cell_of(job);
+        let rows = &self.boards[board as usize];
+        let tokens = match rows.is_state(cell.layer) {
+            true => 1,
+            false => rows.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens()),
+        };
+        (tokens, rows.planes(cell).bytes())
+    }
+
+    /// Bytes of the part of a job's cell that is copied.
+    pub(super) fn part_bytes(&self, job: &Job) -> u64 {
+        let (tokens, bytes) = self.extent(job);
+        bytes / u64::from(tokens.max(1)) * u64::from(job.part)
+    }
+
+    /// A part of a cell is copied; whether there is more: then the job waits for its next turn.
+    fn goes_on(&mut self, id: u32) -> bool {
+        let job = &mut self.jobs[id];
+        job.copied += job.part;
+        let (number, copied) = (job.number, job.copied);
+        let (tokens, bytes) = self.extent(&self.jobs[id]);
+        let one = &self.moves[number];
+        if copied >= tokens || one.stopped().is_some() {
+            return false;
+        }
+        let (lane, flow) = (one.spec.lane, one.spec.flow);
+        let left = bytes / u64::from(tokens) * u64::from(tokens - copied);
+        self.jobs[id].step = Step::Copies;
+        self.copies.put_back(lane, flow, id, left);
+        true
+    }
+
+    /// Adds the copies of a job to a batch.
+    fn add_copies(&self, id: u32, batch: &mut CopyBatch) {
         let job = &self.jobs[id];
         let one = &self.moves[job.number];
         let (board, cell) = self.cell_of(job);
@@ -73,8 +127,7 @@ impl Core {
             let address = self.near_address(board, cell);
             let address = address.expect("what is read stays where it is") as usize;
             let sums = self.near_sums(board, cell);
-            self.add_planes(id, &Side { sums, ..Side::on_device(address) }, batch);
-            return bytes;
+            return self.add_planes(id, &Side { sums, ..Side::on_device(address) }, batch);
         }
         let address = job.piece.and_then(|piece| self.host.address(piece).ok());
         let host = address.expect("a copy has its memory from when it was queued") as usize;
@@ -91,7 +144,6 @@ impl Core {
             }
             None => self.add_planes(id, &in_host, batch),
         }
-        bytes
     }
 
     /// Adds the copies between the engine's planes of a job's cell and one place of it.
@@ -101,13 +153,14 @@ impl Core {
         let (board, cell) = self.cell_of(job);
         let rows = &self.boards[board as usize];
         let planes = rows.planes(cell);
+        let all = u64::from(self.extent(job).0);
         let (chunk, layer) = one.place(job.at);
-        let is_state = rows.layout.group(cell.layer).is_some_and(|g| g.rule == Rule::State);
-        let tokens = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens());
-        let (first, tokens) = match is_state {
-            true => (chunk as u32, 1),
-            false => (chunk as u32 * rows.layout.chunk_tokens(), tokens),
+        let (copied, tokens) = (job.copied, job.part);
+        let first = match rows.is_state(cell.layer) {
+            true => chunk as u32,
+            false => chunk as u32 * rows.layout.chunk_tokens() + copied,
         };
+        let before = |plane_bytes: u64| plane_bytes / all.max(1) * u64::from(copied);
         // One after the other they are of one move, mostly.
         if batch.views.last().is_none_or(|last| !Arc::ptr_eq(last, &one.spec.views)) {
             batch.views.push(one.spec.views.clone());
@@ -122,10 +175,10 @@ impl Core {
             batch.items.push(item);
         };
         if planes.k_bytes > 0 {
-            add(false, 0);
+            add(false, before(planes.k_bytes));
         }
         if planes.v_bytes > 0 {
-            add(true, planes.k_bytes);
+            add(true, planes.k_bytes + before(planes.v_bytes));
         }
     }
 
@@ -143,6 +196,14 @@ impl Core {
             let (board, cell) = self.cell_of(&job);
             let bytes = self.boards[board as usize].planes(cell).bytes();
             let came = result.is_ok() || is_rescued;
+            if came && self.goes_on(id) {
+                continue;
+            }
+            // One that was given up meanwhile ends between two parts.
+            let is_whole = self.jobs[id].copied >= self.extent(&job).0;
+            let given_up = self.moves[job.number].stopped().filter(|_| came && !is_whole);
+            let given_up = given_up.map(|status| Err(status.into()));
+            let (result, came) = (given_up.as_ref().unwrap_or(result), came && is_whole);
             if let (Some(piece), Some(sums)) = (job.replica, batch.sums.get(at)) {
                 self.note_near_sums(piece, *sums);
             }
@@ -167,7 +228,7 @@ impl Core {
         let job = self.jobs[id];
         let (board, cell) = self.cell_of(&job);
         let deed = self.moves[job.number].spec.deed;
-        (self.jobs[id].is_near, self.jobs[id].replica) = (false, None);
+        (self.jobs[id].is_near, self.jobs[id].replica, self.jobs[id].copied) = (false, None, 0);
         let filled = job.replica.map(|piece| (piece, came));
         if deed != Deed::Put {
             let tier = if job.is_near { Tier::Device } else { Tier::Host };

@@ -16,6 +16,7 @@ use crate::kv::core::early::Early;
 use crate::kv::core::far_blocks::Located;
 use crate::kv::core::far_known::Known;
 use crate::kv::core::fetches::Wanted;
+use crate::kv::core::hung::Watch;
 use crate::kv::core::{At, Config, Core, Write};
 use crate::kv::events::Kind;
 use crate::kv::queues::{LANES, Queues};
@@ -46,6 +47,8 @@ pub struct FarConfig {
     pub max_bytes: u64,
     /// Most objects of a batch.
     pub batch: usize,
+    /// How many fetch at once; 0 = that is not known.
+    pub fetchers: u32,
     /// When chunks are sent there.
     pub write: Write,
     /// Which.
@@ -76,6 +79,7 @@ impl Default for FarConfig {
             object_bytes: 1 << 20,
             max_bytes: 128 << 20,
             batch: 32,
+            fetchers: 0,
             write: Write::Through,
             admission: "all".into(),
             timeout_ns: 250_000_000,
@@ -176,6 +180,7 @@ pub(super) struct Far {
     pub early: Early,
     pub located: Located,
     pub known: Known,
+    pub watch: Watch,
     pub removals: VecDeque<Name>,
     /// Batches under way that take names away: nothing is sent beside them.
     pub removing: u32,
@@ -201,6 +206,7 @@ impl Far {
             early: Early::default(),
             located: Located::default(),
             known: Known::new(far.known)?,
+            watch: Watch::default(),
             removals: VecDeque::new(),
             removing: 0,
             admission: Admission::open(&far.admission, 0)?,

@@ -8,8 +8,10 @@ use crate::format::record;
 use crate::kv::core::board::note;
 use crate::kv::core::debt::owner_of;
 use crate::kv::core::far::{Far, time_of};
+use crate::kv::core::hung::{Ticket, What};
 use crate::kv::core::jobs::Step;
 use crate::kv::core::speeds::Burden;
+use crate::kv::core::work::Hands;
 use crate::kv::core::{At, Core};
 use crate::meta::chunks::{Arrival, Begin, Cell, Place};
 use crate::tier::host::Piece;
@@ -82,6 +84,7 @@ pub struct FetchBatch {
     pub fetches: Vec<Fetch>,
     /// They are to see if the remote is well again.
     probes: bool,
+    ticket: Ticket,
     /// How long they may take together.
     pub timeout_ns: u64,
 }
@@ -101,7 +104,8 @@ impl Core {
     pub(super) fn may_fetch(&self, board: u32, cell: Cell) -> bool {
         let chunks = &self.boards[board as usize].chunks;
         let marks = chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
-        let goes = |far: &Far| far.breaker.may_go(Way::Read, self.now_ns);
+        let hangs = self.all_hang(Hands::Fetch);
+        let goes = |far: &Far| !hangs && far.breaker.may_go(Way::Read, self.now_ns);
         self.far.as_deref().is_some_and(goes) && marks.is_some_and(|marks| marks.is_far())
     }
 
@@ -214,7 +218,28 @@ impl Core {
             batch.fetches.push(fetch);
         }
         batch.timeout_ns += time_of(bytes);
-        (!batch.fetches.is_empty()).then_some(batch)
+        if batch.fetches.is_empty() {
+            return None;
+        }
+        let cells = batch.fetches.iter().flat_map(|one| {
+            one.comers.iter().map(|comer| (one.at, comer.layer)).collect::<Vec<_>>()
+        });
+        let what = What::Fetch(cells.collect());
+        let watch = &mut self.far.as_mut()?.watch;
+        batch.ticket = watch.begin(self.now_ns, batch.timeout_ns, what, probes);
+        Some(batch)
+    }
+
+    /// What waits to be fetched does not come.
+    pub(super) fn avoid_fetches(&mut self) {
+        while let Some(far) = &mut self.far {
+            let Some((_, id)) = far.fetches.pop() else { break };
+            far.counters.avoided += 1;
+            let (board, cell) = self.cell_of(&self.jobs[id]);
+            if let Some(fetch) = self.begin_fetch(At { board, slot: cell.chunk }, cell.layer) {
+                self.end_fetch(&fetch);
+            }
+        }
     }
 
     /// All that waits for an object, and what comes along.
@@ -281,9 +306,10 @@ impl Core {
     }
 
     pub(super) fn done_fetches(&mut self, batch: &FetchBatch) {
+        let in_time = self.far.as_mut().is_some_and(|far| far.watch.end(batch.ticket));
         for fetch in &batch.fetches {
             let heard = if fetch.is_damaged() { Err(Trouble::Damaged) } else { fetch.result };
-            if let Some(far) = &mut self.far {
+            if let Some(far) = self.far.as_mut().filter(|_| in_time) {
                 far.heard(Way::Read, &heard, batch.probes, self.now_ns);
             }
             self.end_fetch(fetch);

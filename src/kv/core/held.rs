@@ -22,9 +22,9 @@ impl Core {
         self.tell_held(board, slot, is_held);
     }
 
-    /// Tells it that a chunk which it chose in a tier must stay there: others continue it that
-    /// came before it did, as they may from a remote, and policies know of those alone that came
-    /// later. It is not chosen again until they have left. Whether that holds now.
+    /// Tells it that a chunk which it chose in a tier must stay there: others continue it whose KV
+    /// is not in that tier, but in memory that is not written down yet or at a remote, and a policy
+    /// knows of those in its own. It is not chosen again until they have left. Whether that holds now.
     pub(super) fn note_continued(&mut self, at: At, tier: Tier) -> bool {
         let is_continued = |row: &Chunk| row.is_blocked() && row.refs() == 0 && row.pin().is_none();
         let row = self.boards[at.board as usize].chunks.chunk(at.slot);

@@ -67,6 +67,10 @@ pub struct Job {
     pub(super) plain: bool,
     /// The remote had nothing for it.
     pub(super) gave_up_far: bool,
+    /// Tokens of it that are copied already, where it is copied in parts.
+    pub(super) copied: u32,
+    /// Tokens that are being copied.
+    pub(super) part: u32,
     /// Its neighbours in the lines that it stands in.
     pub(super) links: [Link; 2],
 }
@@ -87,6 +91,8 @@ impl Job {
             behind_bytes: 0,
             plain: false,
             gave_up_far: false,
+            copied: 0,
+            part: 0,
             links,
         }
     }
@@ -215,8 +221,11 @@ impl Core {
     }
 
     fn wait_for_cell(&mut self, id: u32, board: u32, cell: Cell) {
-        self.jobs[id].step = Step::Waiting;
         let at = At { board, slot: cell.chunk };
+        if self.is_hung(at, cell.layer) {
+            return self.end_hung(id);
+        }
+        self.jobs[id].step = Step::Waiting;
         let line = self.waiting.entry((at, cell.layer)).or_default();
         line.push_back(&mut self.jobs, Of::Wait, id);
         self.hurry_fetch(id, at, cell.layer);

@@ -28,6 +28,7 @@ pub mod gauge;
 pub mod grain;
 mod held;
 pub mod holds;
+mod hung;
 mod jobs;
 mod ledger;
 mod limits;
@@ -198,6 +199,8 @@ impl Core {
         let disk_bytes = disk.as_deref().map(|disk| disk.stats().budget_bytes);
         let opts = config.host_opts();
         let (host_shelf, disk_shelf) = config.open_shelves(disk_bytes)?;
+        let mut copies = Queues::new(config.max_jobs, config.max_sessions + 1)?;
+        copies.in_parts_of(config.copy_bytes / copies::PARTS);
         Ok(Core {
             now_ns: 0,
             host: HostTier::new(account.clone(), &opts)?,
@@ -213,7 +216,7 @@ impl Core {
             host_shelf,
             disk_shelf,
             admission: Admission::open(&config.admission, 0)?,
-            copies: Queues::new(config.max_jobs, config.max_sessions + 1)?,
+            copies,
             reads: Queues::new(config.max_jobs, config.max_sessions + 1)?,
             feeding: VecDeque::new(),
             woken: Vec::new(),
@@ -258,6 +261,7 @@ impl Core {
     pub fn tick(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
         self.end_pins();
+        self.leave_overdue();
         self.settle();
     }
 
@@ -288,6 +292,7 @@ impl Core {
 
     /// Does all that has become possible, until nothing has.
     pub(super) fn settle(&mut self) {
+        self.leave_queues();
         for turn in 0u64.. {
             debug_assert!(turn < 1 << 22, "a store that never settles: {}", self.what_waits());
             if let Some(job) = self.woken.pop() {

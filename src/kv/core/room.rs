@@ -73,7 +73,7 @@ impl Core {
         let busy = [Hands::Copy, Hands::Read, Hands::Write, Hands::Fetch, Hands::Send];
         !self.hungry.is_empty()
             && self.leaving_bytes == 0
-            && busy.iter().all(|&hands| self.under_way[hands as usize] == 0)
+            && busy.iter().all(|&hands| self.under_way[hands as usize] == self.hung(hands))
             && (0..3).all(|lane| self.copies.waiting(lane).0 + self.reads.waiting(lane).0 == 0)
             && !self.near.as_ref().is_some_and(|near| near.waiting())
             && self.far.as_ref().is_none_or(|far| far.is_quiet_to_fetch() && far.outs.is_empty())

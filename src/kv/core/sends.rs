@@ -9,6 +9,7 @@ use crate::format::record;
 use crate::kv::admission::Candidate;
 use crate::kv::core::board::note;
 use crate::kv::core::far::time_of;
+use crate::kv::core::hung::{Ticket, What};
 use crate::kv::core::moves::Level;
 use crate::kv::core::{At, Core, Write};
 use crate::meta::chunks::{Arrival, Begin, Cell, Marks, Place};
@@ -77,6 +78,7 @@ pub struct SendBatch {
     pub timeout_ns: u64,
     /// It is to see if the remote is well again.
     probes: bool,
+    ticket: Ticket,
 }
 
 fn bytes_of(shape: &Shape, object: u32) -> u64 {
@@ -258,6 +260,8 @@ impl Core {
             let count = far.removals.len().min(most.min(REMOVALS));
             batch.removals.extend(far.removals.drain(..count));
             far.removing += 1;
+            let what = What::Send(Vec::new());
+            batch.ticket = far.watch.begin(self.now_ns, batch.timeout_ns, what, probes);
             return Some(batch);
         }
         let mut bytes = 0;
@@ -277,7 +281,13 @@ impl Core {
             batch.sends.push(send);
         }
         batch.timeout_ns += time_of(bytes);
-        (!batch.sends.is_empty()).then_some(batch)
+        if batch.sends.is_empty() {
+            return None;
+        }
+        let what = What::Send(batch.sends.iter().map(|send| send.at).collect());
+        let watch = &mut self.far.as_mut()?.watch;
+        batch.ticket = watch.begin(self.now_ns, batch.timeout_ns, what, probes);
+        Some(batch)
     }
 
     /// After a defect: nobody waits for an object that cannot be made.
@@ -317,8 +327,9 @@ impl Core {
     }
 
     pub(super) fn done_sends(&mut self, batch: &SendBatch) {
+        let in_time = self.far.as_mut().is_some_and(|far| far.watch.end(batch.ticket));
         for send in &batch.sends {
-            if let Some(far) = &mut self.far {
+            if let Some(far) = self.far.as_mut().filter(|_| in_time) {
                 far.heard(Way::Write, &send.result, batch.probes, self.now_ns);
             }
             self.end_send(send);
@@ -337,7 +348,9 @@ impl Core {
                 Some(trouble @ (Trouble::Late | Trouble::Gone | Trouble::Later)) => Err(trouble),
                 _ => Ok(()),
             };
-            far.heard(Way::Write, &heard, batch.probes, self.now_ns);
+            if in_time {
+                far.heard(Way::Write, &heard, batch.probes, self.now_ns);
+            }
         }
     }
 
@@ -398,9 +411,18 @@ impl Core {
     /// Nothing of a chunk is on its way: who waits for that goes on.
     fn end_if_sent(&mut self, at: At) {
         let marks = self.boards[at.board as usize].chunks.marks(at.slot).unwrap_or_default();
-        if marks.iter().any(|marks| marks.is_sent()) {
-            return;
+        if !marks.iter().any(|marks| marks.is_sent()) {
+            self.end_waits(at);
         }
+    }
+
+    /// Puts that wait for a chunk which does not go are over; its memory is read until it has.
+    pub(super) fn leave_send(&mut self, at: At) {
+        self.blame_sends(at, Trouble::Late);
+        self.end_waits(at);
+    }
+
+    fn end_waits(&mut self, at: At) {
         let Some(far) = &mut self.far else { return };
         for (number, _) in far.waits.remove(&at).unwrap_or_default() {
             self.moves[number].waits -= 1;

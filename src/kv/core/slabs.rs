@@ -6,6 +6,7 @@ use crate::base::sync::Arc;
 use crate::device::Device;
 use crate::fail;
 use crate::kv::core::Core;
+use crate::kv::core::copies::PARTS;
 use crate::kv::core::debt::cell_of_owner;
 use crate::kv::core::replicas::Replicas;
 use crate::tier::device::{Piece, Slab};
@@ -49,6 +50,7 @@ impl Core {
         if device.facts().asynchronous {
             // It is told of many copies at once, and each time costs.
             self.config.copy_bytes = self.config.batch_bytes;
+            self.copies.in_parts_of(self.config.copy_bytes / PARTS);
         }
         if device.facts().wants_pinned {
             self.host.make_known_to(device.clone());

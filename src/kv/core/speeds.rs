@@ -90,15 +90,19 @@ impl Core {
             self.speeds.fetches.under_way += bytes;
             return;
         }
-        let (jobs, burden) = match work {
-            Work::Copies(batch) => (&batch.jobs, &mut batch.burden),
-            Work::Reads(batch) => (&batch.jobs, &mut batch.burden),
+        let of = |id: &u32| {
+            let (board, cell) = self.cell_of(&self.jobs[*id]);
+            self.boards[board as usize].planes(cell).bytes()
+        };
+        let (bytes, burden) = match work {
+            Work::Copies(batch) => {
+                let bytes = batch.jobs.iter().map(|&id| self.part_bytes(&self.jobs[id]));
+                (bytes.sum(), &mut batch.burden)
+            }
+            Work::Reads(batch) => (batch.jobs.iter().map(of).sum(), &mut batch.burden),
             _ => return,
         };
-        let cells = jobs.iter().map(|&id| self.cell_of(&self.jobs[id]));
-        let bytes = cells.map(|(board, cell)| self.boards[board as usize].planes(cell).bytes());
-        *burden = Burden { bytes: bytes.sum(), beside };
-        let bytes = burden.bytes;
+        *burden = Burden { bytes, beside };
         self.speeds.flow(work).under_way += bytes;
     }
 

@@ -24,6 +24,16 @@ const LOOK_NS: u64 = 50_000;
 /// Hands that wait for a time sleep at least so long: a clock may stand still.
 const LEAST_SLEEP_NS: u64 = 1_000_000;
 
+/// When some hands have to look again, though nobody wakes them: those that write for the oldest
+/// chunk, those that copy for a request that the remote does not answer.
+pub(super) fn due_ns(core: &Core, hands: Hands) -> Option<u64> {
+    match hands {
+        Hands::Write => core.due_ns(),
+        Hands::Copy => core.watch_ns(),
+        _ => None,
+    }
+}
+
 impl Inner {
     /// The life of a thread.
     fn serve(&self, hands: Hands, stream: Stream, tools: &Tools) {
@@ -74,21 +84,22 @@ impl Inner {
         }
     }
 
-    /// Sleeps until there may be work: hands that write also until the oldest chunk is due.
+    /// Sleeps until there may be work: one of some hands also until something is due.
     fn sleep(&self, hands: Hands, state: &mut Guard<'_, State>) {
-        let due_ns = if hands == Hands::Write { state.core.due_ns() } else { None };
-        state.sleeping[hands as usize] += 1;
+        let at = hands as usize;
+        let due_ns = due_ns(&state.core, hands).filter(|_| !state.has_alarm[at]);
+        state.sleeping[at] += 1;
         match due_ns {
-            None => self.work[hands as usize].wait(state),
+            None => self.work[at].wait(state),
             Some(due_ns) => {
                 let wait_ns = due_ns.saturating_sub(self.runtime.clock().now_ns());
-                state.writer_has_alarm = true;
-                self.work[hands as usize].wait_for(state, wait_ns.max(LEAST_SLEEP_NS));
-                state.writer_has_alarm = false;
+                state.has_alarm[at] = true;
+                self.work[at].wait_for(state, wait_ns.max(LEAST_SLEEP_NS));
+                state.has_alarm[at] = false;
                 state.core.tick(self.runtime.clock().now_ns());
             }
         }
-        state.sleeping[hands as usize] -= 1;
+        state.sleeping[at] -= 1;
     }
 
     /// Err = a defect was caught, and the runtime is poisoned.

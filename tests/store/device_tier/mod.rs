@@ -1,6 +1,6 @@
 //! Stores with a device tier: simulations, and real threads over a simulated device.
 
-mod batches;
+pub mod batches;
 mod behind;
 mod faults;
 mod moves;

@@ -192,6 +192,7 @@ fn config(
         events: 256,
         batch_cells: 1 + random.below(16) as usize,
         batch_bytes: 1 << 20,
+        copy_bytes: [1 << 20, 2048, 600][seed as usize / 5 % 3],
         ..Config::default()
     }
 }

@@ -1,0 +1,199 @@
+//! Requests to a remote that do not end: a directory on a dead mount, an engine's own callbacks, a
+//! resolver. Lanes keep their deadlines, so that most are never seen here. Twice that time, and
+//! nobody waits for a request any more: gets miss, questions have no answer, puts of level remote
+//! end. Its memory stays its own until it ends, if it does.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::base::status::{Error, Status};
+use crate::kv::core::asks::Asker;
+use crate::kv::core::line::Of;
+use crate::kv::core::moves::Deed;
+use crate::kv::core::work::Hands;
+use crate::kv::core::{At, Core};
+use crate::meta::chunks::Cell;
+use crate::tier::remote::Trouble;
+use crate::tier::remote::breaker::Way;
+
+/// When nobody waits for a request any more, and its number.
+pub(super) type Ticket = (u64, u64);
+
+/// What a request is of.
+pub(super) enum What {
+    /// These cells are fetched.
+    Fetch(Vec<(At, u32)>),
+    /// This is asked for somebody, of this serial.
+    Ask(Asker, u64),
+    /// Objects of these chunks are sent.
+    Send(Vec<At>),
+}
+
+impl What {
+    fn hands(&self) -> Hands {
+        match self {
+            What::Fetch(_) => Hands::Fetch,
+            What::Ask(..) => Hands::Ask,
+            What::Send(_) => Hands::Send,
+        }
+    }
+}
+
+struct Request {
+    what: What,
+    /// It is to see if the remote is well again.
+    probes: bool,
+}
+
+/// The requests that are under way.
+#[derive(Default)]
+pub(super) struct Watch {
+    begun: u64,
+    open: BTreeMap<Ticket, Request>,
+    /// Those for which nobody waits any more.
+    hung: BTreeMap<Ticket, What>,
+    /// Cells of such fetches.
+    cells: BTreeSet<(At, u32)>,
+}
+
+impl Watch {
+    /// A request begins that has so long by itself.
+    pub fn begin(&mut self, now_ns: u64, timeout_ns: u64, what: What, probes: bool) -> Ticket {
+        self.begun += 1;
+        let ticket = (now_ns.saturating_add(timeout_ns.saturating_mul(2)), self.begun);
+        self.open.insert(ticket, Request { what, probes });
+        ticket
+    }
+
+    /// It has ended; whether somebody still waited for it. What is heard later than that is not
+    /// counted once more.
+    pub fn end(&mut self, ticket: Ticket) -> bool {
+        let in_time = self.open.remove(&ticket).is_some();
+        if let Some(What::Fetch(cells)) = self.hung.remove(&ticket) {
+            self.cells.retain(|cell| !cells.contains(cell));
+        }
+        in_time
+    }
+
+    fn hung_of(&self, hands: Hands) -> u32 {
+        self.hung.values().filter(|what| what.hands() == hands).count() as u32
+    }
+}
+
+impl Core {
+    /// When it is to be seen next whether a request has ended.
+    pub fn watch_ns(&self) -> Option<u64> {
+        let (ticket, _) = self.far.as_ref()?.watch.open.first_key_value()?;
+        Some(ticket.0)
+    }
+
+    /// Requests of some hands that do not end.
+    pub(super) fn hung(&self, hands: Hands) -> u32 {
+        self.far.as_ref().map_or(0, |far| far.watch.hung_of(hands))
+    }
+
+    /// Whether nobody is left who carries out what some hands of the remote do.
+    pub(super) fn all_hang(&self, hands: Hands) -> bool {
+        let count = self.far.as_ref().map_or(0, |far| match hands {
+            Hands::Fetch => far.config.fetchers,
+            _ => 1,
+        });
+        count > 0 && self.hung(hands) >= count
+    }
+
+    /// Nobody waits any more for requests whose time is over.
+    pub(super) fn leave_overdue(&mut self) {
+        while let Some(far) = &mut self.far {
+            let Some(first) = far.watch.open.first_entry() else { break };
+            let ticket = *first.key();
+            if ticket.0 > self.now_ns {
+                break;
+            }
+            let Request { what, probes } = first.remove();
+            let way = if what.hands() == Hands::Send { Way::Write } else { Way::Read };
+            log::warn!(
+                "a request to the remote ({:?}) has taken twice its time, and has not ended: nobody \
+                 waits for it any more",
+                what.hands()
+            );
+            far.heard(way, &Err::<(), _>(Trouble::Late), probes, self.now_ns);
+            match &what {
+                What::Fetch(cells) => far.watch.cells.extend(cells.iter().copied()),
+                What::Ask(..) | What::Send(_) => {}
+            }
+            self.follow_breaker();
+            match &what {
+                What::Fetch(cells) => cells.iter().for_each(|&(at, layer)| self.miss(at, layer)),
+                What::Ask(asker, serial) => self.leave_question(*asker, *serial),
+                What::Send(chunks) => chunks.iter().for_each(|&at| self.leave_send(at)),
+            }
+            if let Some(far) = &mut self.far {
+                far.watch.hung.insert(ticket, what);
+            }
+        }
+        self.leave_queues();
+    }
+
+    /// What waits for its turn does not wait for those who hang.
+    pub(super) fn leave_queues(&mut self) {
+        if self.far.as_ref().is_none_or(|far| far.watch.hung.is_empty()) {
+            return;
+        }
+        if self.all_hang(Hands::Fetch) {
+            self.avoid_fetches();
+        }
+        if self.all_hang(Hands::Ask) {
+            self.avoid_questions();
+        }
+    }
+
+    /// A question has no answer: who asked it goes on without.
+    fn leave_question(&mut self, asker: Asker, serial: u64) {
+        let Some(far) = &mut self.far else { return };
+        if far.asking.inquiries.get(&asker).is_some_and(|one| one.serial == serial) {
+            self.end_inquiry(asker);
+        }
+    }
+
+    /// What waits to be asked has no answer either.
+    fn avoid_questions(&mut self) {
+        while let Some(asker) = self.far.as_mut().and_then(|far| far.asking.line.pop_front()) {
+            self.end_inquiry(asker);
+        }
+    }
+
+    /// Whether a cell is on its way with a request that does not end.
+    pub(super) fn is_hung(&self, at: At, layer: usize) -> bool {
+        let far = self.far.as_ref();
+        far.is_some_and(|far| far.watch.cells.contains(&(at, layer as u32)))
+    }
+
+    /// Ends a job whose cell does not come.
+    pub(super) fn end_hung(&mut self, id: u32) {
+        let number = self.jobs[id].number;
+        let error = match self.moves[number].spec.deed {
+            Deed::Put => Error::new(
+                Status::Unavailable,
+                "the remote is fetching that cell, and does not answer: put it again later",
+            ),
+            Deed::Get | Deed::Prefetch => {
+                self.counters.misses += u64::from(!self.is_early(number));
+                Status::NotFound.into()
+            }
+        };
+        self.end_job(id, 0, Some(error));
+    }
+
+    /// Whoever waits for a cell misses it.
+    fn miss(&mut self, at: At, layer: u32) {
+        let own = self.far.as_mut().and_then(|far| far.awaited.remove(&(at, layer)));
+        if let Some(id) = own {
+            self.jobs[id].piece = None;
+            self.end_hung(id);
+        }
+        let cell = Cell { chunk: at.slot, layer: layer as usize };
+        let Some(mut line) = self.waiting.remove(&(at, cell.layer)) else { return };
+        while let Some(id) = line.pop_back(&mut self.jobs, Of::Wait) {
+            self.end_hung(id);
+        }
+    }
+}

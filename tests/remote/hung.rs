@@ -1,0 +1,268 @@
+//! A remote that hangs in a call: whoever waits for it goes on when twice the time of a request is
+//! over, and all is as before once the call has ended. By a clock that is told what time it is.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvtier::base::clock::Clock;
+use kvtier::base::op::{OpOpts, OpRef, RELEASED};
+use kvtier::base::runtime::{Runtime, RuntimeOpts};
+use kvtier::base::status::{Result, Status};
+use kvtier::kv::core::{Deed, Level};
+use kvtier::kv::spec::CustomRemote;
+use kvtier::kv::store::Store;
+use kvtier::tier::remote::{Asks, Caps, Gets, Lane, Puts, Remote, Server};
+use kvtier_testkit::fixtures::store::{
+    Engine, Home, Model, Shape, document, marks_of, spec_of, wait,
+};
+use kvtier_testkit::remote::simulated::{Plan, Simulated};
+
+const MODEL: Model = Model { layers: 4, heads: 2, run: 64, chunk: 16 };
+/// How long a request may take.
+const TIMEOUT_NS: u64 = 200_000_000;
+const MINUTES: Duration = Duration::from_secs(600);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Call {
+    Get = 0,
+    Put = 1,
+    Ask = 2,
+}
+
+/// Which calls hang, and how many do now.
+#[derive(Default)]
+struct Gate {
+    state: Mutex<([bool; 3], [usize; 3])>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn pass(&self, call: Call) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.1[call as usize] += 1;
+        self.changed.notify_all();
+        while state.0[call as usize] {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.1[call as usize] -= 1;
+    }
+
+    fn set(&self, call: Call, hangs: bool) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).0[call as usize] = hangs;
+        self.changed.notify_all();
+    }
+
+    /// Until so many calls hang.
+    fn until(&self, call: Call, count: usize) {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_less = |state: &mut ([bool; 3], [usize; 3])| state.1[call as usize] < count;
+        let waited = self.changed.wait_timeout_while(state, MINUTES, is_less);
+        assert!(!waited.unwrap_or_else(PoisonError::into_inner).1.timed_out(), "no call came");
+    }
+}
+
+/// A remote with a gate before it.
+#[derive(Clone)]
+struct Gated(Simulated, Arc<Gate>);
+
+struct GatedLane(Box<dyn Lane>, Arc<Gate>);
+
+impl Remote for Gated {
+    fn caps(&self) -> Caps {
+        self.0.caps()
+    }
+
+    fn lane(&self) -> Box<dyn Lane> {
+        Box::new(GatedLane(self.0.lane(), self.1.clone()))
+    }
+}
+
+impl Lane for GatedLane {
+    fn greet(&mut self, deadline_ns: u64) -> Result<Server> {
+        self.0.greet(deadline_ns)
+    }
+
+    unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64) {
+        self.1.pass(Call::Get);
+        // SAFETY: the caller's promise.
+        unsafe { self.0.get(gets, deadline_ns) }
+    }
+
+    unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64) {
+        self.1.pass(Call::Put);
+        // SAFETY: the caller's promise.
+        unsafe { self.0.put(puts, deadline_ns) }
+    }
+
+    fn ask(&mut self, asks: &mut Asks, deadline_ns: u64) {
+        self.1.pass(Call::Ask);
+        self.0.ask(asks, deadline_ns);
+    }
+
+    fn remove(&mut self, asks: &mut Asks, deadline_ns: u64) {
+        self.0.remove(asks, deadline_ns);
+    }
+}
+
+/// A store with one of these, by this clock.
+fn open(remote: &Gated, clock: &Clock) -> Home {
+    let mut spec = spec_of(&format!(
+        "store(host=8MiB, remote=custom(object=16KiB, fetchers=1, senders=1, ask=locate, \
+         timeout={}))",
+        TIMEOUT_NS / 1_000_000
+    ));
+    let remote = remote.clone();
+    spec.custom_remote = Some(CustomRemote(Arc::new(move |_| Box::new(remote.clone()))));
+    let opts = RuntimeOpts { workers: 1, clock: clock.clone(), ..RuntimeOpts::default() };
+    let runtime = Runtime::open(opts).expect("opened");
+    let store = Store::open(runtime.core(), None, &spec).expect("opened");
+    Home { store, runtime }
+}
+
+/// The clock goes on until an op has ended.
+fn ended(clock: &Clock, op: &OpRef) -> Status {
+    let begun = Instant::now();
+    while op.state() & RELEASED == 0 {
+        assert!(begun.elapsed() < MINUTES, "it waits for a call that hangs");
+        clock.advance(TIMEOUT_NS / 4);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    wait(op).status
+}
+
+fn engine(tokens: &[u32]) -> Engine {
+    let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+    engine.compute(&marks_of(1, tokens));
+    engine
+}
+
+/// What another store has put there, and this one knows of.
+struct World {
+    // Opened before the store goes, which waits for calls that hang.
+    gate: Open,
+    clock: Clock,
+    home: Home,
+}
+
+/// Lets all calls go on in the end, also after a failure.
+struct Open(Arc<Gate>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        for call in [Call::Get, Call::Put, Call::Ask] {
+            self.0.set(call, false);
+        }
+    }
+}
+
+impl World {
+    fn new(documents: &[Vec<u32>]) -> World {
+        let (clock, gate) = (Clock::manual(1), Arc::new(Gate::default()));
+        let remote = Gated(Simulated::new(1, Plan::default(), clock.clone()), gate.clone());
+        let other = open(&remote, &clock);
+        for tokens in documents {
+            let session = other.session(other.space(1, &MODEL), tokens);
+            assert_eq!(other.put(session, Level::Remote, &engine(tokens)).status, Status::Ok);
+            other.end(session);
+        }
+        other.close();
+        World { gate: Open(gate), home: open(&remote, &clock), clock }
+    }
+
+    fn session(&self, tokens: &[u32]) -> u32 {
+        self.home.session(self.home.space(1, &MODEL), tokens)
+    }
+
+    fn submit(&self, session: u32, deed: Deed, level: Level, engine: &Engine) -> OpRef {
+        self.home.submit(session, deed, level, engine.whole()).expect("submitted").remove(0)
+    }
+
+    fn close(self) {
+        self.home.close();
+    }
+
+    /// Finds out how far a session can go on.
+    fn locate(&self, session: u32) -> OpRef {
+        self.home.store.locate(session, &OpOpts::default()).expect("begun")
+    }
+}
+
+#[test]
+fn gets_miss_what_a_fetch_that_hangs_does_not_bring() {
+    let documents = [document(1, 64), document(2, 64)];
+    let world = World::new(&documents);
+    let sessions = documents.each_ref().map(|tokens| world.session(tokens));
+    for session in sessions {
+        let op = world.locate(session);
+        assert_eq!(wait(&op).tokens, 64);
+    }
+    world.gate.0.set(Call::Get, true);
+    let engines = [0, 1].map(|_| Engine::new(MODEL, Shape::Heads, 64));
+    let first = world.submit(sessions[0], Deed::Get, Level::Ram, &engines[0]);
+    world.gate.0.until(Call::Get, 1);
+    // One that waits for the same cells, and one whose turn does not come.
+    let same = world.submit(sessions[0], Deed::Get, Level::Ram, &engines[0]);
+    let other = world.submit(sessions[1], Deed::Get, Level::Ram, &engines[1]);
+    assert_eq!(first.state() & RELEASED, 0, "its time is not over");
+    for op in [&first, &same, &other] {
+        assert_eq!(ended(&world.clock, op), Status::NotFound);
+    }
+    // Who comes later does not wait either; a put of such a cell says so.
+    let later = world.submit(sessions[0], Deed::Get, Level::Ram, &engines[0]);
+    assert_eq!(wait(&later).status, Status::NotFound);
+    let from = engine(&documents[0]);
+    let put = world.submit(sessions[0], Deed::Put, Level::Ram, &from);
+    assert_eq!(wait(&put).status, Status::Unavailable);
+    let counted = world.home.store.with(|core| Ok(core.far_counters())).expect("open");
+    assert!(counted.expect("a remote").late >= 1, "{counted:?}");
+    // Once it goes on, all is as it was.
+    world.gate.0.set(Call::Get, false);
+    world.home.rest();
+    for ((session, tokens), mut engine) in sessions.iter().zip(&documents).zip(engines) {
+        let op = world.submit(*session, Deed::Get, Level::Ram, &engine);
+        assert_eq!(wait(&op).status, Status::Ok);
+        engine.check(&marks_of(1, tokens), 0..64, 0..MODEL.layers);
+        world.home.end(*session);
+    }
+    world.close();
+}
+
+#[test]
+fn questions_that_hang_are_answered_by_nothing() {
+    let world = World::new(&[document(1, 64)]);
+    let session = world.session(&document(1, 64));
+    world.gate.0.set(Call::Ask, true);
+    let first = world.locate(session);
+    world.gate.0.until(Call::Ask, 1);
+    assert_eq!(ended(&world.clock, &first), Status::Ok);
+    // Nobody is left who could ask.
+    let later = world.locate(session);
+    assert_eq!(wait(&later).tokens, 0);
+    world.gate.0.set(Call::Ask, false);
+    world.home.rest();
+    let again = world.locate(session);
+    assert_eq!(wait(&again).tokens, 64);
+    world.home.end(session);
+    world.close();
+}
+
+#[test]
+fn a_put_ends_whose_object_hangs_on_its_way() {
+    let world = World::new(&[]);
+    let tokens = document(1, 64);
+    let session = world.session(&tokens);
+    world.gate.0.set(Call::Put, true);
+    let from = engine(&tokens);
+    let op = world.submit(session, Deed::Put, Level::Remote, &from);
+    world.gate.0.until(Call::Put, 1);
+    assert_eq!(ended(&world.clock, &op), Status::Timeout);
+    // What is here is not touched by that.
+    let mut engine = Engine::new(MODEL, Shape::Heads, 64);
+    let get = world.submit(session, Deed::Get, Level::Ram, &engine);
+    assert_eq!(wait(&get).status, Status::Ok);
+    engine.check(&marks_of(1, &tokens), 0..64, 0..MODEL.layers);
+    world.gate.0.set(Call::Put, false);
+    world.home.end(session);
+    world.home.rest();
+    world.close();
+}
