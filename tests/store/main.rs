@@ -25,6 +25,7 @@ mod reserve;
 mod resident;
 mod review;
 mod scenarios;
+mod shrink;
 mod sim;
 mod syncs;
 mod table;

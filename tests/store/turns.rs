@@ -20,19 +20,25 @@ const LARGE: Model = Model { layers: 2, heads: 2, run: 64, chunk: 1024 };
 /// A batch of copies.
 const BATCH: u64 = 64 << 10;
 
-struct World {
-    core: Core,
+/// A store in memory whose copies are made by hand.
+pub struct World {
+    pub core: Core,
     tools: Tools,
 }
 
 impl World {
     fn new() -> World {
-        let config = Config { copy_bytes: BATCH, host_policy: "lru".into(), ..Config::default() };
+        World::sized(64 << 20)
+    }
+
+    pub fn sized(host_bytes: u64) -> World {
+        let host_policy = "lru".into();
+        let config = Config { host_bytes, copy_bytes: BATCH, host_policy, ..Config::default() };
         let core = Core::new(config, None, None).expect("sound");
         World { core, tools: Tools { device: Arc::new(Host::default()), disk: None, far: None } }
     }
 
-    fn session(&mut self, number: u8, model: &Model, tokens: &[u32]) -> u32 {
+    pub fn session(&mut self, number: u8, model: &Model, tokens: &[u32]) -> u32 {
         let key = Key([number; 32]);
         let opts = SpaceOpts { key, layout: model.layout(), holes: false };
         let space = self.core.open_space(&opts).expect("opened");
@@ -41,7 +47,7 @@ impl World {
         session
     }
 
-    fn submit(&mut self, session: u32, deed: Deed, engine: &Engine) -> u32 {
+    pub fn submit(&mut self, session: u32, deed: Deed, engine: &Engine) -> u32 {
         let what = engine.whole();
         self.core.submit_rectangle(session, deed, Level::Ram, 0, what).expect("submitted")
     }
@@ -57,7 +63,7 @@ impl World {
         Some(made)
     }
 
-    fn copy_all(&mut self) {
+    pub fn copy_all(&mut self) {
         while self.copy().is_some() {}
         assert!(self.core.is_idle());
         self.core.check().expect("the tables agree");

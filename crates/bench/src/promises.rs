@@ -107,6 +107,8 @@ fn churn_bars(quick: bool) -> Vec<Bar> {
 fn behind_pairs(rounds: u32) -> Result<Vec<(f64, f64)>> {
     const LAYERS: usize = 8;
     const MOVE: u64 = 64 * MIB;
+    /// Until all of memory was used.
+    const WARM: u32 = 10;
     let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
     let tensors = Tensors::new(MOVE, LAYERS).map_err(failed)?;
     let open = |write: &str, scratch: &Scratch| {
@@ -119,7 +121,7 @@ fn behind_pairs(rounds: u32) -> Result<Vec<(f64, f64)>> {
     let (one, two) = (Scratch::new("behind"), Scratch::new("back"));
     let homes = [open("behind(age=1ms)", &one)?, open("back", &two)?];
     let mut pairs = Vec::new();
-    for round in 0..rounds + 2 {
+    for round in 0..rounds + WARM {
         let mut took = [0.0; 2];
         for at in [round as usize % 2, (round as usize + 1) % 2] {
             let home = &homes[at];
@@ -136,7 +138,7 @@ fn behind_pairs(rounds: u32) -> Result<Vec<(f64, f64)>> {
                 std::thread::sleep(std::time::Duration::from_millis(2));
             }
         }
-        if round >= 2 {
+        if round >= WARM {
             pairs.push((took[0], took[1]));
         }
     }
@@ -248,8 +250,10 @@ fn length_bar(quick: bool) -> Bar {
 }
 
 /// The slowest of a thousand gets of a cell of 64 KiB, one copy thread, in microseconds: alone and
-/// beside somebody who puts cells of 4 MiB.
+/// beside somebody who puts cells of 4 MiB. Memory is full of those before: a page that is touched
+/// for the first time may cost a virtual machine milliseconds.
 fn slowest(gets: u32) -> Result<(f64, f64)> {
+    const FILLS: u32 = 40;
     let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
     let home = Home::open(
         "store(host=512MiB,policy=lru,copiers=1)",
@@ -263,6 +267,12 @@ fn slowest(gets: u32) -> Result<(f64, f64)> {
     let large = Tensors::new(16 * MIB, 1).map_err(failed)?;
     let session = home.session(1, small.tokens)?;
     home.carry(session, Deed::Put, Level::Ram, small.whole(false))?;
+    let put = |document: u32| -> Result<()> {
+        let session = home.session_in(space, document, large.tokens)?;
+        home.carry(session, Deed::Put, Level::Ram, large.whole(false))?;
+        home.end(session)
+    };
+    (0..FILLS).try_for_each(put)?;
     let time = || -> Result<f64> {
         let mut all = Vec::new();
         for _ in 0..gets {
@@ -275,14 +285,8 @@ fn slowest(gets: u32) -> Result<(f64, f64)> {
     let is_over = AtomicBool::new(false);
     let beside = std::thread::scope(|scope| {
         let writer = scope.spawn(|| -> Result<()> {
-            let mut document = 2;
-            while !is_over.load(Ordering::Relaxed) {
-                let session = home.session_in(space, document, large.tokens)?;
-                home.carry(session, Deed::Put, Level::Ram, large.whole(false))?;
-                home.end(session)?;
-                document += 1;
-            }
-            Ok(())
+            let go_on = |_: &u32| !is_over.load(Ordering::Relaxed);
+            (FILLS..).take_while(go_on).try_for_each(put)
         });
         let beside = time();
         is_over.store(true, Ordering::Relaxed);

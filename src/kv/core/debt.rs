@@ -1,12 +1,15 @@
 //! Memory that others need, or a smaller store has too much: only whole segments go
 //! back, so whoever is in one that drains has to leave, or to go down.
 
+use std::collections::BTreeMap;
+
 use crate::base::budget::Tier;
 use crate::kv::core::board::note;
 use crate::kv::core::grain::{Grain, Part, cell_id};
 use crate::kv::core::room::MOST_VICTIMS;
 use crate::kv::core::{At, Core, Write};
 use crate::meta::chunks::Cell;
+use crate::meta::index::Slot;
 
 const HOST: u8 = 1 << Tier::Host as u8;
 const DEVICE: u8 = 1 << Tier::Device as u8;
@@ -71,14 +74,16 @@ impl Core {
             }
             for victim in victims.drain(..) {
                 let Some((at, part)) = self.chosen(victim) else { continue };
+                // Its row may go with it.
+                let bytes = self.boards[at.board as usize].part_bytes(at.slot, part);
                 if self.leave_host(at, part) {
-                    left = left
-                        .saturating_sub(self.boards[at.board as usize].part_bytes(at.slot, part));
+                    left = left.saturating_sub(bytes);
                 } else {
                     self.note_continued(at, Tier::Host);
                 }
             }
         }
+        self.host.trim();
         self.owe_since(before, bytes);
         self.settle();
         let went = self.host.given_back_bytes() - before;
@@ -141,17 +146,63 @@ impl Core {
         if !std::mem::take(&mut self.debt.seeks) {
             return;
         }
-        let mut goes: u64 = self.host.segments().filter(|s| s.drains).map(|s| s.cost_bytes).sum();
-        let mut others: Vec<_> = self.host.segments().filter(|s| !s.drains).collect();
-        others.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
-        for segment in others {
-            if goes >= owed {
-                break;
+        // Where that is not enough, those too that others elsewhere continue.
+        for clears in [false, true] {
+            let drains = self.host.segments().filter(|segment| segment.drains);
+            let mut goes: u64 = drains.map(|segment| segment.cost_bytes).sum();
+            let mut others: Vec<_> = self.host.segments().filter(|s| !s.drains).collect();
+            others.sort_by_key(|s| (u64::from(s.live_pieces) * s.piece_bytes, s.number));
+            if clears {
+                // Little continues what stands at the ends of paths.
+                others.sort_by_key(|s| std::cmp::Reverse(self.first_position(s.number)));
             }
-            let may_empty = self.host.live_pieces(segment.number).all(|(_, o)| self.may_vacate(o));
-            if may_empty && self.host.drain(segment.number, true).is_ok() {
-                self.debt.draining.push(segment.number);
-                goes += segment.cost_bytes;
+            for segment in others {
+                if goes >= owed {
+                    return;
+                }
+                if clears {
+                    self.clear_paths(segment.number);
+                }
+                let mut all = self.host.live_pieces(segment.number);
+                let may_empty = all.all(|(_, owner)| self.may_vacate(owner));
+                drop(all);
+                if may_empty && self.host.drain(segment.number, true).is_ok() {
+                    self.debt.draining.push(segment.number);
+                    goes += segment.cost_bytes;
+                }
+            }
+        }
+    }
+
+    /// How many chunks are before the first one that has something in a segment.
+    fn first_position(&self, segment: u32) -> u32 {
+        let owners = self.host.live_pieces(segment).map(|(_, owner)| cell_of_owner(owner));
+        let rows = owners.map(|(board, cell)| self.boards[board as usize].chunks.chunk(cell.chunk));
+        rows.map(|row| row.map_or(0, |row| row.position())).min().unwrap_or(u32::MAX)
+    }
+
+    /// The chunks of a segment and what continues them leave memory, from the ends on, if all of
+    /// them may.
+    fn clear_paths(&mut self, segment: u32) {
+        let mut first: BTreeMap<u32, Vec<Slot>> = BTreeMap::new();
+        for (_, owner) in self.host.live_pieces(segment) {
+            let (board, cell) = cell_of_owner(owner);
+            let row = self.boards[board as usize].chunks.chunk(cell.chunk);
+            if row.is_none_or(|row| row.refs() > 0 || row.pin().is_some()) {
+                return;
+            }
+            first.entry(board).or_default().push(cell.chunk);
+        }
+        for (board, slots) in first {
+            let behind = self.boards[board as usize].chunks.with_behind(&slots);
+            let rows = &self.boards[board as usize].chunks;
+            let is_free = |slot: &Slot| rows.chunk(*slot).is_some_and(|row| row.is_free());
+            if !behind.iter().all(is_free) {
+                return;
+            }
+            let layers = self.boards[board as usize].layout.layers();
+            for (chunk, layer) in behind.iter().flat_map(|&s| (0..layers).map(move |l| (s, l))) {
+                self.vacate(owner_of(board, Cell { chunk, layer }));
             }
         }
     }

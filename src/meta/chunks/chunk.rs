@@ -183,6 +183,11 @@ impl Chunk {
         self.moving != 0
     }
 
+    /// Whether nobody holds it or is at it; others may continue it.
+    pub fn is_free(&self) -> bool {
+        self.refs == 0 && self.marks & PINNED == 0 && !self.is_moving()
+    }
+
     /// Whether its KV must stay: it is held or pinned, or others continue it that
     /// are of no use without it.
     #[inline]

@@ -421,6 +421,41 @@ impl Chunks {
         Ok(was && self.may_leave(slot))
     }
 
+    /// These chunks and all that continue them, at once or over others, from the ends on. The whole
+    /// table is looked through.
+    pub fn with_behind(&self, first: &[Slot]) -> Vec<Slot> {
+        const KNOWN: u8 = 1;
+        const BEHIND: u8 = 2;
+        let mut notes = vec![0u8; self.most()];
+        let (mut found, mut way) = (Vec::new(), Vec::new());
+        for &slot in first {
+            if std::mem::replace(&mut notes[slot as usize], KNOWN | BEHIND) == 0 {
+                found.push(slot);
+            }
+        }
+        for slot in self.slots() {
+            let mut next = Some(slot);
+            let is_behind = loop {
+                match next {
+                    None => break false,
+                    Some(at) if notes[at as usize] & KNOWN != 0 => {
+                        break notes[at as usize] & BEHIND != 0;
+                    }
+                    Some(at) => {
+                        way.push(at);
+                        next = self.parent(at);
+                    }
+                }
+            };
+            for at in way.drain(..) {
+                notes[at as usize] = KNOWN | if is_behind { BEHIND } else { 0 };
+                found.extend(is_behind.then_some(at));
+            }
+        }
+        found.sort_by_key(|&slot| std::cmp::Reverse(self.rows[slot as usize].position));
+        found
+    }
+
     /// Every slot in use, by number.
     pub fn slots(&self) -> impl Iterator<Item = Slot> + '_ {
         self.slots_from(0)
