@@ -5,8 +5,9 @@
 # for seeds of the store's simulation, a third for processes that are killed while they store, a
 # sixth for the C and C++ programs with threads that are late at random, a sixth for random
 # programs over the ABI and random tests with many cases. Each part repeats short rounds until its
-# time is over, goes on after a failure, and prints how to run a failing round again. Where the stage
-# `llama` has run before, its long tests with large models run once before the parts, in time of their own.
+# time is over, goes on after a failure, and prints how to run a failing round again. Before the parts, in
+# time of their own: what large stores have resident, and what they take in a small cgroup; and where the
+# stage `llama` has run before, its long tests with large models.
 # Seeds continue from KVTIER_SOAK_FIRST (a number from the clock by default), so that two soaks
 # do not repeat each other.
 set -uo pipefail
@@ -73,6 +74,17 @@ else
 fi
 
 seconds=$((minutes * 60))
+# Stores of up to 8 GiB, a small cgroup, and one store for a sixth of the time, in time of their own.
+# shellcheck disable=SC2086
+if KVTIER_RESIDENT_SECONDS=$((seconds / 6)) cargo nextest run --locked --workspace $features --test store \
+    --run-ignored only -j 1 --no-capture -E 'test(resident::)' >"$work/resident.log" 2>&1; then
+    passed=$((passed + 1))
+    echo "ok    resident"
+else
+    failed=$((failed + 1))
+    echo "FAIL  resident: $work/resident.log"
+    tail -n 20 "$work/resident.log" | sed 's/^/    /'
+fi
 part seeds $((seconds / 3)) seeds
 part kills $((seconds / 3)) kills
 part late $((seconds / 6)) late
