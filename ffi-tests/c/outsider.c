@@ -421,12 +421,170 @@ static void limits(void) {
     end(&rig);
 }
 
+/* Bytes of this process in memory, as the kernel counts them. */
+static uint64_t resident(void) {
+    unsigned long long kib = 0;
+    char line[256];
+    FILE *file = fopen("/proc/self/smaps_rollup", "r");
+    EXPECT(file != NULL);
+    while (fgets(line, sizeof line, file) != NULL) {
+        if (sscanf(line, "Rss: %llu", &kib) == 1) break;
+    }
+    EXPECT(fclose(file) == 0 && kib > 0);
+    return kib * 1024;
+}
+
+/* What a store takes is what its budget says, and the least of it that it can do with. */
+static void takes(void) {
+    rig_t rig;
+    memset(&rig, 0, sizeof rig);
+    MUST(kvt_runtime_open(NULL, &rig.runtime, &err));
+    kvt_budget_opts_t limits = KVT_BUDGET_OPTS_INIT;
+    limits.host_bytes = UINT64_C(128) << 20;
+    kvt_budget_t *budget = NULL;
+    MUST(kvt_budget_open(rig.runtime, &limits, &budget, &err));
+    memset(tensor, 1, sizeof tensor);
+    const uint64_t before = resident();
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    opts.spec = "store(host=64MiB)";
+    opts.spec_bytes = KVT_NUL_TERMINATED;
+    MUST(kvt_store_open(rig.runtime, budget, &opts, &rig.store, &err));
+    open_space(&rig);
+    for (uint32_t round = 0; round < 10; round++) {
+        store_sessions(&rig, round * 40, 40, 64 * CHUNK); /* 80 MiB */
+        kvt_tier_report_t tier = KVT_TIER_REPORT_INIT;
+        MUST(kvt_budget_tier(budget, KVT_TIER_HOST, &tier));
+        const uint64_t most = tier.committed_bytes + tier.committed_bytes / 50 + (16u << 20);
+        const uint64_t now_bytes = resident();
+        EXPECT(tier.committed_bytes <= limits.host_bytes);
+        EXPECT(now_bytes < before + most);
+    }
+    MUST(kvt_namespace_close(&rig.space));
+    MUST(kvt_store_close(&rig.store, 0, &err));
+    MUST(kvt_budget_close(&budget, &err));
+    MUST(kvt_runtime_close(&rig.runtime, 0, NULL, &err));
+}
+
+/* What is on disk is read while memory is full of what sessions hold. */
+static void reads(void) {
+    enum { HELD = 200, OLD = 8 };
+    rig_t rig;
+    begin(&rig, "store(host=1MiB, write=through, disk=disk(bytes=64MiB))", 1);
+    store_sessions(&rig, 1000, OLD, 2 * CHUNK);
+    kvt_session_t *held[HELD];
+    int count = 0;
+    while (count < HELD) { /* until no more goes in */
+        held[count] = session_of(&rig, (uint32_t)count, 2 * CHUNK);
+        const kvt_status_t put = move_all(held[count], 1, tensor, 2 * CHUNK, 2 * CHUNK);
+        EXPECT(put == KVT_OK || put == KVT_E_BUDGET);
+        count++;
+        if (put != KVT_OK) break;
+    }
+    for (uint32_t i = 0; i < OLD; i++) {
+        kvt_session_t *session = session_of(&rig, 1000 + i, 2 * CHUNK);
+        EXPECT(move_all(session, 0, tensor, 2 * CHUNK, 2 * CHUNK) == KVT_OK);
+        MUST(kvt_session_close(&session));
+    }
+    for (int i = 0; i < count; i++) MUST(kvt_session_close(&held[i]));
+    end(&rig);
+}
+
+/* Chunks that left the disk are chunks, also where their cells leave one by one. */
+static void counts(void) {
+    enum { CHUNKS = 1200 };
+    rig_t rig;
+    begin(&rig, "store(host=1MiB, grain=cell, drop=cell, write=through, disk=disk(bytes=16MiB, segment=1MiB))", 1);
+    store_sessions(&rig, 0, CHUNKS / 4, 4 * CHUNK);
+    kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
+    MUST(kvt_store_stats(rig.store, &stats));
+    EXPECT(stats.evicted_chunks > 0 && stats.evicted_chunks < CHUNKS);
+    end(&rig);
+}
+
+/* Observations that cannot be, and one that is wrong among ten that are right. */
+static void observations(void) {
+    rig_t rig;
+    begin(&rig, "store(host=1MiB)", 0);
+    REFUSED(kvt_namespace_observe_prefill(rig.space, 0, UINT64_MAX, 5, &err), KVT_E_INVALID, "tokens");
+    REFUSED(kvt_namespace_observe_prefill(rig.space, 0, 1000, 5, &err), KVT_E_INVALID, "ns");
+    for (int i = 0; i < 10; i++) {
+        MUST(kvt_namespace_observe_prefill(rig.space, 0, 1000, 1000 * 100000, &err));
+    }
+    MUST(kvt_namespace_observe_prefill(rig.space, 0, 1000, 1000 * 50, &err));
+    kvt_prefill_t cost = KVT_PREFILL_INIT;
+    MUST(kvt_namespace_prefill(rig.space, &cost));
+    EXPECT(cost.observed == 11 && cost.beta_ns > 50000 && cost.beta_ns < 150000);
+    end(&rig);
+}
+
+/* What is refused says what was wrong, what is accepted, what to do. */
+static void words(void) {
+    rig_t rig;
+    begin(&rig, "store(host=1MiB)", 0);
+    kvt_store_t *store = NULL;
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    static const struct {
+        const char *spec;
+        kvt_status_t status;
+        const char *word;
+    } wrong[] = {
+        {"store(host=1KiB)", KVT_E_INVALID, "65536"},
+        {"store(hots=1MiB)", KVT_E_SPEC, "did you mean 'host'"},
+        {"store(host=1MiB", KVT_E_SPEC, "offset"},
+        {"store(host=1MiB, policy=lruu)", KVT_E_SPEC, "'lru'"},
+        {"store(host=1MiB, codec=zstd)", KVT_E_SPEC, "lz4"},
+        {"store(host=1MiB, disk=disk(path=\"outsider-w\", bytes=1MiB, segment=1MiB))", KVT_E_INVALID, "segment"},
+        {"store(host=1MiB, remote=dir(path=\"outsider-none/none\"))", KVT_E_NOT_FOUND, "outsider-none"},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        opts.spec = wrong[i].spec;
+        opts.spec_bytes = KVT_NUL_TERMINATED;
+        const kvt_status_t got = kvt_store_open(rig.runtime, NULL, &opts, &store, &err);
+        if (got != wrong[i].status || err == NULL || strstr(kvt_error_message(err), wrong[i].word) == NULL) {
+            fprintf(stderr, "%s: %s: %s\n", wrong[i].spec, kvt_status_name(got),
+                    err ? kvt_error_message(err) : "no message");
+            exit(1);
+        }
+        kvt_error_free(&err);
+    }
+    /* A recipe that begins as a spec and is none would store KV that is not what was asked for. */
+    kvt_identity_t identity = KVT_IDENTITY_INIT;
+    kvt_layout_t layout = KVT_LAYOUT_INIT;
+    static const uint16_t layers[] = {0};
+    kvt_group_t group = {0};
+    group.rule = KVT_RULE_FULL;
+    group.dtype = KVT_DTYPE_F16;
+    group.kv_heads = 2;
+    group.k_bytes = group.v_bytes = TOKEN_BYTES;
+    group.layers = layers;
+    group.layer_count = 1;
+    layout.chunk_tokens = CHUNK;
+    layout.groups = &group;
+    layout.group_count = 1;
+    layout.stride_bytes = sizeof group;
+    identity.recipe = "kv(codec=int8";
+    identity.recipe_bytes = KVT_NUL_TERMINATED;
+    kvt_namespace_t *space = NULL;
+    REFUSED(kvt_namespace_open(rig.store, &identity, &layout, 0, &space, &err), KVT_E_SPEC, ")");
+    /* Moves: tokens that are not there, a view too short, no tensor at all. */
+    kvt_session_t *session = NULL;
+    MUST(kvt_session_open(rig.space, NULL, &session, &err));
+    REFUSED(move_all(session, 1, tensor, CHUNK, CHUNK), KVT_E_INVALID, "append");
+    MUST(kvt_session_close(&session));
+    session = session_of(&rig, 1, 2 * CHUNK);
+    REFUSED(move_all(session, 1, tensor, 2 * CHUNK, CHUNK), KVT_E_INVALID, "view");
+    REFUSED(move_all(session, 1, NULL, 2 * CHUNK, 2 * CHUNK), KVT_E_INVALID, "address");
+    MUST(kvt_session_close(&session));
+    end(&rig);
+}
+
 static const struct {
     const char *name;
     void (*run)(void);
 } topics[] = {{"texts", texts}, {"polls", polls}, {"appends", appends},
               {"descriptors", descriptors}, {"budgets", budgets}, {"keeps", keeps},
-              {"limits", limits}};
+              {"limits", limits}, {"takes", takes}, {"reads", reads}, {"counts", counts},
+              {"observations", observations}, {"words", words}};
 
 int main(int argc, char **argv) {
     alarm(600);
