@@ -9,7 +9,8 @@ use crate::kv::store::Store;
 const AT_ONCE: usize = 512;
 /// Nobody is told when a batch of writes ends: it is looked so often.
 const LOOK_NS: u64 = 1_000_000;
-/// Batches of writes that end, and none of those that stayed can leave: the engine has them.
+/// So often it was looked, or a batch of writes has ended, and none of those that stayed can
+/// leave: the engine has them.
 const MOST_IN_VAIN: u32 = 3;
 
 impl Store {
@@ -39,10 +40,15 @@ impl Store {
             let written = self.with(|core| Ok(core.writes_so_far()))?;
             let moving = clearing.cleared.moving;
             in_vain = if moving < before { 0 } else { in_vain + 1 };
-            if moving == 0 || written.is_none() || in_vain >= MOST_IN_VAIN {
+            if moving == 0 || in_vain >= MOST_IN_VAIN {
                 return Ok(());
             }
             before = moving;
+            if written.is_none() {
+                // The last one has ended since it was in the way, or none was.
+                clearing.again();
+                continue;
+            }
             let mut state = self.inner.state.lock();
             while state.core.writes_so_far() == written && !state.stop && !state.broken {
                 let now_ns = self.inner.runtime.clock().now_ns();
