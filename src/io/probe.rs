@@ -130,7 +130,7 @@ pub fn told_alignment(file: &impl AsRawFd) -> Result<u64> {
     }
     let (memory, offset) = (facts.stx_dio_mem_align, facts.stx_dio_offset_align);
     if memory == 0 || offset == 0 {
-        fail!(Unavailable, "the file system has no O_DIRECT for its files");
+        fail!(Unavailable, "this file system has no O_DIRECT: open the disk with buffered=true");
     }
     Ok(u64::from(memory.max(offset)))
 }

@@ -103,7 +103,11 @@ fn direct_alignment(directory: &Directory, lock: &Lock, most: u64) -> Result<u64
     };
     let most = if most == 0 { MAX_ALIGN_BYTES } else { most };
     if align > most || !align.is_power_of_two() {
-        fail!(Unavailable, "O_DIRECT wants multiples of {align} bytes, more than {most}");
+        fail!(
+            Unavailable,
+            "O_DIRECT wants multiples of {align} bytes here, more than {most}: open the disk with \
+             buffered=true"
+        );
     }
     Ok(align)
 }

@@ -216,7 +216,11 @@ impl Core {
             ticket: None,
         };
         if !self.moves.has_room() {
-            fail!(Again, "{} moves are under way, as many as may be", self.moves.len());
+            fail!(
+                Again,
+                "{} moves are under way, as many as may be: wait for one of them",
+                self.moves.len()
+            );
         }
         let number = self.moves.add(Move::new(spec, self.now_ns)?)?;
         self.moves[number].locates = Some(0);

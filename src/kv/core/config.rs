@@ -154,7 +154,7 @@ impl Config {
             );
         }
         if !(0.0..=1.0).contains(&self.high) || !(0.0..=self.high).contains(&self.low) {
-            fail!(Invalid, "watermarks {} and {}: 0 <= low <= high <= 1", self.low, self.high);
+            fail!(Invalid, "low={} and high={}: 0 <= low <= high <= 1 can be", self.low, self.high);
         }
         if self.host_bytes < LEAST_HOST_BYTES {
             let (has, least) = (self.host_bytes, LEAST_HOST_BYTES);

@@ -284,8 +284,13 @@ impl Core {
     pub(super) fn starve(&mut self) {
         let Some(id) = self.hungry.first() else { return };
         self.counters.no_room += 1;
-        let message = "no memory for a cell, and nothing may leave: all is held, pinned or in \
-                       motion. Close sessions, or give the store more";
+        let (board, cell) = self.cell_of(&self.jobs[id]);
+        let bytes = self.boards[board as usize].planes(cell).bytes();
+        let message = format!(
+            "no memory for a cell of {bytes} bytes (layer {}), and nothing may leave the {} bytes of \
+             host=: all is held, pinned or in motion. Close sessions, or give the store more",
+            cell.layer, self.config.host_bytes
+        );
         self.unqueue_hungry(id);
         self.end_job(id, 0, Some(Error::new(Status::Budget, message)));
     }

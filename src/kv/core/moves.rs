@@ -256,10 +256,14 @@ impl Core {
         }
         if chunks > MAX_MOVE_CHUNKS || chunks.checked_mul(spec.layers).is_none_or(|n| n >> 32 != 0)
         {
-            fail!(Limit, "a move of {chunks} chunks; {MAX_MOVE_CHUNKS} can be");
+            fail!(Limit, "a move of {chunks} chunks; {MAX_MOVE_CHUNKS} can be: make two of it");
         }
         if spec.level.is_on_disk() && self.disk.is_none() {
-            fail!(Unavailable, "the store has no disk tier: nothing can be put on disk");
+            fail!(
+                Unavailable,
+                "the store was opened without a disk: put at level ram, or open it with \
+                 disk=disk(path=\"...\", bytes=...)"
+            );
         }
         if spec.level == Level::Remote && self.far.is_none() {
             fail!(Unavailable, "the store has no remote (remote=...): nothing can be put there");
@@ -269,7 +273,11 @@ impl Core {
         }
         self.check_behind(spec)?;
         if !self.moves.has_room() {
-            fail!(Again, "{} moves are under way, as many as may be", self.moves.len());
+            fail!(
+                Again,
+                "{} moves are under way, as many as may be: wait for one of them",
+                self.moves.len()
+            );
         }
         Ok(())
     }

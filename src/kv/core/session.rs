@@ -67,7 +67,12 @@ impl Core {
             fail!(Limit, "a name of {} bytes; {MAX_NAME_BYTES} can be", opts.name.len());
         }
         if !self.sessions.has_room() {
-            fail!(Again, "{} sessions are open, as many as may be", self.sessions.len());
+            fail!(
+                Again,
+                "{} sessions are open, as many as may be: close some, or raise sessions= in the \
+                 store's spec",
+                self.sessions.len()
+            );
         }
         self.names += 1;
         let serial = self.names.to_le_bytes();

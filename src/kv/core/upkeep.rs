@@ -266,7 +266,11 @@ impl Core {
         }
         if chunks > self.free_rows() {
             let most = self.config.max_chunks;
-            fail!(Limit, "{chunks} more chunks; the store holds {most}, and those are in use");
+            fail!(
+                Limit,
+                "{chunks} more chunks; the store knows {most}, and all of them are held, pinned or \
+                 in motion: close sessions, or raise chunks= in its spec"
+            );
         }
         self.pay_for_rows(chunks);
         Ok(())

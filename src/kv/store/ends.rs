@@ -48,7 +48,9 @@ impl Store {
             let now = self.inner.runtime.clock().now_ns();
             match deadline_ns {
                 0 => self.inner.ended.wait(&mut state),
-                deadline if now >= deadline => fail!(Busy, "work of the store is under way"),
+                deadline if now >= deadline => {
+                    fail!(Busy, "work of the store is under way: call again, it goes on from there")
+                }
                 deadline => self.inner.ended.wait_for(&mut state, deadline - now),
             }
         }

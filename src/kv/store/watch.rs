@@ -31,7 +31,7 @@ impl Watches {
     fn add(&mut self, from: u64, op: OpRef) -> Result<u32> {
         let at = self.all.iter().position(Option::is_none).unwrap_or(self.all.len());
         if at == MAX_WATCHES {
-            fail!(Again, "{MAX_WATCHES} watches wait, as many as may");
+            fail!(Again, "{MAX_WATCHES} watches wait, as many as may: end one");
         }
         if at == self.all.len() {
             self.all.push(None);

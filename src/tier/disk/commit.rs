@@ -64,5 +64,10 @@ impl DiskTier {
 }
 
 fn not_durable(mark: Mark) -> Result<()> {
-    fail!(Io, "a sync of segment {} failed: this write is not durable", mark.segment)
+    fail!(
+        Io,
+        "a sync of segment {} failed: what was written there is not durable. Put it again: it goes \
+         to another segment",
+        mark.segment
+    )
 }

@@ -13,7 +13,13 @@ impl DiskTier {
     /// Room for a record at a front, in a new segment if need be.
     pub(super) fn room_for(&self, front: Front, blocks: u32, born: u64) -> Result<Grant> {
         if blocks >= self.segment_blocks() {
-            fail!(Limit, "a record of {blocks} blocks is longer than a segment");
+            fail!(
+                Limit,
+                "a record of {} bytes is longer than a segment of {}: give the disk a longer \
+                 segment=",
+                u64::from(blocks) * BLOCK_BYTES as u64,
+                self.options.segment_bytes
+            );
         }
         if let Some(grant) = self.state.lock().grant(front, blocks, born) {
             return Ok(grant);

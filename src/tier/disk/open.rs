@@ -37,7 +37,11 @@ impl DiskTier {
         let options = checked(options)?;
         let align = files.align_bytes();
         if align == 0 || BLOCK_BYTES as u64 % align != 0 {
-            fail!(Unsupported, "files want an alignment of {align} bytes");
+            fail!(
+                Unsupported,
+                "files of this file system are read and written in multiples of {align} bytes: open \
+                 the disk with buffered=true, or elsewhere"
+            );
         }
         let begun_ns = options.clock.now_ns();
         let mut report = OpenReport::default();
