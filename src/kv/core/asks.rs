@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, VecDeque};
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
-use crate::fail;
 use crate::kv::core::far_blocks::Named;
 use crate::kv::core::hung::{Ticket, What};
 use crate::kv::core::moves::{Deed, Level, Move, MoveSpec};
@@ -215,13 +214,7 @@ impl Core {
             after: None,
             ticket: None,
         };
-        if !self.moves.has_room() {
-            fail!(
-                Again,
-                "{} moves are under way, as many as may be: wait for one of them",
-                self.moves.len()
-            );
-        }
+        self.has_room_for_move()?;
         let number = self.moves.add(Move::new(spec, self.now_ns)?)?;
         self.moves[number].locates = Some(0);
         Ok(number)

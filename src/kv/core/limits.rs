@@ -1,5 +1,5 @@
-//! The limit of chunks, noted on the disk: whoever opens a store with a smaller one than it had
-//! would forget chunks for good, and has to say so.
+//! Limits: that of moves, and that of chunks. The latter is noted on the disk: whoever opens a store
+//! with a smaller one than it had would forget chunks for good, and has to say so.
 
 use std::collections::BTreeSet;
 
@@ -24,6 +24,15 @@ pub(super) struct Limits {
 }
 
 impl Core {
+    /// Whether another move can begin.
+    pub(super) fn has_room_for_move(&self) -> Result<()> {
+        if !self.moves.has_room() {
+            let all = self.moves.len();
+            fail!(Again, "{all} moves are under way, as many as may be: wait for one of them");
+        }
+        Ok(())
+    }
+
     /// Whether the chunks that were found fit, or may be forgotten. What has left may be found
     /// again after a crash, so it is only asked where the limit was larger.
     pub(super) fn check_limits(&mut self, recovered: &Recovered) -> Result<()> {

@@ -256,14 +256,10 @@ impl Core {
         }
         if chunks > MAX_MOVE_CHUNKS || chunks.checked_mul(spec.layers).is_none_or(|n| n >> 32 != 0)
         {
-            fail!(Limit, "a move of {chunks} chunks; {MAX_MOVE_CHUNKS} can be: make two of it");
+            fail!(Limit, "a move of {chunks} chunks; {MAX_MOVE_CHUNKS} can be: make two");
         }
         if spec.level.is_on_disk() && self.disk.is_none() {
-            fail!(
-                Unavailable,
-                "the store was opened without a disk: put at level ram, or open it with \
-                 disk=disk(path=\"...\", bytes=...)"
-            );
+            fail!(Unavailable, "the store has no disk: put at level ram, or open it with disk=");
         }
         if spec.level == Level::Remote && self.far.is_none() {
             fail!(Unavailable, "the store has no remote (remote=...): nothing can be put there");
@@ -272,14 +268,7 @@ impl Core {
             fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
         }
         self.check_behind(spec)?;
-        if !self.moves.has_room() {
-            fail!(
-                Again,
-                "{} moves are under way, as many as may be: wait for one of them",
-                self.moves.len()
-            );
-        }
-        Ok(())
+        self.has_room_for_move()
     }
 
     /// Whether views of a move say where so many tokens of so many chunks are.
