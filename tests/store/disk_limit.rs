@@ -5,6 +5,7 @@ use kvtier_testkit::fixtures::by_hand;
 use kvtier_testkit::fixtures::store as support;
 
 use by_hand::{MODEL, World};
+use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::status::Status;
 use kvtier::kv::core::{Config, Level};
 use kvtier::kv::store::Store;
@@ -101,5 +102,46 @@ fn a_chunk_that_is_longer_than_a_segment_goes_down() {
     assert_eq!(home.get(session, &engine).status, Status::Ok);
     engine.check(&marks_of(1, &tokens), 0..1024, 0..LONG.layers);
     home.end(session);
+    home.close();
+}
+
+/// What is still on disk counts until it has gone.
+#[test]
+fn a_disk_that_shrinks_is_paid_for_as_long_as_it_is_large() {
+    const MIB: u64 = 1 << 20;
+    let scratch = Scratch::new("paid");
+    let runtime = runtime();
+    let mut limits = [None; 5];
+    limits[Tier::Host as usize] = Some(256 * MIB);
+    limits[Tier::Disk as usize] = Some(64 * MIB);
+    let opts = BudgetOpts { limits, reserve_bytes: Some(0), strict: false };
+    let budget = Budget::open(runtime.core(), &opts).expect("a budget");
+    let spec = with_disk(&scratch.0, "bytes=48MiB,segment=1MiB", "host=4MiB,write=through");
+    let store = Store::open(runtime.core(), Some(&budget), &spec).expect("opened");
+    let home = Home { store, runtime };
+    let space = home.space(1, &MODEL);
+    for number in 0..400 {
+        let tokens = document(number, 128);
+        let session = home.session(space, &tokens);
+        let mut engine = Engine::new(MODEL, Shape::Tokens, tokens.len());
+        engine.compute(&marks_of(0, &tokens));
+        assert_eq!(home.put(session, Level::Disk, &engine).status, Status::Ok);
+        home.end(session);
+    }
+    home.rest();
+    let used = || home.store.disk().expect("a disk").stats().used_bytes;
+    assert!(used() > 16 * MIB, "{} bytes are used", used());
+    let paid = || budget.lane(Tier::Disk).committed_bytes;
+    home.store
+        .with(|core| {
+            let before = core.report().disk.stats.used_bytes;
+            core.set_disk_bytes(8 * MIB)?;
+            assert!(paid() >= before.min(48 * MIB), "{} of {before} are paid for", paid());
+            Ok(())
+        })
+        .expect("open");
+    home.rest();
+    assert!(used() <= 8 * MIB, "{} bytes are used", used());
+    assert_eq!(paid(), 8 * MIB);
     home.close();
 }

@@ -22,7 +22,9 @@ impl DiskTier {
                  bytes are needed"
             );
         }
-        self.paid.set(bytes)?;
+        // What is used beyond it is paid for until it has gone.
+        let used = self.state.lock().used_bytes;
+        self.paid.set(bytes.max(used))?;
         let mut state = self.state.lock();
         state.set_budget(bytes, self.options.segment_bytes);
         // No room is kept for two checkpoints that would not fit any more.
@@ -31,6 +33,16 @@ impl DiskTier {
             _ => state.checkpoint_bytes,
         };
         Ok(())
+    }
+}
+
+impl DiskTier {
+    /// Files have gone: those beyond the budget are paid for no more.
+    pub(super) fn pay_less(&self) {
+        let state = self.state.lock();
+        let bytes = state.budget_bytes.max(state.used_bytes);
+        drop(state);
+        self.paid.lower(bytes);
     }
 }
 
@@ -64,6 +76,14 @@ impl Paid {
         }
         *paid = bytes;
         Ok(())
+    }
+
+    /// No more than so many bytes.
+    fn lower(&self, bytes: u64) {
+        let Some(account) = &self.account else { return };
+        let mut paid = self.bytes.lock();
+        account.give_back(Tier::Disk, paid.saturating_sub(bytes));
+        *paid = bytes.min(*paid);
     }
 }
 

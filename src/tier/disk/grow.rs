@@ -201,6 +201,8 @@ impl DiskTier {
             state.give_back(lingering);
             freed += lingering;
         }
+        drop(state);
+        self.pay_less();
         freed
     }
 
