@@ -16,6 +16,7 @@ mod disk_tier;
 mod end_to_end;
 mod fsck;
 mod keys;
+mod linear;
 mod look;
 mod name;
 mod namespaces;

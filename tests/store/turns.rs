@@ -27,7 +27,7 @@ pub struct World {
 }
 
 impl World {
-    fn new() -> World {
+    pub fn new() -> World {
         World::sized(64 << 20)
     }
 
@@ -53,7 +53,7 @@ impl World {
     }
 
     /// The next copies are made; their bytes by their number of tokens, and whose they are.
-    fn copy(&mut self) -> Option<Vec<(u32, usize)>> {
+    pub fn copy(&mut self) -> Option<Vec<(u32, usize)>> {
         let work = self.core.take(Hands::Copy)?;
         let made = match &work {
             Work::Copies(batch) => parts(batch),
