@@ -118,6 +118,8 @@ pub struct FarCounters {
     pub corrupt: u64,
     /// Requests that were not answered in time, or not at all.
     pub late: u64,
+    /// Of those, requests that took twice their time, and had not ended.
+    pub hung: u64,
     /// Objects that were not fetched because the remote is left alone.
     pub avoided: u64,
     /// Objects that were sent.
@@ -144,11 +146,12 @@ impl FarCounters {
         self.fetched += fetched;
         self.cells += cells;
         self.fetched_bytes += fetched_bytes;
-        let FarCounters { wasted_bytes, absent, corrupt, late, avoided, sent, .. } = *other;
+        let FarCounters { wasted_bytes, absent, corrupt, late, hung, avoided, sent, .. } = *other;
         self.wasted_bytes += wasted_bytes;
         self.absent += absent;
         self.corrupt += corrupt;
         self.late += late;
+        self.hung += hung;
         self.avoided += avoided;
         self.sent += sent;
         let FarCounters { sent_bytes, known_there, failed_sends, refused, removed, .. } = *other;

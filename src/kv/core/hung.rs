@@ -109,6 +109,7 @@ impl Core {
                 break;
             }
             let Request { what, probes } = first.remove();
+            far.counters.hung += 1;
             let way = if what.hands() == Hands::Send { Way::Write } else { Way::Read };
             log::warn!(
                 "a request to the remote ({:?}) has taken twice its time, and has not ended: nobody \

@@ -82,6 +82,7 @@ fn main() -> ExitCode {
     println!("not to be sent   {} chunks", far.refused);
     println!("fetched          {} objects, {} cells", far.fetched, far.cells);
     println!("asked            {} names, {} there, {} late", far.asked, far.found, far.late);
+    println!("hung             {} requests", far.hung);
     println!("remembered       {} names", far.remembered);
     println!("far, not there   {} objects", far.absent);
     println!("far, damaged     {}", far.corrupt);
