@@ -26,9 +26,9 @@ fn bar(name: &'static str, unit: &'static str, goal: Option<f64>, better: Better
 }
 
 /// Stores the conversations of a trace on a disk of so many bytes, several times what it holds, in
-/// chunks of so many layers; the share of it that cells have then, and the bytes written for each
-/// byte of cells.
-fn churn(disk_bytes: u64, times: u64, layers: usize) -> Result<(f64, f64)> {
+/// chunks of so many layers; the share of it that cells have then, the bytes written for each byte
+/// of cells, and for each byte that was put.
+fn churn(disk_bytes: u64, times: u64, layers: usize, write: &str) -> Result<[f64; 3]> {
     /// Tokens of the longest request, in bytes of their cells.
     const LONGEST_BYTES: u64 = 128 * MIB;
     let failed = |text: String| kvtier::base::status::Error::new(Status::NoMem, text);
@@ -38,7 +38,7 @@ fn churn(disk_bytes: u64, times: u64, layers: usize) -> Result<(f64, f64)> {
     let kind = kind_of("chat")?;
     let opts = GenOpts { kind, duration_ns: HOUR_NS, seed: 1, rate: 0.0, block_tokens: CHUNK };
     let spec = format!(
-        "store(host=128MiB,write=through,disk_policy=lru,disk=disk(path=\"{}\",bytes={disk_bytes}B))",
+        "store(host=128MiB,write={write},disk_policy=lru,disk=disk(path=\"{}\",bytes={disk_bytes}B))",
         scratch.0.display()
     );
     let home = Home::open(&spec, layout(layers, CHUNK, TOKEN_BYTES)?, None)?;
@@ -61,10 +61,11 @@ fn churn(disk_bytes: u64, times: u64, layers: usize) -> Result<(f64, f64)> {
             let session = home.session_of(&tokens)?;
             let mut what = tensors.whole(false);
             what.tokens = tokens.len() as u64;
-            home.carry(session, Deed::Put, Level::Disk, what)?;
+            let level = if write == "through" { Level::Disk } else { Level::Ram };
+            home.carry(session, Deed::Put, level, what)?;
             home.end(session)?;
             let report = home.store.look(|core| core.report())?;
-            stored = report.counters.written / layers as u64;
+            stored = report.counters.stored / layers as u64;
             if stored >= wanted {
                 break;
             }
@@ -77,7 +78,9 @@ fn churn(disk_bytes: u64, times: u64, layers: usize) -> Result<(f64, f64)> {
     let all = stats.appended_bytes + stats.cleaned_bytes + stats.overhead_bytes;
     home.close()?;
     let share = disk.live_bytes as f64 / disk.budget_bytes as f64;
-    Ok((share, all as f64 / stats.appended_bytes.max(1) as f64))
+    let put = report.counters.stored * chunk_bytes / layers as u64;
+    let [appended, put] = [stats.appended_bytes, put].map(|bytes| bytes.max(1) as f64);
+    Ok([share, all as f64 / appended, all as f64 / put])
 }
 
 fn churn_bars(quick: bool) -> Vec<Bar> {
@@ -94,13 +97,28 @@ fn churn_bars(quick: bool) -> Vec<Bar> {
             bar(share, "of disk", Some(goal), Better::Higher),
             bar(writes, "of cells", Some(1.5), Better::Lower),
         ];
-        match churn(bytes, 3, layers) {
-            Ok((has, wrote)) => (two[0].value, two[1].value) = (Some(has), Some(wrote)),
+        match churn(bytes, 3, layers, "through") {
+            Ok([has, wrote, _]) => (two[0].value, two[1].value) = (Some(has), Some(wrote)),
             Err(error) => two.iter_mut().for_each(|bar| bar.note = say(error.clone())),
         }
         bars.extend(two);
     }
     bars
+}
+
+/// What write-behind writes of what is put, beside what write-through does.
+fn less_bar() -> Bar {
+    let mut bar = bar("writes_behind_1GiB", "of through", None, Better::Lower);
+    bar.baseline = "write=through, the same puts";
+    let pair = |_| -> Result<f64> {
+        let [through, behind] = ["through", "behind"].map(|write| churn(1024 * MIB, 3, 2, write));
+        Ok(behind?[2] / through?[2])
+    };
+    match (0..3).map(pair).collect::<Result<Vec<f64>>>() {
+        Ok(mut parts) => (bar.value, bar.baseline_value) = (Some(median(&mut parts)), Some(1.0)),
+        Err(error) => bar.note = say(error),
+    }
+    bar
 }
 
 /// Seconds of gets of what is in memory, while what was put last is written or not.
@@ -317,6 +335,7 @@ fn slowest_bar(quick: bool) -> Bar {
 /// Measures every bar of the group.
 pub fn run(quick: bool) -> Vec<Bar> {
     let mut bars = churn_bars(quick);
+    bars.extend((!quick).then(less_bar));
     bars.extend([behind_bar(quick), close_bar(quick), length_bar(quick), slowest_bar(quick)]);
     bars
 }
