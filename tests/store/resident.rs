@@ -170,6 +170,18 @@ fn child() {
         looked = Instant::now();
         let committed = budget.lane(Tier::Host).committed_bytes;
         let grown = resident().saturating_sub(before);
+        if seconds > 0 {
+            let lane = budget.lane(Tier::Host);
+            let report = home.store.with(|core| Ok(core.report())).expect("open");
+            println!(
+                "{} s: {number} documents, {grown} resident, {committed} committed, {} reserved, {} \
+                 chunks, {:?}",
+                begun.elapsed().as_secs(),
+                lane.reserved_bytes,
+                report.chunks,
+                report.host
+            );
+        }
         let over = grown as i64 - (committed + committed / PART) as i64;
         if over > worst {
             (worst, said) = (over, (grown, committed));
