@@ -43,6 +43,27 @@ part() {
     echo "ok    $name: $round rounds"
 }
 
+# once NAME COMMAND...: a command that has its own length.
+once() {
+    local name=$1 log=$work/$1.log
+    shift
+    if "$@" >"$log" 2>&1; then
+        passed=$((passed + 1))
+        echo "ok    $name"
+    else
+        failed=$((failed + 1))
+        echo "FAIL  $name: $log"
+        tail -n 20 "$log" | sed 's/^/    /'
+    fi
+}
+
+# Stores of up to 8 GiB, a small cgroup, and one store for a sixth of the time: at most nine minutes,
+# since the test runner ends a test after ten.
+# shellcheck disable=SC2086
+resident() {
+    KVTIER_RESIDENT_SECONDS=$((seconds / 6 < 540 ? seconds / 6 : 540)) cargo nextest run --locked --workspace \
+        $features --test store --run-ignored only -j 1 --no-capture -E 'test(resident::)'
+}
 seeds() { "$target/debug/kvtier-sim" --first $((first + round * 500)) --seeds 500; }
 # shellcheck disable=SC2086
 kills() { KVTIER_CRASH_ROUNDS=50 cargo nextest run --locked --workspace $features --test store -E 'test(=crash::what_was_stored_outlives_the_process)'; }
@@ -61,30 +82,13 @@ mapfile -t programs < <(find "$work/cmake" -maxdepth 1 -type f -name 'kvtier_tes
 [ "${#programs[@]}" -gt 0 ] || { echo "no test programs below $work/cmake"; exit 1; }
 
 if [ -e "$work/../llama/build/CTestTestfile.cmake" ]; then
-    if ctest --test-dir "$work/../llama/build" -L long --output-on-failure >"$work/llama.log" 2>&1; then
-        passed=$((passed + 1))
-        echo "ok    llama"
-    else
-        failed=$((failed + 1))
-        echo "FAIL  llama: $work/llama.log"
-        tail -n 20 "$work/llama.log" | sed 's/^/    /'
-    fi
+    once llama ctest --test-dir "$work/../llama/build" -L long --output-on-failure
 else
     echo "SKIP  llama: the stage llama has not run in this directory"
 fi
 
 seconds=$((minutes * 60))
-# Stores of up to 8 GiB, a small cgroup, and one store for a sixth of the time, in time of their own.
-# shellcheck disable=SC2086
-if KVTIER_RESIDENT_SECONDS=$((seconds / 6)) cargo nextest run --locked --workspace $features --test store \
-    --run-ignored only -j 1 --no-capture -E 'test(resident::)' >"$work/resident.log" 2>&1; then
-    passed=$((passed + 1))
-    echo "ok    resident"
-else
-    failed=$((failed + 1))
-    echo "FAIL  resident: $work/resident.log"
-    tail -n 20 "$work/resident.log" | sed 's/^/    /'
-fi
+once resident resident
 part seeds $((seconds / 3)) seeds
 part kills $((seconds / 3)) kills
 part late $((seconds / 6)) late

@@ -67,7 +67,8 @@ static kvt_status_t open_store(rig_t *rig, const char *spec) {
     return kvt_store_open(rig->runtime, NULL, &opts, &rig->store, &err);
 }
 
-static void open_space(rig_t *rig) {
+/* A namespace of a model, with a recipe or without (NULL). */
+static kvt_status_t open_namespace(const rig_t *rig, const char *recipe, kvt_namespace_t **out) {
     static const uint16_t layers[LAYERS] = {0, 1};
     kvt_group_t group = {0};
     group.rule = KVT_RULE_FULL;
@@ -84,8 +85,14 @@ static void open_space(rig_t *rig) {
     kvt_identity_t identity = KVT_IDENTITY_INIT;
     identity.model = "outsider";
     identity.model_bytes = KVT_NUL_TERMINATED;
-    MUST(kvt_namespace_open(rig->store, &identity, &layout, 0, &rig->space, &err));
+    if (recipe != NULL) {
+        identity.recipe = recipe;
+        identity.recipe_bytes = KVT_NUL_TERMINATED;
+    }
+    return kvt_namespace_open(rig->store, &identity, &layout, 0, out, &err);
 }
+
+static void open_space(rig_t *rig) { MUST(open_namespace(rig, NULL, &rig->space)); }
 
 static void begin(rig_t *rig, const char *spec, int has_disk) {
     memset(rig, 0, sizeof *rig);
@@ -548,24 +555,8 @@ static void words(void) {
         kvt_error_free(&err);
     }
     /* A recipe that begins as a spec and is none would store KV that is not what was asked for. */
-    kvt_identity_t identity = KVT_IDENTITY_INIT;
-    kvt_layout_t layout = KVT_LAYOUT_INIT;
-    static const uint16_t layers[] = {0};
-    kvt_group_t group = {0};
-    group.rule = KVT_RULE_FULL;
-    group.dtype = KVT_DTYPE_F16;
-    group.kv_heads = 2;
-    group.k_bytes = group.v_bytes = TOKEN_BYTES;
-    group.layers = layers;
-    group.layer_count = 1;
-    layout.chunk_tokens = CHUNK;
-    layout.groups = &group;
-    layout.group_count = 1;
-    layout.stride_bytes = sizeof group;
-    identity.recipe = "kv(codec=int8";
-    identity.recipe_bytes = KVT_NUL_TERMINATED;
     kvt_namespace_t *space = NULL;
-    REFUSED(kvt_namespace_open(rig.store, &identity, &layout, 0, &space, &err), KVT_E_SPEC, ")");
+    REFUSED(open_namespace(&rig, "kv(codec=int8", &space), KVT_E_SPEC, ")");
     /* Moves: tokens that are not there, a view too short, no tensor at all. */
     kvt_session_t *session = NULL;
     MUST(kvt_session_open(rig.space, NULL, &session, &err));

@@ -90,8 +90,8 @@ impl Queues {
         })
     }
 
-    /// Long jobs are done in parts of so many bytes, and a turn allows one: what is left of a job
-    /// is put back by [`Queues::put_back`].
+    /// Sets the length of a turn and the most bytes that one job is charged. A caller that does
+    /// long jobs in parts of this length returns the rest by [`Queues::put_back`].
     pub fn in_parts_of(&mut self, bytes: u64) {
         (self.turn_bytes, self.most_bytes) = (bytes.max(1), bytes.max(1));
     }
@@ -108,40 +108,38 @@ impl Queues {
 
     /// Queues a job that does not wait yet.
     pub fn push(&mut self, lane: usize, session: u32, job: Job, bytes: u64) {
-        assert!(!self.waits(job), "job {job} waits already");
-        let row = &mut self.lanes[lane];
-        let flow = &mut row.flows[session as usize];
-        let (tail, number) = (flow.tail, job + 1);
-        flow.tail = number;
-        if tail == 0 {
-            (flow.head, flow.allowed_bytes) = (number, self.turn_bytes);
-            row.join(session);
-        } else {
-            self.jobs[tail as usize - 1].next = number;
-        }
-        row.jobs += 1;
-        row.bytes += bytes;
-        let lane = lane as u32 + 1;
-        self.jobs[job as usize] = Waiting { next: 0, prev: tail, session, lane, bytes };
+        let last = self.lanes[lane].flows[session as usize].tail;
+        self.insert(lane, Waiting { next: 0, prev: last, session, lane: 0, bytes }, job);
     }
 
-    /// Puts back what is left of a job that was taken: it is the next one of its session.
+    /// Queues the rest of a job that was popped. The rest is the next job of its session.
     pub fn put_back(&mut self, lane: usize, session: u32, job: Job, bytes: u64) {
+        let first = self.lanes[lane].flows[session as usize].head;
+        self.insert(lane, Waiting { next: first, prev: 0, session, lane: 0, bytes }, job);
+    }
+
+    /// Links a job at one end of its session's jobs.
+    fn insert(&mut self, lane: usize, waiting: Waiting, job: Job) {
         assert!(!self.waits(job), "job {job} waits already");
-        let row = &mut self.lanes[lane];
+        let Waiting { next, prev, session, bytes, .. } = waiting;
+        let (row, number) = (&mut self.lanes[lane], job + 1);
         let flow = &mut row.flows[session as usize];
-        let (next, number) = (flow.head, job + 1);
-        flow.head = number;
-        if next == 0 {
-            (flow.tail, flow.allowed_bytes) = (number, self.turn_bytes);
+        if flow.head == 0 {
+            flow.allowed_bytes = self.turn_bytes;
             row.join(session);
-        } else {
-            self.jobs[next as usize - 1].prev = number;
+        }
+        let flow = &mut row.flows[session as usize];
+        match prev {
+            0 => flow.head = number,
+            prev => self.jobs[prev as usize - 1].next = number,
+        }
+        match next {
+            0 => flow.tail = number,
+            next => self.jobs[next as usize - 1].prev = number,
         }
         row.jobs += 1;
         row.bytes += bytes;
-        let lane = lane as u32 + 1;
-        self.jobs[job as usize] = Waiting { next, prev: 0, session, lane, bytes };
+        self.jobs[job as usize] = Waiting { lane: lane as u32 + 1, ..waiting };
     }
 
     /// Takes a job out; false when it does not wait.

@@ -232,7 +232,7 @@ fn what_is_resident_is_committed_in_large_stores() {
 #[test]
 #[ignore = "minutes: ffi-tests/run --soak"]
 fn what_is_resident_stays_so_for_minutes() {
-    let seconds = std::env::var(SECONDS).unwrap_or_else(|_| "600".into());
+    let seconds = std::env::var(SECONDS).unwrap_or_else(|_| "540".into());
     check(&SETUPS[4..5], &[(SECONDS, &seconds)]);
 }
 

@@ -230,7 +230,7 @@ impl Core {
         Some(batch)
     }
 
-    /// What waits to be fetched does not come.
+    /// Ends all queued fetches as misses.
     pub(super) fn avoid_fetches(&mut self) {
         while let Some(far) = &mut self.far {
             let Some((_, id)) = far.fetches.pop() else { break };

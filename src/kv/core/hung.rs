@@ -1,7 +1,7 @@
-//! Requests to a remote that do not end: a directory on a dead mount, an engine's own callbacks, a
-//! resolver. Lanes keep their deadlines, so that most are never seen here. Twice that time, and
-//! nobody waits for a request any more: gets miss, questions have no answer, puts of level remote
-//! end. Its memory stays its own until it ends, if it does.
+//! Watches remote requests that do not return: a directory on a dead mount, a callback of the
+//! engine, a name resolver. Connections keep their deadlines, so most requests never get here. After
+//! twice its timeout the core stops waiting for a request: gets miss, lookups end without an answer,
+//! puts of level remote fail. The request keeps its memory until it returns.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,10 +15,10 @@ use crate::meta::chunks::Cell;
 use crate::tier::remote::Trouble;
 use crate::tier::remote::breaker::Way;
 
-/// When nobody waits for a request any more, and its number.
+/// The time at which the core stops waiting for a request, and the number of the request.
 pub(super) type Ticket = (u64, u64);
 
-/// What a request is of.
+/// What a request transfers or asks.
 pub(super) enum What {
     /// These cells are fetched.
     Fetch(Vec<(At, u32)>),
@@ -49,9 +49,9 @@ struct Request {
 pub(super) struct Watch {
     begun: u64,
     open: BTreeMap<Ticket, Request>,
-    /// Those for which nobody waits any more.
+    /// Requests that the core no longer waits for.
     hung: BTreeMap<Ticket, What>,
-    /// Cells of such fetches.
+    /// The cells that hung fetches would bring.
     cells: BTreeSet<(At, u32)>,
 }
 
@@ -64,8 +64,8 @@ impl Watch {
         ticket
     }
 
-    /// It has ended; whether somebody still waited for it. What is heard later than that is not
-    /// counted once more.
+    /// Ends the watch of a request that has returned. Returns false if the core had stopped waiting:
+    /// the breaker has counted such a request already.
     pub fn end(&mut self, ticket: Ticket) -> bool {
         let in_time = self.open.remove(&ticket).is_some();
         if let Some(What::Fetch(cells)) = self.hung.remove(&ticket) {
@@ -80,18 +80,18 @@ impl Watch {
 }
 
 impl Core {
-    /// When it is to be seen next whether a request has ended.
+    /// When the next request becomes overdue.
     pub fn watch_ns(&self) -> Option<u64> {
         let (ticket, _) = self.far.as_ref()?.watch.open.first_key_value()?;
         Some(ticket.0)
     }
 
-    /// Requests of some hands that do not end.
+    /// How many requests of a worker kind hang.
     pub(super) fn hung(&self, hands: Hands) -> u32 {
         self.far.as_ref().map_or(0, |far| far.watch.hung_of(hands))
     }
 
-    /// Whether nobody is left who carries out what some hands of the remote do.
+    /// Whether all workers of a kind hang.
     pub(super) fn all_hang(&self, hands: Hands) -> bool {
         let count = self.far.as_ref().map_or(0, |far| match hands {
             Hands::Fetch => far.config.fetchers,
@@ -100,7 +100,7 @@ impl Core {
         count > 0 && self.hung(hands) >= count
     }
 
-    /// Nobody waits any more for requests whose time is over.
+    /// Stops waiting for every request that is overdue.
     pub(super) fn leave_overdue(&mut self) {
         while let Some(far) = &mut self.far {
             let Some(first) = far.watch.open.first_entry() else { break };
@@ -112,14 +112,13 @@ impl Core {
             far.counters.hung += 1;
             let way = if what.hands() == Hands::Send { Way::Write } else { Way::Read };
             log::warn!(
-                "a request to the remote ({:?}) has taken twice its time, and has not ended: nobody \
-                 waits for it any more",
+                "a remote request ({:?}) has not returned after twice its timeout: the store no \
+                 longer waits for it. Check the remote's mount, server or callback",
                 what.hands()
             );
             far.heard(way, &Err::<(), _>(Trouble::Late), probes, self.now_ns);
-            match &what {
-                What::Fetch(cells) => far.watch.cells.extend(cells.iter().copied()),
-                What::Ask(..) | What::Send(_) => {}
+            if let What::Fetch(cells) = &what {
+                far.watch.cells.extend(cells.iter().copied());
             }
             self.follow_breaker();
             match &what {
@@ -134,7 +133,7 @@ impl Core {
         self.leave_queues();
     }
 
-    /// What waits for its turn does not wait for those who hang.
+    /// Ends queued requests of a kind whose workers all hang.
     pub(super) fn leave_queues(&mut self) {
         if self.far.as_ref().is_none_or(|far| far.watch.hung.is_empty()) {
             return;
@@ -147,7 +146,7 @@ impl Core {
         }
     }
 
-    /// A question has no answer: who asked it goes on without.
+    /// Ends a lookup without an answer.
     fn leave_question(&mut self, asker: Asker, serial: u64) {
         let Some(far) = &mut self.far else { return };
         if far.asking.inquiries.get(&asker).is_some_and(|one| one.serial == serial) {
@@ -155,20 +154,20 @@ impl Core {
         }
     }
 
-    /// What waits to be asked has no answer either.
+    /// Ends all queued lookups without an answer.
     fn avoid_questions(&mut self) {
         while let Some(asker) = self.far.as_mut().and_then(|far| far.asking.line.pop_front()) {
             self.end_inquiry(asker);
         }
     }
 
-    /// Whether a cell is on its way with a request that does not end.
+    /// Whether a hung fetch would bring a cell.
     pub(super) fn is_hung(&self, at: At, layer: usize) -> bool {
         let far = self.far.as_ref();
         far.is_some_and(|far| far.watch.cells.contains(&(at, layer as u32)))
     }
 
-    /// Ends a job whose cell does not come.
+    /// Ends a job that waits for a cell of a hung fetch.
     pub(super) fn end_hung(&mut self, id: u32) {
         let number = self.jobs[id].number;
         let error = match self.moves[number].spec.deed {
@@ -184,7 +183,7 @@ impl Core {
         self.end_job(id, 0, Some(error));
     }
 
-    /// Whoever waits for a cell misses it.
+    /// Ends every job that waits for a cell of a hung fetch.
     fn miss(&mut self, at: At, layer: u32) {
         let own = self.far.as_mut().and_then(|far| far.awaited.remove(&(at, layer)));
         if let Some(id) = own {
