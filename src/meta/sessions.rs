@@ -9,6 +9,12 @@ use crate::meta::index::{Index, NONE, Slot};
 /// Most sessions that are known at once.
 pub const MAX_SESSIONS: usize = 1 << 20;
 
+/// Sessions without objects that are remembered in any case.
+const LEAST_IDLE: usize = 1 << 14;
+
+/// Sessions without objects that are remembered for each one with objects.
+const IDLE_EACH: usize = 3;
+
 /// Why a sequence stopped producing tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
@@ -76,15 +82,18 @@ pub struct Session {
 // SAFETY: integers only.
 unsafe impl Zeroable for Session {}
 
-/// The table of sessions. When it is full, the one that has been without objects
-/// for longest makes room; when there is none, a newcomer goes unknown.
+/// The table of sessions. Those without objects are remembered as long as they are
+/// few beside those with objects, so that the table is as large as what is stored,
+/// not as all that ever was. The one without objects that asked least recently makes
+/// room for a newcomer; when a full table has none, the newcomer goes unknown.
 pub struct Sessions {
     rows: Zeroed<Session>,
     index: Index,
     fresh: usize,
-    /// The ends of the list of those without objects.
+    /// The ends of the list of those without objects, and how many they are.
     earliest: Slot,
     latest: Slot,
+    idle: usize,
     /// How those fared whose rows went to others.
     gone: Fairness,
     /// Who makes the call under way; NONE without a session, or one without a row.
@@ -100,6 +109,7 @@ impl Sessions {
             fresh: 0,
             earliest: NONE,
             latest: NONE,
+            idle: 0,
             gone: Fairness::default(),
             asking: NONE,
         })
@@ -136,9 +146,14 @@ impl Sessions {
     /// The slot of a session, known from now on if it can be; else NONE.
     pub fn get_or_add(&mut self, id: u64) -> Slot {
         if let Some(slot) = self.find(id) {
+            if self.rows[slot as usize].objects == 0 {
+                self.unlink(slot);
+                self.link(slot);
+            }
             return slot;
         }
-        let slot = if self.fresh < self.rows.len() {
+        let full = self.fresh == self.rows.len();
+        let slot = if !full && !self.remembers_enough() {
             self.fresh += 1;
             (self.fresh - 1) as Slot
         } else if self.earliest != NONE {
@@ -158,8 +173,14 @@ impl Sessions {
         slot
     }
 
+    /// Whether as many are without objects as may be remembered.
+    fn remembers_enough(&self) -> bool {
+        self.idle >= LEAST_IDLE.max(IDLE_EACH * (self.fresh - self.idle))
+    }
+
     /// Adds a session to those without objects, as the latest.
     fn link(&mut self, slot: Slot) {
+        self.idle += 1;
         let earlier = std::mem::replace(&mut self.latest, slot);
         match earlier {
             NONE => self.earliest = slot,
@@ -170,6 +191,7 @@ impl Sessions {
     }
 
     fn unlink(&mut self, slot: Slot) {
+        self.idle -= 1;
         let Session { earlier, later, .. } = self.rows[slot as usize];
         match earlier {
             NONE => self.earliest = later,
@@ -223,7 +245,7 @@ impl Sessions {
     /// Those known.
     pub fn known(&self) -> impl Iterator<Item = (Slot, &Session)> {
         let row = |(at, row): (usize, _)| (at as Slot, row);
-        self.rows.iter().enumerate().filter(|(_, row)| row.live != 0).map(row)
+        self.rows.iter().take(self.fresh).enumerate().filter(|(_, row)| row.live != 0).map(row)
     }
 }
 
@@ -259,6 +281,33 @@ mod tests {
         sessions.leave(a);
         assert_eq!((sessions.earliest, sessions.latest), (b, a));
         assert_eq!(sessions.known().count(), 2);
+    }
+
+    #[test]
+    fn a_table_is_as_large_as_what_has_objects() {
+        const WITH: usize = 10_000;
+        let mut sessions = Sessions::new(MAX_SESSIONS).expect("virtual memory");
+        let mut stored = std::collections::VecDeque::new();
+        for id in 0..500_000u64 {
+            // One that keeps asking stays, without an object.
+            let asks = sessions.get_or_add(u64::MAX);
+            sessions.of_mut(asks).expect("a row").turns += 1;
+            let slot = sessions.get_or_add(id);
+            assert_ne!(slot, NONE, "{id}");
+            sessions.join(slot);
+            stored.push_back(slot);
+            if stored.len() > WITH {
+                sessions.leave(stored.pop_front().expect("more than none"));
+            }
+            let idle = sessions.most() - stored.len();
+            assert!(idle <= LEAST_IDLE.max(IDLE_EACH * WITH) + 1, "{idle} at {id}");
+        }
+        let asks = sessions.find(u64::MAX).expect("it asked in every turn");
+        assert_eq!(sessions.of(asks).expect("a row").turns, 500_000);
+        // All leave: those that came last are remembered.
+        stored.into_iter().for_each(|slot| sessions.leave(slot));
+        assert!(sessions.find(499_999).is_some() && sessions.find(0).is_none());
+        assert_eq!(sessions.known().count(), sessions.most());
     }
 
     #[test]
