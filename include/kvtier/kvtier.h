@@ -1216,7 +1216,7 @@ template <typename T> inline T kvt_sized_() {
  * kvt_stream_terms_t.flags: weights are to be given back while the streamer is used, by
  * kvt_stream_rebalance or as the budget asks. Slots are there also where everything fits, as
  * large as lets it shrink most, and no more for experts than a layer needs, unless
- * expert_slots says so. A streamer with a budget is opened like this in any case. Not the bit
+ * expert_slots says so; the streamer gives those beyond that need back, too. A streamer with a budget is opened like this in any case. Not the bit
  * of any flag of kvt_stream_opts_t.
  */
 #define KVT_STREAM_SHRINKS 256
@@ -11789,7 +11789,8 @@ kvt_status_t kvt_stream_hint(const struct kvt_stream_t *stream,
 /**
  * Gives weights more memory, or less, while passes go on: the context grows, KV needs room.
  * Returns at once: units in use move when they are given back, the others are brought
- * meanwhile (kvt_stream_progress says how far). Slots stay as they are.
+ * meanwhile (kvt_stream_progress says how far). Slots stay as they are, except those for
+ * experts: with less memory there may be fewer, with more as many as at opening.
  *
  * @param stream  The streamer.
  * @param room    What there is from now on.

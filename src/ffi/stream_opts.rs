@@ -48,7 +48,7 @@ pub const KVT_TERMS_EXPERT_SLOTS: u64 = 32;
 /// kvt_stream_terms_t.flags: weights are to be given back while the streamer is used, by
 /// kvt_stream_rebalance or as the budget asks. Slots are there also where everything fits, as
 /// large as lets it shrink most, and no more for experts than a layer needs, unless
-/// expert_slots says so. A streamer with a budget is opened like this in any case. Not the bit
+/// expert_slots says so; the streamer gives those beyond that need back, too. A streamer with a budget is opened like this in any case. Not the bit
 /// of any flag of kvt_stream_opts_t.
 pub const KVT_STREAM_SHRINKS: u64 = 256;
 

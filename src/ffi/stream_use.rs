@@ -188,7 +188,8 @@ pub unsafe extern "C" fn kvt_stream_hint(
 
 /// Gives weights more memory, or less, while passes go on: the context grows, KV needs room.
 /// Returns at once: units in use move when they are given back, the others are brought
-/// meanwhile (kvt_stream_progress says how far). Slots stay as they are.
+/// meanwhile (kvt_stream_progress says how far). Slots stay as they are, except those for
+/// experts: with less memory there may be fewer, with more as many as at opening.
 ///
 /// @param stream  The streamer.
 /// @param room    What there is from now on.

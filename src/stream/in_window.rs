@@ -24,8 +24,10 @@ struct Slot {
 /// Memory that is to be given back, by who maps.
 pub struct Leaving {
     window: Arc<dyn Window>,
-    /// Whose home it was, or [`NONE`].
+    /// Whose home it was, or [`NONE`]: it was a slot.
     unit: u32,
+    /// Behind whose addresses it may be.
+    units: Vec<u32>,
     piece: Piece,
     /// What of it is paid for.
     pub bytes: u64,
@@ -141,15 +143,27 @@ impl InWindow {
             stuck: Vec::new(),
             account,
         };
-        let counts = [plan.slots, plan.expert_slots];
-        for (count, bytes) in counts.into_iter().zip(slot_bytes) {
-            for _ in 0..count {
-                all.slots.try_reserve(1).map_err(|_| Status::NoMem)?;
-                let piece = all.create(bytes)?;
-                all.slots.push(Slot { piece, units: Vec::new() });
-            }
-        }
+        (0..plan.slots).try_for_each(|_| all.add_slot(plan.slot_bytes))?;
         Ok(all)
+    }
+
+    fn add_slot(&mut self, bytes: u64) -> Result<()> {
+        self.slots.try_reserve(1).map_err(|_| Status::NoMem)?;
+        let piece = self.create(bytes)?;
+        self.slots.push(Slot { piece, units: Vec::new() });
+        Ok(())
+    }
+
+    /// One more slot for experts.
+    pub fn add_expert_slot(&mut self) -> Result<()> {
+        self.add_slot(self.slot_bytes[1])
+    }
+
+    /// Lets the last slot for experts go, which nobody uses: whoever maps gives it back.
+    pub fn drop_expert_slot(&mut self) {
+        let last = self.slots.len().checked_sub(1).filter(|&last| last >= self.line as usize);
+        let Some(slot) = last.and_then(|last| self.slots.drain(last..).next()) else { return };
+        self.leave(NONE, slot.units, slot.piece, self.slot_bytes[1]);
     }
 
     /// Memory that is paid for.
@@ -198,11 +212,11 @@ impl InWindow {
     pub fn free_home(&mut self, unit: u32) {
         let Some(piece) = self.homes[unit as usize].take() else { return };
         let bytes = self.taken_by(unit);
-        self.leave(unit, piece, bytes);
+        self.leave(unit, vec![unit], piece, bytes);
     }
 
-    fn leave(&mut self, unit: u32, piece: Piece, bytes: u64) {
-        self.leaving.push(Leaving { window: self.window.clone(), unit, piece, bytes });
+    fn leave(&mut self, unit: u32, units: Vec<u32>, piece: Piece, bytes: u64) {
+        self.leaving.push(Leaving { window: self.window.clone(), unit, units, piece, bytes });
         self.leaving_bytes += bytes;
     }
 
@@ -220,7 +234,7 @@ impl InWindow {
     pub fn left(&mut self, one: Leaving, is_stuck: bool) {
         self.leaving_bytes -= one.bytes;
         self.pay_back(one.bytes);
-        if is_stuck && one.unit != NONE {
+        if is_stuck && !one.units.is_empty() {
             self.stuck.push(one);
         }
     }
@@ -257,7 +271,7 @@ impl InWindow {
                 goals.push(self.goal(number));
             }
         }
-        let of_unit = self.stuck.iter().filter(|one| one.unit == unit);
+        let of_unit = self.stuck.iter().filter(|one| one.units.contains(&unit));
         let stuck = of_unit.map(|one| one.piece).collect();
         let (window, at) = (self.window.clone(), self.offsets[unit as usize]);
         Ok((Work { window, others, stuck, piece, at }, goals))
@@ -267,7 +281,7 @@ impl InWindow {
     pub fn worked(&mut self, unit: u32, goal: Goal) {
         let there = self.slots.iter_mut().filter(|slot| slot.units.contains(&unit));
         there.for_each(|slot| slot.units.clear());
-        self.stuck.retain(|one| one.unit != unit);
+        self.stuck.retain(|one| !one.units.contains(&unit));
         if let Some(number) = self.number(goal) {
             self.slots[number].units.clear();
             self.slots[number].units.push(unit);
@@ -292,7 +306,7 @@ impl InWindow {
         let line = self.line as usize;
         for (number, slot) in std::mem::take(&mut self.slots).into_iter().enumerate() {
             let bytes = self.slot_bytes[usize::from(number >= line)];
-            self.leave(NONE, slot.piece, bytes);
+            self.leave(NONE, Vec::new(), slot.piece, bytes);
         }
         let mut freed = Ok(());
         for one in self.take_leaving() {

@@ -176,7 +176,7 @@ fn options(random: &mut Random, files: &Files, on_device: bool) -> Opts {
         mode: one(random, &[Mode::Tiered, Mode::Tiered, Mode::Tiered, Mode::Ring]),
         placement: one(random, &[Placement::Interleaved, Placement::First, Placement::Last]),
         slots: one(random, &[0, 0, 1, 3, 5]),
-        expert_slots: one(random, &[None, None, Some(2), Some(5)]),
+        expert_slots: one(random, &[None, None, Some(2), Some(5), Some(20)]),
         chunk_bytes: if on_device { MIB } else { one(random, &[0, MIB, 2 * MIB]) },
         staging_bytes: one(random, &[0, 4 * MIB, 8 * MIB]),
         processor_layers: if on_device { one(random, &[0, 0, 1]) } else { 0 },

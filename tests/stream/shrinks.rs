@@ -12,6 +12,7 @@ use kvtier::device::simulated::SimulatedOpts;
 use kvtier::device::{Copy, Device, Stream, Way};
 use kvtier::stream::plan::{Home, Plan, Seat, Wishes};
 use kvtier::stream::streamer::Opts;
+use kvtier::stream::units::Role;
 use kvtier_testkit::fixed::simulated::SimFixedOpts;
 
 use kvtier_lab::reference::numbers::Random;
@@ -171,6 +172,99 @@ fn a_store_on_the_device_gets_what_the_streamer_has() {
     }
 }
 
+/// Slots for experts leave with the homes, down to those without which a layer cannot be computed,
+/// and come again; wherever units are.
+#[test]
+fn slots_for_experts_are_given_back_and_come_again() {
+    const SLOTS: u32 = 17;
+    for (on_device, in_place) in [(false, false), (false, true), (true, false), (true, true)] {
+        let files = Files::new(&format!("slots-{on_device}-{in_place}"), &experts(5, 6));
+        let runtime = runtime("");
+        let tier = if on_device { Tier::Device } else { Tier::Host };
+        let mut other = Other::new(&runtime, tier, files.all_bytes() * 4);
+        let simulated = device(SimulatedOpts { grain_bytes: 4096, ..SimulatedOpts::default() });
+        let opts = match on_device {
+            true => with_device(simulated.clone(), PLENTY, 0),
+            false => with_host(PLENTY),
+        };
+        let budget = Some(other.budget.clone());
+        let mut opts = Opts { in_place, budget, ..opts };
+        opts.wishes.expert_slots = Some(SLOTS);
+        let real = files.real();
+        let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
+        assert_eq!(rig.streamer.plan().expert_slots, SLOTS);
+        for _ in 0..2 {
+            there_and_back(&rig, &mut other);
+            assert_eq!(rig.streamer.plan().expert_slots, SLOTS);
+        }
+        let most = takes(&rig.streamer.plan());
+        other.leave(&rig, floor(&rig), 1);
+        let least = rig.streamer.plan();
+        assert!(least.expert_slots < 5 && least.expert_slots == least.expert_slots_least);
+        // Some come back: layers first, which every pass reads.
+        let some = takes(&least) + (most - takes(&least)) / 2;
+        other.give_back();
+        let (host, there) = if on_device { (None, Some(some)) } else { (Some(some), None) };
+        let plan = rig.streamer.rebalance(host, there, None).expect("a plan");
+        rig.streamer.load(soon()).expect("residents");
+        use_all(&rig);
+        let here = if on_device { Home::Device } else { Home::Host };
+        let units = rig.files.units.units.iter().zip(&plan.homes);
+        assert!(units.filter(|(unit, _)| unit.role == Role::Layer).all(|(_, home)| *home == here));
+        assert_eq!(other.streams(), takes(&plan));
+        rig.closed();
+        assert_eq!((other.streams(), simulated.allocated_bytes()), (0, 0));
+    }
+}
+
+/// A slot whose expert is in use stays until it is given back.
+#[test]
+fn a_slot_leaves_when_its_expert_is_given_back() {
+    for in_place in [false, true] {
+        let files = Files::new(&format!("slot-{in_place}"), &experts(4, 8));
+        let all = files.all_bytes();
+        let runtime = runtime("");
+        let other = Other::new(&runtime, Tier::Host, all * 4);
+        let real = files.real();
+        let experts = files.experts_of(1);
+        let mut opts = Opts { in_place, budget: Some(other.budget.clone()), ..with_host(all / 2) };
+        opts.wishes.expert_slots = Some(8);
+        let rig = Rig::open_on(runtime, real, files, opts).expect("a streamer");
+        let away =
+            experts.iter().filter(|&&unit| rig.streamer.plan().homes[unit as usize] == Home::File);
+        let held: Vec<_> =
+            away.map(|&unit| rig.streamer.acquire(unit, patiently()).expect("a slot")).collect();
+        assert!(held.len() > 4, "{}", held.len());
+        let least = floor(&rig);
+        let plan = rig.streamer.rebalance(Some(least), None, None).expect("the floor");
+        assert!(plan.expert_slots < 5 && takes(&plan) == least);
+        let soonest = rig.runtime.core().clock().now_ns() + 20_000_000;
+        let early = rig.streamer.load(soonest).expect_err("slots are in use");
+        assert_eq!(early.status(), Status::Timeout);
+        assert!(other.streams() > least);
+        for one in &held {
+            assert!(rig.is_right(one).expect("no event"));
+            rig.streamer.release(one, None).expect("given back");
+        }
+        rig.streamer.load(soon()).expect("they have left");
+        assert_eq!(other.streams(), least);
+        if in_place {
+            // What was given back reads as zeros.
+            let is_gone = |one: &&kvtier::stream::streamer::Held| {
+                let (address, bytes) = rig.streamer.fixed(one.lease.unit).expect("in place");
+                // SAFETY: addresses in place stay mapped; nobody writes while nothing is asked for.
+                let image =
+                    unsafe { std::slice::from_raw_parts(address as *const u8, bytes as usize) };
+                image.iter().all(|&byte| byte == 0)
+            };
+            let gone = held.iter().filter(is_gone).count();
+            assert!(gone >= held.len() - plan.expert_slots as usize, "{gone} of {}", held.len());
+        }
+        use_all(&rig);
+        rig.closed();
+    }
+}
+
 #[test]
 fn what_does_not_come_back_is_not_counted() {
     let files = Files::even("refused", 16, 16 * 4096);
@@ -316,6 +410,41 @@ fn a_home_leaves_when_its_event_comes() {
     rig.streamer.load(soon()).expect("it has left");
     assert!(device.allocated_bytes() < before);
     rig.closed();
+}
+
+/// The device computes with what is in a slot after it was given back.
+#[test]
+fn a_slot_leaves_when_its_event_comes() {
+    for in_place in [false, true] {
+        let files = Files::new(&format!("slot-event-{in_place}"), &experts(4, 8));
+        let device = device(SimulatedOpts { grain_bytes: 4096, ..SimulatedOpts::default() });
+        let mut opts = with_device(device.clone(), files.all_bytes() / 2, 0);
+        (opts.in_place, opts.wishes.shrinks) = (in_place, true);
+        opts.wishes.expert_slots = Some(8);
+        let rig = Rig::open(files, opts).expect("a streamer");
+        rig.streamer.load(soon()).expect("residents");
+        let (least, homes) = (floor(&rig), rig.streamer.plan().homes);
+        let (away, mut events) = (|unit: &u32| homes[*unit as usize] == Home::File, Vec::new());
+        let of_layer = rig.files.experts_of(2).into_iter().filter(away);
+        let held: Vec<_> =
+            of_layer.map(|unit| rig.streamer.acquire(unit, patiently()).expect("a slot")).collect();
+        assert!(held.len() > 4, "{}", held.len());
+        for one in &held {
+            let event = device.promise().expect("one");
+            rig.streamer.release(one, Some(event)).expect("given back");
+            events.push(event);
+        }
+        rig.streamer.rebalance(None, Some(least), None).expect("a plan");
+        let soonest = rig.runtime.core().clock().now_ns() + 20_000_000;
+        let early = rig.streamer.load(soonest).expect_err("the device reads them still");
+        assert_eq!(early.status(), Status::Timeout);
+        assert!(device.allocated_bytes() > least);
+        events.into_iter().for_each(|event| device.keep(event).expect("a promise"));
+        rig.streamer.load(soon()).expect("they have left");
+        assert_eq!(device.allocated_bytes(), least);
+        use_all(&rig);
+        rig.closed();
+    }
 }
 
 /// Memory that the device says it still uses is not free: who has paid for it goes on.

@@ -233,6 +233,8 @@ enum Act {
     Begin,
     End,
     Move(u32, bool),
+    /// So many slots for experts.
+    Slots(u32),
 }
 
 fn act() -> impl Strategy<Value = Act> {
@@ -245,6 +247,7 @@ fn act() -> impl Strategy<Value = Act> {
         1 => Just(Act::Begin),
         1 => Just(Act::End),
         1 => (0..40u32, any::<bool>()).prop_map(|(u, m)| Act::Move(u, m)),
+        2 => (1..5u32).prop_map(Act::Slots),
     ]
 }
 
@@ -364,8 +367,10 @@ fn live(case: &Case) {
                     world.forget_home(unit);
                 }
             }
+            Act::Slots(count) => world.set_expert_slots(count.min(case.expert_slots)),
             _ => {}
         }
+        world.empty_expert_slots();
     }
     for lease in leases.drain(..) {
         world.release(&lease);
@@ -386,6 +391,8 @@ fn live(case: &Case) {
         world.release(&lease);
     }
     world.settle();
+    let open = world.core.expert_slots();
+    assert!(world.empty_expert_slots() == open, "slots that are not wanted are in use");
     let staging = world.core.free_staging() + world.core.staged();
     assert_eq!(staging, world.core.staging_count(), "staging was lost");
 }

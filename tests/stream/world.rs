@@ -52,6 +52,8 @@ pub fn plan(units: &Units, seat: Seat, homes: Vec<Home>, slots: u32, staging_byt
         slots,
         slot_bytes: largest(false),
         expert_slots: 0,
+        expert_slots_least: 0,
+        expert_slots_step: 1,
         expert_slot_bytes: largest(true),
         staging_bytes,
         chunk_bytes: 8 * MIB,
@@ -344,6 +346,24 @@ impl World {
                 }
             }
         }
+    }
+
+    /// There are to be so many slots for experts.
+    pub fn set_expert_slots(&mut self, count: u32) {
+        self.core.set_expert_slots(count, self.now_ns).expect("sound");
+    }
+
+    /// Takes the memory of slots away that nobody needs any more. How many are left.
+    pub fn empty_expert_slots(&mut self) -> u32 {
+        let in_use = self.core.empty_expert_slots().expect("sound");
+        for slot in in_use..self.core.most_expert_slots() {
+            let at = Place::Expert(slot);
+            assert!(!self.used.contains_key(&at), "{at:?} is taken away while it is used");
+            self.content.remove(&at);
+            self.behind.remove(&at);
+            self.core.take_dirty(slot);
+        }
+        in_use
     }
 
     /// The memory of a unit's home is used for something else.

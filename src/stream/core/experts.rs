@@ -13,8 +13,9 @@ pub const PINNED_PERCENT: u32 = 50;
 
 /// Who is used most.
 pub(super) struct Favourites {
-    /// Most that are pinned.
+    /// Most that are pinned: so many of a hundred slots.
     most: usize,
+    percent: u32,
     review: u64,
     uses: u64,
     /// Uses of each unit, of which those of long ago count less.
@@ -25,19 +26,33 @@ pub(super) struct Favourites {
     ranking: Vec<u32>,
 }
 
+/// How many of the slots those used most have for themselves: never all.
+fn most_of(slots: u32, percent: u32) -> usize {
+    let most = u64::from(slots) * u64::from(percent) / 100;
+    most.min(u64::from(slots.saturating_sub(1))) as usize
+}
+
 impl Favourites {
     pub fn new(units: usize, slots: u32, percent: u32) -> Result<Favourites> {
-        let most = u64::from(slots) * u64::from(percent.min(100)) / 100;
-        let most = most.min(u64::from(slots.saturating_sub(1))) as usize;
-        let units = if most == 0 { 0 } else { units };
+        let percent = percent.min(100);
+        let units = if most_of(slots, percent) == 0 { 0 } else { units };
         let (mut counts, mut is_favourite, mut ranking) = (Vec::new(), Vec::new(), Vec::new());
         counts.try_reserve_exact(units).map_err(|_| Status::NoMem)?;
         is_favourite.try_reserve_exact(units).map_err(|_| Status::NoMem)?;
         ranking.try_reserve_exact(units).map_err(|_| Status::NoMem)?;
         counts.resize(units, 0);
         is_favourite.resize(units, false);
-        let review = REVIEW_USES * u64::from(slots);
-        Ok(Favourites { most, review, uses: 0, counts, is_favourite, list: Vec::new(), ranking })
+        let (list, most, review) = (Vec::new(), 0, 1);
+        let mut all =
+            Favourites { most, percent, review, uses: 0, counts, is_favourite, list, ranking };
+        all.set_slots(slots);
+        Ok(all)
+    }
+
+    /// There are so many slots from now on.
+    fn set_slots(&mut self, slots: u32) {
+        self.most = if self.counts.is_empty() { 0 } else { most_of(slots, self.percent) };
+        self.review = REVIEW_USES * u64::from(slots.max(1));
     }
 
     fn is(&self, unit: u32) -> bool {
@@ -93,6 +108,51 @@ impl Core {
     fn pin(&mut self, unit: u32, pinned: bool) -> Result<()> {
         let slot = self.cells[unit as usize].slot;
         if slot == NONE { Ok(()) } else { self.experts.pin(slot, pinned) }
+    }
+
+    /// Slots for experts.
+    pub fn expert_slots(&self) -> u32 {
+        self.experts.len()
+    }
+
+    /// The most that there can be.
+    pub fn most_expert_slots(&self) -> u32 {
+        self.experts.most()
+    }
+
+    /// Only the first `count` slots take experts from now on. Who is in the others leaves when
+    /// nobody needs them there ([`Core::empty_expert_slots`]).
+    pub fn set_expert_slots(&mut self, count: u32, now_ns: u64) -> Result<()> {
+        self.favourites.set_slots(count);
+        if self.favourites.list.len() > self.favourites.most {
+            self.drop_favourites()?;
+        }
+        self.experts.set_len(count)?;
+        self.advance(now_ns)
+    }
+
+    /// Empties those slots that take nobody any more, from the last on. From which on nobody
+    /// needs them: their memory may go to others.
+    pub fn empty_expert_slots(&mut self) -> Result<u32> {
+        let mut in_use = self.experts.len();
+        for slot in self.experts.len()..self.experts.most() {
+            let is_empty = match self.experts.unit_in(slot) {
+                None => true,
+                Some(unit) => self.quit_slot(unit)?,
+            };
+            if !is_empty || self.experts.after(slot).is_some() {
+                in_use = slot + 1;
+            }
+        }
+        Ok(in_use)
+    }
+
+    /// Whose memory a slot left behind that takes nobody any more, where each unit has its own:
+    /// it is to be given back. Told once.
+    pub fn take_dirty(&mut self, slot: u32) -> Option<u32> {
+        let unit = self.experts.dirty(slot);
+        self.experts.set_dirty(slot, NONE);
+        (unit != NONE && !self.has_memory(unit)).then_some(unit)
     }
 
     /// Nobody stays for being used much: the engine needs more at once than the rest holds.

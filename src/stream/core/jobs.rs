@@ -129,7 +129,7 @@ impl Core {
     }
 
     /// Whether a unit's own memory is in use, where each has its own.
-    fn has_memory(&self, unit: u32) -> bool {
+    pub(super) fn has_memory(&self, unit: u32) -> bool {
         let cell = &self.cells[unit as usize];
         cell.slot != NONE || cell.home != Home::File
     }

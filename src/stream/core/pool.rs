@@ -23,6 +23,8 @@ struct Slot {
 /// Slots, and a policy.
 pub(super) struct Pool {
     slots: Vec<Slot>,
+    /// So many of them take units. Who is in another is held until it leaves it.
+    open: u32,
     free: Vec<u32>,
     evictor: Option<Evictor>,
     victims: Vec<Victim>,
@@ -50,14 +52,45 @@ impl Pool {
         let evictor = if count == 0 { None } else { Some(Evictor::open(policy, &options)?) };
         Ok(Pool {
             slots: vec![Slot { unit: NONE, holds: 0, after: None, dirty: NONE }; count as usize],
+            open: count,
             free: (0..count).rev().collect(),
             evictor,
             victims: Vec::new(),
         })
     }
 
+    /// How many take units.
     pub fn len(&self) -> u32 {
+        self.open
+    }
+
+    /// How many there are.
+    pub fn most(&self) -> u32 {
         self.slots.len() as u32
+    }
+
+    /// From now on so many take units, the first of them.
+    pub fn set_len(&mut self, count: u32) -> Result<()> {
+        let (before, count) = (self.open, count.min(self.most()));
+        self.open = count;
+        self.free.retain(|&slot| slot < count);
+        for slot in count..before {
+            if self.unit_in(slot).is_some() {
+                self.hold(slot)?;
+            }
+        }
+        for slot in before..count {
+            match self.unit_in(slot) {
+                Some(_) => self.let_go(slot)?,
+                None => self.free.push(slot),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whose bytes were the last to come to a slot, or [`NONE`].
+    pub fn dirty(&self, slot: u32) -> u32 {
+        self.slots.get(slot as usize).map_or(NONE, |slot| slot.dirty)
     }
 
     /// Who is in a slot.
@@ -67,7 +100,8 @@ impl Pool {
 
     /// Whether a slot could be taken now.
     pub fn has_room(&self) -> bool {
-        !self.free.is_empty() || self.slots.iter().any(|slot| slot.holds == 0)
+        let mut open = self.slots.iter().take(self.open as usize);
+        !self.free.is_empty() || open.any(|slot| slot.holds == 0)
     }
 
     /// A slot for a unit, held once; none while all are held. `slot_of` says which slot
@@ -78,7 +112,7 @@ impl Pool {
         now_ns: u64,
         slot_of: impl Fn(u32) -> u32,
     ) -> Result<Option<Taken>> {
-        let (Some(evictor), true) = (&mut self.evictor, !self.slots.is_empty()) else {
+        let (Some(evictor), true) = (&mut self.evictor, self.open > 0) else {
             return Ok(None);
         };
         let now = i64::try_from(now_ns).unwrap_or(i64::MAX / 4).max(evictor.now_ns());
@@ -153,7 +187,9 @@ impl Pool {
             }
             evictor.remove(evictor.now_ns().max(1), &[unit.into()])?;
         }
-        self.free.push(slot);
+        if slot < self.open {
+            self.free.push(slot);
+        }
         Ok(())
     }
 

@@ -5,6 +5,10 @@ use std::collections::BTreeMap;
 use crate::stream::plan::{Home, Inputs, Plan, Seat, taken_by};
 use crate::stream::units::{Role, Unit};
 
+/// Slots for experts are given back by so many bytes, or by one part in so many of them.
+const STEP_BYTES: u64 = 64 << 20;
+const STEPS: u32 = 16;
+
 /// What is known of experts before any was used: nobody says which are popular, so all
 /// are as likely.
 #[derive(Clone, Debug, Default)]
@@ -45,6 +49,18 @@ impl Experts {
     pub fn use_of(&self, unit: &Unit) -> f64 {
         let of = self.layers.get(&unit.layer).copied().unwrap_or(1).max(1);
         f64::from(self.used.min(of)) / f64::from(of)
+    }
+
+    /// Of so many slots: how many always stay, and how many of the others come and go together.
+    /// A device gives memory in grains, and a process has so many mappings: slots share them.
+    pub fn least_and_step(&self, slots: u32, grain_bytes: u64) -> (u32, u32) {
+        let at_once = STEP_BYTES / self.slot_bytes.max(1);
+        let step = match grain_bytes {
+            0 => (at_once as u32).min(slots / STEPS).max(1),
+            _ => 1, // each has memory of its own
+        };
+        let least = self.least_slots().next_multiple_of(step.into()).min(slots.into());
+        (least as u32, step)
     }
 
     /// Slots without which a layer cannot be computed while the next expert comes.

@@ -19,16 +19,16 @@ pub struct Floor {
 }
 
 impl Plan {
-    /// Bytes of all slots.
-    pub(super) fn slots_bytes(&self) -> u64 {
-        u64::from(self.slots) * self.slot_bytes
-            + u64::from(self.expert_slots) * self.expert_slot_bytes
+    /// Bytes of the slots that stay.
+    fn least_slots_bytes(&self) -> u64 {
+        let experts = self.expert_slots_least.min(self.expert_slots);
+        u64::from(self.slots) * self.slot_bytes + u64::from(experts) * self.expert_slot_bytes
     }
 
     /// What it can shrink to with the slots that it has. Larger units stay, and what the
     /// processor uses beside a device.
     pub fn floor(&self, units: &Units) -> Floor {
-        let (mut here, mut beside) = (self.slots_bytes(), self.staging_bytes);
+        let (mut here, mut beside) = (self.least_slots_bytes(), self.staging_bytes);
         for (i, unit) in units.units.iter().enumerate() {
             if self.on_processor.get(i) == Some(&true) {
                 beside = beside.saturating_add(unit.image_bytes);

@@ -69,13 +69,13 @@ impl Wishes {
 }
 
 /// Plans whose passes differ by less than one part of so many are as good.
-const NEAR: u64 = 256;
+pub(super) const NEAR: u64 = 256;
 
 /// How good a plan is: less is better.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Key {
     /// What a pass takes, or the bytes that move where links are not known.
-    pass: u64,
+    pub pass: u64,
     /// What a pass would take if computing nearly hid transfers: how well they are spread.
     spread_ns: u64,
     /// Bytes that move.
@@ -313,23 +313,8 @@ impl<'a> Maker<'a> {
                 *home = Home::Host;
             }
         }
-        let mut expert_slots = 0;
-        if self.experts_stay() {
-            self.expert_items.iter().for_each(|item| homes[item.unit] = here);
-            used += self.experts.bytes;
-        } else if self.experts.count > 0 {
-            let wishes = self.inputs.wishes;
-            let fit = (self.fast_bytes() - used) / self.experts.slot_bytes.max(1);
-            let most = if wishes.is_lean() { self.experts.least_slots() } else { fit };
-            let wished = wishes.expert_slots.map_or(most, u64::from);
-            expert_slots = wished.min(fit).min(self.experts.count);
-            used += expert_slots * self.experts.slot_bytes;
-            if wishes.is_lean() {
-                // Slots stay as they are, homes can be given back: the rest is for homes.
-                let room = self.fast_bytes() - used;
-                used += self.settle(&self.expert_items, here, room, &mut homes)?;
-            }
-        }
+        let (expert_slots, expert_bytes) = self.place_experts(used, &mut homes)?;
+        used += expert_bytes;
         let mut host_bytes = self.fixed_bytes;
         match self.seat {
             Seat::Host => host_bytes += used,
@@ -344,6 +329,7 @@ impl<'a> Maker<'a> {
             *there = on_device && (self.in_place[i] || self.looked_up[i]);
         }
         let lockable = self.inputs.memory.lockable_bytes;
+        let (expert_slots_least, expert_slots_step) = self.least_and_step(expert_slots);
         let mut plan = Plan {
             seat: self.seat,
             mode: self.inputs.wishes.mode,
@@ -351,7 +337,9 @@ impl<'a> Maker<'a> {
             on_processor,
             slots: fast.slots,
             slot_bytes: fast.slot_bytes,
-            expert_slots: expert_slots as u32,
+            expert_slots,
+            expert_slots_least,
+            expert_slots_step,
             expert_slot_bytes: if expert_slots > 0 { self.experts.slot_bytes } else { 0 },
             staging_bytes,
             chunk_bytes: self.chunk_bytes,
@@ -364,6 +352,42 @@ impl<'a> Maker<'a> {
         };
         let key = self.judge(&mut plan)?;
         Ok((key, plan))
+    }
+
+    /// Slots for experts, or their homes, or both, where so much is taken by others. How many
+    /// slots, and what all takes.
+    fn place_experts(&self, used: u64, homes: &mut [Home]) -> Result<(u32, u64)> {
+        let here = self.seat.home();
+        if self.experts_stay() {
+            self.expert_items.iter().for_each(|item| homes[item.unit] = here);
+            return Ok((0, self.experts.bytes));
+        }
+        if self.experts.count == 0 {
+            return Ok((0, 0));
+        }
+        let wishes = self.inputs.wishes;
+        let room = self.fast_bytes() - used;
+        let fit = room / self.experts.slot_bytes.max(1);
+        let most = if wishes.is_lean() { self.experts.least_slots() } else { fit };
+        let wished = wishes.expert_slots.map_or(most, u64::from);
+        let slots = wished.min(fit).min(self.experts.count);
+        let mut bytes = slots * self.experts.slot_bytes;
+        if wishes.is_lean() {
+            // Homes can be given back one by one: the rest is for them.
+            bytes += self.settle(&self.expert_items, here, room - bytes, homes)?;
+        }
+        Ok((slots as u32, bytes))
+    }
+
+    /// How many slots for experts always stay, and how many come and go together: as in the plan
+    /// before, which has their memory.
+    fn least_and_step(&self, slots: u32) -> (u32, u32) {
+        match self.before {
+            Some(before) if before.expert_slots > 0 => {
+                (before.expert_slots_least, before.expert_slots_step)
+            }
+            _ => self.experts.least_and_step(slots, self.inputs.wishes.device_grain_bytes),
+        }
     }
 
     /// Forecasts it.

@@ -224,6 +224,10 @@ pub struct Plan {
     pub slot_bytes: u64,
     /// Slots for experts.
     pub expert_slots: u32,
+    /// Of them, those that stay when memory is given back.
+    pub expert_slots_least: u32,
+    /// How many of the others come and go together.
+    pub expert_slots_step: u32,
     /// The size of one.
     pub expert_slot_bytes: u64,
     /// Staging in host memory.

@@ -21,7 +21,7 @@ pub struct After {
 impl State {
     /// What somebody has to wait for so that homes become others: nobody may call when it comes.
     pub(super) fn awaited(&self) -> Option<Event> {
-        let waits = !self.moves.is_empty();
+        let waits = self.is_moving();
         self.taken_over.front().filter(|_| waits).map(|after| after.event)
     }
 }
@@ -78,10 +78,13 @@ impl Shared {
                     *uses -= 1;
                     is_free |= *uses == 0;
                 }
-                None => state.core.forget_event(after.event),
+                None => {
+                    state.core.forget_event(after.event);
+                    is_free |= state.slots_change();
+                }
             }
         }
-        if is_free && !state.moves.is_empty() {
+        if is_free && state.is_moving() {
             self.settle(&mut state);
         }
     }

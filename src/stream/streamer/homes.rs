@@ -10,12 +10,14 @@ use crate::fail;
 use crate::stream::core::Goal;
 use crate::stream::plan::{Home, Inputs, Plan, Seat, Wishes};
 use crate::stream::streamer::{LEAVING, ON_DEVICE, OPEN, Shared, State, Streamer, USERS};
+use crate::stream::units::NONE;
 
 impl Streamer {
     /// Makes the homes those of a plan for other memory: `host_bytes` and `device_bytes`
     /// are what weights may have there from now on, none = as it is, `context` the tokens
     /// that KV is kept for. Returns at once: units in use move when they are given back,
-    /// the others are brought while passes go on. Slots stay as they are.
+    /// the others are brought while passes go on. Slots stay as they are, but for those of
+    /// experts, which may become fewer, and again as many as it was opened with.
     pub fn rebalance(
         &self,
         host_bytes: Option<u64>,
@@ -47,17 +49,18 @@ impl Shared {
 
     fn change(&self, state: &mut State, wishes: Wishes) -> Result<()> {
         let before = &state.plan;
-        // Slots are there, whoever else has to go.
+        // Slots are there, whoever else has to go; those for experts may be fewer than at first.
         let mut kept = wishes.clone();
-        if before.expert_slots > 0 {
-            kept.expert_slots = Some(before.expert_slots);
+        let most = state.core.most_expert_slots();
+        if most > 0 {
+            kept.expert_slots = Some(most);
         }
         let plan = before.rebalance(&self.inputs(&kept))?;
-        let slots = |plan: &Plan| {
-            let experts = u64::from(plan.expert_slots) * plan.expert_slot_bytes;
-            (plan.slots, plan.slot_bytes, experts, plan.staging_bytes)
-        };
-        if slots(&plan) != slots(before) {
+        let slots =
+            |plan: &Plan| (plan.slots, plan.slot_bytes, plan.expert_slot_bytes, plan.staging_bytes);
+        let least = before.expert_slots_least.min(before.expert_slots);
+        let is_between = (least..=most).contains(&plan.expert_slots);
+        if slots(&plan) != slots(before) || !is_between {
             if before.slots + before.expert_slots == 0 {
                 fail!(
                     Budget,
@@ -67,11 +70,10 @@ impl Shared {
             }
             fail!(
                 Budget,
-                "{} slots of {} bytes, {} of {} for experts and {} bytes of staging do not fit any \
-                 more: they stay as they were opened",
+                "{} slots of {} bytes, {least} of {} for experts and {} bytes of staging do not fit \
+                 any more: so many stay",
                 before.slots,
                 before.slot_bytes,
-                before.expert_slots,
                 before.expert_slot_bytes,
                 before.staging_bytes
             );
@@ -143,13 +145,14 @@ impl Shared {
 
     /// Moves what can move now.
     pub(super) fn move_homes(&self, state: &mut State) {
-        let State { moves, places, .. } = state;
-        places.forget_made(|unit| moves.contains(&(unit, Home::Device)));
-        if state.moves.is_empty() {
-            return;
-        }
+        let State { moves, places, plan, .. } = state;
+        let want_slots = plan.expert_slots > places.expert_slots();
+        places.forget_made(|unit| match unit {
+            NONE => want_slots,
+            unit => moves.contains(&(unit, Home::Device)),
+        });
+        let mut blocked = self.give_slots_back(state);
         let mut moves = std::mem::take(&mut state.moves);
-        let mut blocked = false;
         moves.retain(|&(unit, home)| {
             let moved = match self.move_home(state, unit, home, blocked) {
                 Ok(moved) => moved,
@@ -162,6 +165,9 @@ impl Shared {
             !moved
         });
         state.moves.extend(moves);
+        if state.moves.is_empty() {
+            self.take_slots_again(state);
+        }
     }
 
     /// False: not yet. `blocked`: memory that is needed has not been given back.

@@ -157,7 +157,7 @@ impl Streamer {
                 return Err(error);
             }
             let is_leaving = state.places.is_leaving();
-            if state.core.missing_homes() + state.moves.len() == 0 && !is_leaving {
+            if state.core.missing_homes() == 0 && !state.is_moving() && !is_leaving {
                 return Ok(());
             }
             let now = shared.now_ns();

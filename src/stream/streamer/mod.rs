@@ -7,6 +7,7 @@ mod homes;
 mod look;
 mod open;
 mod serve;
+mod slots;
 mod straight;
 mod verify;
 
@@ -114,6 +115,11 @@ impl State {
             None => Ok(()),
         }
     }
+
+    /// Whether homes or slots are not yet what the plan says.
+    fn is_moving(&self) -> bool {
+        !self.moves.is_empty() || self.slots_change()
+    }
 }
 
 impl Shared {
@@ -140,7 +146,7 @@ impl Shared {
     pub fn settle_chunk(&self, state: &mut State, news: bool) {
         let going = state.check().is_ok();
         let opened = state.core.take_opened();
-        let news = news || !opened.is_empty() || !state.moves.is_empty();
+        let news = news || !opened.is_empty() || state.is_moving();
         if going {
             opened.into_iter().for_each(|unit| self.open_gate(unit));
         }

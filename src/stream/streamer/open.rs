@@ -153,13 +153,17 @@ impl Streamer {
             opts.wishes.device_grain_bytes = grain_of(&**device)?;
         }
         let memory = memory_of(&opts);
-        let plan = Plan::make(&Inputs {
+        let mut plan = Plan::make(&Inputs {
             units: &units,
             facts: &model.facts,
             memory,
             links: opts.links,
             wishes: &opts.wishes,
         })?;
+        if opts.direct {
+            // The device was told of the slots that it reads into.
+            plan.expert_slots_least = plan.expert_slots;
+        }
         let relative: Arc<Mutex<Weak<Shared>>> = Arc::new(Mutex::new(Weak::new()));
         let account = account_of(&opts, &relative)?;
         let shared =

@@ -198,6 +198,59 @@ fn experts_leave_one_by_one() {
 }
 
 #[test]
+fn slots_for_experts_are_as_many_as_make_passes_shortest() {
+    for seat in [Seat::Host, Seat::Device] {
+        let mut setup = lean(&[2 * MIB; 6], seat);
+        with_experts(&mut setup, &[MIB; 10]);
+        setup.wishes.expert_slots = Some(20);
+        let plan = setup.plan();
+        assert_eq!(slots(&plan), [2, 2 * MIB, 20, MIB]);
+        assert_eq!((plan.expert_slots_least, plan.expert_slots_step), (3, 1));
+        assert_eq!((takes(&plan), floor(&setup, &plan)), ((12 + 60 + 4 + 20) * MIB, 7 * MIB));
+        let layers_at_home = |plan: &Plan, setup: &Setup| {
+            let units = setup.units.units.iter().zip(&plan.homes);
+            units.filter(|(u, home)| u.role == Role::Layer && **home == here(seat)).count()
+        };
+        let mut last = plan.clone();
+        for room_mib in (7..=96).rev() {
+            room(&mut setup, seat, room_mib * MIB);
+            let next = last.rebalance(&setup.inputs()).expect("not under the floor");
+            assert!(takes(&next) <= room_mib * MIB && next.expert_slots >= 3, "{room_mib}");
+            // A pass reads all layers, and of the experts two of ten: layers stay longest.
+            let layers = ((room_mib - 7) / 2).min(6) as usize;
+            assert_eq!(layers_at_home(&next, &setup), layers, "{room_mib}");
+            // Where there is room for all layers and some slots, there are some.
+            assert!(room_mib < 25 || next.expert_slots > 3, "{room_mib}: {}", next.expert_slots);
+            let same = next.rebalance(&setup.inputs()).expect("the same");
+            assert_eq!((same.expert_slots, &same.homes), (next.expert_slots, &next.homes));
+            last = next;
+        }
+        assert_eq!((last.expert_slots, takes(&last)), (3, 7 * MIB));
+        room(&mut setup, seat, 96 * MIB);
+        let back = last.rebalance(&setup.inputs()).expect("all");
+        assert_eq!((back.expert_slots, back.homes), (20, plan.homes));
+    }
+}
+
+#[test]
+fn slots_for_experts_come_and_go_some_at_a_time() {
+    let mut setup = lean(&[2 * MIB; 6], Seat::Host);
+    with_experts(&mut setup, &[8 * MIB; 40]);
+    setup.wishes.expert_slots = Some(200);
+    let plan = setup.plan();
+    // 64 MiB at once.
+    assert_eq!((plan.expert_slots_step, plan.expert_slots_least), (8, 8));
+    assert_eq!(floor(&setup, &plan), (4 + 64) * MIB);
+    for room_mib in [2000, 1000, 777, 300, 100, 68] {
+        room(&mut setup, Seat::Host, room_mib * MIB);
+        let less = plan.rebalance(&setup.inputs()).expect("not under the floor");
+        assert!(takes(&less) <= room_mib * MIB, "{room_mib}");
+        let count = less.expert_slots;
+        assert!(count == 200 || count % 8 == 0 && count >= 8, "{room_mib}: {count}");
+    }
+}
+
+#[test]
 fn misses_of_experts_are_those_of_them_that_have_no_home() {
     let mut setup = lean(&[2 * MIB; 6], Seat::Host);
     with_experts(&mut setup, &[MIB; 4]);

@@ -1,5 +1,7 @@
 //! Memory: slots, staging and homes, and where in it each unit is.
 
+mod expert_slots;
+
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::fault::Faults;
@@ -11,6 +13,7 @@ use crate::device::{Device, DeviceMemory, Memory};
 use crate::fail;
 use crate::stream::core::Goal;
 use crate::stream::in_window::InWindow;
+use crate::stream::places::expert_slots::ExpertSlots;
 use crate::stream::plan::{Home, Plan, Seat};
 use crate::stream::units::{Role, Units};
 
@@ -119,8 +122,7 @@ impl Spent {
 pub struct Places {
     line: Option<Block>,
     line_bytes: u64,
-    experts: Option<Block>,
-    expert_bytes: u64,
+    experts: ExpertSlots,
     staging: Option<OnHost>,
     chunk_bytes: u64,
     homes: Vec<Option<Block>>,
@@ -130,7 +132,8 @@ pub struct Places {
     /// Homes that are not used any more, and how many are being given back or made.
     spent: Vec<Spent>,
     under_way: usize,
-    /// A unit for whose home memory of the device is to be had, with no lock held.
+    /// A unit for whose home memory of the device is to be had, with no lock held; `NONE`: for
+    /// slots of experts.
     wanted: Option<u32>,
     /// Such memory, or why there is none.
     made: Option<(u32, Result<OnDevice>)>,
@@ -143,15 +146,14 @@ impl Places {
         let images: Vec<u64> = units.units.iter().map(|unit| unit.image_bytes).collect();
         let total = |count: u32, bytes: u64| u64::from(count).checked_mul(bytes);
         let line = total(plan.slots, plan.slot_bytes).ok_or(Status::Limit)?;
-        let experts = total(plan.expert_slots, plan.expert_slot_bytes).ok_or(Status::Limit)?;
+        total(plan.expert_slots, plan.expert_slot_bytes).ok_or(Status::Limit)?;
         let mut homes = Vec::new();
         homes.try_reserve_exact(images.len()).map_err(|_| Status::NoMem)?;
         homes.resize_with(images.len(), || None);
         let mut places = Places {
             line: None,
             line_bytes: plan.slot_bytes,
-            experts: None,
-            expert_bytes: plan.expert_slot_bytes,
+            experts: ExpertSlots::of(plan),
             staging: None,
             chunk_bytes: plan.chunk_bytes,
             homes,
@@ -166,10 +168,12 @@ impl Places {
         if in_place && seat == Seat::Device {
             places.in_window = Some(places.device_window(units, plan, source)?);
         } else if in_place {
-            places.in_place = Some(places.window(line + experts, source)?);
-        } else {
-            places.line = slots(seat, line, source)?;
-            places.experts = slots(seat, experts, source)?;
+            places.in_place = Some(places.window(line, source)?);
+        } else if line > 0 {
+            places.line = Some(slots(seat, line, source)?);
+        }
+        while places.expert_slots() < plan.expert_slots {
+            places.add_expert_slots(seat, source)?;
         }
         if seat == Seat::Device {
             places.staging = Some(host(plan.staging_bytes, true, source)?);
@@ -276,7 +280,8 @@ impl Places {
     pub fn take_wanted(&mut self) -> Option<(u32, u64)> {
         let unit = self.wanted.take()?;
         self.under_way += 1;
-        Some((unit, self.images[unit as usize]))
+        let bytes = self.images.get(unit as usize).copied();
+        Some((unit, bytes.unwrap_or_else(|| self.experts.next_bytes())))
     }
 
     /// Memory that was asked for, or why there is none.
@@ -325,7 +330,8 @@ impl Places {
             // SAFETY: the caller's promise.
             freed = freed.and(unsafe { spent.free() });
         }
-        for block in [self.line.take(), self.experts.take()].into_iter().flatten() {
+        let experts = std::mem::take(&mut self.experts).blocks;
+        for block in self.line.take().into_iter().chain(experts) {
             if let Block::Device(on) = &block {
                 // SAFETY: the caller's promise.
                 freed = freed.and(unsafe { on.free() });
@@ -368,7 +374,7 @@ impl Places {
         let (block, offset) = match goal {
             Goal::Home => (self.homes[unit as usize].as_ref(), 0),
             Goal::Line(slot) => (self.line.as_ref(), u64::from(slot) * self.line_bytes),
-            Goal::Expert(slot) => (self.experts.as_ref(), u64::from(slot) * self.expert_bytes),
+            Goal::Expert(slot) => self.experts.at(slot),
         };
         let (address, memory) = match block {
             Some(Block::Host(on)) => (on.buffer.address() as u64, Memory::Host),
@@ -400,8 +406,8 @@ impl Places {
 
     /// The slots in memory of the device: where they begin, and how long they are.
     pub fn slots_on_device(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
-        [&self.line, &self.experts].into_iter().filter_map(|block| match block {
-            Some(Block::Device(on)) if on.memory.memory == Memory::Device => {
+        self.line.iter().chain(&self.experts.blocks).filter_map(|block| match block {
+            Block::Device(on) if on.memory.memory == Memory::Device => {
                 Some((on.memory.address, on.memory.bytes))
             }
             _ => None,
@@ -466,10 +472,9 @@ pub fn on_device(bytes: u64, source: &Source) -> Result<OnDevice> {
     Ok(OnDevice { device: device.clone(), memory, account })
 }
 
-fn slots(seat: Seat, bytes: u64, source: &Source) -> Result<Option<Block>> {
-    match (bytes, seat) {
-        (0, _) => Ok(None),
-        (_, Seat::Host) => host(bytes, false, source).map(Block::Host).map(Some),
-        (_, Seat::Device) => on_device(bytes, source).map(Block::Device).map(Some),
+fn slots(seat: Seat, bytes: u64, source: &Source) -> Result<Block> {
+    match seat {
+        Seat::Host => host(bytes, false, source).map(Block::Host),
+        Seat::Device => on_device(bytes, source).map(Block::Device),
     }
 }
