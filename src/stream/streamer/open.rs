@@ -161,8 +161,9 @@ impl Streamer {
             wishes: &opts.wishes,
         })?;
         if opts.direct {
-            // The device was told of the slots that it reads into.
-            plan.expert_slots_least = plan.expert_slots;
+            // The device is told of the slots that it reads into: all of them, and for good.
+            (plan.expert_slots_least, plan.expert_slots_step) =
+                (plan.expert_slots, plan.expert_slots);
         }
         let relative: Arc<Mutex<Weak<Shared>>> = Arc::new(Mutex::new(Weak::new()));
         let account = account_of(&opts, &relative)?;
