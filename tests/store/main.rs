@@ -18,6 +18,7 @@ mod fsck;
 mod keys;
 mod linear;
 mod look;
+mod many_segments;
 mod name;
 mod namespaces;
 mod offload;

@@ -9,9 +9,15 @@ use std::time::Instant;
 
 use kvtier::base::budget::{Budget, BudgetOpts, Tier};
 use kvtier::base::status::Status;
-use kvtier::kv::core::moves::Level;
+use kvtier::device::Memory;
+use kvtier::device::simulated::SimulatedOpts;
+use kvtier::kv::core::moves::{Deed, Level};
 use kvtier::kv::store::Store;
-use support::{Done, Engine, Home, Model, Scratch, Shape, document, marks_of, runtime, spec_of};
+use support::{
+    Done, Engine, Home, Model, Scratch, Shape, document, marks_of, runtime, spec_of, wait,
+};
+
+use crate::device_tier::rig::{in_memory, simulated};
 
 const CONFIG: &str = "KVTIER_RESIDENT_CONFIG";
 /// For so many seconds, instead of once.
@@ -49,7 +55,7 @@ const fn setup(
 
 const KIB: usize = 1 << 10;
 
-const SETUPS: [Setup; 8] = [
+const SETUPS: [Setup; 9] = [
     setup("small", [16, 64, 0, 200], (4 * KIB, 4), ""),
     setup("usual", [64, 128, 0, 500], (4 * KIB, 4), ""),
     setup("large_cells", [64, 128, 0, 500], (1024 * KIB, 2), ""),
@@ -58,6 +64,7 @@ const SETUPS: [Setup; 8] = [
     setup("auto", [32, 160, 0, 300], (4 * KIB, 2), ",policy=auto"),
     setup("few_chunks", [64, 128, 96, 300], (16 * KIB, 2), ",chunks=2048"),
     setup("remote", [32, 128, 0, 200], (16 * KIB, 4), ",remote=dir(path=\"REMOTE\",write=through)"),
+    setup("device", [32, 128, 0, 300], (4 * KIB, 4), ",device=device(capacity=24MiB)"),
 ];
 
 /// Those that take gigabytes.
@@ -91,11 +98,19 @@ fn resident() -> u64 {
     kib.expect("a number") * 1024
 }
 
-fn put(home: &Home, space: u32, engine: &mut Engine, back: &mut Engine, number: u32) {
+/// `memory`: where the tensors are said to be.
+fn put(
+    home: &Home,
+    space: u32,
+    (engine, back): (&mut Engine, &mut Engine),
+    (number, memory): (u32, Memory),
+) {
     let tokens = document(number, engine.tokens);
     let session = home.session(space, &tokens);
     engine.compute(&marks_of(0, &tokens));
-    let done = home.put(session, Level::Ram, engine);
+    let what = in_memory(engine.whole(), memory);
+    let ops = home.submit(session, Deed::Put, Level::Ram, what).expect("submitted");
+    let done = wait(&ops[0]);
     assert_eq!(done, Done { status: Status::Ok, tokens: engine.tokens }, "{number}");
     if number % 3 == 0 && home.get(session, back).status == Status::Ok {
         back.check(&marks_of(0, &tokens), 0..tokens.len(), 0..back.model.layers);
@@ -139,6 +154,7 @@ fn child() {
     let runtime = runtime();
     let mut limits = [None; 5];
     limits[Tier::Host as usize] = Some(setup.budget * MIB);
+    limits[Tier::Device as usize] = Some(setup.budget * MIB);
     // In a cgroup what a budget takes is bounded by that, and by the usual reserve.
     let reserve_bytes = std::env::var(CGROUP).is_err().then_some(0);
     let opts = BudgetOpts { limits, reserve_bytes, strict: false };
@@ -148,7 +164,14 @@ fn child() {
     };
     let spec = spec_of(&spec(setup, &scratch.0));
     let before = resident();
-    let store = Store::open(runtime.core(), budget.as_ref(), &spec).expect("opened");
+    let is_near = setup.more.contains("device=");
+    let device = is_near.then(|| simulated(SimulatedOpts::default()));
+    let store = match &device {
+        None => Store::open(runtime.core(), budget.as_ref(), &spec).expect("opened"),
+        Some(device) => Store::open_with(runtime.core(), budget.as_ref(), &spec, device.clone())
+            .expect("opened"),
+    };
+    let memory = if is_near { Memory::Device } else { Memory::Host };
     let home = Home { store, runtime };
     let space = home.space(1, &model);
     let most = (setup.stored * MIB / (model.chunk_bytes() * chunks)) as u32;
@@ -162,14 +185,17 @@ fn child() {
         if is_over {
             break;
         }
-        put(&home, space, &mut engine, &mut back, number);
+        put(&home, space, (&mut engine, &mut back), (number, memory));
         let is_time = seconds == 0 || looked.elapsed().as_secs() >= 1;
         let Some(budget) = budget.as_ref().filter(|_| number % 64 == 0 && is_time) else {
             continue;
         };
         looked = Instant::now();
         let committed = budget.lane(Tier::Host).committed_bytes;
-        let grown = resident().saturating_sub(before);
+        // What is called memory of a device here is memory of this process.
+        let near = device.as_ref().map_or(0, |device| device.allocated_bytes());
+        assert_eq!(near > 0, is_near);
+        let grown = resident().saturating_sub(before + near);
         if seconds > 0 {
             let lane = budget.lane(Tier::Host);
             let report = home.store.with(|core| Ok(core.report())).expect("open");

@@ -132,7 +132,9 @@ impl Upkeep {
     /// The segment from which most was dropped, if it is worth cleaning. While chunks wait
     /// for room little is enough, if all of that together makes a segment.
     fn next_to_clean(&mut self, segments: &[SegmentInfo]) -> Option<u64> {
-        self.dropped.retain(|number, _| segments.iter().any(|s| s.number == *number));
+        // They are in the order of their numbers.
+        let is_there = |number: &u64| segments.binary_search_by_key(number, |s| s.number).is_ok();
+        self.dropped.retain(|number, _| is_there(number));
         let settled = segments.iter().filter(|s| !s.is_front);
         let gain = |s: &SegmentInfo| self.dropped.get(&s.number).copied().unwrap_or(0);
         let best = settled.clone().max_by_key(|s| gain(s))?;
@@ -171,6 +173,10 @@ impl Core {
     pub(super) fn look_at_disk(&mut self) {
         let Some(disk) = self.disk.clone() else { return };
         let stats = disk.stats();
+        let full = (stats.budget_bytes as f64 * self.config.high) as u64;
+        if self.upkeep.parked.is_empty() && stats.used_bytes <= full {
+            return;
+        }
         let segments = disk.segments();
         let longest = segments.iter().map(|s| bytes_of(s.blocks)).max().unwrap_or(0);
         // Kept back, and written to by callers and by cleaning; one that is cleaned may be
@@ -181,10 +187,6 @@ impl Core {
         let is_short =
             self.upkeep.is_refused_again() && stats.used_bytes + beside < stats.budget_bytes;
         let all_bytes = if is_short { stats.used_bytes } else { stats.budget_bytes };
-        let share = |part: f64| (all_bytes as f64 * part) as u64;
-        if stats.used_bytes <= share(self.config.high) && self.upkeep.parked.is_empty() {
-            return;
-        }
         let kept = self.upkeep.kept_bytes(&segments);
         // That and what is parked need room as well. Beyond the budget no room is made ahead.
         let is_over = stats.used_bytes > all_bytes;

@@ -206,7 +206,7 @@ impl DiskTier {
         state.stats.overhead_bytes += bytes;
         state.checkpoints.insert(number, bytes);
         // What sessions are is in it.
-        state.segments.values_mut().for_each(|segment| segment.held = false);
+        state.let_held_go();
         drop(state);
         self.remove_checkpoints(|other| other < number);
         Ok(())

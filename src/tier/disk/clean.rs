@@ -147,6 +147,15 @@ impl DiskTier {
         Ok(())
     }
 
+    /// Something in a segment need not be kept any more.
+    fn change(&self, number: u64, change: impl FnOnce(&mut Segment)) {
+        let mut state = self.state.lock();
+        if let Some(segment) = state.segments.get_mut(&number) {
+            change(segment);
+        }
+        state.may_be_empty(number);
+    }
+
     fn clean_begun(&self, number: u64, keeper: &mut dyn Keeper) -> Result<Cleaned> {
         let mut content = Content::default();
         let found = self.scan(&[(number, 1)], &mut |record| {
@@ -156,9 +165,7 @@ impl DiskTier {
         if found.iter().any(|found| found.errors > 0) {
             fail!(Io, "segment {number} cannot be read in full");
         }
-        if let Some(segment) = self.state.lock().segments.get_mut(&number) {
-            segment.unread = false;
-        }
+        self.change(number, |segment| segment.unread = false);
         self.let_go(number)?;
         // An opening that finds a cell twice takes the one that was not moved: that
         // must be as good. Where a sync failed nobody was told that it lasts.
@@ -192,9 +199,7 @@ impl DiskTier {
         let mut sessions = if held { state.noted()? } else { Vec::new() };
         drop(state);
         self.save_sessions(&mut sessions, &|segment| segment.old && segment.dirty > 0)?;
-        if let Some(segment) = self.state.lock().segments.get_mut(&number) {
-            segment.held = false;
-        }
+        self.change(number, |segment| segment.held = false);
         Ok(())
     }
 
@@ -313,9 +318,7 @@ impl DiskTier {
             }
         }
         lasts?;
-        if let Some(segment) = self.state.lock().segments.get_mut(&number) {
-            segment.forgets = 0;
-        }
+        self.change(number, |segment| segment.forgets = 0);
         Ok(())
     }
 

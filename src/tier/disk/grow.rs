@@ -6,7 +6,7 @@ use crate::format::segment::{BLOCK_BYTES, SegmentHeader};
 use crate::io::files::{FileId, Way};
 use crate::tier::disk::files::{refusal, segment as segment_name};
 use crate::tier::disk::spot::MAX_SEGMENT;
-use crate::tier::disk::state::{Front, Grant, Segment};
+use crate::tier::disk::state::{Front, Grant, Segment, State};
 use crate::tier::disk::{DiskTier, offset_of};
 
 impl DiskTier {
@@ -88,7 +88,7 @@ impl DiskTier {
                     oldest: u64::MAX,
                     ..Segment::default()
                 };
-                state.segments.insert(number, segment);
+                state.add_segment(number, segment);
                 state.open.push(number);
                 state.stats.segments_made += 1;
                 state.stats.overhead_bytes += BLOCK_BYTES as u64;
@@ -137,16 +137,21 @@ impl DiskTier {
         }
         let blocks = (bytes / BLOCK_BYTES as u64) as u32;
         let segment = Segment { blocks, next: blocks, oldest: u64::MAX, ..Segment::default() };
-        state.segments.insert(number, segment);
+        state.add_segment(number, segment);
     }
 
     /// Removes segments in which nothing lives and that nobody uses; the bytes that
     /// came free. What cannot be removed keeps counting, and is tried again.
     pub fn sweep(&self) -> u64 {
         // What counts instead of something must last before that goes.
-        let mut lasting: Vec<u64> = {
+        let superseded = |state: &State, number: &u64| {
+            state.segments.get(number).is_some_and(|segment| segment.superseded)
+        };
+        let mut lasting = {
             let mut state = self.state.lock();
-            state.can_go().filter(|(_, s)| s.superseded).map(|(&number, _)| number).collect()
+            let mut going = state.can_go();
+            going.retain(|number| superseded(&state, number));
+            going
         };
         if !lasting.is_empty() && self.commit_all().is_err() {
             lasting.clear();
@@ -154,8 +159,11 @@ impl DiskTier {
         let mut gone = Vec::new();
         {
             let mut state = self.state.lock();
-            for (&number, segment) in state.can_go() {
-                if !segment.superseded || lasting.contains(&number) {
+            for number in state.can_go() {
+                if superseded(&state, &number) && !lasting.contains(&number) {
+                    continue;
+                }
+                if let Some(segment) = state.segments.get_mut(&number) {
                     segment.leaving = true;
                     gone.push((number, segment.file.take(), segment.file_bytes()));
                 }

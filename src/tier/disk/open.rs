@@ -130,7 +130,7 @@ impl DiskTier {
                     let (old, oldest) = (true, u64::MAX);
                     let segment =
                         Segment { blocks, next: blocks, old, oldest, ..Segment::default() };
-                    state.segments.insert(number, segment);
+                    state.add_segment(number, segment);
                 }
                 Name::Checkpoint(number) => {
                     state.checkpoints.insert(number, entry.bytes);

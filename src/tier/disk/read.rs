@@ -39,6 +39,14 @@ impl DiskTier {
         for owner in which.clone() {
             // SAFETY: the caller's promise, here and below.
             unsafe { gather.make_way() };
+            let segment = gets.gets[owner].spot.segment();
+            let is_another = pins.last().is_some_and(|pinned: &Pinned| pinned.segment != segment);
+            if is_another && self.state.lock().in_use() >= self.options.max_open {
+                // Descriptors are few: what was collected is read, and its files may be closed.
+                // SAFETY: as above.
+                unsafe { gather.flush() };
+                pins.clear();
+            }
             // SAFETY: as above.
             let begun = unsafe { self.begin_read(&mut gather, owner, gets, &mut pins) };
             gets.gets[owner].result = begun;

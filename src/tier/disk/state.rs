@@ -1,6 +1,6 @@
 //! What the tier knows of its segments. Nothing here is per cell.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
@@ -8,6 +8,9 @@ use crate::fail;
 use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::FileId;
 use crate::tier::disk::stats::Stats;
+
+/// Of more segments tests do not look at all whenever one is made.
+const MANY: usize = 1 << 10;
 
 /// Who appends: each has a segment of its own to write at, so that what is moved,
 /// which is old, does not lie among what is new.
@@ -113,6 +116,9 @@ pub(super) struct Grant {
 #[derive(Default)]
 pub(super) struct State {
     pub segments: BTreeMap<u64, Segment>,
+    /// Segments that may be empty: all that are, and few others. A large disk has too many to
+    /// look at all whenever one is made.
+    pub maybe_empty: BTreeSet<u64>,
     pub fronts: [Option<u64>; 2],
     /// Segments that are gone and of which a sync failed: so many of their writes
     /// were durable.
@@ -183,12 +189,47 @@ impl State {
         self.fronts.iter_mut().filter(|f| **f == Some(segment)).for_each(|f| *f = None);
     }
 
+    /// A segment is there.
+    pub fn add_segment(&mut self, number: u64, segment: Segment) {
+        self.segments.insert(number, segment);
+        self.maybe_empty.insert(number);
+    }
+
+    /// A segment in which less lives than did.
+    pub fn may_be_empty(&mut self, number: u64) {
+        if self.segments.get(&number).is_some_and(Segment::is_empty) {
+            self.maybe_empty.insert(number);
+        }
+    }
+
     /// Segments in which nothing lives and that nobody uses.
-    pub fn can_go(&mut self) -> impl Iterator<Item = (&u64, &mut Segment)> {
-        let fronts = self.fronts;
-        self.segments.iter_mut().filter(move |(number, segment)| {
-            segment.is_empty() && segment.is_idle() && !fronts.contains(&Some(**number))
-        })
+    pub fn can_go(&mut self) -> Vec<u64> {
+        let State { segments, maybe_empty, fronts, .. } = self;
+        debug_assert!(
+            segments.len() > MANY
+                || segments.iter().all(|(number, s)| !s.is_empty() || maybe_empty.contains(number)),
+            "an empty segment was not noted"
+        );
+        maybe_empty.retain(|number| segments.get(number).is_some_and(Segment::is_empty));
+        let can_go =
+            |number: &&u64| segments[number].is_idle() && !fronts.contains(&Some(**number));
+        maybe_empty.iter().filter(can_go).copied().collect()
+    }
+
+    /// What sessions were is in a checkpoint: no segment is held for that.
+    pub fn let_held_go(&mut self) {
+        let held = self.segments.iter_mut().filter(|(_, segment)| segment.held);
+        let numbers = held.map(|(&number, segment)| {
+            segment.held = false;
+            number
+        });
+        self.maybe_empty.extend(numbers);
+    }
+
+    /// How many open segments are in use.
+    pub fn in_use(&self) -> usize {
+        let used = |number: &&u64| self.segments.get(number).is_some_and(|s| s.users > 0);
+        self.open.iter().filter(used).count()
     }
 
     pub fn is_front(&self, segment: u64) -> bool {
@@ -201,6 +242,7 @@ impl State {
             debug_assert!(entry.live >= blocks, "a cell was dropped twice");
             entry.live = entry.live.saturating_sub(blocks);
         }
+        self.may_be_empty(segment);
     }
 
     /// What callers leave when they make a segment: one more, so that cleaning can
@@ -250,6 +292,7 @@ impl State {
             entry.sessions = entry.sessions.saturating_sub(1);
             entry.superseded |= superseded;
         }
+        self.may_be_empty(segment);
     }
 
     /// What sessions are now.

@@ -5,6 +5,6 @@ mod behind;
 mod faults;
 mod moves;
 mod refusals;
-mod rig;
+pub mod rig;
 mod sim;
 mod tight;
